@@ -1,0 +1,450 @@
+"""The whole configuration of a run: typed, frozen, resolved once.
+
+A configuration is YAML in sections. It is read in layers, each over the one before: the file named by
+`extends` (one level), the file itself, then `key=value` overrides with dots. `read` merges the layers into one
+plain mapping, `validate` turns that into a `Config`, and nothing changes afterwards.
+
+Sections with a `name` (data, partition, model, algorithm, client, server, schedule) may be shortened to it:
+`model=lenet` is `model.name=lenet`. Where a later layer changes the name, it keeps those keys of the earlier
+layer that the new name knows too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+import yaml
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from raysim.errors import ConfigError, did_you_mean
+
+NAMED = ("data", "partition", "model", "algorithm", "client", "server", "schedule")
+
+
+def _check_schedule(value: float | list[tuple[int, float]]) -> float | list[tuple[int, float]]:
+    if isinstance(value, list):
+        starts = [start for start, _ in value]
+        if not starts or starts[0] != 0 or starts != sorted(set(starts)):
+            raise ValueError("a schedule is a list of [first round, value], rounds ascending from 0")
+    return value
+
+
+Scheduled = Annotated[float | list[tuple[int, float]], AfterValidator(_check_schedule)]
+"""A number, or a piecewise-constant schedule over rounds: a list of [first round, value]."""
+
+Positive = Annotated[float, Field(gt=0)]
+
+
+def at_round(value: float | list, t: int) -> float:
+    """The value of a `Scheduled` in round `t`."""
+    if not isinstance(value, list):
+        return value
+    return [v for start, v in value if start <= t][-1]
+
+
+def _positive_throughout(value: Any) -> Any:
+    if min([v for _, v in value] if isinstance(value, list) else [value]) <= 0:
+        raise ValueError("must be greater than 0 in every round")
+    return value
+
+
+PositiveScheduled = Annotated[Scheduled, AfterValidator(_positive_throughout)]
+
+
+class Section(BaseModel):
+    """A frozen mapping with known keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
+
+
+class Named(BaseModel):
+    """A section whose keys beside `name` belong to what is named (a model, a rule) and are checked there."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False, protected_namespaces=())
+    name: str
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        return dict(self.model_extra or {})
+
+
+class Data(Section):
+    """Which examples. `augment: null` does what is usual for the data set (crop and flip for CIFAR)."""
+
+    name: str
+    root: str | None = None
+    path: str | None = None
+    download: bool = False
+    augment: bool | None = None
+
+
+class IID(Section):
+    """Shuffled and cut into equal parts (sizes differ by at most one)."""
+
+    name: Literal["iid"] = "iid"
+    clients: int = Field(100, ge=1)
+
+
+class Dirichlet(Section):
+    """Label skew by Dirichlet(alpha). `class_over_clients` (Luo 2023) cuts each class over the clients, sizes
+    come out very unequal; `client_over_classes` (Hsu 2019, FedDyn) draws a class mix per client, sizes equal."""
+
+    name: Literal["dirichlet"]
+    clients: int = Field(100, ge=1)
+    alpha: Positive
+    kind: Literal["class_over_clients", "client_over_classes"] = "class_over_clients"
+    min_samples: int = Field(2, ge=0)
+
+
+class Shards(Section):
+    """Sorted by label and dealt out in shards, `classes` shards to each client (McMahan 2017)."""
+
+    name: Literal["shards"]
+    clients: int = Field(100, ge=1)
+    classes: int = Field(2, ge=1)
+
+
+class HeavyTail(Section):
+    """One or two classes for each client, sizes heavy-tailed: 1 + floor(k), k ~ lognormal(mean, sigma), at most
+    `max_samples` (after Xu 2022, whose generator is not published)."""
+
+    name: Literal["heavy_tail"]
+    clients: int = Field(5000, ge=1)
+    classes: Literal[1, 2] = 1
+    mean: float = 1.25
+    sigma: Positive = 1.0
+    max_samples: int = Field(100, ge=2)
+
+
+class Natural(Section):
+    """The data set's own users or sources; `clients` merges them at random into that many."""
+
+    name: Literal["natural"]
+    clients: int | None = Field(None, ge=1)
+
+
+class FromFile(Section):
+    """Index lists from a file: a JSON list of lists, or an .npz of arrays `indices` and `offsets`."""
+
+    name: Literal["file"]
+    path: str
+
+
+class Virtual(Section):
+    """Any number of clients, each a keyed draw of `samples` examples (with replacement across clients). Nothing
+    is stored, so a million clients cost nothing."""
+
+    name: Literal["virtual"]
+    clients: int = Field(ge=1)
+    samples: int = Field(20, ge=1)
+
+
+Partition = Annotated[
+    IID | Dirichlet | Shards | HeavyTail | Natural | FromFile | Virtual, Field(discriminator="name")
+]
+
+
+class Local(Section):
+    """Local training: `steps` mini-batches that continue where the client's last round stopped, or whole `epochs`.
+
+    `batch` is the size, or `full` for all of the client's data. `weight_decay` is added to every parameter whose
+    name lacks "bias" (as Luo 2023's code does); `clip` bounds the norm of each step's direction.
+    """
+
+    steps: int | None = Field(None, ge=1)
+    epochs: int | None = Field(None, ge=1)
+    batch: Annotated[int, Field(ge=1)] | Literal["full"] = 64
+    lr: PositiveScheduled = 0.01
+    weight_decay: float = Field(0.0, ge=0)
+    clip: Positive | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _steps_or_epochs(cls, values: Any) -> Any:
+        if isinstance(values, Mapping):
+            if values.get("steps") is not None and values.get("epochs") is not None:
+                raise ValueError("give either 'steps' or 'epochs', not both")
+            if values.get("steps") is None and values.get("epochs") is None:
+                values = {**values, "steps": 5}
+        return values
+
+
+class Sync(Section):
+    """Rounds in step: `cohort` clients, uniformly without replacement, all awaited."""
+
+    name: Literal["sync"] = "sync"
+    cohort: int = Field(10, ge=1)
+
+
+class Faults(Section):
+    """What a client's exception or non-finite update does: stop the run, or drop that client and count it."""
+
+    on_client_error: Literal["stop", "drop"] = "stop"
+
+
+class Resources(Section):
+    """Where it runs. `cpus`, `gpus` and `threads` are for each actor; `timeout` (seconds) bounds every wait."""
+
+    executor: Literal["ray", "inline"] = "ray"
+    actors: int = Field(2, ge=1)
+    cpus: float = Field(1, ge=0)
+    gpus: float = Field(0, ge=0)
+    threads: int = Field(1, ge=1)
+    address: str | None = None
+    timeout: Positive = 600.0
+
+
+class Block(Section):
+    """How clients share a worker's pass: `loop` one after the other, `vmap` side by side, `size` at once."""
+
+    size: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
+    mode: Literal["auto", "loop", "vmap"] = "auto"
+
+
+class Evaluate(Section):
+    """How often the global model meets the test set (0: never; the last round always, if ever)."""
+
+    every: int = Field(1, ge=0)
+    batch: int = Field(1000, ge=1)
+
+
+class Checkpoint(Section):
+    """How often the complete state is written to `<run_dir>/checkpoints/` (0: never), and how many are kept."""
+
+    every: int = Field(50, ge=0)
+    keep: int = Field(2, ge=1)
+
+
+class Tracking(Section):
+    """MLflow. `required: false` lets a run start while the server is down; the spool keeps what it could not send."""
+
+    uri: str = "sqlite:///mlflow.db"
+    experiment: str = "raysim"
+    required: bool = True
+
+
+def _named(value: Any) -> Any:
+    return {"name": value} if isinstance(value, str) else value
+
+
+class Config(Section):
+    """Everything a run needs. Only data, rounds and the algorithm (or client and server) have no default."""
+
+    name: str | None = None
+    seed: int = Field(0, ge=0)
+    rounds: int = Field(ge=1)
+    dtype: Literal["float32", "float64"] = "float32"
+    data: Annotated[Data, BeforeValidator(_named)]
+    partition: Annotated[Partition, BeforeValidator(_named)] = IID()
+    model: Annotated[Named, BeforeValidator(_named)] = Named(name="mlp")
+    algorithm: Annotated[Named, BeforeValidator(_named)] | None = None
+    client: Annotated[Named, BeforeValidator(_named)] | None = None
+    server: Annotated[Named, BeforeValidator(_named)] | None = None
+    local: Local = Local(steps=5)
+    schedule: Annotated[Sync, BeforeValidator(_named)] = Sync()
+    faults: Faults = Faults()
+    resources: Resources = Resources()
+    block: Block = Block()
+    evaluate: Evaluate = Evaluate()
+    checkpoint: Checkpoint = Checkpoint()
+    run_dir: str | None = None
+    tracking: Tracking = Tracking()
+
+    _NOT_THE_RESULT: ClassVar = ("name", "rounds", "evaluate", "checkpoint", "run_dir", "tracking")
+
+    def identity(self) -> dict[str, Any]:
+        """The part of the configuration that determines the parameters after each round."""
+        whole = self.model_dump(mode="json", exclude=set(self._NOT_THE_RESULT))
+        whole["resources"] = {"threads": self.resources.threads, "device": "cuda" if self.resources.gpus else "cpu"}
+        whole["data"] = {k: v for k, v in whole["data"].items() if k not in ("root", "download")}
+        return whole
+
+    @property
+    def fingerprint(self) -> str:
+        """A stable hash (sha256, hex) of `identity()`: equal fingerprints, equal bits (on one kind of machine)."""
+        return hashlib.sha256(json.dumps(self.identity(), sort_keys=True).encode()).hexdigest()
+
+    def dump(self) -> str:
+        """YAML that reads back to this configuration."""
+        return yaml.safe_dump(self.model_dump(mode="json", exclude_none=True), sort_keys=False)
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe YAML that also reads 1e-3 as a number."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+)
+
+Keys = Callable[[str, str], Iterable[str] | None]
+"""(section, name) -> the keys that this name knows, None if it is unknown."""
+
+
+def find(source: str | Path, folder: Path | None = None) -> Path:
+    """The file a configuration's name means: a path, or a name among the configurations shipped with raysim."""
+    package = Path(__file__).resolve().parent
+    text = str(source)
+    tried = [(folder or Path()) / text]
+    for shipped in (package / "configs", package.parent / "configs"):
+        tried += [shipped / text.removeprefix("configs/"), shipped / (text.removeprefix("configs/") + ".yaml")]
+    for path in tried:
+        if path.is_file():
+            return path
+    names = {str(p.relative_to(f)).removesuffix(".yaml") for f in (package / "configs", package.parent / "configs")
+             for p in f.rglob("*.yaml")}  # fmt: skip
+    raise ConfigError(f"no configuration '{source}': neither a file nor a shipped one{did_you_mean(text, names)}")
+
+
+def read(
+    source: str | Path | Mapping[str, Any], overrides: Iterable[str] | Mapping[str, Any] = (), keys: Keys | None = None
+) -> dict[str, Any]:
+    """Reads a file (or mapping) with what it extends, and lays the overrides over it.
+
+    Args:
+        source: a path, the name of a shipped configuration, or a mapping.
+        overrides: "key=value" with dots, or a mapping of the same.
+        keys: tells which keys a named thing knows, so that changing a name keeps only those.
+    """
+    if isinstance(source, Mapping):
+        layers = [dict(source)]
+    else:
+        path = find(source)
+        layers = [_yaml(path)]
+        if (parent := layers[0].pop("extends", None)) is not None:
+            below = _yaml(find(parent, path.parent))
+            if "extends" in below:
+                raise ConfigError(f"{path}: extends '{parent}', which extends another; only one level is allowed")
+            layers.insert(0, below)
+    layers.append(_overrides(overrides))
+    merged: dict[str, Any] = {}
+    for layer in layers:
+        merged = merge(merged, layer, keys)
+    return merged
+
+
+def _yaml(path: Path) -> dict[str, Any]:
+    try:
+        content = yaml.load(path.read_text(), Loader=_Loader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path}: a configuration is a mapping of sections, this is {type(content).__name__}")
+    return content
+
+
+def _overrides(given: Iterable[str] | Mapping[str, Any]) -> dict[str, Any]:
+    pairs = []
+    if isinstance(given, Mapping):
+        pairs = list(given.items())
+    else:
+        for text in given:
+            key, equals, value = text.partition("=")
+            if not equals or not key:
+                raise ConfigError(f"override '{text}': expected key=value, say rounds=10 or local.lr=0.1")
+            try:
+                pairs.append((key, yaml.load(value, Loader=_Loader)))
+            except yaml.YAMLError:
+                raise ConfigError(f"override '{text}': '{value}' is not a valid value") from None
+    layer: dict[str, Any] = {}
+    for key, value in pairs:
+        place, (*path, last) = layer, key.split(".")
+        for part in path:
+            if isinstance(place.get(part), str) and part in NAMED:
+                place[part] = {"name": place[part]}
+            place = place.setdefault(part, {})
+            if not isinstance(place, dict):
+                raise ConfigError(f"override '{key}': '{part}' was already given a plain value")
+        if isinstance(place.get(last), dict) and last in NAMED and isinstance(value, str):
+            place[last]["name"] = value
+        else:
+            place[last] = value
+    return layer
+
+
+def merge(below: Mapping[str, Any], above: Mapping[str, Any], keys: Keys | None = None) -> dict[str, Any]:
+    """One layer over another, section by section."""
+    result = dict(below)
+    if "algorithm" in above:
+        result.pop("client", None), result.pop("server", None)
+    elif "client" in above and "server" in above:
+        result.pop("algorithm", None)
+    for key, value in above.items():
+        old = result.get(key)
+        if key in NAMED:
+            old, value = _named(old), _named(value)
+            if isinstance(old, dict) and isinstance(value, dict) and value.get("name", old.get("name")) != old.get("name"):
+                known = keys(key, str(value["name"])) if keys else None
+                old = {k: v for k, v in old.items() if k in (known or ())}
+        if key == "local" and isinstance(old, dict) and isinstance(value, dict):
+            rival = {"steps": "epochs", "epochs": "steps"}
+            old = {k: v for k, v in old.items() if rival.get(k) not in value}
+        result[key] = {**old, **value} if isinstance(old, dict) and isinstance(value, dict) else value
+    return result
+
+
+def validate(raw: Mapping[str, Any]) -> Config:
+    """The typed configuration, or a ConfigError that names every wrong key, the nearest right one and the fix."""
+    try:
+        return Config.model_validate(raw)
+    except ValidationError as error:
+        raise ConfigError(explain(error, raw, Config)) from None
+
+
+def explain(error: ValidationError, raw: Any, model: type, prefix: str = "") -> str:
+    """One line for each mistake that pydantic found in `raw`, in the words of someone editing the file."""
+    lines: dict[str, str] = {}
+    for item in error.errors():
+        *parents, last = path = [str(p) for p in item["loc"] if not _is_branch(p)] or [""]
+        key = prefix + ".".join(path)
+        if item["type"] == "extra_forbidden":
+            text = "unknown key" + did_you_mean(last, _keys_at(model, parents, raw))
+        elif item["type"] in ("missing", "missing_argument"):
+            text = "missing; give it in the file or as " + f"{key}=…"
+        elif item["type"] == "union_tag_invalid":
+            context = item["ctx"]
+            text = f"unknown name '{context['tag']}'" + did_you_mean(context["tag"], re.findall(r"'(\w+)'", context["expected_tags"]))  # fmt: skip
+            key = f"{key}.name"
+        elif item["type"] == "union_tag_not_found":
+            key, text = f"{key}.name", "missing; give it a name"
+        else:
+            message = item["msg"].removeprefix("Value error, ")
+            text = message[:1].lower() + message[1:]
+            if item["input"] is None or isinstance(item["input"], str | int | float | bool | list):
+                text += f" (given: {item['input']!r})"
+        lines[key] = f"{lines[key]}, or {text}" if key in lines else f"{key}: {text}"
+    return "\n".join(lines.values())
+
+
+def _is_branch(part: Any) -> bool:
+    """Pydantic puts the branch of a union into the path of an error; a user does not know it."""
+    branches = {"int", "float", "constrained-int", "iid", "dirichlet", "shards", "heavy_tail", "natural", "file", "virtual"}
+    return isinstance(part, str) and (part in branches or "[" in part or "(" in part)
+
+
+def _keys_at(model: Any, path: list[str], raw: Any) -> list[str]:
+    for part in path:
+        if not (isinstance(model, type) and issubclass(model, BaseModel)) or part not in model.model_fields:
+            return []
+        raw = _named(raw.get(part)) if isinstance(raw, Mapping) else None
+        options = [m for m in _flatten(model.model_fields[part].annotation) if isinstance(m, type) and issubclass(m, BaseModel)]
+        named = [m for m in options if isinstance(raw, dict) and raw.get("name") in _names(m)]
+        model = (named or options or [None])[0]
+    return list(model.model_fields) if model is not None and hasattr(model, "model_fields") else []
+
+
+def _flatten(annotation: Any) -> list[Any]:
+    inner = [a for arg in typing.get_args(annotation) for a in _flatten(arg)]
+    return inner or [annotation]
+
+
+def _names(model: type[BaseModel]) -> tuple:
+    return typing.get_args(model.model_fields["name"].annotation) if "name" in model.model_fields else ()
