@@ -189,12 +189,14 @@ class Faults(Section):
 
 
 class Resources(Section):
-    """Where it runs. `cpus`, `gpus` and `threads` are for each actor; `timeout` (seconds) bounds every wait."""
+    """Where it runs. `cpus`, `gpus` (a share of one, or more) and `threads` are for each ClientActor; `server_gpus` is the
+    share of the server and of the evaluator each (0: they use CPUs); `timeout` (seconds) bounds every wait."""
 
     executor: Literal["ray", "inline"] = "ray"
     actors: int = Field(2, ge=1)
     cpus: float = Field(1, ge=0)
     gpus: float = Field(0, ge=0)
+    server_gpus: float = Field(0, ge=0)
     threads: int = Field(1, ge=1)
     address: str | None = None
     timeout: Positive = 600.0
@@ -303,7 +305,10 @@ def find(source: str | Path, folder: Path | None = None) -> Path:
 
 
 def read(
-    source: str | Path | Mapping[str, Any], overrides: Iterable[str] | Mapping[str, Any] = (), keys: Keys | None = None
+    source: str | Path | Mapping[str, Any],
+    overrides: Iterable[str] | Mapping[str, Any] = (),
+    keys: Keys | None = None,
+    defaults: Callable[[str], Mapping[str, Any]] = lambda name: {},
 ) -> dict[str, Any]:
     """Reads a file (or mapping) with what it extends, and lays the overrides over it.
 
@@ -311,6 +316,8 @@ def read(
         source: a path, the name of a shipped configuration, or a mapping.
         overrides: "key=value" with dots, or a mapping of the same.
         keys: tells which keys a named thing knows, so that changing a name keeps only those.
+        defaults: what an algorithm of this name sets in other sections. They enter with the layer that names the
+            algorithm, below that layer's own keys.
     """
     if isinstance(source, Mapping):
         layers = [dict(source)]
@@ -325,6 +332,9 @@ def read(
     layers.append(_overrides(overrides))
     merged: dict[str, Any] = {}
     for layer in layers:
+        algorithm = _named(layer.get("algorithm"))
+        if isinstance(algorithm, dict) and isinstance(algorithm.get("name"), str):
+            layer = merge(defaults(algorithm["name"]), layer, keys)
         merged = merge(merged, layer, keys)
     return merged
 
@@ -389,6 +399,15 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any], keys: Keys | None 
             old = {k: v for k, v in old.items() if rival.get(k) not in value}
         result[key] = {**old, **value} if isinstance(old, dict) and isinstance(value, dict) else value
     return result
+
+
+def section_keys(section: str, name: str) -> set[str] | None:
+    """The keys of a section whose names are known here (data, partition, schedule); None for an unknown name."""
+    options = [m for m in _flatten(Config.model_fields[section].annotation) if isinstance(m, type) and issubclass(m, Section)]
+    for model in options:
+        if not _names(model) or name in _names(model):
+            return set(model.model_fields)
+    return None
 
 
 def validate(raw: Mapping[str, Any]) -> Config:

@@ -12,10 +12,12 @@
 `lr`, `server_lr` and `beta1` are numbers or functions of the round t = 0, 1, ...
 """
 
+from collections.abc import Callable
+
 import numpy as np
 
 
-def at(value, t: int) -> float:
+def at(value: float | Callable[[int], float], t: int) -> float:
     """The value of a constant or of a schedule in round t (1.7)."""
     return value(t) if callable(value) else value
 
@@ -100,9 +102,7 @@ def fedsgd(x0, cohorts, sizes, batches, grad, *, lr, server_lr=1.0, weights="uni
     for t, cohort in enumerate(cohorts):
         for i in present(cohort, sizes, batches[t]):
             if len(batches[t][i]) != 1:
-                raise ValueError(
-                    f"round {t}, client {i}: FedSGD takes one full batch, not {len(batches[t][i])}"
-                )
+                raise ValueError(f"round {t}, client {i}: FedSGD takes one full batch, not {len(batches[t][i])}")
     return run(x0, cohorts, sizes, batches, grad, lr=lr, server_lr=server_lr, weights=weights)
 
 
@@ -115,6 +115,4 @@ def fedavgm(x0, cohorts, sizes, batches, grad, *, lr, beta1, server_lr=1.0, weig
 
 
 def fedproxm(x0, cohorts, sizes, batches, grad, *, lr, mu, beta1, server_lr=1.0, weights="uniform"):
-    return run(
-        x0, cohorts, sizes, batches, grad, lr=lr, server_lr=server_lr, weights=weights, mu=mu, beta1=beta1
-    )
+    return run(x0, cohorts, sizes, batches, grad, lr=lr, server_lr=server_lr, weights=weights, mu=mu, beta1=beta1)

@@ -67,9 +67,7 @@ def mem_red(cohort, m: int, count: dict, buf: list, new: list, D: dict) -> list:
     return evicted
 
 
-def server_update(
-    x, m_tilde, d: dict, w: dict, buf: list, new: list, D: dict, *, beta1, beta2, server_lr, qp
-):
+def server_update(x, m_tilde, d: dict, w: dict, buf: list, new: list, D: dict, *, beta1, beta2, server_lr, qp):
     """3.3, changes D and new. Returns the next x and m~."""
     aggregate = weighted_sum(w, d)  # 1.
     p = beta1 * m_tilde + aggregate
@@ -131,6 +129,8 @@ def trace(
     on_server = variant in ("gradma_s", "gradma")
     if on_server and 0 < memory < max((len(cohort) for cohort in cohorts), default=0):
         raise ValueError(f"memory={memory} is smaller than the largest cohort")
+    if qp_scope == "per_tensor" and segments is None:
+        raise ValueError("qp_scope='per_tensor' needs segments")
     if small_tensor_rule is not None and qp_scope != "per_tensor":
         raise ValueError("small_tensor_rule belongs to qp_scope='per_tensor'")
 
@@ -183,9 +183,7 @@ def trace(
     return out
 
 
-def run(
-    x0, cohorts, sizes, batches, grad, *, lr, server_lr=1.0, weights="uniform", **hyper
-) -> list[np.ndarray]:
+def run(x0, cohorts, sizes, batches, grad, *, lr, server_lr=1.0, weights="uniform", **hyper) -> list[np.ndarray]:
     """x_0, ..., x_T. Hyper-parameters as for `trace`."""
     return trace(x0, cohorts, sizes, batches, grad, lr=lr, server_lr=server_lr, weights=weights, **hyper).x
 

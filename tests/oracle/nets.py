@@ -123,8 +123,6 @@ class MLPBatchNorm:
         ds = (dz @ W2) * (s > 0)
         dh = ds * gain
         du = (dh - dh.mean(axis=0) - h * (dh * h).mean(axis=0)) / root
-        gradient = join(
-            [du.T @ x, du.sum(axis=0), (ds * h).sum(axis=0), ds.sum(axis=0), dz.T @ v, dz.sum(axis=0)]
-        )
+        gradient = join([du.T @ x, du.sum(axis=0), (ds * h).sum(axis=0), ds.sum(axis=0), dz.T @ v, dz.sum(axis=0)])
         unbiased = variance * n / (n - 1) if n > 1 else np.zeros(self.hidden)
         return gradient, mean, unbiased

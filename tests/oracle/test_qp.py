@@ -12,7 +12,7 @@ def by_enumeration(p, M):
     """The nearest feasible one among the projections of p on {v : M_A' v = 0}, over all subsets A."""
     norms = np.linalg.norm(M, axis=0)
     U = M[:, norms > 0] / norms[norms > 0]
-    best, least = None, np.inf
+    best, least = np.full_like(p, np.nan), np.inf
     for size in range(U.shape[1] + 1):
         for active in combinations(range(U.shape[1]), size):
             v = p - U[:, active] @ np.linalg.lstsq(U[:, active], p, rcond=None)[0] if active else p
@@ -27,7 +27,7 @@ def test_agrees_with_enumeration(seed):
     rng = np.random.default_rng(seed)
     p, M = rng.normal(size=6), rng.normal(size=(6, 5)) * 10.0 ** rng.uniform(-4, 2, size=5)
     M[:, 4] = [0, 2, -3, 1, 0.5][seed % 5] * M[:, 0] + (seed % 2) * 1e-3 * M[:, 4]  # zero, parallel, near
-    np.testing.assert_allclose(project(p, M), by_enumeration(p, M), rtol=0, atol=1e-9 * np.linalg.norm(p))
+    np.testing.assert_allclose(project(p, M), by_enumeration(p, M), rtol=0, atol=1e-9 * float(np.linalg.norm(p)))
 
 
 @pytest.mark.parametrize("scale", [1e-8, 1.0, 1e6])
@@ -36,7 +36,7 @@ def test_optimality(seed, scale):
     rng = np.random.default_rng(seed)
     p, M = scale * rng.normal(size=300), rng.normal(size=(300, 40)) - 0.1 * rng.normal(size=(300, 1))
     v = project(p, M)
-    norm = np.linalg.norm(p)
+    norm = float(np.linalg.norm(p))
     assert (M.T @ v).min() >= -1e-12 * norm * np.linalg.norm(M, axis=0).max()
     assert abs(v @ (p - v)) <= 1e-12 * norm**2
     assert not np.array_equal(v, p)

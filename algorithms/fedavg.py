@@ -1,0 +1,35 @@
+"""FedAvg and FedSGD — McMahan, Moore, Ramage, Hampson, Agüera y Arcas, AISTATS 2017.
+
+    client   y <- x;  I times: y <- y - lr ∇f_i(y; batch);  d_i = x - y
+    server   x <- x - server_lr Σ_i w_i d_i
+
+Keeps nothing; sends d floats down, d up. FedSGD is the same with one step on all of the client's data.
+The weights w_i are 1/S (`uniform`, what Luo 2023 and Xu 2022 write) or n_i / Σ n_j (`samples`, McMahan 2017).
+"""
+
+from dataclasses import dataclass
+
+from raysim.rules import Algorithm, ClientRule, ServerRule
+
+
+@dataclass(frozen=True)
+class FedAvgClient(ClientRule):
+    """Local SGD."""
+
+    def direction(self, shared, state, batch, task):
+        return task.grad(state["w"], batch)
+
+
+@dataclass(frozen=True)
+class FedAvgServer(ServerRule):
+    """Averaging."""
+
+    def update(self, state, reports):
+        return {**state, "x": state["x"] - self.lr * reports.mean("delta")}
+
+
+REFERENCE = {"reference": {"weights": "samples"}}
+"""What the code of Luo 2023 does where its text says 1/S; all methods of that comparison have the preset."""
+
+Algorithm("fedavg", FedAvgClient, FedAvgServer, "McMahan 2017", presets=REFERENCE)
+Algorithm("fedsgd", FedAvgClient, FedAvgServer, "McMahan 2017", defaults={"local": {"steps": 1, "batch": "full"}})

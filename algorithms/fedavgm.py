@@ -1,0 +1,34 @@
+"""Server momentum — Hsu, Qi, Brown 2019 (FedAvgM); on other client rules, Luo 2023 (FedProxM).
+
+    server   m <- beta1 m + Σ_i w_i d_i;  x <- x - server_lr m        m_0 = 0, undamped, no Nesterov
+
+Keeps d floats on the server; sends d down, d up. The effective step grows to server_lr / (1 - beta1). Momentum acts
+on parameters only, never on BatchNorm statistics. beta1 = 0 is the base method, bit for bit.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from algorithms.fedavg import REFERENCE, FedAvgClient
+from algorithms.fedprox import FedProxClient
+from raysim.config import Scheduled
+from raysim.rules import Algorithm, ServerRule
+
+
+@dataclass(frozen=True)
+class FedAvgMServer(ServerRule):
+    """Averaging with heavy-ball momentum."""
+
+    beta1: Scheduled = 0.9
+
+    def init(self, x0, problem):
+        return {"x": x0, "m": torch.zeros_like(x0)}
+
+    def update(self, state, reports):
+        m = self.beta1 * state["m"] + reports.mean("delta")
+        return {"x": state["x"] - self.lr * m, "m": m}
+
+
+Algorithm("fedavgm", FedAvgClient, FedAvgMServer, "Hsu 2019", state="server d, client 0", presets=REFERENCE)
+Algorithm("fedproxm", FedProxClient, FedAvgMServer, "Luo 2023", state="server d, client 0", presets=REFERENCE)

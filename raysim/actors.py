@@ -1,0 +1,253 @@
+"""Ray actors: ClientActors pinned to CPUs or a share of a GPU, one ServerActor, one EvalActor.
+
+The run's plan (data, partition, net) goes into the object store once and is shared by the actors of a node without
+a copy. A round costs one call for each ClientActor: it trains its share of the blocks and sends one fixed-point sum.
+Vectors never pass through the driver; it hands references from one actor to the next. Actors do not restart by
+themselves (`max_restarts=0`): the driver gives the share of a lost one to those that are left. Every wait has a
+timeout.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+
+import numpy as np
+import ray
+import torch
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
+from torch import Tensor
+
+from raysim.block import Block, Outcome
+from raysim.data.arrays import shared_tensor
+from raysim.errors import ConfigError, RaysimError
+from raysim.executor import Evaluator, Ready, Trained, make_server, make_trainer, settle
+from raysim.plan import Plan
+from raysim.server import Broadcast, Round
+
+
+def _packed(value: Any) -> Any:
+    """Tensors as numpy arrays, which the object store shares without a copy."""
+    if isinstance(value, Tensor):
+        return value.detach().cpu().numpy()
+    if isinstance(value, dict):
+        return {k: _packed(v) for k, v in value.items()}
+    return value
+
+
+def _unpacked(value: Any, device: str) -> Any:
+    if isinstance(value, np.ndarray):
+        return shared_tensor(value).to(device)
+    if isinstance(value, dict):
+        return {k: _unpacked(v, device) for k, v in value.items()}
+    return value
+
+
+def _device(gpus: float) -> str:
+    """The first GPU that Ray lets this actor see, or the CPU. An actor without a share still sees every GPU, so
+    what it was promised decides, not what it sees."""
+    return "cuda:0" if gpus else "cpu"
+
+
+class _Client:
+    """Trains its share of each round's blocks."""
+
+    def __init__(self, plan: Plan):
+        settle(plan.config.resources.threads)
+        self.device = _device(plan.config.resources.gpus)
+        self.trainer = make_trainer(plan, self.device)
+
+    def ready(self) -> None:
+        return None
+
+    def train(self, t: int, down: dict, blocks: list[Block]) -> tuple[dict, Outcome]:
+        down = _unpacked(down, self.device)
+        outcome = self.trainer.train(t, down["shared"], down["buffers"], blocks)
+        vectors = {"ids": outcome.ids, "sums": _packed(outcome.sums), "rows": _packed(outcome.rows)}
+        return vectors, Outcome(outcome.done, outcome.ids, seconds=outcome.seconds)
+
+
+class _Server:
+    """Runs the server update and the memory bookkeeping."""
+
+    def __init__(self, plan: Plan):
+        settle(plan.config.resources.threads)
+        self.device = _device(plan.config.resources.server_gpus)
+        self.server = make_server(plan, self.device)
+
+    def ready(self) -> None:
+        return None
+
+    def broadcast(self, t: int, ids: list[int]) -> dict:
+        return {k: _packed(v) for k, v in vars(self.server.broadcast(t, ids)).items()}
+
+    def update(self, round: Round, *uploads: dict) -> dict[str, float]:
+        return self.server.update(round, [Outcome(**_unpacked(u, self.device)) for u in uploads])
+
+    def final(self) -> tuple[np.ndarray, np.ndarray, str]:
+        return _packed(self.server.state["x"]), _packed(self.server.buffers), self.server.digest
+
+
+class _Eval:
+    """Evaluates the global model while the next round trains."""
+
+    def __init__(self, plan: Plan):
+        settle(plan.config.resources.threads)
+        self.device = _device(plan.config.resources.server_gpus)
+        self.evaluator = Evaluator(plan, self.device)
+
+    def ready(self) -> None:
+        return None
+
+    def evaluate(self, down: dict) -> dict[str, float]:
+        return self.evaluator.evaluate(Broadcast(**_unpacked(down, self.device)))
+
+
+class _Awaited:
+    """A result on its way from an actor."""
+
+    def __init__(self, reference: Any, what: str, timeout: float):
+        self.reference, self.what, self.timeout = reference, what, timeout
+
+    def ready(self) -> bool:
+        return bool(ray.wait([self.reference], timeout=0)[0])
+
+    def get(self) -> Any:
+        return _get(self.reference, self.what, self.timeout)
+
+
+def _get(reference: Any, what: str, timeout: float) -> Any:
+    """`ray.get` that says what it waits for, and passes on raysim's own errors as they were raised."""
+    try:
+        return ray.get(reference, timeout=timeout)
+    except GetTimeoutError:
+        raise RaysimError(f"waited {timeout:g} s for {what}; it may be overloaded, or its node lost "
+                          "(resources.timeout is the limit)") from None  # fmt: skip
+    except RayError as error:
+        cause = getattr(error, "cause", None)
+        if isinstance(cause, RaysimError):
+            raise cause from None
+        raise RaysimError(f"{what} failed: {error}") from None
+
+
+class RayExecutor:
+    """The executor over Ray actors."""
+
+    def __init__(self, log: Callable[[str], None]):
+        self.log, self.actors, self.ours = log, 0, False
+        self.clients: list[Any] = []
+
+    def open(self, plan: Plan) -> None:
+        r = plan.config.resources
+        self.timeout = r.timeout
+        self._connect(plan)
+        for name, module in list(sys.modules.items()):
+            if name.startswith("raysim_user_"):
+                ray.cloudpickle.register_pickle_by_value(module)
+        reference = ray.put(plan)
+        on_server = {"num_cpus": 0, "num_gpus": r.server_gpus, "max_restarts": 0}
+        self.server = ray.remote(_Server).options(**on_server).remote(reference)
+        client = ray.remote(_Client).options(num_cpus=r.cpus, num_gpus=r.gpus, max_restarts=0)
+        self.clients = [client.remote(reference) for _ in range(r.actors)]
+        self.eval = ray.remote(_Eval).options(**on_server).remote(reference) if plan.config.evaluate.every else None
+        waiting = [a.ready.remote() for a in (self.server, *self.clients, *([self.eval] if self.eval else []))]
+        _get(waiting, f"the start of {len(waiting)} actors", r.timeout)
+        self.actors = len(self.clients)
+
+    def _connect(self, plan: Plan) -> None:
+        """Joins the cluster at hand (an address, or RAY_ADDRESS inside a submitted job), else starts Ray here."""
+        r = plan.config.resources
+        address = r.address or os.environ.get("RAY_ADDRESS")
+        quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": True}
+        if not ray.is_initialized():
+            self.ours = True
+            try:
+                if address:
+                    ray.init(address=address, **quiet)
+                else:
+                    wanted = int(np.ceil(r.actors * r.cpus))
+                    ray.init(address="local", num_cpus=max(os.cpu_count() or 1, wanted), include_dashboard=False, **quiet)
+            except Exception as error:
+                where = f"Ray at {address}" if address else "Ray on this machine"
+                raise RaysimError(f"cannot start {where}: {str(error).splitlines()[0] if str(error) else error}") from None
+        have = ray.cluster_resources()
+        for kind, wanted in (("CPU", r.actors * r.cpus), ("GPU", r.actors * r.gpus + 2 * r.server_gpus)):
+            if wanted > have.get(kind, 0) + 1e-9:
+                raise ConfigError(f"resources: {r.actors} actors want {wanted:g} {kind}s, the cluster has "
+                                  f"{have.get(kind, 0):g}; lower resources.actors or the share of each")  # fmt: skip
+
+    def broadcast(self, t: int, ids: list[int]) -> Any:
+        return self.server.broadcast.remote(t, ids)
+
+    def train(self, t: int, down: Any, blocks: list[Block]) -> Trained:
+        """Deals the blocks out, the largest first to the least busy actor, and awaits them all; what a lost actor
+        had is dealt out again."""
+        uploads, done, waiting = [], [], {}
+        lost = retried = 0
+        load = dict.fromkeys(range(len(self.clients)), 0)
+
+        def deal(blocks: list[Block]) -> None:
+            shares: dict[int, list[Block]] = {}
+            for block in sorted(blocks, key=lambda b: -sum(job.steps for job in b.jobs)):
+                actor = min(load, key=lambda a: (load[a], a))
+                load[actor] += sum(job.steps for job in block.jobs)
+                shares.setdefault(actor, []).append(block)
+            for actor, share in shares.items():
+                call = self.clients[actor].train.options(num_returns=2)
+                vectors, word = call.remote(t, down, share)
+                waiting[word] = (vectors, actor, share)
+
+        deal(blocks)
+        while waiting:
+            ready, _ = ray.wait(list(waiting), timeout=self.timeout)
+            if not ready:
+                actors = sorted({actor for _, actor, _ in waiting.values()})
+                raise RaysimError(f"round {t}: waited {self.timeout:g} s for ClientActors {actors} "
+                                  "(resources.timeout is the limit)")  # fmt: skip
+            for word in ready:
+                vectors, actor, share = waiting.pop(word)
+                try:
+                    done.append(ray.get(word, timeout=self.timeout))
+                    uploads.append(vectors)
+                except RayActorError:
+                    lost, retried = lost + (actor in load), retried + len(share)
+                    load.pop(actor, None)
+                    if not load:
+                        raise RaysimError(f"round {t}: the last ClientActor is lost (out of memory?)") from None
+                    self.actors = len(load)
+                    self.log(f"round {t}: ClientActor {actor} is lost; its {len(share)} blocks go to the {len(load)} left")
+                    deal(share)
+                except RayError as error:
+                    raise RaysimError(f"round {t}: ClientActor {actor} failed: {error}") from None
+        if lost:
+            self.clients = [self.clients[actor] for actor in sorted(load)]
+        seconds = [outcome.seconds for outcome in done]
+        return Trained(uploads, done, {"time/train": max(seconds, default=0.0), "actors_lost": float(lost),
+                                       "retried_blocks": float(retried)})  # fmt: skip
+
+    def update(self, round: Round, trained: Trained) -> _Awaited:
+        return _Awaited(self.server.update.remote(round, *trained.uploads), f"the server update of round {round.t}", self.timeout)
+
+    def evaluate(self, down: Any) -> _Awaited | Ready[dict[str, float]]:
+        if self.eval is None:
+            return Ready({})
+        return _Awaited(self.eval.evaluate.remote(down), "the evaluation", self.timeout)
+
+    def final(self) -> tuple[Tensor, Tensor, str]:
+        x, buffers, digest = _get(self.server.final.remote(), "the final parameters", self.timeout)
+        return torch.tensor(x), torch.tensor(buffers), digest
+
+    def close(self) -> None:
+        """Ends the actors, and Ray if it was started here."""
+        if not ray.is_initialized():
+            return
+        for actor in (*self.clients, *(a for a in (getattr(self, "server", None), getattr(self, "eval", None)) if a)):
+            ray.kill(actor)
+        if self.ours:
+            ray.shutdown()
+

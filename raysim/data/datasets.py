@@ -1,0 +1,378 @@
+"""Data sets: read once, decoded, as uint8 arrays.
+
+A `Dataset` is everything a run needs to know about its examples: both halves as NumPy arrays (which Ray's object
+store shares between processes without copying), how pixels become inputs, and the augmentation that is usual for
+it. `load` reads one from disk, `fetch` downloads one. Nothing here is random but the embedded digits' split, and
+that is the same for every seed.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import os
+import re
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from raysim.config import Data
+from raysim.errors import ConfigError, did_you_mean
+from raysim.randomness import generator
+
+IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+IMAGENET_GREY = (0.449,), (0.226,)
+UNIT = (0.0,), (1.0,)
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Both halves of a data set, and how its pixels become inputs: `x * scale + shift`, channel by channel.
+
+    Attributes:
+        x, x_test: uint8 [n, C, H, W]; y, y_test: int64 [n], labels from 0.
+        classes: the names of the labels.
+        scale, shift: float32 [C].
+        pad, flip: the augmentation in use: random crops after `pad` zero pixels on each side (0: none), and
+            mirroring left to right.
+        groups: int32 [n], the natural user or source of each training example, -1 where it has none.
+        group_names: the names of the groups.
+    """
+
+    name: str
+    x: np.ndarray
+    y: np.ndarray
+    x_test: np.ndarray
+    y_test: np.ndarray
+    classes: tuple[str, ...]
+    scale: np.ndarray
+    shift: np.ndarray
+    pad: int = 0
+    flip: bool = False
+    groups: np.ndarray | None = None
+    group_names: tuple[str, ...] = ()
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(C, H, W) of one example."""
+        return self.x.shape[1:]
+
+    @property
+    def n_classes(self) -> int:
+        return len(self.classes)
+
+    @cached_property
+    def digest(self) -> str:
+        """sha256 (hex) of the arrays, their types and shapes."""
+        whole = hashlib.sha256()
+        for array in (self.x, self.y, self.x_test, self.y_test, self.groups):
+            if array is not None:
+                whole.update(f"{array.dtype}{array.shape}".encode())
+                whole.update(np.ascontiguousarray(array).reshape(-1).data)
+        return whole.hexdigest()
+
+
+def names() -> tuple[str, ...]:
+    """The names that `load` knows."""
+    return tuple(sorted((*TORCHVISION, *OTHERS)))
+
+
+def load(data: Data) -> Dataset:
+    """Reads a data set.
+
+    `data.augment` decides on crops and mirroring: null as usual for the data set, false none, true also where it
+    is not usual (then crops after padding by an eighth of the height).
+
+    Raises:
+        ConfigError: the name is unknown, the files are missing or damaged, or the download failed.
+    """
+    if data.name not in names():
+        raise ConfigError(f"data.name: unknown name '{data.name}'{did_you_mean(data.name, names())}")
+    if data.path is not None and data.name != "folder":
+        raise ConfigError(f"data.path: only data.name=folder reads it; {data.name} is looked for in data.root")
+    if data.download and data.name not in BY_HAND:
+        fetch(data.name, data.root)
+    if data.name in TORCHVISION:
+        dataset = _from_torchvision(data.name, _root(data.root))
+    else:
+        dataset = OTHERS[data.name](data)
+    if data.augment is None:
+        return dataset
+    if not data.augment:
+        return replace(dataset, pad=0, flip=False)
+    return replace(dataset, pad=dataset.pad or dataset.shape[1] // 8, flip=True)
+
+
+def fetch(name: str, root: str | Path | None = None) -> None:
+    """Downloads a data set to `root` (default: as in `load`), unless it is there already.
+
+    Raises:
+        ConfigError: the name is unknown, nothing can be downloaded under it, or the download failed.
+    """
+    if name not in names():
+        raise ConfigError(f"unknown data set '{name}'{did_you_mean(name, names())}")
+    if name in BY_HAND:
+        raise ConfigError(f"{name} cannot be downloaded: {BY_HAND[name]}")
+    folder = _root(root)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if name in TORCHVISION:
+            for train in (True, False):
+                _torchvision_class(name, folder, train=train, download=True)
+        elif name == "tiny_imagenet":
+            _download_tiny_imagenet(folder)
+    except (RuntimeError, OSError) as error:  # URLError is an OSError
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"{name} could not be downloaded to {folder}: {reason}") from None
+
+
+def _root(root: str | Path | None) -> Path:
+    return Path(root or os.environ.get("RAYSIM_DATA") or "~/.cache/raysim").expanduser()
+
+
+def _missing(name: str, root: Path, detail: str) -> ConfigError:
+    remedy = BY_HAND.get(name) or f"run `raysim data fetch {name}`, or set data.download=true"
+    return ConfigError(
+        f"data.name: {name} is not in {root} ({detail}); {remedy}, or set data.root (or $RAYSIM_DATA) to the folder "
+        "that holds it"
+    )
+
+
+def _normalise(statistics: tuple[Sequence[float], Sequence[float]], top: float = 255) -> tuple[np.ndarray, np.ndarray]:
+    """`scale` and `shift` for pixels in 0..top that are first brought to [0, 1], then to (x - mean) / std."""
+    mean, std = (np.array(values, dtype=np.float64) for values in statistics)
+    return (1 / (top * std)).astype(np.float32), (0 - mean / std).astype(np.float32)
+
+
+# The data sets that torchvision reads
+
+
+class Source(NamedTuple):
+    cls: str
+    arguments: dict[str, Any]
+    statistics: tuple[Sequence[float], Sequence[float]]
+    pad: int = 0
+    flip: bool = False
+
+
+TORCHVISION = {
+    "mnist": Source("MNIST", {}, ((0.1307,), (0.3081,))),
+    "fashionmnist": Source("FashionMNIST", {}, ((0.2860,), (0.3530,))),
+    "emnist_digits": Source("EMNIST", {"split": "digits"}, UNIT),
+    "emnist_letters": Source("EMNIST", {"split": "letters"}, UNIT),
+    "emnist_balanced": Source("EMNIST", {"split": "balanced"}, UNIT),
+    "cifar10": Source("CIFAR10", {}, ((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)), pad=4, flip=True),
+    "cifar100": Source("CIFAR100", {}, ((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)), pad=4, flip=True),
+}
+
+
+def import_torchvision() -> ModuleType:
+    """Imports torchvision, also where its compiled operators do not load.
+
+    That is so for a CUDA build of torchvision (the one on PyPI) beside a CPU build of torch: without the operators
+    `torchvision/_meta_registrations.py` fails with "operator torchvision::nms does not exist", though reading
+    images needs none of them. Declaring the two operators, without any kernel, lets the import pass. An intact
+    torchvision is imported as it is.
+    """
+    try:
+        import torchvision
+    except RuntimeError as error:
+        if "torchvision::nms" not in str(error):
+            raise
+        for name in ("nms", "qnms"):
+            torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        import torchvision
+    return torchvision
+
+
+def _torchvision_class(name: str, root: Path, **arguments: Any) -> Any:
+    source = TORCHVISION[name]
+    return getattr(import_torchvision().datasets, source.cls)(root=str(root), **source.arguments, **arguments)
+
+
+def _from_torchvision(name: str, root: Path) -> Dataset:
+    source = TORCHVISION[name]
+    try:
+        train, test = (_torchvision_class(name, root, train=half) for half in (True, False))
+    except (RuntimeError, OSError) as error:
+        raise _missing(name, root, str(error).removesuffix(" You can use download=True to download it")) from None
+    except (ValueError, AssertionError, EOFError) as error:
+        raise ConfigError(f"data.name: the files of {name} in {root} are damaged: {error}") from None
+    classes = [c for c in train.classes if c != "N/A"]  # EMNIST letters: labels from 1, and a name for 0
+    first = len(train.classes) - len(classes)
+    x, x_test = (_channels_first(np.asarray(half.data), upright=source.cls == "EMNIST") for half in (train, test))
+    y, y_test = (np.asarray(half.targets, dtype=np.int64) - first for half in (train, test))
+    return Dataset(
+        name, x, y, x_test, y_test, tuple(classes), *_normalise(source.statistics), pad=source.pad, flip=source.flip
+    )
+
+
+def _channels_first(images: np.ndarray, upright: bool) -> np.ndarray:
+    """[n, H, W] or [n, H, W, C] to [n, C, H, W]. EMNIST's files hold every image transposed."""
+    images = images[:, None] if images.ndim == 3 else images.transpose(0, 3, 1, 2)
+    return np.ascontiguousarray(images.swapaxes(2, 3) if upright else images)
+
+
+# The others
+
+
+def _digits(data: Data) -> Dataset:
+    """scikit-learn's embedded handwritten digits, 8 x 8, values 0 to 16; a fixed fifth of each class is for testing."""
+    from sklearn.datasets import load_digits
+
+    images, labels = load_digits(return_X_y=True)
+    x, y = np.asarray(images, dtype=np.uint8).reshape(-1, 1, 8, 8), np.asarray(labels, dtype=np.int64)
+    order = generator(0, "digits").permutation(len(y))
+    test = np.zeros(len(y), dtype=bool)
+    for c in range(10):
+        members = order[y[order] == c]
+        test[members[: round(len(members) / 5)]] = True
+    return Dataset("digits", x[~test], y[~test], x[test], y[test], tuple("0123456789"), *_normalise(UNIT, top=16))
+
+
+def _decode(paths: Iterable[Path], side: int, mode: str) -> np.ndarray:
+    """Images as uint8 [n, C, side, side]: shorter side resized to `side`, then the centre; `mode` is L or RGB."""
+    from PIL import Image
+
+    transforms = import_torchvision().transforms
+    square = transforms.Compose([transforms.Resize(side), transforms.CenterCrop(side)])
+    images = []
+    for path in paths:
+        try:
+            with Image.open(path) as image:
+                images.append(np.asarray(square(image.convert(mode))))
+        except OSError as error:
+            raise ConfigError(f"{path}: cannot be read as an image: {error}") from None
+    return _channels_first(np.stack(images), upright=False)
+
+
+def _tiny_imagenet(data: Data) -> Dataset:
+    """Tiny-ImageNet-200, 64 x 64. Testing is on the official validation half: the official test half has no labels."""
+    root = _root(data.root)
+    folder = root / "tiny-imagenet-200"
+    try:
+        classes = sorted((folder / "wnids.txt").read_text().split())
+        rows = [line.split("\t")[:2] for line in (folder / "val" / "val_annotations.txt").read_text().splitlines()]
+        files = {wnid: sorted((folder / "train" / wnid / "images").iterdir()) for wnid in classes}
+    except OSError as error:
+        raise _missing("tiny_imagenet", root, f"no {error.filename}") from None
+    label = {wnid: k for k, wnid in enumerate(classes)}
+    train = [(path, label[wnid]) for wnid in classes for path in files[wnid]]
+    test = [(folder / "val" / "images" / file, label[wnid]) for file, wnid in rows]
+    paths = [[path for path, _ in half] for half in (train, test)]
+    x, x_test = _cached(folder / "raysim-64.npz", lambda: [_decode(half, 64, "RGB") for half in paths])
+    y, y_test = (np.array([k for _, k in half], dtype=np.int64) for half in (train, test))
+    return Dataset("tiny_imagenet", x, y, x_test, y_test, tuple(classes), *_normalise(IMAGENET), pad=4, flip=True)
+
+
+def _cached(path: Path, decode: Callable[[], list[np.ndarray]]) -> list[np.ndarray]:
+    """Decodes once and keeps the arrays beside the images, where that folder can be written."""
+    if path.exists():
+        with np.load(path) as arrays:
+            return list(arrays.values())
+    arrays = decode()
+    try:
+        with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".part", delete=False) as part:
+            np.savez(part, *arrays)
+        os.replace(part.name, path)
+    except OSError as error:
+        print(f"{path} could not be kept, the images will be decoded again next time: {error}", file=sys.stderr)
+    return arrays
+
+
+def _download_tiny_imagenet(root: Path) -> None:
+    if not (root / "tiny-imagenet-200" / "wnids.txt").exists():
+        import_torchvision().datasets.utils.download_and_extract_archive(
+            "http://cs231n.stanford.edu/tiny-imagenet-200.zip", str(root), md5="90528d7ca1a48142e341f4ef8d21d0de"
+        )
+
+
+def _covid_ct(data: Data) -> Dataset:
+    """COVID-CT (Zhao 2020, arXiv 2003.13865), grey, 128 x 128, from `COVID-CT/index.csv`.
+
+    Training is the official training list, test the official validation and test lists together (as Xu 2022's logs
+    show). Groups are the papers the COVID images were taken from, 32 in training, named by the part of the file
+    name before the page; the other images have none.
+    """
+    root = _root(data.root)
+    folder = root / "COVID-CT"
+    try:
+        with open(folder / "index.csv", newline="", encoding="utf-8") as file:
+            rows = list(csv.DictReader(file))
+    except OSError as error:
+        raise _missing("covid_ct", root, f"no {error.filename}") from None
+    if not rows or not rows[0].keys() >= {"file", "label", "split"}:
+        raise ConfigError(f"{folder / 'index.csv'}: expected a row for each image, with columns file, label and split")
+    train, test = ([row for row in rows if (row["split"] == "train") == half] for half in (True, False))
+    x, x_test = (_decode((folder / row["file"] for row in half), 128, "L") for half in (train, test))
+    classes = ("NonCOVID", "COVID")
+    y, y_test = (np.array([classes.index(row["label"]) for row in half], dtype=np.int64) for half in (train, test))
+    paper = [re.sub(r"-p(age)?\d.*", "", Path(row["file"]).stem) if row["label"] == "COVID" else None for row in train]
+    papers = sorted({name for name in paper if name})
+    groups = np.array([papers.index(name) if name else -1 for name in paper], dtype=np.int32)
+    return Dataset(
+        "covid_ct", x, y, x_test, y_test, classes, *_normalise(IMAGENET_GREY), pad=16, flip=True,
+        groups=groups, group_names=tuple(papers),
+    )  # fmt: skip
+
+
+def _folder(data: Data) -> Dataset:
+    """Any images laid out as for torchvision's ImageFolder: `<path>/train/<class>/<image>`, `<path>/test/…` (or `val`).
+
+    All images become squares: the shorter side is resized to the median shorter side of the training images, the
+    centre is kept. They are grey where every training image is, RGB otherwise; ImageNet statistics; no
+    augmentation unless data.augment=true.
+    """
+    from PIL import Image
+
+    if data.path is None:
+        raise ConfigError("data.path: missing; data.name=folder needs the folder that holds train/ and test/")
+    path = Path(data.path).expanduser()
+    halves = path / "train", next((path / half for half in ("test", "val") if (path / half).is_dir()), path / "test")
+    listings = []
+    for half in halves:
+        try:
+            listings.append(import_torchvision().datasets.ImageFolder(str(half), allow_empty=True))
+        except OSError as error:
+            raise ConfigError(f"data.path: {half} must hold one folder of images for each class: {error}") from None
+        if not listings[-1].samples:
+            raise ConfigError(f"data.path: no images in {half}/<class>/")
+    train, test = listings
+    if unknown := set(test.classes) - set(train.classes):
+        raise ConfigError(f"data.path: {halves[1]} has classes that {halves[0]} lacks: {', '.join(sorted(unknown))}")
+    shapes = []
+    for file, _ in train.samples:
+        try:
+            with Image.open(file) as image:
+                shapes.append((min(image.size), image.mode))
+        except OSError as error:
+            raise ConfigError(f"{file}: cannot be read as an image: {error}") from None
+    side = round(statistics.median(shorter for shorter, _ in shapes))
+    grey = all(mode in ("1", "L") for _, mode in shapes)
+    x, x_test = (_decode((Path(file) for file, _ in half.samples), side, "L" if grey else "RGB") for half in listings)
+    y = np.array(train.targets, dtype=np.int64)
+    y_test = np.array([train.class_to_idx[test.classes[k]] for k in test.targets], dtype=np.int64)
+    norm = _normalise(IMAGENET_GREY if grey else IMAGENET)
+    return Dataset(path.resolve().name, x, y, x_test, y_test, tuple(train.classes), *norm)
+
+
+OTHERS: dict[str, Callable[[Data], Dataset]] = {
+    "digits": _digits,
+    "tiny_imagenet": _tiny_imagenet,
+    "covid_ct": _covid_ct,
+    "folder": _folder,
+}
+
+BY_HAND = {
+    "covid_ct": "lay out COVID-CT/index.csv (columns file, label, split) and the images it names by hand",
+    "folder": "give the folder that holds train/ and test/ as data.path",
+}

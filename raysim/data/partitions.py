@@ -1,0 +1,290 @@
+"""Partitions: which client holds which training examples.
+
+Every rule but `file` and `virtual` answers with an owner for each example (-1: nobody), so clients cannot overlap.
+A client's examples are in ascending order; the order of training is drawn elsewhere, anew for each pass.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from raysim.config import IID, Dirichlet, FromFile, HeavyTail, Natural, Partition, Shards, Virtual
+from raysim.data.datasets import Dataset
+from raysim.errors import ConfigError
+from raysim.randomness import generator
+
+
+@dataclass(frozen=True)
+class Clients:
+    """Index lists of N clients, end to end.
+
+    Attributes:
+        indices: int64 [sum of sizes], positions in the training half.
+        offsets: int64 [N + 1]; client i holds `indices[offsets[i]:offsets[i + 1]]`.
+    """
+
+    indices: np.ndarray
+    offsets: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def sizes(self) -> np.ndarray:
+        """int64 [N]."""
+        return np.diff(self.offsets)
+
+    def client(self, i: int) -> np.ndarray:
+        """int64 [n_i]: the examples of client `i`, a view."""
+        return self.indices[self.offsets[i] : self.offsets[i + 1]]
+
+
+@dataclass(frozen=True)
+class VirtualClients:
+    """N clients of `samples` distinct examples each, drawn when asked for. Nothing is stored, clients may overlap."""
+
+    n_clients: int
+    samples: int
+    n_examples: int
+    seed: int
+
+    def __len__(self) -> int:
+        return self.n_clients
+
+    @property
+    def sizes(self) -> np.ndarray:
+        """int64 [N], one number seen N times (read-only, 8 bytes in all)."""
+        return np.broadcast_to(np.int64(self.samples), (self.n_clients,))
+
+    def client(self, i: int) -> np.ndarray:
+        """int64 [samples]: the examples of client `i`."""
+        if not 0 <= i < self.n_clients:
+            raise IndexError(f"client {i} of {self.n_clients}")
+        return generator(self.seed, "virtual", i).choice(self.n_examples, self.samples, replace=False)
+
+
+def digest(clients: Clients | VirtualClients) -> str:
+    """sha256 (hex): equal for equal partitions."""
+    if isinstance(clients, VirtualClients):
+        return hashlib.sha256(repr(clients).encode()).hexdigest()
+    whole = hashlib.sha256(np.ascontiguousarray(clients.offsets).tobytes())
+    whole.update(np.ascontiguousarray(clients.indices).tobytes())
+    return whole.hexdigest()
+
+
+def split(partition: Partition, dataset: Dataset, seed: int) -> Clients | VirtualClients:
+    """Deals the training half out to clients; the same seed gives the same partition, anywhere.
+
+    Raises:
+        ConfigError: the data set is too small for the partition, has no natural groups, or the file is wrong.
+    """
+    rng = generator(seed, "partition")
+    match partition:
+        case FromFile():
+            return _from_file(Path(partition.path).expanduser(), len(dataset.y))
+        case Virtual():
+            _require(partition.samples <= len(dataset.y), dataset, f"partition.samples={partition.samples}")
+            return VirtualClients(partition.clients, partition.samples, len(dataset.y), seed)
+        case IID():
+            owner = _iid(partition, dataset, rng)
+        case Dirichlet(kind="class_over_clients"):
+            owner = _class_over_clients(partition, dataset, rng)
+        case Dirichlet():
+            owner = _client_over_classes(partition, dataset, rng)
+        case Shards():
+            owner = _shards(partition, dataset, rng)
+        case HeavyTail():
+            owner = _heavy_tail(partition, dataset, rng)
+        case Natural():
+            owner = _natural(partition, dataset, rng)
+    return _collect(owner, partition.clients or len(dataset.group_names))
+
+
+def _collect(owner: np.ndarray, n_clients: int) -> Clients:
+    """From the owner of each example, int [n] with -1 for nobody, to index lists."""
+    order = np.argsort(owner, kind="stable")[np.count_nonzero(owner < 0) :]
+    sizes = np.bincount(owner[owner >= 0], minlength=n_clients)
+    return Clients(order.astype(np.int64), np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)]))
+
+
+def _require(enough: bool, dataset: Dataset, keys: str) -> None:
+    if not enough:
+        raise ConfigError(f"{keys}: too many for the {len(dataset.y)} training examples of {dataset.name}")
+
+
+def _iid(p: IID, dataset: Dataset, rng: np.random.Generator) -> np.ndarray:
+    n = len(dataset.y)
+    _require(p.clients <= n, dataset, f"partition.clients={p.clients}")
+    owner = np.empty(n, dtype=np.int64)
+    owner[rng.permutation(n)] = np.arange(n) * p.clients // n
+    return owner
+
+
+def _class_over_clients(p: Dirichlet, dataset: Dataset, rng: np.random.Generator) -> np.ndarray:
+    """Luo 2023's split Dp(alpha), as their code does it.
+
+    First every client is given `min_samples` examples, each popped from the end of a uniformly random class. Then
+    each class, shuffled, is cut at floor(cumsum(q) * n_c), q ~ Dirichlet(alpha) over the clients.
+    """
+    y, n_classes = dataset.y, dataset.n_classes
+    keys = f"partition.clients={p.clients} with partition.min_samples={p.min_samples}"
+    _require(p.clients * p.min_samples <= len(y), dataset, keys)
+    pools = [np.flatnonzero(y == c) for c in range(n_classes)]
+    left = [len(pool) for pool in pools]
+    owner = np.empty(len(y), dtype=np.int64)
+    for client in np.repeat(np.arange(p.clients), p.min_samples):
+        while not left[c := int(rng.integers(n_classes))]:
+            pass
+        left[c] -= 1
+        owner[pools[c][left[c]]] = client
+    for c in range(n_classes):
+        members = rng.permutation(pools[c][: left[c]])
+        q = np.exp(_log_dirichlet(rng, p.alpha, (p.clients,)))
+        cuts = np.floor(np.cumsum(q[:-1]) * len(members))
+        owner[members] = np.searchsorted(cuts, np.arange(len(members)), side="right")
+    return owner
+
+
+def _client_over_classes(p: Dirichlet, dataset: Dataset, rng: np.random.Generator) -> np.ndarray:
+    """Equal sizes, a class mix q_i ~ Dirichlet(alpha) for each client (Hsu 2019 with concentration alpha * classes,
+    as in the code of FedDyn, Acar 2021).
+
+    Places are filled in random order, each with a class drawn from its client's mix, renormalised over the classes
+    that still have examples. All places are drawn at once; where a class runs out, those after it are drawn again.
+    """
+    y, n = dataset.y, len(dataset.y)
+    keys = f"partition.clients={p.clients} with partition.min_samples={p.min_samples}"
+    _require(p.clients * max(p.min_samples, 1) <= n, dataset, keys)
+    log_q = _log_dirichlet(rng, p.alpha, (p.clients, dataset.n_classes))
+    client = rng.permutation(np.arange(n) % p.clients)
+    label = np.empty(n, dtype=np.int64)
+    left = np.bincount(y, minlength=dataset.n_classes)
+    done = 0
+    while done < n:
+        label[done:] = _draw(rng, np.where(left > 0, log_q, -np.inf), client[done:])
+        drawn = np.argsort(label[done:], kind="stable")
+        counts = np.bincount(label[done:], minlength=len(left))
+        starts = np.cumsum(counts) - counts
+        overdrawn = np.flatnonzero(counts > left)  # the first place that finds its class empty ends this pass
+        end = done + min([n - done, *(drawn[starts[c] + left[c]] for c in overdrawn)])
+        left = left - np.bincount(label[done:end], minlength=len(left))
+        done = end
+    owner = np.empty(n, dtype=np.int64)
+    owner[_by_class(y, rng)] = client[np.argsort(label, kind="stable")]
+    return owner
+
+
+def _draw(rng: np.random.Generator, log_q: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """One column for each entry of `rows`, with probability proportional to exp(log_q[row])."""
+    cumulative = np.cumsum(np.exp(log_q - log_q.max(axis=1, keepdims=True)), axis=1)
+    u = (1 - rng.random(len(rows))) * cumulative[rows, -1]  # in (0, total]: no column of weight 0 is ever hit
+    return (cumulative[rows] < u[:, None]).sum(axis=1)
+
+
+def _shards(p: Shards, dataset: Dataset, rng: np.random.Generator) -> np.ndarray:
+    """McMahan 2017: sorted by label (shuffled within), cut into clients * classes shards, dealt out at random."""
+    n, n_shards = len(dataset.y), p.clients * p.classes
+    _require(n_shards <= n, dataset, f"partition.clients={p.clients} with partition.classes={p.classes}")
+    owner = np.empty(n, dtype=np.int64)
+    owner[_by_class(dataset.y, rng)] = (rng.permutation(n_shards) // p.classes)[np.arange(n) * n_shards // n]
+    return owner
+
+
+def _heavy_tail(p: HeavyTail, dataset: Dataset, rng: np.random.Generator) -> np.ndarray:
+    """Xu 2022: sizes min(1 + floor(k), max_samples), k ~ lognormal(mean, sigma), of one class or split at random over
+    two (then at least 2, both present). A class is drawn uniformly among those with examples enough left; the
+    examples that are left over belong to nobody."""
+    sizes = np.minimum(1 + np.floor(rng.lognormal(p.mean, p.sigma, p.clients)), p.max_samples).astype(np.int64)
+    sizes = np.maximum(sizes, p.classes)
+    pools = [rng.permutation(np.flatnonzero(dataset.y == c)) for c in range(dataset.n_classes)]
+    left = np.array([len(pool) for pool in pools])
+    owner = np.full(len(dataset.y), -1, dtype=np.int64)
+    for client, size in enumerate(sizes):
+        first = int(rng.integers(1, size)) if p.classes == 2 else size
+        other = -1
+        for count in (first, size - first)[: p.classes]:
+            possible = np.flatnonzero((left >= count) & (np.arange(len(left)) != other))
+            _require(possible.size > 0, dataset, f"partition.clients={p.clients} with {sizes.sum()} examples in all")
+            other = c = possible[rng.integers(possible.size)]
+            left[c] -= count
+            owner[pools[c][left[c] : left[c] + count]] = client
+    return owner
+
+
+def _natural(p: Natural, dataset: Dataset, rng: np.random.Generator) -> np.ndarray:
+    """Groups as clients, or dealt out at random to fewer clients (their numbers of groups differ by at most one).
+    Examples of no group are shuffled and spread in proportion to what each client has (Xu 2022, COVID-CT)."""
+    if dataset.groups is None:
+        raise ConfigError(f"partition.name: natural needs a data set with users or sources; {dataset.name} has none")
+    n_groups = len(dataset.group_names)
+    n_clients = p.clients or n_groups
+    if n_clients > n_groups:
+        raise ConfigError(f"partition.clients={n_clients}: {dataset.name} has only {n_groups} natural groups")
+    client = rng.permutation(n_groups) % n_clients if p.clients else np.arange(n_groups)
+    grouped = dataset.groups >= 0
+    owner = np.empty(len(dataset.y), dtype=np.int64)
+    owner[grouped] = client[dataset.groups[grouped]]
+    others = rng.permutation(np.flatnonzero(~grouped))
+    ends = np.cumsum(np.bincount(owner[grouped], minlength=n_clients)) * len(others) // np.count_nonzero(grouped)
+    owner[others] = np.searchsorted(ends, np.arange(len(others)), side="right")
+    return owner
+
+
+def _from_file(path: Path, n: int) -> Clients:
+    """A JSON list of lists, or .npz of `indices` and `offsets` (as in `Clients`); order is kept."""
+    try:
+        if path.suffix == ".npz":
+            with np.load(path) as arrays:
+                indices, offsets = (_whole_numbers(arrays[key]) for key in ("indices", "offsets"))
+        else:
+            lists = [_whole_numbers(np.array(entry)) for entry in json.loads(path.read_text())]
+            indices = np.concatenate([np.empty(0, dtype=np.int64), *lists])
+            offsets = np.cumsum([0, *map(len, lists)])
+    except OSError as error:
+        raise ConfigError(f"partition.path: {path} cannot be read: {error.strerror or error}") from None
+    except (ValueError, TypeError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        raise ConfigError(
+            f"partition.path: {path} is neither a JSON list of lists of indices nor an .npz of the integer arrays "
+            f"indices and offsets: {error}"
+        ) from None
+    if len(offsets) < 2 or offsets[0] != 0 or offsets[-1] != len(indices) or (np.diff(offsets) < 0).any():
+        raise ConfigError(f"partition.path: {path}: offsets must rise from 0 to the number of indices, {len(indices)}")
+    client = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
+    if (wrong := np.flatnonzero((indices < 0) | (indices >= n))).size:
+        k = wrong[0]
+        raise ConfigError(f"partition.path: {path}: client {client[k]} has example {indices[k]}, outside 0 to {n - 1}")
+    order = np.argsort(indices, kind="stable")
+    if (twice := np.flatnonzero(np.diff(indices[order]) == 0)).size:
+        first, second = order[twice[0]], order[twice[0] + 1]
+        where = "twice" if client[first] == client[second] else f"which is also client {client[first]}'s"
+        raise ConfigError(f"partition.path: {path}: client {client[second]} has example {indices[second]} {where}")
+    return Clients(indices, offsets)
+
+
+def _whole_numbers(values: np.ndarray) -> np.ndarray:
+    if values.ndim != 1 or (values.size and values.dtype.kind not in "iu"):
+        raise ValueError(f"expected whole numbers in a row, found {values.dtype} of shape {values.shape}")
+    return values.astype(np.int64)
+
+
+def _by_class(y: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """All examples, class after class, in random order within each."""
+    order = rng.permutation(len(y))
+    return order[np.argsort(y[order], kind="stable")]
+
+
+def _log_dirichlet(rng: np.random.Generator, alpha: float, shape: tuple[int, ...]) -> np.ndarray:
+    """Logarithms of Dirichlet(alpha) draws along the last axis, exact where every gamma variate underflows.
+
+    log G(alpha) = log G(alpha + 1) + log(U) / alpha (Marsaglia and Tsang 2000, section 6). Dividing gamma variates by
+    their sum gives NaN once alpha is so small that all of them are 0.
+    """
+    log_gamma = np.log(rng.standard_gamma(alpha + 1, shape)) + np.log1p(-rng.random(shape)) / alpha
+    top = log_gamma.max(axis=-1, keepdims=True)
+    return log_gamma - top - np.log(np.exp(log_gamma - top).sum(axis=-1, keepdims=True))

@@ -1,0 +1,290 @@
+"""The run. `Engine.rounds` is the loop, and reads like the algorithm in a paper; the rest opens and closes things."""
+
+from __future__ import annotations
+
+import csv
+import logging
+import platform
+import subprocess
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+import raysim
+from raysim.block import Job, cut, local_steps
+from raysim.data import partition_plot, partitions, summary
+from raysim.errors import ClientError, ConfigError
+from raysim.executor import Executor, Result, Trained, choose
+from raysim.pictures import learning_curve
+from raysim.plan import Plan, prepare
+from raysim.schedule import Synchronous
+from raysim.server import Round
+from raysim.store import Store
+from raysim.tracking import Tracker
+
+logger = logging.getLogger("raysim")
+
+Record = dict[str, float]
+Progress = Callable[[Record], None]
+
+
+@dataclass
+class Finished:
+    """What a run leaves behind. `parameters` is the final vector [P], `state_dict` the same by name, with BatchNorm
+    statistics; `history` one record for each round (0: before training)."""
+
+    run_id: str
+    run_dir: Path
+    history: list[Record]
+    parameters: Tensor
+    state_dict: dict[str, Tensor]
+    digest: str
+    seconds: float
+
+    @property
+    def rounds(self) -> int:
+        return int(self.history[-1]["round"])
+
+    @property
+    def metrics(self) -> dict[str, dict[str, float]]:
+        """The last and the best value of accuracy and the losses."""
+        found = {}
+        for name, best in (("accuracy", max), ("loss", min), ("train_loss", min)):
+            if values := [r[name] for r in self.history if name in r and np.isfinite(r[name])]:
+                found[name] = {"last": values[-1], "best": best(values)}
+        return found
+
+    @property
+    def clients_per_second(self) -> float:
+        """Clients trained a second, over the rounds."""
+        clients, seconds = (sum(r.get(key, 0.0) for r in self.history) for key in ("clients", "seconds"))
+        return clients / seconds if seconds else 0.0
+
+
+@dataclass
+class Pending:
+    """A round whose metrics are still on their way."""
+
+    record: Record
+    results: list[Result[dict[str, float]]] = field(default_factory=list)
+
+
+class Engine:
+    """One run: a plan, an executor, what clients keep, and the history so far."""
+
+    def __init__(self, plan: Plan, executor: Executor):
+        self.plan, self.executor, self.config = plan, executor, plan.config
+        self.store = Store(len(plan.clients))
+        self.schedule = Synchronous(plan.config, plan.clients.sizes)
+        self.bytes_down = self.bytes_up = 0
+
+    def rounds(self) -> Iterator[Record]:
+        """Trains round after round; yields the record of each once its evaluation has come in."""
+        executor, last = self.executor, self.config.rounds
+        pending: deque[Pending] = deque()
+        ids = self.schedule.cohort(0)
+        down = executor.broadcast(0, ids)
+        pending.append(Pending({"round": 0.0}, self._evaluation(0, down)))
+        for t in range(last):
+            began = time.perf_counter()
+            jobs = self._jobs(t, ids)
+            trained = executor.train(t, down, cut(jobs, self.plan.block_size))
+            round, record = self._judge(t, jobs, trained)
+            update = executor.update(round, trained)
+            ids = self.schedule.cohort(t + 1) if t + 1 < last else []
+            down = executor.broadcast(t + 1, ids)
+            before = time.perf_counter()
+            pending.append(Pending(record, [update, *self._evaluation(t + 1, down)]))
+            evaluating = time.perf_counter() - before  # inline; on actors it goes on beside the next round
+            self._clock(record, time.perf_counter() - began, evaluating)
+            yield from self._arrived(pending, keep=self._lag)
+        yield from self._arrived(pending, keep=0)
+
+    _lag = 2
+    """Rounds whose metrics may still be out while the next one trains."""
+
+    def _evaluation(self, done: int, down: Any) -> list[Result[dict[str, float]]]:
+        every = self.config.evaluate.every
+        due = every and (done % every == 0 or done == self.config.rounds)
+        return [self.executor.evaluate(down)] if due else []
+
+    def _arrived(self, pending: deque[Pending], keep: int) -> Iterator[Record]:
+        """Records whose figures are all there, in order; waits while more than `keep` are out."""
+        while pending and (len(pending) > keep or len(pending) > 1 and all(r.ready() for r in pending[0].results)):
+            first = pending.popleft()
+            for result in first.results:
+                first.record.update(result.get())
+            yield first.record
+
+    def _jobs(self, t: int, ids: list[int]) -> list[Job]:
+        """The cohort's work, with the weights that the server rule asks for."""
+        local, sizes = self.config.local, [int(self.plan.clients.sizes[i]) for i in ids]
+        by_samples = self.plan.server.weights == "samples"
+        weights = [n / sum(sizes) if by_samples else 1 / len(ids) for n in sizes]
+        jobs = []
+        for client, n, weight in zip(ids, sizes, weights, strict=True):
+            steps = local_steps(n, n if local.batch == "full" else local.batch, local.steps, local.epochs)
+            row, seen = self.store.rows.get(client), bool(self.store.seen[client])
+            jobs.append(Job(client, int(self.store.cursors[client]), weight, steps, seen, row))
+        return jobs
+
+    def _judge(self, t: int, jobs: list[Job], trained: Trained) -> tuple[Round, Record]:
+        """Who is in and who is out: keeps the rows of accepted clients, stops at a failed one or drops it."""
+        done = {d.client: d for outcome in trained.done for d in outcome.done}
+        failed = {job.client: done[job.client].error for job in jobs if done[job.client].error}
+        for client, error in failed.items():
+            if self.config.faults.on_client_error == "stop":
+                raise ClientError(f"client {client} failed in round {t}: {_last_line(error)}\n{error}\n"
+                                  "(faults.on_client_error=drop goes on without such clients)")  # fmt: skip
+            logger.warning("round %d: client %d is dropped: %s", t, client, _last_line(error))
+        good = [done[job.client] for job in jobs if job.client not in failed]
+        for job in jobs:
+            self.store.cursors[job.client] += job.steps
+        for one in good:
+            self.store.put(one.client, one.row)
+        down, up = self.plan.traffic
+        self.bytes_down += down * len(jobs)
+        self.bytes_up += up * len(good)
+        losses = np.array([one.loss for one in good])
+        metrics = {f"client/{k}": float(np.mean([one.metrics[k] for one in good])) for k in (good[0].metrics if good else {})}
+        quantiles = dict(zip((10, 50, 90), np.quantile(losses, (0.1, 0.5, 0.9)), strict=True)) if good else {}
+        record = {
+            "round": float(t + 1), "clients": float(len(good)), "clients_dropped": float(len(failed)),
+            **({"train_loss": float(losses.mean())} if good else {}),
+            **{f"client_loss/q{q}": float(v) for q, v in quantiles.items()},
+            "bytes_down": float(self.bytes_down), "bytes_up": float(self.bytes_up),
+            "client/state_bytes": float(self.store.bytes), **metrics, **trained.metrics,
+        }  # fmt: skip
+        n = [int(self.plan.clients.sizes[job.client]) for job in jobs]
+        round = Round(t, [j.client for j in jobs], [j.weight for j in jobs], n, [j.steps for j in jobs], set(failed))
+        return round, record
+
+    def _clock(self, record: Record, seconds: float, evaluating: float) -> None:
+        """What the round took, and what of it was neither training nor evaluation: the engine's own cost."""
+        record["seconds"] = seconds
+        record["clients_per_second"] = record["clients"] / seconds
+        record["time/engine"] = seconds - record["time/train"] - evaluating
+
+
+def _last_line(error: str | None) -> str:
+    return (error or "").strip().splitlines()[-1]
+
+
+def run(source: str | Path | Mapping[str, Any], overrides: Iterable[str] | Mapping[str, Any] = (), *,
+        progress: Progress | None = None, **keys: Any) -> Finished:  # fmt: skip
+    """Runs one experiment.
+
+    Args:
+        source: a configuration file, the name of a shipped one ("quickstart"), or a mapping.
+        overrides: "key=value" with dots, or a mapping; `keys` are the same as keyword arguments.
+        progress: called with each round's record.
+
+    Raises:
+        ConfigError: a mistake in the configuration, before anything has started.
+        RaysimError: anything else that stopped the run; its run directory and MLflow run keep what was done.
+    """
+    given = list(overrides.items()) if isinstance(overrides, Mapping) else [tuple(o.split("=", 1)) for o in overrides]
+    plan = prepare(source, {**dict(given), **keys} if isinstance(overrides, Mapping) else [*overrides, *_texts(keys)])
+    return execute(plan, progress or (lambda record: None))
+
+
+def _texts(keys: Mapping[str, Any]) -> list[str]:
+    import yaml
+
+    return [f"{k}={yaml.safe_dump(v, default_flow_style=True).removesuffix('...' + chr(10)).strip()}" for k, v in keys.items()]
+
+
+def execute(plan: Plan, progress: Progress, log: Callable[[str], None] = logger.warning) -> Finished:
+    """Runs a plan: opens the run directory, the tracker and the executor, and closes them whatever happens."""
+    run_dir = make_run_dir(plan)
+    (run_dir / "config.yaml").write_text(plan.config.dump())
+    began = time.perf_counter()
+    tracker, executor = Tracker(plan.config.tracking, run_dir), choose(plan, log)
+    history: list[Record] = []
+    status: Any = "FAILED"
+    try:
+        executor.open(plan)
+        run_id = tracker.start(plan.label, plan.config.model_dump(mode="json", exclude_none=True), tags(plan))
+        _track_inputs(tracker, plan)
+        for record in Engine(plan, executor).rounds():
+            history.append(record)
+            tracker.metrics({k: v for k, v in record.items() if k != "round"}, step=int(record["round"]))
+            progress(record)
+        x, buffers, digest = executor.final()
+        status = "FINISHED"
+        finished = Finished(run_id, run_dir, history, x, plan.model().state_dict(x, buffers), digest,
+                            time.perf_counter() - began)  # fmt: skip
+        save_file(finished.state_dict, run_dir / "parameters.safetensors")
+        return finished
+    except KeyboardInterrupt:
+        status = "KILLED"
+        raise
+    finally:
+        executor.close()
+        if tracker.run_id:
+            for path in _keepsakes(plan, run_dir, history):
+                tracker.artifact(path)
+        tracker.finish(status)
+
+
+def make_run_dir(plan: Plan) -> Path:
+    """A new folder for the run: the configured one, or runs/<experiment>/<label>-<seed>-<hash>, numbered if taken."""
+    if plan.config.run_dir is not None:
+        path = Path(plan.config.run_dir)
+        if (path / "config.yaml").exists():
+            raise ConfigError(f"run_dir: {path} already holds a run; choose another run_dir or remove it")
+        path.mkdir(parents=True, exist_ok=True)
+        return path
+    c = plan.config
+    stem = Path("runs") / c.tracking.experiment / f"{plan.label}-{c.seed}-{c.fingerprint[:8]}"
+    for number in range(1, 10_000):
+        path = stem if number == 1 else stem.with_name(f"{stem.name}-{number}")
+        try:
+            path.mkdir(parents=True)
+            return path
+        except FileExistsError:
+            continue
+    raise ConfigError(f"run_dir: {stem} and its numbered followers are all taken; give run_dir")
+
+
+def tags(plan: Plan) -> dict[str, str]:
+    """What to filter runs by in MLflow."""
+    c = plan.config
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(raysim.__file__).parent)
+    return {
+        "algorithm": c.algorithm.name if c.algorithm else plan.label, "client_rule": plan.client.name,
+        "server_rule": plan.server.name, "data": c.data.name, "partition": c.partition.name, "model": c.model.name,
+        "seed": str(c.seed), "fingerprint": c.fingerprint, "parameters": str(plan.problem.size),
+        "commit": commit.stdout.strip() or "unknown", "raysim": raysim.__version__, "torch": torch.__version__,
+        "python": platform.python_version(), "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+    }  # fmt: skip
+
+
+def _track_inputs(tracker: Tracker, plan: Plan) -> None:
+    data, sizes = plan.dataset, plan.clients.sizes
+    tracker.inputs(data.name, data.digest, plan.config.data.root or data.name, "training", summary(data))
+    low, middle, high = (int(q) for q in np.quantile(sizes, (0, 0.5, 1)))
+    tracker.inputs(f"partition-{plan.config.partition.name}", partitions.digest(plan.clients), data.name, "partition",
+                   {"clients": len(plan.clients), "samples_min": low, "samples_median": middle, "samples_max": high})  # fmt: skip
+
+
+def _keepsakes(plan: Plan, run_dir: Path, history: list[Record]) -> list[Path]:
+    """Writes what a person will want to look at; what is there is returned."""
+    paths = [run_dir / name for name in ("config.yaml", "parameters.safetensors", "history.csv", "learning_curve.png", "partition.png")]
+    if history:
+        columns = list(dict.fromkeys(k for record in history for k in record))
+        with (run_dir / "history.csv").open("w", newline="") as file:
+            writer = csv.DictWriter(file, columns)
+            writer.writeheader()
+            writer.writerows(history)
+        learning_curve(history, run_dir / "learning_curve.png")
+    partition_plot(plan.clients, plan.dataset.y, plan.dataset.n_classes, run_dir / "partition.png")
+    return [path for path in paths if path.exists()]

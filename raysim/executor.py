@@ -1,0 +1,154 @@
+"""Where a run's work is done. `Inline` does it in this process; `actors.RayExecutor` on Ray actors. Same bits."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from raysim.block import Block, Outcome, Trainer
+from raysim.data import Examples
+from raysim.models import Bound
+from raysim.plan import Plan
+from raysim.server import Broadcast, Round, Server
+
+T = TypeVar("T", covariant=True)
+
+
+class Result(Protocol[T]):
+    """Something that is ready, or will be."""
+
+    def ready(self) -> bool: ...
+    def get(self) -> T: ...
+
+
+@dataclass
+class Ready(Generic[T]):
+    """A result that needs no waiting."""
+
+    value: T
+
+    def ready(self) -> bool:
+        return True
+
+    def get(self) -> T:
+        return self.value
+
+
+@dataclass
+class Trained:
+    """A round's outcomes: `uploads` stays where it was made (in the object store, say); `done` speaks of each job."""
+
+    uploads: list[Any]
+    done: list[Outcome]
+    metrics: dict[str, float]
+
+
+class Executor(Protocol):
+    """What the engine asks for. A broadcast is a handle: it need not be in this process."""
+
+    actors: int
+
+    def open(self, plan: Plan) -> None: ...
+    def broadcast(self, t: int, ids: list[int]) -> Any: ...
+    def train(self, t: int, down: Any, blocks: list[Block]) -> Trained: ...
+    def update(self, round: Round, trained: Trained) -> Result[dict[str, float]]: ...
+    def evaluate(self, down: Any) -> Result[dict[str, float]]: ...
+    def final(self) -> tuple[Tensor, Tensor, str]: ...
+    def close(self) -> None: ...
+
+
+def settle(threads: int) -> None:
+    """Makes a process fit for training: pins torch's threads, and keeps glibc from giving every freed megabyte
+    back to the kernel (which costs 10 to 25 % of a round)."""
+    torch.set_num_threads(threads)
+    try:
+        libc = ctypes.CDLL("libc.so.6")
+        m_trim_threshold, m_mmap_threshold = -1, -3
+        libc.mallopt(m_mmap_threshold, 1 << 30)
+        libc.mallopt(m_trim_threshold, -1)
+    except OSError:  # not glibc: nothing to settle
+        return
+
+
+def make_trainer(plan: Plan, device: str) -> Trainer:
+    """What trains blocks of clients on a device."""
+    examples = Examples.of(plan.dataset, "train", device, plan.dtype)
+    x0 = plan.initial[0].to(device)
+    return Trainer(plan.config, plan.client, plan.server, plan.model(device), x0, examples, plan.clients, plan.vmap)
+
+
+def make_server(plan: Plan, device: str) -> Server:
+    """The central server on a device."""
+    x0, buffers = plan.initial
+    return Server(plan.server, x0.to(device), buffers.to(device), plan.problem)
+
+
+class Evaluator:
+    """Accuracy and mean cross-entropy on the whole test set, in eval mode."""
+
+    def __init__(self, plan: Plan, device: str):
+        self.examples = Examples.of(plan.dataset, "test", device, plan.dtype)
+        self.net, self.size = Bound(plan.model(device)), plan.config.evaluate.batch
+
+    @torch.no_grad()
+    def evaluate(self, down: Broadcast) -> dict[str, float]:
+        self.net.flat.copy_(down.shared["x"])
+        buffers = down.buffers.to(self.net.flat.device)
+        right = torch.zeros((), dtype=torch.long, device=buffers.device)
+        loss = torch.zeros((), dtype=torch.float64, device=buffers.device)
+        n = len(self.examples)
+        for start in range(0, n, self.size):
+            x, y = self.examples.batch(torch.arange(start, min(start + self.size, n)))
+            if self.net.model.convolutional:
+                x = x.contiguous(memory_format=torch.channels_last)
+            logits = self.net.forward(x, "eval", buffers)
+            right += (logits.argmax(1) == y).sum()
+            loss += F.cross_entropy(logits.double(), y, reduction="sum")
+        return {"accuracy": right.item() / n, "loss": loss.item() / n}
+
+
+class Inline:
+    """Everything in this process, one block after the other; needs no Ray."""
+
+    actors = 1
+
+    def open(self, plan: Plan) -> None:
+        device = "cuda:0" if plan.config.resources.gpus else "cpu"
+        self.threads = torch.get_num_threads()
+        settle(plan.config.resources.threads)
+        self.trainer, self.server = make_trainer(plan, device), make_server(plan, device)
+        self.evaluator = Evaluator(plan, device)
+
+    def broadcast(self, t: int, ids: list[int]) -> Broadcast:
+        return self.server.broadcast(t, ids)
+
+    def train(self, t: int, down: Broadcast, blocks: list[Block]) -> Trained:
+        outcome = self.trainer.train(t, down.shared, down.buffers, blocks)
+        return Trained([outcome], [outcome], {"time/train": outcome.seconds})
+
+    def update(self, round: Round, trained: Trained) -> Ready[dict[str, float]]:
+        return Ready(self.server.update(round, trained.uploads))
+
+    def evaluate(self, down: Broadcast) -> Ready[dict[str, float]]:
+        return Ready(self.evaluator.evaluate(down))
+
+    def final(self) -> tuple[Tensor, Tensor, str]:
+        return self.server.state["x"].detach().cpu(), self.server.buffers.cpu(), self.server.digest
+
+    def close(self) -> None:
+        torch.set_num_threads(self.threads)
+
+
+def choose(plan: Plan, log: Callable[[str], None]) -> Executor:
+    """The configured executor, not yet open."""
+    if plan.config.resources.executor == "inline":
+        return Inline()
+    from raysim.actors import RayExecutor
+
+    return RayExecutor(log)

@@ -1,0 +1,481 @@
+"""A net as a flat vector of parameters, and the `Task` through which a client rule sees its training problem.
+
+The engine owns everything in a net that is not a pure function of parameters and input. BatchNorm and Dropout
+modules are swapped for versions that take batch statistics of real examples only, read and write their running
+statistics in a flat buffer vector, and use dropout masks drawn outside from keyed generators. Each forward pass is
+told how to behave by a `Frame`. Two ways of running it exist: `Bound` (a copy of the net whose parameters are views
+of one flat vector, the fast way for one client) and `functional` (for `torch.func.vmap` over many clients).
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from pydantic import TypeAdapter, ValidationError
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from raysim.config import Config, explain
+from raysim.errors import ConfigError, did_you_mean
+from raysim.nets import NETS
+from raysim.randomness import generator
+from raysim.rules import load_object
+
+Mode = Literal["train", "frozen", "eval"]
+
+
+@dataclass
+class Frame:
+    """What one forward pass is told, and what it leaves behind.
+
+    train: batch statistics, dropout, running statistics move on. frozen: the same, nothing kept.
+    eval: running statistics, no dropout.
+    """
+
+    mode: Mode = "eval"
+    in_place: bool = True
+    """Running statistics move on inside `buffers`; otherwise new ones are left in `moved`."""
+    mask: Tensor | None = None
+    """[B], 1 for real examples; None if all are."""
+    drop: tuple[Tensor, ...] = ()
+    buffers: Tensor | None = None
+    moved: dict[int, Tensor] = field(default_factory=dict)
+    probe: list[tuple[tuple[int, ...], float]] | None = None
+    """Collects the shape and rate of every dropout instead of applying it."""
+    calls: int = 0
+
+
+class KeyedBatchNorm(nn.Module):
+    """BatchNorm over the real examples of a batch, with its running statistics in `frame.buffers`."""
+
+    def __init__(self, old: nn.modules.batchnorm._BatchNorm, start: int, frame: Frame):
+        super().__init__()
+        self.weight, self.bias, self.eps = old.weight, old.bias, old.eps
+        self.channels, self.tracked, self.start, self.frame = old.num_features, old.track_running_stats, start, frame
+        self.momentum = float(old.momentum or 0.0)
+
+    def _running(self) -> tuple[Tensor, Tensor]:
+        assert self.frame.buffers is not None
+        return self.frame.buffers.narrow(-1, self.start, 2 * self.channels).split(self.channels, -1)  # type: ignore[return-value]
+
+    def forward(self, x: Tensor) -> Tensor:
+        frame = self.frame
+        if frame.mode == "eval" and self.tracked:
+            mean, var = self._running()
+            return F.batch_norm(x, mean, var, self.weight, self.bias, False, 0.0, self.eps)
+        keep = frame.mode == "train" and self.tracked
+        if frame.in_place and frame.mask is None and x.numel() > self.channels:
+            mean, var = self._running() if keep else (None, None)
+            return F.batch_norm(x, mean, var, self.weight, self.bias, True, self.momentum, self.eps)
+        axes, shape = [0, *range(2, x.ndim)], (1, -1, *[1] * (x.ndim - 2))
+        mask = x.new_ones(x.shape[0]) if frame.mask is None else frame.mask
+        real = mask.reshape(-1, *[1] * (x.ndim - 1))
+        count = mask.sum() * (x[0, 0].numel())
+        mean = (x * real).sum(axes) / count
+        centred = x - mean.reshape(shape)
+        var = (centred * centred * real).sum(axes) / count
+        if keep:
+            now = torch.cat([mean, var * count / (count - 1).clamp(min=1)]).detach()  # the unbiased one is kept
+            old = torch.cat(self._running())
+            new = (1 - self.momentum) * old + self.momentum * now
+            if frame.in_place:
+                frame.buffers.narrow(-1, self.start, 2 * self.channels).copy_(new)  # type: ignore[union-attr]
+            else:
+                frame.moved[self.start] = new
+        out = centred * torch.rsqrt(var + self.eps).reshape(shape)
+        return out if self.weight is None else out * self.weight.reshape(shape) + self.bias.reshape(shape)
+
+
+class KeyedDropout(nn.Module):
+    """Dropout by the masks in `frame.drop`, taken in the order of calls; `channels` drops whole channels."""
+
+    def __init__(self, rate: float, channels: bool, frame: Frame):
+        super().__init__()
+        self.rate, self.channels, self.frame = rate, channels, frame
+
+    def forward(self, x: Tensor) -> Tensor:
+        frame = self.frame
+        if frame.probe is not None:
+            shape = tuple(x.shape[1:])
+            frame.probe.append((shape[:1] + (1,) * len(shape[1:]) if self.channels else shape, self.rate))
+        elif frame.mode != "eval" and frame.drop:
+            x = x * frame.drop[frame.calls]
+            frame.calls += 1
+        return x
+
+
+_UNKEYED = (nn.AlphaDropout, nn.FeatureAlphaDropout, nn.SyncBatchNorm)
+
+
+def _swap(module: nn.Module, frame: Frame, start: int = 0, path: str = "") -> int:
+    """Puts the keyed modules in place, in the order of the net; returns the length of the buffer vector."""
+    for name, child in module.named_children():
+        where = f"{path}.{name}".lstrip(".")
+        if isinstance(child, _UNKEYED) or getattr(child, "dropout", 0) and isinstance(child, nn.RNNBase):
+            raise ConfigError(f"model: {where} ({type(child).__name__}) draws or keeps numbers of its own; "
+                              "raysim keys BatchNorm1d-3d and Dropout, Dropout1d-3d")  # fmt: skip
+        if isinstance(child, nn.modules.batchnorm._BatchNorm):
+            if child.momentum is None:
+                raise ConfigError(f"model: {where} is a BatchNorm with momentum=None; give it a number, say 0.1")
+            setattr(module, name, KeyedBatchNorm(child, start, frame))
+            start += 2 * child.num_features if child.track_running_stats else 0
+        elif isinstance(child, nn.modules.dropout._DropoutNd):
+            setattr(module, name, KeyedDropout(child.p, not isinstance(child, nn.Dropout), frame))
+        else:
+            start = _swap(child, frame, start, where)
+    return start
+
+
+class Model:
+    """A net as a function of a flat parameter vector [P] and a flat buffer vector [Q].
+
+    Raises ConfigError for a net that draws from the global generator, keeps buffers that raysim does not know, or
+    does not turn images [B, C, H, W] into logits [B, classes].
+    """
+
+    def __init__(self, net: nn.Module, shape: tuple[int, int, int], classes: int, dtype: torch.dtype = torch.float32,
+                 device: str | torch.device = "cpu"):  # fmt: skip
+        holder = nn.Sequential(net)  # so that a net which is itself a Dropout or BatchNorm is swapped too
+        self.frame = Frame()
+        self.buffer_size = _swap(holder, self.frame)
+        self.module = holder.to(dtype=dtype, device=device)
+        self.shape, self.classes, self.dtype, self.device = shape, classes, dtype, torch.device(device)
+        parameters = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
+        self.names = list(parameters)
+        self.shapes = [tuple(p.shape) for p in parameters.values()]
+        self.segments = tuple(p.numel() for p in parameters.values())
+        self.size = sum(self.segments)
+        self.convolutional = any(isinstance(m, nn.Conv2d) for m in self.module.modules())
+        if self.size == 0:
+            raise ConfigError("model: the net has no trainable parameters")
+        self.dropouts = self._dry_run()
+
+    def _dry_run(self) -> list[tuple[tuple[int, ...], float]]:
+        """One pass over two keyed images: finds the dropout shapes, refuses what could not be simulated."""
+        rng = generator(0, "dry run")
+        x = torch.from_numpy(rng.standard_normal((2, *self.shape), dtype="float32")).to(self.device, self.dtype)
+        frame, before = self.frame, {k: v.clone() for k, v in self.module.named_buffers()}
+        frame.mode, frame.probe, frame.buffers = "train", [], self.initial()[1]
+        state = torch.get_rng_state()
+        self.module.train()
+        try:
+            with torch.no_grad():
+                logits = self.module(x)
+        except ConfigError:
+            raise
+        except Exception as error:
+            raise ConfigError(f"model: fails on two images of shape {list(self.shape)}: "
+                              f"{type(error).__name__}: {str(error).splitlines()[0]}") from None  # fmt: skip
+        finally:
+            found, frame.probe, frame.mode = frame.probe or [], None, "eval"
+        if not torch.equal(state, torch.get_rng_state()):
+            torch.set_rng_state(state)
+            raise ConfigError("model: the net draws from torch's global generator (a functional dropout?); "
+                              "use nn.Dropout modules, which raysim keys")  # fmt: skip
+        if not isinstance(logits, Tensor) or tuple(logits.shape) != (2, self.classes):
+            got = list(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+            raise ConfigError(f"model: two images give {got}, expected logits of shape [2, {self.classes}]")
+        for name, value in self.module.named_buffers():
+            if not torch.equal(before[name], value):
+                raise ConfigError(f"model: buffer '{name}' changes in a forward pass; only BatchNorm statistics may")
+        return found
+
+    def why_not_vmap(self) -> str | None:
+        """None if clients can train side by side under vmap, else the reason. Compares with one-by-one training."""
+        x = torch.from_numpy(generator(0, "dry run").standard_normal((2, 3, *self.shape), dtype="float32"))
+        x, y = x.to(self.device, self.dtype), torch.zeros(2, 3, dtype=torch.long, device=self.device)
+        w, buffers = self.initial()
+        mask, drops = x.new_ones(2, 3), tuple(x.new_ones(2, 3, *shape) for shape, _ in self.dropouts)
+
+        def side_by_side(x: Tensor, y: Tensor, mask: Tensor, *drop: Tensor) -> Tensor:
+            return VmapTask(self, Facts(), buffers).grad(w, Batch(x, y, mask, (drop,)))
+
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")  # torch warns where it would fall back to a slow loop of its own
+                many = torch.func.vmap(side_by_side)(x, y, mask, *drops)
+            one = LoopTask(self, Facts())
+            one.buffers = buffers
+            alone = torch.stack([one.grad(w, Batch(x[i], y[i], None, (tuple(d[i] for d in drops),))) for i in (0, 1)])
+        except Exception as error:
+            return f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        if not torch.allclose(many, alone, rtol=1e-2, atol=1e-3 * float(alone.abs().max())):
+            return "it computes other gradients under vmap than alone"
+        return None
+
+    def initial(self) -> tuple[Tensor, Tensor]:
+        """The parameters the net was made with [P], and fresh running statistics (means 0, variances 1) [Q]."""
+        flat = torch.cat([p.detach().reshape(-1) for p in self.module.parameters() if p.requires_grad])
+        buffers = torch.zeros(self.buffer_size, dtype=self.dtype, device=self.device)
+        for m in self.module.modules():
+            if isinstance(m, KeyedBatchNorm) and m.tracked:
+                buffers[m.start + m.channels : m.start + 2 * m.channels] = 1
+        return flat, buffers
+
+    def views(self, w: Tensor) -> dict[str, Tensor]:
+        """The named tensors inside a flat vector."""
+        return {n: v.view(s) for n, s, v in zip(self.names, self.shapes, torch.split(w, self.segments), strict=True)}
+
+    def state_dict(self, x: Tensor, buffers: Tensor) -> dict[str, Tensor]:
+        """Parameters and BatchNorm statistics under the net's own names, for its `load_state_dict`."""
+        named = {n.removeprefix("0."): v.clone() for n, v in self.views(x).items()}
+        for name, m in self.module.named_modules():
+            if isinstance(m, KeyedBatchNorm) and m.tracked:
+                path = name.removeprefix("0").removeprefix(".")
+                mean, var = buffers[m.start : m.start + 2 * m.channels].split(m.channels)
+                statistics = {"running_mean": mean, "running_var": var, "num_batches_tracked": torch.tensor(0)}
+                named |= {f"{path}.{k}".lstrip("."): v.clone() for k, v in statistics.items()}
+        return named
+
+    def decayed(self) -> Tensor:
+        """[P], 1 where weight decay applies: every tensor whose name lacks "bias"."""
+        parts = [torch.full((n,), float("bias" not in name)) for name, n in zip(self.names, self.segments, strict=True)]
+        return torch.cat(parts).to(self.device, self.dtype)
+
+    def moved_buffers(self, frame: Frame) -> Tensor:
+        """The buffer vector after a pass that left its new statistics in `frame.moved`."""
+        assert frame.buffers is not None
+        parts, place = [], 0
+        for start in sorted(frame.moved):
+            parts += [frame.buffers[place:start], frame.moved[start]]
+            place = start + frame.moved[start].shape[0]
+        return torch.cat([*parts, frame.buffers[place:]])
+
+
+class Bound:
+    """A copy of a model whose parameters are views of `flat` [P]: change `flat` and the net has changed."""
+
+    def __init__(self, model: Model):
+        self.model = model
+        self.module = copy.deepcopy(model.module)
+        self.frame: Frame = copy.copy(model.frame)
+        for m in self.module.modules():
+            if isinstance(m, KeyedBatchNorm | KeyedDropout):
+                m.frame = self.frame
+        self.flat = torch.zeros(model.size, dtype=model.dtype, device=model.device)
+        self.parameters = [p for p in self.module.parameters() if p.requires_grad]
+        for p, view in zip(self.parameters, model.views(self.flat).values(), strict=True):
+            p.data = view
+
+    def forward(self, x: Tensor, mode: Mode, buffers: Tensor | None, drop: tuple[Tensor, ...] = ()) -> Tensor:
+        """Logits [B, classes]."""
+        frame = self.frame
+        frame.mode, frame.buffers, frame.drop, frame.calls = mode, buffers, drop, 0
+        return self.module(x)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One mini-batch of one client: x [B, C, H, W], y [B], mask [B] (None if every example is real)."""
+
+    x: Tensor
+    y: Tensor
+    mask: Tensor | None = None
+    drops: tuple[tuple[Tensor, ...], ...] = ()
+    """Independent sets of dropout masks, as many as the rule's `masks`."""
+    chosen: int = 0
+
+    @property
+    def drop(self) -> tuple[Tensor, ...]:
+        return self.drops[self.chosen] if self.drops else ()
+
+    def masked(self, k: int) -> Batch:
+        """The same batch under the k-th set of dropout masks."""
+        return replace(self, chosen=k)
+
+
+@dataclass(frozen=True)
+class LocalData:
+    """A client's data as a rule may see it whole: its number of examples."""
+
+    n: int | Tensor
+
+
+class Net:
+    """A forward pass as a loss function sees it."""
+
+    def __init__(self, forward: Callable[[], Tensor]):
+        self._forward, self._logits = forward, None
+
+    @property
+    def logits(self) -> Tensor:
+        """[B, classes]."""
+        if self._logits is None:
+            self._logits = self._forward()
+        return self._logits
+
+
+Loss = Callable[[Net, Batch], Tensor]
+
+
+def cross_entropy(net: Net, batch: Batch) -> Tensor:
+    """Per sample, [B]."""
+    return F.cross_entropy(net.logits, batch.y, reduction="none")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What stays the same through a client's local training."""
+
+    t: int = 0
+    lr: float = 0.0
+    weight_decay: float = 0.0
+    clip: float | None = None
+    x0: Tensor | None = None
+    decayed: Tensor | None = None
+
+
+class Task:
+    """The training problem of one client in one round, as its rule sees it.
+
+    `lr` is this round's η_l, `steps` the number of local steps of this client, `t` the round, `x0` [P] the run's
+    initial parameters, `segments` the lengths of the named tensors in the flat vector, `buffers` [Q] this client's
+    running statistics (the engine threads them; a rule never writes them).
+    """
+
+    def __init__(self, model: Model, facts: Facts, buffers: Tensor | None = None, steps: int | Tensor = 0):
+        self.model, self.facts, self.steps = model, facts, steps
+        self.buffers = buffers
+        self.segments = model.segments
+        self.losses: list[Tensor] = []
+        """Mean loss of each pass in train mode."""
+
+    @property
+    def lr(self) -> float:
+        return self.facts.lr
+
+    @property
+    def t(self) -> int:
+        return self.facts.t
+
+    @property
+    def x0(self) -> Tensor:
+        assert self.facts.x0 is not None
+        return self.facts.x0
+
+    def grad(self, w: Tensor, batch: Batch, loss: Loss = cross_entropy, mode: Mode = "train",
+             buffers: Tensor | None = None) -> Tensor:  # fmt: skip
+        """The gradient [P] at w [P] of the mean over the batch's real examples of `loss`, which gives one value
+        for each example. Exactly one pass of a step is in mode "train"; `buffers` are for mode "eval"."""
+        raise NotImplementedError
+
+    def zeros(self) -> Tensor:
+        """A zero vector [P] for a rule's state."""
+        return torch.zeros(self.model.size, dtype=self.model.dtype, device=self.model.device)
+
+    def _downhill(self, w: Tensor, direction: Tensor) -> Tensor:
+        if self.facts.weight_decay:
+            direction = direction + self.facts.weight_decay * self.facts.decayed * w
+        if self.facts.clip is not None:
+            norm = (direction * direction).sum().sqrt()
+            direction = direction * torch.clamp(self.facts.clip / norm.clamp(min=1e-30), max=1.0)
+        return direction
+
+    def descend(self, w: Tensor, direction: Tensor) -> Tensor:
+        """w - lr * direction, with the configured weight decay and clipping."""
+        return torch.add(w, self._downhill(w, direction), alpha=-self.lr)
+
+
+class LoopTask(Task):
+    """One client at a time, on nets bound to flat vectors: one for the parameters in training, one for the rest."""
+
+    def __init__(self, model: Model, facts: Facts):
+        super().__init__(model, facts)
+        self.trained, self.other = Bound(model), Bound(model)
+
+    def start(self, facts: Facts, x: Tensor, buffers: Tensor, steps: int) -> Tensor:
+        """Begins with the next client: returns the vector in training, which holds a copy of x."""
+        self.facts, self.steps, self.losses = facts, steps, []
+        self.buffers = buffers.clone()
+        return self.trained.flat.copy_(x)
+
+    def descend_in_place(self, w: Tensor, direction: Tensor) -> None:
+        w.add_(self._downhill(w, direction), alpha=-self.lr)
+
+    def grad(self, w: Tensor, batch: Batch, loss: Loss = cross_entropy, mode: Mode = "train",
+             buffers: Tensor | None = None) -> Tensor:  # fmt: skip
+        bound = self.trained
+        if w is not bound.flat:
+            bound = self.other
+            bound.flat.copy_(w)
+        statistics = self.buffers if mode == "train" else buffers
+        value = loss(Net(lambda: bound.forward(batch.x, mode, statistics, batch.drop)), batch).mean()
+        parts = torch.autograd.grad(value, bound.parameters, materialize_grads=True)
+        if mode == "train":
+            self.losses.append(value.detach())
+        return torch.cat([p.reshape(-1) for p in parts])
+
+
+class VmapTask(Task):
+    """One client of many, inside `torch.func.vmap`: everything is a pure function."""
+
+    def grad(self, w: Tensor, batch: Batch, loss: Loss = cross_entropy, mode: Mode = "train",
+             buffers: Tensor | None = None) -> Tensor:  # fmt: skip
+        model, statistics = self.model, self.buffers if mode == "train" else buffers
+
+        def mean_loss(w: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+            frame = model.frame
+            frame.mode, frame.in_place, frame.mask, frame.drop = mode, False, batch.mask, batch.drop
+            frame.buffers, frame.moved, frame.calls = statistics, {}, 0
+            net = Net(lambda: torch.func.functional_call(model.module, model.views(w), (batch.x,)))
+            each = loss(net, batch)
+            value = each.mean() if batch.mask is None else (each * batch.mask).sum() / batch.mask.sum()
+            moved = model.moved_buffers(frame) if mode == "train" else value.new_zeros(0)
+            frame.mask, frame.drop, frame.buffers, frame.moved = None, (), None, {}  # nothing of vmap's outlives it
+            return value, (moved, value.detach())
+
+        grad, (moved, value) = torch.func.grad(mean_loss, has_aux=True)(w)
+        if mode == "train":
+            self.buffers = moved
+            self.losses.append(value)
+        return grad
+
+
+def keys(name: str) -> set[str] | None:
+    """The keys that a model section of this name knows."""
+    return None if name not in NETS else {"name", *_parameters(NETS[name])}
+
+
+def _parameters(make: Callable) -> Mapping[str, inspect.Parameter]:
+    return {k: p for k, p in inspect.signature(make).parameters.items() if k not in ("shape", "classes", "self")}
+
+
+def make_net(config: Config, shape: tuple[int, int, int], classes: int) -> nn.Module:
+    """The configured net with keyed initial values: one x_0 for all algorithms of a seed."""
+    name, given = config.model.name, config.model.parameters
+    if name in NETS:
+        make: Any = NETS[name]
+    elif ":" in name:
+        make, _ = load_object(name, "model.name")
+    else:
+        hint = did_you_mean(name, NETS)
+        raise ConfigError(f"model.name: unknown model '{name}'{hint}; your own is given as path.py:Class")
+    known = _parameters(make)
+    free = any(p.kind is p.VAR_KEYWORD for p in known.values())
+    for key in given:
+        if key not in known and not free:
+            raise ConfigError(f"model.{key}: unknown key of '{name}'{did_you_mean(key, known)}")
+    try:
+        hints = {k: p.annotation for k, p in inspect.signature(make, eval_str=True).parameters.items()}
+        given = {k: TypeAdapter(hints[k]).validate_python(v) if hints.get(k, inspect.Parameter.empty)
+                 is not inspect.Parameter.empty else v for k, v in given.items()}  # fmt: skip
+    except ValidationError as error:
+        raise ConfigError("model: " + explain(error, given, dict)) from None
+    wanted = {k: v for k, v in {"shape": shape, "classes": classes}.items() if k in inspect.signature(make).parameters}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(int(generator(config.seed, "init").integers(2**63)))
+        try:
+            net = make(**wanted, **given)
+        except ConfigError:
+            raise
+        except Exception as error:
+            raise ConfigError(f"model.name: '{name}' cannot be built: {type(error).__name__}: {error}") from None
+    if not isinstance(net, nn.Module):
+        raise ConfigError(f"model.name: '{name}' is not a torch.nn.Module")
+    return net

@@ -1,0 +1,27 @@
+"""The numerical core: order-independent sums, inner products, the QPs of GradMA and its gradient memory."""
+
+from .inner import aligned, cross, dot, gram, norm
+from .memory import absorb, admit, memory_bytes, memory_init
+from .qp import QPInfo, project, project3, project_gram, solve_dual
+from .sums import NonFiniteError, combine, fixed_sum, to_float
+
+__all__ = [
+    "NonFiniteError",
+    "QPInfo",
+    "absorb",
+    "admit",
+    "aligned",
+    "combine",
+    "cross",
+    "dot",
+    "fixed_sum",
+    "gram",
+    "memory_bytes",
+    "memory_init",
+    "norm",
+    "project",
+    "project3",
+    "project_gram",
+    "solve_dual",
+    "to_float",
+]

@@ -1,0 +1,93 @@
+"""Inner products of parameter vectors whose bits do not depend on where the vectors lie in memory.
+
+`torch.dot`, `mv`, one-row products and float32 Gram matrices take another path through the BLAS, and round
+differently, when a row starts at another alignment. So vectors are copied first into aligned rows whose stride is a
+multiple of `LANES` elements, and multiplied there by GEMM. Sums are float64.
+"""
+
+import threading
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+LANES = 16  # a row stride in multiples of 16 elements keeps every row on a 64-byte boundary
+CHUNK = 4096  # columns that `cross` may add up in the storage dtype before it goes on in float64
+
+
+class _Work(threading.local):
+    """One float64 buffer for each device, and for each thread its own."""
+
+    def __init__(self) -> None:
+        self.buffers: dict[torch.device, Tensor] = {}
+
+
+_work = _Work()
+
+
+def padded(width: int) -> int:
+    """The row stride, in elements, of the aligned layout for rows of `width` elements."""
+    return -(-width // LANES) * LANES
+
+
+def aligned(rows: Tensor | Sequence[Tensor], dtype: torch.dtype | None = None) -> Tensor:
+    """A fresh copy of `rows` ([k, P] or k tensors [P]) in the aligned layout: [k, P], row stride `padded(P)`."""
+    width = rows[0].shape[0]
+    copy = torch.empty(len(rows), padded(width), dtype=dtype or rows[0].dtype, device=rows[0].device)[:, :width]
+    for target, row in zip(copy, rows, strict=True):
+        target.copy_(row)
+    return copy
+
+
+def gram(rows: Tensor | Sequence[Tensor], segments: Sequence[int] | None = None) -> Tensor:
+    """All inner products of `rows`, in float64: [..., C, C], or [..., T, C, C] with one matrix for each segment.
+
+    `rows` is [..., C, P] or C tensors [..., P]; `segments` are T lengths that add up to P, one for each named tensor.
+    A non-finite row makes its own row and column of the result non-finite and no others.
+    """
+    work = _workspace(list(rows.unbind(-2)) if isinstance(rows, Tensor) else list(rows))
+    if segments is None:
+        return work @ work.mT
+    return torch.stack([part @ part.mT for part in work.split(list(segments), -1)], -3)
+
+
+def dot(u: Tensor, v: Tensor) -> float:
+    """The inner product of two vectors [P], summed in float64."""
+    return float(gram([u, v])[0, 1])
+
+
+def norm(v: Tensor) -> float:
+    """The Euclidean norm of a vector [P], summed in float64."""
+    return float(gram([v])[0, 0]) ** 0.5
+
+
+def cross(left: Tensor, right: Tensor, segments: Sequence[int] | None = None) -> Tensor:
+    """Inner products of every row of `left` [k, P] with every row of `right` [m, P]: float64 [k, m] or [T, k, m].
+
+    Both must be in the aligned layout already and of one dtype; nothing is copied, so large memories are read once.
+    Products are summed in that dtype over `CHUNK` columns at most, and in float64 from there on.
+    """
+    if segments is not None:
+        parts = zip(left.split(list(segments), 1), right.split(list(segments), 1), strict=True)
+        return torch.stack([cross(a, b) for a, b in parts])
+    whole = left.shape[1] // CHUNK * CHUNK
+    total = (left[:, whole:] @ right[:, whole:].mT).to(torch.float64)
+    if whole:
+        a = left[:, :whole].unflatten(1, (-1, CHUNK)).transpose(0, 1)
+        b = right[:, :whole].unflatten(1, (-1, CHUNK)).transpose(0, 1)
+        total += torch.bmm(a, b.mT).sum(0, dtype=torch.float64)
+    return total
+
+
+def _workspace(rows: list[Tensor]) -> Tensor:
+    """`rows` (C tensors [..., P]) copied to [..., C, P] in float64, in a buffer that this thread uses again and again."""
+    *batch, width = rows[0].shape
+    shape = (*batch, len(rows), padded(width))
+    size, device = torch.Size(shape).numel(), rows[0].device
+    buffers = _work.buffers
+    if device not in buffers or buffers[device].numel() < size:
+        buffers[device] = torch.empty(size, dtype=torch.float64, device=device)
+    work = buffers[device][:size].view(shape)[..., :width]
+    for i, row in enumerate(rows):
+        work[..., i, :].copy_(row)
+    return work

@@ -1,0 +1,520 @@
+"""Projection on the cone of vectors that have no negative inner product with any of the given columns.
+
+    p̃ = argmin_v ½‖v - p‖²  subject to  Mᵀv ≥ 0                       (Luo 2023, the QPs of GradMA)
+
+Its dual is min_{z ≥ 0} ½ zᵀQz + bᵀz with Q = MᵀM and b = Mᵀp, that is non-negative least squares, and p̃ = p + Mz.
+Everything is solved from Q and b alone, on normalised columns: U = M_i/‖M_i‖, p/‖p‖. So nothing depends on the
+scale of p or of a column, and all tolerances are relative.
+
+- `project_gram`, `solve_dual`: Q and b are known (the server's memory keeps them up to date).
+- `project`: from the vectors themselves.
+- `project3`: three constraints, inside the local step of a client; runs eagerly and under `torch.func.vmap`.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import isfinite, sqrt
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+from scipy.linalg import LinAlgError, cho_factor, cho_solve
+from torch import Tensor
+
+from .inner import gram
+
+Array = NDArray[np.float64]
+Mask = NDArray[np.bool_]
+Solver = Literal["exact", "ecos", "clarabel"]
+SmallTensorRule = Literal["exact", "sum"]
+
+STATUSES = ("inactive", "optimal", "fallback", "failed")  # from best to worst
+ZERO_COLUMN = 1e-12  # columns whose norm is below this fraction of the largest are zero
+SMALL_TENSOR = 2e-4  # largest column norm at which the rule "sum" takes over
+RIDGE = 1e-12  # added to the unit diagonal where columns are dependent
+SINGULAR = 1e-10  # determinants and Cholesky pivots below this belong to columns taken as linearly dependent
+NOISE = 1e-14  # violations up to here are rounding
+PAIRS = ((0, 1), (0, 2), (1, 2))
+ACCEPTED = 1e-8  # residual above which the next, safer solver is tried
+
+
+@dataclass(frozen=True)
+class QPInfo:
+    """How a projection went.
+
+    status      "inactive": no constraint was violated and p is its own projection; "optimal": solved; "fallback":
+                the exact solver or the library fell short of its tolerance and the best answer at hand was used;
+                "failed": no answer, the vector was left unprojected
+    active      number of constraints with a positive multiplier
+    residual    max_i |min(z_i, w_i)|, w = Qz + b, in units of ‖p‖ and of the columns' norms: 0 at the exact answer
+    iterations  linear systems solved (exact), sweeps (fallback), or the library's own count
+    dropped     non-finite columns left out
+    to_zero     the cone of the columns contains -p, so that p̃ is 0 up to rounding: nothing moves
+    """
+
+    status: str
+    active: int = 0
+    residual: float = 0.0
+    iterations: int = 0
+    dropped: int = 0
+    to_zero: bool = False
+
+
+def project_gram(
+    Q: ArrayLike, b: ArrayLike, p_norm: float, warm: ArrayLike | None = None, tol: float = 1e-13
+) -> tuple[Array, QPInfo]:
+    """The multipliers z [C] of the projection p + Mz, from Q = MᵀM [C, C], b = Mᵀp [C] and ‖p‖; exact active set.
+
+    `warm` [C] bool: constraints to start from as active. `tol`: multipliers and slacks above -tol, in units of ‖p‖
+    and the columns' norms, count as non-negative. Zero and non-finite columns get z = 0. ‖p‖ = 0 gives z = 0.
+    Block principal pivoting (Portugal, Júdice & Vicente 1994); where that cycles, Lawson & Hanson 1974; where columns
+    are so dependent that this falls short too, projected coordinate descent. Raises `ValueError` if `p_norm` is not finite.
+    """
+    return solve_dual(Q, b, p_norm, "exact", warm, tol)
+
+
+def solve_dual(
+    Q: ArrayLike,
+    b: ArrayLike,
+    p_norm: float,
+    solver: Solver = "exact",
+    warm: ArrayLike | None = None,
+    tol: float = 1e-13,
+) -> tuple[Array, QPInfo]:
+    """`project_gram` with a choice of solver; "ecos" (through cvxpy) and "clarabel" start cold and ignore `tol`.
+
+    A library that finds no answer gives z = 0 and status "failed". Raises `ModuleNotFoundError` if it is not installed.
+    """
+    if solver not in SOLVERS:
+        raise ValueError(f"unknown QP solver {solver!r}; choose one of {', '.join(SOLVERS)}")
+    if not np.isfinite(p_norm):
+        raise ValueError("the vector to project is not finite")
+    Q, b = np.asarray(Q, np.float64), np.asarray(b, np.float64)
+    square = np.diagonal(Q)
+    finite = np.isfinite(square) & np.isfinite(b)
+    norms = np.sqrt(np.where(finite, square, 0.0).clip(min=0.0))
+    kept = np.flatnonzero(norms > ZERO_COLUMN * norms.max(initial=0.0))
+    z, info = np.zeros(len(b)), QPInfo("inactive", dropped=int((~finite).sum()))
+    if p_norm == 0.0 or not len(kept):
+        return z, info
+    scale = norms[kept]
+    cosines = Q[np.ix_(kept, kept)] / (scale[:, None] * scale)
+    slack = (b[kept] / scale) / p_norm
+    if slack.min() >= -tol:
+        return z, info
+    start = slack < -tol if warm is None or not np.asarray(warm)[kept].any() else np.asarray(warm, bool)[kept]
+    unit, status, iterations = SOLVERS[solver](cosines, slack, start, tol)
+    z[kept] = unit * (p_norm / scale)
+    return z, replace(
+        info,
+        status=status,
+        active=int((unit > 0).sum()),
+        residual=_residual(cosines, slack, unit),
+        iterations=iterations,
+        to_zero=bool(1.0 + slack @ unit < 1e-12),
+    )
+
+
+def project(
+    p: Tensor,
+    columns: Tensor | Sequence[Tensor],
+    *,
+    solver: Solver = "exact",
+    segments: Sequence[int] | None = None,
+    small_tensor_rule: SmallTensorRule = "exact",
+) -> tuple[Tensor, QPInfo]:
+    """The projection of `p` [P] on {v : ⟨v, column⟩ ≥ 0 for every column}, and how it went; `columns` is [C, P] or C x [P].
+
+    `segments`: lengths that add up to P, one QP for each; the info has the worst status, the largest residual, sums.
+    `small_tensor_rule="sum"`, with segments only: a segment whose largest column norm is below 2e-4 becomes p plus the
+    sum of its columns. That is what an interior-point solver with absolute tolerances returns there, and what the
+    reference code of Luo 2023 therefore does.
+    If no constraint is violated the result is `p` itself. A column with a non-finite entry is dropped and counted.
+    Raises `ValueError` if `p` is not finite.
+    """
+    if small_tensor_rule == "sum" and segments is None:
+        raise ValueError("small_tensor_rule='sum' needs segments: it is a rule about one tensor at a time")
+    columns = list(columns)
+    parts = [p.shape[0]] if segments is None else list(segments)
+    grams = gram([p, *columns], parts).cpu().numpy()  # [T, C + 1, C + 1]
+    if not np.isfinite(grams[:, 0, 0]).all():
+        raise ValueError("the vector to project is not finite")
+    good = np.isfinite(np.einsum("tii->ti", grams)[:, 1:]).all(axis=0)
+    z, infos = np.zeros((len(parts), len(columns))), []
+    for t, G in enumerate(grams):
+        Q, b = G[1:, 1:][np.ix_(good, good)], G[0, 1:][good]
+        z[t, good], info = solve_segment(Q, b, G[0, 0] ** 0.5, solver, small_tensor_rule)
+        infos.append(info)
+    projected = p
+    if z.any():
+        projected = p.to(torch.float64, copy=True)
+        for column, multipliers in zip(columns, z.T, strict=True):
+            add_segments(projected, column, multipliers, parts)
+        projected = projected.to(p.dtype)
+    return projected, replace(summary(infos), dropped=int((~good).sum()))
+
+
+def solve_segment(
+    Q: Array, b: Array, p_norm: float, solver: Solver, small_tensor_rule: SmallTensorRule, warm: ArrayLike | None = None,
+    scale: Array | float = 1.0,
+) -> tuple[Array, QPInfo]:  # fmt: skip
+    """`solve_dual` for one tensor under `small_tensor_rule`. The constraints' columns are `scale` times those of Q and b."""
+    if small_tensor_rule == "sum" and (scale * np.sqrt(np.diagonal(Q))).max(initial=0.0) < SMALL_TENSOR:
+        return np.broadcast_to(scale, b.shape).astype(np.float64), QPInfo("inactive")
+    return solve_dual(Q, b, p_norm, solver, warm)
+
+
+def add_segments(total: Tensor, column: Tensor, multipliers: Sequence[float] | Array, segments: Sequence[int]) -> None:
+    """Adds to `total` [P], in place, `column` [P] times one multiplier for each segment; touches nothing where it is 0."""
+    start = 0
+    for length, multiplier in zip(segments, multipliers, strict=True):
+        if multiplier:
+            total[start : start + length].add_(column[start : start + length], alpha=float(multiplier))
+        start += length
+
+
+def summary(infos: Sequence[QPInfo]) -> QPInfo:
+    """The infos of several segments as one: the worst status, the largest residual, everything else added up."""
+    return QPInfo(
+        status=max((info.status for info in infos), key=STATUSES.index),
+        active=sum(info.active for info in infos),
+        residual=max(info.residual for info in infos),
+        iterations=sum(info.iterations for info in infos),
+        dropped=sum(info.dropped for info in infos),
+        to_zero=all(info.to_zero for info in infos),
+    )
+
+
+# --- solvers: (cosines [C, C] with unit diagonal, slack [C] at z = 0, start [C] bool, tol) -> z [C], status, iterations
+
+
+def _exact(cosines: Array, slack: Array, start: Mask, tol: float) -> tuple[Array, str, int]:
+    best, iterations = np.zeros(len(slack)), 0
+    for attempt, status in (
+        (_block_pivoting, "optimal"),
+        (_lawson_hanson, "optimal"),
+        (_coordinate_descent, "fallback"),
+    ):
+        z, count = attempt(cosines, slack, start, tol)
+        iterations += count
+        if _residual(cosines, slack, z) <= ACCEPTED:
+            return z, status, iterations
+        best = min(best, z, key=lambda candidate: _residual(cosines, slack, candidate))
+    return best, "fallback", iterations
+
+
+def _block_pivoting(cosines: Array, slack: Array, start: Mask, tol: float) -> tuple[Array, int]:
+    """Exchange every infeasible index at once; when that stops helping three times, only the last one (Murty 1974)."""
+    passive, fewest, patience = start.copy(), len(slack) + 1, 3
+    z = np.zeros(len(slack))
+    for iteration in range(1, 50):
+        z = _passive_solution(cosines, slack, passive, RIDGE)
+        bound = -tol * max(1.0, float(np.abs(z).max()))
+        wrong = np.where(passive, z, cosines @ z + slack) < bound
+        count = int(wrong.sum())
+        if not count:
+            return z.clip(min=0.0), iteration
+        if count < fewest:
+            fewest, patience = count, 3
+        else:
+            patience -= 1
+        if patience < 0:
+            wrong[: np.flatnonzero(wrong)[-1]] = False
+        passive = passive ^ wrong
+    return z.clip(min=0.0), 49
+
+
+def _lawson_hanson(cosines: Array, slack: Array, start: Mask, tol: float) -> tuple[Array, int]:
+    """One constraint enters at a time and the objective falls at every step, so it ends (Lawson & Hanson 1974, ch. 23)."""
+    z, passive, refused = np.zeros(len(slack)), np.zeros(len(slack), bool), np.zeros(len(slack), bool)
+    for iteration in range(1, 10 * len(slack)):
+        w = np.where(passive | refused, np.inf, cosines @ z + slack)
+        entering = int(w.argmin())
+        if w[entering] >= -tol:
+            return z, iteration
+        passive[entering] = True
+        while True:
+            try:
+                target = _passive_solution(cosines, slack, passive, 0.0)
+            except LinAlgError:
+                target = np.zeros(len(slack))
+            if passive[entering] and z[entering] == 0.0 and target[entering] <= 0.0:  # dependent on the passive columns
+                passive[entering], refused[entering] = False, True
+                break
+            falling = passive & (target <= 0.0)
+            if not falling.any():
+                z, refused = target, np.zeros(len(slack), bool)
+                break
+            step = (z[falling] / (z[falling] - target[falling])).min()
+            z = np.where(passive, z + step * (target - z), 0.0)
+            passive &= ~(falling & (z <= 1e-15))
+            z[~passive] = 0.0
+    return z, 10 * len(slack)
+
+
+def _coordinate_descent(cosines: Array, slack: Array, start: Mask, tol: float) -> tuple[Array, int]:
+    """Projected Gauss-Seidel on the dual: slow, needs no linear system, and goes down at every step."""
+    z, w = np.zeros(len(slack)), slack.copy()
+    for sweep in range(1, 201):
+        for i in range(len(slack)):
+            change = max(-z[i], -w[i])
+            if change:
+                z[i] += change
+                w += change * cosines[:, i]
+        if np.abs(np.minimum(z, w)).max() <= ACCEPTED / 2:
+            return z, sweep
+    return z, 200
+
+
+def _passive_solution(cosines: Array, slack: Array, passive: Mask, ridge: float) -> Array:
+    """z with w = 0 on the passive set, z = 0 off it. Dependent columns: `ridge` on the diagonal, `LinAlgError` if 0."""
+    z, index = np.zeros(len(slack)), np.flatnonzero(passive)
+    if not len(index):
+        return z
+    block, target = cosines[np.ix_(index, index)], -slack[index]
+    try:
+        z[index] = cho_solve(_cholesky(block, SINGULAR), target, check_finite=False)
+        return z
+    except LinAlgError:
+        if not ridge:
+            raise
+    while True:
+        try:
+            factor = _cholesky(block + ridge * np.eye(len(index)), 0.0)
+            break
+        except LinAlgError:  # a Gram matrix of float32 products can be indefinite by more than the ridge
+            ridge *= 100.0
+    for _ in range(3):  # refinement: where a solution exists, the ridge only chooses among equal ones
+        z[index] += cho_solve(factor, target - block @ z[index], check_finite=False)
+    return z
+
+
+def _cholesky(block: Array, least: float) -> tuple[Array, bool]:
+    """The Cholesky factor; `LinAlgError` where a pivot is `least` or less: columns that only rounding tells apart."""
+    factor = cho_factor(block, lower=True, check_finite=False)
+    if factor[0].diagonal().min() ** 2 <= least:
+        raise LinAlgError("dependent columns")
+    return factor
+
+
+def _residual(cosines: Array, slack: Array, z: Array) -> float:
+    return float(np.abs(np.minimum(z, cosines @ z + slack)).max())
+
+
+def _clarabel(cosines: Array, slack: Array, start: Mask, tol: float) -> tuple[Array, str, int]:
+    """min ½ zᵀQz + bᵀz, -z + s = 0, s ≥ 0; called directly, since importing cvxpy imports ECOS as well."""
+    import clarabel
+    from scipy import sparse
+
+    library: Any = clarabel
+    settings = library.DefaultSettings()
+    settings.verbose = False
+    size = len(slack)
+    answer = library.DefaultSolver(
+        sparse.csc_matrix(np.triu(cosines)), slack, sparse.csc_matrix(-np.eye(size)), np.zeros(size),
+        [library.NonnegativeConeT(size)], settings,
+    ).solve()  # fmt: skip
+    return _answer(
+        answer.x,
+        {"Solved": "optimal", "AlmostSolved": "fallback"}.get(str(answer.status), "failed"),
+        answer.iterations,
+        size,
+    )
+
+
+def _ecos(cosines: Array, slack: Array, start: Mask, tol: float) -> tuple[Array, str, int]:
+    """min ‖Fz + h‖² over z ≥ 0 with FᵀF = Q and Fᵀh = b, through cvxpy."""
+    import cvxpy
+
+    if "ECOS" not in cvxpy.installed_solvers():
+        raise ModuleNotFoundError("qp solver 'ecos' needs the package ecos: pip install ecos")
+    values, vectors = np.linalg.eigh(cosines)
+    rank = values > 1e-14 * values[-1]
+    root = np.sqrt(values[rank])
+    factor, offset = root[:, None] * vectors[:, rank].T, (vectors[:, rank].T @ slack) / root
+    z = cvxpy.Variable(len(slack), nonneg=True)
+    problem = cvxpy.Problem(cvxpy.Minimize(cvxpy.sum_squares(factor @ z + offset)))
+    try:
+        problem.solve(solver=cvxpy.ECOS)
+    except cvxpy.SolverError:
+        return np.zeros(len(slack)), "failed", 0
+    status = {"optimal": "optimal", "optimal_inaccurate": "fallback"}.get(str(problem.status), "failed")
+    return _answer(z.value, status, problem.solver_stats.num_iters or 0, len(slack))
+
+
+def _answer(x: ArrayLike | None, status: str, iterations: int, size: int) -> tuple[Array, str, int]:
+    z = np.full(size, np.nan) if x is None else np.asarray(x, np.float64)
+    if status == "failed" or not np.isfinite(z).all():
+        return np.zeros(size), "failed", iterations
+    return np.where(z > 1e-9, z, 0.0), status, iterations
+
+
+SOLVERS: dict[str, Callable[[Array, Array, Mask, float], tuple[Array, str, int]]] = {
+    "exact": _exact,
+    "ecos": _ecos,
+    "clarabel": _clarabel,
+}
+
+
+# --- three constraints, in closed form
+
+
+def project3(
+    p: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    *,
+    segments: Sequence[int] | None = None,
+    small_tensor_rule: SmallTensorRule = "exact",
+) -> tuple[Tensor, Tensor]:
+    """`project(p, [a, b, c])` for the local step of a client, and the number of active constraints as a float scalar.
+
+    All are [P]; `segments` and `small_tensor_rule` as in `project`. Written for `torch.func.vmap` over clients: one
+    problem on a CPU is solved in Python floats, many at once (and one on a GPU, so as not to wait for it) batched, both
+    by the same formulas in float64. Not differentiable. If no constraint is violated the result equals p bit for bit.
+    Columns with a non-finite entry are dropped. A non-finite p comes back as it is (a batch has nobody to raise to):
+    it shows in the client's update.
+    """
+    if small_tensor_rule == "sum" and segments is None:
+        raise ValueError("small_tensor_rule='sum' needs segments: it is a rule about one tensor at a time")
+    parts = (p.shape[0],) if segments is None else tuple(segments)
+    return _Project3.apply(p, a, b, c, parts, small_tensor_rule == "sum")  # type: ignore[no-any-return]
+
+
+class _Project3(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        p: Tensor, a: Tensor, b: Tensor, c: Tensor, parts: tuple[int, ...], small: bool
+    ) -> tuple[Tensor, Tensor]:
+        if p.device.type != "cpu":
+            projected, active = _many(p[None], a[None], b[None], c[None], parts, small)
+            return projected[0], active[0]
+        return _one(p, a, b, c, parts, small)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        ctx.mark_non_differentiable(*output)
+
+    @staticmethod
+    def vmap(
+        info: Any,
+        in_dims: tuple[int | None, ...],
+        p: Tensor,
+        a: Tensor,
+        b: Tensor,
+        c: Tensor,
+        parts: Any,
+        small: bool,
+    ) -> Any:
+        batch = [
+            vector.expand(info.batch_size, -1) if dim is None else vector.movedim(dim, 0)
+            for vector, dim in zip((p, a, b, c), in_dims[:4], strict=True)
+        ]
+        return _many(*batch, parts, small), (0, 0)
+
+
+def _one(p: Tensor, a: Tensor, b: Tensor, c: Tensor, parts: tuple[int, ...], small: bool) -> tuple[Tensor, Tensor]:
+    grams = gram([p, a, b, c], parts).tolist()  # T matrices [4][4]
+    finite = [all(isfinite(G[i][i]) for G in grams) for i in range(4)]
+    projected = p.clone()
+    solutions = [_solve_one(G, finite, small) for G in grams]
+    for i, column in enumerate((a, b, c)):
+        add_segments(projected, column, [z[i] for z, _ in solutions], parts)
+    total = sum(active for _, active in solutions)
+    return projected, torch.tensor(float(total), dtype=p.dtype)
+
+
+def _many(p: Tensor, a: Tensor, b: Tensor, c: Tensor, parts: tuple[int, ...], small: bool) -> tuple[Tensor, Tensor]:
+    """The same for K clients: [K, P] -> [K, P], [K]."""
+    grams = gram([p, a, b, c], parts)  # [K, T, 4, 4]
+    finite = grams.diagonal(dim1=2, dim2=3).isfinite().all(1)[:, None]  # [K, 1, 4]
+    grams = torch.where(finite[..., None] & finite[..., None, :], grams, 0.0)
+    z, active = _solve_many(grams, small)
+    lengths = torch.tensor(parts, device=p.device)
+    projected = p
+    for i, column in enumerate((a, b, c)):
+        factor = z[..., i].to(p.dtype).repeat_interleave(lengths, dim=1, output_size=p.shape[1])
+        projected = torch.where(factor != 0, torch.addcmul(projected, factor, column), projected)
+    return projected, active.sum(1).to(p.dtype)
+
+
+def _active_sets(c01: Any, c02: Any, c12: Any, b0: Any, b1: Any, b2: Any) -> Iterator[tuple[Any, Any, Any, Any]]:
+    """Cramer's rule for z_A = -G_AA⁻¹ b_A on each non-empty A ⊆ {0, 1, 2}: determinant, then determinant · z.
+
+    Smaller sets first. G has unit diagonal and the cosines `cij` off it. Arguments are floats, or tensors of one shape.
+    """
+    none, one = 0.0 * b0, 0.0 * b0 + 1.0
+    yield one, -b0, none, none
+    yield one, none, -b1, none
+    yield one, none, none, -b2
+    yield 1.0 - c01 * c01, c01 * b1 - b0, c01 * b0 - b1, none
+    yield 1.0 - c02 * c02, c02 * b2 - b0, none, c02 * b0 - b2
+    yield 1.0 - c12 * c12, none, c12 * b2 - b1, c12 * b1 - b2
+    m01, m02, m12 = c01 - c02 * c12, c02 - c01 * c12, c12 - c01 * c02
+    yield (
+        1.0 - c12 * c12 - c01 * m01 - c02 * m02,
+        m01 * b1 + m02 * b2 - (1.0 - c12 * c12) * b0,
+        m01 * b0 + m12 * b2 - (1.0 - c02 * c02) * b1,
+        m02 * b0 + m12 * b1 - (1.0 - c01 * c01) * b2,
+    )
+
+
+def _solve_one(G: list[list[float]], finite: list[bool], small: bool) -> tuple[Sequence[float], int]:
+    """The least violated active set, the first on ties, for one Gram matrix [4][4] of p, a, b, c: z and |A|."""
+    p_norm, *norms = (sqrt(G[i][i]) if finite[i] else 0.0 for i in range(4))
+    largest = max(norms)
+    if small and largest < SMALL_TENSOR:
+        return [float(norm > 0.0) for norm in norms], 0
+    if p_norm == 0.0:
+        return (0.0, 0.0, 0.0), 0
+    inverse = [1.0 / norm if norm > ZERO_COLUMN * largest else 0.0 for norm in norms]
+    b0, b1, b2 = (G[0][i + 1] * inverse[i] / p_norm if inverse[i] else 0.0 for i in range(3))
+    best, least = (0.0, 0.0, 0.0), max(-b0, -b1, -b2)
+    if least <= NOISE:
+        return best, 0
+    c01, c02, c12 = (G[i + 1][j + 1] * inverse[i] * inverse[j] if inverse[i] and inverse[j] else 0.0 for i, j in PAIRS)
+    for determinant, n0, n1, n2 in _active_sets(c01, c02, c12, b0, b1, b2):
+        if determinant < SINGULAR:
+            continue
+        z0, z1, z2 = n0 / determinant, n1 / determinant, n2 / determinant
+        w0, w1, w2 = (
+            z0 + c01 * z1 + c02 * z2 + b0,
+            z1 + c01 * z0 + c12 * z2 + b1,
+            z2 + c02 * z0 + c12 * z1 + b2,
+        )
+        violation = max(-z0, -z1, -z2, -w0, -w1, -w2)
+        if violation < least:
+            best, least = (z0, z1, z2), violation
+            if violation <= NOISE:
+                break
+    active = sum(z > 0.0 for z in best)
+    return [max(z, 0.0) * p_norm * inverse[i] for i, z in enumerate(best)], active
+
+
+def _solve_many(G: Tensor, small: bool) -> tuple[Tensor, Tensor]:
+    """`_solve_one` for Gram matrices [..., 4, 4] with non-finite rows zeroed: z [..., 3] and |A| [...]."""
+    norms = G.diagonal(dim1=-2, dim2=-1).sqrt()
+    p_norm, norms = norms[..., :1], norms[..., 1:]
+    largest = norms.amax(-1, keepdim=True)
+    kept = (norms > ZERO_COLUMN * largest) & (p_norm > 0.0)
+    inverse = torch.where(kept, 1.0 / norms, 0.0)
+    b = torch.where(kept, G[..., 0, 1:] * inverse / p_norm, 0.0)
+    c01, c02, c12 = (G[..., i + 1, j + 1] * inverse[..., i] * inverse[..., j] for i, j in PAIRS)
+    sets = [torch.stack(values, -1) for values in zip(*_active_sets(c01, c02, c12, *b.unbind(-1)), strict=True)]
+    determinant = sets[0][..., None]  # [..., 7, 1]
+    z = torch.stack(sets[1:], -1) / determinant  # [..., 7, 3]
+    z = torch.cat([torch.zeros_like(z[..., :1, :]), torch.where(determinant < SINGULAR, -torch.inf, z)], -2)
+    z0, z1, z2 = z.unbind(-1)
+    c01, c02, c12, b = c01[..., None], c02[..., None], c12[..., None], b[..., None, :]
+    w = torch.stack([z0 + c01 * z1 + c02 * z2, z1 + c01 * z0 + c12 * z2, z2 + c02 * z0 + c12 * z1], -1) + b
+    violation = torch.cat([-z, -w], -1).nan_to_num(nan=torch.inf).amax(-1)  # [..., 8]
+    chosen = violation.clamp(min=NOISE).argmin(-1, keepdim=True)[..., None].expand(*b.shape[:-2], 1, 3)
+    z = z.gather(-2, chosen)[..., 0, :].clamp(min=0.0)
+    active = (z > 0.0).sum(-1)
+    z = z * p_norm * inverse
+    if small:
+        tiny = largest < SMALL_TENSOR
+        z, active = torch.where(tiny, (norms > 0.0).to(z.dtype), z), torch.where(tiny[..., 0], 0, active)
+    return z, active

@@ -1,0 +1,156 @@
+"""From a configuration to a run that can start: everything resolved once, every mistake found before Ray starts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
+from functools import cached_property
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from raysim import config as configuration
+from raysim import models, rules
+from raysim.config import Config, Named
+from raysim.data import Dataset, load, split
+from raysim.data.partitions import Clients, VirtualClients
+from raysim.errors import ConfigError
+from raysim.models import Model
+from raysim.rules import ClientRule, Problem, ServerRule
+
+VMAP_BELOW = 10_000
+"""Parameters up to which vmap beats the loop on a CPU (for nets without convolutions)."""
+OVERSUBSCRIBED = 4
+"""How many actors may share a core on this machine before the request counts as impossible."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run, ready to start. Picklable: workers build their parts from it."""
+
+    config: Config
+    client: ClientRule
+    server: ServerRule
+    dataset: Dataset
+    clients: Clients | VirtualClients
+    net: nn.Module
+    problem: Problem
+    vmap: bool
+    block_size: int
+
+    @property
+    def label(self) -> str:
+        """The run's short name."""
+        c = self.config
+        return c.name or (c.algorithm.name if c.algorithm else f"{self.client.name}-{self.server.name}").split(":")[-1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return getattr(torch, self.config.dtype)
+
+    def model(self, device: str | torch.device = "cpu") -> Model:
+        """The net on a device, seen as a flat vector."""
+        import copy
+
+        return Model(copy.deepcopy(self.net), self.dataset.shape, self.dataset.n_classes, self.dtype, device)
+
+    @cached_property
+    def initial(self) -> tuple[Tensor, Tensor]:
+        """x_0 [P] and the fresh BatchNorm statistics [Q], on the CPU."""
+        return self.model().initial()
+
+    @property
+    def traffic(self) -> tuple[int, int]:
+        """Bytes that one client receives and sends in a round: the rule's vectors and the BatchNorm statistics."""
+        x0, buffers = self.initial
+        one = x0.numel() * x0.element_size()
+        extra = buffers.numel() * buffers.element_size()
+        return len(self.server.provides) * one + extra, len(self.server.uploads) * one + extra
+
+
+def prepare(source: str | Path | Mapping[str, Any], overrides: Iterable[str] | Mapping[str, Any] = ()) -> Plan:
+    """Reads, checks and resolves a configuration. Raises ConfigError with one clear message for every mistake."""
+    config = configuration.validate(configuration.read(source, overrides, keys, rules.defaults))
+    client, server = rules.resolve(config)
+    _check_resources(config)
+    known = getattr(config.partition, "clients", None)
+    if known is not None:
+        _check_cohort(config, known)
+    dataset = load(config.data)
+    clients = split(config.partition, dataset, config.seed)
+    _check_cohort(config, len(clients))
+    net = models.make_net(config, dataset.shape, dataset.n_classes)
+    import copy
+
+    model = Model(copy.deepcopy(net), dataset.shape, dataset.n_classes, getattr(torch, config.dtype))
+    problem = Problem(len(clients), config.schedule.cohort, model.size, model.segments, bool(model.dropouts))
+    for half, rule in (("client", client), ("server", server)):
+        try:
+            rule.check(problem)
+        except ValueError as error:
+            raise ConfigError(f"{'algorithm' if getattr(config, half) is None else half}.{error}") from None
+    vmap, size = _block(config, model)
+    config = config.model_copy(update={
+        "client": _section(config.client or Named(name=client.name), client, config),
+        "server": _section(config.server or Named(name=server.name), server, config),
+        "algorithm": None if config.algorithm is None else Named(name=config.algorithm.name),
+        "block": configuration.Block(size=size, mode="vmap" if vmap else "loop"),
+    })  # fmt: skip
+    return Plan(config, client, server, dataset, clients, net, problem, vmap, size)
+
+
+def keys(section: str, name: str) -> set[str] | None:
+    """The keys that the section of this name knows: see `config.read`."""
+    if section in ("algorithm", "client", "server"):
+        return rules.keys(section, name)
+    if section == "model":
+        return models.keys(name)
+    return configuration.section_keys(section, name)
+
+
+def _section(section: Named, rule: Any, config: Config) -> Named:
+    """A rule with every hyper-parameter written out. A user's rule keeps the reference it was found by."""
+    name = section.name
+    if type(rule).__module__.startswith("raysim_user_") and ":" not in name and config.algorithm is not None:
+        name = f"{config.algorithm.name.rpartition(':')[0]}:{type(rule).__name__}"
+    return Named.model_validate({"name": name, **{f.name: asdict(rule)[f.name] for f in fields(rule)}})
+
+
+def _check_cohort(config: Config, clients: int) -> None:
+    if config.schedule.cohort > clients:
+        raise ConfigError(f"schedule.cohort: {config.schedule.cohort} clients a round, but partition.clients gives only "
+                          f"{clients}; lower the one or raise the other")  # fmt: skip
+
+
+def _check_resources(config: Config) -> None:
+    """What this machine plainly cannot give. A cluster's own resources are checked after connecting to it."""
+    r = config.resources
+    remote = r.executor == "ray" and (r.address or os.environ.get("RAY_ADDRESS"))
+    if remote:
+        return
+    gpus, cores = torch.cuda.device_count(), os.cpu_count() or 1
+    wanted = r.gpus * (r.actors if r.executor == "ray" else 1)
+    if wanted > gpus:
+        raise ConfigError(f"resources.gpus: {r.gpus:g} for each of {r.actors} actors needs {wanted:g} GPUs, this machine "
+                          f"has {gpus}; set resources.gpus=0 or give resources.address of a cluster")  # fmt: skip
+    if r.executor == "ray" and (r.cpus > cores or r.actors * r.cpus > OVERSUBSCRIBED * cores):
+        raise ConfigError(f"resources.actors: {r.actors} actors of {r.cpus:g} CPUs, this machine has {cores} cores; lower "
+                          "resources.actors or resources.cpus, or give resources.address of a cluster")  # fmt: skip
+
+
+def _block(config: Config, model: Model) -> tuple[bool, int]:
+    """Mode and size of blocks, from the configuration alone."""
+    cohort, block = config.schedule.cohort, config.block
+    wide = min(64, ceil(cohort / 4))
+    vmap = block.mode == "vmap"
+    if block.mode == "auto":
+        small = model.size <= VMAP_BELOW and not model.convolutional and wide >= 8
+        vmap = (small or config.resources.gpus > 0) and model.why_not_vmap() is None
+    elif vmap and (reason := model.why_not_vmap()):
+        raise ConfigError(f"block.mode: model '{config.model.name}' cannot run under vmap ({reason}); use block.mode=loop")
+    auto = wide if vmap else min(64, ceil(cohort / 16))
+    return vmap, auto if block.size == "auto" else block.size

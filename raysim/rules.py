@@ -1,0 +1,344 @@
+"""The contract of a federated method: a client rule × a server rule, and the registry that finds them.
+
+A `ClientRule` is the maths of ONE client, a `ServerRule` that of the server, an `Algorithm` a named pair of them.
+Rules are frozen dataclasses: their fields are hyper-parameters, set from the configuration under the same names.
+They draw no random numbers and read no clock, file or Ray; the engine decides where and how they run: one client
+after the other, or many at once under `torch.func.vmap`. So inside a client's step nothing branches on a tensor,
+calls `.item()` or changes in place what it was given.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.util
+import pkgutil
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from torch import Tensor
+
+from raysim.config import Config, Named, PositiveScheduled, at_round, explain
+from raysim.errors import ConfigError, did_you_mean
+
+if TYPE_CHECKING:
+    from raysim.models import Batch, LocalData, Task
+
+State = dict[str, Tensor]
+Report = dict[str, Tensor]
+Rule = TypeVar("Rule", bound="ClientRule | ServerRule")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a rule may know of the run before it starts: sizes only."""
+
+    n_clients: int
+    cohort: int
+    size: int
+    """P, the number of trainable parameters."""
+    segments: tuple[int, ...] = ()
+    """Lengths of the named tensors, in the order of the flat vector; they add up to P."""
+    has_dropout: bool = False
+
+
+@dataclass(frozen=True)
+class _Rule:
+    __pydantic_config__: ClassVar = ConfigDict(extra="forbid", allow_inf_nan=False, arbitrary_types_allowed=True)
+
+    def check(self, problem: Problem) -> None:
+        """Raises ValueError("key: why") where the hyper-parameters cannot work on this problem."""
+
+    def at(self: Rule, t: int) -> Rule:  # type: ignore[misc]  # Self cannot name the two families
+        """This rule with every piecewise-constant schedule replaced by its value in round `t`."""
+        due = {f.name: v for f in dataclasses.fields(self) if isinstance(v := getattr(self, f.name), list)
+               and v and isinstance(v[0], tuple)}  # fmt: skip
+        return dataclasses.replace(self, **{k: at_round(v, t) for k, v in due.items()}) if due else self
+
+
+@dataclass(frozen=True)
+class ClientRule(_Rule):
+    """Local training, written for one client. Override `direction` (or `step`), and `finish` if more than
+    d_i = x - y_i goes up."""
+
+    name: ClassVar[str] = ""
+    needs: ClassVar[tuple[str, ...]] = ("x",)
+    """What it reads from the server's broadcast."""
+    sends: ClassVar[tuple[str, ...]] = ("delta",)
+    """What its report holds."""
+
+    def __init_subclass__(cls) -> None:
+        _register(cls, ClientRule, CLIENTS, "Client")
+
+    @property
+    def masks(self) -> int:
+        """How many independent sets of dropout masks a step wants; `batch.masked(k)` takes the k-th."""
+        return 1
+
+    def state(self, task: Task) -> State:
+        """What survives between rounds, as zeros of the right shapes. {} for most."""
+        return {}
+
+    def init(self, shared: State, row: State, data: LocalData, task: Task) -> State:
+        """On arrival of the broadcast: what the local steps carry beside "w" (which starts at shared["x"]).
+
+        `row` holds what `state` declared and the scalar `row["seen"]`: has this client taken part before?
+        """
+        return {}
+
+    def direction(self, shared: State, state: State, batch: Batch, task: Task) -> Tensor:
+        """The descent direction [P] at state["w"]; the engine then does w <- w - lr * direction."""
+        raise NotImplementedError(f"{type(self).__name__} defines neither direction nor step")
+
+    def step(self, shared: State, state: State, batch: Batch, task: Task) -> State:
+        """One local step; the general form of `direction`."""
+        return {**state, "w": task.descend(state["w"], self.direction(shared, state, batch, task))}
+
+    def finish(self, shared: State, state: State, row: State, data: LocalData, task: Task) -> tuple[Report, State]:
+        """What is sent up and what is kept. A report key "metric/NAME" (a scalar) becomes the metric
+        client/NAME, averaged over the round's clients."""
+        return {"delta": shared["x"] - state["w"]}, {}
+
+
+@dataclass
+class Cohort:
+    """The clients of one round, in sampling order, and a place for the server's diagnostics."""
+
+    round: int
+    ids: list[int]
+    n_clients: int
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    def report(self, **metrics: float) -> None:
+        """Logs figures of this round under the rule's own names."""
+        self.metrics.update({k: float(v) for k, v in metrics.items()})
+
+
+@dataclass
+class Reports(Cohort):
+    """What arrived: K reports. `weights` [K] adds up to one; `staleness` and `versions` count from 0."""
+
+    weights: list[float] = field(default_factory=list)
+    samples: list[int] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)
+    staleness: list[int] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    means: dict[str, Tensor] = field(default_factory=dict)
+    rows: dict[str, Tensor] = field(default_factory=dict)
+
+    def mean(self, key: str) -> Tensor:
+        """The weighted mean of an upload over the round's clients, [P]; the same bits for any grouping."""
+        return self.means[key]
+
+    def each(self, key: str) -> Tensor:
+        """Every client's upload in the order of `ids`, [K, P]; only for keys that `uploads` calls "each"."""
+        return self.rows[key]
+
+
+@dataclass(frozen=True)
+class ServerRule(_Rule):
+    """The server's update. `lr` is η_g, `weights` how clients are weighed (1/K or by their samples)."""
+
+    lr: PositiveScheduled = 1.0
+    weights: Literal["uniform", "samples"] = "uniform"
+
+    name: ClassVar[str] = ""
+    provides: ClassVar[tuple[str, ...]] = ("x",)
+    """What it broadcasts."""
+
+    def __init_subclass__(cls) -> None:
+        _register(cls, ServerRule, SERVERS, "Server")
+
+    @property
+    def uploads(self) -> dict[str, Literal["mean", "each"]]:
+        """What it takes: "mean", one weighted mean; "each", beside it one row for each client."""
+        return {"delta": "mean"}
+
+    def init(self, x0: Tensor, problem: Problem) -> State:
+        """The state before round 0, a flat dict of tensors with fixed keys and shapes."""
+        return {"x": x0}
+
+    def broadcast(self, state: State) -> State:
+        """What travels down to every client of the round."""
+        return {"x": state["x"]}
+
+    def admit(self, state: State, cohort: Cohort) -> State:
+        """Before the cohort trains."""
+        return state
+
+    def update(self, state: State, reports: Reports) -> State:
+        """After it has: the next state. Large buffers may be changed in place; "x" may not."""
+        raise NotImplementedError(f"{type(self).__name__} defines no update")
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """A named pair. `defaults` go to other sections (what the user writes wins), `presets` to the rules' fields."""
+
+    name: str
+    client: type[ClientRule]
+    server: type[ServerRule]
+    paper: str
+    state: str = "server 0, client 0"
+    traffic: str = "down d, up d"
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Values of the rules' fields that make this pair this algorithm."""
+    presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        ALGORITHMS[self.name] = self
+
+
+CLIENTS: dict[str, type[ClientRule]] = {}
+SERVERS: dict[str, type[ServerRule]] = {}
+ALGORITHMS: dict[str, Algorithm] = {}
+
+
+def _register(cls: type, family: type, registry: dict, suffix: str) -> None:
+    """A rule's name is its class's, without the suffix, in lower case: FedProxClient is `fedprox`."""
+    if "name" not in cls.__dict__:
+        cls.name = cls.__name__.removesuffix(suffix).lower()  # type: ignore[attr-defined]
+    if cls.__module__.startswith("algorithms."):
+        registry[cls.name] = cls  # type: ignore[attr-defined]
+
+
+def discover() -> None:
+    """Imports the methods that ship with raysim, which enter the registry as they are defined."""
+    package = importlib.import_module("algorithms")
+    for module in pkgutil.iter_modules(package.__path__):
+        importlib.import_module(f"algorithms.{module.name}")
+
+
+def load_object(reference: str, key: str) -> tuple[Any, ModuleType]:
+    """The object that `path.py:Name` or `package.module:Name` means, and its module."""
+    where, _, name = reference.rpartition(":")
+    path = Path(where).expanduser()
+    if where.endswith(".py"):
+        if not path.is_file():
+            raise ConfigError(f"{key}: there is no file '{where}' (seen from {Path.cwd()})")
+        module_name = f"raysim_user_{path.resolve().stem}"
+        spec = importlib.util.spec_from_file_location(module_name, path)
+        assert spec and spec.loader
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[module_name] = module
+        load = lambda: spec.loader.exec_module(module)  # type: ignore[union-attr]  # noqa: E731
+    else:
+        module, load = ModuleType(where), lambda: None
+        try:
+            module = importlib.import_module(where)
+        except ImportError as error:
+            raise ConfigError(f"{key}: cannot import '{where}': {error}") from None
+    try:
+        load()
+    except Exception as error:
+        raise ConfigError(f"{key}: {where} fails on import: {type(error).__name__}: {error}") from None
+    if not hasattr(module, name):
+        names = [n for n, v in vars(module).items() if isinstance(v, type) and v.__module__ == module.__name__]
+        raise ConfigError(f"{key}: {where} defines no '{name}'{did_you_mean(name, names)}")
+    return getattr(module, name), module
+
+
+def _lookup(section: str, name: str) -> Any:
+    """The class (or Algorithm) that a section's name means."""
+    discover()
+    registry: Mapping[str, Any] = {"client": CLIENTS, "server": SERVERS, "algorithm": ALGORITHMS}[section]
+    if name in registry:
+        return registry[name]
+    if ":" not in name:
+        what = {"client": "client rule", "server": "server rule", "algorithm": "algorithm"}[section]
+        raise ConfigError(f"{section}.name: unknown {what} '{name}'{did_you_mean(name, registry)}; "
+                          "your own is given as path.py:Class")  # fmt: skip
+    found, _ = load_object(name, f"{section}.name")
+    if section == "algorithm" and isinstance(found, type):
+        if issubclass(found, ClientRule):
+            return Algorithm(name, found, SERVERS["fedavg"], name)
+        if issubclass(found, ServerRule):
+            return Algorithm(name, CLIENTS["fedavg"], found, name)
+    family = {"client": ClientRule, "server": ServerRule}.get(section)
+    if not (isinstance(found, Algorithm) if family is None else isinstance(found, type) and issubclass(found, family)):
+        wanted = "an Algorithm, a ClientRule or a ServerRule" if family is None else f"a {family.__name__}"
+        raise ConfigError(f"{section}.name: '{name}' is not {wanted}")
+    return found
+
+
+def fields(rule: type) -> list[str]:
+    """Names of a rule's hyper-parameters."""
+    return [f.name for f in dataclasses.fields(rule)]
+
+
+def keys(section: str, name: str) -> set[str] | None:
+    """The keys that an algorithm, client or server section of this name knows; None if nothing has that name."""
+    try:
+        found = _lookup(section, name)
+    except ConfigError:
+        return None
+    rules = [found.client, found.server] if isinstance(found, Algorithm) else [found]
+    return {"name", "preset"} | {f for rule in rules for f in fields(rule)}
+
+
+def defaults(name: str) -> Mapping[str, Any]:
+    """What the algorithm of this name sets in other sections ({} if there is none of that name)."""
+    discover()
+    return ALGORITHMS[name].defaults if name in ALGORITHMS else {}
+
+
+def _build(section: str, cls: type, given: Mapping[str, Any]) -> Any:
+    for key in given:
+        if key not in fields(cls):
+            raise ConfigError(f"{section}.{key}: unknown key of {cls.__name__}{did_you_mean(key, fields(cls))}")
+    try:
+        return TypeAdapter(cls).validate_python(dict(given))
+    except ValidationError as error:
+        raise ConfigError(explain(error, given, cls, f"{section}.")) from None
+
+
+def resolve(config: Config) -> tuple[ClientRule, ServerRule]:
+    """The two rules of a configuration. Explicit `client` and `server` sections replace the algorithm's halves."""
+    discover()
+    parts: dict[str, Any] = {}
+    if config.algorithm is not None:
+        algorithm: Algorithm = _lookup("algorithm", config.algorithm.name)
+        halves = {"client": algorithm.client, "server": algorithm.server}
+        halves = {k: v for k, v in halves.items() if getattr(config, k) is None}
+        given = config.algorithm.parameters
+        preset = given.pop("preset", None)
+        if preset is not None and preset not in algorithm.presets:
+            known = did_you_mean(preset, algorithm.presets) or f" ({algorithm.name} has no presets)"
+            raise ConfigError(f"algorithm.preset: unknown preset '{preset}'{known}")
+        known = {f for cls in halves.values() for f in fields(cls)}
+        for key in given:
+            if key not in known:
+                raise ConfigError(f"algorithm.{key}: unknown key of '{algorithm.name}'{did_you_mean(key, known)}")
+        values = {**algorithm.settings, **(algorithm.presets[preset] if preset else {}), **given}
+        for half, cls in halves.items():
+            parts[half] = _build("algorithm", cls, {k: v for k, v in values.items() if k in fields(cls)})
+    for half in ("client", "server"):
+        section: Named | None = getattr(config, half)
+        if section is not None:
+            parts[half] = _build(half, _lookup(half, section.name), section.parameters)
+        elif half not in parts:
+            raise ConfigError(f"{half}: missing; give an algorithm (algorithm=fedavg), or both a client and a server rule")
+    client, server = parts["client"], parts["server"]
+    refuse_pair(client, server)
+    return client, server
+
+
+def refuse_pair(client: ClientRule, server: ServerRule) -> None:
+    """Raises ConfigError where one rule needs what the other does not give; names both."""
+    pair = f"client rule '{client.name}' with server rule '{server.name}'"
+    if missing := [k for k in client.needs if k not in server.provides]:
+        raise ConfigError(f"{pair}: the client needs {_quoted(missing)}, which the server does not broadcast; "
+                          f"pair it with a server rule that does")  # fmt: skip
+    if missing := [k for k in server.uploads if k not in client.sends]:
+        raise ConfigError(f"{pair}: the server takes {_quoted(missing)}, which the client does not send; "
+                          f"pair it with a client rule that does")  # fmt: skip
+
+
+def _quoted(words: Iterable[str]) -> str:
+    return ", ".join(f"'{w}'" for w in words)

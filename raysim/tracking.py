@@ -1,0 +1,732 @@
+"""MLflow, without the engine ever waiting for it.
+
+What the engine says (metrics, tags, data sets, files) is appended to a spool in the run's folder, a few
+microseconds a record. One writer thread follows that file and sends: many rounds in one batch, about once a
+second, backing off while the server is down. Nothing is forgotten on the way:
+
+    spool.jsonl   every record in order, one line of JSON each, only ever appended to
+    spool.sent    how many of them the server has acknowledged, and the run they went to
+
+So after a crash, or when the server died in the middle, `replay` (on the command line: python -m raysim.tracking
+RUN_DIR) sends exactly the rest. Sending twice does no harm: records carry their time, a run carries the key it was
+created under, and a run that is reopened is asked which steps it has.
+
+SQLite files are MLflow's, with two cares: a relative path is made absolute at once, and processes that meet on a
+fresh file wait for each other (its tables must be made by one of them).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import getpass
+import json
+import logging
+import os
+import re
+import shlex
+import sys
+import threading
+import time
+import uuid
+import warnings
+from collections import deque
+from collections.abc import Iterator, Mapping
+from itertools import accumulate, islice, takewhile
+from pathlib import Path
+from typing import Any, Literal
+
+from raysim.config import Tracking
+from raysim.errors import ConfigError, RaysimError
+
+logger = logging.getLogger("raysim.tracking")
+
+FLUSH = 1.0
+"""Seconds between two batches."""
+PATIENCE = {"http": 7.0, "database": 60.0}
+"""Seconds without a sign of life after which `start` gives up; making a fresh database takes a few."""
+DRAIN = {"up": 20.0, "down": 5.0}
+"""Seconds that `finish` gives the writer, by what the server last was."""
+LONGEST_PAUSE = 15.0
+"""Seconds between two attempts when the server has been down for a while."""
+
+_BATCH = 1000  # MLflow's limit of metrics in a request
+_LENGTH = {"params": 6000, "tags": 8000}  # and of characters in a value
+_QUIET = {
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",  # the writer retries itself, and says so; MLflow would hang for minutes
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",  # seconds
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+    "MLFLOW_DISABLE_AGENT_HINT": "true",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+}
+_KEY = "raysim.key"
+
+
+def absolute(uri: str) -> str:
+    """The tracking URI with a relative SQLite path resolved against the current directory.
+
+    Raises:
+        ConfigError: the URI names no database or server that MLflow can write to.
+    """
+    scheme, separator, rest = uri.partition("://")
+    if scheme == "sqlite":
+        path, mark, query = rest.removeprefix("/").partition("?")
+        if not rest.startswith("/") or path in ("", ":memory:"):
+            raise ConfigError(
+                f"tracking.uri: '{uri}' names no file; write sqlite:///mlflow.db or sqlite:////tmp/mlflow.db"
+            )
+        return f"sqlite:///{Path(path).expanduser().absolute()}{mark}{query}"
+    if scheme == "file" or not (separator or uri.startswith("databricks")):
+        raise ConfigError(
+            f"tracking.uri: '{uri}' is a folder, which MLflow no longer writes to; "
+            "use sqlite:///mlflow.db or the address of a server, http://HOST:5000"
+        )
+    return uri.rstrip("/")
+
+
+def ui_hint(tracking: Tracking) -> str:
+    """How to look at the runs: a command for a database, the address of a server."""
+    uri = absolute(tracking.uri)
+    return _shown(uri) if uri.startswith("http") else f"mlflow ui --backend-store-uri {shlex.quote(uri)}"
+
+
+def flatten(nested: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """A nested mapping as dotted keys and text; all but strings is written as JSON (true, null, [0.1, 2])."""
+    flat: dict[str, str] = {}
+    for key, value in nested.items():
+        if isinstance(value, Mapping) and value:
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value if isinstance(value, str) else json.dumps(value, default=_plain)
+    return flat
+
+
+class Tracker:
+    """One run in MLflow. Only `start` and `finish` wait; the rest appends to the spool and returns.
+
+    Args:
+        tracking: where to, and whether the run may start without it.
+        run_dir: the folder of the run; the spool lives there.
+
+    Raises:
+        ConfigError: `tracking.uri` is not usable.
+        RaysimError: another process tracks a run in this folder.
+    """
+
+    def __init__(self, tracking: Tracking, run_dir: Path) -> None:
+        uri = absolute(tracking.uri)
+        self._required = tracking.required
+        self._spool = Spool(run_dir)
+        self._server = _Server(uri, tracking.experiment, self._spool.run_id)
+        self._key = ""
+        self._error: Exception | None = None
+        self._down_since: float | None = None
+        self._attempts = 0
+        self._failures = 0
+        self._beats = 0
+        self._news = threading.Condition()
+        self._started, self._hurry = threading.Event(), threading.Event()
+        self._closing, self._stop = threading.Event(), threading.Event()
+        self._writer = threading.Thread(target=self._write, name="raysim-tracking", daemon=True)
+        self._writer.start()
+
+    @property
+    def run_id(self) -> str:
+        """MLflow's id of the run; while the server has not been reached, the provisional one. "" before `start`."""
+        sent = self._server.run_id if self._server.key == self._key else None
+        return sent or self._key
+
+    @property
+    def pending(self) -> int:
+        """How many records are not sent yet."""
+        return self._spool.pending
+
+    @property
+    def failures(self) -> int:
+        """How many attempts failed, plus how many records the server refused for good."""
+        return self._failures + self._server.refused
+
+    def start(
+        self,
+        name: str,
+        params: Mapping[str, Any],
+        tags: Mapping[str, str],
+        run_id: str | None = None,
+        parent: str | None = None,
+    ) -> str:
+        """Creates the run, in its experiment, or reopens `run_id`; records left in the spool go first.
+
+        Args:
+            name: what the run is called.
+            params: the configuration, nested; becomes dotted keys. Where a reopened run has another value already
+                (MLflow never changes one), the new one becomes the tag `resumed.<key>`.
+            tags: of the run.
+            run_id: a run to go on with, also by a provisional id.
+            parent: the run that this one is shown under.
+
+        Returns:
+            The run id. With `tracking.required: false` and the server down a provisional one; `resume` and
+            `start(run_id=...)` know the run by it ever after.
+
+        Raises:
+            RaysimError: the server cannot be reached, or has no such run, and `tracking.required` is true.
+                For a server that takes at most 10 seconds.
+        """
+        self._key = run_id or uuid.uuid4().hex
+        begin = self._spool.size
+        self._record(
+            "start", key=self._key, run_id=run_id, name=name, parent=parent, required=self._required,
+            uri=self._server.uri, experiment=self._server.experiment,
+        )  # fmt: skip
+        self._record("params", values=flatten(params))
+        self.tags(tags)
+        self._started.set()
+        self._hurry.set()
+        if (error := self._await_opening()) is not None and self._required:
+            self._stop.set()
+            self._hurry.set()
+            self._spool.close(begin)
+            raise RaysimError(
+                f"tracking.uri: {_shown(self._server.uri)} cannot be used: {_brief(error)}. {self._server.remedy}, "
+                "or set tracking.required=false to run without it (what is tracked is then kept and sent later)"
+            ) from None
+        return self.run_id
+
+    def metrics(self, values: Mapping[str, float], step: int) -> None:
+        """Numbers of one step. NaN stays NaN in MLflow, infinities become the largest double (its own rule)."""
+        self._record("metrics", step=int(step), values={_legal(k): float(v) for k, v in values.items()})
+
+    def inputs(self, name: str, digest: str, source: str, context: str, profile: Mapping[str, Any]) -> None:
+        """A data set or a partition that goes in. MLflow keeps the first 36 characters of the digest.
+
+        Args:
+            name: of the data set.
+            digest: identifies its contents.
+            source: a path or an address.
+            context: what it serves for, say "training".
+            profile: anything that can be said of it as JSON: sizes, classes.
+        """
+        self._record("inputs", name=name, digest=digest, source=source, context=context, profile=dict(profile))
+
+    def artifact(self, path: Path, folder: str | None = None) -> None:
+        """A file or a folder to keep with the run, under `folder`. It is read when it is sent: leave it in place."""
+        self._record("artifact", path=str(Path(path).absolute()), folder=folder)
+
+    def tags(self, values: Mapping[str, Any]) -> None:
+        """Tags of the run; an older value is replaced."""
+        self._record("tags", values={_legal(k): str(v) for k, v in values.items()})
+
+    def finish(self, status: Literal["FINISHED", "FAILED", "KILLED"]) -> None:
+        """Sends what is left and ends the run, within 20 seconds (5 if the server was down already).
+
+        What could not be sent stays in the spool; a log line says how to send it. A second call does nothing.
+        """
+        if self._closing.is_set():
+            return
+        if self._started.is_set() and not self._stop.is_set():
+            self._record("finish", status=status)
+        self._closing.set()
+        self._started.set()
+        self._hurry.set()
+        self._writer.join(DRAIN["up" if self._down_since is None else "down"])
+        self._stop.set()
+        self._hurry.set()
+        self._writer.join(0.5)
+        if self.pending:
+            logger.warning(
+                "%d records were not sent to %s (%s); they are kept in %s; to send them: python -m raysim.tracking %s",
+                self.pending, _shown(self._server.uri), _brief(self._error or TimeoutError("it is too slow")),
+                self._spool.path, shlex.quote(str(self._spool.path.parent)),
+            )  # fmt: skip
+        if lost := self._spool.homeless:
+            logger.error("%d of them are lost: the disk of %s is full", lost, self._spool.path)
+
+    def _record(self, kind: str, **content: Any) -> None:
+        if self._closing.is_set():
+            raise RuntimeError("this run is finished, nothing more can be tracked")
+        self._spool.append({"kind": kind, "time": time.time_ns() // 1_000_000, **content})
+
+    def _await_opening(self) -> Exception | None:
+        """Waits until the run is open; the patience is for silence, not for the sending of old records."""
+        patience = PATIENCE["http" if self._server.uri.startswith("http") else "database"]
+        with self._news:
+            self._news.wait_for(lambda: self._beats, PATIENCE["database"])  # importing MLflow is not the server's fault
+            while self._server.key != self._key:
+                if self._error is not None:
+                    return self._error
+                before = self._beats
+                if not self._news.wait_for(lambda: self._error or self._beats > before, patience):  # noqa: B023
+                    return TimeoutError(f"no answer within {patience:g} s")
+        return None
+
+    def _write(self) -> None:
+        """The writer thread: everything that talks to MLflow, or imports it."""
+        with contextlib.suppress(Exception):  # said when it is needed
+            _mlflow(self._server.uri)
+        self._beat()
+        self._started.wait()
+        while not self._stop.is_set() and (self.pending or not self._closing.is_set()):
+            try:
+                while not self._stop.is_set() and _advance(self._spool, self._server):
+                    self._up()
+                    self._beat()
+                pause = FLUSH
+            except Exception as error:
+                self._down(error)
+                pause = min(LONGEST_PAUSE, 0.5 * 2 ** min(self._attempts - 1, 9))
+            if self.pending or not self._closing.is_set():
+                self._hurry.wait(min(pause, 1.0) if self._closing.is_set() else pause)
+                self._hurry.clear()
+        self._spool.close()
+
+    def _beat(self, error: Exception | None = None) -> None:
+        with self._news:
+            self._beats += 1
+            self._error = error
+            self._news.notify_all()
+
+    def _down(self, error: Exception) -> None:
+        self._failures += 1
+        self._attempts += 1
+        opened = self._server.key == self._key
+        if self._down_since is None:
+            self._down_since = time.monotonic()
+            if opened or not self._required:  # otherwise `start` raises, which says it
+                logger.warning(
+                    "tracking is down: %s (%s). The run goes on, records are kept in %s until it is back",
+                    _shown(self._server.uri), _brief(error), self._spool.path,
+                )  # fmt: skip
+        self._beat(error)
+
+    def _up(self) -> None:
+        if self._down_since is not None:
+            logger.warning(
+                "tracking is back: %s, after %.0f s and %d failed attempts; %d records to send",
+                _shown(self._server.uri), time.monotonic() - self._down_since, self._attempts, self.pending,
+            )  # fmt: skip
+            self._down_since, self._attempts = None, 0
+
+
+def replay(run_dir: Path) -> int:
+    """Sends what the spool of a run still holds: no step is missing afterwards, none is there twice.
+
+    Returns:
+        How many records were sent; 0 if nothing was left.
+
+    Raises:
+        RaysimError: there is no spool, the run is still going on, or the server cannot be reached.
+    """
+    if not (Path(run_dir) / "spool.jsonl").is_file():
+        raise RaysimError(f"{run_dir}: nothing was tracked here (there is no spool.jsonl)")
+    spool = Spool(run_dir)
+    with contextlib.closing(spool):
+        if not (left := spool.pending):
+            return 0
+        start = spool.last("start")
+        server = _Server(start["uri"], start["experiment"], spool.run_id)
+        try:
+            while _advance(spool, server):
+                pass
+        except Exception as error:
+            raise RaysimError(
+                f"{run_dir}: {spool.pending} of {left} records still cannot be sent to {_shown(server.uri)}: "
+                f"{_brief(error)}. {server.remedy}, then try again"
+            ) from None
+    return left
+
+
+class Spool:
+    """Records in order, on disk, with a mark between the sent and the unsent. Safe for one writer and one reader.
+
+    While the disk is full, records wait in memory (`homeless`) and are written as soon as there is room.
+
+    Raises:
+        RaysimError: another process has this spool open.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.path = Path(folder) / "spool.jsonl"
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._sent_path = self.path.with_name("spool.sent")
+        self._file = open(self.path, "ab+", buffering=0)  # noqa: SIM115
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._file.close()
+            raise RaysimError(f"{folder}: another process is tracking a run here; wait for it or end it") from None
+        self._lock = threading.Lock()
+        self._memory: deque[bytes] = deque()
+        self._window: list[int] = []
+        self._full = False
+        mark = self._read_mark()
+        self.run_id: str | None = mark["run_id"]
+        """The run to which the last acknowledged record went."""
+        self._sent = self._total = self._offset = self.size = 0
+        with open(self.path, "rb") as lines:
+            for line in lines:
+                if not line.endswith(b"\n"):  # the crash came in the middle of it
+                    os.ftruncate(self._file.fileno(), self.size)
+                    break
+                self._total += 1
+                self.size += len(line)
+                if self._sent < mark["records"]:
+                    self._sent += 1
+                    self._offset = self.size
+
+    @property
+    def pending(self) -> int:
+        """How many records are not acknowledged."""
+        return self._total - self._sent + len(self._memory)
+
+    @property
+    def homeless(self) -> int:
+        """How many records are only in memory."""
+        return len(self._memory)
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        line = json.dumps(record, default=_plain).encode() + b"\n"
+        with self._lock:
+            self._memory.append(line)
+            try:
+                while self._memory:
+                    self._put(self._memory[0])
+                    self._memory.popleft()
+                self._full = False
+            except (OSError, ValueError) as error:
+                if not self._full:
+                    logger.warning("%s cannot be written (%s); records are kept in memory", self.path, error)
+                self._full = True
+
+    def head(self) -> list[dict[str, Any]]:
+        """The next unsent records, some 250 kB of them at most."""
+        with self._lock:
+            if self._file.closed:
+                return []
+            if self._offset < self.size:
+                with open(self.path, "rb") as file:
+                    file.seek(self._offset)
+                    lines = file.readlines(1 << 18)
+            else:
+                lines = list(islice(self._memory, 1000))
+            self._window = [len(line) for line in lines]
+        return [json.loads(line) for line in lines]
+
+    def acknowledge(self, count: int, run_id: str | None) -> None:
+        """The first `count` records of the last `head` have arrived, at this run."""
+        with self._lock:
+            if self._file.closed:
+                return
+            for length in self._window[:count]:
+                if self._offset < self.size:
+                    self._offset += length
+                    self._sent += 1
+                else:
+                    self._memory.popleft()
+            self.run_id = run_id
+            temporary = self._sent_path.with_suffix(".new")
+            with contextlib.suppress(OSError):  # disk full: after a crash they are sent again, which does no harm
+                temporary.write_text(json.dumps({"records": self._sent, "run_id": run_id}))
+                os.replace(temporary, self._sent_path)
+
+    def last(self, kind: str) -> dict[str, Any]:
+        """The newest record of a kind, sent or not."""
+        with open(self.path, "rb") as lines:
+            return next(r for r in map(json.loads, reversed(lines.readlines())) if r["kind"] == kind)
+
+    def close(self, size: int | None = None) -> None:
+        """Lets go of the file; with `size`, what came after that many bytes never happened."""
+        with self._lock:
+            if not self._file.closed and size is not None:
+                os.ftruncate(self._file.fileno(), size)
+            self._file.close()
+
+    def _put(self, line: bytes) -> None:
+        try:
+            if self._file.write(line) != len(line):
+                raise OSError("no space left")
+        except OSError:
+            os.ftruncate(self._file.fileno(), self.size)
+            raise
+        self._total += 1
+        self.size += len(line)
+
+    def _read_mark(self) -> dict[str, Any]:
+        try:
+            return json.loads(self._sent_path.read_text())
+        except (FileNotFoundError, ValueError):  # never written, or torn: then all is sent again, which does no harm
+            return {"records": 0, "run_id": None}
+
+
+class _Refused(Exception):
+    """The server answers, and will never take this record."""
+
+
+def _advance(spool: Spool, server: _Server) -> int:
+    """Sends the next few records; returns how many are done with, 0 at the end of the spool."""
+    if not (records := spool.head()):
+        return 0
+    try:
+        count = server.send(records)
+    except _Refused as refusal:
+        server.refused += 1
+        logger.error("tracking: %s refuses %s: %s", _shown(server.uri), records[0]["kind"], refusal)
+        count = 1
+    spool.acknowledge(count, server.run_id)
+    return count
+
+
+class _Server:
+    """An MLflow server or database, and the run in it that the records are about. Used by one thread."""
+
+    def __init__(self, uri: str, experiment: str, run_id: str | None) -> None:
+        self.uri, self.experiment, self.run_id = uri, experiment, run_id
+        self.key: str | None = None
+        """What the run now open was called in its start record: its id, or the provisional one."""
+        self.refused = 0
+        self._client: Any = None
+        self._experiment_id = ""
+        # Which steps a reopened run has, by metric; None for a run that was created here: all of it came from here.
+        self._steps: dict[str, set[int]] | None = {} if run_id else None
+        self._database = Path(uri[10:].partition("?")[0]) if uri.startswith("sqlite:///") else None
+
+    @property
+    def remedy(self) -> str:
+        """What a person may do when it does not work."""
+        if self._database:
+            return f"See that {self._database} can be written and was made by this version of MLflow"
+        return "Start the server (mlflow server --host HOST --port PORT) or correct the address"
+
+    def send(self, records: list[dict[str, Any]]) -> int:
+        """Sends the first record, or as many records of metrics as fit in one batch; returns how many.
+
+        Raises:
+            _Refused: the first record will never be taken.
+            Exception: anything else, of MLflow's or the network's: not sent, or not known to be; try again.
+        """
+        self._connect()
+        count = _together(records)
+        try:
+            try:
+                self._deliver(records[:count])
+            except Exception as error:
+                if count == 1 or not _final(error):
+                    raise
+                count = 1  # one of them is to blame: find it by going one by one
+                self._deliver(records[:1])
+        except Exception as error:
+            if _final(error) and records[0]["kind"] != "start":
+                raise _Refused(_brief(error)) from error
+            raise
+        return count
+
+    def _deliver(self, records: list[dict[str, Any]]) -> None:
+        match records[0]:
+            case {"kind": "metrics"}:
+                self._metrics(records)
+            case {"kind": "start"} as start:
+                self._open(start)
+            case {"kind": "params", "values": values}:
+                self._params(values)
+            case {"kind": "tags", "values": values}:
+                self._tags(values)
+            case {"kind": "inputs"} as record:
+                self._inputs(record)
+            case {"kind": "artifact", "path": path, "folder": folder}:
+                if not os.path.exists(path):
+                    raise _Refused(f"{path} is not there any more")
+                send = self._client.log_artifacts if os.path.isdir(path) else self._client.log_artifact
+                send(self.run_id, path, folder)
+            case {"kind": "finish", "status": status, "time": end}:
+                self._client.set_terminated(self.run_id, status, end)
+
+    def _connect(self) -> None:
+        if self._client is not None:
+            return
+        mlflow = _mlflow(self.uri)
+        with self._alone():
+            client = mlflow.MlflowClient(tracking_uri=self.uri)
+            experiment = client.get_experiment_by_name(self.experiment)
+            if experiment is None:
+                place = (self._database.parent / "mlartifacts").as_uri() if self._database else None
+                try:
+                    self._experiment_id = client.create_experiment(self.experiment, artifact_location=place)
+                except mlflow.MlflowException:  # somebody else was faster, or it is a true failure
+                    if (experiment := client.get_experiment_by_name(self.experiment)) is None:
+                        raise
+            if experiment is not None:
+                if experiment.lifecycle_stage == "deleted":
+                    raise RaysimError(
+                        f"tracking.experiment: '{self.experiment}' was deleted there; restore it "
+                        f"(mlflow experiments restore -x {experiment.experiment_id}) or choose another name"
+                    )
+                self._experiment_id = experiment.experiment_id
+        self._client = client
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """No other process prepares the same SQLite file meanwhile: two that make its tables at once both fail."""
+        if self._database is None:
+            yield
+            return
+        self._database.parent.mkdir(parents=True, exist_ok=True)
+        with open(f"{self._database}.lock", "w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    def _find(self, name: str) -> Any:
+        """The run of this id, or created under this key; None if there is none."""
+        with contextlib.suppress(_Refused):
+            return self._get(name)
+        found = self._client.search_runs([self._experiment_id], f"tags.`{_KEY}` = '{name}'", max_results=1)
+        return found[0] if found else None
+
+    def _get(self, run_id: str) -> Any:
+        try:
+            run = self._client.get_run(run_id)
+        except Exception as error:
+            if getattr(error, "error_code", None) == "RESOURCE_DOES_NOT_EXIST":
+                raise _Refused(f"there is no run {run_id}") from None
+            raise
+        if run.info.lifecycle_stage == "deleted":
+            raise RaysimError(f"run {run_id} was deleted there; restore it (mlflow runs restore --run-id {run_id})")
+        return run
+
+    def _open(self, start: Mapping[str, Any]) -> None:
+        run = self._find(start["key"])
+        if run is not None:
+            self._client.update_run(run.info.run_id, status="RUNNING")
+            self._steps = {}
+        elif start["run_id"] and start["required"]:
+            raise RaysimError(f"it has no run {start['run_id']}")
+        else:
+            tags = {_KEY: start["key"], "mlflow.user": _user(), "mlflow.source.name": "raysim"}
+            if start["parent"]:
+                parent = self._find(start["parent"])
+                tags["mlflow.parentRunId"] = parent.info.run_id if parent else start["parent"]
+            run = self._client.create_run(self._experiment_id, start["time"], tags, start["name"])
+            self._steps = None
+        self.run_id, self.key = run.info.run_id, start["key"]
+
+    def _metrics(self, records: list[dict[str, Any]]) -> None:
+        from mlflow.entities import Metric
+
+        batch = [
+            Metric(key, value, record["time"], record["step"])
+            for record in records
+            for key, value in record["values"].items()
+            if True
+        ]
+        for first in range(0, len(batch), _BATCH):
+            self._client.log_batch(self.run_id, metrics=batch[first : first + _BATCH])
+        for metric in batch:
+            if self._steps is not None:
+                self._steps[metric.key].add(metric.step)
+
+    def _known(self, key: str) -> set[int]:
+        if self._steps is None:
+            return set()
+        if key not in self._steps:
+            self._steps[key] = {metric.step for metric in self._client.get_metric_history(self.run_id, key)}
+        return self._steps[key]
+
+    def _params(self, values: Mapping[str, str]) -> None:
+        from mlflow.entities import Param
+
+        values = {_legal(key): _fit(value, key, "params") for key, value in values.items()}
+        there = self._get(self.run_id or "").data.params
+        new = [Param(key, value) for key, value in values.items() if key not in there]
+        for first in range(0, len(new), 100):
+            self._client.log_batch(self.run_id, params=new[first : first + 100])
+        self._tags({f"resumed.{key}": v for key, v in values.items() if there.get(key, v) != v})
+
+    def _tags(self, values: Mapping[str, str]) -> None:
+        from mlflow.entities import RunTag
+
+        tags = [RunTag(key, _fit(value, key, "tags")) for key, value in values.items()]
+        for first in range(0, len(tags), 100):
+            self._client.log_batch(self.run_id, tags=tags[first : first + 100])
+
+    def _inputs(self, record: Mapping[str, Any]) -> None:
+        from mlflow.entities import Dataset, DatasetInput, InputTag
+
+        remote = record["source"].startswith(("http://", "https://"))
+        dataset = Dataset(
+            name=record["name"],
+            digest=record["digest"][:36],
+            source_type="http" if remote else "local",
+            source=json.dumps({"url" if remote else "uri": record["source"]}),
+            profile=json.dumps(record["profile"], default=_plain),
+        )
+        context = InputTag("mlflow.data.context", record["context"])
+        self._client.log_inputs(self.run_id, datasets=[DatasetInput(dataset, [context])])
+
+
+def _mlflow(uri: str) -> Any:
+    """Imports MLflow (seconds), hushed: no retries of minutes, no banners, no news of table versions."""
+    for name, value in _QUIET.items():
+        os.environ.setdefault(name, value)
+    warnings.filterwarnings("ignore", message="The ``noload`` loader strategy is deprecated")  # MLflow's own models
+    import mlflow
+
+    if not uri.startswith("http"):
+        import mlflow.store.tracking.sqlalchemy_store
+    logging.getLogger("mlflow.store").setLevel(logging.WARNING)
+    return mlflow
+
+
+def _together(records: list[dict[str, Any]]) -> int:
+    """How many of the first records go in one request: metrics up to the limit, one of any other kind."""
+    sizes = (len(record["values"]) for record in takewhile(lambda record: record["kind"] == "metrics", records))
+    return max(1, sum(total <= _BATCH for total in accumulate(sizes)))
+
+
+def _final(error: Exception) -> bool:
+    """Is it the record's fault, so that trying again is no use?"""
+    codes = ("INVALID_PARAMETER_VALUE", "RESOURCE_DOES_NOT_EXIST")
+    return isinstance(error, _Refused) or getattr(error, "error_code", None) in codes
+
+
+def _plain(value: Any) -> Any:
+    """What JSON does not know: numbers and arrays of NumPy and PyTorch as lists, all else as text."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)
+
+
+def _legal(key: str) -> str:
+    """A name as MLflow allows them: letters, digits and _ - . space : /, at most 250."""
+    return re.sub(r"[^\w.\- :/]", "_", str(key))[:250]
+
+
+def _fit(value: str, key: str, kind: str) -> str:
+    limit = _LENGTH[kind]
+    if len(value) <= limit:
+        return value
+    logger.warning("tracking: %s %s has %d characters, MLflow keeps %d", kind, key, len(value), limit)
+    return value[: limit - 1] + "…"
+
+
+def _shown(uri: str) -> str:
+    """The address without a password."""
+    return re.sub(r"//[^/@]*@", "//", uri)
+
+
+def _brief(error: Exception) -> str:
+    """An error in one line of at most 200 characters."""
+    text = _shown(" ".join(str(error).split())) or type(error).__name__
+    return text if len(text) <= 200 else text[:199] + "…"
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container without a name for its user
+        return str(os.getuid())
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python -m raysim.tracking RUN_DIR")
+    try:
+        print(f"{replay(Path(sys.argv[1]))} records sent")
+    except RaysimError as mistake:
+        print(mistake, file=sys.stderr)
+        sys.exit(mistake.exit_code)

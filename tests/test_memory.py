@@ -1,0 +1,284 @@
+"""GradMA's memory against a literal transcription of the paper's mem_red and Server_Update, in NumPy with dictionaries."""
+
+import numpy as np
+import pytest
+import torch
+from scipy.optimize import nnls
+
+from raysim.numerics import NonFiniteError, absorb, admit, memory_bytes, memory_init, project
+
+
+class Literal:
+    """Luo 2023: mem_red and Server_Update as written: D a dictionary of vectors, every row decayed in every round."""
+
+    def __init__(self, m: int, beta1: float, beta2: float, segments: list[int]):
+        self.m, self.beta1, self.beta2, self.cuts = m, beta1, beta2, np.cumsum(segments)[:-1]
+        self.D: dict[int, np.ndarray] = {}  # insertion order is the order of entering
+        self.c: dict[int, int] = {}
+        self.new: set[int] = set()
+        self.momentum = np.zeros(sum(segments))
+
+    def mem_red(self, cohort: list[int]) -> int:
+        evictions = 0
+        for i in cohort:
+            if i in self.D:
+                self.c[i] += 1
+                continue
+            if len(self.D) == self.m:
+                victims = [k for k in self.D if k not in cohort]
+                fewest = min(self.c[k] for k in victims)
+                victim = next(k for k in victims if self.c[k] == fewest)
+                del self.D[victim], self.c[victim]
+                self.new.discard(victim)
+                evictions += 1
+            self.D[i], self.c[i] = np.zeros_like(self.momentum), 1
+            self.new.add(i)
+        return evictions
+
+    def update(self, deltas: dict[int, np.ndarray], weights: dict[int, float]) -> np.ndarray:
+        p = self.beta1 * self.momentum + sum(weights[i] * d for i, d in deltas.items())
+        for k in self.D:
+            if k in deltas:
+                self.D[k] = deltas[k] if k in self.new else self.beta2 * self.D[k] + deltas[k]
+            else:
+                self.D[k] = self.beta2 * self.D[k]
+        parts = [self.project(q, D) for q, D in zip(np.split(p, self.cuts), self.split(), strict=True)]
+        self.momentum = np.concatenate(parts)
+        self.new -= set(deltas)
+        return self.momentum
+
+    def split(self) -> list[list[np.ndarray]]:
+        return [list(rows) for rows in zip(*(np.split(row, self.cuts) for row in self.D.values()), strict=True)]
+
+    @staticmethod
+    def project(p: np.ndarray, rows: list[np.ndarray]) -> np.ndarray:
+        columns = np.stack([row / np.linalg.norm(row) for row in rows if np.linalg.norm(row) > 0], 1)
+        return p + columns @ nnls(columns, -p, maxiter=10_000)[0]
+
+
+def contents(memory) -> dict[int, np.ndarray]:
+    """D, by client, out of the scaled rows."""
+    P = int(memory["segments"].sum())
+    D = (memory["scale"][:, None] * memory["rows"][:, :P].double()).numpy()
+    return {client: D[slot] for slot, client in enumerate(memory["owner"].tolist()) if client >= 0}
+
+
+def play(
+    memory,
+    rounds: int,
+    *,
+    N: int = 20,
+    S: int = 4,
+    beta1: float = 0.9,
+    beta2: float = 0.5,
+    lose=(),
+    check=None,
+    **options,
+):
+    """Random rounds through `memory` and the transcription; `lose`: rounds in which the first upload does not arrive."""
+    rng = np.random.default_rng(1)
+    segments = memory["segments"].tolist()
+    P, dtype = sum(segments), memory["rows"].dtype
+    literal, momentum = Literal(len(memory["owner"]), beta1, beta2, segments), torch.zeros(P, dtype=dtype)
+    common, everything = rng.standard_normal(P), []
+    for t in range(rounds):
+        cohort = rng.choice(N, S, replace=False).tolist()
+        evicted = admit(memory, cohort, t)
+        assert evicted == literal.mem_red(cohort)
+        arrived = cohort[1:] if t in lose else cohort
+        deltas = torch.from_numpy(0.01 * rng.standard_normal((len(arrived), P)) + 0.001 * common).to(dtype)
+        weights = rng.dirichlet(np.ones(len(arrived))).tolist()
+        d_mean = torch.tensor(weights, dtype=dtype) @ deltas
+        momentum, metrics = absorb(memory, arrived, deltas, weights, d_mean, momentum, beta1, beta2, **options)
+        exact = {i: d.double().numpy() for i, d in zip(arrived, deltas, strict=True)}
+        expected = literal.update(exact, dict(zip(arrived, weights, strict=True)))
+        everything.append(metrics)
+        assert metrics["memory_evictions"] == evicted
+        if check:
+            check(t, literal, momentum, expected)
+    return everything
+
+
+@pytest.mark.parametrize("segments", [[37], [5, 1, 20, 11]])
+@pytest.mark.parametrize("beta2", [0.5, 0.0, 1.0])
+def test_two_hundred_rounds_with_evictions(segments, beta2):
+    memory = memory_init(8, 37, dtype=torch.float64, segments=segments)
+
+    def check(t, literal, momentum, expected):
+        assert np.linalg.norm(momentum.numpy() - expected) <= 1e-10 * np.linalg.norm(expected) + 1e-13
+        D = contents(memory)
+        assert D.keys() == literal.D.keys()
+        slots = {client: slot for slot, client in enumerate(memory["owner"].tolist())}
+        for client, row in literal.D.items():
+            assert np.allclose(D[client], row, rtol=1e-10, atol=1e-14 * np.abs(row).max(initial=0))
+            assert memory["count"][slots[client]] == literal.c[client]
+        order = sorted(D, key=lambda client: int(memory["entered"][slots[client]]))
+        assert order == list(literal.D)
+        for q, start, stop in zip(range(len(segments)), [0, *literal.cuts], [*literal.cuts, 37], strict=True):
+            index = [slots[k] for k in literal.D]
+            part = np.stack([row[start:stop] for row in literal.D.values()])
+            scale = memory["scale"].numpy()[index]
+            gram = memory["gram"].numpy()[q][np.ix_(index, index)] * scale[:, None] * scale
+            slack = memory["slack"].numpy()[q][index] * scale
+            norms = np.linalg.norm(part, axis=1)
+            assert (np.abs(gram - part @ part.T) <= 1e-10 * np.outer(norms, norms)).all()
+            assert (np.abs(slack - part @ expected[start:stop]) <= 1e-10 * norms * np.linalg.norm(expected)).all()
+
+    metrics = play(memory, 200, beta2=beta2, lose={3, 50, 51}, check=check, rebuild_every=10**9)
+    assert sum(m["memory_evictions"] for m in metrics) > 50
+    assert sum(m["qp_active"] > 0 for m in metrics) > 50
+    assert all(m["qp_failed"] == 0 for m in metrics)
+
+
+def test_storage_in_float32_drifts_little_and_says_so():
+    memory = memory_init(8, 5000)
+
+    def check(t, literal, momentum, expected):
+        assert np.linalg.norm(momentum.numpy() - expected) <= 1e-4 * np.linalg.norm(expected)
+
+    metrics = play(memory, 60, check=check, rebuild_every=20)
+    drift = [m["gram_drift"] for m in metrics if "gram_drift" in m]
+    assert len(drift) == 3
+    assert 0 < max(drift) < 1e-6
+
+
+def test_a_rebuild_changes_nothing_in_float64():
+    plain, rebuilt = (memory_init(8, 30, dtype=torch.float64) for _ in range(2))
+    play(plain, 40, rebuild_every=10**9)
+    metrics = play(rebuilt, 40, rebuild_every=1)
+    assert max(m["gram_drift"] for m in metrics) < 1e-13
+    assert torch.allclose(plain["gram"], rebuilt["gram"], rtol=1e-10, atol=1e-16)
+    assert torch.allclose(plain["slack"], rebuilt["slack"], rtol=1e-9, atol=1e-14)
+
+
+@pytest.mark.parametrize("solver", ["ecos", "clarabel"])
+def test_the_libraries_solve_the_server_qp(solver):
+    def check(t, literal, momentum, expected):
+        assert np.linalg.norm(momentum.numpy() - expected) <= 1e-3 * np.linalg.norm(expected)
+
+    play(memory_init(8, 40, dtype=torch.float64), 15, check=check, solver=solver)
+
+
+def test_no_rows_is_fedavgm():
+    memory = memory_init(0, 6)
+    assert admit(memory, [1, 2, 3], 0) == 0
+    d, momentum = torch.randn(2, 6).unbind()
+    p, metrics = absorb(memory, [1], d[None], [1.0], d, momentum, 0.9, 0.5)
+    assert torch.equal(p, torch.add(d, momentum, alpha=0.9))
+    assert metrics["memory_rows"] == 0
+
+
+def test_a_memory_smaller_than_the_cohort_is_refused():
+    with pytest.raises(ValueError, match="cohort of 3"):
+        admit(memory_init(2, 4), [1, 2, 3], 0)
+
+
+def test_a_dropped_client_constrains_nothing_until_it_delivers():
+    memory = memory_init(3, 4, dtype=torch.float64)
+    admit(memory, [7, 8], 0)
+    up = torch.tensor([[1.0, 0, 0, 0]], dtype=torch.float64)
+    m1, metrics = absorb(memory, [7], up, [1.0], up[0], torch.zeros(4, dtype=torch.float64), 0.9, 0.5)
+    assert torch.equal(m1, up[0])
+    assert (metrics["memory_rows"], metrics["qp_active"]) == (2, 0)
+    assert contents(memory)[8].tolist() == [0, 0, 0, 0]
+    admit(memory, [8], 1)
+    late = torch.tensor([[-1.0, 1, 0, 0]], dtype=torch.float64)
+    m2, metrics = absorb(memory, [8], late, [1.0], late[0], m1, 0.0, 0.5)
+    assert contents(memory)[8].tolist() == late[0].tolist()
+    assert contents(memory)[7].tolist() == [0.5, 0, 0, 0]
+    assert torch.allclose(m2, torch.tensor([0.0, 1, 0, 0], dtype=torch.float64))
+    assert metrics["qp_active"] == 1
+
+
+def test_nobody_arrived_and_an_upload_without_a_row():
+    memory = memory_init(2, 3, dtype=torch.float64)
+    admit(memory, [1, 2], 0)
+    d, zero = torch.eye(3, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
+    momentum, _ = absorb(memory, [1, 2], d[:2], [0.5, 0.5], d[:2].mean(0), zero, 0.9, 0.5)
+    before = momentum
+    momentum, _ = absorb(memory, [], d[:0], [], zero, momentum, 0.9, 0.5)
+    assert torch.allclose(momentum, 0.9 * before)
+    momentum, _ = absorb(memory, [99], -d[:1], [1.0], -d[0], momentum, 0.9, 0.5)  # pushes against client 1
+    assert sorted(contents(memory)) == [1, 2]
+    assert torch.allclose(momentum, torch.tensor([0.0, 0.81 / 2, 0.0], dtype=torch.float64))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("where", ["delta", "mean", "momentum"])
+def test_what_is_not_finite_never_gets_in(value, where):
+    memory = memory_init(3, 5)
+    admit(memory, [4, 5], 0)
+    deltas, momentum = torch.ones(2, 5), torch.zeros(5)
+    before = {key: tensor.clone() for key, tensor in memory.items()}
+    mean = deltas.mean(0)
+    {"delta": deltas[1], "mean": mean, "momentum": momentum}[where][2] = value
+    with pytest.raises(NonFiniteError, match=r"\[5\]" if where == "delta" else "aggregated"):
+        absorb(memory, [4, 5], deltas, [0.5, 0.5], mean, momentum, 0.9, 0.5)
+    assert all(torch.equal(memory[key], before[key]) for key in memory)
+
+
+def test_rows_do_not_fade_unless_asked():
+    P = 4
+    up, zero = torch.eye(P, dtype=torch.float64), torch.zeros(P, dtype=torch.float64)
+
+    def after(rounds: int, **options) -> torch.Tensor:
+        memory = memory_init(2, P, dtype=torch.float64)
+        admit(memory, [0], 0)
+        absorb(memory, [0], up[:1], [1.0], up[0], zero, 0.0, 0.5)
+        for t in range(1, rounds):
+            admit(memory, [1], t)
+            absorb(memory, [1], up[1:2], [1.0], up[1], zero, 0.0, 0.5)
+        admit(memory, [1], rounds)
+        return absorb(memory, [1], -up[:1] + up[1:2], [1.0], -up[0] + up[1], zero, 0.0, 0.5, **options)[0]
+
+    assert torch.allclose(after(2000), up[1])  # 0.5^2000 is far below the smallest float
+    assert not torch.allclose(after(10, max_age=10), up[1])
+    assert torch.allclose(after(10, max_age=11), up[1])
+    assert not torch.allclose(after(30, norm_floor=1e-6), up[1])
+    assert torch.allclose(after(10, norm_floor=1e-6), up[1])
+
+
+def test_small_tensors_become_sums_when_asked():
+    memory = memory_init(2, 6, dtype=torch.float64, segments=[2, 4])
+    admit(memory, [0, 1], 0)
+    deltas = torch.randn(2, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    deltas[:, :2] *= 1e-6
+    zero, mean = torch.zeros(6, dtype=torch.float64), deltas.mean(0)
+    absorb(memory, [0, 1], deltas, [0.5, 0.5], mean, zero, 0.0, 0.5)
+    momentum, _ = absorb(memory, [0], -deltas[:1], [1.0], -deltas[0], zero, 0.0, 0.5, small_tensor_rule="sum")
+    rows = torch.stack([-0.5 * deltas[0], 0.5 * deltas[1]])
+    options = {"segments": [2, 4], "small_tensor_rule": "sum"}
+    assert torch.allclose(momentum, project(-deltas[0], rows, **options)[0], rtol=1e-12, atol=0)
+    assert torch.allclose(momentum[:2], -deltas[0, :2] + rows[:, :2].sum(0), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("P", [33, 5001])
+def test_bits_do_not_see_alignment(P):
+    def run(offset: int) -> list[torch.Tensor]:
+        memory, out = memory_init(6, P), []
+        momentum = torch.zeros(P)
+        generator = torch.Generator().manual_seed(0)
+        for t in range(12):
+            deltas = torch.randn(3, P, generator=generator)
+            cohort = [(t * 5 + 2 * i) % 9 for i in range(3)]
+            admit(memory, cohort, t)
+            rows = [torch.empty(P + offset + i)[offset + i :].copy_(d) for i, d in enumerate(deltas)]
+            shifted = torch.empty(P + offset)[offset:].copy_(momentum)
+            momentum, _ = absorb(memory, cohort, rows, [1 / 3] * 3, deltas.mean(0), shifted, 0.9, 0.5)
+            if offset == 7:  # as if restored from a mapped file
+                memory["rows"] = (
+                    torch.empty(memory["rows"].numel() + 5)[5:].view_as(memory["rows"]).copy_(memory["rows"])
+                )
+            out += [momentum, memory["gram"].clone(), memory["slack"].clone()]
+        return out
+
+    expected = run(0)
+    for offset in (1, 3, 7, 15):
+        assert all(torch.equal(a, b) for a, b in zip(run(offset), expected, strict=True))
+
+
+def test_bytes():
+    memory = memory_init(10, 1000, segments=[600, 400])
+    assert memory_bytes(memory) == 10 * 1008 * 4 + 2 * 100 * 8 + 2 * 10 * (8 + 1) + 5 * 10 * 8 + 2 * 8 + 4 * 8
+    with pytest.raises(ValueError, match="add up to 5"):
+        memory_init(1, 6, segments=[5])
