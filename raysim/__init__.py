@@ -1,3 +1,27 @@
-"""raysim: federated-learning simulation on Ray. `raysim.run(config, **overrides)` runs one experiment."""
+"""raysim: federated-learning simulation on Ray.
+
+    result = raysim.run("quickstart", algorithm="fedavg", rounds=50)
+    result.history, result.parameters, result.run_id
+
+Importing raysim is cheap: Ray, MLflow and torchvision are imported when first needed.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from raysim.errors import ClientError, ConfigError, RaysimError
+
+if TYPE_CHECKING:
+    from raysim.engine import Finished, run
 
 __version__ = "0.1.0"
+__all__ = ["ClientError", "ConfigError", "Finished", "RaysimError", "run"]
+
+
+def __getattr__(name: str):
+    if name in ("run", "Finished"):
+        from raysim import engine
+
+        return getattr(engine, name)
+    raise AttributeError(f"module 'raysim' has no attribute '{name}'")

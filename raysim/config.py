@@ -329,7 +329,7 @@ def read(
             if "extends" in below:
                 raise ConfigError(f"{path}: extends '{parent}', which extends another; only one level is allowed")
             layers.insert(0, below)
-    layers.append(_overrides(overrides))
+    layers.append(_nested(parse_overrides(overrides)))
     merged: dict[str, Any] = {}
     for layer in layers:
         algorithm = _named(layer.get("algorithm"))
@@ -351,32 +351,34 @@ def _yaml(path: Path) -> dict[str, Any]:
     return content
 
 
-def _overrides(given: Iterable[str] | Mapping[str, Any]) -> dict[str, Any]:
-    pairs = []
+def parse_overrides(given: Iterable[str] | Mapping[str, Any]) -> dict[str, Any]:
+    """"key=value" texts as a mapping from dotted keys to YAML values; a mapping comes back as it is."""
     if isinstance(given, Mapping):
-        pairs = list(given.items())
-    else:
-        for text in given:
-            key, equals, value = text.partition("=")
-            if not equals or not key:
-                raise ConfigError(f"override '{text}': expected key=value, say rounds=10 or local.lr=0.1")
-            try:
-                pairs.append((key, yaml.load(value, Loader=_Loader)))
-            except yaml.YAMLError:
-                raise ConfigError(f"override '{text}': '{value}' is not a valid value") from None
+        return dict(given)
+    values = {}
+    for text in given:
+        key, equals, value = text.partition("=")
+        if not equals or not key:
+            raise ConfigError(f"override '{text}': expected key=value, say rounds=10 or local.lr=0.1")
+        try:
+            values[key] = yaml.load(value, Loader=_Loader)
+        except yaml.YAMLError:
+            raise ConfigError(f"override '{text}': '{value}' is not a valid value") from None
+    return values
+
+
+def _nested(overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Dotted keys as nested sections. `algorithm=x` beside `algorithm.beta1=0.5` names the same section."""
     layer: dict[str, Any] = {}
-    for key, value in pairs:
+    for key, value in overrides.items():
         place, (*path, last) = layer, key.split(".")
         for part in path:
-            if isinstance(place.get(part), str) and part in NAMED:
-                place[part] = {"name": place[part]}
-            place = place.setdefault(part, {})
+            place[part] = place = _named(place.get(part, {})) if part in NAMED else place.get(part, {})
             if not isinstance(place, dict):
                 raise ConfigError(f"override '{key}': '{part}' was already given a plain value")
         if isinstance(place.get(last), dict) and last in NAMED and isinstance(value, str):
-            place[last]["name"] = value
-        else:
-            place[last] = value
+            value = {**place[last], "name": value}
+        place[last] = dict(value) if isinstance(value, Mapping) else value
     return layer
 
 
@@ -408,6 +410,12 @@ def section_keys(section: str, name: str) -> set[str] | None:
         if not _names(model) or name in _names(model):
             return set(model.model_fields)
     return None
+
+
+def partitions() -> dict[str, type[Section]]:
+    """The partitions by name."""
+    options = _flatten(Config.model_fields["partition"].annotation)
+    return {name: m for m in options if isinstance(m, type) and issubclass(m, Section) for name in _names(m)}
 
 
 def validate(raw: Mapping[str, Any]) -> Config:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import csv
 import logging
 import platform
+import signal
 import subprocess
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +24,7 @@ from torch import Tensor
 import raysim
 from raysim.block import Job, cut, local_steps
 from raysim.data import partition_plot, partitions, summary
+from raysim.config import parse_overrides
 from raysim.errors import ClientError, ConfigError
 from raysim.executor import Executor, Result, Trained, choose
 from raysim.pictures import learning_curve
@@ -95,9 +99,9 @@ class Engine:
         pending.append(Pending({"round": 0.0}, self._evaluation(0, down)))
         for t in range(last):
             began = time.perf_counter()
-            jobs = self._jobs(t, ids)
+            jobs = self.jobs(t, ids)
             trained = executor.train(t, down, cut(jobs, self.plan.block_size))
-            round, record = self._judge(t, jobs, trained)
+            round, record = self.judge(t, jobs, trained)
             update = executor.update(round, trained)
             ids = self.schedule.cohort(t + 1) if t + 1 < last else []
             down = executor.broadcast(t + 1, ids)
@@ -124,7 +128,7 @@ class Engine:
                 first.record.update(result.get())
             yield first.record
 
-    def _jobs(self, t: int, ids: list[int]) -> list[Job]:
+    def jobs(self, t: int, ids: list[int]) -> list[Job]:
         """The cohort's work, with the weights that the server rule asks for."""
         local, sizes = self.config.local, [int(self.plan.clients.sizes[i]) for i in ids]
         by_samples = self.plan.server.weights == "samples"
@@ -136,7 +140,7 @@ class Engine:
             jobs.append(Job(client, int(self.store.cursors[client]), weight, steps, seen, row))
         return jobs
 
-    def _judge(self, t: int, jobs: list[Job], trained: Trained) -> tuple[Round, Record]:
+    def judge(self, t: int, jobs: list[Job], trained: Trained) -> tuple[Round, Record]:
         """Who is in and who is out: keeps the rows of accepted clients, stops at a failed one or drops it."""
         done = {d.client: d for outcome in trained.done for d in outcome.done}
         failed = {job.client: done[job.client].error for job in jobs if done[job.client].error}
@@ -191,15 +195,38 @@ def run(source: str | Path | Mapping[str, Any], overrides: Iterable[str] | Mappi
         ConfigError: a mistake in the configuration, before anything has started.
         RaysimError: anything else that stopped the run; its run directory and MLflow run keep what was done.
     """
-    given = list(overrides.items()) if isinstance(overrides, Mapping) else [tuple(o.split("=", 1)) for o in overrides]
-    plan = prepare(source, {**dict(given), **keys} if isinstance(overrides, Mapping) else [*overrides, *_texts(keys)])
-    return execute(plan, progress or (lambda record: None))
+    return execute(prepare(source, {**parse_overrides(overrides), **keys}), progress or (lambda record: None))
 
 
-def _texts(keys: Mapping[str, Any]) -> list[str]:
-    import yaml
+class Stopped(KeyboardInterrupt):
+    """SIGINT or SIGTERM came; `signal` is its number."""
 
-    return [f"{k}={yaml.safe_dump(v, default_flow_style=True).removesuffix('...' + chr(10)).strip()}" for k, v in keys.items()]
+    def __init__(self, number: int):
+        super().__init__()
+        self.signal = number
+
+
+@contextmanager
+def _stoppable() -> Iterator[None]:
+    """While open, the first SIGINT or SIGTERM ends the run in order (Ray's own handler would not), a second at once."""
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {n: signal.getsignal(n) for n in numbers}
+
+    def stop(number: int, frame: Any) -> None:
+        for n in numbers:
+            signal.signal(n, signal.SIG_DFL)
+        raise Stopped(number)
+
+    for n in numbers:
+        signal.signal(n, stop)
+    try:
+        yield
+    finally:
+        for n, handler in before.items():
+            signal.signal(n, handler)
 
 
 def execute(plan: Plan, progress: Progress, log: Callable[[str], None] = logger.warning) -> Finished:
@@ -214,10 +241,11 @@ def execute(plan: Plan, progress: Progress, log: Callable[[str], None] = logger.
         executor.open(plan)
         run_id = tracker.start(plan.label, plan.config.model_dump(mode="json", exclude_none=True), tags(plan))
         _track_inputs(tracker, plan)
-        for record in Engine(plan, executor).rounds():
-            history.append(record)
-            tracker.metrics({k: v for k, v in record.items() if k != "round"}, step=int(record["round"]))
-            progress(record)
+        with _stoppable():
+            for record in Engine(plan, executor).rounds():
+                history.append(record)
+                tracker.metrics({k: v for k, v in record.items() if k != "round"}, step=int(record["round"]))
+                progress(record)
         x, buffers, digest = executor.final()
         status = "FINISHED"
         finished = Finished(run_id, run_dir, history, x, plan.model().state_dict(x, buffers), digest,

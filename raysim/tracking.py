@@ -345,7 +345,7 @@ class Spool:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.path = Path(folder) / "spool.jsonl"
+        self.path = Path(folder).absolute() / "spool.jsonl"
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._sent_path = self.path.with_name("spool.sent")
         self._file = open(self.path, "ab+", buffering=0)  # noqa: SIM115
@@ -423,10 +423,10 @@ class Spool:
                 else:
                     self._memory.popleft()
             self.run_id = run_id
-            temporary = self._sent_path.with_suffix(".new")
-            with contextlib.suppress(OSError):  # disk full: after a crash they are sent again, which does no harm
-                temporary.write_text(json.dumps({"records": self._sent, "run_id": run_id}))
-                os.replace(temporary, self._sent_path)
+        temporary = self._sent_path.with_suffix(".new")
+        with contextlib.suppress(OSError):  # disk full: after a crash they are sent again, which does no harm
+            temporary.write_text(json.dumps({"records": self._sent, "run_id": run_id}))
+            os.replace(temporary, self._sent_path)
 
     def last(self, kind: str) -> dict[str, Any]:
         """The newest record of a kind, sent or not."""
@@ -614,7 +614,7 @@ class _Server:
             Metric(key, value, record["time"], record["step"])
             for record in records
             for key, value in record["values"].items()
-            if True
+            if record["step"] not in self._known(key)
         ]
         for first in range(0, len(batch), _BATCH):
             self._client.log_batch(self.run_id, metrics=batch[first : first + _BATCH])
@@ -710,9 +710,9 @@ def _shown(uri: str) -> str:
 
 
 def _brief(error: Exception) -> str:
-    """An error in one line of at most 200 characters."""
+    """An error in one line of some 200 characters; long ones say what at their beginning and why at their end."""
     text = _shown(" ".join(str(error).split())) or type(error).__name__
-    return text if len(text) <= 200 else text[:199] + "…"
+    return text if len(text) <= 200 else f"{text[:90]} … {text[-110:]}"
 
 
 def _user() -> str:

@@ -1,4 +1,4 @@
-"""GradMA's memory against a literal transcription of the paper's mem_red and Server_Update, in NumPy with dictionaries."""
+"""GradMA's memory against a literal transcription of mem_red and Server_Update, in NumPy with dictionaries."""
 
 import numpy as np
 import pytest
@@ -75,7 +75,7 @@ def play(
     check=None,
     **options,
 ):
-    """Random rounds through `memory` and the transcription; `lose`: rounds in which the first upload does not arrive."""
+    """Random rounds through `memory` and the transcription; `lose`: rounds whose first upload does not arrive."""
     rng = np.random.default_rng(1)
     segments = memory["segments"].tolist()
     P, dtype = sum(segments), memory["rows"].dtype
@@ -252,22 +252,23 @@ def test_small_tensors_become_sums_when_asked():
     assert torch.allclose(momentum[:2], -deltas[0, :2] + rows[:, :2].sum(0), rtol=1e-12, atol=0)
 
 
+@pytest.mark.parametrize("S", [1, 3])
 @pytest.mark.parametrize("P", [33, 5001])
-def test_bits_do_not_see_alignment(P):
+def test_bits_do_not_see_alignment(P, S):
     def run(offset: int) -> list[torch.Tensor]:
         memory, out = memory_init(6, P), []
         momentum = torch.zeros(P)
         generator = torch.Generator().manual_seed(0)
         for t in range(12):
-            deltas = torch.randn(3, P, generator=generator)
-            cohort = [(t * 5 + 2 * i) % 9 for i in range(3)]
+            deltas = torch.randn(S, P, generator=generator)
+            cohort = [(t * 5 + 2 * i) % 9 for i in range(S)]
             admit(memory, cohort, t)
             rows = [torch.empty(P + offset + i)[offset + i :].copy_(d) for i, d in enumerate(deltas)]
             shifted = torch.empty(P + offset)[offset:].copy_(momentum)
-            momentum, _ = absorb(memory, cohort, rows, [1 / 3] * 3, deltas.mean(0), shifted, 0.9, 0.5)
-            if offset == 7:  # as if restored from a mapped file
+            momentum, _ = absorb(memory, cohort, rows, [1 / S] * S, deltas.mean(0), shifted, 0.9, 0.5)
+            if offset:  # as if restored from a mapped file
                 memory["rows"] = (
-                    torch.empty(memory["rows"].numel() + 5)[5:].view_as(memory["rows"]).copy_(memory["rows"])
+                    torch.empty(memory["rows"].numel() + offset)[offset:].view_as(memory["rows"]).copy_(memory["rows"])
                 )
             out += [momentum, memory["gram"].clone(), memory["slack"].clone()]
         return out
@@ -275,6 +276,19 @@ def test_bits_do_not_see_alignment(P):
     expected = run(0)
     for offset in (1, 3, 7, 15):
         assert all(torch.equal(a, b) for a, b in zip(run(offset), expected, strict=True))
+
+
+def test_updates_that_cancel_leave_a_row_that_constrains_nothing():
+    memory, zero = memory_init(2, 900), torch.zeros(900)
+    d = torch.randn(1, 900, generator=torch.Generator().manual_seed(1))
+    for t, sign in enumerate((1.0, -0.5)):
+        admit(memory, [3], t)
+        absorb(memory, [3], sign * d, [1.0], sign * d[0], zero, 0.9, 0.5, norm_floor=0.0)
+    assert contents(memory)[3].tolist() == [0.0] * 900
+    memory["gram"][0, 0, 0] = -1e-7  # what rounding may leave of it
+    momentum, _ = absorb(memory, [], d[:0], [], zero, -d[0], 1.0, 0.5, rebuild_every=1)
+    assert torch.equal(momentum, -d[0])
+    assert memory["gram"][0, 0, 0] == 0
 
 
 def test_bytes():

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import nnls
 
-from raysim.numerics import project, project3, project_gram, solve_dual
+from raysim.numerics import project, project3, project_gram, qp, solve_dual
 
 often = settings(deadline=None, max_examples=150, derandomize=True, database=None)
 
@@ -157,6 +157,30 @@ def test_libraries_agree_with_the_exact_solver(C, solver):
     assert torch.linalg.norm(exact - other) <= 1e-4 * np.linalg.norm(p)
     tiny, _ = project(tensor(1e-8 * p), tensor(1e-7 * columns), solver=solver)  # nothing is absolute
     assert torch.linalg.norm(1e8 * tiny - other) <= 1e-4 * np.linalg.norm(p)
+
+
+@pytest.mark.parametrize("name", ["_block_pivoting", "_lawson_hanson", "_coordinate_descent"])
+def test_each_of_the_exact_methods_stands_alone(name):
+    rng = np.random.default_rng(8)
+    for C in (1, 4, 25):
+        p, columns = rng.standard_normal(30), rng.standard_normal((C, 30))
+        columns -= 0.2 * p
+        p, columns = p / np.linalg.norm(p), columns / np.linalg.norm(columns, axis=1)[:, None]
+        slack = columns @ p
+        z, iterations = getattr(qp, name)(columns @ columns.T, slack, slack < 0, 1e-13)
+        assert np.abs(z - nnls(columns.T, -p)[0]).max() <= 1e-6
+        assert iterations > 0
+    duplicates = np.ones((3, 3))
+    z, _ = getattr(qp, name)(duplicates, -0.5 * np.ones(3), np.ones(3, bool), 1e-13)
+    assert z.sum() == pytest.approx(0.5)
+
+
+def test_an_indefinite_gram_matrix_still_gives_an_answer():
+    """Sums of float32 products may leave a Gram matrix with an eigenvalue of about -1e-7."""
+    Q = np.array([[1.0, 1.0 + 1e-7], [1.0 + 1e-7, 1.0]])
+    z, info = project_gram(Q, -np.array([0.5, 0.5]), 1.0)
+    assert z.sum() == pytest.approx(0.5, abs=1e-5)
+    assert info.residual <= 1e-6
 
 
 @often

@@ -1,7 +1,7 @@
 """Examples: data sets, their arrays on a device, partitions over clients, and pictures of both."""
 
-from raysim.data.arrays import Examples
-from raysim.data.datasets import Dataset, fetch, load, names
+from raysim.data.arrays import Examples, shared_tensor
+from raysim.data.datasets import Dataset, fetch, import_torchvision, load, names, present, where
 from raysim.data.partitions import Clients, VirtualClients, digest, split
 from raysim.data.pictures import partition_plot, sample_grid, summary
 
@@ -12,10 +12,14 @@ __all__ = [
     "VirtualClients",
     "digest",
     "fetch",
+    "import_torchvision",
     "load",
     "names",
     "partition_plot",
+    "present",
     "sample_grid",
+    "shared_tensor",
     "split",
     "summary",
+    "where",
 ]

@@ -42,7 +42,7 @@ class Examples:
     ):
         self.device, self.dtype, self.pad, self.flip = torch.device(device), dtype, pad, flip
         self.x, self.y = (shared_tensor(array).to(self.device) for array in (x, y))
-        self.scale, self.shift = (shared_tensor(array).to(self.device, dtype)[:, None, None] for array in (scale, shift))
+        self.scale, self.shift = (shared_tensor(a).to(self.device, dtype)[:, None, None] for a in (scale, shift))
 
     @classmethod
     def of(
@@ -95,7 +95,7 @@ class Examples:
         places = rows[:, :, None] * (w + 2 * self.pad) + columns[:, None, :]
         places = torch.from_numpy(places).to(self.device).view(b, 1, h * w).expand(b, c, h * w)
         padded = torch.nn.functional.pad(x, (self.pad,) * 4)
-        return padded.view(b, c, -1).gather(2, places).view(b, c, h, w)
+        return padded.flatten(2).gather(2, places).view(b, c, h, w)
 
 
 def shared_tensor(array: np.ndarray) -> Tensor:

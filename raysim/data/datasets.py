@@ -8,13 +8,14 @@ that is the same for every seed.
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import hashlib
 import os
+import platform
 import re
 import statistics
 import sys
-import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -86,6 +87,16 @@ def names() -> tuple[str, ...]:
     return tuple(sorted((*TORCHVISION, *OTHERS)))
 
 
+def present(name: str, root: str | Path | None = None) -> bool:
+    """Whether the files of a data set lie in its folder (not whether they are whole)."""
+    if name in TORCHVISION:
+        folder = {"CIFAR10": "cifar-10-batches-py", "CIFAR100": "cifar-100-python"}.get(cls := TORCHVISION[name].cls, f"{cls}/raw")
+        pattern = f"*{TORCHVISION[name].arguments.get('split', '')}*"
+        return any((where(root) / folder).glob(pattern))
+    folder = {"tiny_imagenet": "tiny-imagenet-200", "covid_ct": "COVID-CT"}.get(name)
+    return name == "digits" or folder is not None and (where(root) / folder).is_dir()
+
+
 def load(data: Data) -> Dataset:
     """Reads a data set.
 
@@ -102,7 +113,7 @@ def load(data: Data) -> Dataset:
     if data.download and data.name not in BY_HAND:
         fetch(data.name, data.root)
     if data.name in TORCHVISION:
-        dataset = _from_torchvision(data.name, _root(data.root))
+        dataset = _from_torchvision(data.name, where(data.root))
     else:
         dataset = OTHERS[data.name](data)
     if data.augment is None:
@@ -122,7 +133,7 @@ def fetch(name: str, root: str | Path | None = None) -> None:
         raise ConfigError(f"unknown data set '{name}'{did_you_mean(name, names())}")
     if name in BY_HAND:
         raise ConfigError(f"{name} cannot be downloaded: {BY_HAND[name]}")
-    folder = _root(root)
+    folder = where(root)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if name in TORCHVISION:
@@ -135,7 +146,8 @@ def fetch(name: str, root: str | Path | None = None) -> None:
         raise ConfigError(f"{name} could not be downloaded to {folder}: {reason}") from None
 
 
-def _root(root: str | Path | None) -> Path:
+def where(root: str | Path | None = None) -> Path:
+    """The folder of data sets: `root`, else $RAYSIM_DATA, else ~/.cache/raysim."""
     return Path(root or os.environ.get("RAYSIM_DATA") or "~/.cache/raysim").expanduser()
 
 
@@ -257,7 +269,7 @@ def _decode(paths: Iterable[Path], side: int, mode: str) -> np.ndarray:
 
 def _tiny_imagenet(data: Data) -> Dataset:
     """Tiny-ImageNet-200, 64 x 64. Testing is on the official validation half: the official test half has no labels."""
-    root = _root(data.root)
+    root = where(data.root)
     folder = root / "tiny-imagenet-200"
     try:
         classes = sorted((folder / "wnids.txt").read_text().split())
@@ -280,11 +292,14 @@ def _cached(path: Path, decode: Callable[[], list[np.ndarray]]) -> list[np.ndarr
         with np.load(path) as arrays:
             return list(arrays.values())
     arrays = decode()
+    part = path.with_suffix(f".{platform.node()}-{os.getpid()}.part")
     try:
-        with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".part", delete=False) as part:
-            np.savez(part, *arrays)
-        os.replace(part.name, path)
+        with open(part, "wb") as file:
+            np.savez(file, *arrays)
+        part.replace(path)
     except OSError as error:
+        with contextlib.suppress(OSError):
+            part.unlink()
         print(f"{path} could not be kept, the images will be decoded again next time: {error}", file=sys.stderr)
     return arrays
 
@@ -303,7 +318,7 @@ def _covid_ct(data: Data) -> Dataset:
     show). Groups are the papers the COVID images were taken from, 32 in training, named by the part of the file
     name before the page; the other images have none.
     """
-    root = _root(data.root)
+    root = where(data.root)
     folder = root / "COVID-CT"
     try:
         with open(folder / "index.csv", newline="", encoding="utf-8") as file:

@@ -80,7 +80,7 @@ def cross(left: Tensor, right: Tensor, segments: Sequence[int] | None = None) ->
 
 
 def _workspace(rows: list[Tensor]) -> Tensor:
-    """`rows` (C tensors [..., P]) copied to [..., C, P] in float64, in a buffer that this thread uses again and again."""
+    """`rows` (C tensors [..., P]) copied to [..., C, P] in float64, in a buffer that this thread uses every time."""
     *batch, width = rows[0].shape
     shape = (*batch, len(rows), padded(width))
     size, device = torch.Size(shape).numel(), rows[0].device

@@ -1,10 +1,10 @@
-"""The server's gradient memory of GradMA (Luo 2023, Algorithms 2 and 3): the last updates of m clients, and the QP on them.
+"""The server's gradient memory of GradMA (Luo 2023): the last updates of m clients, and the QP on them.
 
 The paper keeps m rows D_j, decays all of them by β2 every round, and projects p = β1 m̃ + d on {v : ⟨v, D_j⟩ ≥ 0 ∀ j}.
 Scaling a row by a positive number does not change that cone. So a row is stored as D_j = scale_j · rows_j: the decay
 touches only scales, and S rows are written in a round instead of m. For the same reason the Gram matrix and the slacks
 kept here are those of `rows`, not of D: a row that was last written a thousand rounds ago still binds, as in exact
-arithmetic, where β2^1000 would long have left the range of floats. With β2 = 0 absent rows are exactly zero, and vanish.
+arithmetic, where β2^1000 would long have left the range of floats. With β2 = 0 absent rows are zero, and vanish.
 
 Inner products are kept up to date instead of being recomputed. With B = diag(β2 scale_j for written rows, else 1),
 A [m, K] the 0/1 matrix that puts upload i into its client's row, X = ⟨d_i, rows_j⟩ and E = ⟨d_i, d_k⟩,
@@ -15,9 +15,9 @@ A [m, K] the 0/1 matrix that puts upload i into its client's row, X = ⟨d_i, ro
 Cost of a round: one pass over the memory (2 K m P flops), then one over the active rows. The state is a flat dict of
 tensors with fixed shapes. `rows` and the vectors live on the device, all bookkeeping on the CPU:
 
-    rows [m, padded(P)], zero beyond P   scale [m] float64, 0 for a row that nothing was written to yet
-    owner [m] client id, -1 = free    count [m] the paper's c(i)    entered [m] order of admission    last_seen [m] round
-    gram [T, m, m], slack [T, m] float64    active [T, m] bool, the last active set    segments [T]; T = 1 is one QP
+    rows [m, padded(P)], zero beyond P   scale [m] float64; 0: a row that counts for nothing, whatever it holds
+    owner [m] client id, -1 = free   count [m] the paper's c(i)   entered [m] order of admission   last_seen [m] round
+    gram [T, m, m], slack [T, m] float64   active [T, m] bool, the last active set    segments [T]; T = 1 is one QP
     round, admitted, evicted, unchecked: counters []
 """
 
@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from .inner import aligned, cross, gram, padded
-from .qp import STATUSES, Array, SmallTensorRule, Solver, add_segments, solve_segment, summary
+from .qp import Array, SmallTensorRule, Solver, add_segments, solve_segment, summary
 from .sums import NonFiniteError
 
 Memory = dict[str, Tensor]
@@ -44,7 +44,7 @@ def memory_init(
     device: torch.device | str = "cpu",
     segments: Sequence[int] | None = None,
 ) -> Memory:
-    """An empty memory of `m` rows of length `P`; `segments`, lengths that add up to P: one QP for each. m = 0 is FedAvgM."""
+    """An empty memory of `m` rows of length `P` (0 is legal). `segments`: lengths that add up to P, one QP for each."""
     segments = [P] if segments is None else list(segments)
     if sum(segments) != P:
         raise ValueError(f"the segments add up to {sum(segments)}, not to P = {P}")
@@ -70,11 +70,11 @@ def memory_bytes(memory: Memory) -> int:
 
 
 def admit(memory: Memory, cohort: Sequence[int], round: int) -> int:
-    """Makes room for the cohort (mem_red, Luo 2023, Algorithm 2); in place; before the cohort trains. Returns the evictions.
+    """Makes room for the cohort before it trains (mem_red, Luo 2023), in place. Returns the number of evictions.
 
     Clients come in sampling order. Who is in memory counts one participation more. Who is not takes a free row, or that
-    of the client outside the cohort with the fewest participations (the row that entered first, on ties), whose count is
-    forgotten. A new row is zero, and constrains nothing, until `absorb` writes it.
+    of the client outside the cohort with the fewest participations (on ties the row that entered first), whose count
+    is forgotten. A new row is zero, and constrains nothing, until `absorb` writes it.
     Raises `ValueError` if 0 < m < |cohort|: nobody could be evicted.
     """
     m = len(memory["owner"])
@@ -97,7 +97,9 @@ def admit(memory: Memory, cohort: Sequence[int], round: int) -> int:
             else:
                 slot = min((s for k, s in slot_of.items() if k not in sampled), key=lambda s: (count[s], entered[s]))
                 del slot_of[int(owner[slot])]
-                _clear(memory, slot)
+                count[slot] = 0
+                memory["scale"][slot] = 0.0  # whatever else is left of the row counts for nothing now
+                memory["active"][:, slot] = False
                 memory["evicted"] += 1
             slot_of[client] = slot
             owner[slot], entered[slot] = client, int(memory["admitted"])
@@ -123,10 +125,10 @@ def absorb(
     norm_floor: float | None = None,
     rebuild_every: int = 50,
 ) -> tuple[Tensor, dict[str, float]]:
-    """The server's step (Luo 2023, Algorithm 3): m̃' [P] = QP(β1 m̃ + d, D'), and metrics; the memory changes in place.
+    """Server_Update (Luo 2023): m̃' [P] = QP(β1 m̃ + d, D') and metrics; the memory changes in place.
 
-    `deltas` [K, P] are the updates of the clients `ids`, `weights` [K] their normalised weights, `d_mean` [P] the
-    weighted sum, `momentum` [P] the m̃ that the last call returned (zeros at first). An admitted client without an upload
+    `deltas` [K, P] are the updates of the clients `ids`, `weights` [K] their weights (sum 1), `d_mean` [P] the weighted
+    sum d, `momentum` [P] the m̃ that the last call returned (zeros at first). An admitted client without an upload
     keeps its row, an upload without a row (its client was evicted meanwhile) counts in d only.
     `max_age`: rows not sampled for that many rounds are left out of the QP; `norm_floor`: rows whose norm is below that
     fraction of the largest. Neither is in the paper, where with an exact QP rows do not fade at all.
@@ -144,13 +146,9 @@ def absorb(
         memory["rows"] = memory["rows"].clone()
     rows = memory["rows"][:, : len(p)]
     _write(memory, rows, ids, deltas, np.asarray(weights, np.float64), momentum, beta1, beta2, segments)
-    Q, b, scale = (
-        memory["gram"].numpy(),
-        memory["slack"].numpy(),
-        memory["scale"].numpy(),
-    )  # slack holds b' until the QP is solved
 
-    norms = scale * np.sqrt(np.einsum("tii->ti", Q))  # [T, m]
+    Q, b, scale = (memory[key].numpy() for key in ("gram", "slack", "scale"))  # slack holds b' until the QP is solved
+    norms = scale * np.sqrt(np.einsum("tii->ti", Q).clip(min=0.0))  # [T, m]; float32 rows that cancel may round below 0
     used = np.broadcast_to(scale > 0.0, norms.shape)
     if max_age is not None:
         used = used & (int(memory["round"]) - memory["last_seen"].numpy() < max_age)
@@ -244,16 +242,6 @@ def _rebuild(memory: Memory, rows: Tensor, projected: Tensor, segments: list[int
     memory["slack"].copy_(cross(aligned([projected], rows.dtype), rows, segments)[:, 0])
     memory["unchecked"].zero_()
     return float(drift)
-
-
-def _clear(memory: Memory, slot: int) -> None:
-    """Forgets everything about one row; its vector stays behind, with scale 0."""
-    for key in ("scale", "owner", "count"):
-        memory[key][slot] = 0
-    memory["gram"][:, slot] = 0.0
-    memory["gram"][:, :, slot] = 0.0
-    memory["slack"][:, slot] = 0.0
-    memory["active"][:, slot] = False
 
 
 def _metrics(memory: Memory) -> dict[str, float]:

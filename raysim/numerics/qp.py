@@ -69,7 +69,8 @@ def project_gram(
     `warm` [C] bool: constraints to start from as active. `tol`: multipliers and slacks above -tol, in units of ‖p‖
     and the columns' norms, count as non-negative. Zero and non-finite columns get z = 0. ‖p‖ = 0 gives z = 0.
     Block principal pivoting (Portugal, Júdice & Vicente 1994); where that cycles, Lawson & Hanson 1974; where columns
-    are so dependent that this falls short too, projected coordinate descent. Raises `ValueError` if `p_norm` is not finite.
+    are so dependent that this falls short too, projected coordinate descent. Raises `ValueError` if `p_norm` is not
+    finite.
     """
     return solve_dual(Q, b, p_norm, "exact", warm, tol)
 
@@ -124,8 +125,9 @@ def project(
     segments: Sequence[int] | None = None,
     small_tensor_rule: SmallTensorRule = "exact",
 ) -> tuple[Tensor, QPInfo]:
-    """The projection of `p` [P] on {v : ⟨v, column⟩ ≥ 0 for every column}, and how it went; `columns` is [C, P] or C x [P].
+    """The projection of `p` [P] on {v : ⟨v, column⟩ ≥ 0 for every column}, and how it went.
 
+    `columns` is [C, P] or C tensors [P].
     `segments`: lengths that add up to P, one QP for each; the info has the worst status, the largest residual, sums.
     `small_tensor_rule="sum"`, with segments only: a segment whose largest column norm is below 2e-4 becomes p plus the
     sum of its columns. That is what an interior-point solver with absolute tolerances returns there, and what the
@@ -156,17 +158,22 @@ def project(
 
 
 def solve_segment(
-    Q: Array, b: Array, p_norm: float, solver: Solver, small_tensor_rule: SmallTensorRule, warm: ArrayLike | None = None,
+    Q: Array,
+    b: Array,
+    p_norm: float,
+    solver: Solver,
+    small_tensor_rule: SmallTensorRule,
+    warm: ArrayLike | None = None,
     scale: Array | float = 1.0,
-) -> tuple[Array, QPInfo]:  # fmt: skip
-    """`solve_dual` for one tensor under `small_tensor_rule`. The constraints' columns are `scale` times those of Q and b."""
-    if small_tensor_rule == "sum" and (scale * np.sqrt(np.diagonal(Q))).max(initial=0.0) < SMALL_TENSOR:
+) -> tuple[Array, QPInfo]:
+    """`solve_dual` for one tensor under `small_tensor_rule`, whose columns are `scale` times those of Q and b."""
+    if small_tensor_rule == "sum" and (scale * np.sqrt(np.diagonal(Q).clip(min=0.0))).max(initial=0.0) < SMALL_TENSOR:
         return np.broadcast_to(scale, b.shape).astype(np.float64), QPInfo("inactive")
     return solve_dual(Q, b, p_norm, solver, warm)
 
 
 def add_segments(total: Tensor, column: Tensor, multipliers: Sequence[float] | Array, segments: Sequence[int]) -> None:
-    """Adds to `total` [P], in place, `column` [P] times one multiplier for each segment; touches nothing where it is 0."""
+    """Adds `column` [P] times one multiplier for each segment to `total` [P], in place; 0 touches nothing."""
     start = 0
     for length, multiplier in zip(segments, multipliers, strict=True):
         if multiplier:
@@ -205,28 +212,21 @@ def _exact(cosines: Array, slack: Array, start: Mask, tol: float) -> tuple[Array
 
 
 def _block_pivoting(cosines: Array, slack: Array, start: Mask, tol: float) -> tuple[Array, int]:
-    """Exchange every infeasible index at once; when that stops helping three times, only the last one (Murty 1974)."""
-    passive, fewest, patience = start.copy(), len(slack) + 1, 3
-    z = np.zeros(len(slack))
-    for iteration in range(1, 50):
+    """Exchange every infeasible index at once; gives up when that stops reducing their number."""
+    passive, fewest, patience, iteration = start.copy(), len(slack) + 1, 5, 0
+    while True:
+        iteration += 1
         z = _passive_solution(cosines, slack, passive, RIDGE)
-        bound = -tol * max(1.0, float(np.abs(z).max()))
-        wrong = np.where(passive, z, cosines @ z + slack) < bound
+        wrong = np.where(passive, z, cosines @ z + slack) < -tol * max(1.0, float(np.abs(z).max()))
         count = int(wrong.sum())
-        if not count:
+        fewest, patience = (count, 5) if count < fewest else (fewest, patience - 1)
+        if not count or not patience:
             return z.clip(min=0.0), iteration
-        if count < fewest:
-            fewest, patience = count, 3
-        else:
-            patience -= 1
-        if patience < 0:
-            wrong[: np.flatnonzero(wrong)[-1]] = False
         passive = passive ^ wrong
-    return z.clip(min=0.0), 49
 
 
 def _lawson_hanson(cosines: Array, slack: Array, start: Mask, tol: float) -> tuple[Array, int]:
-    """One constraint enters at a time and the objective falls at every step, so it ends (Lawson & Hanson 1974, ch. 23)."""
+    """One constraint enters at a time, and the objective falls at every step (Lawson & Hanson 1974, ch. 23)."""
     z, passive, refused = np.zeros(len(slack)), np.zeros(len(slack), bool), np.zeros(len(slack), bool)
     for iteration in range(1, 10 * len(slack)):
         w = np.where(passive | refused, np.inf, cosines @ z + slack)
@@ -398,21 +398,12 @@ class _Project3(torch.autograd.Function):
         ctx.mark_non_differentiable(*output)
 
     @staticmethod
-    def vmap(
-        info: Any,
-        in_dims: tuple[int | None, ...],
-        p: Tensor,
-        a: Tensor,
-        b: Tensor,
-        c: Tensor,
-        parts: Any,
-        small: bool,
-    ) -> Any:
-        batch = [
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> Any:
+        p, a, b, c = (
             vector.expand(info.batch_size, -1) if dim is None else vector.movedim(dim, 0)
-            for vector, dim in zip((p, a, b, c), in_dims[:4], strict=True)
-        ]
-        return _many(*batch, parts, small), (0, 0)
+            for vector, dim in zip(args[:4], in_dims[:4], strict=True)
+        )
+        return _many(p, a, b, c, *args[4:]), (0, 0)
 
 
 def _one(p: Tensor, a: Tensor, b: Tensor, c: Tensor, parts: tuple[int, ...], small: bool) -> tuple[Tensor, Tensor]:

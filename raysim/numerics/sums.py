@@ -27,7 +27,7 @@ def fixed_sum(rows: Tensor | Sequence[Tensor], weights: Sequence[float]) -> Tens
     for row, weight in zip(rows, weights, strict=True):
         total.add_(row, alpha=weight)
     low, high = (float(bound) for bound in torch.aminmax(total))  # NaN comes through, and fails the comparison
-    if not (-LIMIT < low and high < LIMIT):
+    if not max(-low, high) < LIMIT:
         raise NonFiniteError(
             f"the sum of {len(weights)} updates ranges over [{low}, {high}]; it must stay within ±{LIMIT:.0f}"
         )

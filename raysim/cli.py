@@ -1,0 +1,253 @@
+"""The command line: `raysim run | list | data | doctor`.
+
+Exit codes: 0 done, 1 a run that failed, 2 a mistake in what was given, 130 and 143 ended by Ctrl-C and SIGTERM.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from raysim.errors import ConfigError, RaysimError, did_you_mean
+
+if TYPE_CHECKING:
+    from raysim.engine import Finished, Record
+    from raysim.plan import Plan
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+                  help="Federated-learning simulation on Ray.")  # fmt: skip
+data_app = typer.Typer(no_args_is_help=True, help="Data sets: fetch them, look at them.")
+app.add_typer(data_app, name="data")
+
+Overrides = Annotated[list[str] | None, typer.Argument(help="key=value with dots, e.g. local.lr=0.1 algorithm=fedavg")]
+
+
+def main() -> None:
+    """The console script."""
+    logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
+    try:
+        app()
+    except RaysimError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt as stop:
+        print("stopped; what was done is kept", file=sys.stderr)
+        sys.exit(128 + getattr(stop, "signal", 2))
+
+
+@app.command()
+def run(
+    config: Annotated[str, typer.Argument(help="a YAML file, or the name of a shipped one: quickstart")],
+    overrides: Overrides = None,
+    as_json: Annotated[bool, typer.Option("--json", help="last line of standard output: one JSON object")] = False,
+    print_config: Annotated[bool, typer.Option("--print-config", help="print the resolved configuration, stop")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="check everything, train one client here, stop")] = False,
+) -> None:
+    """Run one experiment."""
+    from raysim.plan import prepare
+
+    plan = prepare(config, overrides or [])
+    if print_config:
+        print(plan.config.dump(), end="")
+        return
+    console = Console(stderr=as_json, highlight=False)
+    if dry_run:
+        _rehearse(plan, console)
+        return
+    from raysim.engine import execute
+    from raysim.tracking import ui_hint
+
+    with _Progress(plan, console) as progress:
+        done = execute(plan, progress)
+    best = done.metrics.get("accuracy")
+    console.print(f"{done.rounds} rounds in {done.seconds:.1f} s" + (f", best accuracy {best['best']:.4f}" if best else ""))
+    console.print(f"run directory  {done.run_dir}", soft_wrap=True)
+    console.print(f"look at it     {ui_hint(plan.config.tracking)}   (run {done.run_id})", soft_wrap=True)
+    if as_json:
+        print(json.dumps(as_object(done)))
+
+
+def as_object(done: Finished) -> dict[str, Any]:
+    """What `--json` prints."""
+    return {
+        "run_id": done.run_id, "run_dir": str(done.run_dir.absolute()), "rounds": done.rounds, "metrics": done.metrics,
+        "seconds": round(done.seconds, 3), "clients_per_second": round(done.clients_per_second, 3), "digest": done.digest,
+    }  # fmt: skip
+
+
+class _Progress:
+    """One live line on a terminal, a plain line every few seconds elsewhere."""
+
+    def __init__(self, plan: Plan, console: Console):
+        self.rounds, self.console = plan.config.rounds, console
+        r = plan.config.resources
+        self.where = f"{r.actors} actor{'s'[: r.actors != 1]}" if r.executor == "ray" else "inline"
+        self.title = f"{plan.label} on {plan.config.data.name}"
+        self.began = self.last = time.monotonic()
+
+    def __enter__(self) -> _Progress:
+        c = self.console
+        if c.is_terminal:
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+            self.bar = Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
+                                TextColumn("{task.fields[said]}"), TimeRemainingColumn(), console=c)  # fmt: skip
+            self.task = self.bar.add_task(self.title, total=self.rounds, said="starting")
+            self.bar.start()
+        else:
+            c.print(f"{self.title}, {self.where}: {self.rounds} rounds")
+        return self
+
+    def __exit__(self, *stop: object) -> None:
+        if self.console.is_terminal:
+            self.bar.stop()
+
+    def __call__(self, record: Record) -> None:
+        done, now = int(record["round"]), time.monotonic()
+        figures = [f"{k} {record[k]:.4f}" for k in ("accuracy", "loss") if k in record]
+        if "clients_per_second" in record:
+            figures.append(f"{record['clients_per_second']:.0f} clients/s")
+        if self.console.is_terminal:
+            self.bar.update(self.task, completed=done, said=" · ".join([*figures, self.where]))
+        elif now - self.last > 5 or done in (1, self.rounds):
+            left = (now - self.began) / max(done, 1) * (self.rounds - done)
+            self.console.print(f"round {done}/{self.rounds}  " + "  ".join(figures) + f"  {left:.0f} s left", soft_wrap=True)
+            self.last = now
+
+
+def _rehearse(plan: Plan, console: Console) -> None:
+    """Trains the first client of round 0 in this process and says what the run would be."""
+    import numpy as np
+
+    from raysim.block import cut
+    from raysim.engine import Engine
+    from raysim.executor import Inline
+
+    inline = Inline()
+    inline.open(plan)
+    engine = Engine(plan, inline)
+    ids = engine.schedule.cohort(0)
+    jobs = engine.jobs(0, ids)
+    took = float("nan")
+    if jobs:
+        down = inline.broadcast(0, ids)
+        trained = inline.train(0, down, cut(jobs[:1], 1))
+        took = trained.metrics["time/train"]
+        engine.judge(0, jobs[:1], trained)
+    inline.close()
+    c, sizes, (down_bytes, up_bytes) = plan.config, plan.clients.sizes, plan.traffic
+    blocks = -(-c.schedule.cohort // plan.block_size)
+    table = Table(show_header=False, box=None)
+    table.add_row("method", f"{plan.label}: client rule {plan.client.name} × server rule {plan.server.name}")
+    table.add_row("model", f"{c.model.name}, {plan.problem.size:,} parameters")
+    table.add_row("clients", f"{len(plan.clients)}, samples min {sizes.min()}, median {int(np.median(sizes))}, max {sizes.max()}")
+    table.add_row("round", f"{c.schedule.cohort} clients in {blocks} blocks ({'vmap' if plan.vmap else 'loop'})")
+    table.add_row("traffic", f"{down_bytes / 1e6:.3g} MB down, {up_bytes / 1e6:.3g} MB up for each client")
+    table.add_row("one client", f"{took:.3g} s here (with warming up)")
+    table.add_row("fingerprint", plan.config.fingerprint)
+    console.print(table)
+
+
+@app.command(name="list")
+def list_(
+    what: Annotated[str, typer.Argument(help="algorithms, clients, servers, models, datasets or partitions")],
+    as_json: Annotated[bool, typer.Option("--json")] = False,
+) -> None:
+    """What there is to choose from."""
+    rows = _catalogue(what)
+    if as_json:
+        print(json.dumps(rows))
+        return
+    table = Table(*rows[0], box=None)
+    for row in rows:
+        table.add_row(*map(str, row.values()))
+    Console().print(table)
+
+
+def _catalogue(what: str) -> list[dict[str, str]]:
+    from raysim import nets, rules
+    from raysim.config import partitions
+
+    def first_line(thing: Any) -> str:
+        return " ".join((thing.__doc__ or "").split("\n\n")[0].split())
+
+    if what == "algorithms":
+        rules.discover()
+        return [{"name": a.name, "paper": a.paper, "client": a.client.name, "server": a.server.name, "state": a.state,
+                 "traffic": a.traffic, "presets": " ".join(a.presets)} for a in rules.ALGORITHMS.values()]  # fmt: skip
+    if what in ("clients", "servers"):
+        rules.discover()
+        registry: Any = rules.CLIENTS if what == "clients" else rules.SERVERS
+        return [{"name": n, "what": first_line(c), "keys": " ".join(rules.fields(c))} for n, c in registry.items()]
+    if what == "models":
+        return [{"name": n, "what": first_line(f)} for n, f in nets.NETS.items()]
+    if what == "datasets":
+        from raysim import data
+
+        return [{"name": n, "here": "yes" if data.present(n) else "no"} for n in data.names()]
+    if what == "partitions":
+        return [{"name": n, "what": first_line(m), "keys": " ".join(k for k in m.model_fields if k != "name")}
+                for n, m in partitions().items()]  # fmt: skip
+    known = ("algorithms", "clients", "servers", "models", "datasets", "partitions")
+    raise ConfigError(f"list: nothing called '{what}'{did_you_mean(what, known)}")
+
+
+@data_app.command()
+def fetch(name: str, root: Annotated[str | None, typer.Option(help="folder; default $RAYSIM_DATA")] = None) -> None:
+    """Download a data set."""
+    from raysim import data
+
+    data.fetch(name, root)
+    print(f"{name} is there")
+
+
+@data_app.command()
+def show(
+    name: str,
+    root: Annotated[str | None, typer.Option(help="folder; default $RAYSIM_DATA")] = None,
+    path: Annotated[str | None, typer.Option(help="for name=folder: where its train/ and test/ are")] = None,
+    out: Annotated[Path | None, typer.Option(help="where to draw the sample grid; default NAME.png")] = None,
+    as_json: Annotated[bool, typer.Option("--json")] = False,
+) -> None:
+    """Sizes, classes, and a grid of samples as PNG."""
+    from raysim import data
+    from raysim.config import Data
+
+    dataset = data.load(Data(name=name, root=root, path=path))
+    picture = out or Path(f"{name}.png")
+    data.sample_grid(dataset, picture)
+    facts = {**data.summary(dataset), "samples": str(picture)}
+    if as_json:
+        print(json.dumps(facts))
+        return
+    table = Table(show_header=False, box=None)
+    for key, value in facts.items():
+        table.add_row(key, str(value))
+    Console().print(table)
+
+
+@app.command()
+def doctor() -> None:
+    """Check that this machine can run raysim."""
+    from raysim import diagnosis
+
+    console, sick = Console(highlight=False), 0
+    for name, good, said in diagnosis.examine():
+        sick += not good
+        console.print(f"{'ok ' if good else 'NOT'}  {name:<12} {said}", soft_wrap=True)
+    if sick:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("PYTHONUNBUFFERED", "1")
+    main()

@@ -1,0 +1,88 @@
+"""What `raysim doctor` looks at, each with what to do where it is not as it should be."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+
+
+def examine() -> Iterator[tuple[str, bool, str]]:
+    """Name of the check, whether it is well, and a word on it."""
+    for name, check in (("python", _python), ("packages", _packages), ("torchvision", _torchvision), ("cores", _cores),
+                        ("gpus", _gpus), ("memory", _memory), ("data", _data), ("solvers", _solvers), ("ray", _ray)):  # fmt: skip
+        yield (name, *_safely(check))
+
+
+def _safely(check: Callable[[], tuple[bool, str]]) -> tuple[bool, str]:
+    try:
+        return check()
+    except Exception as error:
+        return False, f"{type(error).__name__}: {error}"
+
+
+def _python() -> tuple[bool, str]:
+    good = (3, 11) <= sys.version_info[:2] <= (3, 12)
+    return good, sys.version.split()[0] + ("" if good else " (raysim supports 3.11 and 3.12)")
+
+
+def _packages() -> tuple[bool, str]:
+    names = ("torch", "ray", "mlflow", "numpy", "cvxpy", "ecos", "pydantic", "safetensors")
+    return True, ", ".join(f"{n} {importlib.metadata.version(n)}" for n in names)
+
+
+def _torchvision() -> tuple[bool, str]:
+    from raysim.data import import_torchvision
+
+    return True, f"{import_torchvision().__version__} imports"
+
+
+def _cores() -> tuple[bool, str]:
+    import torch
+
+    return True, f"{os.cpu_count()}, capability {torch.backends.cpu.get_cpu_capability()}"
+
+
+def _gpus() -> tuple[bool, str]:
+    import torch
+
+    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return True, ", ".join(names) or "none (resources.gpus must be 0)"
+
+
+def _memory() -> tuple[bool, str]:
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+    shared = shutil.disk_usage("/dev/shm").free / 2**30 if os.path.isdir("/dev/shm") else 0.0
+    good = free > 2 and shared > 0.5
+    advice = "" if good else "; an actor takes about 0.4 GiB, and the object store lives in shared memory"
+    return good, f"{free:.1f} GiB free, shared memory {shared:.1f} GiB{advice}"
+
+
+def _data() -> tuple[bool, str]:
+    from raysim import data
+
+    here = [name for name in data.names() if data.present(name)]
+    return True, f"{data.where()}: {', '.join(here)}"
+
+
+def _solvers() -> tuple[bool, str]:
+    import cvxpy
+
+    have = [s for s in ("CLARABEL", "ECOS") if s in cvxpy.installed_solvers()]
+    return len(have) == 2, "exact, " + ", ".join(s.lower() for s in have)
+
+
+def _ray() -> tuple[bool, str]:
+    os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+    import ray
+
+    address = os.environ.get("RAY_ADDRESS")
+    ray.init(address=address or "local", log_to_driver=False, logging_level="ERROR",
+             **({} if address else {"include_dashboard": False}))  # fmt: skip
+    try:
+        have = ray.cluster_resources()
+        return True, f"starts here: {have.get('CPU', 0):g} CPUs, {have.get('GPU', 0):g} GPUs, {len(ray.nodes())} node(s)"
+    finally:
+        ray.shutdown()

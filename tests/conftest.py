@@ -1,0 +1,117 @@
+"""What the tests share: one thread, a quiet Ray, and runs of the real engine that leave every x_t behind."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")  # both are read when ray is imported
+os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+
+import numpy as np
+import pytest
+import torch
+
+from raysim.config import Data
+from raysim.data import load
+from raysim.engine import Engine
+from raysim.executor import Inline
+from raysim.plan import Plan, prepare
+
+torch.set_num_threads(1)
+
+
+class Watched(Inline):
+    """The inline executor; beside working it keeps x_0 .. x_T and the BatchNorm statistics 0 .. T, as broadcast."""
+
+    def open(self, plan: Plan) -> None:
+        super().open(plan)
+        self.xs: list[np.ndarray] = []
+        self.statistics: list[np.ndarray] = []
+
+    def broadcast(self, t: int, ids: list[int]) -> Any:
+        down = super().broadcast(t, ids)
+        self.xs.append(self.server.state["x"].clone().numpy())
+        self.statistics.append(self.server.buffers.clone().numpy())
+        return down
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> dict[str, Any]:
+    """What every run here has in common: this process, no evaluation, and nothing written outside of tmp_path."""
+    return {
+        "data": "digits",
+        "resources": {"executor": "inline", "threads": 1},
+        "evaluate": {"every": 0},
+        "run_dir": str(tmp_path / "run"),
+        "tracking": {"uri": f"sqlite:///{tmp_path}/mlflow.db"},
+    }
+
+
+@pytest.fixture
+def engine(base: dict[str, Any]) -> Iterator[Callable[..., tuple[Engine, list[dict[str, float]]]]]:
+    """engine(config) -> (engine, records): a whole run. `engine.executor` is `Watched`, with .xs and .server.
+
+    `change` may exchange parts of the plan before the run, `before` may touch the engine.
+    """
+    opened: list[Watched] = []
+
+    def run(
+        config: Mapping[str, Any],
+        change: Callable[[Plan], Plan] = lambda plan: plan,
+        before: Callable[[Engine], None] = lambda engine: None,
+    ) -> tuple[Engine, list[dict[str, float]]]:
+        plan, executor = change(prepare({**base, **config})), Watched()
+        executor.open(plan)
+        opened.append(executor)
+        made = Engine(plan, executor)
+        before(made)
+        return made, list(made.rounds())
+
+    yield run
+    for executor in opened:
+        executor.close()
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Callable[[str, str], str]:
+    """source(name, code): writes a user's own file, and gives its path."""
+
+    def write(name: str, code: str) -> str:
+        path = tmp_path / f"{name}.py"
+        path.write_text(code)
+        return str(path)
+
+    return write
+
+
+@pytest.fixture
+def ragged(tmp_path: Path) -> Callable[[Sequence[int]], dict[str, str]]:
+    """ragged(sizes): a partition of the digits into clients of these sizes. Client k has digit k for the most part
+    (two thirds, rounded up) and digit k + 3 beside it, so that clients disagree."""
+
+    def write(sizes: Sequence[int]) -> dict[str, str]:
+        y = load(Data(name="digits")).y
+        pools = [list(np.flatnonzero(y == c)) for c in range(10)]
+        lists = [
+            [int(pools[k % 10].pop()) for _ in range(-(-2 * n // 3))] + [int(pools[(k + 3) % 10].pop()) for _ in range(n // 3)]
+            for k, n in enumerate(sizes)
+        ]
+        path = tmp_path / f"partition-{'-'.join(map(str, sizes))}.json"
+        path.write_text(json.dumps(lists))
+        return {"name": "file", "path": str(path)}
+
+    return write
+
+
+@pytest.fixture(scope="session")
+def local_ray() -> Iterator[None]:
+    """Ray on this machine, started once; `RayExecutor` takes the Ray that it finds."""
+    import ray
+
+    ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    yield
+    ray.shutdown()

@@ -1,0 +1,283 @@
+"""The engine against the papers, number by number: x_t after every round equals the NumPy oracle's to 1e-9 relative.
+
+The oracles in tests/oracle/ were written from the papers. They get the engine's own cohorts and mini-batches (there is
+no other way to see the same randomness) but compute every gradient, correction and update themselves. Everything runs
+in float64, one client after the other and side by side under vmap, on clients of very unequal sizes.
+
+An option that changes nothing in a run is not tested by it. So `matters` names for each case other values of its
+hyper-parameters with which the oracle must disagree with the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+from oracle import batchnorm, fedavg, gradma
+from oracle.batches import batch_sizes
+from oracle.nets import MLP, MLPBatchNorm, Softmax
+
+from raysim.block import batches_per_pass, local_steps, order
+
+SIZES = [30, 1, 17, 2, 45, 0, 8, 23, 16, 5, 33, 12]
+"""Beside batches of 16: less than one, exactly one, one and a dropped sample, two, two and a dropped sample, nothing."""
+NETS: dict[str, tuple[dict[str, Any], Any]] = {
+    "logistic": ({"name": "logistic"}, Softmax(64, 10)),
+    "mlp": ({"name": "mlp", "hidden": [8]}, MLP(64, 8, 10)),
+}
+MODES = ["loop", "vmap"]
+STEPS = [[0, 0.2], [2, 0.8], [5, 0.5]]
+"""A schedule: [first round, value]."""
+
+
+def by_round(schedule: list) -> Callable[[int], float]:
+    """The same schedule as the oracles take it."""
+    return lambda t: next(value for start, value in reversed(schedule) if start <= t)
+
+
+@dataclass
+class Feed:
+    """What an oracle needs of a run: run(x0, cohorts, sizes, batches, grad)."""
+
+    x0: np.ndarray
+    cohorts: list[list[int]]
+    sizes: list[int]
+    batches: list[dict[int, list[np.ndarray]]]
+    data: list[tuple[np.ndarray, np.ndarray]]
+
+    def args(self, grad: Callable) -> tuple:
+        """`grad(w, x, y)` is a net's; an oracle asks for (w, client, batch)."""
+
+        def of_client(w, client, batch):
+            x, y = self.data[client]
+            return grad(w, x[batch], y[batch])
+
+        return self.x0, self.cohorts, self.sizes, self.batches, of_client
+
+
+def feed(engine) -> Feed:
+    """Cohorts and batches as the engine draws them; each client goes on where its last round stopped."""
+    plan, local = engine.plan, engine.config.local
+    d = plan.dataset
+    x = (d.x.astype(np.float64) * np.float64(d.scale)[:, None, None] + np.float64(d.shift)[:, None, None]).reshape(len(d.y), -1)
+    mine = [plan.clients.client(i) for i in range(len(plan.clients))]
+    sizes, drawn, batches = [len(m) for m in mine], [0] * len(mine), []
+    cohorts = [engine.schedule.cohort(t) for t in range(engine.config.rounds)]
+    for cohort in cohorts:
+        batches.append({})
+        for i in cohort:
+            size = sizes[i] if local.batch == "full" else local.batch
+            steps = local.steps or local.epochs * len(batch_sizes(sizes[i], size))
+            batches[-1][i] = list(order(engine.config.seed, i, sizes[i], size, drawn[i], steps))
+            drawn[i] += steps
+    return Feed(engine.executor.xs[0], cohorts, sizes, batches, [(x[m], d.y[m]) for m in mine])
+
+
+def distance(ours, theirs) -> float:
+    """The largest difference of any round, relative to the largest entry of that round."""
+    assert len(ours) == len(theirs)
+    return max(np.abs(a - b).max() / np.abs(b).max() for a, b in zip(ours, theirs, strict=True))
+
+
+def test_data_are_ragged_and_clients_disagree(ragged, engine):
+    """What the rest of the file takes for granted of its runs."""
+    run, _ = engine({"rounds": 8, "partition": ragged(SIZES), "algorithm": "fedavg", "schedule": {"cohort": 5}})
+    f = feed(run)
+    assert f.sizes == SIZES
+    assert all(len(set(cohort)) == len(cohort) and 5 not in cohort for cohort in f.cohorts)  # 5 has nothing
+    assert min(map(len, f.cohorts)) < max(map(len, f.cohorts)) == 5  # it was sampled, and left out
+    assert any(1 in cohort for cohort in f.cohorts)  # the client of one sample takes part
+    assert len({tuple(cohort) for cohort in f.cohorts}) == 8
+    assert max(sum(i in cohort for cohort in f.cohorts) for i in range(12)) >= 4  # clients return
+
+
+# --- the methods
+
+
+@dataclass
+class Case:
+    """A configuration, the oracle and its hyper-parameters, and the changes of those that must show."""
+
+    algorithm: dict[str, Any]
+    oracle: Callable
+    hyper: dict[str, Any]
+    matters: list[dict[str, Any]] = field(default_factory=list)
+    local: dict[str, Any] = field(default_factory=dict)
+    binds: tuple[str, ...] = ()
+    """Metrics that must be above 0 in some round: the constraints were active."""
+    net: str = "mlp"
+    rounds: int = 8
+    seed: int = 0
+    tolerance: float = 1e-9
+
+
+def gradma_case(variant: str, settings: dict, hyper: dict, matters: list[dict], *, lr: Any = 1.0, **more: Any) -> Case:
+    """`settings` are raysim's, `hyper` the oracle's. Both sides' QPs must have bound."""
+    binds = {"gradma_w": ("client/qp_active",), "gradma_s": ("server/qp_active",)}
+    both = ("client/qp_active", "server/qp_active")
+    hyper = {"variant": variant, "lr": by_round(lr) if isinstance(lr, list) else lr, **hyper}
+    return Case({"name": variant, **settings}, gradma.run, hyper, matters, {"lr": lr}, binds.get(variant, both), **more)
+
+
+S = {"beta1": 0.8, "beta2": 0.6, "memory": 12}
+TENSORS = {"qp_scope": "per_tensor"}
+SAMPLES = {"weights": "samples"}
+WHOLE = {"qp_scope": "whole"}
+UNIFORM = {"weights": "uniform"}
+EVICTING = {**S, "memory": 5}
+
+CASES: dict[str, Case] = {
+    "fedavg": Case({"name": "fedavg"}, fedavg.fedavg, {"lr": 0.3}, [SAMPLES], {"lr": 0.3}),
+    "fedavg samples": Case({"name": "fedavg", **SAMPLES}, fedavg.fedavg, {"lr": 0.3, **SAMPLES}, [UNIFORM], {"lr": 0.3}),
+    "fedavg reference": Case({"name": "fedavg", "preset": "reference"}, fedavg.fedavg, {"lr": 0.3, **SAMPLES}, [], {"lr": 0.3}),
+    "fedavg epochs": Case({"name": "fedavg"}, fedavg.fedavg, {"lr": 0.3}, [], {"lr": 0.3, "epochs": 2}),
+    "fedavg schedules": Case(
+        {"name": "fedavg", "lr": [[0, 1.5], [3, 0.5]]},
+        fedavg.fedavg,
+        {"lr": by_round(STEPS), "server_lr": by_round([[0, 1.5], [3, 0.5]])},
+        [{"lr": 0.2}, {"server_lr": 1.5}],
+        {"lr": STEPS},
+    ),
+    "fedsgd": Case({"name": "fedsgd"}, fedavg.fedsgd, {"lr": 0.5}, [SAMPLES], {"lr": 0.5}, net="logistic"),
+    "fedsgd samples": Case({"name": "fedsgd", **SAMPLES}, fedavg.fedsgd, {"lr": 0.5, **SAMPLES}, [], {"lr": 0.5}),
+    "fedprox": Case({"name": "fedprox", "mu": 0.7}, fedavg.fedprox, {"lr": 0.3, "mu": 0.7}, [{"mu": 1.4}, {"mu": 0.35}], {"lr": 0.3}),
+    "fedprox reference": Case(
+        {"name": "fedprox", "mu": 0.7, "preset": "reference"}, fedavg.fedprox, {"lr": 0.3, "mu": 0.7, **SAMPLES}, [UNIFORM], {"lr": 0.3}
+    ),
+    "fedavgm": Case(
+        {"name": "fedavgm", "beta1": 0.6, "lr": 0.7},
+        fedavg.fedavgm,
+        {"lr": 0.3, "beta1": 0.6, "server_lr": 0.7},
+        [{"beta1": 0.0}, {"server_lr": 1.0}, SAMPLES],
+        {"lr": 0.3},
+    ),
+    "fedavgm schedules": Case(
+        {"name": "fedavgm", "beta1": STEPS, "lr": [[0, 1.0], [4, 0.3]], "preset": "reference"},
+        fedavg.fedavgm,
+        {"lr": by_round(STEPS), "beta1": by_round(STEPS), "server_lr": by_round([[0, 1.0], [4, 0.3]]), **SAMPLES},
+        [{"beta1": 0.2}, {"server_lr": 1.0}, {"lr": 0.2}, UNIFORM],
+        {"lr": STEPS},
+    ),
+    "fedproxm": Case(
+        {"name": "fedproxm", "beta1": 0.6, "mu": 0.7},
+        fedavg.fedproxm,
+        {"lr": 0.3, "beta1": 0.6, "mu": 0.7},
+        [{"mu": 0.0}, {"beta1": 0.0}],
+        {"lr": 0.3},
+    ),
+    # GradMA-W. x' binds only where steps overshoot: lr 4 on the convex problem.
+    "gradma_w": gradma_case(
+        "gradma_w", {}, {}, [{"previous": "reset"}, {"first_previous": "global"}, TENSORS, SAMPLES], lr=4.0, net="logistic"
+    ),
+    "gradma_w mlp": gradma_case("gradma_w", {}, {}, [{"previous": "reset"}, TENSORS]),
+    "gradma_w first global": gradma_case(
+        "gradma_w", {"first_previous": "global"}, {"first_previous": "global"}, [{"first_previous": "x0"}], lr=4.0, net="logistic"
+    ),
+    "gradma_w reset": gradma_case(
+        "gradma_w", {"previous": "reset"}, {"previous": "reset"}, [{"previous": "memory"}], lr=4.0, net="logistic"
+    ),
+    "gradma_w per tensor": gradma_case("gradma_w", TENSORS, TENSORS, [WHOLE, {"previous": "reset"}], lr=4.0, net="logistic"),
+    "gradma_w reference": gradma_case(
+        "gradma_w",
+        {"preset": "reference"},
+        {**TENSORS, **SAMPLES, "first_previous": "global"},
+        [WHOLE, UNIFORM, {"first_previous": "x0"}, {"previous": "reset"}],
+        lr=4.0,
+        net="logistic",
+    ),
+    "gradma_w schedules": gradma_case(
+        "gradma_w", {"lr": STEPS}, {"server_lr": by_round(STEPS)}, [{"server_lr": 0.2}, {"lr": 1.0}], lr=[[0, 1.0], [3, 3.0]]
+    ),
+    # GradMA-S
+    "gradma_s": gradma_case("gradma_s", S, S, [{"beta1": 0.0}, {"beta2": 0.1}, {"memory": 5}, SAMPLES, TENSORS]),
+    "gradma_s evictions": gradma_case("gradma_s", EVICTING, EVICTING, [{"memory": 6}, {"memory": 12}, {"beta2": 0.1}], rounds=12),
+    "gradma_s beta2 0": gradma_case("gradma_s", {**S, "beta2": 0.0}, {**S, "beta2": 0.0}, [{"beta2": 0.01}]),
+    "gradma_s beta2 1": gradma_case("gradma_s", {**S, "beta2": 1.0}, {**S, "beta2": 1.0}, [{"beta2": 0.99}]),
+    "gradma_s beta1 0": gradma_case("gradma_s", {**S, "beta1": 0.0}, {**S, "beta1": 0.0}, [{"beta1": 0.01}]),
+    "gradma_s no memory": Case(
+        {"name": "gradma_s", **S, "memory": 0}, gradma.run, {"variant": "gradma_s", "lr": 1.0, **S, "memory": 0}, [{"memory": 12}],
+        {"lr": 1.0},
+    ),
+    "gradma_s reference": gradma_case(
+        "gradma_s", {**S, "preset": "reference"}, {**S, **TENSORS, **SAMPLES}, [WHOLE, UNIFORM]
+    ),
+    "gradma_s schedules": gradma_case(
+        "gradma_s",
+        {"memory": 5, "beta1": STEPS, "beta2": [[0, 0.9], [4, 0.2]], "lr": [[0, 1.0], [3, 0.5]]},
+        {"memory": 5, "beta1": by_round(STEPS), "beta2": by_round([[0, 0.9], [4, 0.2]]), "server_lr": by_round([[0, 1.0], [3, 0.5]])},
+        [{"beta1": 0.2}, {"beta2": 0.9}, {"server_lr": 1.0}],
+        rounds=12,
+    ),
+    "gradma_s small tensors": gradma_case(
+        "gradma_s",
+        {**S, **TENSORS, "small_tensor_rule": "sum"},
+        {**S, **TENSORS, "small_tensor_rule": "sum"},
+        [{"small_tensor_rule": None}],
+        lr=2e-4,
+    ),
+    # GradMA
+    "gradma": gradma_case(
+        "gradma", S, S, [{"previous": "reset"}, {"first_previous": "global"}, {"beta2": 0.1}, {"beta1": 0.0}, SAMPLES, TENSORS],
+        lr=4.0, net="logistic",
+    ),
+    "gradma mlp": gradma_case("gradma", S, S, [{"previous": "reset"}, {"variant": "gradma_s"}, {"variant": "gradma_w"}]),
+    "gradma evictions": gradma_case("gradma", EVICTING, EVICTING, [{"memory": 6}, {"memory": 12}], rounds=12),
+    "gradma reset": gradma_case("gradma", {**S, "previous": "reset"}, {**S, "previous": "reset"}, [{"previous": "memory"}]),
+    "gradma first global": gradma_case(
+        "gradma", {**S, "first_previous": "global"}, {**S, "first_previous": "global"}, [{"first_previous": "x0"}],
+        lr=4.0, net="logistic",
+    ),
+    "gradma per tensor": gradma_case("gradma", {**S, **TENSORS}, {**S, **TENSORS}, [WHOLE]),
+    "gradma no memory": Case(
+        {"name": "gradma", **S, "memory": 0}, gradma.run, {"variant": "gradma", "lr": 1.0, **S, "memory": 0},
+        [{"memory": 12}, {"variant": "gradma_s"}], {"lr": 1.0}, ("client/qp_active",),
+    ),
+    "gradma reference": gradma_case(
+        "gradma", {**S, "preset": "reference"}, {**S, **TENSORS, **SAMPLES, "previous": "reset"},
+        [WHOLE, UNIFORM, {"previous": "memory"}],
+    ),
+    "gradma schedules": gradma_case(
+        "gradma",
+        {"memory": 5, "beta1": STEPS, "beta2": [[0, 0.9], [4, 0.2]], "lr": STEPS, "weights": "samples"},
+        {"memory": 5, "beta1": by_round(STEPS), "beta2": by_round([[0, 0.9], [4, 0.2]]), "server_lr": by_round(STEPS), **SAMPLES},
+        [{"beta1": 0.2}, {"beta2": 0.9}, {"server_lr": 0.2}, {"lr": 1.0}],
+        lr=[[0, 1.0], [3, 2.0]],
+        rounds=12,
+    ),
+    "gradma small tensors": gradma_case(
+        "gradma",
+        {**S, **TENSORS, "small_tensor_rule": "sum"},
+        {**S, **TENSORS, "small_tensor_rule": "sum"},
+        [{"small_tensor_rule": None}],
+        lr=2e-4,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", CASES)
+def test_every_round_is_the_papers(name, mode, engine, ragged):
+    """x_1 .. x_T of the engine are those of the oracle, and would not be with another value of an option."""
+    case = CASES[name]
+    model, net = NETS[case.net]
+    config: dict[str, Any] = {
+        "seed": case.seed, "rounds": case.rounds, "dtype": "float64", "model": model, "partition": ragged(SIZES),
+        "algorithm": case.algorithm, "schedule": {"cohort": 5}, "block": {"mode": mode, "size": 3},
+        "local": case.local if case.algorithm["name"] == "fedsgd" else {"batch": 16, "steps": 3, **case.local},
+    }  # fmt: skip
+    if "epochs" in case.local:
+        del config["local"]["steps"]
+    run, records = engine(config)
+    f = feed(run)
+    hyper = {"segments": net.segments, **case.hyper} if case.oracle is gradma.run else case.hyper
+    theirs = case.oracle(*f.args(net.grad), **hyper)
+    assert len(theirs) == case.rounds + 1
+    assert np.abs(theirs[-1] - theirs[0]).max() > 1e-4
+    assert distance(run.executor.xs, theirs) < case.tolerance
+    for other in case.matters:
+        assert distance(run.executor.xs, case.oracle(*f.args(net.grad), **{**hyper, **other})) > 1e-5, other
+    for metric in case.binds:
+        assert max(record.get(metric, 0.0) for record in records) > 0, f"{metric}: no constraint was ever active"
