@@ -19,7 +19,6 @@ os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
 import numpy as np
 import ray
-import torch
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from torch import Tensor
 
@@ -28,6 +27,7 @@ from raysim.data.arrays import shared_tensor
 from raysim.errors import ConfigError, RaysimError
 from raysim.executor import Evaluator, Ready, Trained, make_server, make_trainer, settle
 from raysim.plan import Plan
+from raysim.rules import State
 from raysim.server import Broadcast, Round
 
 
@@ -89,8 +89,11 @@ class _Server:
     def update(self, round: Round, *uploads: dict) -> dict[str, float]:
         return self.server.update(round, [Outcome(**_unpacked(u, self.device)) for u in uploads])
 
-    def final(self) -> tuple[np.ndarray, np.ndarray, str]:
-        return _packed(self.server.state["x"]), _packed(self.server.buffers), self.server.digest
+    def snapshot(self) -> dict:
+        return _packed(self.server.snapshot())
+
+    def restore(self, snapshot: dict) -> None:
+        self.server.restore({k: v.clone() for k, v in _unpacked(snapshot, "cpu").items()})
 
 
 class _Eval:
@@ -111,14 +114,14 @@ class _Eval:
 class _Awaited:
     """A result on its way from an actor."""
 
-    def __init__(self, reference: Any, what: str, timeout: float):
-        self.reference, self.what, self.timeout = reference, what, timeout
+    def __init__(self, reference: Any, what: str, timeout: float, read: Callable[[Any], Any] = lambda value: value):
+        self.reference, self.what, self.timeout, self.read = reference, what, timeout, read
 
     def ready(self) -> bool:
         return bool(ray.wait([self.reference], timeout=0)[0])
 
     def get(self) -> Any:
-        return _get(self.reference, self.what, self.timeout)
+        return self.read(_get(self.reference, self.what, self.timeout))
 
 
 def _get(reference: Any, what: str, timeout: float) -> Any:
@@ -238,9 +241,11 @@ class RayExecutor:
             return Ready({})
         return _Awaited(self.eval.evaluate.remote(down), "the evaluation", self.timeout)
 
-    def final(self) -> tuple[Tensor, Tensor, str]:
-        x, buffers, digest = _get(self.server.final.remote(), "the final parameters", self.timeout)
-        return torch.tensor(x), torch.tensor(buffers), digest
+    def snapshot(self) -> _Awaited:
+        return _Awaited(self.server.snapshot.remote(), "the server's state", self.timeout, lambda v: _unpacked(v, "cpu"))
+
+    def restore(self, snapshot: State) -> None:
+        _get(self.server.restore.remote(_packed(snapshot)), "the server to take its state back", self.timeout)
 
     def close(self) -> None:
         """Ends the actors, and Ray if it was started here."""

@@ -1,4 +1,4 @@
-"""The command line: `raysim run | list | data | doctor`.
+"""The command line: `raysim run | resume | list | data | doctor`.
 
 Exit codes: 0 done, 1 a run that failed, 2 a mistake in what was given, 130 and 143 ended by Ctrl-C and SIGTERM.
 """
@@ -63,11 +63,27 @@ def run(
     if dry_run:
         _rehearse(plan, console)
         return
+    _execute(as_json, console, plan)
+
+
+@app.command()
+def resume(
+    run_dir: Annotated[str, typer.Argument(help="the run's folder")],
+    overrides: Overrides = None,
+    as_json: Annotated[bool, typer.Option("--json", help="last line of standard output: one JSON object")] = False,
+) -> None:
+    """Go on with a run that was stopped, from its last checkpoint."""
+    from raysim.engine import reopen
+
+    _execute(as_json, Console(stderr=as_json, highlight=False), *reopen(run_dir, overrides or []))
+
+
+def _execute(as_json: bool, console: Console, plan: Plan, *reopened: Any) -> None:
     from raysim.engine import execute
     from raysim.tracking import ui_hint
 
     with _Progress(plan, console) as progress:
-        done = execute(plan, progress)
+        done = execute(plan, *reopened, progress=progress)
     best = done.metrics.get("accuracy")
     console.print(f"{done.rounds} rounds in {done.seconds:.1f} s" + (f", best accuracy {best['best']:.4f}" if best else ""))
     console.print(f"run directory  {done.run_dir}", soft_wrap=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import logging
 import platform
 import signal
@@ -22,6 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import raysim
+from raysim import checkpoint
 from raysim.block import Job, cut, local_steps
 from raysim.data import partition_plot, partitions, summary
 from raysim.config import parse_overrides
@@ -84,32 +86,39 @@ class Pending:
 class Engine:
     """One run: a plan, an executor, what clients keep, and the history so far."""
 
-    def __init__(self, plan: Plan, executor: Executor):
+    def __init__(self, plan: Plan, executor: Executor, run_dir: Path | None = None, run_id: str = ""):
         self.plan, self.executor, self.config = plan, executor, plan.config
+        self.run_dir, self.run_id = run_dir, run_id
         self.store = Store(len(plan.clients))
         self.schedule = Synchronous(plan.config, plan.clients.sizes)
-        self.bytes_down = self.bytes_up = 0
+        self.history: list[Record] = []
+        self.done = self.bytes_down = self.bytes_up = 0
 
     def rounds(self) -> Iterator[Record]:
         """Trains round after round; yields the record of each once its evaluation has come in."""
         executor, last = self.executor, self.config.rounds
         pending: deque[Pending] = deque()
-        ids = self.schedule.cohort(0)
-        down = executor.broadcast(0, ids)
-        pending.append(Pending({"round": 0.0}, self._evaluation(0, down)))
-        for t in range(last):
+        ids = self.schedule.cohort(self.done)
+        down = executor.broadcast(self.done, ids)
+        if not self.history:
+            pending.append(Pending({"round": 0.0}, self._evaluation(0, down)))
+        for t in range(self.done, last):
             began = time.perf_counter()
             jobs = self.jobs(t, ids)
             trained = executor.train(t, down, cut(jobs, self.plan.block_size))
             round, record = self.judge(t, jobs, trained)
             update = executor.update(round, trained)
+            self.done = t + 1
+            snapshot = executor.snapshot() if self._checkpoint_due() else None
             ids = self.schedule.cohort(t + 1) if t + 1 < last else []
             down = executor.broadcast(t + 1, ids)
             before = time.perf_counter()
             pending.append(Pending(record, [update, *self._evaluation(t + 1, down)]))
             evaluating = time.perf_counter() - before  # inline; on actors it goes on beside the next round
             self._clock(record, time.perf_counter() - began, evaluating)
-            yield from self._arrived(pending, keep=self._lag)
+            yield from self._arrived(pending, keep=0 if snapshot else self._lag)
+            if snapshot:
+                self._save(snapshot.get())
         yield from self._arrived(pending, keep=0)
 
     _lag = 2
@@ -126,7 +135,27 @@ class Engine:
             first = pending.popleft()
             for result in first.results:
                 first.record.update(result.get())
+            self.history.append(first.record)
             yield first.record
+
+    def _checkpoint_due(self) -> bool:
+        every = self.config.checkpoint.every
+        return bool(every) and self.run_dir is not None and (self.done % every == 0 or self.done == self.config.rounds)
+
+    def _save(self, server: dict[str, Tensor]) -> None:
+        assert self.run_dir is not None
+        facts = {"round": self.done, "bytes_down": self.bytes_down, "bytes_up": self.bytes_up, "history": self.history,
+                 "run_id": self.run_id, "fingerprint": self.config.fingerprint, "torch": torch.__version__,
+                 "raysim": raysim.__version__}  # fmt: skip
+        saved = checkpoint.Checkpoint(server, checkpoint.pack_store(self.store), facts)
+        checkpoint.write(self.run_dir, saved, self.config.checkpoint.keep)
+
+    def restore(self, saved: checkpoint.Checkpoint) -> None:
+        """Goes back to a checkpoint, before `rounds`."""
+        self.executor.restore(saved.server)
+        checkpoint.unpack_store(self.store, saved.clients)
+        self.done, self.history = saved.facts["round"], saved.facts["history"]
+        self.bytes_down, self.bytes_up = saved.facts["bytes_down"], saved.facts["bytes_up"]
 
     def jobs(self, t: int, ids: list[int]) -> list[Job]:
         """The cohort's work, with the weights that the server rule asks for."""
@@ -195,7 +224,7 @@ def run(source: str | Path | Mapping[str, Any], overrides: Iterable[str] | Mappi
         ConfigError: a mistake in the configuration, before anything has started.
         RaysimError: anything else that stopped the run; its run directory and MLflow run keep what was done.
     """
-    return execute(prepare(source, {**parse_overrides(overrides), **keys}), progress or (lambda record: None))
+    return execute(prepare(source, {**parse_overrides(overrides), **keys}), progress=progress or (lambda record: None))
 
 
 class Stopped(KeyboardInterrupt):
@@ -229,38 +258,86 @@ def _stoppable() -> Iterator[None]:
             signal.signal(n, handler)
 
 
-def execute(plan: Plan, progress: Progress, log: Callable[[str], None] = logger.warning) -> Finished:
-    """Runs a plan: opens the run directory, the tracker and the executor, and closes them whatever happens."""
-    run_dir = make_run_dir(plan)
+def resume(run_dir: str | Path, overrides: Iterable[str] | Mapping[str, Any] = (), *,
+           progress: Progress | None = None) -> Finished:  # fmt: skip
+    """Goes on with a run from its last whole checkpoint, in the same MLflow run; the result is the one that never
+    stopping would have given.
+
+    Args:
+        run_dir: the run's folder.
+        overrides: keys that do not determine the result: rounds, resources, tracking, checkpoint, evaluate.
+
+    Raises:
+        ConfigError: there is no run, it is finished, or an override would change its result.
+    """
+    return execute(*reopen(run_dir, overrides), progress=progress or (lambda record: None))
+
+
+def reopen(run_dir: str | Path, overrides: Iterable[str] | Mapping[str, Any] = ()) -> tuple[Plan, Path, checkpoint.Checkpoint | None]:
+    """The plan, folder and last checkpoint of a run that was stopped."""
+    folder = Path(run_dir)
+    if not (folder / "config.yaml").is_file():
+        raise ConfigError(f"{folder} holds no run (no config.yaml); give the folder that `raysim run` printed")
+    before, plan = prepare(folder / "config.yaml"), prepare(folder / "config.yaml", overrides)
+    changed = [k for k, v in plan.config.identity().items() if v != before.config.identity()[k]]
+    if changed:
+        raise ConfigError(f"{', '.join(changed)}: would change the result of the run in {folder}; start a new run instead")
+    saved = checkpoint.read_latest(folder, logger.warning)
+    if saved is not None and saved.facts["fingerprint"] != plan.config.fingerprint:
+        raise ConfigError(f"{folder}: the checkpoint was made by another configuration than its config.yaml")
+    if saved is not None and saved.facts["round"] >= plan.config.rounds:
+        raise ConfigError(f"{folder}: all {saved.facts['round']} rounds are done; to go on, say rounds=N with a larger N")
+    return plan, folder, saved
+
+
+def execute(plan: Plan, run_dir: Path | None = None, saved: checkpoint.Checkpoint | None = None, *,
+            progress: Progress = lambda record: None, log: Callable[[str], None] = logger.warning) -> Finished:  # fmt: skip
+    """Runs a plan, from a checkpoint if one is given: opens the run directory, the tracker and the executor, and
+    closes them whatever happens."""
+    run_dir = run_dir or make_run_dir(plan)
     (run_dir / "config.yaml").write_text(plan.config.dump())
     began = time.perf_counter()
     tracker, executor = Tracker(plan.config.tracking, run_dir), choose(plan, log)
-    history: list[Record] = []
+    engine: Engine | None = None
     status: Any = "FAILED"
     try:
         executor.open(plan)
-        run_id = tracker.start(plan.label, plan.config.model_dump(mode="json", exclude_none=True), tags(plan))
+        params = plan.config.model_dump(mode="json", exclude_none=True)
+        run_id = tracker.start(plan.label, params, tags(plan), run_id=saved.facts["run_id"] if saved else None)
         _track_inputs(tracker, plan)
+        engine = Engine(plan, executor, run_dir, run_id)
+        if saved is not None:
+            engine.restore(saved)
         with _stoppable():
-            for record in Engine(plan, executor).rounds():
-                history.append(record)
+            for record in engine.rounds():
                 tracker.metrics({k: v for k, v in record.items() if k != "round"}, step=int(record["round"]))
                 progress(record)
-        x, buffers, digest = executor.final()
+            server = executor.snapshot().get()
+        finished = _finish(plan, engine, server, time.perf_counter() - began)
         status = "FINISHED"
-        finished = Finished(run_id, run_dir, history, x, plan.model().state_dict(x, buffers), digest,
-                            time.perf_counter() - began)  # fmt: skip
-        save_file(finished.state_dict, run_dir / "parameters.safetensors")
         return finished
     except KeyboardInterrupt:
         status = "KILLED"
         raise
     finally:
         executor.close()
-        if tracker.run_id:
-            for path in _keepsakes(plan, run_dir, history):
+        if engine is not None:
+            for path in _keepsakes(plan, run_dir, engine.history):
                 tracker.artifact(path)
         tracker.finish(status)
+
+
+def _finish(plan: Plan, engine: Engine, server: dict[str, Tensor], seconds: float) -> Finished:
+    x, run_dir = server["state/x"], engine.run_dir
+    assert run_dir is not None
+    named = plan.model().state_dict(x, server["buffers"])
+    save_file(named, run_dir / "parameters.safetensors")
+    return Finished(engine.run_id, run_dir, engine.history, x, named, digest(x), seconds)
+
+
+def digest(x: Tensor) -> str:
+    """sha256 of the parameters' bytes."""
+    return hashlib.sha256(x.contiguous().numpy().tobytes()).hexdigest()
 
 
 def make_run_dir(plan: Plan) -> Path:
@@ -268,7 +345,7 @@ def make_run_dir(plan: Plan) -> Path:
     if plan.config.run_dir is not None:
         path = Path(plan.config.run_dir)
         if (path / "config.yaml").exists():
-            raise ConfigError(f"run_dir: {path} already holds a run; choose another run_dir or remove it")
+            raise ConfigError(f"run_dir: {path} already holds a run; `raysim resume {path}` goes on with it, or choose another")
         path.mkdir(parents=True, exist_ok=True)
         return path
     c = plan.config

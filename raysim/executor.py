@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
-from torch import Tensor
 from torch.nn import functional as F
 
 from raysim.block import Block, Outcome, Trainer
 from raysim.data import Examples
 from raysim.models import Bound
 from raysim.plan import Plan
+from raysim.rules import State
 from raysim.server import Broadcast, Round, Server
 
 T = TypeVar("T", covariant=True)
@@ -59,7 +59,8 @@ class Executor(Protocol):
     def train(self, t: int, down: Any, blocks: list[Block]) -> Trained: ...
     def update(self, round: Round, trained: Trained) -> Result[dict[str, float]]: ...
     def evaluate(self, down: Any) -> Result[dict[str, float]]: ...
-    def final(self) -> tuple[Tensor, Tensor, str]: ...
+    def snapshot(self) -> Result[State]: ...
+    def restore(self, snapshot: State) -> None: ...
     def close(self) -> None: ...
 
 
@@ -138,8 +139,11 @@ class Inline:
     def evaluate(self, down: Broadcast) -> Ready[dict[str, float]]:
         return Ready(self.evaluator.evaluate(down))
 
-    def final(self) -> tuple[Tensor, Tensor, str]:
-        return self.server.state["x"].detach().cpu(), self.server.buffers.cpu(), self.server.digest
+    def snapshot(self) -> Ready[State]:
+        return Ready(self.server.snapshot())
+
+    def restore(self, snapshot: State) -> None:
+        self.server.restore(snapshot)
 
     def close(self) -> None:
         torch.set_num_threads(self.threads)

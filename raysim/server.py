@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass, field
 
 import torch
@@ -84,12 +83,16 @@ class Server:
     def _named(metrics: dict[str, float]) -> dict[str, float]:
         return {f"server/{k}": v for k, v in metrics.items()}
 
+    def snapshot(self) -> State:
+        """Everything that the server knows, on the CPU, as it stands now."""
+        return {**{f"state/{k}": v.detach().cpu().clone() for k, v in self.state.items()}, "buffers": self.buffers.cpu().clone()}
+
+    def restore(self, snapshot: State) -> None:
+        """Goes back to a snapshot."""
+        self.buffers = snapshot["buffers"].to(self.buffers)
+        self.state = {k: snapshot[f"state/{k}"].to(v.device) for k, v in self.state.items()}
+
     @property
     def bytes(self) -> int:
         """Memory that the server's state takes."""
         return sum(t.numel() * t.element_size() for t in self.state.values())
-
-    @property
-    def digest(self) -> str:
-        """sha256 of the parameters' bytes."""
-        return hashlib.sha256(self.state["x"].detach().cpu().contiguous().numpy().tobytes()).hexdigest()
