@@ -190,7 +190,9 @@ class Faults(Section):
 
 class Resources(Section):
     """Where it runs. `cpus`, `gpus` (a share of one, or more) and `threads` are for each ClientActor; `server_gpus` is the
-    share of the server and of the evaluator each (0: they use CPUs); `timeout` (seconds) bounds every wait."""
+    share of the server and of the evaluator each (0: they use CPUs), `server_threads` how many threads share the
+    server's inner products (null: its cores, four at most; the bits do not depend on it); `timeout` (seconds) bounds
+    every wait."""
 
     executor: Literal["ray", "inline"] = "ray"
     actors: int = Field(2, ge=1)
@@ -198,6 +200,7 @@ class Resources(Section):
     gpus: float = Field(0, ge=0)
     server_gpus: float = Field(0, ge=0)
     threads: int = Field(1, ge=1)
+    server_threads: int | None = Field(None, ge=1)
     address: str | None = None
     timeout: Positive = 600.0
 

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from raysim.block import Block, Outcome, Trainer
 from raysim.data import Examples
 from raysim.models import Bound
+from raysim.numerics import use_threads
 from raysim.plan import Plan
 from raysim.rules import State
 from raysim.server import Broadcast, Round, Server
@@ -86,6 +87,7 @@ def make_trainer(plan: Plan, device: str) -> Trainer:
 
 def make_server(plan: Plan, device: str) -> Server:
     """The central server on a device."""
+    use_threads(plan.config.resources.server_threads)
     x0, buffers = plan.initial
     return Server(plan.server, x0.to(device), buffers.to(device), plan.problem)
 

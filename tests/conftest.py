@@ -25,17 +25,20 @@ torch.set_num_threads(1)
 
 
 class Watched(Inline):
-    """The inline executor; beside working it keeps x_0 .. x_T and the BatchNorm statistics 0 .. T, as broadcast."""
+    """The inline executor; beside working it keeps x_0 .. x_T and the BatchNorm statistics 0 .. T, as broadcast, and
+    the server's whole state at each of these times (after the cohort was admitted)."""
 
     def open(self, plan: Plan) -> None:
         super().open(plan)
         self.xs: list[np.ndarray] = []
         self.statistics: list[np.ndarray] = []
+        self.states: list[dict[str, torch.Tensor]] = []
 
     def broadcast(self, t: int, ids: list[int]) -> Any:
         down = super().broadcast(t, ids)
         self.xs.append(self.server.state["x"].clone().numpy())
         self.statistics.append(self.server.buffers.clone().numpy())
+        self.states.append(self.server.snapshot())
         return down
 
 
@@ -96,10 +99,8 @@ def ragged(tmp_path: Path) -> Callable[[Sequence[int]], dict[str, str]]:
     def write(sizes: Sequence[int]) -> dict[str, str]:
         y = load(Data(name="digits")).y
         pools = [list(np.flatnonzero(y == c)) for c in range(10)]
-        lists = [
-            [int(pools[k % 10].pop()) for _ in range(-(-2 * n // 3))] + [int(pools[(k + 3) % 10].pop()) for _ in range(n // 3)]
-            for k, n in enumerate(sizes)
-        ]
+        digits = [[k % 10] * -(-2 * n // 3) + [(k + 3) % 10] * (n // 3) for k, n in enumerate(sizes)]
+        lists = [[int(pools[digit].pop()) for digit in wanted] for wanted in digits]
         path = tmp_path / f"partition-{'-'.join(map(str, sizes))}.json"
         path.write_text(json.dumps(lists))
         return {"name": "file", "path": str(path)}

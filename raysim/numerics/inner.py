@@ -5,14 +5,30 @@ differently, when a row starts at another alignment. So vectors are copied first
 multiple of `LANES` elements, and multiplied there by GEMM. Sums are float64.
 """
 
+import os
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 LANES = 16  # a row stride in multiples of 16 elements keeps every row on a 64-byte boundary
 CHUNK = 4096  # columns that `cross` may add up in the storage dtype before it goes on in float64
+
+
+_pool: list[ThreadPoolExecutor] = []
+
+
+def use_threads(count: int | None) -> None:
+    """How many threads of this process share a `cross` on a CPU (None: its cores, four at most). The bits of a chunk
+    do not depend on who computes it, nor does the order in which chunks are added up."""
+    count = count or min(4, os.cpu_count() or 1)
+    while _pool:
+        _pool.pop().shutdown()
+    if count > 1:
+        _pool.append(ThreadPoolExecutor(count, "raysim-cross"))
 
 
 class _Work(threading.local):
@@ -75,8 +91,19 @@ def cross(left: Tensor, right: Tensor, segments: Sequence[int] | None = None) ->
     if whole:
         a = left[:, :whole].unflatten(1, (-1, CHUNK)).transpose(0, 1)
         b = right[:, :whole].unflatten(1, (-1, CHUNK)).transpose(0, 1)
-        total += torch.bmm(a, b.mT).sum(0, dtype=torch.float64)
+        total += _bmm(a, b.mT).sum(0, dtype=torch.float64)
     return total
+
+
+def _bmm(a: Tensor, b: Tensor) -> Tensor:
+    """`torch.bmm` [n, k, m], the n products dealt out over the threads in use."""
+    if not _pool or a.device.type != "cpu":
+        return torch.bmm(a, b)
+    out = a.new_empty(len(a), a.shape[1], b.shape[2])
+    threads = _pool[0]._max_workers
+    ends = [len(a) * i // threads for i in range(threads + 1)]
+    list(_pool[0].map(lambda part: torch.bmm(a[slice(*part)], b[slice(*part)], out=out[slice(*part)]), pairwise(ends)))
+    return out
 
 
 def _workspace(rows: list[Tensor]) -> Tensor:

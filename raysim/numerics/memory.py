@@ -33,6 +33,7 @@ from .sums import NonFiniteError
 
 Memory = dict[str, Tensor]
 
+SHORT = 1024  # length up to which a tensor's Gram matrix is not kept but computed anew, at no noticeable cost
 FAINTEST = 1e-300  # scales stop here, so that a row fades for ever without turning into a zero row
 
 
@@ -146,6 +147,7 @@ def absorb(
         memory["rows"] = memory["rows"].clone()
     rows = memory["rows"][:, : len(p)]
     _write(memory, rows, ids, deltas, np.asarray(weights, np.float64), momentum, beta1, beta2, segments)
+    _refresh_short(memory, rows, p, segments)
 
     Q, b, scale = (memory[key].numpy() for key in ("gram", "slack", "scale"))  # slack holds b' until the QP is solved
     norms = scale * np.sqrt(np.einsum("tii->ti", Q).clip(min=0.0))  # [T, m]; float32 rows that cancel may round below 0
@@ -225,6 +227,18 @@ def _write(
     mixed = (B * X).transpose(0, 2, 1) @ A.T  # B Xᵀ Aᵀ, [T, m, m]
     Q[:] = B[:, None] * Q * B + mixed + mixed.transpose(0, 2, 1) + A @ E @ A.T
     w[:] = beta1 * (B * w + Y @ A.T) + B * (weights @ X) + (E @ weights) @ A.T
+
+
+def _refresh_short(memory: Memory, rows: Tensor, p: Tensor, segments: list[int]) -> None:
+    """Gram and linear term of short tensors, afresh in float64: with more rows than dimensions the Gram matrix is
+    singular, and the 1e-7 that float32 sums leave in it would decide which constraints are active."""
+    start = 0
+    for t, length in enumerate(segments):
+        if length <= SHORT:
+            part = rows[:, start : start + length].double()
+            memory["gram"][t] = (part @ part.T).cpu()
+            memory["slack"][t] = (part @ p[start : start + length].double()).cpu()
+        start += length
 
 
 def _decayed(scale: Array, beta2: float) -> Array:

@@ -1,0 +1,461 @@
+"""What must hold of every client rule with every server rule. Generated from the registry: a new method is in here the
+moment its file is in algorithms/, before its author has written a test.
+
+The net is a user's own, with BatchNorm and dropout, and a number of parameters that is no multiple of 16. The clients
+are ragged: one has a single sample, one has two, one has none. The net also blows up on purpose: an image whose first
+pixel is far too bright (in the digits it is always 0) is multiplied by infinity.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from raysim import rules
+from raysim.block import Block, cut
+from raysim.engine import Engine
+from raysim.errors import ClientError, ConfigError
+from raysim.executor import Inline, make_trainer
+from raysim.plan import Plan, prepare
+from raysim.rules import CLIENTS, SERVERS, ServerRule
+
+rules.discover()
+
+SIZES = [20, 1, 9, 0, 14, 2, 7, 17]
+"""Beside batches of 6: partial batches, a dropped last sample, one sample, two, none."""
+BAD = 4
+"""The client that is made to fail; the only one of its size."""
+
+NETS = """
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self, shape, classes, dropout: float = 0.3, limit: float = 10.0):
+        super().__init__()
+        self.limit = limit
+        self.body = nn.Sequential(
+            nn.Flatten(), nn.Linear(64, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Dropout(dropout), nn.Linear(6, classes)
+        )
+
+    def forward(self, x):
+        blown_up = torch.where(x[:, :1, :1, :1] > self.limit, torch.inf, 1.0).to(x.dtype)
+        return self.body(x * blown_up)
+
+
+class Single(nn.Module):
+    def __init__(self, shape, classes):
+        super().__init__()
+        self.contrast = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x):
+        return x.flatten(1)[:, 20:30] * self.contrast
+"""
+
+FAILING = """
+from dataclasses import dataclass
+
+import torch
+
+from algorithms.fedavg import FedAvgClient
+
+
+@dataclass(frozen=True)
+class Failing(FedAvgClient):
+    size: int = 0
+    since: int = 0
+
+    def init(self, shared, row, data, task):
+        return {"fails": torch.tensor(data.n == self.size and task.t >= self.since)}
+
+    def step(self, shared, state, batch, task):
+        if state["fails"]:
+            raise ValueError("the dog ate my gradient")
+        return super().step(shared, state, batch, task)
+"""
+
+
+def pairs() -> list[tuple[str, str]]:
+    """Every client rule with every server rule that can feed it."""
+    found = []
+    for client in sorted(CLIENTS):
+        for server in sorted(SERVERS):
+            try:
+                rules.refuse_pair(CLIENTS[client](), SERVERS[server]())
+            except ConfigError:
+                continue
+            found.append((client, server))
+    return found
+
+
+every_pair = pytest.mark.parametrize("client, server", pairs())
+
+
+def test_the_registry_is_not_empty():
+    assert {"fedavg", "fedprox", "gradma"} <= set(CLIENTS)
+    assert {"fedavg", "fedavgm", "gradma"} <= set(SERVERS)
+    assert len(pairs()) >= 9
+
+
+@pytest.fixture
+def config(ragged, source) -> Callable[..., dict[str, Any]]:
+    """config(client, server, **sections): three rounds of five clients of eight."""
+
+    def make(client: str, server: str, **sections: Any) -> dict[str, Any]:
+        return {
+            "rounds": 3, "seed": 1, "dtype": "float64", "model": {"name": source("nets", NETS) + ":Net"},
+            "partition": ragged(SIZES), "schedule": {"cohort": 5},
+            "client": {"name": client}, "server": {"name": server},
+            "local": {"steps": 3, "batch": 6, "lr": 0.05}, "block": {"mode": "loop", "size": 3}, **sections,
+        }  # fmt: skip
+
+    return make
+
+
+def poisoned(plan: Plan) -> Plan:
+    """The plan, with images of client `BAD` whose first pixel is 255 / 16; digits end at 1."""
+    x = plan.dataset.x.copy()
+    assert not x[:, 0, 0, 0].any()
+    x[plan.clients.client(BAD), 0, 0, 0] = 255
+    return replace(plan, dataset=replace(plan.dataset, x=x))
+
+
+def without(engine: Engine) -> None:
+    """Leaves client `BAD` out of every cohort."""
+    cohort = engine.schedule.cohort
+    engine.schedule.cohort = lambda t: [i for i in cohort(t) if i != BAD]
+
+
+def distance(ours: list[np.ndarray], theirs: list[np.ndarray]) -> float:
+    """The largest difference of any round, relative to the largest entry of that round."""
+    assert len(ours) == len(theirs)
+    return max(np.abs(a - b).max() / np.abs(b).max() for a, b in zip(ours, theirs, strict=True))
+
+
+def cohorts(engine: Engine) -> list[list[int]]:
+    return [engine.schedule.cohort(t) for t in range(engine.config.rounds)]
+
+
+def assert_sound(engine: Engine) -> None:
+    """Everything that outlives a round is finite, and x has moved."""
+    server, xs = engine.executor.server, engine.executor.xs
+    for key, value in server.state.items():
+        assert torch.isfinite(value).all(), key
+    assert torch.isfinite(server.buffers).all()
+    for client, row in engine.store.rows.items():
+        for key, value in row.items():
+            assert np.isfinite(value).all(), (client, key)
+    assert np.abs(xs[-1] - xs[0]).max() > 0
+
+
+# --- one after the other, side by side, in blocks of any size
+
+
+@every_pair
+@pytest.mark.parametrize("local", [{"steps": 3}, {"epochs": 2}], ids=["steps", "epochs"])
+def test_side_by_side_is_one_after_the_other(client, server, local, engine, config):
+    """vmap pads batches, masks the padding in BatchNorm and loss, and freezes the clients that have finished (with
+    epochs each client has its own number of steps). Nothing of that may show."""
+    local = {**local, "batch": 6, "lr": 0.05}
+    looped, records = engine(config(client, server, local=local))
+    several, records_of_several = engine(config(client, server, local=local, block={"mode": "vmap", "size": 3}))
+    assert looped.plan.problem.size % 16 != 0
+    assert looped.plan.problem.has_dropout and not looped.plan.vmap and several.plan.vmap
+    took_part = cohorts(looped)
+    assert {1, 5} <= {i for cohort in took_part for i in cohort}  # one sample, two samples
+    assert min(map(len, took_part)) < 5  # the empty client was sampled
+    assert distance(several.executor.xs, looped.executor.xs) < 1e-9
+    assert distance(several.executor.statistics, looped.executor.statistics) < 1e-9
+    for a, b in zip(records_of_several, records, strict=True):
+        for key in (key for key in b if key.startswith(("client", "train_loss"))):
+            assert "per_second" in key or a[key] == pytest.approx(b[key], rel=1e-8), key
+    assert_sound(looped)
+    assert_sound(several)
+
+
+@every_pair
+def test_a_client_knows_nothing_of_its_block(client, server, engine, config):
+    """Looping, what a client sends, keeps and reports has the same bits in blocks of 1, 2 and 5 and in any order. The
+    client rule is tested behind a server rule that takes every upload as it is."""
+
+    @dataclass(frozen=True)
+    class EachServer(ServerRule):
+        @property
+        def uploads(self):
+            return dict.fromkeys(CLIENTS[client].sends, "each")
+
+    run, _ = engine(config(client, server, rounds=1))
+    t, plan, at_server = 1, replace(run.plan, server=EachServer()), run.executor.server
+    jobs = run.jobs(t, [i for i in range(8) if SIZES[i]])
+    assert any(job.seen for job in jobs) and not all(job.seen for job in jobs)
+    shared, buffers = at_server.rule.broadcast(at_server.state), at_server.buffers
+
+    def train(blocks: list[Block]) -> dict[int, Any]:
+        outcome = make_trainer(plan, "cpu").train(t, shared, buffers, blocks)
+        bits = {}
+        for done in outcome.done:
+            assert done.error is None
+            at = outcome.ids.index(done.client)
+            sent = {key: rows[at].numpy().tobytes() for key, rows in outcome.rows.items()}
+            kept = {key: value.tobytes() for key, value in (done.row or {}).items()}
+            bits[done.client] = (sent, kept, done.loss, done.metrics)
+        return bits
+
+    alone = train(cut(jobs, 1))
+    assert len(alone) == 7 and len({str(sent) for sent, *_ in alone.values()}) == 7
+    for blocks in (cut(jobs, 2), cut(jobs, 5), cut(jobs[::-1], 3)):
+        assert train(blocks) == alone
+
+
+@every_pair
+def test_block_size_shows_only_in_the_last_digits(client, server, engine, config):
+    """Each block rounds its sum to a multiple of 2⁻⁴⁰, about 1e-12: so do blocks of 1, 2 and 5 differ, and by no more
+    than a round's blocks add up to, times what three rounds make of it."""
+    xs = [engine(config(client, server, block={"mode": "loop", "size": size}))[0].executor.xs for size in (1, 2, 5)]
+    for other in xs[1:]:
+        assert max(np.abs(a - b).max() for a, b in zip(xs[0], other, strict=True)) < 1e-10
+
+
+# --- clients that are not there, or fail
+
+
+@every_pair
+def test_a_round_without_data_changes_nothing_and_counts(client, server, engine, config, ragged):
+    """Five of eight clients are empty, two are sampled. Round 1 and the last one find only empty ones: x, the BatchNorm
+    statistics and, after the last, the whole state of the server stay as they were, and the rounds are counted."""
+    run, records = engine(config(client, server, rounds=4, seed=23, partition=ragged([9, 0, 0, 12, 0, 8, 0, 0]),
+                                 schedule={"cohort": 2}))  # fmt: skip
+    assert [bool(cohort) for cohort in cohorts(run)] == [True, False, True, False]
+    assert [record["round"] for record in records] == [0, 1, 2, 3, 4]
+    assert [record["clients"] for record in records[1:]] == [len(cohort) for cohort in cohorts(run)]
+    xs, statistics, states = run.executor.xs, run.executor.statistics, run.executor.states
+    for t, cohort in enumerate(cohorts(run)):
+        assert np.array_equal(xs[t], xs[t + 1]) == (not cohort)
+        assert np.array_equal(statistics[t], statistics[t + 1]) == (not cohort)
+    for key, value in states[4].items():
+        assert torch.equal(value, states[3][key]), key
+    assert_sound(run)
+
+
+@every_pair
+@pytest.mark.parametrize("mode", ["loop", "vmap"])
+def test_a_dropped_client_leaves_no_trace(client, server, mode, engine, config):
+    """One client's update is not finite. It is dropped and counted, the weights of the others add up to one again, and
+    everything goes on as if it had not been sampled; nothing of it is kept anywhere. The memory has room for all."""
+    block = {"mode": mode, "size": 3}
+    given = config(client, server, block=block, faults={"on_client_error": "drop"})
+    run, records = engine(given, change=poisoned)
+    expected, _ = engine(config(client, server), before=without)
+    times = [BAD in cohort for cohort in cohorts(run)]
+    assert any(times) and not all(times)
+    assert [record["clients_dropped"] for record in records[1:]] == [float(bad) for bad in times]
+    left = [len(cohort) - bad for cohort, bad in zip(cohorts(run), times, strict=True)]
+    assert [record["clients"] for record in records[1:]] == left
+    assert_sound(run)
+    assert distance(run.executor.xs, expected.executor.xs) < 1e-9
+    assert distance(run.executor.statistics, expected.executor.statistics) < 1e-9
+    assert not run.store.seen[BAD] and BAD not in run.store.rows
+    np.testing.assert_array_equal(run.store.seen, expected.store.seen)
+    for key in ("train_loss", "client_loss/q50"):
+        assert np.isfinite([record[key] for record in records[1:]]).all()
+
+
+@every_pair
+@pytest.mark.parametrize("mode", ["loop", "vmap"])
+def test_a_non_finite_client_stops_the_run_by_name(client, server, mode, engine, config):
+    first = next(t for t, cohort in enumerate(cohorts(engine(config(client, server))[0])) if BAD in cohort)
+    with pytest.raises(ClientError, match=rf"client {BAD} failed in round {first}\b.*non-finite"):
+        engine(config(client, server, block={"mode": mode, "size": 3}), change=poisoned)
+
+
+@pytest.mark.parametrize("server", sorted(SERVERS))
+def test_weights_count_only_who_is_left(server, engine, config):
+    """The same with weights by samples: those of a round's survivors add up to one."""
+    rule = {"name": server, "weights": "samples"}
+    given = {"faults": {"on_client_error": "drop"}, "server": rule}
+    run, _ = engine({**config("fedavg", server), **given}, change=poisoned)
+    expected, _ = engine({**config("fedavg", server), "server": rule}, before=without)
+    uniform, _ = engine(config("fedavg", server), before=without)
+    assert distance(run.executor.xs, expected.executor.xs) < 1e-9
+    assert distance(run.executor.xs, uniform.executor.xs) > 1e-4
+
+
+def test_the_memory_never_sees_a_dropped_update(engine, config, source):
+    """A client that fails from the third round on keeps the row of its last good update, decayed by beta2 in each round
+    like everybody's; one that never succeeds has a place in memory, and nothing in it."""
+    failing = {"name": source("failing", FAILING) + ":Failing", "size": SIZES[BAD], "since": 2}
+    server = {"name": "gradma", "beta1": 0.5, "beta2": 0.5, "memory": 8}
+    given = {"rounds": 6, "faults": {"on_client_error": "drop"}, "server": server}
+    run, records = engine({**config("fedavg", "gradma"), **given, "client": failing})
+    good = [t for t, cohort in enumerate(cohorts(run)) if BAD in cohort and t < 2]
+    bad = [t for t, cohort in enumerate(cohorts(run)) if BAD in cohort and t >= 2]
+    assert good and bad
+    assert [record["clients_dropped"] for record in records[1:]] == [float(t in bad) for t in range(6)]
+
+    def row(state: dict[str, torch.Tensor]) -> np.ndarray:
+        at = state["state/memory/owner"].tolist().index(BAD)
+        size = len(state["state/x"])
+        return (state["state/memory/scale"][at] * state["state/memory/rows"][at, :size]).numpy()
+
+    states = run.executor.states  # at the beginning of each round
+    last = row(states[good[-1] + 1])
+    assert np.abs(last).max() > 0
+    for t in range(good[-1] + 1, 7):
+        np.testing.assert_allclose(row(states[t]), 0.5 ** (t - good[-1] - 1) * last, rtol=1e-12)
+
+    never, _ = engine({**config("fedavg", "gradma"), **given, "client": {**failing, "since": 0}})
+    assert np.abs(row(never.executor.states[-1])).max() == 0
+    expected, _ = engine({**config("fedavg", "gradma"), **given}, before=without)
+    assert distance(never.executor.xs, expected.executor.xs) < 1e-9
+
+
+@pytest.mark.parametrize("policy", ["stop", "drop"])
+def test_a_clients_own_exception_has_its_name_and_round(policy, engine, config, source, caplog):
+    """A user's rule that raises in `step` for one client, from the third round on. Stop: the error says who, when and
+    what. Drop: the log does."""
+    failing = {"name": source("failing", FAILING) + ":Failing", "size": SIZES[BAD], "since": 2}
+    given = {"rounds": 6, "client": failing, "faults": {"on_client_error": policy}}
+    sampled = cohorts(engine(config("fedavg", "fedavg", rounds=6))[0])
+    first = next(t for t, cohort in enumerate(sampled) if BAD in cohort and t >= 2)
+    what = "ValueError: the dog ate my gradient"
+    if policy == "stop":
+        with pytest.raises(ClientError, match=f"client {BAD} failed in round {first}: {what}"):
+            engine({**config("fedavg", "fedavg"), **given})
+        return
+    run, records = engine({**config("fedavg", "fedavg"), **given})
+    assert sum(record["clients_dropped"] for record in records[1:]) == sum(BAD in c for c in cohorts(run)[2:]) > 0
+    said = [message for message in caplog.messages if f"round {first}" in message]
+    assert len(said) == 1 and f"client {BAD}" in said[0] and what in said[0]
+    assert_sound(run)
+
+
+def test_a_net_that_overflows_in_the_trial_of_vmap_is_looped_or_refused(config, base, source):
+    """The trial's images are noise; a net may well answer with infinity. That is no reason for a traceback."""
+    given = {**base, **config("fedavg", "fedavg"), "model": {"name": source("nets", NETS) + ":Net", "limit": -9.0}}
+    with pytest.raises(ConfigError, match="vmap"):
+        prepare({**given, "block": {"mode": "vmap"}})
+    assert not prepare({**given, "block": {"mode": "auto"}, "partition": {"name": "iid", "clients": 40},
+                        "schedule": {"cohort": 32}}).vmap  # fmt: skip
+
+
+# --- the smallest net
+
+
+@every_pair
+def test_one_parameter(client, server, engine, config, source):
+    """P = 1: every inner product is a product, every QP a question of signs. The loss goes down, side by side too."""
+    model = {"name": source("nets", NETS) + ":Single"}
+    given = {"model": model, "rounds": 5, "evaluate": {"every": 1}}
+    run, records = engine(config(client, server, **given))
+    assert run.plan.problem.size == 1
+    assert_sound(run)
+    losses = [record["loss"] for record in records]
+    assert min(losses[1:]) < losses[0]
+    several, _ = engine(config(client, server, **given, block={"mode": "vmap", "size": 3}))
+    assert distance(several.executor.xs, run.executor.xs) < 1e-9
+
+
+# --- Ray
+
+
+class Reused:
+    """`RayExecutor` on one set of three actors for all tests: an actor is given another plan by running its __init__
+    again. A process of its own for every actor of every run would take minutes."""
+
+    def __init__(self) -> None:
+        from raysim.actors import RayExecutor
+
+        self.executor = RayExecutor(lambda message: None)
+        self.everybody: list[Any] = []
+
+    def run(self, plan: Plan, actors: int) -> tuple[np.ndarray, list[dict[str, float]]]:
+        """A run on the first `actors` of them: the bits of x, and the records."""
+        import ray
+
+        if not self.everybody:
+            assert actors == 3
+            self.executor.open(plan)
+            self.everybody = self.executor.clients
+        else:
+            for name, module in list(sys.modules.items()):
+                if name.startswith("raysim_user_"):
+                    ray.cloudpickle.register_pickle_by_value(module)
+            reference = ray.put(plan)
+
+            def begin_again(actor, plan):
+                type(actor).__init__(actor, plan)
+
+            them = [*self.everybody, self.executor.server]
+            ray.get([actor.__ray_call__.remote(begin_again, reference) for actor in them], timeout=60)
+        self.executor.clients, self.executor.actors = self.everybody[:actors], actors
+        records = list(Engine(plan, self.executor).rounds())
+        x = self.executor.server.__ray_call__.remote(lambda actor: actor.server.state["x"].numpy())
+        return ray.get(x, timeout=60), records
+
+    def close(self) -> None:
+        self.executor.clients = self.everybody
+        self.executor.close()
+
+
+@pytest.fixture(scope="module")
+def actors(local_ray) -> Iterator[Reused]:
+    reused = Reused()
+    yield reused
+    reused.close()
+
+
+ON_RAY = [("gradma", "gradma"), ("fedprox", "fedavgm"), ("fedavg", "gradma"), ("gradma", "fedavg")]
+
+
+@pytest.mark.parametrize("client, server", ON_RAY)
+@pytest.mark.parametrize("mode", ["loop", "vmap"])
+def test_any_number_of_actors_gives_the_same_bits(client, server, mode, config, base, actors):
+    """This process, three actors and one: the same x to the bit in float32, with BatchNorm, dropout, ragged clients,
+    rows that clients keep, and as many blocks as make three actors all work."""
+    given = {
+        **base, **config(client, server), "rounds": 4, "dtype": "float32",
+        "block": {"mode": mode, "size": 1 if mode == "loop" else 2},
+    }  # fmt: skip
+    inline, plan = Inline(), prepare(given)
+    assert plan.problem.size % 16 != 0 and plan.vmap == (mode == "vmap")
+    inline.open(plan)
+    records = list(Engine(plan, inline).rounds())
+    expected = inline.server.state["x"].numpy().copy()
+    inline.close()
+    assert np.abs(expected - plan.initial[0].numpy()).max() > 0
+    for count in (3, 1):
+        on_ray = prepare({**given, "resources": {"executor": "ray", "actors": count, "cpus": 1, "threads": 1}})
+        x, records_on_ray = actors.run(on_ray, count)
+        assert x.dtype == np.float32
+        assert x.tobytes() == expected.tobytes(), f"{count} actors"
+        for a, b in zip(records_on_ray, records, strict=True):
+            for key in (key for key in b if key.startswith(("client", "server", "train_loss"))):
+                assert "per_second" in key or a[key] == b[key], key
+
+
+@pytest.mark.parametrize("policy", ["stop", "drop"])
+def test_an_exception_on_an_actor_has_its_name_and_round(policy, config, base, actors, source):
+    """As in one process; dropping gives the same bits as there."""
+    failing = {"name": source("failing", FAILING) + ":Failing", "size": SIZES[BAD], "since": 1}
+    faults = {"on_client_error": policy}
+    given = {**base, **config("fedavg", "gradma"), "client": failing, "faults": faults, "rounds": 4}
+    plan = prepare({**given, "resources": {"executor": "ray", "actors": 3, "cpus": 1, "threads": 1}})
+    if policy == "stop":
+        with pytest.raises(ClientError, match=rf"client {BAD} failed in round 3: ValueError: the dog ate my gradient"):
+            actors.run(plan, 3)
+        return
+    x, records = actors.run(plan, 3)
+    inline, here = Inline(), prepare(given)
+    inline.open(here)
+    expected = list(Engine(here, inline).rounds())
+    assert x.tobytes() == inline.server.state["x"].numpy().tobytes()
+    inline.close()
+    assert [r["clients_dropped"] for r in records[1:]] == [r["clients_dropped"] for r in expected[1:]]
+    assert sum(r["clients_dropped"] for r in records[1:]) > 0

@@ -1,0 +1,141 @@
+"""Methods that are another one at a certain value of a hyper-parameter, to the bit (algorithms.md, trap 28).
+
+To the bit means: the sha256 of the parameters in float32 after several rounds on the same blocks. Each pair is run on a
+net with BatchNorm one client after the other, on one without, and side by side under vmap; the BatchNorm statistics
+are compared as well. A digest that never changes would pass all of this, so each method is also run at a value at
+which it must NOT be the other one.
+"""
+
+from __future__ import annotations
+
+from hashlib import sha256
+from typing import Any
+
+import numpy as np
+import pytest
+
+SMALL = """
+from torch import nn
+
+
+class Net(nn.Sequential):
+    def __init__(self, shape, classes):
+        super().__init__(nn.Flatten(), nn.Linear(64, 7), nn.BatchNorm1d(7), nn.ReLU(), nn.Linear(7, classes))
+"""
+DROPOUT = """
+from torch import nn
+
+
+class Net(nn.Sequential):
+    def __init__(self, shape, classes):
+        super().__init__(nn.Flatten(), nn.Linear(64, classes), nn.Dropout(0.7))
+"""
+SIZES = [30, 12, 17, 20, 45, 0, 8, 23, 16, 5, 33, 12]
+NETS = ["tinynn-loop", "mlp-loop", "small-vmap"]
+MOMENTUM = {"beta1": 0.9, "beta2": 0.5}
+
+SAME: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "fedprox with mu 0 is fedavg": ({"name": "fedprox", "mu": 0.0}, {"name": "fedavg"}),
+    "fedavgm with beta1 0 is fedavg": ({"name": "fedavgm", "beta1": 0.0}, {"name": "fedavg"}),
+    "gradma_s without memory, beta1 0, is fedavg": (
+        {"name": "gradma_s", "beta1": 0.0, "memory": 0}, {"name": "fedavg"}
+    ),
+    "gradma_s without memory is fedavgm": (
+        {"name": "gradma_s", "memory": 0, **MOMENTUM}, {"name": "fedavgm", "beta1": 0.9}
+    ),
+    "gradma without memory, beta1 0, is gradma_w": (
+        {"name": "gradma", "beta1": 0.0, "memory": 0}, {"name": "gradma_w"}
+    ),
+    "fedproxm with mu 0 is fedavgm": ({"name": "fedproxm", "mu": 0.0, "beta1": 0.9}, {"name": "fedavgm", "beta1": 0.9}),
+    "fedproxm with beta1 0 is fedprox": ({"name": "fedproxm", "mu": 0.4, "beta1": 0.0}, {"name": "fedprox", "mu": 0.4}),
+}  # fmt: skip
+OTHER: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "fedprox": ({"name": "fedprox", "mu": 0.1}, {"name": "fedavg"}),
+    "fedavgm": ({"name": "fedavgm", "beta1": 0.1}, {"name": "fedavg"}),
+    "gradma_s": ({"name": "gradma_s", "beta1": 0.0, "memory": 12}, {"name": "fedavg"}),
+    "gradma_s, momentum": ({"name": "gradma_s", "memory": 12, **MOMENTUM}, {"name": "fedavgm", "beta1": 0.9}),
+    "gradma_s, no memory": ({"name": "gradma_s", "memory": 0, "beta1": 0.1}, {"name": "fedavg"}),
+    "gradma": ({"name": "gradma", "beta1": 0.0, "memory": 0}, {"name": "fedavg"}),
+    "fedavg's weights": ({"name": "fedavg", "weights": "samples"}, {"name": "fedavg"}),
+}
+
+
+@pytest.fixture
+def digest(engine, ragged, source):
+    """digest(algorithm, net): of the parameters after 6 rounds, and the BatchNorm statistics."""
+
+    def of(algorithm: dict[str, Any], net: str, sizes: list[int] = SIZES, **local: Any) -> tuple[str, np.ndarray]:
+        name, mode = net.split("-")
+        models = {
+            "tinynn": {"name": "tinynn"}, "mlp": {"name": "mlp", "hidden": [16]},
+            "small": {"name": source("small", SMALL) + ":Net"},
+            "dropout": {"name": source("dropout", DROPOUT) + ":Net"},
+        }  # fmt: skip
+        run, _ = engine({
+            "rounds": 6, "model": models[name], "partition": ragged(sizes), "algorithm": algorithm,
+            "schedule": {"cohort": 5}, "block": {"mode": mode, "size": 3},
+            "local": local or {"batch": 16, "steps": 3, "lr": 0.1},
+        })  # fmt: skip
+        assert run.executor.xs[-1].dtype == np.float32
+        return sha256(run.executor.xs[-1].tobytes()).hexdigest(), run.executor.statistics[-1]
+
+    return of
+
+
+@pytest.mark.parametrize("net", NETS)
+@pytest.mark.parametrize("pair", SAME)
+def test_to_the_bit(pair, net, digest):
+    """0 · v adds nothing, and adding 0 rounds nothing: every operation that is left is the other method's own."""
+    (one, statistics), (other, statistics_of_other) = (digest(algorithm, net) for algorithm in SAME[pair])
+    assert one == other
+    np.testing.assert_array_equal(statistics, statistics_of_other)
+    assert statistics.size == {"tinynn-loop": 600, "mlp-loop": 0, "small-vmap": 14}[net]
+
+
+@pytest.mark.parametrize("net", NETS)
+@pytest.mark.parametrize("pair", OTHER)
+def test_and_otherwise_not(pair, net, digest):
+    one, other = (digest(algorithm, net)[0] for algorithm in OTHER[pair])
+    assert one != other
+
+
+@pytest.mark.parametrize("net", NETS)
+def test_equal_sizes_make_both_weights_one(net, digest):
+    """n / (K n) is 1 / K, also when rounded: the quotient of two integers is rounded once, whatever they are."""
+    sizes = [24] * 12
+    uniform, statistics = digest({"name": "fedavg", "weights": "uniform"}, net, sizes)
+    samples, statistics_of_samples = digest({"name": "fedavg", "weights": "samples"}, net, sizes)
+    assert uniform == samples
+    np.testing.assert_array_equal(statistics, statistics_of_samples)
+
+
+@pytest.mark.parametrize("net", NETS)
+@pytest.mark.parametrize("spelled", [{"steps": 1}, {"epochs": 1}], ids=str)
+def test_fedsgd_is_fedavg_with_one_full_step(net, spelled, digest):
+    """One step over all of a client's data is one epoch of one batch. FedSGD brings both settings with it."""
+    fedsgd, _ = digest({"name": "fedsgd"}, net, lr=0.1)
+    fedavg, _ = digest({"name": "fedavg"}, net, lr=0.1, batch="full", **spelled)
+    assert fedsgd == fedavg
+    assert fedsgd != digest({"name": "fedavg"}, net, lr=0.1, batch="full", steps=2)[0]
+    assert fedsgd != digest({"name": "fedavg"}, net, lr=0.1, batch=16, steps=1)[0]
+
+
+def test_the_first_local_step_of_fedprox_is_that_of_fedavg(digest):
+    """y = x there, so the proximal gradient is mu · 0, whatever mu; one step a round, and nothing is left of it."""
+    one_step = {"batch": 16, "steps": 1, "lr": 0.1}
+    fedprox, _ = digest({"name": "fedprox", "mu": 0.7}, "mlp-loop", **one_step)
+    assert fedprox == digest({"name": "fedavg"}, "mlp-loop", **one_step)[0]
+    assert fedprox != digest({"name": "fedavg"}, "mlp-loop", **{**one_step, "steps": 2})[0]
+
+
+@pytest.mark.parametrize("mode", ["loop", "vmap"])
+def test_the_first_local_step_of_gradma_is_that_of_fedavg(mode, digest):
+    """One step a round from x' = x: a and b are g itself, taken on the same batch under the same dropout masks, and
+    c = 0. So nothing is violated and g̃ = g, to the bit. With masks of their own a and b are other gradients: where a
+    mask takes away one logit of seven in ten, and a batch has two samples of different digits, they do contradict g."""
+    one_step = {"batch": 2, "steps": 1, "lr": 0.5}
+    net, reset = f"dropout-{mode}", {"name": "gradma_w", "previous": "reset"}
+    fedavg, _ = digest({"name": "fedavg"}, net, **one_step)
+    assert digest(reset, net, **one_step)[0] == fedavg
+    assert digest({**reset, "dropout": "independent"}, net, **one_step)[0] != fedavg
+    assert digest({"name": "gradma", "previous": "reset", "beta1": 0.0, "memory": 0}, net, **one_step)[0] == fedavg
