@@ -33,7 +33,7 @@ from pydantic import Field
 from algorithms.fedavg import FedAvgClient, FedAvgServer
 from raysim.config import Scheduled
 from raysim.numerics import absorb, admit, memory_init, project3
-from raysim.rules import Algorithm, ClientRule, ServerRule
+from raysim.rules import Algorithm, ClientRule, ServerRule, Uploads
 
 
 @dataclass(frozen=True)
@@ -94,12 +94,14 @@ class GradMAServer(ServerRule):
 
     def check(self, problem):
         if 0 < self.memory < problem.cohort:
-            raise ValueError(f"memory: {self.memory} rows for a cohort of {problem.cohort}; a row is needed for every "
-                             f"client of a round (at least {problem.cohort}), or 0 for plain momentum")  # fmt: skip
+            raise ValueError(
+                f"memory: {self.memory} rows for a cohort of {problem.cohort}; a row is needed for every "
+                f"client of a round (at least {problem.cohort}), or 0 for plain momentum"
+            )
         _check_small_tensor_rule(self)
 
     @property
-    def uploads(self):
+    def uploads(self) -> Uploads:
         return {"delta": "each" if self.memory else "mean"}
 
     def init(self, x0, problem):
@@ -116,9 +118,19 @@ class GradMAServer(ServerRule):
         memory = _memory(state)
         rows = reports.each("delta") if self.memory else state["x"].new_zeros(0, len(state["x"]))
         m, metrics = absorb(
-            memory, reports.ids, rows, reports.weights, reports.mean("delta"), state["m"], self.beta1, self.beta2,
-            solver=self.solver, small_tensor_rule=self.small_tensor_rule, max_age=self.max_age, norm_floor=self.norm_floor,
-        )  # fmt: skip
+            memory,
+            reports.ids,
+            rows,
+            reports.weights,
+            reports.mean("delta"),
+            state["m"],
+            self.beta1,
+            self.beta2,
+            solver=self.solver,
+            small_tensor_rule=self.small_tensor_rule,
+            max_age=self.max_age,
+            norm_floor=self.norm_floor,
+        )
         reports.report(**metrics)
         return {"x": state["x"] - self.lr * m, "m": m, **_prefixed(memory)}
 
@@ -139,14 +151,26 @@ def _check_small_tensor_rule(rule):
 _REFERENCE = {"qp_scope": "per_tensor", "weights": "samples", "dropout": "independent"}
 
 Algorithm(
-    "gradma_w", GradMAClient, FedAvgServer, "Luo 2023", state="server 0, client d",
+    "gradma_w",
+    GradMAClient,
+    FedAvgServer,
+    "Luo 2023",
+    state="server 0, client d",
     presets={"reference": {**_REFERENCE, "previous": "memory", "first_previous": "global"}},
-)  # fmt: skip
+)
 Algorithm(
-    "gradma_s", FedAvgClient, GradMAServer, "Luo 2023", state="server (m+1)·d, client 0",
+    "gradma_s",
+    FedAvgClient,
+    GradMAServer,
+    "Luo 2023",
+    state="server (m+1)·d, client 0",
     presets={"reference": _REFERENCE},
-)  # fmt: skip
+)
 Algorithm(
-    "gradma", GradMAClient, GradMAServer, "Luo 2023", state="server (m+1)·d, client d",
+    "gradma",
+    GradMAClient,
+    GradMAServer,
+    "Luo 2023",
+    state="server (m+1)·d, client d",
     presets={"reference": {**_REFERENCE, "previous": "reset"}},
-)  # fmt: skip
+)

@@ -12,20 +12,21 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
 import numpy as np
 import ray
+from ray import cloudpickle
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from torch import Tensor
 
 from raysim.block import Block, Outcome
 from raysim.data.arrays import shared_tensor
 from raysim.errors import ConfigError, RaysimError
-from raysim.executor import Evaluator, Ready, Trained, make_server, make_trainer, settle
+from raysim.executor import Evaluator, Next, Ready, Trained, make_server, make_trainer, settle
 from raysim.plan import Plan
 from raysim.rules import State
 from raysim.server import Broadcast, Round
@@ -84,10 +85,11 @@ class _Server:
         return None
 
     def broadcast(self, t: int, ids: list[int]) -> dict:
-        return {k: _packed(v) for k, v in vars(self.server.broadcast(t, ids)).items()}
+        return _packed(vars(self.server.broadcast(t, ids)))
 
-    def update(self, round: Round, *uploads: dict) -> dict[str, float]:
-        return self.server.update(round, [Outcome(**_unpacked(u, self.device)) for u in uploads])
+    def advance(self, round: Round, ids: list[int], keep: bool, *uploads: dict) -> tuple[dict, dict, dict]:
+        done = self.server.advance(round, [Outcome(**_unpacked(u, self.device)) for u in uploads], ids, keep)
+        return done.metrics, _packed(vars(done.down)), _packed(done.snapshot)
 
     def snapshot(self) -> dict:
         return _packed(self.server.snapshot())
@@ -129,8 +131,9 @@ def _get(reference: Any, what: str, timeout: float) -> Any:
     try:
         return ray.get(reference, timeout=timeout)
     except GetTimeoutError:
-        raise RaysimError(f"waited {timeout:g} s for {what}; it may be overloaded, or its node lost "
-                          "(resources.timeout is the limit)") from None  # fmt: skip
+        raise RaysimError(
+            f"waited {timeout:g} s for {what}; it may be overloaded, or its node lost (resources.timeout is the limit)"
+        ) from None
     except RayError as error:
         cause = getattr(error, "cause", None)
         if isinstance(cause, RaysimError):
@@ -144,6 +147,8 @@ class RayExecutor:
     def __init__(self, log: Callable[[str], None]):
         self.log, self.actors, self.ours = log, 0, False
         self.clients: list[Any] = []
+        self.server: Any = None
+        self.eval: Any = None
 
     def open(self, plan: Plan) -> None:
         r = plan.config.resources
@@ -151,13 +156,14 @@ class RayExecutor:
         self._connect(plan)
         for name, module in list(sys.modules.items()):
             if name.startswith("raysim_user_"):
-                ray.cloudpickle.register_pickle_by_value(module)
+                cloudpickle.register_pickle_by_value(module)
         reference = ray.put(plan)
         on_server = {"num_cpus": 0, "num_gpus": r.server_gpus, "max_restarts": 0}
-        self.server = ray.remote(_Server).options(**on_server).remote(reference)
-        client = ray.remote(_Client).options(num_cpus=r.cpus, num_gpus=r.gpus, max_restarts=0)
+        server, client, evaluator = (cast(Any, ray.remote(kind)) for kind in (_Server, _Client, _Eval))
+        self.server = server.options(**on_server).remote(reference)
+        client = client.options(num_cpus=r.cpus, num_gpus=r.gpus, max_restarts=0)
         self.clients = [client.remote(reference) for _ in range(r.actors)]
-        self.eval = ray.remote(_Eval).options(**on_server).remote(reference) if plan.config.evaluate.every else None
+        self.eval = evaluator.options(**on_server).remote(reference) if plan.config.evaluate.every else None
         waiting = [a.ready.remote() for a in (self.server, *self.clients, *([self.eval] if self.eval else []))]
         _get(waiting, f"the start of {len(waiting)} actors", r.timeout)
         self.actors = len(self.clients)
@@ -174,15 +180,21 @@ class RayExecutor:
                     ray.init(address=address, **quiet)
                 else:
                     wanted = int(np.ceil(r.actors * r.cpus))
-                    ray.init(address="local", num_cpus=max(os.cpu_count() or 1, wanted), include_dashboard=False, **quiet)
+                    ray.init(
+                        address="local", num_cpus=max(os.cpu_count() or 1, wanted), include_dashboard=False, **quiet
+                    )
             except Exception as error:
                 where = f"Ray at {address}" if address else "Ray on this machine"
-                raise RaysimError(f"cannot start {where}: {str(error).splitlines()[0] if str(error) else error}") from None
+                raise RaysimError(
+                    f"cannot start {where}: {str(error).splitlines()[0] if str(error) else error}"
+                ) from None
         have = ray.cluster_resources()
         for kind, wanted in (("CPU", r.actors * r.cpus), ("GPU", r.actors * r.gpus + 2 * r.server_gpus)):
             if wanted > have.get(kind, 0) + 1e-9:
-                raise ConfigError(f"resources: {r.actors} actors want {wanted:g} {kind}s, the cluster has "
-                                  f"{have.get(kind, 0):g}; lower resources.actors or the share of each")  # fmt: skip
+                raise ConfigError(
+                    f"resources: {r.actors} actors want {wanted:g} {kind}s, the cluster has "
+                    f"{have.get(kind, 0):g}; lower resources.actors or the share of each"
+                )
 
     def broadcast(self, t: int, ids: list[int]) -> Any:
         return self.server.broadcast.remote(t, ids)
@@ -210,8 +222,9 @@ class RayExecutor:
             ready, _ = ray.wait(list(waiting), timeout=self.timeout)
             if not ready:
                 actors = sorted({actor for _, actor, _ in waiting.values()})
-                raise RaysimError(f"round {t}: waited {self.timeout:g} s for ClientActors {actors} "
-                                  "(resources.timeout is the limit)")  # fmt: skip
+                raise RaysimError(
+                    f"round {t}: waited {self.timeout:g} s for ClientActors {actors} (resources.timeout is the limit)"
+                )
             for word in ready:
                 vectors, actor, share = waiting.pop(word)
                 try:
@@ -223,18 +236,26 @@ class RayExecutor:
                     if not load:
                         raise RaysimError(f"round {t}: the last ClientActor is lost (out of memory?)") from None
                     self.actors = len(load)
-                    self.log(f"round {t}: ClientActor {actor} is lost; its {len(share)} blocks go to the {len(load)} left")
+                    self.log(
+                        f"round {t}: ClientActor {actor} is lost; its {len(share)} blocks go to the {len(load)} left"
+                    )
                     deal(share)
                 except RayError as error:
                     raise RaysimError(f"round {t}: ClientActor {actor} failed: {error}") from None
         if lost:
             self.clients = [self.clients[actor] for actor in sorted(load)]
         seconds = [outcome.seconds for outcome in done]
-        return Trained(uploads, done, {"time/train": max(seconds, default=0.0), "actors_lost": float(lost),
-                                       "retried_blocks": float(retried)})  # fmt: skip
+        return Trained(
+            uploads,
+            done,
+            {"time/train": max(seconds, default=0.0), "actors_lost": float(lost), "retried_blocks": float(retried)},
+        )
 
-    def update(self, round: Round, trained: Trained) -> _Awaited:
-        return _Awaited(self.server.update.remote(round, *trained.uploads), f"the server update of round {round.t}", self.timeout)
+    def advance(self, round: Round, trained: Trained, ids: list[int], keep: bool) -> Next:
+        call = self.server.advance.options(num_returns=3)
+        metrics, down, snapshot = call.remote(round, ids, keep, *trained.uploads)
+        kept = _Awaited(snapshot, "the server's state", self.timeout, lambda v: _unpacked(v, "cpu")) if keep else None
+        return Next(_Awaited(metrics, f"the server update of round {round.t}", self.timeout), down, kept)
 
     def evaluate(self, down: Any) -> _Awaited | Ready[dict[str, float]]:
         if self.eval is None:
@@ -242,7 +263,9 @@ class RayExecutor:
         return _Awaited(self.eval.evaluate.remote(down), "the evaluation", self.timeout)
 
     def snapshot(self) -> _Awaited:
-        return _Awaited(self.server.snapshot.remote(), "the server's state", self.timeout, lambda v: _unpacked(v, "cpu"))
+        return _Awaited(
+            self.server.snapshot.remote(), "the server's state", self.timeout, lambda v: _unpacked(v, "cpu")
+        )
 
     def restore(self, snapshot: State) -> None:
         _get(self.server.restore.remote(_packed(snapshot)), "the server to take its state back", self.timeout)
@@ -251,8 +274,7 @@ class RayExecutor:
         """Ends the actors, and Ray if it was started here."""
         if not ray.is_initialized():
             return
-        for actor in (*self.clients, *(a for a in (getattr(self, "server", None), getattr(self, "eval", None)) if a)):
+        for actor in filter(None, (*self.clients, self.server, self.eval)):
             ray.kill(actor)
         if self.ours:
             ray.shutdown()
-

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from raysim.config import Config, at_round
 from raysim.data import Examples
+from raysim.data.arrays import DRAWS
 from raysim.data.partitions import Clients, VirtualClients
 from raysim.models import Batch, Facts, LocalData, LoopTask, Model, Task, VmapTask
 from raysim.numerics.sums import LIMIT, combine, fixed_sum
@@ -81,7 +82,7 @@ def batches_per_pass(n: int, size: int) -> int:
     while others exist (BatchNorm needs two); a client smaller than the batch size has one batch."""
     if n <= size:
         return min(n, 1)
-    return n // size + (n % size > 1 or size == 1 and n % size > 0)
+    return n // size + (n % size > 1 or (size == 1 and n % size > 0))
 
 
 def local_steps(n: int, size: int, steps: int | None, epochs: int | None) -> int:
@@ -103,8 +104,17 @@ def order(seed: int, client: int, n: int, size: int, cursor: int, steps: int) ->
 class Trainer:
     """Trains blocks on one device: the data, the net and the client rule, ready to use."""
 
-    def __init__(self, config: Config, client: ClientRule, server: ServerRule, model: Model, x0: Tensor,
-                 examples: Examples, clients: Clients | VirtualClients, vmap: bool):  # fmt: skip
+    def __init__(
+        self,
+        config: Config,
+        client: ClientRule,
+        server: ServerRule,
+        model: Model,
+        x0: Tensor,
+        examples: Examples,
+        clients: Clients | VirtualClients,
+        vmap: bool,
+    ):
         self.config, self.rule, self.uploads = config, client, server.uploads
         self.sent = (*self.uploads, "buffers") if model.buffer_size else tuple(self.uploads)
         self.model, self.x0, self.examples, self.clients, self.vmap = model, x0, examples, clients, vmap
@@ -141,8 +151,10 @@ class Trainer:
                 else:
                     state = rule.step(shared, state, batch, task)
                 if len(task.losses) != passes + 1:
-                    raise RuntimeError(f"client rule '{rule.name}' makes {len(task.losses) - passes} passes in mode "
-                                       "'train' in one step; make exactly one, the others 'frozen' or 'eval'")  # fmt: skip
+                    raise RuntimeError(
+                        f"client rule '{rule.name}' makes {len(task.losses) - passes} passes in mode "
+                        "'train' in one step; make exactly one, the others 'frozen' or 'eval'"
+                    )
             report, row = rule.finish(shared, state, row, data, task)
         except Exception:
             return _Trained(job, error=traceback.format_exc(limit=-8))
@@ -173,18 +185,27 @@ class Trainer:
         """Clients with most steps first, so that those still training are always the first ones."""
         jobs = sorted(block.jobs, key=lambda job: -job.steps)
         sizes = [len(self.clients.client(job.client)) for job in jobs]
-        data, steps = torch.tensor(sizes, device=self.x0.device), torch.tensor([j.steps for j in jobs], device=self.x0.device)
+        data, steps = (
+            torch.tensor(sizes, device=self.x0.device),
+            torch.tensor([j.steps for j in jobs], device=self.x0.device),
+        )
 
         def begin(row: State, n: Tensor, steps: Tensor) -> State:
-            return {"w": shared["x"], **rule.init(shared, row, LocalData(n), VmapTask(self.model, facts, buffers, steps))}
+            return {
+                "w": shared["x"],
+                **rule.init(shared, row, LocalData(n), VmapTask(self.model, facts, buffers, steps)),
+            }
 
-        def step(state: State, buffers: Tensor, steps: Tensor, x: Tensor, y: Tensor, mask: Tensor | None,
-                 drops: tuple) -> tuple[State, Tensor, Tensor]:  # fmt: skip
+        def step(
+            state: State, buffers: Tensor, steps: Tensor, x: Tensor, y: Tensor, mask: Tensor | None, drops: tuple
+        ) -> tuple[State, Tensor, Tensor]:
             task = VmapTask(self.model, facts, buffers, steps)
             state = rule.step(shared, state, Batch(x, y, mask, drops), task)
             if len(task.losses) != 1 or task.buffers is None:
-                raise RuntimeError(f"client rule '{rule.name}' makes {len(task.losses)} passes in mode 'train' in one "
-                                   "step; make exactly one, the others 'frozen' or 'eval'")  # fmt: skip
+                raise RuntimeError(
+                    f"client rule '{rule.name}' makes {len(task.losses)} passes in mode 'train' in one "
+                    "step; make exactly one, the others 'frozen' or 'eval'"
+                )
             return state, task.buffers, task.losses[0]
 
         def end(state: State, row: State, buffers: Tensor, n: Tensor, steps: Tensor) -> tuple[Report, State]:
@@ -199,7 +220,9 @@ class Trainer:
             for i, (live, x, y, mask, drops) in enumerate(self._stacked(facts.t, jobs)):
                 part = {k: v[:live] for k, v in state.items()}
                 dims = (0, 0, 0, 0, 0, None if mask is None else 0, 0)
-                part, new, loss = torch.func.vmap(step, in_dims=dims)(part, moved[:live], steps[:live], x, y, mask, drops)
+                part, new, loss = torch.func.vmap(step, in_dims=dims)(
+                    part, moved[:live], steps[:live], x, y, mask, drops
+                )
                 state = {k: torch.cat([part[k], v[live:]]) if live < len(jobs) else part[k] for k, v in state.items()}
                 moved = torch.cat([new, moved[live:]])
                 losses[:live] += (loss - losses[:live]) / (i + 1)
@@ -210,32 +233,33 @@ class Trainer:
         trained = {}
         for i, job in enumerate(jobs):
             report = {k: v[i] for k, v in reports.items()}
-            trained[job.client] = _Trained(job, {**report, "buffers": moved[i]}, _kept({k: v[i] for k, v in kept.items()}), losses[i])
+            trained[job.client] = _Trained(
+                job, {**report, "buffers": moved[i]}, _kept({k: v[i] for k, v in kept.items()}), losses[i]
+            )
         return [trained[job.client] for job in block.jobs]
 
     def _stacked(self, t: int, jobs: list[Job]) -> Iterator[tuple[int, Tensor, Tensor, Tensor | None, tuple]]:
         """Step by step: how many clients still train, and their batches padded to one size, [K, B, ...]."""
         mine = [self.clients.client(job.client) for job in jobs]
         draws = [self._draws(t, job.client) for job in jobs]
-        streams = [order(self.config.seed, job.client, len(m), self._size(m), job.cursor, job.steps)
-                   for job, m in zip(jobs, mine, strict=True)]  # fmt: skip
+        streams = [
+            order(self.config.seed, job.client, len(m), self._size(m), job.cursor, job.steps)
+            for job, m in zip(jobs, mine, strict=True)
+        ]
         for i in range(jobs[0].steps):
             live = sum(job.steps > i for job in jobs)
             indices = [mine[k][next(streams[k])] for k in range(live)]
             sizes = [len(part) for part in indices]
             width = max(sizes)
             padded = np.stack([np.pad(part, (0, width - len(part)), mode="edge") for part in indices])
-            augment = None
-            if (self.examples.pad or self.examples.flip) and draws[0].augment is not None:
-                augment = np.stack([np.pad(d.augment.random((n, 3)), ((0, width - n), (0, 0)))
-                                    for d, n in zip(draws, sizes, strict=False)]).reshape(-1, 3)  # fmt: skip
-            x, y = self.examples.batch(padded.reshape(-1), augment)
+            x, y = self.examples.batch(padded.reshape(-1), _side_by_side(draws, sizes, width))
             mask = None
             if min(sizes) < width:
                 mask = torch.from_numpy(np.arange(width) < np.array(sizes)[:, None]).to(x.device, x.dtype)
             masks = [self._masks(d, n, width) for d, n in zip(draws, sizes, strict=False)]
-            drops = tuple(tuple(torch.stack([m[s][i] for m in masks]) for i in range(len(one)))
-                          for s, one in enumerate(masks[0]))  # fmt: skip
+            drops = tuple(
+                tuple(torch.stack([m[s][i] for m in masks]) for i in range(len(one))) for s, one in enumerate(masks[0])
+            )
             yield live, x.view(live, width, *x.shape[1:]), y.view(live, width), mask, drops
 
     # -- shared ----------------------------------------------------------------------------------------------------
@@ -253,13 +277,14 @@ class Trainer:
 
     def _masks(self, draws: _Draws, n: int, width: int | None = None) -> tuple[tuple[Tensor, ...], ...]:
         """Dropout masks [n, ...] for one step, scaled to keep the mean; padded with zeros up to `width`."""
-        if draws.dropout is None:
+        rng = draws.dropout
+        if rng is None:
             return ()
         sets = []
         for _ in range(self.rule.masks):
             masks = []
             for shape, rate in self.model.dropouts:
-                kept = (draws.dropout.random((n, *shape), dtype=np.float32) >= rate) / max(1 - rate, 1e-30)
+                kept = (rng.random((n, *shape), dtype=np.float32) >= rate) / max(1 - rate, 1e-30)
                 if width is not None and width > n:
                     kept = np.pad(kept, ((0, width - n), *[(0, 0)] * len(shape)))
                 masks.append(torch.from_numpy(kept).to(self.model.device, self.model.dtype))
@@ -280,7 +305,9 @@ class Trainer:
             done = Done(one.job.client, error=one.error)
             if one.error is None:
                 done.loss, done.row = float(one.loss), one.row
-                done.metrics = {k.removeprefix("metric/"): float(v) for k, v in one.report.items() if k.startswith("metric/")}
+                done.metrics = {
+                    k.removeprefix("metric/"): float(v) for k, v in one.report.items() if k.startswith("metric/")
+                }
                 if bad := [k for k in self.sent if not _finite(one.report[k])]:
                     done.error = f"non-finite {' and '.join(bad)} (mean local loss {done.loss:.4g})"
             if done.error is None:
@@ -313,6 +340,13 @@ class _Trained:
     row: dict[str, np.ndarray] | None = None
     loss: Tensor = field(default_factory=lambda: torch.tensor(float("nan")))
     error: str | None = None
+
+
+def _side_by_side(draws: list[_Draws], sizes: list[int], width: int) -> np.ndarray | None:
+    """Each client's own augmentation numbers for one step, padded like the batches: [K * width, 3], or None."""
+    generators = [d.augment for d in draws if d.augment is not None]
+    own = [np.pad(g.random((n, DRAWS)), ((0, width - n), (0, 0))) for g, n in zip(generators, sizes, strict=False)]
+    return np.concatenate(own) if own else None
 
 
 def _kept(row: State) -> dict[str, np.ndarray] | None:

@@ -90,8 +90,9 @@ def read_latest(run_dir: Path, log: Callable[[str], None]) -> Checkpoint | None:
             sums = json.loads((path / "sums.json").read_text())
             if bad := [name for name in FILES if _sum(path / name) != sums[name]]:
                 raise ValueError(f"wrong checksum of {', '.join(bad)}")
-            return Checkpoint(load_file(path / FILES[0]), load_file(path / FILES[1]),
-                              json.loads((path / FILES[2]).read_text()))  # fmt: skip
+            return Checkpoint(
+                load_file(path / FILES[0]), load_file(path / FILES[1]), json.loads((path / FILES[2]).read_text())
+            )
         except (OSError, ValueError, KeyError, SafetensorError) as error:
             log(f"checkpoint {path} is damaged ({error}); trying the one before")
     if paths:
@@ -102,7 +103,11 @@ def read_latest(run_dir: Path, log: Callable[[str], None]) -> Checkpoint | None:
 def pack_store(store: Store) -> dict[str, Tensor]:
     """What clients keep, as named tensors."""
     packed = {"cursors": torch.from_numpy(store.cursors), "seen": torch.from_numpy(store.seen)}
-    rows = {f"{client}/{k}": torch.from_numpy(np.atleast_1d(v)) for client, row in store.rows.items() for k, v in row.items()}
+    rows = {
+        f"{client}/{k}": torch.from_numpy(np.atleast_1d(v))
+        for client, row in store.rows.items()
+        for k, v in row.items()
+    }
     return {**packed, **rows}
 
 

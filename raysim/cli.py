@@ -23,8 +23,12 @@ if TYPE_CHECKING:
     from raysim.engine import Finished, Record
     from raysim.plan import Plan
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
-                  help="Federated-learning simulation on Ray.")  # fmt: skip
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Federated-learning simulation on Ray.",
+)
 data_app = typer.Typer(no_args_is_help=True, help="Data sets: fetch them, look at them.")
 app.add_typer(data_app, name="data")
 
@@ -49,7 +53,9 @@ def run(
     config: Annotated[str, typer.Argument(help="a YAML file, or the name of a shipped one: quickstart")],
     overrides: Overrides = None,
     as_json: Annotated[bool, typer.Option("--json", help="last line of standard output: one JSON object")] = False,
-    print_config: Annotated[bool, typer.Option("--print-config", help="print the resolved configuration, stop")] = False,
+    print_config: Annotated[
+        bool, typer.Option("--print-config", help="print the resolved configuration, stop")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="check everything, train one client here, stop")] = False,
 ) -> None:
     """Run one experiment."""
@@ -85,7 +91,9 @@ def _execute(as_json: bool, console: Console, plan: Plan, *reopened: Any) -> Non
     with _Progress(plan, console) as progress:
         done = execute(plan, *reopened, progress=progress)
     best = done.metrics.get("accuracy")
-    console.print(f"{done.rounds} rounds in {done.seconds:.1f} s" + (f", best accuracy {best['best']:.4f}" if best else ""))
+    console.print(
+        f"{done.rounds} rounds in {done.seconds:.1f} s" + (f", best accuracy {best['best']:.4f}" if best else "")
+    )
     console.print(f"run directory  {done.run_dir}", soft_wrap=True)
     console.print(f"look at it     {ui_hint(plan.config.tracking)}   (run {done.run_id})", soft_wrap=True)
     if as_json:
@@ -95,9 +103,14 @@ def _execute(as_json: bool, console: Console, plan: Plan, *reopened: Any) -> Non
 def as_object(done: Finished) -> dict[str, Any]:
     """What `--json` prints."""
     return {
-        "run_id": done.run_id, "run_dir": str(done.run_dir.absolute()), "rounds": done.rounds, "metrics": done.metrics,
-        "seconds": round(done.seconds, 3), "clients_per_second": round(done.clients_per_second, 3), "digest": done.digest,
-    }  # fmt: skip
+        "run_id": done.run_id,
+        "run_dir": str(done.run_dir.absolute()),
+        "rounds": done.rounds,
+        "metrics": done.metrics,
+        "seconds": round(done.seconds, 3),
+        "clients_per_second": round(done.clients_per_second, 3),
+        "digest": done.digest,
+    }
 
 
 class _Progress:
@@ -115,8 +128,14 @@ class _Progress:
         if c.is_terminal:
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-            self.bar = Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
-                                TextColumn("{task.fields[said]}"), TimeRemainingColumn(), console=c)  # fmt: skip
+            self.bar = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[said]}"),
+                TimeRemainingColumn(),
+                console=c,
+            )
             self.task = self.bar.add_task(self.title, total=self.rounds, said="starting")
             self.bar.start()
         else:
@@ -136,7 +155,9 @@ class _Progress:
             self.bar.update(self.task, completed=done, said=" · ".join([*figures, self.where]))
         elif now - self.last > 5 or done in (1, self.rounds):
             left = (now - self.began) / max(done, 1) * (self.rounds - done)
-            self.console.print(f"round {done}/{self.rounds}  " + "  ".join(figures) + f"  {left:.0f} s left", soft_wrap=True)
+            self.console.print(
+                f"round {done}/{self.rounds}  " + "  ".join(figures) + f"  {left:.0f} s left", soft_wrap=True
+            )
             self.last = now
 
 
@@ -165,7 +186,9 @@ def _rehearse(plan: Plan, console: Console) -> None:
     table = Table(show_header=False, box=None)
     table.add_row("method", f"{plan.label}: client rule {plan.client.name} × server rule {plan.server.name}")
     table.add_row("model", f"{c.model.name}, {plan.problem.size:,} parameters")
-    table.add_row("clients", f"{len(plan.clients)}, samples min {sizes.min()}, median {int(np.median(sizes))}, max {sizes.max()}")
+    table.add_row(
+        "clients", f"{len(plan.clients)}, samples min {sizes.min()}, median {int(np.median(sizes))}, max {sizes.max()}"
+    )
     table.add_row("round", f"{c.schedule.cohort} clients in {blocks} blocks ({'vmap' if plan.vmap else 'loop'})")
     table.add_row("traffic", f"{down_bytes / 1e6:.3g} MB down, {up_bytes / 1e6:.3g} MB up for each client")
     table.add_row("one client", f"{took:.3g} s here (with warming up)")
@@ -198,8 +221,18 @@ def _catalogue(what: str) -> list[dict[str, str]]:
 
     if what == "algorithms":
         rules.discover()
-        return [{"name": a.name, "paper": a.paper, "client": a.client.name, "server": a.server.name, "state": a.state,
-                 "traffic": a.traffic, "presets": " ".join(a.presets)} for a in rules.ALGORITHMS.values()]  # fmt: skip
+        return [
+            {
+                "name": a.name,
+                "paper": a.paper,
+                "client": a.client.name,
+                "server": a.server.name,
+                "state": a.state,
+                "traffic": a.traffic,
+                "presets": " ".join(a.presets),
+            }
+            for a in rules.ALGORITHMS.values()
+        ]
     if what in ("clients", "servers"):
         rules.discover()
         registry: Any = rules.CLIENTS if what == "clients" else rules.SERVERS
@@ -211,8 +244,10 @@ def _catalogue(what: str) -> list[dict[str, str]]:
 
         return [{"name": n, "here": "yes" if data.present(n) else "no"} for n in data.names()]
     if what == "partitions":
-        return [{"name": n, "what": first_line(m), "keys": " ".join(k for k in m.model_fields if k != "name")}
-                for n, m in partitions().items()]  # fmt: skip
+        return [
+            {"name": n, "what": first_line(m), "keys": " ".join(k for k in m.model_fields if k != "name")}
+            for n, m in partitions().items()
+        ]
     known = ("algorithms", "clients", "servers", "models", "datasets", "partitions")
     raise ConfigError(f"list: nothing called '{what}'{did_you_mean(what, known)}")
 

@@ -17,7 +17,7 @@ import re
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
@@ -35,9 +35,6 @@ def _check_schedule(value: float | list[tuple[int, float]]) -> float | list[tupl
     return value
 
 
-Scheduled = Annotated[float | list[tuple[int, float]], AfterValidator(_check_schedule)]
-"""A number, or a piecewise-constant schedule over rounds: a list of [first round, value]."""
-
 Positive = Annotated[float, Field(gt=0)]
 
 
@@ -54,7 +51,13 @@ def _positive_throughout(value: Any) -> Any:
     return value
 
 
-PositiveScheduled = Annotated[Scheduled, AfterValidator(_positive_throughout)]
+if TYPE_CHECKING:  # a rule sees the number that is due in its round
+    Scheduled = float
+    PositiveScheduled = float
+else:
+    Scheduled = Annotated[float | list[tuple[int, float]], AfterValidator(_check_schedule)]
+    """A number, or a piecewise-constant schedule over rounds: a list of [first round, value]."""
+    PositiveScheduled = Annotated[Scheduled, AfterValidator(_positive_throughout)]
 
 
 class Section(BaseModel):
@@ -88,7 +91,7 @@ class IID(Section):
     """Shuffled and cut into equal parts (sizes differ by at most one)."""
 
     name: Literal["iid"] = "iid"
-    clients: int = Field(100, ge=1)
+    clients: int = Field(default=100, ge=1)
 
 
 class Dirichlet(Section):
@@ -96,18 +99,18 @@ class Dirichlet(Section):
     come out very unequal; `client_over_classes` (Hsu 2019, FedDyn) draws a class mix per client, sizes equal."""
 
     name: Literal["dirichlet"]
-    clients: int = Field(100, ge=1)
+    clients: int = Field(default=100, ge=1)
     alpha: Positive
     kind: Literal["class_over_clients", "client_over_classes"] = "class_over_clients"
-    min_samples: int = Field(2, ge=0)
+    min_samples: int = Field(default=2, ge=0)
 
 
 class Shards(Section):
     """Sorted by label and dealt out in shards, `classes` shards to each client (McMahan 2017)."""
 
     name: Literal["shards"]
-    clients: int = Field(100, ge=1)
-    classes: int = Field(2, ge=1)
+    clients: int = Field(default=100, ge=1)
+    classes: int = Field(default=2, ge=1)
 
 
 class HeavyTail(Section):
@@ -115,18 +118,18 @@ class HeavyTail(Section):
     `max_samples` (after Xu 2022, whose generator is not published)."""
 
     name: Literal["heavy_tail"]
-    clients: int = Field(5000, ge=1)
+    clients: int = Field(default=5000, ge=1)
     classes: Literal[1, 2] = 1
     mean: float = 1.25
     sigma: Positive = 1.0
-    max_samples: int = Field(100, ge=2)
+    max_samples: int = Field(default=100, ge=2)
 
 
 class Natural(Section):
     """The data set's own users or sources; `clients` merges them at random into that many."""
 
     name: Literal["natural"]
-    clients: int | None = Field(None, ge=1)
+    clients: int | None = Field(default=None, ge=1)
 
 
 class FromFile(Section):
@@ -142,12 +145,10 @@ class Virtual(Section):
 
     name: Literal["virtual"]
     clients: int = Field(ge=1)
-    samples: int = Field(20, ge=1)
+    samples: int = Field(default=20, ge=1)
 
 
-Partition = Annotated[
-    IID | Dirichlet | Shards | HeavyTail | Natural | FromFile | Virtual, Field(discriminator="name")
-]
+Partition = Annotated[IID | Dirichlet | Shards | HeavyTail | Natural | FromFile | Virtual, Field(discriminator="name")]
 
 
 class Local(Section):
@@ -157,11 +158,11 @@ class Local(Section):
     name lacks "bias" (as Luo 2023's code does); `clip` bounds the norm of each step's direction.
     """
 
-    steps: int | None = Field(None, ge=1)
-    epochs: int | None = Field(None, ge=1)
+    steps: int | None = Field(default=None, ge=1)
+    epochs: int | None = Field(default=None, ge=1)
     batch: Annotated[int, Field(ge=1)] | Literal["full"] = 64
     lr: PositiveScheduled = 0.01
-    weight_decay: float = Field(0.0, ge=0)
+    weight_decay: float = Field(default=0.0, ge=0)
     clip: Positive | None = None
 
     @model_validator(mode="before")
@@ -179,7 +180,7 @@ class Sync(Section):
     """Rounds in step: `cohort` clients, uniformly without replacement, all awaited."""
 
     name: Literal["sync"] = "sync"
-    cohort: int = Field(10, ge=1)
+    cohort: int = Field(default=10, ge=1)
 
 
 class Faults(Section):
@@ -189,18 +190,18 @@ class Faults(Section):
 
 
 class Resources(Section):
-    """Where it runs. `cpus`, `gpus` (a share of one, or more) and `threads` are for each ClientActor; `server_gpus` is the
-    share of the server and of the evaluator each (0: they use CPUs), `server_threads` how many threads share the
+    """Where it runs. `cpus`, `gpus` (a share of one, or more) and `threads` are for each ClientActor; `server_gpus` is
+    the share of the server and of the evaluator each (0: they use CPUs), `server_threads` how many threads share the
     server's inner products (null: its cores, four at most; the bits do not depend on it); `timeout` (seconds) bounds
     every wait."""
 
     executor: Literal["ray", "inline"] = "ray"
-    actors: int = Field(2, ge=1)
-    cpus: float = Field(1, ge=0)
-    gpus: float = Field(0, ge=0)
-    server_gpus: float = Field(0, ge=0)
-    threads: int = Field(1, ge=1)
-    server_threads: int | None = Field(None, ge=1)
+    actors: int = Field(default=2, ge=1)
+    cpus: float = Field(default=1, ge=0)
+    gpus: float = Field(default=0, ge=0)
+    server_gpus: float = Field(default=0, ge=0)
+    threads: int = Field(default=1, ge=1)
+    server_threads: int | None = Field(default=None, ge=1)
     address: str | None = None
     timeout: Positive = 600.0
 
@@ -215,15 +216,15 @@ class Block(Section):
 class Evaluate(Section):
     """How often the global model meets the test set (0: never; the last round always, if ever)."""
 
-    every: int = Field(1, ge=0)
-    batch: int = Field(1000, ge=1)
+    every: int = Field(default=1, ge=0)
+    batch: int = Field(default=1000, ge=1)
 
 
 class Checkpoint(Section):
     """How often the complete state is written to `<run_dir>/checkpoints/` (0: never), and how many are kept."""
 
-    every: int = Field(50, ge=0)
-    keep: int = Field(2, ge=1)
+    every: int = Field(default=50, ge=0)
+    keep: int = Field(default=2, ge=1)
 
 
 class Tracking(Section):
@@ -242,7 +243,7 @@ class Config(Section):
     """Everything a run needs. Only data, rounds and the algorithm (or client and server) have no default."""
 
     name: str | None = None
-    seed: int = Field(0, ge=0)
+    seed: int = Field(default=0, ge=0)
     rounds: int = Field(ge=1)
     dtype: Literal["float32", "float64"] = "float32"
     data: Annotated[Data, BeforeValidator(_named)]
@@ -302,8 +303,11 @@ def find(source: str | Path, folder: Path | None = None) -> Path:
     for path in tried:
         if path.is_file():
             return path
-    names = {str(p.relative_to(f)).removesuffix(".yaml") for f in (package / "configs", package.parent / "configs")
-             for p in f.rglob("*.yaml")}  # fmt: skip
+    names = {
+        str(p.relative_to(f)).removesuffix(".yaml")
+        for f in (package / "configs", package.parent / "configs")
+        for p in f.rglob("*.yaml")
+    }
     raise ConfigError(f"no configuration '{source}': neither a file nor a shipped one{did_you_mean(text, names)}")
 
 
@@ -355,7 +359,7 @@ def _yaml(path: Path) -> dict[str, Any]:
 
 
 def parse_overrides(given: Iterable[str] | Mapping[str, Any]) -> dict[str, Any]:
-    """"key=value" texts as a mapping from dotted keys to YAML values; a mapping comes back as it is."""
+    """ "key=value" texts as a mapping from dotted keys to YAML values; a mapping comes back as it is."""
     if isinstance(given, Mapping):
         return dict(given)
     values = {}
@@ -389,14 +393,18 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any], keys: Keys | None 
     """One layer over another, section by section."""
     result = dict(below)
     if "algorithm" in above:
-        result.pop("client", None), result.pop("server", None)
+        result = {k: v for k, v in result.items() if k not in ("client", "server")}
     elif "client" in above and "server" in above:
         result.pop("algorithm", None)
     for key, value in above.items():
         old = result.get(key)
         if key in NAMED:
             old, value = _named(old), _named(value)
-            if isinstance(old, dict) and isinstance(value, dict) and value.get("name", old.get("name")) != old.get("name"):
+            if (
+                isinstance(old, dict)
+                and isinstance(value, dict)
+                and value.get("name", old.get("name")) != old.get("name")
+            ):
                 known = keys(key, str(value["name"])) if keys else None
                 old = {k: v for k, v in old.items() if k in (known or ())}
         if key == "local" and isinstance(old, dict) and isinstance(value, dict):
@@ -408,7 +416,9 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any], keys: Keys | None 
 
 def section_keys(section: str, name: str) -> set[str] | None:
     """The keys of a section whose names are known here (data, partition, schedule); None for an unknown name."""
-    options = [m for m in _flatten(Config.model_fields[section].annotation) if isinstance(m, type) and issubclass(m, Section)]
+    options = [
+        m for m in _flatten(Config.model_fields[section].annotation) if isinstance(m, type) and issubclass(m, Section)
+    ]
     for model in options:
         if not _names(model) or name in _names(model):
             return set(model.model_fields)
@@ -440,8 +450,10 @@ def explain(error: ValidationError, raw: Any, model: type, prefix: str = "") -> 
         elif item["type"] in ("missing", "missing_argument"):
             text = "missing; give it in the file or as " + f"{key}=…"
         elif item["type"] == "union_tag_invalid":
-            context = item["ctx"]
-            text = f"unknown name '{context['tag']}'" + did_you_mean(context["tag"], re.findall(r"'(\w+)'", context["expected_tags"]))  # fmt: skip
+            context = item.get("ctx", {})
+            text = f"unknown name '{context['tag']}'" + did_you_mean(
+                context["tag"], re.findall(r"'(\w+)'", context["expected_tags"])
+            )
             key = f"{key}.name"
         elif item["type"] == "union_tag_not_found":
             key, text = f"{key}.name", "missing; give it a name"
@@ -456,7 +468,18 @@ def explain(error: ValidationError, raw: Any, model: type, prefix: str = "") -> 
 
 def _is_branch(part: Any) -> bool:
     """Pydantic puts the branch of a union into the path of an error; a user does not know it."""
-    branches = {"int", "float", "constrained-int", "iid", "dirichlet", "shards", "heavy_tail", "natural", "file", "virtual"}
+    branches = {
+        "int",
+        "float",
+        "constrained-int",
+        "iid",
+        "dirichlet",
+        "shards",
+        "heavy_tail",
+        "natural",
+        "file",
+        "virtual",
+    }
     return isinstance(part, str) and (part in branches or "[" in part or "(" in part)
 
 
@@ -465,7 +488,9 @@ def _keys_at(model: Any, path: list[str], raw: Any) -> list[str]:
         if not (isinstance(model, type) and issubclass(model, BaseModel)) or part not in model.model_fields:
             return []
         raw = _named(raw.get(part)) if isinstance(raw, Mapping) else None
-        options = [m for m in _flatten(model.model_fields[part].annotation) if isinstance(m, type) and issubclass(m, BaseModel)]
+        options = [
+            m for m in _flatten(model.model_fields[part].annotation) if isinstance(m, type) and issubclass(m, BaseModel)
+        ]
         named = [m for m in options if isinstance(raw, dict) and raw.get("name") in _names(m)]
         model = (named or options or [None])[0]
     return list(model.model_fields) if model is not None and hasattr(model, "model_fields") else []

@@ -7,12 +7,22 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
+from typing import Any
 
 
 def examine() -> Iterator[tuple[str, bool, str]]:
     """Name of the check, whether it is well, and a word on it."""
-    for name, check in (("python", _python), ("packages", _packages), ("torchvision", _torchvision), ("cores", _cores),
-                        ("gpus", _gpus), ("memory", _memory), ("data", _data), ("solvers", _solvers), ("ray", _ray)):  # fmt: skip
+    for name, check in (
+        ("python", _python),
+        ("packages", _packages),
+        ("torchvision", _torchvision),
+        ("cores", _cores),
+        ("gpus", _gpus),
+        ("memory", _memory),
+        ("data", _data),
+        ("solvers", _solvers),
+        ("ray", _ray),
+    ):
         yield (name, *_safely(check))
 
 
@@ -79,10 +89,13 @@ def _ray() -> tuple[bool, str]:
     import ray
 
     address = os.environ.get("RAY_ADDRESS")
-    ray.init(address=address or "local", log_to_driver=False, logging_level="ERROR",
-             **({} if address else {"include_dashboard": False}))  # fmt: skip
+    options: dict[str, Any] = {"address": address or "local", "log_to_driver": False, "logging_level": "ERROR"}
+    ray.init(**options if address else {**options, "include_dashboard": False})
     try:
         have = ray.cluster_resources()
-        return True, f"starts here: {have.get('CPU', 0):g} CPUs, {have.get('GPU', 0):g} GPUs, {len(ray.nodes())} node(s)"
+        return (
+            True,
+            f"starts here: {have.get('CPU', 0):g} CPUs, {have.get('GPU', 0):g} GPUs, {len(ray.nodes())} node(s)",
+        )
     finally:
         ray.shutdown()

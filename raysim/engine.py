@@ -25,8 +25,8 @@ from torch import Tensor
 import raysim
 from raysim import checkpoint
 from raysim.block import Job, cut, local_steps
-from raysim.data import partition_plot, partitions, summary
 from raysim.config import parse_overrides
+from raysim.data import partition_plot, partitions, summary
 from raysim.errors import ClientError, ConfigError
 from raysim.executor import Executor, Result, Trained, choose
 from raysim.pictures import learning_curve
@@ -107,18 +107,17 @@ class Engine:
             jobs = self.jobs(t, ids)
             trained = executor.train(t, down, cut(jobs, self.plan.block_size))
             round, record = self.judge(t, jobs, trained)
-            update = executor.update(round, trained)
             self.done = t + 1
-            snapshot = executor.snapshot() if self._checkpoint_due() else None
             ids = self.schedule.cohort(t + 1) if t + 1 < last else []
-            down = executor.broadcast(t + 1, ids)
+            after = executor.advance(round, trained, ids, keep=self._checkpoint_due())
+            down = after.down
             before = time.perf_counter()
-            pending.append(Pending(record, [update, *self._evaluation(t + 1, down)]))
+            pending.append(Pending(record, [after.metrics, *self._evaluation(t + 1, down)]))
             evaluating = time.perf_counter() - before  # inline; on actors it goes on beside the next round
             self._clock(record, time.perf_counter() - began, evaluating)
-            yield from self._arrived(pending, keep=0 if snapshot else self._lag)
-            if snapshot:
-                self._save(snapshot.get())
+            yield from self._arrived(pending, keep=0 if after.snapshot else self._lag)
+            if after.snapshot:
+                self._save(after.snapshot.get())
         yield from self._arrived(pending, keep=0)
 
     _lag = 2
@@ -131,7 +130,7 @@ class Engine:
 
     def _arrived(self, pending: deque[Pending], keep: int) -> Iterator[Record]:
         """Records whose figures are all there, in order; waits while more than `keep` are out."""
-        while pending and (len(pending) > keep or len(pending) > 1 and all(r.ready() for r in pending[0].results)):
+        while pending and (len(pending) > keep or (len(pending) > 1 and all(r.ready() for r in pending[0].results))):
             first = pending.popleft()
             for result in first.results:
                 first.record.update(result.get())
@@ -144,9 +143,16 @@ class Engine:
 
     def _save(self, server: dict[str, Tensor]) -> None:
         assert self.run_dir is not None
-        facts = {"round": self.done, "bytes_down": self.bytes_down, "bytes_up": self.bytes_up, "history": self.history,
-                 "run_id": self.run_id, "fingerprint": self.config.fingerprint, "torch": torch.__version__,
-                 "raysim": raysim.__version__}  # fmt: skip
+        facts = {
+            "round": self.done,
+            "bytes_down": self.bytes_down,
+            "bytes_up": self.bytes_up,
+            "history": self.history,
+            "run_id": self.run_id,
+            "fingerprint": self.config.fingerprint,
+            "torch": torch.__version__,
+            "raysim": raysim.__version__,
+        }
         saved = checkpoint.Checkpoint(server, checkpoint.pack_store(self.store), facts)
         checkpoint.write(self.run_dir, saved, self.config.checkpoint.keep)
 
@@ -175,8 +181,10 @@ class Engine:
         failed = {job.client: done[job.client].error for job in jobs if done[job.client].error}
         for client, error in failed.items():
             if self.config.faults.on_client_error == "stop":
-                raise ClientError(f"client {client} failed in round {t}: {_last_line(error)}\n{error}\n"
-                                  "(faults.on_client_error=drop goes on without such clients)")  # fmt: skip
+                raise ClientError(
+                    f"client {client} failed in round {t}: {_last_line(error)}\n{error}\n"
+                    "(faults.on_client_error=drop goes on without such clients)"
+                )
             logger.warning("round %d: client %d is dropped: %s", t, client, _last_line(error))
         good = [done[job.client] for job in jobs if job.client not in failed]
         for job in jobs:
@@ -187,15 +195,22 @@ class Engine:
         self.bytes_down += down * len(jobs)
         self.bytes_up += up * len(good)
         losses = np.array([one.loss for one in good])
-        metrics = {f"client/{k}": float(np.mean([one.metrics[k] for one in good])) for k in (good[0].metrics if good else {})}
+        metrics = {
+            f"client/{k}": float(np.mean([one.metrics[k] for one in good])) for k in (good[0].metrics if good else {})
+        }
         quantiles = dict(zip((10, 50, 90), np.quantile(losses, (0.1, 0.5, 0.9)), strict=True)) if good else {}
         record = {
-            "round": float(t + 1), "clients": float(len(good)), "clients_dropped": float(len(failed)),
+            "round": float(t + 1),
+            "clients": float(len(good)),
+            "clients_dropped": float(len(failed)),
             **({"train_loss": float(losses.mean())} if good else {}),
             **{f"client_loss/q{q}": float(v) for q, v in quantiles.items()},
-            "bytes_down": float(self.bytes_down), "bytes_up": float(self.bytes_up),
-            "client/state_bytes": float(self.store.bytes), **metrics, **trained.metrics,
-        }  # fmt: skip
+            "bytes_down": float(self.bytes_down),
+            "bytes_up": float(self.bytes_up),
+            "client/state_bytes": float(self.store.bytes),
+            **metrics,
+            **trained.metrics,
+        }
         n = [int(self.plan.clients.sizes[job.client]) for job in jobs]
         round = Round(t, [j.client for j in jobs], [j.weight for j in jobs], n, [j.steps for j in jobs], set(failed))
         return round, record
@@ -211,8 +226,13 @@ def _last_line(error: str | None) -> str:
     return (error or "").strip().splitlines()[-1]
 
 
-def run(source: str | Path | Mapping[str, Any], overrides: Iterable[str] | Mapping[str, Any] = (), *,
-        progress: Progress | None = None, **keys: Any) -> Finished:  # fmt: skip
+def run(
+    source: str | Path | Mapping[str, Any],
+    overrides: Iterable[str] | Mapping[str, Any] = (),
+    *,
+    progress: Progress | None = None,
+    **keys: Any,
+) -> Finished:
     """Runs one experiment.
 
     Args:
@@ -258,8 +278,9 @@ def _stoppable() -> Iterator[None]:
             signal.signal(n, handler)
 
 
-def resume(run_dir: str | Path, overrides: Iterable[str] | Mapping[str, Any] = (), *,
-           progress: Progress | None = None) -> Finished:  # fmt: skip
+def resume(
+    run_dir: str | Path, overrides: Iterable[str] | Mapping[str, Any] = (), *, progress: Progress | None = None
+) -> Finished:
     """Goes on with a run from its last whole checkpoint, in the same MLflow run; the result is the one that never
     stopping would have given.
 
@@ -273,7 +294,9 @@ def resume(run_dir: str | Path, overrides: Iterable[str] | Mapping[str, Any] = (
     return execute(*reopen(run_dir, overrides), progress=progress or (lambda record: None))
 
 
-def reopen(run_dir: str | Path, overrides: Iterable[str] | Mapping[str, Any] = ()) -> tuple[Plan, Path, checkpoint.Checkpoint | None]:
+def reopen(
+    run_dir: str | Path, overrides: Iterable[str] | Mapping[str, Any] = ()
+) -> tuple[Plan, Path, checkpoint.Checkpoint | None]:
     """The plan, folder and last checkpoint of a run that was stopped."""
     folder = Path(run_dir)
     if not (folder / "config.yaml").is_file():
@@ -281,17 +304,27 @@ def reopen(run_dir: str | Path, overrides: Iterable[str] | Mapping[str, Any] = (
     before, plan = prepare(folder / "config.yaml"), prepare(folder / "config.yaml", overrides)
     changed = [k for k, v in plan.config.identity().items() if v != before.config.identity()[k]]
     if changed:
-        raise ConfigError(f"{', '.join(changed)}: would change the result of the run in {folder}; start a new run instead")
+        raise ConfigError(
+            f"{', '.join(changed)}: would change the result of the run in {folder}; start a new run instead"
+        )
     saved = checkpoint.read_latest(folder, logger.warning)
     if saved is not None and saved.facts["fingerprint"] != plan.config.fingerprint:
         raise ConfigError(f"{folder}: the checkpoint was made by another configuration than its config.yaml")
     if saved is not None and saved.facts["round"] >= plan.config.rounds:
-        raise ConfigError(f"{folder}: all {saved.facts['round']} rounds are done; to go on, say rounds=N with a larger N")
+        raise ConfigError(
+            f"{folder}: all {saved.facts['round']} rounds are done; to go on, say rounds=N with a larger N"
+        )
     return plan, folder, saved
 
 
-def execute(plan: Plan, run_dir: Path | None = None, saved: checkpoint.Checkpoint | None = None, *,
-            progress: Progress = lambda record: None, log: Callable[[str], None] = logger.warning) -> Finished:  # fmt: skip
+def execute(
+    plan: Plan,
+    run_dir: Path | None = None,
+    saved: checkpoint.Checkpoint | None = None,
+    *,
+    progress: Progress = lambda record: None,
+    log: Callable[[str], None] = logger.warning,
+) -> Finished:
     """Runs a plan, from a checkpoint if one is given: opens the run directory, the tracker and the executor, and
     closes them whatever happens."""
     run_dir = run_dir or make_run_dir(plan)
@@ -345,7 +378,9 @@ def make_run_dir(plan: Plan) -> Path:
     if plan.config.run_dir is not None:
         path = Path(plan.config.run_dir)
         if (path / "config.yaml").exists():
-            raise ConfigError(f"run_dir: {path} already holds a run; `raysim resume {path}` goes on with it, or choose another")
+            raise ConfigError(
+                f"run_dir: {path} already holds a run; `raysim resume {path}` goes on with it, or choose another"
+            )
         path.mkdir(parents=True, exist_ok=True)
         return path
     c = plan.config
@@ -363,27 +398,46 @@ def make_run_dir(plan: Plan) -> Path:
 def tags(plan: Plan) -> dict[str, str]:
     """What to filter runs by in MLflow."""
     c = plan.config
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(raysim.__file__).parent)
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(raysim.__file__).parent
+    )
     return {
-        "algorithm": c.algorithm.name if c.algorithm else plan.label, "client_rule": plan.client.name,
-        "server_rule": plan.server.name, "data": c.data.name, "partition": c.partition.name, "model": c.model.name,
-        "seed": str(c.seed), "fingerprint": c.fingerprint, "parameters": str(plan.problem.size),
-        "commit": commit.stdout.strip() or "unknown", "raysim": raysim.__version__, "torch": torch.__version__,
-        "python": platform.python_version(), "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-    }  # fmt: skip
+        "algorithm": c.algorithm.name if c.algorithm else plan.label,
+        "client_rule": plan.client.name,
+        "server_rule": plan.server.name,
+        "data": c.data.name,
+        "partition": c.partition.name,
+        "model": c.model.name,
+        "seed": str(c.seed),
+        "fingerprint": c.fingerprint,
+        "parameters": str(plan.problem.size),
+        "commit": commit.stdout.strip() or "unknown",
+        "raysim": raysim.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+    }
 
 
 def _track_inputs(tracker: Tracker, plan: Plan) -> None:
     data, sizes = plan.dataset, plan.clients.sizes
     tracker.inputs(data.name, data.digest, plan.config.data.root or data.name, "training", summary(data))
     low, middle, high = (int(q) for q in np.quantile(sizes, (0, 0.5, 1)))
-    tracker.inputs(f"partition-{plan.config.partition.name}", partitions.digest(plan.clients), data.name, "partition",
-                   {"clients": len(plan.clients), "samples_min": low, "samples_median": middle, "samples_max": high})  # fmt: skip
+    tracker.inputs(
+        f"partition-{plan.config.partition.name}",
+        partitions.digest(plan.clients),
+        data.name,
+        "partition",
+        {"clients": len(plan.clients), "samples_min": low, "samples_median": middle, "samples_max": high},
+    )
 
 
 def _keepsakes(plan: Plan, run_dir: Path, history: list[Record]) -> list[Path]:
     """Writes what a person will want to look at; what is there is returned."""
-    paths = [run_dir / name for name in ("config.yaml", "parameters.safetensors", "history.csv", "learning_curve.png", "partition.png")]
+    paths = [
+        run_dir / name
+        for name in ("config.yaml", "parameters.safetensors", "history.csv", "learning_curve.png", "partition.png")
+    ]
     if history:
         columns = list(dict.fromkeys(k for record in history for k in record))
         with (run_dir / "history.csv").open("w", newline="") as file:

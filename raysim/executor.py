@@ -50,6 +50,15 @@ class Trained:
     metrics: dict[str, float]
 
 
+@dataclass
+class Next:
+    """The server has moved on, or will have: its metrics, the handle of the next broadcast, a snapshot if asked for."""
+
+    metrics: Result[dict[str, float]]
+    down: Any
+    snapshot: Result[State] | None
+
+
 class Executor(Protocol):
     """What the engine asks for. A broadcast is a handle: it need not be in this process."""
 
@@ -58,7 +67,7 @@ class Executor(Protocol):
     def open(self, plan: Plan) -> None: ...
     def broadcast(self, t: int, ids: list[int]) -> Any: ...
     def train(self, t: int, down: Any, blocks: list[Block]) -> Trained: ...
-    def update(self, round: Round, trained: Trained) -> Result[dict[str, float]]: ...
+    def advance(self, round: Round, trained: Trained, ids: list[int], keep: bool) -> Next: ...
     def evaluate(self, down: Any) -> Result[dict[str, float]]: ...
     def snapshot(self) -> Result[State]: ...
     def restore(self, snapshot: State) -> None: ...
@@ -135,8 +144,9 @@ class Inline:
         outcome = self.trainer.train(t, down.shared, down.buffers, blocks)
         return Trained([outcome], [outcome], {"time/train": outcome.seconds})
 
-    def update(self, round: Round, trained: Trained) -> Ready[dict[str, float]]:
-        return Ready(self.server.update(round, trained.uploads))
+    def advance(self, round: Round, trained: Trained, ids: list[int], keep: bool) -> Next:
+        done = self.server.advance(round, trained.uploads, ids, keep)
+        return Next(Ready(done.metrics), done.down, Ready(done.snapshot) if keep else None)
 
     def evaluate(self, down: Broadcast) -> Ready[dict[str, float]]:
         return Ready(self.evaluator.evaluate(down))

@@ -117,9 +117,11 @@ def _swap(module: nn.Module, frame: Frame, start: int = 0, path: str = "") -> in
     """Puts the keyed modules in place, in the order of the net; returns the length of the buffer vector."""
     for name, child in module.named_children():
         where = f"{path}.{name}".lstrip(".")
-        if isinstance(child, _UNKEYED) or getattr(child, "dropout", 0) and isinstance(child, nn.RNNBase):
-            raise ConfigError(f"model: {where} ({type(child).__name__}) draws or keeps numbers of its own; "
-                              "raysim keys BatchNorm1d-3d and Dropout, Dropout1d-3d")  # fmt: skip
+        if isinstance(child, _UNKEYED) or (getattr(child, "dropout", 0) and isinstance(child, nn.RNNBase)):
+            raise ConfigError(
+                f"model: {where} ({type(child).__name__}) draws or keeps numbers of its own; "
+                "raysim keys BatchNorm1d-3d and Dropout, Dropout1d-3d"
+            )
         if isinstance(child, nn.modules.batchnorm._BatchNorm):
             if child.momentum is None:
                 raise ConfigError(f"model: {where} is a BatchNorm with momentum=None; give it a number, say 0.1")
@@ -139,8 +141,14 @@ class Model:
     does not turn images [B, C, H, W] into logits [B, classes].
     """
 
-    def __init__(self, net: nn.Module, shape: tuple[int, int, int], classes: int, dtype: torch.dtype = torch.float32,
-                 device: str | torch.device = "cpu"):  # fmt: skip
+    def __init__(
+        self,
+        net: nn.Module,
+        shape: tuple[int, int, int],
+        classes: int,
+        dtype: torch.dtype = torch.float32,
+        device: str | torch.device = "cpu",
+    ):
         holder = nn.Sequential(net)  # so that a net which is itself a Dropout or BatchNorm is swapped too
         self.frame = Frame()
         self.buffer_size = _swap(holder, self.frame)
@@ -170,14 +178,18 @@ class Model:
         except ConfigError:
             raise
         except Exception as error:
-            raise ConfigError(f"model: fails on two images of shape {list(self.shape)}: "
-                              f"{type(error).__name__}: {str(error).splitlines()[0]}") from None  # fmt: skip
+            raise ConfigError(
+                f"model: fails on two images of shape {list(self.shape)}: "
+                f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            ) from None
         finally:
             found, frame.probe, frame.mode = frame.probe or [], None, "eval"
         if not torch.equal(state, torch.get_rng_state()):
             torch.set_rng_state(state)
-            raise ConfigError("model: the net draws from torch's global generator (a functional dropout?); "
-                              "use nn.Dropout modules, which raysim keys")  # fmt: skip
+            raise ConfigError(
+                "model: the net draws from torch's global generator (a functional dropout?); "
+                "use nn.Dropout modules, which raysim keys"
+            )
         if not isinstance(logits, Tensor) or tuple(logits.shape) != (2, self.classes):
             got = list(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
             raise ConfigError(f"model: two images give {got}, expected logits of shape [2, {self.classes}]")
@@ -220,7 +232,9 @@ class Model:
 
     def views(self, w: Tensor) -> dict[str, Tensor]:
         """The named tensors inside a flat vector."""
-        return {n: v.view(s) for n, s, v in zip(self.names, self.shapes, torch.split(w, self.segments), strict=True)}
+        return {
+            n: v.view(s) for n, s, v in zip(self.names, self.shapes, torch.split(w, list(self.segments)), strict=True)
+        }
 
     def state_dict(self, x: Tensor, buffers: Tensor) -> dict[str, Tensor]:
         """Parameters and BatchNorm statistics under the net's own names, for its `load_state_dict`."""
@@ -359,8 +373,9 @@ class Task:
         assert self.facts.x0 is not None
         return self.facts.x0
 
-    def grad(self, w: Tensor, batch: Batch, loss: Loss = cross_entropy, mode: Mode = "train",
-             buffers: Tensor | None = None) -> Tensor:  # fmt: skip
+    def grad(
+        self, w: Tensor, batch: Batch, loss: Loss = cross_entropy, mode: Mode = "train", buffers: Tensor | None = None
+    ) -> Tensor:
         """The gradient [P] at w [P] of the mean over the batch's real examples of `loss`, which gives one value
         for each example. Exactly one pass of a step is in mode "train"; `buffers` are for mode "eval"."""
         raise NotImplementedError
@@ -370,7 +385,7 @@ class Task:
         return torch.zeros(self.model.size, dtype=self.model.dtype, device=self.model.device)
 
     def _downhill(self, w: Tensor, direction: Tensor) -> Tensor:
-        if self.facts.weight_decay:
+        if self.facts.decayed is not None:
             direction = direction + self.facts.weight_decay * self.facts.decayed * w
         if self.facts.clip is not None:
             norm = (direction * direction).sum().sqrt()
@@ -398,8 +413,9 @@ class LoopTask(Task):
     def descend_in_place(self, w: Tensor, direction: Tensor) -> None:
         w.add_(self._downhill(w, direction), alpha=-self.lr)
 
-    def grad(self, w: Tensor, batch: Batch, loss: Loss = cross_entropy, mode: Mode = "train",
-             buffers: Tensor | None = None) -> Tensor:  # fmt: skip
+    def grad(
+        self, w: Tensor, batch: Batch, loss: Loss = cross_entropy, mode: Mode = "train", buffers: Tensor | None = None
+    ) -> Tensor:
         bound = self.trained
         if w is not bound.flat:
             bound = self.other
@@ -415,8 +431,9 @@ class LoopTask(Task):
 class VmapTask(Task):
     """One client of many, inside `torch.func.vmap`: everything is a pure function."""
 
-    def grad(self, w: Tensor, batch: Batch, loss: Loss = cross_entropy, mode: Mode = "train",
-             buffers: Tensor | None = None) -> Tensor:  # fmt: skip
+    def grad(
+        self, w: Tensor, batch: Batch, loss: Loss = cross_entropy, mode: Mode = "train", buffers: Tensor | None = None
+    ) -> Tensor:
         model, statistics = self.model, self.buffers if mode == "train" else buffers
 
         def mean_loss(w: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
@@ -463,8 +480,12 @@ def make_net(config: Config, shape: tuple[int, int, int], classes: int) -> nn.Mo
             raise ConfigError(f"model.{key}: unknown key of '{name}'{did_you_mean(key, known)}")
     try:
         hints = {k: p.annotation for k, p in inspect.signature(make, eval_str=True).parameters.items()}
-        given = {k: TypeAdapter(hints[k]).validate_python(v) if hints.get(k, inspect.Parameter.empty)
-                 is not inspect.Parameter.empty else v for k, v in given.items()}  # fmt: skip
+        given = {
+            k: TypeAdapter(hints[k]).validate_python(v)
+            if hints.get(k, inspect.Parameter.empty) is not inspect.Parameter.empty
+            else v
+            for k, v in given.items()
+        }
     except ValidationError as error:
         raise ConfigError("model: " + explain(error, given, dict)) from None
     wanted = {k: v for k, v in {"shape": shape, "classes": classes}.items() if k in inspect.signature(make).parameters}

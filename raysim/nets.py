@@ -23,8 +23,9 @@ def _features(stages: list[nn.Module], shape: Shape, name: str) -> int:
         try:
             return nn.Sequential(*stages).eval()(torch.zeros(1, *shape)).numel()
         except RuntimeError:
-            raise ConfigError(f"model.name: '{name}' is too deep for images of {shape[1]}×{shape[2]}; "
-                              f"take tinynn, mlp or lenet") from None  # fmt: skip
+            raise ConfigError(
+                f"model.name: '{name}' is too deep for images of {shape[1]}×{shape[2]}; take tinynn, mlp or lenet"
+            ) from None
 
 
 def logistic(shape: Shape, classes: int) -> nn.Module:
@@ -51,7 +52,7 @@ def tinynn(shape: Shape, classes: int) -> nn.Module:
 
 
 def lenet5(shape: Shape, classes: int, dropout: float = 0.5) -> nn.Module:
-    """Luo 2023's CIFAR-10 net (far from LeCun's): two 5×5 convolutions 32, 64 with BatchNorm, FC 512, 128; d = 941 834."""
+    """Luo 2023's CIFAR-10 net, far from LeCun's: 5×5 convolutions 32, 64 and FC 512, 128, BatchNorm; d = 941 834."""
     convolutions: list[nn.Module] = [
         nn.Sequential(nn.Conv2d(shape[0], 32, 5), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2)),
         nn.Sequential(nn.Conv2d(32, 64, 5), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(2)),
@@ -86,12 +87,18 @@ class _Residual(nn.Module):
     def __init__(self, width: int, size: int, stride: int):
         super().__init__()
         self.body = nn.Sequential(
-            nn.Conv2d(width, size, 3, stride, 1, bias=False), nn.BatchNorm2d(size), nn.ReLU(),
-            nn.Conv2d(size, size, 3, 1, 1, bias=False), nn.BatchNorm2d(size),
-        )  # fmt: skip
+            nn.Conv2d(width, size, 3, stride, 1, bias=False),
+            nn.BatchNorm2d(size),
+            nn.ReLU(),
+            nn.Conv2d(size, size, 3, 1, 1, bias=False),
+            nn.BatchNorm2d(size),
+        )
         same = width == size and stride == 1
-        self.shortcut = nn.Identity() if same else nn.Sequential(
-            nn.Conv2d(width, size, 1, stride, bias=False), nn.BatchNorm2d(size))  # fmt: skip
+        self.shortcut = (
+            nn.Identity()
+            if same
+            else nn.Sequential(nn.Conv2d(width, size, 1, stride, bias=False), nn.BatchNorm2d(size))
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.relu(self.body(x) + self.shortcut(x))

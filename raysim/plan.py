@@ -94,12 +94,14 @@ def prepare(source: str | Path | Mapping[str, Any], overrides: Iterable[str] | M
         except ValueError as error:
             raise ConfigError(f"{'algorithm' if getattr(config, half) is None else half}.{error}") from None
     vmap, size = _block(config, model)
-    config = config.model_copy(update={
-        "client": _section(config.client or Named(name=client.name), client, config),
-        "server": _section(config.server or Named(name=server.name), server, config),
-        "algorithm": None if config.algorithm is None else Named(name=config.algorithm.name),
-        "block": configuration.Block(size=size, mode="vmap" if vmap else "loop"),
-    })  # fmt: skip
+    config = config.model_copy(
+        update={
+            "client": _section(config.client or Named(name=client.name), client, config),
+            "server": _section(config.server or Named(name=server.name), server, config),
+            "algorithm": None if config.algorithm is None else Named(name=config.algorithm.name),
+            "block": configuration.Block(size=size, mode="vmap" if vmap else "loop"),
+        }
+    )
     return Plan(config, client, server, dataset, clients, net, problem, vmap, size)
 
 
@@ -122,8 +124,10 @@ def _section(section: Named, rule: Any, config: Config) -> Named:
 
 def _check_cohort(config: Config, clients: int) -> None:
     if config.schedule.cohort > clients:
-        raise ConfigError(f"schedule.cohort: {config.schedule.cohort} clients a round, but partition.clients gives only "
-                          f"{clients}; lower the one or raise the other")  # fmt: skip
+        raise ConfigError(
+            f"schedule.cohort: {config.schedule.cohort} clients a round, but partition.clients gives only "
+            f"{clients}; lower the one or raise the other"
+        )
 
 
 def _check_resources(config: Config) -> None:
@@ -135,11 +139,15 @@ def _check_resources(config: Config) -> None:
     gpus, cores = torch.cuda.device_count(), os.cpu_count() or 1
     wanted = r.gpus * (r.actors if r.executor == "ray" else 1)
     if wanted > gpus:
-        raise ConfigError(f"resources.gpus: {r.gpus:g} for each of {r.actors} actors needs {wanted:g} GPUs, this machine "
-                          f"has {gpus}; set resources.gpus=0 or give resources.address of a cluster")  # fmt: skip
+        raise ConfigError(
+            f"resources.gpus: {r.gpus:g} for each of {r.actors} actors needs {wanted:g} GPUs, this machine "
+            f"has {gpus}; set resources.gpus=0 or give resources.address of a cluster"
+        )
     if r.executor == "ray" and (r.cpus > cores or r.actors * r.cpus > OVERSUBSCRIBED * cores):
-        raise ConfigError(f"resources.actors: {r.actors} actors of {r.cpus:g} CPUs, this machine has {cores} cores; lower "
-                          "resources.actors or resources.cpus, or give resources.address of a cluster")  # fmt: skip
+        raise ConfigError(
+            f"resources.actors: {r.actors} actors of {r.cpus:g} CPUs, this machine has {cores} cores; lower "
+            "resources.actors or resources.cpus, or give resources.address of a cluster"
+        )
 
 
 def _block(config: Config, model: Model) -> tuple[bool, int]:
@@ -151,6 +159,8 @@ def _block(config: Config, model: Model) -> tuple[bool, int]:
         small = model.size <= VMAP_BELOW and not model.convolutional and wide >= 8
         vmap = (small or config.resources.gpus > 0) and model.why_not_vmap() is None
     elif vmap and (reason := model.why_not_vmap()):
-        raise ConfigError(f"block.mode: model '{config.model.name}' cannot run under vmap ({reason}); use block.mode=loop")
+        raise ConfigError(
+            f"block.mode: model '{config.model.name}' cannot run under vmap ({reason}); use block.mode=loop"
+        )
     auto = wide if vmap else min(64, ceil(cohort / 16))
     return vmap, auto if block.size == "auto" else block.size

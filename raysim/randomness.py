@@ -8,6 +8,7 @@ in any process, on any node, after any crash, whatever was drawn elsewhere.
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
 import numpy as np
 from numpy.random import Generator, Philox
@@ -22,7 +23,7 @@ class _Key(ISeedSequence):
     def __init__(self, words: np.ndarray):
         self._words = words
 
-    def generate_state(self, n_words: int, dtype=np.uint32) -> np.ndarray:
+    def generate_state(self, n_words: int, dtype: Any = np.uint32) -> np.ndarray:
         return self._words.view(dtype)[:n_words]
 
 
@@ -36,4 +37,5 @@ def generator(seed: int, stream: str, *place: int) -> Generator:
     """
     name = f"{seed}/{stream}/" + "/".join(map(str, place))
     words = np.frombuffer(hashlib.blake2b(name.encode(), digest_size=16).digest(), dtype=np.uint64)
-    return Generator(Philox(_Key(words)))
+    key: Any = _Key(words)
+    return Generator(Philox(key))

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 State = dict[str, Tensor]
 Report = dict[str, Tensor]
+Uploads = dict[str, Literal["mean", "each"]]
 Rule = TypeVar("Rule", bound="ClientRule | ServerRule")
 
 
@@ -56,8 +57,11 @@ class _Rule:
 
     def at(self: Rule, t: int) -> Rule:  # type: ignore[misc]  # Self cannot name the two families
         """This rule with every piecewise-constant schedule replaced by its value in round `t`."""
-        due = {f.name: v for f in dataclasses.fields(self) if isinstance(v := getattr(self, f.name), list)
-               and v and isinstance(v[0], tuple)}  # fmt: skip
+        due = {
+            f.name: v
+            for f in dataclasses.fields(self)
+            if isinstance(v := getattr(self, f.name), list) and v and isinstance(v[0], tuple)
+        }
         return dataclasses.replace(self, **{k: at_round(v, t) for k, v in due.items()}) if due else self
 
 
@@ -155,7 +159,7 @@ class ServerRule(_Rule):
         _register(cls, ServerRule, SERVERS, "Server")
 
     @property
-    def uploads(self) -> dict[str, Literal["mean", "each"]]:
+    def uploads(self) -> Uploads:
         """What it takes: "mean", one weighted mean; "each", beside it one row for each client."""
         return {"delta": "mean"}
 
@@ -252,8 +256,9 @@ def _lookup(section: str, name: str) -> Any:
         return registry[name]
     if ":" not in name:
         what = {"client": "client rule", "server": "server rule", "algorithm": "algorithm"}[section]
-        raise ConfigError(f"{section}.name: unknown {what} '{name}'{did_you_mean(name, registry)}; "
-                          "your own is given as path.py:Class")  # fmt: skip
+        raise ConfigError(
+            f"{section}.name: unknown {what} '{name}'{did_you_mean(name, registry)}; your own is given as path.py:Class"
+        )
     found, _ = load_object(name, f"{section}.name")
     if section == "algorithm" and isinstance(found, type):
         if issubclass(found, ClientRule):
@@ -323,7 +328,9 @@ def resolve(config: Config) -> tuple[ClientRule, ServerRule]:
         if section is not None:
             parts[half] = _build(half, _lookup(half, section.name), section.parameters)
         elif half not in parts:
-            raise ConfigError(f"{half}: missing; give an algorithm (algorithm=fedavg), or both a client and a server rule")
+            raise ConfigError(
+                f"{half}: missing; give an algorithm (algorithm=fedavg), or both a client and a server rule"
+            )
     client, server = parts["client"], parts["server"]
     refuse_pair(client, server)
     return client, server
@@ -333,11 +340,15 @@ def refuse_pair(client: ClientRule, server: ServerRule) -> None:
     """Raises ConfigError where one rule needs what the other does not give; names both."""
     pair = f"client rule '{client.name}' with server rule '{server.name}'"
     if missing := [k for k in client.needs if k not in server.provides]:
-        raise ConfigError(f"{pair}: the client needs {_quoted(missing)}, which the server does not broadcast; "
-                          f"pair it with a server rule that does")  # fmt: skip
+        raise ConfigError(
+            f"{pair}: the client needs {_quoted(missing)}, which the server does not broadcast; "
+            f"pair it with a server rule that does"
+        )
     if missing := [k for k in server.uploads if k not in client.sends]:
-        raise ConfigError(f"{pair}: the server takes {_quoted(missing)}, which the client does not send; "
-                          f"pair it with a client rule that does")  # fmt: skip
+        raise ConfigError(
+            f"{pair}: the server takes {_quoted(missing)}, which the client does not send; "
+            f"pair it with a client rule that does"
+        )
 
 
 def _quoted(words: Iterable[str]) -> str:

@@ -33,6 +33,15 @@ class Round:
     dropped: set[int] = field(default_factory=set)
 
 
+@dataclass
+class Advanced:
+    """What the server gives between two rounds: the rule's metrics, the next broadcast, a snapshot if asked for."""
+
+    metrics: dict[str, float]
+    down: Broadcast
+    snapshot: State
+
+
 class Server:
     """Holds the state of a server rule and moves it on, round by round."""
 
@@ -61,31 +70,56 @@ class Server:
         place = {client: i for i, client in enumerate(ids)}
         arranged = [place[round.ids[i]] for i in stay]
         x = self.state["x"]
-        means = {k: to_float(combine([o.sums[k] for o in outcomes]), x.dtype, left).to(x.device) for k in outcomes[0].sums}
+        means = {
+            k: to_float(combine([o.sums[k] for o in outcomes]), x.dtype, left).to(x.device) for k in outcomes[0].sums
+        }
         self.buffers = means.pop("buffers", self.buffers)
         rows = {}
         for key in outcomes[0].rows:
             every = torch.cat([o.rows[key] for o in outcomes])
             rows[key] = (every if arranged == list(range(len(ids))) else every[arranged]).to(x.device)
         reports = Reports(
-            round.t, [round.ids[i] for i in stay], self.problem.n_clients, dict(self.cohort.metrics),
-            weights=[w / left for w in weights], samples=[round.samples[i] for i in stay],
-            steps=[round.steps[i] for i in stay], staleness=[0] * len(stay), versions=[round.t] * len(stay),
-            means=means, rows=rows,
-        )  # fmt: skip
+            round.t,
+            [round.ids[i] for i in stay],
+            self.problem.n_clients,
+            dict(self.cohort.metrics),
+            weights=[w / left for w in weights],
+            samples=[round.samples[i] for i in stay],
+            steps=[round.steps[i] for i in stay],
+            staleness=[0] * len(stay),
+            versions=[round.t] * len(stay),
+            means=means,
+            rows=rows,
+        )
         self.state = self.rule.at(round.t).update(self.state, reports)
         if not torch.isfinite(self.state["x"].sum()):
-            raise RaysimError(f"round {round.t}: server rule '{self.rule.name}' made non-finite parameters; "
-                              "lower server lr or local.lr")  # fmt: skip
-        return {**self._named(reports.metrics), "server/uploads": float(len(stay)), "server/state_bytes": float(self.bytes)}
+            raise RaysimError(
+                f"round {round.t}: server rule '{self.rule.name}' made non-finite parameters; "
+                "lower server lr or local.lr"
+            )
+        return {
+            **self._named(reports.metrics),
+            "server/uploads": float(len(stay)),
+            "server/state_bytes": float(self.bytes),
+        }
 
     @staticmethod
     def _named(metrics: dict[str, float]) -> dict[str, float]:
         return {f"server/{k}": v for k, v in metrics.items()}
 
+    def advance(self, round: Round, outcomes: list[Outcome], ids: list[int], keep: bool) -> Advanced:
+        """The step between two rounds: applies what arrived, takes a snapshot if told to `keep` one, and admits the
+        next cohort."""
+        metrics = self.update(round, outcomes)
+        snapshot = self.snapshot() if keep else {}
+        return Advanced(metrics, self.broadcast(round.t + 1, ids), snapshot)
+
     def snapshot(self) -> State:
         """Everything that the server knows, on the CPU, as it stands now."""
-        return {**{f"state/{k}": v.detach().cpu().clone() for k, v in self.state.items()}, "buffers": self.buffers.cpu().clone()}
+        return {
+            **{f"state/{k}": v.detach().cpu().clone() for k, v in self.state.items()},
+            "buffers": self.buffers.cpu().clone(),
+        }
 
     def restore(self, snapshot: State) -> None:
         """Goes back to a snapshot."""

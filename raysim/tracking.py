@@ -175,9 +175,15 @@ class Tracker:
         self._key = run_id or uuid.uuid4().hex
         begin = self._spool.size
         self._record(
-            "start", key=self._key, run_id=run_id, name=name, parent=parent, required=self._required,
-            uri=self._server.uri, experiment=self._server.experiment,
-        )  # fmt: skip
+            "start",
+            key=self._key,
+            run_id=run_id,
+            name=name,
+            parent=parent,
+            required=self._required,
+            uri=self._server.uri,
+            experiment=self._server.experiment,
+        )
         self._record("params", values=flatten(params))
         self.tags(tags)
         self._started.set()
@@ -235,9 +241,12 @@ class Tracker:
         if self.pending:
             logger.warning(
                 "%d records were not sent to %s (%s); they are kept in %s; to send them: python -m raysim.tracking %s",
-                self.pending, _shown(self._server.uri), _brief(self._error or TimeoutError("it is too slow")),
-                self._spool.path, shlex.quote(str(self._spool.path.parent)),
-            )  # fmt: skip
+                self.pending,
+                _shown(self._server.uri),
+                _brief(self._error or TimeoutError("it is too slow")),
+                self._spool.path,
+                shlex.quote(str(self._spool.path.parent)),
+            )
         if lost := self._spool.homeless:
             logger.error("%d of them are lost: the disk of %s is full", lost, self._spool.path)
 
@@ -294,16 +303,21 @@ class Tracker:
             if opened or not self._required:  # otherwise `start` raises, which says it
                 logger.warning(
                     "tracking is down: %s (%s). The run goes on, records are kept in %s until it is back",
-                    _shown(self._server.uri), _brief(error), self._spool.path,
-                )  # fmt: skip
+                    _shown(self._server.uri),
+                    _brief(error),
+                    self._spool.path,
+                )
         self._beat(error)
 
     def _up(self) -> None:
         if self._down_since is not None:
             logger.warning(
                 "tracking is back: %s, after %.0f s and %d failed attempts; %d records to send",
-                _shown(self._server.uri), time.monotonic() - self._down_since, self._attempts, self.pending,
-            )  # fmt: skip
+                _shown(self._server.uri),
+                time.monotonic() - self._down_since,
+                self._attempts,
+                self.pending,
+            )
             self._down_since, self._attempts = None, 0
 
 

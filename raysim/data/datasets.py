@@ -90,11 +90,13 @@ def names() -> tuple[str, ...]:
 def present(name: str, root: str | Path | None = None) -> bool:
     """Whether the files of a data set lie in its folder (not whether they are whole)."""
     if name in TORCHVISION:
-        folder = {"CIFAR10": "cifar-10-batches-py", "CIFAR100": "cifar-100-python"}.get(cls := TORCHVISION[name].cls, f"{cls}/raw")
+        folder = {"CIFAR10": "cifar-10-batches-py", "CIFAR100": "cifar-100-python"}.get(
+            cls := TORCHVISION[name].cls, f"{cls}/raw"
+        )
         pattern = f"*{TORCHVISION[name].arguments.get('split', '')}*"
         return any((where(root) / folder).glob(pattern))
     folder = {"tiny_imagenet": "tiny-imagenet-200", "covid_ct": "COVID-CT"}.get(name)
-    return name == "digits" or folder is not None and (where(root) / folder).is_dir()
+    return name == "digits" or (folder is not None and (where(root) / folder).is_dir())
 
 
 def load(data: Data) -> Dataset:
@@ -335,9 +337,18 @@ def _covid_ct(data: Data) -> Dataset:
     papers = sorted({name for name in paper if name})
     groups = np.array([papers.index(name) if name else -1 for name in paper], dtype=np.int32)
     return Dataset(
-        "covid_ct", x, y, x_test, y_test, classes, *_normalise(IMAGENET_GREY), pad=16, flip=True,
-        groups=groups, group_names=tuple(papers),
-    )  # fmt: skip
+        "covid_ct",
+        x,
+        y,
+        x_test,
+        y_test,
+        classes,
+        *_normalise(IMAGENET_GREY),
+        pad=16,
+        flip=True,
+        groups=groups,
+        group_names=tuple(papers),
+    )
 
 
 def _folder(data: Data) -> Dataset:
