@@ -199,57 +199,8 @@ class RayExecutor:
     def broadcast(self, t: int, ids: list[int]) -> Any:
         return self.server.broadcast.remote(t, ids)
 
-    def train(self, t: int, down: Any, blocks: list[Block]) -> Trained:
-        """Deals the blocks out, the largest first to the least busy actor, and awaits them all; what a lost actor
-        had is dealt out again."""
-        uploads, done, waiting = [], [], {}
-        lost = retried = 0
-        load = dict.fromkeys(range(len(self.clients)), 0)
-
-        def deal(blocks: list[Block]) -> None:
-            shares: dict[int, list[Block]] = {}
-            for block in sorted(blocks, key=lambda b: -sum(job.steps for job in b.jobs)):
-                actor = min(load, key=lambda a: (load[a], a))
-                load[actor] += sum(job.steps for job in block.jobs)
-                shares.setdefault(actor, []).append(block)
-            for actor, share in shares.items():
-                call = self.clients[actor].train.options(num_returns=2)
-                vectors, word = call.remote(t, down, share)
-                waiting[word] = (vectors, actor, share)
-
-        deal(blocks)
-        while waiting:
-            ready, _ = ray.wait(list(waiting), timeout=self.timeout)
-            if not ready:
-                actors = sorted({actor for _, actor, _ in waiting.values()})
-                raise RaysimError(
-                    f"round {t}: waited {self.timeout:g} s for ClientActors {actors} (resources.timeout is the limit)"
-                )
-            for word in ready:
-                vectors, actor, share = waiting.pop(word)
-                try:
-                    done.append(ray.get(word, timeout=self.timeout))
-                    uploads.append(vectors)
-                except RayActorError:
-                    lost, retried = lost + (actor in load), retried + len(share)
-                    load.pop(actor, None)
-                    if not load:
-                        raise RaysimError(f"round {t}: the last ClientActor is lost (out of memory?)") from None
-                    self.actors = len(load)
-                    self.log(
-                        f"round {t}: ClientActor {actor} is lost; its {len(share)} blocks go to the {len(load)} left"
-                    )
-                    deal(share)
-                except RayError as error:
-                    raise RaysimError(f"round {t}: ClientActor {actor} failed: {error}") from None
-        if lost:
-            self.clients = [self.clients[actor] for actor in sorted(load)]
-        seconds = [outcome.seconds for outcome in done]
-        return Trained(
-            uploads,
-            done,
-            {"time/train": max(seconds, default=0.0), "actors_lost": float(lost), "retried_blocks": float(retried)},
-        )
+    def train(self, t: int, down: Any, blocks: list[Block]) -> _Training:
+        return _Training(self, t, down, blocks)
 
     def advance(self, round: Round, trained: Trained, ids: list[int], keep: bool) -> Next:
         call = self.server.advance.options(num_returns=3)
@@ -278,3 +229,65 @@ class RayExecutor:
             ray.kill(actor)
         if self.ours:
             ray.shutdown()
+
+
+class _Training:
+    """A round on its way: the blocks are dealt out, the largest first to the least busy actor; what a lost actor had
+    is dealt out again."""
+
+    def __init__(self, executor: RayExecutor, t: int, down: Any, blocks: list[Block]):
+        self.executor, self.t, self.down = executor, t, down
+        self.load = dict.fromkeys(range(len(executor.clients)), 0)
+        self.waiting: dict[Any, tuple[Any, int, list[Block]]] = {}
+        self._deal(blocks)
+
+    def ready(self) -> bool:
+        return len(ray.wait(list(self.waiting), num_returns=len(self.waiting), timeout=0)[1]) == 0
+
+    def get(self) -> Trained:
+        """Waits for all of it. Raises RaysimError after `resources.timeout` seconds without news, or when no actor is
+        left."""
+        uploads, done, timeout = [], [], self.executor.timeout
+        lost = retried = 0
+        while self.waiting:
+            ready, _ = ray.wait(list(self.waiting), timeout=timeout)
+            if not ready:
+                actors = sorted({actor for _, actor, _ in self.waiting.values()})
+                raise RaysimError(
+                    f"round {self.t}: waited {timeout:g} s for ClientActors {actors} (resources.timeout is the limit)"
+                )
+            for word in ready:
+                vectors, actor, share = self.waiting.pop(word)
+                try:
+                    done.append(ray.get(word, timeout=timeout))
+                    uploads.append(vectors)
+                except RayActorError:
+                    lost, retried = lost + (actor in self.load), retried + len(share)
+                    self._lose(actor, share)
+                except RayError as error:
+                    raise RaysimError(f"round {self.t}: ClientActor {actor} failed: {error}") from None
+        if lost:
+            self.executor.clients = [self.executor.clients[actor] for actor in sorted(self.load)]
+        seconds = max((outcome.seconds for outcome in done), default=0.0)
+        return Trained(
+            uploads, done, {"time/train": seconds, "actors_lost": float(lost), "retried_blocks": float(retried)}
+        )
+
+    def _deal(self, blocks: list[Block]) -> None:
+        shares: dict[int, list[Block]] = {}
+        for block in sorted(blocks, key=lambda b: -sum(job.steps for job in b.jobs)):
+            actor = min(self.load, key=lambda a: (self.load[a], a))
+            self.load[actor] += sum(job.steps for job in block.jobs)
+            shares.setdefault(actor, []).append(block)
+        for actor, share in shares.items():
+            call = self.executor.clients[actor].train.options(num_returns=2)
+            vectors, word = call.remote(self.t, self.down, share)
+            self.waiting[word] = (vectors, actor, share)
+
+    def _lose(self, actor: int, share: list[Block]) -> None:
+        self.load.pop(actor, None)
+        if not self.load:
+            raise RaysimError(f"round {self.t}: the last ClientActor is lost (out of memory?)")
+        self.executor.actors = left = len(self.load)
+        self.executor.log(f"round {self.t}: ClientActor {actor} is lost; {len(share)} blocks go to the {left} left")
+        self._deal(share)

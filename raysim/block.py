@@ -25,7 +25,7 @@ from raysim.data import Examples
 from raysim.data.arrays import DRAWS
 from raysim.data.partitions import Clients, VirtualClients
 from raysim.models import Batch, Facts, LocalData, LoopTask, Model, Task, VmapTask
-from raysim.numerics.sums import LIMIT, combine, fixed_sum
+from raysim.numerics.sums import LIMIT, FixedSum
 from raysim.randomness import generator
 from raysim.rules import ClientRule, Report, ServerRule, State
 
@@ -128,8 +128,10 @@ class Trainer:
         local = self.config.local
         facts = Facts(t, at_round(local.lr, t), local.weight_decay, local.clip, self.x0, self.decayed)
         rule, total = self.rule.at(t), Outcome()
+        sums: dict[str, FixedSum] = {}
         for block in blocks:
-            self._add(total, block, (self._vmap if self.vmap else self._loop)(rule, facts, shared, buffers, block))
+            self._add(total, sums, (self._vmap if self.vmap else self._loop)(rule, facts, shared, buffers, block))
+        total.sums = {key: part.total for key, part in sums.items() if part.total is not None}
         total.seconds = time.perf_counter() - began
         return total
 
@@ -298,7 +300,7 @@ class Trainer:
             row = {k: torch.tensor(job.row[k]).to(v.device, v.dtype) for k, v in row.items()}
         return {**row, "seen": torch.tensor(job.seen, device=self.x0.device)}
 
-    def _add(self, total: Outcome, block: Block, trained: list[_Trained]) -> None:
+    def _add(self, total: Outcome, sums: dict[str, FixedSum], trained: list[_Trained]) -> None:
         """Adds a block to what this worker sends; an upload that is not finite goes no further."""
         good: list[_Trained] = []
         for one in trained:
@@ -320,8 +322,7 @@ class Trainer:
         weights = [one.job.weight for one in good]
         total.ids += [one.job.client for one in good]
         for key in self.sent:
-            block_sum = fixed_sum([one.report[key] for one in good], weights)
-            total.sums[key] = combine([total.sums[key], block_sum]) if key in total.sums else block_sum
+            sums.setdefault(key, FixedSum()).add([one.report[key] for one in good], weights)
             if self.uploads.get(key) == "each":
                 rows = torch.stack([one.report[key] for one in good])
                 total.rows[key] = torch.cat([total.rows[key], rows]) if key in total.rows else rows

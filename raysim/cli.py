@@ -177,7 +177,7 @@ def _rehearse(plan: Plan, console: Console) -> None:
     took = float("nan")
     if jobs:
         down = inline.broadcast(0, ids)
-        trained = inline.train(0, down, cut(jobs[:1], 1))
+        trained = inline.train(0, down, cut(jobs[:1], 1)).get()
         took = trained.metrics["time/train"]
         engine.judge(0, jobs[:1], trained)
     inline.close()

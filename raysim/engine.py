@@ -95,38 +95,46 @@ class Engine:
         self.done = self.bytes_down = self.bytes_up = 0
 
     def rounds(self) -> Iterator[Record]:
-        """Trains round after round; yields the record of each once its evaluation has come in."""
-        executor, last = self.executor, self.config.rounds
+        """Trains round after round; yields the record of each once its evaluation has come in.
+
+        Nothing waits that need not: the next cohort is sent off as soon as the server is told to move on, and what
+        is to be said of a round is gathered while the next one trains.
+        """
         pending: deque[Pending] = deque()
         ids = self.schedule.cohort(self.done)
-        down = executor.broadcast(self.done, ids)
+        down = self.executor.broadcast(self.done, ids)
+        clock = Clock()
+        jobs, training = self._send_off(self.done, ids, down)
         if not self.history:
-            pending.append(Pending({"round": 0.0}, self._evaluation(0, down)))
-        for t in range(self.done, last):
-            began = time.perf_counter()
-            jobs = self.jobs(t, ids)
-            trained = executor.train(t, down, cut(jobs, self.plan.block_size))
-            round, record = self.judge(t, jobs, trained)
-            self.done = t + 1
-            ids = self.schedule.cohort(t + 1) if t + 1 < last else []
-            after = executor.advance(round, trained, ids, keep=self._checkpoint_due())
-            down = after.down
-            before = time.perf_counter()
-            pending.append(Pending(record, [after.metrics, *self._evaluation(t + 1, down)]))
-            evaluating = time.perf_counter() - before  # inline; on actors it goes on beside the next round
-            self._clock(record, time.perf_counter() - began, evaluating)
+            pending.append(Pending({"round": 0.0}, self._evaluation(0, down, clock)))
+        for t in range(self.done, self.config.rounds):
+            trained = training.get()
+            seconds = clock.lap()
+            round = self.judge(t, jobs, trained)
+            ids = self.schedule.cohort(t + 1) if t + 1 < self.config.rounds else []
+            after = self.executor.advance(round, trained, ids, keep=self._checkpoint_due())
+            finished = jobs
+            jobs, training = self._send_off(t + 1, ids, after.down)
+            record = {**self._record(round, finished, trained), **seconds(trained)}
+            pending.append(Pending(record, [after.metrics, *self._evaluation(t + 1, after.down, clock)]))
             yield from self._arrived(pending, keep=0 if after.snapshot else self._lag)
             if after.snapshot:
                 self._save(after.snapshot.get())
         yield from self._arrived(pending, keep=0)
 
+    def _send_off(self, t: int, ids: list[int], down: Any) -> tuple[list[Job], Result[Trained]]:
+        jobs = self.jobs(t, ids)
+        return jobs, self.executor.train(t, down, cut(jobs, self.plan.block_size))
+
     _lag = 2
     """Rounds whose metrics may still be out while the next one trains."""
 
-    def _evaluation(self, done: int, down: Any) -> list[Result[dict[str, float]]]:
+    def _evaluation(self, done: int, down: Any, clock: Clock) -> list[Result[dict[str, float]]]:
         every = self.config.evaluate.every
-        due = every and (done % every == 0 or done == self.config.rounds)
-        return [self.executor.evaluate(down)] if due else []
+        if not every or (done % every and done < self.config.rounds):
+            return []
+        with clock.aside():  # inline it takes its time here; on actors it goes on beside the next round
+            return [self.executor.evaluate(down)]
 
     def _arrived(self, pending: deque[Pending], keep: int) -> Iterator[Record]:
         """Records whose figures are all there, in order; waits while more than `keep` are out."""
@@ -175,7 +183,7 @@ class Engine:
             jobs.append(Job(client, int(self.store.cursors[client]), weight, steps, seen, row))
         return jobs
 
-    def judge(self, t: int, jobs: list[Job], trained: Trained) -> tuple[Round, Record]:
+    def judge(self, t: int, jobs: list[Job], trained: Trained) -> Round:
         """Who is in and who is out: keeps the rows of accepted clients, stops at a failed one or drops it."""
         done = {d.client: d for outcome in trained.done for d in outcome.done}
         failed = {job.client: done[job.client].error for job in jobs if done[job.client].error}
@@ -186,40 +194,64 @@ class Engine:
                     "(faults.on_client_error=drop goes on without such clients)"
                 )
             logger.warning("round %d: client %d is dropped: %s", t, client, _last_line(error))
-        good = [done[job.client] for job in jobs if job.client not in failed]
         for job in jobs:
             self.store.cursors[job.client] += job.steps
-        for one in good:
-            self.store.put(one.client, one.row)
+            if job.client not in failed:
+                self.store.put(job.client, done[job.client].row)
+        sizes = [int(self.plan.clients.sizes[job.client]) for job in jobs]
+        ids, weights, steps = ([getattr(job, k) for job in jobs] for k in ("client", "weight", "steps"))
+        return Round(t, ids, weights, sizes, steps, set(failed))
+
+    def _record(self, round: Round, jobs: list[Job], trained: Trained) -> Record:
+        """What is to be said of a round, but for the server's and the evaluation's part."""
+        good = [d for outcome in trained.done for d in outcome.done if d.client not in round.dropped]
         down, up = self.plan.traffic
         self.bytes_down += down * len(jobs)
         self.bytes_up += up * len(good)
-        losses = np.array([one.loss for one in good])
-        metrics = {
-            f"client/{k}": float(np.mean([one.metrics[k] for one in good])) for k in (good[0].metrics if good else {})
-        }
-        quantiles = dict(zip((10, 50, 90), np.quantile(losses, (0.1, 0.5, 0.9)), strict=True)) if good else {}
         record = {
-            "round": float(t + 1),
+            "round": float(round.t + 1),
             "clients": float(len(good)),
-            "clients_dropped": float(len(failed)),
-            **({"train_loss": float(losses.mean())} if good else {}),
-            **{f"client_loss/q{q}": float(v) for q, v in quantiles.items()},
+            "clients_dropped": float(len(round.dropped)),
             "bytes_down": float(self.bytes_down),
             "bytes_up": float(self.bytes_up),
             "client/state_bytes": float(self.store.bytes),
-            **metrics,
             **trained.metrics,
         }
-        n = [int(self.plan.clients.sizes[job.client]) for job in jobs]
-        round = Round(t, [j.client for j in jobs], [j.weight for j in jobs], n, [j.steps for j in jobs], set(failed))
-        return round, record
+        if good:
+            losses = np.array([one.loss for one in sorted(good, key=lambda one: one.client)])
+            record["train_loss"] = float(losses.mean())
+            for q in (10, 50, 90):
+                record[f"client_loss/q{q}"] = float(np.quantile(losses, q / 100))
+            for key in good[0].metrics:
+                record[f"client/{key}"] = float(np.mean([one.metrics[key] for one in good]))
+        return record
 
-    def _clock(self, record: Record, seconds: float, evaluating: float) -> None:
-        """What the round took, and what of it was neither training nor evaluation: the engine's own cost."""
-        record["seconds"] = seconds
-        record["clients_per_second"] = record["clients"] / seconds
-        record["time/engine"] = seconds - record["time/train"] - evaluating
+
+class Clock:
+    """Measures rounds: from the end of one cohort's training to the end of the next one's."""
+
+    def __init__(self) -> None:
+        self.mark, self.apart = time.perf_counter(), 0.0
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Time spent in here is evaluation's, not the engine's."""
+        began = time.perf_counter()
+        yield
+        self.apart += time.perf_counter() - began
+
+    def lap(self) -> Callable[[Trained], Record]:
+        """Ends a round; gives what it took, and what of that was neither training nor evaluation."""
+        now = time.perf_counter()
+        seconds, apart = now - self.mark, self.apart
+        self.mark, self.apart = now, 0.0
+
+        def figures(trained: Trained) -> Record:
+            clients = sum(d.error is None for outcome in trained.done for d in outcome.done)
+            engine = seconds - apart - trained.metrics.get("time/train", 0.0)
+            return {"seconds": seconds, "clients_per_second": clients / seconds, "time/engine": engine}
+
+        return figures
 
 
 def _last_line(error: str | None) -> str:

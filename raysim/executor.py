@@ -41,6 +41,19 @@ class Ready(Generic[T]):
         return self.value
 
 
+class Later(Generic[T]):
+    """A result that is computed when it is asked for."""
+
+    def __init__(self, compute: Callable[[], T]):
+        self._compute = compute
+
+    def ready(self) -> bool:
+        return True
+
+    def get(self) -> T:
+        return self._compute()
+
+
 @dataclass
 class Trained:
     """A round's outcomes: `uploads` stays where it was made (in the object store, say); `done` speaks of each job."""
@@ -66,7 +79,7 @@ class Executor(Protocol):
 
     def open(self, plan: Plan) -> None: ...
     def broadcast(self, t: int, ids: list[int]) -> Any: ...
-    def train(self, t: int, down: Any, blocks: list[Block]) -> Trained: ...
+    def train(self, t: int, down: Any, blocks: list[Block]) -> Result[Trained]: ...
     def advance(self, round: Round, trained: Trained, ids: list[int], keep: bool) -> Next: ...
     def evaluate(self, down: Any) -> Result[dict[str, float]]: ...
     def snapshot(self) -> Result[State]: ...
@@ -140,7 +153,10 @@ class Inline:
     def broadcast(self, t: int, ids: list[int]) -> Broadcast:
         return self.server.broadcast(t, ids)
 
-    def train(self, t: int, down: Broadcast, blocks: list[Block]) -> Trained:
+    def train(self, t: int, down: Broadcast, blocks: list[Block]) -> Later[Trained]:
+        return Later(lambda: self._train(t, down, blocks))
+
+    def _train(self, t: int, down: Broadcast, blocks: list[Block]) -> Trained:
         outcome = self.trainer.train(t, down.shared, down.buffers, blocks)
         return Trained([outcome], [outcome], {"time/train": outcome.seconds})
 

@@ -57,6 +57,16 @@ class Single(nn.Module):
 
     def forward(self, x):
         return x.flatten(1)[:, 20:30] * self.contrast
+
+
+class Masked(nn.Module):
+    def __init__(self, shape, classes):
+        super().__init__()
+        self.weight, self.dropout = nn.Parameter(torch.zeros(64)), nn.Dropout(0.25)
+
+    def forward(self, x):
+        score = self.dropout(torch.ones_like(x.flatten(1))) @ self.weight
+        return torch.stack([score, *[0 * score] * 9], 1)
 """
 
 FAILING = """
@@ -212,6 +222,37 @@ def test_a_client_knows_nothing_of_its_block(client, server, engine, config):
     assert len(alone) == 7 and len({str(sent) for sent, *_ in alone.values()}) == 7
     for blocks in (cut(jobs, 2), cut(jobs, 5), cut(jobs[::-1], 3)):
         assert train(blocks) == alone
+
+
+@pytest.mark.parametrize("mode", ["loop", "vmap"])
+def test_dropout_masks_are_keyed_by_round_client_and_step(mode, engine, config, source):
+    """A net whose first logit is weight · (mask / 0.75), all else 0: from weight 0 the first step on one sample moves it
+    by lr (1[y = 0] - 0.1) mask / 0.75. So what a client sends is its mask: never the same twice, three quarters kept."""
+
+    @dataclass(frozen=True)
+    class EachServer(ServerRule):
+        @property
+        def uploads(self):
+            return {"delta": "each"}
+
+    given = config("fedavg", "fedavg", rounds=1, model={"name": source("nets", NETS) + ":Masked"})
+    given |= {"block": {"mode": mode, "size": 3}, "local": {"steps": 1, "batch": 1, "lr": 0.1}}
+    run, _ = engine(given)
+    trainer = make_trainer(replace(run.plan, server=EachServer()), "cpu")
+    zero, nothing, everybody = torch.zeros(64, dtype=torch.float64), torch.zeros(0), [i for i in range(8) if SIZES[i]]
+    masks = []
+    for t in range(4):
+        outcome = trainer.train(t, {"x": zero}, nothing, cut(run.jobs(t, everybody), 3))
+        for sent in outcome.rows["delta"].numpy():
+            kept = sent[sent != 0]
+            assert np.ptp(kept) < 1e-12
+            assert abs(kept[0]) == pytest.approx(0.1 * (0.9 if kept[0] < 0 else 0.1) / 0.75)
+            masks.append(sent != 0)
+    assert len({mask.tobytes() for mask in masks}) == len(masks) == 28
+    assert np.mean(masks) == pytest.approx(0.75, abs=0.05)  # 1792 draws: the standard deviation is 0.01
+    two_steps = [replace(job, steps=2) for job in run.jobs(0, everybody)]
+    for sent in trainer.train(0, {"x": zero}, nothing, cut(two_steps, 3)).rows["delta"].numpy():
+        assert len(set(np.round(sent, 9))) == 4  # dropped in both steps, in one, in the other, in none
 
 
 @every_pair

@@ -53,7 +53,10 @@ OTHER: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "fedprox": ({"name": "fedprox", "mu": 0.1}, {"name": "fedavg"}),
     "fedavgm": ({"name": "fedavgm", "beta1": 0.1}, {"name": "fedavg"}),
     "gradma_s": ({"name": "gradma_s", "beta1": 0.0, "memory": 12}, {"name": "fedavg"}),
-    "gradma_s, momentum": ({"name": "gradma_s", "memory": 12, **MOMENTUM}, {"name": "fedavgm", "beta1": 0.9}),
+    "gradma_s, momentum": (
+        {"name": "gradma_s", "memory": 12, "qp_scope": "per_tensor", **MOMENTUM},
+        {"name": "fedavgm", "beta1": 0.9},
+    ),
     "gradma_s, no memory": ({"name": "gradma_s", "memory": 0, "beta1": 0.1}, {"name": "fedavg"}),
     "gradma": ({"name": "gradma", "beta1": 0.0, "memory": 0}, {"name": "fedavg"}),
     "fedavg's weights": ({"name": "fedavg", "weights": "samples"}, {"name": "fedavg"}),
