@@ -351,7 +351,7 @@ def _side_by_side(draws: list[_Draws], sizes: list[int], width: int) -> np.ndarr
 
 
 def _kept(row: State) -> dict[str, np.ndarray] | None:
-    kept = {k: np.array(v.detach().cpu()) for k, v in row.items() if k != "seen"}
+    kept = {k: v.detach().cpu().numpy().copy() for k, v in row.items() if k != "seen"}
     return kept or None
 
 

@@ -18,8 +18,9 @@ import torch
 from raysim.config import Data
 from raysim.data import load
 from raysim.engine import Engine
-from raysim.executor import Inline
+from raysim.executor import Inline, Next, Trained
 from raysim.plan import Plan, prepare
+from raysim.server import Round
 
 torch.set_num_threads(1)
 
@@ -36,10 +37,18 @@ class Watched(Inline):
 
     def broadcast(self, t: int, ids: list[int]) -> Any:
         down = super().broadcast(t, ids)
+        self._remember()
+        return down
+
+    def advance(self, round: Round, trained: Trained, ids: list[int], keep: bool) -> Next:
+        after = super().advance(round, trained, ids, keep)
+        self._remember()
+        return after
+
+    def _remember(self) -> None:
         self.xs.append(self.server.state["x"].clone().numpy())
         self.statistics.append(self.server.buffers.clone().numpy())
         self.states.append(self.server.snapshot())
-        return down
 
 
 @pytest.fixture

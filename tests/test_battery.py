@@ -226,8 +226,8 @@ def test_a_client_knows_nothing_of_its_block(client, server, engine, config):
 
 @pytest.mark.parametrize("mode", ["loop", "vmap"])
 def test_dropout_masks_are_keyed_by_round_client_and_step(mode, engine, config, source):
-    """A net whose first logit is weight · (mask / 0.75), all else 0: from weight 0 the first step on one sample moves it
-    by lr (1[y = 0] - 0.1) mask / 0.75. So what a client sends is its mask: never the same twice, three quarters kept."""
+    """A net whose first logit is weight · (mask / 0.75), all else 0: from weight 0 the first step on one sample moves
+    it by lr (1[y = 0] - 0.1) mask / 0.75. So a client sends its mask: never the same twice, three quarters kept."""
 
     @dataclass(frozen=True)
     class EachServer(ServerRule):

@@ -137,7 +137,7 @@ def absorb(
     Raises `NonFiniteError`, and changes nothing, if an upload, `d_mean` or `momentum` is not finite.
     """
     segments = memory["segments"].tolist()
-    p = torch.add(d_mean, momentum, alpha=beta1)
+    p = beta1 * momentum + d_mean
     p_norms = gram([p], segments)[:, 0, 0].cpu().numpy() ** 0.5  # [T]
     if not np.isfinite(p_norms).all():
         raise NonFiniteError("the aggregated update or the momentum is not finite")
