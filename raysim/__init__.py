@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from raysim.errors import ClientError, ConfigError, RaysimError
 
 if TYPE_CHECKING:
-    from raysim.engine import Finished, run
+    from raysim.experiment import Finished, run
 
 __version__ = "0.1.0"
 __all__ = ["ClientError", "ConfigError", "Finished", "RaysimError", "run"]
@@ -21,7 +21,7 @@ __all__ = ["ClientError", "ConfigError", "Finished", "RaysimError", "run"]
 
 def __getattr__(name: str):
     if name in ("run", "Finished"):
-        from raysim import engine
+        from raysim import experiment
 
-        return getattr(engine, name)
+        return getattr(experiment, name)
     raise AttributeError(f"module 'raysim' has no attribute '{name}'")

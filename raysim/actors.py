@@ -28,6 +28,7 @@ from raysim.data.arrays import shared_tensor
 from raysim.errors import ConfigError, RaysimError
 from raysim.executor import Evaluator, Next, Ready, Trained, make_server, make_trainer, settle
 from raysim.plan import Plan
+from raysim.references import PREFIX
 from raysim.rules import State
 from raysim.server import Broadcast, Round
 
@@ -155,7 +156,7 @@ class RayExecutor:
         self.timeout = r.timeout
         self._connect(plan)
         for name, module in list(sys.modules.items()):
-            if name.startswith("raysim_user_"):
+            if name.startswith(PREFIX):
                 cloudpickle.register_pickle_by_value(module)
         reference = ray.put(plan)
         on_server = {"num_cpus": 0, "num_gpus": r.server_gpus, "max_restarts": 0}

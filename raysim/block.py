@@ -24,10 +24,11 @@ from raysim.config import Config, at_round
 from raysim.data import Examples
 from raysim.data.arrays import DRAWS
 from raysim.data.partitions import Clients, VirtualClients
-from raysim.models import Batch, Facts, LocalData, LoopTask, Model, Task, VmapTask
+from raysim.models import Model
 from raysim.numerics.sums import LIMIT, FixedSum
 from raysim.randomness import generator
 from raysim.rules import ClientRule, Report, ServerRule, State
+from raysim.task import Batch, Facts, LocalData, LoopTask, Task, VmapTask
 
 GATHER = 1024
 """Examples gathered and normalised at a time when looping: as many whole batches as fit."""

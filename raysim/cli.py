@@ -20,7 +20,8 @@ from rich.table import Table
 from raysim.errors import ConfigError, RaysimError, did_you_mean
 
 if TYPE_CHECKING:
-    from raysim.engine import Finished, Record
+    from raysim.engine import Record
+    from raysim.experiment import Finished
     from raysim.plan import Plan
 
 app = typer.Typer(
@@ -79,13 +80,13 @@ def resume(
     as_json: Annotated[bool, typer.Option("--json", help="last line of standard output: one JSON object")] = False,
 ) -> None:
     """Go on with a run that was stopped, from its last checkpoint."""
-    from raysim.engine import reopen
+    from raysim.experiment import reopen
 
     _execute(as_json, Console(stderr=as_json, highlight=False), *reopen(run_dir, overrides or []))
 
 
 def _execute(as_json: bool, console: Console, plan: Plan, *reopened: Any) -> None:
-    from raysim.engine import execute
+    from raysim.experiment import execute
     from raysim.tracking import ui_hint
 
     with _Progress(plan, console) as progress:

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import csv
-import hashlib
 import logging
-import platform
-import signal
-import subprocess
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,60 +13,22 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 import raysim
 from raysim import checkpoint
 from raysim.block import Job, cut, local_steps
-from raysim.config import parse_overrides
-from raysim.data import partition_plot, partitions, summary
-from raysim.errors import ClientError, ConfigError
-from raysim.executor import Executor, Result, Trained, choose
-from raysim.pictures import learning_curve
-from raysim.plan import Plan, prepare
+from raysim.errors import ClientError
+from raysim.executor import Executor, Result, Trained
+from raysim.plan import Plan
 from raysim.schedule import Synchronous
 from raysim.server import Round
 from raysim.store import Store
-from raysim.tracking import Tracker
 
 logger = logging.getLogger("raysim")
 
 Record = dict[str, float]
 Progress = Callable[[Record], None]
-
-
-@dataclass
-class Finished:
-    """What a run leaves behind. `parameters` is the final vector [P], `state_dict` the same by name, with BatchNorm
-    statistics; `history` one record for each round (0: before training)."""
-
-    run_id: str
-    run_dir: Path
-    history: list[Record]
-    parameters: Tensor
-    state_dict: dict[str, Tensor]
-    digest: str
-    seconds: float
-
-    @property
-    def rounds(self) -> int:
-        return int(self.history[-1]["round"])
-
-    @property
-    def metrics(self) -> dict[str, dict[str, float]]:
-        """The last and the best value of accuracy and the losses."""
-        found = {}
-        for name, best in (("accuracy", max), ("loss", min), ("train_loss", min)):
-            if values := [r[name] for r in self.history if name in r and np.isfinite(r[name])]:
-                found[name] = {"last": values[-1], "best": best(values)}
-        return found
-
-    @property
-    def clients_per_second(self) -> float:
-        """Clients trained a second, over the rounds."""
-        clients, seconds = (sum(r.get(key, 0.0) for r in self.history) for key in ("clients", "seconds"))
-        return clients / seconds if seconds else 0.0
 
 
 @dataclass
@@ -256,226 +212,3 @@ class Clock:
 
 def _last_line(error: str | None) -> str:
     return (error or "").strip().splitlines()[-1]
-
-
-def run(
-    source: str | Path | Mapping[str, Any],
-    overrides: Iterable[str] | Mapping[str, Any] = (),
-    *,
-    progress: Progress | None = None,
-    **keys: Any,
-) -> Finished:
-    """Runs one experiment.
-
-    Args:
-        source: a configuration file, the name of a shipped one ("quickstart"), or a mapping.
-        overrides: "key=value" with dots, or a mapping; `keys` are the same as keyword arguments.
-        progress: called with each round's record.
-
-    Raises:
-        ConfigError: a mistake in the configuration, before anything has started.
-        RaysimError: anything else that stopped the run; its run directory and MLflow run keep what was done.
-    """
-    return execute(prepare(source, {**parse_overrides(overrides), **keys}), progress=progress or (lambda record: None))
-
-
-class Stopped(KeyboardInterrupt):
-    """SIGINT or SIGTERM came; `signal` is its number."""
-
-    def __init__(self, number: int):
-        super().__init__()
-        self.signal = number
-
-
-@contextmanager
-def _stoppable() -> Iterator[None]:
-    """While open, the first SIGINT or SIGTERM ends the run in order (Ray's own handler would not), a second at once."""
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {n: signal.getsignal(n) for n in numbers}
-
-    def stop(number: int, frame: Any) -> None:
-        for n in numbers:
-            signal.signal(n, signal.SIG_DFL)
-        raise Stopped(number)
-
-    for n in numbers:
-        signal.signal(n, stop)
-    try:
-        yield
-    finally:
-        for n, handler in before.items():
-            signal.signal(n, handler)
-
-
-def resume(
-    run_dir: str | Path, overrides: Iterable[str] | Mapping[str, Any] = (), *, progress: Progress | None = None
-) -> Finished:
-    """Goes on with a run from its last whole checkpoint, in the same MLflow run; the result is the one that never
-    stopping would have given.
-
-    Args:
-        run_dir: the run's folder.
-        overrides: keys that do not determine the result: rounds, resources, tracking, checkpoint, evaluate.
-
-    Raises:
-        ConfigError: there is no run, it is finished, or an override would change its result.
-    """
-    return execute(*reopen(run_dir, overrides), progress=progress or (lambda record: None))
-
-
-def reopen(
-    run_dir: str | Path, overrides: Iterable[str] | Mapping[str, Any] = ()
-) -> tuple[Plan, Path, checkpoint.Checkpoint | None]:
-    """The plan, folder and last checkpoint of a run that was stopped."""
-    folder = Path(run_dir)
-    if not (folder / "config.yaml").is_file():
-        raise ConfigError(f"{folder} holds no run (no config.yaml); give the folder that `raysim run` printed")
-    before, plan = prepare(folder / "config.yaml"), prepare(folder / "config.yaml", overrides)
-    changed = [k for k, v in plan.config.identity().items() if v != before.config.identity()[k]]
-    if changed:
-        raise ConfigError(
-            f"{', '.join(changed)}: would change the result of the run in {folder}; start a new run instead"
-        )
-    saved = checkpoint.read_latest(folder, logger.warning)
-    if saved is not None and saved.facts["fingerprint"] != plan.config.fingerprint:
-        raise ConfigError(f"{folder}: the checkpoint was made by another configuration than its config.yaml")
-    if saved is not None and saved.facts["round"] >= plan.config.rounds:
-        raise ConfigError(
-            f"{folder}: all {saved.facts['round']} rounds are done; to go on, say rounds=N with a larger N"
-        )
-    return plan, folder, saved
-
-
-def execute(
-    plan: Plan,
-    run_dir: Path | None = None,
-    saved: checkpoint.Checkpoint | None = None,
-    *,
-    progress: Progress = lambda record: None,
-    log: Callable[[str], None] = logger.warning,
-) -> Finished:
-    """Runs a plan, from a checkpoint if one is given: opens the run directory, the tracker and the executor, and
-    closes them whatever happens."""
-    run_dir = run_dir or make_run_dir(plan)
-    (run_dir / "config.yaml").write_text(plan.config.dump())
-    began = time.perf_counter()
-    tracker, executor = Tracker(plan.config.tracking, run_dir), choose(plan, log)
-    engine: Engine | None = None
-    status: Any = "FAILED"
-    try:
-        executor.open(plan)
-        params = plan.config.model_dump(mode="json", exclude_none=True)
-        run_id = tracker.start(plan.label, params, tags(plan), run_id=saved.facts["run_id"] if saved else None)
-        _track_inputs(tracker, plan)
-        engine = Engine(plan, executor, run_dir, run_id)
-        if saved is not None:
-            engine.restore(saved)
-        with _stoppable():
-            for record in engine.rounds():
-                tracker.metrics({k: v for k, v in record.items() if k != "round"}, step=int(record["round"]))
-                progress(record)
-            server = executor.snapshot().get()
-        finished = _finish(plan, engine, server, time.perf_counter() - began)
-        status = "FINISHED"
-        return finished
-    except KeyboardInterrupt:
-        status = "KILLED"
-        raise
-    finally:
-        executor.close()
-        if engine is not None:
-            for path in _keepsakes(plan, run_dir, engine.history):
-                tracker.artifact(path)
-        tracker.finish(status)
-
-
-def _finish(plan: Plan, engine: Engine, server: dict[str, Tensor], seconds: float) -> Finished:
-    x, run_dir = server["state/x"], engine.run_dir
-    assert run_dir is not None
-    named = plan.model().state_dict(x, server["buffers"])
-    save_file(named, run_dir / "parameters.safetensors")
-    return Finished(engine.run_id, run_dir, engine.history, x, named, digest(x), seconds)
-
-
-def digest(x: Tensor) -> str:
-    """sha256 of the parameters' bytes."""
-    return hashlib.sha256(x.contiguous().numpy().tobytes()).hexdigest()
-
-
-def make_run_dir(plan: Plan) -> Path:
-    """A new folder for the run: the configured one, or runs/<experiment>/<label>-<seed>-<hash>, numbered if taken."""
-    if plan.config.run_dir is not None:
-        path = Path(plan.config.run_dir)
-        if (path / "config.yaml").exists():
-            raise ConfigError(
-                f"run_dir: {path} already holds a run; `raysim resume {path}` goes on with it, or choose another"
-            )
-        path.mkdir(parents=True, exist_ok=True)
-        return path
-    c = plan.config
-    stem = Path("runs") / c.tracking.experiment / f"{plan.label}-{c.seed}-{c.fingerprint[:8]}"
-    for number in range(1, 10_000):
-        path = stem if number == 1 else stem.with_name(f"{stem.name}-{number}")
-        try:
-            path.mkdir(parents=True)
-            return path
-        except FileExistsError:
-            continue
-    raise ConfigError(f"run_dir: {stem} and its numbered followers are all taken; give run_dir")
-
-
-def tags(plan: Plan) -> dict[str, str]:
-    """What to filter runs by in MLflow."""
-    c = plan.config
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(raysim.__file__).parent
-    )
-    return {
-        "algorithm": c.algorithm.name if c.algorithm else plan.label,
-        "client_rule": plan.client.name,
-        "server_rule": plan.server.name,
-        "data": c.data.name,
-        "partition": c.partition.name,
-        "model": c.model.name,
-        "seed": str(c.seed),
-        "fingerprint": c.fingerprint,
-        "parameters": str(plan.problem.size),
-        "commit": commit.stdout.strip() or "unknown",
-        "raysim": raysim.__version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-    }
-
-
-def _track_inputs(tracker: Tracker, plan: Plan) -> None:
-    data, sizes = plan.dataset, plan.clients.sizes
-    tracker.inputs(data.name, data.digest, plan.config.data.root or data.name, "training", summary(data))
-    low, middle, high = (int(q) for q in np.quantile(sizes, (0, 0.5, 1)))
-    tracker.inputs(
-        f"partition-{plan.config.partition.name}",
-        partitions.digest(plan.clients),
-        data.name,
-        "partition",
-        {"clients": len(plan.clients), "samples_min": low, "samples_median": middle, "samples_max": high},
-    )
-
-
-def _keepsakes(plan: Plan, run_dir: Path, history: list[Record]) -> list[Path]:
-    """Writes what a person will want to look at; what is there is returned."""
-    paths = [
-        run_dir / name
-        for name in ("config.yaml", "parameters.safetensors", "history.csv", "learning_curve.png", "partition.png")
-    ]
-    if history:
-        columns = list(dict.fromkeys(k for record in history for k in record))
-        with (run_dir / "history.csv").open("w", newline="") as file:
-            writer = csv.DictWriter(file, columns)
-            writer.writeheader()
-            writer.writerows(history)
-        learning_curve(history, run_dir / "learning_curve.png")
-    partition_plot(plan.clients, plan.dataset.y, plan.dataset.n_classes, run_dir / "partition.png")
-    return [path for path in paths if path.exists()]

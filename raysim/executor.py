@@ -175,12 +175,3 @@ class Inline:
 
     def close(self) -> None:
         torch.set_num_threads(self.threads)
-
-
-def choose(plan: Plan, log: Callable[[str], None]) -> Executor:
-    """The configured executor, not yet open."""
-    if plan.config.resources.executor == "inline":
-        return Inline()
-    from raysim.actors import RayExecutor
-
-    return RayExecutor(log)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
@@ -20,7 +21,9 @@ from raysim.data import Dataset, load, split
 from raysim.data.partitions import Clients, VirtualClients
 from raysim.errors import ConfigError
 from raysim.models import Model
+from raysim.references import PREFIX
 from raysim.rules import ClientRule, Problem, ServerRule
+from raysim.task import why_not_vmap
 
 VMAP_BELOW = 10_000
 """Parameters up to which vmap beats the loop on a CPU (for nets without convolutions)."""
@@ -54,8 +57,6 @@ class Plan:
 
     def model(self, device: str | torch.device = "cpu") -> Model:
         """The net on a device, seen as a flat vector."""
-        import copy
-
         return Model(copy.deepcopy(self.net), self.dataset.shape, self.dataset.n_classes, self.dtype, device)
 
     @cached_property
@@ -84,8 +85,6 @@ def prepare(source: str | Path | Mapping[str, Any], overrides: Iterable[str] | M
     clients = split(config.partition, dataset, config.seed)
     _check_cohort(config, len(clients))
     net = models.make_net(config, dataset.shape, dataset.n_classes)
-    import copy
-
     model = Model(copy.deepcopy(net), dataset.shape, dataset.n_classes, getattr(torch, config.dtype))
     problem = Problem(len(clients), config.schedule.cohort, model.size, model.segments, bool(model.dropouts))
     for half, rule in (("client", client), ("server", server)):
@@ -117,7 +116,7 @@ def keys(section: str, name: str) -> set[str] | None:
 def _section(section: Named, rule: Any, config: Config) -> Named:
     """A rule with every hyper-parameter written out. A user's rule keeps the reference it was found by."""
     name = section.name
-    if type(rule).__module__.startswith("raysim_user_") and ":" not in name and config.algorithm is not None:
+    if type(rule).__module__.startswith(PREFIX) and ":" not in name and config.algorithm is not None:
         name = f"{config.algorithm.name.rpartition(':')[0]}:{type(rule).__name__}"
     return Named.model_validate({"name": name, **{f.name: asdict(rule)[f.name] for f in fields(rule)}})
 
@@ -157,8 +156,8 @@ def _block(config: Config, model: Model) -> tuple[bool, int]:
     vmap = block.mode == "vmap"
     if block.mode == "auto":
         small = model.size <= VMAP_BELOW and not model.convolutional and wide >= 8
-        vmap = (small or config.resources.gpus > 0) and model.why_not_vmap() is None
-    elif vmap and (reason := model.why_not_vmap()):
+        vmap = (small or config.resources.gpus > 0) and why_not_vmap(model) is None
+    elif vmap and (reason := why_not_vmap(model)):
         raise ConfigError(
             f"block.mode: model '{config.model.name}' cannot run under vmap ({reason}); use block.mode=loop"
         )

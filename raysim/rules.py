@@ -11,13 +11,9 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import importlib.util
 import pkgutil
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -25,9 +21,10 @@ from torch import Tensor
 
 from raysim.config import Config, Named, PositiveScheduled, at_round, explain
 from raysim.errors import ConfigError, did_you_mean
+from raysim.references import load_object
 
 if TYPE_CHECKING:
-    from raysim.models import Batch, LocalData, Task
+    from raysim.task import Batch, LocalData, Task
 
 State = dict[str, Tensor]
 Report = dict[str, Tensor]
@@ -219,35 +216,6 @@ def discover() -> None:
         importlib.import_module(f"algorithms.{module.name}")
 
 
-def load_object(reference: str, key: str) -> tuple[Any, ModuleType]:
-    """The object that `path.py:Name` or `package.module:Name` means, and its module."""
-    where, _, name = reference.rpartition(":")
-    path = Path(where).expanduser()
-    if where.endswith(".py"):
-        if not path.is_file():
-            raise ConfigError(f"{key}: there is no file '{where}' (seen from {Path.cwd()})")
-        module_name = f"raysim_user_{path.resolve().stem}"
-        spec = importlib.util.spec_from_file_location(module_name, path)
-        assert spec and spec.loader
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[module_name] = module
-        load = lambda: spec.loader.exec_module(module)  # type: ignore[union-attr]  # noqa: E731
-    else:
-        module, load = ModuleType(where), lambda: None
-        try:
-            module = importlib.import_module(where)
-        except ImportError as error:
-            raise ConfigError(f"{key}: cannot import '{where}': {error}") from None
-    try:
-        load()
-    except Exception as error:
-        raise ConfigError(f"{key}: {where} fails on import: {type(error).__name__}: {error}") from None
-    if not hasattr(module, name):
-        names = [n for n, v in vars(module).items() if isinstance(v, type) and v.__module__ == module.__name__]
-        raise ConfigError(f"{key}: {where} defines no '{name}'{did_you_mean(name, names)}")
-    return getattr(module, name), module
-
-
 def _lookup(section: str, name: str) -> Any:
     """The class (or Algorithm) that a section's name means."""
     discover()
@@ -259,7 +227,7 @@ def _lookup(section: str, name: str) -> Any:
         raise ConfigError(
             f"{section}.name: unknown {what} '{name}'{did_you_mean(name, registry)}; your own is given as path.py:Class"
         )
-    found, _ = load_object(name, f"{section}.name")
+    found = load_object(name, f"{section}.name")
     if section == "algorithm" and isinstance(found, type):
         if issubclass(found, ClientRule):
             return Algorithm(name, found, SERVERS["fedavg"], name)

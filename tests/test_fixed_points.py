@@ -26,7 +26,7 @@ from algorithms.fedprox import FedProxClient
 from algorithms.gradma import GradMAClient, GradMAServer
 from raysim import rules
 from raysim.errors import ConfigError
-from raysim.models import LocalData
+from raysim.task import LocalData
 from raysim.rules import CLIENTS, SERVERS, Cohort, Problem, Reports
 
 rules.discover()
