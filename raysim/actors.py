@@ -185,9 +185,12 @@ class RayExecutor:
                         address="local", num_cpus=max(os.cpu_count() or 1, wanted), include_dashboard=False, **quiet
                     )
             except Exception as error:
-                where = f"Ray at {address}" if address else "Ray on this machine"
+                reason = (str(error).splitlines() or [type(error).__name__])[0]
+                if not address:
+                    raise RaysimError(f"cannot start Ray on this machine: {reason}") from None
                 raise RaysimError(
-                    f"cannot start {where}: {str(error).splitlines()[0] if str(error) else error}"
+                    f"cannot join Ray at {address}: {reason} (is it running? A cluster that asks for tokens wants "
+                    "RAY_AUTH_MODE=token and its ~/.ray/auth_token here)"
                 ) from None
         have = ray.cluster_resources()
         for kind, wanted in (("CPU", r.actors * r.cpus), ("GPU", r.actors * r.gpus + 2 * r.server_gpus)):
