@@ -67,6 +67,7 @@ class Engine:
             trained = training.get()
             seconds = clock.lap()
             round = self.judge(t, jobs, trained)
+            self.done = t + 1
             ids = self.schedule.cohort(t + 1) if t + 1 < self.config.rounds else []
             after = self.executor.advance(round, trained, ids, keep=self._checkpoint_due())
             finished = jobs

@@ -294,7 +294,7 @@ def test_two_bound_nets_do_not_disturb_each_other():
 def test_padded_side_by_side_is_unpadded_one_by_one(sizes, mode):
     """To 1e-9 in float64: padding enters neither batch statistics nor gradients nor losses. A batch of one sample is
     there too: BatchNorm over it (and over its pixels) is defined, PyTorch's own refuses it."""
-    model = made(plain())
+    model, other = made(plain()), made(plain())
     model_w, model_buffers = model.initial()
     width, k = max(sizes), len(sizes)
     batches = [example(n, seed=i) for i, n in enumerate(sizes)]
@@ -316,7 +316,7 @@ def test_padded_side_by_side_is_unpadded_one_by_one(sizes, mode):
 
     grads, moved, losses = torch.func.vmap(many)(w, buffers, x, y, mask, *drops)
     for i, (x, y, drop) in enumerate(batches):
-        alone = loop(model, w[i], buffers[i])
+        alone = loop(other, w[i], buffers[i])
         grad = alone.grad(alone.trained.flat, Batch(x, y, None, (drop,)), mode=mode)
         assert torch.isfinite(grad).all()
         torch.testing.assert_close(grads[i], grad, rtol=1e-9, atol=1e-9)
@@ -326,6 +326,18 @@ def test_padded_side_by_side_is_unpadded_one_by_one(sizes, mode):
     if mode == "train":
         assert not torch.allclose(moved, buffers)
     assert model.frame.buffers is None and model.frame.mask is None, "nothing of vmap's outlives it"
+
+
+def test_alone_after_side_by_side():
+    """A net that ran under vmap moves its statistics on afterwards as one that did not."""
+    net, (x, y, masks) = plain(), example(5)
+    used, fresh = made(net), made(net)
+    w, buffers = used.initial()
+    batch = Batch(x, y, None, (masks,))
+    torch.func.vmap(lambda w: VmapTask(used, Facts(), buffers).grad(w, batch))(w[None])
+    tasks = [loop(model, w, buffers) for model in (used, fresh)]
+    grads = [task.grad(task.trained.flat, batch) for task in tasks]
+    assert torch.equal(*grads) and torch.equal(tasks[0].buffers, tasks[1].buffers)  # type: ignore[arg-type]
 
 
 def test_a_batch_of_one_sample_has_its_own_pixels_statistics():
@@ -419,12 +431,11 @@ def test_frozen_tensors_come_back_with_the_rest():
     torch.testing.assert_close(other.eval()(x), net.eval()(x))
 
 
-def test_a_run_with_frozen_tensors(one, source):
+def test_a_run_with_frozen_tensors(one, source, engine):
     path = source("frozen", _source(PartlyFrozen))
-    import raysim
-
-    done = raysim.run({**one, "rounds": 2, "model": f"{path}:PartlyFrozen", "block": {"mode": "loop"}})
-    assert len(done.parameters) == 82 and done.rounds == 2
+    for mode in ("loop", "vmap"):
+        run, _ = engine({**one, "rounds": 2, "model": f"{path}:PartlyFrozen", "block": {"mode": mode}})
+        assert run.executor.xs[2].shape == (82,) and (run.executor.xs[2] != run.executor.xs[0]).any()
 
 
 # -- what is refused
@@ -472,7 +483,7 @@ def head(*modules: nn.Module, classes: int = 10) -> nn.Module:
         (Functional, "global generator.*nn.Dropout"),
         (lambda: head(classes=9), r"\[2, 9\], expected logits of shape \[2, 10\]"),
         (lambda: nn.Sequential(head(), nn.Unflatten(1, (10, 1))), r"\[2, 10, 1\]"),
-        (lambda: nn.LSTM(8, 10, batch_first=True), "model"),
+        (lambda: nn.Sequential(nn.Flatten(), nn.LSTM(64, 10)), "two images give tuple"),
         (Counting, "buffer '.*calls' changes"),
         (lambda: head(nn.BatchNorm1d(64, momentum=None)), "1 .*momentum=None"),
         (lambda: head(nn.SyncBatchNorm(64)), "1 .*SyncBatchNorm"),
@@ -535,16 +546,15 @@ class Reader(nn.Module):
 """
 
 
-def test_an_lstm_is_looped_and_refused_under_vmap(one, source):
-    import raysim
-
+def test_an_lstm_is_looped_and_refused_under_vmap(one, source, engine):
     path = source("reader", LSTM)
     config = {**one, "rounds": 2, "model": f"{path}:Reader", "schedule": {"cohort": 40}}
     plan = prepare(config)
     assert not plan.vmap and plan.config.block.mode == "loop"
     with pytest.raises(ConfigError, match=r"block\.mode: model '.*reader\.py:Reader' cannot run under vmap.*mode=loop"):
         prepare(config, ["block.mode=vmap"])
-    assert raysim.run(config, {"schedule.cohort": 4}).rounds == 2
+    run, _ = engine({**config, "schedule": {"cohort": 4}})
+    assert len(run.executor.xs) == 3 and (run.executor.xs[2] != run.executor.xs[0]).any()
 
 
 def _source(net: type) -> str:
