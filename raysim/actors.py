@@ -27,10 +27,16 @@ from raysim.block import Block, Outcome
 from raysim.data.arrays import shared_tensor
 from raysim.errors import ConfigError, RaysimError
 from raysim.executor import Evaluator, Next, Ready, Trained, make_server, make_trainer, settle
+from raysim.mailbox import Letter, Mailbox
 from raysim.plan import Plan
 from raysim.references import PREFIX
 from raysim.rules import State
 from raysim.server import Broadcast, Round
+
+LARGEST_BOX = 64 * 2**20
+"""Bytes of a mailbox at most; what does not fit goes through the object store."""
+
+Tree = dict[str, Any]
 
 
 def _packed(value: Any) -> Any:
@@ -50,68 +56,109 @@ def _unpacked(value: Any, device: str) -> Any:
     return value
 
 
-def _device(gpus: float) -> str:
-    """The first GPU that Ray lets this actor see, or the CPU. An actor without a share still sees every GPU, so
-    what it was promised decides, not what it sees."""
-    return "cuda:0" if gpus else "cpu"
+class _Actor:
+    """What all actors have: a device, and the mailboxes of this machine.
+
+    The device is the first GPU that Ray lets it see, or the CPU. An actor without a share of a GPU still sees every
+    one, so what it was promised decides, not what it sees.
+    """
+
+    def __init__(self, plan: Plan, gpus: float):
+        settle(plan.config.resources.threads)
+        self.device = "cuda:0" if gpus else "cpu"
+        self.boxes: dict[str, Mailbox] = {}
+
+    def node(self) -> str:
+        return ray.get_runtime_context().get_node_id()
+
+    def share(self, paths: dict[str, str]) -> None:
+        """Opens the mailboxes."""
+        self.boxes = {name: Mailbox(path) for name, path in paths.items()}
+
+    def _post(self, writer: str, groups: dict[str, dict[str, Tensor]]) -> Tree | Letter:
+        """Named groups of tensors, into the writer's mailbox if there is one and they fit, else as they are."""
+        arrays = _packed(groups)
+        if writer in self.boxes:
+            flat = {f"{group}/{k}": v for group, named in arrays.items() for k, v in named.items()}
+            return self.boxes[writer].write(writer, flat) or arrays
+        return arrays
+
+    def _fetch(self, post: Tree | Letter) -> Tree:
+        if isinstance(post, Letter):
+            groups: Tree = {}
+            for name, array in self.boxes[post.writer].read(post).items():
+                group, _, key = name.partition("/")
+                groups.setdefault(group, {})[key] = array
+            post = groups
+        return _unpacked(post, self.device)
 
 
-class _Client:
+class _Client(_Actor):
     """Trains its share of each round's blocks."""
 
-    def __init__(self, plan: Plan):
-        settle(plan.config.resources.threads)
-        self.device = _device(plan.config.resources.gpus)
-        self.trainer = make_trainer(plan, self.device)
+    def __init__(self, plan: Plan, name: str):
+        super().__init__(plan, plan.config.resources.gpus)
+        self.name, self.trainer = name, make_trainer(plan, self.device)
 
-    def ready(self) -> None:
-        return None
-
-    def train(self, t: int, down: dict, blocks: list[Block]) -> tuple[dict, Outcome]:
-        down = _unpacked(down, self.device)
-        outcome = self.trainer.train(t, down["shared"], down["buffers"], blocks)
-        vectors = {"ids": outcome.ids, "sums": _packed(outcome.sums), "rows": _packed(outcome.rows)}
-        return vectors, Outcome(outcome.done, outcome.ids, seconds=outcome.seconds)
+    def train(self, t: int, down: Tree | Letter, blocks: list[Block], again: bool) -> tuple[Tree | Letter, Outcome]:
+        """`again`: this actor's mailbox still holds what it sent first in this round."""
+        broadcast = _read_broadcast(self._fetch(down))
+        outcome = self.trainer.train(t, broadcast.shared, broadcast.buffers, blocks)
+        upload = self._post("" if again else self.name, {"sums": outcome.sums, "rows": outcome.rows})
+        return upload, Outcome(outcome.done, outcome.ids, seconds=outcome.seconds)
 
 
-class _Server:
+class _Server(_Actor):
     """Runs the server update and the memory bookkeeping."""
 
     def __init__(self, plan: Plan):
-        settle(plan.config.resources.threads)
-        self.device = _device(plan.config.resources.server_gpus)
+        super().__init__(plan, plan.config.resources.server_gpus)
         self.server = make_server(plan, self.device)
 
-    def ready(self) -> None:
-        return None
+    def broadcast(self, t: int, ids: list[int]) -> Tree | Letter:
+        self.last = self.server.broadcast(t, ids)
+        return self._post("server", _as_groups(self.last))
 
-    def broadcast(self, t: int, ids: list[int]) -> dict:
-        return _packed(vars(self.server.broadcast(t, ids)))
+    def advance(
+        self, round: Round, ids: list[int], keep: bool, trained: list[list[int]], *uploads: Tree | Letter
+    ) -> tuple:
+        """Metrics, the next broadcast, a snapshot. `trained` are the clients in each upload."""
+        fetched = [self._fetch(upload) for upload in uploads]
+        outcomes = [
+            Outcome([], of, u.get("sums", {}), u.get("rows", {})) for of, u in zip(trained, fetched, strict=True)
+        ]
+        done = self.server.advance(round, outcomes, ids, keep)
+        self.last = done.down
+        return done.metrics, self._post("server", _as_groups(self.last)), _packed(done.snapshot)
 
-    def advance(self, round: Round, ids: list[int], keep: bool, *uploads: dict) -> tuple[dict, dict, dict]:
-        done = self.server.advance(round, [Outcome(**_unpacked(u, self.device)) for u in uploads], ids, keep)
-        return done.metrics, _packed(vars(done.down)), _packed(done.snapshot)
+    def publish(self) -> Tree:
+        """The last broadcast again, for those who read it later than the next one is written."""
+        return _packed(_as_groups(self.last))
 
-    def snapshot(self) -> dict:
+    def snapshot(self) -> Tree:
         return _packed(self.server.snapshot())
 
-    def restore(self, snapshot: dict) -> None:
+    def restore(self, snapshot: Tree) -> None:
         self.server.restore({k: v.clone() for k, v in _unpacked(snapshot, "cpu").items()})
 
 
-class _Eval:
+class _Eval(_Actor):
     """Evaluates the global model while the next round trains."""
 
     def __init__(self, plan: Plan):
-        settle(plan.config.resources.threads)
-        self.device = _device(plan.config.resources.server_gpus)
+        super().__init__(plan, plan.config.resources.server_gpus)
         self.evaluator = Evaluator(plan, self.device)
 
-    def ready(self) -> None:
-        return None
+    def evaluate(self, down: Tree) -> dict[str, float]:
+        return self.evaluator.evaluate(_read_broadcast(self._fetch(down)))
 
-    def evaluate(self, down: dict) -> dict[str, float]:
-        return self.evaluator.evaluate(Broadcast(**_unpacked(down, self.device)))
+
+def _as_groups(down: Broadcast) -> dict[str, dict[str, Tensor]]:
+    return {"shared": down.shared, "buffers": {"": down.buffers}}
+
+
+def _read_broadcast(groups: Tree) -> Broadcast:
+    return Broadcast(groups["shared"], groups["buffers"][""])
 
 
 class _Awaited:
@@ -163,11 +210,33 @@ class RayExecutor:
         server, client, evaluator = (cast(Any, ray.remote(kind)) for kind in (_Server, _Client, _Eval))
         self.server = server.options(**on_server).remote(reference)
         client = client.options(num_cpus=r.cpus, num_gpus=r.gpus, max_restarts=0)
-        self.clients = [client.remote(reference) for _ in range(r.actors)]
+        self.clients = [client.remote(reference, f"client {i}") for i in range(r.actors)]
         self.eval = evaluator.options(**on_server).remote(reference) if plan.config.evaluate.every else None
-        waiting = [a.ready.remote() for a in (self.server, *self.clients, *([self.eval] if self.eval else []))]
-        _get(waiting, f"the start of {len(waiting)} actors", r.timeout)
+        everybody = [self.server, *self.clients, *([self.eval] if self.eval else [])]
+        waiting = [actor.node.remote() for actor in everybody]
+        nodes = _get(waiting, f"the start of {len(waiting)} actors", r.timeout)
+        if len(set(nodes)) == 1 and nodes[0] == ray.get_runtime_context().get_node_id():
+            self._share(plan)
         self.actors = len(self.clients)
+
+    def _share(self, plan: Plan) -> None:
+        """Gives the actors of this machine their mailboxes; without room for them the object store does it all."""
+        P, Q = plan.problem.size, plan.initial[1].numel()
+        up = (len(plan.server.uploads) * P + Q) * 8
+        rows = sum(mode == "each" for mode in plan.server.uploads.values()) * plan.config.schedule.cohort * P * 8
+        sizes = {f"client {i}": up + rows for i in range(len(self.clients))}
+        sizes["server"] = (len(plan.server.provides) * P + Q) * 8
+        paths: dict[str, str] = {}
+        try:
+            for name, size in sizes.items():
+                paths[name] = str(Mailbox.new(min(size, LARGEST_BOX) + 4096))
+            calls = [actor.share.remote(paths) for actor in (self.server, *self.clients)]
+            _get(calls, "the actors to open their mailboxes", self.timeout)
+        except OSError as error:
+            self.log(f"no shared memory for mailboxes ({error}); the object store is used instead")
+        finally:
+            for path in paths.values():
+                os.unlink(path)
 
     def _connect(self, plan: Plan) -> None:
         """Joins the cluster at hand (an address, or RAY_ADDRESS inside a submitted job), else starts Ray here."""
@@ -208,14 +277,15 @@ class RayExecutor:
 
     def advance(self, round: Round, trained: Trained, ids: list[int], keep: bool) -> Next:
         call = self.server.advance.options(num_returns=3)
-        metrics, down, snapshot = call.remote(round, ids, keep, *trained.uploads)
+        clients = [outcome.ids for outcome in trained.done]
+        metrics, down, snapshot = call.remote(round, ids, keep, clients, *trained.uploads)
         kept = _Awaited(snapshot, "the server's state", self.timeout, lambda v: _unpacked(v, "cpu")) if keep else None
         return Next(_Awaited(metrics, f"the server update of round {round.t}", self.timeout), down, kept)
 
     def evaluate(self, down: Any) -> _Awaited | Ready[dict[str, float]]:
         if self.eval is None:
             return Ready({})
-        return _Awaited(self.eval.evaluate.remote(down), "the evaluation", self.timeout)
+        return _Awaited(self.eval.evaluate.remote(self.server.publish.remote()), "the evaluation", self.timeout)
 
     def snapshot(self) -> _Awaited:
         return _Awaited(
@@ -277,7 +347,7 @@ class _Training:
             uploads, done, {"time/train": seconds, "actors_lost": float(lost), "retried_blocks": float(retried)}
         )
 
-    def _deal(self, blocks: list[Block]) -> None:
+    def _deal(self, blocks: list[Block], again: bool = False) -> None:
         shares: dict[int, list[Block]] = {}
         for block in sorted(blocks, key=lambda b: -sum(job.steps for job in b.jobs)):
             actor = min(self.load, key=lambda a: (self.load[a], a))
@@ -285,7 +355,7 @@ class _Training:
             shares.setdefault(actor, []).append(block)
         for actor, share in shares.items():
             call = self.executor.clients[actor].train.options(num_returns=2)
-            vectors, word = call.remote(self.t, self.down, share)
+            vectors, word = call.remote(self.t, self.down, share, again)
             self.waiting[word] = (vectors, actor, share)
 
     def _lose(self, actor: int, share: list[Block]) -> None:
@@ -294,4 +364,4 @@ class _Training:
             raise RaysimError(f"round {self.t}: the last ClientActor is lost (out of memory?)")
         self.executor.actors = left = len(self.load)
         self.executor.log(f"round {self.t}: ClientActor {actor} is lost; {len(share)} blocks go to the {left} left")
-        self._deal(share)
+        self._deal(share, again=True)

@@ -26,8 +26,8 @@ from algorithms.fedprox import FedProxClient
 from algorithms.gradma import GradMAClient, GradMAServer
 from raysim import rules
 from raysim.errors import ConfigError
-from raysim.task import LocalData
 from raysim.rules import CLIENTS, SERVERS, Cohort, Problem, Reports
+from raysim.task import LocalData
 
 rules.discover()
 

@@ -1,5 +1,9 @@
 """GradMA's memory against a literal transcription of mem_red and Server_Update, in NumPy with dictionaries."""
 
+import os
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -296,3 +300,23 @@ def test_bytes():
     assert memory_bytes(memory) == 10 * 1008 * 4 + 2 * 100 * 8 + 2 * 10 * (8 + 1) + 5 * 10 * 8 + 2 * 8 + 4 * 8
     with pytest.raises(ValueError, match="add up to 5"):
         memory_init(1, 6, segments=[5])
+
+
+@pytest.mark.parametrize("size", [5, 4096, 4810, 30_000])
+@pytest.mark.parametrize("threads", [2, 3])
+def test_the_bits_of_inner_products_do_not_depend_on_how_many_threads_share_them(size, threads):
+    """In a fresh process, whose threads would else use every core for one product."""
+    code = f"""
+import torch
+from raysim.numerics import aligned, cross, use_threads
+torch.manual_seed(0)
+left, right = aligned(torch.randn(10, {size})), aligned(torch.randn(100, {size}))
+torch.set_num_threads(1)
+use_threads(1)
+alone = cross(left, right)
+use_threads({threads})
+assert torch.equal(alone, cross(left, right))
+assert torch.get_num_threads() == 1
+"""
+    environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment, timeout=120)

@@ -28,7 +28,12 @@ def use_threads(count: int | None) -> None:
     while _pool:
         _pool.pop().shutdown()
     if count > 1:
-        _pool.append(ThreadPoolExecutor(count, "raysim-cross"))
+        here = torch.get_num_threads()
+        # each of them alone: a product shared by several threads of the BLAS would round differently
+        _pool.append(ThreadPoolExecutor(count, "raysim-cross", torch.set_num_threads, (1,)))
+        together = threading.Barrier(count)
+        list(_pool[0].map(lambda _: together.wait(), range(count)))
+        torch.set_num_threads(here)
 
 
 class _Work(threading.local):
