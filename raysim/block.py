@@ -301,6 +301,11 @@ class Trainer:
             row = {k: torch.tensor(job.row[k]).to(v.device, v.dtype) for k, v in row.items()}
         return {**row, "seen": torch.tensor(job.seen, device=self.x0.device)}
 
+    def _fits(self, value: Tensor, weight: float) -> bool:
+        """Finite, and small enough that the cohort's weighted sum cannot leave the range of fixed point."""
+        largest = max(abs(float(bound)) for bound in torch.aminmax(value))
+        return largest * weight < LIMIT / self.config.schedule.cohort  # NaN fails the comparison
+
     def _add(self, total: Outcome, sums: dict[str, FixedSum], trained: list[_Trained]) -> None:
         """Adds a block to what this worker sends; an upload that is not finite goes no further."""
         good: list[_Trained] = []
@@ -311,8 +316,8 @@ class Trainer:
                 done.metrics = {
                     k.removeprefix("metric/"): float(v) for k, v in one.report.items() if k.startswith("metric/")
                 }
-                if bad := [k for k in self.sent if not _finite(one.report[k])]:
-                    done.error = f"non-finite {' and '.join(bad)} (mean local loss {done.loss:.4g})"
+                if bad := [k for k in self.sent if not self._fits(one.report[k], one.job.weight)]:
+                    done.error = f"non-finite or huge {' and '.join(bad)} (mean local loss {done.loss:.4g})"
             if done.error is None:
                 good.append(one)
             else:
@@ -354,12 +359,6 @@ def _side_by_side(draws: list[_Draws], sizes: list[int], width: int) -> np.ndarr
 def _kept(row: State) -> dict[str, np.ndarray] | None:
     kept = {k: v.detach().cpu().numpy().copy() for k, v in row.items() if k != "seen"}
     return kept or None
-
-
-def _finite(value: Tensor) -> bool:
-    """Finite, and small enough for a fixed-point sum."""
-    low, high = torch.aminmax(value)
-    return bool(low > -LIMIT) and bool(high < LIMIT)
 
 
 def cut(jobs: list[Job], size: int) -> list[Block]:

@@ -338,7 +338,7 @@ def fingerprint(source: Any, *overrides: str) -> str:
 
 
 def test_the_fingerprint_is_the_same_in_another_process_and_order(small):
-    raw = layers(small, "algorithm=fedavgm", "algorithm.beta1=0.5", "local.lr=0.1")
+    raw = layers(small, "algorithm=fedavgm", "algorithm.beta1=0.5", "algorithm.lr=0.5", "local.lr=0.1")
     turned = {k: dict(reversed(v.items())) if isinstance(v, dict) else v for k, v in reversed(raw.items())}
     here = configuration.validate(raw).fingerprint
     assert configuration.validate(turned).fingerprint == here and re.fullmatch("[0-9a-f]{64}", here)

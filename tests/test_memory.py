@@ -168,7 +168,7 @@ def test_no_rows_is_fedavgm():
     assert admit(memory, [1, 2, 3], 0) == 0
     d, momentum = torch.randn(2, 6).unbind()
     p, metrics = absorb(memory, [1], d[None], [1.0], d, momentum, 0.9, 0.5)
-    assert torch.equal(p, torch.add(d, momentum, alpha=0.9))
+    assert torch.equal(p, 0.9 * momentum + d)
     assert metrics["memory_rows"] == 0
 
 
