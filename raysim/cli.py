@@ -44,9 +44,6 @@ def main() -> None:
     except RaysimError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
-    except KeyboardInterrupt as stop:
-        print("stopped; what was done is kept", file=sys.stderr)
-        sys.exit(128 + getattr(stop, "signal", 2))
 
 
 @app.command()
@@ -89,8 +86,12 @@ def _execute(as_json: bool, console: Console, plan: Plan, *reopened: Any) -> Non
     from raysim.experiment import execute
     from raysim.tracking import ui_hint
 
-    with _Progress(plan, console) as progress:
-        done = execute(plan, *reopened, progress=progress)
+    try:
+        with _Progress(plan, console) as progress:
+            done = execute(plan, *reopened, progress=progress)
+    except KeyboardInterrupt as stop:
+        print("stopped; what was done is kept", file=sys.stderr)
+        raise typer.Exit(128 + getattr(stop, "signal", 2)) from None
     best = done.metrics.get("accuracy")
     console.print(
         f"{done.rounds} rounds in {done.seconds:.1f} s" + (f", best accuracy {best['best']:.4f}" if best else "")
@@ -154,8 +155,8 @@ class _Progress:
             figures.append(f"{record['clients_per_second']:.0f} clients/s")
         if self.console.is_terminal:
             self.bar.update(self.task, completed=done, said=" · ".join([*figures, self.where]))
-        elif now - self.last > 5 or done in (1, self.rounds):
-            left = (now - self.began) / max(done, 1) * (self.rounds - done)
+        elif done and (now - self.last > 5 or done in (1, self.rounds)):
+            left = (now - self.began) / done * (self.rounds - done)
             self.console.print(
                 f"round {done}/{self.rounds}  " + "  ".join(figures) + f"  {left:.0f} s left", soft_wrap=True
             )

@@ -20,7 +20,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import yaml
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
 from raysim.errors import ConfigError, did_you_mean
 
@@ -239,6 +247,11 @@ def _named(value: Any) -> Any:
     return {"name": value} if isinstance(value, str) else value
 
 
+def _default(name: str) -> BeforeValidator:
+    """A section that may leave out its name, or be nothing but a name."""
+    return BeforeValidator(lambda v: {"name": name, **_named(v)} if isinstance(v, Mapping | str) else v)
+
+
 class Config(Section):
     """Everything a run needs. Only data, rounds and the algorithm (or client and server) have no default."""
 
@@ -247,13 +260,13 @@ class Config(Section):
     rounds: int = Field(ge=1)
     dtype: Literal["float32", "float64"] = "float32"
     data: Annotated[Data, BeforeValidator(_named)]
-    partition: Annotated[Partition, BeforeValidator(_named)] = IID()
-    model: Annotated[Named, BeforeValidator(_named)] = Named(name="mlp")
+    partition: Annotated[Partition, _default("iid")] = IID()
+    model: Annotated[Named, _default("mlp")] = Named(name="mlp")
     algorithm: Annotated[Named, BeforeValidator(_named)] | None = None
     client: Annotated[Named, BeforeValidator(_named)] | None = None
     server: Annotated[Named, BeforeValidator(_named)] | None = None
     local: Local = Local(steps=5)
-    schedule: Annotated[Sync, BeforeValidator(_named)] = Sync()
+    schedule: Annotated[Sync, _default("sync")] = Sync()
     faults: Faults = Faults()
     resources: Resources = Resources()
     block: Block = Block()
@@ -278,11 +291,17 @@ class Config(Section):
 
     def dump(self) -> str:
         """YAML that reads back to this configuration."""
-        return yaml.safe_dump(self.model_dump(mode="json", exclude_none=True), sort_keys=False)
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML that also reads 1e-3 as a number."""
+    """Safe YAML that also reads 1e-3 as a number, and refuses a key given twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        if twice := [str(k) for i, k in enumerate(keys) if k in keys[:i]]:
+            raise yaml.constructor.ConstructorError(None, None, f"'{twice[0]}' is given twice", node.start_mark)
+        return super().construct_mapping(node, deep)
 
 
 _Loader.add_implicit_resolver(
@@ -332,17 +351,21 @@ def read(
         path = find(source)
         layers = [_yaml(path)]
         if (parent := layers[0].pop("extends", None)) is not None:
-            below = _yaml(find(parent, path.parent))
+            try:
+                below = _yaml(find(parent, path.parent))
+            except ConfigError as error:
+                raise ConfigError(f"{path}: extends: {error}") from None
             if "extends" in below:
                 raise ConfigError(f"{path}: extends '{parent}', which extends another; only one level is allowed")
             layers.insert(0, below)
     layers.append(_nested(parse_overrides(overrides)))
     merged: dict[str, Any] = {}
-    for layer in layers:
+    for i, layer in enumerate(layers):
         algorithm = _named(layer.get("algorithm"))
-        if isinstance(algorithm, dict) and isinstance(algorithm.get("name"), str):
-            layer = merge(defaults(algorithm["name"]), layer, keys)
-        merged = merge(merged, layer, keys)
+        name = algorithm.get("name") if isinstance(algorithm, Mapping) else None
+        replaced = any(_names_method(above) for above in layers[i + 1 :])
+        brought = defaults(name) if isinstance(name, str) and not replaced else {}
+        merged = merge(merged, merge(brought, layer, keys), keys)
     return merged
 
 
@@ -350,11 +373,16 @@ def _yaml(path: Path) -> dict[str, Any]:
     try:
         content = yaml.load(path.read_text(), Loader=_Loader)
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+        text = " ".join(str(error).replace('in "<unicode string>", ', "").split())
+        raise ConfigError(f"{path}: not valid YAML: {text}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path}: a configuration is a mapping of sections, this is {type(content).__name__}")
+    if content is None:
+        raise ConfigError(
+            f"{path}: is empty; a configuration is a mapping of sections, at least data, rounds and algorithm"
+        )
+    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
+        raise ConfigError(f"{path}: a configuration is a mapping of sections, such as 'rounds: 10'")
     return content
 
 
@@ -383,18 +411,20 @@ def _nested(overrides: Mapping[str, Any]) -> dict[str, Any]:
             place[part] = place = _named(place.get(part, {})) if part in NAMED else place.get(part, {})
             if not isinstance(place, dict):
                 raise ConfigError(f"override '{key}': '{part}' was already given a plain value")
-        if isinstance(place.get(last), dict) and last in NAMED and isinstance(value, str):
-            value = {**place[last], "name": value}
-        place[last] = dict(value) if isinstance(value, Mapping) else value
+        value = _named(value) if last in NAMED else value
+        before = place.get(last)
+        if isinstance(value, Mapping):
+            value = {**before, **value} if isinstance(before, Mapping) else dict(value)
+        place[last] = value
     return layer
 
 
 def merge(below: Mapping[str, Any], above: Mapping[str, Any], keys: Keys | None = None) -> dict[str, Any]:
     """One layer over another, section by section."""
     result = dict(below)
-    if "algorithm" in above:
+    if above.get("algorithm") is not None:
         result = {k: v for k, v in result.items() if k not in ("client", "server")}
-    elif "client" in above and "server" in above:
+    elif _names_method(above):
         result.pop("algorithm", None)
     for key, value in above.items():
         old = result.get(key)
@@ -412,6 +442,12 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any], keys: Keys | None 
             old = {k: v for k, v in old.items() if rival.get(k) not in value}
         result[key] = {**old, **value} if isinstance(old, dict) and isinstance(value, dict) else value
     return result
+
+
+def _names_method(layer: Mapping[str, Any]) -> bool:
+    """Whether a layer says by itself which method runs."""
+    given = {k for k in ("algorithm", "client", "server") if layer.get(k) is not None}
+    return "algorithm" in given or given == {"client", "server"}
 
 
 def section_keys(section: str, name: str) -> set[str] | None:
@@ -433,37 +469,77 @@ def partitions() -> dict[str, type[Section]]:
 
 def validate(raw: Mapping[str, Any]) -> Config:
     """The typed configuration, or a ConfigError that names every wrong key, the nearest right one and the fix."""
+    _refuse_switches(raw)
     try:
         return Config.model_validate(raw)
     except ValidationError as error:
         raise ConfigError(explain(error, raw, Config)) from None
 
 
+def _refuse_switches(raw: Mapping[str, Any]) -> None:
+    """Pydantic would take true for 1. Sections whose keys are checked elsewhere are left to those who do."""
+    for section, field in Config.model_fields.items():
+        values = raw.get(section)
+        given = values.items() if isinstance(values, Mapping) else [("", values)]
+        options = [m for m in _flatten(field.annotation) if isinstance(m, type) and issubclass(m, Section)]
+        for key, value in given:
+            fields = [m.model_fields[key] for m in options if key in m.model_fields]
+            wanted = any(bool in _flatten(f.annotation) for f in fields)
+            if isinstance(value, bool) and not wanted and (fields or not key):
+                where = f"{section}.{key}".removesuffix(".")
+                raise ConfigError(f"{where}: {str(value).lower()} is neither an integer nor another number, nor a word")
+
+
 def explain(error: ValidationError, raw: Any, model: type, prefix: str = "") -> str:
     """One line for each mistake that pydantic found in `raw`, in the words of someone editing the file."""
     lines: dict[str, str] = {}
     for item in error.errors():
-        *parents, last = path = [str(p) for p in item["loc"] if not _is_branch(p)] or [""]
-        key = prefix + ".".join(path)
-        if item["type"] == "extra_forbidden":
-            text = "unknown key" + did_you_mean(last, _keys_at(model, parents, raw))
-        elif item["type"] in ("missing", "missing_argument"):
-            text = "missing; give it in the file or as " + f"{key}=…"
-        elif item["type"] == "union_tag_invalid":
+        parts = [str(part) for part in item["loc"]]
+        branch = next((i for i, part in enumerate(parts) if part.startswith(("list[", "function-after[_check"))), None)
+        parents = [part for part in parts[:branch] if not _is_branch(part)]
+        key = ".".join([*filter(None, [prefix.rstrip(".")]), *parents])
+        *above, last = parents or [""]
+        given, kind = item["input"], item["type"]
+        if branch is not None:
+            message = item["msg"].removeprefix("Value error, ") if kind == "value_error" else ""
+            text = message or "expected a finite number, or a list of [first round, value] with rounds ascending from 0"
+            given = _at(raw, parents) if not message else given
+        elif kind in ("extra_forbidden", "unexpected_keyword_argument"):
+            text = "unknown key" + did_you_mean(last, _keys_at(model, above, raw))
+            given = {}
+        elif kind in ("missing", "missing_argument"):
+            text, given = f"missing; give it in the file or as {key}=…", {}
+        elif kind == "union_tag_invalid":
             context = item.get("ctx", {})
-            text = f"unknown name '{context['tag']}'" + did_you_mean(
-                context["tag"], re.findall(r"'(\w+)'", context["expected_tags"])
+            names = re.findall(r"'(\w+)'", context["expected_tags"])
+            key, text, given = (
+                f"{key}.name",
+                f"unknown name '{context['tag']}'{did_you_mean(context['tag'], names)}",
+                {},
             )
-            key = f"{key}.name"
-        elif item["type"] == "union_tag_not_found":
-            key, text = f"{key}.name", "missing; give it a name"
+        elif kind == "union_tag_not_found":
+            key, text, given = f"{key}.name", "missing; give it a name", {}
+        elif kind in ("model_type", "model_attributes_type", "dict_type", "dataclass_type"):
+            text = "expected a section, a mapping of keys"
+        elif kind == "invalid_key":
+            text, given = "a key must be a word", {}
         else:
             message = item["msg"].removeprefix("Value error, ")
-            text = message[:1].lower() + message[1:]
-            if item["input"] is None or isinstance(item["input"], str | int | float | bool | list):
-                text += f" (given: {item['input']!r})"
-        lines[key] = f"{lines[key]}, or {text}" if key in lines else f"{key}: {text}"
+            text = (message[:1].lower() + message[1:]).replace("valid tuple", "list").replace("valid list", "list")
+        if given is None or isinstance(given, str | int | float | list | tuple):
+            text += f" (given: {given!r})"
+        if key not in lines or branch is not None:
+            lines[key] = f"{key}: {text}"
+        elif "expected a finite number" not in lines[key] and text not in lines[key]:
+            lines[key] += f", or {text}"
     return "\n".join(lines.values())
+
+
+def _at(raw: Any, path: list[str]) -> Any:
+    """What stands at a place of the raw configuration, {} if that cannot be told."""
+    for part in path:
+        raw = raw.get(part, {}) if isinstance(raw, Mapping) else {}
+    return raw
 
 
 def _is_branch(part: Any) -> bool:

@@ -178,21 +178,21 @@ def execute(
     engine: Engine | None = None
     status: Any = "FAILED"
     try:
-        executor.open(plan)
-        params = plan.config.model_dump(mode="json", exclude_none=True)
-        run_id = tracker.start(plan.label, params, tags(plan), run_id=saved.facts["run_id"] if saved else None)
-        _track_inputs(tracker, plan)
-        engine = Engine(plan, executor, run_dir, run_id)
-        if saved is not None:
-            engine.restore(saved)
         with _stoppable():
-            for record in engine.rounds():
-                tracker.metrics({k: v for k, v in record.items() if k != "round"}, step=int(record["round"]))
-                progress(record)
-            server = executor.snapshot().get()
-        finished = _finish(plan, engine, server, time.perf_counter() - began)
-        status = "FINISHED"
-        return finished
+            executor.open(plan)
+            params = plan.config.model_dump(mode="json")
+            run_id = tracker.start(plan.label, params, tags(plan), run_id=saved.facts["run_id"] if saved else None)
+            _track_inputs(tracker, plan)
+            engine = Engine(plan, executor, run_dir, run_id)
+            if saved is not None:
+                engine.restore(saved)
+            with _stoppable():  # once more: to start Ray was to put its own handlers in place
+                for record in engine.rounds():
+                    tracker.metrics({k: v for k, v in record.items() if k != "round"}, step=int(record["round"]))
+                    progress(record)
+            finished = _finish(plan, engine, executor.snapshot().get(), time.perf_counter() - began)
+            status = "FINISHED"
+            return finished
     except KeyboardInterrupt:
         status = "KILLED"
         raise

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -20,7 +20,7 @@ from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from raysim.config import Config, explain
+from raysim.config import Config, Named, explain
 from raysim.errors import ConfigError, did_you_mean
 from raysim.nets import NETS
 from raysim.randomness import generator
@@ -84,7 +84,7 @@ class KeyedBatchNorm(nn.Module):
             old = torch.cat(self._running())
             new = (1 - self.momentum) * old + self.momentum * now
             if frame.in_place:
-                frame.buffers.narrow(-1, self.start, 2 * self.channels).copy_(new)  # type: ignore[union-attr]
+                frame.buffers.data.narrow(-1, self.start, 2 * self.channels).copy_(new)  # type: ignore[union-attr]
             else:
                 frame.moved[self.start] = new
         out = centred * torch.rsqrt(var + self.eps).reshape(shape)
@@ -221,7 +221,8 @@ class Model:
                 mean, var = buffers[m.start : m.start + 2 * m.channels].split(m.channels)
                 statistics = {"running_mean": mean, "running_var": var, "num_batches_tracked": torch.tensor(0)}
                 named |= {f"{path}.{k}".lstrip("."): v.clone() for k, v in statistics.items()}
-        return named
+        fixed = {n.removeprefix("0."): v.cpu().clone() for n, v in self.module.state_dict().items()}
+        return {**fixed, **named}
 
     def decayed(self) -> Tensor:
         """[P], 1 where weight decay applies: every tensor whose name lacks "bias"."""
@@ -244,7 +245,7 @@ class Bound:
     def __init__(self, model: Model):
         self.model = model
         self.module = copy.deepcopy(model.module)
-        self.frame: Frame = copy.copy(model.frame)
+        self.frame = Frame()
         for m in self.module.modules():
             if isinstance(m, KeyedBatchNorm | KeyedDropout):
                 m.frame = self.frame
@@ -261,39 +262,58 @@ class Bound:
 
 
 def keys(name: str) -> set[str] | None:
-    """The keys that a model section of this name knows."""
-    return None if name not in NETS else {"name", *_parameters(NETS[name])}
+    """The keys that a model section of this name knows; None if nothing has that name."""
+    try:
+        return {"name", *_parameters(_find(name))}
+    except ConfigError:
+        return None
 
 
-def _parameters(make: Callable) -> Mapping[str, inspect.Parameter]:
-    return {k: p for k, p in inspect.signature(make).parameters.items() if k not in ("shape", "classes", "self")}
+def _find(name: str) -> Callable:
+    """The class or function that makes the net of this name."""
+    make: Any = NETS[name] if name in NETS else load_object(name, "model.name") if ":" in name else None
+    if make is None:
+        hint = did_you_mean(name, NETS)
+        raise ConfigError(f"model.name: unknown model '{name}'{hint}; your own is given as path.py:Class")
+    if not callable(make):
+        raise ConfigError(f"model.name: '{name}' is not a torch.nn.Module, nor a function that makes one")
+    return make
+
+
+def _parameters(make: Callable) -> dict[str, inspect.Parameter]:
+    return {
+        k: p
+        for k, p in inspect.signature(make, eval_str=True).parameters.items()
+        if k not in ("shape", "classes", "self") and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
+    }
+
+
+def arguments(model: Named) -> dict[str, Any]:
+    """The net's parameters, checked, with the defaults of those not given.
+
+    Raises ConfigError, which names the key, for one that is unknown or of the wrong type.
+    """
+    make, given = _find(model.name), model.parameters
+    known = _parameters(make)
+    free = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(make).parameters.values())
+    checked: dict[str, Any] = {
+        k: p.default for k, p in known.items() if isinstance(p.default, bool | int | float | str | tuple | list)
+    }
+    for key, value in given.items():
+        if key not in known and not free:
+            raise ConfigError(f"model.{key}: unknown key of '{model.name}'{did_you_mean(key, known)}")
+        annotation = known[key].annotation if key in known else inspect.Parameter.empty
+        try:
+            bare = annotation is inspect.Parameter.empty
+            checked[key] = value if bare else TypeAdapter(annotation).validate_python(value)
+        except ValidationError as error:
+            raise ConfigError(explain(error, value, dict, f"model.{key}")) from None
+    return checked
 
 
 def make_net(config: Config, shape: tuple[int, int, int], classes: int) -> nn.Module:
     """The configured net with keyed initial values: one x_0 for all algorithms of a seed."""
-    name, given = config.model.name, config.model.parameters
-    if name in NETS:
-        make: Any = NETS[name]
-    elif ":" in name:
-        make = load_object(name, "model.name")
-    else:
-        hint = did_you_mean(name, NETS)
-        raise ConfigError(f"model.name: unknown model '{name}'{hint}; your own is given as path.py:Class")
-    known = _parameters(make)
-    free = any(p.kind is p.VAR_KEYWORD for p in known.values())
-    for key in given:
-        if key not in known and not free:
-            raise ConfigError(f"model.{key}: unknown key of '{name}'{did_you_mean(key, known)}")
-    try:
-        hints = {k: p.annotation for k, p in inspect.signature(make, eval_str=True).parameters.items()}
-        given = {
-            k: TypeAdapter(hints[k]).validate_python(v)
-            if hints.get(k, inspect.Parameter.empty) is not inspect.Parameter.empty
-            else v
-            for k, v in given.items()
-        }
-    except ValidationError as error:
-        raise ConfigError("model: " + explain(error, given, dict)) from None
+    name, make, given = config.model.name, _find(config.model.name), arguments(config.model)
     wanted = {k: v for k, v in {"shape": shape, "classes": classes}.items() if k in inspect.signature(make).parameters}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(int(generator(config.seed, "init").integers(2**63)))

@@ -15,13 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from raysim import config as configuration
-from raysim import models, rules
+from raysim import models, rules, tracking
 from raysim.config import Config, Named
 from raysim.data import Dataset, load, split
 from raysim.data.partitions import Clients, VirtualClients
 from raysim.errors import ConfigError
 from raysim.models import Model
-from raysim.references import PREFIX
 from raysim.rules import ClientRule, Problem, ServerRule
 from raysim.task import why_not_vmap
 
@@ -78,6 +77,7 @@ def prepare(source: str | Path | Mapping[str, Any], overrides: Iterable[str] | M
     config = configuration.validate(configuration.read(source, overrides, keys, rules.defaults))
     client, server = rules.resolve(config)
     _check_resources(config)
+    tracking.absolute(config.tracking.uri)
     known = getattr(config.partition, "clients", None)
     if known is not None:
         _check_cohort(config, known)
@@ -98,6 +98,7 @@ def prepare(source: str | Path | Mapping[str, Any], overrides: Iterable[str] | M
             "client": _section(config.client or Named(name=client.name), client, config),
             "server": _section(config.server or Named(name=server.name), server, config),
             "algorithm": None if config.algorithm is None else Named(name=config.algorithm.name),
+            "model": Named.model_validate({"name": config.model.name, **models.arguments(config.model)}),
             "block": configuration.Block(size=size, mode="vmap" if vmap else "loop"),
         }
     )
@@ -116,7 +117,8 @@ def keys(section: str, name: str) -> set[str] | None:
 def _section(section: Named, rule: Any, config: Config) -> Named:
     """A rule with every hyper-parameter written out. A user's rule keeps the reference it was found by."""
     name = section.name
-    if type(rule).__module__.startswith(PREFIX) and ":" not in name and config.algorithm is not None:
+    registry: dict[str, type] = {**(rules.CLIENTS if isinstance(rule, ClientRule) else rules.SERVERS)}
+    if ":" not in name and registry.get(name) is not type(rule) and config.algorithm is not None:
         name = f"{config.algorithm.name.rpartition(':')[0]}:{type(rule).__name__}"
     return Named.model_validate({"name": name, **{f.name: asdict(rule)[f.name] for f in fields(rule)}})
 
@@ -139,7 +141,7 @@ def _check_resources(config: Config) -> None:
     wanted = r.gpus * (r.actors if r.executor == "ray" else 1)
     if wanted > gpus:
         raise ConfigError(
-            f"resources.gpus: {r.gpus:g} for each of {r.actors} actors needs {wanted:g} GPUs, this machine "
+            f"resources.gpus: {wanted:g} GPUs are asked for in all, this machine "
             f"has {gpus}; set resources.gpus=0 or give resources.address of a cluster"
         )
     if r.executor == "ray" and (r.cpus > cores or r.actors * r.cpus > OVERSUBSCRIBED * cores):

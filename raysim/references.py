@@ -39,7 +39,7 @@ def load_object(reference: str, key: str) -> Any:
             raise ConfigError(f"{key}: cannot import '{where}': {error}") from None
     try:
         load()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(f"{key}: {where} fails on import: {type(error).__name__}: {error}") from None
     if not hasattr(module, name):
         names = [n for n, v in vars(module).items() if isinstance(v, type) and v.__module__ == module.__name__]

@@ -192,8 +192,12 @@ class Algorithm:
     """Values of the rules' fields that make this pair this algorithm."""
     presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
+    listed: bool = True
+    """Whether it can be found by its name; a shipped one keeps its name."""
+
     def __post_init__(self) -> None:
-        ALGORITHMS[self.name] = self
+        if self.listed:
+            ALGORITHMS.setdefault(self.name, self)
 
 
 CLIENTS: dict[str, type[ClientRule]] = {}
@@ -230,9 +234,9 @@ def _lookup(section: str, name: str) -> Any:
     found = load_object(name, f"{section}.name")
     if section == "algorithm" and isinstance(found, type):
         if issubclass(found, ClientRule):
-            return Algorithm(name, found, SERVERS["fedavg"], name)
+            return Algorithm(name, found, SERVERS["fedavg"], name, listed=False)
         if issubclass(found, ServerRule):
-            return Algorithm(name, CLIENTS["fedavg"], found, name)
+            return Algorithm(name, CLIENTS["fedavg"], found, name, listed=False)
     family = {"client": ClientRule, "server": ServerRule}.get(section)
     if not (isinstance(found, Algorithm) if family is None else isinstance(found, type) and issubclass(found, family)):
         wanted = "an Algorithm, a ClientRule or a ServerRule" if family is None else f"a {family.__name__}"
@@ -257,8 +261,10 @@ def keys(section: str, name: str) -> set[str] | None:
 
 def defaults(name: str) -> Mapping[str, Any]:
     """What the algorithm of this name sets in other sections ({} if there is none of that name)."""
-    discover()
-    return ALGORITHMS[name].defaults if name in ALGORITHMS else {}
+    try:
+        return _lookup("algorithm", name).defaults
+    except ConfigError:  # said by `resolve`, with all the rest
+        return {}
 
 
 def _build(section: str, cls: type, given: Mapping[str, Any]) -> Any:

@@ -174,10 +174,13 @@ class VmapTask(Task):
             each = loss(net, batch)
             value = each.mean() if batch.mask is None else (each * batch.mask).sum() / batch.mask.sum()
             moved = model.moved_buffers(frame) if mode == "train" else value.new_zeros(0)
-            frame.mask, frame.drop, frame.buffers, frame.moved = None, (), None, {}  # nothing of vmap's outlives it
             return value, (moved, value.detach())
 
-        grad, (moved, value) = torch.func.grad(mean_loss, has_aux=True)(w)
+        try:
+            grad, (moved, value) = torch.func.grad(mean_loss, has_aux=True)(w)
+        finally:  # nothing of vmap's outlives it
+            frame = model.frame
+            frame.mask, frame.drop, frame.buffers, frame.moved, frame.in_place = None, (), None, {}, True
         if mode == "train":
             self.buffers = moved
             self.losses.append(value)

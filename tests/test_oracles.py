@@ -368,7 +368,7 @@ class Watching:
 
 def statistics_of(watching: Watching, f: Feed, passes: int, weights: str) -> list[batchnorm.Statistics]:
     """The server's statistics after every round, from what an oracle's clients saw. Of the `passes` gradients of a
-    local step only the first is that of the model in training; the others must leave no trace (algorithms.md 1.6)."""
+    local step only the first is that of the model in training; the others must leave no trace."""
     now, history, call = batchnorm.initial(watching.net), [], 0
     history.append(now)
     for t, cohort in enumerate(f.cohorts):
@@ -441,7 +441,7 @@ def test_batch_norm_statistics_travel_beside_the_parameters(name, mode, engine, 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7, 16])
 def test_batch_sizes_follow_the_reference_rule(size):
-    """n < B: one batch; else batches of B and a last partial one, unless that is a single sample (algorithms.md 1.4).
+    """n < B: one batch; else batches of B and a last partial one, unless that is a single sample.
     Each pass covers every sample once, but for that one."""
     for n in range(1, 40):
         expected = batch_sizes(n, size)

@@ -1,4 +1,4 @@
-"""Methods that are another one at a certain value of a hyper-parameter, to the bit (algorithms.md, trap 28).
+"""Methods that are another one at a certain value of a hyper-parameter, to the bit.
 
 To the bit means: the sha256 of the parameters in float32 after several rounds on the same blocks. Each pair is run on a
 net with BatchNorm one client after the other, on one without, and side by side under vmap; the BatchNorm statistics

@@ -1,4 +1,4 @@
-"""Sizes of the mini-batches of one pass: the batch rule of the GradMA authors' code (algorithms.md 1.4).
+"""Sizes of the mini-batches of one pass: the batch rule of the GradMA authors' code.
 
 n < B:   one batch, all n samples
 else:    batches of B; the last partial batch is kept, unless it would have exactly one sample

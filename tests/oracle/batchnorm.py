@@ -1,4 +1,4 @@
-"""BatchNorm under FedAvg: running statistics on the client and on the server (algorithms.md 1.5, 1.6).
+"""BatchNorm under FedAvg: running statistics on the client and on the server.
 
 client   starts from the server's statistics; after each batch, with momentum 0.1,
          mean <- 0.9 mean + 0.1 batch mean,   var <- 0.9 var + 0.1 unbiased batch variance,   batches += 1

@@ -1,5 +1,5 @@
 """FedSGD and FedAvg (McMahan et al., AISTATS 2017), FedProx (Li T. et al., MLSys 2020), FedAvgM and FedProxM
-(Hsu et al. 2019; Luo et al. 2023). algorithms.md 1.2, 1.3, 1.10, 2.1, 2.2, 2.3, 2.10.
+(Hsu et al. 2019; Luo et al. 2023).
 
     FedSGD    y_i = x - lr grad f_i(x)                 one step, over all local samples
     FedAvg    y <- y - lr grad f_i(y; batch)           from y = x, one step for each local batch

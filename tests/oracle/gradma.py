@@ -1,4 +1,4 @@
-"""GradMA-W, GradMA-S and GradMA. Luo, Li, Lan, Gao, "GradMA", CVPR 2023 (algorithms.md 3.1 to 3.5).
+"""GradMA-W, GradMA-S and GradMA. Luo, Li, Lan, Gao, "GradMA", CVPR 2023.
 
     Worker_Update  g = grad f_i(y_tau),  a = grad f_i(y_{tau-1}) with y_{-1} = x',  b = grad f_i(x),
                    c = y_tau - x;   all three gradients on the batch of step tau

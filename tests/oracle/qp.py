@@ -1,4 +1,4 @@
-"""QP(p, M) of Luo, Li, Lan, Gao, CVPR 2023, by brute force (algorithms.md 7.1, 7.2, 7.6).
+"""QP(p, M) of Luo, Li, Lan, Gao, CVPR 2023, by brute force.
 
     QP(p, M) = argmin_v ||v - p||^2 / 2   subject to   M' v >= 0,      p [P], M [P, C]
     dual:  z* = argmin_{z >= 0} ||M z - (-p)||^2   (non-negative least squares),   QP(p, M) = p + M z*

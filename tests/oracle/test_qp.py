@@ -1,4 +1,4 @@
-"""The oracle's projection against enumeration of active sets, and its properties (algorithms.md 7.2)."""
+"""The oracle's projection against enumeration of active sets, and its properties."""
 
 from itertools import combinations
 
