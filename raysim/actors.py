@@ -319,19 +319,18 @@ class _Training:
         return len(ray.wait(list(self.waiting), num_returns=len(self.waiting), timeout=0)[1]) == 0
 
     def get(self) -> Trained:
-        """Waits for all of it. Raises RaysimError after `resources.timeout` seconds without news, or when no actor is
-        left."""
+        """Waits for all of it. Raises RaysimError after `resources.timeout` seconds, or when no actor is left."""
         uploads, done, timeout = [], [], self.executor.timeout
         lost = retried = 0
         while self.waiting:
-            ready, _ = ray.wait(list(self.waiting), timeout=timeout)
-            if not ready:
-                actors = sorted({actor for _, actor, _ in self.waiting.values()})
+            _, late = ray.wait(list(self.waiting), num_returns=len(self.waiting), timeout=timeout)
+            if late:
+                actors = sorted({self.waiting[word][1] for word in late})
                 raise RaysimError(
                     f"round {self.t}: waited {timeout:g} s for ClientActors {actors} (resources.timeout is the limit)"
                 )
-            for word in ready:
-                vectors, actor, share = self.waiting.pop(word)
+            finished, self.waiting = self.waiting, {}
+            for word, (vectors, actor, share) in finished.items():
                 try:
                     done.append(ray.get(word, timeout=timeout))
                     uploads.append(vectors)

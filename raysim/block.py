@@ -130,9 +130,11 @@ class Trainer:
         facts = Facts(t, at_round(local.lr, t), local.weight_decay, local.clip, self.x0, self.decayed)
         rule, total = self.rule.at(t), Outcome()
         sums: dict[str, FixedSum] = {}
+        rows: dict[str, list[Tensor]] = {}
         for block in blocks:
-            self._add(total, sums, (self._vmap if self.vmap else self._loop)(rule, facts, shared, buffers, block))
+            self._add(total, sums, rows, (self._vmap if self.vmap else self._loop)(rule, facts, shared, buffers, block))
         total.sums = {key: part.total for key, part in sums.items() if part.total is not None}
+        total.rows = {key: torch.stack(each) for key, each in rows.items()}
         total.seconds = time.perf_counter() - began
         return total
 
@@ -306,7 +308,9 @@ class Trainer:
         largest = max(abs(float(bound)) for bound in torch.aminmax(value))
         return largest * weight < LIMIT / self.config.schedule.cohort  # NaN fails the comparison
 
-    def _add(self, total: Outcome, sums: dict[str, FixedSum], trained: list[_Trained]) -> None:
+    def _add(
+        self, total: Outcome, sums: dict[str, FixedSum], rows: dict[str, list[Tensor]], trained: list[_Trained]
+    ) -> None:
         """Adds a block to what this worker sends; an upload that is not finite goes no further."""
         good: list[_Trained] = []
         for one in trained:
@@ -330,8 +334,7 @@ class Trainer:
         for key in self.sent:
             sums.setdefault(key, FixedSum()).add([one.report[key] for one in good], weights)
             if self.uploads.get(key) == "each":
-                rows = torch.stack([one.report[key] for one in good])
-                total.rows[key] = torch.cat([total.rows[key], rows]) if key in total.rows else rows
+                rows.setdefault(key, []).extend(one.report[key] for one in good)
 
 
 @dataclass

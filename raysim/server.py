@@ -76,8 +76,8 @@ class Server:
         self.buffers = means.pop("buffers", self.buffers)
         rows = {}
         for key in outcomes[0].rows:
-            every = torch.cat([o.rows[key] for o in outcomes])
-            rows[key] = (every if arranged == list(range(len(ids))) else every[arranged]).to(x.device)
+            every = [row for o in outcomes for row in o.rows[key]]
+            rows[key] = torch.stack([every[i] for i in arranged]).to(x.device)
         reports = Reports(
             round.t,
             [round.ids[i] for i in stay],

@@ -8,9 +8,9 @@ pixel is far too bright (in the digits it is always 0) is multiplied by infinity
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -406,50 +406,68 @@ def test_one_parameter(client, server, engine, config, source):
 # --- Ray
 
 
-class Reused:
-    """`RayExecutor` on one set of three actors for all tests: an actor is given another plan by running its __init__
-    again. A process of its own for every actor of every run would take minutes."""
+class Pool:
+    """Stands in for `ray.remote` and `ray.kill`, so that actors outlive a run: one that was killed is kept, and when
+    the next run wants one of its kind, its __init__ runs again in the same process. A process for every actor of every
+    run would take minutes. Everything else is the executor's own doing."""
 
     def __init__(self) -> None:
-        from raysim.actors import RayExecutor
-
-        self.executor = RayExecutor(lambda message: None)
-        self.everybody: list[Any] = []
-
-    def run(self, plan: Plan, actors: int) -> tuple[np.ndarray, list[dict[str, float]]]:
-        """A run on the first `actors` of them: the bits of x, and the records."""
         import ray
 
-        if not self.everybody:
-            assert actors == 3
-            self.executor.open(plan)
-            self.everybody = self.executor.clients
+        self.remote, self.kill, self.get = ray.remote, ray.kill, ray.get
+        self.idle: dict[type, list[Any]] = {}
+        self.kinds: dict[Any, type] = {}
+
+    def of(self, kind: type) -> Any:
+        """What `ray.remote(kind)` gives."""
+        return SimpleNamespace(options=lambda **how: SimpleNamespace(remote=lambda *what: self.begin(kind, how, what)))
+
+    def begin(self, kind: type, how: dict[str, Any], what: tuple) -> Any:
+        if self.idle.get(kind):
+            actor = self.idle[kind].pop(0)
+            self.get(actor.__ray_call__.remote(lambda this, *what: this.__init__(*what), *what), timeout=60)
         else:
-            for name, module in list(sys.modules.items()):
-                if name.startswith("raysim_user_"):
-                    ray.cloudpickle.register_pickle_by_value(module)
-            reference = ray.put(plan)
+            actor = self.remote(kind).options(**how).remote(*what)
+            self.kinds[actor] = kind
+        return actor
 
-            def begin_again(actor, plan):
-                type(actor).__init__(actor, plan)
-
-            them = [*self.everybody, self.executor.server]
-            ray.get([actor.__ray_call__.remote(begin_again, reference) for actor in them], timeout=60)
-        self.executor.clients, self.executor.actors = self.everybody[:actors], actors
-        records = list(Engine(plan, self.executor).rounds())
-        x = self.executor.server.__ray_call__.remote(lambda actor: actor.server.state["x"].numpy())
-        return ray.get(x, timeout=60), records
-
-    def close(self) -> None:
-        self.executor.clients = self.everybody
-        self.executor.close()
+    def end(self, actor: Any) -> None:
+        self.idle.setdefault(self.kinds[actor], []).append(actor)
 
 
 @pytest.fixture(scope="module")
-def actors(local_ray) -> Iterator[Reused]:
-    reused = Reused()
-    yield reused
-    reused.close()
+def pool(local_ray) -> Iterator[Pool]:
+    pool = Pool()
+    yield pool
+    for actor in pool.kinds:
+        pool.kill(actor)
+
+
+@pytest.fixture
+def on_ray(pool, monkeypatch) -> Callable[[Plan], tuple[np.ndarray, list[dict[str, float]]]]:
+    """on_ray(plan) -> (x, records): a run of `RayExecutor`."""
+    import ray
+
+    from raysim.actors import RayExecutor
+
+    def run(plan: Plan) -> tuple[np.ndarray, list[dict[str, float]]]:
+        executor = RayExecutor(lambda message: None)
+        monkeypatch.setattr(ray, "remote", pool.of)
+        monkeypatch.setattr(ray, "kill", pool.end)
+        try:
+            executor.open(plan)
+            records = list(Engine(plan, executor).rounds())
+            return final(executor), records
+        finally:
+            executor.close()
+            monkeypatch.undo()
+
+    return run
+
+
+def final(executor: Any) -> np.ndarray:
+    """x_T."""
+    return executor.snapshot().get()["state/x"].numpy().copy()
 
 
 ON_RAY = [("gradma", "gradma"), ("fedprox", "fedavgm"), ("fedavg", "gradma"), ("gradma", "fedavg")]
@@ -457,7 +475,7 @@ ON_RAY = [("gradma", "gradma"), ("fedprox", "fedavgm"), ("fedavg", "gradma"), ("
 
 @pytest.mark.parametrize("client, server", ON_RAY)
 @pytest.mark.parametrize("mode", ["loop", "vmap"])
-def test_any_number_of_actors_gives_the_same_bits(client, server, mode, config, base, actors):
+def test_any_number_of_actors_gives_the_same_bits(client, server, mode, config, base, on_ray):
     """This process, three actors and one: the same x to the bit in float32, with BatchNorm, dropout, ragged clients,
     rows that clients keep, and as many blocks as make three actors all work."""
     given = {
@@ -468,21 +486,21 @@ def test_any_number_of_actors_gives_the_same_bits(client, server, mode, config, 
     assert plan.problem.size % 16 != 0 and plan.vmap == (mode == "vmap")
     inline.open(plan)
     records = list(Engine(plan, inline).rounds())
-    expected = inline.server.state["x"].numpy().copy()
+    expected = final(inline)
     inline.close()
     assert np.abs(expected - plan.initial[0].numpy()).max() > 0
-    for count in (3, 1):
-        on_ray = prepare({**given, "resources": {"executor": "ray", "actors": count, "cpus": 1, "threads": 1}})
-        x, records_on_ray = actors.run(on_ray, count)
+    for actors in (3, 1):
+        resources = {"executor": "ray", "actors": actors, "cpus": 1, "threads": 1}
+        x, records_on_ray = on_ray(prepare({**given, "resources": resources}))
         assert x.dtype == np.float32
-        assert x.tobytes() == expected.tobytes(), f"{count} actors"
+        assert x.tobytes() == expected.tobytes(), f"{actors} actors"
         for a, b in zip(records_on_ray, records, strict=True):
             for key in (key for key in b if key.startswith(("client", "server", "train_loss"))):
                 assert "per_second" in key or a[key] == b[key], key
 
 
 @pytest.mark.parametrize("policy", ["stop", "drop"])
-def test_an_exception_on_an_actor_has_its_name_and_round(policy, config, base, actors, source):
+def test_an_exception_on_an_actor_has_its_name_and_round(policy, config, base, on_ray, source):
     """As in one process; dropping gives the same bits as there."""
     failing = {"name": source("failing", FAILING) + ":Failing", "size": SIZES[BAD], "since": 1}
     faults = {"on_client_error": policy}
@@ -490,13 +508,13 @@ def test_an_exception_on_an_actor_has_its_name_and_round(policy, config, base, a
     plan = prepare({**given, "resources": {"executor": "ray", "actors": 3, "cpus": 1, "threads": 1}})
     if policy == "stop":
         with pytest.raises(ClientError, match=rf"client {BAD} failed in round 3: ValueError: the dog ate my gradient"):
-            actors.run(plan, 3)
+            on_ray(plan)
         return
-    x, records = actors.run(plan, 3)
+    x, records = on_ray(plan)
     inline, here = Inline(), prepare(given)
     inline.open(here)
     expected = list(Engine(here, inline).rounds())
-    assert x.tobytes() == inline.server.state["x"].numpy().tobytes()
+    assert x.tobytes() == final(inline).tobytes()
     inline.close()
     assert [r["clients_dropped"] for r in records[1:]] == [r["clients_dropped"] for r in expected[1:]]
     assert sum(r["clients_dropped"] for r in records[1:]) > 0

@@ -337,6 +337,43 @@ def test_the_memory_is_the_papers(name, engine, ragged):
     np.testing.assert_allclose(state["m"].numpy(), m, rtol=0, atol=1e-9 * np.abs(m).max())
 
 
+FAINT = """
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self, shape, classes):
+        super().__init__()
+        self.lin = nn.Linear(64, classes)
+
+    def forward(self, x):
+        return 1e-4 * self.lin(x.flatten(1))
+"""
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_small_tensors_of_a_client_are_amplified_if_asked(mode, engine, ragged, source):
+    """`small_tensor_rule: sum` on the client (algorithms.md 7.6): where g, a, b and c of a tensor are all shorter than
+    2e-4, the step is g + a + b + c. Logits 1e-4 (W x + b) do that: gradients 1e-4 times those of W x + b at 1e-4 w."""
+    settings = {"qp_scope": "per_tensor", "small_tensor_rule": "sum"}
+    run, records = engine({
+        "rounds": 6, "dtype": "float64", "model": {"name": source("faint", FAINT) + ":Net"},
+        "partition": ragged(ROOMY), "algorithm": {"name": "gradma_w", **settings}, "schedule": {"cohort": 5},
+        "block": {"mode": mode, "size": 3}, "local": {"batch": 16, "steps": 4, "lr": 1.0},
+    })  # fmt: skip
+    f, net = feed(run), Softmax(64, 10)
+    args = f.args(lambda w, x, y: 1e-4 * net.grad(1e-4 * w, x, y))
+    hyper = {"lr": 1.0, "segments": net.segments, "qp_scope": "per_tensor"}
+    moved = [x - run.executor.xs[0] for x in run.executor.xs[1:]]
+
+    def distance_to(rule: str | None) -> float:
+        return distance(moved, [x - f.x0 for x in gradma.gradma_w(*args, small_tensor_rule=rule, **hyper)[1:]])
+
+    assert distance_to("sum") < 1e-6
+    assert distance_to(None) > 0.1
+    assert max(record.get("client/qp_active", 0.0) for record in records) > 0  # other tensors are projected
+
+
 # --- BatchNorm
 
 BATCH_NORM = """
