@@ -12,7 +12,7 @@ import torch
 
 from algorithms.fedavg import REFERENCE, FedAvgClient
 from algorithms.fedprox import FedProxClient
-from raysim.config import Scheduled
+from raysim.config import UnitScheduled
 from raysim.rules import Algorithm, ServerRule
 
 
@@ -20,7 +20,7 @@ from raysim.rules import Algorithm, ServerRule
 class FedAvgMServer(ServerRule):
     """Averaging with heavy-ball momentum."""
 
-    beta1: Scheduled = 0.9
+    beta1: UnitScheduled = 0.9
 
     def init(self, x0, problem):
         return {"x": x0, "m": torch.zeros_like(x0)}

@@ -21,7 +21,7 @@ The authors' code (`preset: reference`) solves one QP for each named tensor (`qp
 their samples, lets GradMA forget x' (`previous: reset`: the first local step is plain SGD), begins GradMA-W at the
 current global model instead of x_0 (`first_previous: global`), and draws other dropout masks for each of the three
 gradients (`dropout: independent`). Its solver amplifies tensors with tiny columns: `small_tensor_rule: sum` imitates
-that and is in no preset.
+that and is in no preset. Weight decay, where configured, is added after the projection.
 """
 
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ import torch
 from pydantic import Field
 
 from algorithms.fedavg import FedAvgClient, FedAvgServer
-from raysim.config import Scheduled
+from raysim.config import UnitScheduled
 from raysim.numerics import absorb, admit, memory_init, project3
 from raysim.rules import Algorithm, ClientRule, ServerRule, Uploads
 
@@ -83,8 +83,8 @@ class GradMAClient(ClientRule):
 class GradMAServer(ServerRule):
     """mem_red and Server_Update: momentum that never points against a remembered update."""
 
-    beta1: Scheduled = 0.9
-    beta2: Scheduled = 0.5
+    beta1: UnitScheduled = 0.9
+    beta2: UnitScheduled = 0.5
     memory: Annotated[int, Field(ge=0)] = 100
     qp_scope: Literal["whole", "per_tensor"] = "whole"
     solver: Literal["exact", "ecos", "clarabel"] = "exact"

@@ -222,7 +222,7 @@ class RayExecutor:
     def _share(self, plan: Plan) -> None:
         """Gives the actors of this machine their mailboxes; without room for them the object store does it all."""
         P, Q = plan.problem.size, plan.initial[1].numel()
-        up = (len(plan.server.uploads) * P + Q) * 8
+        up = (len(plan.server.uploads) * P + 2 * Q) * 8
         rows = sum(mode == "each" for mode in plan.server.uploads.values()) * plan.config.schedule.cohort * P * 8
         sizes = {f"client {i}": up + rows for i in range(len(self.clients))}
         sizes["server"] = (len(plan.server.provides) * P + Q) * 8

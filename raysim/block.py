@@ -300,11 +300,11 @@ class Trainer:
         """What the client kept, or zeros, and whether it has been here before."""
         row = rule.state(task)
         if job.row is not None:
-            row = {k: torch.tensor(job.row[k]).to(v.device, v.dtype) for k, v in row.items()}
+            row = {k: torch.tensor(job.row[k]).to(v.device, v.dtype).reshape(v.shape) for k, v in row.items()}
         return {**row, "seen": torch.tensor(job.seen, device=self.x0.device)}
 
     def _fits(self, value: Tensor, weight: float) -> bool:
-        """Finite, and small enough that the cohort's weighted sum cannot leave the range of fixed point."""
+        """Finite, and small enough (below 1e18 and some) that the cohort's sum stays in the range of fixed point."""
         largest = max(abs(float(bound)) for bound in torch.aminmax(value))
         return largest * weight < LIMIT / self.config.schedule.cohort  # NaN fails the comparison
 
@@ -321,7 +321,7 @@ class Trainer:
                     k.removeprefix("metric/"): float(v) for k, v in one.report.items() if k.startswith("metric/")
                 }
                 if bad := [k for k in self.sent if not self._fits(one.report[k], one.job.weight)]:
-                    done.error = f"non-finite or huge {' and '.join(bad)} (mean local loss {done.loss:.4g})"
+                    done.error = f"non-finite {' and '.join(bad)} (mean local loss {done.loss:.4g})"
             if done.error is None:
                 good.append(one)
             else:

@@ -59,13 +59,22 @@ def _positive_throughout(value: Any) -> Any:
     return value
 
 
+def _below_one_throughout(value: Any) -> Any:
+    if not all(0 <= v < 1 for v in ([v for _, v in value] if isinstance(value, list) else [value])):
+        raise ValueError("must be at least 0 and less than 1 in every round")
+    return value
+
+
 if TYPE_CHECKING:  # a rule sees the number that is due in its round
     Scheduled = float
     PositiveScheduled = float
+    UnitScheduled = float
 else:
     Scheduled = Annotated[float | list[tuple[int, float]], AfterValidator(_check_schedule)]
     """A number, or a piecewise-constant schedule over rounds: a list of [first round, value]."""
     PositiveScheduled = Annotated[Scheduled, AfterValidator(_positive_throughout)]
+    UnitScheduled = Annotated[Scheduled, AfterValidator(_below_one_throughout)]
+    """A factor of decay: from 0 up to, but not including, 1."""
 
 
 class Section(BaseModel):
@@ -280,7 +289,10 @@ class Config(Section):
     def identity(self) -> dict[str, Any]:
         """The part of the configuration that determines the parameters after each round."""
         whole = self.model_dump(mode="json", exclude=set(self._NOT_THE_RESULT))
-        whole["resources"] = {"threads": self.resources.threads, "device": "cuda" if self.resources.gpus else "cpu"}
+        r = self.resources
+        server = r.gpus if r.executor == "inline" else r.server_gpus
+        devices = {"device": "cuda" if r.gpus else "cpu", "server_device": "cuda" if server else "cpu"}
+        whole["resources"] = {"threads": r.threads, **devices}
         whole["data"] = {k: v for k, v in whole["data"].items() if k not in ("root", "download")}
         return whole
 

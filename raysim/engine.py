@@ -18,6 +18,7 @@ from torch import Tensor
 import raysim
 from raysim import checkpoint
 from raysim.block import Job, cut, local_steps
+from raysim.data import digest
 from raysim.errors import ClientError
 from raysim.executor import Executor, Result, Trained
 from raysim.plan import Plan
@@ -115,6 +116,8 @@ class Engine:
             "history": self.history,
             "run_id": self.run_id,
             "fingerprint": self.config.fingerprint,
+            "data": self.plan.dataset.digest,
+            "partition": digest(self.plan.clients),
             "torch": torch.__version__,
             "raysim": raysim.__version__,
         }

@@ -91,6 +91,7 @@ def settle(threads: int) -> None:
     """Makes a process fit for training: pins torch's threads, and keeps glibc from giving every freed megabyte
     back to the kernel (which costs 10 to 25 % of a round)."""
     torch.set_num_threads(threads)
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False  # cosines near 0 decide the QPs
     try:
         libc = ctypes.CDLL("libc.so.6")
         m_trim_threshold, m_mmap_threshold = -1, -3

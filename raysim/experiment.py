@@ -56,11 +56,11 @@ class Finished:
 
     @property
     def metrics(self) -> dict[str, dict[str, float]]:
-        """The last and the best value of accuracy and the losses."""
+        """Of accuracy and the losses: the last value, the best, and the mean of the last ten."""
         found = {}
         for name, best in (("accuracy", max), ("loss", min), ("train_loss", min)):
             if values := [r[name] for r in self.history if name in r and np.isfinite(r[name])]:
-                found[name] = {"last": values[-1], "best": best(values)}
+                found[name] = {"last": values[-1], "best": best(values), "last10": float(np.mean(values[-10:]))}
         return found
 
     @property
@@ -154,6 +154,12 @@ def reopen(
     saved = checkpoint.read_latest(folder, logger.warning)
     if saved is not None and saved.facts["fingerprint"] != plan.config.fingerprint:
         raise ConfigError(f"{folder}: the checkpoint was made by another configuration than its config.yaml")
+    if saved is not None:
+        for what, now in (("data", plan.dataset.digest), ("partition", partitions.digest(plan.clients))):
+            if saved.facts[what] != now:
+                raise ConfigError(f"{what}: {folder} was run on another {what} than is there now; put the old one back")
+        if saved.facts["torch"] != torch.__version__:
+            logger.warning("the run began under torch %s; its bits may change", saved.facts["torch"])
     if saved is not None and saved.facts["round"] >= plan.config.rounds:
         raise ConfigError(
             f"{folder}: all {saved.facts['round']} rounds are done; to go on, say rounds=N with a larger N"

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from raysim.block import Outcome
 from raysim.errors import RaysimError
-from raysim.numerics.sums import combine, to_float
+from raysim.numerics.sums import NonFiniteError, combine, to_float
 from raysim.rules import Cohort, Problem, Reports, ServerRule, State
 
 
@@ -91,7 +91,10 @@ class Server:
             means=means,
             rows=rows,
         )
-        self.state = self.rule.at(round.t).update(self.state, reports)
+        try:
+            self.state = self.rule.at(round.t).update(self.state, reports)
+        except NonFiniteError as error:
+            raise RaysimError(f"round {round.t}: server rule '{self.rule.name}': {error}; lower local.lr") from None
         if not torch.isfinite(self.state["x"].sum()):
             raise RaysimError(
                 f"round {round.t}: server rule '{self.rule.name}' made non-finite parameters; "

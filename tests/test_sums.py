@@ -42,7 +42,7 @@ def test_the_sum_is_right_to_half_a_unit(seed, k, P, dtype):
     assert torch.equal(to_float(fixed_sum(list(rows), weights.tolist()), torch.float64, 4.0), found / 4)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 2.0**22, -(2.0**22)])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 2.0**60, -(2.0**60)])
 def test_what_does_not_fit_is_refused(value):
     rows = torch.zeros(2, 5)
     rows[1, 3] = value
@@ -51,11 +51,26 @@ def test_what_does_not_fit_is_refused(value):
 
 
 def test_the_largest_value_fits_and_overflow_across_blocks_is_refused():
-    largest = fixed_sum(torch.full((1, 3), 2.0**22 - 1), [1.0])
-    assert to_float(largest, torch.float64).tolist() == [2.0**22 - 1] * 3
+    largest = fixed_sum(torch.full((1, 3), 2.0**60 - 2.0**40), [1.0])
+    assert to_float(largest, torch.float64).tolist() == [2.0**60 - 2.0**40] * 3
     with pytest.raises(NonFiniteError):
-        combine([largest] * 3)
+        combine([torch.full((1, 3), 2**62)] * 3)
     assert to_float(combine([largest, -largest]), torch.float32).tolist() == [0.0] * 3
+
+
+def test_large_and_small_blocks_add_up_in_any_order():
+    """Running variances of two-sample clients reach 1e7 and more, beside
+    values of 1e-3: both must come through, whatever the grouping."""
+    blocks = [
+        torch.tensor([[3e-3, 5e6, -7e9, 1.0]]),
+        torch.tensor([[1e-3, 2e-3, 7e9, 2.0]]),
+        torch.tensor([[0.0, -5e6, 0.5, 3e12]]),
+    ]
+    fixed = [fixed_sum(block.double(), [0.25]) for block in blocks]
+    expected = sum(block.double()[0] * 0.25 for block in blocks)
+    forward, backward = combine(fixed), combine([combine([fixed[2].clone(), fixed[0]]), fixed[1]])
+    assert torch.equal(forward, backward)
+    assert torch.allclose(to_float(forward, torch.float64), expected, rtol=1e-14, atol=2.0**-39)
 
 
 def test_weights_and_rows_must_match():
