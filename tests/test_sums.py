@@ -67,7 +67,8 @@ def test_large_and_small_blocks_add_up_in_any_order():
         torch.tensor([[0.0, -5e6, 0.5, 3e12]]),
     ]
     fixed = [fixed_sum(block.double(), [0.25]) for block in blocks]
-    expected = sum(block.double()[0] * 0.25 for block in blocks)
+    columns = torch.cat(blocks).double().T.tolist()
+    expected = torch.tensor([math.fsum(0.25 * v for v in column) for column in columns], dtype=torch.float64)
     forward, backward = combine(fixed), combine([combine([fixed[2].clone(), fixed[0]]), fixed[1]])
     assert torch.equal(forward, backward)
     assert torch.allclose(to_float(forward, torch.float64), expected, rtol=1e-14, atol=2.0**-39)
