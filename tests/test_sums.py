@@ -1,5 +1,7 @@
 """Fixed-point sums: no grouping shows, nothing that does not fit gets through."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
