@@ -104,7 +104,8 @@ class _Client(_Actor):
         """`again`: this actor's mailbox still holds what it sent first in this round."""
         broadcast = _read_broadcast(self._fetch(down))
         outcome = self.trainer.train(t, broadcast.shared, broadcast.buffers, blocks)
-        upload = self._post("" if again else self.name, {"sums": outcome.sums, "rows": outcome.rows})
+        rows = {f"{key}/{i}": row for key, each in outcome.rows.items() for i, row in enumerate(each)}
+        upload = self._post("" if again else self.name, {"sums": outcome.sums, "rows": rows})
         return upload, Outcome(outcome.done, outcome.ids, seconds=outcome.seconds)
 
 
@@ -123,10 +124,11 @@ class _Server(_Actor):
         self, round: Round, ids: list[int], keep: bool, trained: list[list[int]], *uploads: Tree | Letter
     ) -> tuple:
         """Metrics, the next broadcast, a snapshot. `trained` are the clients in each upload."""
-        fetched = [self._fetch(upload) for upload in uploads]
-        outcomes = [
-            Outcome([], of, u.get("sums", {}), u.get("rows", {})) for of, u in zip(trained, fetched, strict=True)
-        ]
+        outcomes = []
+        for ids_of, upload in zip(trained, map(self._fetch, uploads), strict=True):
+            outcomes.append(Outcome([], ids_of, upload.get("sums", {})))
+            for name, row in upload.get("rows", {}).items():
+                outcomes[-1].rows.setdefault(name.rpartition("/")[0], []).append(row)
         done = self.server.advance(round, outcomes, ids, keep)
         self.last = done.down
         return done.metrics, self._post("server", _as_groups(self.last)), _packed(done.snapshot)
@@ -250,6 +252,8 @@ class RayExecutor:
                     ray.init(address=address, **quiet)
                 else:
                     wanted = int(np.ceil(r.actors * r.cpus))
+                    if wanted > (os.cpu_count() or 1):
+                        self.log(f"resources: {r.actors} actors of {r.cpus:g} CPUs share {os.cpu_count()} cores")
                     ray.init(
                         address="local", num_cpus=max(os.cpu_count() or 1, wanted), include_dashboard=False, **quiet
                     )

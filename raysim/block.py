@@ -74,7 +74,7 @@ class Outcome:
     done: list[Done] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
     sums: dict[str, Tensor] = field(default_factory=dict)
-    rows: dict[str, Tensor] = field(default_factory=dict)
+    rows: dict[str, list[Tensor]] = field(default_factory=dict)
     seconds: float = 0.0
 
 
@@ -130,11 +130,9 @@ class Trainer:
         facts = Facts(t, at_round(local.lr, t), local.weight_decay, local.clip, self.x0, self.decayed)
         rule, total = self.rule.at(t), Outcome()
         sums: dict[str, FixedSum] = {}
-        rows: dict[str, list[Tensor]] = {}
         for block in blocks:
-            self._add(total, sums, rows, (self._vmap if self.vmap else self._loop)(rule, facts, shared, buffers, block))
+            self._add(total, sums, (self._vmap if self.vmap else self._loop)(rule, facts, shared, buffers, block))
         total.sums = {key: part.total for key, part in sums.items() if part.total is not None}
-        total.rows = {key: torch.stack(each) for key, each in rows.items()}
         total.seconds = time.perf_counter() - began
         return total
 
@@ -308,9 +306,7 @@ class Trainer:
         largest = max(abs(float(bound)) for bound in torch.aminmax(value))
         return largest * weight < LIMIT / self.config.schedule.cohort  # NaN fails the comparison
 
-    def _add(
-        self, total: Outcome, sums: dict[str, FixedSum], rows: dict[str, list[Tensor]], trained: list[_Trained]
-    ) -> None:
+    def _add(self, total: Outcome, sums: dict[str, FixedSum], trained: list[_Trained]) -> None:
         """Adds a block to what this worker sends; an upload that is not finite goes no further."""
         good: list[_Trained] = []
         for one in trained:
@@ -334,7 +330,7 @@ class Trainer:
         for key in self.sent:
             sums.setdefault(key, FixedSum()).add([one.report[key] for one in good], weights)
             if self.uploads.get(key) == "each":
-                rows.setdefault(key, []).extend(one.report[key] for one in good)
+                total.rows.setdefault(key, []).extend(one.report[key] for one in good)
 
 
 @dataclass

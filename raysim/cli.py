@@ -48,7 +48,7 @@ def main() -> None:
 
 @app.command()
 def run(
-    config: Annotated[str, typer.Argument(help="a YAML file, or the name of a shipped one: quickstart")],
+    config: Annotated[str, typer.Argument(help="a YAML file, or the name of a shipped one (raysim list configs)")],
     overrides: Overrides = None,
     as_json: Annotated[bool, typer.Option("--json", help="last line of standard output: one JSON object")] = False,
     print_config: Annotated[
@@ -90,7 +90,7 @@ def _execute(as_json: bool, console: Console, plan: Plan, *reopened: Any) -> Non
         with _Progress(plan, console) as progress:
             done = execute(plan, *reopened, progress=progress)
     except KeyboardInterrupt as stop:
-        print("stopped; what was done is kept", file=sys.stderr)
+        print(f"stopped; {_what_is_left(plan, reopened)}", file=sys.stderr)
         raise typer.Exit(128 + getattr(stop, "signal", 2)) from None
     best = done.metrics.get("accuracy")
     console.print(
@@ -100,6 +100,19 @@ def _execute(as_json: bool, console: Console, plan: Plan, *reopened: Any) -> Non
     console.print(f"look at it     {ui_hint(plan.config.tracking)}   (run {done.run_id})", soft_wrap=True)
     if as_json:
         print(json.dumps(as_object(done)))
+
+
+def _what_is_left(plan: Plan, reopened: tuple) -> str:
+    """Where a stopped run can be taken up again."""
+    from raysim import checkpoint
+    from raysim.experiment import latest_run_dir
+
+    folder = reopened[0] if reopened else latest_run_dir(plan)
+    if folder is None:
+        return "nothing had begun"
+    saved = checkpoint.available(folder)
+    where = f"from round {int(saved[-1].name.removeprefix('round-'))}" if saved else "from the beginning"
+    return f"what was done is kept; `raysim resume {folder}` goes on {where}"
 
 
 def as_object(done: Finished) -> dict[str, Any]:
@@ -124,6 +137,7 @@ class _Progress:
         self.where = f"{r.actors} actor{'s'[: r.actors != 1]}" if r.executor == "ray" else "inline"
         self.title = f"{plan.label} on {plan.config.data.name}"
         self.began = self.last = time.monotonic()
+        self.first: int | None = None
 
     def __enter__(self) -> _Progress:
         c = self.console
@@ -150,16 +164,17 @@ class _Progress:
 
     def __call__(self, record: Record) -> None:
         done, now = int(record["round"]), time.monotonic()
+        if self.first is None:  # the start of actors and tracker is not the rounds' time
+            self.first, self.began = done, now
         figures = [f"{k} {record[k]:.4f}" for k in ("accuracy", "loss") if k in record]
         if "clients_per_second" in record:
             figures.append(f"{record['clients_per_second']:.0f} clients/s")
         if self.console.is_terminal:
             self.bar.update(self.task, completed=done, said=" · ".join([*figures, self.where]))
         elif done and (now - self.last > 5 or done in (1, self.rounds)):
-            left = (now - self.began) / done * (self.rounds - done)
-            self.console.print(
-                f"round {done}/{self.rounds}  " + "  ".join(figures) + f"  {left:.0f} s left", soft_wrap=True
-            )
+            left = (now - self.began) / max(done - self.first, 1) * (self.rounds - done)
+            figures += [f"{left:.0f} s left"] if done > self.first else []
+            self.console.print(f"round {done}/{self.rounds}  " + "  ".join(figures), soft_wrap=True)
             self.last = now
 
 
@@ -200,7 +215,7 @@ def _rehearse(plan: Plan, console: Console) -> None:
 
 @app.command(name="list")
 def list_(
-    what: Annotated[str, typer.Argument(help="algorithms, clients, servers, models, datasets or partitions")],
+    what: Annotated[str, typer.Argument(help="algorithms, clients, servers, models, datasets, partitions or configs")],
     as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
     """What there is to choose from."""
@@ -239,6 +254,10 @@ def _catalogue(what: str) -> list[dict[str, str]]:
         rules.discover()
         registry: Any = rules.CLIENTS if what == "clients" else rules.SERVERS
         return [{"name": n, "what": first_line(c), "keys": " ".join(rules.fields(c))} for n, c in registry.items()]
+    if what == "configs":
+        from raysim.config import shipped
+
+        return [{"name": name, "what": text} for name, text in shipped().items()]
     if what == "models":
         return [{"name": n, "what": first_line(f)} for n, f in nets.NETS.items()]
     if what == "datasets":
@@ -250,7 +269,7 @@ def _catalogue(what: str) -> list[dict[str, str]]:
             {"name": n, "what": first_line(m), "keys": " ".join(k for k in m.model_fields if k != "name")}
             for n, m in partitions().items()
         ]
-    known = ("algorithms", "clients", "servers", "models", "datasets", "partitions")
+    known = ("algorithms", "clients", "configs", "servers", "models", "datasets", "partitions")
     raise ConfigError(f"list: nothing called '{what}'{did_you_mean(what, known)}")
 
 

@@ -59,9 +59,9 @@ def _positive_throughout(value: Any) -> Any:
     return value
 
 
-def _below_one_throughout(value: Any) -> Any:
-    if not all(0 <= v < 1 for v in ([v for _, v in value] if isinstance(value, list) else [value])):
-        raise ValueError("must be at least 0 and less than 1 in every round")
+def _unit_throughout(value: Any) -> Any:
+    if not all(0 <= v <= 1 for v in ([v for _, v in value] if isinstance(value, list) else [value])):
+        raise ValueError("must lie between 0 and 1 in every round")
     return value
 
 
@@ -73,8 +73,8 @@ else:
     Scheduled = Annotated[float | list[tuple[int, float]], AfterValidator(_check_schedule)]
     """A number, or a piecewise-constant schedule over rounds: a list of [first round, value]."""
     PositiveScheduled = Annotated[Scheduled, AfterValidator(_positive_throughout)]
-    UnitScheduled = Annotated[Scheduled, AfterValidator(_below_one_throughout)]
-    """A factor of decay: from 0 up to, but not including, 1."""
+    UnitScheduled = Annotated[Scheduled, AfterValidator(_unit_throughout)]
+    """A factor of decay, from 0 to 1."""
 
 
 class Section(BaseModel):
@@ -320,26 +320,31 @@ _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
 )
 
+
+def _shipped_files() -> dict[str, Path]:
+    package = Path(__file__).resolve().parent
+    folders = (package / "configs", package.parent / "configs")
+    return {str(p.relative_to(f)).removesuffix(".yaml"): p for f in folders for p in sorted(f.rglob("*.yaml"))}
+
+
+def shipped() -> dict[str, str]:
+    """Name and first line of comment of every configuration that comes with raysim."""
+    return {name: path.read_text().splitlines()[0].lstrip("# ") for name, path in _shipped_files().items()}
+
+
 Keys = Callable[[str, str], Iterable[str] | None]
 """(section, name) -> the keys that this name knows, None if it is unknown."""
 
 
 def find(source: str | Path, folder: Path | None = None) -> Path:
     """The file a configuration's name means: a path, or a name among the configurations shipped with raysim."""
-    package = Path(__file__).resolve().parent
     text = str(source)
-    tried = [(folder or Path()) / text]
-    for shipped in (package / "configs", package.parent / "configs"):
-        tried += [shipped / text.removeprefix("configs/"), shipped / (text.removeprefix("configs/") + ".yaml")]
+    files = _shipped_files()
+    tried = [(folder or Path()) / text, files.get(text.removeprefix("configs/").removesuffix(".yaml"))]
     for path in tried:
-        if path.is_file():
+        if path is not None and path.is_file():
             return path
-    names = {
-        str(p.relative_to(f)).removesuffix(".yaml")
-        for f in (package / "configs", package.parent / "configs")
-        for p in f.rglob("*.yaml")
-    }
-    raise ConfigError(f"no configuration '{source}': neither a file nor a shipped one{did_you_mean(text, names)}")
+    raise ConfigError(f"no configuration '{source}': neither a file nor a shipped one{did_you_mean(text, files)}")
 
 
 def read(

@@ -26,7 +26,7 @@ from raysim import checkpoint
 from raysim.config import parse_overrides
 from raysim.data import partition_plot, partitions, summary
 from raysim.engine import Engine, Record
-from raysim.errors import ConfigError
+from raysim.errors import ConfigError, RaysimError
 from raysim.executor import Executor, Inline
 from raysim.pictures import learning_curve
 from raysim.plan import Plan, prepare
@@ -197,10 +197,15 @@ def execute(
                     tracker.metrics({k: v for k, v in record.items() if k != "round"}, step=int(record["round"]))
                     progress(record)
             finished = _finish(plan, engine, executor.snapshot().get(), time.perf_counter() - began)
+            tracker.tags({"digest": finished.digest, "run_dir": str(run_dir.absolute())})
             status = "FINISHED"
             return finished
     except KeyboardInterrupt:
         status = "KILLED"
+        raise
+    except RaysimError as error:
+        if tracker.run_id:
+            tracker.tags({"error": str(error)})
         raise
     finally:
         executor.close()
@@ -232,6 +237,19 @@ def choose(plan: Plan, log: Callable[[str], None]) -> Executor:
     return RayExecutor(log)
 
 
+def latest_run_dir(plan: Plan) -> Path | None:
+    """The folder that the last run of this plan made; None if there is none."""
+    if plan.config.run_dir is not None:
+        return Path(plan.config.run_dir) if (Path(plan.config.run_dir) / "config.yaml").exists() else None
+    stem = _stem(plan)
+    return max(stem.parent.glob(f"{stem.name}*"), key=lambda path: path.stat().st_ctime, default=None)
+
+
+def _stem(plan: Plan) -> Path:
+    c = plan.config
+    return Path("runs") / c.tracking.experiment / f"{plan.label}-{c.seed}-{c.fingerprint[:8]}"
+
+
 def make_run_dir(plan: Plan) -> Path:
     """A new folder for the run: the configured one, or runs/<experiment>/<label>-<seed>-<hash>, numbered if taken."""
     if plan.config.run_dir is not None:
@@ -242,8 +260,7 @@ def make_run_dir(plan: Plan) -> Path:
             )
         path.mkdir(parents=True, exist_ok=True)
         return path
-    c = plan.config
-    stem = Path("runs") / c.tracking.experiment / f"{plan.label}-{c.seed}-{c.fingerprint[:8]}"
+    stem = _stem(plan)
     for number in range(1, 10_000):
         path = stem if number == 1 else stem.with_name(f"{stem.name}-{number}")
         try:
@@ -261,7 +278,7 @@ def tags(plan: Plan) -> dict[str, str]:
         ["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(raysim.__file__).parent
     )
     return {
-        "algorithm": c.algorithm.name if c.algorithm else plan.label,
+        "algorithm": plan.label,
         "client_rule": plan.client.name,
         "server_rule": plan.server.name,
         "data": c.data.name,

@@ -47,8 +47,13 @@ class Plan:
     @property
     def label(self) -> str:
         """The run's short name."""
-        c = self.config
-        return c.name or (c.algorithm.name if c.algorithm else f"{self.client.name}-{self.server.name}").split(":")[-1]
+        c, pair = self.config, f"{self.client.name}-{self.server.name}"
+        if c.name or c.algorithm is None:
+            return c.name or pair
+        known = rules.ALGORITHMS.get(c.algorithm.name)
+        if known and (known.client is not type(self.client) or known.server is not type(self.server)):
+            return pair  # a half was exchanged: it is no longer that algorithm
+        return c.algorithm.name.split(":")[-1]
 
     @property
     def dtype(self) -> torch.dtype:

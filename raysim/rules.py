@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
+import torch
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from torch import Tensor
 
@@ -130,7 +131,8 @@ class Reports(Cohort):
     staleness: list[int] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     means: dict[str, Tensor] = field(default_factory=dict)
-    rows: dict[str, Tensor] = field(default_factory=dict)
+    rows: dict[str, list[Tensor]] = field(default_factory=dict)
+    """The same as `each`, not stacked: for a rule that copies the rows anyway."""
 
     def mean(self, key: str) -> Tensor:
         """The weighted mean of an upload over the round's clients, [P]; the same bits for any grouping."""
@@ -138,7 +140,7 @@ class Reports(Cohort):
 
     def each(self, key: str) -> Tensor:
         """Every client's upload in the order of `ids`, [K, P]; only for keys that `uploads` calls "each"."""
-        return self.rows[key]
+        return torch.stack(self.rows[key])
 
 
 @dataclass(frozen=True)

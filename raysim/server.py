@@ -77,7 +77,7 @@ class Server:
         rows = {}
         for key in outcomes[0].rows:
             every = [row for o in outcomes for row in o.rows[key]]
-            rows[key] = torch.stack([every[i] for i in arranged]).to(x.device)
+            rows[key] = [every[i].to(x.device) for i in arranged]
         reports = Reports(
             round.t,
             [round.ids[i] for i in stay],

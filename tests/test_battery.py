@@ -38,11 +38,12 @@ from torch import nn
 
 
 class Net(nn.Module):
-    def __init__(self, shape, classes, dropout: float = 0.3, limit: float = 10.0):
+    def __init__(self, shape, classes, dropout: float = 0.3, limit: float = 10.0, norm: bool = True):
         super().__init__()
         self.limit = limit
         self.body = nn.Sequential(
-            nn.Flatten(), nn.Linear(64, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Dropout(dropout), nn.Linear(6, classes)
+            nn.Flatten(), nn.Linear(64, 6), nn.BatchNorm1d(6) if norm else nn.Identity(), nn.ReLU(),
+            nn.Dropout(dropout), nn.Linear(6, classes),
         )
 
     def forward(self, x):
@@ -317,13 +318,16 @@ def test_a_non_finite_client_stops_the_run_by_name(client, server, mode, engine,
 
 
 @pytest.mark.parametrize("server", sorted(SERVERS))
-def test_weights_count_only_who_is_left(server, engine, config):
-    """The same with weights by samples: those of a round's survivors add up to one."""
-    rule = {"name": server, "weights": "samples"}
-    given = {"faults": {"on_client_error": "drop"}, "server": rule}
-    run, _ = engine({**config("fedavg", server), **given}, change=poisoned)
-    expected, _ = engine({**config("fedavg", server), "server": rule}, before=without)
-    uniform, _ = engine(config("fedavg", server), before=without)
+def test_weights_count_only_who_is_left(server, engine, config, source):
+    """The same with weights by samples: those of a round's survivors add up to one. This net has no BatchNorm, so that
+    the update itself is all there is to tell that a client has failed."""
+    rule, model = {"name": server, "weights": "samples"}, {"name": source("nets", NETS) + ":Net", "norm": False}
+    given = {"faults": {"on_client_error": "drop"}, "server": rule, "model": model}
+    run, records = engine({**config("fedavg", server), **given}, change=poisoned)
+    assert sum(record["clients_dropped"] for record in records[1:]) > 0
+    assert_sound(run)
+    expected, _ = engine({**config("fedavg", server), "server": rule, "model": model}, before=without)
+    uniform, _ = engine({**config("fedavg", server), "model": model}, before=without)
     assert distance(run.executor.xs, expected.executor.xs) < 1e-9
     assert distance(run.executor.xs, uniform.executor.xs) > 1e-4
 
