@@ -56,11 +56,11 @@ class Finished:
 
     @property
     def metrics(self) -> dict[str, dict[str, float]]:
-        """Of accuracy and the losses: the last value, the best, and the mean of the last ten."""
+        """The last and the best value of accuracy and the losses."""
         found = {}
         for name, best in (("accuracy", max), ("loss", min), ("train_loss", min)):
             if values := [r[name] for r in self.history if name in r and np.isfinite(r[name])]:
-                found[name] = {"last": values[-1], "best": best(values), "last10": float(np.mean(values[-10:]))}
+                found[name] = {"last": values[-1], "best": best(values)}
         return found
 
     @property

@@ -244,7 +244,7 @@ def test_dropout_masks_are_keyed_by_round_client_and_step(mode, engine, config, 
     masks = []
     for t in range(4):
         outcome = trainer.train(t, {"x": zero}, nothing, cut(run.jobs(t, everybody), 3))
-        for sent in outcome.rows["delta"].numpy():
+        for sent in (row.numpy() for row in outcome.rows["delta"]):
             kept = sent[sent != 0]
             assert np.ptp(kept) < 1e-12
             assert abs(kept[0]) == pytest.approx(0.1 * (0.9 if kept[0] < 0 else 0.1) / 0.75)
@@ -252,8 +252,8 @@ def test_dropout_masks_are_keyed_by_round_client_and_step(mode, engine, config, 
     assert len({mask.tobytes() for mask in masks}) == len(masks) == 28
     assert np.mean(masks) == pytest.approx(0.75, abs=0.05)  # 1792 draws: the standard deviation is 0.01
     two_steps = [replace(job, steps=2) for job in run.jobs(0, everybody)]
-    for sent in trainer.train(0, {"x": zero}, nothing, cut(two_steps, 3)).rows["delta"].numpy():
-        assert len(set(np.round(sent, 9))) == 4  # dropped in both steps, in one, in the other, in none
+    for sent in trainer.train(0, {"x": zero}, nothing, cut(two_steps, 3)).rows["delta"]:
+        assert len(set(np.round(sent.numpy(), 9))) == 4  # dropped in both steps, in one, in the other, in none
 
 
 @every_pair

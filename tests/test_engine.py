@@ -519,7 +519,9 @@ def signalled(tmp_path_factory: pytest.TempPathFactory, uri: str) -> dict[str, S
 def test_a_signal_ends_a_run_with_its_code_and_one_line(signalled, name):
     run = signalled[name]
     assert run.process.returncode == SIGNALS[name], run.said
-    assert "Traceback" not in run.said and run.said.rstrip().endswith("stopped; what was done is kept"), run.said
+    *_, last = run.said.rstrip().splitlines()
+    assert "Traceback" not in run.said and last.startswith("stopped; what was done is kept"), run.said
+    assert f"`raysim resume {run.folder / 'run'}` goes on from round " in last
 
 
 @pytest.mark.parametrize("name", SIGNALS)
