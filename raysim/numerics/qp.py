@@ -33,7 +33,8 @@ STATUSES = ("inactive", "optimal", "fallback", "failed")  # from best to worst
 ZERO_COLUMN = 1e-12  # columns whose norm is below this fraction of the largest are zero
 SMALL_TENSOR = 2e-4  # largest column norm at which the rule "sum" takes over
 RIDGE = 1e-12  # added to the unit diagonal where columns are dependent
-SINGULAR = 1e-10  # determinants and Cholesky pivots below this belong to columns taken as linearly dependent
+PARALLEL = 1e-12  # determinants of three columns' cosines below this are singular: an angle of 1e-6 between two
+SINGULAR = 1e-10  # Cholesky pivots below this belong to columns taken as linearly dependent
 NOISE = 1e-14  # violations up to here are rounding
 PAIRS = ((0, 1), (0, 2), (1, 2))
 ACCEPTED = 1e-8  # residual above which the next, safer solver is tried
@@ -467,7 +468,7 @@ def _solve_one(G: list[list[float]], finite: list[bool], small: bool) -> tuple[S
         return best, 0
     c01, c02, c12 = (G[i + 1][j + 1] * inverse[i] * inverse[j] if inverse[i] and inverse[j] else 0.0 for i, j in PAIRS)
     for determinant, n0, n1, n2 in _active_sets(c01, c02, c12, b0, b1, b2):
-        if determinant < SINGULAR:
+        if determinant < PARALLEL:
             continue
         z0, z1, z2 = n0 / determinant, n1 / determinant, n2 / determinant
         w0, w1, w2 = (
@@ -496,7 +497,7 @@ def _solve_many(G: Tensor, small: bool) -> tuple[Tensor, Tensor]:
     sets = [torch.stack(values, -1) for values in zip(*_active_sets(c01, c02, c12, *b.unbind(-1)), strict=True)]
     determinant = sets[0][..., None]  # [..., 7, 1]
     z = torch.stack(sets[1:], -1) / determinant  # [..., 7, 3]
-    z = torch.cat([torch.zeros_like(z[..., :1, :]), torch.where(determinant < SINGULAR, -torch.inf, z)], -2)
+    z = torch.cat([torch.zeros_like(z[..., :1, :]), torch.where(determinant < PARALLEL, -torch.inf, z)], -2)
     z0, z1, z2 = z.unbind(-1)
     c01, c02, c12, b = c01[..., None], c02[..., None], c12[..., None], b[..., None, :]
     w = torch.stack([z0 + c01 * z1 + c02 * z2, z1 + c01 * z0 + c12 * z2, z2 + c02 * z0 + c12 * z1], -1) + b
