@@ -107,7 +107,18 @@ def _bmm(a: Tensor, b: Tensor) -> Tensor:
     out = a.new_empty(len(a), a.shape[1], b.shape[2])
     threads = _pool[0]._max_workers
     ends = [len(a) * i // threads for i in range(threads + 1)]
-    list(_pool[0].map(lambda part: torch.bmm(a[slice(*part)], b[slice(*part)], out=out[slice(*part)]), pairwise(ends)))
+    first, *others = pairwise(ends)
+
+    def multiply(part: tuple[int, int]) -> None:
+        torch.bmm(a[slice(*part)], b[slice(*part)], out=out[slice(*part)])
+
+    waiting = [_pool[0].submit(multiply, part) for part in others]
+    if torch.get_num_threads() == 1:  # this thread works too: woken ones then find cores that are idle
+        multiply(first)
+    else:
+        waiting.append(_pool[0].submit(multiply, first))
+    for one in waiting:
+        one.result()
     return out
 
 
