@@ -106,7 +106,7 @@ class _Client(_Actor):
         outcome = self.trainer.train(t, broadcast.shared, broadcast.buffers, blocks)
         rows = {f"{key}/{i}": row for key, each in outcome.rows.items() for i, row in enumerate(each)}
         upload = self._post("" if again else self.name, {"sums": outcome.sums, "rows": rows})
-        return upload, Outcome(outcome.done, outcome.ids, seconds=outcome.seconds)
+        return upload, Outcome(outcome.done, outcome.ids, bound=outcome.bound, seconds=outcome.seconds)
 
 
 class _Server(_Actor):
@@ -121,12 +121,12 @@ class _Server(_Actor):
         return self._post("server", _as_groups(self.last))
 
     def advance(
-        self, round: Round, ids: list[int], keep: bool, trained: list[list[int]], *uploads: Tree | Letter
+        self, round: Round, ids: list[int], keep: bool, trained: list[tuple[list[int], float]], *uploads: Tree | Letter
     ) -> tuple:
-        """Metrics, the next broadcast, a snapshot. `trained` are the clients in each upload."""
+        """Metrics, the next broadcast, a snapshot. `trained` are the clients in each upload, and its bound."""
         outcomes = []
-        for ids_of, upload in zip(trained, map(self._fetch, uploads), strict=True):
-            outcomes.append(Outcome([], ids_of, upload.get("sums", {})))
+        for (clients, bound), upload in zip(trained, map(self._fetch, uploads), strict=True):
+            outcomes.append(Outcome([], clients, upload.get("sums", {}), bound))
             for name, row in upload.get("rows", {}).items():
                 outcomes[-1].rows.setdefault(name.rpartition("/")[0], []).append(row)
         done = self.server.advance(round, outcomes, ids, keep)
@@ -281,7 +281,7 @@ class RayExecutor:
 
     def advance(self, round: Round, trained: Trained, ids: list[int], keep: bool) -> Next:
         call = self.server.advance.options(num_returns=3)
-        clients = [outcome.ids for outcome in trained.done]
+        clients = [(outcome.ids, outcome.bound) for outcome in trained.done]
         metrics, down, snapshot = call.remote(round, ids, keep, clients, *trained.uploads)
         kept = _Awaited(snapshot, "the server's state", self.timeout, lambda v: _unpacked(v, "cpu")) if keep else None
         return Next(_Awaited(metrics, f"the server update of round {round.t}", self.timeout), down, kept)

@@ -74,6 +74,8 @@ class Outcome:
     done: list[Done] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
     sums: dict[str, Tensor] = field(default_factory=dict)
+    bound: float = 0.0
+    """No entry of any sum is larger."""
     rows: dict[str, list[Tensor]] = field(default_factory=dict)
     seconds: float = 0.0
 
@@ -133,6 +135,7 @@ class Trainer:
         for block in blocks:
             self._add(total, sums, (self._vmap if self.vmap else self._loop)(rule, facts, shared, buffers, block))
         total.sums = {key: part.total for key, part in sums.items() if part.total is not None}
+        total.bound = max((part.bound for part in sums.values()), default=0.0)
         total.seconds = time.perf_counter() - began
         return total
 

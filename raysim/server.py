@@ -70,9 +70,9 @@ class Server:
         place = {client: i for i, client in enumerate(ids)}
         arranged = [place[round.ids[i]] for i in stay]
         x = self.state["x"]
-        means = {
-            k: to_float(combine([o.sums[k] for o in outcomes]), x.dtype, left).to(x.device) for k in outcomes[0].sums
-        }
+        bound = sum(o.bound for o in outcomes)
+        totals = {k: combine([o.sums[k] for o in outcomes], bound) for k in outcomes[0].sums}
+        means = {k: to_float(total, x.dtype, left).to(x.device) for k, total in totals.items()}
         self.buffers = means.pop("buffers", self.buffers)
         rows = {}
         for key in outcomes[0].rows:

@@ -84,19 +84,20 @@ def fixed_sum(rows: Tensor | Sequence[Tensor], weights: Sequence[float]) -> Tens
     return block.total
 
 
-def combine(totals: Iterable[Tensor]) -> Tensor:
+def combine(totals: Iterable[Tensor], bound: float | None = None) -> Tensor:
     """Adds fixed sums [L, P] of several blocks: exact, so any order and any grouping gives the same bits.
 
-    Raises `NonFiniteError` where the result could leave the range of int64.
+    `bound`, the sum of their `FixedSum.bound`, spares a look at every number. Raises `NonFiniteError` where the result
+    could leave the range of int64.
     """
     first, *others = totals
     if not others:
         return first
-    total, bound = first.clone(), _magnitude(first)
+    units = sum(map(_magnitude, (first, *others))) if bound is None else bound / UNIT
+    total = first.clone()
     for other in others:
-        bound += _magnitude(other)
         total = _plus(total, other if len(other) <= len(total) else other.clone())
-    if bound >= 2**63:
+    if units >= 2**63:
         raise NonFiniteError(f"the sum of {len(others) + 1} blocks may leave the range of fixed point")
     return total
 
