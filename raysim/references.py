@@ -22,26 +22,24 @@ def load_object(reference: str, key: str) -> Any:
     """
     where, _, name = reference.rpartition(":")
     path = Path(where).expanduser()
-    if where.endswith(".py"):
-        if not path.is_file():
-            raise ConfigError(f"{key}: there is no file '{where}' (seen from {Path.cwd()})")
-        module_name = f"{PREFIX}{path.resolve().stem}"
-        spec = importlib.util.spec_from_file_location(module_name, path)
-        assert spec and spec.loader
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[module_name] = module
-        load = lambda: spec.loader.exec_module(module)  # type: ignore[union-attr]  # noqa: E731
-    else:
-        module, load = ModuleType(where), lambda: None
-        try:
-            module = importlib.import_module(where)
-        except ImportError as error:
-            raise ConfigError(f"{key}: cannot import '{where}': {error}") from None
+    if where.endswith(".py") and not path.is_file():
+        raise ConfigError(f"{key}: there is no file '{where}' (seen from {Path.cwd()})")
     try:
-        load()
+        module = _from_file(path) if where.endswith(".py") else importlib.import_module(where)
     except (Exception, SystemExit) as error:
+        if isinstance(error, ImportError) and not where.endswith(".py"):
+            raise ConfigError(f"{key}: cannot import '{where}': {error}") from None
         raise ConfigError(f"{key}: {where} fails on import: {type(error).__name__}: {error}") from None
     if not hasattr(module, name):
         names = [n for n, v in vars(module).items() if isinstance(v, type) and v.__module__ == module.__name__]
         raise ConfigError(f"{key}: {where} defines no '{name}'{did_you_mean(name, names)}")
     return getattr(module, name)
+
+
+def _from_file(path: Path) -> ModuleType:
+    name = f"{PREFIX}{path.resolve().stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec and spec.loader
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
