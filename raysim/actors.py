@@ -30,7 +30,7 @@ from raysim.executor import Evaluator, Next, Ready, Trained, make_server, make_t
 from raysim.mailbox import Letter, Mailbox
 from raysim.plan import Plan
 from raysim.references import PREFIX
-from raysim.rules import State
+from raysim.rules import State, sums, with_mode
 from raysim.server import Broadcast, Round
 
 LARGEST_BOX = 64 * 2**20
@@ -191,6 +191,36 @@ def _get(reference: Any, what: str, timeout: float) -> Any:
         raise RaysimError(f"{what} failed: {error}") from None
 
 
+def connect(address: str | None, cpus: float, log: Callable[[str], None]) -> bool:
+    """Joins the cluster at hand (an address, or RAY_ADDRESS inside a submitted job), else starts Ray here with at
+    least so many CPUs. Where Ray is there already, it stays as it is.
+
+    Returns:
+        Whether it was started or joined here, so that it is to be shut down here.
+    """
+    if ray.is_initialized():
+        return False
+    address = address or os.environ.get("RAY_ADDRESS")
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": True}
+    try:
+        if address:
+            ray.init(address=address, **quiet)
+        else:
+            cores, wanted = os.cpu_count() or 1, int(np.ceil(cpus))
+            if wanted > cores:
+                log(f"resources: {cpus:g} CPUs are asked for, they share {cores} cores")
+            ray.init(address="local", num_cpus=max(cores, wanted), include_dashboard=False, **quiet)
+    except Exception as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        if not address:
+            raise RaysimError(f"cannot start Ray on this machine: {reason}") from None
+        raise RaysimError(
+            f"cannot join Ray at {address}: {reason} (is it running? A cluster that asks for tokens wants "
+            "RAY_AUTH_MODE=token and its ~/.ray/auth_token here)"
+        ) from None
+    return True
+
+
 class RayExecutor:
     """The executor over Ray actors."""
 
@@ -224,8 +254,8 @@ class RayExecutor:
     def _share(self, plan: Plan) -> None:
         """Gives the actors of this machine their mailboxes; without room for them the object store does it all."""
         P, Q = plan.problem.size, plan.initial[1].numel()
-        up = (len(plan.server.uploads) * P + 2 * Q) * 8
-        rows = sum(mode == "each" for mode in plan.server.uploads.values()) * plan.config.schedule.cohort * P * 8
+        up = (len(sums(plan.server.uploads)) * P + 2 * Q) * 8
+        rows = len(with_mode(plan.server.uploads, "each")) * plan.config.schedule.cohort * P * 8
         sizes = {f"client {i}": up + rows for i in range(len(self.clients))}
         sizes["server"] = (len(plan.server.provides) * P + Q) * 8
         paths: dict[str, str] = {}
@@ -241,30 +271,8 @@ class RayExecutor:
                 os.unlink(path)
 
     def _connect(self, plan: Plan) -> None:
-        """Joins the cluster at hand (an address, or RAY_ADDRESS inside a submitted job), else starts Ray here."""
         r = plan.config.resources
-        address = r.address or os.environ.get("RAY_ADDRESS")
-        quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": True}
-        if not ray.is_initialized():
-            self.ours = True
-            try:
-                if address:
-                    ray.init(address=address, **quiet)
-                else:
-                    wanted = int(np.ceil(r.actors * r.cpus))
-                    if wanted > (os.cpu_count() or 1):
-                        self.log(f"resources: {r.actors} actors of {r.cpus:g} CPUs share {os.cpu_count()} cores")
-                    ray.init(
-                        address="local", num_cpus=max(os.cpu_count() or 1, wanted), include_dashboard=False, **quiet
-                    )
-            except Exception as error:
-                reason = (str(error).splitlines() or [type(error).__name__])[0]
-                if not address:
-                    raise RaysimError(f"cannot start Ray on this machine: {reason}") from None
-                raise RaysimError(
-                    f"cannot join Ray at {address}: {reason} (is it running? A cluster that asks for tokens wants "
-                    "RAY_AUTH_MODE=token and its ~/.ray/auth_token here)"
-                ) from None
+        self.ours = connect(r.address, r.actors * r.cpus, self.log)
         have = ray.cluster_resources()
         for kind, wanted in (("CPU", r.actors * r.cpus), ("GPU", r.actors * r.gpus + 2 * r.server_gpus)):
             if wanted > have.get(kind, 0) + 1e-9:

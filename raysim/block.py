@@ -24,10 +24,10 @@ from raysim.config import Config, at_round
 from raysim.data import Examples
 from raysim.data.arrays import DRAWS
 from raysim.data.partitions import Clients, VirtualClients
-from raysim.models import Model
+from raysim.models import Model, make_net
 from raysim.numerics.sums import LIMIT, FixedSum
 from raysim.randomness import generator
-from raysim.rules import ClientRule, Report, ServerRule, State
+from raysim.rules import ClientRule, Report, ServerRule, State, sums, with_mode
 from raysim.task import Batch, Facts, LocalData, LoopTask, Task, VmapTask
 
 GATHER = 1024
@@ -36,13 +36,15 @@ GATHER = 1024
 
 @dataclass
 class Job:
-    """One client's part in one round. `cursor` counts the batches this client has drawn in earlier rounds,
-    `weight` is its share of the round's mean, `row` what it kept (None: nothing yet), `seen` whether it took part."""
+    """One client's part in one round. `cursor` counts the batches this client has drawn in earlier rounds, `weight`
+    is its share of the round's mean and `share` that of a mean over all clients, `row` what it kept (None: nothing
+    yet), `seen` whether it took part."""
 
     client: int
     cursor: int
     weight: float
     steps: int
+    share: float = 0.0
     seen: bool = False
     row: dict[str, np.ndarray] | None = None
 
@@ -64,6 +66,8 @@ class Done:
     error: str | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     row: dict[str, np.ndarray] | None = None
+    bytes: int = 0
+    """What was sent up."""
 
 
 @dataclass
@@ -118,8 +122,11 @@ class Trainer:
         clients: Clients | VirtualClients,
         vmap: bool,
     ):
-        self.config, self.rule, self.uploads = config, client, server.uploads
-        self.sent = (*self.uploads, "buffers") if model.buffer_size else tuple(self.uploads)
+        self.config, self.rule = config, client
+        self.sums = sums(server.uploads) + ([("mean", "buffers")] if model.buffer_size else [])
+        self.sent = list(dict.fromkeys(key for _, key in self.sums))
+        self.each, self.change = with_mode(server.uploads, "each"), with_mode(server.uploads, "change")
+        self.average = float(np.mean(clients.sizes))
         self.model, self.x0, self.examples, self.clients, self.vmap = model, x0, examples, clients, vmap
         self.decayed = model.decayed() if config.local.weight_decay else None
         self.loop = LoopTask(model, Facts())
@@ -131,11 +138,11 @@ class Trainer:
         local = self.config.local
         facts = Facts(t, at_round(local.lr, t), local.weight_decay, local.clip, self.x0, self.decayed)
         rule, total = self.rule.at(t), Outcome()
-        sums: dict[str, FixedSum] = {}
+        parts = {f"{mode} {key}": FixedSum() for mode, key in self.sums}
         for block in blocks:
-            self._add(total, sums, (self._vmap if self.vmap else self._loop)(rule, facts, shared, buffers, block))
-        total.sums = {key: part.total for key, part in sums.items() if part.total is not None}
-        total.bound = max((part.bound for part in sums.values()), default=0.0)
+            self._add(total, parts, (self._vmap if self.vmap else self._loop)(rule, facts, shared, buffers, block))
+        total.sums = {name: part.total for name, part in parts.items() if part.total is not None}
+        total.bound = max((part.bound for part in parts.values()), default=0.0)
         total.seconds = time.perf_counter() - began
         return total
 
@@ -145,12 +152,10 @@ class Trainer:
         return [self._loop_one(rule, facts, shared, buffers, job) for job in block.jobs]
 
     def _loop_one(self, rule: ClientRule, facts: Facts, shared: State, buffers: Tensor, job: Job) -> _Trained:
-        task, data = self.loop, LocalData(len(self.clients.client(job.client)))
-        in_place = type(rule).step is ClientRule.step
+        task, in_place = self.loop, type(rule).step is ClientRule.step
         try:
-            w = task.start(facts, shared["x"], buffers, job.steps)
-            row = self._row(rule, task, job)
-            state = {"w": w, **rule.init(shared, row, data, task)}
+            row, state = self._arrive(rule, facts, shared, buffers, job)
+            w = state["w"]
             for passes, batch in enumerate(self._batches(facts.t, job)):
                 if in_place:
                     task.descend_in_place(w, rule.direction(shared, state, batch, task))
@@ -161,13 +166,47 @@ class Trainer:
                         f"client rule '{rule.name}' makes {len(task.losses) - passes} passes in mode "
                         "'train' in one step; make exactly one, the others 'frozen' or 'eval'"
                     )
-            report, row = rule.finish(shared, state, row, data, task)
+            loss = torch.stack(task.losses).mean() if task.losses else self.x0.new_tensor(float("nan"))
+            return self._leave(rule, shared, state, row, job, loss)
         except Exception:
             return _Trained(job, error=traceback.format_exc(limit=-8))
+
+    def _arrive(self, rule: ClientRule, facts: Facts, shared: State, buffers: Tensor, job: Job) -> tuple[State, State]:
+        """The broadcast reaches a client: what it kept, and what its steps begin with. Makes `self.loop` its task."""
+        w = self.loop.start(facts, shared["x"], buffers, job.steps, fresh=lambda: self._fresh(job.client))
+        row = self._row(rule, self.loop, job)
+        return row, {"w": w, **rule.init(shared, row, self._data(job.client), self.loop)}
+
+    def _leave(self, rule: ClientRule, shared: State, state: State, row: State, job: Job, loss: Tensor) -> _Trained:
+        """The client, whose task is `self.loop`, has made its steps: what it sends and what it keeps."""
+        task = self.loop
         assert task.buffers is not None
-        report = {k: v.clone() if v.data_ptr() == w.data_ptr() else v for k, v in report.items()}  # w is the next one's
-        loss = torch.stack(task.losses).mean() if task.losses else self.x0.new_tensor(float("nan"))
-        return _Trained(job, {**report, "buffers": task.buffers}, _kept(row), loss)
+        report, kept = rule.finish(shared, state, row, self._data(job.client), task)
+        own = task.trained.flat.data_ptr()  # the vector in training is the next client's too
+        report, kept = ({k: v.clone() if v.data_ptr() == own else v for k, v in d.items()} for d in (report, kept))
+        row = {k: v for k, v in kept.items() if k != "seen"} | {_last(key): report[key] for key in self.change}
+        return _Trained(job, {**report, "buffers": task.buffers}, row, loss)
+
+    def _data(self, client: int) -> LocalData:
+        mine = self.clients.client(client)
+        return LocalData(len(mine), self.average, lambda: self._whole(mine))
+
+    def _whole(self, mine: np.ndarray) -> Iterator[Batch]:
+        """All examples of a client once, in batches of the configured size; a single one left over joins the last."""
+        size = self._size(mine)
+        starts = list(range(0, len(mine), size))
+        if len(starts) > 1 and len(mine) - starts[-1] == 1:
+            starts.pop()
+        for start, stop in pairwise([*starts, len(mine)]):
+            x, y = self.examples.batch(mine[start:stop])
+            yield Batch(x.contiguous(memory_format=torch.channels_last) if self.channels_last else x, y)
+
+    def _fresh(self, client: int) -> tuple[Tensor, Tensor]:
+        """A net of this client's own, initialised anew."""
+        seed = int(generator(self.config.seed, "fresh", client).integers(2**63))
+        config = self.config.model_copy(update={"seed": seed})
+        net = make_net(config, self.model.shape, self.model.classes)
+        return Model(net, self.model.shape, self.model.classes, self.model.dtype, self.model.device).initial()
 
     def _batches(self, t: int, job: Job) -> Iterator[Batch]:
         """The batches of one client, gathered and normalised a few at a time."""
@@ -189,23 +228,12 @@ class Trainer:
 
     def _vmap(self, rule: ClientRule, facts: Facts, shared: State, buffers: Tensor, block: Block) -> list[_Trained]:
         """Clients with most steps first, so that those still training are always the first ones."""
-        jobs = sorted(block.jobs, key=lambda job: -job.steps)
-        sizes = [len(self.clients.client(job.client)) for job in jobs]
-        data, steps = (
-            torch.tensor(sizes, device=self.x0.device),
-            torch.tensor([j.steps for j in jobs], device=self.x0.device),
-        )
-
-        def begin(row: State, n: Tensor, steps: Tensor) -> State:
-            return {
-                "w": shared["x"],
-                **rule.init(shared, row, LocalData(n), VmapTask(self.model, facts, buffers, steps)),
-            }
 
         def step(
-            state: State, buffers: Tensor, steps: Tensor, x: Tensor, y: Tensor, mask: Tensor | None, drops: tuple
+            state: State, moved: Tensor, steps: Tensor, x: Tensor, y: Tensor, mask: Tensor | None, drops: tuple
         ) -> tuple[State, Tensor, Tensor]:
             task = VmapTask(self.model, facts, buffers, steps)
+            task.buffers = moved
             state = rule.step(shared, state, Batch(x, y, mask, drops), task)
             if len(task.losses) != 1 or task.buffers is None:
                 raise RuntimeError(
@@ -214,34 +242,43 @@ class Trainer:
                 )
             return state, task.buffers, task.losses[0]
 
-        def end(state: State, row: State, buffers: Tensor, n: Tensor, steps: Tensor) -> tuple[Report, State]:
-            return rule.finish(shared, state, row, LocalData(n), VmapTask(self.model, facts, buffers, steps))
-
-        try:
-            rows = [self._row(rule, VmapTask(self.model, facts, buffers), job) for job in jobs]
-            row = {k: torch.stack([r[k] for r in rows]) for k in rows[0]}
-            state: State = torch.func.vmap(begin)(row, data, steps)
-            moved = buffers.expand(len(jobs), -1).clone()
-            losses = torch.zeros(len(jobs), dtype=self.x0.dtype, device=self.x0.device)
-            for i, (live, x, y, mask, drops) in enumerate(self._stacked(facts.t, jobs)):
-                part = {k: v[:live] for k, v in state.items()}
-                dims = (0, 0, 0, 0, 0, None if mask is None else 0, 0)
-                part, new, loss = torch.func.vmap(step, in_dims=dims)(
-                    part, moved[:live], steps[:live], x, y, mask, drops
-                )
-                state = {k: torch.cat([part[k], v[live:]]) if live < len(jobs) else part[k] for k, v in state.items()}
-                moved = torch.cat([new, moved[live:]])
-                losses[:live] += (loss - losses[:live]) / (i + 1)
-            reports, kept = torch.func.vmap(end)(state, row, moved, data, steps)
-        except Exception:
-            error = traceback.format_exc(limit=-8)
-            return [_Trained(job, error=error) for job in block.jobs]
-        trained = {}
-        for i, job in enumerate(jobs):
-            report = {k: v[i] for k, v in reports.items()}
-            trained[job.client] = _Trained(
-                job, {**report, "buffers": moved[i]}, _kept({k: v[i] for k, v in kept.items()}), losses[i]
-            )
+        trained: dict[int, _Trained] = {}
+        arrived: list[tuple[Job, State, State]] = []
+        for job in sorted(block.jobs, key=lambda job: -job.steps):
+            try:
+                row, state = self._arrive(rule, facts, shared, buffers, job)
+                arrived.append((job, row, {**state, "w": shared["x"]}))
+            except Exception:
+                trained[job.client] = _Trained(job, error=traceback.format_exc(limit=-8))
+        jobs = [job for job, _, _ in arrived]
+        if jobs:
+            try:
+                state = {k: torch.stack([begun[k] for _, _, begun in arrived]) for k in arrived[0][2]}
+                steps = torch.tensor([job.steps for job in jobs], device=self.x0.device)
+                moved = buffers.expand(len(jobs), -1).clone()
+                losses = torch.zeros(len(jobs), dtype=self.x0.dtype, device=self.x0.device)
+                for i, (live, x, y, mask, drops) in enumerate(self._stacked(facts.t, jobs)):
+                    part = {k: v[:live] for k, v in state.items()}
+                    dims = (0, 0, 0, 0, 0, None if mask is None else 0, 0)
+                    part, new, loss = torch.func.vmap(step, in_dims=dims)(
+                        part, moved[:live], steps[:live], x, y, mask, drops
+                    )
+                    state = {
+                        k: torch.cat([part[k], v[live:]]) if live < len(jobs) else part[k] for k, v in state.items()
+                    }
+                    moved = torch.cat([new, moved[live:]])
+                    losses[:live] += (loss - losses[:live]) / (i + 1)
+            except Exception:
+                error = traceback.format_exc(limit=-8)
+                trained |= {job.client: _Trained(job, error=error) for job in jobs}
+            else:
+                for i, (job, row, _) in enumerate(arrived):
+                    try:
+                        self.loop.start(facts, shared["x"], buffers, job.steps, moved[i])
+                        own = {k: v[i] for k, v in state.items()}
+                        trained[job.client] = self._leave(rule, shared, own, row, job, losses[i])
+                    except Exception:
+                        trained[job.client] = _Trained(job, error=traceback.format_exc(limit=-8))
         return [trained[job.client] for job in block.jobs]
 
     def _stacked(self, t: int, jobs: list[Job]) -> Iterator[tuple[int, Tensor, Tensor, Tensor | None, tuple]]:
@@ -309,31 +346,45 @@ class Trainer:
         largest = max(abs(float(bound)) for bound in torch.aminmax(value))
         return largest * weight < LIMIT / self.config.schedule.cohort  # NaN fails the comparison
 
-    def _add(self, total: Outcome, sums: dict[str, FixedSum], trained: list[_Trained]) -> None:
-        """Adds a block to what this worker sends; an upload that is not finite goes no further."""
+    def _add(self, total: Outcome, parts: dict[str, FixedSum], trained: list[_Trained]) -> None:
+        """Adds a block to what this worker sends; an upload that is not finite goes no further, nor does its row."""
         good: list[_Trained] = []
         for one in trained:
             done = Done(one.job.client, error=one.error)
             if one.error is None:
-                done.loss, done.row = float(one.loss), one.row
+                done.loss = float(one.loss)
                 done.metrics = {
                     k.removeprefix("metric/"): float(v) for k, v in one.report.items() if k.startswith("metric/")
                 }
-                if bad := [k for k in self.sent if not self._fits(one.report[k], one.job.weight)]:
+                done.bytes = sum(one.report[k].numel() * one.report[k].element_size() for k in self.sent)
+                bad = [k for mode, k in self.sums if not self._fits(one.report[k], self._weight(mode, one.job))]
+                bad = list(dict.fromkeys(bad))
+                bad += [f"kept {k}" for k, v in one.row.items() if not torch.isfinite(v.sum())]
+                if bad:
                     done.error = f"non-finite {' and '.join(bad)} (mean local loss {done.loss:.4g})"
             if done.error is None:
+                done.row = _kept(one.row)
                 good.append(one)
-            else:
-                done.row = None
             total.done.append(done)
         if not good:
             return
-        weights = [one.job.weight for one in good]
         total.ids += [one.job.client for one in good]
-        for key in self.sent:
-            sums.setdefault(key, FixedSum()).add([one.report[key] for one in good], weights)
-            if self.uploads.get(key) == "each":
-                total.rows.setdefault(key, []).extend(one.report[key] for one in good)
+        for mode, key in self.sums:
+            rows = [one.report[key] for one in good]
+            if mode == "change":  # in float64, where the difference of two float32 numbers is exact
+                rows = [row.double() - self._sent_last(one.job, key, row) for one, row in zip(good, rows, strict=True)]
+            parts[f"{mode} {key}"].add(rows, [self._weight(mode, one.job) for one in good])
+        for key in self.each:
+            total.rows.setdefault(key, []).extend(one.report[key] for one in good)
+
+    @staticmethod
+    def _weight(mode: str, job: Job) -> float:
+        return {"mean": job.weight, "sum": 1.0, "change": job.share}[mode]
+
+    @staticmethod
+    def _sent_last(job: Job, key: str, like: Tensor) -> Tensor | float:
+        last = None if job.row is None else job.row.get(_last(key))
+        return 0.0 if last is None else torch.tensor(last).to(like.device).double().reshape(like.shape)
 
 
 @dataclass
@@ -346,7 +397,7 @@ class _Draws:
 class _Trained:
     job: Job
     report: Report = field(default_factory=dict)
-    row: dict[str, np.ndarray] | None = None
+    row: State = field(default_factory=dict)
     loss: Tensor = field(default_factory=lambda: torch.tensor(float("nan")))
     error: str | None = None
 
@@ -358,9 +409,13 @@ def _side_by_side(draws: list[_Draws], sizes: list[int], width: int) -> np.ndarr
     return np.concatenate(own) if own else None
 
 
+def _last(key: str) -> str:
+    """Where a client keeps what it sent last, for server rules that take the change."""
+    return f"last {key}"
+
+
 def _kept(row: State) -> dict[str, np.ndarray] | None:
-    kept = {k: v.detach().cpu().numpy().copy() for k, v in row.items() if k != "seen"}
-    return kept or None
+    return {k: v.detach().cpu().numpy().copy() for k, v in row.items()} or None
 
 
 def cut(jobs: list[Job], size: int) -> list[Block]:

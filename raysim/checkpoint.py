@@ -2,10 +2,11 @@
 
     <run_dir>/checkpoints/round-000050/
         server.safetensors    the server rule's state and the BatchNorm statistics
-        clients.safetensors   batch cursors, who has been seen, every client's row as "<client id>/<key>"
+        clients.safetensors   batch cursors, who has been seen, the rows in memory, where the rows on disk are
         run.json              rounds done, traffic so far, history, MLflow run id, fingerprint, versions
         sums.json             sha256 of the other three
 
+Rows on disk stay in `<run_dir>/rows`, where no slot that a checkpoint here refers to is written again (store.py).
 Randomness is keyed, so no generator needs saving: a run resumed from a checkpoint equals one never interrupted.
 """
 
@@ -16,18 +17,18 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from raysim import store
 from raysim.errors import RaysimError
-from raysim.store import Store
 
 FILES = ("server.safetensors", "clients.safetensors", "run.json")
 
@@ -50,7 +51,7 @@ def write(run_dir: Path, checkpoint: Checkpoint, keep: int) -> Path:
     """Writes a checkpoint, then removes all but the last `keep`. A crash at any point leaves the older ones whole."""
     home = folder(run_dir)
     home.mkdir(parents=True, exist_ok=True)
-    final = home / f"round-{checkpoint.facts['round']:06d}"
+    final = home / _name(checkpoint.facts["round"])
     partial = home / f".{final.name}.partial"
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
@@ -90,9 +91,9 @@ def read_latest(run_dir: Path, log: Callable[[str], None]) -> Checkpoint | None:
             sums = json.loads((path / "sums.json").read_text())
             if bad := [name for name in FILES if _sum(path / name) != sums[name]]:
                 raise ValueError(f"wrong checksum of {', '.join(bad)}")
-            return Checkpoint(
-                load_file(path / FILES[0]), load_file(path / FILES[1]), json.loads((path / FILES[2]).read_text())
-            )
+            clients = load_file(path / FILES[1])
+            store.check(clients, run_dir / store.FOLDER)
+            return Checkpoint(load_file(path / FILES[0]), clients, json.loads((path / FILES[2]).read_text()))
         except (OSError, ValueError, KeyError, SafetensorError) as error:
             log(f"checkpoint {path} is damaged ({error}); trying the one before")
     if paths:
@@ -100,25 +101,24 @@ def read_latest(run_dir: Path, log: Callable[[str], None]) -> Checkpoint | None:
     return None
 
 
-def pack_store(store: Store) -> dict[str, Tensor]:
-    """What clients keep, as named tensors."""
-    packed = {"cursors": torch.from_numpy(store.cursors), "seen": torch.from_numpy(store.seen)}
-    rows = {
-        f"{client}/{k}": torch.from_numpy(np.atleast_1d(v))
-        for client, row in store.rows.items()
-        for k, v in row.items()
-    }
-    return {**packed, **rows}
+def slots(run_dir: Path) -> list[np.ndarray]:
+    """The slots on disk that each checkpoint needs (int64); a damaged one needs none."""
+    found = []
+    for path in available(run_dir):
+        with suppress(OSError, SafetensorError), safe_open(path / FILES[1], "numpy") as file:
+            found.append(file.get_tensor("disk/slots"))
+    return found
 
 
-def unpack_store(store: Store, packed: dict[str, Tensor]) -> None:
-    """The reverse of `pack_store`, into an empty store."""
-    for name, tensor in packed.items():
-        if name in ("cursors", "seen"):
-            getattr(store, name)[:] = tensor.numpy()
-        else:
-            client, _, key = name.partition("/")
-            store.rows.setdefault(int(client), {})[key] = tensor.numpy()
+def remove_after(run_dir: Path, round: int) -> None:
+    """Removes the checkpoints of later rounds, which were passed over: their rows on disk will be written over."""
+    for path in available(run_dir):
+        if path.name > _name(round):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _name(round: int) -> str:
+    return f"round-{round:06d}"
 
 
 def _sum(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""The command line: `raysim run | resume | list | data | doctor`.
+"""The command line: `raysim run | resume | sweep | report | list | data | doctor`.
 
 Exit codes: 0 done, 1 a run that failed, 2 a mistake in what was given, 130 and 143 ended by Ctrl-C and SIGTERM.
 """
@@ -7,21 +7,24 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.live import Live
 from rich.table import Table
 
 from raysim.errors import ConfigError, RaysimError, did_you_mean
 
 if TYPE_CHECKING:
     from raysim.engine import Record
-    from raysim.experiment import Finished
     from raysim.plan import Plan
+    from raysim.sweep import Outcome, Sweep, Trial
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -31,6 +34,8 @@ app = typer.Typer(
 )
 data_app = typer.Typer(no_args_is_help=True, help="Data sets: fetch them, look at them.")
 app.add_typer(data_app, name="data")
+report_app = typer.Typer(no_args_is_help=True, help="What runs have reached, from MLflow.")
+app.add_typer(report_app, name="report")
 
 Overrides = Annotated[list[str] | None, typer.Argument(help="key=value with dots, e.g. local.lr=0.1 algorithm=fedavg")]
 
@@ -98,7 +103,7 @@ def _execute(as_json: bool, console: Console, plan: Plan, *reopened: Any) -> Non
     console.print(f"run directory  {done.run_dir}", soft_wrap=True)
     console.print(f"look at it     {ui_hint(plan.config.tracking)}   (run {done.run_id})", soft_wrap=True)
     if as_json:
-        print(json.dumps(as_object(done)))
+        print(json.dumps(done.as_object()))
 
 
 def _what_is_left(plan: Plan, reopened: tuple) -> str:
@@ -112,19 +117,6 @@ def _what_is_left(plan: Plan, reopened: tuple) -> str:
     saved = checkpoint.available(folder)
     where = f"from round {int(saved[-1].name.removeprefix('round-'))}" if saved else "from the beginning"
     return f"what was done is kept; `raysim resume {folder}` goes on {where}"
-
-
-def as_object(done: Finished) -> dict[str, Any]:
-    """What `--json` prints."""
-    return {
-        "run_id": done.run_id,
-        "run_dir": str(done.run_dir.absolute()),
-        "rounds": done.rounds,
-        "metrics": done.metrics,
-        "seconds": round(done.seconds, 3),
-        "clients_per_second": round(done.clients_per_second, 3),
-        "digest": done.digest,
-    }
 
 
 class _Progress:
@@ -175,6 +167,138 @@ class _Progress:
             figures += [f"{left:.0f} s left"] if done > self.first else []
             self.console.print(f"round {done}/{self.rounds}  " + "  ".join(figures), soft_wrap=True)
             self.last = now
+
+
+@app.command()
+def sweep(
+    config: Annotated[str, typer.Argument(help="a YAML file, or the name of a shipped one; its section sweep varies")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="key=value, or several: local.lr=0.1,0.01 seed=0..4 (both ends included)")
+    ] = None,
+    parallel: Annotated[int | None, typer.Option(min=1, help="trials at once; default: as many as have room")] = None,
+    folder: Annotated[str | None, typer.Option("--dir", help="where the trials are; default runs")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="last line of standard output: one JSON object")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="check and list the trials, stop")] = False,
+) -> None:
+    """Run an experiment for every combination of values. The same command again does what is still missing."""
+    from raysim import sweep as sweeps
+
+    console = Console(stderr=as_json, highlight=False)
+    planned = sweeps.prepare(config, overrides or [], folder)
+    if dry_run:
+        _list_trials(planned, console)
+        return
+    done: Outcome | None = None
+    try:
+        with _SweepProgress(planned, console) as progress:
+            done = sweeps.run(planned, parallel, progress)
+    except KeyboardInterrupt as stop:
+        print("stopped; what is finished is kept, and the same command goes on with the rest", file=sys.stderr)
+        raise typer.Exit(128 + getattr(stop, "signal", 2)) from None
+    _sum_up(done, console)
+    if as_json:
+        print(json.dumps(done.as_object()))
+    if done.failed:
+        raise typer.Exit(1)
+
+
+def _list_trials(planned: Sweep, console: Console) -> None:
+    from raysim.sweep import as_text
+
+    table = Table("", *planned.axes, "folder", box=None)
+    for trial in planned.trials:
+        values = [as_text(trial.values[key]) if key in trial.values else "" for key in planned.axes]
+        table.add_row("done" if trial.result else "", *values, os.path.relpath(trial.folder))
+    console.print(table)
+    console.print(_size(planned))
+
+
+def _size(planned: Sweep) -> str:
+    there = sum(trial.result is not None for trial in planned.trials)
+    merged = f", {planned.merged} further ones would compute the same" if planned.merged else ""
+    return f"{len(planned.trials)} trials ({there} already there{merged})"
+
+
+def _sum_up(done: Outcome, console: Console) -> None:
+    from raysim.tracking import ui_hint
+
+    console.print(f"\n{done.table}\n", soft_wrap=True, markup=False)
+    for trial, error in done.failed:
+        print(f"failed: {trial.title}: {error.splitlines()[0]} ({trial.folder}/error.txt)", file=sys.stderr)
+    finished = len(done.sweep.trials) - len(done.failed)
+    console.print(f"{finished} of {len(done.sweep.trials)} trials finished, {done.reused} of them before this")
+    console.print(f"look at it     {ui_hint(done.sweep.tracking)}   (run {done.run_id})", soft_wrap=True)
+
+
+class _SweepProgress:
+    """A live table of what is running on a terminal; everywhere a line for each trial that has ended."""
+
+    def __init__(self, planned: Sweep, console: Console):
+        self.console, self.total = console, len(planned.trials)
+        self.ended = sum(trial.result is not None for trial in planned.trials)
+        self.running: dict[str, tuple[int, dict[str, float]]] = {}
+        self.live = Live(console=console, transient=True, auto_refresh=False) if console.is_terminal else None
+        console.print(_size(planned))
+
+    def __enter__(self) -> _SweepProgress:
+        if self.live:
+            self.live.start()
+        return self
+
+    def __exit__(self, *stop: object) -> None:
+        if self.live:
+            self.live.stop()
+
+    def __call__(self, trial: Trial, state: str, facts: Mapping[str, Any]) -> None:
+        if state == "running":
+            self.running[trial.title] = trial.config.rounds, dict(facts)
+        else:
+            self.running.pop(trial.title, None)
+            self.ended += 1
+            best = facts.get("metrics", {}).get("accuracy")
+            said = f"best accuracy {best['best']:.4f}" if best else ""
+            said += f"  {facts['seconds']:.1f} s" if "seconds" in facts else ""
+            said = said or f"FAILED: {facts['error'].splitlines()[0]}" if state == "failed" else said
+            self.console.print(f"[{self.ended}/{self.total}] {trial.title}  {said}", soft_wrap=True, markup=False)
+        if self.live:
+            self.live.update(self._table(), refresh=True)
+
+    def _table(self) -> Table:
+        table = Table(box=None)
+        for column in ("running", "round", "accuracy", "loss"):
+            table.add_column(column)
+        for title, (rounds, facts) in self.running.items():
+            figures = [f"{facts[key]:.4f}" if key in facts else "" for key in ("accuracy", "loss")]
+            table.add_row(title, f"{int(facts['round'])}/{rounds}" if "round" in facts else f"/{rounds}", *figures)
+        return table
+
+
+@report_app.command("table")
+def report_table(
+    runs: Annotated[list[str], typer.Argument(help="experiments, or ids of runs; that of a sweep is for its trials")],
+    uri: Annotated[str | None, typer.Option(help="of the tracking store; default sqlite:///mlflow.db")] = None,
+    metric: Annotated[str, typer.Option(help="what to tell of")] = "accuracy",
+    target: Annotated[float | None, typer.Option(help="tell the first round that reached this value")] = None,
+    group: Annotated[str | None, typer.Option(help="KEY,KEY: rows by these parameters, not by all that differ")] = None,
+    best_of: Annotated[str | None, typer.Option(help="KEY,KEY: for each of these values only the best row")] = None,
+    form: Annotated[str, typer.Option("--format", help="markdown or csv")] = "markdown",
+    out: Annotated[Path | None, typer.Option(help="a file to write, instead of printing")] = None,
+) -> None:
+    """What runs reached, mean ± std over seeds; rows by the parameters that differ."""
+    from raysim import report
+
+    if form not in ("markdown", "csv"):
+        raise ConfigError(f"--format: nothing called '{form}'{did_you_mean(form, ('markdown', 'csv'))}")
+    keys = {name: text.split(",") if text else None for name, text in (("group", group), ("best_of", best_of))}
+    rows = report.table(runs, uri, metric, target=target, **keys, say=lambda line: print(line, file=sys.stderr))
+    text = report.as_csv(rows) if form == "csv" else report.markdown(rows, metric, target)
+    if out is None:
+        print(text)
+        return
+    try:
+        out.write_text(text + "\n")
+    except OSError as error:
+        raise ConfigError(f"--out: {out} cannot be written: {error.strerror}") from None
 
 
 def _rehearse(plan: Plan, console: Console) -> None:

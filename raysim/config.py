@@ -244,6 +244,25 @@ class Checkpoint(Section):
     keep: int = Field(default=2, ge=1)
 
 
+def _bytes(value: Any) -> Any:
+    """2GB, "512 MB" or "1.5 GiB" as a number of bytes; anything else as it is."""
+    units = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+    if not isinstance(value, str):
+        return value
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*((?:[KMGT]I?)?)B?\s*", value.upper())
+    if match is None:
+        raise ValueError("expected a number of bytes, or one with a unit such as 512MB or 4GB")
+    return int(float(match[1]) * units[match[2]])
+
+
+class Store(Section):
+    """What clients keep between rounds (SCAFFOLD's c_i, say): `memory` bytes of it in RAM (a number, or 512MB, 4GB,
+    4GiB), the rest in `<run_dir>/rows`, or in a folder of the run's own in `dir`."""
+
+    memory: Annotated[int, Field(ge=0), BeforeValidator(_bytes)] = 2_000_000_000
+    dir: str | None = None
+
+
 class Tracking(Section):
     """MLflow. `required: false` lets a run start while the server is down; the spool keeps what it could not send."""
 
@@ -281,10 +300,11 @@ class Config(Section):
     block: Block = Block()
     evaluate: Evaluate = Evaluate()
     checkpoint: Checkpoint = Checkpoint()
+    store: Store = Store()
     run_dir: str | None = None
     tracking: Tracking = Tracking()
 
-    _NOT_THE_RESULT: ClassVar = ("name", "rounds", "evaluate", "checkpoint", "run_dir", "tracking")
+    _NOT_THE_RESULT: ClassVar = ("name", "rounds", "evaluate", "checkpoint", "store", "run_dir", "tracking")
 
     def identity(self) -> dict[str, Any]:
         """The part of the configuration that determines the parameters after each round."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import raysim
-from raysim import checkpoint
+from raysim import checkpoint, store
 from raysim.block import Job, cut, local_steps
 from raysim.data import digest
 from raysim.errors import ClientError
@@ -24,7 +24,6 @@ from raysim.executor import Executor, Result, Trained
 from raysim.plan import Plan
 from raysim.schedule import Synchronous
 from raysim.server import Round
-from raysim.store import Store
 
 logger = logging.getLogger("raysim")
 
@@ -46,8 +45,10 @@ class Engine:
     def __init__(self, plan: Plan, executor: Executor, run_dir: Path | None = None, run_id: str = ""):
         self.plan, self.executor, self.config = plan, executor, plan.config
         self.run_dir, self.run_id = run_dir, run_id
-        self.store = Store(len(plan.clients))
+        rows = store.folder(run_dir, plan.config.store.dir)
+        self.store = store.Store(len(plan.clients), plan.config.store.memory, rows)
         self.schedule = Synchronous(plan.config, plan.clients.sizes)
+        self.n_samples = int(plan.clients.sizes.sum())
         self.history: list[Record] = []
         self.done = self.bytes_down = self.bytes_up = 0
 
@@ -121,26 +122,35 @@ class Engine:
             "torch": torch.__version__,
             "raysim": raysim.__version__,
         }
-        saved = checkpoint.Checkpoint(server, checkpoint.pack_store(self.store), facts)
+        saved = checkpoint.Checkpoint(server, self.store.pack(), facts)
         checkpoint.write(self.run_dir, saved, self.config.checkpoint.keep)
+        self.store.hold(checkpoint.slots(self.run_dir))
 
     def restore(self, saved: checkpoint.Checkpoint) -> None:
-        """Goes back to a checkpoint, before `rounds`."""
+        """Goes back to a checkpoint of this run, before `rounds`."""
+        assert self.run_dir is not None
         self.executor.restore(saved.server)
-        checkpoint.unpack_store(self.store, saved.clients)
+        checkpoint.remove_after(self.run_dir, saved.facts["round"])
+        self.store.unpack(saved.clients, checkpoint.slots(self.run_dir))
         self.done, self.history = saved.facts["round"], saved.facts["history"]
         self.bytes_down, self.bytes_up = saved.facts["bytes_down"], saved.facts["bytes_up"]
+
+    def close(self) -> None:
+        """Removes the rows on disk, unless a checkpoint needs them."""
+        self.store.close(checkpoint.slots(self.run_dir) if self.run_dir is not None else [])
 
     def jobs(self, t: int, ids: list[int]) -> list[Job]:
         """The cohort's work, with the weights that the server rule asks for."""
         local, sizes = self.config.local, [int(self.plan.clients.sizes[i]) for i in ids]
         by_samples = self.plan.server.weights == "samples"
         weights = [n / sum(sizes) if by_samples else 1 / len(ids) for n in sizes]
+        everybody = self.n_samples if by_samples else len(self.plan.clients)
         jobs = []
         for client, n, weight in zip(ids, sizes, weights, strict=True):
+            share = (n if by_samples else 1) / everybody
             steps = local_steps(n, n if local.batch == "full" else local.batch, local.steps, local.epochs)
-            row, seen = self.store.rows.get(client), bool(self.store.seen[client])
-            jobs.append(Job(client, int(self.store.cursors[client]), weight, steps, seen, row))
+            row, seen = self.store.get(client), bool(self.store.seen[client])
+            jobs.append(Job(client, int(self.store.cursors[client]), weight, steps, share, seen, row))
         return jobs
 
     def judge(self, t: int, jobs: list[Job], trained: Trained) -> Round:
@@ -165,9 +175,8 @@ class Engine:
     def _record(self, round: Round, jobs: list[Job], trained: Trained) -> Record:
         """What is to be said of a round, but for the server's and the evaluation's part."""
         good = [d for outcome in trained.done for d in outcome.done if d.client not in round.dropped]
-        down, up = self.plan.traffic
-        self.bytes_down += down * len(jobs)
-        self.bytes_up += up * len(good)
+        self.bytes_down += self.plan.traffic[0] * len(jobs)
+        self.bytes_up += sum(d.bytes for d in good)
         record = {
             "round": float(round.t + 1),
             "clients": float(len(good)),
@@ -175,6 +184,7 @@ class Engine:
             "bytes_down": float(self.bytes_down),
             "bytes_up": float(self.bytes_up),
             "client/state_bytes": float(self.store.bytes),
+            "client/state_bytes_disk": float(self.store.disk_bytes),
             **trained.metrics,
         }
         if good:

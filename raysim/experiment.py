@@ -30,6 +30,7 @@ from raysim.errors import ConfigError, RaysimError
 from raysim.executor import Executor, Inline
 from raysim.pictures import learning_curve
 from raysim.plan import Plan, prepare
+from raysim.spool import Recorder
 from raysim.tracking import Tracker
 
 logger = logging.getLogger("raysim")
@@ -69,6 +70,18 @@ class Finished:
         clients, seconds = (sum(r.get(key, 0.0) for r in self.history) for key in ("clients", "seconds"))
         return clients / seconds if seconds else 0.0
 
+    def as_object(self) -> dict[str, Any]:
+        """What can be said of it in a line of JSON."""
+        return {
+            "run_id": self.run_id,
+            "run_dir": str(self.run_dir.absolute()),
+            "rounds": self.rounds,
+            "metrics": self.metrics,
+            "seconds": round(self.seconds, 3),
+            "clients_per_second": round(self.clients_per_second, 3),
+            "digest": self.digest,
+        }
+
 
 def run(
     source: str | Path | Mapping[str, Any],
@@ -100,7 +113,7 @@ class Stopped(KeyboardInterrupt):
 
 
 @contextmanager
-def _stoppable() -> Iterator[None]:
+def stoppable() -> Iterator[None]:
     """While open, the first SIGINT or SIGTERM ends the run in order (Ray's own handler would not), a second at once."""
     numbers = (signal.SIGINT, signal.SIGTERM)
     if threading.current_thread() is not threading.main_thread():
@@ -130,7 +143,7 @@ def resume(
 
     Args:
         run_dir: the run's folder.
-        overrides: keys that do not determine the result: rounds, resources, tracking, checkpoint, evaluate.
+        overrides: keys that do not determine the result: rounds, resources, tracking, checkpoint, evaluate, store.
 
     Raises:
         ConfigError: there is no run, it is finished, or an override would change its result.
@@ -174,25 +187,27 @@ def execute(
     *,
     progress: Progress = lambda record: None,
     log: Callable[[str], None] = logger.warning,
+    tracker: Recorder | None = None,
 ) -> Finished:
-    """Runs a plan, from a checkpoint if one is given: opens the run directory, the tracker and the executor, and
-    closes them whatever happens."""
+    """Runs a plan, from a checkpoint if one is given: opens the run directory, the tracker (its own, unless one is
+    given) and the executor, and closes them whatever happens."""
     run_dir = run_dir or make_run_dir(plan)
     (run_dir / "config.yaml").write_text(plan.config.dump())
     began = time.perf_counter()
-    tracker, executor = Tracker(plan.config.tracking, run_dir), choose(plan, log)
+    tracker, executor = tracker or Tracker(plan.config.tracking, run_dir), choose(plan, log)
     engine: Engine | None = None
     status: Any = "FAILED"
     try:
-        with _stoppable():
+        with stoppable():
             executor.open(plan)
             params = plan.config.model_dump(mode="json")
-            run_id = tracker.start(plan.label, params, tags(plan), run_id=saved.facts["run_id"] if saved else None)
+            before = saved.facts["run_id"] if saved else tracker.earlier
+            run_id = tracker.start(plan.label, params, tags(plan), run_id=before)
             _track_inputs(tracker, plan)
             engine = Engine(plan, executor, run_dir, run_id)
             if saved is not None:
                 engine.restore(saved)
-            with _stoppable():  # once more: to start Ray was to put its own handlers in place
+            with stoppable():  # once more: to start Ray was to put its own handlers in place
                 for record in engine.rounds():
                     tracker.metrics({k: v for k, v in record.items() if k != "round"}, step=int(record["round"]))
                     progress(record)
@@ -210,6 +225,7 @@ def execute(
     finally:
         executor.close()
         if engine is not None:
+            engine.close()
             for path in _keepsakes(plan, run_dir, engine.history):
                 tracker.artifact(path)
         tracker.finish(status)
@@ -295,7 +311,7 @@ def tags(plan: Plan) -> dict[str, str]:
     }
 
 
-def _track_inputs(tracker: Tracker, plan: Plan) -> None:
+def _track_inputs(tracker: Recorder, plan: Plan) -> None:
     data, sizes = plan.dataset, plan.clients.sizes
     tracker.inputs(data.name, data.digest, plan.config.data.root or data.name, "training", summary(data))
     low, middle, high = (int(q) for q in np.quantile(sizes, (0, 0.5, 1)))

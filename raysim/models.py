@@ -48,6 +48,8 @@ class Frame:
     probe: list[tuple[tuple[int, ...], float]] | None = None
     """Collects the shape and rate of every dropout instead of applying it."""
     calls: int = 0
+    features: Tensor | None = None
+    """What went into the classifier, [B, F]."""
 
 
 class KeyedBatchNorm(nn.Module):
@@ -133,6 +135,30 @@ def _swap(module: nn.Module, frame: Frame, start: int = 0, path: str = "") -> in
     return start
 
 
+class Root(nn.Sequential):
+    """Holds the net, so that the net itself can be exchanged or run by stages."""
+
+    @property
+    def stages(self) -> list[nn.Module]:
+        """The children of a net that is an `nn.Sequential` of two or more; [] for others."""
+        net = self[0]
+        return list(net) if isinstance(net, nn.Sequential) and type(net).forward is nn.Sequential.forward else []
+
+    def forward(self, x: Tensor, first: int = 0, levels: list[Tensor] | None = None) -> Tensor:  # type: ignore[override]
+        """Logits. With `levels` or `first`: runs stage by stage, from stage `first` on, and notes every output."""
+        if levels is None and first == 0:
+            return self[0](x)
+        for stage in self.stages[first:]:
+            x = stage(x)
+            if levels is not None:
+                levels.append(x)
+        return x
+
+
+def _note_features(classifier: nn.Module, args: tuple[Tensor, ...]) -> None:
+    classifier.frame.features = args[0]  # type: ignore[union-attr]
+
+
 class Model:
     """A net as a function of a flat parameter vector [P] and a flat buffer vector [Q].
 
@@ -148,10 +174,12 @@ class Model:
         dtype: torch.dtype = torch.float32,
         device: str | torch.device = "cpu",
     ):
-        holder = nn.Sequential(net)  # so that a net which is itself a Dropout or BatchNorm is swapped too
+        root = Root(net)  # so that a net which is itself a Dropout or BatchNorm is swapped too
         self.frame = Frame()
-        self.buffer_size = _swap(holder, self.frame)
-        self.module = holder.to(dtype=dtype, device=device)
+        self.buffer_size = _swap(root, self.frame)
+        self.module = root.to(dtype=dtype, device=device)
+        self.levels = max(len(root.stages) - 1, 0)
+        """L: the outputs of all stages but the last, the classifier; 0 for a net that is not made of stages."""
         self.shape, self.classes, self.dtype, self.device = shape, classes, dtype, torch.device(device)
         parameters = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
         self.names = list(parameters)
@@ -161,6 +189,12 @@ class Model:
         self.convolutional = any(isinstance(m, nn.Conv2d) for m in self.module.modules())
         if self.size == 0:
             raise ConfigError("model: the net has no trainable parameters")
+        linear = [m for m in self.module.modules() if isinstance(m, nn.Linear) and m.out_features == classes]
+        for classifier in linear[-1:]:
+            classifier.frame = self.frame  # type: ignore[assignment]
+            classifier.register_forward_pre_hook(_note_features)
+        self.has_features = bool(linear)
+        """Whether it ends in a linear classifier, whose input counts as the representation of an image."""
         self.dropouts = self._dry_run()
 
     def _dry_run(self) -> list[tuple[tuple[int, ...], float]]:
@@ -182,7 +216,7 @@ class Model:
                 f"{type(error).__name__}: {str(error).splitlines()[0]}"
             ) from None
         finally:
-            found, frame.probe, frame.mode = frame.probe or [], None, "eval"
+            found, frame.probe, frame.mode, frame.features = frame.probe or [], None, "eval", None
         if not torch.equal(state, torch.get_rng_state()):
             torch.set_rng_state(state)
             raise ConfigError(
@@ -247,18 +281,26 @@ class Bound:
         self.module = copy.deepcopy(model.module)
         self.frame = Frame()
         for m in self.module.modules():
-            if isinstance(m, KeyedBatchNorm | KeyedDropout):
-                m.frame = self.frame
+            if hasattr(m, "frame"):
+                m.frame = self.frame  # type: ignore[assignment]
         self.flat = torch.zeros(model.size, dtype=model.dtype, device=model.device)
         self.parameters = [p for p in self.module.parameters() if p.requires_grad]
         for p, view in zip(self.parameters, model.views(self.flat).values(), strict=True):
             p.data = view
 
-    def forward(self, x: Tensor, mode: Mode, buffers: Tensor | None, drop: tuple[Tensor, ...] = ()) -> Tensor:
-        """Logits [B, classes]."""
+    def forward(
+        self,
+        x: Tensor,
+        mode: Mode,
+        buffers: Tensor | None,
+        drop: tuple[Tensor, ...] = (),
+        first: int = 0,
+        levels: list[Tensor] | None = None,
+    ) -> Tensor:
+        """Logits [B, classes]; see `Root.forward` for `first` and `levels`."""
         frame = self.frame
         frame.mode, frame.buffers, frame.drop, frame.calls = mode, buffers, drop, 0
-        return self.module(x)
+        return self.module(x, first, levels)
 
 
 def keys(name: str) -> set[str] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from math import ceil
@@ -79,7 +79,16 @@ class Plan:
 
 def prepare(source: str | Path | Mapping[str, Any], overrides: Iterable[str] | Mapping[str, Any] = ()) -> Plan:
     """Reads, checks and resolves a configuration. Raises ConfigError with one clear message for every mistake."""
-    config = configuration.validate(configuration.read(source, overrides, keys, rules.defaults))
+    raw = configuration.read(source, overrides, keys, rules.defaults)
+    if raw.pop("sweep", None) is not None:
+        file = "this configuration" if isinstance(source, Mapping) else source
+        raise ConfigError(f"sweep: {file} describes many runs, not one; start them with: raysim sweep {file}")
+    return resolve(raw)
+
+
+def resolve(raw: Mapping[str, Any], load: Callable[[configuration.Data], Dataset] = load) -> Plan:
+    """The plan of a configuration that was read; `load` gives the data set. Raises ConfigError as `prepare` does."""
+    config = configuration.validate(raw)
     client, server = rules.resolve(config)
     _check_resources(config)
     tracking.absolute(config.tracking.uri)
@@ -91,7 +100,16 @@ def prepare(source: str | Path | Mapping[str, Any], overrides: Iterable[str] | M
     _check_cohort(config, len(clients))
     net = models.make_net(config, dataset.shape, dataset.n_classes)
     model = Model(copy.deepcopy(net), dataset.shape, dataset.n_classes, getattr(torch, config.dtype))
-    problem = Problem(len(clients), config.schedule.cohort, model.size, model.segments, bool(model.dropouts))
+    problem = Problem(
+        n_clients=len(clients),
+        cohort=config.schedule.cohort,
+        size=model.size,
+        segments=model.segments,
+        n_nonempty=int((clients.sizes > 0).sum()),
+        model=config.model.name,
+        levels=model.levels,
+        has_features=model.has_features,
+    )
     for half, rule in (("client", client), ("server", server)):
         try:
             rule.check(problem)

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 State = dict[str, Tensor]
 Report = dict[str, Tensor]
-Uploads = dict[str, Literal["mean", "each"]]
+Mode = Literal["mean", "sum", "each", "change"]
+Uploads = dict[str, Mode | tuple[Mode, ...]]
 Rule = TypeVar("Rule", bound="ClientRule | ServerRule")
 
 
@@ -43,7 +44,13 @@ class Problem:
     """P, the number of trainable parameters."""
     segments: tuple[int, ...] = ()
     """Lengths of the named tensors, in the order of the flat vector; they add up to P."""
-    has_dropout: bool = False
+    n_nonempty: int = 0
+    """Clients that have any data."""
+    model: str = ""
+    levels: int = 0
+    """Stages of the net before its classifier; 0 if it is not made of stages."""
+    has_features: bool = True
+    """Whether the net ends in a linear classifier, so that an image has a representation."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +73,7 @@ class _Rule:
 @dataclass(frozen=True)
 class ClientRule(_Rule):
     """Local training, written for one client. Override `direction` (or `step`), and `finish` if more than
-    d_i = x - y_i goes up."""
+    d_i = x - y_i goes up. `init` and `finish` are called for each client by itself, steps perhaps under vmap."""
 
     name: ClassVar[str] = ""
     needs: ClassVar[tuple[str, ...]] = ("x",)
@@ -130,13 +137,23 @@ class Reports(Cohort):
     steps: list[int] = field(default_factory=list)
     staleness: list[int] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
-    means: dict[str, Tensor] = field(default_factory=dict)
+    totals: dict[tuple[str, str], Tensor] = field(default_factory=dict)
     rows: dict[str, list[Tensor]] = field(default_factory=dict)
     """The same as `each`, not stacked: for a rule that copies the rows anyway."""
 
     def mean(self, key: str) -> Tensor:
         """The weighted mean of an upload over the round's clients, [P]; the same bits for any grouping."""
-        return self.means[key]
+        return self.totals["mean", key]
+
+    def sum(self, key: str) -> Tensor:
+        """The plain sum of an upload over the round's clients, [P]; for keys that `uploads` calls "sum"."""
+        return self.totals["sum", key]
+
+    def change(self, key: str) -> Tensor:
+        """Σ_i ω_i (u_i - what i sent last), float64 [P], where ω_i is the client's weight among ALL clients (1/N, or
+        its share of all samples); for keys that `uploads` calls "change". Added up over the rounds it is the mean of
+        the latest known upload of every client, with zero for those never seen."""
+        return self.totals["change", key]
 
     def each(self, key: str) -> Tensor:
         """Every client's upload in the order of `ids`, [K, P]; only for keys that `uploads` calls "each"."""
@@ -159,7 +176,11 @@ class ServerRule(_Rule):
 
     @property
     def uploads(self) -> Uploads:
-        """What it takes: "mean", one weighted mean; "each", beside it one row for each client."""
+        """What it takes of which upload, in one mode or several:
+
+        "mean": one weighted mean. "sum": one plain sum. "each": the mean, and beside it one row for each client.
+        "change": the weighted sum of what is new since each client's last upload, which the client keeps.
+        """
         return {"delta": "mean"}
 
     def init(self, x0: Tensor, problem: Problem) -> State:
@@ -177,6 +198,20 @@ class ServerRule(_Rule):
     def update(self, state: State, reports: Reports) -> State:
         """After it has: the next state. Large buffers may be changed in place; "x" may not."""
         raise NotImplementedError(f"{type(self).__name__} defines no update")
+
+
+def sums(uploads: Uploads) -> list[tuple[Mode, str]]:
+    """The sums that a server rule's `uploads` amount to, as (mode, key) with mode mean, sum or change."""
+    found: dict[tuple[Mode, str], None] = {}
+    for key, modes in uploads.items():
+        for mode in (modes,) if isinstance(modes, str) else modes:
+            found["mean" if mode == "each" else mode, key] = None
+    return list(found)
+
+
+def with_mode(uploads: Uploads, mode: Mode) -> list[str]:
+    """The keys that are taken in this mode."""
+    return [key for key, modes in uploads.items() if mode == modes or (isinstance(modes, tuple) and mode in modes)]
 
 
 @dataclass(frozen=True)
@@ -211,7 +246,7 @@ def _register(cls: type, family: type, registry: dict, suffix: str) -> None:
     """A rule's name is its class's, without the suffix, in lower case: FedProxClient is `fedprox`."""
     if "name" not in cls.__dict__:
         cls.name = cls.__name__.removesuffix(suffix).lower()  # type: ignore[attr-defined]
-    if cls.__module__.startswith("algorithms."):
+    if cls.__module__.startswith("algorithms.") and not cls.__name__.startswith("_"):
         registry[cls.name] = cls  # type: ignore[attr-defined]
 
 

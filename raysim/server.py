@@ -71,9 +71,13 @@ class Server:
         arranged = [place[round.ids[i]] for i in stay]
         x = self.state["x"]
         bound = sum(o.bound for o in outcomes)
-        totals = {k: combine([o.sums[k] for o in outcomes], bound) for k in outcomes[0].sums}
-        means = {k: to_float(total, x.dtype, left).to(x.device) for k, total in totals.items()}
-        self.buffers = means.pop("buffers", self.buffers)
+        totals: dict[tuple[str, str], Tensor] = {}
+        for name in outcomes[0].sums:
+            mode, _, key = name.partition(" ")
+            total = combine([o.sums[name] for o in outcomes], bound)
+            dtype, divisor = (torch.float64 if mode == "change" else x.dtype), (left if mode == "mean" else 1.0)
+            totals[mode, key] = to_float(total, dtype, divisor).to(x.device)
+        self.buffers = totals.pop(("mean", "buffers"), self.buffers)
         rows = {}
         for key in outcomes[0].rows:
             every = [row for o in outcomes for row in o.rows[key]]
@@ -88,7 +92,7 @@ class Server:
             steps=[round.steps[i] for i in stay],
             staleness=[0] * len(stay),
             versions=[round.t] * len(stay),
-            means=means,
+            totals=totals,
             rows=rows,
         )
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -36,23 +36,53 @@ class Batch:
 
 @dataclass(frozen=True)
 class LocalData:
-    """A client's data as a rule may see it whole: its number of examples."""
+    """A client's data as a rule sees it whole: `n` examples, where clients have `average` of them. What needs to look
+    at the examples themselves (`task.full_grad`) is a method of the task."""
 
-    n: int | Tensor
+    n: int
+    average: float = 0.0
+    batches: Callable[[], Iterator[Batch]] = lambda: iter(())
+    """One pass over everything, not shuffled, not augmented, without dropout."""
 
 
 class Net:
-    """A forward pass as a loss function sees it."""
+    """A forward pass as a loss function sees it. It is run when something of it is asked for, and once."""
 
-    def __init__(self, forward: Callable[[], Tensor]):
-        self._forward, self._logits = forward, None
+    def __init__(self, model: Model, x: Tensor, call: Callable[..., tuple[Tensor, Tensor | None]]):
+        """`call(x, first, levels)` runs the stages from `first` on; it gives the output and the classifier's input."""
+        self._model, self._x, self._call = model, x, call
+        self._out: tuple[Tensor, Tensor | None] | None = None
+        self._levels: list[Tensor] | None = [] if model.levels else None
+
+    def _forward(self) -> tuple[Tensor, Tensor | None]:
+        if self._out is None:
+            self._out = self._call(self._x, 0, self._levels)
+        return self._out
 
     @property
     def logits(self) -> Tensor:
         """[B, classes]."""
-        if self._logits is None:
-            self._logits = self._forward()
-        return self._logits
+        return self._forward()[0]
+
+    @property
+    def features(self) -> Tensor:
+        """The representation, that is the classifier's input, [B, F]. Raises ValueError if the net ends otherwise."""
+        features = self._forward()[1]
+        if features is None:
+            raise ValueError("the net does not end in a linear classifier, so it has no features")
+        return features
+
+    @property
+    def levels(self) -> list[Tensor]:
+        """[h_1, ..., h_L, logits]: what each stage gives. Raises ValueError for a net that is not made of stages."""
+        self._forward()
+        if self._levels is None:
+            raise ValueError("the net is not made of stages (an nn.Sequential of two or more)")
+        return self._levels
+
+    def tail(self, level: int, h: Tensor) -> Tensor:
+        """The logits [B, classes] that the stages after `level` (1..L) make of h = h_level."""
+        return self._call(h, level, None)[0]
 
 
 Loss = Callable[[Net, Batch], Tensor]
@@ -80,12 +110,13 @@ class Task:
 
     `lr` is this round's η_l, `steps` the number of local steps of this client, `t` the round, `x0` [P] the run's
     initial parameters, `segments` the lengths of the named tensors in the flat vector, `buffers` [Q] this client's
-    running statistics (the engine threads them; a rule never writes them).
+    running statistics (the engine threads them; a rule never writes them), `received` [Q] those that came with the
+    broadcast.
     """
 
-    def __init__(self, model: Model, facts: Facts, buffers: Tensor | None = None, steps: int | Tensor = 0):
-        self.model, self.facts, self.steps = model, facts, steps
-        self.buffers = buffers
+    def __init__(self, model: Model, facts: Facts, received: Tensor | None = None, steps: int | Tensor = 0):
+        self.model, self.facts, self.steps, self.received = model, facts, steps, received
+        self.buffers = received
         self.segments = model.segments
         self.losses: list[Tensor] = []
         """Mean loss of each pass in train mode."""
@@ -110,9 +141,32 @@ class Task:
         for each example. Exactly one pass of a step is in mode "train"; `buffers` are for mode "eval"."""
         raise NotImplementedError
 
+    def net(
+        self, w: Tensor, batch: Batch, mode: Mode = "frozen", buffers: Tensor | None = None, dropout: bool = True
+    ) -> Net:
+        """The net at w [P], whose parameters take no gradient, on a batch. Modes "frozen" and "eval" only."""
+        raise NotImplementedError
+
+    def full_grad(self, w: Tensor, data: LocalData) -> Tensor:
+        """∇f_i(w) [P]: the mean over all of the client's examples as they are stored (no augmentation, no dropout),
+        computed batch by batch and weighted by their sizes; BatchNorm takes each batch's statistics and keeps
+        nothing. For `init` and `finish`, where a client is by itself."""
+        total = torch.zeros_like(w)
+        for batch in data.batches():
+            total += self.grad(w, batch, mode="frozen") * (len(batch.y) / data.n)
+        return total
+
+    def fresh_model(self) -> tuple[Tensor, Tensor]:
+        """Parameters [P] and statistics [Q] of a net initialised anew, keyed by the client. For `init`."""
+        raise NotImplementedError
+
     def zeros(self) -> Tensor:
         """A zero vector [P] for a rule's state."""
         return torch.zeros(self.model.size, dtype=self.model.dtype, device=self.model.device)
+
+    def zero_buffers(self) -> Tensor:
+        """A zero vector [Q] for running statistics in a rule's state."""
+        return torch.zeros(self.model.buffer_size, dtype=self.model.dtype, device=self.model.device)
 
     def _downhill(self, w: Tensor, direction: Tensor) -> Tensor:
         if self.facts.decayed is not None:
@@ -128,17 +182,32 @@ class Task:
 
 
 class LoopTask(Task):
-    """One client at a time, on nets bound to flat vectors: one for the parameters in training, one for the rest."""
+    """One client at a time, on nets bound to flat vectors: one for the parameters in training, a few for others."""
 
     def __init__(self, model: Model, facts: Facts):
         super().__init__(model, facts)
-        self.trained, self.other = Bound(model), Bound(model)
+        self.trained = Bound(model)
+        self.others: list[_Held] = []
+        """At most `HELD`, the one used last at the end."""
 
-    def start(self, facts: Facts, x: Tensor, buffers: Tensor, steps: int) -> Tensor:
+    def start(
+        self,
+        facts: Facts,
+        x: Tensor,
+        received: Tensor,
+        steps: int,
+        buffers: Tensor | None = None,
+        fresh: Callable[[], tuple[Tensor, Tensor]] | None = None,
+    ) -> Tensor:
         """Begins with the next client: returns the vector in training, which holds a copy of x."""
-        self.facts, self.steps, self.losses = facts, steps, []
-        self.buffers = buffers.clone()
+        self.facts, self.steps, self.losses, self.received = facts, steps, [], received
+        self.buffers = (received if buffers is None else buffers).clone()
+        self._fresh = fresh
         return self.trained.flat.copy_(x)
+
+    def fresh_model(self) -> tuple[Tensor, Tensor]:
+        assert self._fresh is not None
+        return self._fresh()
 
     def descend_in_place(self, w: Tensor, direction: Tensor) -> None:
         w.add_(self._downhill(w, direction), alpha=-self.lr)
@@ -146,16 +215,50 @@ class LoopTask(Task):
     def grad(
         self, w: Tensor, batch: Batch, loss: Loss = cross_entropy, mode: Mode = "train", buffers: Tensor | None = None
     ) -> Tensor:
-        bound = self.trained
-        if w is not bound.flat:
-            bound = self.other
-            bound.flat.copy_(w)
-        statistics = self.buffers if mode == "train" else buffers
-        value = loss(Net(lambda: bound.forward(batch.x, mode, statistics, batch.drop)), batch).mean()
+        bound = self._bound(w)
+        value = loss(self._net(bound, batch, mode, self.buffers if mode == "train" else buffers), batch).mean()
         parts = torch.autograd.grad(value, bound.parameters, materialize_grads=True)
         if mode == "train":
             self.losses.append(value.detach())
         return torch.cat([p.reshape(-1) for p in parts])
+
+    def net(
+        self, w: Tensor, batch: Batch, mode: Mode = "frozen", buffers: Tensor | None = None, dropout: bool = True
+    ) -> Net:
+        return self._net(self._bound(w), batch, mode, buffers, dropout)
+
+    def _net(self, bound: Bound, batch: Batch, mode: Mode, buffers: Tensor | None, dropout: bool = True) -> Net:
+        def call(x: Tensor, first: int, levels: list[Tensor] | None) -> tuple[Tensor, Tensor | None]:
+            out = bound.forward(x, mode, buffers, batch.drop if dropout else (), first, levels)
+            features, bound.frame.features = bound.frame.features, None
+            return out, None if features is None else features.flatten(1)
+
+        return Net(self.model, batch.x, call)
+
+    def _bound(self, w: Tensor) -> Bound:
+        """A net at w. The vectors used last stay in place, so that frozen ones need no copy at each step."""
+        if w is self.trained.flat:
+            return self.trained
+        held = next((h for h in self.others if h.w is w and h.version == w._version), None)
+        if held is None:
+            held = self.others[0] if len(self.others) == HELD else _Held(Bound(self.model))
+            held.bound.flat.copy_(w)
+            held.w, held.version = w, w._version
+        self.others = [h for h in self.others if h is not held] + [held]
+        return held.bound
+
+
+HELD = 3
+"""Vectors beside the one in training whose nets are kept: GradMA's y, y_prev and x."""
+
+
+@dataclass
+class _Held:
+    """A net at w. Keeping w itself makes sure that no other vector takes its identity."""
+
+    bound: Bound
+    w: Tensor | None = None
+    version: int = -1
 
 
 class VmapTask(Task):
@@ -164,27 +267,45 @@ class VmapTask(Task):
     def grad(
         self, w: Tensor, batch: Batch, loss: Loss = cross_entropy, mode: Mode = "train", buffers: Tensor | None = None
     ) -> Tensor:
-        model, statistics = self.model, self.buffers if mode == "train" else buffers
+        statistics = self.buffers if mode == "train" else buffers
 
         def mean_loss(w: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-            frame = model.frame
-            frame.mode, frame.in_place, frame.mask, frame.drop = mode, False, batch.mask, batch.drop
-            frame.buffers, frame.moved, frame.calls = statistics, {}, 0
-            net = Net(lambda: torch.func.functional_call(model.module, model.views(w), (batch.x,)))
-            each = loss(net, batch)
+            moved: list[Tensor] = []
+            each = loss(self._net(w, batch, mode, statistics, True, moved), batch)
             value = each.mean() if batch.mask is None else (each * batch.mask).sum() / batch.mask.sum()
-            moved = model.moved_buffers(frame) if mode == "train" else value.new_zeros(0)
-            return value, (moved, value.detach())
+            return value, (moved[0] if moved else value.new_zeros(0), value.detach())
 
-        try:
-            grad, (moved, value) = torch.func.grad(mean_loss, has_aux=True)(w)
-        finally:  # nothing of vmap's outlives it
-            frame = model.frame
-            frame.mask, frame.drop, frame.buffers, frame.moved, frame.in_place = None, (), None, {}, True
+        grad, (moved, value) = torch.func.grad(mean_loss, has_aux=True)(w)
         if mode == "train":
             self.buffers = moved
             self.losses.append(value)
         return grad
+
+    def net(
+        self, w: Tensor, batch: Batch, mode: Mode = "frozen", buffers: Tensor | None = None, dropout: bool = True
+    ) -> Net:
+        return self._net(w, batch, mode, buffers, dropout, [])
+
+    def _net(
+        self, w: Tensor, batch: Batch, mode: Mode, buffers: Tensor | None, dropout: bool, moved: list[Tensor]
+    ) -> Net:
+        """In mode "train" the new statistics are left in `moved`."""
+        model, frame = self.model, self.model.frame
+
+        def call(x: Tensor, first: int, levels: list[Tensor] | None) -> tuple[Tensor, Tensor | None]:
+            frame.mode, frame.in_place, frame.mask, frame.drop = mode, False, batch.mask, batch.drop if dropout else ()
+            frame.buffers, frame.moved, frame.calls = buffers, {}, 0
+            try:
+                out = torch.func.functional_call(model.module, model.views(w), (x, first, levels))
+                if mode == "train":
+                    moved.append(model.moved_buffers(frame))
+                features = frame.features
+                return out, None if features is None else features.flatten(1)
+            finally:  # nothing of vmap's outlives it
+                frame.mask, frame.drop, frame.buffers, frame.moved, frame.in_place = None, (), None, {}, True
+                frame.features = None
+
+        return Net(model, batch.x, call)
 
 
 def why_not_vmap(model: Model) -> str | None:

@@ -1,15 +1,12 @@
 """MLflow, without the engine ever waiting for it.
 
-What the engine says (metrics, tags, data sets, files) is appended to a spool in the run's folder, a few
-microseconds a record. One writer thread follows that file and sends: many rounds in one batch, about once a
-second, backing off while the server is down. Nothing is forgotten on the way:
+What the engine says goes to a spool in the run's folder (`raysim.spool`). One writer thread follows that file and
+sends: many rounds in one batch, about once a second, backing off while the server is down. Where many runs go on in
+many processes (`raysim.sweep`), each only spools, and one `Forwarder` follows them all.
 
-    spool.jsonl   every record in order, one line of JSON each, only ever appended to
-    spool.sent    how many of them the server has acknowledged, and the run they went to
-
-So after a crash, or when the server died in the middle, `replay` (on the command line: python -m raysim.tracking
-RUN_DIR) sends exactly the rest. Sending twice does no harm: records carry their time, a run carries the key it was
-created under, and a run that is reopened is asked which steps it has.
+Nothing is forgotten on the way: after a crash, or when the server died in the middle, `replay` (on the command line:
+python -m raysim.tracking RUN_DIR) sends exactly the rest. Sending twice does no harm: records carry their time, a run
+carries the key it was created under, and a run that is reopened is asked which steps it has.
 
 SQLite files are MLflow's, with two cares: a relative path is made absolute at once, and processes that meet on a
 fresh file wait for each other (its tables must be made by one of them).
@@ -28,16 +25,15 @@ import shlex
 import sys
 import threading
 import time
-import uuid
 import warnings
-from collections import deque
 from collections.abc import Iterator, Mapping
-from itertools import accumulate, islice, takewhile
+from itertools import accumulate, takewhile
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from raysim.config import Tracking
 from raysim.errors import ConfigError, RaysimError
+from raysim.spool import Recorder, Spool, Status, Tail, legal, plain
 
 logger = logging.getLogger("raysim.tracking")
 
@@ -90,18 +86,7 @@ def ui_hint(tracking: Tracking) -> str:
     return _shown(uri) if uri.startswith("http") else f"mlflow ui --backend-store-uri {shlex.quote(uri)}"
 
 
-def flatten(nested: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """A nested mapping as dotted keys and text; all but strings is written as JSON (true, null, [0.1, 2])."""
-    flat: dict[str, str] = {}
-    for key, value in nested.items():
-        if isinstance(value, Mapping) and value:
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value if isinstance(value, str) else json.dumps(value, default=_plain)
-    return flat
-
-
-class Tracker:
+class Tracker(Recorder):
     """One run in MLflow. Only `start` and `finish` wait; the rest appends to the spool and returns.
 
     Args:
@@ -114,19 +99,16 @@ class Tracker:
     """
 
     def __init__(self, tracking: Tracking, run_dir: Path) -> None:
-        uri = absolute(tracking.uri)
-        self._required = tracking.required
-        self._spool = Spool(run_dir)
-        self._server = _Server(uri, tracking.experiment, self._spool.run_id)
-        self._key = ""
+        super().__init__(absolute(tracking.uri), tracking.experiment, run_dir)
+        self.required = tracking.required
+        self._server = _Server(self._uri, self._experiment, self._spool.run_id)
         self._error: Exception | None = None
         self._down_since: float | None = None
         self._attempts = 0
         self._failures = 0
         self._beats = 0
         self._news = threading.Condition()
-        self._started, self._hurry = threading.Event(), threading.Event()
-        self._closing, self._stop = threading.Event(), threading.Event()
+        self._started, self._hurry, self._stop = threading.Event(), threading.Event(), threading.Event()
         self._writer = threading.Thread(target=self._write, name="raysim-tracking", daemon=True)
         self._writer.start()
 
@@ -156,39 +138,20 @@ class Tracker:
     ) -> str:
         """Creates the run, in its experiment, or reopens `run_id`; records left in the spool go first.
 
-        Args:
-            name: what the run is called.
-            params: the configuration, nested; becomes dotted keys. Where a reopened run has another value already
-                (MLflow never changes one), the new one becomes the tag `resumed.<key>`.
-            tags: of the run.
-            run_id: a run to go on with, also by a provisional id.
-            parent: the run that this one is shown under.
+        The arguments are those of `Recorder.start`.
 
         Returns:
-            The run id. With `tracking.required: false` and the server down a provisional one; `resume` and
-            `start(run_id=...)` know the run by it ever after.
+            The run id. With `tracking.required: false` and the server down a provisional one.
 
         Raises:
             RaysimError: the server cannot be reached, or has no such run, and `tracking.required` is true.
                 For a server that takes at most 10 seconds.
         """
-        self._key = run_id or uuid.uuid4().hex
         begin = self._spool.size
-        self._record(
-            "start",
-            key=self._key,
-            run_id=run_id,
-            name=name,
-            parent=parent,
-            required=self._required,
-            uri=self._server.uri,
-            experiment=self._server.experiment,
-        )
-        self._record("params", values=flatten(params))
-        self.tags(tags)
+        super().start(name, params, tags, run_id, parent)
         self._started.set()
         self._hurry.set()
-        if (error := self._await_opening()) is not None and self._required:
+        if (error := self._await_opening()) is not None and self.required:
             self._stop.set()
             self._hurry.set()
             self._spool.close(begin)
@@ -198,31 +161,7 @@ class Tracker:
             ) from None
         return self.run_id
 
-    def metrics(self, values: Mapping[str, float], step: int) -> None:
-        """Numbers of one step. NaN stays NaN in MLflow, infinities become the largest double (its own rule)."""
-        self._record("metrics", step=int(step), values={_legal(k): float(v) for k, v in values.items()})
-
-    def inputs(self, name: str, digest: str, source: str, context: str, profile: Mapping[str, Any]) -> None:
-        """A data set or a partition that goes in. MLflow keeps the first 36 characters of the digest.
-
-        Args:
-            name: of the data set.
-            digest: identifies its contents.
-            source: a path or an address.
-            context: what it serves for, say "training".
-            profile: anything that can be said of it as JSON: sizes, classes.
-        """
-        self._record("inputs", name=name, digest=digest, source=source, context=context, profile=dict(profile))
-
-    def artifact(self, path: Path, folder: str | None = None) -> None:
-        """A file or a folder to keep with the run, under `folder`. It is read when it is sent: leave it in place."""
-        self._record("artifact", path=str(Path(path).absolute()), folder=folder)
-
-    def tags(self, values: Mapping[str, Any]) -> None:
-        """Tags of the run; an older value is replaced."""
-        self._record("tags", values={_legal(k): str(v) for k, v in values.items()})
-
-    def finish(self, status: Literal["FINISHED", "FAILED", "KILLED"]) -> None:
+    def finish(self, status: Status) -> None:
         """Sends what is left and ends the run, within 20 seconds (5 if the server was down already).
 
         What could not be sent stays in the spool; a log line says how to send it. A second call does nothing.
@@ -249,11 +188,6 @@ class Tracker:
             )
         if lost := self._spool.homeless:
             logger.error("%d of them are lost: the disk of %s is full", lost, self._spool.path)
-
-    def _record(self, kind: str, **content: Any) -> None:
-        if self._closing.is_set():
-            raise RuntimeError("this run is finished, nothing more can be tracked")
-        self._spool.append({"kind": kind, "time": time.time_ns() // 1_000_000, **content})
 
     def _await_opening(self) -> Exception | None:
         """Waits until the run is open; the patience is for silence, not for the sending of old records."""
@@ -300,7 +234,7 @@ class Tracker:
         opened = self._server.key == self._key
         if self._down_since is None:
             self._down_since = time.monotonic()
-            if opened or not self._required:  # otherwise `start` raises, which says it
+            if opened or not self.required:  # otherwise `start` raises, which says it
                 logger.warning(
                     "tracking is down: %s (%s). The run goes on, records are kept in %s until it is back",
                     _shown(self._server.uri),
@@ -321,6 +255,84 @@ class Tracker:
             self._down_since, self._attempts = None, 0
 
 
+class Forwarder:
+    """Sends what other processes spool, many runs over one thread, so that one process alone writes to the store.
+
+    Args:
+        uri: where to, absolute.
+        experiment: in which all these runs are.
+    """
+
+    def __init__(self, uri: str, experiment: str) -> None:
+        self._uri, self._experiment = uri, experiment
+        self._followed: dict[Path, tuple[Tail, _Server]] = {}
+        self._sent = self._attempts = 0
+        self._error: Exception | None = None
+        self._hurry, self._closing, self._stop = threading.Event(), threading.Event(), threading.Event()
+        self._writer = threading.Thread(target=self._write, name="raysim-forwarding", daemon=True)
+        self._writer.start()
+
+    def follow(self, run_dir: Path) -> None:
+        """From now on what is spooled in this folder is sent; what was left there goes first."""
+        tail = Tail(run_dir)
+        self._followed[run_dir] = tail, _Server(self._uri, self._experiment, tail.run_id)
+        self._hurry.set()
+
+    def finish(self) -> None:
+        """Sends what is left, as long as that moves on; what could not be sent stays in place, and a line says so."""
+        self._closing.set()
+        self._hurry.set()
+        before = -1
+        while self._writer.is_alive() and before != self._sent:
+            before = self._sent
+            self._writer.join(DRAIN["down" if self._error else "up"])
+        self._stop.set()
+        self._hurry.set()
+        self._writer.join(0.5)
+        if left := [folder for folder in self._followed if Tail(folder).pending]:
+            logger.warning(
+                "the records of %d runs were not all sent to %s (%s); they are kept in their folders. To send them, "
+                "give the same command again, or for each: python -m raysim.tracking %s",
+                len(left),
+                _shown(self._uri),
+                _brief(self._error or TimeoutError("it is too slow")),
+                shlex.quote(str(left[0])),
+            )
+
+    def _write(self) -> None:
+        while not self._stop.is_set():
+            closing, pause = self._closing.is_set(), FLUSH
+            try:
+                if not self._send() and closing:
+                    return
+            except Exception as error:
+                self._down(error)
+                pause = min(LONGEST_PAUSE, 0.5 * 2 ** min(self._attempts - 1, 9))
+            self._hurry.wait(min(pause, 1.0) if closing else pause)
+            self._hurry.clear()
+
+    def _send(self) -> bool:
+        """One pass over all runs; whether there was anything to send."""
+        before = self._sent
+        for tail, server in list(self._followed.values()):
+            while not self._stop.is_set() and (count := _advance(tail, server)):
+                self._sent += count
+                if self._error:
+                    logger.warning("tracking is back: %s, after %d failed attempts", _shown(self._uri), self._attempts)
+                    self._error, self._attempts = None, 0
+        return self._sent > before
+
+    def _down(self, error: Exception) -> None:
+        if self._error is None:
+            logger.warning(
+                "tracking is down: %s (%s). The runs go on, their records are kept in their folders until it is back",
+                _shown(self._uri),
+                _brief(error),
+            )
+        self._error = error
+        self._attempts += 1
+
+
 def replay(run_dir: Path) -> int:
     """Sends what the spool of a run still holds: no step is missing afterwards, none is there twice.
 
@@ -337,6 +349,7 @@ def replay(run_dir: Path) -> int:
         if not (left := spool.pending):
             return 0
         start = spool.last("start")
+        assert start, "it is the first record of all"
         server = _Server(start["uri"], start["experiment"], spool.run_id)
         try:
             while _advance(spool, server):
@@ -349,133 +362,11 @@ def replay(run_dir: Path) -> int:
     return left
 
 
-class Spool:
-    """Records in order, on disk, with a mark between the sent and the unsent. Safe for one writer and one reader.
-
-    While the disk is full, records wait in memory (`homeless`) and are written as soon as there is room.
-
-    Raises:
-        RaysimError: another process has this spool open.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.path = Path(folder).absolute() / "spool.jsonl"
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._sent_path = self.path.with_name("spool.sent")
-        self._file = open(self.path, "ab+", buffering=0)  # noqa: SIM115
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self._file.close()
-            raise RaysimError(f"{folder}: another process is tracking a run here; wait for it or end it") from None
-        self._lock = threading.Lock()
-        self._memory: deque[bytes] = deque()
-        self._window: list[int] = []
-        self._full = False
-        mark = self._read_mark()
-        self.run_id: str | None = mark["run_id"]
-        """The run to which the last acknowledged record went."""
-        self._sent = self._total = self._offset = self.size = 0
-        with open(self.path, "rb") as lines:
-            for line in lines:
-                if not line.endswith(b"\n"):  # the crash came in the middle of it
-                    os.ftruncate(self._file.fileno(), self.size)
-                    break
-                self._total += 1
-                self.size += len(line)
-                if self._sent < mark["records"]:
-                    self._sent += 1
-                    self._offset = self.size
-
-    @property
-    def pending(self) -> int:
-        """How many records are not acknowledged."""
-        return self._total - self._sent + len(self._memory)
-
-    @property
-    def homeless(self) -> int:
-        """How many records are only in memory."""
-        return len(self._memory)
-
-    def append(self, record: Mapping[str, Any]) -> None:
-        line = json.dumps(record, default=_plain).encode() + b"\n"
-        with self._lock:
-            self._memory.append(line)
-            try:
-                while self._memory:
-                    self._put(self._memory[0])
-                    self._memory.popleft()
-                self._full = False
-            except (OSError, ValueError) as error:
-                if not self._full:
-                    logger.warning("%s cannot be written (%s); records are kept in memory", self.path, error)
-                self._full = True
-
-    def head(self) -> list[dict[str, Any]]:
-        """The next unsent records, some 250 kB of them at most."""
-        with self._lock:
-            if self._file.closed:
-                return []
-            if self._offset < self.size:
-                with open(self.path, "rb") as file:
-                    file.seek(self._offset)
-                    lines = file.readlines(1 << 18)
-            else:
-                lines = list(islice(self._memory, 1000))
-            self._window = [len(line) for line in lines]
-        return [json.loads(line) for line in lines]
-
-    def acknowledge(self, count: int, run_id: str | None) -> None:
-        """The first `count` records of the last `head` have arrived, at this run."""
-        with self._lock:
-            if self._file.closed:
-                return
-            for length in self._window[:count]:
-                if self._offset < self.size:
-                    self._offset += length
-                    self._sent += 1
-                else:
-                    self._memory.popleft()
-            self.run_id = run_id
-        temporary = self._sent_path.with_suffix(".new")
-        with contextlib.suppress(OSError):  # disk full: after a crash they are sent again, which does no harm
-            temporary.write_text(json.dumps({"records": self._sent, "run_id": run_id}))
-            os.replace(temporary, self._sent_path)
-
-    def last(self, kind: str) -> dict[str, Any]:
-        """The newest record of a kind, sent or not."""
-        with open(self.path, "rb") as lines:
-            return next(r for r in map(json.loads, reversed(lines.readlines())) if r["kind"] == kind)
-
-    def close(self, size: int | None = None) -> None:
-        """Lets go of the file; with `size`, what came after that many bytes never happened."""
-        with self._lock:
-            if not self._file.closed and size is not None:
-                os.ftruncate(self._file.fileno(), size)
-            self._file.close()
-
-    def _put(self, line: bytes) -> None:
-        try:
-            if self._file.write(line) != len(line):
-                raise OSError("no space left")
-        except OSError:
-            os.ftruncate(self._file.fileno(), self.size)
-            raise
-        self._total += 1
-        self.size += len(line)
-
-    def _read_mark(self) -> dict[str, Any]:
-        try:
-            return json.loads(self._sent_path.read_text())
-        except (FileNotFoundError, ValueError):  # never written, or torn: then all is sent again, which does no harm
-            return {"records": 0, "run_id": None}
-
-
 class _Refused(Exception):
     """The server answers, and will never take this record."""
 
 
-def _advance(spool: Spool, server: _Server) -> int:
+def _advance(spool: Tail, server: _Server) -> int:
     """Sends the next few records; returns how many are done with, 0 at the end of the spool."""
     if not (records := spool.head()):
         return 0
@@ -550,6 +441,8 @@ class _Server:
                     raise _Refused(f"{path} is not there any more")
                 send = self._client.log_artifacts if os.path.isdir(path) else self._client.log_artifact
                 send(self.run_id, path, folder)
+            case {"kind": "parent", "parent": parent}:
+                self._tags({"mlflow.parentRunId": self._id_of(parent)})
             case {"kind": "finish", "status": status, "time": end}:
                 self._client.set_terminated(self.run_id, status, end)
 
@@ -594,6 +487,11 @@ class _Server:
         found = self._client.search_runs([self._experiment_id], f"tags.`{_KEY}` = '{name}'", max_results=1)
         return found[0] if found else None
 
+    def _id_of(self, name: str) -> str:
+        """MLflow's id of a run that may go by a provisional one."""
+        run = self._find(name)
+        return run.info.run_id if run else name
+
     def _get(self, run_id: str) -> Any:
         try:
             run = self._client.get_run(run_id)
@@ -607,19 +505,19 @@ class _Server:
 
     def _open(self, start: Mapping[str, Any]) -> None:
         run = self._find(start["key"])
+        under = {"mlflow.parentRunId": self._id_of(start["parent"])} if start["parent"] else {}
         if run is not None:
             self._client.update_run(run.info.run_id, status="RUNNING")
             self._steps = {}
         elif start["run_id"] and start["required"]:
             raise RaysimError(f"it has no run {start['run_id']}")
         else:
-            tags = {_KEY: start["key"], "mlflow.user": _user(), "mlflow.source.name": "raysim"}
-            if start["parent"]:
-                parent = self._find(start["parent"])
-                tags["mlflow.parentRunId"] = parent.info.run_id if parent else start["parent"]
+            tags = {_KEY: start["key"], "mlflow.user": _user(), "mlflow.source.name": "raysim", **under}
             run = self._client.create_run(self._experiment_id, start["time"], tags, start["name"])
             self._steps = None
         self.run_id, self.key = run.info.run_id, start["key"]
+        if under and run.data.tags.get("mlflow.parentRunId") != under["mlflow.parentRunId"]:
+            self._tags(under)
 
     def _metrics(self, records: list[dict[str, Any]]) -> None:
         from mlflow.entities import Metric
@@ -646,7 +544,7 @@ class _Server:
     def _params(self, values: Mapping[str, str]) -> None:
         from mlflow.entities import Param
 
-        values = {_legal(key): _fit(value, key, "params") for key, value in values.items()}
+        values = {legal(key): _fit(value, key, "params") for key, value in values.items()}
         there = self._get(self.run_id or "").data.params
         new = [Param(key, value) for key, value in values.items() if key not in there]
         for first in range(0, len(new), 100):
@@ -669,10 +567,15 @@ class _Server:
             digest=record["digest"][:36],
             source_type="http" if remote else "local",
             source=json.dumps({"url" if remote else "uri": record["source"]}),
-            profile=json.dumps(record["profile"], default=_plain),
+            profile=json.dumps(record["profile"], default=plain),
         )
         context = InputTag("mlflow.data.context", record["context"])
         self._client.log_inputs(self.run_id, datasets=[DatasetInput(dataset, [context])])
+
+
+def connected(uri: str) -> Any:
+    """An MLflow client of a tracking store, for reading. `uri` is absolute."""
+    return _mlflow(uri).MlflowClient(tracking_uri=uri)
 
 
 def _mlflow(uri: str) -> Any:
@@ -698,16 +601,6 @@ def _final(error: Exception) -> bool:
     """Is it the record's fault, so that trying again is no use?"""
     codes = ("INVALID_PARAMETER_VALUE", "RESOURCE_DOES_NOT_EXIST")
     return isinstance(error, _Refused) or getattr(error, "error_code", None) in codes
-
-
-def _plain(value: Any) -> Any:
-    """What JSON does not know: numbers and arrays of NumPy and PyTorch as lists, all else as text."""
-    return value.tolist() if hasattr(value, "tolist") else str(value)
-
-
-def _legal(key: str) -> str:
-    """A name as MLflow allows them: letters, digits and _ - . space : /, at most 250."""
-    return re.sub(r"[^\w.\- :/]", "_", str(key))[:250]
 
 
 def _fit(value: str, key: str, kind: str) -> str:

@@ -1,7 +1,8 @@
 """What must hold of every client rule with every server rule. Generated from the registry: a new method is in here the
 moment its file is in algorithms/, before its author has written a test.
 
-The net is a user's own, with BatchNorm and dropout, and a number of parameters that is no multiple of 16. The clients
+The net is a user's own, made of stages, with BatchNorm and dropout, and a number of parameters that is no multiple
+of 16. The clients
 are ragged: one has a single sample, one has two, one has none. The net also blows up on purpose: an image whose first
 pixel is far too bright (in the digits it is always 0) is multiplied by infinity.
 """
@@ -37,18 +38,24 @@ import torch
 from torch import nn
 
 
-class Net(nn.Module):
-    def __init__(self, shape, classes, dropout: float = 0.3, limit: float = 10.0, norm: bool = True):
+class Bright(nn.Module):
+    def __init__(self, limit):
         super().__init__()
         self.limit = limit
-        self.body = nn.Sequential(
-            nn.Flatten(), nn.Linear(64, 6), nn.BatchNorm1d(6) if norm else nn.Identity(), nn.ReLU(),
-            nn.Dropout(dropout), nn.Linear(6, classes),
-        )
 
     def forward(self, x):
-        blown_up = torch.where(x[:, :1, :1, :1] > self.limit, torch.inf, 1.0).to(x.dtype)
-        return self.body(x * blown_up)
+        return x * torch.where(x[:, :1, :1, :1] > self.limit, torch.inf, 1.0).to(x.dtype)
+
+
+class Net(nn.Sequential):
+    def __init__(self, shape, classes, dropout: float = 0.3, limit: float = 10.0, norm: bool = True):
+        super().__init__(
+            nn.Sequential(
+                Bright(limit), nn.Flatten(), nn.Linear(64, 6), nn.BatchNorm1d(6) if norm else nn.Identity(), nn.ReLU()
+            ),
+            nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Dropout(dropout)),
+            nn.Linear(5, classes),
+        )
 
 
 class Single(nn.Module):
@@ -106,6 +113,20 @@ def pairs() -> list[tuple[str, str]]:
     return found
 
 
+def a_few() -> list[tuple[str, str]]:
+    """Pairs in which every rule occurs."""
+    chosen: list[tuple[str, str]] = []
+    for client, server in sorted(pairs(), key=lambda pair: pair[0] != pair[1]):  # what belongs together comes first
+        if client not in dict(chosen) or server not in [s for _, s in chosen]:
+            chosen.append((client, server))
+    return chosen
+
+
+def a_client_for(server: str) -> str:
+    """A client rule that can feed this server rule, plain local SGD if possible."""
+    return min((c for c, s in pairs() if s == server), key=lambda c: (c != "fedavg", c))
+
+
 every_pair = pytest.mark.parametrize("client, server", pairs())
 
 
@@ -160,8 +181,8 @@ def assert_sound(engine: Engine) -> None:
     for key, value in server.state.items():
         assert torch.isfinite(value).all(), key
     assert torch.isfinite(server.buffers).all()
-    for client, row in engine.store.rows.items():
-        for key, value in row.items():
+    for client in range(len(SIZES)):
+        for key, value in (engine.store.get(client) or {}).items():
             assert np.isfinite(value).all(), (client, key)
     assert np.abs(xs[-1] - xs[0]).max() > 0
 
@@ -178,7 +199,7 @@ def test_side_by_side_is_one_after_the_other(client, server, local, engine, conf
     looped, records = engine(config(client, server, local=local))
     several, records_of_several = engine(config(client, server, local=local, block={"mode": "vmap", "size": 3}))
     assert looped.plan.problem.size % 16 != 0
-    assert looped.plan.problem.has_dropout and not looped.plan.vmap and several.plan.vmap
+    assert looped.plan.model().dropouts and not looped.plan.vmap and several.plan.vmap
     took_part = cohorts(looped)
     assert {1, 5} <= {i for cohort in took_part for i in cohort}  # one sample, two samples
     assert min(map(len, took_part)) < 5  # the empty client was sampled
@@ -303,7 +324,7 @@ def test_a_dropped_client_leaves_no_trace(client, server, mode, engine, config):
     assert_sound(run)
     assert distance(run.executor.xs, expected.executor.xs) < 1e-9
     assert distance(run.executor.statistics, expected.executor.statistics) < 1e-9
-    assert not run.store.seen[BAD] and BAD not in run.store.rows
+    assert not run.store.seen[BAD] and run.store.get(BAD) is None
     np.testing.assert_array_equal(run.store.seen, expected.store.seen)
     for key in ("train_loss", "client_loss/q50"):
         assert np.isfinite([record[key] for record in records[1:]]).all()
@@ -323,11 +344,13 @@ def test_weights_count_only_who_is_left(server, engine, config, source):
     the update itself is all there is to tell that a client has failed."""
     rule, model = {"name": server, "weights": "samples"}, {"name": source("nets", NETS) + ":Net", "norm": False}
     given = {"faults": {"on_client_error": "drop"}, "server": rule, "model": model}
-    run, records = engine({**config("fedavg", server), **given}, change=poisoned)
+    client = a_client_for(server)
+    run, records = engine({**config(client, server), **given}, change=poisoned)
     assert sum(record["clients_dropped"] for record in records[1:]) > 0
     assert_sound(run)
-    expected, _ = engine({**config("fedavg", server), "server": rule, "model": model}, before=without)
-    uniform, _ = engine({**config("fedavg", server), "model": model}, before=without)
+    expected, _ = engine({**config(client, server), "server": rule, "model": model}, before=without)
+    other = {"name": server, "weights": "uniform"}
+    uniform, _ = engine({**config(client, server), "server": other, "model": model}, before=without)
     assert distance(run.executor.xs, expected.executor.xs) < 1e-9
     assert distance(run.executor.xs, uniform.executor.xs) > 1e-4
 
@@ -398,7 +421,11 @@ def test_one_parameter(client, server, engine, config, source):
     """P = 1: every inner product is a product, every QP a question of signs. The loss goes down, side by side too."""
     model = {"name": source("nets", NETS) + ":Single"}
     given = {"model": model, "rounds": 5, "evaluate": {"every": 1}}
-    run, records = engine(config(client, server, **given))
+    try:
+        run, records = engine(config(client, server, **given))
+    except ConfigError as error:  # it needs features or stages, which one number has not
+        assert "client.name" in str(error)
+        return
     assert run.plan.problem.size == 1
     assert_sound(run)
     losses = [record["loss"] for record in records]
@@ -474,10 +501,7 @@ def final(executor: Any) -> np.ndarray:
     return executor.snapshot().get()["state/x"].numpy().copy()
 
 
-ON_RAY = [("gradma", "gradma"), ("fedprox", "fedavgm"), ("fedavg", "gradma"), ("gradma", "fedavg")]
-
-
-@pytest.mark.parametrize("client, server", ON_RAY)
+@pytest.mark.parametrize("client, server", a_few())
 @pytest.mark.parametrize("mode", ["loop", "vmap"])
 def test_any_number_of_actors_gives_the_same_bits(client, server, mode, config, base, on_ray):
     """This process, three actors and one: the same x to the bit in float32, with BatchNorm, dropout, ragged clients,

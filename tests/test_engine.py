@@ -36,7 +36,7 @@ from raysim.plan import prepare
 ALWAYS = {
     *("round", "clients", "clients_dropped", "bytes_down", "bytes_up", "train_loss", "seconds", "clients_per_second"),
     *("client_loss/q10", "client_loss/q50", "client_loss/q90", "time/train", "time/engine", "client/state_bytes"),
-    *("server/uploads", "server/state_bytes"),
+    *("client/state_bytes_disk", "server/uploads", "server/state_bytes"),
 }
 """What the record of every round holds."""
 TIMES = {"seconds", "clients_per_second", "time/train", "time/engine"}

@@ -1,4 +1,4 @@
-"""Methods that are another one at a certain value of a hyper-parameter, to the bit.
+"""Methods that are another one at a certain value of a hyper-parameter, to the bit; at the end those to rounding only.
 
 To the bit means: the sha256 of the parameters in float32 after several rounds on the same blocks. Each pair is run on a
 net with BatchNorm one client after the other, on one without, and side by side under vmap; the BatchNorm statistics
@@ -48,6 +48,19 @@ SAME: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "fedproxm with mu 0 is fedavgm": ({"name": "fedproxm", "mu": 0.0, "beta1": 0.9}, {"name": "fedavgm", "beta1": 0.9}),
     "fedproxm with beta1 0 is fedprox": ({"name": "fedproxm", "mu": 0.4, "beta1": 0.0}, {"name": "fedprox", "mu": 0.4}),
+    "moon with mu 0 is fedavg": ({"name": "moon", "mu": 0.0}, {"name": "fedavg"}),
+    "fedmlb without hybrids is fedavg": ({"name": "fedmlb", "lambda2": 0.0, "lambda3": 0.0}, {"name": "fedavg"}),
+    "moonm with beta1 0 is moon": ({"name": "moonm", "mu": 2.0, "beta1": 0.0}, {"name": "moon", "mu": 2.0}),
+    "moonm with mu 0 is fedavgm": ({"name": "moonm", "mu": 0.0, "beta1": 0.9}, {"name": "fedavgm", "beta1": 0.9}),
+    "fedmlbm with beta1 0 is fedmlb": ({"name": "fedmlbm", "beta1": 0.0}, {"name": "fedmlb"}),
+    "fedmlbm without hybrids is fedavgm": (
+        {"name": "fedmlbm", "lambda2": 0.0, "lambda3": 0.0, "beta1": 0.9}, {"name": "fedavgm", "beta1": 0.9}
+    ),
+    "mifam with beta1 0 is mifa": ({"name": "mifam", "beta1": 0.0}, {"name": "mifa"}),
+    "mifam with beta1 0 waits as mifa": (
+        {"name": "mifam", "beta1": 0.0, "wait": True, "weights": "samples"},
+        {"name": "mifa", "wait": True, "weights": "samples"},
+    ),
 }  # fmt: skip
 OTHER: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "fedprox": ({"name": "fedprox", "mu": 0.1}, {"name": "fedavg"}),
@@ -59,6 +72,15 @@ OTHER: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "gradma_s, no memory": ({"name": "gradma_s", "memory": 0, "beta1": 0.1}, {"name": "fedavg"}),
     "gradma": ({"name": "gradma", "beta1": 0.0, "memory": 0}, {"name": "fedavg"}),
+    "moon": ({"name": "moon", "mu": 0.1}, {"name": "fedavg"}),
+    "fedmlb, cross-entropy": ({"name": "fedmlb", "lambda2": 0.1, "lambda3": 0.0}, {"name": "fedavg"}),
+    "fedmlb, divergence": ({"name": "fedmlb", "lambda2": 0.0, "lambda3": 0.1}, {"name": "fedavg"}),
+    "moonm": ({"name": "moonm", "beta1": 0.1}, {"name": "moon"}),
+    "moonm, momentum": ({"name": "moonm", "mu": 0.1, "beta1": 0.9}, {"name": "fedavgm", "beta1": 0.9}),
+    "fedmlbm": ({"name": "fedmlbm", "beta1": 0.1}, {"name": "fedmlb"}),
+    "mifam": ({"name": "mifam", "beta1": 0.1}, {"name": "mifa"}),
+    "mifam, waiting": ({"name": "mifam", "beta1": 0.0, "wait": True}, {"name": "mifa"}),
+    "mifa": ({"name": "mifa"}, {"name": "fedavg"}),
     "fedavg's weights": ({"name": "fedavg", "weights": "samples"}, {"name": "fedavg"}),
 }
 
@@ -142,3 +164,79 @@ def test_the_first_local_step_of_gradma_is_that_of_fedavg(mode, digest):
     assert digest(reset, net, **one_step)[0] == fedavg
     assert digest({**reset, "dropout": "independent"}, net, **one_step)[0] != fedavg
     assert digest({"name": "gradma", "previous": "reset", "beta1": 0.0, "memory": 0}, net, **one_step)[0] == fedavg
+
+
+# --- and those that floating point does not keep to the bit
+
+ONE = [30]
+ALL = [30, 12, 17, 20, 45, 8]
+SAMPLES = {"weights": "samples"}
+ROUNDED: dict[str, tuple[dict[str, Any], dict[str, Any], list[int], dict[str, Any]]] = {
+    "scaffold of one client is fedavg": ({"name": "scaffold"}, {"name": "fedavg"}, ONE, {}),
+    "scaffold of one client is fedavg, epochs": ({"name": "scaffold"}, {"name": "fedavg"}, ONE, {"epochs": 2}),
+    "mifa of everybody is fedavg": ({"name": "mifa"}, {"name": "fedavg"}, ALL, {}),
+    "mifa of everybody is fedavg, samples": ({"name": "mifa", **SAMPLES}, {"name": "fedavg", **SAMPLES}, ALL, {}),
+    "mifa of everybody need not wait": ({"name": "mifa", "wait": True}, {"name": "fedavg"}, ALL, {}),
+    "mifam of everybody is fedavgm": ({"name": "mifam", "beta1": 0.9}, {"name": "fedavgm", "beta1": 0.9}, ALL, {}),
+    "fednova with equal steps is fedavg": ({"name": "fednova"}, {"name": "fedavg", **SAMPLES}, SIZES, {}),
+    "fednova with equal steps is fedavg, uniform": (
+        {"name": "fednova", "weights": "uniform"}, {"name": "fedavg"}, SIZES, {}
+    ),
+    "fednova with equal steps is fedavgm": (
+        {"name": "fednova", "beta1": 0.9}, {"name": "fedavgm", "beta1": 0.9, **SAMPLES}, SIZES, {}
+    ),
+    "fednova with equal steps and mu is fedprox": (
+        {"name": "fednova", "mu": 0.4}, {"name": "fedprox", "mu": 0.4, **SAMPLES}, SIZES, {}
+    ),
+    "mimelite without momentum is fedavg": ({"name": "mimelite", "beta": 0.0}, {"name": "fedavg"}, SIZES, {}),
+    "feddyn of one client takes its first step twice": (
+        {"name": "feddyn", "alpha": 1e-9}, {"name": "fedavg", "lr": 2.0}, ONE, {"rounds": 1}
+    ),
+}  # fmt: skip
+APART: dict[str, tuple[dict[str, Any], dict[str, Any], list[int], dict[str, Any]]] = {
+    "scaffold of several": ({"name": "scaffold"}, {"name": "fedavg"}, ALL, {}),
+    "mifa of some": ({"name": "mifa"}, {"name": "fedavg"}, SIZES, {}),
+    "mifam of some": ({"name": "mifam", "beta1": 0.9}, {"name": "fedavgm", "beta1": 0.9}, SIZES, {}),
+    "fednova with unequal steps": ({"name": "fednova"}, {"name": "fedavg", **SAMPLES}, SIZES, {"epochs": 2}),
+    "fednova with other weights": ({"name": "fednova"}, {"name": "fedavg"}, SIZES, {}),
+    "fednova with client momentum": ({"name": "fednova", "rho": 0.1}, {"name": "fedavg", **SAMPLES}, SIZES, {}),
+    "mimelite": ({"name": "mimelite", "beta": 0.1}, {"name": "fedavg"}, SIZES, {}),
+}  # fmt: skip
+
+
+@pytest.fixture
+def apart(engine, ragged):
+    """apart(pair, mode): the largest difference of any round, in float64, relative to that round's largest entry."""
+
+    def of(pair: tuple[dict, dict, list[int], dict], mode: str) -> float:
+        one, other, sizes, more = pair
+        local = {"batch": 16, "lr": 0.1, **({"epochs": more["epochs"]} if "epochs" in more else {"steps": 3})}
+        xs = [
+            engine({
+                "rounds": more.get("rounds", 6), "dtype": "float64", "model": {"name": "mlp", "hidden": [16]},
+                "partition": ragged(sizes), "algorithm": algorithm, "schedule": {"cohort": min(len(sizes), 6)},
+                "block": {"mode": mode, "size": 3}, "local": local,
+            })[0].executor.xs
+            for algorithm in (one, other)
+        ]  # fmt: skip
+        assert np.abs(xs[1][-1] - xs[1][0]).max() > 1e-2
+        return max(np.abs(a - b).max() / np.abs(b).max() for a, b in zip(*xs, strict=True))
+
+    return of
+
+
+@pytest.mark.parametrize("mode", ["loop", "vmap"])
+@pytest.mark.parametrize("pair", ROUNDED)
+def test_to_rounding(pair, mode, apart):
+    """(g - c) + c is not g, nor 5 (d / 5) = d, in floating point: equal to 1e-6, in fact to about 1e-11.
+
+    SCAFFOLD with N = S = 1: c = c_1 after every round, since both have received the same. MIFA with S = N: the table is
+    the round's own. FedNova with a_i = a for all: τ_eff Σ q_i d_i / a = a Σ q_i d_i / a. MimeLite with β = 0: the step
+    is (1 - 0) ∇f. FedDyn of one client, hardly any α, one round: a = y and h = y - x, so a + h = x + 2 (y - x)."""
+    assert apart(ROUNDED[pair], mode) < 1e-6
+
+
+@pytest.mark.parametrize("mode", ["loop", "vmap"])
+@pytest.mark.parametrize("pair", APART)
+def test_and_otherwise_far_apart(pair, mode, apart):
+    assert apart(APART[pair], mode) > 1e-4

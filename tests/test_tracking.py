@@ -24,7 +24,8 @@ from raysim import tracking
 from raysim.config import Tracking
 from raysim.errors import ConfigError, RaysimError
 from raysim.pictures import learning_curve
-from raysim.tracking import Spool, Tracker, absolute, flatten, replay, ui_hint
+from raysim.spool import Spool, flatten
+from raysim.tracking import Tracker, absolute, replay, ui_hint
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,82 @@
+"""FedNova — Wang, Liu, Liang, Joshi, Poor, NeurIPS 2020.
+
+    client   local SGD, perhaps with momentum rho (v <- rho v + ∇f, y <- y - lr v) or a proximal term mu; τ steps
+             a_i = τ                                             plain
+                 = (τ - rho (1 - rho^τ) / (1 - rho)) / (1 - rho)  with momentum
+                 = (1 - (1 - lr mu)^τ) / (lr mu)                 proximal
+             sends d_i / a_i and a_i
+    server   τ_eff = Σ q_i a_i;    d = τ_eff Σ q_i d_i / a_i;    x <- x - server_lr d,    q_i = n_i / Σ n_j
+             with server momentum beta1:    m <- beta1 m + d;    x <- x - server_lr m
+
+Keeps nothing (d floats on the server with momentum); sends d down, d + 1 up. With equal τ and neither momentum nor
+proximal term it is FedAvg by samples. `weights: uniform` takes q_i = 1/S instead.
+"""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Field
+
+from raysim.config import UnitScheduled
+from raysim.rules import Algorithm, ClientRule, ServerRule, Uploads
+
+
+@dataclass(frozen=True)
+class FedNovaClient(ClientRule):
+    """Local SGD whose update is divided by the amount of work behind it."""
+
+    mu: Annotated[float, Field(ge=0)] = 0.0
+    rho: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    sends = ("normalised", "a")
+
+    def check(self, problem):
+        if self.mu and self.rho:
+            raise ValueError("rho: no formula is known for momentum and proximal term together; set mu=0 or rho=0")
+
+    def init(self, shared, row, data, task):
+        return {"v": task.zeros()} if self.rho else {}
+
+    def step(self, shared, state, batch, task):
+        y = state["w"]
+        direction = task.grad(y, batch)
+        if self.mu:
+            direction = direction + self.mu * (y - shared["x"])
+        if self.rho:
+            direction = self.rho * state["v"] + direction
+            state = {**state, "v": direction}
+        return {**state, "w": task.descend(y, direction)}
+
+    def finish(self, shared, state, row, data, task):
+        a, tau = float(task.steps), task.steps
+        if self.rho:
+            a = (tau - self.rho * (1 - self.rho**tau) / (1 - self.rho)) / (1 - self.rho)
+        if self.mu:
+            a = (1 - (1 - task.lr * self.mu) ** tau) / (task.lr * self.mu)
+        return {"normalised": (shared["x"] - state["w"]) / a, "a": shared["x"].new_tensor([a])}, {}
+
+
+@dataclass(frozen=True)
+class FedNovaServer(ServerRule):
+    """Averages normalised updates, then takes a step as long as the mean amount of work."""
+
+    weights: Literal["uniform", "samples"] = "samples"
+    beta1: UnitScheduled = 0.0
+
+    @property
+    def uploads(self) -> Uploads:
+        return {"normalised": "mean", "a": "mean"}
+
+    def init(self, x0, problem):
+        return {"x": x0, "m": torch.zeros_like(x0)} if self.beta1 else {"x": x0}
+
+    def update(self, state, reports):
+        step = reports.mean("a") * reports.mean("normalised")
+        reports.report(tau_eff=float(reports.mean("a")))
+        if "m" in state:
+            step = self.beta1 * state["m"] + step
+            state = {**state, "m": step}
+        return {**state, "x": state["x"] - self.lr * step}
+
+
+Algorithm("fednova", FedNovaClient, FedNovaServer, "Wang J. 2020", traffic="down d, up d + 1")

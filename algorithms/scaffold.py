@@ -1,0 +1,77 @@
+"""SCAFFOLD — Karimireddy, Kale, Mohri, Reddi, Stich, Suresh, ICML 2020.
+
+    client   y <- y - lr (∇f_i(y; batch) - c_i + c), K times;    d_i = x - y
+             c_i⁺ = c_i - c + (x - y) / (K lr)  (option II)   or   ∇f_i(x) over all its data  (option I)
+             sends d_i and Δc_i = c_i⁺ - c_i, keeps c_i⁺
+    server   x <- x - server_lr Σ w_i d_i;    c <- c + 1/N Σ_i Δc_i        over the cohort, divided by ALL clients
+
+Keeps d floats on the server and d for each client that ever took part; sends 2d down, 2d up. K is the number of steps
+this client took, lr the value of this round, x what the client received. At a first participation c_i = 0. With full
+participation c is the mean of all c_i after every round.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from algorithms.fedavg import REFERENCE
+from raysim.rules import Algorithm, ClientRule, ServerRule, Uploads
+
+
+@dataclass(frozen=True)
+class SCAFFOLDClient(ClientRule):
+    """Local SGD, each gradient corrected by the difference of the control variates."""
+
+    option: Literal["I", "II"] = "II"
+    needs = ("x", "c")
+    sends = ("delta", "delta_c")
+
+    def state(self, task):
+        return {"c_i": task.zeros()}
+
+    def init(self, shared, row, data, task):
+        return {"c_i": row["c_i"]}
+
+    def direction(self, shared, state, batch, task):
+        return task.grad(state["w"], batch) - state["c_i"] + shared["c"]
+
+    def finish(self, shared, state, row, data, task):
+        delta = shared["x"] - state["w"]
+        if self.option == "I":
+            c_i = task.full_grad(shared["x"], data)
+        else:
+            c_i = row["c_i"] - shared["c"] + delta / (task.steps * task.lr)
+        return {"delta": delta, "delta_c": c_i - row["c_i"]}, {"c_i": c_i}
+
+
+@dataclass(frozen=True)
+class SCAFFOLDServer(ServerRule):
+    """Averaging, and the mean of all control variates."""
+
+    provides = ("x", "c")
+
+    @property
+    def uploads(self) -> Uploads:
+        return {"delta": "mean", "delta_c": "sum"}
+
+    def init(self, x0, problem):
+        return {"x": x0, "c": torch.zeros_like(x0)}
+
+    def broadcast(self, state):
+        return {"x": state["x"], "c": state["c"]}
+
+    def update(self, state, reports):
+        c = state["c"] + reports.sum("delta_c") / reports.n_clients
+        return {"x": state["x"] - self.lr * reports.mean("delta"), "c": c}
+
+
+Algorithm(
+    "scaffold",
+    SCAFFOLDClient,
+    SCAFFOLDServer,
+    "Karimireddy 2020a",
+    state="server d, client d",
+    traffic="down 2d, up 2d",
+    presets=REFERENCE,
+)

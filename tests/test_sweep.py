@@ -1,0 +1,498 @@
+"""What must hold of sweeps: the grid is what was written, mistakes come before anything starts, each trial is the run
+it would be alone, and what was done once is never done again.
+
+One sweep is run on Ray, with everything in it that can befall a trial; the tests look at what it left.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import raysim
+from raysim import cli, experiment, sweep, tracking
+from raysim.errors import ConfigError, RaysimError
+from raysim.spool import Recorder, Spool
+from raysim.sweep import Outcome, Sweep, Trial, prepare
+from raysim.tracking import Forwarder
+
+SMALL = {
+    "rounds": 3,
+    "data": "digits",
+    "partition": {"name": "iid", "clients": 20},
+    "model": {"name": "mlp", "hidden": [8]},
+    "algorithm": "fedavg",
+    "local": {"steps": 2, "batch": 8, "lr": 0.05},
+    "schedule": {"cohort": 4},
+    "checkpoint": {"every": 0},
+    "tracking": {"experiment": "swept"},
+}
+
+DEADLY = """
+import os, signal
+from dataclasses import dataclass
+from raysim.rules import ClientRule
+
+@dataclass(frozen=True)
+class Deadly(ClientRule):
+    def direction(self, shared, state, batch, task):
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder to work in."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    return tmp_path / "here"
+
+
+def written(path: Path, **sections: Any) -> Path:
+    path.write_text(yaml.safe_dump({**SMALL, **sections}))
+    return path
+
+
+def values(planned: Sweep) -> list[dict[str, Any]]:
+    return [trial.values for trial in planned.trials]
+
+
+# -- the grid ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["seed=0..2"], [{"seed": 0}, {"seed": 1}, {"seed": 2}]),
+        (["seed=0..1,7"], [{"seed": 0}, {"seed": 1}, {"seed": 7}]),
+        (["seed=3..3"], [{}]),
+        (
+            ["algorithm=fedavg,fedavgm", "local.lr=0.1,1e-2", "rounds=2"],
+            [{"algorithm": a, "local.lr": lr} for a in ("fedavg", "fedavgm") for lr in (0.1, 0.01)],
+        ),
+        (
+            ["local.lr=[[0,0.1],[50,0.01]],0.2", "model.hidden=[8]"],
+            [{"local.lr": [[0, 0.1], [50, 0.01]]}, {"local.lr": 0.2}],
+        ),
+        (
+            ["partition={name: iid, clients: 20},{name: shards, clients: 20}"],
+            [{"partition": {"name": name, "clients": 20}} for name in ("iid", "shards")],
+        ),
+        (["name='a,b',c"], [{"name": "a,b"}, {"name": "c"}]),
+    ],
+)
+def test_axes_on_the_command_line(here, overrides, expected):
+    planned = prepare(SMALL, overrides)
+    assert values(planned) == expected
+    for trial, wanted in zip(planned.trials, expected, strict=True):
+        c = trial.config
+        assert c.seed == wanted.get("seed", c.seed) and c.rounds == (2 if "rounds=2" in overrides else 3)
+        assert c.algorithm and c.algorithm.name == wanted.get("algorithm", "fedavg")
+        if isinstance(wanted.get("local.lr"), list):
+            assert c.local.lr == [(0, 0.1), (50, 0.01)]
+
+
+def test_one_value_with_commas_is_not_an_axis():
+    with pytest.raises(ConfigError, match="nothing varies"):
+        prepare(SMALL, ["local.lr=[[0,0.1],[50,0.01]]"])
+
+
+GRIDS = [
+    {"algorithm": ["fedavg", "fedavgm"], "local.lr": [0.1, 0.01]},
+    {"algorithm": "fedprox", "algorithm.mu": [0.001, 0.1], "local.lr": 0.01, "evaluate.every": 2},
+]
+
+
+def test_the_union_of_grids(here):
+    planned = prepare(written(here / "union.yaml", sweep=GRIDS), ["seed=0..1"])
+    assert planned.name == "union" and len(planned.trials) == (2 * 2 + 2) * 2 and planned.merged == 0
+    assert list(planned.axes) == ["algorithm", "local.lr", "seed", "algorithm.mu"], "a scalar is no axis"
+    assert values(planned)[-1] == {"algorithm": "fedprox", "algorithm.mu": 0.1, "local.lr": 0.01, "seed": 1}
+    assert [trial.config.evaluate.every for trial in planned.trials] == [1] * 8 + [2] * 4
+    assert all("sweep" not in trial.config.model_dump() for trial in planned.trials)
+
+
+def test_the_command_line_replaces_what_the_file_says_of_a_key(here):
+    path = written(here / "union.yaml", sweep=GRIDS)
+    lrs = [trial.config.local.lr for trial in prepare(path, ["local.lr=0.5,0.6"]).trials]
+    assert lrs == [0.5, 0.6] * 4
+    (only,) = {trial.config.local.lr for trial in prepare(path, ["local.lr=0.7"]).trials}
+    assert only == 0.7
+    chosen = prepare({**SMALL, "sweep": GRIDS[:1]}, ["algorithm.name=fedavgm"])
+    assert {trial.label for trial in chosen.trials} == {"fedavgm"}
+
+
+def test_what_computes_the_same_is_run_once(here):
+    planned = prepare(SMALL, ["seed=0..1,1", "resources.executor=inline,ray"])
+    assert [trial.config.seed for trial in planned.trials] == [0, 1] and planned.merged == 4
+
+
+def test_extends(here):
+    written(here / "below.yaml", sweep={"seed": "0..1", "local.lr": [0.1, 0.2]})
+    (here / "above.yaml").write_text("extends: below.yaml\nsweep: {local.lr: [0.3]}\n")
+    assert [(t.config.seed, t.config.local.lr) for t in prepare("above.yaml").trials] == [(0, 0.3), (1, 0.3)]
+    (here / "none.yaml").write_text("extends: below.yaml\nsweep: null\n")
+    assert experiment.prepare("none.yaml").config.local.lr == 0.05
+
+
+def test_a_trial_is_known_by_what_it_computes(here):
+    def folders(*overrides: str) -> list[Path]:
+        return [trial.folder for trial in prepare(SMALL, overrides).trials]
+
+    assert folders("seed=0..1") == folders("seed=1,0")[::-1] == folders("seed=0..2")[:2]
+    assert folders("seed=0..1", "checkpoint.every=7", "resources.timeout=5") == folders("seed=0..1")
+    for other in ("rounds=4", "evaluate.every=2", "local.lr=0.1", "tracking.uri=sqlite:///other.db"):
+        assert not set(folders("seed=0..1", other)) & set(folders("seed=0..1"))
+    assert prepare(SMALL, ["seed=0..1"]).folder == prepare(SMALL, ["seed=1,0"]).folder
+    assert prepare(SMALL, ["seed=0..1"], "elsewhere").trials[0].folder.parents[1] == here / "elsewhere" / "swept"
+
+
+def test_small_trials_by_default():
+    (trial, _) = prepare(SMALL, ["seed=0..1"]).trials
+    r = trial.config.resources
+    assert (r.executor, r.threads, r.server_threads) == ("inline", 1, 1) and sweep._bundles(trial.config) == [
+        {"CPU": 1}
+    ]
+    (trial, _) = prepare(SMALL, ["seed=0..1", "resources.executor=ray", "resources.actors=2"]).trials
+    assert trial.config.resources.server_threads is None
+    assert sweep._bundles(trial.config) == [{}, {"CPU": 1.0}, {"CPU": 1.0}]
+
+
+@pytest.mark.parametrize(
+    ("section", "overrides", "said"),
+    [
+        (None, [], "nothing varies"),
+        (None, ["algorithm=fedavg,gradm", "seed=1"], "trial algorithm=gradm: .*gradm.*did you mean 'gradma'"),
+        (None, ["local.lr=0.1,-1"], "trial local.lr=-1: local.lr: .*greater than 0"),
+        (None, ["seed=0..1", "algoritm=fedavg"], "algoritm: unknown key; did you mean 'algorithm'"),
+        (None, ["seed=0,,1"], "override 'seed=0,,1': a value is empty"),
+        (None, ["seed=4..0"], r"seed: the range 4\.\.0 is empty; write 0\.\.4"),
+        (None, ["seed=0..1", "run_dir=x"], "run_dir: each trial"),
+        (None, ["tracking.experiment=a,b"], "tracking.experiment cannot vary"),
+        ({"seed": []}, [], "seed: the list of values is empty"),
+        ([{"seed": [0]}, "x"], [], "sweep: expected a mapping"),
+        ([], [], "sweep: expected a mapping"),
+        ({"run_dir": ["a", "b"]}, [], "run_dir cannot vary"),
+        ({"model.hidde": [[8], [9]]}, [], r"trial model.hidde=\[8\]: .*hidde"),
+    ],
+)
+def test_mistakes_come_before_anything_starts(here, section, overrides, said, capsys, monkeypatch):
+    config = written(here / "config.yaml", **({} if section is None else {"sweep": section}))
+    monkeypatch.setattr(sys, "argv", ["raysim", "sweep", str(config), *overrides])
+    monkeypatch.setattr(sweep, "run", lambda *given: pytest.fail("it was started"))
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    err = capsys.readouterr().err
+    assert end.value.code == 2 and err.startswith("error: ") and "Traceback" not in err
+    with pytest.raises(ConfigError, match=said):
+        prepare(config, overrides)
+    assert sorted(path.name for path in here.iterdir()) == ["config.yaml"]
+
+
+def test_a_sweep_is_not_a_run(here, capsys, monkeypatch):
+    written(here / "many.yaml", sweep={"seed": "0..4"})
+    monkeypatch.setattr(sys, "argv", ["raysim", "run", "many.yaml"])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert end.value.code == 2 and "raysim sweep many.yaml" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="many runs, not one"):
+        raysim.run({**SMALL, "sweep": {"seed": [1]}})
+
+
+# -- a sweep on Ray ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The folder that the sweep is run in."""
+    folder = tmp_path_factory.mktemp("sweep")
+    before = os.getcwd()
+    os.chdir(folder)
+    yield folder
+    os.chdir(before)
+
+
+SWEPT = {
+    **SMALL,
+    "sweep": [
+        {"local.lr": [0.05, 0.1], "seed": "0..1"},
+        {"local.lr": 1e30},
+        {"seed": 3, "rounds": 60, "checkpoint.every": 20},
+        {"seed": 4, "resources.executor": "ray", "resources.actors": 2},
+        {"algorithm": "./deadly.py:Deadly"},
+    ],
+}
+
+
+def half_way(trial: Trial) -> None:
+    """Runs a trial until it is stopped in round 30, as it would be in its own process."""
+
+    def stop(record: dict[str, float]) -> None:
+        if record["round"] == 30:
+            raise KeyboardInterrupt
+
+    recorder = Recorder(tracking.absolute("sqlite:///mlflow.db"), "swept", trial.folder)
+    with pytest.raises(KeyboardInterrupt):
+        experiment.execute(
+            experiment.prepare(trial.config.model_dump(mode="json")), trial.folder, progress=stop, tracker=recorder
+        )
+
+
+@pytest.fixture(scope="module")
+def swept(place: Path, local_ray: None) -> Outcome:
+    """What that sweep left: one trial fails, one kills its process, one was stopped before, one is on actors."""
+    Path("deadly.py").write_text(DEADLY)
+    planned = prepare(SWEPT)
+    half_way(next(trial for trial in planned.trials if trial.config.rounds == 60))
+    told: list[tuple[str, str]] = []
+    done = sweep.run(planned, parallel=2, watch=lambda trial, state, facts: told.append((trial.title, state)))
+    assert sorted(state for _, state in told if state != "running") == ["failed"] * 2 + ["finished"] * 6
+    return done
+
+
+@pytest.fixture
+def mlflow(swept: Outcome) -> Any:
+    return tracking.connected(tracking.absolute("sqlite:///mlflow.db"))
+
+
+def runs_of(mlflow: Any) -> list[Any]:
+    return mlflow.search_runs([mlflow.get_experiment_by_name("swept").experiment_id])
+
+
+def test_each_trial_is_the_run_it_would_be_alone(swept: Outcome, tmp_path: Path):
+    for trial in swept.sweep.trials:
+        if trial.result:
+            alone = experiment.prepare(
+                trial.config.model_dump(mode="json"),
+                {
+                    "run_dir": str(tmp_path / trial.folder.name),
+                    "resources.executor": "inline",
+                    "tracking.experiment": "alone",
+                },
+            )
+            done = experiment.execute(alone)
+            assert trial.result["digest"] == done.digest
+            assert trial.result["metrics"] == done.metrics and trial.result["rounds"] == done.rounds
+
+
+def test_failures_are_told_and_stop_nobody(swept: Outcome):
+    failed = {trial.title: error.splitlines()[0] for trial, error in swept.failed}
+    assert set(failed) == {"local.lr=1e+30", "Deadly"}
+    assert "non-finite" in failed["local.lr=1e+30"] and "its process died" in failed["Deadly"]
+    assert swept.as_object()["finished"] == 6 and swept.as_object()["failed"] == 2
+
+
+def test_one_parent_and_its_children(swept: Outcome, mlflow: Any):
+    runs = {run.info.run_id: run for run in runs_of(mlflow)}
+    parent = runs.pop(swept.run_id)
+    assert parent.info.status == "FAILED" and parent.data.tags["raysim.sweep"] == "true"
+    assert parent.data.params["sweep.seed"] == "[0, 1, 3, 4]" and parent.data.params["model.name"] == "mlp"
+    assert "table.md" in [file.path for file in mlflow.list_artifacts(swept.run_id)]
+    assert len(runs) == 8 and {run.data.tags["mlflow.parentRunId"] for run in runs.values()} == {swept.run_id}
+    for told in swept.as_object()["trials"]:
+        run = runs[told["run_id"]]
+        assert run.info.status == ("FAILED" if "error" in told else "FINISHED")
+        for key, value in told["values"].items():
+            assert run.data.tags[f"sweep.{key}"] == sweep.as_text(value)
+        if "error" not in told:
+            assert run.data.params["local.lr"] and run.data.tags["digest"] == told["digest"]
+            steps = [m.step for m in mlflow.get_metric_history(run.info.run_id, "accuracy")]
+            assert sorted(steps) == list(range(told["rounds"] + 1)), "each round once, also of the one that was stopped"
+            names = {file.path for file in mlflow.list_artifacts(run.info.run_id)}
+            assert {"config.yaml", "history.csv", "parameters.safetensors", "learning_curve.png"} <= names
+            assert len(run.inputs.dataset_inputs) == 2
+
+
+def test_the_table(swept: Outcome):
+    assert swept.table == (swept.sweep.folder / "table.md").read_text()
+    head, _, *rows = swept.table.splitlines()
+    assert head == "| rounds | local.lr | seeds | best accuracy % | mean of last 10 % | rounds done |"
+    assert [row.split("|")[1:4] for row in rows] == [
+        [" 3 ", " 0.05 ", " 3 "],
+        [" 3 ", " 0.1 ", " 2 "],
+        [" 60 ", " 0.05 ", " 1 "],
+    ]
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[Trial]:
+    """The trials that were started, from now on in this process."""
+    begun: list[Trial] = []
+
+    def on_tune(planned: Sweep, missing: list[Trial], parent: str, parallel: int | None, watch: Any) -> list:
+        begun.extend(missing)
+        for trial in missing:
+            sweep._train(trial, tracking.absolute("sqlite:///mlflow.db"), "swept", parent)
+        return [(trial, (trial.folder / "error.txt").read_text()) for trial in missing if trial.result is None]
+
+    monkeypatch.setattr(sweep, "_on_tune", on_tune)
+    monkeypatch.setattr(sweep, "_room", lambda missing: experiment.stoppable())
+    return begun
+
+
+def test_again_only_what_is_missing_is_done(swept: Outcome, mlflow: Any, started: list[Trial]):
+    """The failed ones are tried again, in the same MLflow runs; then, in a larger sweep, nothing of the smaller one."""
+    Path("deadly.py").write_text(
+        DEADLY.replace("os.kill(os.getpid(), signal.SIGKILL)", "return task.grad(state['w'], batch)")
+    )
+    before = {run.info.run_id for run in runs_of(mlflow)}
+    again = sweep.run(prepare(SWEPT))
+    assert [trial.label for trial in started] == ["fedavg", "Deadly"]
+    assert again.run_id == swept.run_id and again.reused == 6 and len(again.failed) == 1
+    assert {run.info.run_id for run in runs_of(mlflow)} == before
+    deadly = next(told for told in again.as_object()["trials"] if "Deadly" in told["run_dir"])
+    assert mlflow.get_run(deadly["run_id"]).info.status == "FINISHED"
+
+    started.clear()
+    larger = sweep.run(prepare({**SMALL, "sweep": {"local.lr": [0.1, 0.05], "seed": "0..2"}}))
+    assert [(t.config.local.lr, t.config.seed) for t in started] == [(0.1, 2), (0.05, 2)] and larger.reused == 4
+    children = [r for r in runs_of(mlflow) if r.data.tags.get("mlflow.parentRunId") == larger.run_id]
+    assert len(children) == 6 and larger.run_id != swept.run_id
+
+    started.clear()
+    shutil.rmtree(larger.sweep.trials[0].folder)
+    sweep.run(prepare({**SMALL, "sweep": {"local.lr": [0.1, 0.05], "seed": "0..2"}}))
+    assert started == larger.sweep.trials[:1]
+
+
+def test_one_sweep_at_a_time_in_a_folder(place: Path):
+    planned = prepare(SMALL, ["seed=8..9"])
+    with sweep._alone(planned.folder), pytest.raises(RaysimError, match="another sweep is at work"):
+        sweep.run(planned)
+
+
+def test_the_command(
+    swept: Outcome,
+    place: Path,
+    started: list[Trial],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(logging, "basicConfig", lambda **options: None)
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["raysim", "sweep", *arguments])
+        code: Any = 0
+        try:
+            cli.main()
+        except SystemExit as end:
+            code = end.code or 0
+        return code, *capsys.readouterr()
+
+    written(place / "grid.yaml", sweep={"local.lr": [0.05, 0.1], "seed": "0..1"})
+    code, out, _ = call("grid.yaml", "local.lr=0.05,0.1,0.2", "--dry-run")
+    assert code == 0 and "6 trials (4 already there)" in out and out.count("done ") == 4
+    code, out, err = call("grid.yaml", "--json")
+    told = json.loads(out.splitlines()[-1])
+    assert code == 0 and len(out.splitlines()) == 1 and told["reused"] == told["finished"] == 4
+    assert "| local.lr | seeds |" in err and "mlflow ui" in err
+    code, _, err = call("grid.yaml", "local.lr=1e30", "seed=5")
+    assert code == 1 and err.count("failed: fedavg") == 1 and "non-finite" in err and "Traceback" not in err
+
+
+def test_stopped(
+    swept: Outcome,
+    mlflow: Any,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    started: list[Trial],
+):
+    """Ctrl-C ends it in order: what is finished is kept, the parent run is closed."""
+    monkeypatch.setattr(logging, "basicConfig", lambda **options: None)
+    monkeypatch.setattr(sys, "argv", ["raysim", "sweep", "stopped.yaml", "seed=0,1,9"])
+    written(Path("stopped.yaml"))
+    train = sweep._train
+
+    def stop(trial: Trial, *given: Any) -> None:
+        if trial.config.seed == 9:
+            os.kill(os.getpid(), signal.SIGINT)
+        train(trial, *given)
+
+    monkeypatch.setattr(sweep, "_train", stop)
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert end.value.code == 130 and "the same command goes on" in capsys.readouterr().err
+    parent = max(runs_of(mlflow), key=lambda run: run.info.start_time)
+    assert parent.info.run_name == "stopped" and parent.info.status == "KILLED"
+    monkeypatch.setattr(sweep, "_train", train)
+    again = sweep.run(prepare("stopped.yaml", ["seed=0,1,9"]))
+    assert again.run_id == parent.info.run_id and again.reused == 2 and not again.failed
+    assert [trial.config.seed for trial in started] == [9, 9]
+
+
+# -- what is spooled is sent -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracking, "FLUSH", 0.05)
+    monkeypatch.setattr(tracking, "DRAIN", {"up": 5.0, "down": 0.5})
+
+
+def test_a_dead_server_loses_nothing(
+    place: Path, tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    uri = f"sqlite:///{place}/mlflow.db"
+    client = type(tracking.connected(uri))
+    down = True
+
+    def failing(call: Callable[..., Any]) -> Callable[..., Any]:
+        def attempt(*arguments: Any, **options: Any) -> Any:
+            if down:
+                raise ConnectionError("connection refused")
+            return call(*arguments, **options)
+
+        return attempt
+
+    monkeypatch.setattr(client, "create_run", failing(client.create_run))
+    recorders = [Recorder(uri, "dead", tmp_path / name, parent="p" * 32) for name in ("one", "two")]
+    forwarder = Forwarder(uri, "dead")
+    for recorder in recorders:
+        recorder.start("run", {"a": 1}, {})
+        recorder.metrics({"loss": 1.0}, 0)
+        forwarder.follow(tmp_path / ("one" if recorder is recorders[0] else "two"))
+    forwarder.finish()
+    assert caplog.text.count("tracking is down") == 1 and "records of 2 runs were not all sent" in caplog.text
+    down, forwarder = False, Forwarder(uri, "dead")
+    for name in ("one", "two"):
+        forwarder.follow(tmp_path / name)
+    for recorder in recorders:  # still going on meanwhile
+        recorder.metrics({"loss": 2.0}, 1)
+        recorder.finish("FINISHED")
+    forwarder.finish()
+    mlflow = tracking.connected(uri)
+    runs = mlflow.search_runs([mlflow.get_experiment_by_name("dead").experiment_id])
+    assert len(runs) == 2
+    for run in runs:
+        assert run.info.status == "FINISHED" and run.data.tags["mlflow.parentRunId"] == "p" * 32
+        assert sorted((m.step, m.value) for m in mlflow.get_metric_history(run.info.run_id, "loss")) == [
+            (0, 1.0),
+            (1, 2.0),
+        ]
+
+
+def test_a_line_that_is_being_written_is_not_read(tmp_path: Path):
+    recorder = Recorder("sqlite:///x.db", "e", tmp_path)
+    recorder.start("run", {}, {})
+    tail = tracking.Tail(tmp_path)
+    assert [record["kind"] for record in tail.head()] == ["start", "params", "tags"]
+    tail.acknowledge(3, "r")
+    with (tmp_path / "spool.jsonl").open("ab") as file:
+        file.write(b'{"kind": "metr')
+    assert tail.head() == [] and tail.pending == 0
+    recorder.close()
+    spool = Spool(tmp_path)
+    spool.append({"kind": "finish"})
+    assert [record["kind"] for record in tail.head()] == ["finish"] and spool.run_id == "r" and spool.pending == 1
+    spool.close()
