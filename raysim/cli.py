@@ -236,7 +236,7 @@ class _SweepProgress:
     def __init__(self, planned: Sweep, console: Console):
         self.console, self.total = console, len(planned.trials)
         self.ended = sum(trial.result is not None for trial in planned.trials)
-        self.running: dict[str, tuple[int, dict[str, float]]] = {}
+        self.running: dict[Path, tuple[str, int, dict[str, float]]] = {}
         self.live = Live(console=console, transient=True, auto_refresh=False) if console.is_terminal else None
         console.print(_size(planned))
 
@@ -251,9 +251,9 @@ class _SweepProgress:
 
     def __call__(self, trial: Trial, state: str, facts: Mapping[str, Any]) -> None:
         if state == "running":
-            self.running[trial.title] = trial.config.rounds, dict(facts)
+            self.running[trial.folder] = trial.title, trial.config.rounds, dict(facts)
         else:
-            self.running.pop(trial.title, None)
+            self.running.pop(trial.folder, None)
             self.ended += 1
             best = facts.get("metrics", {}).get("accuracy")
             said = f"best accuracy {best['best']:.4f}" if best else ""
@@ -267,7 +267,7 @@ class _SweepProgress:
         table = Table(box=None)
         for column in ("running", "round", "accuracy", "loss"):
             table.add_column(column)
-        for title, (rounds, facts) in self.running.items():
+        for title, rounds, facts in self.running.values():
             figures = [f"{facts[key]:.4f}" if key in facts else "" for key in ("accuracy", "loss")]
             table.add_row(title, f"{int(facts['round'])}/{rounds}" if "round" in facts else f"/{rounds}", *figures)
         return table
@@ -314,14 +314,14 @@ def _rehearse(plan: Plan, console: Console) -> None:
     engine = Engine(plan, inline)
     ids = engine.schedule.cohort(0)
     jobs = engine.jobs(0, ids)
-    took = float("nan")
+    took, bytes_up = float("nan"), 0
     if jobs:
         down = inline.broadcast(0, ids)
         trained = inline.train(0, down, cut(jobs[:1], 1)).get()
-        took = trained.metrics["time/train"]
+        took, bytes_up = trained.metrics["time/train"], trained.done[0].done[0].bytes
         engine.judge(0, jobs[:1], trained)
     inline.close()
-    c, sizes, (down_bytes, up_bytes) = plan.config, plan.clients.sizes, plan.traffic
+    c, sizes = plan.config, plan.clients.sizes
     blocks = -(-c.schedule.cohort // plan.block_size)
     table = Table(show_header=False, box=None)
     table.add_row("method", f"{plan.label}: client rule {plan.client.name} × server rule {plan.server.name}")
@@ -330,7 +330,7 @@ def _rehearse(plan: Plan, console: Console) -> None:
         "clients", f"{len(plan.clients)}, samples min {sizes.min()}, median {int(np.median(sizes))}, max {sizes.max()}"
     )
     table.add_row("round", f"{c.schedule.cohort} clients in {blocks} blocks ({'vmap' if plan.vmap else 'loop'})")
-    table.add_row("traffic", f"{down_bytes / 1e6:.3g} MB down, {up_bytes / 1e6:.3g} MB up for each client")
+    table.add_row("traffic", f"{plan.bytes_down / 1e6:.3g} MB down, {bytes_up / 1e6:.3g} MB up for each client")
     table.add_row("one client", f"{took:.3g} s here (with warming up)")
     table.add_row("fingerprint", plan.config.fingerprint)
     console.print(table)
@@ -338,7 +338,7 @@ def _rehearse(plan: Plan, console: Console) -> None:
 
 @app.command(name="list")
 def list_(
-    what: Annotated[str, typer.Argument(help="algorithms, clients, servers, models, datasets, partitions or configs")],
+    what: Annotated[str, typer.Argument(help="algorithms, clients, servers, pairs, models, datasets, partitions, configs")],
     as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
     """What there is to choose from."""
@@ -346,6 +346,8 @@ def list_(
     if as_json:
         print(json.dumps(rows))
         return
+    if what == "pairs":
+        return _print_pairs(rows)
     table = Table(*rows[0], box=None)
     for row in rows:
         table.add_row(*map(str, row.values()))
@@ -377,6 +379,8 @@ def _catalogue(what: str) -> list[dict[str, str]]:
         rules.discover()
         registry: Any = rules.CLIENTS if what == "clients" else rules.SERVERS
         return [{"name": n, "what": first_line(c), "keys": " ".join(rules.fields(c))} for n, c in registry.items()]
+    if what == "pairs":
+        return _pairs()
     if what == "configs":
         from raysim.config import shipped
 
@@ -392,8 +396,38 @@ def _catalogue(what: str) -> list[dict[str, str]]:
             {"name": n, "what": first_line(m), "keys": " ".join(k for k in m.model_fields if k != "name")}
             for n, m in partitions().items()
         ]
-    known = ("algorithms", "clients", "configs", "servers", "models", "datasets", "partitions")
+    known = ("algorithms", "clients", "configs", "servers", "pairs", "models", "datasets", "partitions")
     raise ConfigError(f"list: nothing called '{what}'{did_you_mean(what, known)}")
+
+
+def _pairs() -> list[dict[str, str]]:
+    """Server rules down, client rules across: what each pair is called ("x": nothing; "": it is refused)."""
+    from raysim import rules
+
+    rules.discover()
+    named: dict[tuple[str, str], str] = {}
+    for a in rules.ALGORITHMS.values():
+        named.setdefault((a.client.name, a.server.name), a.name)
+
+    def word(client: str, server: str) -> str:
+        try:
+            rules.refuse_pair(rules.CLIENTS[client](), rules.SERVERS[server]())
+        except ConfigError:
+            return ""
+        return named.get((client, server), "x")
+
+    clients = sorted(rules.CLIENTS)
+    return [{"server": s, **{c: word(c, s) for c in clients}} for s in sorted(rules.SERVERS)]
+
+
+def _print_pairs(rows: list[dict[str, str]]) -> None:
+    """The matrix, with server rules down and client rules across, in columns as wide as their names."""
+    widths = {"server": max(len(row["server"]) for row in rows)} | {c: len(c) for c in rows[0] if c != "server"}
+    print("  ".join(key.ljust(width) for key, width in widths.items()))
+    for row in rows:
+        marks = {c: "*" if name not in ("", "x") else name for c, name in row.items()} | {"server": row["server"]}
+        print("  ".join(marks[key].ljust(width) for key, width in widths.items()).rstrip())
+    print("\n*: a named algorithm (raysim list algorithms)   x: runs as client=... server=...   empty: refused")
 
 
 @data_app.command()

@@ -60,8 +60,8 @@ def _positive_throughout(value: Any) -> Any:
 
 
 def _unit_throughout(value: Any) -> Any:
-    if not all(0 <= v <= 1 for v in ([v for _, v in value] if isinstance(value, list) else [value])):
-        raise ValueError("must lie between 0 and 1 in every round")
+    if not all(0 <= v < 1 for v in ([v for _, v in value] if isinstance(value, list) else [value])):
+        raise ValueError("must be at least 0 and below 1 in every round")
     return value
 
 
@@ -74,7 +74,7 @@ else:
     """A number, or a piecewise-constant schedule over rounds: a list of [first round, value]."""
     PositiveScheduled = Annotated[Scheduled, AfterValidator(_positive_throughout)]
     UnitScheduled = Annotated[Scheduled, AfterValidator(_unit_throughout)]
-    """A factor of decay, from 0 to 1."""
+    """A factor of decay: at least 0, below 1."""
 
 
 class Section(BaseModel):

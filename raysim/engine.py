@@ -175,7 +175,7 @@ class Engine:
     def _record(self, round: Round, jobs: list[Job], trained: Trained) -> Record:
         """What is to be said of a round, but for the server's and the evaluation's part."""
         good = [d for outcome in trained.done for d in outcome.done if d.client not in round.dropped]
-        self.bytes_down += self.plan.traffic[0] * len(jobs)
+        self.bytes_down += self.plan.bytes_down * len(jobs)
         self.bytes_up += sum(d.bytes for d in good)
         record = {
             "round": float(round.t + 1),

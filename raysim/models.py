@@ -306,7 +306,7 @@ class Bound:
 def keys(name: str) -> set[str] | None:
     """The keys that a model section of this name knows; None if nothing has that name."""
     try:
-        return {"name", *_parameters(_find(name))}
+        return {"name", PROJECTION, *_parameters(_find(name))}
     except ConfigError:
         return None
 
@@ -320,6 +320,10 @@ def _find(name: str) -> Callable:
     if not callable(make):
         raise ConfigError(f"model.name: '{name}' is not a torch.nn.Module, nor a function that makes one")
     return make
+
+
+PROJECTION = "projection"
+"""A key that every net with a linear classifier has: the width of a projection head below it (Li Q. 2021)."""
 
 
 def _parameters(make: Callable) -> dict[str, inspect.Parameter]:
@@ -342,6 +346,11 @@ def arguments(model: Named) -> dict[str, Any]:
         k: p.default for k, p in known.items() if isinstance(p.default, bool | int | float | str | tuple | list)
     }
     for key, value in given.items():
+        if key == PROJECTION and key not in known:
+            if type(value) is not int or value < 1:
+                raise ConfigError(f"model.{key}: the width of the projection, a whole number of at least 1")
+            checked[key] = value
+            continue
         if key not in known and not free:
             raise ConfigError(f"model.{key}: unknown key of '{model.name}'{did_you_mean(key, known)}")
         annotation = known[key].annotation if key in known else inspect.Parameter.empty
@@ -356,11 +365,14 @@ def arguments(model: Named) -> dict[str, Any]:
 def make_net(config: Config, shape: tuple[int, int, int], classes: int) -> nn.Module:
     """The configured net with keyed initial values: one x_0 for all algorithms of a seed."""
     name, make, given = config.model.name, _find(config.model.name), arguments(config.model)
+    width = None if PROJECTION in _parameters(make) else given.pop(PROJECTION, None)
     wanted = {k: v for k, v in {"shape": shape, "classes": classes}.items() if k in inspect.signature(make).parameters}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(int(generator(config.seed, "init").integers(2**63)))
         try:
             net = make(**wanted, **given)
+            if width is not None:
+                _add_projection(net, width, classes)
         except ConfigError:
             raise
         except Exception as error:
@@ -368,3 +380,20 @@ def make_net(config: Config, shape: tuple[int, int, int], classes: int) -> nn.Mo
     if not isinstance(net, nn.Module):
         raise ConfigError(f"model.name: '{name}' is not a torch.nn.Module")
     return net
+
+
+def _add_projection(net: nn.Module, width: int, classes: int) -> None:
+    """Puts Li Q. 2021's head in the place of a linear classifier F -> C: F -> F, ReLU, F -> width, and a classifier
+    on that."""
+    places = [
+        (parent, name, child)
+        for parent in net.modules()
+        for name, child in parent.named_children()
+        if isinstance(child, nn.Linear) and child.out_features == classes
+    ]
+    if not places:
+        raise ConfigError(f"model.{PROJECTION}: the net has no linear classifier of {classes} classes to put it below")
+    parent, name, old = places[-1]
+    size = old.in_features
+    head = (nn.Linear(size, size), nn.ReLU(), nn.Linear(size, width), nn.Linear(width, classes))
+    setattr(parent, name, nn.Sequential(*head))

@@ -69,12 +69,11 @@ class Plan:
         return self.model().initial()
 
     @property
-    def traffic(self) -> tuple[int, int]:
-        """Bytes that one client receives and sends in a round: the rule's vectors and the BatchNorm statistics."""
+    def bytes_down(self) -> int:
+        """What one client receives in a round: the server rule's vectors and the BatchNorm statistics."""
         x0, buffers = self.initial
-        one = x0.numel() * x0.element_size()
-        extra = buffers.numel() * buffers.element_size()
-        return len(self.server.provides) * one + extra, len(self.server.uploads) * one + extra
+        return len(self.server.provides) * x0.nbytes + buffers.nbytes
+
 
 
 def prepare(source: str | Path | Mapping[str, Any], overrides: Iterable[str] | Mapping[str, Any] = ()) -> Plan:

@@ -549,10 +549,10 @@ class _Course:
 
 
 def _follow(course: _Course) -> Any:
-    """What Tune tells of its trials, passed on."""
-    from ray import tune
+    """What Tune tells of its trials, passed on. It stands where Tune would have put a callback that prints."""
+    from ray.tune.progress_reporter import TrialProgressCallback
 
-    class Callback(tune.Callback):
+    class Callback(TrialProgressCallback):
         def on_trial_start(self, iteration: int, trials: list, trial: Any, **info: Any) -> None:
             course.started(trial.config["trial"], trial.temporary_state.ray_actor)
 

@@ -6,6 +6,8 @@ One sweep is run on Ray, with everything in it that can befall a trial; the test
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import logging
 import os
@@ -255,7 +257,10 @@ def swept(place: Path, local_ray: None) -> Outcome:
     planned = prepare(SWEPT)
     half_way(next(trial for trial in planned.trials if trial.config.rounds == 60))
     told: list[tuple[str, str]] = []
-    done = sweep.run(planned, parallel=2, watch=lambda trial, state, facts: told.append((trial.title, state)))
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        done = sweep.run(planned, parallel=2, watch=lambda trial, state, facts: told.append((trial.title, state)))
+    assert not [line for line in printed.getvalue().splitlines() if "(raylet)" not in line], "Tune says nothing"
     assert sorted(state for _, state in told if state != "running") == ["failed"] * 2 + ["finished"] * 6
     return done
 

@@ -1,0 +1,35 @@
+"""What holds of the source itself."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import raysim
+from raysim import rules
+
+PACKAGE = Path(raysim.__file__).parent
+
+
+def test_a_method_costs_its_file_only():
+    """No file of the engine knows a method by name: neither compares one with a name nor imports one."""
+    rules.discover()
+    names = sorted({*rules.ALGORITHMS, *rules.CLIENTS, *rules.SERVERS} - {"fedavg"}, key=len, reverse=True)
+    quoted = re.compile(rf"""["']({"|".join(names)})["']""")
+    compared = re.compile(r"""\b(algorithm|client|server)(\.name|_name)?\s*(==|!=|\bin\b)\s*[\[({"']""")
+    found = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            code = line.split("  #")[0]
+            if quoted.search(code) or compared.search(code) or re.search(r"(from|import)\s+algorithms\b", code):
+                found.append(f"{path.relative_to(PACKAGE)}:{number}: {line.strip()}")
+    assert not found, "\n".join(found)
+
+
+def test_a_method_file_says_what_it_keeps_sends_and_where_it_is_from():
+    for name, algorithm in rules.ALGORITHMS.items():
+        assert re.search(r"(19|20)\d\d", algorithm.paper), name
+        assert algorithm.state.startswith("server ") and ", client " in algorithm.state, name
+        assert algorithm.traffic.startswith("down ") and ", up " in algorithm.traffic, name
+    for cls in {*rules.CLIENTS.values(), *rules.SERVERS.values()}:
+        assert cls.__doc__ and cls.__doc__.strip().endswith("."), cls

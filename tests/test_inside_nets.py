@@ -1,0 +1,218 @@
+"""What a rule may see of the inside of a net: the representation, the levels of a net made of stages, the rest of the
+net after a level, the gradient of all of a client's data, a fresh initialisation, a projection head. Checked against
+the user's own module in PyTorch, one client alone and side by side."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from raysim import nets
+from raysim.errors import ConfigError
+from raysim.models import Model
+from raysim.plan import prepare
+from raysim.task import Batch, Facts, LocalData, LoopTask, VmapTask
+
+SHAPE, CLASSES = (2, 4, 4), 5
+
+
+def staged(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.ReLU()),
+        nn.Sequential(nn.Flatten(), nn.Linear(12, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Dropout(0.5)),
+        nn.Linear(6, CLASSES),
+    ).double()  # fmt: skip
+
+
+def example(n: int = 6) -> Batch:
+    rng = torch.Generator().manual_seed(3)
+    x = torch.randn(n, *SHAPE, dtype=torch.float64, generator=rng)
+    mask = 2.0 * (torch.rand(n, 6, generator=rng) > 0.5).double()
+    return Batch(x, torch.randint(0, CLASSES, (n,), generator=rng), None, ((mask,),))
+
+
+def made(net: nn.Module) -> Model:
+    return Model(copy.deepcopy(net), SHAPE, CLASSES, torch.float64)
+
+
+def task_for(way: str, model: Model) -> tuple[Any, Tensor]:
+    w, buffers = model.initial()
+    if way == "vmap":
+        return VmapTask(model, Facts(), buffers), w
+    task = LoopTask(model, Facts())
+    task.start(Facts(), w, buffers, 1)
+    return task, w
+
+
+def flat(tensors: Any) -> Tensor:
+    return torch.cat([t.detach().reshape(-1) for t in tensors])
+
+
+@pytest.mark.parametrize("way", ["loop", "vmap"])
+def test_levels_features_and_tails_are_those_of_the_module(way):
+    net, batch = staged().train(), example()
+    task, w = task_for(way, made(net))
+    ours = task.net(w, batch, "frozen", dropout=False)
+    net[1][4].p = 0.0
+    h1 = net[0](batch.x)
+    h2 = net[1](h1)
+    for a, b in zip(ours.levels, [h1, h2, net[2](h2)], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(ours.logits, ours.levels[-1], rtol=0, atol=0)
+    torch.testing.assert_close(ours.features, h2, rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(ours.tail(1, h1.detach() + 0.1), net[2](net[1](h1 + 0.1)), rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(ours.tail(2, h2.detach() + 0.1), net[2](h2 + 0.1), rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("way", ["loop", "vmap"])
+def test_a_gradient_flows_through_a_frozen_tail_into_the_level_only(way):
+    """d/dw of CE(tail of ANOTHER net at h_1(w)): PyTorch's gradient with the other net's parameters held fixed. The
+    loss never looks at the logits, so the trained net's later stages get exactly nothing."""
+    net, other, batch = staged(0), staged(1), example()
+    model = made(net)
+    task, w = task_for(way, model)
+    elsewhere = flat(other.parameters())
+    frozen = task.net(elsewhere, batch, "frozen", dropout=False)
+    trained = task.trained.flat if way == "loop" else w
+
+    def loss(net, batch):
+        return F.cross_entropy(frozen.tail(1, net.levels[0]), batch.y, reduction="none")
+
+    grad = task.grad(trained, batch, loss)
+    net.train(), other.train()
+    other[1][4].p = 0.0
+    value = F.cross_entropy(other[2](other[1](net[0](batch.x))), batch.y)
+    first = list(net[0].parameters())
+    expected = flat(torch.autograd.grad(value, first))
+    torch.testing.assert_close(grad[: len(expected)], expected, rtol=1e-8, atol=1e-10)
+    assert expected.abs().max() > 0 and not grad[len(expected) :].any()
+    torch.testing.assert_close(task.losses[0], value.detach(), rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize("way", ["loop", "vmap"])
+def test_nets_elsewhere_do_not_move_the_statistics_and_do_not_mix(way):
+    """Four nets in turn, more than are kept at hand, on vectors that are changed in place between the calls."""
+    net, batch = staged(), example()
+    task, w = task_for(way, made(net))
+    before = task.buffers.clone()
+    vectors = [w + 0.1 * k for k in range(4)]
+
+    def logits(v: Tensor) -> Tensor:
+        return task.net(v, batch, "frozen", dropout=False).logits.detach().clone()
+
+    first = [logits(v) for v in vectors]
+    again = [logits(v) for v in vectors[::-1]][::-1]
+    for a, b in zip(first, again, strict=True):
+        assert torch.equal(a, b)
+    assert len({tuple(a.reshape(-1).tolist()) for a in first}) == 4
+    vectors[3].copy_(vectors[0])
+    assert torch.equal(logits(vectors[3]), first[0])
+    assert torch.equal(task.buffers, before) and task.losses == []
+
+
+def test_what_a_net_has_not_is_refused_by_name():
+    task, w = task_for("loop", made(nn.Sequential(nn.Flatten(), nn.Linear(32, 7), nn.ReLU(), nn.Linear(7, CLASSES))))
+    assert len(task.net(w, example(), "eval", task.buffers).levels) == 4
+
+    class Bare(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(1, dtype=torch.float64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.scale * x.flatten(1)[:, :CLASSES]
+
+    task, w = task_for("loop", made(Bare()))
+    with pytest.raises(ValueError, match="stages"):
+        _ = task.net(w, example()).levels
+    with pytest.raises(ValueError, match="linear classifier"):
+        _ = task.net(w, example()).features
+
+
+def test_a_full_gradient_is_the_mean_over_all_examples(base, engine, ragged):
+    """Whatever the batch size: 23 examples in batches of 4, 11 or all at once; a single one left over joins the last
+    batch. Without BatchNorm it is PyTorch's gradient of the mean loss over the client's examples."""
+    run, _ = engine({"rounds": 1, "dtype": "float64", "model": {"name": "mlp", "hidden": [5]}, "algorithm": "fedavg",
+                     "partition": ragged([23, 9]), "schedule": {"cohort": 2}})  # fmt: skip
+    trainer, plan = run.executor.trainer, run.plan
+    task, mine = trainer.loop, plan.clients.client(0)
+    w = plan.initial[0] + 0.01
+    task.start(Facts(), w, torch.zeros(0), 1)
+    x, y = trainer.examples.batch(mine)
+    net = copy.deepcopy(plan.net).double()
+    nn.utils.vector_to_parameters(w, net.parameters())
+    expected = flat(torch.autograd.grad(F.cross_entropy(net(x), y), list(net.parameters())))
+    for size in (4, 11, "full"):
+        trainer.config = plan.config.model_copy(update={"local": plan.config.local.model_copy(update={"batch": size})})
+        data = trainer._data(0)
+        sizes = [len(batch.y) for batch in data.batches()]
+        assert sum(sizes) == data.n == 23 and data.average == 16
+        assert sizes == {4: [4, 4, 4, 4, 4, 3], 11: [11, 12], "full": [23]}[size]
+        torch.testing.assert_close(task.full_grad(w, data), expected, rtol=1e-10, atol=1e-13)
+    assert not task.full_grad(w, LocalData(0)).any()
+
+
+def test_a_fresh_model_is_keyed_by_the_client(base, engine):
+    run, _ = engine({"rounds": 1, "model": "tinynn", "algorithm": "fedavg", "schedule": {"cohort": 2},
+                     "partition": {"name": "iid", "clients": 4}})  # fmt: skip
+    trainer = run.executor.trainer
+    (one, statistics), (again, _), (other, _) = (trainer._fresh(client) for client in (0, 0, 1))
+    assert torch.equal(one, again) and not torch.equal(one, other) and not torch.equal(one, run.plan.initial[0])
+    assert torch.equal(statistics, run.plan.initial[1])
+    assert 0.5 < one.std() / run.plan.initial[0].std() < 2
+
+
+# --- the projection head
+
+
+@pytest.mark.parametrize("name", ["mlp", "resnet20", "logistic"])
+def test_a_projection_head_stands_below_the_classifier(name, base):
+    given = {**base, "rounds": 1, "algorithm": "moon", "partition": {"name": "iid", "clients": 4},
+             "schedule": {"cohort": 2}}  # fmt: skip
+    plain, headed = prepare({**given, "model": name}), prepare({**given, "model": {"name": name, "projection": 16}})
+    width = {"mlp": 200, "resnet20": 64, "logistic": 64}[name]
+    extra = width * width + width + width * 16 + 16 + 16 * 10 + 10 - (width * 10 + 10)
+    assert headed.problem.size - plain.problem.size == extra
+    assert headed.problem.levels == plain.problem.levels
+    assert headed.config.fingerprint != plain.config.fingerprint
+    model = headed.model()
+    task = LoopTask(model, Facts())
+    w, buffers = model.initial()
+    features = task.net(w, Batch(torch.randn(3, 1, 8, 8), torch.zeros(3).long()), "eval", buffers).features
+    assert features.shape == (3, 16)
+
+
+def test_a_projection_needs_a_width_and_a_classifier(base, source):
+    given = {**base, "rounds": 1, "algorithm": "fedavg", "schedule": {"cohort": 2}}
+    with pytest.raises(ConfigError, match=r"model\.projection: .*at least 1"):
+        prepare({**given, "model": {"name": "mlp", "projection": 0}})
+    net = source("bare", "from torch import nn\n\n\nclass Net(nn.Sequential):\n    def __init__(self, shape, classes):\n"
+                         "        super().__init__(nn.Flatten(), nn.Unflatten(1, (1, 64)), nn.Conv1d(1, 10, 64),\n"
+                         "                         nn.Flatten())\n")  # fmt: skip
+    with pytest.raises(ConfigError, match=r"model\.projection: .*no linear classifier"):
+        prepare({**given, "model": {"name": net + ":Net", "projection": 16}})
+
+
+@pytest.mark.parametrize("algorithm", ["moon", "fedmlb"])
+def test_a_method_that_looks_inside_refuses_a_net_that_cannot_be_looked_into(algorithm, base, source):
+    code = ("import torch\nfrom torch import nn\n\n\nclass Net(nn.Module):\n    def __init__(self, shape, classes):\n"
+            "        super().__init__()\n        self.w = nn.Parameter(torch.zeros(64, classes))\n\n"
+            "    def forward(self, x):\n        return x.flatten(1) @ self.w\n")  # fmt: skip
+    given = {**base, "rounds": 1, "algorithm": algorithm, "model": source("bare", code) + ":Net"}
+    with pytest.raises(ConfigError, match=rf"algorithm\.name: '{algorithm}' .*bare\.py:Net"):
+        prepare({**given, "schedule": {"cohort": 2}})
+
+
+def test_every_shipped_net_has_features_and_stages():
+    for name, make in nets.NETS.items():
+        shape = (3, 32, 32)
+        model = Model(make(shape, 10), shape, 10)
+        assert model.has_features, name
+        expected = {"logistic": 0, "mlp": 2, "tinynn": 2, "lenet5": 4, "vgg11": 6, "resnet20": 4, "lenet": 4}
+        assert model.levels == expected.get(name, model.levels), name
