@@ -29,7 +29,8 @@ class FedAvgServer(ServerRule):
 
 
 REFERENCE = {"reference": {"weights": "samples"}}
-"""What the code of Luo 2023 does where its text says 1/S; all methods of that comparison have the preset."""
+"""What the code of Luo 2023 does where its text says 1/S. Every method that may be compared with theirs has the preset;
+it does not mean the method's own authors' code, whose differences are options of their own."""
 
 Algorithm("fedavg", FedAvgClient, FedAvgServer, "McMahan 2017", presets=REFERENCE)
 Algorithm("fedsgd", FedAvgClient, FedAvgServer, "McMahan 2017", defaults={"local": {"steps": 1, "batch": "full"}})

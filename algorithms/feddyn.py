@@ -4,8 +4,9 @@
     server   a = Σ w_i y_i;    h <- h + 1/N Σ_i (y_i - x), so h is the mean of ALL λ_i;    x <- a + h
 
 Keeps d floats on the server and d for each client that ever took part; sends d down, d up. (The paper's h is -alpha
-times this one.) Clients train from x and x is what is evaluated; the mean of the round's participants, smoother early
-on, is beside it in the server's state and checkpoints as "participants" (d more). There is no server step size.
+times this one.) Clients train from x and x is what is evaluated; the mean a of the round's participants, smoother early
+on, is x - h. There is no server step size. h is a plain mean whatever `weights` says of a, so the method heads for the
+optimum of the unweighted mean of the f_i also under `weights: samples`.
 
 The authors' code scales alpha by n̄ / n_i (`scale_alpha`), n̄ the mean size of a client; the paper does not. It also
 draws participants by independent coin flips, where raysim draws the cohort's size exactly.
@@ -57,12 +58,12 @@ class FedDynServer(ServerRule):
         return {"delta": ("mean", "sum")}
 
     def init(self, x0, problem):
-        return {"x": x0, "h": torch.zeros_like(x0), "participants": x0}
+        return {"x": x0, "h": torch.zeros_like(x0)}
 
     def update(self, state, reports):
         a = state["x"] - reports.mean("delta")
         h = state["h"] - reports.sum("delta") / reports.n_clients
-        return {"x": a + h, "h": h, "participants": a}
+        return {"x": a + h, "h": h}
 
 
 Algorithm("feddyn", FedDynClient, FedDynServer, "Acar 2021", state="server d, client d", presets=REFERENCE)

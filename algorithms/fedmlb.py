@@ -9,7 +9,8 @@ Keeps nothing; sends d down, d up. A step costs L partial passes more. As in the
 and the gradient of the KL term flows through both of its arguments. Frozen stages use batch statistics, keep none, and
 drop nothing out. lambda1 = 1 and lambda2 = lambda3 = 0 is FedAvg, bit for bit.
 
-The net must be made of stages (an nn.Sequential; a level is the output of a stage).
+The net must be made of stages (an nn.Sequential; a level is the output of a stage). In a flat one every layer counts
+as a stage: group the layers between which levels are wanted.
 """
 
 from dataclasses import dataclass

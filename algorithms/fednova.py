@@ -1,15 +1,17 @@
 """FedNova — Wang, Liu, Liang, Joshi, Poor, NeurIPS 2020.
 
     client   local SGD, perhaps with momentum rho (v <- rho v + ∇f, y <- y - lr v) or a proximal term mu; τ steps
-             a_i = τ                                             plain
-                 = (τ - rho (1 - rho^τ) / (1 - rho)) / (1 - rho)  with momentum
-                 = (1 - (1 - lr mu)^τ) / (lr mu)                 proximal
+             a_i = τ                                                                             plain
+                 = Σ_{k=1..τ} (1 - rho^k) / (1 - rho) = (τ - rho (1 - rho^τ) / (1 - rho)) / (1 - rho)  with momentum
+                 = Σ_{k<τ} (1 - lr mu)^k = (1 - (1 - lr mu)^τ) / (lr mu)                          proximal
              sends d_i / a_i and a_i
     server   τ_eff = Σ q_i a_i;    d = τ_eff Σ q_i d_i / a_i;    x <- x - server_lr d,    q_i = n_i / Σ n_j
              with server momentum beta1:    m <- beta1 m + d;    x <- x - server_lr m
 
 Keeps nothing (d floats on the server with momentum); sends d down, d + 1 up. With equal τ and neither momentum nor
-proximal term it is FedAvg by samples. `weights: uniform` takes q_i = 1/S instead.
+proximal term it is FedAvg by samples. Unlike other servers' its weights are by `samples` unless told otherwise;
+`weights: uniform` takes q_i = 1/S. The sums are added up as they stand, as their closed forms cancel for small lr mu
+and rho near 1. Weight decay and clipping, where configured, act on the momentum vector v, and a_i does not know of it.
 """
 
 from dataclasses import dataclass
@@ -32,7 +34,7 @@ class FedNovaClient(ClientRule):
 
     def check(self, problem):
         if self.mu and self.rho:
-            raise ValueError("rho: no formula is known for momentum and proximal term together; set mu=0 or rho=0")
+            raise ValueError("rho: momentum and proximal term together are not offered; set mu=0 or rho=0")
 
     def init(self, shared, row, data, task):
         return {"v": task.zeros()} if self.rho else {}
@@ -48,11 +50,11 @@ class FedNovaClient(ClientRule):
         return {**state, "w": task.descend(y, direction)}
 
     def finish(self, shared, state, row, data, task):
-        a, tau = float(task.steps), task.steps
+        a = sum((1 - task.lr * self.mu) ** k for k in range(task.steps))
         if self.rho:
-            a = (tau - self.rho * (1 - self.rho**tau) / (1 - self.rho)) / (1 - self.rho)
-        if self.mu:
-            a = (1 - (1 - task.lr * self.mu) ** tau) / (task.lr * self.mu)
+            a = sum((1 - self.rho**k) / (1 - self.rho) for k in range(1, task.steps + 1))
+        if a <= 0:
+            raise ValueError(f"mu: lr·mu = {task.lr * self.mu:g} makes local steps jump away; keep it below 1")
         return {"normalised": (shared["x"] - state["w"]) / a, "a": shared["x"].new_tensor([a])}, {}
 
 

@@ -75,7 +75,10 @@ class FedYogiServer(_AdaptiveServer):
     beta2: UnitScheduled = 0.99
 
     def second_moment(self, v, squared):
-        return v - (1 - self.beta2) * squared * torch.sign(v - squared)
+        v = v - (1 - self.beta2) * squared * torch.sign(v - squared)
+        if v.numel() and v.min() < 0:
+            raise ArithmeticError("FedYogi's second moment has become negative, which its rule excludes")
+        return v
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,11 @@
 Keeps d floats in float64 on the server (in float32 the running sum would drift), d for MIFAM's momentum, and d for each
 client that ever took part; sends d down, d up. With `weights: samples` the mean over all clients is by their samples.
 
-It starts at zero, as Luo 2023 does, so the first rounds take small steps. The original waits, at x_0, until every
-client has been heard of (`wait: true`; clients without data are not waited for). It stores d_i / lr and multiplies by
-the current lr, which differs only under a schedule of lr and is not offered.
+It starts at zero, as Luo 2023 does, so the first rounds take small steps. The original lets nobody move x before
+every client has been heard of (`wait: true`; clients without data are not waited for, one that fails every time is, for
+ever: see the metric server/unheard). Its authors' code then fills the table by running all clients at once; here it
+fills as they are sampled, at the same x_0. It stores d_i / lr and multiplies by the current lr, which differs only
+under a schedule of lr and is not offered.
 """
 
 from dataclasses import dataclass

@@ -2,7 +2,7 @@
 
     z, z_g, z_p = representations of the batch under the model in training, the received one x (with its statistics),
                   and the client's own at the end of its last participation
-    loss        = CE + mu · -log( e^{cos(z, z_g)/T} / (e^{cos(z, z_g)/T} + e^{cos(z, z_p)/T}) )    gradient through z only
+    loss        = CE + mu · -log( e^{cos(z, z_g)/T} / (e^{cos(z, z_g)/T} + e^{cos(z, z_p)/T}) )    gradient through z
     server        FedAvg, or FedAvgM
 
 Keeps d floats (and BatchNorm statistics) for each client that ever took part; sends d down, d up. Two forward passes

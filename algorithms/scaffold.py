@@ -7,7 +7,8 @@
 
 Keeps d floats on the server and d for each client that ever took part; sends 2d down, 2d up. K is the number of steps
 this client took, lr the value of this round, x what the client received. At a first participation c_i = 0. With full
-participation c is the mean of all c_i after every round.
+participation c is the mean of all c_i after every round. c is a plain mean whatever `weights` says of x, so the method
+heads for the optimum of the unweighted mean of the f_i also under `weights: samples`.
 """
 
 from dataclasses import dataclass

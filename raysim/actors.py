@@ -100,6 +100,7 @@ class _Client(_Actor):
         super().__init__(plan, plan.config.resources.gpus)
         self.name, self.trainer = name, make_trainer(plan, self.device)
 
+    @ray.method(num_returns=2)
     def train(self, t: int, down: Tree | Letter, blocks: list[Block], again: bool) -> tuple[Tree | Letter, Outcome]:
         """`again`: this actor's mailbox still holds what it sent first in this round."""
         broadcast = _read_broadcast(self._fetch(down))
@@ -120,6 +121,7 @@ class _Server(_Actor):
         self.last = self.server.broadcast(t, ids)
         return self._post("server", _as_groups(self.last))
 
+    @ray.method(num_returns=3)
     def advance(
         self, round: Round, ids: list[int], keep: bool, trained: list[tuple[list[int], float]], *uploads: Tree | Letter
     ) -> tuple:
@@ -288,9 +290,8 @@ class RayExecutor:
         return _Training(self, t, down, blocks)
 
     def advance(self, round: Round, trained: Trained, ids: list[int], keep: bool) -> Next:
-        call = self.server.advance.options(num_returns=3)
         clients = [(outcome.ids, outcome.bound) for outcome in trained.done]
-        metrics, down, snapshot = call.remote(round, ids, keep, clients, *trained.uploads)
+        metrics, down, snapshot = self.server.advance.remote(round, ids, keep, clients, *trained.uploads)
         kept = _Awaited(snapshot, "the server's state", self.timeout, lambda v: _unpacked(v, "cpu")) if keep else None
         return Next(_Awaited(metrics, f"the server update of round {round.t}", self.timeout), down, kept)
 
@@ -365,8 +366,7 @@ class _Training:
             self.load[actor] += sum(job.steps for job in block.jobs)
             shares.setdefault(actor, []).append(block)
         for actor, share in shares.items():
-            call = self.executor.clients[actor].train.options(num_returns=2)
-            vectors, word = call.remote(self.t, self.down, share, again)
+            vectors, word = self.executor.clients[actor].train.remote(self.t, self.down, share, again)
             self.waiting[word] = (vectors, actor, share)
 
     def _lose(self, actor: int, share: list[Block]) -> None:

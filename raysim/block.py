@@ -37,8 +37,8 @@ GATHER = 1024
 @dataclass
 class Job:
     """One client's part in one round. `cursor` counts the batches this client has drawn in earlier rounds, `weight`
-    is its share of the round's mean and `share` that of a mean over all clients, `row` what it kept (None: nothing
-    yet), `seen` whether it took part."""
+    is its share of the round's mean, `share` that of a mean over all N clients, times N (so that it is about 1),
+    `row` what it kept (None: nothing yet), `seen` whether it took part."""
 
     client: int
     cursor: int
@@ -154,9 +154,9 @@ class Trainer:
     def _loop_one(self, rule: ClientRule, facts: Facts, shared: State, buffers: Tensor, job: Job) -> _Trained:
         task, in_place = self.loop, type(rule).step is ClientRule.step
         try:
-            row, state = self._arrive(rule, facts, shared, buffers, job)
-            w = state["w"]
-            for passes, batch in enumerate(self._batches(facts.t, job)):
+            here = self._arrive(rule, facts, shared, buffers, job)
+            state, w = here.state, here.state["w"]
+            for passes, batch in enumerate(self._batches(facts.t, job, here.mine)):
                 if in_place:
                     task.descend_in_place(w, rule.direction(shared, state, batch, task))
                 else:
@@ -167,29 +167,27 @@ class Trainer:
                         "'train' in one step; make exactly one, the others 'frozen' or 'eval'"
                     )
             loss = torch.stack(task.losses).mean() if task.losses else self.x0.new_tensor(float("nan"))
-            return self._leave(rule, shared, state, row, job, loss)
+            return self._leave(rule, shared, state, here, loss)
         except Exception:
             return _Trained(job, error=traceback.format_exc(limit=-8))
 
-    def _arrive(self, rule: ClientRule, facts: Facts, shared: State, buffers: Tensor, job: Job) -> tuple[State, State]:
+    def _arrive(self, rule: ClientRule, facts: Facts, shared: State, buffers: Tensor, job: Job) -> _Arrived:
         """The broadcast reaches a client: what it kept, and what its steps begin with. Makes `self.loop` its task."""
+        mine = self.clients.client(job.client)
+        data = LocalData(len(mine), self.average, lambda: self._whole(mine))
         w = self.loop.start(facts, shared["x"], buffers, job.steps, fresh=lambda: self._fresh(job.client))
         row = self._row(rule, self.loop, job)
-        return row, {"w": w, **rule.init(shared, row, self._data(job.client), self.loop)}
+        return _Arrived(job, mine, data, row, {"w": w, **rule.init(shared, row, data, self.loop)})
 
-    def _leave(self, rule: ClientRule, shared: State, state: State, row: State, job: Job, loss: Tensor) -> _Trained:
+    def _leave(self, rule: ClientRule, shared: State, state: State, here: _Arrived, loss: Tensor) -> _Trained:
         """The client, whose task is `self.loop`, has made its steps: what it sends and what it keeps."""
         task = self.loop
         assert task.buffers is not None
-        report, kept = rule.finish(shared, state, row, self._data(job.client), task)
+        report, kept = rule.finish(shared, state, here.row, here.data, task)
         own = task.trained.flat.data_ptr()  # the vector in training is the next client's too
         report, kept = ({k: v.clone() if v.data_ptr() == own else v for k, v in d.items()} for d in (report, kept))
         row = {k: v for k, v in kept.items() if k != "seen"} | {_last(key): report[key] for key in self.change}
-        return _Trained(job, {**report, "buffers": task.buffers}, row, loss)
-
-    def _data(self, client: int) -> LocalData:
-        mine = self.clients.client(client)
-        return LocalData(len(mine), self.average, lambda: self._whole(mine))
+        return _Trained(here.job, {**report, "buffers": task.buffers}, row, loss)
 
     def _whole(self, mine: np.ndarray) -> Iterator[Batch]:
         """All examples of a client once, in batches of the configured size; a single one left over joins the last."""
@@ -208,9 +206,8 @@ class Trainer:
         net = make_net(config, self.model.shape, self.model.classes)
         return Model(net, self.model.shape, self.model.classes, self.model.dtype, self.model.device).initial()
 
-    def _batches(self, t: int, job: Job) -> Iterator[Batch]:
+    def _batches(self, t: int, job: Job, mine: np.ndarray) -> Iterator[Batch]:
         """The batches of one client, gathered and normalised a few at a time."""
-        mine = self.clients.client(job.client)
         draws = self._draws(t, job.client)
         positions = list(order(self.config.seed, job.client, len(mine), self._size(mine), job.cursor, job.steps))
         ends = np.cumsum([0] + [len(p) for p in positions])
@@ -243,47 +240,44 @@ class Trainer:
             return state, task.buffers, task.losses[0]
 
         trained: dict[int, _Trained] = {}
-        arrived: list[tuple[Job, State, State]] = []
+        arrived: list[_Arrived] = []
         for job in sorted(block.jobs, key=lambda job: -job.steps):
             try:
-                row, state = self._arrive(rule, facts, shared, buffers, job)
-                arrived.append((job, row, {**state, "w": shared["x"]}))
+                arrived.append(self._arrive(rule, facts, shared, buffers, job))
+                arrived[-1].state["w"] = shared["x"]
             except Exception:
                 trained[job.client] = _Trained(job, error=traceback.format_exc(limit=-8))
-        jobs = [job for job, _, _ in arrived]
-        if jobs:
+        if not arrived:
+            return [trained[job.client] for job in block.jobs]
+        try:
+            state = {k: torch.stack([here.state[k] for here in arrived]) for k in arrived[0].state}
+            steps = torch.tensor([here.job.steps for here in arrived], device=self.x0.device)
+            moved = buffers.expand(len(arrived), -1).clone()
+            losses = torch.zeros(len(arrived), dtype=self.x0.dtype, device=self.x0.device)
+            for i, (live, x, y, mask, drops) in enumerate(self._stacked(facts.t, arrived)):
+                part = {k: v[:live] for k, v in state.items()}
+                dims = (0, 0, 0, 0, 0, None if mask is None else 0, 0)
+                part, new, loss = torch.func.vmap(step, in_dims=dims)(
+                    part, moved[:live], steps[:live], x, y, mask, drops
+                )
+                state = part if live == len(arrived) else {k: torch.cat([part[k], v[live:]]) for k, v in state.items()}
+                moved = torch.cat([new, moved[live:]])
+                losses[:live] += (loss - losses[:live]) / (i + 1)
+        except Exception:
+            error = traceback.format_exc(limit=-8)
+            return [trained.get(job.client) or _Trained(job, error=error) for job in block.jobs]
+        for i, here in enumerate(arrived):
             try:
-                state = {k: torch.stack([begun[k] for _, _, begun in arrived]) for k in arrived[0][2]}
-                steps = torch.tensor([job.steps for job in jobs], device=self.x0.device)
-                moved = buffers.expand(len(jobs), -1).clone()
-                losses = torch.zeros(len(jobs), dtype=self.x0.dtype, device=self.x0.device)
-                for i, (live, x, y, mask, drops) in enumerate(self._stacked(facts.t, jobs)):
-                    part = {k: v[:live] for k, v in state.items()}
-                    dims = (0, 0, 0, 0, 0, None if mask is None else 0, 0)
-                    part, new, loss = torch.func.vmap(step, in_dims=dims)(
-                        part, moved[:live], steps[:live], x, y, mask, drops
-                    )
-                    state = {
-                        k: torch.cat([part[k], v[live:]]) if live < len(jobs) else part[k] for k, v in state.items()
-                    }
-                    moved = torch.cat([new, moved[live:]])
-                    losses[:live] += (loss - losses[:live]) / (i + 1)
+                self.loop.start(facts, shared["x"], buffers, here.job.steps, moved[i])
+                own = {k: v[i] for k, v in state.items()}
+                trained[here.job.client] = self._leave(rule, shared, own, here, losses[i])
             except Exception:
-                error = traceback.format_exc(limit=-8)
-                trained |= {job.client: _Trained(job, error=error) for job in jobs}
-            else:
-                for i, (job, row, _) in enumerate(arrived):
-                    try:
-                        self.loop.start(facts, shared["x"], buffers, job.steps, moved[i])
-                        own = {k: v[i] for k, v in state.items()}
-                        trained[job.client] = self._leave(rule, shared, own, row, job, losses[i])
-                    except Exception:
-                        trained[job.client] = _Trained(job, error=traceback.format_exc(limit=-8))
+                trained[here.job.client] = _Trained(here.job, error=traceback.format_exc(limit=-8))
         return [trained[job.client] for job in block.jobs]
 
-    def _stacked(self, t: int, jobs: list[Job]) -> Iterator[tuple[int, Tensor, Tensor, Tensor | None, tuple]]:
+    def _stacked(self, t: int, arrived: list[_Arrived]) -> Iterator[tuple[int, Tensor, Tensor, Tensor | None, tuple]]:
         """Step by step: how many clients still train, and their batches padded to one size, [K, B, ...]."""
-        mine = [self.clients.client(job.client) for job in jobs]
+        jobs, mine = [here.job for here in arrived], [here.mine for here in arrived]
         draws = [self._draws(t, job.client) for job in jobs]
         streams = [
             order(self.config.seed, job.client, len(m), self._size(m), job.cursor, job.steps)
@@ -391,6 +385,17 @@ class Trainer:
 class _Draws:
     augment: np.random.Generator | None
     dropout: np.random.Generator | None
+
+
+@dataclass
+class _Arrived:
+    """A client about to train: its job, the positions of its examples, what it kept, and what its steps begin with."""
+
+    job: Job
+    mine: np.ndarray
+    data: LocalData
+    row: State
+    state: State
 
 
 @dataclass

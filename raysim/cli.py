@@ -338,7 +338,9 @@ def _rehearse(plan: Plan, console: Console) -> None:
 
 @app.command(name="list")
 def list_(
-    what: Annotated[str, typer.Argument(help="algorithms, clients, servers, pairs, models, datasets, partitions, configs")],
+    what: Annotated[
+        str, typer.Argument(help="algorithms, clients, servers, pairs, models, datasets, partitions, configs")
+    ],
     as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
     """What there is to choose from."""

@@ -66,11 +66,11 @@ class Engine:
         if not self.history:
             pending.append(Pending({"round": 0.0}, self._evaluation(0, down, clock)))
         for t in range(self.done, self.config.rounds):
+            ids = self.schedule.cohort(t + 1) if t + 1 < self.config.rounds else []
             trained = training.get()
             seconds = clock.lap()
             round = self.judge(t, jobs, trained)
             self.done = t + 1
-            ids = self.schedule.cohort(t + 1) if t + 1 < self.config.rounds else []
             after = self.executor.advance(round, trained, ids, keep=self._checkpoint_due())
             finished = jobs
             jobs, training = self._send_off(t + 1, ids, after.down)
@@ -144,10 +144,9 @@ class Engine:
         local, sizes = self.config.local, [int(self.plan.clients.sizes[i]) for i in ids]
         by_samples = self.plan.server.weights == "samples"
         weights = [n / sum(sizes) if by_samples else 1 / len(ids) for n in sizes]
-        everybody = self.n_samples if by_samples else len(self.plan.clients)
         jobs = []
         for client, n, weight in zip(ids, sizes, weights, strict=True):
-            share = (n if by_samples else 1) / everybody
+            share = n * len(self.plan.clients) / self.n_samples if by_samples else 1.0
             steps = local_steps(n, n if local.batch == "full" else local.batch, local.steps, local.epochs)
             row, seen = self.store.get(client), bool(self.store.seen[client])
             jobs.append(Job(client, int(self.store.cursors[client]), weight, steps, share, seen, row))

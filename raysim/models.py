@@ -13,6 +13,7 @@ import copy
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, Literal
 
 import torch
@@ -140,7 +141,7 @@ class Root(nn.Sequential):
 
     @property
     def stages(self) -> list[nn.Module]:
-        """The children of a net that is an `nn.Sequential` of two or more; [] for others."""
+        """The children of a net that is an `nn.Sequential`; [] for others."""
         net = self[0]
         return list(net) if isinstance(net, nn.Sequential) and type(net).forward is nn.Sequential.forward else []
 
@@ -180,6 +181,9 @@ class Model:
         self.module = root.to(dtype=dtype, device=device)
         self.levels = max(len(root.stages) - 1, 0)
         """L: the outputs of all stages but the last, the classifier; 0 for a net that is not made of stages."""
+        dropouts = [sum(isinstance(m, KeyedDropout) for m in stage.modules()) for stage in root.stages]
+        self.dropouts_before = [0, *accumulate(dropouts)]
+        """How many dropouts come before each stage."""
         self.shape, self.classes, self.dtype, self.device = shape, classes, dtype, torch.device(device)
         parameters = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
         self.names = list(parameters)
@@ -299,7 +303,8 @@ class Bound:
     ) -> Tensor:
         """Logits [B, classes]; see `Root.forward` for `first` and `levels`."""
         frame = self.frame
-        frame.mode, frame.buffers, frame.drop, frame.calls = mode, buffers, drop, 0
+        frame.mode, frame.buffers, frame.drop = mode, buffers, drop
+        frame.calls = self.model.dropouts_before[first]
         return self.module(x, first, levels)
 
 

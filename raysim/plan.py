@@ -75,7 +75,6 @@ class Plan:
         return len(self.server.provides) * x0.nbytes + buffers.nbytes
 
 
-
 def prepare(source: str | Path | Mapping[str, Any], overrides: Iterable[str] | Mapping[str, Any] = ()) -> Plan:
     """Reads, checks and resolves a configuration. Raises ConfigError with one clear message for every mistake."""
     raw = configuration.read(source, overrides, keys, rules.defaults)

@@ -75,7 +75,8 @@ class Server:
         for name in outcomes[0].sums:
             mode, _, key = name.partition(" ")
             total = combine([o.sums[name] for o in outcomes], bound)
-            dtype, divisor = (torch.float64 if mode == "change" else x.dtype), (left if mode == "mean" else 1.0)
+            divisor = {"mean": left, "sum": 1.0, "change": float(self.problem.n_clients)}[mode]
+            dtype = torch.float64 if mode == "change" else x.dtype
             totals[mode, key] = to_float(total, dtype, divisor).to(x.device)
         self.buffers = totals.pop(("mean", "buffers"), self.buffers)
         rows = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -144,7 +145,8 @@ class Task:
     def net(
         self, w: Tensor, batch: Batch, mode: Mode = "frozen", buffers: Tensor | None = None, dropout: bool = True
     ) -> Net:
-        """The net at w [P], whose parameters take no gradient, on a batch. Modes "frozen" and "eval" only."""
+        """The net at w [P] on a batch, as a constant: no gradient flows into w, only into what `tail` is given. Modes
+        "frozen" and "eval" only."""
         raise NotImplementedError
 
     def full_grad(self, w: Tensor, data: LocalData) -> Tensor:
@@ -169,26 +171,28 @@ class Task:
         return torch.zeros(self.model.buffer_size, dtype=self.model.dtype, device=self.model.device)
 
     def _downhill(self, w: Tensor, direction: Tensor) -> Tensor:
-        if self.facts.decayed is not None:
-            direction = direction + self.facts.weight_decay * self.facts.decayed * w
         if self.facts.clip is not None:
             norm = (direction * direction).sum().sqrt()
-            direction = direction * torch.clamp(self.facts.clip / norm.clamp(min=1e-30), max=1.0)
+            factor = torch.clamp(self.facts.clip / norm.clamp(min=1e-30), max=1.0)
+            direction = direction * torch.where(torch.isfinite(norm), factor, torch.nan)  # not 0, which would hide it
+        if self.facts.decayed is not None:
+            direction = direction + self.facts.weight_decay * self.facts.decayed * w
         return direction
 
     def descend(self, w: Tensor, direction: Tensor) -> Tensor:
-        """w - lr * direction, with the configured weight decay and clipping."""
+        """w - lr * direction; the direction is clipped to the configured norm, then weight decay is added."""
         return torch.add(w, self._downhill(w, direction), alpha=-self.lr)
 
 
 class LoopTask(Task):
-    """One client at a time, on nets bound to flat vectors: one for the parameters in training, a few for others."""
+    """One client at a time, on nets bound to flat vectors: one for the parameters in training, a few for others, of
+    which those that `net` has given out are constants."""
 
     def __init__(self, model: Model, facts: Facts):
         super().__init__(model, facts)
         self.trained = Bound(model)
         self.others: list[_Held] = []
-        """At most `HELD`, the one used last at the end."""
+        self.constants: list[_Held] = []
 
     def start(
         self,
@@ -215,7 +219,7 @@ class LoopTask(Task):
     def grad(
         self, w: Tensor, batch: Batch, loss: Loss = cross_entropy, mode: Mode = "train", buffers: Tensor | None = None
     ) -> Tensor:
-        bound = self._bound(w)
+        bound = self.trained if w is self.trained.flat else self._held(w, self.others).bound
         value = loss(self._net(bound, batch, mode, self.buffers if mode == "train" else buffers), batch).mean()
         parts = torch.autograd.grad(value, bound.parameters, materialize_grads=True)
         if mode == "train":
@@ -225,7 +229,10 @@ class LoopTask(Task):
     def net(
         self, w: Tensor, batch: Batch, mode: Mode = "frozen", buffers: Tensor | None = None, dropout: bool = True
     ) -> Net:
-        return self._net(self._bound(w), batch, mode, buffers, dropout)
+        held = self._held(w, self.constants)
+        net = self._net(held.bound, batch, mode, buffers, dropout)
+        held.given_to = weakref.ref(net)
+        return net
 
     def _net(self, bound: Bound, batch: Batch, mode: Mode, buffers: Tensor | None, dropout: bool = True) -> Net:
         def call(x: Tensor, first: int, levels: list[Tensor] | None) -> tuple[Tensor, Tensor | None]:
@@ -235,17 +242,19 @@ class LoopTask(Task):
 
         return Net(self.model, batch.x, call)
 
-    def _bound(self, w: Tensor) -> Bound:
-        """A net at w. The vectors used last stay in place, so that frozen ones need no copy at each step."""
-        if w is self.trained.flat:
-            return self.trained
-        held = next((h for h in self.others if h.w is w and h.version == w._version), None)
+    def _held(self, w: Tensor, pool: list[_Held]) -> _Held:
+        """A net at w. The vectors used last stay in place, so that frozen ones need no copy at each step; a net that
+        somebody still has keeps its vector."""
+        held = next((h for h in pool if h.w is w and h.version == w._version), None)
         if held is None:
-            held = self.others[0] if len(self.others) == HELD else _Held(Bound(self.model))
+            free = [h for h in pool if h.given_to() is None]
+            held = free[0] if len(pool) >= HELD and free else _Held(Bound(self.model))
             held.bound.flat.copy_(w)
             held.w, held.version = w, w._version
-        self.others = [h for h in self.others if h is not held] + [held]
-        return held.bound
+            if pool is self.constants:
+                held.bound.module.requires_grad_(False)
+        pool[:] = [h for h in pool if h is not held] + [held]
+        return held
 
 
 HELD = 3
@@ -259,6 +268,7 @@ class _Held:
     bound: Bound
     w: Tensor | None = None
     version: int = -1
+    given_to: Callable[[], Net | None] = lambda: None
 
 
 class VmapTask(Task):
@@ -294,7 +304,7 @@ class VmapTask(Task):
 
         def call(x: Tensor, first: int, levels: list[Tensor] | None) -> tuple[Tensor, Tensor | None]:
             frame.mode, frame.in_place, frame.mask, frame.drop = mode, False, batch.mask, batch.drop if dropout else ()
-            frame.buffers, frame.moved, frame.calls = buffers, {}, 0
+            frame.buffers, frame.moved, frame.calls = buffers, {}, model.dropouts_before[first]
             try:
                 out = torch.func.functional_call(model.module, model.views(w), (x, first, levels))
                 if mode == "train":

@@ -116,6 +116,70 @@ def test_nets_elsewhere_do_not_move_the_statistics_and_do_not_mix(way):
     assert torch.equal(task.buffers, before) and task.losses == []
 
 
+@pytest.mark.parametrize("way", ["loop", "vmap"])
+def test_a_net_keeps_its_vector_as_long_as_somebody_has_it(way):
+    """Six nets are made before any of them is asked for anything."""
+    task, w = task_for(way, made(staged()))
+    vectors, batch = [w + 0.1 * k for k in range(6)], example()
+    together = [net.logits for net in [task.net(v, batch, "frozen", dropout=False) for v in vectors]]
+    for v, logits in zip(vectors, together, strict=True):
+        assert torch.equal(task.net(v, batch, "frozen", dropout=False).logits, logits)
+    if way == "loop":
+        assert len(task.constants) == 6
+        for k in range(4):
+            _ = task.net(w - k, batch, "frozen", dropout=False).logits
+        assert len(task.constants) == 6
+
+
+@pytest.mark.parametrize("way", ["loop", "vmap"])
+def test_a_net_is_a_constant_even_at_the_vector_in_training(way):
+    """d/dw [CE(w) + 3 CE(const w)] is d/dw CE(w)."""
+    batch = example()
+    task, w = task_for(way, made(staged()))
+    alone = task.grad(w, batch, mode="frozen")
+
+    def loss(net, batch):
+        mine = F.cross_entropy(net.logits, batch.y, reduction="none")
+        return mine + 3 * F.cross_entropy(task.net(w, batch).logits, batch.y, reduction="none")
+
+    torch.testing.assert_close(task.grad(w, batch, loss, mode="frozen"), alone, rtol=1e-12, atol=1e-14)
+    if way == "loop":
+        w = task.trained.flat
+        torch.testing.assert_close(task.grad(w, batch, loss), alone, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("way", ["loop", "vmap"])
+def test_a_tail_takes_the_dropout_masks_of_its_own_stages(way):
+    net = nn.Sequential(
+        nn.Sequential(nn.Flatten(), nn.Linear(32, 6), nn.Dropout(0.5)),
+        nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5)),
+        nn.Linear(6, CLASSES),
+    ).double()  # fmt: skip
+    x, y = example().x, example().y
+    masks = tuple(2.0 * (torch.arange(36).reshape(6, 6) % k == 0).double() for k in (2, 3))
+    task, w = task_for(way, made(net))
+    ours = task.net(w, Batch(x, y, None, (masks,)))
+    h = net[0][:2](x) * masks[0]
+    expected = net[2](net[1][0](h) * masks[1])
+    torch.testing.assert_close(ours.tail(1, ours.levels[0]), expected, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(ours.logits, expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("way", ["loop", "vmap"])
+def test_clipping_comes_before_decay_and_never_hides_an_overflow(way):
+    model = made(staged())
+    task, w = task_for(way, model)
+    task.facts = Facts(lr=0.5, weight_decay=0.1, clip=2.0, decayed=model.decayed())
+    d = torch.full_like(w, 3.0)
+    expected = w - 0.5 * (d * 2.0 / d.norm() + 0.1 * model.decayed() * w)
+    torch.testing.assert_close(task.descend(w, d), expected, rtol=1e-12, atol=1e-14)
+    short = d / d.norm()
+    torch.testing.assert_close(
+        task.descend(w, short), w - 0.5 * (short + 0.1 * model.decayed() * w), rtol=1e-12, atol=1e-14
+    )
+    assert task.descend(w, d * 1e200).isnan().all()
+
+
 def test_what_a_net_has_not_is_refused_by_name():
     task, w = task_for("loop", made(nn.Sequential(nn.Flatten(), nn.Linear(32, 7), nn.ReLU(), nn.Linear(7, CLASSES))))
     assert len(task.net(w, example(), "eval", task.buffers).levels) == 4
@@ -150,9 +214,9 @@ def test_a_full_gradient_is_the_mean_over_all_examples(base, engine, ragged):
     expected = flat(torch.autograd.grad(F.cross_entropy(net(x), y), list(net.parameters())))
     for size in (4, 11, "full"):
         trainer.config = plan.config.model_copy(update={"local": plan.config.local.model_copy(update={"batch": size})})
-        data = trainer._data(0)
+        data = LocalData(len(mine), trainer.average, lambda: trainer._whole(mine))
         sizes = [len(batch.y) for batch in data.batches()]
-        assert sum(sizes) == data.n == 23 and data.average == 16
+        assert sum(sizes) == data.n == 23 and trainer.average == 16
         assert sizes == {4: [4, 4, 4, 4, 4, 3], 11: [11, 12], "full": [23]}[size]
         torch.testing.assert_close(task.full_grad(w, data), expected, rtol=1e-10, atol=1e-13)
     assert not task.full_grad(w, LocalData(0)).any()
@@ -192,9 +256,10 @@ def test_a_projection_needs_a_width_and_a_classifier(base, source):
     given = {**base, "rounds": 1, "algorithm": "fedavg", "schedule": {"cohort": 2}}
     with pytest.raises(ConfigError, match=r"model\.projection: .*at least 1"):
         prepare({**given, "model": {"name": "mlp", "projection": 0}})
-    net = source("bare", "from torch import nn\n\n\nclass Net(nn.Sequential):\n    def __init__(self, shape, classes):\n"
-                         "        super().__init__(nn.Flatten(), nn.Unflatten(1, (1, 64)), nn.Conv1d(1, 10, 64),\n"
-                         "                         nn.Flatten())\n")  # fmt: skip
+    layers = "nn.Flatten(), nn.Unflatten(1, (1, 64)), nn.Conv1d(1, 10, 64), nn.Flatten()"
+    code = ("from torch import nn\n\n\nclass Net(nn.Sequential):\n    def __init__(self, shape, classes):\n"
+            f"        super().__init__({layers})\n")  # fmt: skip
+    net = source("bare", code)
     with pytest.raises(ConfigError, match=r"model\.projection: .*no linear classifier"):
         prepare({**given, "model": {"name": net + ":Net", "projection": 16}})
 

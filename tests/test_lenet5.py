@@ -8,6 +8,7 @@ have nothing to do with the modes. The images are noise with a bright square at 
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -40,7 +41,7 @@ def images(tmp_path_factory) -> Path:
 @pytest.mark.parametrize("name", sorted(rules.ALGORITHMS))
 def test_both_execution_modes_agree(name, images, engine, tmp_path):
     order = np.random.default_rng(1).permutation(30)
-    clients = [[int(i) for i in order[start:stop]] for start, stop in zip(STARTS, STARTS[1:], strict=False)]
+    clients = [[int(i) for i in order[start:stop]] for start, stop in pairwise(STARTS)]
     (tmp_path / "clients.json").write_text(str(clients))
     xs, statistics = [], []
     for mode in ("loop", "vmap"):

@@ -231,7 +231,8 @@ def test_feddyns_h_is_the_mean_of_all_lambda_i(mode, engine, ragged):
     for i, row in rows.items():
         close(row, theirs.rows[-1][i])
     close(run.executor.server.state["h"], theirs.h[-1])
-    close(run.executor.server.state["participants"], theirs.x[-1] - theirs.h[-1])
+    state = run.executor.server.state
+    close(state["x"] - state["h"], theirs.x[-1] - theirs.h[-1])
     close(run.executor.server.state["h"], sum(rows.values()) / 12)
 
 
