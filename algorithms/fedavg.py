@@ -1,7 +1,7 @@
 """FedAvg and FedSGD — McMahan, Moore, Ramage, Hampson, Agüera y Arcas, AISTATS 2017.
 
     client   y <- x;  I times: y <- y - lr ∇f_i(y; batch);  d_i = x - y
-    server   x <- x - server_lr Σ_i w_i d_i
+    server   x <- x - server.lr Σ_i w_i d_i
 
 Keeps nothing; sends d floats down, d up. FedSGD is the same with one step on all of the client's data.
 The weights w_i are 1/S (`uniform`, what Luo 2023 and Xu 2022 write) or n_i / Σ n_j (`samples`, McMahan 2017).

@@ -1,8 +1,8 @@
 """Server momentum — Hsu, Qi, Brown 2019 (FedAvgM); on other client rules, Luo 2023 (FedProxM).
 
-    server   m <- beta1 m + Σ_i w_i d_i;  x <- x - server_lr m        m_0 = 0, undamped, no Nesterov
+    server   m <- beta1 m + Σ_i w_i d_i;  x <- x - server.lr m        m_0 = 0, undamped, no Nesterov
 
-Keeps d floats on the server; sends d down, d up. The effective step grows to server_lr / (1 - beta1). Momentum acts
+Keeps d floats on the server; sends d down, d up. The effective step grows to server.lr / (1 - beta1). Momentum acts
 on parameters only, never on BatchNorm statistics. beta1 = 0 is the base method, bit for bit.
 """
 

@@ -5,8 +5,8 @@
                  = Σ_{k=1..τ} (1 - rho^k) / (1 - rho) = (τ - rho (1 - rho^τ) / (1 - rho)) / (1 - rho)  with momentum
                  = Σ_{k<τ} (1 - lr mu)^k = (1 - (1 - lr mu)^τ) / (lr mu)                          proximal
              sends d_i / a_i and a_i
-    server   τ_eff = Σ q_i a_i;    d = τ_eff Σ q_i d_i / a_i;    x <- x - server_lr d,    q_i = n_i / Σ n_j
-             with server momentum beta1:    m <- beta1 m + d;    x <- x - server_lr m
+    server   τ_eff = Σ q_i a_i;    d = τ_eff Σ q_i d_i / a_i;    x <- x - server.lr d,    q_i = n_i / Σ n_j
+             with server momentum beta1:    m <- beta1 m + d;    x <- x - server.lr m
 
 Keeps nothing (d floats on the server with momentum); sends d down, d + 1 up. With equal τ and neither momentum nor
 proximal term it is FedAvg by samples. Unlike other servers' its weights are by `samples` unless told otherwise;
@@ -35,6 +35,8 @@ class FedNovaClient(ClientRule):
     def check(self, problem):
         if self.mu and self.rho:
             raise ValueError("rho: momentum and proximal term together are not offered; set mu=0 or rho=0")
+        if problem.lr * self.mu >= 1:
+            raise ValueError(f"mu: must stay below 1 / local.lr = {1 / problem.lr:g}, or local steps jump over x")
 
     def init(self, shared, row, data, task):
         return {"v": task.zeros()} if self.rho else {}
@@ -53,8 +55,6 @@ class FedNovaClient(ClientRule):
         a = sum((1 - task.lr * self.mu) ** k for k in range(task.steps))
         if self.rho:
             a = sum((1 - self.rho**k) / (1 - self.rho) for k in range(1, task.steps + 1))
-        if a <= 0:
-            raise ValueError(f"mu: lr·mu = {task.lr * self.mu:g} makes local steps jump away; keep it below 1")
         return {"normalised": (shared["x"] - state["w"]) / a, "a": shared["x"].new_tensor([a])}, {}
 
 

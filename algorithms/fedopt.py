@@ -1,13 +1,13 @@
 """FedAdagrad, FedAdam, FedYogi — Reddi et al., ICLR 2021; FedAMS — Wang, Lin, Chen, ICML 2022.
 
-    Δ = -Σ w_i d_i;    m <- beta1 m + (1 - beta1) Δ;    x <- x + server_lr m / (√v + tau)        elementwise
+    Δ = -Σ w_i d_i;    m <- beta1 m + (1 - beta1) Δ;    x <- x + server.lr m / (√v + tau)        elementwise
     FedAdagrad   v <- v + Δ²
     FedAdam      v <- beta2 v + (1 - beta2) Δ²
     FedYogi      v <- v - (1 - beta2) Δ² sign(v - Δ²)
-    FedAMS       v as FedAdam, v̂ <- max(v̂, v, tau),    x <- x + server_lr m / √v̂
+    FedAMS       v as FedAdam, v̂ <- max(v̂, v, tau),    x <- x + server.lr m / √v̂
 
 Keeps 2d floats on the server (FedAMS 3d); sends d down, d up. m_0 = 0, v_0 = tau², v̂_0 = 0, and no bias correction. The
-papers search server_lr over powers of √10 between about 1e-3 and 10; what suits a problem differs a lot. Libraries that
+papers search server.lr over powers of √10 between about 1e-3 and 10; what suits a problem differs a lot. Libraries that
 default to beta2 = 0.999 and v_0 = 0 run another method.
 """
 

@@ -8,7 +8,7 @@ any column of M (raysim.numerics.qp).
         before training, mem_red: a sampled client without a row takes a free one, or that of the least often sampled
         client outside the cohort
         p = beta1 m̃ + Σ w_i d_i;    D_i <- d_i (new) | beta2 D_i + d_i (sampled) | beta2 D_i (others)
-        m̃ <- QP(p, D);    x <- x - server_lr m̃
+        m̃ <- QP(p, D);    x <- x - server.lr m̃
 
 Keeps (m + 1) d floats on the server and d for each client that ever took part (none under `previous: reset`); sends d
 down and d up. Three gradients a step on the client. memory = 0 on the server is FedAvgM.

@@ -1,8 +1,8 @@
 """MIFA — Gu, Huang, Zhang, Huang, NeurIPS 2021, in the form of Luo 2023; with server momentum, Luo 2023 (MIFAM).
 
-    client   sends δ_i = d_i - (the d_i it sent last, at first 0), and keeps d_i
-    server   D <- D + 1/N Σ_i δ_i: the mean over ALL clients of the latest known update;    x <- x - server_lr D
-    MIFAM    m <- beta1 m + D;    x <- x - server_lr m                                      beta1 = 0 is MIFA
+    client   sends δ_i = d_i - (the d_i it sent last, at first 0), and keeps d_i   (mode "change" does so for any rule)
+    server   D <- D + 1/N Σ_i δ_i: the mean over ALL clients of the latest known update;    x <- x - server.lr D
+    MIFAM    m <- beta1 m + D;    x <- x - server.lr m                                      beta1 = 0 is MIFA
 
 Keeps d floats in float64 on the server (in float32 the running sum would drift), d for MIFAM's momentum, and d for each
 client that ever took part; sends d down, d up. With `weights: samples` the mean over all clients is by their samples.

@@ -1,12 +1,12 @@
 """MimeLite with a momentum base — Karimireddy, Jaggi, Kale, Mohri, Reddi, Stich, Suresh 2020 (arXiv 2008.03606).
 
     client   y <- y - lr ((1 - beta) ∇f_i(y; batch) + beta m), m held fixed;    d_i = x - y;    q_i = ∇f_i(x), all data
-    server   x <- x - server_lr Σ w_i d_i;   then   m <- (1 - beta) Σ w_i q_i + beta m
+    server   x <- x - server.lr Σ w_i d_i;   then   m <- (1 - beta) Σ w_i q_i + beta m
 
 Keeps d floats on the server, nothing on clients; sends 2d down, 2d up. q_i costs a pass over the client's data as it is
 stored (not augmented), in train mode without dropout and keeping no BatchNorm statistics. The well-known JAX code is
 undamped (`damped: false`: ∇f + beta m and q + beta m): for constant beta, without weight decay and clipping, the same
-method with lr rescaled by 1 - beta.
+method with lr rescaled by 1 - beta. Where the halves are named apart (client=..., server=...), give both the same beta.
 """
 
 from dataclasses import dataclass

@@ -39,7 +39,7 @@ class MOONClient(ClientRule):
         if not problem.has_features:
             raise ValueError(
                 f"name: 'moon' compares representations, the input of a net's last linear layer; "
-                f"model '{problem.model}' does not end in one"
+                f"model '{problem.model}' has none that is learnt"
             )
 
     def state(self, task):

@@ -3,12 +3,13 @@
     client   y <- y - lr (∇f_i(y; batch) - c_i + c), K times;    d_i = x - y
              c_i⁺ = c_i - c + (x - y) / (K lr)  (option II)   or   ∇f_i(x) over all its data  (option I)
              sends d_i and Δc_i = c_i⁺ - c_i, keeps c_i⁺
-    server   x <- x - server_lr Σ w_i d_i;    c <- c + 1/N Σ_i Δc_i        over the cohort, divided by ALL clients
+    server   x <- x - server.lr Σ w_i d_i;    c <- c + 1/N Σ_i Δc_i        over the cohort, divided by ALL clients
 
 Keeps d floats on the server and d for each client that ever took part; sends 2d down, 2d up. K is the number of steps
 this client took, lr the value of this round, x what the client received. At a first participation c_i = 0. With full
-participation c is the mean of all c_i after every round. c is a plain mean whatever `weights` says of x, so the method
-heads for the optimum of the unweighted mean of the f_i also under `weights: samples`.
+participation c is the mean of all c_i after every round. Weight decay and clipping, where configured, enter x - y and
+so c_i. c is a plain mean whatever `weights` says of x, so the method heads for the optimum of the unweighted mean of
+the f_i also under `weights: samples`.
 """
 
 from dataclasses import dataclass

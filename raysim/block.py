@@ -184,6 +184,7 @@ class Trainer:
         task = self.loop
         assert task.buffers is not None
         report, kept = rule.finish(shared, state, here.row, here.data, task)
+        _refuse_what_was_not_promised(rule, self.sent, report, here.row, kept)
         own = task.trained.flat.data_ptr()  # the vector in training is the next client's too
         report, kept = ({k: v.clone() if v.data_ptr() == own else v for k, v in d.items()} for d in (report, kept))
         row = {k: v for k, v in kept.items() if k != "seen"} | {_last(key): report[key] for key in self.change}
@@ -412,6 +413,16 @@ def _side_by_side(draws: list[_Draws], sizes: list[int], width: int) -> np.ndarr
     generators = [d.augment for d in draws if d.augment is not None]
     own = [np.pad(g.random((n, DRAWS)), ((0, width - n), (0, 0))) for g, n in zip(generators, sizes, strict=False)]
     return np.concatenate(own) if own else None
+
+
+def _refuse_what_was_not_promised(rule: ClientRule, sent: list[str], report: Report, row: State, kept: State) -> None:
+    """Raises where `finish` leaves out what the rule's class says it sends, or keeps other things than `state` says."""
+    if missing := [key for key in sent if key not in report and key != "buffers"]:
+        raise TypeError(f"finish of client rule '{rule.name}' sends no '{missing[0]}', which its `sends` promises")
+    promised = {k: tuple(v.shape) for k, v in row.items() if k != "seen"}
+    given = {k: tuple(v.shape) for k, v in kept.items() if k != "seen"}
+    if promised != given:
+        raise TypeError(f"finish of client rule '{rule.name}' keeps {given}, but its `state` says {promised}")
 
 
 def _last(key: str) -> str:

@@ -352,8 +352,8 @@ def shipped() -> dict[str, str]:
     return {name: path.read_text().splitlines()[0].lstrip("# ") for name, path in _shipped_files().items()}
 
 
-Keys = Callable[[str, str], Iterable[str] | None]
-"""(section, name) -> the keys that this name knows, None if it is unknown."""
+Keys = Callable[[str, str, str], Iterable[str]]
+"""(section, old name, new name) -> the keys that mean the same under both."""
 
 
 def find(source: str | Path, folder: Path | None = None) -> Path:
@@ -378,7 +378,7 @@ def read(
     Args:
         source: a path, the name of a shipped configuration, or a mapping.
         overrides: "key=value" with dots, or a mapping of the same.
-        keys: tells which keys a named thing knows, so that changing a name keeps only those.
+        keys: tells which keys mean the same under another name, so that changing a name keeps only those.
         defaults: what an algorithm of this name sets in other sections. They enter with the layer that names the
             algorithm, below that layer's own keys.
     """
@@ -472,8 +472,8 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any], keys: Keys | None 
                 and isinstance(value, dict)
                 and value.get("name", old.get("name")) != old.get("name")
             ):
-                known = keys(key, str(value["name"])) if keys else None
-                old = {k: v for k, v in old.items() if k in (known or ())}
+                same = keys(key, str(old.get("name")), str(value["name"])) if keys else ()
+                old = {k: v for k, v in old.items() if k in same}
         if key == "local" and isinstance(old, dict) and isinstance(value, dict):
             rival = {"steps": "epochs", "epochs": "steps"}
             old = {k: v for k, v in old.items() if rival.get(k) not in value}

@@ -197,8 +197,9 @@ class Model:
         for classifier in linear[-1:]:
             classifier.frame = self.frame  # type: ignore[assignment]
             classifier.register_forward_pre_hook(_note_features)
-        self.has_features = bool(linear)
-        """Whether it ends in a linear classifier, whose input counts as the representation of an image."""
+        below = self.size - sum(p.numel() for p in linear[-1].parameters() if p.requires_grad) if linear else 0
+        self.has_features = below > 0
+        """Whether it ends in a linear classifier on something learnt, the representation of an image."""
         self.dropouts = self._dry_run()
 
     def _dry_run(self) -> list[tuple[tuple[int, ...], float]]:
@@ -306,14 +307,6 @@ class Bound:
         frame.mode, frame.buffers, frame.drop = mode, buffers, drop
         frame.calls = self.model.dropouts_before[first]
         return self.module(x, first, levels)
-
-
-def keys(name: str) -> set[str] | None:
-    """The keys that a model section of this name knows; None if nothing has that name."""
-    try:
-        return {"name", PROJECTION, *_parameters(_find(name))}
-    except ConfigError:
-        return None
 
 
 def _find(name: str) -> Callable:

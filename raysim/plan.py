@@ -89,6 +89,7 @@ def resolve(raw: Mapping[str, Any], load: Callable[[configuration.Data], Dataset
     config = configuration.validate(raw)
     client, server = rules.resolve(config)
     _check_resources(config)
+    _check_store(config)
     tracking.absolute(config.tracking.uri)
     known = getattr(config.partition, "clients", None)
     if known is not None:
@@ -107,6 +108,7 @@ def resolve(raw: Mapping[str, Any], load: Callable[[configuration.Data], Dataset
         model=config.model.name,
         levels=model.levels,
         has_features=model.has_features,
+        lr=max([lr for _, lr in config.local.lr] if isinstance(config.local.lr, list) else [config.local.lr]),
     )
     for half, rule in (("client", client), ("server", server)):
         try:
@@ -126,13 +128,14 @@ def resolve(raw: Mapping[str, Any], load: Callable[[configuration.Data], Dataset
     return Plan(config, client, server, dataset, clients, net, problem, vmap, size)
 
 
-def keys(section: str, name: str) -> set[str] | None:
-    """The keys that the section of this name knows: see `config.read`."""
+def keys(section: str, before: str, name: str) -> set[str]:
+    """The keys that mean the same under both names of a section: see `config.read`. A net's are its own."""
     if section in ("algorithm", "client", "server"):
-        return rules.keys(section, name)
+        return rules.shared_keys(section, before, name)
     if section == "model":
-        return models.keys(name)
-    return configuration.section_keys(section, name)
+        return set()
+    known = [configuration.section_keys(section, n) or set() for n in (before, name)]
+    return known[0] & known[1]
 
 
 def _section(section: Named, rule: Any, config: Config) -> Named:
@@ -150,6 +153,15 @@ def _check_cohort(config: Config, clients: int) -> None:
             f"schedule.cohort: {config.schedule.cohort} clients a round, but partition.clients gives only "
             f"{clients}; lower the one or raise the other"
         )
+
+
+def _check_store(config: Config) -> None:
+    if config.store.dir is None:
+        return
+    folder = Path(config.store.dir).expanduser()
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError(f"store.dir: {there} is no folder that can be written to; give one that is")
 
 
 def _check_resources(config: Config) -> None:

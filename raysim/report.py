@@ -25,7 +25,7 @@ LAST = 10
 
 _NOT_THE_RESULT = ("name", "run_dir", "tracking.", "checkpoint.", "data.root", "data.download", "evaluate.batch")
 _NOT_THE_RESULT += tuple(f"resources.{key}" for key in ("executor", "actors", "cpus", "server_threads", "address"))
-_NOT_THE_RESULT += ("resources.timeout", "sweep.")
+_NOT_THE_RESULT += ("resources.timeout", "sweep.", "store.")
 _FOLLOWS = ("client.", "server.", "block.", "model.")  # sections whose keys mostly follow from a name
 _NONE = "–"
 
@@ -62,7 +62,7 @@ class Row:
     Attributes:
         parameters: what tells this row from the others, as text; a parameter that its runs do not have is absent.
         seeds: how many runs.
-        best: the best value over all evaluated rounds; `last` the mean of the last 10 evaluated values.
+        best: the best value over all evaluated rounds; `last` the mean of the last 10 evaluated values after round 0.
         to_target: the first round at which the target was reached, over the runs that did (`to_target.n` of `seeds`);
             None if none did, or no target was given.
         rounds: (fewest, most) rounds that the runs have done.
@@ -85,6 +85,7 @@ def rows(
     target: float | None = None,
     group: Sequence[str] | None = None,
     best_of: Sequence[str] | None = None,
+    say: Callable[[str], None] = lambda line: None,
 ) -> list[Row]:
     """Runs as rows of a table.
 
@@ -94,6 +95,7 @@ def rows(
         target: the value whose first round is wanted.
         group: the parameters that make a row, instead of all that differ.
         best_of: keeps, for each combination of these parameters, only the row of the best mean `best`.
+        say: told, in a line, if rows of `group` hold runs that differ in more than their seed.
 
     Raises:
         ConfigError: `group` or `best_of` names a parameter that no run has.
@@ -103,6 +105,8 @@ def rows(
     groups: dict[tuple, list[Run]] = {}
     for run in runs:
         groups.setdefault(tuple(run.params.get(key) for key in keys), []).append(run)
+    if mixed := sorted({key for members in groups.values() for key in _varied([run.params for run in members])}):
+        say(f"a row holds runs that differ in {', '.join(map(_short, mixed))}")
     found = []
     for values, members in groups.items():
         named = {key: value for key, value in zip(keys, values, strict=True) if value is not None}
@@ -129,7 +133,8 @@ def _row(parameters: dict[str, str], runs: list[Run], lower: bool, target: float
     values = [[value for _, value in run.history] for run in runs]
     arrivals = [next((t for t, value in run.history if reached(value)), None) for run in runs]
     best = Figure.of([(min if lower else max)(each) for each in values])
-    last = Figure.of([statistics.fmean(each[-LAST:]) for each in values])
+    trained = [[value for t, value in run.history if t > 0] or [run.history[-1][1]] for run in runs]
+    last = Figure.of([statistics.fmean(each[-LAST:]) for each in trained])
     assert best and last
     ends = [run.history[-1][0] for run in runs]
     return Row(
@@ -150,8 +155,11 @@ def _varied(params: Sequence[Mapping[str, str]]) -> list[str]:
     differ = [
         key
         for key in everything
-        if key != "seed" and not key.startswith(_NOT_THE_RESULT) and len({each.get(key) for each in params}) > 1
+        if key not in ("seed", *NAMED)
+        and not key.startswith(_NOT_THE_RESULT)
+        and len({each.get(key) for each in params}) > 1
     ]
+    differ.sort(key=lambda key: key == "block.size")
     names = [key for key in differ if key.removesuffix(".name") in NAMED]
     names.sort(key=lambda key: key.startswith(("client.", "server.")))
     chosen: list[str] = []
@@ -160,7 +168,8 @@ def _varied(params: Sequence[Mapping[str, str]]) -> list[str]:
             continue
         parts = [tuple(each.get(k) for k in chosen) for each in params]
         tells = len(set(zip(parts, (each.get(key) for each in params), strict=True))) > len(set(parts))
-        if tells or not key.startswith(_FOLLOWS):
+        halves = key in ("client.name", "server.name") and any("algorithm.name" not in each for each in params)
+        if tells or halves or not key.startswith(_FOLLOWS):
             chosen.append(key)
     return chosen
 
@@ -267,7 +276,7 @@ def table(
         ConfigError: an experiment, run, metric or parameter is not there.
         RaysimError: the store cannot be read.
     """
-    return rows(finished_runs(wanted, uri, metric, say), metric, target=target, group=group, best_of=best_of)
+    return rows(finished_runs(wanted, uri, metric, say), metric, target=target, group=group, best_of=best_of, say=say)
 
 
 def finished_runs(
@@ -310,7 +319,8 @@ def _selected(client: Any, name: str) -> list[Any]:
     everything = _pages(lambda token: client.search_experiments(page_token=token))
     for each in everything if len(name) == 32 else []:
         for run in _search(client, [each.experiment_id], f"attributes.run_id = '{name}'"):
-            children = _search(client, [each.experiment_id], f"tags.`mlflow.parentRunId` = '{name}'")
+            asked = (f"tags.`mlflow.parentRunId` = '{name}'", f"tags.`raysim.sweep.{name}` = 'true'")
+            children = [child for condition in asked for child in _search(client, [each.experiment_id], condition)]
             return children if run.data.tags.get("raysim.sweep") == "true" else [run]
     names = [each.name for each in everything]
     raise ConfigError(f"report: no experiment, and no run, is called '{name}'{did_you_mean(name, names)}")

@@ -11,17 +11,18 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import inspect
 import pkgutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, get_args
 
 import torch
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from torch import Tensor
 
 from raysim.config import Config, Named, PositiveScheduled, at_round, explain
-from raysim.errors import ConfigError, did_you_mean
+from raysim.errors import ConfigError, RaysimError, did_you_mean
 from raysim.references import load_object
 
 if TYPE_CHECKING:
@@ -50,7 +51,9 @@ class Problem:
     levels: int = 0
     """Stages of the net before its classifier; 0 if it is not made of stages."""
     has_features: bool = True
-    """Whether the net ends in a linear classifier, so that an image has a representation."""
+    """Whether the net ends in a linear classifier on something learnt, the representation of an image."""
+    lr: float = 0.0
+    """The largest η_l of the run."""
 
 
 @dataclass(frozen=True)
@@ -90,11 +93,12 @@ class ClientRule(_Rule):
         return 1
 
     def state(self, task: Task) -> State:
-        """What survives between rounds, as zeros of the right shapes. {} for most."""
+        """What the client keeps between rounds, as zeros of the right shapes: the keys of its row. {} for most."""
         return {}
 
     def init(self, shared: State, row: State, data: LocalData, task: Task) -> State:
-        """On arrival of the broadcast: what the local steps carry beside "w" (which starts at shared["x"]).
+        """On arrival of the broadcast: what the local steps of THIS round carry beside "w" (which starts at
+        shared["x"]); gone after `finish`.
 
         `row` holds what `state` declared and the scalar `row["seen"]`: has this client taken part before?
         """
@@ -105,12 +109,12 @@ class ClientRule(_Rule):
         raise NotImplementedError(f"{type(self).__name__} defines neither direction nor step")
 
     def step(self, shared: State, state: State, batch: Batch, task: Task) -> State:
-        """One local step; the general form of `direction`."""
+        """One local step; the general form of `direction`. Gives the whole next state, "w" included."""
         return {**state, "w": task.descend(state["w"], self.direction(shared, state, batch, task))}
 
     def finish(self, shared: State, state: State, row: State, data: LocalData, task: Task) -> tuple[Report, State]:
-        """What is sent up and what is kept. A report key "metric/NAME" (a scalar) becomes the metric
-        client/NAME, averaged over the round's clients."""
+        """What is sent up (every key of `sends`) and what is kept (every key of `state`). A report key "metric/NAME"
+        (a scalar) becomes the metric client/NAME, averaged over the round's clients."""
         return {"delta": shared["x"] - state["w"]}, {}
 
 
@@ -143,17 +147,24 @@ class Reports(Cohort):
 
     def mean(self, key: str) -> Tensor:
         """The weighted mean of an upload over the round's clients, [P]; the same bits for any grouping."""
-        return self.totals["mean", key]
+        return self._total("mean", key)
 
     def sum(self, key: str) -> Tensor:
         """The plain sum of an upload over the round's clients, [P]; for keys that `uploads` calls "sum"."""
-        return self.totals["sum", key]
+        return self._total("sum", key)
 
     def change(self, key: str) -> Tensor:
         """Σ_i ω_i (u_i - what i sent last), float64 [P], where ω_i is the client's weight among ALL clients (1/N, or
         its share of all samples); for keys that `uploads` calls "change". Added up over the rounds it is the mean of
         the latest known upload of every client, with zero for those never seen."""
-        return self.totals["change", key]
+        return self._total("change", key)
+
+    def _total(self, mode: str, key: str) -> Tensor:
+        if (mode, key) not in self.totals:
+            raise RaysimError(
+                f"a server rule asks for the {mode} of '{key}', which its `uploads` does not call \"{mode}\""
+            )
+        return self.totals[mode, key]
 
     def each(self, key: str) -> Tensor:
         """Every client's upload in the order of `ids`, [K, P]; only for keys that `uploads` calls "each"."""
@@ -274,6 +285,9 @@ def _lookup(section: str, name: str) -> Any:
             return Algorithm(name, found, SERVERS["fedavg"], name, listed=False)
         if issubclass(found, ServerRule):
             return Algorithm(name, CLIENTS["fedavg"], found, name, listed=False)
+    for rule in (found.client, found.server) if isinstance(found, Algorithm) else (found,):
+        if isinstance(rule, type) and issubclass(rule, _Rule) and "__dataclass_params__" not in rule.__dict__:
+            raise ConfigError(f"{section}.name: put @dataclass(frozen=True) above class {rule.__name__}")
     family = {"client": ClientRule, "server": ServerRule}.get(section)
     if not (isinstance(found, Algorithm) if family is None else isinstance(found, type) and issubclass(found, family)):
         wanted = "an Algorithm, a ClientRule or a ServerRule" if family is None else f"a {family.__name__}"
@@ -286,14 +300,23 @@ def fields(rule: type) -> list[str]:
     return [f.name for f in dataclasses.fields(rule)]
 
 
-def keys(section: str, name: str) -> set[str] | None:
-    """The keys that an algorithm, client or server section of this name knows; None if nothing has that name."""
+def shared_keys(section: str, before: str, name: str) -> set[str]:
+    """The keys that both algorithms (client rules, server rules) of these names have from the same class, so that they
+    mean the same: every server's `weights`, but not GradMA's beta2 and FedAdam's."""
     try:
-        found = _lookup(section, name)
+        old, new = (_owners(_lookup(section, n)) for n in (before, name))
     except ConfigError:
-        return None
-    rules = [found.client, found.server] if isinstance(found, Algorithm) else [found]
-    return {"name", "preset"} | {f for rule in rules for f in fields(rule)}
+        return set()
+    return {"preset"} | {key for key, owners in new.items() if owners <= old.get(key, set())}
+
+
+def _owners(found: Any) -> dict[str, set[type]]:
+    """For each hyper-parameter the classes that brought it in, or gave it another meaning."""
+    owners: dict[str, set[type]] = {}
+    for rule in [found.client, found.server] if isinstance(found, Algorithm) else [found]:
+        for key in fields(rule):
+            owners.setdefault(key, set()).add(next(c for c in rule.__mro__ if key in inspect.get_annotations(c)))
+    return owners
 
 
 def defaults(name: str) -> Mapping[str, Any]:
@@ -349,6 +372,11 @@ def resolve(config: Config) -> tuple[ClientRule, ServerRule]:
 
 def refuse_pair(client: ClientRule, server: ServerRule) -> None:
     """Raises ConfigError where one rule needs what the other does not give; names both."""
+    for key, modes in server.uploads.items():
+        for mode in (modes,) if isinstance(modes, str) else modes:
+            if mode not in get_args(Mode):
+                hint = did_you_mean(mode, get_args(Mode))
+                raise ConfigError(f"server rule '{server.name}': uploads '{key}' in an unknown mode '{mode}'{hint}")
     pair = f"client rule '{client.name}' with server rule '{server.name}'"
     if missing := [k for k in client.needs if k not in server.provides]:
         raise ConfigError(

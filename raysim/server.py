@@ -97,9 +97,15 @@ class Server:
             rows=rows,
         )
         try:
-            self.state = self.rule.at(round.t).update(self.state, reports)
+            state = self.rule.at(round.t).update(self.state, reports)
         except NonFiniteError as error:
             raise RaysimError(f"round {round.t}: server rule '{self.rule.name}': {error}; lower local.lr") from None
+        if state.keys() != self.state.keys():
+            odd = ", ".join(sorted(state.keys() ^ self.state.keys()))
+            raise RaysimError(
+                f"server rule '{self.rule.name}': update must give back the keys of init; differs in {odd}"
+            )
+        self.state = state
         if not torch.isfinite(self.state["x"].sum()):
             raise RaysimError(
                 f"round {round.t}: server rule '{self.rule.name}' made non-finite parameters; "

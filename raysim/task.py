@@ -120,7 +120,7 @@ class Task:
         self.buffers = received
         self.segments = model.segments
         self.losses: list[Tensor] = []
-        """Mean loss of each pass in train mode."""
+        """Mean cross-entropy of each pass in train mode, without what a method adds to it."""
 
     @property
     def lr(self) -> float:
@@ -220,10 +220,12 @@ class LoopTask(Task):
         self, w: Tensor, batch: Batch, loss: Loss = cross_entropy, mode: Mode = "train", buffers: Tensor | None = None
     ) -> Tensor:
         bound = self.trained if w is self.trained.flat else self._held(w, self.others).bound
-        value = loss(self._net(bound, batch, mode, self.buffers if mode == "train" else buffers), batch).mean()
+        net = self._net(bound, batch, mode, self.buffers if mode == "train" else buffers)
+        value = loss(net, batch).mean()
         parts = torch.autograd.grad(value, bound.parameters, materialize_grads=True)
         if mode == "train":
-            self.losses.append(value.detach())
+            plain = value if loss is cross_entropy else cross_entropy(net, batch).mean()
+            self.losses.append(plain.detach())
         return torch.cat([p.reshape(-1) for p in parts])
 
     def net(
@@ -279,11 +281,15 @@ class VmapTask(Task):
     ) -> Tensor:
         statistics = self.buffers if mode == "train" else buffers
 
+        def mean(each: Tensor) -> Tensor:
+            return each.mean() if batch.mask is None else (each * batch.mask).sum() / batch.mask.sum()
+
         def mean_loss(w: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
             moved: list[Tensor] = []
-            each = loss(self._net(w, batch, mode, statistics, True, moved), batch)
-            value = each.mean() if batch.mask is None else (each * batch.mask).sum() / batch.mask.sum()
-            return value, (moved[0] if moved else value.new_zeros(0), value.detach())
+            net = self._net(w, batch, mode, statistics, True, moved)
+            value = mean(loss(net, batch))
+            plain = value if loss is cross_entropy or mode != "train" else mean(cross_entropy(net, batch))
+            return value, (moved[0] if moved else value.new_zeros(0), plain.detach())
 
         grad, (moved, value) = torch.func.grad(mean_loss, has_aux=True)(w)
         if mode == "train":

@@ -442,7 +442,7 @@ class _Server:
                 send = self._client.log_artifacts if os.path.isdir(path) else self._client.log_artifact
                 send(self.run_id, path, folder)
             case {"kind": "parent", "parent": parent}:
-                self._tags({"mlflow.parentRunId": self._id_of(parent)})
+                self._tags(_under(self._id_of(parent)))
             case {"kind": "finish", "status": status, "time": end}:
                 self._client.set_terminated(self.run_id, status, end)
 
@@ -505,7 +505,7 @@ class _Server:
 
     def _open(self, start: Mapping[str, Any]) -> None:
         run = self._find(start["key"])
-        under = {"mlflow.parentRunId": self._id_of(start["parent"])} if start["parent"] else {}
+        under = _under(self._id_of(start["parent"])) if start["parent"] else {}
         if run is not None:
             self._client.update_run(run.info.run_id, status="RUNNING")
             self._steps = {}
@@ -595,6 +595,11 @@ def _together(records: list[dict[str, Any]]) -> int:
     """How many of the first records go in one request: metrics up to the limit, one of any other kind."""
     sizes = (len(record["values"]) for record in takewhile(lambda record: record["kind"] == "metrics", records))
     return max(1, sum(total <= _BATCH for total in accumulate(sizes)))
+
+
+def _under(parent: str) -> dict[str, str]:
+    """Tags of a run that is shown under `parent`. A run that moves on to another parent stays a member of the first."""
+    return {"mlflow.parentRunId": parent, f"raysim.sweep.{parent}": "true"}
 
 
 def _final(error: Exception) -> bool:

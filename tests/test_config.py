@@ -193,25 +193,30 @@ def test_yaml_numbers():
     assert merged == {"a": 1e-3, "b": 2e5, "c": 5.0, "d": -100.0, "e": 1000, "f": "1e-3", "g": None, "h": [0.1, 2]}
 
 
-def test_a_new_name_keeps_the_keys_it_knows_and_no_others():
+def test_a_new_name_keeps_the_keys_that_mean_the_same_and_no_others():
     below = {
         "algorithm": {"name": "gradma", "beta1": 0.7, "beta2": 0.3, "memory": 50, "lr": 0.5},
         "model": {"name": "mlp", "hidden": [8]},
         "partition": {"name": "dirichlet", "clients": 30, "alpha": 0.5, "min_samples": 1},
     }
-    over = layers(below, "algorithm=fedavgm", "model=lenet", "partition=iid")
-    assert over["algorithm"] == {"name": "fedavgm", "beta1": 0.7, "lr": 0.5}
+    over = layers(below, "algorithm=gradma_s", "model=lenet", "partition=iid")
+    assert over["algorithm"] == {**below["algorithm"], "name": "gradma_s"}
     assert over["model"] == {"name": "lenet"} and over["partition"] == {"name": "iid", "clients": 30}
+    for name in ("fedavgm", "fedprox"):  # every server's lr; but its beta1 is not GradMA's
+        assert layers(below, f"algorithm={name}")["algorithm"] == {"name": name, "lr": 0.5}
+    assert layers(below, "algorithm=fedadam")["algorithm"] == {"name": "fedadam"}  # nor is its lr
+    moon = layers({"algorithm": {"name": "fedprox", "mu": 0.3, "weights": "samples"}}, "algorithm=moonm")
+    assert moon["algorithm"] == {"name": "moonm", "weights": "samples"}
     same = layers(below, "algorithm=gradma", "model=mlp", "algorithm.beta1=0.1")
     assert same["algorithm"] == {**below["algorithm"], "beta1": 0.1} and same["model"] == below["model"]
 
 
-def test_a_new_name_of_ones_own_keeps_the_keys_it_knows(source):
+def test_a_new_name_of_ones_own_keeps_the_keys_that_mean_the_same(source):
     rules, nets = source("own_rules", RULES), source("own_nets", NETS)
     below = {"model": {"name": "mlp", "hidden": [8]}, "client": {"name": "fedprox", "mu": 1.0}, "server": "fedavg"}
     over = layers({**below, "server": {"name": "fedavgm", "lr": 0.5, "beta1": 0.1}}, f"server={rules}:Taking")
     assert over["server"] == {"name": f"{rules}:Taking", "lr": 0.5}
-    assert layers(below, f"model={nets}:Net")["model"] == {"name": f"{nets}:Net", "hidden": [8]}
+    assert layers(below, f"model={nets}:Net")["model"] == {"name": f"{nets}:Net"}
 
 
 @pytest.mark.parametrize("wins", ["steps", "epochs"])

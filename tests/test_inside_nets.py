@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from raysim import nets
-from raysim.errors import ConfigError
+from raysim.errors import ClientError, ConfigError, RaysimError
 from raysim.models import Model
 from raysim.plan import prepare
 from raysim.task import Batch, Facts, LocalData, LoopTask, VmapTask
@@ -92,7 +92,10 @@ def test_a_gradient_flows_through_a_frozen_tail_into_the_level_only(way):
     expected = flat(torch.autograd.grad(value, first))
     torch.testing.assert_close(grad[: len(expected)], expected, rtol=1e-8, atol=1e-10)
     assert expected.abs().max() > 0 and not grad[len(expected) :].any()
-    torch.testing.assert_close(task.losses[0], value.detach(), rtol=1e-9, atol=0)
+    net[1][4].p = 0.5
+    masked = net[1][:4](net[0](batch.x)) * batch.drop[0]
+    plain = F.cross_entropy(net[2](masked), batch.y).detach()  # what is reported leaves out what a method adds
+    torch.testing.assert_close(task.losses[0], plain, rtol=1e-9, atol=0)
 
 
 @pytest.mark.parametrize("way", ["loop", "vmap"])
@@ -237,9 +240,9 @@ def test_a_fresh_model_is_keyed_by_the_client(base, engine):
 
 @pytest.mark.parametrize("name", ["mlp", "resnet20", "logistic"])
 def test_a_projection_head_stands_below_the_classifier(name, base):
-    given = {**base, "rounds": 1, "algorithm": "moon", "partition": {"name": "iid", "clients": 4},
-             "schedule": {"cohort": 2}}  # fmt: skip
-    plain, headed = prepare({**given, "model": name}), prepare({**given, "model": {"name": name, "projection": 16}})
+    given = {**base, "rounds": 1, "partition": {"name": "iid", "clients": 4}, "schedule": {"cohort": 2}}
+    plain = prepare({**given, "algorithm": "fedavg", "model": name})
+    headed = prepare({**given, "algorithm": "moon", "model": {"name": name, "projection": 16}})
     width = {"mlp": 200, "resnet20": 64, "logistic": 64}[name]
     extra = width * width + width + width * 16 + 16 + 16 * 10 + 10 - (width * 10 + 10)
     assert headed.problem.size - plain.problem.size == extra
@@ -274,10 +277,103 @@ def test_a_method_that_looks_inside_refuses_a_net_that_cannot_be_looked_into(alg
         prepare({**given, "schedule": {"cohort": 2}})
 
 
-def test_every_shipped_net_has_features_and_stages():
+def test_shipped_nets_have_features_and_stages_but_a_single_layer_has_learnt_none():
     for name, make in nets.NETS.items():
         shape = (3, 32, 32)
         model = Model(make(shape, 10), shape, 10)
-        assert model.has_features, name
+        assert model.has_features == (name != "logistic"), name
         expected = {"logistic": 0, "mlp": 2, "tinynn": 2, "lenet5": 4, "vgg11": 6, "resnet20": 4, "lenet": 4}
         assert model.levels == expected.get(name, model.levels), name
+
+
+# --- mistakes in one's own rules
+
+RULES = """
+from dataclasses import dataclass
+
+import torch
+
+from algorithms.fedavg import FedAvgClient
+from raysim.rules import ClientRule, ServerRule
+
+
+@dataclass(frozen=True)
+class Keeper(FedAvgClient):
+    kept: int = 1
+
+    def state(self, task):
+        return {"v": task.zeros()}
+
+    def finish(self, shared, state, row, data, task):
+        kept = {0: {}, 1: {"v": state["w"]}, 2: {"v": state["w"][:3]}, 3: {"v": state["w"], "u": state["w"]}}
+        return {"delta": shared["x"] - state["w"]}, kept[self.kept]
+
+
+@dataclass(frozen=True)
+class Silent(FedAvgClient):
+    sends = ("delta", "extra")
+
+
+@dataclass(frozen=True)
+class Server(ServerRule):
+    mode: str = "mean"
+    asks: str = "mean"
+    drops: bool = False
+
+    @property
+    def uploads(self):
+        return {"delta": self.mode}
+
+    def init(self, x0, problem):
+        return {"x": x0, "m": x0}
+
+    def update(self, state, reports):
+        new = {"x": state["x"] - getattr(reports, self.asks)("delta").to(state["x"].dtype)}
+        return new if self.drops else {**state, **new}
+
+
+@dataclass(frozen=True)
+class Extra(ServerRule):
+    @property
+    def uploads(self):
+        return {"delta": "mean", "extra": "mean"}
+
+
+class Bare(ClientRule):
+    rho: float = 0.5
+"""
+
+
+@pytest.fixture
+def own(base, source, engine) -> Any:
+    path = source("own_rules_inside", RULES)
+
+    def run(client: Any = "fedavg", server: Any = "fedavg") -> Any:
+        client, server = ({**r, "name": f"{path}:{r['name']}"} if isinstance(r, dict) else r for r in (client, server))
+        small = {"model": {"name": "mlp", "hidden": [4]}, "partition": {"name": "iid", "clients": 3}}
+        return engine({"rounds": 2, "client": client, "server": server, "schedule": {"cohort": 2}, **small})
+
+    return run
+
+
+def test_rules_that_keep_their_word_run(own):
+    own({"name": "Keeper"}, {"name": "Server", "mode": "sum", "asks": "sum"})
+    own({"name": "Keeper"}, {"name": "Server", "mode": "change", "asks": "change"})
+
+
+@pytest.mark.parametrize(
+    "client, server, error, said",
+    [
+        ({"name": "Keeper", "kept": 0}, "fedavg", ClientError, r"keeper.* keeps \{\}, but its `state` says \{'v'"),
+        ({"name": "Keeper", "kept": 2}, "fedavg", ClientError, r"keeps \{'v': \(3,\)\}"),
+        ({"name": "Keeper", "kept": 3}, "fedavg", ClientError, r"keeps .*'u'"),
+        ({"name": "Silent"}, {"name": "Extra"}, ClientError, r"silent.* sends no 'extra'"),
+        ("fedavg", {"name": "Server", "mode": "total"}, ConfigError, r"uploads 'delta' in an unknown mode 'total'"),
+        ("fedavg", {"name": "Server", "asks": "sum"}, RaysimError, r"asks for the sum of 'delta'"),
+        ("fedavg", {"name": "Server", "drops": True}, RaysimError, r"update must give back the keys of init.* m"),
+        ({"name": "Bare", "rho": 0.1}, "fedavg", ConfigError, r"put @dataclass\(frozen=True\) above class Bare"),
+    ],
+)
+def test_rules_that_break_it_are_told_how(client, server, error, said, own):
+    with pytest.raises(error, match=said):
+        own(client, server)

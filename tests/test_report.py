@@ -31,11 +31,11 @@ def run(accuracies: list[float], every: int = 1, **params: object) -> Run:
 
 def test_best_last_and_rounds_to_the_target():
     first = [0.1, 0.5, 0.3] + [0.2] * 7 + [0.4] * 5  # the last ten: 0.2 five times, 0.4 five times
-    second = [0.1, 0.2, 0.3, 0.4]  # fewer than ten
+    second = [0.1, 0.2, 0.3, 0.4]  # fewer than ten, of which round 0 does not count
     (row,) = rows([run(first, seed=0), run(second, seed=1)], target=0.3)
     assert row.seeds == 2 and row.parameters == {} and row.rounds == (3, 14)
     assert row.best.mean == pytest.approx(0.45) and row.best.std == pytest.approx(statistics.stdev([0.5, 0.4]))
-    assert row.last.mean == pytest.approx((0.3 + 0.25) / 2) and row.last.n == 2
+    assert row.last.mean == pytest.approx((0.3 + 0.3) / 2) and row.last.n == 2
     assert row.to_target and row.to_target.mean == pytest.approx((1 + 2) / 2) and row.to_target.n == 2
     (row,) = rows([run(first, every=5, seed=0), run(second, every=5, seed=1)], target=0.45)
     assert row.to_target and (row.to_target.mean, row.to_target.n) == (5, 1) and row.rounds == (15, 70)
@@ -84,6 +84,14 @@ def test_what_follows_from_a_name_is_no_column():
     assert markdown(rows(runs)).splitlines()[2] == "| fedavg | – | 1 | 10.00 | 10.00 | 0 |"
 
 
+def test_where_a_run_has_no_algorithm_both_of_its_rules_are_columns():
+    pairs = [("moon", "fedadam"), ("fedprox", "mifam")]
+    runs = [run([0.1], client__name=client, server__name=server, algorithm="None") for client, server in pairs]
+    runs = [Run(r.run_id, {k: v for k, v in r.params.items() if k != "algorithm.name"}, r.history) for r in runs]
+    runs.append(run([0.1], client__name="fedavg", server__name="fedavg", algorithm="fedavg"))
+    assert {tuple(row.parameters.values()) for row in rows(runs)} == {*pairs, ("fedavg", "fedavg", "fedavg")}
+
+
 def test_rows_are_in_the_order_of_their_numbers():
     runs = [run([0.1], alpha=alpha) for alpha in (10, 0.1, 0.01, 2)]
     assert [row.parameters["partition.alpha"] for row in rows(runs)] == ["0.01", "0.1", "2", "10"]
@@ -94,6 +102,9 @@ def test_group():
     assert [(row.parameters, row.seeds) for row in rows(runs, group=["algorithm"])] == [
         ({"algorithm.name": "fedavg"}, 4)
     ]
+    said: list[str] = []
+    rows(runs, group=["algorithm"], say=said.append)
+    assert said == ["a row holds runs that differ in local.lr"]
     by_seed = rows(runs, group=["seed", "local.lr"])
     assert [row.best.mean for row in by_seed] == [0.25, 0.5, 1.25, 1.5]
     with pytest.raises(ConfigError, match=r"--group: no run has a parameter 'local.lrr'; did you mean 'local.lr'"):
@@ -127,10 +138,10 @@ def test_markdown_and_csv():
     assert markdown(found, target=0.7).splitlines() == [
         "| local.lr | seeds | best accuracy % | mean of last 10 % | rounds to 0.7 | rounds done |",
         "| --- | --- | --- | --- | --- | --- |",
-        "| 0.1 | 2 | 62.50 ± 17.68 | 50.00 ± 17.68 | 1 (1/2) | 1 |",
+        "| 0.1 | 2 | 62.50 ± 17.68 | 62.50 ± 17.68 | 1 (1/2) | 1 |",
         r"| [[0, 1]\|] | 1 | 12.50 | 12.50 | – | 0 |",
     ]
-    assert markdown(rows(runs[:1], "loss"), "loss").splitlines()[-1] == "| 1 | 0.5 | 0.625 | 1 |"
+    assert markdown(rows(runs[:1], "loss"), "loss").splitlines()[-1] == "| 1 | 0.5 | 0.75 | 1 |"
     first, second = csv.DictReader(report.as_csv(found).splitlines())
     assert (first["local.lr"], first["seeds"], first["best"], first["rounds_to_target"]) == ("0.1", "2", "0.625", "1.0")
     assert float(first["best_std"]) == statistics.stdev([0.75, 0.5]) and first["reached"] == "1"
@@ -181,7 +192,7 @@ def test_an_experiment(store):
         ("0.1", 2, pytest.approx((0.6 + 0.7) / 2), (2, 2)),
         ("0.2", 1, 0.4, (0, 0)),
     ]
-    assert found[0].last.mean == pytest.approx(((0.1 + 0.6 + 0.5) / 3 + (0.1 + 0.2 + 0.7) / 3) / 2)
+    assert found[0].last.mean == pytest.approx(((0.6 + 0.5) / 2 + (0.2 + 0.7) / 2) / 2)
     assert said == [
         "2 runs left out: unfinished or failed",
         "1 run left out: without 'accuracy'",
@@ -249,7 +260,7 @@ def test_the_command(store, tmp_path: Path, capsys: Any, monkeypatch: pytest.Mon
 
     out, err = call("--target", "0.6")
     assert out.splitlines()[2:] == [
-        "| 0.1 | 2 | 65.00 ± 7.07 | 36.67 ± 4.71 | 1.5 | 2 |",
+        "| 0.1 | 2 | 65.00 ± 7.07 | 50.00 ± 7.07 | 1.5 | 2 |",
         "| 0.2 | 1 | 40.00 | 40.00 | – | 0 |",
     ]
     assert "2 runs left out: unfinished or failed" in err
