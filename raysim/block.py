@@ -169,7 +169,7 @@ class Trainer:
             loss = torch.stack(task.losses).mean() if task.losses else self.x0.new_tensor(float("nan"))
             return self._leave(rule, shared, state, here, loss)
         except Exception:
-            return _Trained(job, error=traceback.format_exc(limit=-8))
+            return _failed(job)
 
     def _arrive(self, rule: ClientRule, facts: Facts, shared: State, buffers: Tensor, job: Job) -> _Arrived:
         """The broadcast reaches a client: what it kept, and what its steps begin with. Makes `self.loop` its task."""
@@ -247,7 +247,7 @@ class Trainer:
                 arrived.append(self._arrive(rule, facts, shared, buffers, job))
                 arrived[-1].state["w"] = shared["x"]
             except Exception:
-                trained[job.client] = _Trained(job, error=traceback.format_exc(limit=-8))
+                trained[job.client] = _failed(job)
         if not arrived:
             return [trained[job.client] for job in block.jobs]
         try:
@@ -265,15 +265,14 @@ class Trainer:
                 moved = torch.cat([new, moved[live:]])
                 losses[:live] += (loss - losses[:live]) / (i + 1)
         except Exception:
-            error = traceback.format_exc(limit=-8)
-            return [trained.get(job.client) or _Trained(job, error=error) for job in block.jobs]
+            return [trained.get(job.client) or _failed(job) for job in block.jobs]
         for i, here in enumerate(arrived):
             try:
                 self.loop.start(facts, shared["x"], buffers, here.job.steps, moved[i])
                 own = {k: v[i] for k, v in state.items()}
                 trained[here.job.client] = self._leave(rule, shared, own, here, losses[i])
             except Exception:
-                trained[here.job.client] = _Trained(here.job, error=traceback.format_exc(limit=-8))
+                trained[here.job.client] = _failed(here.job)
         return [trained[job.client] for job in block.jobs]
 
     def _stacked(self, t: int, arrived: list[_Arrived]) -> Iterator[tuple[int, Tensor, Tensor, Tensor | None, tuple]]:
@@ -352,9 +351,10 @@ class Trainer:
                     k.removeprefix("metric/"): float(v) for k, v in one.report.items() if k.startswith("metric/")
                 }
                 done.bytes = sum(one.report[k].numel() * one.report[k].element_size() for k in self.sent)
-                bad = [k for mode, k in self.sums if not self._fits(one.report[k], self._weight(mode, one.job))]
-                bad = list(dict.fromkeys(bad))
-                bad += [f"kept {k}" for k, v in one.row.items() if not torch.isfinite(v.sum())]
+                large = [k for mode, k in self.sums if not self._fits(one.report[k], self._weight(mode, one.job))]
+                bad = list(dict.fromkeys(large)) + [
+                    f"kept {k}" for k, v in one.row.items() if not torch.isfinite(v.sum())
+                ]
                 if bad:
                     done.error = f"non-finite {' and '.join(bad)} (mean local loss {done.loss:.4g})"
             if done.error is None:
@@ -406,6 +406,12 @@ class _Trained:
     row: State = field(default_factory=dict)
     loss: Tensor = field(default_factory=lambda: torch.tensor(float("nan")))
     error: str | None = None
+
+
+def _failed(job: Job) -> _Trained:
+    """For an `except`: a rule or net is a user's code and may raise anything. The engine judges it by client and round,
+    and the run stops or goes on without the client (`faults.on_client_error`)."""
+    return _Trained(job, error=traceback.format_exc(limit=-8))
 
 
 def _side_by_side(draws: list[_Draws], sizes: list[int], width: int) -> np.ndarray | None:

@@ -100,7 +100,6 @@ class Recorder:
         params: Mapping[str, Any],
         tags: Mapping[str, str],
         run_id: str | None = None,
-        parent: str | None = None,
     ) -> str:
         """Says that the run begins, or goes on.
 
@@ -110,7 +109,6 @@ class Recorder:
                 (MLflow never changes one), the new one becomes the tag `resumed.<key>`.
             tags: of the run.
             run_id: a run to go on with, also by a provisional id.
-            parent: the run that this one is shown under.
 
         Returns:
             `run_id`, or a provisional id: `resume` and `start(run_id=...)` know the run by it ever after.
@@ -121,7 +119,7 @@ class Recorder:
             key=self._key,
             run_id=run_id,
             name=name,
-            parent=parent or self._parent,
+            parent=self._parent,
             required=self.required,
             uri=self._uri,
             experiment=self._experiment,

@@ -283,7 +283,7 @@ def folder(run_dir: Path | None, dir: str | None) -> Path | None:
     """
     if run_dir is None or dir is None:
         return run_dir and run_dir / FOLDER
-    rows, home = run_dir / FOLDER, Path(dir)
+    rows, home = run_dir / FOLDER, Path(dir).expanduser()
     if (rows / FILE).exists():
         if rows.resolve().parent != home.resolve():
             raise ConfigError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -233,7 +233,7 @@ class LoopTask(Task):
     ) -> Net:
         held = self._held(w, self.constants)
         net = self._net(held.bound, batch, mode, buffers, dropout)
-        held.given_to = weakref.ref(net)
+        held.given_to.add(net)
         return net
 
     def _net(self, bound: Bound, batch: Batch, mode: Mode, buffers: Tensor | None, dropout: bool = True) -> Net:
@@ -249,7 +249,7 @@ class LoopTask(Task):
         somebody still has keeps its vector."""
         held = next((h for h in pool if h.w is w and h.version == w._version), None)
         if held is None:
-            free = [h for h in pool if h.given_to() is None]
+            free = [h for h in pool if not h.given_to]
             held = free[0] if len(pool) >= HELD and free else _Held(Bound(self.model))
             held.bound.flat.copy_(w)
             held.w, held.version = w, w._version
@@ -270,7 +270,7 @@ class _Held:
     bound: Bound
     w: Tensor | None = None
     version: int = -1
-    given_to: Callable[[], Net | None] = lambda: None
+    given_to: weakref.WeakSet[Net] = field(default_factory=weakref.WeakSet)
 
 
 class VmapTask(Task):

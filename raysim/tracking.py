@@ -134,7 +134,6 @@ class Tracker(Recorder):
         params: Mapping[str, Any],
         tags: Mapping[str, str],
         run_id: str | None = None,
-        parent: str | None = None,
     ) -> str:
         """Creates the run, in its experiment, or reopens `run_id`; records left in the spool go first.
 
@@ -148,7 +147,7 @@ class Tracker(Recorder):
                 For a server that takes at most 10 seconds.
         """
         begin = self._spool.size
-        super().start(name, params, tags, run_id, parent)
+        super().start(name, params, tags, run_id)
         self._started.set()
         self._hurry.set()
         if (error := self._await_opening()) is not None and self.required:

@@ -127,6 +127,11 @@ def test_a_net_keeps_its_vector_as_long_as_somebody_has_it(way):
     together = [net.logits for net in [task.net(v, batch, "frozen", dropout=False) for v in vectors]]
     for v, logits in zip(vectors, together, strict=True):
         assert torch.equal(task.net(v, batch, "frozen", dropout=False).logits, logits)
+    first, twin = (task.net(vectors[0], batch, "frozen", dropout=False) for _ in range(2))
+    del twin
+    for k in range(1, 9):  # more than are kept at hand; the first is still somebody's
+        _ = task.net(w + k, batch, "frozen", dropout=False).logits
+    assert torch.equal(first.logits, together[0])
     if way == "loop":
         assert len(task.constants) == 6
         for k in range(4):
@@ -377,3 +382,17 @@ def test_rules_that_keep_their_word_run(own):
 def test_rules_that_break_it_are_told_how(client, server, error, said, own):
     with pytest.raises(error, match=said):
         own(client, server)
+
+
+def test_fednova_refuses_a_proximal_term_that_jumps(base):
+    """lr mu >= 1 makes (1 - lr mu)^k alternate, for the largest lr of a schedule."""
+    given = {**base, "rounds": 9, "schedule": {"cohort": 2}, "local": {"lr": [[0, 0.05], [5, 0.1]]}}
+    prepare({**given, "algorithm": {"name": "fednova", "mu": 9.9}})
+    with pytest.raises(ConfigError, match=r"algorithm\.mu: must stay below 1 / local\.lr = 10"):
+        prepare({**given, "algorithm": {"name": "fednova", "mu": 10.0}})
+
+
+def test_moon_refuses_a_net_that_has_learnt_no_representation(base):
+    given = {**base, "rounds": 1, "schedule": {"cohort": 2}, "algorithm": "moon", "model": "logistic"}
+    with pytest.raises(ConfigError, match=r"algorithm\.name: 'moon' .*'logistic' has none that is learnt"):
+        prepare(given)

@@ -15,6 +15,7 @@ import pytest
 from raysim import cli, report, tracking
 from raysim.errors import ConfigError, RaysimError
 from raysim.report import Run, markdown, rows
+from raysim.spool import Recorder
 
 NUMBER = itertools.count()
 
@@ -268,3 +269,25 @@ def test_the_command(store, tmp_path: Path, capsys: Any, monkeypatch: pytest.Mon
     assert [line.split("|")[1].strip() for line in out.splitlines()[2:]] == ["0", "1"]
     out, _ = call("--format", "csv", "--out", str(tmp_path / "table.csv"))
     assert out == "" and (tmp_path / "table.csv").read_text().startswith("local.lr,seeds,best,best_std,")
+
+
+def test_a_trial_that_a_later_sweep_reuses_stays_in_the_earlier_ones_table(tmp_path: Path):
+    """Both sweeps' ids stand for the shared trial; MLflow shows it under the later one."""
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    client = tracking.connected(uri)
+    experiment = client.create_experiment("shared")
+    sweeps = [client.create_run(experiment, tags={"raysim.sweep": "true"}).info.run_id for _ in range(2)]
+    shared = Recorder(uri, "shared", tmp_path / "trial", sweeps[0])
+    shared.start("trial", {"local": {"lr": 0.1}}, {})
+    shared.metrics({"accuracy": 0.5}, 1)
+    shared.finish("FINISHED")
+    again = Recorder(uri, "shared", tmp_path / "trial")
+    again.adopt(sweeps[1], {})
+    again.close()
+    forwarder = tracking.Forwarder(uri, "shared")
+    forwarder.follow(tmp_path / "trial")
+    forwarder.finish()
+    tables = [report.table([sweep], uri) for sweep in sweeps]
+    assert [[row.best.mean for row in table] for table in tables] == [[0.5], [0.5]]
+    run = client.get_run(tables[0][0].run_ids[0])
+    assert run.data.tags["mlflow.parentRunId"] == sweeps[1]

@@ -618,3 +618,21 @@ def test_a_full_disk_stops_a_run_that_can_go_on(config, whole, tmp_path):
 def test_a_run_without_checkpoints_leaves_no_rows(config, tmp_path):
     done = experiment.run(config, {"checkpoint.every": 0})
     assert done.history[-1]["client/state_bytes_disk"] > 0 and not (tmp_path / "run" / "rows").exists()
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_starts(base: dict[str, Any], tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    given = {**base, "rounds": 1, "algorithm": "scaffold", "schedule": {"cohort": 2}}
+    for bad in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(ConfigError, match=r"store\.dir: .*file is no folder that can be written to"):
+            prepare({**given, "store": {"dir": str(bad)}})
+    assert not (tmp_path / "run").exists()
+    prepare({**given, "store": {"dir": str(tmp_path / "new" / "deep")}})
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "run").mkdir()
+    rows = store.folder(tmp_path / "run", "~/rows")
+    assert rows is not None and rows.resolve().parent == tmp_path / "rows"

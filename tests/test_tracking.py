@@ -103,7 +103,7 @@ def test_everything_arrives(settings: Tracking, tmp_path: Path) -> None:
     tracker = Tracker(settings, tmp_path / "run")
     params = {"rounds": 30, "local": {"lr": [[0, 0.1]], "clip": None}, "name": "x" * 7000}
     params |= {f"many{i}": i for i in range(250)}
-    run_id = tracker.start("a run", params, {"who": "me"}, parent="p" * 32)
+    run_id = tracker.start("a run", params, {"who": "me"})
     assert tracker.run_id == run_id
     for t in range(30):
         tracker.metrics({"accuracy": t / 30, "loss at (t)": 1.0}, t)
@@ -127,7 +127,6 @@ def test_everything_arrives(settings: Tracking, tmp_path: Path) -> None:
     assert run.data.params["local.lr"] == "[[0, 0.1]]" and run.data.params["local.clip"] == "null"
     assert len(run.data.params) == 254 and len(run.data.params["name"]) == 6000
     assert run.data.tags["who"] == "me" and run.data.tags["digest"] == "abc"
-    assert run.data.tags["mlflow.parentRunId"] == "p" * 32
     (given,) = run.inputs.dataset_inputs
     assert (given.dataset.name, given.dataset.digest) == ("digits", "d" * 36)
     assert json.loads(given.dataset.profile) == {"examples": 1797}
