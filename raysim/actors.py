@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
@@ -23,7 +23,8 @@ from ray import cloudpickle
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from torch import Tensor
 
-from raysim.block import Block, Outcome
+from raysim.block import Block, Broadcast, Outcome
+from raysim.config import Sync
 from raysim.data.arrays import shared_tensor
 from raysim.errors import ConfigError, RaysimError
 from raysim.executor import Evaluator, Next, Ready, Trained, make_server, make_trainer, settle
@@ -31,7 +32,7 @@ from raysim.mailbox import Letter, Mailbox
 from raysim.plan import Plan
 from raysim.references import PREFIX
 from raysim.rules import State, sums, with_mode
-from raysim.server import Broadcast, Round
+from raysim.server import Round
 
 LARGEST_BOX = 64 * 2**20
 """Bytes of a mailbox at most; what does not fit goes through the object store."""
@@ -101,10 +102,12 @@ class _Client(_Actor):
         self.name, self.trainer = name, make_trainer(plan, self.device)
 
     @ray.method(num_returns=2)
-    def train(self, t: int, down: Tree | Letter, blocks: list[Block], again: bool) -> tuple[Tree | Letter, Outcome]:
+    def train(
+        self, blocks: list[Block], again: bool, bases: list[int], *downs: Tree | Letter
+    ) -> tuple[Tree | Letter, Outcome]:
         """`again`: this actor's mailbox still holds what it sent first in this round."""
-        broadcast = _read_broadcast(self._fetch(down))
-        outcome = self.trainer.train(t, broadcast.shared, broadcast.buffers, blocks)
+        versions = {base: _read_broadcast(self._fetch(down)) for base, down in zip(bases, downs, strict=True)}
+        outcome = self.trainer.train(versions, blocks)
         rows = {f"{key}/{i}": row for key, each in outcome.rows.items() for i, row in enumerate(each)}
         upload = self._post("" if again else self.name, {"sums": outcome.sums, "rows": rows})
         return upload, Outcome(outcome.done, outcome.ids, bound=outcome.bound, seconds=outcome.seconds)
@@ -117,21 +120,29 @@ class _Server(_Actor):
         super().__init__(plan, plan.config.resources.server_gpus)
         self.server = make_server(plan, self.device)
 
-    def broadcast(self, t: int, ids: list[int]) -> Tree | Letter:
-        self.last = self.server.broadcast(t, ids)
+    def broadcast(self, following: Round) -> Tree | Letter:
+        self.last = self.server.broadcast(following)
         return self._post("server", _as_groups(self.last))
 
     @ray.method(num_returns=3)
     def advance(
-        self, round: Round, ids: list[int], keep: bool, trained: list[tuple[list[int], float]], *uploads: Tree | Letter
+        self,
+        round: Round,
+        following: Round,
+        keep: bool,
+        trained: list[tuple[list[int], float]],
+        bases: list[int],
+        *vectors: Tree | Letter,
     ) -> tuple:
-        """Metrics, the next broadcast, a snapshot. `trained` are the clients in each upload, and its bound."""
-        outcomes = []
-        for (clients, bound), upload in zip(trained, map(self._fetch, uploads), strict=True):
+        """Metrics, the next version, a snapshot. `trained` are the clients in each upload, and its bound; `vectors` the
+        uploads, and then the versions of `bases`."""
+        outcomes, count = [], len(trained)
+        for (clients, bound), upload in zip(trained, map(self._fetch, vectors[:count]), strict=True):
             outcomes.append(Outcome([], clients, upload.get("sums", {}), bound))
             for name, row in upload.get("rows", {}).items():
                 outcomes[-1].rows.setdefault(name.rpartition("/")[0], []).append(row)
-        done = self.server.advance(round, outcomes, ids, keep)
+        versions = dict(zip(bases, (_read_broadcast(self._fetch(v)) for v in vectors[count:]), strict=True))
+        done = self.server.advance(round, outcomes, versions, following, keep)
         self.last = done.down
         return done.metrics, self._post("server", _as_groups(self.last)), _packed(done.snapshot)
 
@@ -234,7 +245,7 @@ class RayExecutor:
 
     def open(self, plan: Plan) -> None:
         r = plan.config.resources
-        self.timeout = r.timeout
+        self.timeout, self.wants_bases = r.timeout, plan.server.wants_bases
         self._connect(plan)
         for name, module in list(sys.modules.items()):
             if name.startswith(PREFIX):
@@ -249,7 +260,8 @@ class RayExecutor:
         everybody = [self.server, *self.clients, *([self.eval] if self.eval else [])]
         waiting = [actor.node.remote() for actor in everybody]
         nodes = _get(waiting, f"the start of {len(waiting)} actors", r.timeout)
-        if len(set(nodes)) == 1 and nodes[0] == ray.get_runtime_context().get_node_id():
+        in_step = isinstance(plan.config.schedule, Sync)  # else several versions and rounds are out at one time
+        if in_step and len(set(nodes)) == 1 and nodes[0] == ray.get_runtime_context().get_node_id():
             self._share(plan)
         self.actors = len(self.clients)
 
@@ -257,7 +269,7 @@ class RayExecutor:
         """Gives the actors of this machine their mailboxes; without room for them the object store does it all."""
         P, Q = plan.problem.size, plan.initial[1].numel()
         up = (len(sums(plan.server.uploads)) * P + 2 * Q) * 8
-        rows = len(with_mode(plan.server.uploads, "each")) * plan.config.schedule.cohort * P * 8
+        rows = len(with_mode(plan.server.uploads, "each")) * plan.config.schedule.size * (P + Q) * 8
         sizes = {f"client {i}": up + rows for i in range(len(self.clients))}
         sizes["server"] = (len(plan.server.provides) * P + Q) * 8
         paths: dict[str, str] = {}
@@ -283,15 +295,18 @@ class RayExecutor:
                     f"{have.get(kind, 0):g}; lower resources.actors or the share of each"
                 )
 
-    def broadcast(self, t: int, ids: list[int]) -> Any:
-        return self.server.broadcast.remote(t, ids)
+    def broadcast(self, following: Round) -> Any:
+        return self.server.broadcast.remote(following)
 
-    def train(self, t: int, down: Any, blocks: list[Block]) -> _Training:
-        return _Training(self, t, down, blocks)
+    def training(self, t: int) -> _Training:
+        return _Training(self, t)
 
-    def advance(self, round: Round, trained: Trained, ids: list[int], keep: bool) -> Next:
+    def advance(self, round: Round, trained: Trained, bases: Mapping[int, Any], following: Round, keep: bool) -> Next:
         clients = [(outcome.ids, outcome.bound) for outcome in trained.done]
-        metrics, down, snapshot = self.server.advance.remote(round, ids, keep, clients, *trained.uploads)
+        wanted = dict(bases) if self.wants_bases else {}
+        metrics, down, snapshot = self.server.advance.remote(
+            round, following, keep, clients, list(wanted), *trained.uploads, *wanted.values()
+        )
         kept = _Awaited(snapshot, "the server's state", self.timeout, lambda v: _unpacked(v, "cpu")) if keep else None
         return Next(_Awaited(metrics, f"the server update of round {round.t}", self.timeout), down, kept)
 
@@ -308,6 +323,12 @@ class RayExecutor:
     def restore(self, snapshot: State) -> None:
         _get(self.server.restore.remote(_packed(snapshot)), "the server to take its state back", self.timeout)
 
+    def fetch(self, down: Any) -> Broadcast:
+        return _read_broadcast(_unpacked(_get(down, "a version of the model", self.timeout), "cpu"))
+
+    def hold(self, version: Broadcast) -> Any:
+        return ray.put(_packed(_as_groups(version)))
+
     def close(self) -> None:
         """Ends the actors, and Ray if it was started here."""
         if not ray.is_initialized():
@@ -322,18 +343,21 @@ class _Training:
     """A round on its way: the blocks are dealt out, the largest first to the least busy actor; what a lost actor had
     is dealt out again."""
 
-    def __init__(self, executor: RayExecutor, t: int, down: Any, blocks: list[Block]):
-        self.executor, self.t, self.down = executor, t, down
+    def __init__(self, executor: RayExecutor, t: int):
+        self.executor, self.t = executor, t
         self.load = dict.fromkeys(range(len(executor.clients)), 0)
+        self.downs: dict[int, Any] = {}
         self.waiting: dict[Any, tuple[Any, int, list[Block]]] = {}
-        self._deal(blocks)
 
-    def ready(self) -> bool:
-        return len(ray.wait(list(self.waiting), num_returns=len(self.waiting), timeout=0)[1]) == 0
+    def add(self, downs: Mapping[int, Any], blocks: list[Block]) -> None:
+        """Deals blocks out to the actors."""
+        self.downs |= downs
+        self._deal(blocks)
 
     def get(self) -> Trained:
         """Waits for all of it. Raises RaysimError after `resources.timeout` seconds, or when no actor is left."""
         uploads, done, timeout = [], [], self.executor.timeout
+        seconds = dict.fromkeys(self.load, 0.0)
         lost = retried = 0
         while self.waiting:
             _, late = ray.wait(list(self.waiting), num_returns=len(self.waiting), timeout=timeout)
@@ -347,6 +371,7 @@ class _Training:
                 try:
                     done.append(ray.get(word, timeout=timeout))
                     uploads.append(vectors)
+                    seconds[actor] += done[-1].seconds
                 except RayActorError:
                     lost, retried = lost + (actor in self.load), retried + len(share)
                     self._lose(actor, share)
@@ -354,10 +379,8 @@ class _Training:
                     raise RaysimError(f"round {self.t}: ClientActor {actor} failed: {error}") from None
         if lost:
             self.executor.clients = [self.executor.clients[actor] for actor in sorted(self.load)]
-        seconds = max((outcome.seconds for outcome in done), default=0.0)
-        return Trained(
-            uploads, done, {"time/train": seconds, "actors_lost": float(lost), "retried_blocks": float(retried)}
-        )
+        metrics = {"time/train": max(seconds.values()), "actors_lost": lost, "retried_blocks": retried}
+        return Trained(uploads, done, {k: float(v) for k, v in metrics.items()})
 
     def _deal(self, blocks: list[Block], again: bool = False) -> None:
         shares: dict[int, list[Block]] = {}
@@ -366,7 +389,8 @@ class _Training:
             self.load[actor] += sum(job.steps for job in block.jobs)
             shares.setdefault(actor, []).append(block)
         for actor, share in shares.items():
-            vectors, word = self.executor.clients[actor].train.remote(self.t, self.down, share, again)
+            needed = {job.base: self.downs[job.base] for block in share for job in block.jobs}
+            vectors, word = self.executor.clients[actor].train.remote(share, again, list(needed), *needed.values())
             self.waiting[word] = (vectors, actor, share)
 
     def _lose(self, actor: int, share: list[Block]) -> None:

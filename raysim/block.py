@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from itertools import groupby, pairwise
 
 import numpy as np
@@ -35,12 +35,21 @@ GATHER = 1024
 
 
 @dataclass
+class Broadcast:
+    """A version of the model as it travels down: the server rule's tensors and the BatchNorm statistics [Q]."""
+
+    shared: State
+    buffers: Tensor
+
+
+@dataclass
 class Job:
-    """One client's part in one round. `cursor` counts the batches this client has drawn in earlier rounds, `weight`
-    is its share of the round's mean, `share` that of a mean over all N clients, times N (so that it is about 1),
-    `row` what it kept (None: nothing yet), `seen` whether it took part."""
+    """One client's task. `base` is the version that it begins with, `cursor` counts the batches this client has drawn
+    in earlier tasks, `weight` is its share of the round's mean, `share` that of a mean over all N clients, times N (so
+    that it is about 1), `row` what it kept (None: nothing yet), `seen` whether it took part."""
 
     client: int
+    base: int
     cursor: int
     weight: float
     steps: int
@@ -126,37 +135,41 @@ class Trainer:
         self.sums = sums(server.uploads) + ([("mean", "buffers")] if model.buffer_size else [])
         self.sent = list(dict.fromkeys(key for _, key in self.sums))
         self.each, self.change = with_mode(server.uploads, "each"), with_mode(server.uploads, "change")
+        if server.weighs_late and model.buffer_size:
+            self.each.append("buffers")
         self.average = float(np.mean(clients.sizes))
         self.model, self.x0, self.examples, self.clients, self.vmap = model, x0, examples, clients, vmap
         self.decayed = model.decayed() if config.local.weight_decay else None
         self.loop = LoopTask(model, Facts())
         self.channels_last = model.convolutional and model.device.type == "cpu" and not vmap
 
-    def train(self, t: int, shared: State, buffers: Tensor, blocks: list[Block]) -> Outcome:
-        """Trains blocks of round `t` on the broadcast and adds up what they send."""
+    def train(self, downs: Mapping[int, Broadcast], blocks: list[Block]) -> Outcome:
+        """Trains blocks on the versions that their clients begin with, and adds up what they send."""
         began = time.perf_counter()
-        local = self.config.local
-        facts = Facts(t, at_round(local.lr, t), local.weight_decay, local.clip, self.x0, self.decayed)
-        rule, total = self.rule.at(t), Outcome()
+        total = Outcome()
         parts = {f"{mode} {key}": FixedSum() for mode, key in self.sums}
         for block in blocks:
-            self._add(total, parts, (self._vmap if self.vmap else self._loop)(rule, facts, shared, buffers, block))
+            self._add(total, parts, (self._vmap if self.vmap else self._loop)(downs, block))
         total.sums = {name: part.total for name, part in parts.items() if part.total is not None}
         total.bound = max((part.bound for part in parts.values()), default=0.0)
         total.seconds = time.perf_counter() - began
         return total
 
+    def _facts(self, t: int) -> Facts:
+        local = self.config.local
+        return Facts(t, at_round(local.lr, t), local.weight_decay, local.clip, self.x0, self.decayed)
+
     # -- one after the other ---------------------------------------------------------------------------------------
 
-    def _loop(self, rule: ClientRule, facts: Facts, shared: State, buffers: Tensor, block: Block) -> list[_Trained]:
-        return [self._loop_one(rule, facts, shared, buffers, job) for job in block.jobs]
+    def _loop(self, downs: Mapping[int, Broadcast], block: Block) -> list[_Trained]:
+        return [self._loop_one(self.rule.at(job.base), downs[job.base], job) for job in block.jobs]
 
-    def _loop_one(self, rule: ClientRule, facts: Facts, shared: State, buffers: Tensor, job: Job) -> _Trained:
-        task, in_place = self.loop, type(rule).step is ClientRule.step
+    def _loop_one(self, rule: ClientRule, down: Broadcast, job: Job) -> _Trained:
+        task, shared, in_place = self.loop, down.shared, type(rule).step is ClientRule.step
         try:
-            here = self._arrive(rule, facts, shared, buffers, job)
+            here = self._arrive(rule, down, job)
             state, w = here.state, here.state["w"]
-            for passes, batch in enumerate(self._batches(facts.t, job, here.mine)):
+            for passes, batch in enumerate(self._batches(job, here.mine)):
                 if in_place:
                     task.descend_in_place(w, rule.direction(shared, state, batch, task))
                 else:
@@ -167,23 +180,24 @@ class Trainer:
                         "'train' in one step; make exactly one, the others 'frozen' or 'eval'"
                     )
             loss = torch.stack(task.losses).mean() if task.losses else self.x0.new_tensor(float("nan"))
-            return self._leave(rule, shared, state, here, loss)
+            return self._leave(rule, state, here, loss)
         except Exception:
             return _failed(job)
 
-    def _arrive(self, rule: ClientRule, facts: Facts, shared: State, buffers: Tensor, job: Job) -> _Arrived:
+    def _arrive(self, rule: ClientRule, down: Broadcast, job: Job) -> _Arrived:
         """The broadcast reaches a client: what it kept, and what its steps begin with. Makes `self.loop` its task."""
-        mine = self.clients.client(job.client)
+        mine, facts = self.clients.client(job.client), self._facts(job.base)
         data = LocalData(len(mine), self.average, lambda: self._whole(mine))
-        w = self.loop.start(facts, shared["x"], buffers, job.steps, fresh=lambda: self._fresh(job.client))
+        x = down.shared["x"]
+        w = self.loop.start(facts, x, down.buffers, job.steps, fresh=lambda: self._fresh(job.client))
         row = self._row(rule, self.loop, job)
-        return _Arrived(job, mine, data, row, {"w": w, **rule.init(shared, row, data, self.loop)})
+        return _Arrived(job, down, mine, data, row, {"w": w, **rule.init(down.shared, row, data, self.loop)})
 
-    def _leave(self, rule: ClientRule, shared: State, state: State, here: _Arrived, loss: Tensor) -> _Trained:
+    def _leave(self, rule: ClientRule, state: State, here: _Arrived, loss: Tensor) -> _Trained:
         """The client, whose task is `self.loop`, has made its steps: what it sends and what it keeps."""
         task = self.loop
         assert task.buffers is not None
-        report, kept = rule.finish(shared, state, here.row, here.data, task)
+        report, kept = rule.finish(here.down.shared, state, here.row, here.data, task)
         _refuse_what_was_not_promised(rule, self.sent, report, here.row, kept)
         own = task.trained.flat.data_ptr()  # the vector in training is the next client's too
         report, kept = ({k: v.clone() if v.data_ptr() == own else v for k, v in d.items()} for d in (report, kept))
@@ -207,9 +221,9 @@ class Trainer:
         net = make_net(config, self.model.shape, self.model.classes)
         return Model(net, self.model.shape, self.model.classes, self.model.dtype, self.model.device).initial()
 
-    def _batches(self, t: int, job: Job, mine: np.ndarray) -> Iterator[Batch]:
+    def _batches(self, job: Job, mine: np.ndarray) -> Iterator[Batch]:
         """The batches of one client, gathered and normalised a few at a time."""
-        draws = self._draws(t, job.client)
+        draws = self._draws(job)
         positions = list(order(self.config.seed, job.client, len(mine), self._size(mine), job.cursor, job.steps))
         ends = np.cumsum([0] + [len(p) for p in positions])
         for _, group in groupby(range(len(positions)), key=lambda i: int(ends[i]) // GATHER):
@@ -224,13 +238,39 @@ class Trainer:
 
     # -- side by side ----------------------------------------------------------------------------------------------
 
-    def _vmap(self, rule: ClientRule, facts: Facts, shared: State, buffers: Tensor, block: Block) -> list[_Trained]:
-        """Clients with most steps first, so that those still training are always the first ones."""
+    def _vmap(self, downs: Mapping[int, Broadcast], block: Block) -> list[_Trained]:
+        """Side by side goes who has the same constants: schedules over rounds may set apart who began at different
+        times."""
+
+        def constants(job: Job) -> tuple:
+            return at_round(self.config.local.lr, job.base), self.rule.at(job.base)
+
+        alike: list[list[Job]] = []
+        for job in block.jobs:
+            group = next((jobs for jobs in alike if constants(jobs[0]) == constants(job)), None)
+            if group is None:
+                alike.append(group := [])
+            group.append(job)
+        trained = {one.job.client: one for jobs in alike for one in self._vmap_alike(downs, jobs)}
+        return [trained[job.client] for job in block.jobs]
+
+    def _vmap_alike(self, downs: Mapping[int, Broadcast], jobs: list[Job]) -> list[_Trained]:
+        """Clients with most steps first, so that those still training are always the first ones. What they were sent
+        has a client axis too, unless all were sent the same."""
+        rule, facts = self.rule.at(jobs[0].base), self._facts(jobs[0].base)
 
         def step(
-            state: State, moved: Tensor, steps: Tensor, x: Tensor, y: Tensor, mask: Tensor | None, drops: tuple
+            sent: _Sent,
+            state: State,
+            moved: Tensor,
+            steps: Tensor,
+            x: Tensor,
+            y: Tensor,
+            mask: Tensor | None,
+            drops: tuple,
         ) -> tuple[State, Tensor, Tensor]:
-            task = VmapTask(self.model, facts, buffers, steps)
+            t, shared, buffers = sent
+            task = VmapTask(self.model, replace(facts, t=t), buffers, steps)
             task.buffers = moved
             state = rule.step(shared, state, Batch(x, y, mask, drops), task)
             if len(task.losses) != 1 or task.buffers is None:
@@ -240,45 +280,58 @@ class Trainer:
                 )
             return state, task.buffers, task.losses[0]
 
-        trained: dict[int, _Trained] = {}
+        trained: list[_Trained] = []
         arrived: list[_Arrived] = []
-        for job in sorted(block.jobs, key=lambda job: -job.steps):
+        for job in sorted(jobs, key=lambda job: -job.steps):
             try:
-                arrived.append(self._arrive(rule, facts, shared, buffers, job))
-                arrived[-1].state["w"] = shared["x"]
+                arrived.append(self._arrive(rule, downs[job.base], job))
+                arrived[-1].state["w"] = downs[job.base].shared["x"]
             except Exception:
-                trained[job.client] = _failed(job)
+                trained.append(_failed(job))
         if not arrived:
-            return [trained[job.client] for job in block.jobs]
+            return trained
         try:
             state = {k: torch.stack([here.state[k] for here in arrived]) for k in arrived[0].state}
             steps = torch.tensor([here.job.steps for here in arrived], device=self.x0.device)
-            moved = buffers.expand(len(arrived), -1).clone()
+            moved = torch.stack([here.down.buffers for here in arrived])
             losses = torch.zeros(len(arrived), dtype=self.x0.dtype, device=self.x0.device)
-            for i, (live, x, y, mask, drops) in enumerate(self._stacked(facts.t, arrived)):
+            sent, together = self._sent(arrived)
+            for i, (live, x, y, mask, drops) in enumerate(self._stacked(arrived)):
                 part = {k: v[:live] for k, v in state.items()}
-                dims = (0, 0, 0, 0, 0, None if mask is None else 0, 0)
+                now = sent if together else _of_the_first(sent, live)
+                dims = (None if together else 0, 0, 0, 0, 0, 0, None if mask is None else 0, 0)
                 part, new, loss = torch.func.vmap(step, in_dims=dims)(
-                    part, moved[:live], steps[:live], x, y, mask, drops
+                    now, part, moved[:live], steps[:live], x, y, mask, drops
                 )
                 state = part if live == len(arrived) else {k: torch.cat([part[k], v[live:]]) for k, v in state.items()}
                 moved = torch.cat([new, moved[live:]])
                 losses[:live] += (loss - losses[:live]) / (i + 1)
         except Exception:
-            return [trained.get(job.client) or _failed(job) for job in block.jobs]
+            return trained + [_failed(here.job) for here in arrived]
         for i, here in enumerate(arrived):
             try:
-                self.loop.start(facts, shared["x"], buffers, here.job.steps, moved[i])
+                self.loop.start(
+                    self._facts(here.job.base), here.down.shared["x"], here.down.buffers, here.job.steps, moved[i]
+                )
                 own = {k: v[i] for k, v in state.items()}
-                trained[here.job.client] = self._leave(rule, shared, own, here, losses[i])
+                trained.append(self._leave(rule, own, here, losses[i]))
             except Exception:
-                trained[here.job.client] = _failed(here.job)
-        return [trained[job.client] for job in block.jobs]
+                trained.append(_failed(here.job))
+        return trained
 
-    def _stacked(self, t: int, arrived: list[_Arrived]) -> Iterator[tuple[int, Tensor, Tensor, Tensor | None, tuple]]:
+    def _sent(self, arrived: list[_Arrived]) -> tuple[_Sent, bool]:
+        """What clients were sent, and whether it is one thing for all of them (else it has a client axis)."""
+        bases, downs = [here.job.base for here in arrived], [here.down for here in arrived]
+        if len(set(bases)) == 1:
+            return (bases[0], downs[0].shared, downs[0].buffers), True
+        shared = {k: torch.stack([down.shared[k] for down in downs]) for k in downs[0].shared}
+        t = torch.tensor(bases, device=self.x0.device)
+        return (t, shared, torch.stack([down.buffers for down in downs])), False
+
+    def _stacked(self, arrived: list[_Arrived]) -> Iterator[tuple[int, Tensor, Tensor, Tensor | None, tuple]]:
         """Step by step: how many clients still train, and their batches padded to one size, [K, B, ...]."""
         jobs, mine = [here.job for here in arrived], [here.mine for here in arrived]
-        draws = [self._draws(t, job.client) for job in jobs]
+        draws = [self._draws(job) for job in jobs]
         streams = [
             order(self.config.seed, job.client, len(m), self._size(m), job.cursor, job.steps)
             for job, m in zip(jobs, mine, strict=True)
@@ -305,11 +358,11 @@ class Trainer:
         batch = self.config.local.batch
         return max(len(mine), 1) if batch == "full" else batch
 
-    def _draws(self, t: int, client: int) -> _Draws:
-        seed = self.config.seed
+    def _draws(self, job: Job) -> _Draws:
+        seed, augments = self.config.seed, self.examples.pad or self.examples.flip
         return _Draws(
-            generator(seed, "augment", t, client) if self.examples.pad or self.examples.flip else None,
-            generator(seed, "dropout", t, client) if self.model.dropouts else None,
+            generator(seed, "augment", job.base, job.client) if augments else None,
+            generator(seed, "dropout", job.base, job.client) if self.model.dropouts else None,
         )
 
     def _masks(self, draws: _Draws, n: int, width: int | None = None) -> tuple[tuple[Tensor, ...], ...]:
@@ -336,9 +389,9 @@ class Trainer:
         return {**row, "seen": torch.tensor(job.seen, device=self.x0.device)}
 
     def _fits(self, value: Tensor, weight: float) -> bool:
-        """Finite, and small enough (below 1e18 and some) that the cohort's sum stays in the range of fixed point."""
+        """Finite, and small enough (below 1e18 and some) that the round's sum stays in the range of fixed point."""
         largest = max(abs(float(bound)) for bound in torch.aminmax(value))
-        return largest * weight < LIMIT / self.config.schedule.cohort  # NaN fails the comparison
+        return largest * weight < LIMIT / self.config.schedule.size  # NaN fails the comparison
 
     def _add(self, total: Outcome, parts: dict[str, FixedSum], trained: list[_Trained]) -> None:
         """Adds a block to what this worker sends; an upload that is not finite goes no further, nor does its row."""
@@ -390,9 +443,11 @@ class _Draws:
 
 @dataclass
 class _Arrived:
-    """A client about to train: its job, the positions of its examples, what it kept, and what its steps begin with."""
+    """A client about to train: its job, what it was sent, the positions of its examples, what it kept, and what its
+    steps begin with."""
 
     job: Job
+    down: Broadcast
     mine: np.ndarray
     data: LocalData
     row: State
@@ -412,6 +467,16 @@ def _failed(job: Job) -> _Trained:
     """For an `except`: a rule or net is a user's code and may raise anything. The engine judges it by client and round,
     and the run stops or goes on without the client (`faults.on_client_error`)."""
     return _Trained(job, error=traceback.format_exc(limit=-8))
+
+
+_Sent = tuple[int | Tensor, State, Tensor]
+"""What a client was sent: the version's number, the server rule's tensors, the BatchNorm statistics."""
+
+
+def _of_the_first(sent: _Sent, count: int) -> _Sent:
+    t, shared, buffers = sent
+    assert isinstance(t, Tensor)
+    return t[:count], {k: v[:count] for k, v in shared.items()}, buffers[:count]
 
 
 def _side_by_side(draws: list[_Draws], sizes: list[int], width: int) -> np.ndarray | None:
@@ -441,5 +506,7 @@ def _kept(row: State) -> dict[str, np.ndarray] | None:
 
 
 def cut(jobs: list[Job], size: int) -> list[Block]:
-    """The round's blocks, from the cohort's order and the block size alone."""
+    """The blocks of a round's jobs, from their clients and the block size alone; in the order of the clients' numbers,
+    so that the order of arrival does not show."""
+    jobs = sorted(jobs, key=lambda job: job.client)
     return [Block(i, jobs[start : start + size]) for i, start in enumerate(range(0, len(jobs), size))]

@@ -3,8 +3,9 @@
     <run_dir>/checkpoints/round-000050/
         server.safetensors    the server rule's state and the BatchNorm statistics
         clients.safetensors   batch cursors, who has been seen, the rows in memory, where the rows on disk are
+        clock.safetensors     the virtual clock: who trains and until when; the versions of the model they began with
         run.json              rounds done, traffic so far, history, MLflow run id, fingerprint, versions
-        sums.json             sha256 of the other three
+        sums.json             sha256 of the others
 
 Rows on disk stay in `<run_dir>/rows`, where no slot that a checkpoint here refers to is written again (store.py).
 Randomness is keyed, so no generator needs saving: a run resumed from a checkpoint equals one never interrupted.
@@ -28,9 +29,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from raysim import store
+from raysim.block import Broadcast
 from raysim.errors import RaysimError
 
-FILES = ("server.safetensors", "clients.safetensors", "run.json")
+FILES = ("server.safetensors", "clients.safetensors", "clock.safetensors", "run.json")
 
 
 @dataclass
@@ -39,6 +41,9 @@ class Checkpoint:
 
     server: dict[str, Tensor]
     clients: dict[str, Tensor]
+    clock: dict[str, Tensor]
+    versions: dict[int, Broadcast]
+    """Of the model, by number: those that clients who are still at work began with."""
     facts: dict[str, Any]
 
 
@@ -58,7 +63,8 @@ def write(run_dir: Path, checkpoint: Checkpoint, keep: int) -> Path:
     try:
         save_file({k: v.contiguous() for k, v in checkpoint.server.items()}, partial / FILES[0])
         save_file({k: v.contiguous() for k, v in checkpoint.clients.items()}, partial / FILES[1])
-        (partial / FILES[2]).write_text(json.dumps(checkpoint.facts))
+        save_file(_clock(checkpoint), partial / FILES[2])
+        (partial / FILES[3]).write_text(json.dumps(checkpoint.facts))
         (partial / "sums.json").write_text(json.dumps({name: _sum(partial / name) for name in FILES}))
         for path in partial.iterdir():
             _sync(path)
@@ -93,12 +99,37 @@ def read_latest(run_dir: Path, log: Callable[[str], None]) -> Checkpoint | None:
                 raise ValueError(f"wrong checksum of {', '.join(bad)}")
             clients = load_file(path / FILES[1])
             store.check(clients, run_dir / store.FOLDER)
-            return Checkpoint(load_file(path / FILES[0]), clients, json.loads((path / FILES[2]).read_text()))
+            clock = load_file(path / FILES[2])
+            facts = json.loads((path / FILES[3]).read_text())
+            return Checkpoint(load_file(path / FILES[0]), clients, *_unclock(clock), facts)
         except (OSError, ValueError, KeyError, SafetensorError) as error:
             log(f"checkpoint {path} is damaged ({error}); trying the one before")
     if paths:
         raise RaysimError(f"none of the {len(paths)} checkpoints in {folder(run_dir)} is whole")
     return None
+
+
+def _clock(checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """The clock and the versions as one flat mapping; of tensors that do not share memory, as the format demands."""
+    flat = {f"clock/{k}": v for k, v in checkpoint.clock.items()}
+    for number, version in checkpoint.versions.items():
+        flat[f"version/{number}/buffers"] = version.buffers
+        flat |= {f"version/{number}/shared/{k}": v for k, v in version.shared.items()}
+    return {k: v.detach().cpu().clone() for k, v in flat.items()}
+
+
+def _unclock(flat: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[int, Broadcast]]:
+    """The reverse of `_clock`."""
+    versions: dict[int, Broadcast] = {}
+    for key, value in flat.items():
+        kind, number, *rest = key.split("/", 3)
+        if kind == "version":
+            version = versions.setdefault(int(number), Broadcast({}, value))
+            if rest == ["buffers"]:
+                version.buffers = value
+            else:
+                version.shared[rest[1]] = value
+    return {k.removeprefix("clock/"): v for k, v in flat.items() if k.startswith("clock/")}, versions
 
 
 def slots(run_dir: Path) -> list[np.ndarray]:

@@ -312,24 +312,25 @@ def _rehearse(plan: Plan, console: Console) -> None:
     inline = Inline()
     inline.open(plan)
     engine = Engine(plan, inline)
-    ids = engine.schedule.cohort(0)
-    jobs = engine.jobs(0, ids)
+    first = engine.round(engine.schedule.turn(0))
+    jobs = engine.jobs(first)
     took, bytes_up = float("nan"), 0
     if jobs:
-        down = inline.broadcast(0, ids)
-        trained = inline.train(0, down, cut(jobs[:1], 1)).get()
+        training, down = inline.training(0), inline.broadcast(first)
+        training.add({0: down}, cut(jobs[:1], 1))
+        trained = training.get()
         took, bytes_up = trained.metrics["time/train"], trained.done[0].done[0].bytes
-        engine.judge(0, jobs[:1], trained)
+        engine.judge(first, jobs[:1], trained)
     inline.close()
     c, sizes = plan.config, plan.clients.sizes
-    blocks = -(-c.schedule.cohort // plan.block_size)
+    blocks = -(-c.schedule.size // plan.block_size)
     table = Table(show_header=False, box=None)
     table.add_row("method", f"{plan.label}: client rule {plan.client.name} × server rule {plan.server.name}")
     table.add_row("model", f"{c.model.name}, {plan.problem.size:,} parameters")
     table.add_row(
         "clients", f"{len(plan.clients)}, samples min {sizes.min()}, median {int(np.median(sizes))}, max {sizes.max()}"
     )
-    table.add_row("round", f"{c.schedule.cohort} clients in {blocks} blocks ({'vmap' if plan.vmap else 'loop'})")
+    table.add_row("round", f"{c.schedule.size} clients in {blocks} blocks ({'vmap' if plan.vmap else 'loop'})")
     table.add_row("traffic", f"{plan.bytes_down / 1e6:.3g} MB down, {bytes_up / 1e6:.3g} MB up for each client")
     table.add_row("one client", f"{took:.3g} s here (with warming up)")
     table.add_row("fingerprint", plan.config.fingerprint)

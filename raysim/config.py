@@ -32,7 +32,7 @@ from pydantic import (
 
 from raysim.errors import ConfigError, did_you_mean
 
-NAMED = ("data", "partition", "model", "algorithm", "client", "server", "schedule")
+NAMED = ("data", "partition", "model", "algorithm", "client", "server", "schedule", "speeds")
 
 
 def _check_schedule(value: float | list[tuple[int, float]]) -> float | list[tuple[int, float]]:
@@ -193,11 +193,137 @@ class Local(Section):
         return values
 
 
-class Sync(Section):
-    """Rounds in step: `cohort` clients, uniformly without replacement, all awaited."""
+class Constant(Section):
+    """Every task takes one unit of virtual time."""
+
+    name: Literal["constant"] = "constant"
+
+
+class UniformArrival(Section):
+    """Whoever is in flight is as likely as anybody to arrive next: exponential times with mean 1, which have no memory.
+    So the K arrivals of a K-async round are K of N clients, uniformly at random (Zhou et al. 2022)."""
+
+    name: Literal["uniform_arrival"] = "uniform_arrival"
+
+
+class Jittered(Section):
+    """`jitter`: each task's time is multiplied by exp(jitter z - jitter²/2), z standard normal, whose mean is 1."""
+
+    jitter: float = Field(default=0.1, ge=0)
+
+
+class Lognormal(Jittered):
+    """A client's mean time is exp(sigma z), drawn once."""
+
+    name: Literal["lognormal"]
+    sigma: float = Field(default=0.5, ge=0)
+
+
+class TwoSpeed(Jittered):
+    """The last `slow` (a fraction) of the clients, by their numbers, take `factor` times as long as the others."""
+
+    name: Literal["two_speed"]
+    slow: float = Field(default=0.1, gt=0, lt=1)
+    factor: float = Field(default=2.0, gt=0)
+
+
+class ByData(Jittered):
+    """Times are proportional to a client's number of examples; a client of average size takes 1."""
+
+    name: Literal["data"]
+
+
+class Trace(Jittered):
+    """Measured speeds, a CSV file with the columns client, seconds_per_sample, down, up: a task takes down + up +
+    seconds_per_sample times the samples it trains on. Virtual time is then in seconds."""
+
+    name: Literal["trace"]
+    path: str
+    jitter: float = Field(default=0.0, ge=0)
+
+
+Speeds = Annotated[Constant | UniformArrival | Lognormal | TwoSpeed | ByData | Trace, Field(discriminator="name")]
+
+
+class Dropouts(Section):
+    """With probability `rate` a task never arrives: its client is gone when it should have, and comes back after
+    `rejoin` units of virtual time (null: never), to start with the model of that time."""
+
+    rate: float = Field(gt=0, le=1)
+    rejoin: float | None = Field(default=1.0, gt=0)
+
+
+class Availability(Section):
+    """A client takes work during the first `open` of every `period` units of its own day, which begins at a time of
+    its own. What it has begun it finishes."""
+
+    period: Positive
+    open: Positive
+
+    @model_validator(mode="after")
+    def _opens_and_closes(self) -> Availability:
+        if self.open >= self.period:
+            raise ValueError(f"'open' must be shorter than 'period' ({self.period:g})")
+        return self
+
+
+class Clocked(Section):
+    """What time a client takes, and when it is there."""
+
+    speeds: Annotated[Speeds, BeforeValidator(lambda v: _named(v))] = Constant()
+    dropouts: Dropouts | None = None
+    availability: Availability | None = None
+
+
+class Sync(Clocked):
+    """Rounds in step: `cohort` clients, uniformly without replacement, all awaited; those that take longer than
+    `deadline` are left behind."""
 
     name: Literal["sync"] = "sync"
     cohort: int = Field(default=10, ge=1)
+    deadline: Positive | None = None
+
+    @property
+    def size(self) -> int:
+        """How many clients a round has at most."""
+        return self.cohort
+
+
+class KAsync(Clocked):
+    """`concurrency` clients (null: all that have data) train all the time. A round takes the first `arrivals` of them;
+    these wait for its end and start again with the new model, the others go on with the one they have. An arrival more
+    than `max_staleness` rounds behind is discarded, and its client starts again."""
+
+    name: Literal["kasync"]
+    arrivals: int = Field(default=10, ge=1)
+    concurrency: int | None = Field(default=None, ge=1)
+    max_staleness: int | None = Field(default=None, ge=0)
+    speeds: Annotated[Speeds, BeforeValidator(lambda v: _named(v))] = UniformArrival()
+
+    @property
+    def size(self) -> int:
+        """How many clients a round has at most."""
+        return self.arrivals
+
+    @model_validator(mode="after")
+    def _enough_in_flight(self) -> KAsync:
+        if self.concurrency is not None and self.arrivals > self.concurrency:
+            raise ValueError(
+                f"'arrivals' ({self.arrivals}) cannot be more than 'concurrency' ({self.concurrency}), "
+                "the clients that train at one time"
+            )
+        return self
+
+
+class Buffered(KAsync):
+    """As K-async, but the place of a client that has arrived is given at once to one that is idle, with the model as it
+    stands (Nguyen et al. 2022). Who has arrived rests until the round's end, so with `concurrency` everybody this is
+    K-async."""
+
+    name: Literal["buffered"]  # type: ignore[assignment]
+
+
+Schedule = Annotated[Sync | KAsync | Buffered, Field(discriminator="name")]
 
 
 class Faults(Section):
@@ -231,10 +357,12 @@ class Block(Section):
 
 
 class Evaluate(Section):
-    """How often the global model meets the test set (0: never; the last round always, if ever)."""
+    """How often the global model meets the test set (0: never; the last round always, if ever); `per_class`: with the
+    accuracy on each class's examples."""
 
     every: int = Field(default=1, ge=0)
     batch: int = Field(default=1000, ge=1)
+    per_class: bool = False
 
 
 class Checkpoint(Section):
@@ -294,7 +422,7 @@ class Config(Section):
     client: Annotated[Named, BeforeValidator(_named)] | None = None
     server: Annotated[Named, BeforeValidator(_named)] | None = None
     local: Local = Local(steps=5)
-    schedule: Annotated[Sync, _default("sync")] = Sync()
+    schedule: Annotated[Schedule, _default("sync")] = Sync()
     faults: Faults = Faults()
     resources: Resources = Resources()
     block: Block = Block()
@@ -464,21 +592,23 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any], keys: Keys | None 
     elif _names_method(above):
         result.pop("algorithm", None)
     for key, value in above.items():
-        old = result.get(key)
-        if key in NAMED:
-            old, value = _named(old), _named(value)
-            if (
-                isinstance(old, dict)
-                and isinstance(value, dict)
-                and value.get("name", old.get("name")) != old.get("name")
-            ):
-                same = keys(key, str(old.get("name")), str(value["name"])) if keys else ()
-                old = {k: v for k, v in old.items() if k in same}
-        if key == "local" and isinstance(old, dict) and isinstance(value, dict):
-            rival = {"steps": "epochs", "epochs": "steps"}
-            old = {k: v for k, v in old.items() if rival.get(k) not in value}
-        result[key] = {**old, **value} if isinstance(old, dict) and isinstance(value, dict) else value
+        result[key] = _laid_over(key, result.get(key), value, keys)
     return result
+
+
+def _laid_over(key: str, old: Any, value: Any, keys: Keys | None) -> Any:
+    """A section, or one within a section, over an older one; any other value replaces the old one."""
+    if key in NAMED:
+        old, value = _named(old), _named(value)
+    if not isinstance(old, dict) or not isinstance(value, dict):
+        return value
+    if key in NAMED and value.get("name", old.get("name")) != old.get("name"):
+        same = keys(key, str(old.get("name")), str(value["name"])) if keys else ()
+        old = {k: v for k, v in old.items() if k in same}
+    if key == "local":
+        rival = {"steps": "epochs", "epochs": "steps"}
+        old = {k: v for k, v in old.items() if rival.get(k) not in value}
+    return {**old, **{k: _laid_over(k, old.get(k), v, keys) for k, v in value.items()}}
 
 
 def _names_method(layer: Mapping[str, Any]) -> bool:
@@ -488,20 +618,24 @@ def _names_method(layer: Mapping[str, Any]) -> bool:
 
 
 def section_keys(section: str, name: str) -> set[str] | None:
-    """The keys of a section whose names are known here (data, partition, schedule); None for an unknown name."""
-    options = [
-        m for m in _flatten(Config.model_fields[section].annotation) if isinstance(m, type) and issubclass(m, Section)
-    ]
-    for model in options:
+    """The keys of a section whose names are known here (data, partition, schedule, speeds), else None."""
+    for model in _options(section):
         if not _names(model) or name in _names(model):
             return set(model.model_fields)
     return None
 
 
+def _options(section: str) -> list[type[Section]]:
+    """What a section may be."""
+    where = Clocked if section == "speeds" else Config
+    return [
+        m for m in _flatten(where.model_fields[section].annotation) if isinstance(m, type) and issubclass(m, Section)
+    ]
+
+
 def partitions() -> dict[str, type[Section]]:
     """The partitions by name."""
-    options = _flatten(Config.model_fields["partition"].annotation)
-    return {name: m for m in options if isinstance(m, type) and issubclass(m, Section) for name in _names(m)}
+    return {name: m for m in _options("partition") for name in _names(m)}
 
 
 def validate(raw: Mapping[str, Any]) -> Config:
@@ -581,18 +715,8 @@ def _at(raw: Any, path: list[str]) -> Any:
 
 def _is_branch(part: Any) -> bool:
     """Pydantic puts the branch of a union into the path of an error; a user does not know it."""
-    branches = {
-        "int",
-        "float",
-        "constrained-int",
-        "iid",
-        "dirichlet",
-        "shards",
-        "heavy_tail",
-        "natural",
-        "file",
-        "virtual",
-    }
+    named = {name for section in ("partition", "schedule", "speeds") for m in _options(section) for name in _names(m)}
+    branches = {"int", "float", "constrained-int", *named}
     return isinstance(part, str) and (part in branches or "[" in part or "(" in part)
 
 

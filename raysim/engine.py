@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,13 @@ import torch
 from torch import Tensor
 
 import raysim
-from raysim import checkpoint, store
+from raysim import checkpoint, schedule, store
 from raysim.block import Job, cut, local_steps
 from raysim.data import digest
-from raysim.errors import ClientError
-from raysim.executor import Executor, Result, Trained
+from raysim.errors import ClientError, RaysimError
+from raysim.executor import Executor, Result, Trained, Training
 from raysim.plan import Plan
-from raysim.schedule import Synchronous
+from raysim.schedule import StandStill, Turn
 from raysim.server import Round
 
 logger = logging.getLogger("raysim")
@@ -39,6 +40,16 @@ class Pending:
     results: list[Result[dict[str, float]]] = field(default_factory=list)
 
 
+@dataclass
+class Work:
+    """A round on its way: its turn, what the server will hear of it, and the jobs that were sent off."""
+
+    turn: Turn
+    round: Round
+    training: Training
+    jobs: list[Job] = field(default_factory=list)
+
+
 class Engine:
     """One run: a plan, an executor, what clients keep, and the history so far."""
 
@@ -47,7 +58,10 @@ class Engine:
         self.run_dir, self.run_id = run_dir, run_id
         rows = store.folder(run_dir, plan.config.store.dir)
         self.store = store.Store(len(plan.clients), plan.config.store.memory, rows)
-        self.schedule = Synchronous(plan.config, plan.clients.sizes)
+        self.schedule = schedule.make(plan.config, plan.clients.sizes)
+        self.clock = self.schedule.pack()
+        self.versions: dict[int, Any] = {}
+        """The versions of the model that somebody still needs, as handles."""
         self.n_samples = int(plan.clients.sizes.sum())
         self.history: list[Record] = []
         self.done = self.bytes_down = self.bytes_up = 0
@@ -55,44 +69,70 @@ class Engine:
     def rounds(self) -> Iterator[Record]:
         """Trains round after round; yields the record of each once its evaluation has come in.
 
-        Nothing waits that need not: the next cohort is sent off as soon as the server is told to move on, and what
-        is to be said of a round is gathered while the next one trains.
+        A round in step is one in which everybody began with the newest version; else some began with older ones, and
+        these train while the server is still busy with the round before. Nothing waits that need not: the rest are sent
+        off as soon as the server is told to move on, and what is to be said of a round is gathered while the next one
+        trains.
         """
         pending: deque[Pending] = deque()
-        ids = self.schedule.cohort(self.done)
-        down = self.executor.broadcast(self.done, ids)
-        clock = Clock()
-        jobs, training = self._send_off(self.done, ids, down)
+        work = self._begin(self.done)
+        self.versions[self.done] = down = self.executor.broadcast(work.round)
+        stopwatch = Stopwatch()
+        self._send_off(work, newest=True)
         if not self.history:
-            pending.append(Pending({"round": 0.0}, self._evaluation(0, down, clock)))
-        for t in range(self.done, self.config.rounds):
-            ids = self.schedule.cohort(t + 1) if t + 1 < self.config.rounds else []
-            trained = training.get()
-            seconds = clock.lap()
-            round = self.judge(t, jobs, trained)
-            self.done = t + 1
-            after = self.executor.advance(round, trained, ids, keep=self._checkpoint_due())
-            finished = jobs
-            jobs, training = self._send_off(t + 1, ids, after.down)
-            record = {**self._record(round, finished, trained), **seconds(trained)}
-            pending.append(Pending(record, [after.metrics, *self._evaluation(t + 1, after.down, clock)]))
+            pending.append(Pending({"round": 0.0}, self._evaluation(0, down, stopwatch)))
+        while self.done < self.config.rounds and not work.turn.stands_still:
+            trained = work.training.get()
+            seconds = stopwatch.lap()
+            self.judge(work.round, work.jobs, trained)
+            self.done += 1
+            finished, bases, work = work, self._of(work.jobs), self._begin(self.done)
+            after = self.executor.advance(finished.round, trained, bases, work.round, keep=self._due(self.done))
+            self.versions[self.done] = after.down
+            self._send_off(work, newest=True)
+            record = {**self._record(finished, trained), **seconds(trained)}
+            pending.append(Pending(record, [after.metrics, *self._evaluation(self.done, after.down, stopwatch)]))
             yield from self._arrived(pending, keep=0 if after.snapshot else self._lag)
             if after.snapshot:
                 self._save(after.snapshot.get())
         yield from self._arrived(pending, keep=0)
+        if work.turn.stands_still:
+            raise RaysimError(work.turn.stands_still)
 
-    def _send_off(self, t: int, ids: list[int], down: Any) -> tuple[list[Job], Result[Trained]]:
-        jobs = self.jobs(t, ids)
-        return jobs, self.executor.train(t, down, cut(jobs, self.plan.block_size))
+    def _begin(self, t: int) -> Work:
+        """Draws round t, forgets the versions that nobody will need, and sends off those who began before."""
+        if self._due(t):
+            self.clock = self.schedule.pack()
+        try:
+            turn = self.schedule.turn(t) if t < self.config.rounds else schedule.in_step(t, [])
+        except StandStill as end:
+            turn = Turn(t, [], self.schedule.now, stands_still=str(end))
+        needed = {t, *self.schedule.held(), *(one.base for one in turn.arrivals)}
+        work = Work(turn, self.round(turn), self.executor.training(t))
+        self._send_off(work, newest=False)
+        self.versions = {v: down for v, down in self.versions.items() if v in needed}
+        return work
+
+    def _send_off(self, work: Work, newest: bool) -> None:
+        """Those of a round who begin with its newest version, or the others."""
+        t = work.round.t
+        jobs = self.jobs(work.round, [(base == t) == newest for base in work.round.bases])
+        if jobs:
+            work.training.add(self._of(jobs), cut(jobs, self.plan.block_size))
+            work.jobs += jobs
+
+    def _of(self, jobs: list[Job]) -> dict[int, Any]:
+        """The versions that these begin with."""
+        return {job.base: self.versions[job.base] for job in jobs}
 
     _lag = 2
     """Rounds whose metrics may still be out while the next one trains."""
 
-    def _evaluation(self, done: int, down: Any, clock: Clock) -> list[Result[dict[str, float]]]:
+    def _evaluation(self, done: int, down: Any, stopwatch: Stopwatch) -> list[Result[dict[str, float]]]:
         every = self.config.evaluate.every
         if not every or (done % every and done < self.config.rounds):
             return []
-        with clock.aside():  # inline it takes its time here; on actors it goes on beside the next round
+        with stopwatch.aside():  # inline it takes its time here; on actors it goes on beside the next round
             return [self.executor.evaluate(down)]
 
     def _arrived(self, pending: deque[Pending], keep: int) -> Iterator[Record]:
@@ -104,9 +144,10 @@ class Engine:
             self.history.append(first.record)
             yield first.record
 
-    def _checkpoint_due(self) -> bool:
+    def _due(self, done: int) -> bool:
+        """Whether a checkpoint is written after so many rounds."""
         every = self.config.checkpoint.every
-        return bool(every) and self.run_dir is not None and (self.done % every == 0 or self.done == self.config.rounds)
+        return bool(every) and self.run_dir is not None and (done % every == 0 or done == self.config.rounds)
 
     def _save(self, server: dict[str, Tensor]) -> None:
         assert self.run_dir is not None
@@ -122,7 +163,8 @@ class Engine:
             "torch": torch.__version__,
             "raysim": raysim.__version__,
         }
-        saved = checkpoint.Checkpoint(server, self.store.pack(), facts)
+        held = {v: self.executor.fetch(down) for v, down in self.versions.items() if v != self.done}
+        saved = checkpoint.Checkpoint(server, self.store.pack(), self.clock, held, facts)
         checkpoint.write(self.run_dir, saved, self.config.checkpoint.keep)
         self.store.hold(checkpoint.slots(self.run_dir))
 
@@ -132,6 +174,8 @@ class Engine:
         self.executor.restore(saved.server)
         checkpoint.remove_after(self.run_dir, saved.facts["round"])
         self.store.unpack(saved.clients, checkpoint.slots(self.run_dir))
+        self.schedule.unpack(saved.clock)
+        self.versions = {v: self.executor.hold(version) for v, version in saved.versions.items()}
         self.done, self.history = saved.facts["round"], saved.facts["history"]
         self.bytes_down, self.bytes_up = saved.facts["bytes_down"], saved.facts["bytes_up"]
 
@@ -139,51 +183,75 @@ class Engine:
         """Removes the rows on disk, unless a checkpoint needs them."""
         self.store.close(checkpoint.slots(self.run_dir) if self.run_dir is not None else [])
 
-    def jobs(self, t: int, ids: list[int]) -> list[Job]:
-        """The cohort's work, with the weights that the server rule asks for."""
-        local, sizes = self.config.local, [int(self.plan.clients.sizes[i]) for i in ids]
-        by_samples = self.plan.server.weights == "samples"
-        weights = [n / sum(sizes) if by_samples else 1 / len(ids) for n in sizes]
+    def round(self, turn: Turn) -> Round:
+        """What the server will hear of a turn's clients, but for who fails; with the weights that its rule gives them.
+
+        Raises RaysimError for a rule whose weights are none.
+        """
+        local, rule = self.config.local, self.plan.server
+        sizes = [int(self.plan.clients.sizes[i]) for i in turn.ids]
+        steps = [local_steps(n, n if local.batch == "full" else local.batch, local.steps, local.epochs) for n in sizes]
+        round = Round(turn.t, turn.ids, [one.base for one in turn.arrivals], [], sizes, steps)
+        if round.ids:
+            round.weights = [float(w) for w in rule.at(turn.t).weigh(round.cohort(len(self.plan.clients)))]
+            sound = all(w >= 0 and np.isfinite(w) for w in round.weights) and any(round.weights)
+            if len(round.weights) != len(round.ids) or not sound:
+                raise RaysimError(
+                    f"server rule '{rule.name}': weigh must give a number for each of {len(round.ids)} clients, none "
+                    f"negative and not all of them 0; it gave {round.weights}"
+                )
+        return round
+
+    def jobs(self, round: Round, which: Iterable[bool] | None = None) -> list[Job]:
+        """The work of a round's clients, or of some of them."""
+        by_samples, N = self.plan.server.weights == "samples", len(self.plan.clients)
+        chosen = [True] * len(round.ids) if which is None else which
+        facts = zip(round.ids, round.bases, round.weights, round.samples, round.steps, chosen, strict=True)
         jobs = []
-        for client, n, weight in zip(ids, sizes, weights, strict=True):
-            share = n * len(self.plan.clients) / self.n_samples if by_samples else 1.0
-            steps = local_steps(n, n if local.batch == "full" else local.batch, local.steps, local.epochs)
+        for client, base, weight, n, steps, _ in (one for one in facts if one[-1]):
+            share = n * N / self.n_samples if by_samples else 1.0
             row, seen = self.store.get(client), bool(self.store.seen[client])
-            jobs.append(Job(client, int(self.store.cursors[client]), weight, steps, share, seen, row))
+            jobs.append(Job(client, base, int(self.store.cursors[client]), weight, steps, share, seen, row))
         return jobs
 
-    def judge(self, t: int, jobs: list[Job], trained: Trained) -> Round:
+    def judge(self, round: Round, jobs: list[Job], trained: Trained) -> None:
         """Who is in and who is out: keeps the rows of accepted clients, stops at a failed one or drops it."""
         done = {d.client: d for outcome in trained.done for d in outcome.done}
         failed = {job.client: done[job.client].error for job in jobs if done[job.client].error}
         for client, error in failed.items():
             if self.config.faults.on_client_error == "stop":
                 raise ClientError(
-                    f"client {client} failed in round {t}: {_last_line(error)}\n{error}\n"
+                    f"client {client} failed in round {round.t}: {_last_line(error)}\n{error}\n"
                     "(faults.on_client_error=drop goes on without such clients)"
                 )
-            logger.warning("round %d: client %d is dropped: %s", t, client, _last_line(error))
+            logger.warning("round %d: client %d is dropped: %s", round.t, client, _last_line(error))
         for job in jobs:
             self.store.cursors[job.client] += job.steps
             if job.client not in failed:
                 self.store.put(job.client, done[job.client].row)
-        sizes = [int(self.plan.clients.sizes[job.client]) for job in jobs]
-        ids, weights, steps = ([getattr(job, k) for job in jobs] for k in ("client", "weight", "steps"))
-        return Round(t, ids, weights, sizes, steps, set(failed))
+        round.dropped = set(failed)
 
-    def _record(self, round: Round, jobs: list[Job], trained: Trained) -> Record:
+    def _record(self, work: Work, trained: Trained) -> Record:
         """What is to be said of a round, but for the server's and the evaluation's part."""
-        good = [d for outcome in trained.done for d in outcome.done if d.client not in round.dropped]
-        self.bytes_down += self.plan.bytes_down * len(jobs)
+        turn, dropped = work.turn, work.round.dropped
+        good = [d for outcome in trained.done for d in outcome.done if d.client not in dropped]
+        self.bytes_down += self.plan.bytes_down * len(work.jobs)
         self.bytes_up += sum(d.bytes for d in good)
         record = {
-            "round": float(round.t + 1),
+            "round": float(turn.t + 1),
+            "virtual_time": float(turn.time),
             "clients": float(len(good)),
-            "clients_dropped": float(len(round.dropped)),
+            "clients_dropped": float(len(dropped)),
+            "clients_lost": float(turn.lost),
+            "clients_late": float(turn.late),
+            "clients_too_stale": float(turn.discarded),
             "bytes_down": float(self.bytes_down),
             "bytes_up": float(self.bytes_up),
             "client/state_bytes": float(self.store.bytes),
             "client/state_bytes_disk": float(self.store.disk_bytes),
+            "versions/alive": float(len(self.versions)),
+            "versions/bytes": float(len(self.versions) * self.plan.bytes_down),
+            **staleness(turn),
             **trained.metrics,
         }
         if good:
@@ -196,7 +264,19 @@ class Engine:
         return record
 
 
-class Clock:
+def staleness(turn: Turn) -> Record:
+    """Its mean, its maximum and a histogram: how many arrivals are 0, 1, 2 to 3, 4 to 7, ... rounds behind."""
+    if not turn.arrivals:
+        return {}
+    s = np.array(turn.staleness)
+    found = {"staleness/mean": float(s.mean()), "staleness/max": float(s.max())}
+    edges = [0, *(2**k for k in range(int(s.max()).bit_length() + 1))]
+    for low, high in pairwise(edges):
+        found[f"staleness/from_{low}"] = float(((s >= low) & (s < high)).sum())
+    return found
+
+
+class Stopwatch:
     """Measures rounds: from the end of one cohort's training to the end of the next one's."""
 
     def __init__(self) -> None:

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch.nn import functional as F
 
-from raysim.block import Block, Outcome, Trainer
+from raysim.block import Block, Broadcast, Outcome, Trainer
 from raysim.data import Examples
 from raysim.models import Bound
 from raysim.numerics import use_threads
 from raysim.plan import Plan
 from raysim.rules import State
-from raysim.server import Broadcast, Round, Server
+from raysim.server import Round, Server
 
 T = TypeVar("T", covariant=True)
 
@@ -41,19 +41,6 @@ class Ready(Generic[T]):
         return self.value
 
 
-class Later(Generic[T]):
-    """A result that is computed when it is asked for."""
-
-    def __init__(self, compute: Callable[[], T]):
-        self._compute = compute
-
-    def ready(self) -> bool:
-        return True
-
-    def get(self) -> T:
-        return self._compute()
-
-
 @dataclass
 class Trained:
     """A round's outcomes: `uploads` stays where it was made (in the object store, say); `done` speaks of each job."""
@@ -72,18 +59,30 @@ class Next:
     snapshot: Result[State] | None
 
 
+class Training(Protocol):
+    """The work of one round. `add` sends blocks off, with the versions that their clients begin with; `get` waits for
+    all of it."""
+
+    def add(self, downs: Mapping[int, Any], blocks: list[Block]) -> None: ...
+    def get(self) -> Trained: ...
+
+
 class Executor(Protocol):
-    """What the engine asks for. A broadcast is a handle: it need not be in this process."""
+    """What the engine asks for. A version of the model is a handle: it need not be in this process."""
 
     actors: int
 
     def open(self, plan: Plan) -> None: ...
-    def broadcast(self, t: int, ids: list[int]) -> Any: ...
-    def train(self, t: int, down: Any, blocks: list[Block]) -> Result[Trained]: ...
-    def advance(self, round: Round, trained: Trained, ids: list[int], keep: bool) -> Next: ...
+    def broadcast(self, following: Round) -> Any: ...
+    def training(self, t: int) -> Training: ...
+    def advance(
+        self, round: Round, trained: Trained, bases: Mapping[int, Any], following: Round, keep: bool
+    ) -> Next: ...
     def evaluate(self, down: Any) -> Result[dict[str, float]]: ...
     def snapshot(self) -> Result[State]: ...
     def restore(self, snapshot: State) -> None: ...
+    def fetch(self, down: Any) -> Broadcast: ...
+    def hold(self, version: Broadcast) -> Any: ...
     def close(self) -> None: ...
 
 
@@ -116,17 +115,19 @@ def make_server(plan: Plan, device: str) -> Server:
 
 
 class Evaluator:
-    """Accuracy and mean cross-entropy on the whole test set, in eval mode."""
+    """Accuracy (on each class too, if asked for) and mean cross-entropy on the whole test set, in eval mode."""
 
     def __init__(self, plan: Plan, device: str):
         self.examples = Examples.of(plan.dataset, "test", device, plan.dtype)
         self.net, self.size = Bound(plan.model(device)), plan.config.evaluate.batch
+        self.classes = plan.dataset.n_classes if plan.config.evaluate.per_class else 0
 
     @torch.no_grad()
     def evaluate(self, down: Broadcast) -> dict[str, float]:
         self.net.flat.copy_(down.shared["x"])
         buffers = down.buffers.to(self.net.flat.device)
         right = torch.zeros((), dtype=torch.long, device=buffers.device)
+        of_class = torch.zeros(2, self.classes, dtype=torch.long, device=buffers.device)  # right ones, all
         loss = torch.zeros((), dtype=torch.float64, device=buffers.device)
         n = len(self.examples)
         for start in range(0, n, self.size):
@@ -134,9 +135,13 @@ class Evaluator:
             if self.net.model.convolutional:
                 x = x.contiguous(memory_format=torch.channels_last)
             logits = self.net.forward(x, "eval", buffers)
-            right += (logits.argmax(1) == y).sum()
+            hits = logits.argmax(1) == y
+            right += hits.sum()
             loss += F.cross_entropy(logits.double(), y, reduction="sum")
-        return {"accuracy": right.item() / n, "loss": loss.item() / n}
+            if self.classes:
+                of_class += torch.stack([torch.bincount(part, minlength=self.classes) for part in (y[hits], y)])
+        per_class = {f"accuracy/class_{c}": r / k for c, (r, k) in enumerate(of_class.T.tolist()) if k}
+        return {"accuracy": right.item() / n, "loss": loss.item() / n, **per_class}
 
 
 class Inline:
@@ -151,18 +156,16 @@ class Inline:
         self.trainer, self.server = make_trainer(plan, device), make_server(plan, device)
         self.evaluator = Evaluator(plan, device)
 
-    def broadcast(self, t: int, ids: list[int]) -> Broadcast:
-        return self.server.broadcast(t, ids)
+    def broadcast(self, following: Round) -> Broadcast:
+        return self.server.broadcast(following)
 
-    def train(self, t: int, down: Broadcast, blocks: list[Block]) -> Later[Trained]:
-        return Later(lambda: self._train(t, down, blocks))
+    def training(self, t: int) -> _Here:
+        return _Here(self.trainer)
 
-    def _train(self, t: int, down: Broadcast, blocks: list[Block]) -> Trained:
-        outcome = self.trainer.train(t, down.shared, down.buffers, blocks)
-        return Trained([outcome], [outcome], {"time/train": outcome.seconds})
-
-    def advance(self, round: Round, trained: Trained, ids: list[int], keep: bool) -> Next:
-        done = self.server.advance(round, trained.uploads, ids, keep)
+    def advance(
+        self, round: Round, trained: Trained, bases: Mapping[int, Broadcast], following: Round, keep: bool
+    ) -> Next:
+        done = self.server.advance(round, trained.uploads, bases, following, keep)
         return Next(Ready(done.metrics), done.down, Ready(done.snapshot) if keep else None)
 
     def evaluate(self, down: Broadcast) -> Ready[dict[str, float]]:
@@ -174,5 +177,25 @@ class Inline:
     def restore(self, snapshot: State) -> None:
         self.server.restore(snapshot)
 
+    def fetch(self, down: Broadcast) -> Broadcast:
+        return down
+
+    def hold(self, version: Broadcast) -> Broadcast:
+        return version
+
     def close(self) -> None:
         torch.set_num_threads(self.threads)
+
+
+class _Here:
+    """A round's work in this process; done when it is asked for."""
+
+    def __init__(self, trainer: Trainer):
+        self.trainer, self.work = trainer, []
+
+    def add(self, downs: Mapping[int, Broadcast], blocks: list[Block]) -> None:
+        self.work.append((downs, blocks))
+
+    def get(self) -> Trained:
+        outcomes = [self.trainer.train(downs, blocks) for downs, blocks in self.work]
+        return Trained(outcomes, outcomes, {"time/train": sum(outcome.seconds for outcome in outcomes)})

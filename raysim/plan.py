@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from raysim import config as configuration
-from raysim import models, rules, tracking
-from raysim.config import Config, Named
+from raysim import models, rules, schedule, tracking
+from raysim.config import Config, KAsync, Named, Sync
 from raysim.data import Dataset, load, split
 from raysim.data.partitions import Clients, VirtualClients
 from raysim.errors import ConfigError
@@ -93,15 +93,18 @@ def resolve(raw: Mapping[str, Any], load: Callable[[configuration.Data], Dataset
     tracking.absolute(config.tracking.uri)
     known = getattr(config.partition, "clients", None)
     if known is not None:
-        _check_cohort(config, known)
+        _check_cohort(config.schedule, known)
     dataset = load(config.data)
     clients = split(config.partition, dataset, config.seed)
-    _check_cohort(config, len(clients))
+    _check_cohort(config.schedule, len(clients))
+    if isinstance(config.schedule, KAsync):
+        _check_cohort(config.schedule, int((clients.sizes > 0).sum()), "clients that have data there are")
+    schedule.make(config, clients.sizes)  # reads a trace, and finds what is wrong with it
     net = models.make_net(config, dataset.shape, dataset.n_classes)
     model = Model(copy.deepcopy(net), dataset.shape, dataset.n_classes, getattr(torch, config.dtype))
     problem = Problem(
         n_clients=len(clients),
-        cohort=config.schedule.cohort,
+        cohort=config.schedule.size,
         size=model.size,
         segments=model.segments,
         n_nonempty=int((clients.sizes > 0).sum()),
@@ -147,12 +150,18 @@ def _section(section: Named, rule: Any, config: Config) -> Named:
     return Named.model_validate({"name": name, **{f.name: asdict(rule)[f.name] for f in fields(rule)}})
 
 
-def _check_cohort(config: Config, clients: int) -> None:
-    if config.schedule.cohort > clients:
-        raise ConfigError(
-            f"schedule.cohort: {config.schedule.cohort} clients a round, but partition.clients gives only "
-            f"{clients}; lower the one or raise the other"
-        )
+def _check_cohort(schedule: Sync | KAsync, clients: int, what: str = "partition.clients gives") -> None:
+    wanted = (
+        {"cohort": schedule.cohort}
+        if isinstance(schedule, Sync)
+        else {"arrivals": schedule.arrivals, "concurrency": schedule.concurrency or 0}
+    )
+    for key, number in wanted.items():
+        if number > clients:
+            raise ConfigError(
+                f"schedule.{key}: {number} clients are asked for at one time, but {what} only {clients}; "
+                "lower the one or raise the other"
+            )
 
 
 def _check_store(config: Config) -> None:
@@ -186,7 +195,7 @@ def _check_resources(config: Config) -> None:
 
 def _block(config: Config, model: Model) -> tuple[bool, int]:
     """Mode and size of blocks, from the configuration alone."""
-    cohort, block = config.schedule.cohort, config.block
+    cohort, block = config.schedule.size, config.block
     wide = min(64, ceil(cohort / 4))
     vmap = block.mode == "vmap"
     if block.mode == "auto":

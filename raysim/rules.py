@@ -120,12 +120,16 @@ class ClientRule(_Rule):
 
 @dataclass
 class Cohort:
-    """The clients of one round, in sampling order, and a place for the server's diagnostics."""
+    """The clients of one round, in the order of their arrival (in step: of sampling), and a place for the server's
+    diagnostics. `staleness` counts from 0: the rounds between the version that a client began with and this one."""
 
     round: int
     ids: list[int]
     n_clients: int
     metrics: dict[str, float] = field(default_factory=dict)
+    samples: list[int] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)
+    staleness: list[int] = field(default_factory=list)
 
     def report(self, **metrics: float) -> None:
         """Logs figures of this round under the rule's own names."""
@@ -134,16 +138,23 @@ class Cohort:
 
 @dataclass
 class Reports(Cohort):
-    """What arrived: K reports. `weights` [K] adds up to one; `staleness` and `versions` count from 0."""
+    """What arrived: K reports. `weights` [K] are what the rule's `weigh` says, `versions` those that the clients began
+    with, `bases` their parameters, [P] each (for a rule that `wants_bases`; not to be changed)."""
 
     weights: list[float] = field(default_factory=list)
-    samples: list[int] = field(default_factory=list)
-    steps: list[int] = field(default_factory=list)
-    staleness: list[int] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    bases: list[Tensor] = field(default_factory=list)
     totals: dict[tuple[str, str], Tensor] = field(default_factory=dict)
     rows: dict[str, list[Tensor]] = field(default_factory=dict)
     """The same as `each`, not stacked: for a rule that copies the rows anyway."""
+
+    weighed: list[float] | None = None
+    """What `weigh` was told."""
+
+    def weigh(self, weights: Iterable[float]) -> None:
+        """Says the weights p_i [K] that a rule which `weighs_late` has found. BatchNorm's statistics are averaged with
+        them; where they add up to less than one, the server's present ones take the rest."""
+        self.weighed = [float(p) for p in weights]
 
     def mean(self, key: str) -> Tensor:
         """The weighted mean of an upload over the round's clients, [P]; the same bits for any grouping."""
@@ -180,7 +191,11 @@ class ServerRule(_Rule):
 
     name: ClassVar[str] = ""
     provides: ClassVar[tuple[str, ...]] = ("x",)
-    """What it broadcasts."""
+    """What it broadcasts. It may not be changed in place: clients may still be at work with it."""
+    wants_bases: ClassVar[bool] = False
+    """Whether `update` needs the parameters that each client began with."""
+    weighs_late: ClassVar[bool] = False
+    """Whether its weights depend on what arrives; `update` then tells them by `reports.weigh`."""
 
     def __init_subclass__(cls) -> None:
         _register(cls, ServerRule, SERVERS, "Server")
@@ -194,6 +209,14 @@ class ServerRule(_Rule):
         """
         return {"delta": "mean"}
 
+    def weigh(self, cohort: Cohort) -> list[float]:
+        """The weights of a round's means, from what is known before anybody has trained: samples, steps, staleness.
+
+        Leaving a client out may only scale the others' weights, all by the same factor.
+        """
+        K, total = len(cohort.ids), sum(cohort.samples)
+        return [n / total for n in cohort.samples] if self.weights == "samples" else [1 / K] * K
+
     def init(self, x0: Tensor, problem: Problem) -> State:
         """The state before round 0, a flat dict of tensors with fixed keys and shapes."""
         return {"x": x0}
@@ -203,12 +226,19 @@ class ServerRule(_Rule):
         return {"x": state["x"]}
 
     def admit(self, state: State, cohort: Cohort) -> State:
-        """Before the cohort trains."""
+        """Before the round whose clients are `cohort`; in step: before they train."""
         return state
 
     def update(self, state: State, reports: Reports) -> State:
         """After it has: the next state. Large buffers may be changed in place; "x" may not."""
         raise NotImplementedError(f"{type(self).__name__} defines no update")
+
+
+def normalised(weights: Iterable[float]) -> list[float]:
+    """The weights, made to add up to one."""
+    weights = list(weights)
+    total = sum(weights)
+    return [w / total for w in weights]
 
 
 def sums(uploads: Uploads) -> list[tuple[Mode, str]]:

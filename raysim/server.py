@@ -2,35 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from raysim.block import Outcome
+from raysim.block import Broadcast, Outcome
 from raysim.errors import RaysimError
 from raysim.numerics.sums import NonFiniteError, combine, to_float
 from raysim.rules import Cohort, Problem, Reports, ServerRule, State
 
 
 @dataclass
-class Broadcast:
-    """What travels down in a round: the rule's tensors and the BatchNorm statistics [Q]."""
-
-    shared: State
-    buffers: Tensor
-
-
-@dataclass
 class Round:
-    """The facts of a round that the server needs: who trained, how much, and who is left out (`dropped`)."""
+    """The facts of a round that the server needs: who arrived, the versions they began with, the weights they were
+    given, how much they did, and who is left out (`dropped`)."""
 
     t: int
     ids: list[int]
+    bases: list[int]
     weights: list[float]
     samples: list[int]
     steps: list[int]
     dropped: set[int] = field(default_factory=set)
+
+    def cohort(self, n_clients: int, stay: list[int] | None = None) -> Cohort:
+        """What a rule sees of it before anybody has trained; of those at the positions `stay`."""
+        stay = list(range(len(self.ids))) if stay is None else stay
+        return Cohort(
+            self.t,
+            [self.ids[i] for i in stay],
+            n_clients,
+            samples=[self.samples[i] for i in stay],
+            steps=[self.steps[i] for i in stay],
+            staleness=[self.t - self.bases[i] for i in stay],
+        )
 
 
 @dataclass
@@ -50,83 +58,92 @@ class Server:
         self.state, self.buffers = rule.init(x0.clone(), problem), buffers.clone()
         self.cohort = Cohort(0, [], problem.n_clients)
 
-    def broadcast(self, t: int, ids: list[int]) -> Broadcast:
-        """Admits the cohort of round `t` and gives what is sent to it. With no ids: the model as it stands."""
-        rule = self.rule.at(t)
-        self.cohort = Cohort(t, ids, self.problem.n_clients)
-        if ids:
+    def broadcast(self, following: Round) -> Broadcast:
+        """Admits the clients of the next round and gives the version that it finds. With no clients: the model as it
+        stands."""
+        rule = self.rule.at(following.t)
+        self.cohort = following.cohort(self.problem.n_clients)
+        if following.ids:
             self.state = rule.admit(self.state, self.cohort)
         return Broadcast(rule.broadcast(self.state), self.buffers)
 
-    def update(self, round: Round, outcomes: list[Outcome]) -> dict[str, float]:
-        """Applies what arrived and gives the rule's metrics. With no upload left the round changes nothing."""
+    def update(self, round: Round, outcomes: list[Outcome], bases: Mapping[int, Broadcast]) -> dict[str, float]:
+        """Applies what arrived and gives the rule's metrics. With no upload left the round changes nothing. `bases` are
+        the versions that clients began with, for a rule that wants them."""
         stay = [i for i, client in enumerate(round.ids) if client not in round.dropped]
         outcomes = [o for o in outcomes if o.ids]
         if not stay or not outcomes:
             return {"server/uploads": 0.0, **self._named(self.cohort.metrics)}
-        weights = [round.weights[i] for i in stay]
-        left = sum(weights) if round.dropped else 1.0
-        ids = [client for o in outcomes for client in o.ids]
-        place = {client: i for i, client in enumerate(ids)}
-        arranged = [place[round.ids[i]] for i in stay]
-        x = self.state["x"]
-        bound = sum(o.bound for o in outcomes)
-        totals: dict[tuple[str, str], Tensor] = {}
-        for name in outcomes[0].sums:
-            mode, _, key = name.partition(" ")
-            total = combine([o.sums[name] for o in outcomes], bound)
-            divisor = {"mean": left, "sum": 1.0, "change": float(self.problem.n_clients)}[mode]
-            dtype = torch.float64 if mode == "change" else x.dtype
-            totals[mode, key] = to_float(total, dtype, divisor).to(x.device)
-        self.buffers = totals.pop(("mean", "buffers"), self.buffers)
-        rows = {}
-        for key in outcomes[0].rows:
-            every = [row for o in outcomes for row in o.rows[key]]
-            rows[key] = [every[i].to(x.device) for i in arranged]
+        rule, here = self.rule.at(round.t), round.cohort(self.problem.n_clients, stay)
+        weights, left = [round.weights[i] for i in stay], 1.0
+        if round.dropped:
+            given, weights = weights, rule.weigh(here)
+            left = sum(given) / sum(weights)
         reports = Reports(
-            round.t,
-            [round.ids[i] for i in stay],
-            self.problem.n_clients,
-            dict(self.cohort.metrics),
-            weights=[w / left for w in weights],
-            samples=[round.samples[i] for i in stay],
-            steps=[round.steps[i] for i in stay],
-            staleness=[0] * len(stay),
-            versions=[round.t] * len(stay),
-            totals=totals,
-            rows=rows,
+            **{**vars(here), "metrics": dict(self.cohort.metrics)},
+            weights=weights,
+            versions=[round.bases[i] for i in stay],
+            bases=[bases[round.bases[i]].shared["x"] for i in stay] if rule.wants_bases else [],
+            totals=self._totals(outcomes, left, sum(weights)),
+            rows=self._rows(outcomes, [round.ids[i] for i in stay]),
         )
+        mean, each = reports.totals.pop(("mean", "buffers"), None), reports.rows.pop("buffers", [])
         try:
-            state = self.rule.at(round.t).update(self.state, reports)
+            state = rule.update(self.state, reports)
         except NonFiniteError as error:
-            raise RaysimError(f"round {round.t}: server rule '{self.rule.name}': {error}; lower local.lr") from None
+            raise RaysimError(f"round {round.t}: server rule '{rule.name}': {error}; lower local.lr") from None
         if state.keys() != self.state.keys():
             odd = ", ".join(sorted(state.keys() ^ self.state.keys()))
-            raise RaysimError(
-                f"server rule '{self.rule.name}': update must give back the keys of init; differs in {odd}"
-            )
+            raise RaysimError(f"server rule '{rule.name}': update must give back the keys of init; differs in {odd}")
         self.state = state
         if not torch.isfinite(self.state["x"].sum()):
             raise RaysimError(
-                f"round {round.t}: server rule '{self.rule.name}' made non-finite parameters; "
-                "lower server lr or local.lr"
+                f"round {round.t}: server rule '{rule.name}' made non-finite parameters; lower server lr or local.lr"
             )
+        if mean is not None:
+            self.buffers = mean if reports.weighed is None else _mixed(self.buffers, each, reports.weighed)
+        reports.report(weights_entropy=_entropy(reports.weighed or weights))
         return {
             **self._named(reports.metrics),
             "server/uploads": float(len(stay)),
             "server/state_bytes": float(self.bytes),
         }
 
+    def _totals(self, outcomes: list[Outcome], left: float, weight: float) -> dict[tuple[str, str], Tensor]:
+        """The sums over all workers; those of means divided by the part of the weights that is `left`. BatchNorm's
+        statistics are a proper mean even where the `weight` of all does not add up to one."""
+        x, bound = self.state["x"], sum(o.bound for o in outcomes)
+        totals = {}
+        for name in outcomes[0].sums:
+            mode, _, key = name.partition(" ")
+            total = combine([o.sums[name] for o in outcomes], bound)
+            divisor = {"mean": left, "sum": 1.0, "change": float(self.problem.n_clients)}[mode]
+            divisor *= weight if key == "buffers" else 1.0
+            dtype = torch.float64 if mode == "change" else x.dtype
+            totals[mode, key] = to_float(total, dtype, divisor).to(x.device)
+        return totals
+
+    def _rows(self, outcomes: list[Outcome], ids: list[int]) -> dict[str, list[Tensor]]:
+        """Single uploads, in the order of `ids`."""
+        place = {client: i for i, client in enumerate(client for o in outcomes for client in o.ids)}
+        rows = {}
+        for key in outcomes[0].rows:
+            every = [row for o in outcomes for row in o.rows[key]]
+            rows[key] = [every[place[client]].to(self.state["x"].device) for client in ids]
+        return rows
+
     @staticmethod
     def _named(metrics: dict[str, float]) -> dict[str, float]:
         return {f"server/{k}": v for k, v in metrics.items()}
 
-    def advance(self, round: Round, outcomes: list[Outcome], ids: list[int], keep: bool) -> Advanced:
-        """The step between two rounds: applies what arrived, takes a snapshot if told to `keep` one, and admits the
-        next cohort."""
-        metrics = self.update(round, outcomes)
+    def advance(
+        self, round: Round, outcomes: list[Outcome], bases: Mapping[int, Broadcast], following: Round, keep: bool
+    ) -> Advanced:
+        """The step between two rounds: applies what arrived, takes a snapshot if told to `keep` one, and admits those
+        who arrive in the `following` round."""
+        metrics = self.update(round, outcomes, bases)
         snapshot = self.snapshot() if keep else {}
-        return Advanced(metrics, self.broadcast(round.t + 1, ids), snapshot)
+        return Advanced(metrics, self.broadcast(following), snapshot)
 
     def snapshot(self) -> State:
         """Everything that the server knows, on the CPU, as it stands now."""
@@ -144,3 +161,17 @@ class Server:
     def bytes(self) -> int:
         """Memory that the server's state takes."""
         return sum(t.numel() * t.element_size() for t in self.state.values())
+
+
+def _mixed(present: Tensor, each: list[Tensor], weights: list[float]) -> Tensor:
+    """Statistics [Q] weighed late: what the weights leave of one is the present ones'."""
+    mixed = present.double() * (1 - sum(weights))
+    for statistics, p in zip(each, weights, strict=True):
+        mixed += p * statistics.double()
+    return mixed.to(present.dtype)
+
+
+def _entropy(weights: list[float]) -> float:
+    """In nats: log K where all K weigh alike, 0 where one weighs everything."""
+    p = np.array(weights) / sum(weights)
+    return float(-(p[p > 0] * np.log(p[p > 0])).sum())

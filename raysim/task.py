@@ -98,7 +98,7 @@ def cross_entropy(net: Net, batch: Batch) -> Tensor:
 class Facts:
     """What stays the same through a client's local training."""
 
-    t: int = 0
+    t: int | Tensor = 0
     lr: float = 0.0
     weight_decay: float = 0.0
     clip: float | None = None
@@ -109,10 +109,10 @@ class Facts:
 class Task:
     """The training problem of one client in one round, as its rule sees it.
 
-    `lr` is this round's η_l, `steps` the number of local steps of this client, `t` the round, `x0` [P] the run's
-    initial parameters, `segments` the lengths of the named tensors in the flat vector, `buffers` [Q] this client's
-    running statistics (the engine threads them; a rule never writes them), `received` [Q] those that came with the
-    broadcast.
+    `lr` is η_l, `steps` the number of local steps of this client, `t` the round that it began in (a tensor, as `steps`,
+    inside a step under vmap of clients that began at different times), `x0` [P] the run's initial parameters,
+    `segments` the lengths of the named tensors in the flat vector, `buffers` [Q] this client's running statistics (the
+    engine threads them; a rule never writes them), `received` [Q] those that came with the broadcast.
     """
 
     def __init__(self, model: Model, facts: Facts, received: Tensor | None = None, steps: int | Tensor = 0):
@@ -127,7 +127,7 @@ class Task:
         return self.facts.lr
 
     @property
-    def t(self) -> int:
+    def t(self) -> int | Tensor:
         return self.facts.t
 
     @property

@@ -35,13 +35,13 @@ class Watched(Inline):
         self.statistics: list[np.ndarray] = []
         self.states: list[dict[str, torch.Tensor]] = []
 
-    def broadcast(self, t: int, ids: list[int]) -> Any:
-        down = super().broadcast(t, ids)
+    def broadcast(self, following: Round) -> Any:
+        down = super().broadcast(following)
         self._remember()
         return down
 
-    def advance(self, round: Round, trained: Trained, ids: list[int], keep: bool) -> Next:
-        after = super().advance(round, trained, ids, keep)
+    def advance(self, round: Round, trained: Trained, bases: Mapping[int, Any], following: Round, keep: bool) -> Next:
+        after = super().advance(round, trained, bases, following, keep)
         self._remember()
         return after
 

@@ -19,12 +19,13 @@ import pytest
 import torch
 
 from raysim import rules
-from raysim.block import Block, cut
+from raysim.block import Block, Broadcast, cut
 from raysim.engine import Engine
 from raysim.errors import ClientError, ConfigError
 from raysim.executor import Inline, make_trainer
 from raysim.plan import Plan, prepare
 from raysim.rules import CLIENTS, SERVERS, ServerRule
+from raysim.schedule import in_step
 
 rules.discover()
 
@@ -225,12 +226,12 @@ def test_a_client_knows_nothing_of_its_block(client, server, engine, config):
 
     run, _ = engine(config(client, server, rounds=1))
     t, plan, at_server = 1, replace(run.plan, server=EachServer()), run.executor.server
-    jobs = run.jobs(t, [i for i in range(8) if SIZES[i]])
+    jobs = run.jobs(run.round(in_step(t, [i for i in range(8) if SIZES[i]])))
     assert any(job.seen for job in jobs) and not all(job.seen for job in jobs)
-    shared, buffers = at_server.rule.broadcast(at_server.state), at_server.buffers
+    down = Broadcast(at_server.rule.broadcast(at_server.state), at_server.buffers)
 
     def train(blocks: list[Block]) -> dict[int, Any]:
-        outcome = make_trainer(plan, "cpu").train(t, shared, buffers, blocks)
+        outcome = make_trainer(plan, "cpu").train({t: down}, blocks)
         bits = {}
         for done in outcome.done:
             assert done.error is None
@@ -242,7 +243,8 @@ def test_a_client_knows_nothing_of_its_block(client, server, engine, config):
 
     alone = train(cut(jobs, 1))
     assert len(alone) == 7 and len({str(sent) for sent, *_ in alone.values()}) == 7
-    for blocks in (cut(jobs, 2), cut(jobs, 5), cut(jobs[::-1], 3)):
+    backwards = [Block(block.index, block.jobs[::-1]) for block in cut(jobs, 3)[::-1]]
+    for blocks in (cut(jobs, 2), cut(jobs, 5), backwards):
         assert train(blocks) == alone
 
 
@@ -264,7 +266,8 @@ def test_dropout_masks_are_keyed_by_round_client_and_step(mode, engine, config, 
     zero, nothing, everybody = torch.zeros(64, dtype=torch.float64), torch.zeros(0), [i for i in range(8) if SIZES[i]]
     masks = []
     for t in range(4):
-        outcome = trainer.train(t, {"x": zero}, nothing, cut(run.jobs(t, everybody), 3))
+        jobs = run.jobs(run.round(in_step(t, everybody)))
+        outcome = trainer.train({t: Broadcast({"x": zero}, nothing)}, cut(jobs, 3))
         for sent in (row.numpy() for row in outcome.rows["delta"]):
             kept = sent[sent != 0]
             assert np.ptp(kept) < 1e-12
@@ -272,8 +275,8 @@ def test_dropout_masks_are_keyed_by_round_client_and_step(mode, engine, config, 
             masks.append(sent != 0)
     assert len({mask.tobytes() for mask in masks}) == len(masks) == 28
     assert np.mean(masks) == pytest.approx(0.75, abs=0.05)  # 1792 draws: the standard deviation is 0.01
-    two_steps = [replace(job, steps=2) for job in run.jobs(0, everybody)]
-    for sent in trainer.train(0, {"x": zero}, nothing, cut(two_steps, 3)).rows["delta"]:
+    two_steps = [replace(job, steps=2) for job in run.jobs(run.round(in_step(0, everybody)))]
+    for sent in trainer.train({0: Broadcast({"x": zero}, nothing)}, cut(two_steps, 3)).rows["delta"]:
         assert len(set(np.round(sent.numpy(), 9))) == 4  # dropped in both steps, in one, in the other, in none
 
 

@@ -552,9 +552,10 @@ def on_ray(local_ray: None, config: dict[str, Any], monkeypatch: pytest.MonkeyPa
     class Hooked(RayExecutor):
         hook: Callable[[Any, int], None]
 
-        def train(self, t: int, down: Any, blocks: Any) -> Any:
-            training = super().train(t, down, blocks)
-            type(self).hook(self, t)
+        def training(self, t: int) -> Any:
+            training, hook = super().training(t), type(self).hook
+            add = training.add
+            training.add = lambda downs, blocks: (add(downs, blocks), hook(self, t))
             return training
 
     def run(config: dict[str, Any], hook: Callable[[Any, int], None]) -> tuple[Finished, list[str]]:
@@ -617,16 +618,18 @@ def test_who_is_late_or_lost_is_named(local_ray, config, source):
     from raysim.actors import RayExecutor
     from raysim.block import cut
     from raysim.engine import Engine
+    from raysim.schedule import in_step
 
     resources = {"executor": "ray", "actors": 2, "cpus": 1, "timeout": 60}
     slow = {**config, "algorithm": f"{source('slow', SLOW)}:Slow", "evaluate": {"every": 0}, "resources": resources}
     plan, executor = prepare(slow), RayExecutor(lambda text: None)
     try:
         executor.open(plan)
-        jobs = Engine(plan, executor).jobs(7, list(range(4)))
+        engine = Engine(plan, executor)
+        round = engine.round(in_step(7, list(range(4))))
         executor.timeout = 0.5
-        down = executor.broadcast(7, list(range(4)))
-        training = executor.train(7, down, cut(jobs, 1))
+        training = executor.training(7)
+        training.add({7: executor.broadcast(round)}, cut(engine.jobs(round), 1))
         with pytest.raises(RaysimError, match=r"round 7: waited 0\.5 s for ClientActors \[0, 1\].*resources\.timeout"):
             training.get()
         executor.timeout = 30.0

@@ -165,7 +165,8 @@ class Federation:
         self.state = self.server.update(self.state, Reports(
             self.t, ids, N, weights=of_round.tolist(), samples=[self.problem.n[i] for i in ids],
             steps=[self.steps[i] if isinstance(self.steps, list) else self.steps for i in ids],
-            staleness=[0] * len(ids), versions=[self.t] * len(ids), totals=totals, rows=rows,
+            staleness=[0] * len(ids), versions=[self.t] * len(ids), bases=[shared["x"]] * len(ids), totals=totals,
+            rows=rows,
         ))  # fmt: skip
         self.t += 1
 

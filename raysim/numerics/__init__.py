@@ -1,6 +1,6 @@
 """The numerical core: order-independent sums, inner products, the QPs of GradMA and its gradient memory."""
 
-from .inner import aligned, cross, dot, gram, norm, use_threads
+from .inner import aligned, cross, dot, gram, norm, use_threads, weighted_sum
 from .memory import absorb, admit, memory_bytes, memory_init
 from .qp import QPInfo, project, project3, project_gram, solve_dual
 from .sums import NonFiniteError, combine, fixed_sum, to_float
@@ -25,4 +25,5 @@ __all__ = [
     "solve_dual",
     "to_float",
     "use_threads",
+    "weighted_sum",
 ]

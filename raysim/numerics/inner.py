@@ -82,6 +82,14 @@ def norm(v: Tensor) -> float:
     return float(gram([v])[0, 0]) ** 0.5
 
 
+def weighted_sum(rows: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """Σ weights[i] rows[i] [P], added up in float64 in this order and rounded once to the rows' dtype."""
+    total = torch.zeros(rows[0].shape, dtype=torch.float64, device=rows[0].device)
+    for row, weight in zip(rows, weights, strict=True):
+        total.add_(row, alpha=weight)
+    return total.to(rows[0].dtype)
+
+
 def cross(left: Tensor, right: Tensor, segments: Sequence[int] | None = None) -> Tensor:
     """Inner products of every row of `left` [k, P] with every row of `right` [m, P]: float64 [k, m] or [T, k, m].
 

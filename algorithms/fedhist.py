@@ -1,0 +1,169 @@
+"""FedHist — Jiang X. et al. 2023 (arXiv 2312.10425): K-async aggregation that looks back at what the server has seen.
+
+The available text has lost its formulas. What is marked R is reconstructed from the words around them; every constant
+of it is a key. g_i = x_{b_i} - y_i, s_i = t - b_i; LG holds the last L aggregates, LL the last L rounds' (i, s_i, g_i).
+
+    EGS      k* = argmin_k cos(g_i, LG_k);    g'_i = (1 - a) g_i + a LG_{k*}            R; g_i where LG is empty
+    HAA      w_i = (1 - b) (e/2)^{-s_i} + b ū_i;    p_i ∝ max(w_i, 0), 1/K where all are 0            R
+             G = Σ p_i g'_i
+    INA      G <- rho^t (mean_i ‖g_i‖ / ‖G‖) G            R
+             x <- x - server.lr G;    G enters LG, the round's list LL; what is older than L rounds leaves
+    utility  once LL holds L rounds, the oldest of them r: F = {g in LL computed on version r}, ĝ = mean(F), and for
+             each (i, s_i, g_i) of round r            R
+             e_i = cos(g_i, ĝ) - theta
+             u_i = min(1, |F|/K) e_i φ,  φ = 2 - (e/2)^{-s_i} where e_i >= 0, else (e/2)^{-s_i}
+             ū_i <- kappa ū_i + (1 - kappa) u_i
+
+Keeps L (K + 1) d floats on the server (LL in half precision under `history: float16`, each vector scaled by its largest
+entry) and one number for each client; sends d down, d up. Ablations: a = 0 is "without EGS", b = 0 "without HAA",
+ina = false "without INA"; length = 0 leaves TWAFL without n_i, and INA. F holds a client's own gradient too unless
+`leave_one_out`. `weights: samples` multiplies max(w_i, 0) by n_i.
+"""
+
+from dataclasses import dataclass
+from math import e
+from typing import Annotated, Literal
+
+import numpy as np
+import torch
+from pydantic import Field
+
+from algorithms.dynsgd import KASYNC
+from algorithms.fedavg import FedAvgClient
+from raysim.numerics import aligned, cross, gram, norm, weighted_sum
+from raysim.rules import Algorithm, ServerRule, Uploads, normalised
+
+Unit = Annotated[float, Field(ge=0, le=1)]
+
+
+@dataclass(frozen=True)
+class FedHistServer(ServerRule):
+    """Updates fused with past aggregates, weighed by staleness and by how useful their clients have been."""
+
+    a: Unit = 0.1
+    b: Unit = 0.3
+    theta: Annotated[float, Field(ge=-1, le=1)] = 0.0
+    kappa: Unit = 0.9
+    rho: Annotated[float, Field(gt=0, le=1)] = 0.9995
+    length: Annotated[int, Field(ge=0)] = 15
+    ina: bool = True
+    leave_one_out: bool = False
+    history: Literal["float32", "float16"] = "float32"
+    """Precision of LL; float32 means that of the parameters."""
+
+    weighs_late = True
+
+    @property
+    def uploads(self) -> Uploads:
+        return {"delta": "each"}
+
+    def init(self, x0, problem):
+        L, K, P = self.length, problem.cohort, problem.size
+        precision = torch.float16 if self.history == "float16" else x0.dtype
+        if not L:
+            return {"x": x0}
+        return {
+            "x": x0,
+            "LG": x0.new_zeros(L, P),
+            "LL/g": torch.zeros(L, K, P, dtype=precision, device=x0.device),
+            "LL/scale": torch.ones(L, K, dtype=torch.float64),
+            "LL/client": torch.full((L, K), -1),
+            "LL/base": torch.full((L, K), -1),
+            "LL/round": torch.full((L,), -1),
+            "utility": torch.zeros(problem.n_clients, dtype=torch.float64),
+            "rounds": torch.tensor(0),
+        }
+
+    def update(self, state, reports):
+        g = reports.rows["delta"]
+        past = [state["LG"][k] for k in self._places(state)]
+        p = self._weights(state, reports)
+        G = weighted_sum(g, p)
+        if past and self.a:
+            G = self._fused(g, p, past)
+        lengths = [norm(v) for v in g]
+        if self.ina and (length := norm(G)) > 0:
+            factor = self.rho**reports.round * (sum(lengths) / len(lengths)) / length
+            reports.report(ina_factor=factor)
+            G = factor * G
+        reports.weigh(p)
+        state = {**state, "x": state["x"] - self.lr * G}
+        if self.length:
+            state = self._remembered(state, reports, G)
+            if int(state["rounds"]) >= self.length:
+                state["utility"] = self._utilities(state, reports)
+            q = np.quantile(state["utility"].numpy(), (0.1, 0.5, 0.9))
+            buffers = sum(state[k].nbytes for k in ("LG", "LL/g"))
+            reports.report(utility_q10=q[0], utility_q50=q[1], utility_q90=q[2], buffer_bytes=buffers)
+        return state
+
+    def _places(self, state):
+        """Where the rounds that are remembered lie in the buffers, the oldest first."""
+        if not self.length:
+            return []
+        rounds, L = int(state["rounds"]), self.length
+        return [n % L for n in range(max(0, rounds - L), rounds)]
+
+    def _weights(self, state, reports):
+        """HAA: p_i."""
+        past = state["utility"][reports.ids].tolist() if self.length else [0.0] * len(reports.ids)
+        b = self.b if self.length else 0.0
+        w = [(1 - b) * (e / 2) ** -s + b * u for s, u in zip(reports.staleness, past, strict=True)]
+        reports.report(weights_cut=sum(v < 0 for v in w))
+        w = [max(v, 0.0) * own for v, own in zip(w, reports.weights, strict=True)]
+        return normalised(w) if any(w) else [1 / len(w)] * len(w)
+
+    def _fused(self, g, p, past):
+        """EGS and the aggregation in one: Σ p_i ((1 - a) g_i + a LG_{k*})."""
+        products = cross(aligned(g, torch.float64), aligned(past, torch.float64)).cpu()
+        lengths = torch.tensor([norm(v) for v in past], dtype=torch.float64)
+        # the argmin over k does not depend on ‖g_i‖; a zero vector is at a right angle to everything
+        nearest = torch.where(lengths > 0, products / lengths.clamp(min=1e-300), 0.0).numpy().argmin(1)
+        weights = [(1 - self.a) * v for v in p] + [self.a * v for v in p]
+        return weighted_sum([*g, *(past[k] for k in nearest)], weights)
+
+    def _remembered(self, state, reports, G):
+        """The state with this round in LG and LL, in the place of the oldest."""
+        at, K = int(state["rounds"]) % self.length, len(reports.ids)
+        state["LG"][at] = G
+        state["LL/client"][at], state["LL/base"][at], state["LL/round"][at] = -1, -1, reports.round
+        state["LL/client"][at, :K] = torch.tensor(reports.ids)
+        state["LL/base"][at, :K] = torch.tensor(reports.versions)
+        for i, v in enumerate(reports.rows["delta"]):
+            scale = (float(v.abs().max()) or 1.0) if self.history == "float16" else 1.0
+            state["LL/scale"][at, i] = scale
+            state["LL/g"][at, i] = v / scale if scale != 1 else v
+        return {**state, "rounds": state["rounds"] + 1}
+
+    def _utilities(self, state, reports):
+        """ū after the clients of the oldest round have been judged by what was computed on its version."""
+        at, K = self._places(state)[0], state["LL/client"].shape[1]
+        r = int(state["LL/round"][at])
+        fresh = [(n, i) for n in self._places(state) for i in range(K) if int(state["LL/base"][n, i]) == r]
+        reports.report(fresh=len(fresh))
+        utility = state["utility"].clone()
+        for i, client in enumerate(state["LL/client"][at].tolist()):
+            judges = [place for place in fresh if not (self.leave_one_out and place == (at, i))]
+            if client < 0 or not judges:
+                continue
+            mean = weighted_sum([self._g(state, *place) for place in judges], [1 / len(judges)] * len(judges))
+            error = _cosine(self._g(state, at, i), mean) - self.theta
+            young = (e / 2) ** -(r - int(state["LL/base"][at, i]))
+            u = min(1.0, len(judges) / K) * error * (2 - young if error >= 0 else young)
+            utility[client] = self.kappa * utility[client] + (1 - self.kappa) * u
+        return utility
+
+    def _g(self, state, n, i):
+        g = state["LL/g"][n, i]
+        scale = float(state["LL/scale"][n, i])
+        return g.to(state["x"].dtype) * scale if scale != 1 else g
+
+
+def _cosine(u, v):
+    """0 where one of them is zero."""
+    products = gram([u, v])
+    lengths = float(products[0, 0] * products[1, 1]) ** 0.5
+    return float(products[0, 1]) / lengths if lengths > 0 else 0.0
+
+
+Algorithm("fedhist", FedAvgClient, FedHistServer, "Jiang X. 2023", state="server L(K+1)·d, client 0", defaults=KASYNC)

@@ -1,0 +1,60 @@
+"""REFL, its staleness-aware aggregation — Abdelmoniem, Sahu, Canini, Fahmy, EuroSys 2023.
+
+    server   F = the fresh updates (s = 0), u_F their mean; a stale update is damped by its age, and boosted by how far
+             it deviates from u_F:
+             w_k = 1 for k in F, else (1 - beta)/(s_k + 1) + beta (1 - exp(-Λ_k / Λ_max))
+             Λ_k = ‖u_F - u_k‖² / ((|F| + 1)² ‖u_F‖²),  Λ_max the largest in the round
+             p = w / Σ w;    x <- x - server.lr Σ_k p_k u_k        u_k = x_{b_k} - y_k
+
+Keeps nothing; sends d floats down, d up; the K updates are held for the round. In Λ_k / Λ_max everything but
+‖u_F - u_k‖² cancels. The authors' code divides the exponential by 10 (`boost_scale: 10`), so that every stale update is
+boosted by 0.90 to 0.96 beta whatever its deviation. A round without fresh updates is common in K-async and not in the
+paper: F is then the least stale ones, of weight 1/(s + 1). u_F = 0, or no deviation anywhere: no boost.
+`weights: samples` multiplies w_k by n_k. REFL's selection of clients and its adaptive rounds are not part of this.
+"""
+
+from dataclasses import dataclass
+from math import exp
+from typing import Annotated
+
+from pydantic import Field
+
+from algorithms.dynsgd import KASYNC
+from algorithms.fedavg import FedAvgClient
+from raysim.numerics import norm, weighted_sum
+from raysim.rules import Algorithm, ServerRule, Uploads, normalised
+
+
+@dataclass(frozen=True)
+class REFLServer(ServerRule):
+    """Averaging in which stale updates count for less, and for more where they are unlike the fresh ones."""
+
+    beta: Annotated[float, Field(ge=0, le=1)] = 0.35
+    boost_scale: Annotated[float, Field(ge=1)] = 1.0
+
+    weighs_late = True
+
+    @property
+    def uploads(self) -> Uploads:
+        return {"delta": "each"}
+
+    def update(self, state, reports):
+        updates, s = reports.rows["delta"], reports.staleness
+        youngest = min(s)
+        fresh = [u for u, age in zip(updates, s, strict=True) if age == youngest]
+        u_F = weighted_sum(fresh, [1 / len(fresh)] * len(fresh))
+        deviation = [norm(u_F - u) ** 2 for u in updates]
+        largest = max((d for d, age in zip(deviation, s, strict=True) if age > youngest), default=0.0)
+        boosts = largest > 0 and norm(u_F) > 0
+        weights = []
+        for age, d, own in zip(s, deviation, reports.weights, strict=True):
+            boost = 1 - exp(-d / largest) / self.boost_scale if boosts else 0.0
+            w = 1 / (age + 1) if age == youngest else (1 - self.beta) / (age + 1) + self.beta * boost
+            weights.append(w * own)
+        p = normalised(weights)
+        reports.weigh(p)
+        reports.report(fresh=len(fresh))
+        return {"x": state["x"] - self.lr * weighted_sum(updates, p)}
+
+
+Algorithm("refl", FedAvgClient, REFLServer, "Abdelmoniem 2023", defaults=KASYNC)

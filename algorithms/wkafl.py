@@ -1,0 +1,90 @@
+"""WKAFL — Zhou, Ye, Xu, Lv, Li, TPDS 2022: find out where the fresh updates point, and keep those that agree.
+
+    server   1.  g_i = d_i + alpha G,  clipped to norm `clip`        G the last aggregate; d_i = x_{b_i} - y_i
+             2.  p_i ∝ (e/2)^{-s_i};    Ĝ = Σ p_i g_i
+             3.  c_i = cos(g_i, Ĝ), 1 for g_i = 0;    A = {i : c_i > theta}
+             4.  q_i ∝ p_i exp(sharpness c_i) on A;    from round `stage2` on, g_i clipped to norm clip2 ‖Ĝ‖ first
+                 G = Σ_A q_i g_i    (Ĝ if A is empty)
+             5.  x <- x - server.lr / (1 + decay (s_min + 1)) G
+
+Keeps d floats on the server; sends d down, d up; the K updates are held for the round. The authors speak of gradients
+g_i = d_i / η_l and clip single ones at 70; here updates come in, so that server.lr = 1 is their η_0 = η_l, and `clip`
+stands at 70 η_l for η_l = 0.01 (null: none). Their stage two reads past the end of its list of norms; ‖Ĝ‖ is what it
+means. `weights: samples` multiplies p_i by n_i.
+"""
+
+from dataclasses import dataclass
+from math import exp
+from typing import Annotated
+
+import torch
+from pydantic import Field
+
+from algorithms.dynsgd import KASYNC
+from algorithms.fedavg import FedAvgClient
+from algorithms.twafl import decay
+from raysim.numerics import gram, norm, weighted_sum
+from raysim.rules import Algorithm, ServerRule, Uploads, normalised
+
+Positive = Annotated[float, Field(gt=0)]
+
+
+@dataclass(frozen=True)
+class WKAFLServer(ServerRule):
+    """Two-stage averaging of the updates that agree with the weighted mean of all."""
+
+    alpha: Annotated[float, Field(ge=0)] = 0.1
+    theta: Annotated[float, Field(ge=-1, le=1)] = 0.3
+    clip: Positive | None = 0.7
+    clip2: Positive = 5.0
+    stage2: Annotated[int, Field(ge=0)] | None = 3500
+    sharpness: Annotated[float, Field(ge=0)] = 50.0
+    decay: Annotated[float, Field(ge=0)] = 0.01
+
+    weighs_late = True
+
+    @property
+    def uploads(self) -> Uploads:
+        return {"delta": "each"}
+
+    def init(self, x0, problem):
+        return {"x": x0, "G": torch.zeros_like(x0)}
+
+    def update(self, state, reports):
+        g = [d + self.alpha * state["G"] for d in reports.rows["delta"]]
+        if self.clip is not None:
+            g = [_clipped(v, self.clip) for v in g]
+        p = normalised(w * by for w, by in zip(reports.weights, decay(reports.staleness), strict=True))
+        mean = weighted_sum(g, p)
+        c = _cosines(g, mean)
+        kept = [i for i, cosine in enumerate(c) if cosine > self.theta]
+        q, G = p, mean
+        if kept:
+            top = max(c[i] for i in kept)
+            on_kept = dict(zip(kept, normalised(p[i] * exp(self.sharpness * (c[i] - top)) for i in kept), strict=True))
+            q = [on_kept.get(i, 0.0) for i in range(len(g))]
+            if self.stage2 is not None and reports.round >= self.stage2:
+                g = [_clipped(v, self.clip2 * norm(mean)) for v in g]
+            G = weighted_sum([g[i] for i in kept], [q[i] for i in kept])
+        reports.weigh(q)
+        reports.report(kept=len(kept), mean_cosine=sum(c) / len(c))
+        step = self.lr / (1 + self.decay * (min(reports.staleness) + 1))
+        return {"x": state["x"] - step * G, "G": G}
+
+
+def _clipped(v, limit):
+    return v * (limit / length) if (length := norm(v)) > limit else v
+
+
+def _cosines(g, mean):
+    """cos(g_i, mean): 1 for a zero g_i, 0 for a zero mean."""
+    products = gram([*g, mean])
+    lengths = products.diagonal().sqrt().tolist()
+    *own, whole = lengths
+    return [
+        1.0 if length == 0 else float(products[i, -1]) / (length * whole) if whole else 0.0
+        for i, length in enumerate(own)
+    ]
+
+
+Algorithm("wkafl", FedAvgClient, WKAFLServer, "Zhou 2022", state="server d, client 0", defaults=KASYNC)
