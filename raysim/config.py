@@ -667,7 +667,7 @@ def explain(error: ValidationError, raw: Any, model: type, prefix: str = "") -> 
     for item in error.errors():
         parts = [str(part) for part in item["loc"]]
         branch = next((i for i, part in enumerate(parts) if part.startswith(("list[", "function-after[_check"))), None)
-        parents = [part for part in parts[:branch] if not _is_branch(part)]
+        parents = [part for i, part in enumerate(parts[:branch]) if not _is_branch(part, parts[i - 1] if i else "")]
         key = ".".join([*filter(None, [prefix.rstrip(".")]), *parents])
         *above, last = parents or [""]
         given, kind = item["input"], item["type"]
@@ -713,11 +713,10 @@ def _at(raw: Any, path: list[str]) -> Any:
     return raw
 
 
-def _is_branch(part: Any) -> bool:
+def _is_branch(part: str, above: str) -> bool:
     """Pydantic puts the branch of a union into the path of an error; a user does not know it."""
-    named = {name for section in ("partition", "schedule", "speeds") for m in _options(section) for name in _names(m)}
-    branches = {"int", "float", "constrained-int", *named}
-    return isinstance(part, str) and (part in branches or "[" in part or "(" in part)
+    named = above in ("partition", "schedule", "speeds") and any(part in _names(m) for m in _options(above))
+    return named or part in ("int", "float", "constrained-int") or "[" in part or "(" in part
 
 
 def _keys_at(model: Any, path: list[str], raw: Any) -> list[str]:

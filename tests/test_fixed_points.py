@@ -392,7 +392,7 @@ INSIDE = ("moon", "fedmlb")
 """Client rules that look into a net; a quadratic has no inside."""
 STEADY = {
     "fedadagrad": {"lr": 8.0, "tau": 1.0}, "fedadam": {"lr": 1.0, "tau": 1.0}, "fedyogi": {"lr": 2.0, "tau": 1.0},
-    "fedams": {"lr": 1.0, "tau": 1.0}, "mimelite": {"beta": 0.5},
+    "fedams": {"lr": 1.0, "tau": 1.0}, "mimelite": {"beta": 0.5}, "fedhist": {},
 }  # fmt: skip
 """A τ so large that FedOpt's steps are in proportion to d at the end: with a small one it circles round the place."""
 

@@ -12,10 +12,24 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from oracle import asynchronous as A
 from oracle.batches import batch_sizes
-from oracle.nets import Blocks
-from test_oracles import MODES, NETS, SAMPLES, SIZES, STEPS, UNIFORM, by_round, distance
+from oracle.batchnorm import MOMENTUM
+from oracle.nets import Blocks, MLPBatchNorm
+from test_oracles import (
+    BATCH_NORM,
+    MODES,
+    NETS,
+    ROOMY,
+    SAMPLES,
+    SIZES,
+    STEPS,
+    UNIFORM,
+    Watching,
+    by_round,
+    distance,
+)
 
 from raysim import schedule
 from raysim.block import order
@@ -62,10 +76,12 @@ class Feed:
     batches: list[dict[int, list[np.ndarray]]]
     data: list[tuple[np.ndarray, np.ndarray]]
 
-    def grad(self, net: Any) -> Callable:
+    def grad(self, gradient: Callable) -> Callable:
+        """A net's gradient as the oracle asks for it."""
+
         def of_client(w, client, batch):
             x, y = self.data[client]
-            return net.grad(w, x[batch], y[batch])
+            return gradient(w, x[batch], y[batch])
 
         return of_client
 
@@ -110,9 +126,9 @@ def oracle(f: Feed, case: Case, net: Any, rule: Callable | None = None, **change
     client = {k: changes.pop(k, v) for k, v in {**case.client, "eta": case.eta}.items()}
     name, eta, inner = client.pop("name"), step_size(client.pop("eta")), client
     if name == "fedavg":
-        train = A.sgd(f.grad(net), eta)
+        train = A.sgd(f.grad(net.grad), eta)
     elif name == "fedprox":
-        train = A.prox(f.grad(net), eta, **inner)
+        train = A.prox(f.grad(net.grad), eta, **inner)
     else:
         train = A.contrast(net, f.data, eta, **inner)
     return A.run(f.x0, f.turns, f.sizes, f.batches, train, rule or rule_of(case, **changes))
@@ -293,7 +309,7 @@ def test_a_client_works_on_what_it_began_with(engine, ragged):
     case = Case({"name": "fedbuff"}, client={"name": "fedprox", "mu": 0.7}, eta=STEPS)
     run, _ = engine(configuration(case, "loop", ragged))
     f, net, eta = feed(run), NETS["mlp"][1], by_round(STEPS)
-    given, grad = (f.sizes, f.batches), f.grad(net)
+    given, grad = (f.sizes, f.batches), f.grad(net.grad)
     rule, right = A.FedBuff(), A.prox(grad, eta, 0.7)
     assert distance(run.executor.xs, A.run(f.x0, f.turns, *given, right, rule)) < 1e-9
     restarted = [[(i, t) for i, _ in turn] for t, turn in enumerate(f.turns)]
@@ -404,3 +420,50 @@ def test_the_named_algorithms(algorithm, client, server, engine, ragged):
         }
     )
     assert distance(run.executor.xs, oracle(feed(run), case, NETS["mlp"][1])) < 1e-9
+
+
+# --- BatchNorm
+
+NORM: dict[str, dict[str, Any]] = {
+    "fedavg": SAMPLES, "dynsgd": {}, "dynsgd not normalised": {"normalise": False, **SAMPLES}, "twafl": {},
+    "refl": {"beta": 0.8}, "wkafl": CHOOSY, "wkafl nobody agrees": {**CHOOSY, "theta": 0.99}, "fedhist": RECALL,
+    "fedasync": {}, "fedbuff": {"beta1": 0.5, "lr": 0.7}, "fedbuff samples": SAMPLES,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NORM)
+def test_running_statistics(name, engine, ragged, source):
+    """They start from those of the version that the client began with, and are averaged with the rule's weights. Equal
+    weights would give others, and so would a start from the newest version's."""
+    case = Case({"name": name.split()[0], **NORM[name]}, eta=0.2)
+    model = {"name": source("batch_norm", BATCH_NORM) + ":Net"}
+    run, _ = engine(configuration(case, "loop", ragged, model=model, partition=ragged(ROOMY)))
+    f, watching, rule = feed(run), Watching(MLPBatchNorm(64, 6, 10)), rule_of(case)
+    weights: list[np.ndarray] = []
+
+    def noting(t, x, uploads):
+        after = rule(t, x, uploads)
+        weights.append(rule.p)
+        return after
+
+    theirs = A.run(f.x0, f.turns, f.sizes, f.batches, A.sgd(f.grad(watching), 0.2), noting)
+    assert distance(run.executor.xs, theirs) < 1e-9
+
+    def averages(weights: list[np.ndarray], newest: bool = False) -> list[np.ndarray]:
+        history, seen = [np.array([np.zeros(6), np.ones(6)])], iter(watching.seen)
+        for t, turn in enumerate(f.turns):
+            uploaded = []
+            for i, base in turn:
+                now = history[t if newest else base]
+                for _ in f.batches[t][i]:
+                    now = (1 - MOMENTUM) * now + MOMENTUM * np.array(next(seen))
+                uploaded.append(now)
+            history.append(A.averaged(history[t], weights[t], uploaded, mixes=name == "fedasync"))
+        return history
+
+    model, x = run.plan.model(), run.executor.server.state["x"]
+    named = [model.state_dict(x, torch.tensor(b)) for b in run.executor.statistics]
+    ours = [np.array([n["bn.running_mean"].numpy(), n["bn.running_var"].numpy()]) for n in named]
+    assert distance(ours, averages(weights)) < 1e-9
+    assert distance(ours, averages([np.full(3, 1 / 3)] * len(weights))) > 1e-4
+    assert distance(ours, averages(weights, newest=True)) > 1e-4

@@ -7,21 +7,25 @@ says, checkpoints in the middle of everything, and mistakes.
 from __future__ import annotations
 
 import csv
+import json
 import shutil
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from conftest import Watched
 
 import raysim
 from raysim import schedule, tracking
 from raysim.block import Block, Job, batches_per_pass, local_steps
-from raysim.config import Config, validate
+from raysim.config import Config, Data, validate
+from raysim.data import load
 from raysim.engine import Engine
 from raysim.errors import ConfigError, RaysimError
 from raysim.executor import make_server, make_trainer
@@ -32,7 +36,7 @@ from raysim.server import Round
 
 SIZES = [5, 9, 12, 3, 0, 7, 16, 4, 10, 6, 8, 11, 2, 1]
 """Ragged; client 4 has nothing."""
-N = len(SIZES) - 1
+M = sum(size > 0 for size in SIZES)
 """Clients that have data."""
 ROUNDS = 200
 
@@ -60,7 +64,8 @@ class Event:
 
 @dataclass
 class Facts:
-    """What is to be said of a round. `under_way` are the tasks when it is over; `idle` the clients that rest."""
+    """What is to be said of a round; of an arrival: client, version, beginning, end. `under_way` are the tasks when the
+    round is over."""
 
     t: int
     arrivals: list[tuple[int, int, float, float]] = field(default_factory=list)
@@ -70,8 +75,15 @@ class Facts:
     late: list[int] = field(default_factory=list)
     under_way: list[Task] = field(default_factory=list)
 
-    def __eq__(self, other: object) -> bool:
-        raise TypeError("compare what `told` gives")
+    @property
+    def told(self) -> tuple:
+        """The same as `told_by` finds in a Turn."""
+        return self.t, self.arrivals, self.time, len(self.lost), len(self.discarded), len(self.late)
+
+
+def told_by(turn: schedule.Turn) -> tuple:
+    arrivals = [(one.client, one.base, one.start, one.finish) for one in turn.arrivals]
+    return turn.t, arrivals, turn.time, turn.lost, turn.discarded, turn.late
 
 
 class NothingMore(Exception):
@@ -108,7 +120,7 @@ class Chance:
         speeds = self.s.speeds
         rng = generator(self.config.seed, "speed", client, k)
         if speeds.name == "uniform_arrival":
-            return self.means[client] * rng.exponential()
+            return self.means[client] * float(rng.exponential())
         jitter = getattr(speeds, "jitter", 0.0)
         if jitter == 0:
             return self.means[client]
@@ -124,7 +136,7 @@ class Chance:
     def opens(self, client: int, now: float) -> float:
         """`now` if the client's window is open, else when it opens next."""
         windows = self.s.availability
-        if windows is None:
+        if windows is None or now == np.inf:
             return now
         birth, day = float(self.births[client]) * windows.period, int(now / windows.period)
         while (dawn := day * windows.period - birth) + windows.period <= now:
@@ -144,7 +156,8 @@ class Plain:
         self.begun: Counter[int] = Counter()
         self.sequence = self.draws = self.version = 0
         self.now = 0.0
-        self.most = 0
+        self.in_flight: list[int] = []
+        """Tasks after every event."""
         self.wait([i for i, size in enumerate(sizes) if size])
         self.give_places()
 
@@ -208,6 +221,541 @@ class Plain:
                     rest, self.arrived = self.arrived, []
                     self.wait([task.client for task in rest])
             self.give_places()
-            self.most = max(self.most, len(self.under_way()))
+            self.in_flight.append(len(self.under_way()))
         facts.time, facts.under_way = self.now, self.under_way()
         return facts
+
+
+class PlainSync:
+    """Rounds in step. The server waits until the deadline for who is lost; without one, until that task's end."""
+
+    def __init__(self, config: Config, sizes: Sequence[int]):
+        self.config, self.s, self.sizes, self.chance = config, config.schedule, sizes, Chance(config, sizes)
+        self.now, self.back = 0.0, [0.0] * len(sizes)
+
+    def there_from(self, client: int) -> float:
+        """When a client can be sampled next: it is back, and its window is open."""
+        return self.chance.opens(client, max(self.now, self.back[client]))
+
+    def turn(self, t: int) -> Facts:
+        n, facts = len(self.sizes), Facts(t)
+        self.now = max(self.now, min(self.there_from(i) for i in range(n) if self.sizes[i]))
+        if self.now == np.inf:
+            raise NothingMore
+        there = [i for i in range(n) if self.there_from(i) == self.now]
+        drawn = generator(self.config.seed, "cohort", t).choice(len(there), min(self.s.cohort, len(there)), replace=False)
+        ends = []
+        for client in (there[i] for i in drawn if self.sizes[there[i]]):
+            took = self.chance.takes(client, t)
+            if self.s.deadline is not None and took > self.s.deadline:
+                facts.late.append(client)
+            elif self.chance.loses(client, t):
+                facts.lost.append(Task(client, t, t, self.now))
+                self.back[client] = self.now + took + self.chance.rejoins()
+                ends.append(self.now + took)
+            else:
+                facts.arrivals.append((client, t, self.now, self.now + took))
+                ends.append(self.now + took)
+        if self.s.deadline is not None and (facts.late or facts.lost):
+            ends = [self.now + self.s.deadline]
+        facts.arrivals.sort(key=lambda arrival: arrival[3])
+        self.now = facts.time = max([self.now, *ends])
+        return facts
+
+
+def plain(config: Config, sizes: Sequence[int]) -> Plain | PlainSync:
+    return (PlainSync if config.schedule.name == "sync" else Plain)(config, sizes)
+
+
+def train(plan: Plan) -> tuple[list[np.ndarray], list[Facts]]:
+    """x_0 .. x_T and the rounds, by the plain simulator. Each client trains by itself. A version is what the server has
+    after a round, before it can know who will arrive in the next one."""
+    config, sizes = plan.config, [int(n) for n in plan.clients.sizes]
+    n, local = len(sizes), config.local
+    clock, trainer, server = plain(config, sizes), make_trainer(plan, "cpu"), make_server(plan, "cpu")
+    nobody: list[Any] = [[], [], [], [], []]
+    versions = {0: server.broadcast(Round(0, *nobody))}
+    cursors, rows, rounds = [0] * n, {}, []
+    for t in range(config.rounds):
+        facts = clock.turn(t)
+        rounds.append(facts)
+        ids, bases = [one[0] for one in facts.arrivals], [one[1] for one in facts.arrivals]
+        steps = [local_steps(sizes[i], local.batch, local.steps, local.epochs) for i in ids]
+        round = Round(t, ids, bases, [], [sizes[i] for i in ids], steps)
+        if ids:
+            round.weights = plan.server.at(t).weigh(round.cohort(n))
+        outcomes = []
+        for i, base, weight, k in zip(ids, bases, round.weights, steps, strict=True):
+            share = sizes[i] * n / sum(sizes) if plan.server.weights == "samples" else 1.0
+            job = Job(i, base, cursors[i], weight, k, share, i in rows, rows.get(i))
+            outcomes.append(trainer.train({base: versions[base]}, [Block(0, [job])]))
+            (done,) = outcomes[-1].done
+            assert done.error is None
+            cursors[i] += k
+            rows[i] = done.row
+        server.broadcast(round)  # the server now knows who has arrived
+        server.update(round, outcomes, versions)
+        versions[t + 1] = server.broadcast(Round(t + 1, *nobody))
+    return [versions[t].shared["x"].numpy() for t in range(config.rounds + 1)], rounds
+
+
+# -- whole runs --------------------------------------------------------------------------------------------------------
+
+
+def partition(folder: Path, sizes: Sequence[int]) -> dict[str, str]:
+    """Clients of these sizes, each with the digits of its place in an order by label, so that clients disagree."""
+    order = np.argsort(load(Data(name="digits")).y, kind="stable")
+    starts = np.linspace(0, len(order) - max(sizes), len(sizes)).astype(int)
+    path = folder / "partition.json"
+    path.write_text(json.dumps([order[a : a + n].tolist() for a, n in zip(starts, sizes, strict=True)]))
+    return {"name": "file", "path": str(path)}
+
+
+def trace(folder: Path) -> dict[str, str]:
+    """Times for the clients that have data; the others need no line."""
+    path = folder / "trace.csv"
+    lines = [f"{i},{0.02 + 0.01 * (i % 3)},{0.1 * (i % 4)},{0.2}" for i, size in enumerate(SIZES) if size]
+    path.write_text("\n".join(["client,seconds_per_sample,down,up", *reversed(lines)]))
+    return {"name": "trace", "path": str(path)}
+
+
+LOGNORMAL = {"name": "lognormal", "sigma": 0.8, "jitter": 0.3}
+COMING_BACK = {"rate": 0.2, "rejoin": 0.7}
+WINDOWS = {"period": 5.0, "open": 3.0}
+MOON = {
+    "client": {"name": "moon"},
+    "server": {"name": "fedavg"},
+    "model": {"name": "mlp", "hidden": [4]},
+    "local": {"steps": 1, "batch": 3, "lr": 0.1},
+}
+KASYNC = {"name": "kasync", "arrivals": 3}
+BUFFERED = {"name": "buffered", "arrivals": 3, "concurrency": 8}
+
+CASES: dict[str, dict[str, Any]] = {
+    "kasync-fedavg": {"schedule": KASYNC},
+    "kasync-ties-fedhist": {
+        "schedule": {**KASYNC, "speeds": "constant", "dropouts": COMING_BACK},
+        "algorithm": {"name": "fedhist", "length": 4},
+    },
+    "kasync-lognormal-dynsgd": {
+        "schedule": {**KASYNC, "concurrency": 9, "max_staleness": 3, "speeds": LOGNORMAL},
+        "algorithm": {"name": "dynsgd", "weights": "samples"},
+    },
+    "kasync-fedasync": {
+        "schedule": {**KASYNC, "arrivals": 1, "concurrency": 6, "speeds": LOGNORMAL, "availability": WINDOWS},
+        "algorithm": "fedasync",
+    },
+    "kasync-two-speed-gradma": {
+        "schedule": {**KASYNC, "speeds": {"name": "two_speed", "slow": 0.3}, "dropouts": COMING_BACK},
+        "algorithm": {"name": "gradma", "memory": 6},
+    },
+    "kasync-trace-moon": {"schedule": {**KASYNC, "arrivals": 2, "speeds": "trace", "availability": WINDOWS}, **MOON},
+    "kasync-never-stale": {
+        "schedule": {**KASYNC, "max_staleness": 0, "speeds": {"name": "data", "jitter": 0.5}, "dropouts": COMING_BACK},
+        "algorithm": "scaffold",
+    },
+    "kasync-batchnorm-fedasync": {
+        "schedule": {**KASYNC, "arrivals": 2},
+        "algorithm": "fedasync",
+        "model": "tinynn",
+        "rounds": 25,
+    },
+    "buffered-everybody-data-mifa": {
+        "schedule": {**BUFFERED, "concurrency": None, "speeds": "data"},
+        "algorithm": "mifa",
+    },
+    "buffered-lognormal-scaffold": {
+        "schedule": {**BUFFERED, "speeds": LOGNORMAL, "dropouts": COMING_BACK, "availability": WINDOWS},
+        "algorithm": "scaffold",
+    },
+    "buffered-ties-gradma": {
+        "schedule": {**BUFFERED, "arrivals": 2, "speeds": "constant", "max_staleness": 0},
+        "algorithm": {"name": "gradma", "memory": 5},
+    },
+    "buffered-two-speed-fedhist": {
+        "schedule": {**BUFFERED, "speeds": {"name": "two_speed", "jitter": 0}, "availability": WINDOWS},
+        "algorithm": {"name": "fedhist", "length": 3},
+    },
+    "buffered-fedasync": {"schedule": {**BUFFERED, "arrivals": 2, "max_staleness": 3}, "algorithm": "fedasync"},
+    "buffered-trace-fedavg": {"schedule": {**BUFFERED, "speeds": "trace", "max_staleness": 3, "dropouts": COMING_BACK}},
+    "buffered-moon": {"schedule": {**BUFFERED, "arrivals": 2, "speeds": LOGNORMAL}, **MOON},
+    "sync-fedavg": {
+        "schedule": {"cohort": 5, "deadline": 1.5, "speeds": LOGNORMAL, "dropouts": COMING_BACK, "availability": WINDOWS},
+    },
+    "sync-fedhist": {"schedule": {"name": "sync", "cohort": 3, "speeds": "data"}, "algorithm": {"name": "fedhist", "length": 3}},
+}
+
+
+@dataclass
+class Both:
+    """A run of the engine and one of the plain simulator."""
+
+    engine: Engine
+    records: list[dict[str, float]]
+    xs: list[np.ndarray]
+    rounds: list[Facts]
+
+    @property
+    def rows(self) -> list[tuple[dict[str, float], Facts]]:
+        return list(zip(self.records[1:], self.rounds, strict=True))
+
+
+def configured(folder: Path, case: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+    config = {
+        "rounds": ROUNDS,
+        "data": "digits",
+        "partition": partition(folder, SIZES),
+        "model": "logistic",
+        "local": {"steps": 1, "batch": 4, "lr": 0.1},
+        "block": {"mode": "loop", "size": 1},
+        "resources": {"executor": "inline", "threads": 1},
+        "evaluate": {"every": 0},
+        "tracking": {"uri": f"sqlite:///{folder}/mlflow.db"},
+        **case,
+        **more,
+    }
+    if not {"algorithm", "client"} & config.keys():
+        config["algorithm"] = "fedavg"
+    if config["schedule"].get("speeds") == "trace":
+        config["schedule"] = {**config["schedule"], "speeds": trace(folder)}
+    return config
+
+
+@pytest.fixture(scope="module", params=CASES)
+def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
+    plan, executor = prepare(configured(tmp_path_factory.mktemp("both"), CASES[request.param])), Watched()
+    executor.open(plan)
+    engine = Engine(plan, executor)
+    records = list(engine.rounds())
+    yield Both(engine, records, *train(plan))
+    executor.close()
+
+
+def test_every_x_is_the_plain_simulators(both):
+    """Bit for bit, from x_0 to x_T; and the clients do move it."""
+    assert len(both.xs) == both.engine.config.rounds + 1
+    same = [np.array_equal(x, y) for x, y in zip(both.engine.executor.xs, both.xs, strict=True)]
+    assert all(same), f"x_{same.index(False)} differs"
+    assert np.linalg.norm(both.xs[-1] - both.xs[0]) > 0.1
+
+
+def test_every_turn_is_the_plain_simulators(both):
+    plan = both.engine.plan
+    clock = schedule.make(plan.config, plan.clients.sizes)
+    for facts in both.rounds:
+        assert told_by(clock.turn(facts.t)) == facts.told
+
+
+def test_what_is_said_of_a_round(both):
+    """Virtual time, who arrived and who did not, and how stale they were."""
+    before = 0.0
+    for record, facts in both.rows:
+        assert record["virtual_time"] == facts.time >= before
+        before = facts.time
+        assert record["clients"] == len(facts.arrivals) and record["clients_dropped"] == 0
+        found = [record[f"clients_{key}"] for key in ("lost", "late", "too_stale")]
+        assert found == [len(facts.lost), len(facts.late), len(facts.discarded)]
+        s = [facts.t - base for _, base, _, _ in facts.arrivals]
+        histogram = {int(k.rpartition("_")[2]): v for k, v in record.items() if k.startswith("staleness/from_")}
+        if not s:
+            assert not any(key.startswith("staleness") for key in record)
+            continue
+        assert record["staleness/mean"] == pytest.approx(sum(s) / len(s)) and record["staleness/max"] == max(s)
+        assert sum(histogram.values()) == len(s) and list(histogram) == [0, 1, 2, 4, 8, 16, 32, 64, 128][: len(histogram)]
+        assert Counter({low: n for low, n in histogram.items() if n}) == Counter(
+            0 if one == 0 else 2 ** (one.bit_length() - 1) for one in s
+        )
+    assert both.rounds[-1].time > both.rounds[0].time
+
+
+def test_versions_are_kept_as_long_as_somebody_needs_them(both):
+    """The newest, and those that tasks under way began with; not of tasks that are lost in the next round or
+    discarded, which nobody trains. Traffic counts who trained."""
+    following = [{(one.client, one.k) for one in facts.lost + facts.discarded} for facts in both.rounds[1:]] + [set()]
+    trained = 0
+    for (record, facts), gone in zip(both.rows, following, strict=True):
+        needed = {one.base for one in facts.under_way if (one.client, one.k) not in gone} | {facts.t + 1}
+        assert record["versions/alive"] == len(needed) <= min(M, facts.t + 1) + 1
+        assert record["versions/bytes"] == len(needed) * both.engine.plan.bytes_down
+        trained += len(facts.arrivals)
+        assert record["bytes_down"] == trained * both.engine.plan.bytes_down
+    if both.engine.config.schedule.name == "sync":
+        assert {record["versions/alive"] for record in both.records[1:]} == {1}
+
+
+def test_the_cases_are_what_they_should_be(both):
+    """Stale ones and fresh ones, losses and discards, ties: where a case is to show that, it occurs."""
+    s = both.engine.config.schedule
+    late = [facts.t - base for facts in both.rounds for _, base, _, _ in facts.arrivals]
+    if s.name != "sync":
+        assert (max(late) == s.max_staleness) if s.max_staleness is not None else max(late) > 3
+        assert any(facts.discarded for facts in both.rounds) == (s.max_staleness is not None)
+    assert any(facts.lost for facts in both.rounds) == (s.dropouts is not None)
+    if s.speeds.name == "constant":
+        ends = [end for facts in both.rounds for *_, end in facts.arrivals]
+        assert len(set(ends)) < len(ends) / 2
+    seen = {i for facts in both.rounds for i, *_ in facts.arrivals}
+    assert len(seen) >= 10 and all(SIZES[i] for i in seen)
+
+
+# -- the order of events alone -----------------------------------------------------------------------------------------
+
+
+def alone(given: Mapping[str, Any], **more: Any) -> Config:
+    """The configuration of a schedule; the rest matters to nobody."""
+    return validate({"rounds": 1, "data": "digits", "algorithm": "fedavg", "schedule": given, **more})
+
+
+def turns(config: Config, sizes: Sequence[int], number: int) -> list[schedule.Turn]:
+    clock = schedule.make(config, np.array(sizes))
+    return [clock.turn(t) for t in range(number)]
+
+
+def drawn(seed: int, names: Sequence[str]) -> tuple[Config, list[int]]:
+    """A schedule of one of these names, and clients' sizes, drawn from all that there can be."""
+    rng = np.random.default_rng(seed)
+    sizes = rng.integers(0, 9, rng.integers(4, 16))
+    sizes[0] = 1
+    speeds = [
+        {"name": "constant"},
+        {"name": "uniform_arrival"},
+        {"name": "lognormal", "jitter": rng.choice([0, 0.3])},
+        {"name": "two_speed", "slow": rng.choice([0.1, 0.5]), "jitter": rng.choice([0, 0.1])},
+        {"name": "data", "jitter": rng.choice([0, 0.1])},
+    ]
+    given: dict[str, Any] = {"name": str(rng.choice(names)), "speeds": speeds[rng.integers(len(speeds))]}
+    if given["name"] == "sync":
+        given["cohort"] = int(rng.integers(1, len(sizes) + 1))
+        if rng.random() < 0.5:
+            given["deadline"] = rng.choice([0.6, 1.5])
+    else:
+        places = int(rng.integers(1, (sizes > 0).sum() + 1))
+        given["arrivals"] = int(rng.integers(1, places + 1))
+        given["concurrency"] = places if rng.random() < 0.7 else None
+        if rng.random() < 0.5:
+            given["max_staleness"] = int(rng.integers(0, 4))
+    if rng.random() < 0.5:
+        given["dropouts"] = {"rate": rng.choice([0.05, 0.3, 0.9]), "rejoin": rng.choice([None, 0.1, 1.0, 2.5])}
+    if rng.random() < 0.5:
+        period = rng.choice([0.5, 3.0, 10.0])
+        given["availability"] = {"period": period, "open": period * rng.choice([0.1, 0.5, 0.9])}
+    return alone(given, seed=seed), sizes.tolist()
+
+
+def until_the_end(clock: Any, rounds: Sequence[int], ends: type[Exception]) -> list[tuple]:
+    """What a simulator tells, up to a point where nothing happens any more."""
+    told = []
+    for t in rounds:
+        try:
+            turn = clock.turn(t)
+        except ends:
+            return [*told, "the end"]
+        told.append(told_by(turn) if isinstance(turn, schedule.Turn) else turn.told)
+    return told
+
+
+@pytest.mark.parametrize("names", [["kasync", "buffered"], ["sync"]], ids=["asynchronous", "sync"])
+@pytest.mark.parametrize("part", range(4))
+def test_drawn_schedules_are_the_plain_simulators(names, part):
+    """With all that can be configured, in any combination, and to the end where there is one."""
+    ended = 0
+    for seed in range(part * 40, part * 40 + 40):
+        config, sizes = drawn(seed, names)
+        wanted = until_the_end(plain(config, sizes), range(40), NothingMore)
+        found = until_the_end(schedule.make(config, np.array(sizes)), range(40), schedule.StandStill)
+        assert found == wanted, (seed, config.schedule, sizes)
+        ended += wanted[-1] == "the end"
+    assert ended
+
+
+def test_what_holds_of_every_schedule():
+    """A client arrives once in a round at most, nobody staler than allowed, in the order of time; and no more are
+    under way than there are places, one client with one task."""
+    for seed in range(100, 160):
+        config, sizes = drawn(seed, ["kasync", "buffered"])
+        s, clock, before, ends = config.schedule, schedule.make(config, np.array(sizes)), 0.0, Counter()
+        places = s.concurrency or sum(n > 0 for n in sizes)
+        for t in range(40):
+            assert sum(clock.held().values()) <= places and min(clock.held(), default=0) >= 0
+            try:
+                turn = clock.turn(t)
+            except schedule.StandStill:
+                assert s.dropouts.rejoin is None
+                break
+            assert len(set(turn.ids)) == len(turn.ids) == s.arrivals and all(sizes[i] for i in turn.ids)
+            assert 0 <= min(turn.staleness) and max(turn.staleness) <= (t if s.max_staleness is None else s.max_staleness)
+            assert turn.staleness == [t - one.base for one in turn.arrivals]
+            finishes = [one.finish for one in turn.arrivals]
+            assert finishes == sorted(finishes) and before <= finishes[0] and finishes[-1] == turn.time
+            assert all(ends[one.client] <= one.start <= one.finish for one in turn.arrivals)
+            ends.update({one.client: one.finish - ends[one.client] for one in turn.arrivals})
+            before = turn.time
+
+
+def test_ties_go_to_who_was_put_there_first():
+    """Client 2 takes twice as long. At time 2 three tasks end: its first one, which began before the second ones of
+    clients 0 and 1; worked out by hand."""
+    given = {"name": "kasync", "arrivals": 1, "speeds": {"name": "two_speed", "slow": 0.3, "factor": 2.0, "jitter": 0}}
+    found = [(one.client, one.base, one.finish) for turn in turns(alone(given), [4, 4, 4], 8) for one in turn.arrivals]
+    assert found[:2] == [(0, 0, 1), (1, 0, 1)]
+    assert found[2:5] == [(2, 0, 2), (0, 1, 2), (1, 2, 2)]
+    assert found[5:] == [(0, 4, 3), (1, 5, 3), (2, 3, 4)]
+
+
+def test_a_place_that_is_left_goes_to_who_waits():
+    """Three clients, two places, two arrivals a round, all tasks equally long: under `kasync` who has arrived keeps its
+    place, so the third has to wait for the round's end; under `buffered` it begins as soon as one has ended."""
+    for name, fresh in (("kasync", []), ("buffered", [0])):
+        given = {"name": name, "arrivals": 2, "concurrency": 2, "speeds": "constant"}
+        clock = schedule.make(alone(given), np.array([4, 4, 4]))
+        first = clock.turn(0)
+        (third,) = {0, 1, 2} - set(first.ids)
+        assert [one.finish for one in first.arrivals] == [1, 1] and first.time == 1
+        assert sum(clock.held().values()) == 2 and clock.held()[0] == len(fresh)
+        following = {one.client: one.base for one in clock.turn(1).arrivals}
+        assert name == "kasync" or following[third] == 0
+        assert name == "buffered" or set(following.values()) == {1}
+
+
+def test_in_turn_everybody_is_equally_stale():
+    """Constant times, N/K = 5: round-robin. Everybody is N/K - 1 = 4 rounds behind, and at any time K tasks are under
+    way on each of the N/K newest versions."""
+    given = {"name": "kasync", "arrivals": 4, "speeds": "constant"}
+    clock = schedule.make(alone(given), np.full(20, 7))
+    for t in range(100):
+        turn = clock.turn(t)
+        assert turn.staleness == [min(t, 4)] * 4 and turn.time == t // 5 + 1
+        assert turn.ids == [4 * (t % 5) + k for k in range(4)]
+        if t >= 4:
+            assert clock.held() == {t + 1 - age: 4 for age in range(5)}
+
+
+def test_whoever_is_in_flight_is_as_likely_to_arrive():
+    """Of 20 clients 4 arrive in each of 3000 rounds. A client's number of arrivals is binomial(3000, 1/5): 600 ± 22, and
+    is held to five of these deviations; so is the number of times that two given clients arrive together, binomial(3000,
+    4·3 / (20·19)): 95 ± 9.6. Staleness is geometric with mean 4 and deviation 4.5; of 12000 the mean is within 0.25 of
+    it, and P(0) within 0.02 of 1/5."""
+    found = turns(alone({"name": "kasync", "arrivals": 4}, seed=3), [7] * 20, 3000)
+    counts = Counter(client for turn in found for client in turn.ids)
+    assert len(counts) == 20 and all(abs(n - 600) < 5 * 22 for n in counts.values())
+    pairs = Counter(pair for turn in found for pair in combinations(sorted(turn.ids), 2))
+    assert len(pairs) == 190 and all(abs(n - 3000 * 12 / 380) < 5 * 9.6 for n in pairs.values())
+    staleness = np.array([s for turn in found for s in turn.staleness])
+    assert abs(staleness.mean() - 4) < 0.25 and abs((staleness == 0).mean() - 0.2) < 0.02
+
+
+@pytest.mark.parametrize("speeds", ["constant", "uniform_arrival", "lognormal"])
+def test_places_are_never_empty(speeds):
+    """`buffered` with M + K <= N: at any event somebody is idle, so exactly M are under way. `kasync` has M at the end
+    of each round and loses one with each arrival."""
+    for name in ("buffered", "kasync"):
+        config = alone({"name": name, "arrivals": 4, "concurrency": 9, "speeds": {"name": speeds}})
+        clock, watched = schedule.make(config, np.array(SIZES)), Plain(config, SIZES)
+        for t in range(50):
+            assert told_by(clock.turn(t)) == watched.turn(t).told
+            assert sum(clock.held().values()) == 9
+        lowest = 9 if name == "buffered" else 6
+        assert (min(watched.in_flight), max(watched.in_flight)) == (lowest, 9)
+
+
+def test_a_tasks_time_is_its_own():
+    """How long a client's k-th task takes does not depend on the schedule's numbers, or on the algorithm."""
+    times: dict[tuple[int, int], list[float]] = {}
+    for name, arrivals, places in (("kasync", 1, 13), ("kasync", 5, 9), ("buffered", 3, 4), ("buffered", 13, None)):
+        given = {"name": name, "arrivals": arrivals, "concurrency": places, "speeds": LOGNORMAL}
+        begun: Counter[int] = Counter()
+        for turn in turns(alone(given), SIZES, 60):
+            for one in turn.arrivals:
+                times.setdefault((one.client, begun[one.client]), []).append(one.finish - one.start)
+                begun[one.client] += 1
+    shared = [found for found in times.values() if len(found) > 1]
+    assert len(shared) > 100 and all(found == pytest.approx([found[0]] * len(found)) for found in shared)
+    given = {"name": "buffered", "arrivals": 3, "concurrency": 8, "speeds": LOGNORMAL, "dropouts": COMING_BACK}
+    first = turns(alone(given), SIZES, 50)
+    assert first == turns(alone(given, algorithm={"name": "fedhist"}, rounds=9, local={"epochs": 3}), SIZES, 50)
+    assert first != turns(alone(given, seed=1), SIZES, 50)
+
+
+def test_chance_is_what_the_configuration_says():
+    """Means, jitters, losses and windows over many draws; tolerances are five deviations and more."""
+    sizes = np.array([3, 5, 0, 8])
+    tempo = schedule.Tempo(alone({"speeds": {"name": "data", "jitter": 0.4}, "dropouts": {"rate": 0.3}}), sizes)
+    ratios = np.array([[tempo.duration(i, k) / (n / 4) for k in range(2000)] for i, n in enumerate(sizes) if n])
+    assert abs(ratios.mean() - 1) < 0.03 and abs(np.log(ratios).std() - 0.4) < 0.02
+    assert abs(np.mean([tempo.is_lost(1, k) for k in range(3000)]) - 0.3) < 0.045
+    spread = np.log(schedule.Tempo(alone({"speeds": {"name": "lognormal", "sigma": 0.7}}), np.ones(4000)).mean)
+    assert abs(spread.mean()) < 0.06 and abs(spread.std() - 0.7) < 0.04
+    slow = schedule.Tempo(alone({"speeds": {"name": "two_speed", "slow": 0.25, "factor": 3.0, "jitter": 0}}), np.ones(8))
+    assert [slow.duration(i, 0) for i in range(8)] == [1.0] * 6 + [3.0] * 2
+    windows = schedule.Tempo(alone({"availability": {"period": 10.0, "open": 2.5}}), np.ones(400))
+    opens = np.array([[windows.opening(i, now) for now in np.arange(0, 30, 0.5)] for i in range(400)])
+    wait = opens - np.arange(0, 30, 0.5)
+    assert abs((wait == 0).mean() - 0.25) < 0.01 and 7 < wait.max() <= 7.5 and wait.min() == 0
+    assert abs((wait == 0).mean(0) - 0.25).max() < 0.11, "everybody's day begins at a time of its own"
+
+
+# -- in step -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["loop", "vmap"])
+@pytest.mark.parametrize("speeds", ["constant", "uniform_arrival"])
+def test_to_wait_for_everybody_is_to_be_in_step(engine, tmp_path, mode, speeds):
+    """K-async with K = N is FedAvg in step, bit for bit, whatever the order of arrival."""
+    more = {"rounds": 12, "block": {"mode": mode, "size": 5}}
+    xs = []
+    for given in ({"name": "kasync", "arrivals": M}, {"name": "buffered", "arrivals": M}, {"cohort": len(SIZES)}):
+        run, records = engine(configured(tmp_path, {"schedule": {**given, "speeds": speeds}}, **more))
+        assert all(record["clients"] == M and record["staleness/max"] == 0 for record in records[1:])
+        assert {record["versions/alive"] for record in records[1:]} == {1}
+        xs.append(np.array(run.executor.xs))
+    assert np.array_equal(xs[0], xs[2]) and np.array_equal(xs[1], xs[2])
+    assert np.linalg.norm(xs[0][-1] - xs[0][0]) > 0.1
+
+
+def test_a_deadline_leaves_out_exactly_those_who_take_longer():
+    """The same cohorts as without one, less those whose task takes longer; then the round lasts until the deadline, else
+    until its last arrival."""
+    given = {"cohort": 6, "speeds": LOGNORMAL}
+    free, bound = (turns(alone({**given, **more}), SIZES, 100) for more in ({}, {"deadline": 1.2}))
+    now, missed = 0.0, 0
+    for whole, part in zip(free, bound, strict=True):
+        took = {one.client: one.finish - one.start for one in whole.arrivals}
+        assert sorted(part.ids) == sorted(client for client, time in took.items() if time < 1.2)
+        assert part.late == len(whole.ids) - len(part.ids) and part.lost == part.discarded == 0
+        assert all(one.start == now and one.base == part.t for one in part.arrivals)
+        assert part.time == (now + 1.2 if part.late else max(one.finish for one in part.arrivals))
+        now, missed = part.time, missed + part.late
+    assert missed > 50 and any(not turn.late for turn in bound)
+
+
+def test_who_takes_just_as_long_as_the_deadline_is_in_time():
+    """Whatever the time on the clock. The windows bring the clock to odd times."""
+    speeds = {"name": "two_speed", "slow": 0.9, "factor": 0.1, "jitter": 0}
+    given = {"cohort": 1, "deadline": 0.1, "speeds": speeds, "availability": {"period": 1.7, "open": 0.2}}
+    assert [turn.late for turn in turns(alone(given), [3, 3], 50)] == [0] * 50
+
+
+def test_in_step_nobody_is_sampled_whose_window_is_closed():
+    """Also where the clock had to go on until somebody came back; and it never goes back."""
+    for seed in range(20):
+        drops, windows = {"rate": 0.6, "rejoin": 1.3}, {"period": 10.0, "open": 2.0}
+        config = alone({"cohort": 2, "dropouts": drops, "availability": windows, "speeds": LOGNORMAL}, seed=seed)
+        chance, now, slept = Chance(config, [3, 3, 3]), 0.0, 0
+        for turn in turns(config, [3, 3, 3], 60):
+            assert turn.time > now
+            for one in turn.arrivals:
+                assert one.start >= now and chance.opens(one.client, one.start) == one.start, (seed, turn)
+                slept += one.start > now
+            now = turn.time
+        assert slept > 5
+
+
+def test_in_step_the_clock_goes_on_although_a_client_without_data_is_there():
+    """It never drops out; with everybody else away there is nobody to work, until somebody comes back."""
+    given = {"cohort": 2, "dropouts": {"rate": 0.5, "rejoin": 1.0}}
+    found = turns(alone(given), [3, 4, 0], 100)
+    assert sum(bool(turn.ids) for turn in found) > 30 and found[-1].time > 50
+    clock = schedule.make(alone({"cohort": 2, "dropouts": {"rate": 1.0, "rejoin": None}}), np.array([3, 4, 0]))
+    with pytest.raises(schedule.StandStill, match="virtual time"):
+        for t in range(10):
+            clock.turn(t)

@@ -15,6 +15,9 @@ WKAFL      p_i ~ n_i (e/2)^-s_i, on which follow selection, sharpening, clipping
 FedHist    a mix with the least similar of the last L steps, utilities, norm matching; see the class
 FedAsync   one after the other: x <- (1 - alpha_t) x + alpha_t y_i, alpha_t = alpha h(s_i)
 FedBuff    m <- beta1 m + sum p_i d_i / sqrt(1 + s_i), p_i ~ n_i;  x <- x - lr m
+
+BatchNorm's running statistics are averaged with what d_i is multiplied by, but for lr and momentum: a proper mean, also
+where that is less than 1 in all. FedAsync mixes them as it does the models.
 """
 
 from collections.abc import Callable, Iterable
@@ -117,7 +120,12 @@ def clipped(v: np.ndarray, bound: float | None) -> np.ndarray:
     return v if bound is None or length <= bound else v * (bound / length)
 
 
-# --- the rules
+def averaged(present: np.ndarray, p: np.ndarray, uploaded: list[np.ndarray], mixes: bool = False) -> np.ndarray:
+    """Running statistics after a round. mixes: what p leaves of 1 is the server's present ones'."""
+    return total(p, uploaded) + (1.0 - sum(p)) * present if mixes else total(normalised(p), uploaded)
+
+
+# --- the rules; `p` is what each d_i was multiplied by in the last round
 
 
 @dataclass
@@ -128,9 +136,11 @@ class FedAvg:
     weights: str = "uniform"
     beta1: object = None
     m: np.ndarray | float = 0.0
+    p: np.ndarray | None = None
 
     def __call__(self, t, x, uploads):
-        step = total(normalised(samples(uploads, self.weights)), [u.d for u in uploads])
+        self.p = normalised(samples(uploads, self.weights))
+        step = total(self.p, [u.d for u in uploads])
         if self.beta1 is not None:
             step = self.m = at(self.beta1, t) * self.m + step
         return x - at(self.lr, t) * step
@@ -143,13 +153,15 @@ class DynSGD:
     lr: object = 1.0
     weights: str = "uniform"
     normalise: bool = True
+    p: np.ndarray | None = None
 
     def shares(self, uploads):
         n, damping = samples(uploads, self.weights), np.array([1.0 / (u.s + 1) for u in uploads])
         return normalised(n * damping) if self.normalise else normalised(n) * damping
 
     def __call__(self, t, x, uploads):
-        return x - at(self.lr, t) * total(self.shares(uploads), [u.d for u in uploads])
+        self.p = self.shares(uploads)
+        return x - at(self.lr, t) * total(self.p, [u.d for u in uploads])
 
 
 @dataclass
@@ -158,12 +170,14 @@ class TWAFL:
 
     lr: object = 1.0
     weights: str = "samples"
+    p: np.ndarray | None = None
 
     def shares(self, uploads):
         return normalised(samples(uploads, self.weights) * temporal(uploads))
 
     def __call__(self, t, x, uploads):
-        return x - at(self.lr, t) * total(self.shares(uploads), [u.d for u in uploads])
+        self.p = self.shares(uploads)
+        return x - at(self.lr, t) * total(self.p, [u.d for u in uploads])
 
 
 @dataclass
@@ -174,6 +188,7 @@ class REFL:
     weights: str = "uniform"
     beta: float = 0.35
     boost_scale: float = 1.0
+    p: np.ndarray | None = None
 
     def raw(self, uploads):
         """w_i, neither multiplied by samples nor normalised."""
@@ -197,8 +212,8 @@ class REFL:
         return np.array(w)
 
     def __call__(self, t, x, uploads):
-        p = normalised(samples(uploads, self.weights) * self.raw(uploads))
-        return x - at(self.lr, t) * total(p, [u.d for u in uploads])
+        self.p = normalised(samples(uploads, self.weights) * self.raw(uploads))
+        return x - at(self.lr, t) * total(self.p, [u.d for u in uploads])
 
 
 @dataclass
@@ -215,6 +230,7 @@ class WKAFL:
     sharpness: float = 50.0
     decay: float = 0.01
     G: np.ndarray | float = 0.0
+    p: np.ndarray | None = None
     kept: list[list[int]] = field(default_factory=list)
     """Of each round, the places of those that agreed; for the tests."""
 
@@ -231,8 +247,10 @@ class WKAFL:
             second = self.stage2 is not None and t >= self.stage2
             bound = self.clip2 * np.linalg.norm(estimate) if second else None
             self.G = total(q, [clipped(g[k], bound) for k in kept])
+            self.p = np.zeros(len(g))
+            self.p[kept] = q
         else:
-            self.G = estimate
+            self.G, self.p = estimate, p
         return x - at(self.lr, t) / (1.0 + self.decay * (min(u.s for u in uploads) + 1)) * self.G
 
 
@@ -255,6 +273,7 @@ class FedHist:
     lg: list[np.ndarray] = field(default_factory=list)
     ll: list[tuple[int, list[Upload]]] = field(default_factory=list)
     utility: dict[int, float] = field(default_factory=dict)
+    p: np.ndarray | None = None
 
     def fused(self, g):
         """1: EGS."""
@@ -287,7 +306,8 @@ class FedHist:
             self.utility[u.client] = self.kappa * self.utility.get(u.client, 0.0) + (1 - self.kappa) * new
 
     def __call__(self, t, x, uploads):
-        G = total(self.shares(uploads), [self.fused(u.d) for u in uploads])
+        self.p = self.shares(uploads)
+        G = total(self.p, [self.fused(u.d) for u in uploads])
         if self.ina and G.any():
             G = self.rho**t * np.mean([np.linalg.norm(u.d) for u in uploads]) / np.linalg.norm(G) * G
         if self.length > 0:
@@ -306,6 +326,7 @@ class FedAsync:
     staleness: str = "polynomial"
     a: float | None = None
     c: float = 4
+    p: np.ndarray | None = None
 
     def h(self, s):
         if self.staleness == "constant":
@@ -317,9 +338,12 @@ class FedAsync:
         raise ValueError(f"staleness={self.staleness!r}, expected 'constant', 'polynomial' or 'hinge'")
 
     def __call__(self, t, x, uploads):
-        for u in uploads:
+        self.p = np.zeros(len(uploads))
+        for k, u in enumerate(uploads):
             alpha = at(self.alpha, t) * self.h(u.s)
             x = (1 - alpha) * x + alpha * u.y
+            self.p *= 1 - alpha
+            self.p[k] = alpha
         return x
 
 
@@ -331,8 +355,9 @@ class FedBuff:
     weights: str = "uniform"
     beta1: object = 0.0
     m: np.ndarray | float = 0.0
+    p: np.ndarray | None = None
 
     def __call__(self, t, x, uploads):
-        p = normalised(samples(uploads, self.weights)) / np.sqrt([1.0 + u.s for u in uploads])
-        self.m = at(self.beta1, t) * self.m + total(p, [u.d for u in uploads])
+        self.p = normalised(samples(uploads, self.weights)) / np.sqrt([1.0 + u.s for u in uploads])
+        self.m = at(self.beta1, t) * self.m + total(self.p, [u.d for u in uploads])
         return x - at(self.lr, t) * self.m

@@ -210,6 +210,26 @@ def test_fedasync_by_hand():
     np.testing.assert_allclose([A.FedAsync(staleness="hinge", a=3, c=1).h(s) for s in (1, 2, 4)], [1, 1 / 4, 1 / 10])
 
 
+def test_statistics_by_hand():
+    """Weights 1/3 and 1/6 of 12 and 6: two parts and one, 10; mixed, half is the server's own: 12/3 + 6/6 + 4/2.
+    One after the other with 0.3 and 0.6: 0.3 x 0.4 and 0.6. WKAFL: of those that it keeps."""
+    rule = A.FedBuff()
+    step(rule, arrivals([0, 3, 8]))
+    np.testing.assert_allclose(rule.p, [1 / 3, 1 / 6, 1 / 9])
+    given = np.array([4.0]), rule.p[:2], [np.array([12.0]), np.array([6.0])]
+    np.testing.assert_allclose(A.averaged(*given), [10.0])
+    np.testing.assert_allclose(A.averaged(*given, mixes=True), [7.0])
+    mixed = A.FedAsync()
+    mixed(0, np.zeros(2), [replace(upload(s, [0, 0]), y=np.zeros(2)) for s in (3, 0)])
+    np.testing.assert_allclose(mixed.p, [0.12, 0.6])
+    chooses = wkafl()
+    step(chooses, THREE)
+    np.testing.assert_allclose(chooses.p, [0.342811, 0.657189, 0], rtol=1e-5)
+    none_agree = wkafl(theta=0.98)
+    step(none_agree, THREE)
+    np.testing.assert_allclose(none_agree.p, [1 / 3] * 3)
+
+
 # --- WKAFL
 
 
