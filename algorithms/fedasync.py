@@ -39,6 +39,10 @@ class FedAsyncServer(ServerRule):
             raise ValueError("alpha: must be at most 1, where the new model replaces the old one")
         if self.lr != 1:
             raise ValueError("lr: has no place here; alpha says how much of an arrival is mixed in")
+        if self.weights != "uniform":
+            raise ValueError("weights: have no place here; alpha says how much of an arrival is mixed in")
+        if self.a is not None and self.staleness == "constant":
+            raise ValueError("a: has no place in staleness=constant; give polynomial or hinge with it")
 
     @property
     def uploads(self) -> Uploads:

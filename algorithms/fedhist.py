@@ -16,8 +16,9 @@ of it is a key. g_i = x_{b_i} - y_i, s_i = t - b_i; LG holds the last L aggregat
 
 Keeps L (K + 1) d floats on the server (LL in half precision under `history: float16`, each vector scaled by its largest
 entry) and one number for each client; sends d down, d up. Ablations: a = 0 is "without EGS", b = 0 "without HAA",
-ina = false "without INA"; length = 0 leaves TWAFL without n_i, and INA. F holds a client's own gradient too unless
-`leave_one_out`. `weights: samples` multiplies max(w_i, 0) by n_i.
+ina = false "without INA"; length = 0 leaves TWAFL without n_i, and INA. K in |F|/K is the schedule's (exactly K clients
+receive each version), also where fewer came. F holds a client's own gradient too unless `leave_one_out`.
+`weights: samples` multiplies max(w_i, 0) by n_i.
 """
 
 from dataclasses import dataclass

@@ -104,6 +104,11 @@ class Data(Section):
     augment: bool | None = None
 
 
+def slow_clients(n_clients: int, fraction: float) -> int:
+    """How many clients are slow: a fraction of all, at least one."""
+    return max(1, round(fraction * n_clients))
+
+
 class IID(Section):
     """Shuffled and cut into equal parts (sizes differ by at most one)."""
 
@@ -113,13 +118,29 @@ class IID(Section):
 
 class Dirichlet(Section):
     """Label skew by Dirichlet(alpha). `class_over_clients` (Luo 2023) cuts each class over the clients, sizes
-    come out very unequal; `client_over_classes` (Hsu 2019, FedDyn) draws a class mix per client, sizes equal."""
+    come out very unequal; `client_over_classes` (Hsu 2019, FedDyn) draws a class mix per client, sizes equal.
+
+    `min_samples` are given to every client beforehand, as Luo 2023 does; with `redraw` the whole is drawn again until
+    every client has so many, as many benchmarks do.
+    """
 
     name: Literal["dirichlet"]
     clients: int = Field(default=100, ge=1)
     alpha: Positive
     kind: Literal["class_over_clients", "client_over_classes"] = "class_over_clients"
     min_samples: int = Field(default=2, ge=0)
+    redraw: int = Field(default=0, ge=0)
+
+
+class SlowClass(Section):
+    """Dirichlet(alpha) over the clients for every class but one: of class `label` all examples go, evenly, to the last
+    `slow` (a fraction) of the clients, who are those that `schedule.speeds: two_speed` makes slow (Jiang X. 2023)."""
+
+    name: Literal["slow_class"]
+    clients: int = Field(default=100, ge=2)
+    alpha: Positive
+    label: int = Field(default=9, ge=0)
+    slow: float = Field(default=0.1, gt=0, lt=1)
 
 
 class Shards(Section):
@@ -165,7 +186,9 @@ class Virtual(Section):
     samples: int = Field(default=20, ge=1)
 
 
-Partition = Annotated[IID | Dirichlet | Shards | HeavyTail | Natural | FromFile | Virtual, Field(discriminator="name")]
+Partition = Annotated[
+    IID | Dirichlet | SlowClass | Shards | HeavyTail | Natural | FromFile | Virtual, Field(discriminator="name")
+]
 
 
 class Local(Section):

@@ -46,6 +46,7 @@ from raysim.config import (
     Trace,
     TwoSpeed,
     UniformArrival,
+    slow_clients,
 )
 from raysim.errors import ConfigError, RaysimError
 from raysim.randomness import generator
@@ -405,8 +406,3 @@ def _measured(path: Path, sizes: np.ndarray, samples: np.ndarray) -> np.ndarray:
     if (without := np.flatnonzero(np.isnan(times) & (sizes > 0))).size:
         raise ConfigError(f"{key}: {path} has no line for client {without[0]} ({without.size} are missing)")
     return times
-
-
-def slow_clients(n_clients: int, fraction: float) -> int:
-    """How many clients are slow: a fraction of all, at least one."""
-    return max(1, round(fraction * n_clients))

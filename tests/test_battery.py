@@ -25,7 +25,7 @@ from raysim.errors import ClientError, ConfigError
 from raysim.executor import Inline, make_trainer
 from raysim.plan import Plan, prepare
 from raysim.rules import CLIENTS, SERVERS, ServerRule
-from raysim.schedule import in_step
+from raysim.schedule import in_step, make
 
 rules.discover()
 
@@ -129,6 +129,7 @@ def a_client_for(server: str) -> str:
 
 
 every_pair = pytest.mark.parametrize("client, server", pairs())
+every_rule = pytest.mark.parametrize("client, server", a_few())
 
 
 def test_the_registry_is_not_empty():
@@ -213,7 +214,28 @@ def test_side_by_side_is_one_after_the_other(client, server, local, engine, conf
     assert_sound(several)
 
 
-@every_pair
+ASYNCHRONOUS = {"name": "kasync", "arrivals": 3, "dropouts": {"rate": 0.2, "rejoin": 0.5}}
+
+
+@every_rule
+def test_side_by_side_under_k_async(client, server, engine, config):
+    """Clients of one block began with different versions, in rounds with different step sizes. In the first round all
+    began alike; later some are stale."""
+    local = {"steps": 3, "batch": 6, "lr": [[0, 0.05], [3, 0.03]]}
+    given = {"rounds": 6, "schedule": ASYNCHRONOUS, "local": local}
+    looped, records = engine(config(client, server, **given))
+    several, records_of_several = engine(config(client, server, **given, block={"mode": "vmap", "size": 3}))
+    assert max(record["staleness/max"] for record in records[1:]) >= 2
+    assert len({record["versions/alive"] for record in records[1:]}) > 1
+    assert distance(several.executor.xs, looped.executor.xs) < 1e-8
+    assert distance(several.executor.statistics, looped.executor.statistics) < 1e-8
+    for a, b in zip(records_of_several, records, strict=True):
+        assert {k: a[k] for k in a if k.startswith("staleness")} == {k: b[k] for k in b if k.startswith("staleness")}
+    assert_sound(looped)
+    assert_sound(several)
+
+
+@every_rule
 def test_a_client_knows_nothing_of_its_block(client, server, engine, config):
     """Looping, what a client sends, keeps and reports has the same bits in blocks of 1, 2 and 5 and in any order. The
     client rule is tested behind a server rule that takes every upload as it is."""
@@ -280,7 +302,7 @@ def test_dropout_masks_are_keyed_by_round_client_and_step(mode, engine, config, 
         assert len(set(np.round(sent.numpy(), 9))) == 4  # dropped in both steps, in one, in the other, in none
 
 
-@every_pair
+@every_rule
 def test_block_size_shows_only_in_the_last_digits(client, server, engine, config):
     """Each block rounds its sum to a multiple of 2⁻⁴⁰, about 1e-12, and a round has five blocks at most; BatchNorm of
     two samples passes a difference on enlarged by up to 1/√ε = 316. So blocks of 1, 2 and 5 differ, but by no more."""
@@ -333,7 +355,25 @@ def test_a_dropped_client_leaves_no_trace(client, server, mode, engine, config):
         assert np.isfinite([record[key] for record in records[1:]]).all()
 
 
-@every_pair
+@every_rule
+@pytest.mark.parametrize("mode", ["loop", "vmap"])
+def test_a_client_dropped_under_k_async_leaves_a_sound_state(client, server, mode, engine, config):
+    """It arrives, is thrown out and counted, and starts again with the newest version; the clock does not notice."""
+    block = {"mode": mode, "size": 3}
+    given = {"rounds": 6, "schedule": ASYNCHRONOUS, "faults": {"on_client_error": "drop"}, "block": block}
+    run, records = engine(config(client, server, **given), change=poisoned)
+    clock = make(run.config, np.array(SIZES))
+    turns = [clock.turn(t) for t in range(6)]
+    dropped = [record["clients_dropped"] for record in records[1:]]
+    assert set(dropped) == {0.0, 1.0}
+    assert dropped == [float(BAD in turn.ids) for turn in turns]
+    assert [r["clients"] for r in records[1:]] == [3 - bad for bad in dropped]
+    assert [(r["virtual_time"], r["clients_lost"]) for r in records[1:]] == [(turn.time, turn.lost) for turn in turns]
+    assert_sound(run)
+    assert run.store.get(BAD) is None
+
+
+@every_rule
 @pytest.mark.parametrize("mode", ["loop", "vmap"])
 def test_a_non_finite_client_stops_the_run_by_name(client, server, mode, engine, config):
     first = next(t for t, cohort in enumerate(cohorts(engine(config(client, server))[0])) if BAD in cohort)
@@ -348,7 +388,11 @@ def test_weights_count_only_who_is_left(server, engine, config, source):
     rule, model = {"name": server, "weights": "samples"}, {"name": source("nets", NETS) + ":Net", "norm": False}
     given = {"faults": {"on_client_error": "drop"}, "server": rule, "model": model}
     client = a_client_for(server)
-    run, records = engine({**config(client, server), **given}, change=poisoned)
+    try:
+        run, records = engine({**config(client, server), **given}, change=poisoned)
+    except ConfigError as error:  # a rule that has no weights
+        assert str(error).startswith("server.weights: ")
+        return
     assert sum(record["clients_dropped"] for record in records[1:]) > 0
     assert_sound(run)
     expected, _ = engine({**config(client, server), "server": rule, "model": model}, before=without)
@@ -419,7 +463,7 @@ def test_a_net_that_overflows_in_the_trial_of_vmap_is_looped_or_refused(config, 
 # --- the smallest net
 
 
-@every_pair
+@every_rule
 def test_one_parameter(client, server, engine, config, source):
     """P = 1: every inner product is a product, every QP a question of signs. The loss goes down, side by side too."""
     model = {"name": source("nets", NETS) + ":Single"}
@@ -504,13 +548,23 @@ def final(executor: Any) -> np.ndarray:
     return executor.snapshot().get()["state/x"].numpy().copy()
 
 
-@pytest.mark.parametrize("client, server", a_few())
+@every_rule
 @pytest.mark.parametrize("mode", ["loop", "vmap"])
 def test_any_number_of_actors_gives_the_same_bits(client, server, mode, config, base, on_ray):
     """This process, three actors and one: the same x to the bit in float32, with BatchNorm, dropout, ragged clients,
     rows that clients keep, and as many blocks as make three actors all work."""
+    _same_on_actors(client, server, mode, config, base, on_ray, 4, {"cohort": 5}, (3, 1))
+
+
+@every_rule
+def test_any_number_of_actors_gives_the_same_bits_under_k_async(client, server, config, base, on_ray):
+    """Also where clients who began earlier train while the server is busy with the round before."""
+    _same_on_actors(client, server, "loop", config, base, on_ray, 6, ASYNCHRONOUS, (3,))
+
+
+def _same_on_actors(client, server, mode, config, base, on_ray, rounds, schedule, counts):
     given = {
-        **base, **config(client, server), "rounds": 4, "dtype": "float32",
+        **base, **config(client, server), "rounds": rounds, "dtype": "float32", "schedule": schedule,
         "block": {"mode": mode, "size": 1 if mode == "loop" else 2},
     }  # fmt: skip
     inline, plan = Inline(), prepare(given)
@@ -520,13 +574,13 @@ def test_any_number_of_actors_gives_the_same_bits(client, server, mode, config, 
     expected = final(inline)
     inline.close()
     assert np.abs(expected - plan.initial[0].numpy()).max() > 0
-    for actors in (3, 1):
+    for actors in counts:
         resources = {"executor": "ray", "actors": actors, "cpus": 1, "threads": 1}
         x, records_on_ray = on_ray(prepare({**given, "resources": resources}))
         assert x.dtype == np.float32
         assert x.tobytes() == expected.tobytes(), f"{actors} actors"
         for a, b in zip(records_on_ray, records, strict=True):
-            for key in (key for key in b if key.startswith(("client", "server", "train_loss"))):
+            for key in (key for key in b if key.startswith(("client", "server", "train_loss", "stale", "versions"))):
                 assert "per_second" in key or a[key] == b[key], key
 
 

@@ -14,7 +14,18 @@ from pathlib import Path
 
 import numpy as np
 
-from raysim.config import IID, Dirichlet, FromFile, HeavyTail, Natural, Partition, Shards, Virtual
+from raysim.config import (
+    IID,
+    Dirichlet,
+    FromFile,
+    HeavyTail,
+    Natural,
+    Partition,
+    Shards,
+    SlowClass,
+    Virtual,
+    slow_clients,
+)
 from raysim.data.datasets import Dataset
 from raysim.errors import ConfigError
 from raysim.randomness import generator
@@ -93,10 +104,10 @@ def split(partition: Partition, dataset: Dataset, seed: int) -> Clients | Virtua
             return VirtualClients(partition.clients, partition.samples, len(dataset.y), seed)
         case IID():
             owner = _iid(partition, dataset, rng)
-        case Dirichlet(kind="class_over_clients"):
-            owner = _class_over_clients(partition, dataset, rng)
         case Dirichlet():
-            owner = _client_over_classes(partition, dataset, rng)
+            owner = _dirichlet(partition, dataset, rng)
+        case SlowClass():
+            owner = _slow_class(partition, dataset, rng)
         case Shards():
             owner = _shards(partition, dataset, rng)
         case HeavyTail():
@@ -123,6 +134,35 @@ def _iid(p: IID, dataset: Dataset, rng: np.random.Generator) -> np.ndarray:
     _require(p.clients <= n, dataset, f"partition.clients={p.clients}")
     owner = np.empty(n, dtype=np.int64)
     owner[rng.permutation(n)] = np.arange(n) * p.clients // n
+    return owner
+
+
+REDRAWS = 1000
+"""How often a partition is drawn before it counts as impossible."""
+
+
+def _dirichlet(p: Dirichlet, dataset: Dataset, rng: np.random.Generator) -> np.ndarray:
+    draw = _class_over_clients if p.kind == "class_over_clients" else _client_over_classes
+    _require(p.clients * p.redraw <= len(dataset.y), dataset, f"partition.clients={p.clients}, redraw={p.redraw}")
+    for _ in range(REDRAWS):
+        owner = draw(p, dataset, rng)
+        if not p.redraw or np.bincount(owner, minlength=p.clients).min() >= p.redraw:
+            return owner
+    raise ConfigError(
+        f"partition.redraw: in {REDRAWS} draws there was always a client with fewer than {p.redraw} examples; lower "
+        "it, or raise partition.alpha, or give every client some beforehand with partition.min_samples"
+    )
+
+
+def _slow_class(p: SlowClass, dataset: Dataset, rng: np.random.Generator) -> np.ndarray:
+    """Every class but one as in `_class_over_clients`, without a minimum; that one dealt out to the last clients."""
+    if p.label >= dataset.n_classes:
+        raise ConfigError(f"partition.label: {dataset.name} has classes 0 to {dataset.n_classes - 1}")
+    owner = _class_over_clients(
+        Dirichlet(name="dirichlet", clients=p.clients, alpha=p.alpha, min_samples=0), dataset, rng
+    )
+    members, slow = np.flatnonzero(dataset.y == p.label), slow_clients(p.clients, p.slow)
+    owner[rng.permutation(members)] = p.clients - slow + np.arange(len(members)) % slow
     return owner
 
 
