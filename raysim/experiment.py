@@ -22,13 +22,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import raysim
-from raysim import checkpoint
+from raysim import checkpoint, schedule
 from raysim.config import parse_overrides
 from raysim.data import partition_plot, partitions, summary
 from raysim.engine import Engine, Record
 from raysim.errors import ConfigError, RaysimError
 from raysim.executor import Executor, Inline
-from raysim.pictures import learning_curve
+from raysim.pictures import arrivals, learning_curve
 from raysim.plan import Plan, prepare
 from raysim.spool import Recorder
 from raysim.tracking import Tracker
@@ -36,6 +36,9 @@ from raysim.tracking import Tracker
 logger = logging.getLogger("raysim")
 
 Progress = Callable[[Record], None]
+
+ROUNDS_SHOWN = 60
+"""Of which a picture of the virtual clock is drawn."""
 
 
 @dataclass
@@ -328,7 +331,14 @@ def _keepsakes(plan: Plan, run_dir: Path, history: list[Record]) -> list[Path]:
     """Writes what a person will want to look at; what is there is returned."""
     paths = [
         run_dir / name
-        for name in ("config.yaml", "parameters.safetensors", "history.csv", "learning_curve.png", "partition.png")
+        for name in (
+            "config.yaml",
+            "parameters.safetensors",
+            "history.csv",
+            "learning_curve.png",
+            "partition.png",
+            "arrivals.png",
+        )
     ]
     if history:
         columns = list(dict.fromkeys(k for record in history for k in record))
@@ -338,4 +348,6 @@ def _keepsakes(plan: Plan, run_dir: Path, history: list[Record]) -> list[Path]:
             writer.writerows(history)
         learning_curve(history, run_dir / "learning_curve.png")
     partition_plot(plan.clients, plan.dataset.y, plan.dataset.n_classes, run_dir / "partition.png")
+    if turns := schedule.preview(plan.config, plan.clients.sizes, min(plan.config.rounds, ROUNDS_SHOWN)):
+        arrivals(turns, run_dir / "arrivals.png")
     return [path for path in paths if path.exists()]

@@ -6,14 +6,15 @@ after v rounds. A `Turn` is a round as the server sees it: the tasks that arrive
 version t + 1. Under `Synchronous` they all began with version t; under `Asynchronous` they began when their client was
 free, and their staleness is t minus the version they began with.
 
-Chance is keyed: the k-th task of client i takes a time drawn from (seed, "speed", i, k) and is lost by a draw from
-(seed, "dropouts", i, k). Synchronous rounds count a client's tasks by rounds, k = t.
+Chance is keyed, and drawn 16 numbers at a time: the time of client i's k-th task comes from number k mod 16 of
+`generator(seed, "speed", i, k // 16)`, and whether it is lost from that, uniform, of (seed, "dropouts", i, k // 16).
+Synchronous rounds count a client's tasks by rounds, k = t.
 
 The asynchronous clock keeps a heap of (time, sequence number), so that ties go to what was put there first:
 
-- Idle clients wait. Whenever fewer than `concurrency` places are taken, those who wait are given one, with the newest
-  version: all of them in the order of their numbers if there is room, else
-  `generator(seed, "start", n).choice(len(waiting), places, replace=False)` of them, n counting such draws.
+- Idle clients wait, in the order of their numbers. Free places, `concurrency` in all, are given to them one after the
+  other, with the newest version: to all in their order if there is room for all, else to the one at
+  floor(u len(waiting)), where u is the next uniform number of (seed, "start", n // 16), n counting them.
 - When a task ends, it may be lost: its client waits again after `rejoin`. It may be too stale: it is discarded, and its
   client waits. Else it arrives.
 - Under `kasync` who has arrived keeps its place until the round ends, under `buffered` not. With the K-th arrival the
@@ -29,11 +30,13 @@ import heapq
 import math
 from bisect import insort
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.random import Generator
 from torch import Tensor
 
 from raysim.config import (
@@ -97,6 +100,19 @@ def in_step(t: int, ids: list[int], time: float = 0.0) -> Turn:
 def make(config: Config, sizes: np.ndarray) -> Synchronous | Asynchronous:
     """The configured schedule, at virtual time 0."""
     return (Asynchronous if isinstance(config.schedule, KAsync) else Synchronous)(config, sizes)
+
+
+def preview(config: Config, sizes: np.ndarray, rounds: int) -> list[Turn]:
+    """The first rounds, as many as there can be; [] where all rounds are alike."""
+    clock, turns = make(config, sizes), []
+    if isinstance(clock, Synchronous) and clock.tempo.constant and not clock.tempo.comes_and_goes:
+        return []
+    try:
+        for t in range(rounds):
+            turns.append(clock.turn(t))
+    except StandStill:
+        pass
+    return turns
 
 
 class Synchronous:
@@ -181,6 +197,7 @@ class Asynchronous:
         with_data = [int(i) for i in np.flatnonzero(sizes > 0)]
         self.places = len(with_data) if s.concurrency is None else s.concurrency
         self.now, self.version, self.sequence, self.draws = 0.0, 0, 0, 0
+        self.starts = Numbers(config.seed, "start", Generator.random)
         self.heap: list[tuple[float, int, int, int, int, float]] = []
         """(time, sequence, kind, client, base, start); the last two are of tasks."""
         self.tasks = np.zeros(len(sizes), dtype=np.int64)
@@ -260,16 +277,13 @@ class Asynchronous:
             if free <= 0:
                 return
             if len(self.waiting) <= free:
-                chosen, self.waiting = self.waiting, []
+                everybody, self.waiting = self.waiting, []
+                for client in everybody:
+                    self._begin(client)
             else:
-                rng = generator(self.seed, "start", self.draws)
+                u = self.starts.number(self.draws)
                 self.draws += 1
-                places = rng.choice(len(self.waiting), free, replace=False)
-                chosen = [self.waiting[place] for place in places]
-                for place in sorted(places, reverse=True):
-                    del self.waiting[place]
-            for client in chosen:
-                self._begin(client)
+                self._begin(self.waiting.pop(int(u * len(self.waiting))))
 
     def _begin(self, client: int) -> None:
         """Sends the newest version to a client; if its window has closed while it waited, it comes back later."""
@@ -308,6 +322,27 @@ class Asynchronous:
         self.in_flight = self.under_way.total()
 
 
+EMPTY = np.empty(0)
+
+
+class Numbers:
+    """A keyed sequence of random numbers for each place, drawn 16 at a time because making a generator costs more than
+    its numbers; those in use are kept."""
+
+    def __init__(self, seed: int, stream: str, draw: Callable[[Generator, int], np.ndarray]):
+        self.seed, self.stream, self.draw = seed, stream, draw
+        self.kept: dict[tuple[int, ...], tuple[int, np.ndarray]] = {}
+
+    def number(self, k: int, *place: int) -> float:
+        """The k-th number of this place."""
+        chunk, at = divmod(k, 16)
+        number, values = self.kept.get(place, (-1, EMPTY))
+        if number != chunk:
+            values = self.draw(generator(self.seed, self.stream, *place, chunk), 16)
+            self.kept[place] = chunk, values
+        return float(values[at])
+
+
 class Tempo:
     """How long tasks take, which are lost, and when clients take work.
 
@@ -323,6 +358,8 @@ class Tempo:
         self.jitter = float(getattr(s.speeds, "jitter", 0.0))
         self.mean = _means(config, sizes)
         self.rejoin = np.inf if s.dropouts is None or s.dropouts.rejoin is None else s.dropouts.rejoin
+        draw = Generator.standard_exponential if isinstance(s.speeds, UniformArrival) else Generator.standard_normal
+        self.pace, self.fate = Numbers(self.seed, "speed", draw), Numbers(self.seed, "dropouts", Generator.random)
         if s.availability is not None:
             self.offset = generator(self.seed, "windows").random(len(sizes)) * s.availability.period
 
@@ -335,17 +372,14 @@ class Tempo:
         """The virtual time that the client's k-th task takes."""
         mean = float(self.mean[client])
         if isinstance(self.speeds, UniformArrival):
-            return mean * float(generator(self.seed, "speed", client, k).standard_exponential())
+            return mean * self.pace.number(k, client)
         if self.jitter:
-            z = float(generator(self.seed, "speed", client, k).standard_normal())
-            return mean * float(np.exp(self.jitter * z - self.jitter**2 / 2))
+            return mean * math.exp(self.jitter * self.pace.number(k, client) - self.jitter**2 / 2)
         return mean
 
     def is_lost(self, client: int, k: int) -> bool:
         """Whether the client's k-th task never arrives."""
-        if self.dropouts is None:
-            return False
-        return bool(generator(self.seed, "dropouts", client, k).random() < self.dropouts.rate)
+        return self.dropouts is not None and self.fate.number(k, client) < self.dropouts.rate
 
     def opening(self, client: int, now: float) -> float:
         """When the client takes work next: `now`, or later."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -121,19 +122,25 @@ class Chance:
         self.config, self.s, self.means = config, config.schedule, means(config, sizes)
         self.births = generator(config.seed, "windows").random(len(sizes))
 
+    def number(self, law: str, k: int, *place: Any) -> float:
+        """The k-th number of a place."""
+        return float(getattr(generator(self.config.seed, *place, k // 16), law)(size=16)[k % 16])
+
     def takes(self, client: int, k: int) -> float:
         speeds = self.s.speeds
-        rng = generator(self.config.seed, "speed", client, k)
         if speeds.name == "uniform_arrival":
-            return self.means[client] * float(rng.exponential())
+            return self.means[client] * self.number("exponential", k, "speed", client)
         jitter = getattr(speeds, "jitter", 0.0)
         if jitter == 0:
             return self.means[client]
-        return self.means[client] * float(np.exp(jitter * rng.standard_normal() - jitter**2 / 2))
+        return self.means[client] * math.exp(jitter * self.number("normal", k, "speed", client) - jitter**2 / 2)
 
     def loses(self, client: int, k: int) -> bool:
         drops = self.s.dropouts
-        return drops is not None and generator(self.config.seed, "dropouts", client, k).random() < drops.rate
+        return drops is not None and self.number("uniform", k, "dropouts", client) < drops.rate
+
+    def starts(self, n: int) -> float:
+        return self.number("uniform", n, "start")
 
     def rejoins(self) -> float:
         return np.inf if self.s.dropouts is None or self.s.dropouts.rejoin is None else self.s.dropouts.rejoin
@@ -188,8 +195,7 @@ class Plain:
             if not free:
                 return
             if len(there) > free:
-                rng = generator(self.config.seed, "start", self.draws)
-                there = [there[i] for i in rng.choice(len(there), free, replace=False)]
+                there = [there[math.floor(self.chance.starts(self.draws) * len(there))]]
                 self.draws += 1
             for client in there:
                 self.waiting.remove(client)
@@ -352,9 +358,9 @@ CASES: dict[str, dict[str, Any]] = {
         "schedule": {**KASYNC, "arrivals": 1, "concurrency": 6, "speeds": LOGNORMAL, "availability": WINDOWS},
         "algorithm": "fedasync",
     },
-    "kasync-two-speed-gradma": {
-        "schedule": {**KASYNC, "arrivals": 2, "speeds": {"name": "two_speed", "slow": 0.3}, "dropouts": COMING_BACK},
-        "algorithm": {"name": "gradma", "memory": 4},
+    "kasync-two-speed-fedavgm": {
+        "schedule": {**KASYNC, "speeds": {"name": "two_speed", "slow": 0.3}, "dropouts": COMING_BACK},
+        "algorithm": "fedavgm",
     },
     "kasync-trace-moon": {"schedule": {**KASYNC, "arrivals": 2, "speeds": "trace", "availability": WINDOWS}, **MOON},
     "kasync-never-stale": {
@@ -371,13 +377,19 @@ CASES: dict[str, dict[str, Any]] = {
         "schedule": {**BUFFERED, "concurrency": None, "speeds": "data"},
         "algorithm": "mifa",
     },
-    "buffered-lognormal-scaffold": {
-        "schedule": {**BUFFERED, "speeds": LOGNORMAL, "dropouts": COMING_BACK, "availability": WINDOWS},
-        "algorithm": "scaffold",
-    },
-    "buffered-ties-gradma": {
-        "schedule": {**BUFFERED, "arrivals": 2, "speeds": "constant", "max_staleness": 0},
+    "buffered-lognormal-gradma": {
+        "schedule": {
+            **BUFFERED,
+            "arrivals": 2,
+            "speeds": LOGNORMAL,
+            "dropouts": COMING_BACK,
+            "availability": WINDOWS,
+        },
         "algorithm": {"name": "gradma", "memory": 5},
+    },
+    "buffered-ties-dynsgd": {
+        "schedule": {**BUFFERED, "speeds": "constant", "max_staleness": 0},
+        "algorithm": "dynsgd",
     },
     "buffered-two-speed-fedhist": {
         "schedule": {**BUFFERED, "speeds": {"name": "two_speed", "jitter": 0}, "availability": WINDOWS},
@@ -385,7 +397,6 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "buffered-fedasync": {"schedule": {**BUFFERED, "arrivals": 2, "max_staleness": 3}, "algorithm": "fedasync"},
     "buffered-trace-fedavg": {"schedule": {**BUFFERED, "speeds": "trace", "max_staleness": 3, "dropouts": COMING_BACK}},
-    "buffered-moon": {"schedule": {**BUFFERED, "arrivals": 2, "speeds": LOGNORMAL}, **MOON},
     "sync-fedavg": {
         "schedule": {
             "cohort": 5,
@@ -397,6 +408,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "sync-fedhist": {
         "schedule": {"name": "sync", "cohort": 3, "speeds": "data"},
+        "rounds": 80,
         "algorithm": {"name": "fedhist", "length": 3},
     },
 }
@@ -573,17 +585,16 @@ def until_the_end(clock: Any, rounds: Sequence[int], ends: type[Exception]) -> l
 
 
 @pytest.mark.parametrize("names", [["kasync", "buffered"], ["sync"]], ids=["asynchronous", "sync"])
-@pytest.mark.parametrize("part", range(4))
-def test_drawn_schedules_are_the_plain_simulators(names, part):
+def test_drawn_schedules_are_the_plain_simulators(names):
     """With all that can be configured, in any combination, and to the end where there is one."""
     ended = 0
-    for seed in range(part * 40, part * 40 + 40):
+    for seed in range(120):
         config, sizes = drawn(seed, names)
         wanted = until_the_end(plain(config, sizes), range(40), NothingMore)
         found = until_the_end(schedule.make(config, np.array(sizes)), range(40), schedule.StandStill)
         assert found == wanted, (seed, config.schedule, sizes)
         ended += wanted[-1] == "the end"
-    assert ended
+    assert ended >= 3
 
 
 def test_what_holds_of_every_schedule():
@@ -591,7 +602,12 @@ def test_what_holds_of_every_schedule():
     under way than there are places, one client with one task."""
     for seed in range(100, 160):
         config, sizes = drawn(seed, ["kasync", "buffered"])
-        s, clock, before, ends = config.schedule, schedule.make(config, np.array(sizes)), 0.0, Counter()
+        s, clock, before, ends = (
+            config.schedule,
+            schedule.make(config, np.array(sizes)),
+            0.0,
+            dict.fromkeys(range(20), 0.0),
+        )
         places = s.concurrency or sum(n > 0 for n in sizes)
         for t in range(40):
             assert sum(clock.held().values()) <= places and min(clock.held(), default=0) >= 0
@@ -607,7 +623,7 @@ def test_what_holds_of_every_schedule():
             finishes = [one.finish for one in turn.arrivals]
             assert finishes == sorted(finishes) and before <= finishes[0] and finishes[-1] == turn.time
             assert all(ends[one.client] <= one.start <= one.finish for one in turn.arrivals)
-            ends.update({one.client: one.finish - ends[one.client] for one in turn.arrivals})
+            ends |= {one.client: one.finish for one in turn.arrivals}
             before = turn.time
 
 
