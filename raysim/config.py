@@ -15,7 +15,7 @@ import hashlib
 import json
 import re
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -232,18 +232,19 @@ class UniformArrival(Section):
 class Jittered(Section):
     """`jitter`: each task's time is multiplied by exp(jitter z - jitter²/2), z standard normal, whose mean is 1."""
 
-    jitter: float = Field(default=0.1, ge=0)
+    jitter: float = Field(default=0.1, ge=0, le=5)
 
 
 class Lognormal(Jittered):
     """A client's mean time is exp(sigma z), drawn once."""
 
     name: Literal["lognormal"]
-    sigma: float = Field(default=0.5, ge=0)
+    sigma: float = Field(default=0.5, ge=0, le=5)
 
 
 class TwoSpeed(Jittered):
-    """The last `slow` (a fraction) of the clients, by their numbers, take `factor` times as long as the others."""
+    """The last `slow` (a fraction, rounded, at least one) of the clients, by their numbers, take `factor` times as long
+    as the others."""
 
     name: Literal["two_speed"]
     slow: float = Field(default=0.1, gt=0, lt=1)
@@ -262,7 +263,7 @@ class Trace(Jittered):
 
     name: Literal["trace"]
     path: str
-    jitter: float = Field(default=0.0, ge=0)
+    jitter: float = Field(default=0.0, ge=0, le=5)
 
 
 Speeds = Annotated[Constant | UniformArrival | Lognormal | TwoSpeed | ByData | Trace, Field(discriminator="name")]
@@ -274,6 +275,12 @@ class Dropouts(Section):
 
     rate: float = Field(gt=0, le=1)
     rejoin: float | None = Field(default=1.0, gt=0)
+
+    @model_validator(mode="after")
+    def _somebody_arrives(self) -> Dropouts:
+        if self.rate == 1 and self.rejoin is not None:
+            raise ValueError("with a 'rate' of 1 every task is lost, for ever; lower it")
+        return self
 
 
 class Availability(Section):
@@ -670,18 +677,21 @@ def validate(raw: Mapping[str, Any]) -> Config:
         raise ConfigError(explain(error, raw, Config)) from None
 
 
-def _refuse_switches(raw: Mapping[str, Any]) -> None:
+def _refuse_switches(raw: Mapping[str, Any], models: Sequence[type[BaseModel]] = (), above: str = "") -> None:
     """Pydantic would take true for 1. Sections whose keys are checked elsewhere are left to those who do."""
-    for section, field in Config.model_fields.items():
-        values = raw.get(section)
-        given = values.items() if isinstance(values, Mapping) else [("", values)]
-        options = [m for m in _flatten(field.annotation) if isinstance(m, type) and issubclass(m, Section)]
-        for key, value in given:
-            fields = [m.model_fields[key] for m in options if key in m.model_fields]
-            wanted = any(bool in _flatten(f.annotation) for f in fields)
-            if isinstance(value, bool) and not wanted and (fields or not key):
-                where = f"{section}.{key}".removesuffix(".")
-                raise ConfigError(f"{where}: {str(value).lower()} is neither an integer nor another number, nor a word")
+    for key, value in raw.items():
+        fields = [m.model_fields[key] for m in models or (Config,) if key in m.model_fields]
+        inner = [a for field in fields for a in _flatten(field.annotation)]
+        if isinstance(value, bool) and fields and bool not in inner:
+            raise ConfigError(
+                f"{above}{key}: {str(value).lower()} is neither an integer nor another number, nor a word"
+            )
+        if isinstance(value, Mapping) and (sections := [m for m in inner if _is_section(m)]):
+            _refuse_switches(value, sections, f"{above}{key}.")
+
+
+def _is_section(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, Section)
 
 
 def explain(error: ValidationError, raw: Any, model: type, prefix: str = "") -> str:

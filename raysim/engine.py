@@ -235,7 +235,8 @@ class Engine:
         """What is to be said of a round, but for the server's and the evaluation's part."""
         turn, dropped = work.turn, work.round.dropped
         good = [d for outcome in trained.done for d in outcome.done if d.client not in dropped]
-        self.bytes_down += self.plan.bytes_down * len(work.jobs)
+        sent_to = len(turn.arrivals) + turn.lost + turn.late + turn.discarded
+        self.bytes_down += self.plan.bytes_down * sent_to
         self.bytes_up += sum(d.bytes for d in good)
         record = {
             "round": float(turn.t + 1),

@@ -98,7 +98,7 @@ def resolve(raw: Mapping[str, Any], load: Callable[[configuration.Data], Dataset
     clients = split(config.partition, dataset, config.seed)
     _check_cohort(config.schedule, len(clients))
     if isinstance(config.schedule, KAsync):
-        _check_cohort(config.schedule, int((clients.sizes > 0).sum()), "clients that have data there are")
+        _check_cohort(config.schedule, int((clients.sizes > 0).sum()), "there is data for")
     schedule.make(config, clients.sizes)  # reads a trace, and finds what is wrong with it
     net = models.make_net(config, dataset.shape, dataset.n_classes)
     model = Model(copy.deepcopy(net), dataset.shape, dataset.n_classes, getattr(torch, config.dtype))

@@ -19,8 +19,14 @@ The asynchronous clock keeps a heap of (time, sequence number), so that ties go 
   client waits. Else it arrives.
 - Under `kasync` who has arrived keeps its place until the round ends, under `buffered` not. With the K-th arrival the
   round ends: the version is the next, and the K clients wait.
-- A client whose window is closed does not wait; it does from the window's next opening on.
-- After every event the free places are given away.
+- A client whose window is closed does not wait; it does from the window's next opening on. One whose window closed
+  while it waited is found out when its turn comes (the number that drew it is used up) and comes back then.
+- After every event but a round's last arrival the free places are given away, and after the round's end.
+
+Tasks that are lost, late or discarded are never trained: their clients' rows and streams of mini-batches stay as they
+are. Whether a number is exponential or normal depends on the speeds; lognormal means are exp(sigma z), z from
+`generator(seed, "speeds").standard_normal(N)`. Client i's day begins at -o_i and every `period` from there, where o is
+`generator(seed, "windows").random(N) * period`.
 """
 
 from __future__ import annotations
@@ -117,8 +123,12 @@ def preview(config: Config, sizes: np.ndarray, rounds: int) -> list[Turn]:
 
 class Synchronous:
     """`cohort` clients a round, uniformly without replacement, in sampling order; every algorithm of a seed sees the
-    same cohorts. Sampled clients without data are left out, so a round may have fewer, or none; it ends with its last
-    arrival, or at the deadline if one is missed."""
+    same cohorts. Sampled clients without data are left out, so a round may have fewer, or none.
+
+    Sampled are those who are there: all, or those who are not away after a drop-out and whose window is open. A round
+    begins when there is somebody with data, and ends with the last task's end, a lost one's too, or at the deadline if
+    one missed it. Who is late is not lost as well, and may be sampled again at once.
+    """
 
     def __init__(self, config: Config, sizes: np.ndarray):
         assert isinstance(config.schedule, Sync)
@@ -129,11 +139,14 @@ class Synchronous:
 
     def turn(self, t: int) -> Turn:
         """Round `t`. Turns are drawn in order."""
-        began, last, late, lost = self.now, self.now, 0, 0
+        ids = self.cohort(t)  # may have to wait for somebody
+        began = last = self.now
+        late = lost = 0
         arrivals = []
-        for client in self.cohort(t):
-            finish = began + self.tempo.duration(client, t)
-            late += (is_late := self.deadline is not None and finish - began > self.deadline)
+        for client in ids:
+            duration = self.tempo.duration(client, t)
+            finish = began + duration
+            late += (is_late := self.deadline is not None and duration > self.deadline)
             lost += (is_lost := not is_late and self.tempo.is_lost(client, t))
             if is_lost:
                 self.away[client] = finish + self.tempo.rejoin
@@ -157,10 +170,10 @@ class Synchronous:
         return [int(client) for client in drawn if self.sizes[client] > 0]
 
     def _there(self) -> list[int]:
-        """Clients that could be sampled now; if there is none, the clock goes on to when there is."""
+        """Clients that could be sampled now; if none of them has data, the clock goes on to when one has."""
         self.away = {client: back for client, back in self.away.items() if back > self.now}
-        opens = [max(self.tempo.opening(i, self.now), self.away.get(i, 0.0)) for i in range(len(self.sizes))]
-        first = min(opens)
+        opens = [self.tempo.opening(i, max(self.now, self.away.get(i, 0.0))) for i in range(len(self.sizes))]
+        first = min(opening for opening, n in zip(opens, self.sizes, strict=True) if n > 0)
         if first == np.inf:
             raise StandStill(f"virtual time {self.now:g}: every client has dropped out and none comes back")
         self.now = max(self.now, first)
@@ -383,7 +396,7 @@ class Tempo:
 
     def opening(self, client: int, now: float) -> float:
         """When the client takes work next: `now`, or later."""
-        if self.windows is None:
+        if self.windows is None or now == np.inf:
             return now
         period, offset = self.windows.period, float(self.offset[client])
         begin = math.floor((now + offset) / period) * period - offset
@@ -412,24 +425,30 @@ def _means(config: Config, sizes: np.ndarray) -> np.ndarray:
 
 
 def _measured(path: Path, sizes: np.ndarray, samples: np.ndarray) -> np.ndarray:
-    """Seconds that each client takes for so many samples, from a trace. Raises ConfigError with the line at fault."""
+    """Seconds that each client takes for so many samples, from a trace. Raises ConfigError with the line at fault.
+
+    A task's samples are counted as steps times the batch size (at most the client's own), or epochs times its own.
+    """
     key, N, columns = "schedule.speeds.path", len(sizes), ("client", "seconds_per_sample", "down", "up")
     try:
-        with path.open(newline="") as file:
-            reader = csv.DictReader(file)
-            rows, header = list(reader), reader.fieldnames or []
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            reader = csv.DictReader(file, skipinitialspace=True)
+            header = reader.fieldnames = [name.strip() for name in reader.fieldnames or []]
+            rows = [(reader.line_num, row) for row in reader]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ConfigError(f"{key}: {path} cannot be read: {error}") from None
     if missing := [name for name in columns if name not in header]:
         raise ConfigError(f"{key}: {path} has no column '{missing[0]}'; its first line must name {', '.join(columns)}")
     times = np.full(N, np.nan)
-    for line, row in enumerate(rows, 2):
+    for line, row in rows:
         where = f"{key}: {path}, line {line}"
         try:
             client = int(row["client"])
             pace, down, up = (float(row[name]) for name in columns[1:])
+            if None in row:
+                raise ValueError("more values than columns")
         except (TypeError, ValueError):
-            raise ConfigError(f"{where}: expected four numbers, found {list(row.values())}") from None
+            raise ConfigError(f"{where}: expected a number for each of {', '.join(header)}; found {row}") from None
         if not 0 <= client < N:
             raise ConfigError(f"{where}: unknown client {client}; the partition has clients 0 to {N - 1}")
         if not (min(pace, down, up) >= 0 and np.isfinite([pace, down, up]).all()):

@@ -500,15 +500,15 @@ def test_what_is_said_of_a_round(both):
 
 def test_versions_are_kept_as_long_as_somebody_needs_them(both):
     """The newest, and those that tasks under way began with; not of tasks that are lost in the next round or
-    discarded, which nobody trains. Traffic counts who trained."""
+    discarded, which nobody trains. Traffic counts who was sent a version, whatever became of it."""
     following = [{(one.client, one.k) for one in facts.lost + facts.discarded} for facts in both.rounds[1:]] + [set()]
-    trained = 0
+    sent = 0
     for (record, facts), gone in zip(both.rows, following, strict=True):
         needed = {one.base for one in facts.under_way if (one.client, one.k) not in gone} | {facts.t + 1}
         assert record["versions/alive"] == len(needed) <= min(M, facts.t + 1) + 1
         assert record["versions/bytes"] == len(needed) * both.engine.plan.bytes_down
-        trained += len(facts.arrivals)
-        assert record["bytes_down"] == trained * both.engine.plan.bytes_down
+        sent += len(facts.arrivals) + len(facts.lost) + len(facts.discarded) + len(facts.late)
+        assert record["bytes_down"] == sent * both.engine.plan.bytes_down
     if both.engine.config.schedule.name == "sync":
         assert {record["versions/alive"] for record in both.records[1:]} == {1}
 
