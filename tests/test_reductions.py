@@ -171,6 +171,7 @@ def test_the_first_local_step_of_gradma_is_that_of_fedavg(mode, digest):
 ONE = [30]
 ALL = [30, 12, 17, 20, 45, 8]
 SAMPLES = {"weights": "samples"}
+STALE = {"name": "kasync", "arrivals": 4}
 ROUNDED: dict[str, tuple[dict[str, Any], dict[str, Any], list[int], dict[str, Any]]] = {
     "scaffold of one client is fedavg": ({"name": "scaffold"}, {"name": "fedavg"}, ONE, {}),
     "scaffold of one client is fedavg, epochs": ({"name": "scaffold"}, {"name": "fedavg"}, ONE, {"epochs": 2}),
@@ -192,6 +193,29 @@ ROUNDED: dict[str, tuple[dict[str, Any], dict[str, Any], list[int], dict[str, An
     "feddyn of one client takes its first step twice": (
         {"name": "feddyn", "alpha": 1e-9}, {"name": "fedavg", "lr": 2.0}, ONE, {"rounds": 1}
     ),
+    "fedbuff in step is fedavg": ({"name": "fedbuff"}, {"name": "fedavg"}, SIZES, {}),
+    "fedbuff in step with momentum is fedavgm": (
+        {"name": "fedbuff", "beta1": 0.9}, {"name": "fedavgm", "beta1": 0.9}, SIZES, {}
+    ),
+    "dynsgd in step is fedavg": ({"name": "dynsgd", **SAMPLES}, {"name": "fedavg", **SAMPLES}, SIZES, {}),
+    "twafl in step is fedavg": ({"name": "twafl"}, {"name": "fedavg", **SAMPLES}, SIZES, {}),
+    "refl in step is fedavg": ({"name": "refl"}, {"name": "fedavg"}, SIZES, {}),
+    "wkafl that keeps everybody is twafl": (
+        {"name": "wkafl", "alpha": 0, "theta": -1, "clip": None, "stage2": None, "sharpness": 0, "decay": 0},
+        {"name": "twafl", "weights": "uniform"}, SIZES, {"schedule": STALE},
+    ),
+    "refl without boost is dynsgd": ({"name": "refl", "beta": 0.0}, {"name": "dynsgd"}, SIZES, {"schedule": STALE}),
+    "fedhist without its memory and ina is twafl": (
+        {"name": "fedhist", "length": 0, "ina": False}, {"name": "twafl", "weights": "uniform"}, SIZES,
+        {"schedule": STALE},
+    ),
+    "fedhist whose parts are off is twafl": (
+        {"name": "fedhist", "length": 3, "a": 0, "b": 0, "ina": False}, {"name": "twafl", "weights": "uniform"}, SIZES,
+        {"schedule": STALE},
+    ),
+    "fedasync of one client in step is fedavg": (
+        {"name": "fedasync", "alpha": 1.0, "mu": 0}, {"name": "fedavg"}, ONE, {}
+    ),
 }  # fmt: skip
 APART: dict[str, tuple[dict[str, Any], dict[str, Any], list[int], dict[str, Any]]] = {
     "scaffold of several": ({"name": "scaffold"}, {"name": "fedavg"}, ALL, {}),
@@ -201,6 +225,18 @@ APART: dict[str, tuple[dict[str, Any], dict[str, Any], list[int], dict[str, Any]
     "fednova with other weights": ({"name": "fednova"}, {"name": "fedavg"}, SIZES, {}),
     "fednova with client momentum": ({"name": "fednova", "rho": 0.1}, {"name": "fedavg", **SAMPLES}, SIZES, {}),
     "mimelite": ({"name": "mimelite", "beta": 0.1}, {"name": "fedavg"}, SIZES, {}),
+    "fedbuff": ({"name": "fedbuff"}, {"name": "fedavg"}, SIZES, {"schedule": STALE}),
+    "dynsgd": ({"name": "dynsgd"}, {"name": "fedavg"}, SIZES, {"schedule": STALE}),
+    "twafl": ({"name": "twafl"}, {"name": "fedavg", **SAMPLES}, SIZES, {"schedule": STALE}),
+    "refl": ({"name": "refl"}, {"name": "dynsgd"}, SIZES, {"schedule": STALE}),
+    "fedhist, egs": (
+        {"name": "fedhist", "length": 3, "b": 0, "ina": False}, {"name": "twafl", "weights": "uniform"}, SIZES,
+        {"schedule": STALE},
+    ),
+    "fedhist, haa": (
+        {"name": "fedhist", "length": 3, "a": 0, "ina": False}, {"name": "twafl", "weights": "uniform"}, SIZES,
+        {"schedule": STALE},
+    ),
 }  # fmt: skip
 
 
@@ -214,7 +250,8 @@ def apart(engine, ragged):
         xs = [
             engine({
                 "rounds": more.get("rounds", 6), "dtype": "float64", "model": {"name": "mlp", "hidden": [16]},
-                "partition": ragged(sizes), "algorithm": algorithm, "schedule": {"cohort": min(len(sizes), 6)},
+                "partition": ragged(sizes), "algorithm": algorithm,
+                "schedule": more.get("schedule", {"name": "sync", "cohort": min(len(sizes), 6)}),
                 "block": {"mode": mode, "size": 3}, "local": local,
             })[0].executor.xs
             for algorithm in (one, other)
@@ -240,3 +277,50 @@ def test_to_rounding(pair, mode, apart):
 @pytest.mark.parametrize("pair", APART)
 def test_and_otherwise_far_apart(pair, mode, apart):
     assert apart(APART[pair], mode) > 1e-4
+
+
+TWAFL_WITH_INA = """
+from dataclasses import dataclass
+
+from algorithms.twafl import TWAFLServer
+from raysim.numerics import norm
+
+
+@dataclass(frozen=True)
+class WithINA(TWAFLServer):
+    rho: float = 0.99
+
+    @property
+    def uploads(self):
+        return {"delta": "each"}
+
+    def update(self, state, reports):
+        g, mean = reports.rows["delta"], reports.mean("delta")
+        length = sum(norm(v) for v in g) / len(g)
+        return {"x": state["x"] - self.lr * self.rho**reports.round * length / norm(mean) * mean}
+"""
+
+
+@pytest.mark.parametrize("mode", ["loop", "vmap"])
+def test_fedhist_without_a_memory_is_twafl_without_sizes_and_ina(mode, apart, source):
+    own = {"name": source("ina", TWAFL_WITH_INA) + ":WithINA", "weights": "uniform"}
+    fedhist = {"name": "fedhist", "length": 0, "rho": 0.99}
+    assert apart((fedhist, own, SIZES, {"schedule": STALE}), mode) < 1e-6
+    assert apart(({**fedhist, "rho": 0.9}, own, SIZES, {"schedule": STALE}), mode) > 1e-4
+
+
+@pytest.mark.parametrize("net", NETS)
+def test_k_async_with_everybody_is_in_step(net, engine, ragged, source):
+    """All N arrive in a round, so all begin with the version that it ends with: the bits of a round of everybody, with
+    what clients keep (MOON), what the server remembers (GradMA), whatever their speeds."""
+    name, mode = net.split("-")
+    model = {"tinynn": "tinynn", "mlp": {"name": "mlp", "hidden": [16]}, "small": source("small", SMALL) + ":Net"}[name]
+    for algorithm in ("fedavg", "moon", "gradma"):
+        bits = []
+        for schedule in ({"name": "sync", "cohort": 12}, {"name": "kasync", "arrivals": 11}):
+            run, _ = engine({
+                "rounds": 4, "model": model, "partition": ragged(SIZES), "algorithm": algorithm, "schedule": schedule,
+                "block": {"mode": mode, "size": 3}, "local": {"batch": 16, "steps": 3, "lr": 0.1},
+            })  # fmt: skip
+            bits.append((run.executor.xs[-1].tobytes(), run.executor.statistics[-1].tobytes()))
+        assert bits[0] == bits[1], algorithm
