@@ -345,12 +345,13 @@ class _Training:
 
     def __init__(self, executor: RayExecutor, t: int):
         self.executor, self.t = executor, t
-        self.load = dict.fromkeys(range(len(executor.clients)), 0)
+        self.load: dict[int, int] = {}
         self.downs: dict[int, Any] = {}
         self.waiting: dict[Any, tuple[Any, int, list[Block]]] = {}
 
     def add(self, downs: Mapping[int, Any], blocks: list[Block]) -> None:
-        """Deals blocks out to the actors."""
+        """Deals blocks out to the actors that are there when the round begins."""
+        self.load = self.load or dict.fromkeys(range(len(self.executor.clients)), 0)
         self.downs |= downs
         self._deal(blocks)
 
@@ -379,7 +380,7 @@ class _Training:
                     raise RaysimError(f"round {self.t}: ClientActor {actor} failed: {error}") from None
         if lost:
             self.executor.clients = [self.executor.clients[actor] for actor in sorted(self.load)]
-        metrics = {"time/train": max(seconds.values()), "actors_lost": lost, "retried_blocks": retried}
+        metrics = {"time/train": max(seconds.values(), default=0.0), "actors_lost": lost, "retried_blocks": retried}
         return Trained(uploads, done, {k: float(v) for k, v in metrics.items()})
 
     def _deal(self, blocks: list[Block], again: bool = False) -> None:

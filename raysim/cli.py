@@ -340,7 +340,10 @@ def _rehearse(plan: Plan, console: Console) -> None:
 @app.command(name="list")
 def list_(
     what: Annotated[
-        str, typer.Argument(help="algorithms, clients, servers, pairs, models, datasets, partitions, configs")
+        str,
+        typer.Argument(
+            help="algorithms, clients, servers, pairs, models, datasets, partitions, schedules, speeds, configs"
+        ),
     ],
     as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
@@ -359,7 +362,7 @@ def list_(
 
 def _catalogue(what: str) -> list[dict[str, str]]:
     from raysim import nets, rules
-    from raysim.config import partitions
+    from raysim.config import choices
 
     def first_line(thing: Any) -> str:
         return " ".join((thing.__doc__ or "").split("\n\n")[0].split())
@@ -394,12 +397,13 @@ def _catalogue(what: str) -> list[dict[str, str]]:
         from raysim import data
 
         return [{"name": n, "here": "yes" if data.present(n) else "no"} for n in data.names()]
-    if what == "partitions":
+    sections = {"partitions": "partition", "schedules": "schedule", "speeds": "speeds"}
+    if what in sections:
         return [
             {"name": n, "what": first_line(m), "keys": " ".join(k for k in m.model_fields if k != "name")}
-            for n, m in partitions().items()
+            for n, m in choices(sections[what]).items()
         ]
-    known = ("algorithms", "clients", "configs", "servers", "pairs", "models", "datasets", "partitions")
+    known = ("algorithms", "clients", "configs", "servers", "pairs", "models", "datasets", *sections)
     raise ConfigError(f"list: nothing called '{what}'{did_you_mean(what, known)}")
 
 

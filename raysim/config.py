@@ -663,9 +663,9 @@ def _options(section: str) -> list[type[Section]]:
     ]
 
 
-def partitions() -> dict[str, type[Section]]:
-    """The partitions by name."""
-    return {name: m for m in _options("partition") for name in _names(m)}
+def choices(section: str) -> dict[str, type[Section]]:
+    """What a section (partition, schedule, speeds) may be, by name."""
+    return {name: m for m in _options(section) for name in _names(m)}
 
 
 def validate(raw: Mapping[str, Any]) -> Config:

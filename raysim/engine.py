@@ -70,26 +70,31 @@ class Engine:
         """Trains round after round; yields the record of each once its evaluation has come in.
 
         A round in step is one in which everybody began with the newest version; else some began with older ones, and
-        these train while the server is still busy with the round before. Nothing waits that need not: the rest are sent
-        off as soon as the server is told to move on, and what is to be said of a round is gathered while the next one
-        trains.
+        these train while the server is still busy with the round before. Nothing waits that need not: who comes next is
+        found out while clients train, they are sent off as soon as the server is told to move on, and what is to be
+        said of a round is gathered while the next one trains.
         """
         pending: deque[Pending] = deque()
-        work = self._begin(self.done)
+        work = self._draw(self.done)
         self.versions[self.done] = down = self.executor.broadcast(work.round)
         stopwatch = Stopwatch()
-        self._send_off(work, newest=True)
+        self._send_off(work)
         if not self.history:
             pending.append(Pending({"round": 0.0}, self._evaluation(0, down, stopwatch)))
         while self.done < self.config.rounds and not work.turn.stands_still:
+            upcoming = self._draw(self.done + 1)
             trained = work.training.get()
             seconds = stopwatch.lap()
             self.judge(work.round, work.jobs, trained)
             self.done += 1
-            finished, bases, work = work, self._of(work.jobs), self._begin(self.done)
-            after = self.executor.advance(finished.round, trained, bases, work.round, keep=self._due(self.done))
+            finished, work = work, upcoming
+            self._send_off(work)
+            after = self.executor.advance(
+                finished.round, trained, self._of(finished.jobs), work.round, keep=self._due(self.done)
+            )
             self.versions[self.done] = after.down
-            self._send_off(work, newest=True)
+            self._send_off(work)
+            self._forget(work)
             record = {**self._record(finished, trained), **seconds(trained)}
             pending.append(Pending(record, [after.metrics, *self._evaluation(self.done, after.down, stopwatch)]))
             yield from self._arrived(pending, keep=0 if after.snapshot else self._lag)
@@ -99,27 +104,29 @@ class Engine:
         if work.turn.stands_still:
             raise RaysimError(work.turn.stands_still)
 
-    def _begin(self, t: int) -> Work:
-        """Draws round t, forgets the versions that nobody will need, and sends off those who began before."""
+    def _draw(self, t: int) -> Work:
+        """Who arrives in round t, and what the server will hear of them."""
         if self._due(t):
             self.clock = self.schedule.pack()
         try:
             turn = self.schedule.turn(t) if t < self.config.rounds else schedule.in_step(t, [])
         except StandStill as end:
             turn = Turn(t, [], self.schedule.now, stands_still=str(end))
-        needed = {t, *self.schedule.held(), *(one.base for one in turn.arrivals)}
-        work = Work(turn, self.round(turn), self.executor.training(t))
-        self._send_off(work, newest=False)
-        self.versions = {v: down for v, down in self.versions.items() if v in needed}
-        return work
+        return Work(turn, self.round(turn), self.executor.training(t))
 
-    def _send_off(self, work: Work, newest: bool) -> None:
-        """Those of a round who begin with its newest version, or the others."""
-        t = work.round.t
-        jobs = self.jobs(work.round, [(base == t) == newest for base in work.round.bases])
+    def _send_off(self, work: Work) -> None:
+        """Of a round those who are not yet at work and whose version is there."""
+        sent = {job.client for job in work.jobs}
+        facts = zip(work.round.ids, work.round.bases, strict=True)
+        jobs = self.jobs(work.round, [base in self.versions and client not in sent for client, base in facts])
         if jobs:
             work.training.add(self._of(jobs), cut(jobs, self.plan.block_size))
             work.jobs += jobs
+
+    def _forget(self, work: Work) -> None:
+        """Lets go of the versions that nobody will need any more."""
+        needed = {self.done, *self.schedule.held(), *work.round.bases}
+        self.versions = {v: down for v, down in self.versions.items() if v in needed}
 
     def _of(self, jobs: list[Job]) -> dict[int, Any]:
         """The versions that these begin with."""
