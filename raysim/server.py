@@ -77,8 +77,10 @@ class Server:
         rule, here = self.rule.at(round.t), round.cohort(self.problem.n_clients, stay)
         weights, left = [round.weights[i] for i in stay], 1.0
         if round.dropped:
-            given, weights = weights, rule.weigh(here)
-            left = sum(given) / sum(weights)
+            given, weights = sum(weights), rule.weigh(here)
+            left = given / sum(weights)
+            if left == 0:  # beside one that is out, the others weighed nothing
+                return {"server/uploads": 0.0, **self._named(self.cohort.metrics)}
         reports = Reports(
             **{**vars(here), "metrics": dict(self.cohort.metrics)},
             weights=weights,
@@ -99,6 +101,11 @@ class Server:
         if not torch.isfinite(self.state["x"].sum()):
             raise RaysimError(
                 f"round {round.t}: server rule '{rule.name}' made non-finite parameters; lower server lr or local.lr"
+            )
+        if reports.weighed is not None and (not rule.weighs_late or len(reports.weighed) != len(stay)):
+            raise RaysimError(
+                f"server rule '{rule.name}': update gave {len(reports.weighed)} weights for {len(stay)} clients by "
+                "reports.weigh; give one for each, and set weighs_late = True in the class"
             )
         if mean is not None:
             self.buffers = mean if reports.weighed is None else _mixed(self.buffers, each, reports.weighed)
