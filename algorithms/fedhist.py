@@ -16,8 +16,8 @@ of it is a key. g_i = x_{b_i} - y_i, s_i = t - b_i; LG holds the last L aggregat
 
 Keeps L (K + 1) d floats on the server (LL in half precision under `history: float16`, each vector scaled by its largest
 entry) and one number for each client; sends d down, d up. Ablations: a = 0 is "without EGS", b = 0 "without HAA",
-ina = false "without INA"; length = 0 leaves TWAFL without n_i, and INA. K in |F|/K is the schedule's (exactly K clients
-receive each version), also where fewer came. F holds a client's own gradient too unless `leave_one_out`.
+ina = false "without INA"; length = 0 leaves TWAFL without n_i, and INA. K in |F|/K is the schedule's (K clients receive
+each version), also where fewer came. F holds a client's own gradient too unless `leave_one_out`.
 `weights: samples` multiplies max(w_i, 0) by n_i.
 """
 
@@ -155,9 +155,7 @@ class FedHistServer(ServerRule):
         return utility
 
     def _g(self, state, n, i):
-        g = state["LL/g"][n, i]
-        scale = float(state["LL/scale"][n, i])
-        return g.to(state["x"].dtype) * scale if scale != 1 else g
+        return state["LL/g"][n, i].to(state["x"].dtype) * float(state["LL/scale"][n, i])
 
 
 def _cosine(u, v):

@@ -14,7 +14,8 @@ means. `weights: samples` multiplies p_i by n_i.
 """
 
 from dataclasses import dataclass
-from math import exp
+from math import e, exp
+from operator import mul
 from typing import Annotated
 
 import torch
@@ -60,8 +61,11 @@ class WKAFLServer(ServerRule):
         kept = [i for i, cosine in enumerate(c) if cosine > self.theta]
         q, G = p, mean
         if kept:
+            least = min(reports.staleness[i] for i in kept)  # largest exponents first, so that not all can vanish
             top = max(c[i] for i in kept)
-            on_kept = dict(zip(kept, normalised(p[i] * exp(self.sharpness * (c[i] - top)) for i in kept), strict=True))
+            own = [reports.weights[i] * (e / 2) ** (least - reports.staleness[i]) for i in kept]
+            agree = [exp(self.sharpness * (c[i] - top)) for i in kept]
+            on_kept = dict(zip(kept, normalised(map(mul, own, agree)), strict=True))
             q = [on_kept.get(i, 0.0) for i in range(len(g))]
             if self.stage2 is not None and reports.round >= self.stage2:
                 g = [_clipped(v, self.clip2 * norm(mean)) for v in g]

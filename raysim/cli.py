@@ -362,7 +362,7 @@ def list_(
 
 def _catalogue(what: str) -> list[dict[str, str]]:
     from raysim import nets, rules
-    from raysim.config import choices
+    from raysim.validation import choices
 
     def first_line(thing: Any) -> str:
         return " ".join((thing.__doc__ or "").split("\n\n")[0].split())
@@ -388,7 +388,7 @@ def _catalogue(what: str) -> list[dict[str, str]]:
     if what == "pairs":
         return _pairs()
     if what == "configs":
-        from raysim.config import shipped
+        from raysim.layers import shipped
 
         return [{"name": name, "what": text} for name, text in shipped().items()]
     if what == "models":

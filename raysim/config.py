@@ -1,12 +1,8 @@
 """The whole configuration of a run: typed, frozen, resolved once.
 
-A configuration is YAML in sections. It is read in layers, each over the one before: the file named by
-`extends` (one level), the file itself, then `key=value` overrides with dots. `read` merges the layers into one
-plain mapping, `validate` turns that into a `Config`, and nothing changes afterwards.
-
-Sections with a `name` (data, partition, model, algorithm, client, server, schedule) may be shortened to it:
-`model=lenet` is `model.name=lenet`. Where a later layer changes the name, it keeps those keys of the earlier
-layer that the new name knows too.
+`layers` reads it from files and overrides into one plain mapping, `validation` turns that into a `Config`, and nothing
+changes afterwards. Sections with a `name` (data, partition, model, algorithm, client, server, schedule, speeds) may be
+shortened to it: `model=lenet` is `model.name=lenet`.
 """
 
 from __future__ import annotations
@@ -14,9 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import yaml
@@ -26,11 +20,8 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    ValidationError,
     model_validator,
 )
-
-from raysim.errors import ConfigError, did_you_mean
 
 NAMED = ("data", "partition", "model", "algorithm", "client", "server", "schedule", "speeds")
 
@@ -92,6 +83,11 @@ class Named(BaseModel):
     @property
     def parameters(self) -> dict[str, Any]:
         return dict(self.model_extra or {})
+
+
+def named(value: Any) -> Any:
+    """A section that was shortened to its name, as a mapping."""
+    return {"name": value} if isinstance(value, str) else value
 
 
 class Data(Section):
@@ -300,7 +296,7 @@ class Availability(Section):
 class Clocked(Section):
     """What time a client takes, and when it is there."""
 
-    speeds: Annotated[Speeds, BeforeValidator(lambda v: _named(v))] = Constant()
+    speeds: Annotated[Speeds, BeforeValidator(named)] = Constant()
     dropouts: Dropouts | None = None
     availability: Availability | None = None
 
@@ -328,7 +324,7 @@ class KAsync(Clocked):
     arrivals: int = Field(default=10, ge=1)
     concurrency: int | None = Field(default=None, ge=1)
     max_staleness: int | None = Field(default=None, ge=0)
-    speeds: Annotated[Speeds, BeforeValidator(lambda v: _named(v))] = UniformArrival()
+    speeds: Annotated[Speeds, BeforeValidator(named)] = UniformArrival()
 
     @property
     def size(self) -> int:
@@ -429,13 +425,9 @@ class Tracking(Section):
     required: bool = True
 
 
-def _named(value: Any) -> Any:
-    return {"name": value} if isinstance(value, str) else value
-
-
 def _default(name: str) -> BeforeValidator:
     """A section that may leave out its name, or be nothing but a name."""
-    return BeforeValidator(lambda v: {"name": name, **_named(v)} if isinstance(v, Mapping | str) else v)
+    return BeforeValidator(lambda v: {"name": name, **named(v)} if isinstance(v, Mapping | str) else v)
 
 
 class Config(Section):
@@ -445,12 +437,12 @@ class Config(Section):
     seed: int = Field(default=0, ge=0)
     rounds: int = Field(ge=1)
     dtype: Literal["float32", "float64"] = "float32"
-    data: Annotated[Data, BeforeValidator(_named)]
+    data: Annotated[Data, BeforeValidator(named)]
     partition: Annotated[Partition, _default("iid")] = IID()
     model: Annotated[Named, _default("mlp")] = Named(name="mlp")
-    algorithm: Annotated[Named, BeforeValidator(_named)] | None = None
-    client: Annotated[Named, BeforeValidator(_named)] | None = None
-    server: Annotated[Named, BeforeValidator(_named)] | None = None
+    algorithm: Annotated[Named, BeforeValidator(named)] | None = None
+    client: Annotated[Named, BeforeValidator(named)] | None = None
+    server: Annotated[Named, BeforeValidator(named)] | None = None
     local: Local = Local(steps=5)
     schedule: Annotated[Schedule, _default("sync")] = Sync()
     faults: Faults = Faults()
@@ -482,293 +474,3 @@ class Config(Section):
     def dump(self) -> str:
         """YAML that reads back to this configuration."""
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
-
-
-class _Loader(yaml.SafeLoader):
-    """Safe YAML that also reads 1e-3 as a number, and refuses a key given twice."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        if twice := [str(k) for i, k in enumerate(keys) if k in keys[:i]]:
-            raise yaml.constructor.ConstructorError(None, None, f"'{twice[0]}' is given twice", node.start_mark)
-        return super().construct_mapping(node, deep)
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
-)
-
-
-def _shipped_files() -> dict[str, Path]:
-    package = Path(__file__).resolve().parent
-    folders = (package / "configs", package.parent / "configs")
-    return {str(p.relative_to(f)).removesuffix(".yaml"): p for f in folders for p in sorted(f.rglob("*.yaml"))}
-
-
-def shipped() -> dict[str, str]:
-    """Name and first line of comment of every configuration that comes with raysim."""
-    return {name: path.read_text().splitlines()[0].lstrip("# ") for name, path in _shipped_files().items()}
-
-
-Keys = Callable[[str, str, str], Iterable[str]]
-"""(section, old name, new name) -> the keys that mean the same under both."""
-
-
-def find(source: str | Path, folder: Path | None = None) -> Path:
-    """The file a configuration's name means: a path, or a name among the configurations shipped with raysim."""
-    text = str(source)
-    files = _shipped_files()
-    tried = [(folder or Path()) / text, files.get(text.removeprefix("configs/").removesuffix(".yaml"))]
-    for path in tried:
-        if path is not None and path.is_file():
-            return path
-    raise ConfigError(f"no configuration '{source}': neither a file nor a shipped one{did_you_mean(text, files)}")
-
-
-def read(
-    source: str | Path | Mapping[str, Any],
-    overrides: Iterable[str] | Mapping[str, Any] = (),
-    keys: Keys | None = None,
-    defaults: Callable[[str], Mapping[str, Any]] = lambda name: {},
-) -> dict[str, Any]:
-    """Reads a file (or mapping) with what it extends, and lays the overrides over it.
-
-    Args:
-        source: a path, the name of a shipped configuration, or a mapping.
-        overrides: "key=value" with dots, or a mapping of the same.
-        keys: tells which keys mean the same under another name, so that changing a name keeps only those.
-        defaults: what an algorithm of this name sets in other sections. They enter with the layer that names the
-            algorithm, below that layer's own keys.
-    """
-    if isinstance(source, Mapping):
-        layers = [dict(source)]
-    else:
-        path = find(source)
-        layers = [_yaml(path)]
-        if (parent := layers[0].pop("extends", None)) is not None:
-            try:
-                below = _yaml(find(parent, path.parent))
-            except ConfigError as error:
-                raise ConfigError(f"{path}: extends: {error}") from None
-            if "extends" in below:
-                raise ConfigError(f"{path}: extends '{parent}', which extends another; only one level is allowed")
-            layers.insert(0, below)
-    layers.append(_nested(parse_overrides(overrides)))
-    merged: dict[str, Any] = {}
-    for i, layer in enumerate(layers):
-        algorithm = _named(layer.get("algorithm"))
-        name = algorithm.get("name") if isinstance(algorithm, Mapping) else None
-        replaced = any(_names_method(above) for above in layers[i + 1 :])
-        brought = defaults(name) if isinstance(name, str) and not replaced else {}
-        merged = merge(merged, merge(brought, layer, keys), keys)
-    return merged
-
-
-def _yaml(path: Path) -> dict[str, Any]:
-    try:
-        content = yaml.load(path.read_text(), Loader=_Loader)
-    except yaml.YAMLError as error:
-        text = " ".join(str(error).replace('in "<unicode string>", ', "").split())
-        raise ConfigError(f"{path}: not valid YAML: {text}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from None
-    if content is None:
-        raise ConfigError(
-            f"{path}: is empty; a configuration is a mapping of sections, at least data, rounds and algorithm"
-        )
-    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
-        raise ConfigError(f"{path}: a configuration is a mapping of sections, such as 'rounds: 10'")
-    return content
-
-
-def parse_overrides(given: Iterable[str] | Mapping[str, Any]) -> dict[str, Any]:
-    """ "key=value" texts as a mapping from dotted keys to YAML values; a mapping comes back as it is."""
-    if isinstance(given, Mapping):
-        return dict(given)
-    values = {}
-    for text in given:
-        key, equals, value = text.partition("=")
-        if not equals or not key:
-            raise ConfigError(f"override '{text}': expected key=value, say rounds=10 or local.lr=0.1")
-        try:
-            values[key] = yaml.load(value, Loader=_Loader)
-        except yaml.YAMLError:
-            raise ConfigError(f"override '{text}': '{value}' is not a valid value") from None
-    return values
-
-
-def _nested(overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Dotted keys as nested sections. `algorithm=x` beside `algorithm.beta1=0.5` names the same section."""
-    layer: dict[str, Any] = {}
-    for key, value in overrides.items():
-        place, (*path, last) = layer, key.split(".")
-        for part in path:
-            place[part] = place = _named(place.get(part, {})) if part in NAMED else place.get(part, {})
-            if not isinstance(place, dict):
-                raise ConfigError(f"override '{key}': '{part}' was already given a plain value")
-        value = _named(value) if last in NAMED else value
-        before = place.get(last)
-        if isinstance(value, Mapping):
-            value = {**before, **value} if isinstance(before, Mapping) else dict(value)
-        place[last] = value
-    return layer
-
-
-def merge(below: Mapping[str, Any], above: Mapping[str, Any], keys: Keys | None = None) -> dict[str, Any]:
-    """One layer over another, section by section."""
-    result = dict(below)
-    if above.get("algorithm") is not None:
-        result = {k: v for k, v in result.items() if k not in ("client", "server")}
-    elif _names_method(above):
-        result.pop("algorithm", None)
-    for key, value in above.items():
-        result[key] = _laid_over(key, result.get(key), value, keys)
-    return result
-
-
-def _laid_over(key: str, old: Any, value: Any, keys: Keys | None) -> Any:
-    """A section, or one within a section, over an older one; any other value replaces the old one."""
-    if key in NAMED:
-        old, value = _named(old), _named(value)
-    if not isinstance(old, dict) or not isinstance(value, dict):
-        return value
-    if key in NAMED and value.get("name", old.get("name")) != old.get("name"):
-        same = keys(key, str(old.get("name")), str(value["name"])) if keys else ()
-        old = {k: v for k, v in old.items() if k in same}
-    if key == "local":
-        rival = {"steps": "epochs", "epochs": "steps"}
-        old = {k: v for k, v in old.items() if rival.get(k) not in value}
-    return {**old, **{k: _laid_over(k, old.get(k), v, keys) for k, v in value.items()}}
-
-
-def _names_method(layer: Mapping[str, Any]) -> bool:
-    """Whether a layer says by itself which method runs."""
-    given = {k for k in ("algorithm", "client", "server") if layer.get(k) is not None}
-    return "algorithm" in given or given == {"client", "server"}
-
-
-def section_keys(section: str, name: str) -> set[str] | None:
-    """The keys of a section whose names are known here (data, partition, schedule, speeds), else None."""
-    for model in _options(section):
-        if not _names(model) or name in _names(model):
-            return set(model.model_fields)
-    return None
-
-
-def _options(section: str) -> list[type[Section]]:
-    """What a section may be."""
-    where = Clocked if section == "speeds" else Config
-    return [
-        m for m in _flatten(where.model_fields[section].annotation) if isinstance(m, type) and issubclass(m, Section)
-    ]
-
-
-def choices(section: str) -> dict[str, type[Section]]:
-    """What a section (partition, schedule, speeds) may be, by name."""
-    return {name: m for m in _options(section) for name in _names(m)}
-
-
-def validate(raw: Mapping[str, Any]) -> Config:
-    """The typed configuration, or a ConfigError that names every wrong key, the nearest right one and the fix."""
-    _refuse_switches(raw)
-    try:
-        return Config.model_validate(raw)
-    except ValidationError as error:
-        raise ConfigError(explain(error, raw, Config)) from None
-
-
-def _refuse_switches(raw: Mapping[str, Any], models: Sequence[type[BaseModel]] = (), above: str = "") -> None:
-    """Pydantic would take true for 1. Sections whose keys are checked elsewhere are left to those who do."""
-    for key, value in raw.items():
-        fields = [m.model_fields[key] for m in models or (Config,) if key in m.model_fields]
-        inner = [a for field in fields for a in _flatten(field.annotation)]
-        if isinstance(value, bool) and fields and bool not in inner:
-            raise ConfigError(
-                f"{above}{key}: {str(value).lower()} is neither an integer nor another number, nor a word"
-            )
-        if isinstance(value, Mapping) and (sections := [m for m in inner if _is_section(m)]):
-            _refuse_switches(value, sections, f"{above}{key}.")
-
-
-def _is_section(annotation: Any) -> bool:
-    return isinstance(annotation, type) and issubclass(annotation, Section)
-
-
-def explain(error: ValidationError, raw: Any, model: type, prefix: str = "") -> str:
-    """One line for each mistake that pydantic found in `raw`, in the words of someone editing the file."""
-    lines: dict[str, str] = {}
-    for item in error.errors():
-        parts = [str(part) for part in item["loc"]]
-        branch = next((i for i, part in enumerate(parts) if part.startswith(("list[", "function-after[_check"))), None)
-        parents = [part for i, part in enumerate(parts[:branch]) if not _is_branch(part, parts[i - 1] if i else "")]
-        key = ".".join([*filter(None, [prefix.rstrip(".")]), *parents])
-        *above, last = parents or [""]
-        given, kind = item["input"], item["type"]
-        if branch is not None:
-            message = item["msg"].removeprefix("Value error, ") if kind == "value_error" else ""
-            text = message or "expected a finite number, or a list of [first round, value] with rounds ascending from 0"
-            given = _at(raw, parents) if not message else given
-        elif kind in ("extra_forbidden", "unexpected_keyword_argument"):
-            text = "unknown key" + did_you_mean(last, _keys_at(model, above, raw))
-            given = {}
-        elif kind in ("missing", "missing_argument"):
-            text, given = f"missing; give it in the file or as {key}=…", {}
-        elif kind == "union_tag_invalid":
-            context = item.get("ctx", {})
-            names = re.findall(r"'(\w+)'", context["expected_tags"])
-            key, text, given = (
-                f"{key}.name",
-                f"unknown name '{context['tag']}'{did_you_mean(context['tag'], names)}",
-                {},
-            )
-        elif kind == "union_tag_not_found":
-            key, text, given = f"{key}.name", "missing; give it a name", {}
-        elif kind in ("model_type", "model_attributes_type", "dict_type", "dataclass_type"):
-            text = "expected a section, a mapping of keys"
-        elif kind == "invalid_key":
-            text, given = "a key must be a word", {}
-        else:
-            message = item["msg"].removeprefix("Value error, ")
-            text = (message[:1].lower() + message[1:]).replace("valid tuple", "list").replace("valid list", "list")
-        if given is None or isinstance(given, str | int | float | list | tuple):
-            text += f" (given: {given!r})"
-        if key not in lines or branch is not None:
-            lines[key] = f"{key}: {text}"
-        elif "expected a finite number" not in lines[key] and text not in lines[key]:
-            lines[key] += f", or {text}"
-    return "\n".join(lines.values())
-
-
-def _at(raw: Any, path: list[str]) -> Any:
-    """What stands at a place of the raw configuration, {} if that cannot be told."""
-    for part in path:
-        raw = raw.get(part, {}) if isinstance(raw, Mapping) else {}
-    return raw
-
-
-def _is_branch(part: str, above: str) -> bool:
-    """Pydantic puts the branch of a union into the path of an error; a user does not know it."""
-    named = above in ("partition", "schedule", "speeds") and any(part in _names(m) for m in _options(above))
-    return named or part in ("int", "float", "constrained-int") or "[" in part or "(" in part
-
-
-def _keys_at(model: Any, path: list[str], raw: Any) -> list[str]:
-    for part in path:
-        if not (isinstance(model, type) and issubclass(model, BaseModel)) or part not in model.model_fields:
-            return []
-        raw = _named(raw.get(part)) if isinstance(raw, Mapping) else None
-        options = [
-            m for m in _flatten(model.model_fields[part].annotation) if isinstance(m, type) and issubclass(m, BaseModel)
-        ]
-        named = [m for m in options if isinstance(raw, dict) and raw.get("name") in _names(m)]
-        model = (named or options or [None])[0]
-    return list(model.model_fields) if model is not None and hasattr(model, "model_fields") else []
-
-
-def _flatten(annotation: Any) -> list[Any]:
-    inner = [a for arg in typing.get_args(annotation) for a in _flatten(arg)]
-    return inner or [annotation]
-
-
-def _names(model: type[BaseModel]) -> tuple:
-    return typing.get_args(model.model_fields["name"].annotation) if "name" in model.model_fields else ()

@@ -76,6 +76,7 @@ class Engine:
         """
         pending: deque[Pending] = deque()
         work = self._draw(self.done)
+        self._send_off(work)  # the blocks of a resumed run are those of one that never stopped
         self.versions[self.done] = down = self.executor.broadcast(work.round)
         stopwatch = Stopwatch()
         self._send_off(work)
@@ -167,6 +168,7 @@ class Engine:
             "fingerprint": self.config.fingerprint,
             "data": self.plan.dataset.digest,
             "partition": digest(self.plan.clients),
+            "speeds": self.schedule.tempo.digest,
             "torch": torch.__version__,
             "raysim": raysim.__version__,
         }
@@ -242,6 +244,7 @@ class Engine:
         """What is to be said of a round, but for the server's and the evaluation's part."""
         turn, dropped = work.turn, work.round.dropped
         good = [d for outcome in trained.done for d in outcome.done if d.client not in dropped]
+        good.sort(key=lambda one: one.client)
         sent_to = len(turn.arrivals) + turn.lost + turn.late + turn.discarded
         self.bytes_down += self.plan.bytes_down * sent_to
         self.bytes_up += sum(d.bytes for d in good)
@@ -263,7 +266,7 @@ class Engine:
             **trained.metrics,
         }
         if good:
-            losses = np.array([one.loss for one in sorted(good, key=lambda one: one.client)])
+            losses = np.array([one.loss for one in good])
             record["train_loss"] = float(losses.mean())
             for q in (10, 50, 90):
                 record[f"client_loss/q{q}"] = float(np.quantile(losses, q / 100))

@@ -181,7 +181,9 @@ class Inline:
         return down
 
     def hold(self, version: Broadcast) -> Broadcast:
-        return version
+        device = self.trainer.x0.device
+        shared = {k: v.to(device, copy=True) for k, v in version.shared.items()}
+        return Broadcast(shared, version.buffers.to(device, copy=True))
 
     def close(self) -> None:
         torch.set_num_threads(self.threads)

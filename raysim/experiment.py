@@ -23,11 +23,11 @@ from torch import Tensor
 
 import raysim
 from raysim import checkpoint, schedule
-from raysim.config import parse_overrides
 from raysim.data import partition_plot, partitions, summary
 from raysim.engine import Engine, Record
 from raysim.errors import ConfigError, RaysimError
 from raysim.executor import Executor, Inline
+from raysim.layers import parse_overrides
 from raysim.pictures import arrivals, learning_curve
 from raysim.plan import Plan, prepare
 from raysim.spool import Recorder
@@ -171,9 +171,12 @@ def reopen(
     if saved is not None and saved.facts["fingerprint"] != plan.config.fingerprint:
         raise ConfigError(f"{folder}: the checkpoint was made by another configuration than its config.yaml")
     if saved is not None:
-        for what, now in (("data", plan.dataset.digest), ("partition", partitions.digest(plan.clients))):
-            if saved.facts[what] != now:
-                raise ConfigError(f"{what}: {folder} was run on another {what} than is there now; put the old one back")
+        speeds = schedule.Tempo(plan.config, plan.clients.sizes).digest
+        now = {"data": plan.dataset.digest, "partition": partitions.digest(plan.clients), "speeds": speeds}
+        if changed := [what for what, found in now.items() if saved.facts[what] != found]:
+            raise ConfigError(
+                f"{changed[0]}: {folder} was run with another {changed[0]} than is there now; put the old one back"
+            )
         if saved.facts["torch"] != torch.__version__:
             logger.warning("the run began under torch %s; its bits may change", saved.facts["torch"])
     if saved is not None and saved.facts["round"] >= plan.config.rounds:

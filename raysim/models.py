@@ -21,11 +21,12 @@ from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from raysim.config import Config, Named, explain
+from raysim.config import Config, Named
 from raysim.errors import ConfigError, did_you_mean
 from raysim.nets import NETS
 from raysim.randomness import generator
 from raysim.references import load_object
+from raysim.validation import explain
 
 Mode = Literal["train", "frozen", "eval"]
 

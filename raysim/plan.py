@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from raysim import config as configuration
-from raysim import models, rules, schedule, tracking
-from raysim.config import Config, KAsync, Named, Sync
+from raysim import layers, models, rules, schedule, tracking, validation
+from raysim.config import Block, Config, Data, KAsync, Named, Sync
 from raysim.data import Dataset, load, split
 from raysim.data.partitions import Clients, VirtualClients
 from raysim.errors import ConfigError
@@ -77,16 +76,16 @@ class Plan:
 
 def prepare(source: str | Path | Mapping[str, Any], overrides: Iterable[str] | Mapping[str, Any] = ()) -> Plan:
     """Reads, checks and resolves a configuration. Raises ConfigError with one clear message for every mistake."""
-    raw = configuration.read(source, overrides, keys, rules.defaults)
+    raw = layers.read(source, overrides, keys, rules.defaults)
     if raw.pop("sweep", None) is not None:
         file = "this configuration" if isinstance(source, Mapping) else source
         raise ConfigError(f"sweep: {file} describes many runs, not one; start them with: raysim sweep {file}")
     return resolve(raw)
 
 
-def resolve(raw: Mapping[str, Any], load: Callable[[configuration.Data], Dataset] = load) -> Plan:
+def resolve(raw: Mapping[str, Any], load: Callable[[Data], Dataset] = load) -> Plan:
     """The plan of a configuration that was read; `load` gives the data set. Raises ConfigError as `prepare` does."""
-    config = configuration.validate(raw)
+    config = validation.validate(raw)
     client, server = rules.resolve(config)
     _check_resources(config)
     _check_store(config)
@@ -125,19 +124,19 @@ def resolve(raw: Mapping[str, Any], load: Callable[[configuration.Data], Dataset
             "server": _section(config.server or Named(name=server.name), server, config),
             "algorithm": None if config.algorithm is None else Named(name=config.algorithm.name),
             "model": Named.model_validate({"name": config.model.name, **models.arguments(config.model)}),
-            "block": configuration.Block(size=size, mode="vmap" if vmap else "loop"),
+            "block": Block(size=size, mode="vmap" if vmap else "loop"),
         }
     )
     return Plan(config, client, server, dataset, clients, net, problem, vmap, size)
 
 
 def keys(section: str, before: str, name: str) -> set[str]:
-    """The keys that mean the same under both names of a section: see `config.read`. A net's are its own."""
+    """The keys that mean the same under both names of a section: see `layers.read`. A net's are its own."""
     if section in ("algorithm", "client", "server"):
         return rules.shared_keys(section, before, name)
     if section == "model":
         return set()
-    known = [configuration.section_keys(section, n) or set() for n in (before, name)]
+    known = [validation.section_keys(section, n) or set() for n in (before, name)]
     return known[0] & known[1]
 
 

@@ -21,9 +21,10 @@ import torch
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from torch import Tensor
 
-from raysim.config import Config, Named, PositiveScheduled, at_round, explain
+from raysim.config import Config, Named, PositiveScheduled, at_round
 from raysim.errors import ConfigError, RaysimError, did_you_mean
 from raysim.references import load_object
+from raysim.validation import explain
 
 if TYPE_CHECKING:
     from raysim.task import Batch, LocalData, Task

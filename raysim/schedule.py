@@ -32,6 +32,7 @@ are. Whether a number is exponential or normal depends on the speeds; lognormal 
 from __future__ import annotations
 
 import csv
+import hashlib
 import heapq
 import math
 from bisect import insort
@@ -380,6 +381,11 @@ class Tempo:
     def comes_and_goes(self) -> bool:
         """Whether there may be times at which a client takes no work."""
         return self.dropouts is not None or self.windows is not None
+
+    @property
+    def digest(self) -> str:
+        """sha256 (hex): equal for equal means."""
+        return hashlib.sha256(np.ascontiguousarray(self.mean).tobytes()).hexdigest()
 
     def duration(self, client: int, k: int) -> float:
         """The virtual time that the client's k-th task takes."""

@@ -14,6 +14,10 @@ from raysim.errors import RaysimError
 from raysim.numerics.sums import NonFiniteError, combine, to_float
 from raysim.rules import Cohort, Problem, Reports, ServerRule, State
 
+FAINT = 2.0**-14
+"""The part of a round's weights below which those who are left, beside dropped ones that weighed nearly everything,
+have no digits left in fixed point: the round then changes nothing. Only weights that fall exponentially come so low."""
+
 
 @dataclass
 class Round:
@@ -79,7 +83,7 @@ class Server:
         if round.dropped:
             given, weights = sum(weights), rule.weigh(here)
             left = given / sum(weights)
-            if left == 0:  # beside one that is out, the others weighed nothing
+            if left < FAINT:
                 return {"server/uploads": 0.0, **self._named(self.cohort.metrics)}
         reports = Reports(
             **{**vars(here), "metrics": dict(self.cohort.metrics)},

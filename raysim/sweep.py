@@ -32,7 +32,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from raysim import checkpoint, config, data, experiment, plan, report, rules
+from raysim import checkpoint, config, data, experiment, layers, plan, report, rules
 from raysim.config import NAMED, Config
 from raysim.data import digest
 from raysim.errors import ConfigError, RaysimError
@@ -141,7 +141,7 @@ def prepare(
         ConfigError: with the values of the first trial that cannot run, or with what is wrong about the grid.
     """
     given, axes = _split(overrides)
-    raw = config.read(source, (), plan.keys, rules.defaults)
+    raw = layers.read(source, (), plan.keys, rules.defaults)
     section = raw.get("sweep")
     if section is None and not axes:
         raise ConfigError(
@@ -154,7 +154,7 @@ def prepare(
     for point in points:
         values = {key: point[key] for key in axes if key in point}
         try:
-            ready = plan.resolve(_trial(config.read(source, {**given, **point}, plan.keys, rules.defaults)), _load_once)
+            ready = plan.resolve(_trial(layers.read(source, {**given, **point}, plan.keys, rules.defaults)), _load_once)
         except ConfigError as error:
             where = " ".join(f"{k}={as_text(v)}" for k, v in point.items())
             raise ConfigError(f"trial {where}: {error}" if where else str(error)) from None
@@ -164,7 +164,7 @@ def prepare(
         trials.setdefault(key, Trial(values, c, ready.label, root / "trials" / f"{ready.label}-{c.seed}-{key[:12]}"))
     everything = list(trials.values())
     name = "sweep" if isinstance(source, Mapping) else Path(source).stem
-    base = _trial(config.read(source, given, plan.keys, rules.defaults))
+    base = _trial(layers.read(source, given, plan.keys, rules.defaults))
     whole = hashlib.sha256(" ".join(sorted(trials)).encode()).hexdigest()[:12]
     sweeps = everything[0].folder.parents[1] / "sweeps"
     return Sweep(name, everything, axes, base, len(points) - len(trials), sweeps / whole)
@@ -179,9 +179,9 @@ def _split(overrides: Iterable[str]) -> tuple[dict[str, Any], dict[str, list[Any
         pieces = _pieces(value) if equals else []
         if len(pieces) > 1 and "" in pieces:
             raise ConfigError(f"override '{text}': a value is empty")
-        values = [config.parse_overrides([f"{key}={piece}"])[key] for piece in pieces or [value]] if equals else []
+        values = [layers.parse_overrides([f"{key}={piece}"])[key] for piece in pieces or [value]] if equals else []
         if not values or (len(values) == 1 and not _is_range(values[0])):
-            given |= config.parse_overrides([text])
+            given |= layers.parse_overrides([text])
         else:
             axes[key] = _values(key, values)
     return given, axes

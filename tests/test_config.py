@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 import yaml
 
-from raysim import config as configuration
-from raysim.config import at_round, read
+from raysim import validation
+from raysim.config import at_round
 from raysim.errors import ConfigError
+from raysim.layers import read
 from raysim.plan import Plan, keys, prepare
 from raysim.rules import ALGORITHMS, defaults, discover, resolve
 
@@ -120,7 +121,7 @@ def test_extends_one_level(files):
     merged = layers("mine.yaml")
     assert (merged["seed"], merged["rounds"], merged["local"]) == (3, 7, {"steps": 2, "lr": 0.25})
     assert merged["model"] == {"name": "mlp", "hidden": [8]} and "extends" not in merged
-    config = configuration.validate(layers("mine.yaml", "local.lr=0.125"))
+    config = validation.validate(layers("mine.yaml", "local.lr=0.125"))
     assert (config.seed, config.rounds, config.local.lr, config.local.steps) == (3, 7, 0.125, 2)
     assert config.data.name == "digits" and config.algorithm is not None and config.algorithm.name == "fedavg"
 
@@ -231,7 +232,7 @@ def test_neither_steps_nor_epochs_is_five_steps(small):
 
 
 def halves(raw: dict[str, Any]) -> tuple[str, str]:
-    client, server = resolve(configuration.validate(raw))
+    client, server = resolve(validation.validate(raw))
     return client.name, server.name
 
 
@@ -311,9 +312,7 @@ def test_a_preset_lies_under_what_the_user_writes(small):
 def test_every_preset_of_every_algorithm_resolves(name):
     for preset in ALGORITHMS[name].presets:
         resolve(
-            configuration.validate(
-                layers({"data": "digits", "rounds": 1, "algorithm": {"name": name, "preset": preset}})
-            )
+            validation.validate(layers({"data": "digits", "rounds": 1, "algorithm": {"name": name, "preset": preset}}))
         )
 
 
@@ -345,9 +344,11 @@ def fingerprint(source: Any, *overrides: str) -> str:
 def test_the_fingerprint_is_the_same_in_another_process_and_order(small):
     raw = layers(small, "algorithm=fedavgm", "algorithm.beta1=0.5", "algorithm.lr=0.5", "local.lr=0.1")
     turned = {k: dict(reversed(v.items())) if isinstance(v, dict) else v for k, v in reversed(raw.items())}
-    here = configuration.validate(raw).fingerprint
-    assert configuration.validate(turned).fingerprint == here and re.fullmatch("[0-9a-f]{64}", here)
-    code = "import json, sys; from raysim.config import validate; print(validate(json.loads(sys.argv[1])).fingerprint)"
+    here = validation.validate(raw).fingerprint
+    assert validation.validate(turned).fingerprint == here and re.fullmatch("[0-9a-f]{64}", here)
+    code = (
+        "import json, sys; from raysim.validation import validate as v; print(v(json.loads(sys.argv[1])).fingerprint)"
+    )
     there = subprocess.run(
         [sys.executable, "-c", code, json.dumps(turned)],
         capture_output=True,
@@ -739,7 +740,7 @@ def test_shipped_configurations_are_found_by_name_and_are_right(files, shipped):
     files()
     discover()
     raw = layers(shipped)
-    resolve(configuration.validate(raw))
+    resolve(validation.validate(raw))
 
 
 def test_a_run_dir_that_is_taken(small, tmp_path):

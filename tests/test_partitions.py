@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raysim.config import Config, Data, validate
+from raysim.config import Config, Data
 from raysim.data import Clients, Dataset, digest, load, split
 from raysim.data.partitions import _log_dirichlet
 from raysim.errors import ConfigError
 from raysim.randomness import generator
+from raysim.validation import validate
 
 
 def partition(**keys):
