@@ -4,7 +4,8 @@
              m <- beta1 m + (1/K) Σ d_i / √(1 + s_i);    x <- x - server.lr m        beta1 = 0 unless asked for
 
 Keeps d floats on the server; sends d down, d up. The sum is divided by K, not by the factors' sum. It runs on the
-`buffered` schedule: the place of a client that has arrived goes to another at once, with the newest model. No staleness
+`buffered` schedule: the place of a client that has arrived goes to another at once, with the newest model, which takes
+fewer in flight than there are clients (`schedule.concurrency`; N - K unless given). No staleness
 and beta1 = 0 is FedAvg. `weights: samples` puts n_i / Σ n_j in the place of 1/K.
 """
 

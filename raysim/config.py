@@ -259,6 +259,8 @@ class Trace(Jittered):
 
     name: Literal["trace"]
     path: str
+    sha256: str | None = None
+    """Of the file, found when a run is prepared: part of what determines its result, as the path is not."""
     jitter: float = Field(default=0.0, ge=0, le=5)
 
 
@@ -267,7 +269,8 @@ Speeds = Annotated[Constant | UniformArrival | Lognormal | TwoSpeed | ByData | T
 
 class Dropouts(Section):
     """With probability `rate` a task never arrives: its client is gone when it should have, and comes back after
-    `rejoin` units of virtual time (null: never), to start with the model of that time."""
+    `rejoin` units of virtual time (null: never), to start with the model of that time. That a task is lost shows only
+    when it should have ended."""
 
     rate: float = Field(gt=0, le=1)
     rejoin: float | None = Field(default=1.0, gt=0)
@@ -283,8 +286,8 @@ class Availability(Section):
     """A client takes work during the first `open` of every `period` units of its own day, which begins at a time of
     its own. What it has begun it finishes."""
 
-    period: Positive
-    open: Positive
+    period: float = Field(ge=1e-6)
+    open: float = Field(ge=1e-6)
 
     @model_validator(mode="after")
     def _opens_and_closes(self) -> Availability:
@@ -331,6 +334,10 @@ class KAsync(Clocked):
         """How many clients a round has at most."""
         return self.arrivals
 
+    def places(self, n_clients: int) -> int:
+        """How many of `n_clients` with data train at one time."""
+        return self.concurrency or n_clients
+
     @model_validator(mode="after")
     def _enough_in_flight(self) -> KAsync:
         if self.concurrency is not None and self.arrivals > self.concurrency:
@@ -343,10 +350,14 @@ class KAsync(Clocked):
 
 class Buffered(KAsync):
     """As K-async, but the place of a client that has arrived is given at once to one that is idle, with the model as it
-    stands (Nguyen et al. 2022). Who has arrived rests until the round's end, so with `concurrency` everybody this is
-    K-async."""
+    stands (Nguyen et al. 2022). Who has arrived rests until the round's end: with everybody in flight there is nobody
+    to take over, and this is K-async. So `concurrency` null means N - K of the N clients with data, the most for which
+    somebody idle is always there (K, where N is smaller than 2K)."""
 
     name: Literal["buffered"]  # type: ignore[assignment]
+
+    def places(self, n_clients: int) -> int:
+        return self.concurrency or max(self.arrivals, n_clients - self.arrivals)
 
 
 Schedule = Annotated[Sync | KAsync | Buffered, Field(discriminator="name")]
@@ -464,6 +475,8 @@ class Config(Section):
         devices = {"device": "cuda" if r.gpus else "cpu", "server_device": "cuda" if server else "cpu"}
         whole["resources"] = {"threads": r.threads, **devices}
         whole["data"] = {k: v for k, v in whole["data"].items() if k not in ("root", "download")}
+        if whole["schedule"]["speeds"]["name"] == "trace":
+            whole["schedule"]["speeds"].pop("path")
         return whole
 
     @property

@@ -24,7 +24,7 @@ from raysim.errors import ClientError, RaysimError
 from raysim.executor import Executor, Result, Trained, Training
 from raysim.plan import Plan
 from raysim.schedule import StandStill, Turn
-from raysim.server import Round
+from raysim.server import Round, blamed
 
 logger = logging.getLogger("raysim")
 
@@ -168,7 +168,6 @@ class Engine:
             "fingerprint": self.config.fingerprint,
             "data": self.plan.dataset.digest,
             "partition": digest(self.plan.clients),
-            "speeds": self.schedule.tempo.digest,
             "torch": torch.__version__,
             "raysim": raysim.__version__,
         }
@@ -202,7 +201,8 @@ class Engine:
         steps = [local_steps(n, n if local.batch == "full" else local.batch, local.steps, local.epochs) for n in sizes]
         round = Round(turn.t, turn.ids, [one.base for one in turn.arrivals], [], sizes, steps)
         if round.ids:
-            round.weights = [float(w) for w in rule.at(turn.t).weigh(round.cohort(len(self.plan.clients)))]
+            with blamed(rule, "weigh", turn.t):
+                round.weights = [float(w) for w in rule.at(turn.t).weigh(round.cohort(len(self.plan.clients)))]
             sound = all(w >= 0 and np.isfinite(w) for w in round.weights) and any(round.weights)
             if len(round.weights) != len(round.ids) or not sound:
                 raise RaysimError(
@@ -239,6 +239,8 @@ class Engine:
             if job.client not in failed:
                 self.store.put(job.client, done[job.client].row)
         round.dropped = set(failed)
+        if not jobs:
+            logger.warning("round %d: nobody arrived", round.t)
 
     def _record(self, work: Work, trained: Trained) -> Record:
         """What is to be said of a round, but for the server's and the evaluation's part."""

@@ -171,8 +171,7 @@ def reopen(
     if saved is not None and saved.facts["fingerprint"] != plan.config.fingerprint:
         raise ConfigError(f"{folder}: the checkpoint was made by another configuration than its config.yaml")
     if saved is not None:
-        speeds = schedule.Tempo(plan.config, plan.clients.sizes).digest
-        now = {"data": plan.dataset.digest, "partition": partitions.digest(plan.clients), "speeds": speeds}
+        now = {"data": plan.dataset.digest, "partition": partitions.digest(plan.clients)}
         if changed := [what for what, found in now.items() if saved.facts[what] != found]:
             raise ConfigError(
                 f"{changed[0]}: {folder} was run with another {changed[0]} than is there now; put the old one back"

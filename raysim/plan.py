@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from raysim import layers, models, rules, schedule, tracking, validation
-from raysim.config import Block, Config, Data, KAsync, Named, Sync
+from raysim.config import Block, Config, Data, KAsync, Named, Sync, Trace
 from raysim.data import Dataset, load, split
 from raysim.data.partitions import Clients, VirtualClients
 from raysim.errors import ConfigError
@@ -98,6 +99,7 @@ def resolve(raw: Mapping[str, Any], load: Callable[[Data], Dataset] = load) -> P
     _check_cohort(config.schedule, len(clients))
     if isinstance(config.schedule, KAsync):
         _check_cohort(config.schedule, int((clients.sizes > 0).sum()), "there is data for")
+    config = _with_trace(config)
     schedule.make(config, clients.sizes)  # reads a trace, and finds what is wrong with it
     net = models.make_net(config, dataset.shape, dataset.n_classes)
     model = Model(copy.deepcopy(net), dataset.shape, dataset.n_classes, getattr(torch, config.dtype))
@@ -153,7 +155,7 @@ def _check_cohort(schedule: Sync | KAsync, clients: int, what: str = "partition.
     wanted = (
         {"cohort": schedule.cohort}
         if isinstance(schedule, Sync)
-        else {"arrivals": schedule.arrivals, "concurrency": schedule.concurrency or 0}
+        else {"arrivals": schedule.arrivals, "concurrency": schedule.places(clients)}
     )
     for key, number in wanted.items():
         if number > clients:
@@ -161,6 +163,22 @@ def _check_cohort(schedule: Sync | KAsync, clients: int, what: str = "partition.
                 f"schedule.{key}: {number} clients are asked for at one time, but {what} only {clients}; "
                 "lower the one or raise the other"
             )
+
+
+def _with_trace(config: Config) -> Config:
+    """With the absolute path of its trace, if it has one, and the file's digest."""
+    speeds = config.schedule.speeds
+    if not isinstance(speeds, Trace):
+        return config
+    path = Path(speeds.path).expanduser().absolute()
+    try:
+        found = hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError as error:
+        raise ConfigError(f"schedule.speeds.path: {path} cannot be read: {error.strerror}") from None
+    if speeds.sha256 not in (None, found):
+        raise ConfigError(f"schedule.speeds.path: {path} has changed since this run began; put the old one back")
+    speeds = speeds.model_copy(update={"path": str(path), "sha256": found})
+    return config.model_copy(update={"schedule": config.schedule.model_copy(update={"speeds": speeds})})
 
 
 def _check_store(config: Config) -> None:

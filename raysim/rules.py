@@ -13,9 +13,9 @@ import dataclasses
 import importlib
 import inspect
 import pkgutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, get_args, get_type_hints
 
 import torch
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -24,7 +24,7 @@ from torch import Tensor
 from raysim.config import Config, Named, PositiveScheduled, at_round
 from raysim.errors import ConfigError, RaysimError, did_you_mean
 from raysim.references import load_object
-from raysim.validation import explain
+from raysim.validation import explain, flatten
 
 if TYPE_CHECKING:
     from raysim.task import Batch, LocalData, Task
@@ -137,6 +137,19 @@ class Cohort:
         self.metrics.update({k: float(v) for k, v in metrics.items()})
 
 
+class _NotAskedFor(Sequence):
+    """Stands where a rule has not asked for bases."""
+
+    def __getitem__(self, i: Any) -> Any:
+        raise RaysimError("a server rule reads reports.bases, for which its class must say wants_bases = True")
+
+    def __len__(self) -> int:
+        return self[0]
+
+
+NOT_ASKED_FOR = _NotAskedFor()
+
+
 @dataclass
 class Reports(Cohort):
     """What arrived: K reports. `weights` [K] are what the rule's `weigh` says, `versions` those that the clients began
@@ -144,7 +157,7 @@ class Reports(Cohort):
 
     weights: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
-    bases: list[Tensor] = field(default_factory=list)
+    bases: Sequence[Tensor] = NOT_ASKED_FOR
     totals: dict[tuple[str, str], Tensor] = field(default_factory=dict)
     rows: dict[str, list[Tensor]] = field(default_factory=dict)
     """The same as `each`, not stacked: for a rule that copies the rows anyway."""
@@ -362,6 +375,10 @@ def _build(section: str, cls: type, given: Mapping[str, Any]) -> Any:
     for key in given:
         if key not in fields(cls):
             raise ConfigError(f"{section}.{key}: unknown key of {cls.__name__}{did_you_mean(key, fields(cls))}")
+    kinds = get_type_hints(cls)
+    for key, value in given.items():
+        if isinstance(value, bool) and bool not in flatten(kinds[key]):  # pydantic would take true for 1
+            raise ConfigError(f"{section}.{key}: {str(value).lower()} is neither a number nor a word")
     try:
         return TypeAdapter(cls).validate_python(dict(given))
     except ValidationError as error:

@@ -32,7 +32,6 @@ are. Whether a number is exponential or normal depends on the speeds; lognormal 
 from __future__ import annotations
 
 import csv
-import hashlib
 import heapq
 import math
 from bisect import insort
@@ -176,7 +175,10 @@ class Synchronous:
         opens = [self.tempo.opening(i, max(self.now, self.away.get(i, 0.0))) for i in range(len(self.sizes))]
         first = min(opening for opening, n in zip(opens, self.sizes, strict=True) if n > 0)
         if first == np.inf:
-            raise StandStill(f"virtual time {self.now:g}: every client has dropped out and none comes back")
+            raise StandStill(
+                f"virtual time {self.now:g}: every client has dropped out and none comes back "
+                "(schedule.dropouts.rejoin brings them back)"
+            )
         self.now = max(self.now, first)
         return [i for i, opening in enumerate(opens) if opening <= self.now]
 
@@ -195,6 +197,8 @@ class Synchronous:
         self.away = {int(client): back for client, back in packed["away"].tolist()}
 
 
+PATIENCE = 1_000_000
+"""Events without an arrival after which the clock counts as standing still."""
 ENDS, RETURNS = 0, 1
 """What an event is: a task ends, or a client may take work again."""
 
@@ -209,7 +213,7 @@ class Asynchronous:
         self.holds_places = s.name == "kasync"
         self.tempo = Tempo(config, sizes)
         with_data = [int(i) for i in np.flatnonzero(sizes > 0)]
-        self.places = len(with_data) if s.concurrency is None else s.concurrency
+        self.places = s.places(len(with_data))
         self.now, self.version, self.sequence, self.draws = 0.0, 0, 0, 0
         self.starts = Numbers(config.seed, "start", Generator.random)
         self.heap: list[tuple[float, int, int, int, int, float]] = []
@@ -230,12 +234,14 @@ class Asynchronous:
         Raises StandStill when nobody is left to arrive.
         """
         assert t == self.version
-        lost = discarded = 0
+        lost = discarded = idle = 0
         while len(self.buffer) < self.arrivals:
-            if not self.heap:
+            if not self.heap or (idle := idle + 1) > PATIENCE:
+                why = "nobody is training and nobody will come back"
                 raise StandStill(
-                    f"virtual time {self.now:g}: nobody is training and nobody will come back; round {t} has "
-                    f"{len(self.buffer)} of {self.arrivals} arrivals (schedule.dropouts.rejoin brings clients back)"
+                    f"virtual time {self.now:g}: {why if not self.heap else f'{PATIENCE} events without an arrival'}; "
+                    f"round {t} has {len(self.buffer)} of {self.arrivals} arrivals (schedule.dropouts.rejoin brings "
+                    "clients back, schedule.availability says when they take work)"
                 )
             self.now, _, kind, client, base, start = heapq.heappop(self.heap)
             if kind == RETURNS:
@@ -250,6 +256,7 @@ class Asynchronous:
                     self._wait(client)
                 else:
                     self.buffer.append(Arrival(client, base, start, self.now))
+                    idle = 0
             if len(self.buffer) < self.arrivals:
                 self._fill()
         turn = Turn(t, self.buffer, self.now, lost=lost, discarded=discarded)
@@ -382,11 +389,6 @@ class Tempo:
         """Whether there may be times at which a client takes no work."""
         return self.dropouts is not None or self.windows is not None
 
-    @property
-    def digest(self) -> str:
-        """sha256 (hex): equal for equal means."""
-        return hashlib.sha256(np.ascontiguousarray(self.mean).tobytes()).hexdigest()
-
     def duration(self, client: int, k: int) -> float:
         """The virtual time that the client's k-th task takes."""
         mean = float(self.mean[client])
@@ -442,9 +444,12 @@ def _measured(path: Path, sizes: np.ndarray, samples: np.ndarray) -> np.ndarray:
             header = reader.fieldnames = [name.strip() for name in reader.fieldnames or []]
             rows = [(reader.line_num, row) for row in reader]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise ConfigError(f"{key}: {path} cannot be read: {error}") from None
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"{key}: {path} cannot be read: {reason}") from None
     if missing := [name for name in columns if name not in header]:
-        raise ConfigError(f"{key}: {path} has no column '{missing[0]}'; its first line must name {', '.join(columns)}")
+        raise ConfigError(
+            f"{key}: {path} has no column '{missing[0]}', but {header}; its first line must name {', '.join(columns)}"
+        )
     times = np.full(N, np.nan)
     for line, row in rows:
         where = f"{key}: {path}, line {line}"
@@ -454,14 +459,17 @@ def _measured(path: Path, sizes: np.ndarray, samples: np.ndarray) -> np.ndarray:
             if None in row:
                 raise ValueError("more values than columns")
         except (TypeError, ValueError):
-            raise ConfigError(f"{where}: expected a number for each of {', '.join(header)}; found {row}") from None
+            found = ", ".join(str(row[name]) for name in columns)
+            raise ConfigError(f"{where}: expected a whole number and three numbers; found {found}") from None
         if not 0 <= client < N:
             raise ConfigError(f"{where}: unknown client {client}; the partition has clients 0 to {N - 1}")
         if not (min(pace, down, up) >= 0 and np.isfinite([pace, down, up]).all()):
-            raise ConfigError(f"{where}: client {client} has a negative or infinite time; give times of 0 or more")
+            raise ConfigError(f"{where}: client {client} has a time that is negative, infinite or nan; give 0 or more")
         if not np.isnan(times[client]):
             raise ConfigError(f"{where}: client {client} occurs twice; give it one line")
-        times[client] = down + up + pace * samples[client]
+        times[client] = down + up + pace * float(samples[client])
+        if times[client] > 1e100:
+            raise ConfigError(f"{where}: client {client} takes {times[client]:g} seconds; give shorter times")
     if (without := np.flatnonzero(np.isnan(times) & (sizes > 0))).size:
-        raise ConfigError(f"{key}: {path} has no line for client {without[0]} ({without.size} are missing)")
+        raise ConfigError(f"{key}: {path} has no line for client {without[0]} ({without.size} are missing); add them")
     return times

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -12,11 +14,28 @@ from torch import Tensor
 from raysim.block import Broadcast, Outcome
 from raysim.errors import RaysimError
 from raysim.numerics.sums import NonFiniteError, combine, to_float
-from raysim.rules import Cohort, Problem, Reports, ServerRule, State
+from raysim.rules import NOT_ASKED_FOR, Cohort, Problem, Reports, ServerRule, State
 
 FAINT = 2.0**-14
 """The part of a round's weights below which those who are left, beside dropped ones that weighed nearly everything,
 have no digits left in fixed point: the round then changes nothing. Only weights that fall exponentially come so low."""
+
+
+@contextmanager
+def blamed(rule: ServerRule, what: str, t: int) -> Iterator[None]:
+    """What a server rule raises, said with its name and the round: a rule may be a user's code and raise anything."""
+    try:
+        yield
+    except RaysimError:
+        raise
+    except NonFiniteError as error:
+        raise RaysimError(f"round {t}: server rule '{rule.name}': {error}; lower local.lr") from None
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        raise RaysimError(
+            f"round {t}: {what} of server rule '{rule.name}' failed: {type(error).__name__}: {error} "
+            f"({last.filename}, line {last.lineno})"
+        ) from error
 
 
 @dataclass
@@ -67,9 +86,10 @@ class Server:
         stands."""
         rule = self.rule.at(following.t)
         self.cohort = following.cohort(self.problem.n_clients)
-        if following.ids:
-            self.state = rule.admit(self.state, self.cohort)
-        return Broadcast(rule.broadcast(self.state), self.buffers)
+        with blamed(rule, "admit or broadcast", following.t):
+            if following.ids:
+                self.state = rule.admit(self.state, self.cohort)
+            return Broadcast(rule.broadcast(self.state), self.buffers)
 
     def update(self, round: Round, outcomes: list[Outcome], bases: Mapping[int, Broadcast]) -> dict[str, float]:
         """Applies what arrived and gives the rule's metrics. With no upload left the round changes nothing. `bases` are
@@ -89,15 +109,13 @@ class Server:
             **{**vars(here), "metrics": dict(self.cohort.metrics)},
             weights=weights,
             versions=[round.bases[i] for i in stay],
-            bases=[bases[round.bases[i]].shared["x"] for i in stay] if rule.wants_bases else [],
+            bases=[bases[round.bases[i]].shared["x"] for i in stay] if rule.wants_bases else NOT_ASKED_FOR,
             totals=self._totals(outcomes, left, sum(weights)),
             rows=self._rows(outcomes, [round.ids[i] for i in stay]),
         )
         mean, each = reports.totals.pop(("mean", "buffers"), None), reports.rows.pop("buffers", [])
-        try:
+        with blamed(rule, "update", round.t):
             state = rule.update(self.state, reports)
-        except NonFiniteError as error:
-            raise RaysimError(f"round {round.t}: server rule '{rule.name}': {error}; lower local.lr") from None
         if state.keys() != self.state.keys():
             odd = ", ".join(sorted(state.keys() ^ self.state.keys()))
             raise RaysimError(f"server rule '{rule.name}': update must give back the keys of init; differs in {odd}")

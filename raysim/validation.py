@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from raysim.config import Clocked, Config, Section, named
+from raysim.config import NAMED, Clocked, Config, Section, named
 from raysim.errors import ConfigError, did_you_mean
 
 
@@ -25,7 +25,7 @@ def _options(section: str) -> list[type[Section]]:
     """What a section may be."""
     where = Clocked if section == "speeds" else Config
     return [
-        m for m in _flatten(where.model_fields[section].annotation) if isinstance(m, type) and issubclass(m, Section)
+        m for m in flatten(where.model_fields[section].annotation) if isinstance(m, type) and issubclass(m, Section)
     ]
 
 
@@ -47,7 +47,7 @@ def _refuse_switches(raw: Mapping[str, Any], models: Sequence[type[BaseModel]] =
     """Pydantic would take true for 1. Sections whose keys are checked elsewhere are left to those who do."""
     for key, value in raw.items():
         fields = [m.model_fields[key] for m in models or (Config,) if key in m.model_fields]
-        inner = [a for field in fields for a in _flatten(field.annotation)]
+        inner = [a for field in fields for a in flatten(field.annotation)]
         if isinstance(value, bool) and fields and bool not in inner:
             raise ConfigError(
                 f"{above}{key}: {str(value).lower()} is neither an integer nor another number, nor a word"
@@ -75,7 +75,7 @@ def explain(error: ValidationError, raw: Any, model: type, prefix: str = "") -> 
             text = message or "expected a finite number, or a list of [first round, value] with rounds ascending from 0"
             given = _at(raw, parents) if not message else given
         elif kind in ("extra_forbidden", "unexpected_keyword_argument"):
-            text = "unknown key" + did_you_mean(last, _keys_at(model, above, raw))
+            text = _whose(above, raw) + did_you_mean(last, _keys_at(model, above, raw))
             given = {}
         elif kind in ("missing", "missing_argument"):
             text, given = f"missing; give it in the file or as {key}=…", {}
@@ -88,7 +88,8 @@ def explain(error: ValidationError, raw: Any, model: type, prefix: str = "") -> 
                 {},
             )
         elif kind == "union_tag_not_found":
-            key, text, given = f"{key}.name", "missing; give it a name", {}
+            names = ", ".join(choices(last)) if last in ("partition", "schedule", "speeds") else ""
+            key, text, given = f"{key}.name", "missing; give it a name" + (f": {names}" if names else ""), {}
         elif kind in ("model_type", "model_attributes_type", "dict_type", "dataclass_type"):
             text = "expected a section, a mapping of keys"
         elif kind == "invalid_key":
@@ -103,6 +104,12 @@ def explain(error: ValidationError, raw: Any, model: type, prefix: str = "") -> 
         elif "expected a finite number" not in lines[key] and text not in lines[key]:
             lines[key] += f", or {text}"
     return "\n".join(lines.values())
+
+
+def _whose(path: list[str], raw: Any) -> str:
+    """An unknown key, with the name of the section that does not know it."""
+    name = named(_at(raw, path)).get("name") if path and path[-1] in NAMED else None
+    return f"unknown key of {path[-1]} '{name}'" if name else "unknown key"
 
 
 def _at(raw: Any, path: list[str]) -> Any:
@@ -124,15 +131,16 @@ def _keys_at(model: Any, path: list[str], raw: Any) -> list[str]:
             return []
         raw = named(raw.get(part)) if isinstance(raw, Mapping) else None
         options = [
-            m for m in _flatten(model.model_fields[part].annotation) if isinstance(m, type) and issubclass(m, BaseModel)
+            m for m in flatten(model.model_fields[part].annotation) if isinstance(m, type) and issubclass(m, BaseModel)
         ]
         meant = [m for m in options if isinstance(raw, dict) and raw.get("name") in _names(m)]
         model = (meant or options or [None])[0]
     return list(model.model_fields) if model is not None and hasattr(model, "model_fields") else []
 
 
-def _flatten(annotation: Any) -> list[Any]:
-    inner = [a for arg in typing.get_args(annotation) for a in _flatten(arg)]
+def flatten(annotation: Any) -> list[Any]:
+    """The types that an annotation is made of."""
+    inner = [a for arg in typing.get_args(annotation) for a in flatten(arg)]
     return inner or [annotation]
 
 

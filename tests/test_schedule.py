@@ -28,7 +28,7 @@ from test_engine import same, stop_at
 import raysim
 from raysim import checkpoint, schedule, tracking
 from raysim.block import Block, Job, local_steps
-from raysim.config import Config, Data
+from raysim.config import Config, Data, KAsync
 from raysim.data import load
 from raysim.engine import Engine
 from raysim.errors import ConfigError, RaysimError
@@ -157,12 +157,18 @@ class Chance:
         return now if now < dawn + windows.open else dawn + windows.period
 
 
+def in_flight(s: KAsync, sizes: Sequence[int]) -> int:
+    """M: everybody with data, under `buffered` all but K (but K at least), unless it is given."""
+    everybody = sum(n > 0 for n in sizes)
+    return s.concurrency or (everybody if s.name == "kasync" else max(s.arrivals, everybody - s.arrivals))
+
+
 class Plain:
     """K-async and buffered, one event after the other."""
 
     def __init__(self, config: Config, sizes: Sequence[int]):
         self.config, self.s, self.chance = config, config.schedule, Chance(config, sizes)
-        self.places = self.s.concurrency or sum(size > 0 for size in sizes)
+        self.places = in_flight(self.s, sizes)
         self.pending: list[Event] = []
         self.waiting: set[int] = set()
         self.arrived: list[Task] = []
@@ -375,7 +381,7 @@ CASES: dict[str, dict[str, Any]] = {
         "rounds": 25,
     },
     "buffered-everybody-data-mifa": {
-        "schedule": {**BUFFERED, "concurrency": None, "speeds": "data"},
+        "schedule": {**BUFFERED, "concurrency": 13, "speeds": "data"},
         "algorithm": "mifa",
     },
     "buffered-lognormal-gradma": {
@@ -609,7 +615,7 @@ def test_what_holds_of_every_schedule():
             0.0,
             dict.fromkeys(range(20), 0.0),
         )
-        places = s.concurrency or sum(n > 0 for n in sizes)
+        places = in_flight(s, sizes)
         for t in range(40):
             assert sum(clock.held().values()) <= places and min(clock.held(), default=0) >= 0
             try:
