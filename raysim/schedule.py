@@ -459,12 +459,12 @@ def _measured(path: Path, sizes: np.ndarray, samples: np.ndarray) -> np.ndarray:
             if None in row:
                 raise ValueError("more values than columns")
         except (TypeError, ValueError):
-            found = ", ".join(str(row[name]) for name in columns)
+            found = ", ".join(repr(row[name]) for name in columns)
             raise ConfigError(f"{where}: expected a whole number and three numbers; found {found}") from None
         if not 0 <= client < N:
             raise ConfigError(f"{where}: unknown client {client}; the partition has clients 0 to {N - 1}")
         if not (min(pace, down, up) >= 0 and np.isfinite([pace, down, up]).all()):
-            raise ConfigError(f"{where}: client {client} has a time that is negative, infinite or nan; give 0 or more")
+            raise ConfigError(f"{where}: client {client} has a negative, infinite or undefined time; give 0 or more")
         if not np.isnan(times[client]):
             raise ConfigError(f"{where}: client {client} occurs twice; give it one line")
         times[client] = down + up + pace * float(samples[client])

@@ -201,3 +201,50 @@ def test_the_clock_is_drawn_and_kept(base, tmp_path):
     turns = preview(plan.config, plan.clients.sizes, 5)
     arrivals(turns[:1], tmp_path / "one.png")
     assert (tmp_path / "one.png").exists()
+
+
+BROKEN = """
+from dataclasses import dataclass
+
+from algorithms.fedavg import FedAvgServer
+from raysim.rules import ServerRule
+
+
+@dataclass(frozen=True)
+class Boom(FedAvgServer):
+    def weigh(self, cohort):
+        return [1 / s for s in cohort.staleness]
+
+
+@dataclass(frozen=True)
+class Bang(FedAvgServer):
+    def update(self, state, reports):
+        return {"x": state["y"]}
+
+
+@dataclass(frozen=True)
+class Unasked(ServerRule):
+    def update(self, state, reports):
+        return {"x": reports.bases[0]}
+"""
+
+
+@pytest.mark.parametrize(
+    ("rule", "said"),
+    [
+        ("Boom", r"round 0: weigh of server rule 'boom' failed: ZeroDivisionError: .*broken\.py, line \d+\)"),
+        ("Bang", r"round 0: update of server rule 'bang' failed: KeyError: 'y' .*broken\.py, line \d+\)"),
+        ("Unasked", r"reports\.bases, for which its class must say wants_bases = True"),
+    ],
+)
+def test_a_server_rules_own_exception_has_its_name_and_round(rule, said, engine, source):
+    algorithm = source("broken", BROKEN) + f":{rule}"
+    with pytest.raises(RaysimError, match=said):
+        engine({"rounds": 2, "model": "logistic", "algorithm": algorithm, "schedule": STALE})
+
+
+@pytest.mark.parametrize("key", ["a", "length", "lr"])
+def test_a_switch_is_no_number(key, base):
+    with pytest.raises(ConfigError, match=rf"algorithm\.{key}: true is neither a number nor a word"):
+        prepare({**base, "rounds": 1, "algorithm": {"name": "fedhist", key: True}, "schedule": STALE})
+    prepare({**base, "rounds": 1, "algorithm": {"name": "fedhist", "ina": True}, "schedule": STALE})
