@@ -858,7 +858,7 @@ def test_resumed_is_uninterrupted(tracked, tmp_path, local_ray, algorithm):
     saved = checkpoint.read_latest(tmp_path / "run", pytest.fail)
     assert len(saved.versions) >= 2 and len(saved.clock["events/times"]) >= 9
     shutil.copytree(tmp_path / "run", tmp_path / "copy")
-    on_actors = {"executor": "ray", "actors": 2, "cpus": 1, "timeout": 60}
+    on_actors = {"executor": "ray", "actors": 2, "cpus": 1, "timeout": 300}
     for folder, overrides in (("run", {}), ("copy", {"resources": on_actors})):
         done = resume(tmp_path / folder, overrides)
         assert done.digest == whole.digest and torch.equal(done.parameters, whole.parameters)
