@@ -48,7 +48,8 @@ def test_both_execution_modes_agree(name, images, engine, tmp_path):
         run, records = engine({
             "rounds": 2, "seed": 2, "dtype": "float64", "model": "lenet5", "algorithm": name,
             "data": {"name": "folder", "path": str(images), "augment": True},
-            "partition": {"name": "file", "path": str(tmp_path / "clients.json")}, "schedule": {"name": "sync", "cohort": 4},
+            "partition": {"name": "file", "path": str(tmp_path / "clients.json")},
+            "schedule": {"name": "sync", "cohort": 4},
             "local": {"steps": 2, "batch": 4, "lr": 0.002} if name != "fedsgd" else {"lr": 0.002},
             "block": {"mode": mode, "size": 2},
         })  # fmt: skip

@@ -334,7 +334,7 @@ def test_a_client_works_on_what_it_began_with(engine, ragged):
 
 
 def test_wkafl_selects(engine, ragged):
-    """In this run some agree and some do not, in some rounds all: the threshold was at work, and what comes after it."""
+    """Some agree and some do not, in some rounds all: the threshold was at work, and what comes after it."""
     case = CASES["wkafl kasync"]
     run, _ = engine(configuration(case, "loop", ragged))
     f, rule = feed(run), rule_of(case)
