@@ -306,7 +306,7 @@ def _rehearse(plan: Plan, console: Console) -> None:
     import numpy as np
 
     from raysim.block import cut
-    from raysim.config import KAsync
+    from raysim.config import InFlight
     from raysim.engine import Engine
     from raysim.executor import Inline
 
@@ -333,7 +333,7 @@ def _rehearse(plan: Plan, console: Console) -> None:
     )
     table.add_row("round", f"{c.schedule.size} clients in {blocks} blocks ({'vmap' if plan.vmap else 'loop'})")
     s = c.schedule
-    flight = f", {s.places(int((sizes > 0).sum()))} clients in flight" if isinstance(s, KAsync) else ""
+    flight = f", {s.places(int((sizes > 0).sum()))} clients in flight" if isinstance(s, InFlight) else ""
     table.add_row("schedule", f"{s.name}{flight}, speeds {s.speeds.name}")
     table.add_row("traffic", f"{plan.bytes_down / 1e6:.3g} MB down, {bytes_up / 1e6:.3g} MB up for each client")
     table.add_row("one client", f"{took:.3g} s here (with warming up)")

@@ -318,12 +318,13 @@ class Sync(Clocked):
         return self.cohort
 
 
-class KAsync(Clocked):
-    """`concurrency` clients (null: all that have data) train all the time. A round takes the first `arrivals` of them;
-    these wait for its end and start again with the new model, the others go on with the one they have. An arrival more
-    than `max_staleness` rounds behind is discarded, and its client starts again."""
+class InFlight(Clocked):
+    """Rounds that end with their K-th arrival, while the others go on: what K-async and buffered have in common.
 
-    name: Literal["kasync"]
+    `concurrency` clients train at one time, a round takes the first `arrivals` of them. An arrival more than
+    `max_staleness` rounds behind is discarded, and its client starts again.
+    """
+
     arrivals: int = Field(default=10, ge=1)
     concurrency: int | None = Field(default=None, ge=1)
     max_staleness: int | None = Field(default=None, ge=0)
@@ -336,10 +337,10 @@ class KAsync(Clocked):
 
     def places(self, n_clients: int) -> int:
         """How many of `n_clients` with data train at one time."""
-        return self.concurrency or n_clients
+        raise NotImplementedError
 
     @model_validator(mode="after")
-    def _enough_in_flight(self) -> KAsync:
+    def _enough_in_flight(self) -> InFlight:
         if self.concurrency is not None and self.arrivals > self.concurrency:
             raise ValueError(
                 f"'arrivals' ({self.arrivals}) cannot be more than 'concurrency' ({self.concurrency}), "
@@ -348,13 +349,23 @@ class KAsync(Clocked):
         return self
 
 
-class Buffered(KAsync):
+class KAsync(InFlight):
+    """`concurrency` clients (null: all that have data) train all the time. The first `arrivals` of them wait for the
+    end of their round and start again with the new model, the others go on with the one they have."""
+
+    name: Literal["kasync"]
+
+    def places(self, n_clients: int) -> int:
+        return self.concurrency or n_clients
+
+
+class Buffered(InFlight):
     """As K-async, but the place of a client that has arrived is given at once to one that is idle, with the model as it
     stands (Nguyen et al. 2022). Who has arrived rests until the round's end: with everybody in flight there is nobody
     to take over, and this is K-async. So `concurrency` null means N - K of the N clients with data, the most for which
     somebody idle is always there (K, where N is smaller than 2K)."""
 
-    name: Literal["buffered"]  # type: ignore[assignment]
+    name: Literal["buffered"]
 
     def places(self, n_clients: int) -> int:
         return self.concurrency or max(self.arrivals, n_clients - self.arrivals)
@@ -393,13 +404,47 @@ class Block(Section):
     mode: Literal["auto", "loop", "vmap"] = "auto"
 
 
+class Forgetting(Section):
+    """Every so many rounds: what the round's clients, by training, forget of the data of the round before's (Xu 2022,
+    appendix B.3). `fisher`: with the correlation between the empirical Fisher information of a client's pseudo data
+    and that of the data of the last `window` rounds' clients."""
+
+    every: int = Field(default=1, ge=1)
+    fisher: bool = False
+    window: int = Field(default=10, ge=1)
+
+
 class Evaluate(Section):
     """How often the global model meets the test set (0: never; the last round always, if ever); `per_class`: with the
-    accuracy on each class's examples."""
+    accuracy on each class's examples. `forgetting` costs a pass over the cohort's data for each client."""
 
     every: int = Field(default=1, ge=0)
     batch: int = Field(default=1000, ge=1)
     per_class: bool = False
+    forgetting: Forgetting | None = None
+
+
+class Observe(Section):
+    """Keeps what an honest but curious server sees, for `raysim attack`: in these rounds the updates of the first
+    `clients` of the cohort, with the model they began with and, to compare with, the images they trained on."""
+
+    rounds: tuple[Annotated[int, Field(ge=0)], ...] = (0,)
+    clients: int = Field(default=8, ge=1)
+
+
+class Privacy(Section):
+    """DP-SGD (Abadi 2016) in every local step: each example's gradient is scaled down to the norm `clip` at most (null:
+    as it is), and noise N(0, (sigma clip)²) is added to their sum. `delta` is that of the ε that is reported."""
+
+    clip: Positive | None = 1.0
+    sigma: float = Field(default=0.01, ge=0)
+    delta: float = Field(default=1e-5, gt=0, lt=1)
+
+    @model_validator(mode="after")
+    def _noise_has_a_scale(self) -> Privacy:
+        if self.clip is None and self.sigma > 0:
+            raise ValueError("'sigma' counts in units of 'clip', which is null here; give clip, or set sigma to 0")
+        return self
 
 
 class Checkpoint(Section):
@@ -455,17 +500,28 @@ class Config(Section):
     client: Annotated[Named, BeforeValidator(named)] | None = None
     server: Annotated[Named, BeforeValidator(named)] | None = None
     local: Local = Local(steps=5)
+    privacy: Privacy | None = None
     schedule: Annotated[Schedule, _default("sync")] = Sync()
     faults: Faults = Faults()
     resources: Resources = Resources()
     block: Block = Block()
     evaluate: Evaluate = Evaluate()
+    observe: Observe | None = None
     checkpoint: Checkpoint = Checkpoint()
     store: Store = Store()
     run_dir: str | None = None
     tracking: Tracking = Tracking()
 
-    _NOT_THE_RESULT: ClassVar = ("name", "rounds", "evaluate", "checkpoint", "store", "run_dir", "tracking")
+    _NOT_THE_RESULT: ClassVar = (
+        "name",
+        "rounds",
+        "evaluate",
+        "observe",
+        "checkpoint",
+        "store",
+        "run_dir",
+        "tracking",
+    )
 
     def identity(self) -> dict[str, Any]:
         """The part of the configuration that determines the parameters after each round."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from raysim import layers, models, rules, schedule, tracking, validation
-from raysim.config import Block, Config, Data, KAsync, Named, Sync, Trace
+from raysim.config import Block, Config, Data, InFlight, Named, Sync, Trace
 from raysim.data import Dataset, load, split
 from raysim.data.partitions import Clients, VirtualClients
 from raysim.errors import ConfigError
@@ -97,7 +97,7 @@ def resolve(raw: Mapping[str, Any], load: Callable[[Data], Dataset] = load) -> P
     dataset = load(config.data)
     clients = split(config.partition, dataset, config.seed)
     _check_cohort(config.schedule, len(clients))
-    if isinstance(config.schedule, KAsync):
+    if isinstance(config.schedule, InFlight):
         _check_cohort(config.schedule, int((clients.sizes > 0).sum()), "there is data for")
     config = _with_trace(config)
     schedule.make(config, clients.sizes)  # reads a trace, and finds what is wrong with it
@@ -151,7 +151,7 @@ def _section(section: Named, rule: Any, config: Config) -> Named:
     return Named.model_validate({"name": name, **{f.name: asdict(rule)[f.name] for f in fields(rule)}})
 
 
-def _check_cohort(schedule: Sync | KAsync, clients: int, what: str = "partition.clients gives") -> None:
+def _check_cohort(schedule: Sync | InFlight, clients: int, what: str = "partition.clients gives") -> None:
     wanted = (
         {"cohort": schedule.cohort}
         if isinstance(schedule, Sync)

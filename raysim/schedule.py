@@ -49,7 +49,7 @@ from raysim.config import (
     ByData,
     Config,
     Constant,
-    KAsync,
+    InFlight,
     Lognormal,
     Sync,
     Trace,
@@ -105,7 +105,7 @@ def in_step(t: int, ids: list[int], time: float = 0.0) -> Turn:
 
 def make(config: Config, sizes: np.ndarray) -> Synchronous | Asynchronous:
     """The configured schedule, at virtual time 0."""
-    return (Asynchronous if isinstance(config.schedule, KAsync) else Synchronous)(config, sizes)
+    return (Asynchronous if isinstance(config.schedule, InFlight) else Synchronous)(config, sizes)
 
 
 def preview(config: Config, sizes: np.ndarray, rounds: int) -> list[Turn]:
@@ -207,7 +207,7 @@ class Asynchronous:
     """The K-async and the buffered schedule; see above."""
 
     def __init__(self, config: Config, sizes: np.ndarray):
-        assert isinstance(config.schedule, KAsync)
+        assert isinstance(config.schedule, InFlight)
         s = config.schedule
         self.seed, self.arrivals, self.max_staleness = config.seed, s.arrivals, s.max_staleness
         self.holds_places = s.name == "kasync"

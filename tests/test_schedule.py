@@ -28,7 +28,7 @@ from test_engine import same, stop_at
 import raysim
 from raysim import checkpoint, schedule, tracking
 from raysim.block import Block, Job, local_steps
-from raysim.config import Config, Data, KAsync
+from raysim.config import Config, Data, InFlight
 from raysim.data import load
 from raysim.engine import Engine
 from raysim.errors import ConfigError, RaysimError
@@ -157,7 +157,7 @@ class Chance:
         return now if now < dawn + windows.open else dawn + windows.period
 
 
-def in_flight(s: KAsync, sizes: Sequence[int]) -> int:
+def in_flight(s: InFlight, sizes: Sequence[int]) -> int:
     """M: everybody with data, under `buffered` all but K (but K at least), unless it is given."""
     everybody = sum(n > 0 for n in sizes)
     return s.concurrency or (everybody if s.name == "kasync" else max(s.arrivals, everybody - s.arrivals))
