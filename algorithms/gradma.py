@@ -45,6 +45,7 @@ class GradMAClient(ClientRule):
     first_previous: Literal["x0", "global"] = "x0"
     dropout: Literal["shared", "independent"] = "shared"
     small_tensor_rule: Literal["exact", "sum"] = "exact"
+    private = False
 
     def check(self, problem):
         _check_small_tensor_rule(self)

@@ -27,6 +27,10 @@ class MimeLiteClient(ClientRule):
     needs = ("x", "m")
     sends = ("delta", "q")
 
+    @property
+    def exposes(self):
+        return ("q",)
+
     def direction(self, shared, state, batch, task):
         return mix(task.grad(state["w"], batch), shared["m"], self)
 

@@ -29,6 +29,10 @@ class SCAFFOLDClient(ClientRule):
     needs = ("x", "c")
     sends = ("delta", "delta_c")
 
+    @property
+    def exposes(self):
+        return ("delta_c",) if self.option == "I" else ()
+
     def state(self, task):
         return {"c_i": task.zeros()}
 

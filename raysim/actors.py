@@ -324,7 +324,10 @@ class RayExecutor:
         _get(self.server.restore.remote(_packed(snapshot)), "the server to take its state back", self.timeout)
 
     def fetch(self, down: Any) -> Broadcast:
-        return _read_broadcast(_unpacked(_get(down, "a version of the model", self.timeout), "cpu"))
+        version = _get(down, "a version of the model", self.timeout)
+        if isinstance(version, Letter):  # in a mailbox, where it is the last one
+            version = _get(self.server.publish.remote(), "the last version of the model", self.timeout)
+        return _read_broadcast(_unpacked(version, "cpu"))
 
     def hold(self, version: Broadcast) -> Any:
         return ray.put(_packed(_as_groups(version)))

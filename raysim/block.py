@@ -12,14 +12,16 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby, pairwise
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from raysim import forgetting
 from raysim.config import Config, at_round
 from raysim.data import Examples
 from raysim.data.arrays import DRAWS
@@ -56,6 +58,9 @@ class Job:
     share: float = 0.0
     seen: bool = False
     row: dict[str, np.ndarray] | None = None
+    observed: bool = False
+    """Whether what it sends is to be kept, with the images behind it."""
+    past: forgetting.Past | None = None
 
 
 @dataclass
@@ -77,6 +82,10 @@ class Done:
     row: dict[str, np.ndarray] | None = None
     bytes: int = 0
     """What was sent up."""
+    observed: dict[str, np.ndarray] = field(default_factory=dict)
+    """What was sent, by its key, and the examples behind it as `x` and `y`."""
+    forgotten: dict[str, list[float]] = field(default_factory=dict)
+    """The mean losses `before` and `after` on the data of past clients, and the correlation `fisher`."""
 
 
 @dataclass
@@ -157,7 +166,9 @@ class Trainer:
 
     def _facts(self, t: int) -> Facts:
         local = self.config.local
-        return Facts(t, at_round(local.lr, t), local.weight_decay, local.clip, self.x0, self.decayed)
+        return Facts(
+            t, at_round(local.lr, t), local.weight_decay, local.clip, self.config.privacy, self.x0, self.decayed
+        )
 
     # -- one after the other ---------------------------------------------------------------------------------------
 
@@ -167,9 +178,10 @@ class Trainer:
     def _loop_one(self, rule: ClientRule, down: Broadcast, job: Job) -> _Trained:
         task, shared, in_place = self.loop, down.shared, type(rule).step is ClientRule.step
         try:
-            here = self._arrive(rule, down, job)
+            here = self.arrive(rule, down, job)
             state, w = here.state, here.state["w"]
-            for passes, batch in enumerate(self._batches(job, here.mine)):
+            for passes, batch in enumerate(self.batches(job, here.mine)):
+                batch = replace(batch, made=here.made[passes % len(here.made)]) if here.made else batch
                 if in_place:
                     task.descend_in_place(w, rule.direction(shared, state, batch, task))
                 else:
@@ -184,16 +196,19 @@ class Trainer:
         except Exception:
             return _failed(job)
 
-    def _arrive(self, rule: ClientRule, down: Broadcast, job: Job) -> _Arrived:
+    def arrive(self, rule: ClientRule, down: Broadcast, job: Job) -> Arrived:
         """The broadcast reaches a client: what it kept, and what its steps begin with. Makes `self.loop` its task."""
         mine, facts = self.clients.client(job.client), self._facts(job.base)
-        data = LocalData(len(mine), self.average, lambda: self._whole(mine))
+        data = LocalData(len(mine), self.average, lambda augment: self._whole(job, mine, augment))
         x = down.shared["x"]
         w = self.loop.start(facts, x, down.buffers, job.steps, fresh=lambda: self._fresh(job.client))
         row = self._row(rule, self.loop, job)
-        return _Arrived(job, down, mine, data, row, {"w": w, **rule.init(down.shared, row, data, self.loop)})
+        state = {"w": w, **rule.init(down.shared, row, data, self.loop)}
+        batches = self._one_pass(job, mine) if rule.makes and job.steps else ()
+        made = [rule.make(down.shared, batch, self.loop) for batch in batches]
+        return Arrived(job, down, mine, data, row, state, made)
 
-    def _leave(self, rule: ClientRule, state: State, here: _Arrived, loss: Tensor) -> _Trained:
+    def _leave(self, rule: ClientRule, state: State, here: Arrived, loss: Tensor) -> _Trained:
         """The client, whose task is `self.loop`, has made its steps: what it sends and what it keeps."""
         task = self.loop
         assert task.buffers is not None
@@ -202,17 +217,44 @@ class Trainer:
         own = task.trained.flat.data_ptr()  # the vector in training is the next client's too
         report, kept = ({k: v.clone() if v.data_ptr() == own else v for k, v in d.items()} for d in (report, kept))
         row = {k: v for k, v in kept.items() if k != "seen"} | {_last(key): report[key] for key in self.change}
-        return _Trained(here.job, {**report, "buffers": task.buffers}, row, loss)
+        trained = _Trained(here.job, {**report, "buffers": task.buffers}, row, loss)
+        if here.job.observed:
+            trained.observed = self._observed(here, report)
+        if here.job.past is not None:
+            trained.forgotten = forgetting.measure(self, rule, here, state["w"].clone(), task.buffers)
+        return trained
 
-    def _whole(self, mine: np.ndarray) -> Iterator[Batch]:
+    def _observed(self, here: Arrived, report: Report) -> dict[str, np.ndarray]:
+        """What goes up, and the examples of the round's batches as the client saw them."""
+        batches = list(self.batches(here.job, here.mine))
+        seen = {"x": torch.cat([b.x for b in batches]), "y": torch.cat([b.y for b in batches])}
+        return {
+            k: v.detach().cpu().contiguous().numpy() for k, v in {**{k: report[k] for k in self.sent}, **seen}.items()
+        }
+
+    def _whole(self, job: Job, mine: np.ndarray, augment: bool = False) -> Iterator[Batch]:
         """All examples of a client once, in batches of the configured size; a single one left over joins the last."""
         size = self._size(mine)
         starts = list(range(0, len(mine), size))
         if len(starts) > 1 and len(mine) - starts[-1] == 1:
             starts.pop()
+        draws = generator(self.config.seed, "augment whole", job.base, job.client) if augment else None
         for start, stop in pairwise([*starts, len(mine)]):
-            x, y = self.examples.batch(mine[start:stop])
-            yield Batch(x.contiguous(memory_format=torch.channels_last) if self.channels_last else x, y)
+            yield Batch(*self.images(mine[start:stop], draws))
+
+    def _one_pass(self, job: Job, mine: np.ndarray) -> Iterator[Batch]:
+        """One shuffled and augmented pass over a client's examples, for what is made of them; without dropout."""
+        size, seed = self._size(mine), self.config.seed
+        rng = generator(seed, "made", job.base, job.client)
+        shuffled = rng.permutation(len(mine)) if len(mine) > size else np.arange(len(mine))
+        draws = generator(seed, "augment made", job.base, job.client)
+        for i in range(batches_per_pass(len(mine), size)):
+            yield Batch(*self.images(mine[shuffled[i * size : (i + 1) * size]], draws))
+
+    def images(self, indices: np.ndarray, draws: np.random.Generator | None) -> tuple[Tensor, Tensor]:
+        """Examples in the net's memory format, augmented by `draws`: x [n, C, H, W], y [n]."""
+        x, y = self.examples.batch(indices, draws)
+        return x.contiguous(memory_format=torch.channels_last) if self.channels_last else x, y
 
     def _fresh(self, client: int) -> tuple[Tensor, Tensor]:
         """A net of this client's own, initialised anew."""
@@ -221,7 +263,7 @@ class Trainer:
         net = make_net(config, self.model.shape, self.model.classes)
         return Model(net, self.model.shape, self.model.classes, self.model.dtype, self.model.device).initial()
 
-    def _batches(self, job: Job, mine: np.ndarray) -> Iterator[Batch]:
+    def batches(self, job: Job, mine: np.ndarray) -> Iterator[Batch]:
         """The batches of one client, gathered and normalised a few at a time."""
         draws = self._draws(job)
         positions = list(order(self.config.seed, job.client, len(mine), self._size(mine), job.cursor, job.steps))
@@ -229,12 +271,11 @@ class Trainer:
         for _, group in groupby(range(len(positions)), key=lambda i: int(ends[i]) // GATHER):
             chunk = list(group)
             indices = mine[np.concatenate([positions[i] for i in chunk])]
-            x, y = self.examples.batch(indices, draws.augment)
-            if self.channels_last:
-                x = x.contiguous(memory_format=torch.channels_last)
+            x, y = self.images(indices, draws.augment)
             first = int(ends[chunk[0]])
             for start, stop in pairwise([int(ends[i]) - first for i in chunk] + [len(y)]):
-                yield Batch(x[start:stop], y[start:stop], None, self._masks(draws, stop - start))
+                drops = self._masks(draws, stop - start)
+                yield Batch(x[start:stop], y[start:stop], None, drops, noise=self._noise(draws))
 
     # -- side by side ----------------------------------------------------------------------------------------------
 
@@ -260,19 +301,14 @@ class Trainer:
         rule, facts = self.rule.at(jobs[0].base), self._facts(jobs[0].base)
 
         def step(
-            sent: _Sent,
-            state: State,
-            moved: Tensor,
-            steps: Tensor,
-            x: Tensor,
-            y: Tensor,
-            mask: Tensor | None,
-            drops: tuple,
+            sent: _Sent, state: State, moved: Tensor, steps: Tensor, given: dict[str, Any]
         ) -> tuple[State, Tensor, Tensor]:
             t, shared, buffers = sent
             task = VmapTask(self.model, replace(facts, t=t), buffers, steps)
             task.buffers = moved
-            state = rule.step(shared, state, Batch(x, y, mask, drops), task)
+            made = tuple(Batch(x, y, given.get("made_mask")) for x, y in given["made"])
+            batch = Batch(given["x"], given["y"], given.get("mask"), given["drops"], 0, made, given.get("noise"))
+            state = rule.step(shared, state, batch, task)
             if len(task.losses) != 1 or task.buffers is None:
                 raise RuntimeError(
                     f"client rule '{rule.name}' makes {len(task.losses)} passes in mode 'train' in one "
@@ -281,10 +317,10 @@ class Trainer:
             return state, task.buffers, task.losses[0]
 
         trained: list[_Trained] = []
-        arrived: list[_Arrived] = []
+        arrived: list[Arrived] = []
         for job in sorted(jobs, key=lambda job: -job.steps):
             try:
-                arrived.append(self._arrive(rule, downs[job.base], job))
+                arrived.append(self.arrive(rule, downs[job.base], job))
                 arrived[-1].state["w"] = downs[job.base].shared["x"]
             except Exception:
                 trained.append(_failed(job))
@@ -296,13 +332,11 @@ class Trainer:
             moved = torch.stack([here.down.buffers for here in arrived])
             losses = torch.zeros(len(arrived), dtype=self.x0.dtype, device=self.x0.device)
             sent, together = self._sent(arrived)
-            for i, (live, x, y, mask, drops) in enumerate(self._stacked(arrived)):
+            for i, (live, given) in enumerate(self._stacked(arrived)):
                 part = {k: v[:live] for k, v in state.items()}
                 now = sent if together else _of_the_first(sent, live)
-                dims = (None if together else 0, 0, 0, 0, 0, 0, None if mask is None else 0, 0)
-                part, new, loss = torch.func.vmap(step, in_dims=dims)(
-                    now, part, moved[:live], steps[:live], x, y, mask, drops
-                )
+                dims = (None if together else 0, 0, 0, 0, 0)
+                part, new, loss = torch.func.vmap(step, in_dims=dims)(now, part, moved[:live], steps[:live], given)
                 state = part if live == len(arrived) else {k: torch.cat([part[k], v[live:]]) for k, v in state.items()}
                 moved = torch.cat([new, moved[live:]])
                 losses[:live] += (loss - losses[:live]) / (i + 1)
@@ -319,7 +353,7 @@ class Trainer:
                 trained.append(_failed(here.job))
         return trained
 
-    def _sent(self, arrived: list[_Arrived]) -> tuple[_Sent, bool]:
+    def _sent(self, arrived: list[Arrived]) -> tuple[_Sent, bool]:
         """What clients were sent, and whether it is one thing for all of them (else it has a client axis)."""
         bases, downs = [here.job.base for here in arrived], [here.down for here in arrived]
         if len(set(bases)) == 1:
@@ -328,8 +362,8 @@ class Trainer:
         t = torch.tensor(bases, device=self.x0.device)
         return (t, shared, torch.stack([down.buffers for down in downs])), False
 
-    def _stacked(self, arrived: list[_Arrived]) -> Iterator[tuple[int, Tensor, Tensor, Tensor | None, tuple]]:
-        """Step by step: how many clients still train, and their batches padded to one size, [K, B, ...]."""
+    def _stacked(self, arrived: list[Arrived]) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Step by step: how many clients still train, and what they are given, padded to one size, [K, B, ...]."""
         jobs, mine = [here.job for here in arrived], [here.mine for here in arrived]
         draws = [self._draws(job) for job in jobs]
         streams = [
@@ -343,14 +377,30 @@ class Trainer:
             width = max(sizes)
             padded = np.stack([np.pad(part, (0, width - len(part)), mode="edge") for part in indices])
             x, y = self.examples.batch(padded.reshape(-1), _side_by_side(draws, sizes, width))
-            mask = None
-            if min(sizes) < width:
-                mask = torch.from_numpy(np.arange(width) < np.array(sizes)[:, None]).to(x.device, x.dtype)
             masks = [self._masks(d, n, width) for d, n in zip(draws, sizes, strict=False)]
             drops = tuple(
                 tuple(torch.stack([m[s][i] for m in masks]) for i in range(len(one))) for s, one in enumerate(masks[0])
             )
-            yield live, x.view(live, width, *x.shape[1:]), y.view(live, width), mask, drops
+            given: dict[str, Any] = {"x": x.view(live, width, *x.shape[1:]), "y": y.view(live, width), "drops": drops}
+            if (mask := self._real(sizes)) is not None:
+                given["mask"] = mask
+            if self.noisy:
+                noise = [self._noise(d) for d in draws[:live]]
+                given["noise"] = torch.stack([z for z in noise if z is not None])
+            made = [here.made[i % len(here.made)] for here in arrived[:live] if here.made]
+            given["made"] = tuple(
+                (_padded([b.x for b in same]), _padded([b.y for b in same])) for same in zip(*made, strict=True)
+            )
+            if made and (mask := self._real([len(batches[0].y) for batches in made])) is not None:
+                given["made_mask"] = mask
+            yield live, given
+
+    def _real(self, sizes: list[int]) -> Tensor | None:
+        """[K, B], 1 where an example is none that only fills up; None where none is."""
+        if min(sizes) == max(sizes):
+            return None
+        real = np.arange(max(sizes)) < np.array(sizes)[:, None]
+        return torch.from_numpy(real).to(self.x0.device, self.x0.dtype)
 
     # -- shared ----------------------------------------------------------------------------------------------------
 
@@ -363,7 +413,19 @@ class Trainer:
         return _Draws(
             generator(seed, "augment", job.base, job.client) if augments else None,
             generator(seed, "dropout", job.base, job.client) if self.model.dropouts else None,
+            generator(seed, "noise", job.base, job.client) if self.noisy else None,
         )
+
+    @property
+    def noisy(self) -> bool:
+        return self.config.privacy is not None and self.config.privacy.sigma > 0
+
+    def _noise(self, draws: _Draws) -> Tensor | None:
+        """[P], standard normal, for one private step."""
+        if draws.noise is None:
+            return None
+        noise = draws.noise.standard_normal(self.model.size, dtype=np.float32)
+        return torch.from_numpy(noise).to(self.model.device, self.model.dtype)
 
     def _masks(self, draws: _Draws, n: int, width: int | None = None) -> tuple[tuple[Tensor, ...], ...]:
         """Dropout masks [n, ...] for one step, scaled to keep the mean; padded with zeros up to `width`."""
@@ -403,7 +465,7 @@ class Trainer:
                 done.metrics = {
                     k.removeprefix("metric/"): float(v) for k, v in one.report.items() if k.startswith("metric/")
                 }
-                done.bytes = sum(one.report[k].numel() * one.report[k].element_size() for k in self.sent)
+                done.bytes = sum(one.report[k].nbytes for k in self.sent if k not in self.rule.free)
                 large = [k for mode, k in self.sums if not self._fits(one.report[k], self._weight(mode, one.job))]
                 bad = list(dict.fromkeys(large)) + [
                     f"kept {k}" for k, v in one.row.items() if not torch.isfinite(v.sum())
@@ -411,7 +473,7 @@ class Trainer:
                 if bad:
                     done.error = f"non-finite {' and '.join(bad)} (mean local loss {done.loss:.4g})"
             if done.error is None:
-                done.row = _kept(one.row)
+                done.row, done.observed, done.forgotten = _kept(one.row), one.observed, one.forgotten
                 good.append(one)
             total.done.append(done)
         if not good:
@@ -439,12 +501,13 @@ class Trainer:
 class _Draws:
     augment: np.random.Generator | None
     dropout: np.random.Generator | None
+    noise: np.random.Generator | None
 
 
 @dataclass
-class _Arrived:
-    """A client about to train: its job, what it was sent, the positions of its examples, what it kept, and what its
-    steps begin with."""
+class Arrived:
+    """A client about to train: its job, what it was sent, the positions of its examples, what it kept, what its steps
+    begin with, and what was made of its batches."""
 
     job: Job
     down: Broadcast
@@ -452,6 +515,7 @@ class _Arrived:
     data: LocalData
     row: State
     state: State
+    made: list[tuple[Batch, ...]]
 
 
 @dataclass
@@ -461,6 +525,8 @@ class _Trained:
     row: State = field(default_factory=dict)
     loss: Tensor = field(default_factory=lambda: torch.tensor(float("nan")))
     error: str | None = None
+    observed: dict[str, np.ndarray] = field(default_factory=dict)
+    forgotten: dict[str, list[float]] = field(default_factory=dict)
 
 
 def _failed(job: Job) -> _Trained:
@@ -477,6 +543,12 @@ def _of_the_first(sent: _Sent, count: int) -> _Sent:
     t, shared, buffers = sent
     assert isinstance(t, Tensor)
     return t[:count], {k: v[:count] for k, v in shared.items()}, buffers[:count]
+
+
+def _padded(parts: Sequence[Tensor]) -> Tensor:
+    """[K, B, ...] of K tensors [b_k, ...], filled up with each one's last entry."""
+    width = max(len(part) for part in parts)
+    return torch.stack([torch.cat([p, p[-1:].expand(width - len(p), *p.shape[1:])]) for p in parts])
 
 
 def _side_by_side(draws: list[_Draws], sizes: list[int], width: int) -> np.ndarray | None:

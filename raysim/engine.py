@@ -17,12 +17,14 @@ import torch
 from torch import Tensor
 
 import raysim
-from raysim import checkpoint, schedule, store
-from raysim.block import Job, cut, local_steps
+from raysim import checkpoint, forgetting, observed, schedule, store
+from raysim.block import Job, batches_per_pass, cut, local_steps
 from raysim.data import digest
 from raysim.errors import ClientError, RaysimError
 from raysim.executor import Executor, Result, Trained, Training
+from raysim.forgetting import Past
 from raysim.plan import Plan
+from raysim.privacy import epsilon, passes
 from raysim.schedule import StandStill, Turn
 from raysim.server import Round, blamed
 
@@ -65,6 +67,9 @@ class Engine:
         self.n_samples = int(plan.clients.sizes.sum())
         self.history: list[Record] = []
         self.done = self.bytes_down = self.bytes_up = 0
+        asked = plan.config.evaluate.forgetting
+        self.cohorts: deque[list[int]] = deque(maxlen=asked.window if asked else 0)
+        """The clients of the last rounds, for who measures what is forgotten of their data."""
 
     def rounds(self) -> Iterator[Record]:
         """Trains round after round; yields the record of each once its evaluation has come in.
@@ -87,6 +92,8 @@ class Engine:
             trained = work.training.get()
             seconds = stopwatch.lap()
             self.judge(work.round, work.jobs, trained)
+            self._keep_observed(work, trained)
+            self.cohorts.append(work.round.ids)
             self.done += 1
             finished, work = work, upcoming
             self._send_off(work)
@@ -186,6 +193,9 @@ class Engine:
         self.versions = {v: self.executor.hold(version) for v, version in saved.versions.items()}
         self.done, self.history = saved.facts["round"], saved.facts["history"]
         self.bytes_down, self.bytes_up = saved.facts["bytes_down"], saved.facts["bytes_up"]
+        if self.cohorts.maxlen:
+            before = schedule.make(self.config, self.plan.clients.sizes)
+            self.cohorts.extend(before.turn(t).ids for t in range(self.done))
 
     def close(self) -> None:
         """Removes the rows on disk, unless a checkpoint needs them."""
@@ -221,7 +231,45 @@ class Engine:
             share = n * N / self.n_samples if by_samples else 1.0
             row, seen = self.store.get(client), bool(self.store.seen[client])
             jobs.append(Job(client, base, int(self.store.cursors[client]), weight, steps, share, seen, row))
+        self._ask_more(round, jobs)
         return jobs
+
+    def _ask_more(self, round: Round, jobs: list[Job]) -> None:
+        """Of some rounds' clients more is wanted than their uploads: what they have seen, what they have forgotten."""
+        observe, asked = self.config.observe, self.config.evaluate.forgetting
+        if observe and round.t in observe.rounds:
+            chosen = set(round.ids[: observe.clients])
+            for job in jobs:
+                job.observed = job.client in chosen
+        if asked and self.cohorts and self.cohorts[-1] and round.t % asked.every == 0:
+            window = sorted(set().union(*self.cohorts)) if asked.fisher else []
+            for job in jobs:
+                job.past = Past(self.cohorts[-1], window, before=job is jobs[0])
+
+    def _keep_observed(self, work: Work, trained: Trained) -> None:
+        seen = {d.client: d.observed for outcome in trained.done for d in outcome.done if d.observed}
+        if seen and self.run_dir is not None:
+            jobs = [job for job in work.jobs if job.client in seen]
+            downs = {job.base: self.executor.fetch(self.versions[job.base]) for job in jobs}
+            observed.write(self.run_dir, work.turn.t, jobs, seen, downs)
+
+    def _forgotten(self, work: Work, trained: Trained) -> Record:
+        """What this round's clients have forgotten of the data of the round before's."""
+        measured = {d.client: d.forgotten for outcome in trained.done for d in outcome.done if d.forgotten}
+        past = next((job.past.clients for job in work.jobs if job.past), [])
+        found = forgetting.gather(past, measured)
+        if found and self.run_dir is not None:
+            forgetting.write(self.run_dir, work.turn.t, found)
+        return forgetting.figures(found)
+
+    def _spent(self) -> Record:
+        """The privacy that the client with most passes over its data has spent."""
+        private = self.config.privacy
+        if private is None:
+            return {}
+        batch, sizes = self.config.local.batch, self.plan.clients.sizes
+        per_pass = np.array([batches_per_pass(int(n), int(n) if batch == "full" else batch) for n in sizes])
+        return {"privacy/epsilon": epsilon(private.sigma, private.delta, passes(self.store.cursors, per_pass))}
 
     def judge(self, round: Round, jobs: list[Job], trained: Trained) -> None:
         """Who is in and who is out: keeps the rows of accepted clients, stops at a failed one or drops it."""
@@ -266,6 +314,8 @@ class Engine:
             "versions/bytes": float(len(self.versions) * self.plan.bytes_down),
             **staleness(turn),
             **trained.metrics,
+            **self._forgotten(work, trained),
+            **self._spent(),
         }
         if good:
             losses = np.array([one.loss for one in good])

@@ -313,6 +313,7 @@ def tags(plan: Plan) -> dict[str, str]:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        **({"privacy.unprotected": ", ".join(plan.client.exposes)} if c.privacy and plan.client.exposes else {}),
     }
 
 

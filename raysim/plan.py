@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
@@ -23,6 +24,8 @@ from raysim.errors import ConfigError
 from raysim.models import Model
 from raysim.rules import ClientRule, Problem, ServerRule
 from raysim.task import why_not_vmap
+
+logger = logging.getLogger("raysim")
 
 VMAP_BELOW = 10_000
 """Parameters up to which vmap beats the loop on a CPU (for nets without convolutions)."""
@@ -112,6 +115,7 @@ def resolve(raw: Mapping[str, Any], load: Callable[[Data], Dataset] = load) -> P
         model=config.model.name,
         levels=model.levels,
         has_features=model.has_features,
+        classes=dataset.n_classes,
         lr=max([lr for _, lr in config.local.lr] if isinstance(config.local.lr, list) else [config.local.lr]),
     )
     for half, rule in (("client", client), ("server", server)):
@@ -119,6 +123,8 @@ def resolve(raw: Mapping[str, Any], load: Callable[[Data], Dataset] = load) -> P
             rule.check(problem)
         except ValueError as error:
             raise ConfigError(f"{'algorithm' if getattr(config, half) is None else half}.{error}") from None
+    _check_privacy(config, client, net)
+    _check_forgetting(config, client)
     vmap, size = _block(config, model)
     config = config.model_copy(
         update={
@@ -179,6 +185,40 @@ def _with_trace(config: Config) -> Config:
         raise ConfigError(f"schedule.speeds.path: {path} has changed since this run began; put the old one back")
     speeds = speeds.model_copy(update={"path": str(path), "sha256": found})
     return config.model_copy(update={"schedule": config.schedule.model_copy(update={"speeds": speeds})})
+
+
+def _check_privacy(config: Config, client: ClientRule, net: nn.Module) -> None:
+    if config.privacy is None:
+        return
+    if any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in net.modules()):
+        raise ConfigError(
+            f"privacy: model '{config.model.name}' has BatchNorm, through which every example enters the others' "
+            "gradients; take a net with GroupNorm, or without normalisation"
+        )
+    if not client.private:
+        raise ConfigError(
+            f"privacy: client rule '{client.name}' takes other gradients of the data beside the one that is made "
+            "private; take fedavg, fedprox, fedcurv or another rule of one gradient a step"
+        )
+    if client.exposes:
+        logger.warning(
+            "privacy: client rule '%s' sends %s, which is not protected", client.name, " and ".join(client.exposes)
+        )
+
+
+def _check_forgetting(config: Config, client: ClientRule) -> None:
+    asked = config.evaluate.forgetting
+    if asked is None:
+        return
+    if not isinstance(config.schedule, Sync):
+        raise ConfigError(
+            "evaluate.forgetting: speaks of one round's clients and the next one's; use schedule.name=sync"
+        )
+    if asked.fisher and not client.makes:
+        raise ConfigError(
+            f"evaluate.forgetting.fisher: client rule '{client.name}' makes no pseudo data; use fedreg or fedreg_mg "
+            "with pairing=index, or set it to false"
+        )
 
 
 def _check_store(config: Config) -> None:

@@ -55,6 +55,7 @@ class Problem:
     """Whether the net ends in a linear classifier on something learnt, the representation of an image."""
     lr: float = 0.0
     """The largest η_l of the run."""
+    classes: int = 0
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,10 @@ class ClientRule(_Rule):
     """What it reads from the server's broadcast."""
     sends: ClassVar[tuple[str, ...]] = ("delta",)
     """What its report holds."""
+    free: ClassVar[tuple[str, ...]] = ()
+    """What of that the server could make of the rest, so that it does not count as traffic."""
+    private: ClassVar[bool] = True
+    """Whether a step sees the client's examples through the one gradient in mode "train" only, as `privacy` wants."""
 
     def __init_subclass__(cls) -> None:
         _register(cls, ClientRule, CLIENTS, "Client")
@@ -92,6 +97,22 @@ class ClientRule(_Rule):
     def masks(self) -> int:
         """How many independent sets of dropout masks a step wants; `batch.masked(k)` takes the k-th."""
         return 1
+
+    @property
+    def exposes(self) -> tuple[str, ...]:
+        """What it sends that is made of the client's examples in another way, which `privacy` does not protect."""
+        return ()
+
+    @property
+    def makes(self) -> bool:
+        """Whether `make` is to be called."""
+        return False
+
+    def make(self, shared: State, batch: Batch, task: Task) -> tuple[Batch, ...]:
+        """On arrival, for each batch of one shuffled pass over the client's data: batches of as many examples to go
+        along with the steps. Step i of the round finds what was made of batch i (from the first one again, where there
+        are fewer batches than steps) as `batch.made`."""
+        return ()
 
     def state(self, task: Task) -> State:
         """What the client keeps between rounds, as zeros of the right shapes: the keys of its row. {} for most."""

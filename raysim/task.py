@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from raysim.config import Privacy
 from raysim.models import Bound, Mode, Model
+from raysim.privacy import clipped_sum, in_parts
 from raysim.randomness import generator
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One mini-batch of one client: x [B, C, H, W], y [B], mask [B] (None if every example is real)."""
+    """One mini-batch of one client: x [B, C, H, W], y [B] (or probabilities [B, classes]), mask [B] (None if every
+    example is real)."""
 
     x: Tensor
     y: Tensor
@@ -25,6 +28,10 @@ class Batch:
     drops: tuple[tuple[Tensor, ...], ...] = ()
     """Independent sets of dropout masks, as many as the rule's `masks`."""
     chosen: int = 0
+    made: tuple[Batch, ...] = ()
+    """What the rule's `make` gave for the batch of the same number in its pass."""
+    noise: Tensor | None = None
+    """[P], standard normal; for private steps only."""
 
     @property
     def drop(self) -> tuple[Tensor, ...]:
@@ -42,8 +49,8 @@ class LocalData:
 
     n: int
     average: float = 0.0
-    batches: Callable[[], Iterator[Batch]] = lambda: iter(())
-    """One pass over everything, not shuffled, not augmented, without dropout."""
+    batches: Callable[[bool], Iterator[Batch]] = lambda augment: iter(())
+    """One pass over everything, not shuffled, without dropout; augmented or not."""
 
 
 class Net:
@@ -94,6 +101,14 @@ def cross_entropy(net: Net, batch: Batch) -> Tensor:
     return F.cross_entropy(net.logits, batch.y, reduction="none")
 
 
+def soft_cross_entropy(net: Net, batch: Batch) -> Tensor:
+    """-Σ_c y_c log(p_c + 1e-12) per sample, [B], where y are probabilities [B, classes] or labels [B] (Xu 2022)."""
+    log_p = torch.log(torch.softmax(net.logits, -1) + 1e-12)
+    if batch.y.is_floating_point():
+        return -(batch.y * log_p).sum(-1)
+    return -log_p.gather(-1, batch.y[:, None])[:, 0]
+
+
 @dataclass(frozen=True)
 class Facts:
     """What stays the same through a client's local training."""
@@ -102,6 +117,7 @@ class Facts:
     lr: float = 0.0
     weight_decay: float = 0.0
     clip: float | None = None
+    privacy: Privacy | None = None
     x0: Tensor | None = None
     decayed: Tensor | None = None
 
@@ -139,8 +155,65 @@ class Task:
         self, w: Tensor, batch: Batch, loss: Loss = cross_entropy, mode: Mode = "train", buffers: Tensor | None = None
     ) -> Tensor:
         """The gradient [P] at w [P] of the mean over the batch's real examples of `loss`, which gives one value
-        for each example. Exactly one pass of a step is in mode "train"; `buffers` are for mode "eval"."""
+        for each example. Exactly one pass of a step is in mode "train"; `buffers` are for mode "eval".
+
+        Where `privacy` is on, this is 1/B (Σ_k g_k min(1, C/‖g_k‖) + C sigma z), g_k the gradient of example k (Abadi
+        2016), and there is no other pass than that in mode "train".
+        """
+        if self.facts.privacy is None:
+            return self._grad(w, batch, loss, mode, buffers)
+        if mode != "train":
+            raise ValueError("privacy covers the gradient in mode 'train'; this rule takes one of the data beside it")
+        return self._private_grad(w, batch, loss)
+
+    def _grad(self, w: Tensor, batch: Batch, loss: Loss, mode: Mode, buffers: Tensor | None) -> Tensor:
         raise NotImplementedError
+
+    def _private_grad(self, w: Tensor, batch: Batch, loss: Loss) -> Tensor:
+        privacy, mask = self.facts.privacy, batch.mask
+        assert privacy is not None
+        count = len(batch.y) if mask is None else mask.sum()
+        total, plain = torch.zeros_like(w), w.new_zeros(())
+        for part in in_parts(batch, self.model.size) if loss is cross_entropy else [batch]:
+            rows, values = self.sample_grads(w, part, loss, "train")
+            total = total + clipped_sum(rows, privacy.clip, part.mask)
+            plain = plain + (values if part.mask is None else values * part.mask).sum()
+        self.losses.append((plain / count).detach())
+        if privacy.clip is not None and batch.noise is not None:
+            total = total + privacy.clip * privacy.sigma * batch.noise
+        return total / count
+
+    def sample_grads(
+        self, w: Tensor, batch: Batch, loss: Loss = cross_entropy, mode: Mode = "eval", buffers: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The gradient of each example's loss, [B, P], and each example's cross-entropy, [B]. For nets in which
+        examples do not meet (no BatchNorm in mode "train")."""
+
+        def total(each: Tensor) -> tuple[Tensor, Tensor]:
+            net = Net(self.model, batch.x, _one_by_one(self.model, each, batch, mode, buffers))
+            values = loss(net, batch)
+            plain = values if loss is cross_entropy or mode != "train" else cross_entropy(net, batch)
+            return values.sum(), plain.detach()
+
+        return torch.func.grad(total, has_aux=True)(w.expand(len(batch.y), -1))
+
+    def input_grad(self, w: Tensor, batch: Batch, loss: Loss = cross_entropy, buffers: Tensor | None = None) -> Tensor:
+        """The gradient of each example's loss in its own pixels, [B, C, H, W], in mode "eval" with `buffers`."""
+        raise NotImplementedError
+
+    def fisher(self, w: Tensor, data: LocalData, augment: bool = False) -> Tensor:
+        """The diagonal of the empirical Fisher information [P] at w: the mean over all of the client's examples of the
+        squared gradient of log p(y | x), in mode "eval" with the client's own statistics. For `init` and `finish`."""
+        return self.squares(w, data.batches(augment))
+
+    def squares(self, w: Tensor, batches: Iterable[Batch]) -> Tensor:
+        """The mean over all examples of these batches of their squared gradients [P] at w, in mode "eval"."""
+        total, count = torch.zeros_like(w), 0
+        for batch in batches:
+            for part in in_parts(batch, self.model.size):
+                rows, _ = self.sample_grads(w, part, buffers=self.buffers)
+                total, count = total + (rows * rows).sum(0), count + len(rows)
+        return total / max(count, 1)
 
     def net(
         self, w: Tensor, batch: Batch, mode: Mode = "frozen", buffers: Tensor | None = None, dropout: bool = True
@@ -154,8 +227,8 @@ class Task:
         computed batch by batch and weighted by their sizes; BatchNorm takes each batch's statistics and keeps
         nothing. For `init` and `finish`, where a client is by itself."""
         total = torch.zeros_like(w)
-        for batch in data.batches():
-            total += self.grad(w, batch, mode="frozen") * (len(batch.y) / data.n)
+        for batch in data.batches(False):
+            total += self._grad(w, batch, cross_entropy, "frozen", None) * (len(batch.y) / data.n)
         return total
 
     def fresh_model(self) -> tuple[Tensor, Tensor]:
@@ -216,9 +289,7 @@ class LoopTask(Task):
     def descend_in_place(self, w: Tensor, direction: Tensor) -> None:
         w.add_(self._downhill(w, direction), alpha=-self.lr)
 
-    def grad(
-        self, w: Tensor, batch: Batch, loss: Loss = cross_entropy, mode: Mode = "train", buffers: Tensor | None = None
-    ) -> Tensor:
+    def _grad(self, w: Tensor, batch: Batch, loss: Loss, mode: Mode, buffers: Tensor | None) -> Tensor:
         bound = self.trained if w is self.trained.flat else self._held(w, self.others).bound
         net = self._net(bound, batch, mode, self.buffers if mode == "train" else buffers)
         value = loss(net, batch).mean()
@@ -227,6 +298,11 @@ class LoopTask(Task):
             plain = value if loss is cross_entropy else cross_entropy(net, batch).mean()
             self.losses.append(plain.detach())
         return torch.cat([p.reshape(-1) for p in parts])
+
+    def input_grad(self, w: Tensor, batch: Batch, loss: Loss = cross_entropy, buffers: Tensor | None = None) -> Tensor:
+        x = batch.x.detach().requires_grad_()
+        net = self.net(w, replace(batch, x=x), "eval", buffers)
+        return torch.autograd.grad(loss(net, batch).sum(), x)[0]
 
     def net(
         self, w: Tensor, batch: Batch, mode: Mode = "frozen", buffers: Tensor | None = None, dropout: bool = True
@@ -276,9 +352,7 @@ class _Held:
 class VmapTask(Task):
     """One client of many, inside `torch.func.vmap`: everything is a pure function."""
 
-    def grad(
-        self, w: Tensor, batch: Batch, loss: Loss = cross_entropy, mode: Mode = "train", buffers: Tensor | None = None
-    ) -> Tensor:
+    def _grad(self, w: Tensor, batch: Batch, loss: Loss, mode: Mode, buffers: Tensor | None) -> Tensor:
         statistics = self.buffers if mode == "train" else buffers
 
         def mean(each: Tensor) -> Tensor:
@@ -297,6 +371,12 @@ class VmapTask(Task):
             self.losses.append(value)
         return grad
 
+    def input_grad(self, w: Tensor, batch: Batch, loss: Loss = cross_entropy, buffers: Tensor | None = None) -> Tensor:
+        def total(x: Tensor) -> Tensor:
+            return loss(self.net(w, replace(batch, x=x), "eval", buffers), batch).sum()
+
+        return torch.func.grad(total)(batch.x)
+
     def net(
         self, w: Tensor, batch: Batch, mode: Mode = "frozen", buffers: Tensor | None = None, dropout: bool = True
     ) -> Net:
@@ -306,22 +386,65 @@ class VmapTask(Task):
         self, w: Tensor, batch: Batch, mode: Mode, buffers: Tensor | None, dropout: bool, moved: list[Tensor]
     ) -> Net:
         """In mode "train" the new statistics are left in `moved`."""
-        model, frame = self.model, self.model.frame
 
         def call(x: Tensor, first: int, levels: list[Tensor] | None) -> tuple[Tensor, Tensor | None]:
-            frame.mode, frame.in_place, frame.mask, frame.drop = mode, False, batch.mask, batch.drop if dropout else ()
-            frame.buffers, frame.moved, frame.calls = buffers, {}, model.dropouts_before[first]
-            try:
-                out = torch.func.functional_call(model.module, model.views(w), (x, first, levels))
-                if mode == "train":
-                    moved.append(model.moved_buffers(frame))
-                features = frame.features
-                return out, None if features is None else features.flatten(1)
-            finally:  # nothing of vmap's outlives it
-                frame.mask, frame.drop, frame.buffers, frame.moved, frame.in_place = None, (), None, {}, True
-                frame.features = None
+            drop = batch.drop if dropout else ()
+            return _pass(self.model, w, x, first, levels, mode, buffers, batch.mask, drop, moved)
 
-        return Net(model, batch.x, call)
+        return Net(self.model, batch.x, call)
+
+
+def _pass(
+    model: Model,
+    w: Tensor,
+    x: Tensor,
+    first: int,
+    levels: list[Tensor] | None,
+    mode: Mode,
+    buffers: Tensor | None,
+    mask: Tensor | None,
+    drop: tuple[Tensor, ...],
+    moved: list[Tensor],
+) -> tuple[Tensor, Tensor | None]:
+    """A forward pass as a pure function: the output, and the classifier's input."""
+    frame = model.frame
+    frame.mode, frame.in_place, frame.mask, frame.drop = mode, False, mask, drop
+    frame.buffers, frame.moved, frame.calls = buffers, {}, model.dropouts_before[first]
+    try:
+        out = torch.func.functional_call(model.module, model.views(w), (x, first, levels))
+        if mode == "train" and buffers is not None:
+            moved.append(model.moved_buffers(frame))
+        features = frame.features
+        return out, None if features is None else features.flatten(1)
+    finally:  # nothing of vmap's outlives it
+        frame.mask, frame.drop, frame.buffers, frame.moved, frame.in_place = None, (), None, {}, True
+        frame.features = None
+
+
+def _one_by_one(
+    model: Model, each: Tensor, batch: Batch, mode: Mode, buffers: Tensor | None
+) -> Callable[[Tensor, int, list[Tensor] | None], tuple[Tensor, Tensor | None]]:
+    """A forward pass in which every example has parameters of its own, the rows of `each` [B, P]."""
+
+    def call(x: Tensor, first: int, levels: list[Tensor] | None) -> tuple[Tensor, Tensor | None]:
+        with_features: list[bool] = []
+
+        def one(w: Tensor, x: Tensor, drop: tuple[Tensor, ...]) -> list[Tensor]:
+            found: list[Tensor] = []
+            masks = tuple(m[None] for m in drop)
+            out, features = _pass(
+                model, w, x[None], first, None if levels is None else found, mode, buffers, None, masks, []
+            )
+            with_features.append(features is not None)
+            return [t[0] for t in (out, *([] if features is None else [features]), *found)]
+
+        out, *others = torch.func.vmap(one)(each, x, batch.drop)
+        features = others.pop(0) if with_features[0] else None
+        if levels is not None:
+            levels += others
+        return out, features
+
+    return call
 
 
 def why_not_vmap(model: Model) -> str | None:
