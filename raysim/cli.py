@@ -331,6 +331,8 @@ def _rehearse(plan: Plan, console: Console) -> None:
     table.add_row(
         "clients", f"{len(plan.clients)}, samples min {sizes.min()}, median {int(np.median(sizes))}, max {sizes.max()}"
     )
+    if held_out := len(plan.clients.validation):
+        table.add_row("validation", f"{held_out} samples that no client has")
     table.add_row("round", f"{c.schedule.size} clients in {blocks} blocks ({'vmap' if plan.vmap else 'loop'})")
     s = c.schedule
     flight = f", {s.places(int((sizes > 0).sum()))} clients in flight" if isinstance(s, InFlight) else ""
