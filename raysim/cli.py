@@ -456,7 +456,7 @@ def fetch(name: str, root: Annotated[str | None, typer.Option(help="folder; defa
 def show(
     name: str,
     root: Annotated[str | None, typer.Option(help="folder; default $RAYSIM_DATA")] = None,
-    path: Annotated[str | None, typer.Option(help="for name=folder: where its train/ and test/ are")] = None,
+    path: Annotated[str | None, typer.Option(help="for name=folder and name=users: where they are")] = None,
     out: Annotated[Path | None, typer.Option(help="where to draw the sample grid; default NAME.png")] = None,
     as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:

@@ -92,13 +92,17 @@ def named(value: Any) -> Any:
 
 
 class Data(Section):
-    """Which examples. `augment: null` does what is usual for the data set (crop and flip for CIFAR)."""
+    """Which examples. `augment: null` does what is usual for the data set (crop and flip for CIFAR). `scaling`:
+    `standard` brings pixels to [0, 1] and then to the data set's usual mean 0 and deviation 1, `unit` to [0, 1] only.
+    `path` and `size` (the side of the images in pixels; null: the median) are for images of one's own."""
 
     name: str
     root: str | None = None
     path: str | None = None
+    size: int | None = Field(default=None, ge=1)
     download: bool = False
     augment: bool | None = None
+    scaling: Literal["standard", "unit"] = "standard"
 
 
 def slow_clients(n_clients: int, fraction: float) -> int:
