@@ -276,22 +276,41 @@ def densenet121_gn(shape: Shape, classes: int) -> nn.Module:
     )
 
 
-def vit_b_32(shape: Shape, classes: int, weights: str | None = None) -> nn.Module:
+class _Enlarged(nn.Module):
+    """A net that is given the images enlarged to squares of `size` pixels, bilinearly."""
+
+    def __init__(self, net: nn.Module, size: int):
+        super().__init__()
+        self.net, self.size = net, size
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(nn.functional.interpolate(x, (self.size, self.size), mode="bilinear"))
+
+
+def vit_b_32(
+    shape: Shape,
+    classes: int,
+    image_size: Annotated[int, Field(ge=32, multiple_of=32)] | None = None,
+    weights: str | None = None,
+) -> nn.Module:
     """torchvision's ViT-B/32 (Dosovitskiy 2021) with a new classifier, weights 1 and bias 0, as Xu 2022 has it for
-    CIFAR-100; d = 87 605 092 for 100 classes on 3×384×384. Not made of stages.
+    CIFAR-100; d = 87 605 092 for 100 classes on 3×384×384. Not made of stages. Images are enlarged within the net to
+    `image_size`, if it is given.
 
     `weights` is a file of a state_dict of torchvision's (torch.save), whose classifier is left out, and whose position
     embeddings are interpolated where it was trained on another image size; null is random initialisation.
     """
     from raysim.data.datasets import import_torchvision
 
-    if shape[1] != shape[2] or shape[1] % 32:
+    size = image_size or shape[1]
+    if size % 32 or (image_size is None and shape[1] != shape[2]):
         raise ConfigError(
-            f"model.name: 'vit_b_32' needs squares of a multiple of 32, not images of {shape[1]}×{shape[2]}"
+            f"model.image_size: 'vit_b_32' needs squares of a multiple of 32, not images of {shape[1]}×{shape[2]}; "
+            "give the size they are to have"
         )
     given = None if weights is None else _state_dict(weights)
     vit = import_torchvision().models.vision_transformer
-    net = vit.vit_b_32(image_size=shape[1], num_classes=classes)
+    net = vit.vit_b_32(image_size=size, num_classes=classes)
     if shape[0] != 3:
         net.conv_proj = nn.Conv2d(shape[0], 768, 32, 32)
         nn.init.trunc_normal_(net.conv_proj.weight, std=(shape[0] * 32 * 32) ** -0.5)
@@ -299,16 +318,16 @@ def vit_b_32(shape: Shape, classes: int, weights: str | None = None) -> nn.Modul
     if given is not None:
         head = {k: v for k, v in net.state_dict().items() if k.startswith("heads.")}
         try:
-            body = vit.interpolate_embeddings(shape[1], 32, given)
+            body = vit.interpolate_embeddings(size, 32, given)
             net.load_state_dict({**{k: v for k, v in body.items() if not k.startswith("heads.")}, **head})
         except (RuntimeError, ValueError, KeyError) as error:
             reason = " ".join(str(error).split())[:300]
             raise ConfigError(
-                f"model.weights: {weights} does not fit ViT-B/32 on images of {list(shape)}: {reason}"
+                f"model.weights: {weights} does not fit ViT-B/32 on images of {[shape[0], size, size]}: {reason}"
             ) from None
     nn.init.ones_(net.heads.head.weight)
     nn.init.zeros_(net.heads.head.bias)
-    return net
+    return net if image_size is None else _Enlarged(net, image_size)
 
 
 def _state_dict(file: str) -> dict[str, torch.Tensor]:

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from raysim import nets
+from raysim.config import Named
 from raysim.errors import ConfigError
-from raysim.models import Model
+from raysim.models import Model, arguments
 from raysim.plan import prepare
 from raysim.task import Batch, Facts, LoopTask, VmapTask, why_not_vmap
 
@@ -206,6 +207,16 @@ def test_vit_begins_with_the_papers_classifier(vit):
     for shape in ((3, 64, 96), (3, 48, 48)):
         with pytest.raises(ConfigError, match="'vit_b_32' needs squares of a multiple of 32"):
             nets.vit_b_32(shape, 5)
+
+
+def test_vit_enlarges_small_images():
+    net = seeded("vit_b_32", (3, 16, 8), 5, image_size=32)
+    with torch.no_grad():
+        net.net.heads.head.weight.normal_(generator=torch.Generator().manual_seed(0))
+        logits = net(torch.ones(1, 3, 16, 8))
+        torch.testing.assert_close(logits, net.net(torch.ones(1, 3, 32, 32)))
+    with pytest.raises(ConfigError, match=r"model\.image_size: .*multiple of 32"):
+        arguments(Named.model_validate({"name": "vit_b_32", "image_size": 100}))
 
 
 def test_vit_reads_weights_of_another_image_size(vit, tmp_path):
