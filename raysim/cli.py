@@ -331,6 +331,8 @@ def _rehearse(plan: Plan, console: Console) -> None:
     table.add_row(
         "clients", f"{len(plan.clients)}, samples min {sizes.min()}, median {int(np.median(sizes))}, max {sizes.max()}"
     )
+    if held_out := len(plan.clients.validation):
+        table.add_row("validation", f"{held_out} samples that no client has")
     table.add_row("round", f"{c.schedule.size} clients in {blocks} blocks ({'vmap' if plan.vmap else 'loop'})")
     s = c.schedule
     flight = f", {s.places(int((sizes > 0).sum()))} clients in flight" if isinstance(s, InFlight) else ""
@@ -454,7 +456,7 @@ def fetch(name: str, root: Annotated[str | None, typer.Option(help="folder; defa
 def show(
     name: str,
     root: Annotated[str | None, typer.Option(help="folder; default $RAYSIM_DATA")] = None,
-    path: Annotated[str | None, typer.Option(help="for name=folder: where its train/ and test/ are")] = None,
+    path: Annotated[str | None, typer.Option(help="for name=folder and name=users: where they are")] = None,
     out: Annotated[Path | None, typer.Option(help="where to draw the sample grid; default NAME.png")] = None,
     as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:

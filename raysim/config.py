@@ -20,6 +20,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    field_validator,
     model_validator,
 )
 
@@ -91,13 +92,17 @@ def named(value: Any) -> Any:
 
 
 class Data(Section):
-    """Which examples. `augment: null` does what is usual for the data set (crop and flip for CIFAR)."""
+    """Which examples. `augment: null` does what is usual for the data set (crop and flip for CIFAR). `scaling`:
+    `standard` brings pixels to [0, 1] and then to the data set's usual mean 0 and deviation 1, `unit` to [0, 1] only.
+    `path` and `size` (the side of the images in pixels; null: the median) are for images of one's own."""
 
     name: str
     root: str | None = None
     path: str | None = None
+    size: int | None = Field(default=None, ge=1)
     download: bool = False
     augment: bool | None = None
+    scaling: Literal["standard", "unit"] = "standard"
 
 
 def slow_clients(n_clients: int, fraction: float) -> int:
@@ -105,14 +110,21 @@ def slow_clients(n_clients: int, fraction: float) -> int:
     return max(1, round(fraction * n_clients))
 
 
-class IID(Section):
+class Split(Section):
+    """What all partitions have in common. Each example of each client is moved with probability `val_fraction` to the
+    validation set, which is nobody's: the evaluator reports on it (Xu 2022). A client may be left with nothing."""
+
+    val_fraction: float = Field(default=0.0, ge=0, lt=1)
+
+
+class IID(Split):
     """Shuffled and cut into equal parts (sizes differ by at most one)."""
 
     name: Literal["iid"] = "iid"
     clients: int = Field(default=100, ge=1)
 
 
-class Dirichlet(Section):
+class Dirichlet(Split):
     """Label skew by Dirichlet(alpha). `class_over_clients` (Luo 2023) cuts each class over the clients, sizes
     come out very unequal; `client_over_classes` (Hsu 2019, FedDyn) draws a class mix per client, sizes equal.
 
@@ -128,7 +140,7 @@ class Dirichlet(Section):
     redraw: int = Field(default=0, ge=0)
 
 
-class SlowClass(Section):
+class SlowClass(Split):
     """Dirichlet(alpha) over the clients for every class but one: of class `label` all examples go, evenly, to the last
     `slow` (a fraction) of the clients, who are those that `schedule.speeds: two_speed` makes slow (Jiang X. 2023)."""
 
@@ -139,7 +151,7 @@ class SlowClass(Section):
     slow: float = Field(default=0.1, gt=0, lt=1)
 
 
-class Shards(Section):
+class Shards(Split):
     """Sorted by label and dealt out in shards, `classes` shards to each client (McMahan 2017)."""
 
     name: Literal["shards"]
@@ -147,7 +159,7 @@ class Shards(Section):
     classes: int = Field(default=2, ge=1)
 
 
-class HeavyTail(Section):
+class HeavyTail(Split):
     """One or two classes for each client, sizes heavy-tailed: 1 + floor(k), k ~ lognormal(mean, sigma), at most
     `max_samples` (after Xu 2022, whose generator is not published)."""
 
@@ -159,27 +171,34 @@ class HeavyTail(Section):
     max_samples: int = Field(default=100, ge=2)
 
 
-class Natural(Section):
+class Natural(Split):
     """The data set's own users or sources; `clients` merges them at random into that many."""
 
     name: Literal["natural"]
     clients: int | None = Field(default=None, ge=1)
 
 
-class FromFile(Section):
+class FromFile(Split):
     """Index lists from a file: a JSON list of lists, or an .npz of arrays `indices` and `offsets`."""
 
     name: Literal["file"]
     path: str
 
 
-class Virtual(Section):
+class Virtual(Split):
     """Any number of clients, each a keyed draw of `samples` examples (with replacement across clients). Nothing
     is stored, so a million clients cost nothing."""
 
     name: Literal["virtual"]
     clients: int = Field(ge=1)
     samples: int = Field(default=20, ge=1)
+
+    @field_validator("val_fraction")
+    @classmethod
+    def _nothing_to_hold_out(cls, value: float) -> float:
+        if value:
+            raise ValueError("virtual clients share their examples, so none can be held out; set it to 0")
+        return value
 
 
 Partition = Annotated[

@@ -115,31 +115,42 @@ def make_server(plan: Plan, device: str) -> Server:
 
 
 class Evaluator:
-    """Accuracy (on each class too, if asked for) and mean cross-entropy on the whole test set, in eval mode."""
+    """Accuracy (on each class too, if asked for) and mean cross-entropy on the whole test set, in eval mode; with
+    val/ before them, both on the examples that were held out for validation, if any."""
 
     def __init__(self, plan: Plan, device: str):
-        self.examples = Examples.of(plan.dataset, "test", device, plan.dtype)
+        data, held_out = plan.dataset, plan.clients.validation
+        self.examples = Examples.of(data, "test", device, plan.dtype)
+        self.validation = Examples(
+            data.x[held_out], data.y[held_out], data.scale, data.shift, device=device, dtype=plan.dtype
+        )
         self.net, self.size = Bound(plan.model(device)), plan.config.evaluate.batch
         self.classes = plan.dataset.n_classes if plan.config.evaluate.per_class else 0
 
-    @torch.no_grad()
     def evaluate(self, down: Broadcast) -> dict[str, float]:
         self.net.flat.copy_(down.shared["x"])
         buffers = down.buffers.to(self.net.flat.device)
+        found = self._measure(self.examples, buffers, self.classes)
+        if len(self.validation):
+            found |= {f"val/{k}": v for k, v in self._measure(self.validation, buffers, 0).items()}
+        return found
+
+    @torch.no_grad()
+    def _measure(self, examples: Examples, buffers: torch.Tensor, classes: int) -> dict[str, float]:
         right = torch.zeros((), dtype=torch.long, device=buffers.device)
-        of_class = torch.zeros(2, self.classes, dtype=torch.long, device=buffers.device)  # right ones, all
+        of_class = torch.zeros(2, classes, dtype=torch.long, device=buffers.device)  # right ones, all
         loss = torch.zeros((), dtype=torch.float64, device=buffers.device)
-        n = len(self.examples)
+        n = len(examples)
         for start in range(0, n, self.size):
-            x, y = self.examples.batch(torch.arange(start, min(start + self.size, n)))
+            x, y = examples.batch(torch.arange(start, min(start + self.size, n)))
             if self.net.model.convolutional:
                 x = x.contiguous(memory_format=torch.channels_last)
             logits = self.net.forward(x, "eval", buffers)
             hits = logits.argmax(1) == y
             right += hits.sum()
             loss += F.cross_entropy(logits.double(), y, reduction="sum")
-            if self.classes:
-                of_class += torch.stack([torch.bincount(part, minlength=self.classes) for part in (y[hits], y)])
+            if classes:
+                of_class += torch.stack([torch.bincount(part, minlength=classes) for part in (y[hits], y)])
         per_class = {f"accuracy/class_{c}": r / k for c, (r, k) in enumerate(of_class.T.tolist()) if k}
         return {"accuracy": right.item() / n, "loss": loss.item() / n, **per_class}
 

@@ -423,6 +423,8 @@ def test_what_touches_the_result_touches_the_fingerprint(small):
         "block={mode: vmap, size: 2}",
         "local.weight_decay=0.1",
         "local.clip=1",
+        "partition.val_fraction=0.1",
+        "data.scaling=unit",
     ]
     every = [fingerprint(small), *(fingerprint(small, change) for change in changes)]
     assert len(set(every)) == len(every)

@@ -16,7 +16,7 @@ import pytest
 import torch
 from PIL import Image
 
-from raysim.config import Data, Dirichlet, Virtual
+from raysim.config import Data, Dirichlet, Natural, Virtual
 from raysim.data import Dataset, Examples, datasets, fetch, load, names, partition_plot, sample_grid, split, summary
 from raysim.errors import ConfigError
 from raysim.randomness import generator
@@ -267,14 +267,102 @@ def test_folder_mistakes(tmp_path):
         (tmp_path / half / "a").mkdir(parents=True)
     with pytest.raises(ConfigError, match=r"data\.path: no images in .*train/<class>/"):
         load(data)
-    with pytest.raises(ConfigError, match=r"data\.path: only data\.name=folder reads it"):
+    with pytest.raises(ConfigError, match=r"data\.path: only data\.name=folder and data\.name=users read it"):
         load(Data(name="digits", path=str(tmp_path)))
+
+
+def test_a_folders_images_in_a_given_size(tmp_path):
+    for half in ("train", "test"):
+        save(tmp_path / half / "a/1.png", np.kron(pixels(4, 5), np.ones((2, 2), dtype=np.uint8)))
+    assert load(Data(name="folder", path=str(tmp_path), size=4)).shape == (1, 4, 4)
+    assert load(Data(name="folder", path=str(tmp_path))).shape == (1, 8, 8)
+    with pytest.raises(ConfigError, match=r"data\.size: .* digits has its own size"):
+        load(Data(name="digits", size=8))
+
+
+USERS = {
+    "train.csv": "user,image,class\nzoe,a/1.png,tower\nadam,2.png,bridge\nzoe,3.png,bridge\n",
+    "test.csv": "image,class,comment\n4.png,tower,misty\n",
+}
+
+
+@pytest.fixture
+def users(tmp_path):
+    """A folder of four images that two files name, three of them two users' own."""
+    images = [save(tmp_path / name, pixels(12, 10, 3)) for name in ("a/1.png", "2.png", "3.png", "4.png")]
+    for name, text in USERS.items():
+        (tmp_path / name).write_text(text)
+    return tmp_path, images
+
+
+def test_users(users):
+    path, images = users
+    dataset = load(Data(name="users", path=str(path)))
+    check(dataset, 3, 1, (3, 10, 10), 2)
+    assert dataset.name == path.name and dataset.classes == ("bridge", "tower")
+    assert dataset.y.tolist() == [1, 0, 0] and dataset.y_test.tolist() == [1]
+    assert dataset.group_names == ("adam", "zoe") and dataset.groups is not None
+    assert dataset.groups.tolist() == [1, 0, 1] and dataset.groups.dtype == np.int32
+    for found, image in zip([*dataset.x, *dataset.x_test], images, strict=True):
+        assert np.array_equal(found, image[1:11].transpose(2, 0, 1)), "the centre"
+    clients = split(Natural(name="natural"), dataset, 0)
+    assert [clients.client(i).tolist() for i in range(2)] == [[1], [0, 2]]
+    assert load(Data(name="users", path=str(path), size=5)).shape == (3, 5, 5)
+    assert (dataset.pad, dataset.flip) == (0, False)
+
+
+def test_users_are_decoded_once_while_nothing_changes(users, monkeypatch):
+    path, _ = users
+    data = Data(name="users", path=str(path), size=10)
+    first = load(data)
+    with monkeypatch.context() as patch:
+        patch.setattr(datasets, "_decode", lambda *_: pytest.fail("decoded twice"))
+        assert load(data).digest == first.digest
+    save(path / "3.png", pixels(12, 11, 3))
+    assert load(data).digest != first.digest
+    assert len(list(path.glob("raysim-10-*.npz"))) == 2
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "said"),
+    [
+        ("train.csv", None, r"data\.path: .*train\.csv cannot be read: No such file"),
+        ("test.csv", None, r"data\.path: .*test\.csv cannot be read: No such file"),
+        ("train.csv", "", r"train\.csv:1: no column user, image, class; expected user, image, class"),
+        ("train.csv", "user,image\na,2.png\n", r"train\.csv:1: no column class; expected user, image, class"),
+        ("train.csv", "user,image,class\n", r"train\.csv: names no images"),
+        ("train.csv", "user,image,class\na,2.png,x\n ,3.png,x\n", r"train\.csv:3: no user"),
+        ("train.csv", "user,image,class\na,2.png,tower\na,3.png\n", r"train\.csv:3: no class"),
+        ("train.csv", "user,image,class\na,2.png,tower\na,,x\n", r"train\.csv:3: no image"),
+        ("train.csv", "user,image,class\na,9.png,tower\n", r"train\.csv:2: image .*9\.png cannot be read: No such"),
+        ("train.csv", "user,image,class\na,test.csv,tower\n", r"train\.csv:2: cannot be read as an image"),
+        ("test.csv", "image,class\n4.png,tower\n4.png,moon\n", r"test\.csv:3: class 'moon' is not among those of"),
+        ("test.csv", "image,class\n4.png,tower\ntrain.csv,tower\n", r"test\.csv:3: cannot be read as an image"),
+        ("test.csv", "image\n4.png\n", r"test\.csv:1: no column class; expected image, class"),
+        ("train.csv", "user,image,class\na,\xe9.png,x\n", r"train\.csv is not a CSV file in UTF-8"),
+    ],
+)
+def test_users_mistakes_name_file_and_line(file, text, said, users):
+    path, _ = users
+    (path / file).unlink()
+    if text is not None:
+        (path / file).write_text(text, encoding="latin-1")
+    with pytest.raises(ConfigError, match=said) as caught:
+        load(Data(name="users", path=str(path)))
+    assert "\n" not in str(caught.value)
+
+
+def test_users_need_a_folder():
+    with pytest.raises(ConfigError, match=r"data\.path: missing; data\.name=users needs the folder"):
+        load(Data(name="users"))
+    with pytest.raises(ConfigError, match=r"users cannot be downloaded: give the folder"):
+        fetch("users")
 
 
 # Missing files and downloads
 
 
-@pytest.mark.parametrize("name", [n for n in names() if n not in ("digits", "folder", "covid_ct")])
+@pytest.mark.parametrize("name", [n for n in names() if n not in ("digits", "folder", "users", "covid_ct")])
 def test_missing_files_say_what_to_do(name, tmp_path):
     with pytest.raises(ConfigError) as caught:
         load(Data(name=name, root=str(tmp_path)))
@@ -327,6 +415,15 @@ def test_augment_overrides_what_is_usual(digits):
     for augment, expected in ((None, (0, False)), (False, (0, False)), (True, (1, True))):
         dataset = load(Data(name="digits", augment=augment))
         assert (dataset.pad, dataset.flip) == expected
+
+
+def test_unit_scaling_leaves_pixels_in_0_to_1(digits, users):
+    for data, top in ((Data(name="digits"), 16), (Data(name="users", path=str(users[0])), 255)):
+        unit, plain = load(data.model_copy(update={"scaling": "unit"})), load(data)
+        x, _ = Examples.of(unit, "train").batch(np.arange(3))
+        np.testing.assert_allclose(x, plain.x[:3] / top, rtol=1e-6)
+        assert unit.digest == plain.digest
+    assert load(Data(name="digits", scaling="unit", augment=True)).pad == 1
 
 
 def test_importing_raysim_data_is_light():

@@ -31,6 +31,7 @@ import raysim
 from raysim import checkpoint, experiment, tracking
 from raysim.errors import ClientError, ConfigError, RaysimError
 from raysim.experiment import Finished, reopen, resume
+from raysim.models import Bound
 from raysim.plan import prepare
 
 ALWAYS = {
@@ -220,6 +221,33 @@ def test_when_the_test_set_is_seen(config, engine, every, rounds, expected):
     assert [r["round"] for r in history] == list(range(rounds + 1))
     for key in ("accuracy", "loss"):
         assert [r["round"] for r in history if key in r] == expected
+
+
+def test_what_is_held_out_is_measured_beside_the_test_set(config, engine):
+    """On the images as they are stored, however training augments them; and nobody trains on them."""
+    changes = {
+        "rounds": 2,
+        "data": {"name": "digits", "augment": True},
+        "partition": {"name": "iid", "clients": 20, "val_fraction": 0.3},
+        "model": "logistic",
+        "evaluate": {"every": 1, "batch": 100, "per_class": True},
+    }
+    run, history = engine({**config, **changes})
+    plan = run.plan
+    held_out = plan.clients.validation
+    assert 350 < len(held_out) < 510
+    x = torch.from_numpy(plan.dataset.x[held_out] / 16).float()
+    y = torch.from_numpy(plan.dataset.y[held_out])
+    bound = Bound(plan.model())
+    for record, parameters in zip(history, run.executor.xs, strict=True):
+        bound.flat.copy_(torch.from_numpy(parameters))
+        with torch.no_grad():
+            logits = bound.forward(x, "eval", None)
+        assert record["val/accuracy"] == pytest.approx(float((logits.argmax(1) == y).float().mean()))
+        assert record["val/loss"] == pytest.approx(float(torch.nn.functional.cross_entropy(logits, y)), rel=1e-5)
+        assert not any(key.startswith("val/accuracy/") for key in record)
+    _, plain = engine({**config, "rounds": 1, "evaluate": {"every": 1}})
+    assert not any(key.startswith("val/") for record in plain for key in record)
 
 
 # -- when it goes wrong ------------------------------------------------------------------------------------------------

@@ -354,6 +354,59 @@ def test_virtual_clients_draw_uniformly():
     assert np.abs(counts - 900).max() < 5 * np.sqrt(3000 * 0.3 * 0.7)
 
 
+# Validation
+
+
+@pytest.mark.parametrize("keys", [*EVERY[:-1], {"name": "dirichlet", "clients": 5, "alpha": 9.0}], ids=str)
+def test_held_out_examples_are_taken_from_the_same_clients(keys, digits):
+    """Nobody else's examples move: clients and validation set together are the partition without one."""
+    whole = split(partition(**keys), digits, 2)
+    clients = split(partition(**keys, val_fraction=0.25), digits, 2)
+    held_out = set(clients.validation.tolist())
+    assert clients.validation.dtype == clients.offsets.dtype == np.int64
+    assert len(held_out) == len(clients.validation) == len(whole.indices) - len(clients.indices)
+    for i in range(len(whole)):
+        assert clients.client(i).tolist() == [k for k in whole.client(i).tolist() if k not in held_out]
+    assert held_out <= set(whole.indices.tolist())
+    n = len(whole.indices)
+    assert abs(len(held_out) - n / 4) < 4 * (n * 3 / 16) ** 0.5, "each with probability 1/4"
+
+
+def test_without_a_fraction_nothing_changes(digits):
+    plain, none = (split(partition(name="iid", clients=9, **k), digits, 0) for k in ({}, {"val_fraction": 0}))
+    assert digest(plain) == digest(none) == "c2aec5a092117d735393633d008501cf8126c7de1e583734f38fe7033f5df6b6"
+    assert len(plain.validation) == 0 and plain.validation.dtype == np.int64
+
+
+def test_the_seed_decides_what_is_held_out(digits):
+    p = partition(name="iid", clients=9, val_fraction=0.1)
+    assert digest(split(p, digits, 0)) == digest(split(p, digits, 0)) != digest(split(p, digits, 1))
+    clients = split(p, digits, 0)
+    assert digest(clients) != digest(Clients(clients.indices, clients.offsets))
+
+
+def test_a_client_may_be_left_with_nothing(tmp_path):
+    toy = dataset(np.zeros(400))
+    clients = split(partition(name="iid", clients=400, val_fraction=0.5), toy, 0)
+    assert (
+        len(clients) == 400 and set(clients.sizes) == {0, 1} and len(clients.validation) == (clients.sizes == 0).sum()
+    )
+    (tmp_path / "p.json").write_text("[[3, 1], [], [5, 0, 2]]")
+    kept = split(partition(name="file", path=str(tmp_path / "p.json"), val_fraction=0.5), toy, 1)
+    assert [k for k in [3, 1, 5, 0, 2] if k not in kept.validation] == kept.indices.tolist() != []
+    with pytest.raises(ConfigError, match=r"partition\.val_fraction: 0\.999 takes all of the clients' 5 examples"):
+        split(partition(name="file", path=str(tmp_path / "p.json"), val_fraction=0.999), toy, 1)
+
+
+def test_fractions_that_cannot_be():
+    with pytest.raises(ConfigError, match=r"^partition\.val_fraction: virtual clients share their examples"):
+        partition(name="virtual", clients=3, val_fraction=0.1)
+    for wrong in (1, -0.1):
+        with pytest.raises(ConfigError, match=r"^partition\.val_fraction: "):
+            partition(name="iid", val_fraction=wrong)
+    assert partition(name="virtual", clients=3, val_fraction=0).val_fraction == 0
+
+
 # From a file
 
 

@@ -33,6 +33,8 @@ from raysim.randomness import generator
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 IMAGENET_GREY = (0.449,), (0.226,)
 UNIT = (0.0,), (1.0,)
+TOPS = {"digits": 16}
+"""The brightest pixel, where that is not 255."""
 
 
 @dataclass(frozen=True)
@@ -103,21 +105,28 @@ def load(data: Data) -> Dataset:
     """Reads a data set.
 
     `data.augment` decides on crops and mirroring: null as usual for the data set, false none, true also where it
-    is not usual (then crops after padding by an eighth of the height).
+    is not usual (then crops after padding by an eighth of the height). `data.scaling=unit` leaves inputs in [0, 1].
 
     Raises:
         ConfigError: the name is unknown, the files are missing or damaged, or the download failed.
     """
     if data.name not in names():
         raise ConfigError(f"data.name: unknown name '{data.name}'{did_you_mean(data.name, names())}")
-    if data.path is not None and data.name != "folder":
-        raise ConfigError(f"data.path: only data.name=folder reads it; {data.name} is looked for in data.root")
+    if data.path is not None and data.name not in OWN:
+        raise ConfigError(
+            f"data.path: only data.name=folder and data.name=users read it; {data.name} is looked for in data.root"
+        )
+    if data.size is not None and data.name not in OWN:
+        raise ConfigError(f"data.size: only data.name=folder and data.name=users have it; {data.name} has its own size")
     if data.download and data.name not in BY_HAND:
         fetch(data.name, data.root)
     if data.name in TORCHVISION:
         dataset = _from_torchvision(data.name, where(data.root))
     else:
         dataset = OTHERS[data.name](data)
+    if data.scaling == "unit":
+        scale, shift = _normalise(([0.0] * dataset.shape[0], [1.0] * dataset.shape[0]), TOPS.get(data.name, 255))
+        dataset = replace(dataset, scale=scale, shift=shift)
     if data.augment is None:
         return dataset
     if not data.augment:
@@ -250,22 +259,25 @@ def _digits(data: Data) -> Dataset:
     for c in range(10):
         members = order[y[order] == c]
         test[members[: round(len(members) / 5)]] = True
-    return Dataset("digits", x[~test], y[~test], x[test], y[test], tuple("0123456789"), *_normalise(UNIT, top=16))
+    return Dataset(
+        "digits", x[~test], y[~test], x[test], y[test], tuple("0123456789"), *_normalise(UNIT, TOPS["digits"])
+    )
 
 
-def _decode(paths: Iterable[Path], side: int, mode: str) -> np.ndarray:
-    """Images as uint8 [n, C, side, side]: shorter side resized to `side`, then the centre; `mode` is L or RGB."""
+def _decode(paths: Iterable[Path], side: int, mode: str, places: Iterable[str] | None = None) -> np.ndarray:
+    """Images as uint8 [n, C, side, side]: shorter side resized to `side`, then the centre; `mode` is L or RGB. `places`
+    say where each is asked for, if that is not plain from its path."""
     from PIL import Image
 
     transforms = import_torchvision().transforms
     square = transforms.Compose([transforms.Resize(side), transforms.CenterCrop(side)])
-    images = []
-    for path in paths:
+    images, paths = [], list(paths)
+    for path, place in zip(paths, places or map(str, paths), strict=True):
         try:
             with Image.open(path) as image:
                 images.append(np.asarray(square(image.convert(mode))))
         except OSError as error:
-            raise ConfigError(f"{path}: cannot be read as an image: {error}") from None
+            raise ConfigError(f"{place}: cannot be read as an image: {error}") from None
     return _channels_first(np.stack(images), upright=False)
 
 
@@ -354,12 +366,10 @@ def _covid_ct(data: Data) -> Dataset:
 def _folder(data: Data) -> Dataset:
     """Any images laid out as for torchvision's ImageFolder: `<path>/train/<class>/<image>`, `<path>/test/…` (or `val`).
 
-    All images become squares: the shorter side is resized to the median shorter side of the training images, the
-    centre is kept. They are grey where every training image is, RGB otherwise; ImageNet statistics; no
+    All images become squares: the shorter side is resized to `data.size` (null: the median shorter side of the training
+    images), the centre is kept. They are grey where every training image is, RGB otherwise; ImageNet statistics; no
     augmentation unless data.augment=true.
     """
-    from PIL import Image
-
     if data.path is None:
         raise ConfigError("data.path: missing; data.name=folder needs the folder that holds train/ and test/")
     path = Path(data.path).expanduser()
@@ -375,20 +385,104 @@ def _folder(data: Data) -> Dataset:
     train, test = listings
     if unknown := set(test.classes) - set(train.classes):
         raise ConfigError(f"data.path: {halves[1]} has classes that {halves[0]} lacks: {', '.join(sorted(unknown))}")
-    shapes = []
-    for file, _ in train.samples:
-        try:
-            with Image.open(file) as image:
-                shapes.append((min(image.size), image.mode))
-        except OSError as error:
-            raise ConfigError(f"{file}: cannot be read as an image: {error}") from None
-    side = round(statistics.median(shorter for shorter, _ in shapes))
-    grey = all(mode in ("1", "L") for _, mode in shapes)
-    x, x_test = (_decode((Path(file) for file, _ in half.samples), side, "L" if grey else "RGB") for half in listings)
+    paths = [[Path(file) for file, _ in half.samples] for half in listings]
+    side, mode = _common_form(paths[0], data.size)
+    x, x_test = (_decode(half, side, mode) for half in paths)
     y = np.array(train.targets, dtype=np.int64)
     y_test = np.array([train.class_to_idx[test.classes[k]] for k in test.targets], dtype=np.int64)
-    norm = _normalise(IMAGENET_GREY if grey else IMAGENET)
+    norm = _normalise(IMAGENET_GREY if mode == "L" else IMAGENET)
     return Dataset(path.resolve().name, x, y, x_test, y_test, tuple(train.classes), *norm)
+
+
+def _common_form(paths: Sequence[Path], size: int | None, places: Iterable[str] | None = None) -> tuple[int, str]:
+    """The side of the squares and the mode, L or RGB, that images are brought to."""
+    from PIL import Image
+
+    shapes = []
+    for path, place in zip(paths, places or map(str, paths), strict=True):
+        try:
+            with Image.open(path) as image:
+                shapes.append((min(image.size), image.mode))
+        except OSError as error:
+            raise ConfigError(f"{place}: cannot be read as an image: {error}") from None
+    grey = all(mode in ("1", "L") for _, mode in shapes)
+    return size or round(statistics.median(shorter for shorter, _ in shapes)), "L" if grey else "RGB"
+
+
+class Row(NamedTuple):
+    """An image that a CSV file names, and where it does."""
+
+    path: Path
+    label: str
+    user: str
+    place: str
+
+
+def _users(data: Data) -> Dataset:
+    """Images of natural users, in the form of Landmarks-User-160k (Hsu 2020, arXiv 2003.08082).
+
+    `<path>/train.csv` has the columns user, image, class, `<path>/test.csv` the columns image, class; others are
+    ignored. Images are given relative to `path`, classes and users are any words. Groups are the users. The images are
+    brought to one form as those of `folder` are, and kept decoded beside the files.
+    """
+    if data.path is None:
+        raise ConfigError("data.path: missing; data.name=users needs the folder that holds train.csv and test.csv")
+    folder = Path(data.path).expanduser()
+    train = _rows(folder / "train.csv", ("user", "image", "class"))
+    test = _rows(folder / "test.csv", ("image", "class"))
+    classes, users = sorted({row.label for row in train}), sorted({row.user for row in train})
+    label, group = ({name: k for k, name in enumerate(names)} for names in (classes, users))
+    listed = hashlib.sha256()
+    for row in (*train, *test):
+        if row.label not in label:
+            raise ConfigError(f"{row.place}: class '{row.label}' is not among those of train.csv")
+        try:
+            found = row.path.stat()
+        except OSError as error:
+            raise ConfigError(f"{row.place}: image {row.path} cannot be read: {error.strerror}") from None
+        listed.update(f"{os.path.relpath(row.path, folder)} {found.st_size} {found.st_mtime_ns}\n".encode())
+
+    def decode() -> list[np.ndarray]:
+        form = _common_form([row.path for row in train], data.size, (row.place for row in train))
+        return [_decode((row.path for row in half), *form, (row.place for row in half)) for half in (train, test)]
+
+    kept = folder / f"raysim-{data.size or 'median'}-{listed.hexdigest()[:12]}.npz"
+    x, x_test = _cached(kept, decode)
+    y, y_test = (np.array([label[row.label] for row in half], dtype=np.int64) for half in (train, test))
+    return Dataset(
+        folder.resolve().name,
+        x,
+        y,
+        x_test,
+        y_test,
+        tuple(classes),
+        *_normalise(IMAGENET_GREY if x.shape[1] == 1 else IMAGENET),
+        groups=np.array([group[row.user] for row in train], dtype=np.int32),
+        group_names=tuple(users),
+    )
+
+
+def _rows(file: Path, columns: Sequence[str]) -> list[Row]:
+    """The rows of a CSV file that has these columns, each with something in it."""
+    rows = []
+    try:
+        with open(file, newline="", encoding="utf-8-sig") as lines:
+            reader = csv.DictReader(lines)
+            if missing := [c for c in columns if c not in (reader.fieldnames or ())]:
+                raise ConfigError(f"{file}:1: no column {', '.join(missing)}; expected {', '.join(columns)}")
+            for row in reader:
+                place = f"{file}:{reader.line_num}"
+                values = {c: (row[c] or "").strip() for c in columns}
+                if empty := [c for c in columns if not values[c]]:
+                    raise ConfigError(f"{place}: no {empty[0]}")
+                rows.append(Row(file.parent / values["image"], values["class"], values.get("user", ""), place))
+    except OSError as error:
+        raise ConfigError(f"data.path: {file} cannot be read: {error.strerror}") from None
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ConfigError(f"data.path: {file} is not a CSV file in UTF-8: {error}") from None
+    if not rows:
+        raise ConfigError(f"{file}: names no images")
+    return rows
 
 
 OTHERS: dict[str, Callable[[Data], Dataset]] = {
@@ -396,9 +490,14 @@ OTHERS: dict[str, Callable[[Data], Dataset]] = {
     "tiny_imagenet": _tiny_imagenet,
     "covid_ct": _covid_ct,
     "folder": _folder,
+    "users": _users,
 }
+
+OWN = ("folder", "users")
+"""Images of one's own."""
 
 BY_HAND = {
     "covid_ct": "lay out COVID-CT/index.csv (columns file, label, split) and the images it names by hand",
     "folder": "give the folder that holds train/ and test/ as data.path",
+    "users": "give the folder that holds train.csv and test.csv as data.path",
 }

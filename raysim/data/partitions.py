@@ -1,7 +1,8 @@
 """Partitions: which client holds which training examples.
 
 Every rule but `file` and `virtual` answers with an owner for each example (-1: nobody), so clients cannot overlap.
-A client's examples are in ascending order; the order of training is drawn elsewhere, anew for each pass.
+A client's examples are in ascending order; the order of training is drawn elsewhere, anew for each pass. Those that
+are held out for validation are taken from the clients afterwards, by any rule but `virtual`.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import zipfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -38,10 +39,12 @@ class Clients:
     Attributes:
         indices: int64 [sum of sizes], positions in the training half.
         offsets: int64 [N + 1]; client i holds `indices[offsets[i]:offsets[i + 1]]`.
+        validation: int64 [M], positions in the training half that were moved away from the clients.
     """
 
     indices: np.ndarray
     offsets: np.ndarray
+    validation: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -69,6 +72,11 @@ class VirtualClients:
         return self.n_clients
 
     @property
+    def validation(self) -> np.ndarray:
+        """int64 [0]."""
+        return np.empty(0, dtype=np.int64)
+
+    @property
     def sizes(self) -> np.ndarray:
         """int64 [N], one number seen N times (read-only, 8 bytes in all)."""
         return np.broadcast_to(np.int64(self.samples), (self.n_clients,))
@@ -86,6 +94,8 @@ def digest(clients: Clients | VirtualClients) -> str:
         return hashlib.sha256(repr(clients).encode()).hexdigest()
     whole = hashlib.sha256(np.ascontiguousarray(clients.offsets).tobytes())
     whole.update(np.ascontiguousarray(clients.indices).tobytes())
+    if len(clients.validation):
+        whole.update(b"validation" + np.ascontiguousarray(clients.validation).tobytes())
     return whole.hexdigest()
 
 
@@ -95,26 +105,47 @@ def split(partition: Partition, dataset: Dataset, seed: int) -> Clients | Virtua
     Raises:
         ConfigError: the data set is too small for the partition, has no natural groups, or the file is wrong.
     """
-    rng = generator(seed, "partition")
     match partition:
-        case FromFile():
-            return _from_file(Path(partition.path).expanduser(), len(dataset.y))
         case Virtual():
             _require(partition.samples <= len(dataset.y), dataset, f"partition.samples={partition.samples}")
             return VirtualClients(partition.clients, partition.samples, len(dataset.y), seed)
+        case FromFile():
+            clients = _from_file(Path(partition.path).expanduser(), len(dataset.y))
+        case _:
+            owner = _owner(partition, dataset, generator(seed, "partition"))
+            clients = _collect(owner, partition.clients or len(dataset.group_names))
+    return _hold_out(clients, partition.val_fraction, generator(seed, "validation"))
+
+
+def _owner(partition: Partition, dataset: Dataset, rng: np.random.Generator) -> np.ndarray:
+    """int [n]: whose each example is, -1 for nobody's."""
+    match partition:
         case IID():
-            owner = _iid(partition, dataset, rng)
+            return _iid(partition, dataset, rng)
         case Dirichlet():
-            owner = _dirichlet(partition, dataset, rng)
+            return _dirichlet(partition, dataset, rng)
         case SlowClass():
-            owner = _slow_class(partition, dataset, rng)
+            return _slow_class(partition, dataset, rng)
         case Shards():
-            owner = _shards(partition, dataset, rng)
+            return _shards(partition, dataset, rng)
         case HeavyTail():
-            owner = _heavy_tail(partition, dataset, rng)
+            return _heavy_tail(partition, dataset, rng)
         case Natural():
-            owner = _natural(partition, dataset, rng)
-    return _collect(owner, partition.clients or len(dataset.group_names))
+            return _natural(partition, dataset, rng)
+    raise AssertionError(partition)
+
+
+def _hold_out(clients: Clients, fraction: float, rng: np.random.Generator) -> Clients:
+    """Moves each example of each client to the validation set with probability `fraction`."""
+    if not fraction:
+        return clients
+    out = rng.random(len(clients.indices)) < fraction
+    if out.all():
+        raise ConfigError(
+            f"partition.val_fraction: {fraction:g} takes all of the clients' {len(out)} examples; lower it"
+        )
+    left = np.concatenate([[0], np.cumsum(~out, dtype=np.int64)])
+    return Clients(clients.indices[~out], left[clients.offsets], clients.indices[out])
 
 
 def _collect(owner: np.ndarray, n_clients: int) -> Clients:
