@@ -86,7 +86,7 @@ class Engine:
         stopwatch = Stopwatch()
         self._send_off(work)
         if not self.history:
-            pending.append(Pending({"round": 0.0}, self._evaluation(0, down, stopwatch)))
+            pending.append(Pending({"round": 0.0, "virtual_time": 0.0}, self._evaluation(0, down, stopwatch)))
         while self.done < self.config.rounds and not work.turn.stands_still:
             upcoming = self._draw(self.done + 1)
             trained = work.training.get()

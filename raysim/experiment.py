@@ -22,13 +22,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import raysim
-from raysim import checkpoint, schedule
+from raysim import checkpoint, forgetting, pictures, schedule
 from raysim.data import partition_plot, partitions, summary
 from raysim.engine import Engine, Record
 from raysim.errors import ConfigError, RaysimError
 from raysim.executor import Executor, Inline
 from raysim.layers import parse_overrides
-from raysim.pictures import arrivals, learning_curve
 from raysim.plan import Plan, prepare
 from raysim.spool import Recorder
 from raysim.tracking import Tracker
@@ -341,6 +340,7 @@ def _keepsakes(plan: Plan, run_dir: Path, history: list[Record]) -> list[Path]:
             "learning_curve.png",
             "partition.png",
             "arrivals.png",
+            "forgetting.png",
         )
     ]
     if history:
@@ -349,8 +349,10 @@ def _keepsakes(plan: Plan, run_dir: Path, history: list[Record]) -> list[Path]:
             writer = csv.DictWriter(file, columns)
             writer.writeheader()
             writer.writerows(history)
-        learning_curve(history, run_dir / "learning_curve.png")
+        pictures.learning_curve(history, run_dir / "learning_curve.png")
     partition_plot(plan.clients, plan.dataset.y, plan.dataset.n_classes, run_dir / "partition.png")
     if turns := schedule.preview(plan.config, plan.clients.sizes, min(plan.config.rounds, ROUNDS_SHOWN)):
-        arrivals(turns, run_dir / "arrivals.png")
+        pictures.arrivals(turns, run_dir / "arrivals.png")
+    if found := forgetting.read(run_dir):
+        pictures.forgetting(found, run_dir / "forgetting.png")
     return [path for path in paths if path.exists()]
