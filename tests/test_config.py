@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import yaml
 from raysim import validation
 from raysim.config import at_round
 from raysim.errors import ConfigError
-from raysim.layers import read
+from raysim.layers import read, shipped
 from raysim.plan import Plan, keys, prepare
 from raysim.rules import ALGORITHMS, defaults, discover, resolve
 
@@ -737,12 +738,34 @@ def test_an_unknown_configuration(files):
             prepare(given)
 
 
-@pytest.mark.parametrize("shipped", ["quickstart", "quickstart.yaml", "configs/quickstart.yaml", "gradma/mnist"])
-def test_shipped_configurations_are_found_by_name_and_are_right(files, shipped):
+@pytest.mark.parametrize("given", ["quickstart", "quickstart.yaml", "configs/quickstart.yaml", "gradma/mnist"])
+def test_shipped_configurations_are_found_by_name_and_are_right(files, given):
     files()
     discover()
-    raw = layers(shipped)
+    raw = layers(given)
     resolve(validation.validate(raw))
+
+
+@pytest.mark.parametrize("name", sorted(shipped()))
+def test_every_shipped_configuration_is_well_formed(name):
+    """Its sections, and what its grids vary; of the data nothing is read, and of the methods nothing is asked."""
+    raw = layers(name)
+    grids = raw.pop("sweep", [])
+    assert validation.validate(raw).rounds
+    for grid in grids if isinstance(grids, list) else [grids]:
+        for values in (value if isinstance(value, list) else [value] for value in grid.values()):
+            assert values
+        point = {key: value[0] if isinstance(value, list) else value for key, value in grid.items()}
+        varied = read(name, point, keys, defaults)
+        varied.pop("sweep")
+        validation.validate(varied)
+
+
+def test_every_shipped_configuration_is_installed():
+    root = Path(__file__).parents[1]
+    packages = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    for path in (root / "configs").rglob("*.yaml"):
+        assert ".".join(["raysim", *path.relative_to(root).parent.parts]) in packages
 
 
 def test_a_run_dir_that_is_taken(small, tmp_path):
