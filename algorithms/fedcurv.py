@@ -10,9 +10,8 @@ sent ready to be added up). Where 2 lr lam A exceeds 2 in some coordinate, a ste
 its largest entry.
 
 The original leaves out the client's own term: `own: false`, which keeps 2d floats for each client (and is meant for
-rounds in step). The code of Xu 2022
-has it in, sums over clients (`over: mean` averages), and takes F_i in eval mode on augmented images, which is
-`fisher: augmented`. `privacy` does not protect F_i.
+rounds in step). The code of Xu 2022 has it in, sums over clients (for a mean over S of them give lam / S), and takes F_i
+in eval mode on augmented images, which is `fisher: augmented`. `privacy` does not protect F_i.
 """
 
 from dataclasses import dataclass
@@ -69,7 +68,6 @@ class FedCurvClient(ClientRule):
 class FedCurvServer(ServerRule):
     """Averaging, and the sums of what the clients know of their curvature."""
 
-    over: Literal["sum", "mean"] = "sum"
     provides = ("x", "A", "b")
 
     @property
@@ -83,9 +81,8 @@ class FedCurvServer(ServerRule):
         return dict(state)
 
     def update(self, state, reports):
-        count = len(reports.ids) if self.over == "mean" else 1
-        A, b = (reports.sum(key) / count for key in ("fisher", "fisher_y"))
-        return {"x": state["x"] - self.lr * reports.mean("delta"), "A": A, "b": b}
+        x = state["x"] - self.lr * reports.mean("delta")
+        return {"x": x, "A": reports.sum("fisher"), "b": reports.sum("fisher_y")}
 
 
 Algorithm("fedcurv", FedCurvClient, FedCurvServer, "Shoham 2019", state="server 2d, client 0", traffic="down 3d, up 2d")

@@ -19,6 +19,8 @@ L is -Σ y log(p + 1e-12). Step i goes with what was made of batch i of the pass
 authors' code (`pairing: own` makes them anew at each step); the code's q comes from the step's own images (`fresh:
 true`, preset reference); it means to clamp the images to their batch's range but does not (`clamp`). What their
 generator does on one device, where both sets share their storage and become the same, is a fault and not followed.
+Where eta_s is so large that θ₀ is sure of every pseudo image, g_s cancels to rounding noise and the projection along it
+with it: then runs of other builds, or in another block mode, drift apart.
 """
 
 from dataclasses import dataclass, replace

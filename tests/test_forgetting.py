@@ -13,6 +13,7 @@ from torch.nn import functional as F
 import raysim
 from raysim import forgetting, observed
 from raysim.errors import ConfigError
+from raysim.experiment import resume
 from raysim.plan import Plan, prepare
 
 CONFIG = {
@@ -83,7 +84,7 @@ def test_fisher_correlation_is_that_of_pseudo_and_past_data(base):
     parts = [stored(plan, client) for client in window]
     past_x, past_y = torch.cat([x for x, _ in parts]), F.one_hot(torch.cat([y for _, y in parts]), 10)
     assert len(rounds[2]["fisher"]) == 4
-    for one, correlation in zip(seen, rounds[2]["fisher"], strict=True):
+    for one, correlation in zip(sorted(seen, key=lambda one: one.client), rounds[2]["fisher"], strict=True):
         x0, (x, y) = one.down.shared["x"], stored(plan, one.client)
         pseudo = x
         for _ in range(3):
@@ -102,7 +103,7 @@ def test_actors_and_a_resume_see_the_same(base, local_ray):
     on_ray = {"resources": {"executor": "ray", "actors": 2, "threads": 1, "timeout": 300}}
     raysim.run({**config, "run_dir": base["run_dir"] + "-here"})
     raysim.run({**config, "rounds": 2})
-    raysim.resume(base["run_dir"], ["rounds=4"])
+    resume(base["run_dir"], ["rounds=4"])
     raysim.run({**config, **on_ray, "run_dir": base["run_dir"] + "-ray"})
     here = Path(base["run_dir"] + "-here")
     for other in (Path(base["run_dir"]), Path(base["run_dir"] + "-ray")):
