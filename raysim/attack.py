@@ -332,22 +332,22 @@ class Simulation:
         """Finds out whether observations can go side by side. Raises ConfigError where they cannot go at all."""
         x = self.starts(0)[:2]
         reason = why_not_vmap(self.model) if side_by_side else "asked for"
-        if reason is None:
+        self.vmap = reason is None
+        if self.vmap:
             try:
-                self.vmap = True
                 with warnings.catch_warnings():
                     warnings.simplefilter("error")  # torch warns where it would fall back to a slow loop of its own
                     self.gradient(x)
             except Exception as error:
-                reason = _first_line(error)
-        if reason is not None:
-            self.vmap = False
+                self.vmap, reason = False, _first_line(error)
+        if not self.vmap:
             logger.info("attack: one client after the other (%s)", reason)
         who = f"model '{self.name}'" if self.rule is None else f"client rule '{self.rule.name}'"
         instead = "take another net" if self.rule is None else "use attacker=oblivious"
+        first = x[0].requires_grad_()
         try:
-            self.gradient(x)
-            sent = self._one(0)(x[0], self.y[0])
+            sent = self._one(0)(first, self.y[0])
+            torch.autograd.grad(sent.sum(), first)
         except Exception as error:
             raise ConfigError(
                 f"attacker: {who} cannot be simulated as a differentiable function of the images "
@@ -394,7 +394,7 @@ class Simulation:
         n = self.sizes[i or 0]
 
         def simulate(x: Tensor, y: Tensor) -> Tensor:
-            known = x if n == len(y) else torch.full_like(x, torch.nan)  # the attacker sees only this batch
+            known = x if n == len(y) else x * torch.nan  # of the others the attacker knows nothing
             data = LocalData(n, self.average, lambda augment: iter([Batch(known, y)])) if alone else _Ragged()
             return simulated(self.rule, self.model, self.facts, self.down, x, y, data)
 
