@@ -219,7 +219,7 @@ class Trainer:
         row = {k: v for k, v in kept.items() if k != "seen"} | {_last(key): report[key] for key in self.change}
         trained = _Trained(here.job, {**report, "buffers": task.buffers}, row, loss)
         if here.job.observed:
-            trained.observed = self._observed(here, report)
+            trained.observed = self._observed(here, trained.report)
         if here.job.past is not None:
             trained.forgotten = forgetting.measure(self, rule, here, state["w"].clone(), task.buffers)
         return trained

@@ -361,6 +361,30 @@ def replay(run_dir: Path) -> int:
     return left
 
 
+def add_to(run_dir: Path, metrics: Mapping[str, float], step: int, artifacts: Path, place: str) -> None:
+    """Adds figures and a folder of files to the run that this folder holds, finished or not, and sends them.
+
+    Args:
+        run_dir: the run's folder.
+        metrics: figures under `step`; one that the run has under this step already is left as it is.
+        artifacts: a folder; it is kept with the run under `place`.
+
+    Raises:
+        RaysimError: nothing was tracked there, the run is still going on, or the server cannot be reached. In the last
+            case `replay` can send them later.
+    """
+    if not (Path(run_dir) / "spool.jsonl").is_file():
+        raise RaysimError(f"{run_dir}: nothing was tracked here (there is no spool.jsonl)")
+    now = time.time_ns() // 1_000_000
+    spool = Spool(run_dir)
+    with contextlib.closing(spool):
+        if metrics:
+            values = {legal(key): float(value) for key, value in metrics.items()}
+            spool.append({"kind": "metrics", "time": now, "step": step, "values": values})
+        spool.append({"kind": "artifact", "time": now, "path": str(Path(artifacts).absolute()), "folder": place})
+    replay(run_dir)
+
+
 class _Refused(Exception):
     """The server answers, and will never take this record."""
 

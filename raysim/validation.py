@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 import typing
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
 from raysim.config import NAMED, Clocked, Config, Section, named
 from raysim.errors import ConfigError, did_you_mean
+
+Kind = TypeVar("Kind", bound=Section)
 
 
 def section_keys(section: str, name: str) -> set[str] | None:
@@ -36,17 +38,22 @@ def choices(section: str) -> dict[str, type[Section]]:
 
 def validate(raw: Mapping[str, Any]) -> Config:
     """The typed configuration, or a ConfigError that names every wrong key, the nearest right one and the fix."""
-    _refuse_switches(raw)
+    return checked(Config, raw)
+
+
+def checked(model: type[Kind], raw: Mapping[str, Any]) -> Kind:
+    """A plain mapping as this section, or a ConfigError as of `validate`."""
+    _refuse_switches(raw, (model,))
     try:
-        return Config.model_validate(raw)
+        return model.model_validate(raw)
     except ValidationError as error:
-        raise ConfigError(explain(error, raw, Config)) from None
+        raise ConfigError(explain(error, raw, model)) from None
 
 
-def _refuse_switches(raw: Mapping[str, Any], models: Sequence[type[BaseModel]] = (), above: str = "") -> None:
+def _refuse_switches(raw: Mapping[str, Any], models: Sequence[type[BaseModel]], above: str = "") -> None:
     """Pydantic would take true for 1. Sections whose keys are checked elsewhere are left to those who do."""
     for key, value in raw.items():
-        fields = [m.model_fields[key] for m in models or (Config,) if key in m.model_fields]
+        fields = [m.model_fields[key] for m in models if key in m.model_fields]
         inner = [a for field in fields for a in flatten(field.annotation)]
         if isinstance(value, bool) and fields and bool not in inner:
             raise ConfigError(
