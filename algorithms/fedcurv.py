@@ -10,8 +10,8 @@ sent ready to be added up). Where 2 lr lam A exceeds 2 in some coordinate, a ste
 its largest entry.
 
 The original leaves out the client's own term: `own: false`, which keeps 2d floats for each client (and is meant for
-rounds in step). The code of Xu 2022 has it in, sums over clients (for a mean over S of them give lam / S), and takes F_i
-in eval mode on augmented images, which is `fisher: augmented`. `privacy` does not protect F_i.
+rounds in step). The code of Xu 2022 has it in, sums over clients (for a mean over S of them give lam / S), and takes
+F_i in eval mode on augmented images, which is `fisher: augmented`. `privacy` does not protect F_i.
 """
 
 from dataclasses import dataclass

@@ -84,6 +84,8 @@ class Options(Section):
     """Starts from other random images, of which the one with the lowest cost is kept (an option of Geiping 2020)."""
     seed: int = Field(default=0, ge=0)
     """Of the random images it starts from."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where the attack runs, whatever the run itself did."""
     round: Annotated[int, Field(ge=0)] | None = None
     """Which of the observed rounds. None: the first."""
 
@@ -177,6 +179,8 @@ def attack(
         ConfigError: there is no run, it has kept no updates, they cannot be inverted, or an option is wrong.
     """
     options = checked(Options, parse_overrides(overrides))
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device: this machine has no GPU that torch can use; take device=cpu")
     folder = Path(run_dir)
     if not (folder / "config.yaml").is_file():
         raise ConfigError(f"{folder} holds no run (no config.yaml); give the folder that `raysim run` printed")
@@ -200,7 +204,7 @@ def invert(
     """
     _refuse(plan, seen)
     began = time.perf_counter()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = options.device
     pixels = Pixels.of(plan.dataset, plan.dtype, device)
     groups = [list(group) for _, group in groupby(sorted(seen, key=_alike), _alike)]
     total, done = len(groups) * options.restarts * options.iterations, 0

@@ -77,7 +77,8 @@ def correlation(a: Tensor, b: Tensor) -> float:
 
 def gather(past: Sequence[int], measured: Mapping[int, dict[str, list[float]]]) -> dict[str, list[float]]:
     """Of one round: the losses `before` and `after` of each past client, the latter the mean over the round's clients;
-    the correlations `fisher`, one for each of these. {} where nobody measured anything."""
+    the correlations `fisher`, one for each of these, by their numbers. {} where nobody measured anything."""
+    measured = {client: measured[client] for client in sorted(measured)}
     if not any("before" in one for one in measured.values()):
         return {}
     before = next(one["before"] for one in measured.values() if "before" in one)
