@@ -474,6 +474,9 @@ def test_one_parameter(client, server, engine, config, source):
         assert "client.name" in str(error)
         return
     assert run.plan.problem.size == 1
+    if client.startswith("fedreg"):  # its one direction is the one that it may not go: the pseudo data forbid it
+        assert np.array_equal(run.executor.xs[-1], run.executor.xs[0])
+        return
     assert_sound(run)
     losses = [record["loss"] for record in records]
     assert min(losses[1:]) < losses[0]
