@@ -316,7 +316,7 @@ class Simulation:
         local = config.local
         decayed = self.model.decayed() if local.weight_decay else None
         lr, x0 = at_round(local.lr, base), plan.initial[0].to(device)
-        self.facts = Facts(base, lr, local.weight_decay, local.clip, config.privacy, x0, decayed)
+        self.facts = Facts(base, lr, local.weight_decay, local.clip, config.privacy, False, x0, decayed)
         self.clients = [one.client for one in seen]
         self.sizes = [len(plan.clients.client(client)) for client in self.clients]
         self.average = float(plan.clients.sizes.mean())

@@ -166,9 +166,10 @@ class Trainer:
 
     def _facts(self, t: int) -> Facts:
         local = self.config.local
-        return Facts(
-            t, at_round(local.lr, t), local.weight_decay, local.clip, self.config.privacy, self.x0, self.decayed
-        )
+        private = self.config.privacy
+        guarded = private is not None and not self.rule.exposes
+        lr = at_round(local.lr, t)
+        return Facts(t, lr, local.weight_decay, local.clip, private, guarded, self.x0, self.decayed)
 
     # -- one after the other ---------------------------------------------------------------------------------------
 

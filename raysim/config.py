@@ -444,10 +444,10 @@ class Evaluate(Section):
 
 
 class Observe(Section):
-    """Keeps what an honest but curious server sees, for `raysim attack`: in these rounds the updates of the first
-    `clients` of the cohort, with the model they began with and, to compare with, the images they trained on."""
+    """Keeps what an honest but curious server sees, for `raysim attack`: in these rounds (from 0) the updates of the
+    first `clients` of the cohort, with the model they began with and, to compare with, the images they trained on."""
 
-    rounds: tuple[Annotated[int, Field(ge=0)], ...] = (0,)
+    rounds: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)] = (0,)
     clients: int = Field(default=8, ge=1)
 
 
@@ -456,7 +456,7 @@ class Privacy(Section):
     as it is), and noise N(0, (sigma clip)²) is added to their sum. `delta` is that of the ε that is reported."""
 
     clip: Positive | None = 1.0
-    sigma: float = Field(default=0.01, ge=0)
+    sigma: float = Field(default=1.0, ge=0)
     delta: float = Field(default=1e-5, gt=0, lt=1)
 
     @model_validator(mode="after")

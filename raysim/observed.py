@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -51,12 +51,14 @@ def write(
             tensors[f"client/{one['client']}/{key}"] = torch.from_numpy(value)
     folder = run_dir / "updates"
     folder.mkdir(exist_ok=True)
-    save_file(tensors, folder / f"round-{t:06d}.safetensors", {"clients": json.dumps(clients)})
+    part = folder / f"round-{t:06d}.part"
+    save_file(tensors, part, {"clients": json.dumps(clients)})
+    part.replace(part.with_suffix(".safetensors"))
 
 
 def read(run_dir: Path, t: int | None = None) -> list[Observation]:
     """The observations of a round (null: of the first that has any). Raises ConfigError where there are none."""
-    files = sorted((run_dir / "updates").glob("round-*.safetensors"))
+    files = sorted((run_dir / "updates").glob(f"round-{'[0-9]' * 6}.safetensors"))
     rounds = [int(file.stem.removeprefix("round-")) for file in files]
     if not files:
         raise ConfigError(
@@ -65,8 +67,17 @@ def read(run_dir: Path, t: int | None = None) -> list[Observation]:
     if t is not None and t not in rounds:
         raise ConfigError(f"{run_dir} holds no updates of round {t}, only of {', '.join(map(str, rounds))}")
     t = rounds[0] if t is None else t
+    try:
+        return _read(files[rounds.index(t)], t)
+    except (SafetensorError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{files[rounds.index(t)]} is damaged ({error}); run it again, or attack another round"
+        ) from None
+
+
+def _read(path: Path, t: int) -> list[Observation]:
     found = []
-    with safe_open(files[rounds.index(t)], "pt") as file:
+    with safe_open(path, "pt") as file:
         keys = list(file.keys())
         for one in json.loads(file.metadata()["clients"]):
             down = f"down/{one['base']}/"

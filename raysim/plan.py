@@ -124,7 +124,7 @@ def resolve(raw: Mapping[str, Any], load: Callable[[Data], Dataset] = load) -> P
         except ValueError as error:
             raise ConfigError(f"{'algorithm' if getattr(config, half) is None else half}.{error}") from None
     _check_privacy(config, client, net)
-    _check_forgetting(config, client)
+    _check_watching(config, client)
     vmap, size = _block(config, model)
     config = config.model_copy(
         update={
@@ -206,8 +206,12 @@ def _check_privacy(config: Config, client: ClientRule, net: nn.Module) -> None:
         )
 
 
-def _check_forgetting(config: Config, client: ClientRule) -> None:
+def _check_watching(config: Config, client: ClientRule) -> None:
     asked = config.evaluate.forgetting
+    if config.observe and min(config.observe.rounds) >= config.rounds:
+        raise ConfigError(
+            f"observe.rounds: the run's rounds are 0 to {config.rounds - 1}, none of them is to be observed"
+        )
     if asked is None:
         return
     if not isinstance(config.schedule, Sync):

@@ -100,13 +100,15 @@ class ClientRule(_Rule):
 
     @property
     def exposes(self) -> tuple[str, ...]:
-        """What it sends that is made of the client's examples in another way, which `privacy` does not protect."""
+        """What it sends that is made of the client's examples in another way, which `privacy` does not protect. Under
+        `privacy`, a rule that names nothing here may not use `task.full_grad`, `fisher`, `sample_grads`, `input_grad`.
+        """
         return ()
 
     @property
     def makes(self) -> bool:
-        """Whether `make` is to be called."""
-        return False
+        """Whether `make` is to be called: by default, if the rule has one."""
+        return type(self).make is not ClientRule.make
 
     def make(self, shared: State, batch: Batch, task: Task) -> tuple[Batch, ...]:
         """On arrival, for each batch of one shuffled pass over the client's data: batches of as many examples to go

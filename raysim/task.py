@@ -118,6 +118,8 @@ class Facts:
     weight_decay: float = 0.0
     clip: float | None = None
     privacy: Privacy | None = None
+    guarded: bool = False
+    """Whether the rule may look at the examples through private gradients only."""
     x0: Tensor | None = None
     decayed: Tensor | None = None
 
@@ -175,7 +177,7 @@ class Task:
         count = len(batch.y) if mask is None else mask.sum()
         total, plain = torch.zeros_like(w), w.new_zeros(())
         for part in in_parts(batch, self.model.size) if loss is cross_entropy else [batch]:
-            rows, values = self.sample_grads(w, part, loss, "train")
+            rows, values = self._sample_grads(w, part, loss, "train")
             total = total + clipped_sum(rows, privacy.clip, part.mask)
             plain = plain + (values if part.mask is None else values * part.mask).sum()
         self.losses.append((plain / count).detach())
@@ -187,8 +189,19 @@ class Task:
         self, w: Tensor, batch: Batch, loss: Loss = cross_entropy, mode: Mode = "eval", buffers: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """The gradient of each example's loss, [B, P], and each example's cross-entropy, [B]. For nets in which
-        examples do not meet (no BatchNorm in mode "train")."""
+        examples do not meet (no BatchNorm in mode "train"). `buffers` are the client's own unless given."""
+        self._guard("sample_grads")
+        return self._sample_grads(w, batch, loss, mode, self.buffers if buffers is None else buffers)
 
+    def _guard(self, method: str) -> None:
+        if self.facts.guarded:
+            raise ValueError(
+                f"privacy does not cover what comes of task.{method}; name in the rule's `exposes` what it sends of it"
+            )
+
+    def _sample_grads(
+        self, w: Tensor, batch: Batch, loss: Loss, mode: Mode, buffers: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         def total(each: Tensor) -> tuple[Tensor, Tensor]:
             net = Net(self.model, batch.x, _one_by_one(self.model, each, batch, mode, buffers))
             values = loss(net, batch)
@@ -204,6 +217,7 @@ class Task:
     def fisher(self, w: Tensor, data: LocalData, augment: bool = False) -> Tensor:
         """The diagonal of the empirical Fisher information [P] at w: the mean over all of the client's examples of the
         squared gradient of log p(y | x), in mode "eval" with the client's own statistics. For `init` and `finish`."""
+        self._guard("fisher")
         return self.squares(w, data.batches(augment))
 
     def squares(self, w: Tensor, batches: Iterable[Batch]) -> Tensor:
@@ -211,7 +225,7 @@ class Task:
         total, count = torch.zeros_like(w), 0
         for batch in batches:
             for part in in_parts(batch, self.model.size):
-                rows, _ = self.sample_grads(w, part, buffers=self.buffers)
+                rows, _ = self._sample_grads(w, part, cross_entropy, "eval", self.buffers)
                 total, count = total + (rows * rows).sum(0), count + len(rows)
         return total / max(count, 1)
 
@@ -226,6 +240,7 @@ class Task:
         """∇f_i(w) [P]: the mean over all of the client's examples as they are stored (no augmentation, no dropout),
         computed batch by batch and weighted by their sizes; BatchNorm takes each batch's statistics and keeps
         nothing. For `init` and `finish`, where a client is by itself."""
+        self._guard("full_grad")
         total = torch.zeros_like(w)
         for batch in data.batches(False):
             total += self._grad(w, batch, cross_entropy, "frozen", None) * (len(batch.y) / data.n)
@@ -300,6 +315,7 @@ class LoopTask(Task):
         return torch.cat([p.reshape(-1) for p in parts])
 
     def input_grad(self, w: Tensor, batch: Batch, loss: Loss = cross_entropy, buffers: Tensor | None = None) -> Tensor:
+        self._guard("input_grad")
         x = batch.x.detach().requires_grad_()
         net = self.net(w, replace(batch, x=x), "eval", buffers)
         return torch.autograd.grad(loss(net, batch).sum(), x)[0]
@@ -372,6 +388,8 @@ class VmapTask(Task):
         return grad
 
     def input_grad(self, w: Tensor, batch: Batch, loss: Loss = cross_entropy, buffers: Tensor | None = None) -> Tensor:
+        self._guard("input_grad")
+
         def total(x: Tensor) -> Tensor:
             return loss(self.net(w, replace(batch, x=x), "eval", buffers), batch).sum()
 

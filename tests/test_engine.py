@@ -115,7 +115,7 @@ def test_a_record_for_each_round(finished):
     assert [record["round"] for record in done.history] == [0, 1, 2, 3, 4] == [record["round"] for record in seen]
     assert done.history == seen and done.rounds == 4
     first, *others = done.history
-    assert set(first) == {"round", "accuracy", "loss"}
+    assert set(first) == {"round", "virtual_time", "accuracy", "loss"} and first["virtual_time"] == 0
     for record in others:
         assert ALWAYS | {"accuracy", "loss"} <= set(record)
         assert all(np.isfinite(list(record.values())))
@@ -590,7 +590,7 @@ def on_ray(local_ray: None, config: dict[str, Any], monkeypatch: pytest.MonkeyPa
         said: list[str] = []
         Hooked.hook = staticmethod(hook)
         monkeypatch.setattr(experiment, "choose", lambda plan, log: Hooked(log))
-        config = {**config, "resources": {"executor": "ray", "actors": 2, "cpus": 1, "timeout": 60}}
+        config = {**config, "resources": {"executor": "ray", "actors": 2, "cpus": 1, "timeout": 300}}
         return experiment.execute(prepare(config), log=said.append), said
 
     yield run
@@ -648,7 +648,7 @@ def test_who_is_late_or_lost_is_named(local_ray, config, source):
     from raysim.engine import Engine
     from raysim.schedule import in_step
 
-    resources = {"executor": "ray", "actors": 2, "cpus": 1, "timeout": 60}
+    resources = {"executor": "ray", "actors": 2, "cpus": 1, "timeout": 300}
     slow = {**config, "algorithm": f"{source('slow', SLOW)}:Slow", "evaluate": {"every": 0}, "resources": resources}
     plan, executor = prepare(slow), RayExecutor(lambda text: None)
     try:

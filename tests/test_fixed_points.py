@@ -95,6 +95,10 @@ class Task:
     def full_grad(self, w: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         return self.grad(w, None)
 
+    def fisher(self, w: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        """Where a sample's gradient is one of unit noise that the curvature scales."""
+        return torch.from_numpy(np.diagonal(self.problem.H[self.client]).copy())
+
     def zeros(self) -> torch.Tensor:
         return torch.zeros_like(self.x0)
 
@@ -388,8 +392,8 @@ def test_gradma_w_constraints_hold_where_b_and_c_nearly_oppose_each_other(small)
 # --- everybody agrees
 
 
-INSIDE = ("moon", "fedmlb")
-"""Client rules that look into a net; a quadratic has no inside."""
+INSIDE = ("moon", "fedmlb", "fedreg", "fedreg_mg")
+"""Client rules that look into a net, or at images; a quadratic has neither."""
 STEADY = {
     "fedadagrad": {"lr": 8.0, "tau": 1.0}, "fedadam": {"lr": 1.0, "tau": 1.0}, "fedyogi": {"lr": 2.0, "tau": 1.0},
     "fedams": {"lr": 1.0, "tau": 1.0}, "mimelite": {"beta": 0.5}, "fedhist": {},

@@ -152,6 +152,8 @@ def test_a_run_does_not_change_by_being_watched(base):
         ({"evaluate": {"forgetting": {"fisher": True}}}, ("evaluate.forgetting.fisher", "fedavg", "fedreg")),
         ({"evaluate": {"forgetting": {"every": 0}}}, ("evaluate.forgetting.every",)),
         ({"observe": {"rounds": [-1]}}, ("observe.rounds",)),
+        ({"observe": {"rounds": []}}, ("observe.rounds",)),
+        ({"observe": {"rounds": [4, 9]}}, ("observe.rounds", "0 to 3")),
     ],
 )
 def test_what_cannot_be_measured_is_refused(change, words, base):
@@ -163,6 +165,17 @@ def test_what_cannot_be_measured_is_refused(change, words, base):
 def test_a_folder_without_updates_says_what_to_do(tmp_path):
     with pytest.raises(ConfigError, match=r"observe.rounds"):
         observed.read(tmp_path)
+
+
+def test_damaged_updates_are_refused_by_name(base):
+    raysim.run({**base, **CONFIG, "rounds": 1, "algorithm": "fedavg", "observe": {"rounds": [0]}})
+    folder = Path(base["run_dir"]) / "updates"
+    (folder / "round-abc.safetensors").write_text("not ours")
+    file = folder / "round-000000.safetensors"
+    assert len(observed.read(Path(base["run_dir"]))) == 4
+    file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(ConfigError, match=r"round-000000\.safetensors is damaged"):
+        observed.read(Path(base["run_dir"]))
 
 
 def test_files_are_one_for_each_round(tmp_path):

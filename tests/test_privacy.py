@@ -201,6 +201,44 @@ def test_a_rule_that_looks_twice_is_stopped_by_name(base, source):
         )
 
 
+LOOK = """
+from dataclasses import dataclass
+
+from algorithms.fedavg import FedAvgClient
+from raysim.rules import ClientRule
+
+
+@dataclass(frozen=True)
+class Leak(ClientRule):
+    said: bool = False
+
+    @property
+    def exposes(self):
+        return ("delta",) if self.said else ()
+
+    def direction(self, shared, state, batch, task):
+        return 0 * task.grad(state["w"], batch) + task.sample_grads(state["w"], batch)[0].mean(0)
+
+
+@dataclass(frozen=True)
+class Whole(FedAvgClient):
+    def init(self, shared, row, data, task):
+        return {"g": task.full_grad(shared["x"], data)}
+"""
+
+
+@pytest.mark.parametrize(("rule", "method"), [("Leak", "sample_grads"), ("Whole", "full_grad")])
+def test_a_rule_that_looks_another_way_is_stopped_unless_it_says_so(rule, method, base, source, caplog):
+    config = {**base, "rounds": 1, "client": {"name": f"{source('look', LOOK)}:{rule}"}, "server": "fedavg"}
+    config |= {"privacy": {"sigma": 1}}
+    with pytest.raises(ClientError, match=f"privacy does not cover what comes of task.{method}"):
+        raysim.run(config)
+    if rule == "Leak":
+        config["client"] = {**config["client"], "said": True}
+        raysim.run({**config, "run_dir": base["run_dir"] + "-said"})
+        assert "sends delta, which is not protected" in caplog.text
+
+
 def test_what_stays_unprotected_is_said_and_tagged(base, caplog):
     from raysim.experiment import tags
 
