@@ -320,7 +320,7 @@ def test_natural_needs_groups(digits):
     with pytest.raises(ConfigError, match=r"partition\.name: natural .* digits has none"):
         split(partition(name="natural"), digits, 0)
     toy = dataset(np.zeros(4), [0, 0, 1, 1], 2)
-    with pytest.raises(ConfigError, match=r"partition\.clients=3: toy has only 2 natural groups"):
+    with pytest.raises(ConfigError, match=r"partition\.clients: 3 are asked for, but toy has only 2 natural groups"):
         split(partition(name="natural", clients=3), toy, 0)
 
 
