@@ -297,8 +297,8 @@ def _natural(p: Natural, dataset: Dataset, rng: np.random.Generator) -> np.ndarr
     n_clients = p.clients or n_groups
     if n_clients > n_groups:
         raise ConfigError(
-            f"partition.clients: {n_clients} are asked for, but {dataset.name} has only {n_groups} natural groups; lower it, "
-            "or set it to null for one client each"
+            f"partition.clients: {n_clients} are asked for, but {dataset.name} has only {n_groups} natural groups; "
+            "lower it, or set it to null for one client each"
         )
     client = rng.permutation(n_groups) % n_clients if p.clients else np.arange(n_groups)
     grouped = dataset.groups >= 0
