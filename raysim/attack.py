@@ -399,7 +399,7 @@ class Simulation:
 
         def simulate(x: Tensor, y: Tensor) -> Tensor:
             known = x if n == len(y) else x * torch.nan  # of the others the attacker knows nothing
-            data = LocalData(n, self.average, lambda augment: iter([Batch(known, y)])) if alone else _Ragged()
+            data = LocalData(n, self.average, lambda augment=False: iter([Batch(known, y)])) if alone else _Ragged()
             return simulated(self.rule, self.model, self.facts, self.down, x, y, data)
 
         return simulate

@@ -200,7 +200,7 @@ class Trainer:
     def arrive(self, rule: ClientRule, down: Broadcast, job: Job) -> Arrived:
         """The broadcast reaches a client: what it kept, and what its steps begin with. Makes `self.loop` its task."""
         mine, facts = self.clients.client(job.client), self._facts(job.base)
-        data = LocalData(len(mine), self.average, lambda augment: self._whole(job, mine, augment))
+        data = LocalData(len(mine), self.average, lambda augment=False: self._whole(mine, job if augment else None))
         x = down.shared["x"]
         w = self.loop.start(facts, x, down.buffers, job.steps, fresh=lambda: self._fresh(job.client))
         row = self._row(rule, self.loop, job)
@@ -233,13 +233,14 @@ class Trainer:
             k: v.detach().cpu().contiguous().numpy() for k, v in {**{k: report[k] for k in self.sent}, **seen}.items()
         }
 
-    def _whole(self, job: Job, mine: np.ndarray, augment: bool = False) -> Iterator[Batch]:
-        """All examples of a client once, in batches of the configured size; a single one left over joins the last."""
+    def _whole(self, mine: np.ndarray, augmented: Job | None = None) -> Iterator[Batch]:
+        """All examples of a client once, in batches of the configured size; a single one left over joins the last.
+        Augmented for a job, or as they are stored."""
         size = self._size(mine)
         starts = list(range(0, len(mine), size))
         if len(starts) > 1 and len(mine) - starts[-1] == 1:
             starts.pop()
-        draws = generator(self.config.seed, "augment whole", job.base, job.client) if augment else None
+        draws = augmented and generator(self.config.seed, "augment whole", augmented.base, augmented.client)
         for start, stop in pairwise([*starts, len(mine)]):
             yield Batch(*self.images(mine[start:stop], draws))
 

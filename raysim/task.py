@@ -49,8 +49,8 @@ class LocalData:
 
     n: int
     average: float = 0.0
-    batches: Callable[[bool], Iterator[Batch]] = lambda augment: iter(())
-    """One pass over everything, not shuffled, without dropout; augmented or not."""
+    batches: Callable[..., Iterator[Batch]] = lambda augment=False: iter(())
+    """One pass over everything, not shuffled, without dropout; `batches(augment=True)` augments it."""
 
 
 class Net:
@@ -218,7 +218,7 @@ class Task:
         """The diagonal of the empirical Fisher information [P] at w: the mean over all of the client's examples of the
         squared gradient of log p(y | x), in mode "eval" with the client's own statistics. For `init` and `finish`."""
         self._guard("fisher")
-        return self.squares(w, data.batches(augment))
+        return self.squares(w, data.batches(augment=augment))
 
     def squares(self, w: Tensor, batches: Iterable[Batch]) -> Tensor:
         """The mean over all examples of these batches of their squared gradients [P] at w, in mode "eval"."""
@@ -242,7 +242,7 @@ class Task:
         nothing. For `init` and `finish`, where a client is by itself."""
         self._guard("full_grad")
         total = torch.zeros_like(w)
-        for batch in data.batches(False):
+        for batch in data.batches():
             total += self._grad(w, batch, cross_entropy, "frozen", None) * (len(batch.y) / data.n)
         return total
 
