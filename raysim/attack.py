@@ -31,12 +31,14 @@ from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
+from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from raysim import observed
 from raysim.block import Broadcast
 from raysim.config import Section, at_round
 from raysim.data import Dataset
+from raysim.data.datasets import TOPS
 from raysim.errors import ConfigError, RaysimError
 from raysim.layers import parse_overrides
 from raysim.models import Model
@@ -441,8 +443,7 @@ class Pixels:
 
     @classmethod
     def of(cls, dataset: Dataset, dtype: torch.dtype, device: str = "cpu") -> Pixels:
-        """Pixels go from 0 to 255, or to 16 (the digits)."""
-        top = 16 if dataset.x.max() <= 16 else 255
+        top = TOPS.get(dataset.name, 255)
         scale, shift = (
             torch.tensor(a, dtype=dtype, device=device)[:, None, None] for a in (dataset.scale, dataset.shift)
         )
@@ -478,41 +479,10 @@ def matching(original: Tensor, found: Tensor, labels: Sequence[int]) -> list[int
     for label in set(labels):
         members = [k for k, other in enumerate(labels) if other == label]
         a, b = original[members].flatten(1), found[members].flatten(1)
-        errors = ((a[:, None] - b[None]) ** 2).mean(2).tolist()
-        for k, chosen in zip(members, assignment(errors), strict=True):
+        errors = ((a[:, None] - b[None]) ** 2).mean(2)
+        for k, chosen in zip(members, linear_sum_assignment(errors.numpy())[1], strict=True):
             order[k] = members[chosen]
     return order
-
-
-def assignment(costs: Sequence[Sequence[float]]) -> list[int]:
-    """For each row of a square matrix a column of its own, so that the entries add up to the least: shortest augmenting
-    paths (Jonker, Volgenant 1987), O(n³)."""
-    n = len(costs)
-    u, v = [0.0] * (n + 1), [0.0] * (n + 1)  # prices of rows and columns, counted from 1
-    row_of = [0] * (n + 1)
-    for row in range(1, n + 1):
-        row_of[0], at = row, 0
-        least, before, done = [math.inf] * (n + 1), [0] * (n + 1), [False] * (n + 1)
-        while row_of[at]:
-            done[at], i = True, row_of[at]
-            for j in range(1, n + 1):
-                if not done[j] and (price := costs[i - 1][j - 1] - u[i] - v[j]) < least[j]:
-                    least[j], before[j] = price, at
-            following = min((j for j in range(1, n + 1) if not done[j]), key=lambda j: least[j])
-            step = least[following]
-            for j in range(n + 1):
-                if done[j]:
-                    u[row_of[j]] += step
-                    v[j] -= step
-                else:
-                    least[j] -= step
-            at = following
-        while at:
-            row_of[at], at = row_of[before[at]], before[at]
-    column = [0] * n
-    for j in range(1, n + 1):
-        column[row_of[j] - 1] = j - 1
-    return column
 
 
 # -- what is kept of it ------------------------------------------------------------------------------------------------

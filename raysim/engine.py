@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -250,7 +251,7 @@ class Engine:
         seen = {d.client: d.observed for outcome in trained.done for d in outcome.done if d.observed}
         if seen and self.run_dir is not None:
             jobs = [job for job in work.jobs if job.client in seen]
-            downs = {job.base: self.executor.fetch(self.versions[job.base]) for job in jobs}
+            downs = {base: self.executor.fetch(self.versions[base]) for base in {job.base for job in jobs}}
             observed.write(self.run_dir, work.turn.t, jobs, seen, downs)
 
     def _forgotten(self, work: Work, trained: Trained) -> Record:
@@ -267,9 +268,14 @@ class Engine:
         private = self.config.privacy
         if private is None:
             return {}
+        return {"privacy/epsilon": epsilon(private.sigma, private.delta, passes(self.store.cursors, self._per_pass))}
+
+    @cached_property
+    def _per_pass(self) -> np.ndarray:
+        """[N], batches in one pass over each client's examples."""
         batch, sizes = self.config.local.batch, self.plan.clients.sizes
-        per_pass = np.array([batches_per_pass(int(n), int(n) if batch == "full" else batch) for n in sizes])
-        return {"privacy/epsilon": epsilon(private.sigma, private.delta, passes(self.store.cursors, per_pass))}
+        known = {int(n): batches_per_pass(int(n), int(n) if batch == "full" else batch) for n in np.unique(sizes)}
+        return np.array([known[int(n)] for n in sizes])
 
     def judge(self, round: Round, jobs: list[Job], trained: Trained) -> None:
         """Who is in and who is out: keeps the rows of accepted clients, stops at a failed one or drops it."""
