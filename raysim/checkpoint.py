@@ -4,7 +4,7 @@
         server.safetensors    the server rule's state and the BatchNorm statistics
         clients.safetensors   batch cursors, who has been seen, the rows in memory, where the rows on disk are
         clock.safetensors     the virtual clock: who trains and until when; the versions of the model they began with
-        run.json              rounds done, traffic so far, history, MLflow run id, fingerprint, versions
+        run.json              format, rounds done, traffic so far, history, MLflow run id, fingerprint, versions
         sums.json             sha256 of the others
 
 Rows on disk stay in `<run_dir>/rows`, where no slot that a checkpoint here refers to is written again (store.py).
@@ -32,6 +32,9 @@ from raysim import store
 from raysim.block import Broadcast
 from raysim.errors import RaysimError
 
+FORMAT = 2
+"""Of what is written here; other formats are not read."""
+
 FILES = ("server.safetensors", "clients.safetensors", "clock.safetensors", "run.json")
 
 
@@ -52,11 +55,19 @@ def folder(run_dir: Path) -> Path:
     return run_dir / "checkpoints"
 
 
-def write(run_dir: Path, checkpoint: Checkpoint, keep: int) -> Path:
-    """Writes a checkpoint, then removes all but the last `keep`. A crash at any point leaves the older ones whole."""
+class Unwritable(RaysimError):
+    """A checkpoint cannot be written; those before it are whole."""
+
+
+def write(run_dir: Path, checkpoint: Checkpoint, keep: int, best: bool = True) -> Path:
+    """Writes a checkpoint, then removes all but the last `keep` and, if asked for, the `best`: the one after whose
+    last round the accuracy was highest. A crash at any point leaves the older ones whole.
+
+    Raises Unwritable, with what is free on that disk.
+    """
     home = folder(run_dir)
     home.mkdir(parents=True, exist_ok=True)
-    final = home / _name(checkpoint.facts["round"])
+    final = home / name(checkpoint.facts["round"])
     partial = home / f".{final.name}.partial"
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
@@ -64,7 +75,7 @@ def write(run_dir: Path, checkpoint: Checkpoint, keep: int) -> Path:
         save_file({k: v.contiguous() for k, v in checkpoint.server.items()}, partial / FILES[0])
         save_file({k: v.contiguous() for k, v in checkpoint.clients.items()}, partial / FILES[1])
         save_file(_clock(checkpoint), partial / FILES[2])
-        (partial / FILES[3]).write_text(json.dumps(checkpoint.facts))
+        (partial / FILES[3]).write_text(json.dumps({"format": FORMAT, **checkpoint.facts}))
         (partial / "sums.json").write_text(json.dumps({name: _sum(partial / name) for name in FILES}))
         for path in partial.iterdir():
             _sync(path)
@@ -75,10 +86,23 @@ def write(run_dir: Path, checkpoint: Checkpoint, keep: int) -> Path:
     except (OSError, SafetensorError) as error:
         free = shutil.disk_usage(home).free / 1e6
         shutil.rmtree(partial, ignore_errors=True)
-        raise RaysimError(f"checkpoint {final} cannot be written: {error} ({free:.0f} MB free there)") from None
-    for old in available(run_dir)[:-keep]:
-        shutil.rmtree(old, ignore_errors=True)
+        raise Unwritable(
+            f"checkpoint {final} cannot be written: {error} ({free:.0f} MB free there); make room and `raysim resume` "
+            "goes on from the one before, or set checkpoint.required=false to train on without"
+        ) from None
+    there = available(run_dir)
+    kept = {*there[-keep:], *([max(there, key=_accuracy)] if best else [])}
+    for old in there:
+        if old not in kept:
+            shutil.rmtree(old, ignore_errors=True)
     return final
+
+
+def _accuracy(path: Path) -> float:
+    """What was measured after the last round of a checkpoint; below everything if nothing was."""
+    with suppress(OSError, ValueError, KeyError, IndexError):
+        return float(json.loads((path / FILES[3]).read_text())["history"][-1]["accuracy"])
+    return -1.0
 
 
 def available(run_dir: Path) -> list[Path]:
@@ -87,7 +111,8 @@ def available(run_dir: Path) -> list[Path]:
 
 
 def read_latest(run_dir: Path, log: Callable[[str], None]) -> Checkpoint | None:
-    """The newest checkpoint that is whole; None if a run has none. Damaged ones are named and passed over.
+    """The newest checkpoint that is whole; None if a run has none. Others are named, with what is wrong, and passed
+    over.
 
     Raises RaysimError if there are checkpoints and none is whole.
     """
@@ -97,15 +122,19 @@ def read_latest(run_dir: Path, log: Callable[[str], None]) -> Checkpoint | None:
             sums = json.loads((path / "sums.json").read_text())
             if bad := [name for name in FILES if _sum(path / name) != sums[name]]:
                 raise ValueError(f"wrong checksum of {', '.join(bad)}")
+            facts = json.loads((path / FILES[3]).read_text())
+            if facts.get("format") != FORMAT:
+                raise ValueError(
+                    f"written by raysim {facts.get('raysim')} in format {facts.get('format')}; this one reads {FORMAT}"
+                )
             clients = load_file(path / FILES[1])
             store.check(clients, run_dir / store.FOLDER)
             clock = load_file(path / FILES[2])
-            facts = json.loads((path / FILES[3]).read_text())
             return Checkpoint(load_file(path / FILES[0]), clients, *_unclock(clock), facts)
         except (OSError, ValueError, KeyError, SafetensorError) as error:
-            log(f"checkpoint {path} is damaged ({error}); trying the one before")
+            log(f"checkpoint {path} cannot be used ({error}); trying the one before")
     if paths:
-        raise RaysimError(f"none of the {len(paths)} checkpoints in {folder(run_dir)} is whole")
+        raise RaysimError(f"none of the {len(paths)} checkpoints in {folder(run_dir)} can be used")
     return None
 
 
@@ -144,11 +173,11 @@ def slots(run_dir: Path) -> list[np.ndarray]:
 def remove_after(run_dir: Path, round: int) -> None:
     """Removes the checkpoints of later rounds, which were passed over: their rows on disk will be written over."""
     for path in available(run_dir):
-        if path.name > _name(round):
+        if path.name > name(round):
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _name(round: int) -> str:
+def name(round: int) -> str:
     return f"round-{round:06d}"
 
 

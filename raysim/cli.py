@@ -1,4 +1,4 @@
-"""The command line: `raysim run | resume | sweep | report | attack | list | data | doctor`.
+"""The command line: `raysim run | resume | sweep | report | attack | track | list | data | doctor`.
 
 Exit codes: 0 done, 1 a run that failed, 2 a mistake in what was given, 130 and 143 ended by Ctrl-C and SIGTERM.
 """
@@ -36,6 +36,8 @@ app = typer.Typer(
 )
 data_app = typer.Typer(no_args_is_help=True, help="Data sets: fetch them, look at them.")
 app.add_typer(data_app, name="data")
+track_app = typer.Typer(no_args_is_help=True, help="What runs track, on its way to MLflow.")
+app.add_typer(track_app, name="track")
 report_app = typer.Typer(no_args_is_help=True, help="What runs have reached, from MLflow.")
 app.add_typer(report_app, name="report")
 
@@ -78,14 +80,19 @@ def run(
 
 @app.command()
 def resume(
-    run_dir: Annotated[str, typer.Argument(help="the run's folder")],
+    run: Annotated[str, typer.Argument(help="the run's folder, or its MLflow id")],
     overrides: Overrides = None,
+    fork: Annotated[
+        bool, typer.Option("--fork", help="go on as a new run under the old one, with any other keys")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="last line of standard output: one JSON object")] = False,
 ) -> None:
     """Go on with a run that was stopped, from its last checkpoint."""
-    from raysim.experiment import reopen
+    from raysim.experiment import forked, reopen
 
-    _execute(as_json, Console(stderr=as_json, highlight=False), *reopen(run_dir, overrides or []))
+    console = Console(stderr=as_json, highlight=False)
+    reopened = forked(run, overrides or []) if fork else (*reopen(run, overrides or []), None)
+    _execute(as_json, console, *reopened)
 
 
 def _execute(as_json: bool, console: Console, plan: Plan, *reopened: Any) -> None:
@@ -504,6 +511,14 @@ def _print_pairs(rows: list[dict[str, str]]) -> None:
         marks = {c: "*" if name not in ("", "x") else name for c, name in row.items()} | {"server": row["server"]}
         print("  ".join(marks[key].ljust(width) for key, width in widths.items()).rstrip())
     print("\n*: a named algorithm (raysim list algorithms)   x: runs as client=... server=...   empty: refused")
+
+
+@track_app.command()
+def replay(run_dir: Annotated[Path, typer.Argument(help="the run's folder")]) -> None:
+    """Send what a run could not send while its tracking server was down."""
+    from raysim import tracking
+
+    print(f"{tracking.replay(run_dir)} records sent")
 
 
 @data_app.command()

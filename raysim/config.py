@@ -467,10 +467,14 @@ class Privacy(Section):
 
 
 class Checkpoint(Section):
-    """How often the complete state is written to `<run_dir>/checkpoints/` (0: never), and how many are kept."""
+    """How often the complete state is written to `<run_dir>/checkpoints/` (0: never); kept are the last `keep` and, if
+    asked for, the `best`, by accuracy. `required`: where one cannot be written (the disk is full) the run stops;
+    otherwise it goes on."""
 
     every: int = Field(default=50, ge=0)
     keep: int = Field(default=2, ge=1)
+    best: bool = True
+    required: bool = True
 
 
 def _bytes(value: Any) -> Any:
@@ -534,6 +538,7 @@ class Config(Section):
     _NOT_THE_RESULT: ClassVar = (
         "name",
         "rounds",
+        "faults",
         "evaluate",
         "observe",
         "checkpoint",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,15 +21,19 @@ import raysim
 from raysim import checkpoint, forgetting, observed, schedule, store
 from raysim.block import Job, batches_per_pass, cut, local_steps
 from raysim.data import digest
-from raysim.errors import ClientError, RaysimError
+from raysim.errors import ClientError, Lost, RaysimError
 from raysim.executor import Executor, Result, Trained, Training
 from raysim.forgetting import Past
 from raysim.plan import Plan
 from raysim.privacy import epsilon, passes
 from raysim.schedule import StandStill, Turn
 from raysim.server import Round, blamed
+from raysim.signals import Signals, Stopped
 
 logger = logging.getLogger("raysim")
+
+LOSSES = 3
+"""Times that the server may be lost between two rounds that were done."""
 
 Record = dict[str, float]
 Progress = Callable[[Record], None]
@@ -56,41 +60,81 @@ class Work:
 class Engine:
     """One run: a plan, an executor, what clients keep, and the history so far."""
 
-    def __init__(self, plan: Plan, executor: Executor, run_dir: Path | None = None, run_id: str = ""):
+    def __init__(
+        self,
+        plan: Plan,
+        executor: Executor,
+        run_dir: Path | None = None,
+        run_id: str = "",
+        signals: Signals | None = None,
+    ):
         self.plan, self.executor, self.config = plan, executor, plan.config
         self.run_dir, self.run_id = run_dir, run_id
-        rows = store.folder(run_dir, plan.config.store.dir)
-        self.store = store.Store(len(plan.clients), plan.config.store.memory, rows)
-        self.schedule = schedule.make(plan.config, plan.clients.sizes)
-        self.clock = self.schedule.pack()
+        self.signals = signals or Signals()
+        self.n_samples = int(plan.clients.sizes.sum())
+        self.mended: Counter[str] = Counter()
+        """How often something was put right that had gone wrong, by its kind, before this process took over."""
+        self.final: dict[str, Tensor] = {}
+        """The server's state after the last round."""
+        self.rows = store.folder(run_dir, plan.config.store.dir)
+        self._begin()
+
+    def _begin(self) -> None:
+        """As it is before the first round."""
+        self.store = store.Store(len(self.plan.clients), self.config.store.memory, self.rows)
+        self.schedule = schedule.make(self.config, self.plan.clients.sizes)
+        self.clocks = deque([(0, self.schedule.pack())], maxlen=2)
+        """The virtual clock before some round's turn was drawn; one drawn ahead may be past what is done."""
         self.versions: dict[int, Any] = {}
         """The versions of the model that somebody still needs, as handles."""
-        self.n_samples = int(plan.clients.sizes.sum())
         self.history: list[Record] = []
+        self.pending: deque[Pending] = deque()
         self.done = self.bytes_down = self.bytes_up = 0
-        asked = plan.config.evaluate.forgetting
+        asked = self.config.evaluate.forgetting
         self.cohorts: deque[list[int]] = deque(maxlen=asked.window if asked else 0)
         """The clients of the last rounds, for who measures what is forgotten of their data."""
 
     def rounds(self) -> Iterator[Record]:
         """Trains round after round; yields the record of each once its evaluation has come in.
 
+        Where the server, or what it knew, is lost, the run goes back to its last checkpoint; the rounds come out the
+        same, and are not told twice. A signal, or a client that fails, ends the run with a checkpoint of what is done.
+        """
+        told, losses = int(self.history[-1]["round"]) if self.history else -1, 0
+        while True:
+            try:
+                for record in self._train():
+                    if record["round"] > told:
+                        told, losses = int(record["round"]), 0
+                        yield record
+                return
+            except Lost as lost:
+                losses += 1
+                self._go_back(lost, losses)
+            except (Stopped, ClientError):
+                yield from (record for record in self._arrived(keep=0) if record["round"] > told)
+                self._save_what_is_done()
+                raise
+
+    def _train(self) -> Iterator[Record]:
+        """The rounds that are still to be done.
+
         A round in step is one in which everybody began with the newest version; else some began with older ones, and
         these train while the server is still busy with the round before. Nothing waits that need not: who comes next is
         found out while clients train, they are sent off as soon as the server is told to move on, and what is to be
         said of a round is gathered while the next one trains.
         """
-        pending: deque[Pending] = deque()
         work = self._draw(self.done)
         self._send_off(work)  # the blocks of a resumed run are those of one that never stopped
         self.versions[self.done] = down = self.executor.broadcast(work.round)
         stopwatch = Stopwatch()
         self._send_off(work)
         if not self.history:
-            pending.append(Pending({"round": 0.0, "virtual_time": 0.0}, self._evaluation(0, down, stopwatch)))
+            self.pending.append(Pending({"round": 0.0, "virtual_time": 0.0}, self._evaluation(0, down, stopwatch)))
         while self.done < self.config.rounds and not work.turn.stands_still:
             upcoming = self._draw(self.done + 1)
-            trained = work.training.get()
+            with self.signals.allowed():
+                trained = work.training.get()
             seconds = stopwatch.lap()
             self.judge(work.round, work.jobs, trained)
             self._keep_observed(work, trained)
@@ -98,25 +142,25 @@ class Engine:
             self.done += 1
             finished, work = work, upcoming
             self._send_off(work)
-            after = self.executor.advance(
-                finished.round, trained, self._of(finished.jobs), work.round, keep=self._due(self.done)
-            )
+            after = self.executor.advance(finished.round, trained, self._of(finished.jobs), work.round)
+            snapshot = self.executor.snapshot() if self._due(self.done) else None
             self.versions[self.done] = after.down
             self._send_off(work)
             self._forget(work)
             record = {**self._record(finished, trained), **seconds(trained)}
-            pending.append(Pending(record, [after.metrics, *self._evaluation(self.done, after.down, stopwatch)]))
-            yield from self._arrived(pending, keep=0 if after.snapshot else self._lag)
-            if after.snapshot:
-                self._save(after.snapshot.get())
-        yield from self._arrived(pending, keep=0)
+            self.pending.append(Pending(record, [after.metrics, *self._evaluation(self.done, after.down, stopwatch)]))
+            yield from self._arrived(keep=0 if snapshot else self._lag)
+            if snapshot:
+                self._save(snapshot.get())
+        self.final = self.executor.snapshot().get()
+        yield from self._arrived(keep=0)
         if work.turn.stands_still:
             raise RaysimError(work.turn.stands_still)
 
     def _draw(self, t: int) -> Work:
         """Who arrives in round t, and what the server will hear of them."""
         if self._due(t):
-            self.clock = self.schedule.pack()
+            self.clocks.append((t, self.schedule.pack()))
         try:
             turn = self.schedule.turn(t) if t < self.config.rounds else schedule.in_step(t, [])
         except StandStill as end:
@@ -151,8 +195,9 @@ class Engine:
         with stopwatch.aside():  # inline it takes its time here; on actors it goes on beside the next round
             return [self.executor.evaluate(down)]
 
-    def _arrived(self, pending: deque[Pending], keep: int) -> Iterator[Record]:
+    def _arrived(self, keep: int) -> Iterator[Record]:
         """Records whose figures are all there, in order; waits while more than `keep` are out."""
+        pending = self.pending
         while pending and (len(pending) > keep or (len(pending) > 1 and all(r.ready() for r in pending[0].results))):
             first = pending.popleft()
             for result in first.results:
@@ -172,6 +217,7 @@ class Engine:
             "bytes_down": self.bytes_down,
             "bytes_up": self.bytes_up,
             "history": self.history,
+            "mended": self._mended(),
             "run_id": self.run_id,
             "fingerprint": self.config.fingerprint,
             "data": self.plan.dataset.digest,
@@ -180,9 +226,48 @@ class Engine:
             "raysim": raysim.__version__,
         }
         held = {v: self.executor.fetch(down) for v, down in self.versions.items() if v != self.done}
-        saved = checkpoint.Checkpoint(server, self.store.pack(), self.clock, held, facts)
-        checkpoint.write(self.run_dir, saved, self.config.checkpoint.keep)
+        asked = self.config.checkpoint
+        try:
+            saved = checkpoint.Checkpoint(server, self.store.pack(), self._clock(), held, facts)
+            checkpoint.write(self.run_dir, saved, asked.keep, asked.best)
+        except checkpoint.Unwritable as error:
+            if asked.required:
+                raise
+            self.mended["checkpoints_failed"] += 1
+            logger.warning("%s; the run goes on without it", error)
         self.store.hold(checkpoint.slots(self.run_dir))
+
+    def _clock(self) -> dict[str, Tensor]:
+        """The virtual clock before the turn of the round after the last one that is done."""
+        t, packed = next(one for one in reversed(self.clocks) if one[0] <= self.done)
+        if t == self.done:
+            return packed
+        again = schedule.make(self.config, self.plan.clients.sizes)
+        again.unpack(packed)
+        for passed in range(t, self.done):
+            again.turn(passed)
+        return again.pack()
+
+    def _save_what_is_done(self) -> None:
+        """A checkpoint outside of the usual rounds, if there are to be any; the round that is going on is abandoned."""
+        if self.run_dir is None or not self.config.checkpoint.every or not self.done:
+            return
+        if checkpoint.name(self.done) not in [path.name for path in checkpoint.available(self.run_dir)]:
+            self._save(self.executor.snapshot().get())
+
+    def _go_back(self, lost: Lost, losses: int) -> None:
+        """To the last checkpoint, or to the beginning, with a new server."""
+        if losses > LOSSES:
+            raise RaysimError(f"{lost}; that was the {losses}th time since a round was done, so the run ends")
+        logger.warning("%s", lost)
+        self.executor.recover()
+        saved = checkpoint.read_latest(self.run_dir, logger.warning) if self.run_dir is not None else None
+        mended = self.mended
+        self._begin()
+        if saved is not None:
+            self.restore(saved)
+        self.mended = mended  # what this process has put right is counted by the executor
+        logger.warning("the server is made anew and begins again after round %d", self.done)
 
     def restore(self, saved: checkpoint.Checkpoint) -> None:
         """Goes back to a checkpoint of this run, before `rounds`."""
@@ -194,6 +279,7 @@ class Engine:
         self.versions = {v: self.executor.hold(version) for v, version in saved.versions.items()}
         self.done, self.history = saved.facts["round"], saved.facts["history"]
         self.bytes_down, self.bytes_up = saved.facts["bytes_down"], saved.facts["bytes_up"]
+        self.mended = Counter(saved.facts["mended"])
         if self.cohorts.maxlen:
             before = schedule.make(self.config, self.plan.clients.sizes)
             self.cohorts.extend(before.turn(t).ids for t in range(self.done))
@@ -263,6 +349,10 @@ class Engine:
             forgetting.write(self.run_dir, work.turn.t, found)
         return forgetting.figures(found)
 
+    def _mended(self) -> Record:
+        kinds = {**self.executor.mended, **self.mended}
+        return {kind: float(self.mended[kind] + self.executor.mended[kind]) for kind in kinds}
+
     def _spent(self) -> Record:
         """The privacy that the client with most passes over its data has spent."""
         private = self.config.privacy
@@ -320,6 +410,7 @@ class Engine:
             "versions/bytes": float(len(self.versions) * self.plan.bytes_down),
             **staleness(turn),
             **trained.metrics,
+            **self._mended(),
             **self._forgotten(work, trained),
             **self._spent(),
         }

@@ -22,6 +22,10 @@ class ClientError(RaysimError):
     """A simulated client failed; the message names client and round and carries the first traceback."""
 
 
+class Lost(RaysimError):
+    """What only a checkpoint brings back is gone: the central server, or a vector on its way to it."""
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """A hint for an unknown word: the nearest known one, and all of them if they are few."""
     known = sorted(map(str, known))

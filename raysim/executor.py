@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
@@ -52,11 +53,10 @@ class Trained:
 
 @dataclass
 class Next:
-    """The server has moved on, or will have: its metrics, the handle of the next broadcast, a snapshot if asked for."""
+    """The server has moved on, or will have: its metrics and the handle of the next broadcast."""
 
     metrics: Result[dict[str, float]]
     down: Any
-    snapshot: Result[State] | None
 
 
 class Training(Protocol):
@@ -68,21 +68,24 @@ class Training(Protocol):
 
 
 class Executor(Protocol):
-    """What the engine asks for. A version of the model is a handle: it need not be in this process."""
+    """What the engine asks for. A version of the model is a handle: it need not be in this process.
 
-    actors: int
+    Whatever waits may raise `Lost`: what the server knew is gone. Then `recover`, and begin again from a checkpoint.
+    """
+
+    mended: Counter[str]
+    """How often something was put right that had gone wrong, by its kind."""
 
     def open(self, plan: Plan) -> None: ...
     def broadcast(self, following: Round) -> Any: ...
     def training(self, t: int) -> Training: ...
-    def advance(
-        self, round: Round, trained: Trained, bases: Mapping[int, Any], following: Round, keep: bool
-    ) -> Next: ...
+    def advance(self, round: Round, trained: Trained, bases: Mapping[int, Any], following: Round) -> Next: ...
     def evaluate(self, down: Any) -> Result[dict[str, float]]: ...
     def snapshot(self) -> Result[State]: ...
     def restore(self, snapshot: State) -> None: ...
     def fetch(self, down: Any) -> Broadcast: ...
     def hold(self, version: Broadcast) -> Any: ...
+    def recover(self) -> None: ...
     def close(self) -> None: ...
 
 
@@ -158,7 +161,8 @@ class Evaluator:
 class Inline:
     """Everything in this process, one block after the other; needs no Ray."""
 
-    actors = 1
+    def __init__(self) -> None:
+        self.mended: Counter[str] = Counter()
 
     def open(self, plan: Plan) -> None:
         device = "cuda:0" if plan.config.resources.gpus else "cpu"
@@ -173,11 +177,9 @@ class Inline:
     def training(self, t: int) -> _Here:
         return _Here(self.trainer)
 
-    def advance(
-        self, round: Round, trained: Trained, bases: Mapping[int, Broadcast], following: Round, keep: bool
-    ) -> Next:
-        done = self.server.advance(round, trained.uploads, bases, following, keep)
-        return Next(Ready(done.metrics), done.down, Ready(done.snapshot) if keep else None)
+    def advance(self, round: Round, trained: Trained, bases: Mapping[int, Broadcast], following: Round) -> Next:
+        done = self.server.advance(round, trained.uploads, bases, following)
+        return Next(Ready(done.metrics), done.down)
 
     def evaluate(self, down: Broadcast) -> Ready[dict[str, float]]:
         return Ready(self.evaluator.evaluate(down))
@@ -195,6 +197,9 @@ class Inline:
         device = self.trainer.x0.device
         shared = {k: v.to(device, copy=True) for k, v in version.shared.items()}
         return Broadcast(shared, version.buffers.to(device, copy=True))
+
+    def recover(self) -> None:
+        """Nothing is lost that this process has not lost itself."""
 
     def close(self) -> None:
         torch.set_num_threads(self.threads)

@@ -6,35 +6,39 @@ import csv
 import hashlib
 import logging
 import platform
-import signal
+import re
 import subprocess
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import yaml
 from safetensors.torch import save_file
 from torch import Tensor
 
 import raysim
-from raysim import checkpoint, forgetting, pictures, schedule
+from raysim import checkpoint, forgetting, lock, pictures, schedule, store, tracking
+from raysim.config import Config
 from raysim.data import partition_plot, partitions, summary
 from raysim.engine import Engine, Record
 from raysim.errors import ConfigError, RaysimError
 from raysim.executor import Executor, Inline
 from raysim.layers import parse_overrides
 from raysim.plan import Plan, prepare
-from raysim.spool import Recorder
+from raysim.signals import stoppable
+from raysim.spool import Recorder, flatten
 from raysim.tracking import Tracker
 
 logger = logging.getLogger("raysim")
 
 Progress = Callable[[Record], None]
+
+FINAL = "parameters.safetensors"
+"""What a finished run leaves in its folder."""
 
 ROUNDS_SHOWN = 60
 """Of which a picture of the virtual clock is drawn."""
@@ -106,77 +110,50 @@ def run(
     return execute(prepare(source, {**parse_overrides(overrides), **keys}), progress=progress or (lambda record: None))
 
 
-class Stopped(KeyboardInterrupt):
-    """SIGINT or SIGTERM came; `signal` is its number."""
+@dataclass
+class Origin:
+    """The run that a fork comes from: its folder, its MLflow id, and what the fork changes."""
 
-    def __init__(self, number: int):
-        super().__init__()
-        self.signal = number
-
-
-@contextmanager
-def stoppable() -> Iterator[None]:
-    """While open, the first SIGINT or SIGTERM ends the run in order (Ray's own handler would not), a second at once."""
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {n: signal.getsignal(n) for n in numbers}
-
-    def stop(number: int, frame: Any) -> None:
-        for n in numbers:
-            signal.signal(n, signal.SIG_DFL)
-        raise Stopped(number)
-
-    for n in numbers:
-        signal.signal(n, stop)
-    try:
-        yield
-    finally:
-        for n, handler in before.items():
-            signal.signal(n, handler)
+    folder: Path
+    run_id: str
+    changes: str
 
 
 def resume(
-    run_dir: str | Path, overrides: Iterable[str] | Mapping[str, Any] = (), *, progress: Progress | None = None
+    run: str | Path,
+    overrides: Iterable[str] | Mapping[str, Any] = (),
+    *,
+    fork: bool = False,
+    progress: Progress | None = None,
 ) -> Finished:
     """Goes on with a run from its last whole checkpoint, in the same MLflow run; the result is the one that never
     stopping would have given.
 
     Args:
-        run_dir: the run's folder.
-        overrides: keys that do not determine the result: rounds, resources, tracking, checkpoint, evaluate, store.
+        run: the run's folder, or its MLflow id.
+        overrides: keys that do not determine the result: rounds, resources, tracking, checkpoint, evaluate, store,
+            faults.
+        fork: the overrides may be others too. It goes on as a new run, in a folder of its own, under the old one in
+            MLflow; only data, partition and model stay as they were.
 
     Raises:
-        ConfigError: there is no run, it is finished, or an override would change its result.
+        ConfigError: there is no run, it is finished or going on, or an override would change its result.
     """
-    return execute(*reopen(run_dir, overrides), progress=progress or (lambda record: None))
+    reopened = forked(run, overrides) if fork else (*reopen(run, overrides), None)
+    return execute(*reopened, progress=progress or (lambda record: None))
 
 
 def reopen(
-    run_dir: str | Path, overrides: Iterable[str] | Mapping[str, Any] = ()
+    run: str | Path, overrides: Iterable[str] | Mapping[str, Any] = ()
 ) -> tuple[Plan, Path, checkpoint.Checkpoint | None]:
     """The plan, folder and last checkpoint of a run that was stopped."""
-    folder = Path(run_dir)
-    if not (folder / "config.yaml").is_file():
-        raise ConfigError(f"{folder} holds no run (no config.yaml); give the folder that `raysim run` printed")
+    folder = find(run, overrides)
     before, plan = prepare(folder / "config.yaml"), prepare(folder / "config.yaml", overrides)
-    changed = [k for k, v in plan.config.identity().items() if v != before.config.identity()[k]]
-    if changed:
+    if changed := _changes(before, plan):
         raise ConfigError(
-            f"{', '.join(changed)}: would change the result of the run in {folder}; start a new run instead"
+            f"{', '.join(changed)}: would change the result of the run in {folder}; with --fork it goes on as a new run"
         )
-    saved = checkpoint.read_latest(folder, logger.warning)
-    if saved is not None and saved.facts["fingerprint"] != plan.config.fingerprint:
-        raise ConfigError(f"{folder}: the checkpoint was made by another configuration than its config.yaml")
-    if saved is not None:
-        now = {"data": plan.dataset.digest, "partition": partitions.digest(plan.clients)}
-        if changed := [what for what, found in now.items() if saved.facts[what] != found]:
-            raise ConfigError(
-                f"{changed[0]}: {folder} was run with another {changed[0]} than is there now; put the old one back"
-            )
-        if saved.facts["torch"] != torch.__version__:
-            logger.warning("the run began under torch %s; its bits may change", saved.facts["torch"])
+    saved = _saved(folder, before)
     if saved is not None and saved.facts["round"] >= plan.config.rounds:
         raise ConfigError(
             f"{folder}: all {saved.facts['round']} rounds are done; to go on, say rounds=N with a larger N"
@@ -184,10 +161,76 @@ def reopen(
     return plan, folder, saved
 
 
+def forked(
+    run: str | Path, overrides: Iterable[str] | Mapping[str, Any] = ()
+) -> tuple[Plan, Path, checkpoint.Checkpoint, Origin]:
+    """The plan of a run that goes on from another one's last checkpoint, its new folder, the checkpoint and where it
+    comes from."""
+    folder = find(run, overrides)
+    given = parse_overrides(overrides)
+    before = prepare(folder / "config.yaml")
+    plan = prepare(folder / "config.yaml", {"run_dir": None, **given})
+    changed = _changes(before, plan)
+    for key in changed:
+        section = key.partition(".")[0]
+        both_in_step = before.config.schedule.name == plan.config.schedule.name == "sync"
+        if section in ("data", "partition", "model", "dtype") or (section == "schedule" and not both_in_step):
+            raise ConfigError(
+                f"{key}: a fork keeps its run's data, partition and model, and a virtual clock its schedule; start a "
+                "new run instead"
+            )
+    saved = _saved(folder, before)
+    if saved is None:
+        raise ConfigError(f"{folder}: there is no checkpoint to fork from; start a new run instead")
+    if saved.facts["round"] >= plan.config.rounds:
+        raise ConfigError(
+            f"rounds: {saved.facts['round']} rounds are done before the fork; say rounds=N with a larger N"
+        )
+    changes = ", ".join(f"{key}: {old} -> {new}" for key, (old, new) in changed.items())
+    return plan, make_run_dir(plan), saved, Origin(folder, saved.facts["run_id"], changes or "nothing")
+
+
+def _changes(before: Plan, after: Plan) -> dict[str, tuple[str, str]]:
+    """The keys that determine the result and differ, with both values."""
+    old, new = flatten(before.config.identity()), flatten(after.config.identity())
+    return {k: (old.get(k, "unset"), new.get(k, "unset")) for k in {**old, **new} if old.get(k) != new.get(k)}
+
+
+def _saved(folder: Path, plan: Plan) -> checkpoint.Checkpoint | None:
+    """The last whole checkpoint of the run that is planned there, if it has one and nothing else has changed."""
+    saved = checkpoint.read_latest(folder, logger.warning)
+    if saved is None:
+        return None
+    if saved.facts["fingerprint"] != plan.config.fingerprint:
+        raise ConfigError(f"{folder}: the checkpoint was made by another configuration than its config.yaml")
+    now = {"data": plan.dataset.digest, "partition": partitions.digest(plan.clients)}
+    if changed := [what for what, found in now.items() if saved.facts[what] != found]:
+        raise ConfigError(
+            f"{changed[0]}: {folder} was run with another {changed[0]} than is there now; put the old one back"
+        )
+    if saved.facts["torch"] != torch.__version__:
+        logger.warning("the run began under torch %s; its bits may change", saved.facts["torch"])
+    return saved
+
+
+def find(run: str | Path, overrides: Iterable[str] | Mapping[str, Any] = ()) -> Path:
+    """The folder of a run, given that or its MLflow id (looked up at `tracking.uri`). Raises ConfigError if there is
+    none here, or if it is going on."""
+    folder = Path(run)
+    if not folder.exists() and re.fullmatch("[0-9a-f]{32}", str(run)):
+        folder = Path(tracking.where(str(run), parse_overrides(overrides).get("tracking.uri")))
+    if not (folder / "config.yaml").is_file():
+        raise ConfigError(f"{folder} holds no run (no config.yaml); give the folder that `raysim run` printed")
+    if other := lock.running(folder):
+        raise ConfigError(f"{folder}: {other} is at work on this run; wait for it or end it")
+    return folder
+
+
 def execute(
     plan: Plan,
     run_dir: Path | None = None,
     saved: checkpoint.Checkpoint | None = None,
+    origin: Origin | None = None,
     *,
     progress: Progress = lambda record: None,
     log: Callable[[str], None] = logger.warning,
@@ -196,27 +239,51 @@ def execute(
     """Runs a plan, from a checkpoint if one is given: opens the run directory, the tracker (its own, unless one is
     given) and the executor, and closes them whatever happens."""
     run_dir = run_dir or make_run_dir(plan)
-    (run_dir / "config.yaml").write_text(plan.config.dump())
+    with lock.alone(run_dir):
+        (run_dir / FINAL).unlink(missing_ok=True)
+        (run_dir / "config.yaml").write_text(plan.config.dump())
+        return _execute(plan, run_dir, saved, origin, progress, log, tracker)
+
+
+def _execute(
+    plan: Plan,
+    run_dir: Path,
+    saved: checkpoint.Checkpoint | None,
+    origin: Origin | None,
+    progress: Progress,
+    log: Callable[[str], None],
+    tracker: Recorder | None,
+) -> Finished:
     began = time.perf_counter()
-    tracker, executor = tracker or Tracker(plan.config.tracking, run_dir), choose(plan, log)
+    tracker = tracker or Tracker(plan.config.tracking, run_dir, origin and origin.run_id)
+    executor = choose(plan, log)
     engine: Engine | None = None
     status: Any = "FAILED"
+
+    def say(record: Record) -> None:
+        tracker.metrics({k: v for k, v in record.items() if k != "round"}, step=int(record["round"]))
+        progress(record)
+
     try:
-        with stoppable():
+        with stoppable() as signals:
             executor.open(plan)
-            params = plan.config.model_dump(mode="json")
-            before = saved.facts["run_id"] if saved else tracker.earlier
-            run_id = tracker.start(plan.label, params, tags(plan), run_id=before)
+            signals.install()  # once more: to start Ray was to put its own handlers in place
+            said = {**tags(plan), **_tags_of(origin, saved), "run_dir": str(run_dir.absolute())}
+            before = saved.facts["run_id"] if saved and not origin else tracker.earlier
+            run_id = tracker.start(plan.label, _masked(plan.config), said, run_id=before)
             _track_inputs(tracker, plan)
-            engine = Engine(plan, executor, run_dir, run_id)
+            if origin:
+                store.inherit(origin.folder, run_dir, plan.config.store.dir)
+            engine = Engine(plan, executor, run_dir, run_id, signals)
             if saved is not None:
                 engine.restore(saved)
-            with stoppable():  # once more: to start Ray was to put its own handlers in place
+            for record in engine.history if origin else []:
+                say(record)
+            with signals.held():
                 for record in engine.rounds():
-                    tracker.metrics({k: v for k, v in record.items() if k != "round"}, step=int(record["round"]))
-                    progress(record)
-            finished = _finish(plan, engine, executor.snapshot().get(), time.perf_counter() - began)
-            tracker.tags({"digest": finished.digest, "run_dir": str(run_dir.absolute())})
+                    say(record)
+                finished = _finish(plan, engine, time.perf_counter() - began)
+                tracker.tags({"digest": finished.digest})
             status = "FINISHED"
             return finished
     except KeyboardInterrupt:
@@ -235,11 +302,11 @@ def execute(
         tracker.finish(status)
 
 
-def _finish(plan: Plan, engine: Engine, server: dict[str, Tensor], seconds: float) -> Finished:
-    x, run_dir = server["state/x"], engine.run_dir
+def _finish(plan: Plan, engine: Engine, seconds: float) -> Finished:
+    x, run_dir = engine.final["state/x"], engine.run_dir
     assert run_dir is not None
-    named = plan.model().state_dict(x, server["buffers"])
-    save_file(named, run_dir / "parameters.safetensors")
+    named = plan.model().state_dict(x, engine.final["buffers"])
+    save_file(named, run_dir / FINAL)
     return Finished(engine.run_id, run_dir, engine.history, x, named, digest(x), seconds)
 
 
@@ -252,7 +319,7 @@ def choose(plan: Plan, log: Callable[[str], None]) -> Executor:
     """The configured executor, not yet open."""
     if plan.config.resources.executor == "inline":
         return Inline()
-    from raysim.actors import RayExecutor  # Ray is imported when it is used
+    from raysim.ray_executor import RayExecutor  # Ray is imported when it is used
 
     return RayExecutor(log)
 
@@ -275,8 +342,12 @@ def make_run_dir(plan: Plan) -> Path:
     if plan.config.run_dir is not None:
         path = Path(plan.config.run_dir)
         if (path / "config.yaml").exists():
+            if other := lock.running(path):
+                raise ConfigError(f"run_dir: {other} is at work on a run in {path}; choose another folder")
+            end, more = (" that is finished", " rounds=N") if (path / FINAL).exists() else (" that was stopped", "")
             raise ConfigError(
-                f"run_dir: {path} already holds a run; `raysim resume {path}` goes on with it, or choose another"
+                f"run_dir: {path} already holds a run{end}; `raysim resume {path}{more}` goes on with it, or choose "
+                "another folder"
             )
         path.mkdir(parents=True, exist_ok=True)
         return path
@@ -316,6 +387,20 @@ def tags(plan: Plan) -> dict[str, str]:
     }
 
 
+def _tags_of(origin: Origin | None, saved: checkpoint.Checkpoint | None) -> dict[str, str]:
+    """What sets a fork apart from the run that it comes from."""
+    if origin is None or saved is None:
+        return {}
+    return {"fork.of": origin.run_id, "fork.round": str(saved.facts["round"]), "fork.changes": origin.changes}
+
+
+def _masked(config: Config) -> dict[str, Any]:
+    """A configuration as it may be seen by others: without the password in an address."""
+    plain = config.model_dump(mode="json")
+    plain["tracking"]["uri"] = tracking.masked(config.tracking.uri)
+    return plain
+
+
 def _track_inputs(tracker: Recorder, plan: Plan) -> None:
     data, sizes = plan.dataset, plan.clients.sizes
     tracker.inputs(data.name, data.digest, plan.config.data.root or data.name, "training", summary(data))
@@ -331,11 +416,15 @@ def _track_inputs(tracker: Recorder, plan: Plan) -> None:
 
 def _keepsakes(plan: Plan, run_dir: Path, history: list[Record]) -> list[Path]:
     """Writes what a person will want to look at; what is there is returned."""
-    paths = [
+    config = run_dir / "config.yaml"
+    if (masked := _masked(plan.config)) != plan.config.model_dump(mode="json"):
+        config = run_dir / "masked" / "config.yaml"
+        config.parent.mkdir(exist_ok=True)
+        config.write_text(yaml.safe_dump(masked, sort_keys=False))
+    paths = [config] + [
         run_dir / name
         for name in (
-            "config.yaml",
-            "parameters.safetensors",
+            FINAL,
             "history.csv",
             "learning_curve.png",
             "partition.png",

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import mmap
 import os
-import tempfile
+import weakref
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
 
 import numpy as np
 
@@ -32,28 +31,30 @@ class Letter:
 
 
 class Mailbox:
-    """A piece of shared memory, made by `new` and opened by everybody else by its path."""
+    """A piece of shared memory: made by `new`, opened by everybody else by its path, and gone with the last of them."""
 
-    def __init__(self, path: str | Path):
+    def __init__(self, path: str):
+        self.path = path
         with open(path, "r+b") as file:
             self._map = mmap.mmap(file.fileno(), 0)
         self.size = len(self._map)
 
-    @staticmethod
-    def new(size: int) -> Path:
-        """Takes `size` bytes of shared memory. The file may be unlinked once everybody has opened it.
+    @classmethod
+    def new(cls, size: int) -> Mailbox:
+        """Takes `size` bytes of shared memory, which other processes of this machine can open as long as this one
+        keeps the mailbox.
 
         Raises OSError if there is not so much.
         """
-        handle, path = tempfile.mkstemp(prefix="raysim-", dir="/dev/shm")
+        handle = os.memfd_create("raysim")
         try:
             os.posix_fallocate(handle, 0, max(size, 1))
+            box = cls(f"/proc/{os.getpid()}/fd/{handle}")
         except OSError:
-            os.unlink(path)
-            raise
-        finally:
             os.close(handle)
-        return Path(path)
+            raise
+        weakref.finalize(box, os.close, handle)
+        return box
 
     def write(self, writer: str, arrays: Arrays) -> Letter | None:
         """Copies the arrays in; None, with nothing written, if they do not fit."""

@@ -16,6 +16,8 @@ from raysim.errors import RaysimError
 from raysim.numerics.sums import NonFiniteError, combine, to_float
 from raysim.rules import NOT_ASKED_FOR, Cohort, Problem, Reports, ServerRule, State
 
+NOBODY = -1
+
 FAINT = 2.0**-14
 """The part of a round's weights below which those who are left, beside dropped ones that weighed nearly everything,
 have no digits left in fixed point: the round then changes nothing. Only weights that fall exponentially come so low."""
@@ -66,11 +68,10 @@ class Round:
 
 @dataclass
 class Advanced:
-    """What the server gives between two rounds: the rule's metrics, the next broadcast, a snapshot if asked for."""
+    """What the server gives between two rounds: the rule's metrics and the next broadcast."""
 
     metrics: dict[str, float]
     down: Broadcast
-    snapshot: State
 
 
 class Server:
@@ -80,15 +81,19 @@ class Server:
         self.rule, self.problem = rule, problem
         self.state, self.buffers = rule.init(x0.clone(), problem), buffers.clone()
         self.cohort = Cohort(0, [], problem.n_clients)
+        self.admitted = NOBODY
+        """The round whose clients the state has admitted."""
 
     def broadcast(self, following: Round) -> Broadcast:
-        """Admits the clients of the next round and gives the version that it finds. With no clients: the model as it
-        stands."""
-        rule = self.rule.at(following.t)
+        """Admits the clients of the next round, if that was not done before the state was saved, and gives the version
+        that it finds. With no clients: the model as it stands."""
+        rule, said = self.rule.at(following.t), self.cohort.metrics
         self.cohort = following.cohort(self.problem.n_clients)
         with blamed(rule, "admit or broadcast", following.t):
-            if following.ids:
-                self.state = rule.admit(self.state, self.cohort)
+            if following.ids and self.admitted == following.t:
+                self.cohort.metrics.update(said)
+            elif following.ids:
+                self.state, self.admitted = rule.admit(self.state, self.cohort), following.t
             return Broadcast(rule.broadcast(self.state), self.buffers)
 
     def update(self, round: Round, outcomes: list[Outcome], bases: Mapping[int, Broadcast]) -> dict[str, float]:
@@ -166,25 +171,36 @@ class Server:
         return {f"server/{k}": v for k, v in metrics.items()}
 
     def advance(
-        self, round: Round, outcomes: list[Outcome], bases: Mapping[int, Broadcast], following: Round, keep: bool
+        self, round: Round, outcomes: list[Outcome], bases: Mapping[int, Broadcast], following: Round
     ) -> Advanced:
-        """The step between two rounds: applies what arrived, takes a snapshot if told to `keep` one, and admits those
-        who arrive in the `following` round."""
+        """The step between two rounds: applies what arrived, and admits those who arrive in the `following` round."""
         metrics = self.update(round, outcomes, bases)
-        snapshot = self.snapshot() if keep else {}
-        return Advanced(metrics, self.broadcast(following), snapshot)
+        return Advanced(metrics, self.broadcast(following))
 
     def snapshot(self) -> State:
-        """Everything that the server knows, on the CPU, as it stands now."""
+        """Everything that the server knows, on the CPU, as it stands now: also whom it has admitted, and what was said
+        of them."""
         return {
             **{f"state/{k}": v.detach().cpu().clone() for k, v in self.state.items()},
+            **{f"admitted/{k}": torch.tensor(v, dtype=torch.float64) for k, v in self.cohort.metrics.items()},
+            "admitted": torch.tensor(self.admitted),
             "buffers": self.buffers.cpu().clone(),
         }
 
     def restore(self, snapshot: State) -> None:
-        """Goes back to a snapshot."""
-        self.buffers = snapshot["buffers"].to(self.buffers)
+        """Goes back to a snapshot. Raises RaysimError if it is that of another rule, or of another model."""
+        kept = {k: snapshot.get(f"state/{k}") for k in self.state}
+        if odd := [k for k, v in self.state.items() if (w := kept[k]) is None or w.shape != v.shape]:
+            raise RaysimError(
+                f"the state that was saved does not fit server rule '{self.rule.name}' with {self.problem.size:,} "
+                f"parameters: another '{odd[0]}'"
+            )
         self.state = {k: snapshot[f"state/{k}"].to(v.device) for k, v in self.state.items()}
+        self.buffers = snapshot["buffers"].to(self.buffers)
+        self.admitted = int(snapshot["admitted"])
+        said = {k.removeprefix("admitted/"): float(v) for k, v in snapshot.items() if k.startswith("admitted/")}
+        self.cohort.metrics.clear()
+        self.cohort.metrics.update(said)
 
     @property
     def bytes(self) -> int:

@@ -275,6 +275,18 @@ class Store:
         )
 
 
+def inherit(old: Path, new: Path, dir: str | None) -> None:
+    """Copies the rows on disk of one run to another one, before that begins. Raises RaysimError if there is no room."""
+    rows, mine = old / FOLDER / FILE, folder(new, dir)
+    if not rows.exists() or mine is None:
+        return
+    try:
+        mine.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(rows, mine / FILE)
+    except OSError as error:
+        raise RaysimError(f"the rows in {rows} cannot be copied to {mine}: {error.strerror or error}") from None
+
+
 def folder(run_dir: Path | None, dir: str | None) -> Path | None:
     """Where a run keeps its rows: `<run_dir>/rows`. With `dir` (store.dir) that is a link to a new folder in there, so
     that runs can share `dir`, and a run that is moved or resumed finds its rows. None without a `run_dir`.

@@ -36,6 +36,7 @@ from raysim import checkpoint, config, data, experiment, layers, plan, report, r
 from raysim.config import NAMED, Config
 from raysim.data import digest
 from raysim.errors import ConfigError, RaysimError
+from raysim.signals import stoppable
 from raysim.spool import Recorder, Tail, flatten
 from raysim.tracking import Forwarder, Tracker, absolute
 
@@ -295,7 +296,7 @@ def run(sweep: Sweep, parallel: int | None = None, watch: Watch = lambda trial, 
     """
     began, tracking = time.monotonic(), sweep.tracking
     missing = [trial for trial in sweep.trials if trial.result is None]
-    with experiment.stoppable(), _alone(sweep.folder), _room(missing):
+    with stoppable(), _alone(sweep.folder), _room(missing):
         parent = Tracker(tracking, sweep.folder)
         forwarder: Forwarder | None = None
         status: Any = "FAILED"
@@ -364,7 +365,7 @@ def _room(trials: list[Trial]) -> Iterator[None]:
     if not trials:
         yield
         return
-    from raysim.actors import connect  # Ray is imported when it is used
+    from raysim.ray_executor import connect  # Ray is imported when it is used
 
     wanted = [{kind: sum(b.get(kind, 0) for b in _bundles(t.config)) for kind in ("CPU", "GPU")} for t in trials]
     ours = connect(trials[0].config.resources.address, max(w["CPU"] for w in wanted), logger.warning)
@@ -430,7 +431,7 @@ def _on_tune(
         _train(missing[choice["trial"]], uri, name, parent)
 
     try:
-        with experiment.stoppable():  # once more: to start Ray was to put its own handlers in place
+        with stoppable():  # once more: to start Ray was to put its own handlers in place
             tune.run(
                 tune.with_resources(train, lambda choice: tune.PlacementGroupFactory(bundles[choice["trial"]])),
                 config={"trial": tune.grid_search(list(range(len(missing))))},

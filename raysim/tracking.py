@@ -5,7 +5,7 @@ sends: many rounds in one batch, about once a second, backing off while the serv
 many processes (`raysim.sweep`), each only spools, and one `Forwarder` follows them all.
 
 Nothing is forgotten on the way: after a crash, or when the server died in the middle, `replay` (on the command line:
-python -m raysim.tracking RUN_DIR) sends exactly the rest. Sending twice does no harm: records carry their time, a run
+raysim track replay RUN_DIR) sends exactly the rest. Sending twice does no harm: records carry their time, a run
 carries the key it was created under, and a run that is reopened is asked which steps it has.
 
 SQLite files are MLflow's, with two cares: a relative path is made absolute at once, and processes that meet on a
@@ -22,7 +22,6 @@ import logging
 import os
 import re
 import shlex
-import sys
 import threading
 import time
 import warnings
@@ -83,7 +82,7 @@ def absolute(uri: str) -> str:
 def ui_hint(tracking: Tracking) -> str:
     """How to look at the runs: a command for a database, the address of a server."""
     uri = absolute(tracking.uri)
-    return _shown(uri) if uri.startswith("http") else f"mlflow ui --backend-store-uri {shlex.quote(uri)}"
+    return masked(uri) if uri.startswith("http") else f"mlflow ui --backend-store-uri {shlex.quote(uri)}"
 
 
 class Tracker(Recorder):
@@ -92,14 +91,15 @@ class Tracker(Recorder):
     Args:
         tracking: where to, and whether the run may start without it.
         run_dir: the folder of the run; the spool lives there.
+        parent: the run that this one is shown under.
 
     Raises:
         ConfigError: `tracking.uri` is not usable.
         RaysimError: another process tracks a run in this folder.
     """
 
-    def __init__(self, tracking: Tracking, run_dir: Path) -> None:
-        super().__init__(absolute(tracking.uri), tracking.experiment, run_dir)
+    def __init__(self, tracking: Tracking, run_dir: Path, parent: str | None = None) -> None:
+        super().__init__(absolute(tracking.uri), tracking.experiment, run_dir, parent)
         self.required = tracking.required
         self._server = _Server(self._uri, self._experiment, self._spool.run_id)
         self._error: Exception | None = None
@@ -155,7 +155,7 @@ class Tracker(Recorder):
             self._hurry.set()
             self._spool.close(begin)
             raise RaysimError(
-                f"tracking.uri: {_shown(self._server.uri)} cannot be used: {_brief(error)}. {self._server.remedy}, "
+                f"tracking.uri: {masked(self._server.uri)} cannot be used: {_brief(error)}. {self._server.remedy}, "
                 "or set tracking.required=false to run without it (what is tracked is then kept and sent later)"
             ) from None
         return self.run_id
@@ -178,9 +178,9 @@ class Tracker(Recorder):
         self._writer.join(0.5)
         if self.pending:
             logger.warning(
-                "%d records were not sent to %s (%s); they are kept in %s; to send them: python -m raysim.tracking %s",
+                "%d records were not sent to %s (%s); they are kept in %s; to send them: raysim track replay %s",
                 self.pending,
-                _shown(self._server.uri),
+                masked(self._server.uri),
                 _brief(self._error or TimeoutError("it is too slow")),
                 self._spool.path,
                 shlex.quote(str(self._spool.path.parent)),
@@ -236,7 +236,7 @@ class Tracker(Recorder):
             if opened or not self.required:  # otherwise `start` raises, which says it
                 logger.warning(
                     "tracking is down: %s (%s). The run goes on, records are kept in %s until it is back",
-                    _shown(self._server.uri),
+                    masked(self._server.uri),
                     _brief(error),
                     self._spool.path,
                 )
@@ -246,7 +246,7 @@ class Tracker(Recorder):
         if self._down_since is not None:
             logger.warning(
                 "tracking is back: %s, after %.0f s and %d failed attempts; %d records to send",
-                _shown(self._server.uri),
+                masked(self._server.uri),
                 time.monotonic() - self._down_since,
                 self._attempts,
                 self.pending,
@@ -291,9 +291,9 @@ class Forwarder:
         if left := [folder for folder in self._followed if Tail(folder).pending]:
             logger.warning(
                 "the records of %d runs were not all sent to %s (%s); they are kept in their folders. To send them, "
-                "give the same command again, or for each: python -m raysim.tracking %s",
+                "give the same command again, or for each: raysim track replay %s",
                 len(left),
-                _shown(self._uri),
+                masked(self._uri),
                 _brief(self._error or TimeoutError("it is too slow")),
                 shlex.quote(str(left[0])),
             )
@@ -317,7 +317,7 @@ class Forwarder:
             while not self._stop.is_set() and (count := _advance(tail, server)):
                 self._sent += count
                 if self._error:
-                    logger.warning("tracking is back: %s, after %d failed attempts", _shown(self._uri), self._attempts)
+                    logger.warning("tracking is back: %s, after %d failed attempts", masked(self._uri), self._attempts)
                     self._error, self._attempts = None, 0
         return self._sent > before
 
@@ -325,7 +325,7 @@ class Forwarder:
         if self._error is None:
             logger.warning(
                 "tracking is down: %s (%s). The runs go on, their records are kept in their folders until it is back",
-                _shown(self._uri),
+                masked(self._uri),
                 _brief(error),
             )
         self._error = error
@@ -355,7 +355,7 @@ def replay(run_dir: Path) -> int:
                 pass
         except Exception as error:
             raise RaysimError(
-                f"{run_dir}: {spool.pending} of {left} records still cannot be sent to {_shown(server.uri)}: "
+                f"{run_dir}: {spool.pending} of {left} records still cannot be sent to {masked(server.uri)}: "
                 f"{_brief(error)}. {server.remedy}, then try again"
             ) from None
     return left
@@ -385,6 +385,32 @@ def add_to(run_dir: Path, metrics: Mapping[str, float], step: int, artifacts: Pa
     replay(run_dir)
 
 
+def where(run_id: str, uri: str | None = None) -> str:
+    """The folder of a run that MLflow knows by this id.
+
+    Args:
+        run_id: MLflow's.
+        uri: of the tracking store; the default is a configuration's.
+
+    Raises:
+        ConfigError: the store cannot be read, or has no such run.
+    """
+    address = absolute(uri or Tracking().uri)
+    if address.startswith("sqlite:///") and not Path(address[10:].partition("?")[0]).exists():
+        raise ConfigError(
+            f"there is no {address[10:]} to look run {run_id} up in; say tracking.uri=…, or give its folder"
+        )
+    try:
+        run = _mlflow(address).MlflowClient(tracking_uri=address).get_run(run_id)
+    except Exception as error:
+        raise ConfigError(
+            f"run {run_id} is not found in {masked(address)}: {_brief(error)}; say tracking.uri=…, or give its folder"
+        ) from None
+    if not (folder := run.data.tags.get("run_dir")) or not Path(folder).is_dir():
+        raise ConfigError(f"run {run_id} was made in {folder or 'an unknown folder'}, which is not on this machine")
+    return folder
+
+
 class _Refused(Exception):
     """The server answers, and will never take this record."""
 
@@ -397,7 +423,7 @@ def _advance(spool: Tail, server: _Server) -> int:
         count = server.send(records)
     except _Refused as refusal:
         server.refused += 1
-        logger.error("tracking: %s refuses %s: %s", _shown(server.uri), records[0]["kind"], refusal)
+        logger.error("tracking: %s refuses %s: %s", masked(server.uri), records[0]["kind"], refusal)
         count = 1
     spool.acknowledge(count, server.run_id)
     return count
@@ -639,14 +665,14 @@ def _fit(value: str, key: str, kind: str) -> str:
     return value[: limit - 1] + "…"
 
 
-def _shown(uri: str) -> str:
+def masked(uri: str) -> str:
     """The address without a password."""
-    return re.sub(r"//[^/@]*@", "//", uri)
+    return re.sub(r"//[^/@]*@", "//", re.sub(r"(?i)(password|passwd|pwd|token|secret)=[^&\s]*", r"\1=***", uri))
 
 
 def _brief(error: Exception) -> str:
     """An error in one line of some 200 characters; long ones say what at their beginning and why at their end."""
-    text = _shown(" ".join(str(error).split())) or type(error).__name__
+    text = masked(" ".join(str(error).split())) or type(error).__name__
     return text if len(text) <= 200 else f"{text[:90]} … {text[-110:]}"
 
 
@@ -655,13 +681,3 @@ def _user() -> str:
         return getpass.getuser()
     except (KeyError, OSError):  # a container without a name for its user
         return str(os.getuid())
-
-
-if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit("usage: python -m raysim.tracking RUN_DIR")
-    try:
-        print(f"{replay(Path(sys.argv[1]))} records sent")
-    except RaysimError as mistake:
-        print(mistake, file=sys.stderr)
-        sys.exit(mistake.exit_code)

@@ -40,8 +40,8 @@ class Watched(Inline):
         self._remember()
         return down
 
-    def advance(self, round: Round, trained: Trained, bases: Mapping[int, Any], following: Round, keep: bool) -> Next:
-        after = super().advance(round, trained, bases, following, keep)
+    def advance(self, round: Round, trained: Trained, bases: Mapping[int, Any], following: Round) -> Next:
+        after = super().advance(round, trained, bases, following)
         self._remember()
         return after
 

@@ -529,7 +529,7 @@ def on_ray(pool, monkeypatch) -> Callable[[Plan], tuple[np.ndarray, list[dict[st
     """on_ray(plan) -> (x, records): a run of `RayExecutor`."""
     import ray
 
-    from raysim.actors import RayExecutor
+    from raysim.ray_executor import RayExecutor
 
     def run(plan: Plan) -> tuple[np.ndarray, list[dict[str, float]]]:
         executor = RayExecutor(lambda message: None)

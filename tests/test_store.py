@@ -582,7 +582,7 @@ def test_a_checkpoint_whose_rows_are_gone_is_refused_by_name(config, whole, tmp_
     done = resume(tmp_path / "run")
     assert done.digest == whole.digest
     (tmp_path / "run" / "rows" / FILE).unlink()
-    with pytest.raises(RaysimError, match=r"none of the \d checkpoints in .* is whole"):
+    with pytest.raises(RaysimError, match=r"none of the \d checkpoints in .* can be used"):
         resume(tmp_path / "run", {"rounds": 13})
 
 

@@ -24,6 +24,7 @@ import yaml
 import raysim
 from raysim import cli, experiment, sweep, tracking
 from raysim.errors import ConfigError, RaysimError
+from raysim.signals import stoppable
 from raysim.spool import Recorder, Spool
 from raysim.sweep import Outcome, Sweep, Trial, prepare
 from raysim.tracking import Forwarder
@@ -341,7 +342,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Trial]:
         return [(trial, (trial.folder / "error.txt").read_text()) for trial in missing if trial.result is None]
 
     monkeypatch.setattr(sweep, "_on_tune", on_tune)
-    monkeypatch.setattr(sweep, "_room", lambda missing: experiment.stoppable())
+    monkeypatch.setattr(sweep, "_room", lambda missing: stoppable())
     return begun
 
 

@@ -175,7 +175,7 @@ def main() -> None:
 
     import ray
 
-    from raysim.actors import RayExecutor
+    from raysim.ray_executor import RayExecutor
 
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     on_ray = Ours(RayExecutor(print), "fedavg", 5, n)

@@ -1,0 +1,81 @@
+"""SIGINT and SIGTERM: the first ends a run in order, as soon as that loses nothing; a second ends it at once."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+NUMBERS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Stopped(KeyboardInterrupt):
+    """SIGINT or SIGTERM came; `signal` is its number."""
+
+    def __init__(self, number: int):
+        super().__init__()
+        self.signal = number
+
+
+class Signals:
+    """What to do when the first signal comes: raise `Stopped` at once, or, while it is `held` back, where that is
+    `allowed`."""
+
+    def __init__(self) -> None:
+        self._came: int | None = None
+        self._hold = self._open = False
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """In here a signal waits for the next `allowed` place, or for the end."""
+        self._hold = True
+        try:
+            yield
+        finally:
+            self._hold = False
+        self._raise()
+
+    @contextmanager
+    def allowed(self) -> Iterator[None]:
+        """What is done in here may be abandoned at any point."""
+        self._open = True
+        try:
+            self._raise()
+            yield
+        finally:
+            self._open = False
+
+    def _raise(self) -> None:
+        if self._came is not None:
+            raise Stopped(self._came)
+
+    def _handle(self, number: int, frame: Any) -> None:
+        self._came = number
+        for n in NUMBERS:
+            signal.signal(n, signal.SIG_DFL)
+        if self._open or not self._hold:
+            self._raise()
+
+    def install(self) -> None:
+        """Puts the handlers in place, unless a signal has come already: to start Ray is to put its own there."""
+        if self._came is None and threading.current_thread() is threading.main_thread():
+            for n in NUMBERS:
+                signal.signal(n, self._handle)
+
+
+@contextmanager
+def stoppable() -> Iterator[Signals]:
+    """While open, the first SIGINT or SIGTERM ends what is being done in order, a second one at once."""
+    signals = Signals()
+    if threading.current_thread() is not threading.main_thread():
+        yield signals
+        return
+    before = {n: signal.getsignal(n) for n in NUMBERS}
+    signals.install()
+    try:
+        yield signals
+    finally:
+        for n, handler in before.items():
+            signal.signal(n, handler)
