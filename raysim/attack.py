@@ -134,6 +134,12 @@ class Result:
         return statistics.fmean(finite) if finite else math.nan
 
     @property
+    def median(self) -> float:
+        """The median over images, those found exactly among them; NaN if there is none."""
+        found = [p for one in self.clients for p in one.psnr if not math.isnan(p)]
+        return statistics.median(found) if found else math.nan
+
+    @property
     def exact(self) -> int:
         """How many images were found exactly."""
         return sum(p == math.inf for one in self.clients for p in one.psnr)
@@ -152,6 +158,7 @@ class Result:
         return {
             "round": self.round,
             "psnr": plain(self.psnr),
+            "psnr_median": plain(self.median),
             "exact": self.exact,
             "failed": self.failed,
             "clients": [
@@ -506,7 +513,11 @@ def _keep(result: Result, plan: Plan, run_dir: Path) -> Path:
         for one in result.clients
         for label, before, after, quality in zip(one.labels, one.original, one.found, one.psnr, strict=True)
     ]
-    mean = "no image with a finite PSNR" if math.isnan(result.psnr) else f"mean PSNR {result.psnr:.2f} dB"
+    mean = (
+        "no image with a finite PSNR"
+        if math.isnan(result.psnr)
+        else f"mean PSNR {result.psnr:.2f} dB, median {result.median:.2f}"
+    )
     title = f"{plan.label} on {plan.config.data.name}, round {result.round}: {o.cost}, {o.attacker}; {mean}"
     recovered_images(pairs, title, folder / "attack.png")
     metrics = {} if math.isnan(result.psnr) else {f"attack/psnr_{o.cost}_{o.attacker}": result.psnr}

@@ -330,7 +330,7 @@ def attack(
         table.add_row(str(one.client), labels, f"{one.cost:.4g}", quality)
     console.print(table)
     exact = f", {result.exact} recovered exactly and not counted" if result.exact else ""
-    console.print(f"mean PSNR      {result.psnr:.2f} dB{exact}, in {result.seconds:.1f} s")
+    console.print(f"mean PSNR      {result.psnr:.2f} dB{exact}, median {result.median:.2f}, in {result.seconds:.1f} s")
     console.print(f"look at it     {folder / 'attack.png'}", soft_wrap=True)
     if result.failed:
         clients = ", ".join(map(str, result.failed))

@@ -63,15 +63,17 @@ def forgetting(rounds: Mapping[int, Mapping[str, Sequence[float]]], path: Path) 
     losses.legend()
     more = [np.array(one["after"]) - np.array(one["before"]) for one in rounds.values()]
     low, middle, high = np.array([np.nanquantile(values, (0.1, 0.5, 0.9)) for values in more]).T
-    course.plot(list(rounds), middle, color="tab:red", marker="." if len(rounds) <= 50 else None, label="median")
-    course.fill_between(list(rounds), low, high, color="tab:red", alpha=0.2, label="a tenth to nine tenths")
+    at = [t + 1 for t in rounds]  # as the learning curve counts them
+    course.plot(at, middle, color="tab:red", marker="." if len(at) <= 50 else None, label="median")
+    course.fill_between(at, low, high, color="tab:red", alpha=0.2, label="a tenth to nine tenths")
     course.axhline(0, color="0.5", linewidth=0.5)
-    course.set(xlabel="round, the first being 0", ylabel="increase of the loss")
+    course.set(xlabel="round", ylabel="increase of the loss")
     course.xaxis.set_major_locator(MaxNLocator(integer=True))
     course.legend()
     found = np.array([value for one in rounds.values() for value in one["fisher"]])
     fisher.hist(found[np.isfinite(found)], bins=40, range=(-1, 1), color="tab:gray")
     fisher.set(xlabel="correlation of Fisher information: pseudo and past data", ylabel="clients, in all rounds")
+    figure.suptitle("what local training forgets of the data of the round before's clients", fontsize=10)
     figure.savefig(path, format="png")
 
 
@@ -131,7 +133,7 @@ def recovered_images(pairs: Sequence[tuple[str, np.ndarray, np.ndarray, float]],
     for k, (name, before, after, quality) in enumerate(shown):
         band, column = divmod(k, ACROSS)
         said = "none" if np.isnan(quality) else "exact" if np.isinf(quality) else f"{quality:.1f} dB"
-        for row, image, text in ((2 * band, before, name), (2 * band + 1, after, said)):
+        for row, image, text in ((2 * band, before, f"sent: {name}"), (2 * band + 1, after, f"recovered: {said}")):
             flat = image[0] if len(image) == 1 else image.transpose(1, 2, 0)
             cells[row, column].imshow(np.nan_to_num(flat).clip(0, 1), cmap="gray", vmin=0, vmax=1)
             cells[row, column].set_title(text, fontsize=7)

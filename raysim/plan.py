@@ -189,7 +189,11 @@ def _with_trace(config: Config) -> Config:
 
 def _check_privacy(config: Config, client: ClientRule, net: nn.Module) -> None:
     if config.privacy is None:
+        if config.algorithm and "privacy" in rules.defaults(config.algorithm.name):
+            logger.warning("privacy: null leaves nothing private in algorithm '%s'", config.algorithm.name)
         return
+    if not config.privacy.sigma:
+        logger.warning("privacy.sigma: 0 is no noise, so nothing is private (epsilon is infinite)")
     if any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in net.modules()):
         raise ConfigError(
             f"privacy: model '{config.model.name}' has BatchNorm, through which every example enters the others' "
