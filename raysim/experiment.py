@@ -16,13 +16,11 @@ from typing import Any
 
 import numpy as np
 import torch
-import yaml
 from safetensors.torch import save_file
 from torch import Tensor
 
 import raysim
 from raysim import checkpoint, forgetting, lock, pictures, schedule, store, tracking
-from raysim.config import Config
 from raysim.data import partition_plot, partitions, summary
 from raysim.engine import Engine, Record
 from raysim.errors import ConfigError, RaysimError
@@ -30,7 +28,7 @@ from raysim.executor import Executor, Inline
 from raysim.layers import parse_overrides
 from raysim.plan import Plan, prepare
 from raysim.signals import stoppable
-from raysim.spool import Recorder, flatten
+from raysim.spool import Recorder, flatten, masked
 from raysim.tracking import Tracker
 
 logger = logging.getLogger("raysim")
@@ -270,7 +268,7 @@ def _execute(
             signals.install()  # once more: to start Ray was to put its own handlers in place
             said = {**tags(plan), **_tags_of(origin, saved), "run_dir": str(run_dir.absolute())}
             before = saved.facts["run_id"] if saved and not origin else tracker.earlier
-            run_id = tracker.start(plan.label, _masked(plan.config), said, run_id=before)
+            run_id = tracker.start(plan.label, plan.config.model_dump(mode="json"), said, run_id=before)
             _track_inputs(tracker, plan)
             if origin:
                 store.inherit(origin.folder, run_dir, plan.config.store.dir)
@@ -394,13 +392,6 @@ def _tags_of(origin: Origin | None, saved: checkpoint.Checkpoint | None) -> dict
     return {"fork.of": origin.run_id, "fork.round": str(saved.facts["round"]), "fork.changes": origin.changes}
 
 
-def _masked(config: Config) -> dict[str, Any]:
-    """A configuration as it may be seen by others: without the password in an address."""
-    plain = config.model_dump(mode="json")
-    plain["tracking"]["uri"] = tracking.masked(config.tracking.uri)
-    return plain
-
-
 def _track_inputs(tracker: Recorder, plan: Plan) -> None:
     data, sizes = plan.dataset, plan.clients.sizes
     tracker.inputs(data.name, data.digest, plan.config.data.root or data.name, "training", summary(data))
@@ -417,10 +408,11 @@ def _track_inputs(tracker: Recorder, plan: Plan) -> None:
 def _keepsakes(plan: Plan, run_dir: Path, history: list[Record]) -> list[Path]:
     """Writes what a person will want to look at; what is there is returned."""
     config = run_dir / "config.yaml"
-    if (masked := _masked(plan.config)) != plan.config.model_dump(mode="json"):
+    uri = plan.config.tracking.uri
+    if (shown := masked(uri)) != uri:  # others will see it
         config = run_dir / "masked" / "config.yaml"
         config.parent.mkdir(exist_ok=True)
-        config.write_text(yaml.safe_dump(masked, sort_keys=False))
+        config.write_text(plan.config.dump().replace(uri, shown))
     paths = [config] + [
         run_dir / name
         for name in (

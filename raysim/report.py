@@ -18,6 +18,7 @@ from typing import Any
 
 from raysim.config import NAMED, Tracking
 from raysim.errors import ConfigError, RaysimError, did_you_mean
+from raysim.spool import masked
 from raysim.tracking import absolute, connected
 
 LAST = 10
@@ -308,7 +309,8 @@ def finished_runs(
     except RaysimError:
         raise
     except Exception as error:
-        raise RaysimError(f"--uri: {uri or address} cannot be read: {' '.join(str(error).split())[:200]}") from None
+        why = " ".join(masked(str(error)).split())[:200]
+        raise RaysimError(f"--uri: {masked(address)} cannot be read: {why}") from None
 
 
 def _selected(client: Any, name: str) -> list[Any]:

@@ -49,6 +49,11 @@ def plain(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
+def masked(text: str) -> str:
+    """Without the passwords of the addresses in it."""
+    return re.sub(r"//[^/@\s]*@", "//", re.sub(r"(?i)(password|passwd|pwd|token|secret)=[^&\s]*", r"\1=***", text))
+
+
 def legal(key: str) -> str:
     """A name as MLflow allows them: letters, digits and _ - . space : /, at most 250."""
     return re.sub(r"[^\w.\- :/]", "_", str(key))[:250]
@@ -124,7 +129,7 @@ class Recorder:
             uri=self._uri,
             experiment=self._experiment,
         )
-        self._record("params", values=flatten(params))
+        self._record("params", values={k: masked(v) for k, v in flatten(params).items()})
         self.tags({**tags, **self._labels})
         return self.run_id
 
@@ -157,7 +162,7 @@ class Recorder:
 
     def tags(self, values: Mapping[str, Any]) -> None:
         """Tags of the run; an older value is replaced."""
-        self._record("tags", values={legal(k): str(v) for k, v in values.items()})
+        self._record("tags", values={legal(k): masked(str(v)) for k, v in values.items()})
 
     def finish(self, status: Status) -> None:
         """Says that the run has ended. A second call does nothing."""

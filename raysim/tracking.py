@@ -20,7 +20,6 @@ import getpass
 import json
 import logging
 import os
-import re
 import shlex
 import threading
 import time
@@ -32,7 +31,7 @@ from typing import Any
 
 from raysim.config import Tracking
 from raysim.errors import ConfigError, RaysimError
-from raysim.spool import Recorder, Spool, Status, Tail, legal, plain
+from raysim.spool import Recorder, Spool, Status, Tail, legal, masked, plain
 
 logger = logging.getLogger("raysim.tracking")
 
@@ -82,7 +81,7 @@ def absolute(uri: str) -> str:
 def ui_hint(tracking: Tracking) -> str:
     """How to look at the runs: a command for a database, the address of a server."""
     uri = absolute(tracking.uri)
-    return masked(uri) if uri.startswith("http") else f"mlflow ui --backend-store-uri {shlex.quote(uri)}"
+    return masked(uri) if uri.startswith("http") else f"mlflow ui --backend-store-uri {shlex.quote(masked(uri))}"
 
 
 class Tracker(Recorder):
@@ -663,11 +662,6 @@ def _fit(value: str, key: str, kind: str) -> str:
         return value
     logger.warning("tracking: %s %s has %d characters, MLflow keeps %d", kind, key, len(value), limit)
     return value[: limit - 1] + "…"
-
-
-def masked(uri: str) -> str:
-    """The address without a password."""
-    return re.sub(r"//[^/@]*@", "//", re.sub(r"(?i)(password|passwd|pwd|token|secret)=[^&\s]*", r"\1=***", uri))
 
 
 def _brief(error: Exception) -> str:
