@@ -78,17 +78,17 @@ class FedRegClient(ClientRule):
         return task.grad(self._mixed(shared, state), batch, soft_cross_entropy)
 
     def _mixed(self, shared, state):
-        return self.gamma * state["w"] + (1 - self.gamma) * shared["x"]
+        return torch.lerp(shared["x"], state["w"], self.gamma)
 
     def step(self, shared, state, batch, task):
         x0, made = shared["x"], batch.made if self.makes else self.make(shared, batch, task)
         w = task.descend(state["w"], self.gradient(shared, state, batch, made, task))
-        middle = (w + x0) / 2
+        middle = torch.lerp(x0, w, 0.5)
         g_s, g_p = (task.grad(middle, data, soft_cross_entropy, "frozen") for data in made)
         w_s = _overshoot(w - x0, g_s)
-        w = w - w_s * g_s
+        w = torch.addcmul(w, g_s, -w_s)
         w_p = _overshoot(w - x0, g_p)
-        return {"w": w - w_p * g_p, "w_s": state["w_s"] + w_s, "w_p": state["w_p"] + w_p}
+        return {"w": torch.addcmul(w, g_p, -w_p), "w_s": state["w_s"] + w_s, "w_p": state["w_p"] + w_p}
 
     def finish(self, shared, state, row, data, task):
         means = {f"metric/{key}": state[key] / task.steps for key in ("w_s", "w_p")}
@@ -119,7 +119,7 @@ class FedRegMGClient(FedRegClient):
             x, mask = self._ascend(self.eta_s, shared["x"], batch, task), batch.mask
         nothing = torch.full_like(made[0].y[:1], 1 / made[0].y.shape[-1]).expand(len(x), -1)
         q = task.grad(at, Batch(x, nothing, mask), soft_cross_entropy, "frozen")
-        return g - (g * q).sum() / ((q * q).sum() + 1e-30) * q
+        return torch.addcmul(g, q, -(g * q).sum() / ((q * q).sum() + 1e-30))
 
 
 Algorithm("fedreg", FedRegClient, FedAvgServer, "Xu 2022")
