@@ -1,4 +1,4 @@
-"""The command line: `raysim run | resume | sweep | report | attack | track | list | data | doctor`.
+"""The command line: `raysim run | resume | sweep | bench | report | attack | track | list | data | doctor`.
 
 Exit codes: 0 done, 1 a run that failed, 2 a mistake in what was given, 130 and 143 ended by Ctrl-C and SIGTERM.
 """
@@ -308,6 +308,30 @@ def report_table(
         out.write_text(text + "\n")
     except OSError as error:
         raise ConfigError(f"--out: {out} cannot be written: {error.strerror}") from None
+
+
+@app.command()
+def bench(
+    config: Annotated[str, typer.Argument(help="a YAML file, or the name of a shipped one")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value; what is given is not varied")] = None,
+    seconds: Annotated[float, typer.Option(min=0.1, help="for each candidate")] = 5.0,
+    blocks: Annotated[bool, typer.Option("--blocks", help="also vary block.mode and size (other last bits)")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="last line of standard output: one JSON object")] = False,
+) -> None:
+    """Try out where a configuration runs fastest here: executor, actors, shares of GPUs, blocks."""
+    from raysim import bench as benches
+
+    console = Console(stderr=as_json, highlight=False)
+
+    def tell(one: benches.Candidate) -> None:
+        said = one.problem or f"{one.clients_per_second:8.1f} clients/s over {one.rounds} rounds"
+        console.print(f"{one.text or 'as given':64} {said}", soft_wrap=True, markup=False)
+
+    best = benches.bench(config, overrides or [], seconds=seconds, blocks=blocks, tell=tell).best
+    assert best is not None
+    console.print(f"fastest: {best.text or 'as given'}", soft_wrap=True, markup=False)
+    if as_json:
+        print(json.dumps({"settings": best.settings, "clients_per_second": round(best.clients_per_second, 3)}))
 
 
 @app.command()
