@@ -101,8 +101,8 @@ class Slow(FedAvgClient):
 """
 
 
-def test_a_server_that_goes_and_comes_back_loses_and_delays_nothing(server, tmp_path, source):
-    """It goes after round 30, and is started again after round 60; the run ends once it is back."""
+def test_a_server_that_goes_and_comes_back_loses_and_delays_nothing(server, tmp_path, source, caplog):
+    """It goes after round 30, and is started again after round 60; the run ends once it is heard of again."""
     config = basic(tmp_path, server.uri) | {"rounds": 150, "algorithm": f"{source('slow', SLOW)}:Slow"}
     last, gaps = time.monotonic(), {}
 
@@ -116,6 +116,7 @@ def test_a_server_that_goes_and_comes_back_loses_and_delays_nothing(server, tmp_
                 server.start()
             case 140:
                 server.wait()
+                until(lambda: "tracking is back" in caplog.text, 60, caplog.text)
         last = time.monotonic()
 
     done = raysim.run(config, progress=progress)
