@@ -6,6 +6,7 @@ import contextlib
 import copy
 import datetime
 import io
+import re
 import resource
 import signal
 import traceback
@@ -93,16 +94,21 @@ VALUES = st.one_of(
         ]
     ),
 )
+NUMBERS = [
+    *(0, 1, 2, 3, 4, 5, 7, 9, 12, 20, 100, 1000, 2**16, 10**6, 2**31, 2**53 + 1, 2**63, 2**64, 10**30, -1),
+    *(0.1, 0.5, 1.0, 0.999999, 1.5, 3.0, 1e-320, 1e-30, 1e-9, 1e9, 1e30, 1e308),
+]
+"""In the place of other numbers."""
 KEYS = st.one_of(
     st.sampled_from(["lrr", "name", "clients", "Rounds", "sweep", "extends", 3, None, True, 1.5, "a.b"]),
     st.text(max_size=6),
 )
 
-Change = tuple[str, float, Any, Any]
+Change = tuple[str, int, Any, Any]
 CHANGES = st.lists(
     st.tuples(
-        st.sampled_from(["set", "set", "set", "set", "remove", "add", "rename", "move", "text"]),
-        st.floats(0, 1, exclude_max=True),
+        st.sampled_from(["nudge"] * 8 + ["set"] * 4 + ["remove", "add", "rename", "move", "text"]),
+        st.sampled_from(range(10_007)),
         KEYS,
         VALUES,
     ),
@@ -125,16 +131,25 @@ def at(tree: Any, path: Path_) -> Any:
     return tree
 
 
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def changed(tree: dict[str, Any], change: Change) -> list[Any]:
     """Changes a configuration in place; the keys that a complaint may be about."""
     kind, where, key, value = change
     there = list(places(tree))
     if not there:
         return []
-    path = there[int(where * len(there))]
+    if kind == "nudge":
+        there = [path for path in there if is_number(at(tree, path))] or there
+    path = there[where % len(there)]
     *above, last = path
     section = at(tree, tuple(above))
     match kind:
+        case "nudge":
+            section[last] = NUMBERS[where // 101 % len(NUMBERS)]
+            return [*path]
         case "set":
             section[last] = copy.deepcopy(value)
         case "remove":
@@ -149,7 +164,7 @@ def changed(tree: dict[str, Any], change: Change) -> list[Any]:
         case "move":
             sections = [p for p in there if isinstance(at(tree, p), dict) and p[: len(path)] != path]
             if sections:
-                to = sections[int(where * 7919) % len(sections)]
+                to = sections[where % 31 % len(sections)]
                 at(tree, to)[last] = section.pop(last)
                 return [*path, *to]
     return [*path, *(places_of(value))]
@@ -188,7 +203,7 @@ def judged(text: str, keys: list[Any], folder: Path) -> str | None:
     path = folder / "config.yaml"
     path.write_text(text)
     try:
-        with bounded(30, 4):
+        with bounded(10, 4):
             _rehearse(prepare(path), Console(file=io.StringIO()))
     except ConfigError as error:
         said = str(error)
@@ -233,12 +248,12 @@ def explored(
         text = yaml.safe_dump(tree, allow_unicode=True, sort_keys=False)
         for kind, where, key, _ in changes:
             if kind == "text":  # a character taken out, and perhaps others put in
-                i = int(where * len(text))
+                i = where % len(text)
                 text, keys = text[:i] + str(key) * (key is not None) + text[i + 1 :], []
         if any(0xD800 <= ord(c) < 0xE000 for c in text):
             return
         if (wrong := judged(text, keys, folder)) is not None:
-            kind = wrong.split(": ")[0]
+            kind = re.sub(r"\[.*?\]|/\S+|'.*?'|\d+", "", wrong)[:100]
             shown = text if not keys else f"# {changes}\n{text}"
             if kind not in found or len(found[kind][1]) > len(shown):
                 found[kind] = wrong, shown
