@@ -205,7 +205,11 @@ def judged(text: str, keys: list[Any], folder: Path) -> str | None:
     try:
         with bounded(10, 4):
             plan = prepare(path)
-            if max(plan.config.local.steps or 0, plan.config.local.epochs or 0) <= 100:  # else it trains for long
+            local, r = plan.config.local, plan.config.resources
+            threads = max(r.threads, r.server_threads or 0)
+            if threads > 10_000:
+                return f"accepted are {threads} threads, which no process can have"
+            if threads <= 16 and max(local.steps or 0, local.epochs or 0) <= 100:  # else it takes for long
                 _rehearse(plan, Console(file=io.StringIO()))
     except ConfigError as error:
         said = str(error)
