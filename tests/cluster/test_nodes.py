@@ -1,0 +1,56 @@
+"""What must hold when a cluster loses a node in the middle of a round and gains one later: nothing of it shows in the
+result, and whoever joins gets work."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+import raysim
+
+
+@pytest.mark.parametrize("victim", ["client", "server"])
+def test_a_node_lost_and_a_node_added_do_not_show(tmp_path, victim):
+    config = {
+        "rounds": 14,
+        "data": "digits",
+        "partition": {"name": "dirichlet", "clients": 20, "alpha": 0.5, "min_samples": 2},
+        "model": {"name": "mlp", "hidden": [16]},
+        "algorithm": {"name": "gradma", "memory": 9},
+        "local": {"steps": 2, "batch": 8, "lr": 0.05},
+        "schedule": {"cohort": 6},
+        "block": {"mode": "loop", "size": 1},
+        "resources": {"executor": "inline", "threads": 1},
+        "checkpoint": {"every": 3},
+        "run_dir": str(tmp_path / "inline"),
+        "tracking": {"uri": f"sqlite:///{tmp_path}/mlflow.db"},
+    }
+    whole = raysim.run(config)
+    config["run_dir"] = str(tmp_path / "cluster")
+    config["resources"] = {"executor": "ray", "actors": 2, "cpus": 1, "timeout": 120}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    script = Path(__file__).with_name("nodes.py")
+    ran = subprocess.run(
+        [sys.executable, str(script), str(tmp_path), str(tmp_path / "config.yaml"), victim],
+        env={**os.environ, "RAY_ADDRESS": ""},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert ran.returncode == 0, ran.stderr
+    found = json.loads(ran.stdout.splitlines()[-1])
+    assert found["digest"] == whole.digest and found["told"] == list(range(15))
+    assert sorted(found["at_first"]) == sorted([found["home"], found["second"]])
+    assert sorted(found["at_last"]) == sorted([found["home"], found["third"]])
+    last = found["history"][-1]
+    assert last["actors_lost"] >= 1 and last["retried_blocks"] >= 1
+    assert last["server_restarts"] == (victim == "server"), found["said"]
+    for mine, other in zip(found["history"], whole.history, strict=True):
+        for key in ("accuracy", "loss", "train_loss", "bytes_up", "clients"):
+            assert mine.get(key) == other.get(key)

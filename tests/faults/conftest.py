@@ -1,0 +1,21 @@
+"""One MLflow database for all fault tests (its making takes seconds)."""
+
+from __future__ import annotations
+
+import pytest
+
+from raysim import tracking
+
+
+@pytest.fixture(scope="session")
+def uri(tmp_path_factory: pytest.TempPathFactory) -> str:
+    from faults.common import client_of
+
+    found = f"sqlite:///{tmp_path_factory.mktemp('database')}/mlflow.db"
+    client_of(found).search_experiments()
+    return found
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracking, "FLUSH", 0.05)

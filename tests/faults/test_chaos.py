@@ -1,0 +1,253 @@
+"""What must hold while actors are killed at random: nothing of it shows in the result, only in the counters."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import raysim
+from faults.common import basic, timeless
+from raysim import experiment
+from raysim.mailbox import Mailbox
+from raysim.plan import prepare
+from raysim.ray_executor import RayExecutor
+
+pytestmark = pytest.mark.usefixtures("local_ray")
+
+MOMENTS = ("out", "between", "any")
+"""Right after blocks were sent off, between training and the server's update, or a little later than either."""
+
+
+class Chaos:
+    """Kills actors in the order that its seed gives: in some rounds one, at one of three moments."""
+
+    def __init__(self, seed: int, rounds: list[int]):
+        self.random = random.Random(seed)
+        self.moments = dict(zip(rounds, self._mixed(MOMENTS, len(rounds)), strict=True))
+        self.kinds = dict(zip(rounds, self._mixed(("client", "client", "eval", "server"), len(rounds)), strict=True))
+        self.struck: list[tuple[int, str, str]] = []
+        self.threads: list[threading.Timer] = []
+        self.lock = threading.Lock()
+
+    def _mixed(self, values: tuple[str, ...], count: int) -> list[str]:
+        mixed = [values[i % len(values)] for i in range(count)]
+        self.random.shuffle(mixed)
+        return mixed
+
+    def at(self, executor: Chaotic, t: int, moment: str) -> None:
+        """Round t has come to this moment; it may come to it again after a checkpoint was gone back to."""
+        wanted = self.moments.get(t)
+        if wanted == moment or (wanted == "any" and moment == "out"):
+            del self.moments[t]
+            if wanted == "any":
+                self.threads.append(threading.Timer(self.random.uniform(0, 0.4), self.strike, (executor, t, wanted)))
+                self.threads[-1].start()
+            else:
+                self.strike(executor, t, wanted)
+
+    def strike(self, executor: Chaotic, t: int, moment: str) -> None:
+        with self.lock:
+            kind = self.kinds[t]
+            if kind == "client":
+                there = [worker.actor for worker in list(executor.workers.values())]
+            else:
+                there = [getattr(executor, kind)]
+            self.random.shuffle(there)
+            if any(executor.kill(actor) for actor in there):
+                self.struck.append((t, moment, kind))
+
+
+class Chaotic(RayExecutor):
+    """The executor over Ray, with somebody who kills."""
+
+    chaos: Chaos
+
+    def __init__(self, log: Callable[[str], None]):
+        super().__init__(log)
+        self.pids: dict[Any, Any] = {}
+
+    def _start(self, kind: Any, *arguments: Any, **more: Any) -> Any:
+        actor = super()._start(kind, *arguments, **more)
+        self.pids[actor._ray_actor_id] = actor.__ray_call__.remote(lambda self: os.getpid())
+        return actor
+
+    def training(self, t: int) -> Any:
+        training = super().training(t)
+        add, get = training.add, training.get
+
+        def watched_add(downs: Any, blocks: Any) -> None:
+            add(downs, blocks)
+            self.chaos.at(self, t, "out")
+
+        def watched_get() -> Any:
+            trained = get()
+            self.chaos.at(self, t, "between")
+            return trained
+
+        training.add, training.get = watched_add, watched_get
+        return training
+
+    def kill(self, actor: Any) -> bool:
+        """Whether it was there to be killed."""
+        import ray
+
+        try:
+            pid = ray.get(self.pids[actor._ray_actor_id], timeout=60)
+            if b"ray::" not in Path(f"/proc/{pid}/cmdline").read_bytes():
+                return False
+            os.kill(pid, signal.SIGKILL)
+        except (ray.exceptions.RayError, OSError):
+            return False
+        return True
+
+
+def chaotic(config: dict[str, Any], chaos: Chaos, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A run on three actors that are killed; it must tell each round once and be the inline run."""
+    rounds = config["rounds"]
+    whole = raysim.run({**config, "run_dir": f"{config['run_dir']}-inline"})
+    resources = {"executor": "ray", "actors": 3, "cpus": 0.5, "timeout": 120}
+    Chaotic.chaos = chaos
+    monkeypatch.setattr(experiment, "choose", lambda plan, log: Chaotic(log))
+    told: list[float] = []
+    done = experiment.execute(
+        prepare({**config, "resources": resources}),
+        progress=lambda record: told.append(record["round"]),
+        log=lambda text: None,
+    )
+    for thread in chaos.threads:
+        thread.join(60)
+    assert told == list(range(rounds + 1))
+    assert done.digest == whole.digest
+    assert timeless(done.history) == timeless(whole.history)
+    kinds = Counter(kind for _, _, kind in chaos.struck)
+    last = done.history[-1]
+    assert last["server_restarts"] == kinds["server"] and last["actors_lost"] == kinds["client"] + kinds["eval"]
+    return done, kinds
+
+
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "gradma": {"algorithm": {"name": "gradma", "memory": 9}},
+    "scaffold": {"algorithm": {"name": "scaffold"}, "store": {"memory": "20kB"}},
+    "fedhist": {
+        "algorithm": {"name": "fedhist", "length": 4},
+        "schedule": {"name": "kasync", "arrivals": 5, "concurrency": 12, "speeds": {"name": "lognormal"}},
+    },
+}
+"""In step; with rows of which most are on disk; with versions that live for several rounds."""
+
+
+@pytest.fixture
+def without_mailboxes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(size: int) -> Mailbox:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(Mailbox, "new", full)
+
+
+THIRTY = [*range(1, 57, 2), 4, 12, 20, 28, 36, 44, 52]
+"""Rounds in which somebody is killed; a kill may miss, where its victim is dead already."""
+
+
+def thirty(config: dict[str, Any], seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    chaos = Chaos(seed, THIRTY)
+    done, kinds = chaotic(config, chaos, monkeypatch)
+    assert sum(kinds.values()) >= 30 and min(kinds[kind] for kind in ("client", "eval", "server")) >= 5
+    assert min(Counter(moment for _, moment, _ in chaos.struck)[moment] for moment in MOMENTS) >= 5
+    assert done.history[-1]["retried_blocks"] >= 1
+
+
+def test_thirty_kills_in_sixty_rounds_do_not_show(uri, tmp_path, monkeypatch):
+    """At every moment, of every kind."""
+    thirty(basic(tmp_path, uri) | ALGORITHMS["gradma"], 0, monkeypatch)
+
+
+@pytest.mark.parametrize("name", ["scaffold", "fedhist"])
+def test_kills_do_not_show_in_rows_and_old_versions(uri, tmp_path, monkeypatch, name):
+    config = basic(tmp_path, uri) | {"rounds": 22} | ALGORITHMS[name]
+    _, kinds = chaotic(config, Chaos(1, list(range(2, 20, 2))), monkeypatch)
+    assert sum(kinds.values()) >= 8 and kinds["server"] >= 2 and kinds["client"] >= 2
+
+
+def test_kills_do_not_show_without_mailboxes(uri, tmp_path, monkeypatch, without_mailboxes):
+    config = basic(tmp_path, uri) | {"rounds": 16} | ALGORITHMS["gradma"]
+    _, kinds = chaotic(config, Chaos(2, list(range(2, 14, 2))), monkeypatch)
+    assert sum(kinds.values()) >= 5 and kinds["server"] >= 1 and kinds["client"] >= 2
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["scaffold", "fedhist"])
+def test_thirty_kills_do_not_show_in_rows_and_old_versions(uri, tmp_path, monkeypatch, name):
+    thirty(basic(tmp_path, uri) | ALGORITHMS[name], 3, monkeypatch)
+
+
+@pytest.mark.long
+def test_thirty_kills_do_not_show_without_mailboxes(uri, tmp_path, monkeypatch, without_mailboxes):
+    thirty(basic(tmp_path, uri) | ALGORITHMS["gradma"], 4, monkeypatch)
+
+
+# -- killed while another one is being replaced ------------------------------------------------------------------------
+
+
+class Stalked(Chaotic):
+    """The server is killed in round 3; then, once, whoever is made anew is killed too, at its start or when it has
+    said that it is there."""
+
+    kind: str
+    late: bool
+
+    def __init__(self, log: Callable[[str], None]):
+        super().__init__(log)
+        self.begun = self.done = False
+
+    def _start(self, kind: Any, *arguments: Any, **more: Any) -> Any:
+        actor = super()._start(kind, *arguments, **more)
+        if self.begun and not self.done and kind.__name__ == self.kind:
+            self.done = True
+            if not self.late:
+                assert self.kill(actor)
+        return actor
+
+    def _share(self, actor: Any) -> None:
+        if self.begun and self.late and self.done and self.kill(actor):
+            self.late = False
+        super()._share(actor)
+
+    def training(self, t: int) -> Any:
+        import ray
+
+        training = RayExecutor.training(self, t)
+        add = training.add
+
+        def watched_add(downs: Any, blocks: Any) -> None:
+            add(downs, blocks)
+            if t == 3 and not self.begun:
+                self.begun = True
+                assert self.kill(self.server if self.kind == "ServerActor" else self.workers[0].actor)
+            if t >= 5 and self.joining:  # the run is not over before they are there
+                ray.wait([word for _, word in self.joining.values()], num_returns=len(self.joining), timeout=60)
+
+        training.add = watched_add
+        return training
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["at its start", "when it is there"])
+@pytest.mark.parametrize("kind", ["ServerActor", "ClientActor"])
+def test_an_actor_killed_while_it_takes_another_ones_place_does_not_show(uri, tmp_path, monkeypatch, kind, late):
+    config = basic(tmp_path, uri) | {"rounds": 12}
+    whole = raysim.run({**config, "run_dir": f"{config['run_dir']}-inline"})
+    monkeypatch.setattr(Stalked, "kind", kind, raising=False)
+    monkeypatch.setattr(Stalked, "late", late, raising=False)
+    monkeypatch.setattr(experiment, "choose", lambda plan, log: Stalked(log))
+    resources = {"executor": "ray", "actors": 2, "cpus": 0.5, "timeout": 120}
+    done = experiment.execute(prepare({**config, "resources": resources}), log=lambda text: None)
+    assert done.digest == whole.digest and timeless(done.history) == timeless(whole.history)
+    last = done.history[-1]
+    assert (last["server_restarts"], last["actors_lost"]) == ((2, 0) if kind == "ServerActor" else (0, 2))

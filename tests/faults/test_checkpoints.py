@@ -1,0 +1,235 @@
+"""What must hold of checkpoints that cannot be used, or cannot be written."""
+
+from __future__ import annotations
+
+import csv
+import json
+import logging
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import raysim
+from faults.common import basic, client_of, each_step_once, run_in, timeless, written
+from raysim import checkpoint
+from raysim.errors import ConfigError, RaysimError
+from raysim.experiment import resume
+
+
+def stop_at(number: int) -> Callable[[dict[str, float]], None]:
+    def progress(record: dict[str, float]) -> None:
+        if record["round"] == number:
+            raise KeyboardInterrupt
+
+    return progress
+
+
+def rounds_of(folder: Path) -> list[int]:
+    return [int(path.name.removeprefix("round-")) for path in checkpoint.available(folder)]
+
+
+@pytest.fixture(scope="module")
+def halfway(tmp_path_factory: pytest.TempPathFactory, uri: str) -> tuple[Path, Any]:
+    """A run with rows in memory and on disk and a virtual clock, stopped in round 9 of 12; and the whole one."""
+    folder = tmp_path_factory.mktemp("halfway")
+    config = basic(folder, uri) | {
+        "rounds": 12,
+        "algorithm": {"name": "scaffold"},
+        "schedule": {"name": "kasync", "arrivals": 4, "concurrency": 10},
+        "store": {"memory": "20kB"},
+        "checkpoint": {"every": 2, "keep": 9},
+    }
+    whole = raysim.run(config, run_dir=str(folder / "whole"))
+    with pytest.raises(KeyboardInterrupt):
+        raysim.run(config, progress=stop_at(9))
+    return folder / "run", whole
+
+
+@pytest.fixture
+def stopped(halfway: tuple[Path, Any], tmp_path: Path) -> Path:
+    shutil.copytree(halfway[0], tmp_path / "stopped", symlinks=True)
+    return tmp_path / "stopped"
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) * 2 // 3] ^= 16
+    path.write_bytes(content)
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size * 2 // 3)
+
+
+def change(**facts: Any) -> Callable[[Path], None]:
+    """Other facts, with checksums that fit."""
+
+    def damage(folder: Path) -> None:
+        run = folder / "run.json"
+        run.write_text(json.dumps({**json.loads(run.read_text()), **facts}))
+        sums = json.loads((folder / "sums.json").read_text())
+        (folder / "sums.json").write_text(json.dumps({**sums, "run.json": checkpoint._sum(run)}))
+
+    return damage
+
+
+def every_file(damage: Callable[[Path], None]) -> list[Callable[[Path], None]]:
+    return [lambda folder, name=name: damage(folder / name) for name in (*checkpoint.FILES, "sums.json")]
+
+
+DAMAGES: dict[str, list[Callable[[Path], None]]] = {
+    "truncated": every_file(cut),
+    "a bit flipped": every_file(flip),
+    "a file missing": every_file(Path.unlink),
+    "another format": [change(format=1), change(format=99, raysim="9.9.9"), change(format=None)],
+    "nothing in it": [lambda folder: [path.unlink() for path in folder.iterdir()]],  # type: ignore[list-item]
+    "not a folder": [lambda folder: [shutil.rmtree(folder), folder.write_text("")]],  # type: ignore[list-item]
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_each_checkpoint_that_cannot_be_used_is_named_and_the_one_before_taken(stopped, caplog, name):
+    """Of the four newest ones, each damaged in another way."""
+    paths = checkpoint.available(stopped)
+    assert len(paths) == 4
+    for i, damage in enumerate(DAMAGES[name]):
+        copy = stopped.with_name(f"copy-{i}")
+        shutil.copytree(stopped, copy, symlinks=True)
+        newest, second = checkpoint.available(copy)[:1:-1]
+        for path in (newest, second):
+            damage(path)
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            saved = checkpoint.read_latest(copy, logging.getLogger("raysim").warning)
+        assert saved is not None and saved.facts["round"] == 4
+        said = [record.getMessage() for record in caplog.records]
+        assert len(said) == 2 and str(newest) in said[0] and str(second) in said[1], said
+        if name == "another format":
+            assert all(re.search(r"written by raysim \S+ in format \w+; this one reads \d", line) for line in said)
+
+
+def test_a_run_goes_on_from_an_earlier_checkpoint_to_the_same_end(stopped, halfway):
+    """Though later ones were damaged, and rows on disk have been written since."""
+    for damage, path in zip((flip, cut), checkpoint.available(stopped)[:1:-1], strict=True):
+        damage(path / "clients.safetensors")
+    done = resume(stopped)
+    assert done.digest == halfway[1].digest and timeless(done.history) == timeless(halfway[1].history)
+
+
+def test_rows_that_a_checkpoint_needs_are_gone(stopped, halfway, caplog):
+    """Cut short, it is found before the run begins; damaged, when the row is read. It never counts as an empty row."""
+    rows = stopped / "rows" / "rows.bin"
+    kept = rows.read_bytes()
+    os.truncate(rows, 0)
+    with caplog.at_level(logging.WARNING), pytest.raises(RaysimError, match=r"none of the 4 checkpoints"):
+        resume(stopped)
+    assert all("rows.bin" in record.getMessage() for record in caplog.records[:4])
+    rows.write_bytes(bytes(len(kept)))
+    with pytest.raises(RaysimError, match=r"row of client \d+ .* is damaged: wrong checksum"):
+        resume(stopped)
+
+
+def test_a_checkpoint_of_another_configuration_is_refused(stopped):
+    """It is whole, so the one before it is not taken either: the mistake is named."""
+    change(fingerprint="0" * 64)(checkpoint.available(stopped)[-1])
+    with pytest.raises(ConfigError, match=r"another configuration than its config\.yaml"):
+        resume(stopped)
+
+
+@pytest.mark.parametrize("what", ["data", "partition"])
+def test_a_checkpoint_on_other_data_is_refused(stopped, what):
+    change(**{what: "0" * 64})(checkpoint.available(stopped)[-1])
+    with pytest.raises(ConfigError, match=rf"{what}: .* was run with another {what} than is there now"):
+        resume(stopped)
+
+
+def test_the_best_checkpoint_is_kept(uri, tmp_path):
+    """By the accuracy after its last round, beside the last ones; where none is measured, only the last ones."""
+    config = basic(tmp_path, uri) | {"rounds": 12, "local": {"lr": [[0, 0.5], [5, 5.0]], "steps": 3, "batch": 16}}
+    done = raysim.run(config, {"checkpoint": {"every": 2, "keep": 2}})
+    at = {t: done.history[t]["accuracy"] for t in range(2, 13, 2)}
+    best = max(at, key=lambda t: at[t])
+    assert best < 10, f"the later rounds must be worse: {at}"
+    assert rounds_of(tmp_path / "run") == [best, 10, 12]
+    raysim.run(config, {"checkpoint": {"every": 2, "keep": 2, "best": False}, "run_dir": str(tmp_path / "last")})
+    assert rounds_of(tmp_path / "last") == [10, 12]
+    config["evaluate"] = {"every": 0}
+    raysim.run(config, {"checkpoint": {"every": 2, "keep": 2}, "run_dir": str(tmp_path / "unmeasured")})
+    assert rounds_of(tmp_path / "unmeasured") == [10, 12]
+
+
+# -- a full disk -------------------------------------------------------------------------------------------------------
+
+
+def on_a_full_disk(folder: Path, what: str, first: int, *arguments: object) -> subprocess.CompletedProcess[str]:
+    script = Path(__file__).with_name("full_disk.py")
+    return subprocess.run(
+        [sys.executable, str(script), what, str(first), *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        timeout=200,
+    )
+
+
+@pytest.mark.parametrize("what", ["checkpoints", "size"])
+def test_the_run_stops_where_a_checkpoint_is_required(uri, tmp_path, what):
+    """With exit code 1 and one line that says how much is free; the last good one is there, nothing half-written
+    beside it, and with room again the run goes on to the same end."""
+    config = basic(tmp_path, uri) | {"rounds": 10, "checkpoint": {"every": 2}}
+    whole = raysim.run(config, run_dir=str(tmp_path / "whole"))
+    ran = on_a_full_disk(tmp_path, what, 3, "run", written(tmp_path, config))
+    assert ran.returncode == 1, ran.stderr
+    line = ran.stderr.rstrip().splitlines()[-1]
+    assert line.startswith("error: ") and re.search(r"\(\d+ MB free there\)", line) and "Traceback" not in ran.stderr
+    there = rounds_of(tmp_path / "run")
+    assert there == [2, 4]
+    assert sorted(path.name for path in checkpoint.folder(tmp_path / "run").iterdir()) == [
+        checkpoint.name(t) for t in there
+    ]
+    assert run_in_state(uri, tmp_path.name, "FAILED")
+    assert resume(tmp_path / "run").digest == whole.digest
+
+
+def run_in_state(uri: str, experiment: str, status: str) -> list[Any]:
+    client = client_of(uri)
+    found = client.search_runs([client.get_experiment_by_name(experiment).experiment_id])
+    return [run for run in found if run.info.status == status]
+
+
+def test_the_run_goes_on_where_a_checkpoint_is_not_required(uri, tmp_path):
+    """It finishes, counts what failed, and keeps the last good one."""
+    config = basic(tmp_path, uri) | {"rounds": 10, "checkpoint": {"every": 2, "required": False}}
+    whole = raysim.run(config, run_dir=str(tmp_path / "whole"), tracking={"uri": uri, "experiment": "whole"})
+    ran = on_a_full_disk(tmp_path, "checkpoints", 3, "run", written(tmp_path, config), "--json")
+    assert ran.returncode == 0, ran.stderr
+    assert json.loads(ran.stdout.splitlines()[-1])["digest"] == whole.digest
+    assert rounds_of(tmp_path / "run") == [2, 4]
+    run = run_in(uri, tmp_path.name)
+    failed = {
+        m.step: m.value for m in client_of(uri).get_metric_history(run.info.run_id, "checkpoints_failed") if m.value
+    }
+    assert failed == {7: 1, 8: 1, 9: 2, 10: 2}
+    each = [line for line in ran.stderr.splitlines() if "cannot be written" in line]
+    assert len(each) == 3 and all("MB free" in line and "goes on without it" in line for line in each)
+
+
+def test_a_full_disk_loses_nothing_that_was_to_be_tracked(uri, tmp_path):
+    """The spool keeps in memory what it cannot write, and the server gets all of it, once."""
+    config = basic(tmp_path, uri) | {"rounds": 10, "checkpoint": {"every": 0}}
+    ran = on_a_full_disk(tmp_path, "spool", 8, "run", written(tmp_path, config), "--json")
+    assert ran.returncode == 0, ran.stderr
+    assert sum("records are kept in memory" in line for line in ran.stderr.splitlines()) == 1
+    run = run_in(uri, tmp_path.name)
+    assert run.info.status == "FINISHED"
+    with (tmp_path / "run" / "history.csv").open() as file:
+        history = [{k: float(v) for k, v in row.items() if v} for row in csv.DictReader(file)]
+    assert len(history) == 11
+    each_step_once(uri, run.info.run_id, history)

@@ -1,0 +1,287 @@
+"""What must hold when the driver itself is killed, or told to end, or started twice in one folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import raysim
+from faults.common import basic, each_step_once, run_in, timeless, until, written
+from raysim import checkpoint, lock
+from raysim.experiment import resume
+
+MOMENTS = ("files", "rename", "renamed", "remove")
+"""In the writing of a checkpoint, where a process kills itself: see `zygote.py`."""
+
+
+class Starter:
+    """Starts the command line in processes that are ready at once (`zygote.py`)."""
+
+    def __init__(self, mark: str):
+        self.process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("zygote.py"))],
+            env={**os.environ, "RAY_ADDRESS": "", "RAYSIM_TEST_MARK": mark, "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.mark, self.number = mark, 0
+
+    def ask(self, **request: Any) -> dict[str, Any]:
+        assert self.process.stdin and self.process.stdout
+        self.process.stdin.write(json.dumps(request) + "\n")
+        self.process.stdin.flush()
+        return json.loads(self.process.stdout.readline())
+
+    def start(self, folder: Path, *arguments: object, die: str = "") -> Driver:
+        self.number += 1
+        said = folder / f"said-{self.number}.txt"
+        pid = self.ask(start=list(map(str, arguments)), cwd=str(folder), said=str(said), die=die)["pid"]
+        return Driver(self, pid, said)
+
+    def marked(self) -> list[int]:
+        """Processes that come from here."""
+        found = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                if self.mark.encode() in (folder / "environ").read_bytes():
+                    found.append(int(folder.name))
+            except OSError:
+                continue
+        return [pid for pid in found if pid not in (self.process.pid, os.getpid())]
+
+
+class Driver:
+    """A run on the command line, in a process group of its own."""
+
+    def __init__(self, starter: Starter, pid: int, said: Path):
+        self.starter, self.pid, self.said = starter, pid, said
+        self.code: int | None = None
+
+    def alive(self) -> bool:
+        """Not even a zombie."""
+        try:
+            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        except OSError:
+            return False
+
+    def signal(self, number: int) -> None:
+        os.killpg(self.pid, number)
+
+    def wait(self, seconds: float = 120) -> int:
+        until(lambda: not self.alive(), seconds, f"still at work: {self.text}")
+        if self.code is None:
+            self.code = self.starter.ask(wait=self.pid)["code"]
+        return self.code
+
+    @property
+    def text(self) -> str:
+        return self.said.read_text() if self.said.exists() else ""
+
+
+@pytest.fixture(scope="module")
+def starter() -> Iterator[Starter]:
+    made = Starter(uuid.uuid4().hex)
+    yield made
+    assert made.process.stdin and made.process.stdout
+    made.process.stdin.close()
+    made.process.wait(30)
+    made.process.stdout.close()
+    for pid in made.marked():
+        os.kill(pid, signal.SIGKILL)
+
+
+SLEEPY = """
+import os
+import time
+from dataclasses import dataclass
+
+from algorithms.gradma import GradMAClient
+
+
+@dataclass(frozen=True)
+class Sleepy(GradMAClient):
+    seconds: float = 0.0
+    alarm: str = "/nowhere"
+    book: str = "/dev/null"
+
+    def init(self, shared, row, data, task):
+        with open(self.book, "a") as book:
+            book.write(f"{int(task.t)}\\n")
+        time.sleep(self.seconds)
+        while os.path.exists(self.alarm) and os.path.getsize(self.book) > 120:
+            time.sleep(0.05)
+        return super().init(shared, row, data, task)
+"""
+"""Takes its time and notes the version that each task begins with; after 60 tasks, while a file is there, it sleeps."""
+
+
+def sleepy(rule: str, **parameters: Any) -> dict[str, Any]:
+    return {"client": {"name": f"{rule}:Sleepy", **parameters}, "server": {"name": "fedavgm"}, "algorithm": None}
+
+
+def rounds_of(folder: Path) -> list[int]:
+    return [int(path.name.removeprefix("round-")) for path in checkpoint.available(folder)]
+
+
+def killed_until_it_is_done(
+    starter: Starter, folder: Path, config: dict[str, Any], moments: list[str], seed: int
+) -> list[str]:
+    """Starts a run and kills it as often as there are moments, then lets it end. What was said each time."""
+    choice, said, file, run = random.Random(seed), [], written(folder, config), Path(config["run_dir"])
+    for moment in [*moments, "never"]:
+        begun = (run / "config.yaml").exists()
+        arguments = ("resume", run) if begun else ("run", file)
+        driver = starter.start(folder, *arguments, die=moment if moment in MOMENTS else "")
+        before = rounds_of(run)[-1:]
+        if moment == "soon":
+            time.sleep(choice.uniform(0, 2.5))
+        elif moment == "on its way":
+            until(lambda: rounds_of(run)[-1:] != before or not driver.alive(), 120, driver.text)  # noqa: B023
+            time.sleep(choice.uniform(0, 0.4))
+        if moment in ("soon", "on its way"):
+            assert driver.alive(), driver.text
+            driver.signal(signal.SIGKILL)
+        code = driver.wait()
+        assert code == (0 if moment == "never" else -signal.SIGKILL), f"{moment}: {driver.text}"
+        said.append(driver.text)
+    return said
+
+
+def test_twenty_kills_do_not_show(starter, uri, tmp_path, source):
+    """Four of them while a checkpoint is written; the others at the start, in training, anywhere."""
+    config = basic(tmp_path, uri) | sleepy(source("sleepy", SLEEPY), seconds=0.01)
+    config |= {"rounds": 70, "checkpoint": {"every": 2}, "store": {"memory": "20kB"}}
+    whole = raysim.run({**config, **sleepy(source("sleepy", SLEEPY))}, run_dir=str(tmp_path / "whole"))
+    moments = [*MOMENTS, *["soon"] * 6, *["on its way"] * 10]
+    random.Random(5).shuffle(moments)
+    killed_until_it_is_done(starter, tmp_path, config, moments, seed=5)
+    saved = checkpoint.read_latest(tmp_path / "run", pytest.fail)
+    assert saved is not None and timeless(saved.facts["history"]) == timeless(whole.history)
+    run = next(r for r in runs_in(uri, tmp_path.name) if r.info.run_id == saved.facts["run_id"])
+    assert run.data.tags["digest"] == whole.digest and run.info.status == "FINISHED"
+    each_step_once(uri, run.info.run_id, saved.facts["history"])
+    assert len(runs_in(uri, tmp_path.name)) == 2, "each kill goes on in the MLflow run that was there"
+    assert not list(checkpoint.folder(tmp_path / "run").glob(".*"))
+
+
+def runs_in(uri: str, experiment: str) -> list[Any]:
+    from faults.common import client_of
+
+    client = client_of(uri)
+    return list(client.search_runs([client.get_experiment_by_name(experiment).experiment_id]))
+
+
+def test_kills_of_a_driver_of_actors_do_not_show(starter, uri, tmp_path, source):
+    """And its Ray is gone with it."""
+    config = basic(tmp_path, uri) | sleepy(source("sleepy", SLEEPY), seconds=0.01)
+    config |= {"rounds": 40, "checkpoint": {"every": 2}}
+    whole = raysim.run({**config, **sleepy(source("sleepy", SLEEPY))}, {"tracking.experiment": "whole"})
+    config |= {"run_dir": str(tmp_path / "ray"), "resources": {"executor": "ray", "actors": 2, "cpus": 0.5}}
+    killed_until_it_is_done(starter, tmp_path, config, ["on its way", MOMENTS[1]], seed=6)
+    run = run_in(uri, tmp_path.name)
+    assert run.data.tags["digest"] == whole.digest
+    saved = checkpoint.read_latest(tmp_path / "ray", pytest.fail)
+    assert saved is not None and timeless(saved.facts["history"]) == timeless(whole.history)
+    each_step_once(uri, run.info.run_id, saved.facts["history"])
+    until(lambda: not starter.marked(), 60, f"still alive: {starter.marked()}")
+
+
+# -- told to end in a long round ---------------------------------------------------------------------------------------
+
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "sync": {"name": "sync", "cohort": 6},
+    "kasync": {"name": "kasync", "arrivals": 4, "concurrency": 10},
+}
+
+
+@pytest.mark.parametrize(("executor", "schedule"), [("inline", "sync"), ("inline", "kasync"), ("ray", "kasync")])
+def test_what_was_done_is_kept_when_a_long_round_is_ended(starter, uri, tmp_path, source, executor, schedule):
+    """SIGTERM in a round that would never end: exit 143, and it goes on from the very round that was done."""
+    rule, alarm, book = source("sleepy", SLEEPY), tmp_path / "alarm", tmp_path / "book"
+    config = basic(tmp_path, uri) | sleepy(rule, alarm=str(alarm), book=str(book))
+    config |= {"rounds": 30, "schedule": SCHEDULES[schedule], "checkpoint": {"every": 1000}}
+    config["resources"] = {"executor": executor, "actors": 2, "cpus": 0.5}
+    whole = raysim.run({**config, **sleepy(rule)}, resources={"executor": "inline"}, run_dir=str(tmp_path / "whole"))
+    alarm.touch()
+    book.touch()
+    driver = starter.start(tmp_path, "run", written(tmp_path, config))
+    until(lambda: book.stat().st_size > 120 or not driver.alive(), 120, driver.text)
+    time.sleep(1)
+    began = time.monotonic()
+    driver.signal(signal.SIGTERM)
+    assert driver.wait() == 143, driver.text
+    assert time.monotonic() - began < 60
+    (done,) = rounds_of(tmp_path / "run")
+    assert done > 3 and f"goes on from round {done}" in driver.text.splitlines()[-1]
+    alarm.unlink()
+    book.write_text("")
+    again = starter.start(tmp_path, "resume", tmp_path / "run")
+    assert again.wait() == 0, again.text
+    saved = checkpoint.read_latest(tmp_path / "run", pytest.fail)
+    assert saved is not None and timeless(saved.facts["history"]) == timeless(whole.history)
+    left = sum(record["clients"] for record in whole.history[done + 1 :])
+    assert len(book.read_text().split()) == left, "what was done is not done again"
+    (run,) = (r for r in runs_in(uri, tmp_path.name) if r.info.run_id == saved.facts["run_id"])
+    assert run.data.tags["digest"] == whole.digest
+    each_step_once(uri, run.info.run_id, saved.facts["history"])
+
+
+# -- one process at a time ---------------------------------------------------------------------------------------------
+
+
+def test_a_folder_at_work_is_refused_and_one_whose_process_died_is_taken_over(starter, uri, tmp_path, source):
+    rule, alarm, book = source("sleepy", SLEEPY), tmp_path / "alarm", tmp_path / "book"
+    config = basic(tmp_path, uri) | sleepy(rule, alarm=str(alarm), book=str(book))
+    config |= {"rounds": 20, "checkpoint": {"every": 2}}
+    whole = raysim.run({**config, **sleepy(rule)}, run_dir=str(tmp_path / "whole"))
+    alarm.touch()
+    book.touch()
+    file = written(tmp_path, config)
+    driver = starter.start(tmp_path, "run", file)
+    until(lambda: book.stat().st_size > 120 or not driver.alive(), 120, driver.text)
+    before = {p: p.stat().st_mtime_ns for p in checkpoint.folder(tmp_path / "run").rglob("*")}
+    for arguments in (("run", file), ("resume", tmp_path / "run"), ("resume", tmp_path / "run", "--fork", "rounds=40")):
+        other = starter.start(tmp_path, *arguments)
+        assert other.wait() == 2, other.text
+        said = other.text.splitlines()[-1]
+        assert re.search(rf"process {driver.pid} on {re.escape(platform.node())} is at work", said), said
+    assert driver.alive() and before == {
+        p: p.stat().st_mtime_ns for p in checkpoint.folder(tmp_path / "run").rglob("*")
+    }
+    driver.signal(signal.SIGKILL)
+    driver.wait()
+    alarm.unlink()
+    assert (tmp_path / "run" / lock.FILE).exists()
+    again = starter.start(tmp_path, "resume", tmp_path / "run")
+    assert again.wait() == 0, again.text
+    saved = checkpoint.read_latest(tmp_path / "run", pytest.fail)
+    assert saved is not None and timeless(saved.facts["history"]) == timeless(whole.history)
+    assert not (tmp_path / "run" / lock.FILE).exists()
+
+
+def test_a_lock_of_another_machine_holds_while_it_is_touched(uri, tmp_path):
+    """Whether that process lives does not show here; a file that is old does."""
+    config = basic(tmp_path, uri) | {"rounds": 4}
+    raysim.run(config)
+    file = tmp_path / "run" / lock.FILE
+    file.write_text(json.dumps({"pid": 4711, "host": "elsewhere"}))
+    with pytest.raises(raysim.errors.ConfigError, match=r"process 4711 on elsewhere .*is at work"):
+        resume(tmp_path / "run", {"rounds": 6})
+    assert json.loads(file.read_text())["host"] == "elsewhere"
+    os.utime(file, (time.time() - 2 * lock.SILENCE,) * 2)
+    assert resume(tmp_path / "run", {"rounds": 6}).rounds == 6
+    assert not file.exists()

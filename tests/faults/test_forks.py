@@ -1,0 +1,178 @@
+"""What must hold of a run taken up again by its MLflow id, or as another one; and that a password stays here."""
+
+from __future__ import annotations
+
+import base64
+import http.server
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import raysim
+from faults.common import basic, call, client_of, each_step_once, timeless, written
+from raysim import checkpoint
+from raysim.errors import ConfigError
+from raysim.experiment import resume
+
+
+def stopped(config: dict[str, Any], number: int) -> None:
+    def progress(record: dict[str, float]) -> None:
+        if record["round"] == number:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        raysim.run(config, progress=progress)
+
+
+def id_of(folder: Path) -> str:
+    saved = checkpoint.read_latest(folder, pytest.fail)
+    assert saved is not None
+    return saved.facts["run_id"]
+
+
+@pytest.fixture
+def config(tmp_path: Path, uri: str) -> dict[str, Any]:
+    return basic(tmp_path, uri) | {"rounds": 9, "checkpoint": {"every": 3}}
+
+
+def test_a_run_goes_on_by_its_mlflow_id(config, uri, tmp_path):
+    """Wherever the command is given; and if the folder is gone, it says where that was."""
+    whole = raysim.run(config, run_dir=str(tmp_path / "whole"))
+    stopped(config, 7)
+    run_id = id_of(tmp_path / "run")
+    (tmp_path / "elsewhere").mkdir()
+    code, said = call("resume", run_id, f"tracking.uri={uri}", cwd=tmp_path / "elsewhere")
+    assert code == 0, said
+    found = client_of(uri).get_run(run_id)
+    assert found.info.status == "FINISHED" and found.data.tags["digest"] == whole.digest
+    each_step_once(uri, run_id, whole_history(tmp_path / "run"))
+    (tmp_path / "run").rename(tmp_path / "moved")
+    with pytest.raises(ConfigError, match=rf"{tmp_path / 'run'}.*not on this machine"):
+        resume(run_id, {"tracking.uri": uri})
+    with pytest.raises(ConfigError, match=r"is not found"):
+        resume("0" * 32, {"tracking.uri": uri})
+
+
+def whole_history(folder: Path) -> list[dict[str, float]]:
+    saved = checkpoint.read_latest(folder, pytest.fail)
+    assert saved is not None
+    return saved.facts["history"]
+
+
+def test_a_fork_is_a_new_run_under_the_old_one(config, uri, tmp_path, monkeypatch):
+    """It has the old history to the fork, and from there on what the same change at that round would have given."""
+    wanted = raysim.run(config, {"local.lr": [[0, 0.05], [6, 0.2]]}, run_dir=str(tmp_path / "wanted"))
+    stopped(config, 7)
+    monkeypatch.chdir(tmp_path)
+    before = {p: p.read_bytes() for p in checkpoint.folder(tmp_path / "run").rglob("*") if p.is_file()}
+    old = id_of(tmp_path / "run")
+    told: list[float] = []
+    done = resume("run", {"local.lr": 0.2}, fork=True, progress=lambda record: told.append(record["round"]))
+    assert done.run_dir.resolve() != tmp_path / "run" and done.run_id != old
+    assert done.digest == wanted.digest and timeless(done.history) == timeless(wanted.history)
+    assert told == list(range(10))
+    run = client_of(uri).get_run(done.run_id)
+    tags = run.data.tags
+    assert tags["mlflow.parentRunId"] == old == tags["fork.of"] and tags["fork.round"] == "6"
+    assert tags["fork.changes"] == "local.lr: 0.05 -> 0.2" and run.info.status == "FINISHED"
+    each_step_once(uri, done.run_id, done.history)
+    assert before == {p: p.read_bytes() for p in checkpoint.folder(tmp_path / "run").rglob("*") if p.is_file()}
+    again = resume("run")
+    assert again.run_id == old and again.digest != done.digest, "the old run can still go on as it was"
+
+
+def test_a_fork_that_is_killed_goes_on_under_its_own_id(config, uri, tmp_path, monkeypatch):
+    stopped(config, 7)
+    monkeypatch.chdir(tmp_path)
+    whole = resume("run", {"local.lr": 0.2, "run_dir": "whole"}, fork=True)
+
+    def progress(record: dict[str, float]) -> None:
+        if record["round"] == 8:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        resume("run", {"local.lr": 0.2, "run_dir": "half"}, fork=True, progress=progress)
+    done = resume("half")
+    assert done.digest == whole.digest and done.run_id not in (whole.run_id, id_of(tmp_path / "run"))
+    each_step_once(uri, done.run_id, done.history)
+    assert client_of(uri).get_run(done.run_id).data.tags["mlflow.parentRunId"] == id_of(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ({"partition.alpha": 0.1}, "partition.alpha"),
+        ({"data.augment": True}, "data.augment"),
+        ({"model.hidden": [8]}, "model.hidden"),
+        ({"model": "logistic"}, r"model\."),
+        ({"rounds": 6}, "rounds"),
+    ],
+)
+def test_what_a_fork_cannot_change_is_refused(config, tmp_path, monkeypatch, override, key):
+    """With exit code 2, and nothing begins."""
+    stopped(config, 7)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=key):
+        resume("run", override, fork=True)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_fork_on_the_command_line(config, uri, tmp_path):
+    stopped(config, 7)
+    code, said = call("resume", tmp_path / "run", "--fork", "local.lr=0.2", cwd=tmp_path)
+    assert code == 0, said
+    (made,) = [p.parent for p in (tmp_path / "runs").rglob("config.yaml")]
+    assert str(made.relative_to(tmp_path)) in said
+    code, said = call("resume", tmp_path / "run", "--fork", "partition.alpha=0.9", cwd=tmp_path)
+    assert code == 2 and "error: partition.alpha: " in said and "Traceback" not in said
+
+
+# -- passwords ---------------------------------------------------------------------------------------------------------
+
+SECRET = "correct-horse-battery"
+
+
+class Listener(http.server.BaseHTTPRequestHandler):
+    """Answers nothing but refusals, and remembers what it was sent."""
+
+    heard: list[bytes]
+
+    def _hear(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        self.heard.append(self.path.encode() + b"\n" + body)
+        self.send_error(503)
+
+    do_GET = do_POST = do_PATCH = do_PUT = _hear
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def refusing() -> Iterator[tuple[int, list[bytes]]]:
+    Listener.heard = []
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Listener)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield server.server_address[1], Listener.heard
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_a_password_in_an_address_is_not_said(config, tmp_path, refusing):
+    """Not where the server fails at once, nor where the run goes on without it, nor in `track replay`."""
+    port, heard = refusing
+    config["tracking"] = {"uri": f"http://user:{SECRET}@127.0.0.1:{port}", "experiment": "secret", "required": False}
+    code, said = call("run", written(tmp_path, config | {"rounds": 3}), cwd=tmp_path)
+    assert code == 0 and heard and SECRET not in said, said
+    code, said = call("track", "replay", tmp_path / "run", cwd=tmp_path)
+    assert code == 1 and SECRET not in said, said
+    config["tracking"]["required"] = True
+    code, said = call("run", written(tmp_path, config), f"run_dir={tmp_path / 'required'}", cwd=tmp_path)
+    assert code == 1 and f"127.0.0.1:{port}" in said and SECRET not in said, said
+    assert not any(SECRET.encode() in body for body in heard)
+    assert not any(base64.b64encode(SECRET.encode()) in body for body in heard)

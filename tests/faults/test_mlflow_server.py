@@ -1,0 +1,173 @@
+"""What must hold while a real MLflow server is away: nothing is lost or told twice, and the run does not wait."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import raysim
+from faults.common import basic, call, client_of, each_step_once, run_in, until
+from raysim import tracking
+
+
+class Server:
+    """`mlflow server` on a port of its own; it can be stopped and started again."""
+
+    def __init__(self, folder: Path):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.folder, self.process = folder, None
+
+    def start(self) -> None:
+        with (self.folder / "server.txt").open("a") as said:
+            self.process: Any = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(self.port)),
+                    *("--backend-store-uri", f"sqlite:///{self.folder}/server.db", "--workers", "1"),
+                    *("--artifacts-destination", str(self.folder / "artifacts")),
+                ],
+                cwd=self.folder,
+                stdout=said,
+                stderr=said,
+                start_new_session=True,
+                env={**os.environ, "MLFLOW_DISABLE_TELEMETRY": "true"},
+            )
+
+    def stop(self) -> None:
+        if self.process is not None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait(30)
+            self.process = None
+
+    def up(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5) as answer:
+                return answer.status == 200
+        except OSError:
+            return False
+
+    def wait(self) -> None:
+        until(self.up, 120, (self.folder / "server.txt").read_text())
+
+    @property
+    def uri(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+
+@pytest.fixture(scope="module")
+def only(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    made = Server(tmp_path_factory.mktemp("server"))
+    made.start()
+    try:
+        yield made
+    finally:
+        made.stop()
+
+
+@pytest.fixture
+def server(only: Server, monkeypatch: pytest.MonkeyPatch) -> Server:
+    """At work."""
+    monkeypatch.setattr(tracking, "LONGEST_PAUSE", 1.0)
+    monkeypatch.setattr(tracking, "PATIENCE", {"http": 60.0, "database": 60.0})
+    if only.process is None:
+        only.start()
+    only.wait()
+    return only
+
+
+SLOW = """
+import time
+from dataclasses import dataclass
+
+from algorithms.fedavg import FedAvgClient
+
+
+@dataclass(frozen=True)
+class Slow(FedAvgClient):
+    def init(self, shared, row, data, task):
+        time.sleep(0.005)
+        return {}
+"""
+
+
+def test_a_server_that_goes_and_comes_back_loses_and_delays_nothing(server, tmp_path, source, caplog):
+    """It goes after round 30, and is started again after round 60; the run ends once it is heard of again."""
+    config = basic(tmp_path, server.uri) | {"rounds": 150, "algorithm": f"{source('slow', SLOW)}:Slow"}
+    last, gaps = time.monotonic(), {}
+
+    def progress(record: dict[str, float]) -> None:
+        nonlocal last
+        gaps[int(record["round"])] = time.monotonic() - last
+        match record["round"]:
+            case 30:
+                server.stop()
+            case 60:
+                server.start()
+            case 140:
+                server.wait()
+                until(lambda: "tracking is back" in caplog.text, 60, caplog.text)
+        last = time.monotonic()
+
+    done = raysim.run(config, progress=progress)
+    assert list(gaps) == list(range(151))
+    usual = max(gaps[t] for t in range(3, 30))
+    assert max(gaps[t] for t in range(31, 150)) < usual + 1
+    run = client_of(server.uri).get_run(done.run_id)
+    assert run.info.status == "FINISHED" and run.data.tags["digest"] == done.digest
+    each_step_once(server.uri, done.run_id, done.history)
+    files = {one.path for one in client_of(server.uri).list_artifacts(done.run_id)}
+    assert {"history.csv", "parameters.safetensors"} <= files
+
+
+def test_what_a_run_could_not_send_is_sent_afterwards(server, tmp_path):
+    """Once: a second replay has nothing to send."""
+    config = basic(tmp_path, server.uri) | {"rounds": 20}
+
+    def progress(record: dict[str, float]) -> None:
+        if record["round"] == 10:
+            server.stop()
+
+    done = raysim.run(config, progress=progress)
+    code, said = call("track", "replay", tmp_path / "run", cwd=tmp_path)
+    assert code == 1 and "cannot be sent" in said and "Traceback" not in said, said
+    server.start()
+    server.wait()
+    code, said = call("track", "replay", tmp_path / "run", cwd=tmp_path)
+    assert code == 0 and int(said.split()[0]) > 0, said
+    code, said = call("track", "replay", tmp_path / "run", cwd=tmp_path)
+    assert (code, said.strip()) == (0, "0 records sent")
+    run = run_in(server.uri, tmp_path.name)
+    assert run.info.status == "FINISHED" and run.data.tags["digest"] == done.digest
+    each_step_once(server.uri, run.info.run_id, done.history)
+
+
+SECRET = "correct-horse-battery"
+
+
+def test_a_password_lands_nowhere_on_the_server(server, only, tmp_path, caplog, capfd, monkeypatch):
+    """Not in parameters, tags or files, of a run or of its fork; nor in what is said."""
+    monkeypatch.chdir(tmp_path)
+    config = basic(tmp_path, f"http://user:{SECRET}@127.0.0.1:{server.port}") | {"rounds": 4}
+    done = raysim.run(config)
+    fork = raysim.experiment.resume("run", {"local.lr": 0.2, "rounds": 6}, fork=True)
+    for run_id in (done.run_id, fork.run_id):
+        run = client_of(server.uri).get_run(run_id)
+        facts = [*run.data.params.items(), *run.data.tags.items()]
+        assert run.data.params["tracking.uri"].endswith(f"127.0.0.1:{server.port}")
+        assert not [fact for fact in facts if SECRET in "".join(fact)]
+    files = [path for path in (only.folder / "artifacts").rglob("*") if path.is_file()]
+    assert any(path.name == "config.yaml" for path in files)
+    assert not [path for path in files if SECRET.encode() in path.read_bytes()]
+    said = "".join(capfd.readouterr()) + caplog.text
+    assert SECRET not in said

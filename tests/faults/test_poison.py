@@ -1,0 +1,70 @@
+"""What must hold of a client that takes the process it trains in down with it: it is named, or dropped."""
+
+from __future__ import annotations
+
+import pytest
+
+import raysim
+from faults.common import basic, timeless
+from raysim.errors import ClientError
+
+SIZES = [20, 24, 31, 13, 22, 18]
+"""Client 3 is known by how many examples it has."""
+
+POISON = """
+import os
+from dataclasses import dataclass
+
+from algorithms.fedavg import FedAvgClient
+
+
+@dataclass(frozen=True)
+class Poison(FedAvgClient):
+    def init(self, shared, row, data, task):
+        if int(data.n) == 13 and {when}:
+            {how}
+        return {{}}
+"""
+
+
+@pytest.fixture
+def poisoned(uri, tmp_path, ragged, source):
+    """poisoned(how, when): a run in which client 3 does this, when it comes to that."""
+
+    def make(how: str, when: str = "True") -> dict:
+        rule = source("poison", POISON.format(how=how, when=when))
+        return basic(tmp_path, uri) | {
+            "rounds": 4,
+            "partition": ragged(SIZES),
+            "algorithm": f"{rule}:Poison",
+            "schedule": {"cohort": 5},
+            "checkpoint": {"every": 50},
+        }
+
+    return make
+
+
+RAY = {"executor": "ray", "actors": 2, "cpus": 0.5, "timeout": 120}
+
+
+def test_the_run_stops_and_names_client_and_round(poisoned, local_ray):
+    """And what was done before is kept."""
+    config = poisoned("os._exit(9)", "int(task.t) >= 2")
+    with pytest.raises(ClientError, match=r"round [23]: the actor that trained client 3 died, 3 times in turn") as stop:
+        raysim.run(config, {"resources": RAY, "seed": 2})
+    t = int(str(stop.value).split("round ")[1][0])
+    going_on = raysim.experiment.resume(config["run_dir"], {"faults.on_client_error": "drop", "rounds": t + 1})
+    dropped = [record["clients_dropped"] for record in going_on.history[1:]]
+    assert dropped[:t] == [0] * t and dropped[t] == 1
+
+
+def test_a_dropped_client_is_as_one_that_raised(poisoned, tmp_path, local_ray):
+    """To the bit, and counted; each time three actors are lost, and nobody else with them."""
+    drop = {"faults.on_client_error": "drop", "rounds": 2}
+    raised = raysim.run(poisoned("raise ValueError('poison')"), drop, run_dir=str(tmp_path / "inline"))
+    done = raysim.run(poisoned("os._exit(9)"), drop, resources=RAY)
+    assert done.digest == raised.digest and timeless(done.history) == timeless(raised.history)
+    times = sum(record["clients_dropped"] for record in done.history[1:])
+    assert times >= 1 and max(record["clients_dropped"] for record in done.history[1:]) == 1
+    last = done.history[-1]
+    assert last["actors_lost"] == 3 * times and last["server_restarts"] == 0
