@@ -46,7 +46,7 @@ class FedHistServer(ServerRule):
     theta: Annotated[float, Field(ge=-1, le=1)] = 0.0
     kappa: Unit = 0.9
     rho: Annotated[float, Field(gt=0, le=1)] = 0.9995
-    length: Annotated[int, Field(ge=0)] = 15
+    length: Annotated[int, Field(ge=0, le=100_000)] = 15
     ina: bool = True
     leave_one_out: bool = False
     history: Literal["float32", "float16"] = "float32"

@@ -107,7 +107,8 @@ class GradMAServer(ServerRule):
 
     def init(self, x0, problem):
         segments = problem.segments if self.qp_scope == "per_tensor" else None
-        memory = memory_init(self.memory, problem.size, dtype=x0.dtype, device=x0.device, segments=segments)
+        rows = min(self.memory, problem.n_clients)  # no more than there are clients are ever taken
+        memory = memory_init(rows, problem.size, dtype=x0.dtype, device=x0.device, segments=segments)
         return {"x": x0, "m": torch.zeros_like(x0), **_prefixed(memory)}
 
     def admit(self, state, cohort):

@@ -91,18 +91,19 @@ def write(run_dir: Path, checkpoint: Checkpoint, keep: int, best: bool = True) -
             "goes on from the one before, or set checkpoint.required=false to train on without"
         ) from None
     there = available(run_dir)
-    kept = {*there[-keep:], *([max(there, key=_accuracy)] if best else [])}
+    measured = [path for path in there if best and _accuracy(path) is not None]
+    kept = {*there[-keep:], *([max(measured, key=_accuracy)] if measured else [])}
     for old in there:
         if old not in kept:
             shutil.rmtree(old, ignore_errors=True)
     return final
 
 
-def _accuracy(path: Path) -> float:
-    """What was measured after the last round of a checkpoint; below everything if nothing was."""
+def _accuracy(path: Path) -> float | None:
+    """What was measured after the last round of a checkpoint; None if nothing was."""
     with suppress(OSError, ValueError, KeyError, IndexError):
         return float(json.loads((path / FILES[3]).read_text())["history"][-1]["accuracy"])
-    return -1.0
+    return None
 
 
 def available(run_dir: Path) -> list[Path]:

@@ -410,8 +410,8 @@ class Resources(Section):
     cpus: float = Field(default=1, ge=0)
     gpus: float = Field(default=0, ge=0)
     server_gpus: float = Field(default=0, ge=0)
-    threads: int = Field(default=1, ge=1)
-    server_threads: int | None = Field(default=None, ge=1)
+    threads: int = Field(default=1, ge=1, le=1024)
+    server_threads: int | None = Field(default=None, ge=1, le=1024)
     address: str | None = None
     timeout: Positive = 600.0
 

@@ -100,17 +100,20 @@ class Engine:
         Where the server, or what it knew, is lost, the run goes back to its last checkpoint; the rounds come out the
         same, and are not told twice. A signal, or a client that fails, ends the run with a checkpoint of what is done.
         """
-        told, losses = int(self.history[-1]["round"]) if self.history else -1, 0
+        told, losses, lost = int(self.history[-1]["round"]) if self.history else -1, 0, None
         while True:
             try:
+                if lost is not None:
+                    self._go_back(lost)
                 for record in self._train():
                     if record["round"] > told:
                         told, losses = int(record["round"]), 0
                         yield record
                 return
-            except Lost as lost:
-                losses += 1
-                self._go_back(lost, losses)
+            except Lost as again:
+                lost, losses = again, losses + 1
+                if losses > LOSSES:
+                    raise RaysimError(f"{lost}; that was the {losses}th time since a round was done") from None
             except (Stopped, ClientError):
                 yield from (record for record in self._arrived(keep=0) if record["round"] > told)
                 self._save_what_is_done()
@@ -255,10 +258,8 @@ class Engine:
         if checkpoint.name(self.done) not in [path.name for path in checkpoint.available(self.run_dir)]:
             self._save(self.executor.snapshot().get())
 
-    def _go_back(self, lost: Lost, losses: int) -> None:
-        """To the last checkpoint, or to the beginning, with a new server."""
-        if losses > LOSSES:
-            raise RaysimError(f"{lost}; that was the {losses}th time since a round was done, so the run ends")
+    def _go_back(self, lost: Lost) -> None:
+        """To the last checkpoint, or to the beginning, with a new server; which may be lost as well."""
         logger.warning("%s", lost)
         self.executor.recover()
         saved = checkpoint.read_latest(self.run_dir, logger.warning) if self.run_dir is not None else None
@@ -276,6 +277,7 @@ class Engine:
         checkpoint.remove_after(self.run_dir, saved.facts["round"])
         self.store.unpack(saved.clients, checkpoint.slots(self.run_dir))
         self.schedule.unpack(saved.clock)
+        self.clocks = deque([(saved.facts["round"], saved.clock)], maxlen=2)
         self.versions = {v: self.executor.hold(version) for v, version in saved.versions.items()}
         self.done, self.history = saved.facts["round"], saved.facts["history"]
         self.bytes_down, self.bytes_up = saved.facts["bytes_down"], saved.facts["bytes_up"]

@@ -110,9 +110,8 @@ def run(
 
 @dataclass
 class Origin:
-    """The run that a fork comes from: its folder, its MLflow id, and what the fork changes."""
+    """The run that a fork comes from, by its MLflow id, and what the fork changes."""
 
-    folder: Path
     run_id: str
     changes: str
 
@@ -185,7 +184,11 @@ def forked(
             f"rounds: {saved.facts['round']} rounds are done before the fork; say rounds=N with a larger N"
         )
     changes = ", ".join(f"{key}: {old} -> {new}" for key, (old, new) in changed.items())
-    return plan, make_run_dir(plan), saved, Origin(folder, saved.facts["run_id"], changes or "nothing")
+    origin, own = Origin(saved.facts["run_id"], changes or "nothing"), make_run_dir(plan)
+    saved.facts |= {"fingerprint": plan.config.fingerprint, "run_id": ""}
+    store.inherit(folder, own, plan.config.store.dir)
+    checkpoint.write(own, saved, plan.config.checkpoint.keep)  # before it is a run: killed early, it still is a fork
+    return plan, own, saved, origin
 
 
 def _changes(before: Plan, after: Plan) -> dict[str, tuple[str, str]]:
@@ -267,11 +270,9 @@ def _execute(
             executor.open(plan)
             signals.install()  # once more: to start Ray was to put its own handlers in place
             said = {**tags(plan), **_tags_of(origin, saved), "run_dir": str(run_dir.absolute())}
-            before = saved.facts["run_id"] if saved and not origin else tracker.earlier
+            before = (saved.facts["run_id"] if saved else "") or tracker.earlier
             run_id = tracker.start(plan.label, plan.config.model_dump(mode="json"), said, run_id=before)
             _track_inputs(tracker, plan)
-            if origin:
-                store.inherit(origin.folder, run_dir, plan.config.store.dir)
             engine = Engine(plan, executor, run_dir, run_id, signals)
             if saved is not None:
                 engine.restore(saved)

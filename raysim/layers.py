@@ -109,8 +109,10 @@ def _yaml(path: Path) -> dict[str, Any]:
         raise ConfigError(
             f"{path}: is empty; a configuration is a mapping of sections, at least data, rounds and algorithm"
         )
-    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
+    if not isinstance(content, dict):
         raise ConfigError(f"{path}: a configuration is a mapping of sections, such as 'rounds: 10'")
+    if odd := [key for key in content if not isinstance(key, str)]:
+        raise ConfigError(f"{path}: {odd[0]}: is no name of a section; a key is a word, such as 'rounds'")
     return content
 
 

@@ -168,7 +168,7 @@ class RayExecutor:
             try:
                 node = ray.get(word, timeout=self.timeout)
                 self._share(actor)
-            except RayError as error:
+            except (RayError, Gone) as error:
                 self.mended["actors_lost"] += 1
                 self.log(f"ClientActor {number} is lost at its start: {_first_line(error)}")
                 continue
@@ -460,6 +460,6 @@ def _get(reference: Any, what: str, timeout: float) -> Any:
 
 
 def _first_line(said: object) -> str:
-    """Of what Ray says at length."""
-    lines = [line.strip() for line in str(said).splitlines() if line.strip()]
-    return (lines or [type(said).__name__])[0]
+    """Of what Ray says at length; of an actor that failed at its start the last line, which says why."""
+    lines = [line.strip() for line in str(said).splitlines() if line.strip()] or [type(said).__name__]
+    return lines[-1] if "creation task" in lines[0] else lines[0]

@@ -79,7 +79,8 @@ class Server:
 
     def __init__(self, rule: ServerRule, x0: Tensor, buffers: Tensor, problem: Problem):
         self.rule, self.problem = rule, problem
-        self.state, self.buffers = rule.init(x0.clone(), problem), buffers.clone()
+        with blamed(rule, "init", 0):
+            self.state, self.buffers = rule.init(x0.clone(), problem), buffers.clone()
         self.cohort = Cohort(0, [], problem.n_clients)
         self.admitted = NOBODY
         """The round whose clients the state has admitted."""

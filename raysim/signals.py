@@ -44,6 +44,9 @@ class Signals:
         try:
             self._raise()
             yield
+        except KeyboardInterrupt:
+            self._raise()  # a plain one is what Ray, waiting, makes of a `Stopped`
+            raise
         finally:
             self._open = False
 

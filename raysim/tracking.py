@@ -160,7 +160,7 @@ class Tracker(Recorder):
         return self.run_id
 
     def finish(self, status: Status) -> None:
-        """Sends what is left and ends the run, within 20 seconds (5 if the server was down already).
+        """Sends what is left and ends the run, within 20 seconds (5 if the server is down).
 
         What could not be sent stays in the spool; a log line says how to send it. A second call does nothing.
         """
@@ -171,7 +171,10 @@ class Tracker(Recorder):
         self._closing.set()
         self._started.set()
         self._hurry.set()
-        self._writer.join(DRAIN["up" if self._down_since is None else "down"])
+        if self._down_since is not None:
+            self._writer.join(DRAIN["down"])
+        if self._down_since is None:
+            self._writer.join(DRAIN["up"])
         self._stop.set()
         self._hurry.set()
         self._writer.join(0.5)
