@@ -91,8 +91,8 @@ def write(run_dir: Path, checkpoint: Checkpoint, keep: int, best: bool = True) -
             "goes on from the one before, or set checkpoint.required=false to train on without"
         ) from None
     there = available(run_dir)
-    measured = [path for path in there if best and _accuracy(path) is not None]
-    kept = {*there[-keep:], *([max(measured, key=_accuracy)] if measured else [])}
+    measured = {path: accuracy for path in there if best and (accuracy := _accuracy(path)) is not None}
+    kept = {*there[-keep:], *([max(measured, key=measured.__getitem__)] if measured else [])}
     for old in there:
         if old not in kept:
             shutil.rmtree(old, ignore_errors=True)
