@@ -262,7 +262,8 @@ def machine() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
-    parser.add_argument("--peers", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS), metavar="NAME")
+    who = {"choices": CONTESTANTS, "default": list(CONTESTANTS), "help": ", ".join(CONTESTANTS)}
+    parser.add_argument("--peers", nargs="+", metavar="NAME", **who)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=20, help="for each measurement, after its first round")
     parser.add_argument(
