@@ -24,6 +24,7 @@ import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -138,8 +139,8 @@ class Bench:
         try:
             out, err = process.communicate(timeout=limit)
         except subprocess.TimeoutExpired:
-            _end(process)
-            raise Failed(f"no round after the first within {limit:.0f} s") from None
+            said = _last_line(_end(process))
+            raise Failed(f"no round after the first within {limit:.0f} s; its last words: {said}") from None
         lines = [line for line in out.splitlines() if line.startswith('{"rate"')]
         if not lines:
             raise Failed(f"exit code {process.returncode}: {_last_line(err)}")
@@ -150,20 +151,19 @@ class Bench:
         return statistics.median(values) if values else None
 
 
-def _end(process: subprocess.Popen) -> None:
-    """Ends a process and all that came from it, politely at first."""
-    everybody = tree(process.pid)
+def _end(process: subprocess.Popen) -> str:
+    """Ends a process and all that came from it, politely at first; gives what it had written to stderr."""
+    others = tree(process.pid)[1:]
     process.send_signal(signal.SIGINT)
     try:
-        process.communicate(timeout=20)
+        err = process.communicate(timeout=20)[1]
     except subprocess.TimeoutExpired:
         process.kill()
-        process.communicate()
-    for pid in everybody[1:]:
-        try:
+        err = ""
+    for pid in others:
+        with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
+    return err or process.communicate()[1]
 
 
 def _last_line(text: str) -> str:
