@@ -1,0 +1,1 @@
+"""What `peers.py` runs: a script for each contestant, each a process of its own."""

@@ -1,0 +1,93 @@
+"""The hand-written loop: what a careful person would write for this one experiment, in one process or in more.
+
+Parameters are views of one flat vector, data lies in memory as floats, a step is `autograd.grad` and one in-place
+update, and what is averaged is added up as it comes. Forked workers share the parameters, and each has a sum of its
+own; the process that hands the clients out adds the sums up.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+
+import torch
+from measure import Meter
+from torch import Tensor
+from torch.nn import functional as F
+from workloads import LR, Clients, Workload, arguments, make_net
+
+
+def settle() -> None:
+    """One thread, and glibc's allocator set as raysim sets it."""
+    torch.set_num_threads(1)
+    libc, trim_threshold, mmap_threshold = ctypes.CDLL("libc.so.6"), -1, -3
+    libc.mallopt(mmap_threshold, 1 << 30)
+    libc.mallopt(trim_threshold, -1)
+
+
+class Hand:
+    """Local training in this process."""
+
+    def __init__(self, work: Workload):
+        self.work, self.clients, self.net = work, Clients(work), make_net(work)
+        self.parameters = list(self.net.parameters())
+        self.w = torch.cat([p.detach().reshape(-1) for p in self.parameters])
+        for p, view in zip(self.parameters, self.w.split([p.numel() for p in self.parameters]), strict=True):
+            p.data = view.view(p.shape)
+        self.views = [p.data for p in self.parameters]
+
+    def train(self, x: Tensor, clients: list[int], total: Tensor) -> None:
+        """Adds to `total` what each client makes of x."""
+        for client in clients:
+            self.w.copy_(x)
+            for images, labels in self.clients.batches(client):
+                loss = F.cross_entropy(self.net(images), labels)
+                torch._foreach_add_(self.views, torch.autograd.grad(loss, self.parameters), alpha=-LR)
+            total += self.w
+
+
+def in_one_process(work: Workload, meter: Meter) -> None:
+    hand = Hand(work)
+    x, total = hand.w.clone(), torch.zeros_like(hand.w)
+    while True:
+        hand.train(x, hand.clients.sample(), total.zero_())
+        torch.div(total, work.cohort, out=x)
+        if not meter.round():
+            return meter.report(f"torch {torch.__version__}")
+
+
+def in_many(work: Workload, meter: Meter, processes: int) -> None:
+    hand, context = Hand(work), multiprocessing.get_context("fork")
+    x = hand.w.clone().share_memory_()
+    sums = torch.zeros(processes, len(x)).share_memory_()
+    pipes = []
+
+    def serve(rank: int, pipe) -> None:
+        settle()
+        while True:
+            hand.train(x, pipe.recv(), sums[rank].zero_())
+            pipe.send(None)
+
+    for rank in range(processes):
+        ours, theirs = context.Pipe()
+        context.Process(target=serve, args=(rank, theirs), daemon=True).start()
+        pipes.append(ours)
+    while True:
+        cohort = hand.clients.sample()
+        for rank, pipe in enumerate(pipes):
+            pipe.send(cohort[rank::processes])
+        for pipe in pipes:
+            pipe.recv()
+        torch.sum(sums, 0, out=x).div_(work.cohort)
+        if not meter.round():
+            return meter.report(f"torch {torch.__version__}")
+
+
+if __name__ == "__main__":
+    work, given = arguments()
+    settle()
+    meter = Meter(given.seconds)
+    if given.processes == 1:
+        in_one_process(work, meter)
+    else:
+        in_many(work, meter, given.processes)
