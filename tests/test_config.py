@@ -399,6 +399,7 @@ def test_what_does_not_touch_the_result_does_not_touch_the_fingerprint(small, tm
         "evaluate.every=3",
         "checkpoint.every=1",
         "name=mine",
+        "faults.on_client_error=drop",
         "data.root=/elsewhere",
     ]
     first = fingerprint(small)
@@ -420,7 +421,6 @@ def test_what_touches_the_result_touches_the_fingerprint(small):
         "algorithm=fedprox",
         "algorithm.lr=0.5",
         "algorithm.weights=samples",
-        "faults.on_client_error=drop",
         "block={mode: vmap, size: 2}",
         "local.weight_decay=0.1",
         "local.clip=1",
@@ -774,7 +774,7 @@ def test_a_run_dir_that_is_taken(small, tmp_path):
     plan: Plan = prepare(small)
     taken = make_run_dir(plan)
     (taken / "config.yaml").write_text("")
-    said = f"run_dir: {taken} already holds a run; `raysim resume {taken}`"
+    said = f"run_dir: {taken} already holds a run that was stopped; `raysim resume {taken}`"
     with pytest.raises(ConfigError, match=re.escape(said)):
         make_run_dir(plan)
 
