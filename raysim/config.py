@@ -394,8 +394,8 @@ Schedule = Annotated[Sync | KAsync | Buffered, Field(discriminator="name")]
 
 
 class Faults(Section):
-    """What a client's exception or non-finite update does: stop the run, or drop that client and count it. A run that was
-    stopped may be resumed with `drop`."""
+    """What a client's exception or non-finite update does: stop the run, or drop that client and count it. A run
+    that was stopped so may be resumed with `drop`."""
 
     on_client_error: Literal["stop", "drop"] = "stop"
 
