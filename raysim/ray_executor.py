@@ -45,6 +45,9 @@ LARGEST_BOX = 64 * 2**20
 LOOK = 1.0
 """Seconds after which a wait looks around: for calls that failed, and for nodes that are gone."""
 
+STARTS = 10
+"""Times that a new server is started in the place of a lost one, over half a minute."""
+
 ATTEMPTS = 3
 """Actors that may die over a block before its clients are to blame."""
 
@@ -257,12 +260,21 @@ class RayExecutor:
         return ray.put(packed(as_groups(version)))
 
     def recover(self) -> None:
-        """A new server, as it is at first, in the place of the one there was."""
-        self.mended["server_restarts"] += 1
-        ray.kill(self.server)
-        self.server = self._start(ServerActor)
-        _get(self.server.node.remote(), "the start of a new server", self.timeout)
-        self._share(self.server)
+        """A new server, as it is at first, in the place of the one there was. Ray may put it on a node that is gone but
+        not yet known to be; then there is another one a little later."""
+        for left in reversed(range(STARTS)):
+            self.mended["server_restarts"] += 1
+            ray.kill(self.server)
+            self.server = self._start(ServerActor)
+            try:
+                _get(self.server.node.remote(), "the start of a new server", self.timeout)
+                self._share(self.server)
+                return
+            except Gone as gone:
+                if not left:
+                    raise
+                self.log(f"{gone}; trying again")
+                time.sleep(3 * LOOK)
 
     def another_evaluator(self, old: Any, why: str) -> None:
         """In the place of one that is lost, if nobody has seen to it yet."""
