@@ -97,7 +97,7 @@ class FedRegClient(ClientRule):
 
 def _overshoot(way, g):
     """How many g's the way has gone up g: 0 where it went down."""
-    return torch.clamp((way * g).sum() / ((g * g).sum() + 1e-30), min=0)
+    return torch.clamp(torch.dot(way, g) / (torch.dot(g, g) + 1e-30), min=0)
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class FedRegMGClient(FedRegClient):
             x, mask = self._ascend(self.eta_s, shared["x"], batch, task), batch.mask
         nothing = torch.full_like(made[0].y[:1], 1 / made[0].y.shape[-1]).expand(len(x), -1)
         q = task.grad(at, Batch(x, nothing, mask), soft_cross_entropy, "frozen")
-        return torch.addcmul(g, q, -(g * q).sum() / ((q * q).sum() + 1e-30))
+        return torch.addcmul(g, q, -torch.dot(g, q) / (torch.dot(q, q) + 1e-30))
 
 
 Algorithm("fedreg", FedRegClient, FedAvgServer, "Xu 2022")
