@@ -14,10 +14,7 @@ from raysim.rules import Algorithm, ClientRule, ServerRule
 
 @dataclass(frozen=True)
 class FedAvgClient(ClientRule):
-    """Local SGD."""
-
-    def direction(self, shared, state, batch, task):
-        return task.grad(state["w"], batch)
+    """Local SGD: all that a client rule does unless it says otherwise."""
 
 
 @dataclass(frozen=True)

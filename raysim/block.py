@@ -27,7 +27,7 @@ from raysim.data import Examples
 from raysim.data.arrays import DRAWS
 from raysim.data.partitions import Clients, VirtualClients
 from raysim.models import Model, make_net
-from raysim.numerics.sums import LIMIT, FixedSum
+from raysim.numerics.sums import LIMIT, BlockSum, FixedSum
 from raysim.randomness import generator
 from raysim.rules import ClientRule, Report, ServerRule, State, sums, with_mode
 from raysim.task import Batch, Facts, LocalData, LoopTask, Task, VmapTask
@@ -150,6 +150,8 @@ class Trainer:
         self.model, self.x0, self.examples, self.clients, self.vmap = model, x0, examples, clients, vmap
         self.decayed = model.decayed() if config.local.weight_decay else None
         self.loop = LoopTask(model, Facts())
+        self.plain = not config.local.clip and self.decayed is None and config.privacy is None
+        """Whether nothing comes between a gradient and its step."""
         self.channels_last = model.convolutional and model.device.type == "cpu" and not vmap
 
     def train(self, downs: Mapping[int, Broadcast], blocks: list[Block]) -> Outcome:
@@ -178,12 +180,15 @@ class Trainer:
 
     def _loop_one(self, rule: ClientRule, down: Broadcast, job: Job) -> _Trained:
         task, shared, in_place = self.loop, down.shared, type(rule).step is ClientRule.step
+        plain = in_place and type(rule).direction is ClientRule.direction and self.plain
         try:
             here = self.arrive(rule, down, job)
             state, w = here.state, here.state["w"]
             for passes, batch in enumerate(self.batches(job, here.mine)):
                 batch = replace(batch, made=here.made[passes % len(here.made)]) if here.made else batch
-                if in_place:
+                if plain:
+                    task.descend_plainly(batch)
+                elif in_place:
                     task.descend_in_place(w, rule.direction(shared, state, batch, task))
                 else:
                     state = rule.step(shared, state, batch, task)
@@ -452,42 +457,61 @@ class Trainer:
             row = {k: torch.tensor(job.row[k]).to(v.device, v.dtype).reshape(v.shape) for k, v in row.items()}
         return {**row, "seen": torch.tensor(job.seen, device=self.x0.device)}
 
-    def _fits(self, value: Tensor, weight: float) -> bool:
-        """Finite, and small enough (below 1e18 and some) that the round's sum stays in the range of fixed point."""
-        largest = max(abs(float(bound)) for bound in torch.aminmax(value))
-        return largest * weight < LIMIT / self.config.schedule.size  # NaN fails the comparison
-
     def _add(self, total: Outcome, parts: dict[str, FixedSum], trained: list[_Trained]) -> None:
         """Adds a block to what this worker sends; an upload that is not finite goes no further, nor does its row."""
-        good: list[_Trained] = []
-        for one in trained:
-            done = Done(one.job.client, error=one.error)
-            if one.error is None:
-                done.loss = float(one.loss)
-                done.metrics = {
-                    k.removeprefix("metric/"): float(v) for k, v in one.report.items() if k.startswith("metric/")
-                }
-                done.bytes = sum(one.report[k].nbytes for k in self.sent if k not in self.rule.free)
-                large = [k for mode, k in self.sums if not self._fits(one.report[k], self._weight(mode, one.job))]
-                bad = list(dict.fromkeys(large)) + [
-                    f"kept {k}" for k, v in one.row.items() if not torch.isfinite(v.sum())
-                ]
-                if bad:
-                    done.error = f"non-finite {' and '.join(bad)} (mean local loss {done.loss:.4g})"
-            if done.error is None:
-                done.row, done.observed, done.forgotten = _kept(one.row), one.observed, one.forgotten
-                good.append(one)
-            total.done.append(done)
-        if not good:
-            return
+        good, sums = self._judged(trained)
+        total.done += [self._done(one) for one in trained]
         total.ids += [one.job.client for one in good]
-        for mode, key in self.sums:
-            rows = [one.report[key] for one in good]
-            if mode == "change":  # in float64, where the difference of two float32 numbers is exact
-                rows = [row.double() - self._sent_last(one.job, key, row) for one, row in zip(good, rows, strict=True)]
-            parts[f"{mode} {key}"].add(rows, [self._weight(mode, one.job) for one in good])
-        for key in self.each:
+        for (mode, key), block in sums.items():
+            parts[f"{mode} {key}"].add(block)
+        for key in self.each if good else ():
             total.rows.setdefault(key, []).extend(one.report[key] for one in good)
+
+    def _judged(self, trained: list[_Trained]) -> tuple[list[_Trained], dict[tuple[str, str], BlockSum]]:
+        """Who is in, and what they send, added up. Only where the sums are not sound does anybody's upload have to be
+        looked at by itself. Whoever is out is told why in its `error`."""
+        good = [one for one in trained if one.error is None]
+        sums = self._sums(good)
+        sound = all(map(self._fits, sums.values()))
+        for one in good:
+            bad = [] if sound else [key for (_, key), own in self._sums([one]).items() if not self._fits(own)]
+            bad += [f"kept {key}" for key, value in one.row.items() if not torch.isfinite(value.sum())]
+            if bad:
+                what = " and ".join(dict.fromkeys(bad))
+                one.error = f"non-finite {what} (mean local loss {float(one.loss):.4g})"
+        if all(one.error is None for one in good):
+            return good, sums
+        good = [one for one in good if one.error is None]
+        return good, self._sums(good)
+
+    def _done(self, one: _Trained) -> Done:
+        if one.error is not None:
+            return Done(one.job.client, float(one.loss), one.error)
+        return Done(
+            one.job.client,
+            float(one.loss),
+            metrics={k.removeprefix("metric/"): float(v) for k, v in one.report.items() if k.startswith("metric/")},
+            row=_kept(one.row),
+            bytes=sum(one.report[k].nbytes for k in self.sent if k not in self.rule.free),
+            observed=one.observed,
+            forgotten=one.forgotten,
+        )
+
+    def _sums(self, trained: list[_Trained]) -> dict[tuple[str, str], BlockSum]:
+        """What is sent, added up, by mode and key; nothing of nobody."""
+        sums = {}
+        for mode, key in self.sums if trained else ():
+            rows = [one.report[key] for one in trained]
+            if mode == "change":  # in float64, where the difference of two float32 numbers is exact
+                rows = [
+                    row.double() - self._sent_last(one.job, key, row) for one, row in zip(trained, rows, strict=True)
+                ]
+            sums[mode, key] = BlockSum(rows, [self._weight(mode, one.job) for one in trained])
+        return sums
+
+    def _fits(self, block: BlockSum) -> bool:
+        """Finite, and small enough (below 1e18 and some) that the round's sum stays in the range of fixed point."""
+        return block.size < LIMIT / self.config.schedule.size  # NaN fails the comparison
 
     @staticmethod
     def _weight(mode: str, job: Job) -> float:

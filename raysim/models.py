@@ -157,7 +157,7 @@ class Root(nn.Sequential):
         return x
 
 
-def _note_features(classifier: nn.Module, args: tuple[Tensor, ...]) -> None:
+def note_features(classifier: nn.Module, args: tuple[Tensor, ...]) -> None:
     classifier.frame.features = args[0]  # type: ignore[union-attr]
 
 
@@ -197,7 +197,7 @@ class Model:
         linear = [m for m in self.module.modules() if isinstance(m, nn.Linear) and m.out_features == classes]
         for classifier in linear[-1:]:
             classifier.frame = self.frame  # type: ignore[assignment]
-            classifier.register_forward_pre_hook(_note_features)
+            classifier.register_forward_pre_hook(note_features)
         below = self.size - sum(p.numel() for p in linear[-1].parameters() if p.requires_grad) if linear else 0
         self.has_features = below > 0
         """Whether it ends in a linear classifier on something learnt, the representation of an image."""
@@ -291,7 +291,8 @@ class Bound:
                 m.frame = self.frame  # type: ignore[assignment]
         self.flat = torch.zeros(model.size, dtype=model.dtype, device=model.device)
         self.parameters = [p for p in self.module.parameters() if p.requires_grad]
-        for p, view in zip(self.parameters, model.views(self.flat).values(), strict=True):
+        self.views = list(model.views(self.flat).values())
+        for p, view in zip(self.parameters, self.views, strict=True):
             p.data = view
 
     def forward(
@@ -304,10 +305,14 @@ class Bound:
         levels: list[Tensor] | None = None,
     ) -> Tensor:
         """Logits [B, classes]; see `Root.forward` for `first` and `levels`."""
+        self.tell(mode, buffers, drop, first)
+        return self.module(x, first, levels)
+
+    def tell(self, mode: Mode, buffers: Tensor | None, drop: tuple[Tensor, ...], first: int = 0) -> None:
+        """How the modules are to behave in the next pass, from stage `first` on."""
         frame = self.frame
         frame.mode, frame.buffers, frame.drop = mode, buffers, drop
         frame.calls = self.model.dropouts_before[first]
-        return self.module(x, first, levels)
 
 
 def _find(name: str) -> Callable:

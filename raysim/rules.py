@@ -77,8 +77,8 @@ class _Rule:
 
 @dataclass(frozen=True)
 class ClientRule(_Rule):
-    """Local training, written for one client. Override `direction` (or `step`), and `finish` if more than
-    d_i = x - y_i goes up. `init` and `finish` are called for each client by itself, steps perhaps under vmap."""
+    """Local training, written for one client: SGD, unless you override `direction` (or `step`), and `finish` if more
+    than d_i = x - y_i goes up. `init` and `finish` are called for each client by itself, steps perhaps under vmap."""
 
     name: ClassVar[str] = ""
     needs: ClassVar[tuple[str, ...]] = ("x",)
@@ -129,8 +129,9 @@ class ClientRule(_Rule):
         return {}
 
     def direction(self, shared: State, state: State, batch: Batch, task: Task) -> Tensor:
-        """The descent direction [P] at state["w"]; the engine then does w <- w - lr * direction."""
-        raise NotImplementedError(f"{type(self).__name__} defines neither direction nor step")
+        """The descent direction [P] at state["w"]; the engine then does w <- w - lr * direction. By default the
+        gradient, that is local SGD; a rule that leaves this as it is gets the engine's fastest step."""
+        return task.grad(state["w"], batch)
 
     def step(self, shared: State, state: State, batch: Batch, task: Task) -> State:
         """One local step; the general form of `direction`. Gives the whole next state, "w" included."""

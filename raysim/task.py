@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from raysim.config import Privacy
+from raysim.dense import Dense
 from raysim.models import Bound, Mode, Model
 from raysim.privacy import clipped_sum, in_parts
 from raysim.randomness import generator
@@ -279,6 +280,7 @@ class LoopTask(Task):
     def __init__(self, model: Model, facts: Facts):
         super().__init__(model, facts)
         self.trained = Bound(model)
+        self.dense = Dense.of(self.trained)
         self.others: list[_Held] = []
         self.constants: list[_Held] = []
 
@@ -303,6 +305,19 @@ class LoopTask(Task):
 
     def descend_in_place(self, w: Tensor, direction: Tensor) -> None:
         w.add_(self._downhill(w, direction), alpha=-self.lr)
+
+    def descend_plainly(self, batch: Batch) -> None:
+        """`descend_in_place` along the gradient of the cross-entropy, unclipped and without decay: the same but for
+        rounding, and the gradient is never put together to one vector."""
+        bound = self.trained
+        if self.dense is not None:
+            loss = self.dense.step(batch.x, batch.y, self.lr, self.buffers, batch.drop)
+        else:
+            loss = F.cross_entropy(bound.forward(batch.x, "train", self.buffers, batch.drop), batch.y)
+            parts = torch.autograd.grad(loss, bound.parameters, materialize_grads=True)
+            torch._foreach_add_(bound.views, parts, alpha=-self.lr)  # pyright: ignore[reportPrivateImportUsage]
+            loss, bound.frame.features = loss.detach(), None
+        self.losses.append(loss)
 
     def _grad(self, w: Tensor, batch: Batch, loss: Loss, mode: Mode, buffers: Tensor | None) -> Tensor:
         bound = self.trained if w is self.trained.flat else self._held(w, self.others).bound

@@ -22,10 +22,27 @@ LIMIT = 2.0**60  # what is larger counts as non-finite
 ROOM = 2.0**22  # what the low limbs of all blocks may add up to; int64 itself ends at 2**63 * UNIT = 2**23
 MAGIC = 1.5 * 2.0**52  # a float64 of this size has its last bit at 1, so adding it rounds to whole units in one pass
 MAGIC_BITS = int(np.float64(MAGIC).view(np.int64))
+PIECE = 2**15  # entries
 
 
 class NonFiniteError(ArithmeticError):
     """A vector holds NaN, an infinity, or a value too large for what is to be done with it."""
+
+
+class BlockSum:
+    """The weighted sum of one block's rows ([k, P], or k tensors [P] of any float dtype; k >= 1) in client order, in
+    float64: [P], to be taken times `weight`. `size` is its largest magnitude, NaN where an entry is none."""
+
+    def __init__(self, rows: Tensor | Sequence[Tensor], weights: Sequence[float]):
+        if len(rows) != len(weights):
+            raise ValueError(f"{len(rows)} rows and {len(weights)} weights")
+        self.count, self.value, self.weight = len(weights), rows[0], weights[0]
+        if self.count > 1:
+            self.value, self.weight = rows[0].new_zeros(rows[0].shape, dtype=torch.float64), 1.0
+            for part, *others in zip(_pieces(self.value), *map(_pieces, rows), strict=True):
+                for other, share in zip(others, weights, strict=True):
+                    part.add_(other, alpha=share)
+        self.size = max(abs(float(bound)) for bound in torch.aminmax(self.value)) * abs(self.weight)
 
 
 class FixedSum:
@@ -35,32 +52,37 @@ class FixedSum:
         self.total: Tensor | None = None
         self.bound = 0.0
 
-    def add(self, rows: Tensor | Sequence[Tensor], weights: Sequence[float]) -> None:
-        """Adds one block, the weighted sum of `rows` ([k, P] or k tensors [P] of any float dtype, k >= 1).
+    def add(self, block: BlockSum) -> None:
+        """Adds one block.
 
         Raises `NonFiniteError`, and adds nothing, if an entry of the block's sum is not finite or its magnitude is
         `LIMIT` or more, or if so many large blocks were added that the total could leave the range of int64.
         """
-        if len(rows) != len(weights):
-            raise ValueError(f"{len(rows)} rows and {len(weights)} weights")
-        value, weight = rows[0], weights[0]
-        if len(weights) > 1:
-            value, weight = torch.zeros(rows[0].shape, dtype=torch.float64, device=rows[0].device), 1.0
-            for row, share in zip(rows, weights, strict=True):
-                value.add_(row, alpha=share)
-        size = max(abs(float(bound)) for bound in torch.aminmax(value)) * abs(weight)
-        if not size < LIMIT:  # NaN comes through, and fails the comparison
-            raise NonFiniteError(f"the sum of {len(weights)} updates reaches {size}; it must stay below {LIMIT:.0e}")
-        self.bound += min(size, HIGH)
-        if self.bound >= ROOM:
+        if not block.size < LIMIT:  # NaN comes through, and fails the comparison
+            raise NonFiniteError(
+                f"the sum of {block.count} updates reaches {block.size}; it must stay below {LIMIT:.0e}"
+            )
+        if self.bound + min(block.size, HIGH) >= ROOM:
             raise NonFiniteError("the sum of all blocks may leave the range of fixed point")
-        limbs = _low(value, weight) if size < HIGH else _low_and_high(value, weight)
-        self.total = limbs if self.total is None else _plus(self.total, limbs)
+        self.bound += min(block.size, HIGH)
+        if block.size >= HIGH:
+            limbs = _low_and_high(block.value, block.weight)
+            self.total = limbs if self.total is None else _plus(self.total, limbs)
+            return
+        if self.total is None:
+            self.total = block.value.new_zeros((1, len(block.value)), dtype=torch.int64)
+        for total, value in zip(_pieces(self.total[0]), _pieces(block.value), strict=True):
+            total += _low(value, block.weight)
+
+
+def _pieces(vector: Tensor) -> tuple[Tensor, ...]:
+    """On a CPU in pieces that stay in its cache while several things are done to them; else whole."""
+    return vector.split(PIECE) if vector.device.type == "cpu" else (vector,)
 
 
 def _low(value: Tensor, weight: float) -> Tensor:
     magic = torch.full((1,), MAGIC, dtype=torch.float64, device=value.device).expand(value.shape)
-    return torch.add(magic, value, alpha=weight / UNIT).view(torch.int64).sub_(MAGIC_BITS)[None]
+    return torch.add(magic, value, alpha=weight / UNIT).view(torch.int64).sub_(MAGIC_BITS)
 
 
 def _low_and_high(value: Tensor, weight: float) -> Tensor:
@@ -77,11 +99,11 @@ def _plus(total: Tensor, limbs: Tensor) -> Tensor:
 
 
 def fixed_sum(rows: Tensor | Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """The weighted sum of one block in fixed point: int64 [L, P]; see `FixedSum.add`."""
-    block = FixedSum()
-    block.add(rows, weights)
-    assert block.total is not None
-    return block.total
+    """The weighted sum of one block in fixed point: int64 [L, P]; see `BlockSum` and `FixedSum.add`."""
+    total = FixedSum()
+    total.add(BlockSum(rows, weights))
+    assert total.total is not None
+    return total.total
 
 
 def combine(totals: Iterable[Tensor], bound: float | None = None) -> Tensor:

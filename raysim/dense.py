@@ -1,0 +1,102 @@
+"""Plain SGD steps of a net that ends in fully connected layers, whose backward pass is written out.
+
+With autograd a step passes over a layer's weights four times: forward, for what goes further down, to write their
+gradient, to add it. Here the last two are one product into the weights' own place, W <- W - lr gᵀh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from raysim.models import Bound, note_features
+
+
+@dataclass(frozen=True)
+class Layer:
+    """y = x Wᵀ + b, where x may be what a ReLU gave."""
+
+    weight: Tensor
+    bias: Tensor | None
+    after_relu: bool
+
+
+class Dense:
+    """A bound net as a body (any modules, by autograd; perhaps none) and fully connected layers with ReLU between."""
+
+    def __init__(self, bound: Bound, body: Sequence[nn.Module], layers: Sequence[Layer]):
+        self.bound, self.body, self.layers = bound, body, layers
+        count = sum(1 + (layer.bias is not None) for layer in layers)
+        self.parameters, self.views = bound.parameters[:-count], bound.views[:-count]
+
+    @classmethod
+    def of(cls, bound: Bound) -> Dense | None:
+        """None if the net is not a sequence that ends so, or if somebody listens in (a hook), or if some parameters of
+        these layers are used elsewhere too or not trained."""
+        body, layers = list(_leaves(bound.module[0])), []
+        parameters, views = list(bound.parameters), list(bound.views)
+        while body and _is(body[-1], nn.Linear):
+            own = list(body[-1].parameters())
+            if list(map(id, own)) != list(map(id, parameters[-len(own) :])):
+                break
+            weight, *bias = views[-len(own) :]
+            del body[-1], parameters[-len(own) :], views[-len(own) :]
+            relu = len(body) > 1 and _is(body[-1], nn.ReLU) and _is(body[-2], nn.Linear)
+            if relu:
+                del body[-1]
+            layers.insert(0, Layer(weight, bias[0] if bias else None, relu))
+        if layers and layers[0].after_relu:  # the layer below is none of ours
+            body.append(nn.ReLU())
+        while body and _is(body[-1], nn.Flatten) and (body[-1].start_dim, body[-1].end_dim) == (1, -1):
+            del body[-1]
+        left = {id(p) for module in body for p in module.parameters() if p.requires_grad}
+        return cls(bound, body, layers) if layers and left == set(map(id, parameters)) else None
+
+    def step(self, x: Tensor, y: Tensor, lr: float, buffers: Tensor | None, drop: tuple[Tensor, ...]) -> Tensor:
+        """One step in mode "train" on images x [B, C, H, W] and labels y [B]; the mean cross-entropy before it."""
+        top = x
+        if self.body:
+            self.bound.tell("train", buffers, drop)
+            for module in self.body:
+                top = module(top)
+        h, inputs = top.detach().flatten(1), []
+        for layer in self.layers:
+            h = h.relu_() if inputs and layer.after_relu else h
+            inputs.append(h)
+            h = h @ layer.weight.T if layer.bias is None else torch.addmm(layer.bias, h, layer.weight.T)
+        log_p = torch.log_softmax(h, 1)
+        loss = F.nll_loss(log_p, y)
+        g = log_p.exp_()
+        g.scatter_add_(1, y[:, None], g.new_full((1, 1), -1.0).expand(len(y), 1)).div_(len(y))
+        for i, (layer, h) in reversed(list(enumerate(zip(self.layers, inputs, strict=True)))):
+            below = g @ layer.weight if i or self.parameters else g
+            layer.weight.addmm_(g.T, h, alpha=-lr)
+            if layer.bias is not None:
+                layer.bias.sub_(g.sum(0), alpha=lr)
+            g = below.masked_fill_(h <= 0, 0) if i and layer.after_relu else below
+        if self.parameters:
+            parts = torch.autograd.grad(top, self.parameters, g.view_as(top), materialize_grads=True)
+            torch._foreach_add_(self.views, parts, alpha=-lr)  # pyright: ignore[reportPrivateImportUsage]
+        return loss
+
+
+def _leaves(module: nn.Module) -> Iterator[nn.Module]:
+    """What a module runs one after the other."""
+    if type(module) is nn.Sequential and not _hooks(module):
+        for child in module:
+            yield from _leaves(child)
+    else:
+        yield module
+
+
+def _is(module: nn.Module, kind: type[nn.Module]) -> bool:
+    return type(module) is kind and not _hooks(module)
+
+
+def _hooks(module: nn.Module) -> list:
+    found = [module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks]
+    return [hook for hooks in found for hook in hooks.values() if hook is not note_features]
