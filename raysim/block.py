@@ -1,4 +1,4 @@
-"""Local training of a block of clients: one after the other, or side by side under vmap.
+"""Local training of a block of clients: one after the other, side by side under vmap, or pooled as one.
 
 A block is the unit of work. What it gives is a pure function of the broadcast, its jobs, the data and the run's
 seed, so it can be computed anywhere, and again. Weighted sums inside a block run in client order; blocks add up in
@@ -10,27 +10,33 @@ part of the run's identity.
 
 from __future__ import annotations
 
+import logging
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby, pairwise
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from raysim import forgetting
+from raysim import forgetting, pooled
 from raysim.config import Config, at_round
 from raysim.data import Examples
 from raysim.data.arrays import DRAWS
 from raysim.data.partitions import Clients, VirtualClients
 from raysim.models import Model, make_net
 from raysim.numerics.sums import LIMIT, BlockSum, FixedSum
+from raysim.pooled import Pool
 from raysim.randomness import generator
 from raysim.rules import ClientRule, Report, ServerRule, State, sums, with_mode
 from raysim.task import Batch, Facts, LocalData, LoopTask, Task, VmapTask
+
+logger = logging.getLogger("raysim")
+
+Mode = Literal["loop", "vmap", "pooled"]
 
 GATHER = 1024
 """Examples gathered and normalised at a time when looping: as many whole batches as fit."""
@@ -138,21 +144,21 @@ class Trainer:
         x0: Tensor,
         examples: Examples,
         clients: Clients | VirtualClients,
-        vmap: bool,
+        mode: Mode,
     ):
-        self.config, self.rule = config, client
+        self.config, self.rule, self.mode = config, client, mode
         self.sums = sums(server.uploads) + ([("mean", "buffers")] if model.buffer_size else [])
         self.sent = list(dict.fromkeys(key for _, key in self.sums))
         self.each, self.change = with_mode(server.uploads, "each"), with_mode(server.uploads, "change")
         if server.weighs_late and model.buffer_size:
             self.each.append("buffers")
         self.average = float(np.mean(clients.sizes))
-        self.model, self.x0, self.examples, self.clients, self.vmap = model, x0, examples, clients, vmap
+        self.model, self.x0, self.examples, self.clients = model, x0, examples, clients
         self.decayed = model.decayed() if config.local.weight_decay else None
         self.loop = LoopTask(model, Facts())
         self.plain = not config.local.clip and self.decayed is None and config.privacy is None
         """Whether nothing comes between a gradient and its step."""
-        self.channels_last = model.convolutional and model.device.type == "cpu" and not vmap
+        self.channels_last = model.convolutional and model.device.type == "cpu" and mode != "vmap"
 
     def train(self, downs: Mapping[int, Broadcast], blocks: list[Block]) -> Outcome:
         """Trains blocks on the versions that their clients begin with, and adds up what they send."""
@@ -160,7 +166,8 @@ class Trainer:
         total = Outcome()
         parts = {f"{mode} {key}": FixedSum() for mode, key in self.sums}
         for block in blocks:
-            self._add(total, parts, (self._vmap if self.vmap else self._loop)(downs, block))
+            if self.mode != "pooled" or not self._add_pooled(total, parts, downs, block):
+                self._add(total, parts, (self._vmap if self.mode == "vmap" else self._loop)(downs, block))
         total.sums = {name: part.total for name, part in parts.items() if part.total is not None}
         total.bound = max((part.bound for part in parts.values()), default=0.0)
         total.seconds = time.perf_counter() - began
@@ -258,7 +265,7 @@ class Trainer:
         for i in range(batches_per_pass(len(mine), size)):
             yield Batch(*self.images(mine[shuffled[i * size : (i + 1) * size]], draws))
 
-    def images(self, indices: np.ndarray, draws: np.random.Generator | None) -> tuple[Tensor, Tensor]:
+    def images(self, indices: np.ndarray, draws: np.random.Generator | np.ndarray | None) -> tuple[Tensor, Tensor]:
         """Examples in the net's memory format, augmented by `draws`: x [n, C, H, W], y [n]."""
         x, y = self.examples.batch(indices, draws)
         return x.contiguous(memory_format=torch.channels_last) if self.channels_last else x, y
@@ -408,6 +415,44 @@ class Trainer:
             return None
         real = np.arange(max(sizes)) < np.array(sizes)[:, None]
         return torch.from_numpy(real).to(self.x0.device, self.x0.dtype)
+
+    # -- as one ----------------------------------------------------------------------------------------------------
+
+    def _add_pooled(
+        self, total: Outcome, parts: dict[str, FixedSum], downs: Mapping[int, Broadcast], block: Block
+    ) -> bool:
+        """Adds a block whose clients are trained as one; or does nothing, where something is wrong with one of them:
+        trained one after the other, they will show whose fault it is."""
+        bound, value, losses = self.loop.trained, torch.zeros_like(self.x0, dtype=torch.float64), {}
+        try:
+            for base in sorted({job.base for job in block.jobs}):
+                jobs = [job for job in block.jobs if job.base == base]
+                bound.flat.copy_(downs[base].shared["x"])
+                direction, found = pooled.gradient(bound, self._pool(jobs))
+                value.add_(direction, alpha=at_round(self.config.local.lr, base))
+                losses |= {job.client: loss for job, loss in zip(jobs, found, strict=True)}
+        except Exception as error:
+            logger.debug("block %d is trained client by client: %s", block.index, error)
+            return False
+        if not self._fits(whole := BlockSum([value], [1.0])):
+            return False
+        parts["mean delta"].add(whole)
+        total.ids += [job.client for job in block.jobs]
+        total.done += [Done(job.client, losses[job.client], bytes=self.x0.nbytes) for job in block.jobs]
+        return True
+
+    def _pool(self, jobs: list[Job]) -> Pool:
+        """The one batch of each of these clients."""
+        indices, draws = [], [self._draws(job) for job in jobs]
+        for job in jobs:
+            mine = self.clients.client(job.client)
+            first = order(self.config.seed, job.client, len(mine), self._size(mine), job.cursor, job.steps)
+            indices.append(mine[next(first, slice(0))])  # who has no data makes no step
+        sizes = [len(own) for own in indices]
+        x, y = self.images(np.concatenate(indices), _side_by_side(draws, sizes, None))
+        masks = [self._masks(d, n) for d, n in zip(draws, sizes, strict=True)]
+        drop = tuple(torch.cat(parts) for parts in zip(*(sets[0] for sets in masks if sets), strict=True))
+        return Pool(x, y, sizes, [job.weight for job in jobs], drop)
 
     # -- shared ----------------------------------------------------------------------------------------------------
 
@@ -577,10 +622,12 @@ def _padded(parts: Sequence[Tensor]) -> Tensor:
     return torch.stack([torch.cat([p, p[-1:].expand(width - len(p), *p.shape[1:])]) for p in parts])
 
 
-def _side_by_side(draws: list[_Draws], sizes: list[int], width: int) -> np.ndarray | None:
-    """Each client's own augmentation numbers for one step, padded like the batches: [K * width, 3], or None."""
+def _side_by_side(draws: list[_Draws], sizes: list[int], width: int | None) -> np.ndarray | None:
+    """Each client's own augmentation numbers for one step, [B, 3] (padded like the batches to `width`), or None."""
     generators = [d.augment for d in draws if d.augment is not None]
-    own = [np.pad(g.random((n, DRAWS)), ((0, width - n), (0, 0))) for g, n in zip(generators, sizes, strict=False)]
+    own = [g.random((n, DRAWS)) for g, n in zip(generators, sizes, strict=False)]
+    if width is not None:
+        own = [np.pad(numbers, ((0, width - len(numbers)), (0, 0))) for numbers in own]
     return np.concatenate(own) if own else None
 
 

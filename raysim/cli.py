@@ -427,7 +427,7 @@ def _rehearse(plan: Plan, console: Console) -> None:
     )
     if held_out := len(plan.clients.validation):
         table.add_row("validation", f"{held_out} samples that no client has")
-    table.add_row("round", f"{c.schedule.size} clients in {blocks} blocks ({'vmap' if plan.vmap else 'loop'})")
+    table.add_row("round", f"{c.schedule.size} clients in {blocks} blocks ({plan.mode})")
     s = c.schedule
     flight = f", {s.places(int((sizes > 0).sum()))} clients in flight" if isinstance(s, InFlight) else ""
     table.add_row("schedule", f"{s.name}{flight}, speeds {s.speeds.name}")

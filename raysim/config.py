@@ -418,10 +418,11 @@ class Resources(Section):
 
 
 class Block(Section):
-    """How clients share a worker's pass: `loop` one after the other, `vmap` side by side, `size` at once."""
+    """How clients share a worker's pass, `size` at once: `loop` one after the other, `vmap` side by side, `pooled` as
+    one (where they make one plain step, of which the server wants the mean)."""
 
     size: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
-    mode: Literal["auto", "loop", "vmap"] = "auto"
+    mode: Literal["auto", "loop", "vmap", "pooled"] = "auto"
 
 
 class Forgetting(Section):

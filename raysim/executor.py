@@ -107,7 +107,7 @@ def make_trainer(plan: Plan, device: str) -> Trainer:
     """What trains blocks of clients on a device."""
     examples = Examples.of(plan.dataset, "train", device, plan.dtype)
     x0 = plan.initial[0].to(device)
-    return Trainer(plan.config, plan.client, plan.server, plan.model(device), x0, examples, plan.clients, plan.vmap)
+    return Trainer(plan.config, plan.client, plan.server, plan.model(device), x0, examples, plan.clients, plan.mode)
 
 
 def make_server(plan: Plan, device: str) -> Server:

@@ -17,11 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from raysim import layers, models, rules, schedule, tracking, validation
+from raysim.block import Mode
 from raysim.config import Block, Config, Data, InFlight, Named, Sync, Trace
 from raysim.data import Dataset, load, split
 from raysim.data.partitions import Clients, VirtualClients
 from raysim.errors import ConfigError
 from raysim.models import Model
+from raysim.pooled import why_not_pooled
 from raysim.rules import ClientRule, Problem, ServerRule
 from raysim.task import why_not_vmap
 
@@ -44,7 +46,8 @@ class Plan:
     clients: Clients | VirtualClients
     net: nn.Module
     problem: Problem
-    vmap: bool
+    mode: Mode
+    """Of blocks."""
     block_size: int
 
     @property
@@ -125,17 +128,17 @@ def resolve(raw: Mapping[str, Any], load: Callable[[Data], Dataset] = load) -> P
             raise ConfigError(f"{'algorithm' if getattr(config, half) is None else half}.{error}") from None
     _check_privacy(config, client, net)
     _check_watching(config, client)
-    vmap, size = _block(config, model)
+    mode, size = _block(config, client, server, model)
     config = config.model_copy(
         update={
             "client": _section(config.client or Named(name=client.name), client, config),
             "server": _section(config.server or Named(name=server.name), server, config),
             "algorithm": None if config.algorithm is None else Named(name=config.algorithm.name),
             "model": Named.model_validate({"name": config.model.name, **models.arguments(config.model)}),
-            "block": Block(size=size, mode="vmap" if vmap else "loop"),
+            "block": Block(size=size, mode=mode),
         }
     )
-    return Plan(config, client, server, dataset, clients, net, problem, vmap, size)
+    return Plan(config, client, server, dataset, clients, net, problem, mode, size)
 
 
 def keys(section: str, before: str, name: str) -> set[str]:
@@ -258,17 +261,19 @@ def _check_resources(config: Config) -> None:
         )
 
 
-def _block(config: Config, model: Model) -> tuple[bool, int]:
+def _block(config: Config, client: ClientRule, server: ServerRule, model: Model) -> tuple[Mode, int]:
     """Mode and size of blocks, from the configuration alone."""
     cohort, block = config.schedule.size, config.block
     wide = min(64, ceil(cohort / 4))
-    vmap = block.mode == "vmap"
-    if block.mode == "auto":
-        small = model.size <= VMAP_BELOW and not model.convolutional and wide >= 8
-        vmap = (small or config.resources.gpus > 0) and why_not_vmap(model) is None
-    elif vmap and (reason := why_not_vmap(model)):
-        raise ConfigError(
-            f"block.mode: model '{config.model.name}' cannot run under vmap ({reason}); use block.mode=loop"
-        )
-    auto = wide if vmap else min(64, ceil(cohort / 16))
-    return vmap, auto if block.size == "auto" else block.size
+    small = model.size <= VMAP_BELOW and not model.convolutional and wide >= 8
+    worth = {"pooled": True, "vmap": small or config.resources.gpus > 0, "loop": True}
+    sizes = {"pooled": min(1024, ceil(cohort / 16)), "vmap": wide, "loop": min(64, ceil(cohort / 16))}
+    reasons: dict[Mode, Callable[[], str | None]] = {
+        "pooled": lambda: why_not_pooled(config, client, server, model),
+        "vmap": lambda: why_not_vmap(model),
+        "loop": lambda: None,
+    }
+    mode: Mode = next(m for m in reasons if worth[m] and reasons[m]() is None) if block.mode == "auto" else block.mode
+    if block.mode != "auto" and (reason := reasons[mode]()) is not None:
+        raise ConfigError(f"block.mode: '{mode}' cannot be had here: {reason}; use block.mode=loop")
+    return mode, sizes[mode] if block.size == "auto" else block.size

@@ -201,7 +201,7 @@ def test_side_by_side_is_one_after_the_other(client, server, local, engine, conf
     looped, records = engine(config(client, server, local=local))
     several, records_of_several = engine(config(client, server, local=local, block={"mode": "vmap", "size": 3}))
     assert looped.plan.problem.size % 16 != 0
-    assert looped.plan.model().dropouts and not looped.plan.vmap and several.plan.vmap
+    assert looped.plan.model().dropouts and looped.plan.mode == "loop" and several.plan.mode == "vmap"
     took_part = cohorts(looped)
     assert {1, 5} <= {i for cohort in took_part for i in cohort}  # one sample, two samples
     assert min(map(len, took_part)) < 5  # the empty client was sampled
@@ -456,8 +456,8 @@ def test_a_net_that_overflows_in_the_trial_of_vmap_is_looped_or_refused(config, 
     given = {**base, **config("fedavg", "fedavg"), "model": {"name": source("nets", NETS) + ":Net", "limit": -9.0}}
     with pytest.raises(ConfigError, match="vmap"):
         prepare({**given, "block": {"mode": "vmap"}})
-    assert not prepare({**given, "block": {"mode": "auto"}, "partition": {"name": "iid", "clients": 40},
-                        "schedule": {"cohort": 32}}).vmap  # fmt: skip
+    cohort = {"partition": {"name": "iid", "clients": 40}, "schedule": {"cohort": 32}}
+    assert prepare({**given, "block": {"mode": "auto"}, **cohort}).mode == "loop"
 
 
 # --- the smallest net
@@ -571,7 +571,7 @@ def _same_on_actors(client, server, mode, config, base, on_ray, rounds, schedule
         "block": {"mode": mode, "size": 1 if mode == "loop" else 2},
     }  # fmt: skip
     inline, plan = Inline(), prepare(given)
-    assert plan.problem.size % 16 != 0 and plan.vmap == (mode == "vmap")
+    assert plan.problem.size % 16 != 0 and plan.mode == mode
     inline.open(plan)
     records = list(Engine(plan, inline).rounds())
     expected = final(inline)

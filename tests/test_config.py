@@ -463,7 +463,7 @@ def test_a_resolved_configuration_reads_back_to_itself(small, given, source, tmp
     again = prepare(tmp_path / "config.yaml")
     assert again.config == first.config and again.config.fingerprint == first.config.fingerprint
     assert (repr(again.client), repr(again.server)) == (repr(first.client), repr(first.server))
-    assert (again.vmap, again.block_size, again.label) == (first.vmap, first.block_size, first.label)
+    assert (again.mode, again.block_size, again.label) == (first.mode, first.block_size, first.label)
 
 
 # -- mistakes ----------------------------------------------------------------------------------------------------------

@@ -53,7 +53,7 @@ def test_both_execution_modes_agree(name, images, engine, tmp_path):
             "local": {"steps": 2, "batch": 4, "lr": 0.002} if name != "fedsgd" else {"lr": 0.002},
             "block": {"mode": mode, "size": 2},
         })  # fmt: skip
-        assert run.plan.problem.size == 941_834 and run.plan.vmap == (mode == "vmap")
+        assert run.plan.problem.size == 941_834 and run.plan.mode == mode
         assert all(np.isfinite(record["train_loss"]) for record in records[1:])
         xs.append(run.executor.xs)
         statistics.append(run.executor.statistics)

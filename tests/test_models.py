@@ -550,7 +550,7 @@ def test_an_lstm_is_looped_and_refused_under_vmap(one, source, engine):
     path = source("reader", LSTM)
     config = {**one, "rounds": 2, "model": f"{path}:Reader", "schedule": {"cohort": 40}}
     plan = prepare(config)
-    assert not plan.vmap and plan.config.block.mode == "loop"
+    assert plan.mode != "vmap" and plan.config.block.mode == "loop"
     with pytest.raises(ConfigError, match=r"block\.mode: model '.*reader\.py:Reader' cannot run under vmap.*mode=loop"):
         prepare(config, ["block.mode=vmap"])
     run, _ = engine({**config, "schedule": {"cohort": 4}})
