@@ -156,6 +156,7 @@ class Trainer:
         self.model, self.x0, self.examples, self.clients = model, x0, examples, clients
         self.decayed = model.decayed() if config.local.weight_decay else None
         self.loop = LoopTask(model, Facts())
+        self.upload_dtype: torch.dtype | None = getattr(torch, config.local.upload_dtype or "", None)
         self.plain = not config.local.clip and self.decayed is None and config.privacy is None
         """Whether nothing comes between a gradient and its step."""
         self.channels_last = model.convolutional and model.device.type == "cpu" and mode != "vmap"
@@ -227,6 +228,7 @@ class Trainer:
         assert task.buffers is not None
         report, kept = rule.finish(here.down.shared, state, here.row, here.data, task)
         _refuse_what_was_not_promised(rule, self.sent, report, here.row, kept)
+        report = {k: v.to(self.upload_dtype).to(v.dtype) if self._rounded(k, v) else v for k, v in report.items()}
         own = task.trained.flat.data_ptr()  # the vector in training is the next client's too
         report, kept = ({k: v.clone() if v.data_ptr() == own else v for k, v in d.items()} for d in (report, kept))
         row = {k: v for k, v in kept.items() if k != "seen"} | {_last(key): report[key] for key in self.change}
@@ -537,10 +539,18 @@ class Trainer:
             float(one.loss),
             metrics={k.removeprefix("metric/"): float(v) for k, v in one.report.items() if k.startswith("metric/")},
             row=_kept(one.row),
-            bytes=sum(one.report[k].nbytes for k in self.sent if k not in self.rule.free),
+            bytes=sum(self._bytes(k, one.report[k]) for k in self.sent if k not in self.rule.free),
             observed=one.observed,
             forgotten=one.forgotten,
         )
+
+    def _rounded(self, key: str, value: Tensor) -> bool:
+        return self.upload_dtype is not None and key in self.sent and value.shape == self.x0.shape
+
+    def _bytes(self, key: str, value: Tensor) -> int:
+        """What an upload would take on its way."""
+        width = (self.upload_dtype or value.dtype).itemsize if self._rounded(key, value) else value.element_size()
+        return value.numel() * width
 
     def _sums(self, trained: list[_Trained]) -> dict[tuple[str, str], BlockSum]:
         """What is sent, added up, by mode and key; nothing of nobody."""

@@ -414,7 +414,7 @@ def _rehearse(plan: Plan, console: Console) -> None:
         training, down = inline.training(0), inline.broadcast(first)
         training.add({0: down}, cut(jobs[:1], 1))
         trained = training.get()
-        took, bytes_up = trained.metrics["time/train"], trained.done[0].done[0].bytes
+        took, bytes_up = trained.metrics["train_seconds"], trained.done[0].done[0].bytes
         engine.judge(first, jobs[:1], trained)
     inline.close()
     c, sizes = plan.config, plan.clients.sizes

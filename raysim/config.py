@@ -210,7 +210,8 @@ class Local(Section):
     """Local training: `steps` mini-batches that continue where the client's last round stopped, or whole `epochs`.
 
     `batch` is the size, or `full` for all of the client's data. `weight_decay` is added to every parameter whose
-    name lacks "bias" (as Luo 2023's code does); `clip` bounds the norm of each step's direction.
+    name lacks "bias" (as Luo 2023's code does); `clip` bounds the norm of each step's direction. With `upload_dtype`
+    every vector of the model's size that goes up is rounded to that type, and counts with its bytes.
     """
 
     steps: int | None = Field(default=None, ge=1)
@@ -219,6 +220,7 @@ class Local(Section):
     lr: PositiveScheduled = 0.01
     weight_decay: float = Field(default=0.0, ge=0)
     clip: Positive | None = None
+    upload_dtype: Literal["bfloat16", "float16"] | None = None
 
     @model_validator(mode="before")
     @classmethod

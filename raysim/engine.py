@@ -459,8 +459,8 @@ class Stopwatch:
 
         def figures(trained: Trained) -> Record:
             clients = sum(d.error is None for outcome in trained.done for d in outcome.done)
-            engine = seconds - apart - trained.metrics.get("time/train", 0.0)
-            return {"seconds": seconds, "clients_per_second": clients / seconds, "time/engine": engine}
+            engine = seconds - apart - trained.metrics.get("train_seconds", 0.0)
+            return {"seconds": seconds, "clients_per_second": clients / seconds, "overhead_seconds": engine}
 
         return figures
 

@@ -216,4 +216,4 @@ class _Here:
 
     def get(self) -> Trained:
         outcomes = [self.trainer.train(downs, blocks) for downs, blocks in self.work]
-        return Trained(outcomes, outcomes, {"time/train": sum(outcome.seconds for outcome in outcomes)})
+        return Trained(outcomes, outcomes, {"train_seconds": sum(outcome.seconds for outcome in outcomes)})

@@ -69,8 +69,8 @@ def why_not_pooled(config: Config, client: ClientRule, server: ServerRule, model
         return "clients make more than one step"
     if dict(server.uploads) != {"delta": "mean"}:
         return f"server rule '{server.name}' takes more than the mean of delta"
-    if local.clip or local.weight_decay or config.privacy:
-        return "each client's gradient is changed before its step"
+    if local.clip or local.weight_decay or config.privacy or local.upload_dtype:
+        return "each client's gradient is changed before its step, or what it sends after it"
     if config.observe or config.evaluate.forgetting:
         return "what each client does is looked at"
     if _examples_meet(model):

@@ -360,7 +360,7 @@ class _Training:
             if late:
                 for worker in self.executor.gone({share.worker for share in self.waiting.values()}):
                     self._lose(worker, "its node is gone")
-        return Trained(self.uploads, self.done, {"time/train": float(max(self.seconds.values(), default=0.0))})
+        return Trained(self.uploads, self.done, {"train_seconds": float(max(self.seconds.values(), default=0.0))})
 
     def _send(self, worker: int, blocks: list[Block], again: bool = False) -> None:
         needed = {job.base: self.downs[job.base] for block in blocks for job in block.jobs}
