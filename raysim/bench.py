@@ -120,7 +120,8 @@ def candidates(plan: Plan, given: Iterable[str], blocks: bool) -> Iterator[dict[
     ways: list[dict[str, Any]] = [{}]
     if blocks:
         sizes = sorted({size for size in (1, 8, 32, 128, cohort) if size <= cohort})
-        ways = [{"block.mode": "loop"}, *({"block.mode": "vmap", "block.size": size} for size in sizes)]
+        ways = [{"block.mode": mode} for mode in ("loop", "fused", "pooled")]
+        ways += [{"block.mode": "vmap", "block.size": size} for size in sizes]
     seen = []
     for place in places:
         for way in ways:

@@ -36,7 +36,7 @@ from raysim.task import Batch, Facts, LocalData, LoopTask, Task, VmapTask
 
 logger = logging.getLogger("raysim")
 
-Mode = Literal["loop", "vmap", "pooled"]
+Mode = Literal["loop", "fused", "vmap", "pooled"]
 
 GATHER = 1024
 """Examples gathered and normalised at a time when looping: as many whole batches as fit."""
@@ -155,7 +155,7 @@ class Trainer:
         self.average = float(np.mean(clients.sizes))
         self.model, self.x0, self.examples, self.clients = model, x0, examples, clients
         self.decayed = model.decayed() if config.local.weight_decay else None
-        self.loop = LoopTask(model, Facts())
+        self.loop = LoopTask(model, Facts(), fused=mode == "fused")
         self.upload_dtype: torch.dtype | None = getattr(torch, config.local.upload_dtype or "", None)
         self.plain = not config.local.clip and self.decayed is None and config.privacy is None
         """Whether nothing comes between a gradient and its step."""

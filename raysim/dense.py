@@ -1,7 +1,8 @@
-"""Plain SGD steps of a net that ends in fully connected layers, whose backward pass is written out.
+"""Plain SGD steps of a net that ends in fully connected layers, whose backward pass is written out (`fused`).
 
 With autograd a step passes over a layer's weights four times: forward, for what goes further down, to write their
-gradient, to add it. Here the last two are one product into the weights' own place, W <- W - lr gᵀh.
+gradient, to add it. Here the last two are one product into the weights' own place, W <- W - lr gᵀh. That rounds
+otherwise, so a method that is plain SGD at some value of a hyper-parameter is no longer so to the last bit.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from raysim.models import Bound, note_features
+from raysim.config import Config
+from raysim.models import Bound, Model, note_features
+from raysim.rules import ClientRule
 
 
 @dataclass(frozen=True)
@@ -100,3 +103,14 @@ def _is(module: nn.Module, kind: type[nn.Module]) -> bool:
 def _hooks(module: nn.Module) -> list:
     found = [module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks]
     return [hook for hooks in found for hook in hooks.values() if hook is not note_features]
+
+
+def why_not_fused(config: Config, client: ClientRule, model: Model) -> str | None:
+    """None if clients' steps can be fused, else the reason."""
+    if own := [name for name in ("step", "direction") if getattr(type(client), name) is not getattr(ClientRule, name)]:
+        return f"client rule '{client.name}' has a {own[0]} of its own"
+    if config.local.clip or config.local.weight_decay or config.privacy:
+        return "each client's gradient is changed before its step"
+    if Dense.of(Bound(model)) is None:
+        return f"model '{config.model.name}' does not end in fully connected layers of its own"
+    return None

@@ -277,10 +277,10 @@ class LoopTask(Task):
     """One client at a time, on nets bound to flat vectors: one for the parameters in training, a few for others, of
     which those that `net` has given out are constants."""
 
-    def __init__(self, model: Model, facts: Facts):
+    def __init__(self, model: Model, facts: Facts, fused: bool = False):
         super().__init__(model, facts)
         self.trained = Bound(model)
-        self.dense = Dense.of(self.trained)
+        self.dense = Dense.of(self.trained) if fused else None
         self.others: list[_Held] = []
         self.constants: list[_Held] = []
 
@@ -307,8 +307,8 @@ class LoopTask(Task):
         w.add_(self._downhill(w, direction), alpha=-self.lr)
 
     def descend_plainly(self, batch: Batch) -> None:
-        """`descend_in_place` along the gradient of the cross-entropy, unclipped and without decay: the same but for
-        rounding, and the gradient is never put together to one vector."""
+        """`descend_in_place` along the gradient of the cross-entropy, unclipped and without decay: the same bits, but
+        the gradient is never put together to one vector. Fused, it is the same but for rounding."""
         bound = self.trained
         if self.dense is not None:
             loss = self.dense.step(batch.x, batch.y, self.lr, self.buffers, batch.drop)

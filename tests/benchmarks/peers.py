@@ -2,7 +2,7 @@
 
     python tests/benchmarks/peers.py [--workloads w1 w2 w3 w4] [--repeats 5] [--peers NAME ...] [--out FILE.md]
 
-Four workloads on random data (`peers/workloads.py`), without evaluation. Each measurement is a process of its own which
+Five workloads on random data (`peers/workloads.py`), without evaluation. Each measurement is a process of its own which
 trains for `--seconds` after its first round, at least one round more; contestants take turns, `--repeats` times.
 Prints Markdown: medians and ratios, the time to the first round and memory, and how raysim grows with the number of
 clients. Asserts nothing.
@@ -47,20 +47,30 @@ class Contestant:
     processes: int
     env: str = ""
     packages: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
+    workloads: tuple[str, ...] = ("w1", "w2", "w3", "w4")
+    """Those that it takes part in."""
 
 
 FLOWER, PFL, FEDLAB = ("flwr[simulation]", "torch"), ("pfl[pytorch]", "torch"), ("fedlab", "torch")
+EVERY, DENSE = ("w1", "w2", "w3", "w4", "w5"), ("w1", "w3", "w4")
+FUSED, LOOP = ("--mode", "fused"), ("--mode", "loop")
 CONTESTANTS = {
-    "hand": Contestant("hand-written, one process", "run_hand.py", 1),
-    "hand2": Contestant("hand-written, two processes", "run_hand.py", 2),
-    "inline": Contestant("raysim inline", "run_raysim.py", 0),
+    "hand": Contestant("hand-written, one process", "run_hand.py", 1, workloads=EVERY),
+    "hand2": Contestant("hand-written, two processes", "run_hand.py", 2, workloads=EVERY),
+    "inline": Contestant("raysim inline", "run_raysim.py", 0, workloads=EVERY),
+    "inline-loop": Contestant("raysim inline, `loop`", "run_raysim.py", 0, options=LOOP, workloads=("w3",)),
+    "inline-fused": Contestant("raysim inline, `fused`", "run_raysim.py", 0, options=FUSED, workloads=DENSE),
     "ray1": Contestant("raysim, one Ray actor", "run_raysim.py", 1),
-    "ray2": Contestant("raysim, two Ray actors", "run_raysim.py", 2),
+    "ray2": Contestant("raysim, two Ray actors", "run_raysim.py", 2, workloads=EVERY),
+    "ray2-loop": Contestant("raysim, two Ray actors, `loop`", "run_raysim.py", 2, options=LOOP, workloads=("w3",)),
+    "ray2-fused": Contestant("raysim, two Ray actors, `fused`", "run_raysim.py", 2, options=FUSED, workloads=DENSE),
     "flower": Contestant("Flower, two Ray actors", "run_flower.py", 2, "flower", FLOWER),
     "pfl": Contestant("pfl-research, one process", "run_pfl.py", 1, "pfl", PFL),
     "pfl2": Contestant("pfl-research, two processes", "run_pfl.py", 2, "pfl", PFL),
     "fedlab": Contestant("FedLab, one process", "run_fedlab.py", 1, "fedlab", FEDLAB),
 }
+"""raysim's block mode is the one that it chooses by itself, unless said otherwise."""
 GROWTH = [(10_000, 10), (10_000, 100), (10_000, 1_000), (100_000, 100), (1_000_000, 100)]
 """N and S of raysim's growth, on w4."""
 
@@ -121,7 +131,7 @@ class Bench:
         except Failed as why:
             self.failed[name,] = str(why)
             return
-        options = ["--seconds", str(self.seconds), "--processes", str(one.processes), *more]
+        options = ["--seconds", str(self.seconds), "--processes", str(one.processes), *one.options, *more]
         try:
             found = self._measure([python, str(HERE / one.script), workload, *options], ours=not one.env)
         except Failed as why:
@@ -279,13 +289,14 @@ def main() -> None:
     for _ in range(given.repeats):
         for workload in given.workloads:
             for name in given.peers:
-                bench.run(name, workload)
+                if workload in CONTESTANTS[name].workloads:
+                    bench.run(name, workload)
         for clients, cohort in [] if given.no_growth else GROWTH:
             bench.run("inline", "w4", *sizes(clients, cohort))
+        if given.out:  # what there is so far
+            given.out.write_text(report(bench, given.workloads, given.peers, how))
     page = report(bench, given.workloads, given.peers, how)
     print(page)
-    if given.out:
-        given.out.write_text(page)
 
 
 if __name__ == "__main__":

@@ -31,9 +31,10 @@ class Hand:
     def __init__(self, work: Workload):
         self.work, self.clients, self.net = work, Clients(work), make_net(work)
         self.parameters = list(self.net.parameters())
-        self.w = torch.cat([p.detach().reshape(-1) for p in self.parameters])
-        for p, view in zip(self.parameters, self.w.split([p.numel() for p in self.parameters]), strict=True):
-            p.data = view.view(p.shape)
+        everything = [*self.parameters, *(b for b in self.net.buffers() if b.is_floating_point())]
+        self.w = torch.cat([t.detach().reshape(-1) for t in everything])
+        for t, view in zip(everything, self.w.split([t.numel() for t in everything]), strict=True):
+            t.data = view.view(t.shape)
         self.views = [p.data for p in self.parameters]
 
     def train(self, x: Tensor, clients: list[int], total: Tensor) -> None:

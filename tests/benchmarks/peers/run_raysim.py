@@ -25,15 +25,16 @@ def dataset(work: Workload) -> Dataset:
     return Dataset("random", x, y, x[:100], y[:100], tuple(map(str, range(CLASSES))), scale, shift)
 
 
-def plan(work: Workload, actors: int) -> Plan:
+def plan(work: Workload, actors: int, mode: str | None = None) -> Plan:
     split = {"name": "virtual", "samples": work.samples} if work.virtual else {"name": "iid"}
     config = {
         "data": {"name": "digits"},  # the loader below has something else
         "rounds": 1_000_000,
         "partition": {**split, "clients": work.clients},
-        "model": {"name": work.net},
+        "model": {"name": work.net, **({"dropout": 0.0} if work.net == "lenet5" else {})},
         "algorithm": {"name": "fedavg"},
         "local": {"steps": work.steps, "batch": work.batch, "lr": LR},
+        "block": {"mode": mode or "auto"},
         "schedule": {"name": "sync", "cohort": work.cohort},
         "resources": {"executor": "ray", "actors": actors, "cpus": 1} if actors else {"executor": "inline"},
         "evaluate": {"every": 0},
@@ -51,7 +52,7 @@ def main() -> None:
         executor = RayExecutor(lambda line: print(line, file=sys.stderr))
     else:
         executor = Inline()
-    made = plan(work, given.processes)
+    made = plan(work, given.processes, given.mode)
     executor.open(made)
     for record in Engine(made, executor).rounds():  # record 0 comes when round 1 is trained
         if record["round"] != 1 and not meter.round(record.get("seconds")):

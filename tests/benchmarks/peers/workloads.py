@@ -1,4 +1,4 @@
-"""What the contestants train: four workloads on random data, the same for all of them.
+"""What the contestants train: five workloads on random data, the same for all of them.
 
 Client i has `samples` of 60,000 examples, from number i * samples on (modulo 60,000). A round is FedAvg with uniform
 weights: `cohort` clients make `steps` steps of plain SGD on batches of `batch` examples, shuffled anew each round.
@@ -36,7 +36,8 @@ class Workload:
         return (1, 28, 28) if self.net == "mlp" else (3, 32, 32)
 
     def __str__(self) -> str:
-        net = "MLP 784-200-200-10" if self.net == "mlp" else "LeNet 3x32x32"
+        names = {"mlp": "MLP 784-200-200-10", "lenet": "LeNet 3x32x32", "lenet5": "LeNet-5 with BatchNorm 3x32x32"}
+        net = names[self.net]
         steps = f"{self.steps} step{'s' * (self.steps > 1)} of {self.batch}"
         return f"{net}, N = {self.clients:,} of {self.samples} samples, S = {self.cohort:,}, {steps}"
 
@@ -46,6 +47,7 @@ WORKLOADS = {
     "w2": Workload("lenet", clients=100, samples=600, cohort=10, steps=5, batch=64),
     "w3": Workload("mlp", clients=10_000, samples=6, cohort=1_000, steps=1, batch=6),
     "w4": Workload("mlp", clients=100_000, samples=60, cohort=100, steps=5, batch=10, virtual=True),
+    "w5": Workload("lenet5", clients=100, samples=600, cohort=10, steps=5, batch=64),
 }
 
 
@@ -94,6 +96,13 @@ def make_net(work: Workload) -> nn.Sequential:
     if work.net == "mlp":
         layers = [nn.Flatten(), nn.Linear(784, 200), nn.ReLU(), nn.Linear(200, 200), nn.ReLU()]
         return nn.Sequential(*layers, nn.Linear(200, CLASSES))
+    if work.net == "lenet5":
+        return nn.Sequential(
+            *(nn.Conv2d(3, 32, 5), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2)),
+            *(nn.Conv2d(32, 64, 5), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()),
+            *(nn.Linear(1600, 512), nn.BatchNorm1d(512), nn.ReLU()),
+            *(nn.Linear(512, 128), nn.BatchNorm1d(128), nn.ReLU(), nn.Linear(128, CLASSES)),
+        )
     return nn.Sequential(
         *(nn.Conv2d(3, 6, 5), nn.ReLU(), nn.MaxPool2d(2)),
         *(nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()),
@@ -108,6 +117,7 @@ def arguments() -> tuple[Workload, argparse.Namespace]:
     parser.add_argument("--seconds", type=float, default=20)
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--clients", type=int, help="instead of the workload's own")
+    parser.add_argument("--mode", help="raysim's block.mode")
     parser.add_argument("--cohort", type=int, help="instead of the workload's own")
     given = parser.parse_args()
     changes = {key: value for key in ("clients", "cohort") if (value := getattr(given, key))}
