@@ -79,8 +79,10 @@ def bench(
         ConfigError: a mistake in the configuration, or none of the candidates can run it.
     """
     quiet = {"evaluate": {"every": 0}, "checkpoint": {"every": 0}, "observe": None, "rounds": ENDLESS}
-    raw = {**layers.read(source, overrides, keys, rules.defaults), **quiet}
+    raw = layers.read(source, overrides, keys, rules.defaults)
     raw.pop("sweep", None)
+    validation.validate(raw)  # also what is not used
+    raw |= quiet
     loaded: dict[str, Dataset] = {}
 
     def load_once(wanted: Data) -> Dataset:

@@ -120,10 +120,10 @@ def read_latest(run_dir: Path, log: Callable[[str], None]) -> Checkpoint | None:
     paths = available(run_dir)
     for path in reversed(paths):
         try:
-            sums = json.loads((path / "sums.json").read_text())
-            if bad := [name for name in FILES if _sum(path / name) != sums[name]]:
+            sums = _table(path / "sums.json")
+            if bad := [name for name in FILES if _sum(path / name) != sums.get(name)]:
                 raise ValueError(f"wrong checksum of {', '.join(bad)}")
-            facts = json.loads((path / FILES[3]).read_text())
+            facts = _table(path / FILES[3])
             if facts.get("format") != FORMAT:
                 raise ValueError(
                     f"written by raysim {facts.get('raysim')} in format {facts.get('format')}; this one reads {FORMAT}"
@@ -132,11 +132,27 @@ def read_latest(run_dir: Path, log: Callable[[str], None]) -> Checkpoint | None:
             store.check(clients, run_dir / store.FOLDER)
             clock = load_file(path / FILES[2])
             return Checkpoint(load_file(path / FILES[0]), clients, *_unclock(clock), facts)
-        except (OSError, ValueError, KeyError, SafetensorError) as error:
+        except OSError as error:
+            log(f"checkpoint {path} cannot be used ({error.filename}: {error.strerror}); trying the one before")
+        except (ValueError, KeyError, SafetensorError) as error:
             log(f"checkpoint {path} cannot be used ({error}); trying the one before")
     if paths:
-        raise RaysimError(f"none of the {len(paths)} checkpoints in {folder(run_dir)} can be used")
+        raise RaysimError(
+            f"none of the {len(paths)} checkpoints in {folder(run_dir)} can be used; put one back, or remove that folder "
+            "and `raysim resume` begins from the beginning"
+        )
     return None
+
+
+def _table(path: Path) -> dict[str, Any]:
+    """A file's JSON object."""
+    try:
+        found = json.loads(path.read_text())
+    except ValueError:
+        raise ValueError(f"{path.name} is torn") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path.name} holds something else")
+    return found
 
 
 def _clock(checkpoint: Checkpoint) -> dict[str, Tensor]:

@@ -46,6 +46,7 @@ Overrides = Annotated[list[str] | None, typer.Argument(help="key=value with dots
 
 def main() -> None:
     """The console script."""
+    leave_at_once()
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
     try:
         app()

@@ -7,6 +7,8 @@ import hashlib
 import logging
 import platform
 import re
+import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -27,7 +29,8 @@ from raysim.errors import ConfigError, RaysimError
 from raysim.executor import Executor, Inline
 from raysim.layers import parse_overrides
 from raysim.plan import Plan, prepare
-from raysim.signals import stoppable
+from raysim.server import Server
+from raysim.signals import Stopped, stoppable
 from raysim.spool import Recorder, flatten, masked
 from raysim.tracking import Tracker
 
@@ -145,6 +148,8 @@ def reopen(
 ) -> tuple[Plan, Path, checkpoint.Checkpoint | None]:
     """The plan, folder and last checkpoint of a run that was stopped."""
     folder = find(run, overrides)
+    if "run_dir" in parse_overrides(overrides):
+        raise ConfigError(f"run_dir: the run stays in {folder}; leave it out, or give --fork for a new run")
     before, plan = prepare(folder / "config.yaml"), prepare(folder / "config.yaml", overrides)
     if changed := _changes(before, plan):
         raise ConfigError(
@@ -153,7 +158,7 @@ def reopen(
     saved = _saved(folder, before)
     if saved is not None and saved.facts["round"] >= plan.config.rounds:
         raise ConfigError(
-            f"{folder}: all {saved.facts['round']} rounds are done; to go on, say rounds=N with a larger N"
+            f"rounds: {saved.facts['round']} rounds are done in {folder}; to go on, say rounds=N with a larger N"
         )
     return plan, folder, saved
 
@@ -183,12 +188,28 @@ def forked(
         raise ConfigError(
             f"rounds: {saved.facts['round']} rounds are done before the fork; say rounds=N with a larger N"
         )
+    _check_fork(before, plan, saved)
     changes = ", ".join(f"{key}: {old} -> {new}" for key, (old, new) in changed.items())
     origin, own = Origin(saved.facts["run_id"], changes or "nothing"), make_run_dir(plan)
     saved.facts |= {"fingerprint": plan.config.fingerprint, "run_id": ""}
     store.inherit(folder, own, plan.config.store.dir)
     checkpoint.write(own, saved, plan.config.checkpoint.keep)  # before it is a run: killed early, it still is a fork
     return plan, own, saved, origin
+
+
+def _check_fork(before: Plan, plan: Plan, saved: checkpoint.Checkpoint) -> None:
+    """What server and clients kept must be something that the new rules can go on with."""
+    x0, buffers = plan.initial
+    try:
+        Server(plan.server, x0, buffers, plan.problem).restore(saved.server)
+    except RaysimError as error:
+        raise ConfigError(f"algorithm: {error}; fork to a method that keeps the same, or start a new run") from None
+    kept = {k.removeprefix("rows/") for k in saved.clients if k.startswith("rows/")}
+    if kept and before.client.name != plan.client.name:
+        raise ConfigError(
+            f"algorithm: clients have kept {', '.join(sorted(kept))} for client rule '{before.client.name}', which "
+            f"'{plan.client.name}' cannot go on with; fork to a method with the same client rule, or start a new run"
+        )
 
 
 def _changes(before: Plan, after: Plan) -> dict[str, tuple[str, str]]:
@@ -242,7 +263,7 @@ def execute(
     run_dir = run_dir or make_run_dir(plan)
     with lock.alone(run_dir):
         (run_dir / FINAL).unlink(missing_ok=True)
-        (run_dir / "config.yaml").write_text(plan.config.dump())
+        _write_config(plan, run_dir)
         return _execute(plan, run_dir, saved, origin, progress, log, tracker)
 
 
@@ -265,8 +286,8 @@ def _execute(
         tracker.metrics({k: v for k, v in record.items() if k != "round"}, step=int(record["round"]))
         progress(record)
 
-    try:
-        with stoppable() as signals:
+    with stoppable() as signals:
+        try:
             executor.open(plan)
             signals.install()  # once more: to start Ray was to put its own handlers in place
             said = {**tags(plan), **_tags_of(origin, saved), "run_dir": str(run_dir.absolute())}
@@ -285,20 +306,24 @@ def _execute(
                 tracker.tags({"digest": finished.digest})
             status = "FINISHED"
             return finished
-    except KeyboardInterrupt:
-        status = "KILLED"
-        raise
-    except RaysimError as error:
-        if tracker.run_id:
-            tracker.tags({"error": str(error)})
-        raise
-    finally:
-        executor.close()
-        if engine is not None:
-            engine.close()
-            for path in _keepsakes(plan, run_dir, engine.history):
-                tracker.artifact(path)
-        tracker.finish(status)
+        except KeyboardInterrupt:
+            status = "KILLED"
+            raise
+        except SystemExit:  # what Ray, while it starts, makes of a SIGTERM
+            status = "KILLED"
+            raise Stopped(signal.SIGTERM) from None
+        except RaysimError as error:
+            if tracker.run_id:
+                tracker.tags({"error": str(error)})
+            raise
+        finally:
+            signals.close()
+            executor.close()
+            if engine is not None:
+                engine.close()
+                for path in _keepsakes(plan, run_dir, engine.history):
+                    tracker.artifact(path)
+            tracker.finish(status)
 
 
 def _finish(plan: Plan, engine: Engine, seconds: float) -> Finished:
@@ -348,7 +373,10 @@ def make_run_dir(plan: Plan) -> Path:
                 f"run_dir: {path} already holds a run{end}; `raysim resume {path}{more}` goes on with it, or choose "
                 "another folder"
             )
-        path.mkdir(parents=True, exist_ok=True)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"run_dir: {path} cannot be made: {error.strerror}; choose another folder") from None
         return path
     stem = _stem(plan)
     for number in range(1, 10_000):
@@ -358,7 +386,24 @@ def make_run_dir(plan: Plan) -> Path:
             return path
         except FileExistsError:
             continue
+        except OSError as error:
+            raise ConfigError(f"run_dir: {path} cannot be made: {error.strerror}; choose another folder") from None
     raise ConfigError(f"run_dir: {stem} and its numbered followers are all taken; give run_dir")
+
+
+def _write_config(plan: Plan, run_dir: Path) -> None:
+    """What the run can be resumed by; for its owner's eyes only, where there is a password in it."""
+    path = run_dir / "config.yaml"
+    try:
+        if masked(plan.config.tracking.uri) != plan.config.tracking.uri:
+            path.touch()
+            path.chmod(0o600)
+        path.write_text(plan.config.dump())
+    except OSError as error:
+        free = shutil.disk_usage(run_dir).free / 1e6
+        raise ConfigError(
+            f"run_dir: {path} cannot be written: {error.strerror} ({free:.0f} MB free there); choose another folder"
+        ) from None
 
 
 def tags(plan: Plan) -> dict[str, str]:

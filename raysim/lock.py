@@ -58,7 +58,10 @@ def running(run_dir: Path) -> str | None:
 def _take(run_dir: Path) -> IO[bytes]:
     path = run_dir / FILE
     while True:
-        file = open(path, "a+b")  # noqa: SIM115
+        try:
+            file = open(path, "a+b")  # noqa: SIM115
+        except OSError as error:
+            raise ConfigError(f"run_dir: {path} cannot be written: {error.strerror}; choose another folder") from None
         if other := _holder(file):
             file.close()
             raise ConfigError(f"{run_dir}: {other} is at work on this run; wait for it or end it")
@@ -69,7 +72,8 @@ def _take(run_dir: Path) -> IO[bytes]:
     file.seek(0)
     file.truncate()
     file.write(json.dumps({"pid": os.getpid(), "host": platform.node()}).encode())
-    file.flush()
+    with suppress(OSError):  # a full disk: the lock holds, but cannot say whose it is
+        file.flush()
     return file
 
 
@@ -79,6 +83,8 @@ def _holder(file: IO[bytes]) -> str | None:
     try:
         facts = json.loads(file.read())
     except ValueError:  # just made, or torn
+        facts = None
+    if not isinstance(facts, dict):
         facts = {}
     who = f"process {facts.get('pid', '(unknown)')} on {facts.get('host', 'this machine')}"
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -50,6 +51,10 @@ class Signals:
         finally:
             self._open = False
 
+    def close(self) -> None:
+        """From here on a first signal changes nothing, for things are being closed; a second one ends that at once."""
+        self._hold, self._open = True, False
+
     def _raise(self) -> None:
         if self._came is not None:
             raise Stopped(self._came)
@@ -66,6 +71,12 @@ class Signals:
         if self._came is None and threading.current_thread() is threading.main_thread():
             for n in NUMBERS:
                 signal.signal(n, self._handle)
+
+
+def leave_at_once() -> None:
+    """While no run is going on there is nothing to lose: a signal ends the process where it stands."""
+    for n in NUMBERS:
+        signal.signal(n, lambda number, frame: os._exit(128 + number))
 
 
 @contextmanager

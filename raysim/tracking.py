@@ -28,6 +28,7 @@ from collections.abc import Iterator, Mapping
 from itertools import accumulate, takewhile
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from raysim.config import Tracking
 from raysim.errors import ConfigError, RaysimError
@@ -56,6 +57,10 @@ _QUIET = {
 _KEY = "raysim.key"
 
 
+SCHEMES = {"sqlite", "file", "http", "https", "postgresql", "mysql", "mssql", "databricks", "databricks-uc"}
+"""Where MLflow keeps runs."""
+
+
 def absolute(uri: str) -> str:
     """The tracking URI with a relative SQLite path resolved against the current directory.
 
@@ -70,11 +75,17 @@ def absolute(uri: str) -> str:
                 f"tracking.uri: '{uri}' names no file; write sqlite:///mlflow.db or sqlite:////tmp/mlflow.db"
             )
         return f"sqlite:///{Path(path).expanduser().absolute()}{mark}{query}"
+    if separator and scheme.partition("+")[0] not in SCHEMES:
+        raise ConfigError(f"tracking.uri: MLflow knows no '{scheme}://'; use one of {', '.join(sorted(SCHEMES))}")
     if scheme == "file" or not (separator or uri.startswith("databricks")):
         raise ConfigError(
             f"tracking.uri: '{uri}' is a folder, which MLflow no longer writes to; "
             "use sqlite:///mlflow.db or the address of a server, http://HOST:5000"
         )
+    try:
+        urlsplit(uri).port  # noqa: B018
+    except ValueError:
+        raise ConfigError(f"tracking.uri: the port of '{masked(uri)}' is no number; write http://HOST:5000") from None
     return uri.rstrip("/")
 
 
@@ -152,7 +163,9 @@ class Tracker(Recorder):
         if (error := self._await_opening()) is not None and self.required:
             self._stop.set()
             self._hurry.set()
+            self._closing.set()
             self._spool.close(begin)
+            self._key = ""  # there is no run
             raise RaysimError(
                 f"tracking.uri: {masked(self._server.uri)} cannot be used: {_brief(error)}. {self._server.remedy}, "
                 "or set tracking.required=false to run without it (what is tracked is then kept and sent later)"
@@ -341,10 +354,11 @@ def replay(run_dir: Path) -> int:
         How many records were sent; 0 if nothing was left.
 
     Raises:
-        RaysimError: there is no spool, the run is still going on, or the server cannot be reached.
+        ConfigError: there is no spool.
+        RaysimError: the run is still going on, or the server cannot be reached.
     """
     if not (Path(run_dir) / "spool.jsonl").is_file():
-        raise RaysimError(f"{run_dir}: nothing was tracked here (there is no spool.jsonl)")
+        raise ConfigError(f"{run_dir}: nothing was tracked here (there is no spool.jsonl); give a run's folder")
     spool = Spool(run_dir)
     with contextlib.closing(spool):
         if not (left := spool.pending):
@@ -376,7 +390,7 @@ def add_to(run_dir: Path, metrics: Mapping[str, float], step: int, artifacts: Pa
             case `replay` can send them later.
     """
     if not (Path(run_dir) / "spool.jsonl").is_file():
-        raise RaysimError(f"{run_dir}: nothing was tracked here (there is no spool.jsonl)")
+        raise ConfigError(f"{run_dir}: nothing was tracked here (there is no spool.jsonl); give a run's folder")
     now = time.time_ns() // 1_000_000
     spool = Spool(run_dir)
     with contextlib.closing(spool):
