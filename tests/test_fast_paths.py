@@ -1,0 +1,1130 @@
+"""What is done the fast way comes out as if it had been done the plain way: steps whose backward pass through dense
+layers is written out by hand, blocks of clients trained as one gradient, weighted sums taken piece by piece, uploads
+that are looked at one by one only where their sum is not sound."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from types import MethodType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from raysim import nets
+from raysim.block import Block, Broadcast, Trainer, cut
+from raysim.engine import Engine
+from raysim.errors import ClientError, ConfigError
+from raysim.executor import make_trainer
+from raysim.models import Model
+from raysim.numerics import NonFiniteError, combine, fixed_sum, to_float
+from raysim.numerics.sums import BlockSum, FixedSum
+from raysim.plan import Plan, prepare
+from raysim.schedule import in_step
+from raysim.task import Batch, Facts, LoopTask
+
+# -- dense layers by hand
+
+SHAPE, CLASSES, LR = (1, 16, 16), 5, 0.1
+
+
+class Given(nn.Module):
+    """Dropout by a mask that was made elsewhere."""
+
+    mask: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.mask
+
+
+class Free(nn.Module):
+    """Any function as a module; `unused` is a parameter that it does without."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor], unused: bool = False):
+        super().__init__()
+        self.function = function
+        if unused:
+            self.unused = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+class Wrapped(nn.Module):
+    """A net that is no `nn.Sequential`, and does more than one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Flatten(), nn.Linear(256, 7), nn.ReLU(), nn.Linear(7, CLASSES))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x).tanh()
+
+
+class Doubled(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+class Halved(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) / 2
+
+
+class Reused(nn.Module):
+    """x Wᵀ W with the weight of a layer that comes later; `known` as a child of this module, or behind its back."""
+
+    def __init__(self, layer: nn.Linear, known: bool):
+        super().__init__()
+        self.held = nn.ModuleList([layer]) if known else [layer]
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.held[0].weight
+        return x.flatten(1) @ weight.T @ weight
+
+
+def head(*modules: nn.Module, **how: Any) -> nn.Sequential:
+    """256 -> 7 -> what is given -> CLASSES."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(256, 7, **how), *modules, nn.Linear(7, CLASSES, **how))
+
+
+def convolutional() -> nn.Module:
+    body = nn.Sequential(nn.Conv2d(1, 3, 3, stride=3), nn.BatchNorm2d(3), nn.ReLU(), nn.Dropout2d(0.4))
+    return nn.Sequential(body, nn.Flatten(), nn.Sequential(nn.Linear(75, 9), nn.ReLU()), nn.Linear(9, CLASSES))
+
+
+def no_bias_below_a_bias() -> nn.Module:
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(256, 9, bias=False), nn.ReLU(), nn.Linear(9, 7), nn.Linear(7, CLASSES, bias=False)
+    )
+
+
+def with_gaps() -> nn.Module:
+    """Other activations and dropout between dense layers, and a ReLU on top."""
+    return nn.Sequential(
+        *[nn.Flatten(), nn.Linear(256, 9), nn.Tanh(), nn.Linear(9, 8), nn.ReLU(), nn.Dropout(0.3)],
+        *[nn.Linear(8, 7), nn.ReLU(), nn.ReLU(), nn.Linear(7, CLASSES), nn.ReLU()],
+    )
+
+
+def frozen(*which: str) -> nn.Module:
+    net = nn.Sequential(nn.Flatten(), nn.Linear(256, 9), nn.ReLU(), nn.Linear(9, 7), nn.ReLU(), nn.Linear(7, CLASSES))
+    for name in which:
+        net.get_parameter(name).requires_grad_(False)
+    return net
+
+
+def shared_layer() -> nn.Module:
+    layer = nn.Linear(7, 7)
+    return head(layer, nn.ReLU(), layer, nn.ReLU())
+
+
+def shared_last_layer() -> nn.Module:
+    layer = nn.Linear(CLASSES, CLASSES)
+    return nn.Sequential(nn.Flatten(), nn.Linear(256, CLASSES), nn.ReLU(), layer, nn.ReLU(), layer)
+
+
+def patched(kind: type[nn.Module]) -> nn.Module:
+    """The first module of this kind inside is given another `forward`, which changes its output's sign."""
+    net = nn.Sequential(nn.Flatten(), nn.Sequential(nn.Linear(256, 7), nn.ReLU()), nn.Linear(7, CLASSES))
+    module = next(m for m in list(net.modules())[1:] if type(m) is kind)
+    module.forward = MethodType(lambda self, x: -kind.forward(self, x), module)
+    return net
+
+
+def tied(bias: bool) -> nn.Module:
+    net = head(nn.ReLU(), nn.Linear(7, 7, bias=bias), nn.ReLU(), nn.Linear(7, 7, bias=bias), bias=bias)
+    net[5].weight = net[3].weight
+    return net
+
+
+def tied_biases() -> nn.Module:
+    net = head(nn.ReLU(), nn.Linear(7, 7), nn.Linear(7, 7))
+    net[4].bias = net[1].bias
+    return net
+
+
+def reused(known: bool) -> nn.Module:
+    layer = nn.Linear(256, CLASSES)
+    return nn.Sequential(Reused(layer, known), layer)
+
+
+def other_flattens() -> nn.Module:
+    """Flatten over other dimensions: rows of pixels go through one layer each."""
+    return nn.Sequential(
+        *[nn.Flatten(1, 2), nn.Linear(16, 3), nn.Flatten(2), nn.ReLU(), nn.Flatten(start_dim=-2), nn.Linear(48, 6)],
+        *[nn.Flatten(0, 0), nn.Linear(6, CLASSES)],
+    )
+
+
+def rows_of_logits() -> nn.Module:
+    """Dense layers on [B, 16, 16], the mean of whose outputs are the logits."""
+    return nn.Sequential(
+        nn.Flatten(1, 2), nn.Linear(16, 6), nn.ReLU(), nn.Linear(6, CLASSES), Free(lambda x: x.mean(1))
+    )
+
+
+PLAIN: dict[str, Callable[[], nn.Module]] = {
+    "mlp": lambda: nets.mlp(SHAPE, CLASSES, (9, 7)),
+    "logistic": lambda: nets.logistic(SHAPE, CLASSES),
+    "tinynn": lambda: nets.tinynn(SHAPE, CLASSES),
+    "lenet": lambda: nets.lenet(SHAPE, CLASSES),
+    "lenet5": lambda: nets.lenet5(SHAPE, CLASSES, 0.4),
+    "no bias": lambda: head(nn.ReLU(), bias=False),
+    "no ReLU": lambda: head(nn.Linear(7, 7), nn.Linear(7, 7)),
+    "no bias, no ReLU": lambda: head(nn.Linear(7, 7, bias=False), nn.ReLU(), nn.Linear(7, 7, bias=False), bias=False),
+    "some biases": no_bias_below_a_bias,
+    "convolutional": convolutional,
+    "ReLU in place": lambda: head(nn.ReLU(inplace=True), nn.Linear(7, 7), nn.ReLU(inplace=True)),
+}
+ODD: dict[str, Callable[[], nn.Module]] = {
+    "gaps": with_gaps,
+    "shared layer": shared_layer,
+    "shared last layer": shared_last_layer,
+    "tied": lambda: tied(True),
+    "tied, no bias": lambda: tied(False),
+    "tied biases": tied_biases,
+    "reused": lambda: reused(True),
+    "reused behind its back": lambda: reused(False),
+    "frozen first": lambda: frozen("1.weight", "1.bias"),
+    "frozen middle": lambda: frozen("3.weight", "3.bias"),
+    "frozen last": lambda: frozen("5.weight", "5.bias"),
+    "frozen weight": lambda: frozen("3.weight"),
+    "frozen bias": lambda: frozen("5.bias"),
+    "frozen weights only": lambda: frozen("1.weight", "3.weight", "5.weight"),
+    "other flattens": other_flattens,
+    "rows of logits": rows_of_logits,
+    "not a sequence": Wrapped,
+    "a sequence of its own": lambda: Doubled(*head(nn.ReLU())),
+    "a sequence of its own inside": lambda: nn.Sequential(
+        nn.Flatten(), Doubled(nn.Linear(256, 7), nn.ReLU()), nn.Linear(7, CLASSES)
+    ),
+    "a layer of its own": lambda: nn.Sequential(nn.Flatten(), nn.Linear(256, 7), nn.ReLU(), Halved(7, CLASSES)),
+    "a patched layer": lambda: patched(nn.Linear),
+    "a patched ReLU": lambda: patched(nn.ReLU),
+    "a patched stage": lambda: patched(nn.Sequential),
+    "LeakyReLU": lambda: head(nn.LeakyReLU(0.3)),
+    "an unused parameter": lambda: head(Free(torch.tanh, unused=True)),
+    "an unused parameter alone": lambda: nn.Sequential(
+        Free(lambda x: x.flatten(1), unused=True), nn.Linear(256, CLASSES)
+    ),
+    "a scale on top": lambda: nn.Sequential(*head(nn.ReLU()), Free(lambda x: 3 * x)),
+}
+
+
+def seeded(make: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(3)
+    return make().double()
+
+
+def with_given_masks(net: nn.Module) -> list[Given]:
+    """Puts modules that are given their masks in the place of the net's dropouts, in order."""
+    found = []
+    for parent in list(net.modules()):
+        for name, child in parent.named_children():
+            if isinstance(child, nn.Dropout | nn.Dropout2d):
+                setattr(parent, name, Given())
+                found.append(getattr(parent, name))
+    return found
+
+
+def compared(net: nn.Module, steps: int = 4, lr: float = LR, watched: Callable[[], None] = lambda: None) -> None:
+    """Takes steps on batches of several sizes with a `LoopTask` and with autograd on the user's own module, and finds
+    the same losses, parameters and running statistics after every step. `watched` is called before each of PyTorch's
+    steps and before and after each of ours. No small batches under BatchNorm, whose gradient they make chaotic."""
+    model = Model(copy.deepcopy(net), SHAPE, CLASSES, torch.float64)
+    task = LoopTask(model, Facts(lr=lr))
+    x0, statistics = model.initial()
+    task.start(task.facts, x0, statistics, steps)
+    theirs, rng = copy.deepcopy(net).train(), np.random.default_rng(5)
+    given = with_given_masks(theirs)
+    assert len(given) == len(model.dropouts)
+    trained = [p for p in theirs.parameters() if p.requires_grad]
+    norms = [m for m in theirs.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    for i, n in enumerate([6, 9 if norms else 1, 11, 6][:steps]):
+        x, y = torch.from_numpy(rng.standard_normal((n, *SHAPE))), torch.from_numpy(rng.integers(0, CLASSES, n))
+        masks = [torch.from_numpy((rng.random((n, *s)) >= rate) / (1 - rate)) for s, rate in model.dropouts]
+        for module, mask in zip(given, masks, strict=True):
+            module.mask = mask
+        watched()
+        loss = F.cross_entropy(theirs(x), y)
+        grads = torch.autograd.grad(loss, trained, allow_unused=True)
+        with torch.no_grad():
+            for p, g in zip(trained, grads, strict=True):
+                p -= 0 if g is None else lr * g
+        watched()
+        kept = x.clone(), y.clone()
+        task.descend_plainly(Batch(x, y, None, (tuple(masks),)))
+        watched()
+        assert torch.equal(x, kept[0]) and torch.equal(y, kept[1])
+        assert len(task.losses) == i + 1 and (task.losses[-1] - loss).abs() < 1e-12
+        ours = model.views(task.trained.flat)
+        for name, p in zip(model.names, trained, strict=True):
+            assert (ours[name] - p).abs().max() < 1e-12, f"{name} after step {i + 1}"
+        if norms:
+            wanted = torch.cat([part for m in norms for part in (m.running_mean, m.running_var)])
+            assert (task.buffers - wanted).abs().max() < 1e-12
+    assert (task.trained.flat - x0).abs().max() > 1e-4
+    assert torch.equal(model.initial()[0], x0)
+
+
+@pytest.mark.parametrize("net", PLAIN)
+def test_a_step_by_hand_is_autograds(net):
+    made = seeded(PLAIN[net])
+    assert LoopTask(Model(copy.deepcopy(made), SHAPE, CLASSES, torch.float64), Facts()).dense is not None
+    compared(made)
+
+
+@pytest.mark.parametrize("net", ODD)
+def test_a_step_of_an_odd_net_is_autograds(net):
+    compared(seeded(ODD[net]))
+
+
+@pytest.mark.parametrize("net", ["mlp", "lenet5", "convolutional"])
+def test_a_step_by_hand_with_a_large_step_and_dead_units(net):
+    """Many units give exactly 0, whose gradient is 0 in PyTorch too; the step size is no factor of the loss."""
+    made = seeded(PLAIN[net])
+    with torch.no_grad():
+        for name, p in made.named_parameters():
+            if "bias" in name and p.numel() != CLASSES:
+                p[::2] = -100
+    compared(made, lr=0.37)
+
+
+def test_exact_zeros_below_a_relu_have_no_gradient():
+    made = seeded(lambda: head(nn.ReLU(), nn.Linear(7, 7), nn.ReLU()))
+    with torch.no_grad():
+        made[1].weight[2:4], made[1].bias[2:4] = 0, 0
+        made[3].weight[0], made[3].bias[0] = 0, 0
+    compared(made)
+
+
+PLACES = ["1", "1.0", "1.1", "2", "3", "3.0", "3.1", "4", ""]
+"""In `hooked`: stages, dense layers, ReLUs, a flatten, the net as a whole."""
+
+
+def hooked(place: str, kind: str, calls: list[str]) -> nn.Module:
+    """A net with a user's hook, which changes what passes by."""
+    net = seeded(
+        lambda: nn.Sequential(
+            nn.Tanh(),
+            nn.Sequential(nn.Flatten(), nn.Linear(256, 8)),
+            nn.ReLU(),
+            nn.Sequential(nn.Linear(8, 7), nn.ReLU()),
+            nn.Linear(7, CLASSES),
+        )
+    )
+
+    def changed(*args: Any) -> Any:
+        calls.append(kind)
+        value = args[-1]
+        return tuple(3 * v for v in value) if isinstance(value, tuple) else 3 * value
+
+    module = net.get_submodule(place)
+    if kind == "forward":
+        module.register_forward_hook(lambda module, given, out: changed(out))
+    elif kind == "forward_pre":
+        module.register_forward_pre_hook(lambda module, given: changed(given))
+    else:
+        module.register_full_backward_pre_hook(lambda module, grad: changed(grad))
+    return net
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward_pre"])
+@pytest.mark.parametrize("place", PLACES)
+def test_a_users_hook_is_called_and_heeded(place, kind):
+    calls: list[str] = []
+    net = hooked(place, kind, calls)
+    counts: list[int] = []
+    compared(net, watched=lambda: counts.append(len(calls)))
+    theirs, ours = np.diff(counts)[::3].tolist(), np.diff(counts)[1::3].tolist()
+    nothing_below = kind == "full_backward_pre" and place == "1.0"  # a flatten of what needs no gradient
+    assert ours == theirs == [0 if nothing_below else 1] * 4
+
+
+def test_a_users_full_backward_hook_is_called():
+    """It sees the gradient of a ReLU between dense layers, and changes it."""
+    calls: list[int] = []
+    net = seeded(lambda: head(nn.ReLU(), nn.Linear(7, 7), nn.ReLU()))
+
+    def scaled(module: nn.Module, below: tuple[Tensor, ...], above: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        calls.append(1)
+        return tuple(2 * g for g in below)
+
+    net[4].register_full_backward_hook(scaled)
+    compared(net)
+    assert len(calls) == 8
+
+
+def test_steps_by_hand_do_not_disturb_other_clients():
+    """The same task begins anew with another client, and finds what a new task finds."""
+    model = Model(seeded(PLAIN["convolutional"]), SHAPE, CLASSES, torch.float64)
+    x0, statistics = model.initial()
+    torch.manual_seed(7)
+    x, y = torch.randn(9, *SHAPE, dtype=torch.float64), torch.randint(0, CLASSES, (9,))
+
+    def end(task: LoopTask) -> tuple[Tensor, Tensor]:
+        task.start(task.facts, x0, statistics, 1)
+        task.descend_plainly(Batch(x, y))
+        return task.trained.flat.clone(), task.buffers.clone()
+
+    task = LoopTask(model, Facts(lr=LR))
+    first, again, fresh = end(task), end(task), end(LoopTask(model, Facts(lr=LR)))
+    for one, other, third in zip(first, again, fresh, strict=True):
+        assert torch.equal(one, other) and torch.equal(one, third)
+    assert torch.equal(statistics, model.initial()[1])
+
+
+# -- blocks as one gradient
+
+SIZES = [20, 1, 9, 0, 14, 2, 7, 17]
+"""Beside batches of 6: whole and partial ones; one sample, two, none."""
+BAD = 4
+"""The client that is made to fail."""
+
+NETS = """
+import torch
+from torch import nn
+
+
+class Bright(nn.Module):
+    def __init__(self, limit, raises):
+        super().__init__()
+        self.limit, self.raises = limit, raises
+
+    def forward(self, x):
+        if self.raises and (x[:, :1, :1, :1] > self.limit).any():
+            raise ValueError("too bright")
+        return x * torch.where(x[:, :1, :1, :1] > self.limit, torch.inf, 1.0).to(x.dtype)
+
+
+def net(shape, classes, dropout: float = 0.3, limit: float = 10.0, raises: bool = False):
+    return nn.Sequential(
+        nn.Sequential(Bright(limit, raises), nn.Flatten(), nn.Linear(64, 6), nn.Tanh(), nn.Dropout(dropout)),
+        nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Dropout(dropout)),
+        nn.Linear(5, classes),
+    )
+
+
+def grouped(shape, classes):
+    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.Dropout2d(0.3), nn.Flatten(), nn.LayerNorm(144),
+                         nn.Linear(144, classes))
+
+
+class Centred(nn.Module):
+    def forward(self, x):
+        return x - x.mean(0)
+
+
+class Few(nn.Module):
+    def forward(self, x):
+        if len(x) > 25:
+            raise ValueError("too many")
+        return x.flatten(1)
+
+
+def narrow(shape, classes):
+    return nn.Sequential(Few(), nn.Linear(64, classes))
+
+
+def meeting(shape, classes, how: str = "norm", zero: bool = False):
+    middle = {"norm": nn.BatchNorm1d(6), "untracked": nn.BatchNorm1d(6, track_running_stats=False), "mean": Centred()}
+    net = nn.Sequential(nn.Flatten(), nn.Linear(64, 6), middle[how], nn.ReLU(), nn.Linear(6, classes))
+    if zero:
+        nn.init.zeros_(net[-1].weight)
+    return net
+"""
+
+RULES = """
+from dataclasses import dataclass
+
+import torch
+
+from algorithms.fedavg import FedAvgClient, FedAvgServer
+from raysim.rules import ClientRule
+
+
+@dataclass(frozen=True)
+class Same(ClientRule):
+    hyper: float = 1.0
+
+
+@dataclass(frozen=True)
+class Direction(ClientRule):
+    def direction(self, shared, state, batch, task):
+        return 2 * task.grad(state["w"], batch)
+
+
+@dataclass(frozen=True)
+class Inherited(Direction):
+    pass
+
+
+@dataclass(frozen=True)
+class Step(ClientRule):
+    def step(self, shared, state, batch, task):
+        return {**state, "w": task.descend(state["w"], 2 * task.grad(state["w"], batch))}
+
+
+@dataclass(frozen=True)
+class Finish(ClientRule):
+    def finish(self, shared, state, row, data, task):
+        return {"delta": 2 * (shared["x"] - state["w"])}, {}
+
+
+@dataclass(frozen=True)
+class Init(ClientRule):
+    def init(self, shared, row, data, task):
+        return {"w": 2 * shared["x"]}
+
+
+@dataclass(frozen=True)
+class Kept(ClientRule):
+    def state(self, task):
+        return {"kept": task.zeros()}
+
+    def finish(self, shared, state, row, data, task):
+        return {"delta": shared["x"] - state["w"]}, {"kept": row["kept"]}
+
+
+@dataclass(frozen=True)
+class Masks(ClientRule):
+    @property
+    def masks(self):
+        return 2
+
+
+@dataclass(frozen=True)
+class Make(ClientRule):
+    def make(self, shared, batch, task):
+        return (batch,)
+
+
+@dataclass(frozen=True)
+class NothingServer(FedAvgServer):
+    def weigh(self, cohort):  # client 4 weighs nothing
+        return [float(i != 4) for i in cohort.ids]
+
+
+@dataclass(frozen=True)
+class EachServer(FedAvgServer):
+    @property
+    def uploads(self):
+        return {"delta": "each"}
+
+
+@dataclass(frozen=True)
+class TwoServer(FedAvgServer):
+    @property
+    def uploads(self):
+        return {"delta": ("mean", "sum")}
+"""
+
+
+@pytest.fixture
+def config(ragged, source) -> Callable[..., dict[str, Any]]:
+    """config(**sections): four rounds of FedSGD, five clients of eight, unequal, one of them empty."""
+
+    def make(**sections: Any) -> dict[str, Any]:
+        return {
+            "rounds": 4, "seed": 1, "dtype": "float64", "model": {"name": source("nets", NETS) + ":net"},
+            "partition": ragged(SIZES), "schedule": {"cohort": 5}, "algorithm": {"name": "fedsgd"},
+            "local": {"steps": 1, "batch": "full", "lr": 0.3}, "block": {"mode": "pooled", "size": 3}, **sections,
+        }  # fmt: skip
+
+    return make
+
+
+@pytest.fixture
+def found(source) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """found(sections): the same, where `nets:` and `rules:` mean files with what stands above; without what is None."""
+    paths = {"nets": source("nets", NETS), "rules": source("rules", RULES)}
+
+    def make(given: dict[str, Any]) -> dict[str, Any]:
+        given = copy.deepcopy({k: v for k, v in given.items() if v is not None})
+        for section in ("model", "client", "server"):
+            if isinstance(named := given.get(section), dict) and named["name"].split(":")[0] in paths:
+                file, _, name = named["name"].partition(":")
+                named["name"] = f"{paths[file]}:{name}"
+        return given
+
+    return make
+
+
+def no_loop(*args: Any) -> None:
+    raise AssertionError("clients are trained one by one")
+
+
+def both(engine: Any, config: Any, monkeypatch: Any, change: Any = lambda plan: plan, **given: Any) -> list[Engine]:
+    """The same run looped and pooled, found alike. While pooled, nobody is trained alone."""
+    looped, records = engine(config(**given, block={"mode": "loop", "size": 3}), change=change)
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_loop", no_loop)
+        pooled, records_pooled = engine(config(**given), change=change)
+    assert looped.plan.mode == "loop" and pooled.plan.mode == "pooled"
+    alike(pooled, looped)
+    agree(records_pooled, records)
+    assert np.abs(looped.executor.xs[-1] - looped.executor.xs[0]).max() > 1e-3
+    return [looped, pooled]
+
+
+def alike(ours: Engine, theirs: Engine) -> None:
+    assert len(ours.executor.xs) == len(theirs.executor.xs) == ours.config.rounds + 1
+    for t, (a, b) in enumerate(zip(ours.executor.xs, theirs.executor.xs, strict=True)):
+        assert np.abs(a - b).max() < 1e-10, f"before round {t}"
+
+
+def agree(ours: list[dict[str, float]], theirs: list[dict[str, float]]) -> None:
+    """All that is said of rounds, but for how long they took."""
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.keys() == b.keys()
+        for key in (k for k in b if not k.startswith(("seconds", "time/", "clients_per_second"))):
+            assert a[key] == pytest.approx(b[key], rel=1e-9, abs=1e-10, nan_ok=True), key
+
+
+def cohorts(engine: Engine) -> list[list[int]]:
+    return [engine.schedule.cohort(t) for t in range(engine.config.rounds)]
+
+
+FULL = {"steps": 1, "batch": "full", "lr": 0.3}
+SOME = {"steps": 1, "batch": 6, "lr": 0.3}
+ALIKE: dict[str, dict[str, Any]] = {
+    "fedsgd": {},
+    "by samples": {"algorithm": {"name": "fedsgd", "weights": "samples"}},
+    "fedavg": {"algorithm": {"name": "fedavg"}, "local": SOME},
+    "fedavg by samples": {"algorithm": {"name": "fedavg", "weights": "samples"}, "local": SOME},
+    "one epoch": {"algorithm": {"name": "fedavg"}, "local": {"epochs": 1, "batch": "full", "lr": 0.3}},
+    "one example": {"algorithm": {"name": "fedavg"}, "local": {**SOME, "batch": 1}},
+    "momentum": {"algorithm": {"name": "fedavgm"}},
+    "adam": {"algorithm": {"name": "fedadam", "lr": 0.01}},
+    "a client of no weight": {
+        "algorithm": None,
+        "client": {"name": "fedavg"},
+        "server": {"name": "rules:NothingServer"},
+    },
+    "server lr": {"algorithm": {"name": "fedsgd", "lr": 0.5}},
+    "dirichlet": {"partition": {"name": "dirichlet", "clients": 12, "alpha": 0.1, "min_samples": 0}},
+    "steps by rounds": {"local": {**FULL, "lr": [[0, 0.5], [2, 0.1], [3, 0.03]]}},
+    "mlp": {"model": {"name": "mlp", "hidden": [7]}},
+    "lenet": {"model": "lenet"},
+    "everybody": {"schedule": {"cohort": 8}},
+    "virtual": {"partition": {"name": "virtual", "clients": 1000, "samples": 4}},
+}
+
+
+@pytest.mark.parametrize("case", ALIKE)
+def test_pooled_is_looped(case, engine, config, found, monkeypatch):
+    looped, _ = both(engine, lambda **given: found(config(**given)), monkeypatch, **ALIKE[case])
+    if "partition" not in ALIKE[case]:
+        assert {1, 5} <= {i for cohort in cohorts(looped) for i in cohort}  # one sample, two samples
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 100])
+def test_pooled_in_blocks_of_any_size(size, engine, config):
+    looped, records = engine(config(block={"mode": "loop", "size": 2}))
+    pooled, records_pooled = engine(config(block={"mode": "pooled", "size": size}))
+    alike(pooled, looped)
+    agree(records_pooled, records)
+
+
+@pytest.mark.parametrize("model", ["net", "grouped"])
+@pytest.mark.parametrize("local", [FULL, SOME], ids=["full", "some"])
+def test_pooled_clients_keep_their_own_crops_and_masks(model, local, engine, config, source, monkeypatch):
+    """Two rounds of the same clients under the same parameters would look alike but for these."""
+
+    def cropped(plan: Plan) -> Plan:
+        return replace(plan, dataset=replace(plan.dataset, pad=2, flip=True))
+
+    given = {"model": {"name": source("nets", NETS) + f":{model}"}, "local": local}
+    looped, _ = both(engine, config, monkeypatch, cropped, **given)
+    plain, _ = engine(config(**given))
+    assert np.abs(looped.executor.xs[-1] - plain.executor.xs[-1]).max() > 1e-4
+
+
+@pytest.mark.parametrize("clients", [1, 3])
+def test_pooled_clients_of_many_examples(clients, engine, config, monkeypatch):
+    """More than are passed through the net at one time, in one block and in one client; with masks and crops."""
+
+    def cropped(plan: Plan) -> Plan:
+        assert len(plan.dataset.y) > 1024
+        return replace(plan, dataset=replace(plan.dataset, pad=1, flip=True))
+
+    both(engine, config, monkeypatch, cropped, rounds=2,
+         partition={"name": "dirichlet", "clients": clients, "alpha": 1.0}, schedule={"cohort": clients})  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["kasync", "buffered"])
+@pytest.mark.parametrize("weights", ["uniform", "samples"])
+def test_pooled_clients_that_began_with_different_versions(name, weights, engine, config, monkeypatch):
+    """Also in rounds with different step sizes."""
+    given = {
+        "rounds": 8, "schedule": {"name": name, "arrivals": 3, "concurrency": 6},
+        "algorithm": {"name": "fedavg", "weights": weights}, "local": {**SOME, "lr": [[0, 0.3], [3, 0.1]]},
+    }  # fmt: skip
+    mixed = []
+    pooled = Trainer._add_pooled
+
+    def seen(self: Trainer, total: Any, parts: Any, downs: Any, block: Block) -> bool:
+        mixed.append(len({job.base for job in block.jobs}))
+        return pooled(self, total, parts, downs, block)
+
+    monkeypatch.setattr(Trainer, "_add_pooled", seen)
+    looped, _ = both(engine, config, monkeypatch, **given)
+    assert max(record["staleness/max"] for record in looped.history[1:]) >= 2
+    assert max(mixed) >= 2
+
+
+def test_an_empty_client_in_a_pooled_block_sends_nothing(engine, config):
+    """It makes no step; alone, and beside others, as looped."""
+    run, _ = engine(config(rounds=1))
+    everybody = run.jobs(run.round(in_step(0, [0, 2, 3, 5])))
+    jobs = [replace(job, weight=0.25) for job in everybody]
+    assert [job.steps for job in jobs] == [1, 1, 0, 1]
+    down = {0: Broadcast({"x": run.plan.initial[0]}, run.plan.initial[1])}
+    for which in (jobs, jobs[2:3]):
+        ours, theirs = (
+            make_trainer(replace(run.plan, mode=m), "cpu").train(down, cut(which, 4)) for m in ("pooled", "loop")
+        )
+        assert ours.ids == theirs.ids == [job.client for job in which]
+        sums = [to_float(one.sums["mean delta"], torch.float64) for one in (ours, theirs)]
+        assert (sums[0] - sums[1]).abs().max() < 1e-10
+        losses = [[done.loss for done in one.done] for one in (ours, theirs)]
+        assert losses[0] == pytest.approx(losses[1], rel=1e-12, nan_ok=True)
+        assert [done.error for done in ours.done] == [None] * len(which)
+        assert [done.bytes for done in ours.done] == [done.bytes for done in theirs.done]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_pooled_blocks_have_the_same_bits_whoever_trains_them(dtype, engine, config):
+    """One worker or two, in any order, one that has trained other things before."""
+    run, _ = engine(config(rounds=1, dtype=dtype))
+    down = {0: Broadcast({"x": run.plan.initial[0]}, run.plan.initial[1])}
+    blocks = cut(run.jobs(run.round(in_step(0, [i for i in range(8) if SIZES[i]]))), 2)
+    assert len(blocks) == 4
+
+    def total(*shares: list[Block]) -> Tensor:
+        outcomes = [make_trainer(run.plan, "cpu").train(down, share) for share in shares]
+        assert sorted(i for one in outcomes for i in one.ids) == [0, 1, 2, 4, 5, 6, 7]
+        return combine([one.sums["mean delta"] for one in outcomes])
+
+    expected = total(blocks)
+    assert torch.equal(total(blocks[::-1]), expected)
+    for shares in ([blocks[:1], blocks[1:]], [blocks[1::2], blocks[::2]], [[block] for block in blocks]):
+        assert torch.equal(total(*shares), expected)
+    one = make_trainer(run.plan, "cpu")
+    one.train(down, blocks[2:])
+    assert torch.equal(one.train(down, blocks).sums["mean delta"], expected)
+
+
+def test_a_net_that_takes_no_more_examples_than_a_client_has_trains_all_the_same(engine, config, source):
+    """What goes wrong only when clients are put together is nobody's fault."""
+    model = {"name": source("nets", NETS) + ":narrow"}
+    looped, records = engine(config(model=model, block={"mode": "loop", "size": 3}))
+    pooled, records_pooled = engine(config(model=model))
+    assert pooled.plan.mode == "pooled" and all(record["clients_dropped"] == 0 for record in records_pooled[1:])
+    alike(pooled, looped)
+    agree(records_pooled, records)
+
+
+# -- where clients may be trained as one
+
+CAN: dict[str, dict[str, Any]] = {
+    "fedsgd": {},
+    "fedavg": {"algorithm": "fedavg", "local": {"steps": 1, "batch": 6}},
+    "one epoch": {"algorithm": "fedavg", "local": {"epochs": 1, "batch": "full"}},
+    "momentum": {"algorithm": "fedavgm"},
+    "adam": {"algorithm": "fedadam"},
+    "kasync": {"schedule": {"name": "kasync", "arrivals": 3}},
+    "a rule like it": {"algorithm": None, "client": {"name": "rules:Same"}, "server": {"name": "fedavg"}},
+    "what could go side by side": {"partition": {"name": "iid", "clients": 50}, "schedule": {"cohort": 40}},
+    "logistic": {"model": "logistic"},
+    "lenet": {"model": "lenet"},
+    "GroupNorm": {"model": {"name": "nets:grouped"}},
+}
+
+
+def rule(client: str = "fedavg", server: str = "fedavg") -> dict[str, Any]:
+    return {"algorithm": None, "client": {"name": client}, "server": {"name": server}}
+
+
+CANNOT: dict[str, tuple[dict[str, Any], str]] = {
+    "two steps": ({"local": {"steps": 2, "batch": 6}}, "more than one step"),
+    "two epochs": ({"local": {"epochs": 2, "batch": "full"}}, "more than one step"),
+    "an epoch in batches": ({"local": {"epochs": 1, "batch": 6}}, "more than one step"),
+    "fedprox": (rule("fedprox"), "client rule 'fedprox' has a direction of its own"),
+    "scaffold": ({"algorithm": "scaffold"}, "client rule 'scaffold'"),
+    "a direction": (rule("rules:Direction"), "client rule 'direction' has a direction of its own"),
+    "an inherited direction": (rule("rules:Inherited"), "client rule 'inherited' has a direction of its own"),
+    "a step": (rule("rules:Step"), "client rule 'step' has a step of its own"),
+    "a finish": (rule("rules:Finish"), "client rule 'finish' has a finish of its own"),
+    "an init": (rule("rules:Init"), "client rule 'init' has a init of its own"),
+    "something kept": (rule("rules:Kept"), "client rule 'kept'"),
+    "masks": (rule("rules:Masks"), "client rule 'masks' has a masks of its own"),
+    "make": (rule("rules:Make"), "client rule 'make' has a make of its own"),
+    "clip": ({"local": {**FULL, "clip": 1.0}}, "each client's gradient is changed"),
+    "weight decay": ({"local": {**FULL, "weight_decay": 0.1}}, "each client's gradient is changed"),
+    "privacy": ({"privacy": {"clip": 1.0, "sigma": 1.0}}, "each client's gradient is changed"),
+    "BatchNorm": ({"model": "tinynn"}, "examples meet"),
+    "BatchNorm of one's own": ({"model": {"name": "nets:meeting", "how": "norm"}}, "examples meet"),
+    "BatchNorm that keeps nothing": ({"model": {"name": "nets:meeting", "how": "untracked"}}, "examples meet"),
+    "a batch's mean": ({"model": {"name": "nets:meeting", "how": "mean"}}, "examples meet"),
+    "BatchNorm below zeros": ({"model": {"name": "nets:meeting", "zero": True}}, "examples meet"),
+    "BatchNorm that keeps nothing below zeros": (
+        {"model": {"name": "nets:meeting", "how": "untracked", "zero": True}},
+        "examples meet",
+    ),
+    "gradma": ({"algorithm": "gradma_s"}, "server rule 'gradma_?s?' takes more than the mean"),
+    "mifa": ({"algorithm": "mifa"}, "server rule 'mifa' takes more than the mean"),
+    "each": (rule("fedavg", "rules:EachServer"), "server rule 'each' takes more than the mean"),
+    "two modes": (rule("fedavg", "rules:TwoServer"), "server rule 'two' takes more than the mean"),
+    "observed": ({"observe": {"rounds": [0], "clients": 2}}, "looked at"),
+    "forgetting": ({"evaluate": {"every": 1, "forgetting": {"every": 1}}}, "looked at"),
+}
+
+
+@pytest.fixture
+def planned(base, config, found) -> Callable[[dict[str, Any], str], Plan]:
+    """planned(sections, mode)."""
+    return lambda sections, mode: prepare(found({**base, **config(), "block": {"mode": mode}, **sections}))
+
+
+@pytest.mark.parametrize("case", CAN)
+def test_auto_pools_where_it_can(case, planned):
+    for mode in ("auto", "pooled"):
+        plan = planned(CAN[case], mode)
+        assert plan.mode == plan.config.block.mode == "pooled"
+        assert plan.config.block.size == plan.block_size
+        again = prepare(plan.config.model_dump(mode="json", exclude_none=True))
+        assert again.mode == "pooled" and again.config.fingerprint == plan.config.fingerprint
+    assert planned(CAN[case], "loop").config.block.mode == "loop"
+
+
+@pytest.mark.parametrize("case", CANNOT)
+def test_auto_does_not_pool_where_it_cannot_and_is_told_why(case, planned):
+    sections, reason = CANNOT[case]
+    plan = planned(sections, "auto")
+    assert plan.mode == plan.config.block.mode == "loop"
+    with pytest.raises(ConfigError, match=rf"^block\.mode: .*{reason}"):
+        planned(sections, "pooled")
+
+
+@pytest.mark.parametrize("how", ["norm", "untracked", "mean"])
+@pytest.mark.parametrize("zero", [False, True], ids=["any", "zeros"])
+def test_examples_that_meet_in_the_net_are_never_pooled_silently(how, zero, engine, config, source):
+    """Whatever `auto` chooses gives what the loop gives; also where the classifier is zero at first."""
+    given = {"model": {"name": source("nets", NETS) + ":meeting", "how": how, "zero": zero}, "rounds": 3}
+    partition = {"partition": {"name": "iid", "clients": 60}}  # clients of two samples are chaotic under BatchNorm
+    looped, _ = engine(config(**given, **partition, block={"mode": "loop", "size": 3}))
+    auto, _ = engine(config(**given, **partition, block={"mode": "auto", "size": 3}))
+    alike(auto, looped)
+
+
+# -- who is at fault
+
+
+def poisoned(plan: Plan) -> Plan:
+    """The plan, with images of client `BAD` whose first pixel is 255 / 16; digits end at 1."""
+    x = plan.dataset.x.copy()
+    assert not x[:, 0, 0, 0].any()
+    x[plan.clients.client(BAD), 0, 0, 0] = 255
+    return replace(plan, dataset=replace(plan.dataset, x=x))
+
+
+def without(engine: Engine) -> None:
+    """Leaves client `BAD` out of every cohort."""
+    cohort = engine.schedule.cohort
+    engine.schedule.cohort = lambda t: [i for i in cohort(t) if i != BAD]
+
+
+FAULTS = {"inf": {}, "raises": {"raises": True}}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("size", [1, 3, 8])
+def test_a_client_that_fails_in_a_pooled_block_is_named_as_in_a_loop(fault, size, engine, config, source):
+    given = {"model": {"name": source("nets", NETS) + ":net", **FAULTS[fault]}}
+    first = next(t for t, cohort in enumerate(cohorts(engine(config(**given))[0])) if BAD in cohort)
+    said = []
+    for mode in ("loop", "pooled"):
+        with pytest.raises(ClientError, match=rf"client {BAD} failed in round {first}\b") as caught:
+            engine(config(**given, block={"mode": mode, "size": size}), change=poisoned)
+        said.append(str(caught.value))
+    assert said[0] == said[1]
+    assert ("too bright" if fault == "raises" else "non-finite delta") in said[0]
+
+
+def dropped(caplog: Any) -> list[str]:
+    """What the log says so far of clients that are dropped."""
+    return [message for message in caplog.messages if "is dropped" in message]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("server", ["uniform", "samples", "no weight"])
+def test_a_client_that_fails_in_a_pooled_block_is_dropped_alone(fault, server, engine, config, found, caplog):
+    """Also where it weighs nothing."""
+    name = {"name": "rules:NothingServer"} if server == "no weight" else {"name": "fedavg", "weights": server}
+    given = {
+        "model": {"name": "nets:net", **FAULTS[fault]}, "rounds": 5, "faults": {"on_client_error": "drop"},
+        "algorithm": None, "client": {"name": "fedavg"}, "server": name,
+    }  # fmt: skip
+    pooled, records = engine(found(config(**given)), change=poisoned)
+    named = dropped(caplog)
+    looped, expected = engine(found(config(**given, block={"mode": "loop", "size": 3})), change=poisoned)
+    times = [BAD in cohort for cohort in cohorts(pooled)]
+    assert any(times) and not all(times)
+    assert len(named) == sum(times) and all(f"client {BAD} " in message for message in named)
+    assert [record["clients_dropped"] for record in records[1:]] == [float(bad) for bad in times]
+    alike(pooled, looped)
+    agree(records, expected)
+    left_out, _ = engine(found(config(**given)), before=without)
+    alike(pooled, left_out)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_client_that_fails_among_others_of_other_versions_is_dropped_alone(fault, engine, config, source):
+    given = {
+        "model": {"name": source("nets", NETS) + ":net", **FAULTS[fault]}, "rounds": 8, "local": SOME,
+        "schedule": {"name": "kasync", "arrivals": 3}, "faults": {"on_client_error": "drop"},
+    }  # fmt: skip
+    pooled, records = engine(config(**given), change=poisoned)
+    looped, expected = engine(config(**given, block={"mode": "loop", "size": 3}), change=poisoned)
+    assert {record["clients_dropped"] for record in records[1:]} == {0.0, 1.0}
+    alike(pooled, looped)
+    agree(records, expected)
+
+
+def test_a_step_far_too_large_names_the_same_client_as_in_a_loop(engine, config):
+    said = []
+    for mode in ("loop", "pooled"):
+        with pytest.raises(ClientError, match=r"client \d+ failed in round 0\b.*non-finite") as caught:
+            engine(config(local={**FULL, "lr": 1e300}, block={"mode": mode, "size": 3}))
+        said.append(str(caught.value))
+    assert said[0] == said[1]
+
+
+# -- sums piece by piece
+
+PIECE = 2**15
+WIDE = 2 * PIECE + 777
+
+
+def vectors(seed: int, k: int, P: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(k, P, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def exact(rows: Tensor, weights: list[float]) -> np.ndarray:
+    columns = (rows.double() * torch.tensor(weights, dtype=torch.float64)[:, None]).T.tolist()
+    return np.array([math.fsum(column) for column in columns])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("P", [PIECE - 1, PIECE, PIECE + 1, 2 * PIECE, WIDE])
+def test_a_sum_in_pieces_is_right_to_half_a_unit(P, dtype):
+    rows, weights = vectors(P, 4, P, dtype), [0.4, 0.1, 1.3, -0.7]
+    wanted = exact(rows, weights)
+    for given in (rows, list(rows)):
+        found = to_float(fixed_sum(given, weights), torch.float64).numpy()
+        assert found.shape == (P,) and np.abs(found - wanted).max() <= 2.0**-41 + 1e-14
+
+
+def test_a_sum_of_large_and_small_numbers_in_pieces_is_right():
+    """Some blocks are large in the last piece only, and some are not; any order gives the same bits."""
+    blocks = [vectors(seed, 3, WIDE) for seed in range(3)]
+    blocks[1][2, -1] = 3e6
+    weights = [0.2, 0.3, 0.5]
+    wanted = exact(torch.cat(blocks), weights * 3)
+    totals = []
+    for order in ((0, 1, 2), (1, 0, 2), (2, 0, 1)):
+        total = FixedSum()
+        for i in order:
+            total.add(BlockSum(blocks[i], weights))
+        assert total.total is not None
+        totals.append(total.total)
+        found = to_float(total.total, torch.float64).numpy()
+        assert np.abs(found - wanted).max() <= 3 * 2.0**-41 + 1e-9
+        assert np.abs(found - wanted)[:-1].max() <= 3 * 2.0**-41 + 1e-14
+    assert all(torch.equal(total, totals[0]) for total in totals)
+    assert torch.equal(combine([fixed_sum(block, weights) for block in blocks]), totals[0])
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("at", [0, PIECE - 1, PIECE, 2 * PIECE, WIDE - 1])
+@pytest.mark.parametrize("k", [1, 4])
+def test_what_is_not_finite_is_noticed_wherever_it_is(value, at, k):
+    good = vectors(1, k, WIDE, torch.float32)
+    total = FixedSum()
+    total.add(BlockSum(good, [0.5] * k))
+    before, bound = total.total.clone(), total.bound
+    for row in range(k):
+        bad = good.clone()
+        bad[row, at] = value
+        for weights in ([0.5] * k, [0.0] * k, [float(i != row) for i in range(k)]):
+            with pytest.raises(NonFiniteError):
+                total.add(BlockSum(list(bad), weights))
+    assert torch.equal(total.total, before) and total.bound == bound
+
+
+@pytest.mark.parametrize("at", [0, PIECE, WIDE - 1])
+@pytest.mark.parametrize("pair", [(math.inf, -math.inf), (-math.inf, math.inf), (math.nan, 1.0), (math.inf, 1.0)])
+def test_infinities_that_meet_are_noticed(pair, at):
+    rows = vectors(2, 5, WIDE)
+    rows[1, at], rows[4, at] = pair
+    for weights in ([0.2] * 5, [0.2, -1.0, 0.2, 0.2, 1.0]):
+        with pytest.raises(NonFiniteError):
+            fixed_sum(rows, weights)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("weight", [1.0, 0.3, -2.5, 1 / 3, 0.0])
+@pytest.mark.parametrize("scale", [1.0, 1e7])
+def test_a_block_of_one_row_is_the_row_times_its_weight(weight, dtype, scale):
+    row = scale * vectors(6, 1, PIECE + 5, dtype)
+    kept = row.clone()
+    block = BlockSum(row, [weight])
+    product = weight * row[0].double()
+    assert block.size == pytest.approx(float(product.abs().max()), rel=1e-15)
+    found = to_float(fixed_sum(row, [weight]), torch.float64)
+    assert (found - product).abs().max() <= 2.0**-41 + 1e-14 * scale
+    beside_nothing = to_float(fixed_sum([row[0], torch.zeros_like(row[0])], [weight, 1.0]), torch.float64)
+    assert (found - beside_nothing).abs().max() <= 2.0**-40 + 1e-14 * scale
+    assert torch.equal(row, kept)
+
+
+def test_a_sum_changes_nothing_that_it_was_given():
+    rows = vectors(8, 3, WIDE)
+    kept = rows.clone()
+    total = FixedSum()
+    for k in (3, 1):
+        total.add(BlockSum(rows[:k], [0.3] * k))
+    assert torch.equal(rows, kept)
+
+
+# -- uploads are judged by their sums
+
+SPOILT = """
+from dataclasses import dataclass
+
+import torch
+
+from raysim.rules import ClientRule, ServerRule
+
+
+@dataclass(frozen=True)
+class SpoiltClient(ClientRule):
+    sizes: tuple[int, ...] = ()
+    where: str = "delta"
+    value: str = "nan"
+
+    sends = ("delta", "extra")
+
+    def state(self, task):
+        return {"kept": task.zeros()}
+
+    def finish(self, shared, state, row, data, task):
+        found = {"delta": shared["x"] - state["w"], "extra": torch.cos(state["w"]), "kept": row["kept"] + 1}
+        if data.n in self.sizes:
+            sign = (-1) ** self.sizes.index(data.n)
+            spoilt = found[self.where].clone()
+            spoilt[-1] = sign * float(self.value)
+            found[self.where] = spoilt
+        return {"delta": found["delta"], "extra": found["extra"]}, {"kept": found["kept"]}
+
+
+@dataclass(frozen=True)
+class TakingServer(ServerRule):
+    takes: str = "mean"
+
+    @property
+    def uploads(self):
+        return {"delta": "mean", "extra": self.takes}
+
+    def update(self, state, reports):
+        extra = reports.each("extra").sum(0) if self.takes == "each" else getattr(reports, self.takes)("extra")
+        return {**state, "x": state["x"] - reports.mean("delta") - 1e-3 * extra.to(state["x"].dtype)}
+"""
+
+
+@pytest.fixture
+def spoilt(config, source) -> Callable[..., dict[str, Any]]:
+    """spoilt(mode, takes, sizes, **fields): a run in which clients of these sizes spoil what they send or keep."""
+    path = source("spoilt", SPOILT)
+
+    def make(mode: str, takes: str, sizes: tuple[int, ...], size: int = 8, **fields: Any) -> dict[str, Any]:
+        return config(
+            algorithm=None, client={"name": f"{path}:SpoiltClient", "sizes": list(sizes), **fields},
+            server={"name": f"{path}:TakingServer", "takes": takes}, schedule={"cohort": 6},
+            block={"mode": mode, "size": size}, faults={"on_client_error": "drop"}, local={**SOME, "steps": 2},
+        )  # fmt: skip
+
+    return make
+
+
+@pytest.mark.parametrize("mode", ["loop", "vmap"])
+@pytest.mark.parametrize("takes", ["mean", "sum", "each", "change"])
+@pytest.mark.parametrize("where", ["delta", "extra", "kept"])
+@pytest.mark.parametrize("value", ["nan", "-inf"])
+def test_only_who_spoils_something_is_refused(mode, takes, where, value, engine, spoilt, caplog):
+    """All are in one block; whatever of it is spoilt, nothing of that client goes in, and all of the others."""
+    run, records = engine(spoilt(mode, takes, (SIZES[BAD],), where=where, value=value))
+    messages = dropped(caplog)
+    expected, _ = engine(spoilt(mode, takes, ()), before=without)
+    times = [BAD in cohort for cohort in cohorts(run)]
+    assert any(times)
+    assert [record["clients_dropped"] for record in records[1:]] == [float(bad) for bad in times]
+    assert len(messages) == sum(times)
+    what = rf"non-finite {'kept kept' if where == 'kept' else where}"
+    assert all(f"client {BAD} " in message and what in message for message in messages)
+    for a, b in zip(run.executor.xs, expected.executor.xs, strict=True):
+        assert np.isfinite(a).all() and np.abs(a - b).max() < 1e-9
+    assert run.store.get(BAD) is None and not run.store.seen[BAD]
+    for client in range(8):
+        for key, kept in (run.store.get(client) or {}).items():
+            np.testing.assert_allclose(kept, expected.store.get(client)[key], rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("mode", ["loop", "vmap"])
+@pytest.mark.parametrize("where", ["delta", "extra", "kept"])
+def test_two_who_spoil_the_same_number_by_opposite_infinities_are_both_refused(mode, where, engine, spoilt, caplog):
+    two = [4, 7]
+    run, records = engine(spoilt(mode, "sum", tuple(SIZES[i] for i in two), where=where, value="inf"))
+    times = [[i for i in two if i in cohort] for cohort in cohorts(run)]
+    assert max(map(len, times)) == 2
+    assert [record["clients_dropped"] for record in records[1:]] == [float(len(bad)) for bad in times]
+    assert [record["clients"] for record in records[1:]] == [
+        len(cohort) - len(bad) for cohort, bad in zip(cohorts(run), times, strict=True)
+    ]
+    said = [f"round {t}: client {i} is dropped" for t, bad in enumerate(times) for i in bad]
+    assert sorted(message.split(":")[0] + ":" + message.split(":")[1] for message in dropped(caplog)) == sorted(said)
+    assert np.isfinite(run.executor.xs[-1]).all()
+
+
+@pytest.mark.parametrize("mode", ["loop", "vmap"])
+def test_a_finite_upload_that_is_too_large_is_refused_alone(mode, engine, spoilt, caplog):
+    """Beside it, as large as fits: that is no reason to refuse anybody."""
+    run, records = engine(spoilt(mode, "sum", (SIZES[BAD],), where="extra", value="1e18"))
+    assert sum(record["clients_dropped"] for record in records[1:]) == sum(BAD in cohort for cohort in cohorts(run)) > 0
+    assert all(f"client {BAD} " in message and "extra" in message for message in dropped(caplog))
+    large, records = engine(spoilt(mode, "sum", tuple(n for n in SIZES if n), where="extra", value="1e17"))
+    assert sum(record["clients_dropped"] for record in records[1:]) == 0
+    assert np.isfinite(large.executor.xs[-1]).all()
+
+
+@pytest.mark.parametrize("mode", ["loop", "vmap"])
+def test_who_spoils_something_is_named_and_stops_the_run(mode, engine, spoilt):
+    for where, what in (("delta", "delta"), ("extra", "extra"), ("kept", "kept kept")):
+        given = {**spoilt(mode, "each", (SIZES[BAD],), where=where), "faults": {"on_client_error": "stop"}}
+        with pytest.raises(ClientError, match=rf"client {BAD} failed in round \d+: non-finite {what} \("):
+            engine(given)
+
+
+def test_all_spoilt_is_a_round_of_nobody(engine, spoilt):
+    run, records = engine(spoilt("loop", "sum", tuple(n for n in SIZES if n), where="delta", value="nan"))
+    assert [record["clients"] for record in records[1:]] == [0.0] * 4
+    assert np.array_equal(run.executor.xs[0], run.executor.xs[-1])
