@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from raysim import layers, rules
+from raysim import layers, rules, validation
 from raysim.config import Data
 from raysim.data import Dataset, load
 from raysim.engine import Engine

@@ -138,8 +138,8 @@ def read_latest(run_dir: Path, log: Callable[[str], None]) -> Checkpoint | None:
             log(f"checkpoint {path} cannot be used ({error}); trying the one before")
     if paths:
         raise RaysimError(
-            f"none of the {len(paths)} checkpoints in {folder(run_dir)} can be used; put one back, or remove that folder "
-            "and `raysim resume` begins from the beginning"
+            f"none of the {len(paths)} checkpoints in {folder(run_dir)} can be used; put one back, or remove that "
+            "folder and `raysim resume` begins from the beginning"
         )
     return None
 

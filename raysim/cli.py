@@ -20,6 +20,7 @@ from rich.live import Live
 from rich.table import Table
 
 from raysim.errors import ConfigError, RaysimError, did_you_mean
+from raysim.signals import leave_at_once
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,14 +46,19 @@ Overrides = Annotated[list[str] | None, typer.Argument(help="key=value with dots
 
 
 def main() -> None:
-    """The console script."""
-    leave_at_once()
+    """One command."""
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
     try:
         app()
     except RaysimError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
+
+
+def console() -> None:
+    """The console script."""
+    leave_at_once()
+    main()
 
 
 @app.command()
@@ -594,4 +600,4 @@ def doctor() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    console()

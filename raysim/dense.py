@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from raysim.config import Config
 from raysim.models import Bound, Model, note_features
+from raysim.randomness import generator
 from raysim.rules import ClientRule
 
 
@@ -38,8 +39,7 @@ class Dense:
 
     @classmethod
     def of(cls, bound: Bound) -> Dense | None:
-        """None if the net is not a sequence that ends so, or if somebody listens in (a hook), or if some parameters of
-        these layers are used elsewhere too or not trained."""
+        """None if the net is not a sequence that ends so, or if more happens in it (hooks, shared or frozen layers)."""
         body, layers = list(_leaves(bound.module[0])), []
         parameters, views = list(bound.parameters), list(bound.views)
         while body and _is(body[-1], nn.Linear):
@@ -56,8 +56,32 @@ class Dense:
             body.append(nn.ReLU())
         while body and _is(body[-1], nn.Flatten) and (body[-1].start_dim, body[-1].end_dim) == (1, -1):
             del body[-1]
-        left = {id(p) for module in body for p in module.parameters() if p.requires_grad}
-        return cls(bound, body, layers) if layers and left == set(map(id, parameters)) else None
+        found = cls(bound, body, layers) if layers else None
+        return found if found and found._right() else None
+
+    def _right(self) -> bool:
+        """Whether it does what autograd does: what else happens in a net's modules need not show in their kinds."""
+        bound, model, rng = self.bound, self.bound.model, generator(0, "dry run")
+        x, w, *drop = (
+            torch.from_numpy(rng.standard_normal(shape, dtype="float32")).to(model.device, model.dtype)
+            for shape in ((3, *model.shape), (model.size,), *((3, *shape) for shape, _ in model.dropouts))
+        )
+        y, ends = torch.arange(3, device=model.device) % model.classes, []
+        for fused in (True, False):
+            bound.flat.copy_(model.initial()[0]).add_(w, alpha=0.1)
+            buffers = model.initial()[1]
+            try:
+                if fused:
+                    self.step(x, y, 1.0, buffers, tuple(drop))
+                else:
+                    loss = F.cross_entropy(bound.forward(x, "train", buffers, tuple(drop)), y)
+                    parts = torch.autograd.grad(loss, bound.parameters, materialize_grads=True)
+                    bound.flat.sub_(torch.cat([part.reshape(-1) for part in parts]))
+            except Exception:
+                return False
+            ends.append(bound.flat.clone())
+        bound.frame.features = None
+        return torch.allclose(*ends, rtol=1e-4, atol=1e-5 * float(ends[1].abs().max()))
 
     def step(self, x: Tensor, y: Tensor, lr: float, buffers: Tensor | None, drop: tuple[Tensor, ...]) -> Tensor:
         """One step in mode "train" on images x [B, C, H, W] and labels y [B]; the mean cross-entropy before it."""

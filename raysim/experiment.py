@@ -32,6 +32,7 @@ from raysim.plan import Plan, prepare
 from raysim.server import Server
 from raysim.signals import Stopped, stoppable
 from raysim.spool import Recorder, flatten, masked
+from raysim.task import Facts, Task
 from raysim.tracking import Tracker
 
 logger = logging.getLogger("raysim")
@@ -205,10 +206,11 @@ def _check_fork(before: Plan, plan: Plan, saved: checkpoint.Checkpoint) -> None:
     except RaysimError as error:
         raise ConfigError(f"algorithm: {error}; fork to a method that keeps the same, or start a new run") from None
     kept = {k.removeprefix("rows/") for k in saved.clients if k.startswith("rows/")}
-    if kept and before.client.name != plan.client.name:
+    wanted = set(plan.client.state(Task(plan.model(), Facts())))
+    if kept and wanted and kept != wanted:
         raise ConfigError(
-            f"algorithm: clients have kept {', '.join(sorted(kept))} for client rule '{before.client.name}', which "
-            f"'{plan.client.name}' cannot go on with; fork to a method with the same client rule, or start a new run"
+            f"algorithm: clients have kept {', '.join(sorted(kept))} for client rule '{before.client.name}', where "
+            f"'{plan.client.name}' wants {', '.join(sorted(wanted))}; fork to another method, or start a new run"
         )
 
 

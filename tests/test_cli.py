@@ -167,7 +167,7 @@ def test_run_and_resume_say_where_to_look(raysim_, small, tmp_path):
     whole = raysim_("run", small, "rounds=4", "--json")
     assert on.code == 0 and on.last["digest"] == whole.last["digest"] and on.last["rounds"] == 4
     finished = raysim_("resume", folder)
-    assert finished.code == 2 and "all 4 rounds are done" in finished.err
+    assert finished.code == 2 and "rounds: 4 rounds are done" in finished.err
     assert raysim_("resume", tmp_path).code == 2
 
 
@@ -298,11 +298,29 @@ def assert_one_message(said: Said) -> None:
         *["algoritm=gradma", "algorithm=gradm", "rounds=-1", "rounds=abc", "schedule.cohort=1000", "local.lr=nan"],
         *["data=mnits", "algorithm.memory=3", "model=nope", "resources.gpus=3", "partition.alpha=0", "seed=x"],
         *["client=scaffold server=fedavg", "algorithm=./missing.py:X", "local.batch=0", "rounds", "tracking.uri=x"],
+        *["tracking.uri=bogus://h", "tracking.uri=http://h:port"],
     ],
 )
 def test_a_mistake_is_one_message(raysim_, overrides):
     assert_one_message(raysim_("run", "quickstart", *overrides.split()))
     assert not list(Path().iterdir()), "nothing has started"
+
+
+@pytest.mark.parametrize("path", ["/dev/null", "/dev/null/run", "/proc/run"])
+def test_a_run_dir_that_cannot_be(raysim_, small, path):
+    said = raysim_("run", small, f"run_dir={path}")
+    assert said.code == 2 and said.err.startswith(f"error: run_dir: {path} cannot be made: ")
+    assert len(said.err.splitlines()) == 1
+
+
+def test_mistakes_of_other_commands(raysim_):
+    for arguments in (["track", "replay", "nosuch"], ["bench", "quickstart", "rounds=-1"], ["resume", "nosuch"]):
+        assert_one_message(raysim_(*arguments))
+
+
+def test_a_dead_server_is_one_message(raysim_, small, caplog):
+    said = raysim_("run", small, "tracking.uri=http://127.0.0.1:9")
+    assert said.code == 1 and said.err.startswith("error: tracking.uri: ") and not caplog.records
 
 
 def test_an_unknown_configuration(raysim_):

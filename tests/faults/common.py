@@ -39,8 +39,8 @@ def basic(folder: Path, uri: str) -> dict[str, Any]:
 
 def timeless(history: Iterable[Record]) -> list[dict[str, float]]:
     """A history without how long things took and without what was put right."""
-    times = ("seconds", "clients_per_second", *MENDED)
-    return [{k: v for k, v in record.items() if k not in times and not k.startswith("time/")} for record in history]
+    times = ("seconds", "train_seconds", "overhead_seconds", "clients_per_second", *MENDED)
+    return [{k: v for k, v in record.items() if k not in times} for record in history]
 
 
 def until(condition: Callable[[], Any], seconds: float, what: str) -> None:

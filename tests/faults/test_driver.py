@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 import raysim
-from faults.common import basic, each_step_once, run_in, timeless, until, written
+from faults.common import basic, each_step_once, kill, run_in, start, timeless, until, written
 from raysim import checkpoint, lock
 from raysim.experiment import resume
 
@@ -238,6 +238,24 @@ def test_what_was_done_is_kept_when_a_long_round_is_ended(starter, uri, tmp_path
     (run,) = (r for r in runs_in(uri, tmp_path.name) if r.info.run_id == saved.facts["run_id"])
     assert run.data.tags["digest"] == whole.digest
     each_step_once(uri, run.info.run_id, saved.facts["history"])
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("later", [0.3, 1.5, 3.0, 5.0])
+def test_a_signal_while_it_starts(uri, tmp_path, number, later):
+    """While it imports, and while Ray and its actors start: no traceback, the right exit code, and it can go on."""
+    config = basic(tmp_path, uri) | {"rounds": 5, "resources": {"executor": "ray", "actors": 2, "cpus": 0.5}}
+    process = start("run", written(tmp_path, config), cwd=tmp_path)
+    try:
+        time.sleep(later)
+        process.send_signal(number)
+        said = process.communicate(timeout=60)[0]
+    finally:
+        kill(process)
+    if process.returncode != 0:  # on a fast machine it may be over
+        assert process.returncode == 128 + number and "Traceback" not in said, said
+    if (tmp_path / "run" / "config.yaml").exists() and process.returncode:
+        assert resume(tmp_path / "run", {"resources.executor": "inline"}).rounds == 5
 
 
 # -- one process at a time ---------------------------------------------------------------------------------------------

@@ -109,6 +109,7 @@ def test_a_fork_that_is_killed_goes_on_under_its_own_id(config, uri, tmp_path, m
         ({"model.hidden": [8]}, "model.hidden"),
         ({"model": "logistic"}, r"model\."),
         ({"rounds": 6}, "rounds"),
+        ({"algorithm": "scaffold"}, r"algorithm.*another 'c'"),
     ],
 )
 def test_what_a_fork_cannot_change_is_refused(config, tmp_path, monkeypatch, override, key):
@@ -118,6 +119,21 @@ def test_what_a_fork_cannot_change_is_refused(config, tmp_path, monkeypatch, ove
     with pytest.raises(ConfigError, match=key):
         resume("run", override, fork=True)
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_fork_takes_up_what_clients_have_kept_or_nothing(config, tmp_path, monkeypatch):
+    stopped(config | {"algorithm": "scaffold"}, 7)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"algorithm.*c_i.*x_prev"):
+        resume("run", {"algorithm": "gradma_w"}, fork=True)
+    done = resume("run", {"algorithm": "fedavg"}, fork=True)
+    assert done.rounds == 9
+
+
+def test_a_run_stays_in_its_folder(config, tmp_path):
+    stopped(config, 7)
+    with pytest.raises(ConfigError, match="run_dir: the run stays in"):
+        resume(tmp_path / "run", {"run_dir": str(tmp_path / "other")})
 
 
 def test_a_fork_on_the_command_line(config, uri, tmp_path):
