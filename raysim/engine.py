@@ -115,8 +115,11 @@ class Engine:
                 if losses > LOSSES:
                     raise RaysimError(f"{lost}; that was the {losses}th time since a round was done") from None
             except (Stopped, ClientError):
-                yield from (record for record in self._arrived(keep=0) if record["round"] > told)
-                self._save_what_is_done()
+                try:
+                    yield from (record for record in self._arrived(keep=0) if record["round"] > told)
+                    self._save_what_is_done()
+                except RaysimError as error:  # of the two, why the run ends matters more
+                    logger.warning("the last rounds are not saved: %s; `raysim resume` does them again", error)
                 raise
 
     def _train(self) -> Iterator[Record]:

@@ -13,6 +13,7 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from raysim.report import Curve, by_size
 from raysim.schedule import Turn
 
 LANES = 40
@@ -42,6 +43,58 @@ def learning_curve(history: Sequence[Mapping[str, float]], path: Path) -> None:
         axes.grid(alpha=0.3)
         if len(axes.lines) > 1:
             axes.legend()
+    figure.savefig(path, format="png")
+
+
+def curves(found: Sequence[Curve], metric: str, spent: str, path: Path) -> None:
+    """Courses over what was spent, one line each with a band of one standard deviation over the seeds, as one PNG of
+    1000 × 600 pixels.
+
+    Args:
+        found: from `raysim.report.curves`.
+        metric: the ordinate's name; `spent` the abscissa's.
+        path: the file to write; its folder must exist.
+    """
+    figure = Figure(figsize=(10, 6), dpi=100, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    for i, curve in enumerate(found):
+        means = np.array([f.mean for f in curve.figures])
+        style = ("-", "--", ":", "-.")[i // 10 % 4]  # colours repeat after ten
+        (line,) = axes.plot(curve.spent, means, style, label=curve.label)
+        if any(f.std is not None for f in curve.figures):
+            std = np.array([f.std or 0.0 for f in curve.figures])
+            axes.fill_between(curve.spent, means - std, means + std, color=line.get_color(), alpha=0.2, linewidth=0)
+    axes.set(xlabel=spent, ylabel=metric)
+    axes.grid(alpha=0.3)
+    if len(found) > 1:
+        axes.legend(fontsize="small", ncols=1 + len(found) // 12)
+    figure.savefig(path, format="png")
+
+
+def heatmap(cells: Mapping[tuple[str, str], float], x: str, y: str, metric: str, path: Path) -> None:
+    """A value for each pair of two parameters' values, as one PNG.
+
+    Args:
+        cells: (x's value, y's value) and the metric; what is missing stays white.
+        x, y: the parameters' names.
+        metric: what the cells hold; shares of one are shown in percent.
+        path: the file to write; its folder must exist.
+    """
+    columns, lines = (sorted({pair[i] for pair in cells}, key=by_size) for i in (0, 1))
+    scale = 100 if metric.endswith("accuracy") else 1
+    values = np.array([[scale * cells.get((c, r), np.nan) for c in columns] for r in lines])
+    figure = Figure(figsize=(2 + 0.8 * len(columns), 1.5 + 0.6 * len(lines)), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    image = axes.imshow(values, cmap="viridis", aspect="auto", origin="lower")
+    middle = (np.nanmin(values) + np.nanmax(values)) / 2
+    for (i, j), value in np.ndenumerate(values):
+        if np.isfinite(value):
+            axes.text(j, i, f"{value:.3g}", ha="center", va="center", color="black" if value > middle else "white")
+    axes.set(xlabel=x, ylabel=y, xticks=range(len(columns)), yticks=range(len(lines)))
+    axes.set(xticklabels=columns, yticklabels=lines)
+    figure.colorbar(image, label=f"best {metric}" + (" %" if scale > 1 else ""))
     figure.savefig(path, format="png")
 
 

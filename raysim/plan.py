@@ -271,7 +271,7 @@ def _block(config: Config, client: ClientRule, server: ServerRule, model: Model)
     sizes = {"pooled": min(1024, ceil(cohort / 16)), "vmap": wide, "loop": looped, "fused": looped}
     reasons: dict[Mode, Callable[[], str | None]] = {
         "pooled": lambda: why_not_pooled(config, client, server, model),
-        "vmap": lambda: why_not_vmap(model),
+        "vmap": lambda: (why := why_not_vmap(model)) and f"model '{config.model.name}' cannot run so ({why})",
         "fused": lambda: why_not_fused(config, client, model),
         "loop": lambda: None,
     }

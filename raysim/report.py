@@ -1,4 +1,4 @@
-"""Tables of runs, straight from the tracking store: what was reached, mean ± std over seeds.
+"""Tables and curves of runs, straight from the tracking store: what was reached, mean ± std over seeds.
 
 Runs that agree on every parameter that differs in the selection, but for the seed, make one row; so the columns for
 what was varied appear by themselves. Only what is in MLflow is read: runs of other people are as good as one's own.
@@ -12,14 +12,17 @@ import json
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from raysim.config import NAMED, Tracking
 from raysim.errors import ConfigError, RaysimError, did_you_mean
 from raysim.spool import masked
 from raysim.tracking import absolute, connected
+
+Spent = Literal["rounds", "bytes", "virtual time", "seconds"]
 
 LAST = 10
 """How many of the last evaluated values the mean at the end is taken over."""
@@ -33,11 +36,16 @@ _NONE = "–"
 
 @dataclass(frozen=True)
 class Run:
-    """A finished run: its resolved parameters as text, and (round, value) of one metric by ascending rounds."""
+    """A finished run: its resolved parameters as text, (round, value) of one metric by ascending rounds, and what had
+    been spent by each round (nothing given: the rounds themselves)."""
 
     run_id: str
     params: Mapping[str, str]
     history: Sequence[tuple[int, float]]
+    spent: Mapping[int, float] = field(default_factory=dict)
+
+    def cost(self, round: int) -> float:
+        return self.spent.get(round, float(round))
 
 
 @dataclass(frozen=True)
@@ -64,8 +72,8 @@ class Row:
         parameters: what tells this row from the others, as text; a parameter that its runs do not have is absent.
         seeds: how many runs.
         best: the best value over all evaluated rounds; `last` the mean of the last 10 evaluated values after round 0.
-        to_target: the first round at which the target was reached, over the runs that did (`to_target.n` of `seeds`);
-            None if none did, or no target was given.
+        to_target: what was spent (rounds, unless the runs say otherwise) when the target was first reached, over the
+            runs that did (`to_target.n` of `seeds`); None if none did, or no target was given.
         rounds: (fewest, most) rounds that the runs have done.
         run_ids: of the runs.
     """
@@ -101,22 +109,12 @@ def rows(
     Raises:
         ConfigError: `group` or `best_of` names a parameter that no run has.
     """
-    lower = metric.endswith("loss")
-    keys = _resolved(runs, group, "--group") if group else _varied([run.params for run in runs])
-    groups: dict[tuple, list[Run]] = {}
-    for run in runs:
-        groups.setdefault(tuple(run.params.get(key) for key in keys), []).append(run)
-    if mixed := sorted({key for members in groups.values() for key in _varied([run.params for run in members])}):
-        say(f"a row holds runs that differ in {', '.join(map(_short, mixed))}")
-    found = []
-    for values, members in groups.items():
-        named = {key: value for key, value in zip(keys, values, strict=True) if value is not None}
-        found.append((_row(named, members, lower, target), members[0].params))
-    found.sort(key=lambda row: [_order(row[0].parameters.get(key)) for key in keys])
+    lower, together = metric.endswith("loss"), grouped(runs, group, say)
+    found = [(_row(named, members, lower, target), members[0].params) for named, members in together]
     if not best_of:
         return [row for row, _ in found]
     wanted = _resolved(runs, best_of, "--best-of")
-    if strange := [key for key in wanted if group and key not in keys]:
+    if strange := [key for key in wanted if group and key not in _resolved(runs, group, "--group")]:
         raise ConfigError(f"--best-of: '{strange[0]}' is not among the parameters of --group")
     chosen: dict[tuple, Row] = {}
     for row, params in found:
@@ -127,12 +125,73 @@ def rows(
     return list(chosen.values())
 
 
+def grouped(
+    runs: Sequence[Run], group: Sequence[str] | None = None, say: Callable[[str], None] = lambda line: None
+) -> list[tuple[dict[str, str], list[Run]]]:
+    """Runs that differ only in their seed, with what tells them from the others; in the order of these values."""
+    keys = _resolved(runs, group, "--group") if group else _varied([run.params for run in runs])
+    groups: dict[tuple, list[Run]] = {}
+    for run in runs:
+        groups.setdefault(tuple(run.params.get(key) for key in keys), []).append(run)
+    if mixed := sorted({key for members in groups.values() for key in _varied([run.params for run in members])}):
+        say(f"a row holds runs that differ in {', '.join(map(short, mixed))}")
+    named = [
+        ({key: value for key, value in zip(keys, values, strict=True) if value is not None}, members)
+        for values, members in groups.items()
+    ]
+    return sorted(named, key=lambda each: [by_size(each[0].get(key)) for key in keys])
+
+
+@dataclass(frozen=True)
+class Curve:
+    """The course of runs that differ only in their seed, over the rounds that all of them have: what had been spent by
+    then (the mean), and the metric."""
+
+    label: str
+    spent: list[float]
+    figures: list[Figure]
+
+
+def curves(
+    runs: Sequence[Run], group: Sequence[str] | None = None, say: Callable[[str], None] = lambda line: None
+) -> list[Curve]:
+    """One curve for each row that `rows` would give."""
+    found = []
+    for named, members in grouped(runs, group, say):
+        histories = [dict(run.history) for run in members]
+        common = sorted(set.intersection(*map(set, histories)))
+        figures = [Figure.of([history[t] for history in histories]) for t in common]
+        spent = [statistics.fmean(run.cost(t) for run in members) for t in common]
+        label = ", ".join(v if short(k) in NAMED else f"{k} {v}" for k, v in named.items()) or "all"
+        found.append(Curve(label, spent, [figure for figure in figures if figure]))
+    return found
+
+
+def fraction_of(runs: Sequence[Run], reference: str, share: float, metric: str = "accuracy") -> float:
+    """`share` of the best that the runs with the parameter KEY=VALUE reached (the mean over their seeds, of the best
+    such row): Xu et al. 2022 give rounds to shares of what SGD reached.
+
+    Raises:
+        ConfigError: no run has this parameter and value.
+    """
+    key, equals, value = reference.partition("=")
+    if not equals:
+        raise ConfigError(f"--of: '{reference}' is not KEY=VALUE; write, for example, algorithm=fedavg")
+    (full,) = _resolved(runs, [key], "--of")
+    chosen = [run for run in runs if run.params.get(full) == value]
+    if not chosen:
+        known = sorted({run.params[full] for run in runs if full in run.params})
+        raise ConfigError(f"--of: no run has {key}={value}{did_you_mean(value, known)}; there are {', '.join(known)}")
+    best = [row.best.mean for row in rows(chosen, metric)]
+    return share * (min if metric.endswith("loss") else max)(best)
+
+
 def _row(parameters: dict[str, str], runs: list[Run], lower: bool, target: float | None) -> Row:
     def reached(value: float) -> bool:
         return target is not None and (value <= target if lower else value >= target)
 
     values = [[value for _, value in run.history] for run in runs]
-    arrivals = [next((t for t, value in run.history if reached(value)), None) for run in runs]
+    arrivals = [next((run.cost(t) for t, value in run.history if reached(value)), None) for run in runs]
     best = Figure.of([(min if lower else max)(each) for each in values])
     trained = [[value for t, value in run.history if t > 0] or [run.history[-1][1]] for run in runs]
     last = Figure.of([statistics.fmean(each[-LAST:]) for each in trained])
@@ -143,7 +202,7 @@ def _row(parameters: dict[str, str], runs: list[Run], lower: bool, target: float
         len(runs),
         best,
         last,
-        Figure.of([float(t) for t in arrivals if t is not None]),
+        Figure.of([spent for spent in arrivals if spent is not None]),
         (min(ends), max(ends)),
         tuple(run.run_id for run in runs),
     )
@@ -187,7 +246,7 @@ def _resolved(runs: Sequence[Run], keys: Iterable[str], option: str) -> list[str
     return found
 
 
-def _order(text: str | None) -> tuple:
+def by_size(text: str | None) -> tuple:
     """Numbers by size, then text."""
     try:
         return (0, float(text or ""), "")
@@ -198,8 +257,35 @@ def _order(text: str | None) -> tuple:
 # -- as text -----------------------------------------------------------------------------------------------------------
 
 
-def markdown(table: Sequence[Row], metric: str = "accuracy", target: float | None = None) -> str:
+def markdown(
+    table: Sequence[Row], metric: str = "accuracy", target: float | None = None, spent: Spent = "rounds"
+) -> str:
     """Rows as a Markdown table; accuracies in percent."""
+    head, *lines = _cells(table, metric, target, spent)
+    lines = [head, ["---"] * len(head), *lines]
+    return "\n".join("| " + " | ".join(cell.replace("|", r"\|") for cell in line) + " |" for line in lines)
+
+
+def latex(table: Sequence[Row], metric: str = "accuracy", target: float | None = None, spent: Spent = "rounds") -> str:
+    """Rows as a LaTeX tabular (with booktabs); the best mean of the column "best" in bold."""
+    special = {**{c: f"\\{c}" for c in "&%$#_{}"}, "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
+    special |= {"\\": r"\textbackslash{}", "±": r"$\pm$", _NONE: "--"}
+    head, *lines = [
+        ["".join(special.get(c, c) for c in cell) for cell in line] for line in _cells(table, metric, target, spent)
+    ]
+    means = [row.best.mean for row in table]
+    winner = means.index((min if metric.endswith("loss") else max)(means)) if means else -1
+    column = len(_columns(table)) + 1
+    if winner >= 0:
+        lines[winner][column] = rf"\textbf{{{lines[winner][column]}}}"
+    body = [" & ".join(line) + r" \\" for line in lines]
+    columns = "l" * (column - 1) + "r" * (len(head) - column + 1)
+    top = [rf"\begin{{tabular}}{{{columns}}}", r"\toprule", " & ".join(head) + r" \\", r"\midrule"]
+    return "\n".join([*top, *body, r"\bottomrule", r"\end{tabular}"])
+
+
+def _cells(table: Sequence[Row], metric: str, target: float | None, spent: Spent) -> list[list[str]]:
+    """The head and the lines of a table for people."""
     percent = metric.endswith("accuracy")
 
     def figure(f: Figure) -> str:
@@ -214,24 +300,33 @@ def markdown(table: Sequence[Row], metric: str = "accuracy", target: float | Non
 
     unit = " %" if percent else ""
     keys = _columns(table)
-    head = [*map(_short, keys), "seeds", f"best {metric}{unit}", f"mean of last {LAST}{unit}"]
-    head += [f"rounds to {target:g}"] if target is not None else []
-    lines = [[*head, "rounds done"], ["---"] * (len(head) + 1)]
+    head = [*map(short, keys), "seeds", f"best {metric}{unit}", f"mean of last {LAST}{unit}"]
+    head += [f"{spent} to {target:.4g}"] if target is not None else []
+    lines = [[*head, "rounds done"]]
     for row in table:
         cells = [row.parameters.get(key, _NONE) for key in keys]
         cells += [str(row.seeds), figure(row.best), figure(row.last)]
         cells += [arrival(row)] if target is not None else []
         lines.append([*cells, "–".join(map(str, dict.fromkeys(row.rounds)))])
-    return "\n".join("| " + " | ".join(cell.replace("|", r"\|") for cell in line) + " |" for line in lines)
+    return lines
 
 
-def as_csv(table: Sequence[Row]) -> str:
+def as_csv(table: Sequence[Row], spent: Spent = "rounds") -> str:
     """Rows as CSV, every number in full."""
     keys = _columns(table)
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    figures = ["best", "best_std", "last", "last_std", "rounds_to_target", "reached", "rounds_min", "rounds_max"]
-    writer.writerow([*map(_short, keys), "seeds", *figures])
+    figures = [
+        "best",
+        "best_std",
+        "last",
+        "last_std",
+        f"{spent.replace(' ', '_')}_to_target",
+        "reached",
+        "rounds_min",
+        "rounds_max",
+    ]
+    writer.writerow([*map(short, keys), "seeds", *figures])
     for row in table:
         arrival = row.to_target
         writer.writerow(
@@ -248,42 +343,33 @@ def _columns(table: Sequence[Row]) -> list[str]:
     return list(dict.fromkeys(key for row in table for key in row.parameters))
 
 
-def _short(key: str) -> str:
+def short(key: str) -> str:
     return key.removesuffix(".name") if key.removesuffix(".name") in NAMED else key
 
 
 # -- from the tracking store -------------------------------------------------------------------------------------------
 
 
-def table(
+def finished_runs(
     wanted: Sequence[str],
     uri: str | None = None,
     metric: str = "accuracy",
-    *,
-    target: float | None = None,
-    group: Sequence[str] | None = None,
-    best_of: Sequence[str] | None = None,
     say: Callable[[str], None] = lambda line: None,
-) -> list[Row]:
-    """The rows of runs in MLflow.
+    spent: Spent = "rounds",
+) -> list[Run]:
+    """The finished runs in MLflow, with the history of a metric.
 
     Args:
         wanted: names of experiments, and ids of runs (that of a sweep stands for its trials).
         uri: of the tracking store; the default is a configuration's.
-        metric, target, group, best_of: as in `rows`.
+        metric: of which at least one value must be there.
         say: told, in a line each, of runs that are left out.
+        spent: what the runs' cost is in.
 
     Raises:
-        ConfigError: an experiment, run, metric or parameter is not there.
+        ConfigError: an experiment, run or metric is not there.
         RaysimError: the store cannot be read.
     """
-    return rows(finished_runs(wanted, uri, metric, say), metric, target=target, group=group, best_of=best_of, say=say)
-
-
-def finished_runs(
-    wanted: Sequence[str], uri: str | None, metric: str, say: Callable[[str], None] = lambda line: None
-) -> list[Run]:
-    """The finished runs of experiments, or those of these ids, with the history of a metric. See `table`."""
     address = absolute(uri or Tracking().uri)
     file = Path(address.removeprefix("sqlite:///").partition("?")[0])
     if address.startswith("sqlite:///") and not file.is_file():
@@ -305,7 +391,15 @@ def finished_runs(
         kept = _newest(having)
         if left := len(having) - len(kept):
             say(f"{left} run{'s'[: left != 1]} left out: a newer one has the same parameters and seed")
-        return [Run(run.info.run_id, run.data.params, _history(client, run.info.run_id, metric)) for run in kept]
+        return [
+            Run(
+                run.info.run_id,
+                run.data.params,
+                _history(client, run.info.run_id, metric),
+                _spent(client, run.info.run_id, spent),
+            )
+            for run in kept
+        ]
     except RaysimError:
         raise
     except Exception as error:
@@ -349,6 +443,20 @@ def _newest(runs: list[Any]) -> list[Any]:
         kept = {k: v for k, v in run.data.params.items() if not k.startswith(_NOT_THE_RESULT)}
         newest[json.dumps(kept, sort_keys=True)] = run
     return list(newest.values())
+
+
+def _spent(client: Any, run_id: str, kind: Spent) -> dict[int, float]:
+    """What had been spent by each round: bytes sent either way, virtual time, or seconds from the first round on."""
+    if kind == "rounds":
+        return {}
+    if kind == "seconds":
+        took = _history(client, run_id, "seconds")
+        rounds, seconds = [0, *(t for t, _ in took)], [0.0, *(value for _, value in took)]
+        return dict(zip(rounds, accumulate(seconds), strict=True))
+    if kind == "virtual time":
+        return dict(_history(client, run_id, "virtual_time"))
+    down, up = (dict(_history(client, run_id, key)) for key in ("bytes_down", "bytes_up"))
+    return {0: 0.0} | {t: down[t] + up[t] for t in down if t in up}
 
 
 def _history(client: Any, run_id: str, metric: str) -> list[tuple[int, float]]:

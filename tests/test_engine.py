@@ -29,7 +29,8 @@ from safetensors.torch import load_file
 
 import raysim
 from raysim import checkpoint, experiment, tracking
-from raysim.errors import ClientError, ConfigError, RaysimError
+from raysim.errors import ClientError, ConfigError, Lost, RaysimError
+from raysim.executor import Inline
 from raysim.experiment import Finished, reopen, resume
 from raysim.models import Bound
 from raysim.plan import prepare
@@ -351,13 +352,26 @@ def test_resumed_is_uninterrupted(config, uri, tmp_path, source, algorithm):
     assert [float(row["round"]) for row in rows] == list(range(11))
 
 
+def test_a_run_that_ends_says_why_even_if_its_state_is_lost_then(config, tmp_path, monkeypatch, caplog):
+    """A client fails, and the server's state cannot be had any more: the one is the error, the other a warning."""
+
+    def lost(self: Inline) -> Any:
+        raise Lost("the server's state failed")
+
+    monkeypatch.setattr(Inline, "snapshot", lost)
+    config |= {"checkpoint": {"every": 100}, "local": {**config["local"], "lr": [[0, 0.05], [2, 1e30]]}}
+    with pytest.raises(ClientError, match="in round 2"), caplog.at_level(logging.WARNING):
+        raysim.run(config)
+    assert "not saved: the server's state failed; `raysim resume`" in caplog.text
+
+
 def test_a_finished_run_goes_on_to_more_rounds(config, tmp_path):
     config["checkpoint"] = {"every": 5}
     whole = raysim.run(config, rounds=6, run_dir=str(tmp_path / "whole"))
     first = raysim.run(config, rounds=3)
-    with pytest.raises(ConfigError, match=r"all 3 rounds are done.*rounds=N"):
+    with pytest.raises(ConfigError, match=r"rounds: 3 rounds are done.*rounds=N"):
         resume(tmp_path / "run")
-    with pytest.raises(ConfigError, match=r"all 3 rounds are done"):
+    with pytest.raises(ConfigError, match=r"rounds: 3 rounds are done"):
         resume(tmp_path / "run", {"rounds": 2})
     done = resume(tmp_path / "run", {"rounds": 6})
     assert done.digest == whole.digest != first.digest and done.run_id == first.run_id

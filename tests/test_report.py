@@ -4,20 +4,28 @@ is left out in silence."""
 from __future__ import annotations
 
 import csv
+import dataclasses
 import itertools
 import statistics
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import matplotlib.image
 import pytest
 
 from raysim import cli, report, tracking
+from raysim.config import Tracking
 from raysim.errors import ConfigError, RaysimError
 from raysim.report import Run, markdown, rows
 from raysim.spool import Recorder
 
 NUMBER = itertools.count()
+
+
+def table(wanted: list[str], uri: str, say: Callable[[str], None] = lambda line: None) -> list[report.Row]:
+    return rows(report.finished_runs(wanted, uri, say=say), say=say)
 
 
 def run(accuracies: list[float], every: int = 1, **params: object) -> Run:
@@ -149,6 +157,51 @@ def test_markdown_and_csv():
     assert (second["best"], second["best_std"], second["rounds_to_target"], second["reached"]) == ("0.125", "", "", "0")
 
 
+# -- what was spent, curves --------------------------------------------------------------------------------------------
+
+
+def test_the_way_to_the_target_in_what_was_spent():
+    runs = [run([0.1, 0.5, 0.7], seed=0), run([0.1, 0.2, 0.6], seed=1)]
+    runs = [dataclasses.replace(each, spent={0: 0.0, 1: 100.0, 2: 250.0}) for each in runs]
+    (row,) = rows(runs, target=0.5)
+    assert row.to_target and row.to_target.mean == (100 + 250) / 2
+    assert "bytes to 0.5" in markdown([row], target=0.5, spent="bytes").splitlines()[0]
+    (line,) = csv.DictReader(report.as_csv([row], "bytes").splitlines())
+    assert line["bytes_to_target"] == "175.0"
+
+
+def test_a_target_as_a_share_of_what_others_reached():
+    """Of the best of their rows: 0.8, the mean of two seeds, not 0.9, the best of any run."""
+    sgd = [run([value], algorithm="sgd", lr=lr, seed=s) for value, lr, s in ((0.7, 1, 0), (0.9, 1, 1), (0.75, 2, 0))]
+    runs = [*sgd, run([0.1, 0.95], algorithm="fedreg", lr=1, seed=0)]
+    assert report.fraction_of(runs, "algorithm=sgd", 0.5) == pytest.approx(0.4)
+    for wrong, said in (("algorithm", "is not KEY=VALUE"), ("algorithm=sdg", "did you mean 'sgd'"), ("x=1", "'x'")):
+        with pytest.raises(ConfigError, match=f"--of: .*{said}"):
+            report.fraction_of(runs, wrong, 0.5)
+
+
+def test_curves_are_means_over_the_rounds_that_all_seeds_have():
+    runs = [run([0.1, 0.2, 0.4, 0.9], lr=0.1, seed=0), run([0.3, 0.4, 0.4], lr=0.1, seed=1), run([0.5], lr=0.2, seed=0)]
+    runs[1] = dataclasses.replace(runs[1], spent={0: 0.0, 1: 3.0, 2: 6.0})
+    first, second = report.curves(runs)
+    assert (first.label, second.label) == ("local.lr 0.1", "local.lr 0.2")
+    assert first.spent == [0, (1 + 3) / 2, (2 + 6) / 2]
+    assert [f.mean for f in first.figures] == pytest.approx([0.2, 0.3, 0.4])
+    assert first.figures[0].std == pytest.approx(statistics.stdev([0.1, 0.3])) and first.figures[2].std == 0
+    assert [(f.mean, f.std) for f in second.figures] == [(0.5, None)]
+    (whole,) = report.curves(runs[:1])
+    assert whole.label == "all" and len(whole.figures) == 4
+
+
+def test_latex():
+    runs = [run([0.5], lr="1e-3_%", seed=0), run([0.7], lr="2", seed=0), run([0.8], lr="2", seed=1)]
+    found = report.latex(rows(runs), target=0.6).splitlines()
+    assert found[:2] == [r"\begin{tabular}{lrrrrr}", r"\toprule"] and found[-2:] == [r"\bottomrule", r"\end{tabular}"]
+    assert found[2].startswith(r"local.lr & seeds & best accuracy \% &") and found[2].endswith(r"rounds done \\")
+    assert r"2 & 2 & \textbf{75.00 $\pm$ 7.07} & 75.00" in "\n".join(found)
+    assert r"1e-3\_\% & 1 & 50.00 & 50.00 & -- & 0 \\" in found
+
+
 # -- from the store ----------------------------------------------------------------------------------------------------
 
 
@@ -188,7 +241,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, str]
 def test_an_experiment(store):
     uri, _ = store
     said: list[str] = []
-    found = report.table(["other"], uri, say=said.append)
+    found = table(["other"], uri, say=said.append)
     assert [(row.parameters["local.lr"], row.seeds, row.best.mean, row.rounds) for row in found] == [
         ("0.1", 2, pytest.approx((0.6 + 0.7) / 2), (2, 2)),
         ("0.2", 1, 0.4, (0, 0)),
@@ -203,13 +256,13 @@ def test_an_experiment(store):
 
 def test_runs_by_id(store):
     uri, ids = store
-    assert [row.best.mean for row in report.table([ids["s2"]], uri)] == [0.3]
-    by_sweep = report.table([ids["sweep"]], uri)
+    assert [row.best.mean for row in table([ids["s2"]], uri)] == [0.3]
+    by_sweep = table([ids["sweep"]], uri)
     assert [(row.parameters["local.lr"], row.seeds, row.best.mean) for row in by_sweep] == [
         ("0.1", 2, pytest.approx(0.65)),
         ("0.2", 1, 0.3),
     ]
-    (row,) = report.table([ids["s0"], ids["s0"], ids["s1"]], uri)
+    (row,) = table([ids["s0"], ids["s0"], ids["s1"]], uri)
     assert row.seeds == 2 and set(row.run_ids) == {ids["s0"], ids["s1"]}
 
 
@@ -219,7 +272,7 @@ def test_many_pages(store, monkeypatch: pytest.MonkeyPatch):
     client = type(tracking.connected(uri))
     whole = client.search_runs
     monkeypatch.setattr(client, "search_runs", lambda *given, **more: whole(*given, **{**more, "max_results": 2}))
-    assert [row.seeds for row in report.table(["other"], uri)] == [2, 1]
+    assert [row.seeds for row in table(["other"], uri)] == [2, 1]
 
 
 @pytest.mark.parametrize(
@@ -247,7 +300,7 @@ def test_mistakes(store, arguments, said, capsys, monkeypatch):
 
 def test_a_dead_server_is_code_1():
     with pytest.raises(RaysimError, match=r"http://127\.0\.0\.1:9 cannot be read") as caught:
-        report.table(["other"], "http://127.0.0.1:9")
+        table(["other"], "http://127.0.0.1:9")
     assert caught.value.exit_code == 1
 
 
@@ -271,6 +324,46 @@ def test_the_command(store, tmp_path: Path, capsys: Any, monkeypatch: pytest.Mon
     assert out == "" and (tmp_path / "table.csv").read_text().startswith("local.lr,seeds,best,best_std,")
 
 
+def test_what_runs_spent_comes_from_their_metrics(tmp_path: Path):
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    one = tracking.Tracker(Tracking(uri=uri, experiment="spent"), tmp_path / "run")
+    one.start("one", {"local": {"lr": 0.1}}, {})
+    one.metrics({"accuracy": 0.1, "virtual_time": 0.0}, 0)
+    for t in (1, 2):
+        spent = {"virtual_time": 7.0 * t, "bytes_up": 100.0 * t, "bytes_down": 10.0 * t, "seconds": 2.0 + t}
+        one.metrics({"accuracy": 0.1 + t / 10, **spent}, t)
+    one.finish("FINISHED")
+
+    def spent(kind: Any) -> list[float]:
+        (found,) = report.finished_runs(["spent"], uri, spent=kind)
+        return [found.cost(t) for t in (0, 1, 2)]
+
+    assert spent("rounds") == [0, 1, 2] and spent("virtual time") == [0, 7, 14]
+    assert spent("bytes") == [0, 110, 220] and spent("seconds") == [0, 3, 7]
+
+
+def test_pictures_by_the_commands(store, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch):
+    def call(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["raysim", "report", *arguments, "--uri", store[0]])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        return int(end.value.code or 0), *capsys.readouterr()
+
+    path = tmp_path / "picture.png"
+    code, out, _ = call("curves", "other", "--out", str(path))
+    assert code == 0 and out == f"2 curves in {path}\n" and matplotlib.image.imread(path).shape[:2] == (600, 1000)
+    code, out, _ = call("heatmap", "other", "--x", "local.lr", "--y", "seed", "--out", str(path))
+    assert code == 0 and out == f"3 values in {path}\n" and path.stat().st_size > 4000
+    for arguments, said in (
+        (["curves", "other", "--out", "/nowhere/x.png"], "--out: /nowhere/x.png cannot be written"),
+        (["curves", "other", "--spent", "byte"], "--spent: nothing called 'byte'; did you mean 'bytes'"),
+        (["heatmap", "other", "--x", "lr", "--y", "seed"], "no run has a parameter 'lr'"),
+        (["table", "other", "--of", "seed=0"], "--of: "),
+    ):
+        code, out, err = call(*arguments)
+        assert code == 2 and out == "" and said in err.splitlines()[-1] and "Traceback" not in err
+
+
 def test_a_trial_that_a_later_sweep_reuses_stays_in_the_earlier_ones_table(tmp_path: Path):
     """Both sweeps' ids stand for the shared trial; MLflow shows it under the later one."""
     uri = f"sqlite:///{tmp_path}/mlflow.db"
@@ -287,7 +380,7 @@ def test_a_trial_that_a_later_sweep_reuses_stays_in_the_earlier_ones_table(tmp_p
     forwarder = tracking.Forwarder(uri, "shared")
     forwarder.follow(tmp_path / "trial")
     forwarder.finish()
-    tables = [report.table([sweep], uri) for sweep in sweeps]
+    tables = [table([sweep], uri) for sweep in sweeps]
     assert [[row.best.mean for row in table] for table in tables] == [[0.5], [0.5]]
     run = client.get_run(tables[0][0].run_ids[0])
     assert run.data.tags["mlflow.parentRunId"] == sweeps[1]

@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from raysim.cli import _rehearse
+from raysim.cli.running import _rehearse
 from raysim.errors import ConfigError, RaysimError
 from raysim.plan import prepare
 

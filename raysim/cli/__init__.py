@@ -1,0 +1,37 @@
+"""The command line. `raysim run | resume | sweep`, then what is around them, each in a file of this folder.
+
+Exit codes: 0 done, 1 a run that failed, 2 a mistake in what was given, 130 and 143 ended by Ctrl-C and SIGTERM.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+
+from raysim.cli.base import app
+from raysim.errors import RaysimError
+from raysim.signals import leave_at_once
+
+# isort: off
+from raysim.cli import running, jobs, reporting, trying, looking  # noqa: F401  # they add their commands, in this order
+
+
+def main() -> None:
+    """One command."""
+    logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
+    try:
+        if os.environ.get("RAYSIM_EXPECTED"):
+            from raysim.submit import check_versions
+
+            check_versions()
+        app()
+    except RaysimError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+
+
+def console() -> None:
+    """The console script."""
+    leave_at_once()
+    main()

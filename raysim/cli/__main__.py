@@ -1,0 +1,5 @@
+"""`python -m raysim.cli`."""
+
+from raysim.cli import console
+
+console()

@@ -1,0 +1,76 @@
+"""`raysim submit | job`: the same on a cluster, as jobs."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from raysim.cli.base import app, job_app
+
+if TYPE_CHECKING:
+    from raysim.submit import Cluster
+
+_Address = Annotated[
+    str | None,
+    typer.Option(help="the cluster's dashboard; default $RAY_API_SERVER_ADDRESS, else http://127.0.0.1:8265"),
+]
+
+
+@app.command()
+def submit(
+    command: Annotated[list[str], typer.Argument(help="after --: run, sweep or resume, and what belongs to it")],
+    address: _Address = None,
+    working_dir: Annotated[Path, typer.Option(help="the folder that travels along")] = Path(),
+    wait: Annotated[bool, typer.Option("--wait", help="follow the job, and end with its exit code")] = False,
+) -> None:
+    """Send a command to a Ray cluster, as a job: raysim submit --wait -- run my.yaml rounds=100."""
+    from raysim.submit import Cluster, checked
+
+    checked(command, working_dir)
+    cluster = Cluster(address)
+    job = cluster.submit(command, working_dir)
+    print(f"job {job.id}  (raysim job logs {job.id}, raysim job stop {job.id})", file=sys.stderr)
+    if wait:
+        _follow(cluster, job.id)
+
+
+@job_app.command("list")
+def job_list(address: _Address = None) -> None:
+    """The jobs of a cluster, the newest first."""
+    from raysim.submit import Cluster
+
+    table = Table("job", "state", "command", box=None)
+    for job in Cluster(address).jobs():
+        table.add_row(job.id, job.state.lower(), job.command.removeprefix("python -m raysim.cli "))
+    Console(highlight=False).print(table)
+
+
+@job_app.command("logs")
+def job_logs(job: Annotated[str, typer.Argument(help="as `raysim submit` said")], address: _Address = None) -> None:
+    """What a job says, until it has ended; ends with its exit code."""
+    from raysim.submit import Cluster
+
+    _follow(Cluster(address), job)
+
+
+@job_app.command("stop")
+def job_stop(job: Annotated[str, typer.Argument(help="as `raysim submit` said")], address: _Address = None) -> None:
+    """End a job in order: a run keeps what is done."""
+    from raysim.submit import Cluster
+
+    Cluster(address).stop(job)
+
+
+def _follow(cluster: Cluster, number: str) -> None:
+    for piece in cluster.follow(number):
+        print(piece, end="", flush=True)
+    done = cluster.job(number)
+    if done.state == "SUCCEEDED":
+        return
+    print(f"error: job {number} has {done.state.lower()}: {done.message}", file=sys.stderr)
+    raise typer.Exit(done.exit_code or 1)

@@ -1,0 +1,173 @@
+"""`raysim list | track | data | doctor`: what there is."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from raysim.cli.base import app, data_app, track_app
+from raysim.errors import ConfigError, did_you_mean
+
+if TYPE_CHECKING:
+    pass
+
+
+@app.command(name="list")
+def list_(
+    what: Annotated[
+        str,
+        typer.Argument(
+            help="algorithms, clients, servers, pairs, models, datasets, partitions, schedules, speeds, configs"
+        ),
+    ],
+    as_json: Annotated[bool, typer.Option("--json")] = False,
+) -> None:
+    """What there is to choose from."""
+    rows = _catalogue(what)
+    if as_json:
+        print(json.dumps(rows))
+        return
+    if what == "pairs":
+        return _print_pairs(rows)
+    table = Table(*rows[0], box=None)
+    for row in rows:
+        table.add_row(*map(str, row.values()))
+    Console().print(table)
+
+
+def _catalogue(what: str) -> list[dict[str, str]]:
+    from raysim import nets, rules
+    from raysim.validation import choices
+
+    def first_line(thing: Any) -> str:
+        return " ".join((thing.__doc__ or "").split("\n\n")[0].split())
+
+    if what == "algorithms":
+        rules.discover()
+        return [
+            {
+                "name": a.name,
+                "paper": a.paper,
+                "client": a.client.name,
+                "server": a.server.name,
+                "state": a.state,
+                "traffic": a.traffic,
+                "presets": " ".join(a.presets),
+            }
+            for a in rules.ALGORITHMS.values()
+        ]
+    if what in ("clients", "servers"):
+        rules.discover()
+        registry: Any = rules.CLIENTS if what == "clients" else rules.SERVERS
+        return [{"name": n, "what": first_line(c), "keys": " ".join(rules.fields(c))} for n, c in registry.items()]
+    if what == "pairs":
+        return _pairs()
+    if what == "configs":
+        from raysim.layers import shipped
+
+        return [{"name": name, "what": text} for name, text in shipped().items()]
+    if what == "models":
+        return [{"name": n, "what": first_line(f)} for n, f in nets.NETS.items()]
+    if what == "datasets":
+        from raysim import data
+
+        return [{"name": n, "here": "yes" if data.present(n) else "no"} for n in data.names()]
+    sections = {"partitions": "partition", "schedules": "schedule", "speeds": "speeds"}
+    if what in sections:
+        return [
+            {"name": n, "what": first_line(m), "keys": " ".join(k for k in m.model_fields if k != "name")}
+            for n, m in choices(sections[what]).items()
+        ]
+    known = ("algorithms", "clients", "configs", "servers", "pairs", "models", "datasets", *sections)
+    raise ConfigError(f"list: nothing called '{what}'{did_you_mean(what, known)}")
+
+
+def _pairs() -> list[dict[str, str]]:
+    """Server rules down, client rules across: what each pair is called ("x": nothing; "": it is refused)."""
+    from raysim import rules
+
+    rules.discover()
+    named: dict[tuple[str, str], str] = {}
+    for a in rules.ALGORITHMS.values():
+        named.setdefault((a.client.name, a.server.name), a.name)
+
+    def word(client: str, server: str) -> str:
+        try:
+            rules.refuse_pair(rules.CLIENTS[client](), rules.SERVERS[server]())
+        except ConfigError:
+            return ""
+        return named.get((client, server), "x")
+
+    clients = sorted(rules.CLIENTS)
+    return [{"server": s, **{c: word(c, s) for c in clients}} for s in sorted(rules.SERVERS)]
+
+
+def _print_pairs(rows: list[dict[str, str]]) -> None:
+    """The matrix, with server rules down and client rules across, in columns as wide as their names."""
+    widths = {"server": max(len(row["server"]) for row in rows)} | {c: len(c) for c in rows[0] if c != "server"}
+    print("  ".join(key.ljust(width) for key, width in widths.items()))
+    for row in rows:
+        marks = {c: "*" if name not in ("", "x") else name for c, name in row.items()} | {"server": row["server"]}
+        print("  ".join(marks[key].ljust(width) for key, width in widths.items()).rstrip())
+    print("\n*: a named algorithm (raysim list algorithms)   x: runs as client=... server=...   empty: refused")
+
+
+@track_app.command()
+def replay(run_dir: Annotated[Path, typer.Argument(help="the run's folder")]) -> None:
+    """Send what a run could not send while its tracking server was down."""
+    from raysim import tracking
+
+    print(f"{tracking.replay(run_dir)} records sent")
+
+
+@data_app.command()
+def fetch(name: str, root: Annotated[str | None, typer.Option(help="folder; default $RAYSIM_DATA")] = None) -> None:
+    """Download a data set."""
+    from raysim import data
+
+    data.fetch(name, root)
+    print(f"{name} is there")
+
+
+@data_app.command()
+def show(
+    name: str,
+    root: Annotated[str | None, typer.Option(help="folder; default $RAYSIM_DATA")] = None,
+    path: Annotated[str | None, typer.Option(help="for name=folder and name=users: where they are")] = None,
+    out: Annotated[Path | None, typer.Option(help="where to draw the sample grid; default NAME.png")] = None,
+    as_json: Annotated[bool, typer.Option("--json")] = False,
+) -> None:
+    """Sizes, classes, and a grid of samples as PNG."""
+    from raysim import data
+    from raysim.config import Data
+
+    dataset = data.load(Data(name=name, root=root, path=path))
+    picture = out or Path(f"{name}.png")
+    data.sample_grid(dataset, picture)
+    facts = {**data.summary(dataset), "samples": str(picture)}
+    if as_json:
+        print(json.dumps(facts))
+        return
+    table = Table(show_header=False, box=None)
+    for key, value in facts.items():
+        table.add_row(key, str(value))
+    Console().print(table)
+
+
+@app.command()
+def doctor() -> None:
+    """Check that this machine can run raysim."""
+    from raysim import diagnosis
+
+    console, sick = Console(highlight=False), 0
+    for name, good, said in diagnosis.examine():
+        sick += not good
+        console.print(f"{'ok ' if good else 'NOT'}  {name:<12} {said}", soft_wrap=True)
+    if sick:
+        sys.exit(1)

@@ -1,0 +1,102 @@
+"""`raysim bench | attack`: what a configuration costs here, and what a run gives away."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from raysim.cli.base import app
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@app.command()
+def bench(
+    config: Annotated[str, typer.Argument(help="a YAML file, or the name of a shipped one")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value; what is given is not varied")] = None,
+    seconds: Annotated[float, typer.Option(min=0.1, help="for each candidate")] = 5.0,
+    blocks: Annotated[bool, typer.Option("--blocks", help="also vary block.mode and size (other last bits)")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="last line of standard output: one JSON object")] = False,
+) -> None:
+    """Try out where a configuration runs fastest here: executor, actors, shares of GPUs, blocks."""
+    from raysim import bench as benches
+
+    console = Console(stderr=as_json, highlight=False)
+
+    def tell(one: benches.Candidate) -> None:
+        said = one.problem or f"{one.clients_per_second:8.1f} clients/s over {one.rounds} rounds"
+        console.print(f"{one.text or 'as given':64} {said}", soft_wrap=True, markup=False)
+
+    best = benches.bench(config, overrides or [], seconds=seconds, blocks=blocks, tell=tell).best
+    assert best is not None
+    console.print(f"fastest: {best.text or 'as given'}", soft_wrap=True, markup=False)
+    if as_json:
+        print(json.dumps({"settings": best.settings, "clients_per_second": round(best.clients_per_second, 3)}))
+
+
+@app.command()
+def attack(
+    run_dir: Annotated[str, typer.Argument(help="the folder of a run with observe.rounds=[0], say, and local.steps=1")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="key=value: cost=l2 attacker=adaptive iterations=2000 restarts=1 ...")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="last line of standard output: one JSON object")] = False,
+) -> None:
+    """Try to recover clients' images from the updates that a run has kept (gradient inversion)."""
+    from raysim import attack as attacks
+
+    console = Console(stderr=as_json, highlight=False)
+    with _AttackProgress(console) as progress:
+        result, folder = attacks.attack(run_dir, overrides or [], progress)
+    table = Table("client", "label", "cost", "PSNR (dB)", box=None)
+    for one in result.clients:
+        labels, quality = (" ".join(texts) for texts in (map(str, one.labels), (f"{p:.2f}" for p in one.psnr)))
+        table.add_row(str(one.client), labels, f"{one.cost:.4g}", quality)
+    console.print(table)
+    exact = f", {result.exact} recovered exactly and not counted" if result.exact else ""
+    console.print(f"mean PSNR      {result.psnr:.2f} dB{exact}, median {result.median:.2f}, in {result.seconds:.1f} s")
+    console.print(f"look at it     {folder / 'attack.png'}", soft_wrap=True)
+    if result.failed:
+        clients = ", ".join(map(str, result.failed))
+        print(f"the cost is not finite for client {clients}; lower lr, or try another seed", file=sys.stderr)
+    if as_json:
+        print(json.dumps({**result.as_object(), "folder": str(folder.absolute())}))
+
+
+class _AttackProgress:
+    """One live line on a terminal, a plain line every few seconds elsewhere."""
+
+    def __init__(self, console: Console):
+        self.console, self.status = console, None
+        self.began = self.last = time.monotonic()
+
+    def __enter__(self) -> _AttackProgress:
+        if self.console.is_terminal:
+            self.status = self.console.status("reading the run")
+            self.status.start()
+        return self
+
+    def __exit__(self, *stop: object) -> None:
+        if self.status:
+            self.status.stop()
+
+    def __call__(self, done: int, total: int, costs: Tensor) -> None:
+        now = time.monotonic()
+        if done == 1:  # what came before is not the iterations' time
+            self.began = now
+        if now - self.last < (0.5 if self.status else 5) and done not in (1, total):
+            return
+        self.last, left = now, (now - self.began) / max(done - 1, 1) * (total - done)
+        said = f"iteration {done}/{total}  mean cost {float(costs.mean()):.4g}"
+        said += f"  {left:.0f} s left" if 1 < done < total else ""
+        if self.status:
+            self.status.update(said)
+        else:
+            self.console.print(said, soft_wrap=True)

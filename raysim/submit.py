@@ -1,0 +1,220 @@
+"""A command as a job of a Ray cluster: checked here, sent there with the files it needs, followed to its end.
+
+The working directory travels (Ray packs it and leaves out what `.gitignore` names); raysim and its packages must be on
+the cluster's nodes. What a job writes beside its own copy of that directory outlasts it, the copy does not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import platform
+import shlex
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import raysim
+from raysim import layers, rules, validation
+from raysim.config import Config
+from raysim.errors import ConfigError, RaysimError, did_you_mean
+from raysim.plan import keys
+
+COMMANDS = ("run", "sweep", "resume")
+EXPECTED = "RAYSIM_EXPECTED"
+"""The environment variable in which a job is told what sent it off."""
+LEFT_OUT = [".git", "runs", "mlruns", "*.db", ".venv*", "__pycache__"]
+
+
+@dataclass
+class Job:
+    """A job on a cluster. `state` is Ray's: PENDING, RUNNING, SUCCEEDED, FAILED, STOPPED."""
+
+    id: str
+    state: str
+    command: str
+    exit_code: int | None = None
+    message: str = ""
+
+
+class Cluster:
+    """The jobs of a cluster, by the address of its dashboard.
+
+    Raises:
+        ConfigError: the address is none, nobody answers there, or the token is wrong.
+    """
+
+    def __init__(self, address: str | None = None):
+        self.address = address or os.environ.get("RAY_API_SERVER_ADDRESS") or "http://127.0.0.1:8265"
+        if urlsplit(self.address).scheme not in ("http", "https"):
+            raise ConfigError(f"--address: '{self.address}' is not the dashboard's; write http://HEAD:8265")
+        os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+        import ray
+        from ray.job_submission import JobSubmissionClient
+
+        with self._asking():
+            self.client = JobSubmissionClient(self.address)
+            version = self.client.get_version()
+        if version != ray.__version__:
+            raise ConfigError(
+                f"--address: {self.address} runs Ray {version}, here is {ray.__version__}; install the same"
+            )
+
+    def submit(self, command: Sequence[str], working_dir: Path, variables: Mapping[str, str] | None = None) -> Job:
+        """Sends a raysim command off, after `checked`."""
+        command = checked(command, working_dir)
+        expected = {"raysim": raysim.__version__, "python": platform.python_version_tuple()[:2]}
+        environment = {
+            "working_dir": str(working_dir),
+            "excludes": LEFT_OUT,
+            "env_vars": {**(variables or {}), EXPECTED: json.dumps(expected)},
+        }
+        with self._asking():
+            number = self.client.submit_job(
+                entrypoint=f"python -m raysim.cli {shlex.join(command)}", runtime_env=environment
+            )
+        return self.job(number)
+
+    def job(self, number: str) -> Job:
+        with self._asking(number):
+            return _job(self.client.get_job_info(number))
+
+    def jobs(self) -> list[Job]:
+        """The newest first."""
+        with self._asking():
+            found = [each for each in self.client.list_jobs() if each.submission_id]
+        return [_job(each) for each in sorted(found, key=lambda each: -(each.start_time or 0))]
+
+    def follow(self, number: str) -> Iterator[str]:
+        """What a job says, piece by piece, until it has ended."""
+        self.job(number)
+        pieces, loop = self.client.tail_job_logs(number), asyncio.new_event_loop()
+        try:
+            with self._asking(number):
+                while True:
+                    try:
+                        yield loop.run_until_complete(anext(pieces))
+                    except StopAsyncIteration:
+                        return
+        finally:
+            loop.close()
+
+    def stop(self, number: str) -> None:
+        """Ends a job: its process is sent SIGTERM, so a run keeps what is done."""
+        self.job(number)
+        with self._asking(number):
+            self.client.stop_job(number)
+
+    @contextmanager
+    def _asking(self, number: str = "") -> Iterator[None]:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                yield
+        except RaysimError:
+            raise
+        except ConnectionError:
+            raise ConfigError(
+                f"--address: no cluster answers at {self.address}; start one (cluster/head.sh), or correct the address"
+            ) from None
+        except Exception as error:
+            said = " ".join(str(error).split())
+            if "401" in said or "403" in said or "oken" in said:
+                raise ConfigError(
+                    f"--address: {self.address} wants its token: set RAY_AUTH_MODE=token, and have the head's "
+                    "~/.ray/auth_token here too"
+                ) from None
+            if number and ("404" in said or "does not exist" in said):
+                raise ConfigError(f"there is no job '{number}' at {self.address}; see raysim job list") from None
+            raise RaysimError(f"{self.address}: {said[:300]}") from None
+
+
+def _job(details: Any) -> Job:
+    said = " ".join((details.message or "").split())
+    return Job(details.submission_id, str(details.status), details.entrypoint, details.driver_exit_code, said)
+
+
+def checked(command: Sequence[str], working_dir: Path) -> list[str]:
+    """A raysim command that can work as a job, its files named as seen from the working directory.
+
+    Raises ConfigError for one that cannot: a mistake in it, files that would not travel, a tracking store that would be
+    lost with the job.
+    """
+    name, *arguments = command or ("",)
+    if name not in COMMANDS:
+        raise ConfigError(
+            f"submit: '{name}' is no command for a job{did_you_mean(name, COMMANDS)}; write: submit -- run my.yaml"
+        )
+    given = [each for each in arguments if not each.startswith("-")]
+    if not given:
+        raise ConfigError(f"submit: raysim {name} wants a configuration, or a run's folder")
+    if not working_dir.is_dir():
+        raise ConfigError(f"--working-dir: there is no folder {working_dir}")
+    if name == "resume":
+        return [name, *arguments]
+    source, overrides = given[0], [each for each in given[1:] if "=" in each]
+    with _inside(working_dir):
+        raw = layers.read(source, overrides, keys, rules.defaults)
+        raw.pop("sweep", None)
+        config = validation.validate(raw)
+        rules.resolve(config)
+        _check_places(config)
+    return [name, *(_seen_from(working_dir, each) if each == source else each for each in arguments)]
+
+
+def _check_places(config: Config) -> None:
+    uri = config.tracking.uri
+    if uri.startswith("sqlite:///") and not uri.startswith("sqlite:////"):
+        raise ConfigError(
+            f"tracking.uri: {uri} would be lost with the job's folder; give a server, http://HOST:5000, or a file that "
+            "stays, sqlite:////shared/mlflow.db"
+        )
+    for section in ("algorithm", "client", "server", "model"):
+        named = getattr(config, section)
+        path = Path(named.name.rpartition(":")[0]) if named is not None and ".py:" in named.name else None
+        if path is not None and (path.is_absolute() or ".." in path.parts):
+            raise ConfigError(f"{section}: {path} does not travel; put it into --working-dir and name it from there")
+
+
+def _seen_from(working_dir: Path, source: str) -> str:
+    path = (working_dir / source).resolve()
+    if not path.is_file():
+        return source  # the name of a shipped one
+    try:
+        return str(path.relative_to(working_dir.resolve()))
+    except ValueError:
+        raise ConfigError(f"{source}: lies outside of --working-dir {working_dir}, so it would not travel") from None
+
+
+@contextmanager
+def _inside(folder: Path) -> Iterator[None]:
+    """With this as the current directory, as it will be in the job."""
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(before)
+
+
+def check_versions() -> None:
+    """In a job: raises ConfigError if it was sent off by another raysim or Python."""
+    said = os.environ.get(EXPECTED)
+    if not said:
+        return
+    expected = json.loads(said)
+    here = {"raysim": raysim.__version__, "python": list(platform.python_version_tuple()[:2])}
+    if odd := [name for name, value in expected.items() if here[name] != value]:
+        raise ConfigError(
+            f"submit: this job was sent off by {odd[0]} {_dotted(expected[odd[0]])}, the cluster has "
+            f"{_dotted(here[odd[0]])}; install the same on both"
+        )
+
+
+def _dotted(version: Any) -> str:
+    return version if isinstance(version, str) else ".".join(version)
