@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -71,7 +72,7 @@ class Nodes:
         port, dashboard, client = free_ports(3)
         self.address, self.dashboard = f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard}"
         head = ["--head", f"--port={port}", f"--dashboard-port={dashboard}", f"--ray-client-server-port={client}"]
-        self._node(*head, "--dashboard-host=127.0.0.1", f"--temp-dir={self.folder}/ray")
+        self._node(*head, "--dashboard-host=127.0.0.1")
         until(self._up, 120, (self.folder / "nodes.txt").read_text())
         for _ in range(2):
             self._node(f"--address={self.address}")
@@ -80,6 +81,7 @@ class Nodes:
         agent, grpc, environment, metrics = free_ports(4)
         ports = [f"--dashboard-agent-listen-port={agent}", f"--dashboard-agent-grpc-port={grpc}"]
         ports += [f"--runtime-env-agent-port={environment}", f"--metrics-export-port={metrics}"]
+        ports += [f"--temp-dir={self.folder}/{len(self.processes)}"]  # each removes what it does not need itself
         ray = Path(sys.executable).with_name("ray")
         with (self.folder / "nodes.txt").open("a") as said:
             self.processes.append(
@@ -98,12 +100,8 @@ class Nodes:
 
     def stop(self) -> None:
         for process in self.processes:
-            os.killpg(process.pid, signal.SIGTERM)
-        for process in self.processes:
-            try:
-                process.wait(30)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait(30)
 
 
 @pytest.fixture(scope="module")
@@ -116,6 +114,7 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
         yield made
     finally:
         made.stop()
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture(scope="module")
