@@ -3,8 +3,8 @@
     python tests/benchmarks/gradma_cost.py [--models tinynn lenet5] [--repeats 5]
 
 Random images; 10 of 100 clients, five steps of 64, inline, on one core but for the server's inner products (both). The
-memory has a row for every client, and is nearly full before the clock starts. Methods take turns; prints medians and ratios,
-asserts none.
+memory has a row for every client, and is nearly full before the clock starts. Methods take turns; prints medians and
+ratios, asserts none.
 """
 
 from __future__ import annotations
