@@ -56,8 +56,13 @@ def _refuse_switches(raw: Mapping[str, Any], models: Sequence[type[BaseModel]], 
         fields = [m.model_fields[key] for m in models if key in m.model_fields]
         inner = [a for field in fields for a in flatten(field.annotation)]
         if isinstance(value, bool) and fields and bool not in inner:
+            sections = [a for a in inner if _is_section(a)]
+            names = dict.fromkeys(name for section in sections for name in section.model_fields)
+            known = ", ".join(f"{above}{key}.{name}" for name in names)
             raise ConfigError(
-                f"{above}{key}: {str(value).lower()} is neither an integer nor another number, nor a word"
+                f"{above}{key}: {str(value).lower()} is no section; give some of {known}, or null to leave it out"
+                if sections
+                else f"{above}{key}: {str(value).lower()} is neither an integer nor another number, nor a word"
             )
         if isinstance(value, Mapping) and (sections := [m for m in inner if _is_section(m)]):
             _refuse_switches(value, sections, f"{above}{key}.")

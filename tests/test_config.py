@@ -160,6 +160,12 @@ def test_overrides_go_deep_and_keep_what_lies_beside():
     assert merged["data"] == {"name": "digits", "root": "/x"}
 
 
+@pytest.mark.parametrize("key", ["privacy", "observe", "evaluate.forgetting", "checkpoint"])
+def test_a_section_is_no_switch(key):
+    with pytest.raises(ConfigError, match=rf"{key}: true is no section; give some of {key}\.\w+, .*null"):
+        prepare("quickstart", {key: True})
+
+
 @pytest.mark.parametrize("section", ["data", "partition", "model", "algorithm", "client", "server", "schedule"])
 def test_a_name_is_short_for_its_section(section):
     long = layers({section: {"name": "one", "x": 1}}, f"{section}.name=one", f"{section}.y=2")
