@@ -31,7 +31,7 @@ from raysim.models import Model, make_net
 from raysim.numerics.sums import LIMIT, BlockSum, FixedSum
 from raysim.pooled import Pool
 from raysim.randomness import generator
-from raysim.rules import ClientRule, Report, ServerRule, State, sums, with_mode
+from raysim.rules import PLAIN_STEP, ClientRule, Report, ServerRule, State, overridden, sums, with_mode
 from raysim.task import Batch, Facts, LocalData, LoopTask, Task, VmapTask
 
 logger = logging.getLogger("raysim")
@@ -157,8 +157,7 @@ class Trainer:
         self.decayed = model.decayed() if config.local.weight_decay else None
         self.loop = LoopTask(model, Facts(), fused=mode == "fused")
         self.upload_dtype: torch.dtype | None = getattr(torch, config.local.upload_dtype or "", None)
-        self.plain = not config.local.clip and self.decayed is None and config.privacy is None
-        """Whether nothing comes between a gradient and its step."""
+        self.plain = config.takes_bare_gradients and not overridden(client, PLAIN_STEP)
         self.channels_last = model.convolutional and model.device.type == "cpu" and mode != "vmap"
 
     def train(self, downs: Mapping[int, Broadcast], blocks: list[Block]) -> Outcome:
@@ -187,14 +186,13 @@ class Trainer:
         return [self._loop_one(self.rule.at(job.base), downs[job.base], job) for job in block.jobs]
 
     def _loop_one(self, rule: ClientRule, down: Broadcast, job: Job) -> _Trained:
-        task, shared, in_place = self.loop, down.shared, type(rule).step is ClientRule.step
-        plain = in_place and type(rule).direction is ClientRule.direction and self.plain
+        task, shared, in_place = self.loop, down.shared, not overridden(rule, ["step"])
         try:
             here = self.arrive(rule, down, job)
             state, w = here.state, here.state["w"]
             for passes, batch in enumerate(self.batches(job, here.mine)):
                 batch = replace(batch, made=here.made[passes % len(here.made)]) if here.made else batch
-                if plain:
+                if self.plain:
                     task.descend_plainly(batch)
                 elif in_place:
                     task.descend_in_place(w, rule.direction(shared, state, batch, task))

@@ -552,6 +552,11 @@ class Config(Section):
         "tracking",
     )
 
+    @property
+    def takes_bare_gradients(self) -> bool:
+        """Whether nothing comes between a client's gradient and its step."""
+        return not (self.local.clip or self.local.weight_decay or self.privacy)
+
     def identity(self) -> dict[str, Any]:
         """The part of the configuration that determines the parameters after each round."""
         whole = self.model_dump(mode="json", exclude=set(self._NOT_THE_RESULT))

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from raysim.config import Config
 from raysim.models import Bound, Model, note_features
 from raysim.randomness import generator
-from raysim.rules import ClientRule
+from raysim.rules import PLAIN_STEP, ClientRule, overridden
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Dense:
                     loss = F.cross_entropy(bound.forward(x, "train", buffers, tuple(drop)), y)
                     parts = torch.autograd.grad(loss, bound.parameters, materialize_grads=True)
                     bound.flat.sub_(torch.cat([part.reshape(-1) for part in parts]))
-            except Exception:
+            except Exception:  # whatever is wrong with it, autograd's way will say so in training, or do without
                 return False
             ends.append(bound.flat.clone())
         bound.frame.features = None
@@ -131,9 +131,9 @@ def _hooks(module: nn.Module) -> list:
 
 def why_not_fused(config: Config, client: ClientRule, model: Model) -> str | None:
     """None if clients' steps can be fused, else the reason."""
-    if own := [name for name in ("step", "direction") if getattr(type(client), name) is not getattr(ClientRule, name)]:
+    if own := overridden(client, PLAIN_STEP):
         return f"client rule '{client.name}' has a {own[0]} of its own"
-    if config.local.clip or config.local.weight_decay or config.privacy:
+    if not config.takes_bare_gradients:
         return "each client's gradient is changed before its step"
     if Dense.of(Bound(model)) is None:
         return f"model '{config.model.name}' does not end in fully connected layers of its own"

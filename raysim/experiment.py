@@ -12,6 +12,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -375,22 +376,25 @@ def make_run_dir(plan: Plan) -> Path:
                 f"run_dir: {path} already holds a run{end}; `raysim resume {path}{more}` goes on with it, or choose "
                 "another folder"
             )
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"run_dir: {path} cannot be made: {error.strerror}; choose another folder") from None
+        _make(path, exist_ok=True)
         return path
     stem = _stem(plan)
     for number in range(1, 10_000):
         path = stem if number == 1 else stem.with_name(f"{stem.name}-{number}")
-        try:
-            path.mkdir(parents=True)
-            return path
-        except FileExistsError:
-            continue
-        except OSError as error:
-            raise ConfigError(f"run_dir: {path} cannot be made: {error.strerror}; choose another folder") from None
+        if not path.exists():
+            with suppress(FileExistsError):  # somebody was quicker
+                _make(path)
+                return path
     raise ConfigError(f"run_dir: {stem} and its numbered followers are all taken; give run_dir")
+
+
+def _make(path: Path, exist_ok: bool = False) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=exist_ok)
+    except OSError as error:
+        if isinstance(error, FileExistsError) and not exist_ok:
+            raise
+        raise ConfigError(f"run_dir: {path} cannot be made: {error.strerror}; choose another folder") from None
 
 
 def _write_config(plan: Plan, run_dir: Path) -> None:

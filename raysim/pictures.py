@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -13,8 +14,10 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from raysim.report import Curve, by_size
 from raysim.schedule import Turn
+
+if TYPE_CHECKING:
+    from raysim.report import Curve
 
 LANES = 40
 """Clients whose tasks are drawn on the clock."""
@@ -72,16 +75,24 @@ def curves(found: Sequence[Curve], metric: str, spent: str, path: Path) -> None:
     figure.savefig(path, format="png")
 
 
-def heatmap(cells: Mapping[tuple[str, str], float], x: str, y: str, metric: str, path: Path) -> None:
+def heatmap(
+    columns: Sequence[str],
+    lines: Sequence[str],
+    cells: Mapping[tuple[str, str], float],
+    x: str,
+    y: str,
+    metric: str,
+    path: Path,
+) -> None:
     """A value for each pair of two parameters' values, as one PNG.
 
     Args:
+        columns, lines: the values of x and y, in order.
         cells: (x's value, y's value) and the metric; what is missing stays white.
         x, y: the parameters' names.
         metric: what the cells hold; shares of one are shown in percent.
         path: the file to write; its folder must exist.
     """
-    columns, lines = (sorted({pair[i] for pair in cells}, key=by_size) for i in (0, 1))
     scale = 100 if metric.endswith("accuracy") else 1
     values = np.array([[scale * cells.get((c, r), np.nan) for c in columns] for r in lines])
     figure = Figure(figsize=(2 + 0.8 * len(columns), 1.5 + 0.6 * len(lines)), dpi=120, layout="constrained")

@@ -19,12 +19,12 @@ from torch.nn import functional as F
 from raysim.config import Config
 from raysim.models import Bound, Model
 from raysim.randomness import generator
-from raysim.rules import ClientRule, ServerRule
+from raysim.rules import PLAIN_STEP, ClientRule, ServerRule, overridden
 
 AT_ONCE = 1024
 """Examples in one pass."""
 
-PLAIN = ("step", "direction", "init", "finish", "make", "state", "masks")
+PLAIN = (*PLAIN_STEP, "init", "finish", "make", "state", "masks")
 """What a client rule must leave as it is."""
 
 
@@ -63,13 +63,13 @@ def gradient(bound: Bound, pool: Pool) -> tuple[Tensor, list[float]]:
 def why_not_pooled(config: Config, client: ClientRule, server: ServerRule, model: Model) -> str | None:
     """None if a block's clients can be trained as one, else the reason."""
     local = config.local
-    if own := [name for name in PLAIN if getattr(type(client), name) is not getattr(ClientRule, name)]:
+    if own := overridden(client, PLAIN):
         return f"client rule '{client.name}' has a {own[0]} of its own"
     if local.steps != 1 and not (local.epochs == 1 and local.batch == "full"):
         return "clients make more than one step"
     if dict(server.uploads) != {"delta": "mean"}:
         return f"server rule '{server.name}' takes more than the mean of delta"
-    if local.clip or local.weight_decay or config.privacy or local.upload_dtype:
+    if not config.takes_bare_gradients or local.upload_dtype:
         return "each client's gradient is changed before its step, or what it sends after it"
     if config.observe or config.evaluate.forgetting:
         return "what each client does is looked at"

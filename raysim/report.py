@@ -139,7 +139,7 @@ def grouped(
         ({key: value for key, value in zip(keys, values, strict=True) if value is not None}, members)
         for values, members in groups.items()
     ]
-    return sorted(named, key=lambda each: [by_size(each[0].get(key)) for key in keys])
+    return sorted(named, key=lambda each: [_by_size(each[0].get(key)) for key in keys])
 
 
 @dataclass(frozen=True)
@@ -165,6 +165,23 @@ def curves(
         label = ", ".join(v if short(k) in NAMED else f"{k} {v}" for k, v in named.items()) or "all"
         found.append(Curve(label, spent, [figure for figure in figures if figure]))
     return found
+
+
+def grid(
+    runs: Sequence[Run], x: str, y: str, metric: str = "accuracy", say: Callable[[str], None] = lambda line: None
+) -> tuple[list[str], list[str], dict[tuple[str, str], float]]:
+    """The values of two parameters, by size, and the mean best of the runs with each pair of them.
+
+    Raises:
+        ConfigError: a parameter is not there, or no run has both.
+    """
+    found = rows(runs, metric, group=[x, y], say=say)
+    pairs = [(tuple(row.parameters.values()), row.best.mean) for row in found]
+    cells = {(values[0], values[1]): best for values, best in pairs if len(values) == 2}
+    if not cells:
+        raise ConfigError(f"report: no run has both {x} and {y}")
+    columns, lines = (sorted({pair[i] for pair in cells}, key=_by_size) for i in (0, 1))
+    return columns, lines, cells
 
 
 def fraction_of(runs: Sequence[Run], reference: str, share: float, metric: str = "accuracy") -> float:
@@ -246,7 +263,7 @@ def _resolved(runs: Sequence[Run], keys: Iterable[str], option: str) -> list[str
     return found
 
 
-def by_size(text: str | None) -> tuple:
+def _by_size(text: str | None) -> tuple:
     """Numbers by size, then text."""
     try:
         return (0, float(text or ""), "")

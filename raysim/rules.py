@@ -279,6 +279,15 @@ def normalised(weights: Iterable[float]) -> list[float]:
     return [w / total for w in weights]
 
 
+def overridden(rule: ClientRule, names: Iterable[str]) -> list[str]:
+    """Which of these a rule has of its own, instead of what `ClientRule` does."""
+    return [name for name in names if getattr(type(rule), name) is not getattr(ClientRule, name)]
+
+
+PLAIN_STEP = ("step", "direction")
+"""A rule without these of its own makes steps of plain SGD."""
+
+
 def sums(uploads: Uploads) -> list[tuple[Mode, str]]:
     """The sums that a server rule's `uploads` amount to, as (mode, key) with mode mean, sum or change."""
     found: dict[tuple[Mode, str], None] = {}

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from test_battery import BAD, poisoned, without
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -387,7 +388,6 @@ def test_steps_by_hand_do_not_disturb_other_clients():
 
 SIZES = [20, 1, 9, 0, 14, 2, 7, 17]
 """Beside batches of 6: whole and partial ones; one sample, two, none."""
-BAD = 4
 """The client that is made to fail."""
 
 NETS = """
@@ -828,20 +828,6 @@ def test_examples_that_meet_in_the_net_are_never_pooled_silently(how, zero, engi
 
 
 # -- who is at fault
-
-
-def poisoned(plan: Plan) -> Plan:
-    """The plan, with images of client `BAD` whose first pixel is 255 / 16; digits end at 1."""
-    x = plan.dataset.x.copy()
-    assert not x[:, 0, 0, 0].any()
-    x[plan.clients.client(BAD), 0, 0, 0] = 255
-    return replace(plan, dataset=replace(plan.dataset, x=x))
-
-
-def without(engine: Engine) -> None:
-    """Leaves client `BAD` out of every cohort."""
-    cohort = engine.schedule.cohort
-    engine.schedule.cohort = lambda t: [i for i in cohort(t) if i != BAD]
 
 
 FAULTS = {"inf": {}, "raises": {"raises": True}}

@@ -6,9 +6,9 @@ Exit codes: 0 done, 1 a run that failed, 2 a mistake in what was given, 130 and 
 from __future__ import annotations
 
 import logging
-import os
 import sys
 
+from raysim import versions
 from raysim.cli.base import app
 from raysim.errors import RaysimError
 from raysim.signals import leave_at_once
@@ -21,10 +21,7 @@ def main() -> None:
     """One command."""
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
     try:
-        if os.environ.get("RAYSIM_EXPECTED"):
-            from raysim.submit import check_versions
-
-            check_versions()
+        versions.check()
         app()
     except RaysimError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -31,7 +31,7 @@ def submit(
     """Send a command to a Ray cluster, as a job: raysim submit --wait -- run my.yaml rounds=100."""
     from raysim.submit import Cluster, checked
 
-    checked(command, working_dir)
+    command = checked(command, working_dir)
     cluster = Cluster(address)
     job = cluster.submit(command, working_dir)
     print(f"job {job.id}  (raysim job logs {job.id}, raysim job stop {job.id})", file=sys.stderr)

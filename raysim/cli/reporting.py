@@ -83,12 +83,8 @@ def report_heatmap(
     """The best of runs over two of their parameters, mean over seeds, as a picture."""
     from raysim import pictures, report
 
-    rows = report.rows(report.finished_runs(runs, uri, metric, _aside), metric, group=[x, y], say=_aside)
-    pairs = [(list(row.parameters.values()), row.best.mean) for row in rows]
-    cells = {(values[0], values[1]): best for values, best in pairs if len(values) == 2}
-    if not cells:
-        raise ConfigError(f"report: no run has both {x} and {y}")
-    _write(out, lambda: pictures.heatmap(cells, x, y, metric, out))
+    columns, lines, cells = report.grid(report.finished_runs(runs, uri, metric, _aside), x, y, metric, _aside)
+    _write(out, lambda: pictures.heatmap(columns, lines, cells, x, y, metric, out))
     print(f"{len(cells)} values in {out}")
 
 

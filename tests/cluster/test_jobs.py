@@ -22,6 +22,7 @@ from faults.server import Server
 
 import raysim
 from raysim.errors import ConfigError
+from raysim.experiment import resume
 from raysim.submit import checked
 
 TOKEN = "0123456789" * 4
@@ -197,6 +198,27 @@ def test_a_job_that_fails_says_why_and_its_exit_code_comes_back(nodes, server, t
         *submit, "run", "mine.yaml", "data.root=/nowhere", "data=mnist", cwd=tmp_path, **nodes.environment
     )
     assert code == 2 and "/nowhere" in said, said
+
+
+def test_a_job_that_is_stopped_keeps_what_is_done(nodes, server, tmp_path):
+    run = tmp_path / "run"
+    written(tmp_path, uri=server.uri, algorithm="fedavg", rounds=100_000, checkpoint={"every": 1_000_000})
+    place = ("--address", nodes.dashboard)
+    code, said = call("submit", *place, "--", "run", "mine.yaml", f"run_dir={run}", cwd=tmp_path, **nodes.environment)
+    assert code == 0, said
+    number = re.search(r"job (\S+)", said)[1]  # type: ignore[index]
+    until(lambda: b'"step": 3,' in spool(run), 120, "no round is done")
+    code, said = call("job", "stop", number, *place, cwd=tmp_path, **nodes.environment)
+    assert code == 0, said
+    code, said = call("job", "logs", number, *place, cwd=tmp_path, **nodes.environment)
+    assert code != 0 and "what was done is kept" in said and "has stopped" in said, said
+    done = int(re.findall(r"goes on from round (\d+)", said)[0])
+    assert resume(run, {"rounds": done + 1, "resources.executor": "inline"}).rounds == done + 1 > 3
+
+
+def spool(run: Path) -> bytes:
+    path = run / "spool.jsonl"
+    return path.read_bytes() if path.exists() else b""
 
 
 def test_who_may_not_or_asks_for_nothing(nodes, tmp_path):
