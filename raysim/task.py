@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from raysim.chain import Chain, Gradient, by_autograd
 from raysim.config import Privacy
-from raysim.dense import Dense
 from raysim.models import Bound, Mode, Model
 from raysim.privacy import clipped_sum, in_parts
 from raysim.randomness import generator
@@ -277,10 +277,11 @@ class LoopTask(Task):
     """One client at a time, on nets bound to flat vectors: one for the parameters in training, a few for others, of
     which those that `net` has given out are constants."""
 
-    def __init__(self, model: Model, facts: Facts, fused: bool = False):
+    def __init__(self, model: Model, facts: Facts, chained: bool = False):
+        """`chained`: the model `chain.agrees`, so that its gradients need no autograd."""
         super().__init__(model, facts)
-        self.trained = Bound(model)
-        self.dense = Dense.of(self.trained) if fused else None
+        self.chained, self.trained = chained, Bound(model)
+        self.gradient = self._way(self.trained)
         self.others: list[_Held] = []
         self.constants: list[_Held] = []
 
@@ -308,20 +309,27 @@ class LoopTask(Task):
 
     def descend_plainly(self, batch: Batch) -> None:
         """`descend_in_place` along the gradient of the cross-entropy, unclipped and without decay: the same bits, but
-        the gradient is never put together to one vector. Fused, it is the same but for rounding."""
-        bound = self.trained
-        if self.dense is not None:
-            loss = self.dense.step(batch.x, batch.y, self.lr, self.buffers, batch.drop)
-        else:
-            loss = F.cross_entropy(bound.forward(batch.x, "train", self.buffers, batch.drop), batch.y)
-            parts = torch.autograd.grad(loss, bound.parameters, materialize_grads=True)
-            torch._foreach_add_(bound.views, parts, alpha=-self.lr)  # pyright: ignore[reportPrivateImportUsage]
-            loss, bound.frame.features = loss.detach(), None
+        the gradient is never put together to one vector."""
+        loss, parts = self.gradient(batch.x, batch.y, "train", self.buffers, batch.drop)
+        torch._foreach_add_(self.trained.views, parts, alpha=-self.lr)  # pyright: ignore[reportPrivateImportUsage]
         self.losses.append(loss)
 
+    def _way(self, bound: Bound) -> Gradient:
+        """How the gradient of a bound net's mean cross-entropy is found."""
+        return Chain(bound).gradient if self.chained else by_autograd(bound)
+
     def _grad(self, w: Tensor, batch: Batch, loss: Loss, mode: Mode, buffers: Tensor | None) -> Tensor:
-        bound = self.trained if w is self.trained.flat else self._held(w, self.others).bound
-        net = self._net(bound, batch, mode, self.buffers if mode == "train" else buffers)
+        bound, statistics = self.trained, self.buffers if mode == "train" else buffers
+        way = self.gradient
+        if w is not bound.flat:
+            held = self._held(w, self.others)
+            bound, way = held.bound, held.gradient
+        if loss is cross_entropy and not batch.y.is_floating_point():
+            value, parts = way(batch.x, batch.y, mode, statistics, batch.drop)
+            if mode == "train":
+                self.losses.append(value)
+            return torch.cat([p.reshape(-1) for p in parts])
+        net = self._net(bound, batch, mode, statistics)
         value = loss(net, batch).mean()
         parts = torch.autograd.grad(value, bound.parameters, materialize_grads=True)
         if mode == "train":
@@ -357,13 +365,16 @@ class LoopTask(Task):
         held = next((h for h in pool if h.w is w and h.version == w._version), None)
         if held is None:
             free = [h for h in pool if not h.given_to]
-            held = free[0] if len(pool) >= HELD and free else _Held(Bound(self.model))
+            held = free[0] if len(pool) >= HELD and free else self._hold(Bound(self.model))
             held.bound.flat.copy_(w)
             held.w, held.version = w, w._version
             if pool is self.constants:
                 held.bound.module.requires_grad_(False)
         pool[:] = [h for h in pool if h is not held] + [held]
         return held
+
+    def _hold(self, bound: Bound) -> _Held:
+        return _Held(bound, self._way(bound))
 
 
 HELD = 3
@@ -375,6 +386,7 @@ class _Held:
     """A net at w. Keeping w itself makes sure that no other vector takes its identity."""
 
     bound: Bound
+    gradient: Gradient
     w: Tensor | None = None
     version: int = -1
     given_to: weakref.WeakSet[Net] = field(default_factory=weakref.WeakSet)
