@@ -8,7 +8,7 @@ they are not, on the device at hand, keeps to autograd (`agrees`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from itertools import groupby, pairwise
 from typing import Any
 
@@ -24,25 +24,16 @@ aten = torch.ops.aten
 LARGEST = 2_000_000
 """Parameters up to which autograd's own work shows beside the kernels'."""
 
-Gradient = Callable[
-    [Tensor, Tensor, Mode, Tensor | None, tuple[Tensor, ...]],
-    tuple[Tensor, list[Tensor]],
-]
-"""From images x [B, C, H, W], labels y [B], how BatchNorm and Dropout are to behave, statistics and masks: the mean
-cross-entropy, and its gradient, tensor by tensor."""
-
-Gradients = tuple[Tensor | None, Sequence[Tensor]]
-"""That of a link's input (None where it was not asked for), and those of its parameters, in their order."""
-
-Back = Callable[[Tensor, bool], Gradients]
-"""From the gradient of a link's output, which it may overwrite; and whether that of its input is wanted."""
+Back = Callable[[Tensor, bool, list[Tensor]], Tensor | None]
+"""From the gradient of a link's output, which it may overwrite, to that of its input, if it is wanted; those of its
+parameters it writes into the tensors given."""
 
 Link = Callable[[Tensor], tuple[Tensor, Back]]
 """From an input, which it leaves as it is, to the output and the way back."""
 
 
 class Chain:
-    """A bound net as links; None of it (`links` is empty) where the net is not a chain."""
+    """A bound net as links; none of them (`links` is empty) where the net is not a chain."""
 
     def __init__(self, bound: Bound):
         self.bound = bound
@@ -50,15 +41,22 @@ class Chain:
         own = [p for leaf in leaves for p in leaf.parameters()]
         known = sum(_kind(leaf) is not None for leaf in leaves)
         in_order = list(map(id, own)) == list(map(id, bound.parameters))  # none is frozen, shared or left out
-        self.links = _links(leaves) if known > len(leaves) / 2 and in_order else []
+        self.links = list(_links(leaves)) if known > len(leaves) / 2 and in_order else []
 
     def gradient(
-        self, x: Tensor, y: Tensor, mode: Mode, buffers: Tensor | None, drop: tuple[Tensor, ...]
-    ) -> tuple[Tensor, list[Tensor]]:
-        """A `Gradient`."""
+        self,
+        x: Tensor,
+        y: Tensor,
+        mode: Mode,
+        buffers: Tensor | None,
+        drop: tuple[Tensor, ...],
+        out: list[Tensor],
+    ) -> Tensor:
+        """The mean cross-entropy of labels y [B] on images x [B, C, H, W]; its gradient goes into `out`, which has
+        a tensor for each parameter."""
         self.bound.tell(mode, buffers, drop)
         backs = []
-        for link in self.links:
+        for link, _ in self.links:
             x, back = link(x)
             backs.append(back)
         self.bound.frame.features = None
@@ -66,14 +64,14 @@ class Chain:
         loss, weight = aten.nll_loss_forward.default(log_p, y, None, 1, -100)
         g = aten.nll_loss_backward.default(torch.ones_like(loss), log_p, y, None, 1, -100, weight)
         g = aten._log_softmax_backward_data.default(g, log_p, 1, log_p.dtype)
-        parts: list[Tensor] = []
+        end = len(out)
         for i in reversed(range(len(backs))):
-            below, own = backs[i](g, i > 0)
-            parts[:0] = own
-            if below is None:
+            start = end - self.links[i][1]
+            g = backs[i](g, start > 0, out[start:end])
+            if g is None:
                 break
-            g = below
-        return loss, parts
+            end = start
+        return loss
 
 
 def agrees(model: Model) -> bool:
@@ -95,31 +93,25 @@ def agrees(model: Model) -> bool:
         x, y = random(3, *model.shape), torch.arange(3, device=model.device) % model.classes
         x = x.contiguous(memory_format=torch.channels_last) if model.convolutional else x
         drop = tuple(random(3, *shape) for shape, _ in model.dropouts)
-        ways = []
-        for way in (chain.gradient, by_autograd(bound)):
-            buffers = model.initial()[1]
-            try:
-                _, parts = way(x, y, mode, buffers, drop)
-            except Exception:  # whatever is wrong with it, autograd's way will say so in training, or do without
-                return False
-            ways.append([*parts, buffers])
-        if not all(map(torch.equal, *ways)):
+        buffers, again, out = model.initial()[1], model.initial()[1], torch.full_like(bound.flat, torch.nan)
+        try:
+            chain.gradient(x, y, mode, buffers, drop, list(model.views(out).values()))
+            _, parts = by_autograd(bound, x, y, mode, again, drop)
+        except Exception:  # whatever is wrong with it, autograd's way will say so in training, or do without
+            return False
+        if not (torch.equal(out, torch.cat([p.reshape(-1) for p in parts])) and torch.equal(buffers, again)):
             return False
     return True
 
 
-def by_autograd(bound: Bound) -> Gradient:
-    """The same for any net."""
-
-    def gradient(
-        x: Tensor, y: Tensor, mode: Mode, buffers: Tensor | None, drop: tuple[Tensor, ...]
-    ) -> tuple[Tensor, list[Tensor]]:
-        loss = F.cross_entropy(bound.forward(x, mode, buffers, drop), y)
-        parts = torch.autograd.grad(loss, bound.parameters, materialize_grads=True)
-        bound.frame.features = None
-        return loss.detach(), list(parts)
-
-    return gradient
+def by_autograd(
+    bound: Bound, x: Tensor, y: Tensor, mode: Mode, buffers: Tensor | None, drop: tuple[Tensor, ...]
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The same for any net, in tensors of its own."""
+    loss = F.cross_entropy(bound.forward(x, mode, buffers, drop), y)
+    parts = torch.autograd.grad(loss, bound.parameters, materialize_grads=True)
+    bound.frame.features = None
+    return loss.detach(), parts
 
 
 # -- links -------------------------------------------------------------------------------------------------------------
@@ -134,7 +126,7 @@ def _leaves(module: nn.Module) -> Iterator[nn.Module]:
         yield module
 
 
-def _kind(leaf: nn.Module) -> Callable[..., Link] | None:
+def _kind(leaf: nn.Module) -> Callable[[Any], Link] | None:
     """How the link of this module is made, if it is one that is known here."""
     odd = isinstance(leaf, nn.Conv2d) and (leaf.padding_mode != "zeros" or isinstance(leaf.padding, str))
     odd = odd or (isinstance(leaf, nn.MaxPool2d) and leaf.return_indices)
@@ -146,17 +138,17 @@ def _hooks(module: nn.Module) -> list:
     return [hook for hooks in found for hook in hooks.values() if hook is not note_features]
 
 
-def _links(leaves: list[nn.Module]) -> list[Link]:
-    """Max-pooling goes before the ReLU that it follows: the same numbers, and less work."""
+def _links(leaves: list[nn.Module]) -> Iterator[tuple[Link, int]]:
+    """The links, and how many parameters each has."""
     leaves = list(leaves)
     for i, (leaf, following) in enumerate(pairwise(leaves)):
-        if _kind(leaf) is _relu and _kind(following) is _max_pool:
+        if _kind(leaf) is _relu and _kind(following) is _max_pool:  # the same numbers the other way round, for less
             leaves[i : i + 2] = [following, leaf]
-    links: list[Link] = []
     for unknown, some in groupby(leaves, key=lambda leaf: _kind(leaf) is None):
         group = list(some)
-        links += [_by_itself(group)] if unknown else [KINDS[type(leaf)](leaf) for leaf in group]
-    return links
+        for modules in [group] if unknown else [[leaf] for leaf in group]:
+            link = _by_itself(modules) if unknown else KINDS[type(modules[0])](modules[0])
+            yield link, sum(1 for module in modules for _ in module.parameters())
 
 
 def _by_itself(modules: list[nn.Module]) -> Link:
@@ -168,23 +160,32 @@ def _by_itself(modules: list[nn.Module]) -> Link:
         for module in modules:
             top = module(top)
 
-        def back(g: Tensor, further: bool) -> Gradients:
+        def back(g: Tensor, further: bool, out: list[Tensor]) -> Tensor | None:
             wanted = [*parameters, *([bottom] if further else [])]
             found = list(torch.autograd.grad(top, wanted, g, materialize_grads=True)) if wanted else []
-            return (found.pop() if further else None), found
+            below = found.pop() if further else None
+            _put(out, found)
+            return below
 
         return top.detach(), back
 
     return link
 
 
+def _put(out: list[Tensor], found: Iterable[Tensor]) -> None:
+    for place, value in zip(out, found, strict=True):
+        place.copy_(value)
+
+
 def _linear(layer: nn.Linear) -> Link:
     weight, bias = layer.weight.data, None if layer.bias is None else layer.bias.data
 
     def link(x: Tensor) -> tuple[Tensor, Back]:
-        def back(g: Tensor, further: bool) -> Gradients:
-            own = [g.t().mm(x)] if bias is None else [g.t().mm(x), g.sum(0)]
-            return (g.mm(weight) if further else None), own
+        def back(g: Tensor, further: bool, out: list[Tensor]) -> Tensor | None:
+            torch.mm(g.t(), x, out=out[0])
+            if bias is not None:
+                torch.sum(g, 0, out=out[1])
+            return g.mm(weight) if further else None
 
         return x.mm(weight.t()) if bias is None else torch.addmm(bias, x, weight.t()), back
 
@@ -197,10 +198,11 @@ def _convolution(layer: nn.Conv2d) -> Link:
     how: tuple[Any, ...] = (layer.stride, layer.padding, layer.dilation, False, (0, 0), layer.groups)
 
     def link(x: Tensor) -> tuple[Tensor, Back]:
-        def back(g: Tensor, further: bool) -> Gradients:
+        def back(g: Tensor, further: bool, out: list[Tensor]) -> Tensor | None:
             wanted = (further, True, bias is not None)
             below, *own = aten.convolution_backward.default(g, x, weight, sizes, *how, wanted)
-            return below, own[: 1 + wanted[2]]
+            _put(out, own[: len(out)])
+            return below
 
         return aten.convolution.default(x, weight, bias, *how), back
 
@@ -218,33 +220,34 @@ def _batch_norm(layer: KeyedBatchNorm) -> Link:
         if how is None:
             return alone(x)
         mean, var, here, momentum = how
-        out, *saved = aten.native_batch_norm.default(x, weight, bias, mean, var, here, momentum, layer.eps)
+        normalised, *saved = aten.native_batch_norm.default(x, weight, bias, mean, var, here, momentum, layer.eps)
 
-        def back(g: Tensor, further: bool) -> Gradients:
-            wanted = (further, True, True)
+        def back(g: Tensor, further: bool, out: list[Tensor]) -> Tensor | None:
             below, *own = aten.native_batch_norm_backward.default(
-                g, x, weight, mean, var, *saved, here, layer.eps, wanted
+                g, x, weight, mean, var, *saved, here, layer.eps, (further, True, True)
             )
-            return below, own
+            _put(out, own)
+            return below
 
-        return out, back
+        return normalised, back
 
     return link
 
 
 def _dropout(layer: KeyedDropout) -> Link:
     def link(x: Tensor) -> tuple[Tensor, Back]:
-        if (mask := layer.mask()) is None:
-            return x, lambda g, further: (g, [])
-        return x * mask, lambda g, further: (g * mask, [])
+        mask = layer.mask()
+        if mask is None:
+            return x, lambda g, further, out: g
+        return x * mask, lambda g, further, out: g.mul_(mask)
 
     return link
 
 
 def _relu(layer: nn.ReLU) -> Link:
     def link(x: Tensor) -> tuple[Tensor, Back]:
-        out = torch.relu(x)
-        return out, lambda g, further: (aten.threshold_backward.default(g, out, 0) if further else None, [])
+        positive = torch.relu(x)
+        return positive, lambda g, further, out: aten.threshold_backward.grad_input(g, positive, 0, grad_input=g)
 
     return link
 
@@ -257,24 +260,20 @@ def _max_pool(layer: nn.MaxPool2d) -> Link:
     how.append(layer.ceil_mode)
 
     def link(x: Tensor) -> tuple[Tensor, Back]:
-        out, places = aten.max_pool2d_with_indices.default(x, *how)
-
-        def back(g: Tensor, further: bool) -> Gradients:
-            return (aten.max_pool2d_with_indices_backward.default(g, x, *how, places) if further else None), []
-
-        return out, back
+        largest, places = aten.max_pool2d_with_indices.default(x, *how)
+        return largest, lambda g, further, out: aten.max_pool2d_with_indices_backward.default(g, x, *how, places)
 
     return link
 
 
 def _flatten(layer: nn.Flatten) -> Link:
     def link(x: Tensor) -> tuple[Tensor, Back]:
-        return x.flatten(layer.start_dim, layer.end_dim), lambda g, further: (g.view(x.shape), [])
+        return x.flatten(layer.start_dim, layer.end_dim), lambda g, further, out: g.view(x.shape)
 
     return link
 
 
-KINDS: dict[type[nn.Module], Callable[..., Link]] = {
+KINDS: dict[type[nn.Module], Callable[[Any], Link]] = {
     nn.Linear: _linear,
     nn.Conv2d: _convolution,
     nn.MaxPool2d: _max_pool,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from raysim.chain import Chain, Gradient, by_autograd
+from raysim.chain import Chain, by_autograd
 from raysim.config import Privacy
 from raysim.models import Bound, Mode, Model
 from raysim.privacy import clipped_sum, in_parts
@@ -280,8 +280,9 @@ class LoopTask(Task):
     def __init__(self, model: Model, facts: Facts, chained: bool = False):
         """`chained`: the model `chain.agrees`, so that its gradients need no autograd."""
         super().__init__(model, facts)
-        self.chained, self.trained = chained, Bound(model)
-        self.gradient = self._way(self.trained)
+        self.trained = Bound(model)
+        self.chain = Chain(self.trained) if chained else None
+        self.slopes = list(model.views(self.zeros()).values()) if chained else []
         self.others: list[_Held] = []
         self.constants: list[_Held] = []
 
@@ -310,32 +311,33 @@ class LoopTask(Task):
     def descend_plainly(self, batch: Batch) -> None:
         """`descend_in_place` along the gradient of the cross-entropy, unclipped and without decay: the same bits, but
         the gradient is never put together to one vector."""
-        loss, parts = self.gradient(batch.x, batch.y, "train", self.buffers, batch.drop)
+        given = batch.x, batch.y, "train", self.buffers, batch.drop
+        if self.chain is not None:
+            loss, parts = self.chain.gradient(*given, self.slopes), self.slopes
+        else:
+            loss, parts = by_autograd(self.trained, *given)
         torch._foreach_add_(self.trained.views, parts, alpha=-self.lr)  # pyright: ignore[reportPrivateImportUsage]
         self.losses.append(loss)
 
-    def _way(self, bound: Bound) -> Gradient:
-        """How the gradient of a bound net's mean cross-entropy is found."""
-        return Chain(bound).gradient if self.chained else by_autograd(bound)
-
     def _grad(self, w: Tensor, batch: Batch, loss: Loss, mode: Mode, buffers: Tensor | None) -> Tensor:
-        bound, statistics = self.trained, self.buffers if mode == "train" else buffers
-        way = self.gradient
+        bound, chain, statistics = self.trained, self.chain, self.buffers if mode == "train" else buffers
         if w is not bound.flat:
             held = self._held(w, self.others)
-            bound, way = held.bound, held.gradient
-        if loss is cross_entropy and not batch.y.is_floating_point():
-            value, parts = way(batch.x, batch.y, mode, statistics, batch.drop)
-            if mode == "train":
-                self.losses.append(value)
-            return torch.cat([p.reshape(-1) for p in parts])
-        net = self._net(bound, batch, mode, statistics)
-        value = loss(net, batch).mean()
-        parts = torch.autograd.grad(value, bound.parameters, materialize_grads=True)
+            bound, chain = held.bound, held.chain
+        if chain is not None and loss is cross_entropy and not batch.y.is_floating_point():
+            slope = torch.empty_like(bound.flat)
+            plain = chain.gradient(
+                batch.x, batch.y, mode, statistics, batch.drop, list(self.model.views(slope).values())
+            )
+        else:
+            net = self._net(bound, batch, mode, statistics)
+            value = loss(net, batch).mean()
+            parts = torch.autograd.grad(value, bound.parameters, materialize_grads=True)
+            plain = value if loss is cross_entropy or mode != "train" else cross_entropy(net, batch).mean()
+            slope = torch.cat([p.reshape(-1) for p in parts])
         if mode == "train":
-            plain = value if loss is cross_entropy else cross_entropy(net, batch).mean()
             self.losses.append(plain.detach())
-        return torch.cat([p.reshape(-1) for p in parts])
+        return slope
 
     def input_grad(self, w: Tensor, batch: Batch, loss: Loss = cross_entropy, buffers: Tensor | None = None) -> Tensor:
         self._guard("input_grad")
@@ -365,16 +367,13 @@ class LoopTask(Task):
         held = next((h for h in pool if h.w is w and h.version == w._version), None)
         if held is None:
             free = [h for h in pool if not h.given_to]
-            held = free[0] if len(pool) >= HELD and free else self._hold(Bound(self.model))
+            held = free[0] if len(pool) >= HELD and free else _Held.of(self.model, self.chain)
             held.bound.flat.copy_(w)
             held.w, held.version = w, w._version
             if pool is self.constants:
                 held.bound.module.requires_grad_(False)
         pool[:] = [h for h in pool if h is not held] + [held]
         return held
-
-    def _hold(self, bound: Bound) -> _Held:
-        return _Held(bound, self._way(bound))
 
 
 HELD = 3
@@ -386,10 +385,15 @@ class _Held:
     """A net at w. Keeping w itself makes sure that no other vector takes its identity."""
 
     bound: Bound
-    gradient: Gradient
+    chain: Chain | None
     w: Tensor | None = None
     version: int = -1
     given_to: weakref.WeakSet[Net] = field(default_factory=weakref.WeakSet)
+
+    @classmethod
+    def of(cls, model: Model, like: Chain | None) -> _Held:
+        bound = Bound(model)
+        return cls(bound, None if like is None else Chain(bound))
 
 
 class VmapTask(Task):
