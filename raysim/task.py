@@ -283,6 +283,9 @@ class LoopTask(Task):
         self.trained = Bound(model)
         self.chain = Chain(self.trained) if chained else None
         self.slopes = list(model.views(self.zeros()).values()) if chained else []
+        self.first: tuple[Batch, Loss, Tensor] | None = None
+        """The gradient at x, where the vector in training begins, on the batch of the first step: at x itself it need
+        not be found again (GradMA asks for both)."""
         self.others: list[_Held] = []
         self.constants: list[_Held] = []
 
@@ -298,8 +301,10 @@ class LoopTask(Task):
         """Begins with the next client: returns the vector in training, which holds a copy of x."""
         self.facts, self.steps, self.losses, self.received = facts, steps, [], received
         self.buffers = (received if buffers is None else buffers).clone()
-        self._fresh = fresh
-        return self.trained.flat.copy_(x)
+        self._fresh, self.first = fresh, None
+        self.x, w = x, self.trained.flat.copy_(x)
+        self.unmoved = w._version
+        return w
 
     def fresh_model(self) -> tuple[Tensor, Tensor]:
         assert self._fresh is not None
@@ -321,6 +326,8 @@ class LoopTask(Task):
 
     def _grad(self, w: Tensor, batch: Batch, loss: Loss, mode: Mode, buffers: Tensor | None) -> Tensor:
         bound, chain, statistics = self.trained, self.chain, self.buffers if mode == "train" else buffers
+        if mode == "frozen" and w is self.x and self.first and self.first[0] is batch and self.first[1] is loss:
+            return self.first[2]
         if w is not bound.flat:
             held = self._held(w, self.others)
             bound, chain = held.bound, held.chain
@@ -337,6 +344,8 @@ class LoopTask(Task):
             slope = torch.cat([p.reshape(-1) for p in parts])
         if mode == "train":
             self.losses.append(plain.detach())
+            if w is self.trained.flat and w._version == self.unmoved:
+                self.first = batch, loss, slope
         return slope
 
     def input_grad(self, w: Tensor, batch: Batch, loss: Loss = cross_entropy, buffers: Tensor | None = None) -> Tensor:
