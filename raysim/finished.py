@@ -109,7 +109,7 @@ def _why_empty(trained: Sequence[Any], done: Sequence[Any], metric: str) -> str:
     if not trained:
         return "no run is there; start some with raysim run or raysim sweep, tracking.experiment=NAME says where"
     if not done:
-        states = ", ".join(f"{n} {state}" for state, n in Counter(run.info.status for run in trained).items())
+        states = ", ".join(f"{n} {state}" for state, n in sorted(Counter(run.info.status for run in trained).items()))
         return f"no run is finished ({states}); wait for them, or go on with raysim resume RUN_DIR or the same sweep"
     known = {key for run in done for key in run.data.metrics}
     hint = did_you_mean(metric, known) or f"; give --metric, one of {', '.join(sorted(known)) or 'none'}"

@@ -96,13 +96,14 @@ def target(printed: Sequence[Printed], params: Mapping[str, str]) -> float | Non
     """The one accuracy to which the paper counts such runs' rounds; None if it does not.
 
     Raises:
-        ConfigError: there are several, or it is relative.
+        ConfigError: there are several, or only shares of what others reached.
     """
     found = {(each.target, each.of) for each in about(printed, params) if each.target is not None}
-    if len(found) > 1 or any(of for _, of in found):
+    fixed = [goal for goal, of in found if of is None]
+    if len(fixed) != 1 and found:
         choice = ", ".join(f"--target {goal:g}" + (f" --of {of}" if of else "") for goal, of in sorted(found, key=str))
-        raise ConfigError(f"--target: the paper has several; choose of {choice}")
-    return next((goal for goal, _ in found), None)
+        raise ConfigError(f"--target: the paper has several, or none by itself; choose of {choice}")
+    return fixed[0] if fixed else None
 
 
 def _same(a: str, b: str) -> bool:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
@@ -51,7 +52,7 @@ def learning_curve(history: Sequence[Mapping[str, float]], path: Path) -> None:
 
 def curves(found: Sequence[Curve], metric: str, spent: str, path: Path, logarithmic: bool = False) -> None:
     """Courses over what was spent (or over a parameter), one line each with a band of one standard deviation over the
-    seeds, as one picture: a PNG of 1000 × 600 pixels, or what the path's ending says. Panels stand side by side.
+    seeds, as one picture: a PNG of 1000 × 600 pixels, or what the path's ending says. Panels share their ordinate.
 
     Args:
         found: from `raysim.report.curves` or `along`.
@@ -59,9 +60,8 @@ def curves(found: Sequence[Curve], metric: str, spent: str, path: Path, logarith
         path: the file to write; its folder must exist.
     """
     panels = list(dict.fromkeys(curve.panel for curve in found))
-    figure = Figure(figsize=(10 if len(panels) == 1 else 6 * len(panels), 6), dpi=100, layout="constrained")
-    FigureCanvasAgg(figure)
-    for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+    figure, cells = _panels(len(panels), (10, 6) if len(panels) == 1 else (6, 4.5))
+    for axes, panel in zip(cells, panels, strict=True):
         shown = [curve for curve in found if curve.panel == panel]
         for i, curve in enumerate(shown):
             means = np.array([f.mean for f in curve.figures])
@@ -79,6 +79,17 @@ def curves(found: Sequence[Curve], metric: str, spent: str, path: Path, logarith
     figure.savefig(path)
 
 
+def _panels(count: int, size: tuple[float, float], shared: bool = True) -> tuple[Figure, list[Axes]]:
+    """A figure with so many axes of this size (inches), three in a row, perhaps with one ordinate for all."""
+    rows, across = -(-count // 3), min(count, 3)
+    figure = Figure(figsize=(across * size[0], rows * size[1]), dpi=100, layout="constrained")
+    FigureCanvasAgg(figure)
+    cells = list(figure.subplots(rows, across, squeeze=False, sharey=shared).flat)
+    for empty in cells[count:]:
+        empty.set_axis_off()
+    return figure, cells[:count]
+
+
 Panel = tuple[str, Sequence[str], Sequence[str], Mapping[tuple[str, str], float]]
 """A title, the values of x and of y, in order, and the metric by (x's value, y's value); what is missing is white."""
 
@@ -87,18 +98,15 @@ def heatmap(panels: Sequence[Panel], x: str, y: str, metric: str, path: Path) ->
     """A value for each pair of two parameters' values, as one picture: a PNG, or what the path's ending says.
 
     Args:
-        panels: side by side, each with colours of its own. One or more.
+        panels: three in a row, each with colours of its own. One or more.
         x, y: the parameters' names.
         metric: what the cells hold; shares of one are shown in percent.
         path: the file to write; its folder must exist.
     """
     scale = 100 if metric.endswith("accuracy") else 1
     width, height = (max(len(panel[i]) for panel in panels) for i in (1, 2))
-    figure = Figure(figsize=((2 + 0.8 * width) * len(panels), 1.5 + 0.6 * height), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
-    for axes, (title, columns, lines, cells) in zip(
-        figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True
-    ):
+    figure, places = _panels(len(panels), (2 + 0.8 * width, 1.5 + 0.6 * height), shared=False)
+    for axes, (title, columns, lines, cells) in zip(places, panels, strict=True):
         values = np.array([[scale * cells.get((c, r), np.nan) for c in columns] for r in lines])
         image = axes.imshow(values, cmap="viridis", aspect="auto", origin="lower")
         middle = (np.nanmin(values) + np.nanmax(values)) / 2

@@ -334,7 +334,7 @@ def _resolved(runs: Sequence[Run], keys: Iterable[str], option: str) -> list[str
 def _by_size(text: str | None) -> tuple:
     """Numbers by size, then sides in their order, then text."""
     if text in rules.SIDES:
-        return (1, rules.SIDES.index(text), "")
+        return (1, rules.SIDES.index(text) - len(rules.SIDES), "")
     try:
         return (0, float(text or ""), "")
     except ValueError:

@@ -125,8 +125,12 @@ def _cells(table: Sequence[Row], metric: str, target: float | None, spent: Spent
         missed = f" ({row.to_target.n}/{row.seeds})" if row.to_target.n < row.seeds else ""
         return f"{row.to_target.mean:.4g}{missed}"
 
+    scenarios = {row.rank.scenarios for row in table if row.rank}
+
     def place(row: Row) -> str:
-        return f"{row.rank.mean:.3g} (of {row.rank.scenarios})" if row.rank else _NONE
+        if row.rank is None:
+            return _NONE
+        return f"{row.rank.mean:.3g}" + (f" (of {row.rank.scenarios})" if len(scenarios) > 1 else "")
 
     targets = {row.target for row in table if row.target is not None} or ({target} if target is not None else set())
     aim = f"{min(targets):.4g}" if len(targets) == 1 else "target"
@@ -149,9 +153,9 @@ def _cells(table: Sequence[Row], metric: str, target: float | None, spent: Spent
         parts.append((f"{spent} to {aim}", arrival))
     if any(row.printed and row.printed.rounds for row in table) and spent == "rounds":
         parts.append((f"paper: rounds to {aim}", lambda row: _rounds(row.printed)))
-    if any(row.rank for row in table):
+    if scenarios:
         parts.append(("rank", lambda row: f"{row.rank.place:.3g}" if row.rank else _NONE))
-        parts.append(("mean rank", place))
+        parts.append(("mean rank" + (f" of {min(scenarios)}" if len(scenarios) == 1 else ""), place))
     parts.append(("rounds done", lambda row: "–".join(map(str, dict.fromkeys(row.rounds)))))
     return [[head for head, _ in parts], *([cell(row) for _, cell in parts] for row in table)]
 
