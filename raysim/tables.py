@@ -155,6 +155,7 @@ def _cells(table: Sequence[Row], metric: str, target: float | None, spent: Spent
         parts.append((f"paper: rounds to {aim}", lambda row: _rounds(row.printed)))
     if scenarios:
         parts.append(("rank", lambda row: f"{row.rank.place:.3g}" if row.rank else _NONE))
+    if max(scenarios, default=1) > 1:
         parts.append(("mean rank" + (f" of {min(scenarios)}" if len(scenarios) == 1 else ""), place))
     parts.append(("rounds done", lambda row: "–".join(map(str, dict.fromkeys(row.rounds)))))
     return [[head for head, _ in parts], *([cell(row) for _, cell in parts] for row in table)]

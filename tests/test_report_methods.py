@@ -339,6 +339,6 @@ def test_the_command_beside_a_paper(store, printed, capsys, monkeypatch):
     asked = ["table", "mine", "--ranks", "--paper", printed]
     code, out, _ = call(capsys, monkeypatch, store, *asked, "--target", "paper")
     assert code == 0
-    assert out.splitlines()[2] == "| 1 | 66.00 | 70.00 ± 2.00 | -2.00 | 66.00 | 1 | 12 | 1 | 1 | 1 |"
+    assert out.splitlines()[2] == "| 1 | 66.00 | 70.00 ± 2.00 | -2.00 | 66.00 | 1 | 12 | 1 | 1 |"
     code, _, err = call(capsys, monkeypatch, store, "table", "mine", "--paper", "gradma")
     assert code == 0 and "--paper: gradma says nothing of such runs" in err
