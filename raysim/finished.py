@@ -31,13 +31,14 @@ NOT_THE_RESULT += ("resources.timeout", "sweep.", "store.")
 
 @dataclass(frozen=True)
 class Run:
-    """A finished run: its resolved parameters as text, (round, value) of one metric by ascending rounds, and what had
-    been spent by each round (nothing given: the rounds themselves)."""
+    """A run: its resolved parameters as text, (round, value) of one metric by ascending rounds, what had been spent by
+    each round (nothing given: the rounds themselves), and, if it is not finished, in a word or two why."""
 
     run_id: str
     params: Mapping[str, str]
     history: Sequence[tuple[int, float]]
     spent: Mapping[int, float] = field(default_factory=dict)
+    unfinished: str = ""
 
     def cost(self, round: int) -> float:
         """What had been spent by the end of a round, as far as it was logged."""

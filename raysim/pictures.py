@@ -50,7 +50,9 @@ def learning_curve(history: Sequence[Mapping[str, float]], path: Path) -> None:
     figure.savefig(path, format="png")
 
 
-def curves(found: Sequence[Curve], metric: str, spent: str, path: Path, logarithmic: bool = False) -> None:
+def curves(
+    found: Sequence[Curve], metric: str, spent: str, path: Path, title: str = "", logarithmic: bool = False
+) -> None:
     """Courses over what was spent (or over a parameter), one line each with a band of one standard deviation over the
     seeds, as one picture: a PNG of 1000 × 600 pixels, or what the path's ending says. Panels share their ordinate.
 
@@ -58,6 +60,7 @@ def curves(found: Sequence[Curve], metric: str, spent: str, path: Path, logarith
         found: from `raysim.report.curves` or `along`.
         metric: the ordinate's name; `spent` the abscissa's, which may be `logarithmic`.
         path: the file to write; its folder must exist.
+        title: above it, if there is anything to say.
     """
     panels = list(dict.fromkeys(curve.panel for curve in found))
     figure, cells = _panels(len(panels), (10, 6) if len(panels) == 1 else (6, 4.5))
@@ -76,6 +79,8 @@ def curves(found: Sequence[Curve], metric: str, spent: str, path: Path, logarith
         axes.grid(alpha=0.3)
         if len(shown) > 1:
             axes.legend(fontsize="small", ncols=1 + len(shown) // 12)
+    if title:
+        figure.suptitle(title)
     figure.savefig(path)
 
 

@@ -7,6 +7,7 @@ what was varied appear by themselves. Only what is in MLflow is read: runs of ot
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -14,9 +15,9 @@ from raysim import paper, rules
 from raysim.config import NAMED
 from raysim.errors import ConfigError, did_you_mean
 from raysim.finished import NOT_THE_RESULT, Run, Spent, finished_runs
-from raysim.tables import LAST, Figure, Rank, Row, as_csv, latex, markdown, short
+from raysim.tables import LAST, Figure, Rank, Row, as_csv, latex, markdown, order, short
 
-__all__ = ["Figure", "Row", "Run", "Spent", "as_csv", "finished_runs", "latex", "markdown"]  # from rooms below
+__all__ = ["Figure", "Row", "Run", "Spent", "as_csv", "finished_runs", "latex", "markdown", "order"]  # from rooms below
 
 Goal = Callable[[Sequence[Run]], float | None]
 """The value that is to be reached by runs that differ only in their seed; None: there is none for them."""
@@ -39,7 +40,7 @@ def rows(
     """Runs as rows of a table.
 
     Args:
-        runs: finished ones, each with at least one value of the metric.
+        runs: of any experiment.
         metric: what their histories are of. The smaller the better if its name ends in "loss", else the larger.
         target: the value whose first round is wanted, or what tells it of a row's runs.
         group: the parameters that make a row, instead of all that differ; also `side`.
@@ -63,7 +64,7 @@ def rows(
     for row, params in found:
         place = tuple(_value(params, key) for key in wanted)
         rival = chosen.get(place)
-        if rival is None or (row.best.mean < rival.best.mean if lower else row.best.mean > rival.best.mean):
+        if rival is None or order(row, lower) < order(rival, lower):
             chosen[place] = row
     return list(chosen.values())
 
@@ -96,7 +97,7 @@ def _value(params: Mapping[str, str], key: str) -> str | None:
 def ranked(table: Sequence[Row], metric: str = "accuracy", say: Callable[[str], None] = lambda line: None) -> list[Row]:
     """The rows with their ranks by the mean best. A row's scenario are those of its parameters that say on what methods
     are compared (data, partition, model, schedule, privacy); the others say which method it is."""
-    sign = 1 if metric.endswith("loss") else -1
+    lower = metric.endswith("loss")
     scenarios: dict[tuple, list[Row]] = {}
     for row in table:
         scenarios.setdefault(_split(row.parameters)[0], []).append(row)
@@ -104,9 +105,8 @@ def ranked(table: Sequence[Row], metric: str = "accuracy", say: Callable[[str], 
     ranks = []
     for row in table:
         scenario, method = _split(row.parameters)
-        means = [sign * each.best.mean for each in scenarios[scenario]]
-        own = sign * row.best.mean
-        ranks.append(sum(mean < own for mean in means) + (means.count(own) + 1) / 2)
+        worth, own = [order(each, lower) for each in scenarios[scenario]], order(row, lower)
+        ranks.append(sum(each < own for each in worth) + (worth.count(own) + 1) / 2)
         places.setdefault(method, []).append(ranks[-1])
     if len({len(each) for each in places.values()}) > 1:
         say("mean ranks are over different scenarios, as not every method is in all; see --group and --best-of")
@@ -156,6 +156,9 @@ def curves(
     keys = _resolved(runs, group, "--group") if group else _varied([run.params for run in runs])
     found = []
     for named, members in grouped(runs, [*apart, *(key for key in keys if key not in apart)] or None, say):
+        members = [run for run in members if run.history]
+        if not members:
+            continue
         histories = [dict(run.history) for run in members]
         common = sorted(set.intersection(*map(set, histories)))
         figures = [Figure.of([history[t] for history in histories]) for t in common]
@@ -177,12 +180,12 @@ def along(
     found = []
     for label, some in apart(runs, [x]):
         (key,) = _resolved(some, [x], "--x")
-        table = [row for row in rows(some, metric, group=[x], say=say) if row.parameters]
+        table = [row for row in rows(some, metric, group=[x], say=say) if row.parameters and row.best]
         try:
             values = [float(row.parameters[key]) for row in table]
         except ValueError:
             raise ConfigError(f"--x: the values of {x} are not numbers; see raysim report table, or give --y") from None
-        found.append(Curve(label or "all", values, [row.best for row in table]))
+        found.append(Curve(label or "all", values, [row.best for row in table if row.best]))
     return found
 
 
@@ -212,7 +215,7 @@ def grid(
         ConfigError: a parameter is not there, or no run has both.
     """
     found = rows(runs, metric, group=[x, y], say=say)
-    pairs = [(tuple(row.parameters.values()), row.best.mean) for row in found]
+    pairs = [(tuple(row.parameters.values()), row.best.mean) for row in found if row.best]
     cells = {(values[0], values[1]): best for values, best in pairs if len(values) == 2}
     if not cells:
         raise ConfigError(f"report: no run has both {x} and {y}")
@@ -263,31 +266,36 @@ def fraction_of(runs: Sequence[Run], reference: str, share: float, metric: str =
     if not chosen:
         known = sorted({run.params[full] for run in runs if full in run.params})
         raise ConfigError(f"--of: no run has {key}={value}{did_you_mean(value, known)}; there are {', '.join(known)}")
-    best = [row.best.mean for row in rows(chosen, metric)]
+    best = [row.best.mean for row in rows(chosen, metric) if row.best]
+    if not best:
+        raise ConfigError(f"--of: no run with {reference} has a value of {metric}")
     return share * (min if metric.endswith("loss") else max)(best)
 
 
-def _row(parameters: dict[str, str], runs: list[Run], lower: bool, target: float | None) -> Row:
+def _row(parameters: dict[str, str], members: list[Run], lower: bool, target: float | None) -> Row:
     def reached(value: float) -> bool:
         return target is not None and (value <= target if lower else value >= target)
 
+    runs = [run for run in members if run.history]
     values = [[value for _, value in run.history] for run in runs]
     arrivals = [next((run.cost(t) for t, value in run.history if reached(value)), None) for run in runs]
     best = Figure.of([(min if lower else max)(each) for each in values])
     trained = [[value for t, value in run.history if t > 0] or [run.history[-1][1]] for run in runs]
     last = Figure.of([statistics.fmean(each[-LAST:]) for each in trained])
-    assert best and last
-    ends = [run.history[-1][0] for run in runs]
+    ends = [run.history[-1][0] for run in runs] or [0]
+    reasons = Counter(run.unfinished for run in members if run.unfinished)
+    told = members[0].params.items()
     return Row(
         parameters,
-        len(runs),
+        len(members),
         best,
         last,
         Figure.of([spent for spent in arrivals if spent is not None]),
         (min(ends), max(ends)),
-        tuple(run.run_id for run in runs),
-        {key: v for key, v in runs[0].params.items() if all(run.params.get(key) == v for run in runs)},
+        tuple(run.run_id for run in members),
+        {key: value for key, value in told if all(run.params.get(key) == value for run in members)},
         target,
+        ", ".join(f"{count} {reason}" for reason, count in reasons.items()),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -58,18 +59,22 @@ class Row:
         run_ids: of the runs.
         shared: the parameters that all of them have in common.
         target: what was to be reached.
+        unfinished: how many of them are not finished, in words.
         rank, printed: if somebody asked: among the methods; what a paper says of such runs.
+
+    Runs without a value count as `seeds` only; where none has one, there are no figures.
     """
 
     parameters: dict[str, str]
     seeds: int
-    best: Figure
-    last: Figure
+    best: Figure | None
+    last: Figure | None
     to_target: Figure | None
     rounds: tuple[int, int]
     run_ids: tuple[str, ...]
     shared: Mapping[str, str]
     target: float | None = None
+    unfinished: str = ""
     rank: Rank | None = None
     printed: paper.Printed | None = None
 
@@ -77,7 +82,14 @@ class Row:
     def difference(self) -> float | None:
         """Our best beyond the paper's, in the paper's own standard deviations."""
         p = self.printed
-        return (self.best.mean - p.best) / p.std if p and p.best is not None and p.std else None
+        return (self.best.mean - p.best) / p.std if self.best and p and p.best is not None and p.std else None
+
+
+def order(row: Row, lower: bool) -> float:
+    """Rows sort by this, the best first and those without a figure last."""
+    if row.best is None or math.isnan(row.best.mean):
+        return math.inf
+    return row.best.mean if lower else -row.best.mean
 
 
 def markdown(
@@ -98,9 +110,9 @@ def latex(table: Sequence[Row], metric: str = "accuracy", target: float | None =
         ["".join(special.get(c, c) for c in cell) for cell in line] for line in _cells(table, metric, target, spent)
     ]
     column = len(_columns(table)) + 1
-    best = (min if metric.endswith("loss") else max)((row.best.mean for row in table), default=None)
-    for row, line in zip(table, lines, strict=True):
-        if row.rank.place == 1 if row.rank else row.best.mean == best:
+    worth = [order(row, metric.endswith("loss")) for row in table]
+    for row, line, own in zip(table, lines, worth, strict=True):
+        if row.rank.place == 1 if row.rank else row.best and own == min(worth):
             line[column] = rf"\textbf{{{line[column]}}}"
     body = [" & ".join(line) + r" \\" for line in lines]
     columns = "l" * (column - 1) + "r" * (len(head) - column + 1)
@@ -118,6 +130,9 @@ def _cells(table: Sequence[Row], metric: str, target: float | None, spent: Spent
         if mean is None:
             return _NONE
         return f"{mean * scale:{form}}" + (f" ± {std * scale:{form}}" if std is not None else "")
+
+    def mean(f: Figure | None) -> str:
+        return figure(f.mean, f.std) if f else _NONE
 
     def arrival(row: Row) -> str:
         if row.to_target is None:
@@ -138,7 +153,7 @@ def _cells(table: Sequence[Row], metric: str, target: float | None, spent: Spent
     for key in _columns(table):
         parts.append((short(key), lambda row, key=key: row.parameters.get(key, _NONE)))
     parts.append(("seeds", lambda row: str(row.seeds)))
-    parts.append((f"best {metric}{unit}", lambda row: figure(row.best.mean, row.best.std)))
+    parts.append((f"best {metric}{unit}", lambda row: mean(row.best)))
     if any(row.printed for row in table):
         parts.append(
             (f"paper: best{unit}", lambda row: figure(row.printed.best, row.printed.std) if row.printed else _NONE)
@@ -146,7 +161,7 @@ def _cells(table: Sequence[Row], metric: str, target: float | None, spent: Spent
         parts.append(
             ("difference / paper's std", lambda row: _NONE if row.difference is None else f"{row.difference:+.2f}")
         )
-    parts.append((f"mean of last {LAST}{unit}", lambda row: figure(row.last.mean, row.last.std)))
+    parts.append((f"mean of last {LAST}{unit}", lambda row: mean(row.last)))
     if len(targets) > 1:
         parts.append((f"target{unit}", lambda row: figure(row.target, None)))
     if targets:
@@ -158,6 +173,8 @@ def _cells(table: Sequence[Row], metric: str, target: float | None, spent: Spent
     if max(scenarios, default=1) > 1:
         parts.append(("mean rank" + (f" of {min(scenarios)}" if len(scenarios) == 1 else ""), place))
     parts.append(("rounds done", lambda row: "–".join(map(str, dict.fromkeys(row.rounds)))))
+    if any(row.unfinished for row in table):
+        parts.append(("not finished", lambda row: row.unfinished))
     return [[head for head, _ in parts], *([cell(row) for _, cell in parts] for row in table)]
 
 
@@ -174,15 +191,16 @@ def as_csv(table: Sequence[Row], spent: Spent = "rounds") -> str:
     keys = _columns(table)
     figures: dict[str, Callable[[Row], Any]] = {
         "seeds": lambda row: row.seeds,
-        "best": lambda row: row.best.mean,
-        "best_std": lambda row: row.best.std,
-        "last": lambda row: row.last.mean,
-        "last_std": lambda row: row.last.std,
+        "best": lambda row: row.best and row.best.mean,
+        "best_std": lambda row: row.best and row.best.std,
+        "last": lambda row: row.last and row.last.mean,
+        "last_std": lambda row: row.last and row.last.std,
         "target": lambda row: row.target,
         f"{spent.replace(' ', '_')}_to_target": lambda row: row.to_target and row.to_target.mean,
         "reached": lambda row: row.to_target.n if row.to_target else 0,
         "rounds_min": lambda row: row.rounds[0],
         "rounds_max": lambda row: row.rounds[1],
+        "not_finished": lambda row: row.unfinished,
         "rank": lambda row: row.rank and row.rank.place,
         "mean_rank": lambda row: row.rank and row.rank.mean,
         "paper_best": lambda row: row.printed and row.printed.best,

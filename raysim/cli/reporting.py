@@ -140,7 +140,7 @@ def report_sweep(
         print(f"{sum(len(grid[-1]) for grid in grids)} values in {out}")
     else:
         lines = report.along(found, x, metric, _aside)
-        _write(out, lambda: pictures.curves(lines, f"best {metric}", x, out, log_x))
+        _write(out, lambda: pictures.curves(lines, f"best {metric}", x, out, logarithmic=log_x))
         print(f"{len(lines)} lines in {out}")
     if log:
         _keep(out, found, runs, uri)
