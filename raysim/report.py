@@ -98,22 +98,28 @@ def ranked(table: Sequence[Row], metric: str = "accuracy", say: Callable[[str], 
     """The rows with their ranks by the mean best. A row's scenario are those of its parameters that say on what methods
     are compared (data, partition, model, schedule, privacy); the others say which method it is."""
     lower = metric.endswith("loss")
-    scenarios: dict[tuple, list[Row]] = {}
+    worth: dict[tuple, list[float]] = {}
     for row in table:
-        scenarios.setdefault(_split(row.parameters)[0], []).append(row)
+        if row.best:
+            worth.setdefault(_split(row.parameters)[0], []).append(order(row, lower))
     places: dict[tuple, list[float]] = {}
-    ranks = []
+    ranks: list[float | None] = []
     for row in table:
         scenario, method = _split(row.parameters)
-        worth, own = [order(each, lower) for each in scenarios[scenario]], order(row, lower)
-        ranks.append(sum(each < own for each in worth) + (worth.count(own) + 1) / 2)
-        places.setdefault(method, []).append(ranks[-1])
+        if row.best is None:
+            ranks.append(None)
+            continue
+        rivals, own = worth[scenario], order(row, lower)
+        place = sum(each < own for each in rivals) + (rivals.count(own) + 1) / 2
+        ranks.append(place)
+        places.setdefault(method, []).append(place)
     if len({len(each) for each in places.values()}) > 1:
         say("mean ranks are over different scenarios, as not every method is in all; see --group and --best-of")
     found = []
     for row, place in zip(table, ranks, strict=True):
-        everywhere = places[_split(row.parameters)[1]]
-        found.append(replace(row, rank=Rank(place, statistics.fmean(everywhere), len(everywhere))))
+        everywhere = places.get(_split(row.parameters)[1], [])
+        rank = Rank(place, statistics.fmean(everywhere), len(everywhere)) if place is not None else None
+        found.append(replace(row, rank=rank))
     return found
 
 
