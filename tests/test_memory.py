@@ -156,7 +156,8 @@ def test_rows_in_half_precision_are_rounded_once_and_the_qp_is_that_of_what_is_s
         admit(memory, cohort, t)
         deltas = torch.randn(4, 5000, generator=generator)
         deltas += torch.stack([-common if client % 3 == 0 else common for client in cohort])
-        before = {int(c): s * r for c, s, r in zip(memory["owner"], memory["scale"], memory["rows"].double())}
+        kept = memory["scale"][:, None] * memory["rows"].double()
+        before = dict(zip(memory["owner"].tolist(), kept, strict=True))
         p = 0.9 * momentum + deltas.mean(0)
         momentum, metrics = absorb(memory, cohort, deltas, [0.25] * 4, deltas.mean(0), momentum, 0.9, 0.5)
         stored = memory["rows"][:, :5000].to(torch.float64)
