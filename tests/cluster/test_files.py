@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import re
@@ -60,6 +61,39 @@ def test_kubernetes_ray_clusters_ask_for_a_token():
             volumes = {volume["name"] for volume in pod["volumes"]}
             assert {mount["name"] for mount in container["volumeMounts"]} <= volumes
             assert "/dev/shm" in [mount["mountPath"] for mount in container["volumeMounts"]]
+
+
+def _manifests() -> list[Any]:
+    found = [(name, d) for name, d in documents() if name in ("kuberay.yaml", "rayjob.yaml")]
+    return [pytest.param(document, id=f"{name}-{document['kind']}") for name, document in found]
+
+
+@pytest.mark.parametrize("document", _manifests())
+def test_kubernetes_takes_it(document):
+    """Kubernetes' own kinds, and the pods of Ray's, by Kubernetes' published schema; the rest by KubeRay's types."""
+    kubernetes, jsonschema = pytest.importorskip("kubernetes_validate"), pytest.importorskip("jsonschema")
+    if document["apiVersion"] != "ray.io/v1":
+        kubernetes.validate(document, "1.29", strict=True)
+        return
+    jsonschema.validate(document, json.loads(Path(__file__).with_name("kuberay.json").read_text()))
+    spec = document["spec"].get("rayClusterSpec", document["spec"])
+    for i, group in enumerate([spec["headGroupSpec"], *spec["workerGroupSpecs"]]):
+        template = {"metadata": {}, **group["template"]}
+        pod = {"apiVersion": "v1", "kind": "Pod", **template, "metadata": {"name": f"group-{i}", **template["metadata"]}}
+        kubernetes.validate(pod, "1.29", strict=True)
+
+
+@pytest.mark.parametrize("where", [("spec",), ("spec", "headGroupSpec"), ("spec", "headGroupSpec", "template", "spec")])
+def test_kubernetes_does_not_take_an_unknown_field(where):
+    pytest.importorskip("kubernetes_validate")
+    (document,) = (d for _, d in documents() if d.get("kind") == "RayCluster")
+    document = copy.deepcopy(document)
+    place = document
+    for key in where:
+        place = place[key]
+    place["replicass"] = 1
+    with pytest.raises(Exception, match="replicass"):
+        test_kubernetes_takes_it(document)
 
 
 def test_one_version_of_ray():
