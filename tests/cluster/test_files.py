@@ -78,8 +78,8 @@ def test_kubernetes_takes_it(document):
     jsonschema.validate(document, json.loads(Path(__file__).with_name("kuberay.json").read_text()))
     spec = document["spec"].get("rayClusterSpec", document["spec"])
     for i, group in enumerate([spec["headGroupSpec"], *spec["workerGroupSpecs"]]):
-        template = {"metadata": {}, **group["template"]}
-        pod = {"apiVersion": "v1", "kind": "Pod", **template, "metadata": {"name": f"group-{i}", **template["metadata"]}}
+        about = {"name": f"group-{i}", **group["template"].get("metadata", {})}
+        pod = {"apiVersion": "v1", "kind": "Pod", **group["template"], "metadata": about}
         kubernetes.validate(pod, "1.29", strict=True)
 
 
