@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from raysim.block import Trainer
+from raysim.config import Config
 from raysim.data.partitions import Clients, VirtualClients
 from raysim.models import Bound, Model
 from raysim.numerics import norm, weighted_sum
@@ -32,6 +33,8 @@ AT_ONCE, IN_ALL = 1e13, 1e14
 core. A GPU does a hundred times as many."""
 ROOM = 4e9
 """Bytes that the gradients of the clients of one evaluation may take."""
+ITERATIONS = 20
+"""Of the power method, at most."""
 ENOUGH = 1e-3
 """Relative change of L at which the power method ends."""
 
@@ -99,15 +102,15 @@ class FullGradients:
         f, rho2 = (float(np.dot(self.weights, one)) for one in (values, apart))
         return Measured(f, norm(mean) ** 2, max(apart), rho2, largest)
 
-    def largest_curvature(self, x: Tensor, iterations: int) -> float:
-        """max_i ‖H_i‖ at the parameters x [P], by so many steps of the power method at most."""
+    def largest_curvature(self, x: Tensor) -> float:
+        """max_i ‖H_i‖ at the parameters x [P], by the power method."""
         self.bound.flat.copy_(x)
         seed = self.trainer.config.seed
         directions = [
             torch.from_numpy(generator(seed, "curvature", int(i)).standard_normal(len(x))) for i in self.clients
         ]
         v, L = [one.to(x) / norm(one) for one in directions], 0.0
-        for _ in range(iterations):
+        for _ in range(ITERATIONS):
             products = [self._curved(i, u) for i, u in zip(self.clients, v, strict=True)]
             sizes = [norm(product) for product in products]
             v = [product / size if size else u for product, size, u in zip(products, sizes, v, strict=True)]
@@ -148,8 +151,38 @@ def _curved(bound: Bound, x: Tensor, y: Tensor, v: Tensor) -> Tensor:
     return torch.cat([part.reshape(-1) for part in twice])
 
 
-def cost(model: Model, clients: Clients | VirtualClients, ids: np.ndarray, passes: int) -> tuple[float, float]:
-    """What `passes` (in forward passes) over these clients' examples cost in floating-point operations, and the bytes
-    that one vector for each of them takes."""
-    examples = float(clients.sizes[ids].sum())
-    return passes * examples * flops(model), float(len(ids)) * model.size * model.dtype.itemsize
+@dataclass(frozen=True)
+class Price:
+    """What passes over clients' examples cost: `operations` in floating point, `room` in bytes for one vector of each
+    client. `most` is how many times as many operations as of a core the device may be asked for. `what` says in words
+    what is looked at."""
+
+    operations: float
+    room: float
+    most: float
+    clients: int
+    examples: int
+    size: int
+
+    @property
+    def what(self) -> str:
+        return f"all {self.examples:,} examples of {self.clients} clients, for a net with {self.size:,} parameters"
+
+    def fits(self, operations: float, vectors: int = 1) -> int:
+        """How many clients would cost so many operations (of a core) and have room for so many vectors each; one, if
+        none."""
+        share = min(operations * self.most / self.operations, ROOM / (vectors * self.room))
+        return max(1, int(self.clients * share))
+
+    def too_much(self, operations: float, vectors: int = 1) -> bool:
+        """Whether it costs more than so many operations (of a core), or `vectors` of each client have no room."""
+        return self.operations > operations * self.most or vectors * self.room > ROOM
+
+
+def price(config: Config, clients: Clients | VirtualClients, model: Model, sample: int | None, passes: int) -> Price:
+    """Of so many `passes`, counted in forward ones, over all examples of all clients or of `sample` of them."""
+    r, ids = config.resources, chosen(clients.sizes, sample, config.seed)
+    examples = int(clients.sizes[ids].sum())
+    most = 100.0 if (r.gpus if r.executor == "inline" else r.server_gpus) else 1.0
+    room = float(len(ids)) * model.size * model.dtype.itemsize
+    return Price(passes * examples * flops(model), room, most, len(ids), examples, model.size)

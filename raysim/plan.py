@@ -130,8 +130,7 @@ def resolve(raw: Mapping[str, Any], load: Callable[[Data], Dataset] = load) -> P
             raise ConfigError(f"{'algorithm' if getattr(config, half) is None else half}.{error}") from None
     _check_privacy(config, client, net)
     _check_watching(config, client)
-    if config.evaluate.theory:
-        _check_theory(config, clients, model)
+    _check_theory(config, clients, model)
     mode, size = _block(config, client, server, model)
     config = config.model_copy(
         update={
@@ -237,28 +236,23 @@ def _check_watching(config: Config, client: ClientRule) -> None:
 
 
 def _check_theory(config: Config, clients: Clients | VirtualClients, model: Model) -> None:
-    """Raises ConfigError, with the cost, where `evaluate.theory` would take too long or too much room."""
-    asked = config.evaluate.theory
-    assert asked is not None
-    ids = full_gradients.chosen(clients.sizes, asked.sample, config.seed)
+    asked, at_once, in_all = config.evaluate.theory, full_gradients.AT_ONCE, full_gradients.IN_ALL
+    if asked is None:
+        return
     passes = full_gradients.GRADIENT + (full_gradients.CURVATURE if asked.L is None else 0)
-    one, room = full_gradients.cost(model, clients, ids, passes)
+    one = full_gradients.price(config, clients, model, asked.sample, passes)
     times = sum("theory" in config.evaluate.due(t, config.rounds) for t in range(config.rounds + 1))
-    r = config.resources
-    faster = 100 if (r.gpus if r.executor == "inline" else r.server_gpus) else 1
-    examples = int(clients.sizes[ids].sum())
-    what = f"the full gradients of {len(ids)} clients ({examples:,} examples, {model.size:,} parameters)"
-    fits = max(1, int(len(ids) * min(faster * full_gradients.AT_ONCE / one, full_gradients.ROOM / room)))
-    if one > faster * full_gradients.AT_ONCE or room > full_gradients.ROOM:
+    cost = one.operations
+    if one.too_much(at_once):
         raise ConfigError(
-            f"evaluate.theory: {what} cost {one:.1e} floating-point operations and {room / 1e9:.1f} GB each time; set "
-            f"evaluate.theory.sample={fits} or so, the clients that are looked at"
+            f"evaluate.theory: one evaluation looks at {one.what}: {cost:.1e} floating-point operations and "
+            f"{one.room / 1e9:.1f} GB; set evaluate.theory.sample={one.fits(at_once)} or so, a number of clients"
         )
-    if times * one > faster * full_gradients.IN_ALL:
-        every = ceil(config.rounds * one / (faster * full_gradients.IN_ALL - 2 * one))
+    if times * cost > in_all * one.most:
+        every = ceil(config.rounds * cost / (in_all * one.most - 2 * cost))
         raise ConfigError(
-            f"evaluate.theory: {what}, {times} times, cost {times * one:.1e} floating-point operations; set "
-            f"evaluate.theory.every={every} or so, or a smaller evaluate.theory.sample, a number of clients"
+            f"evaluate.theory: {times} evaluations look at {one.what}: {times * cost:.1e} floating-point operations; "
+            f"set evaluate.theory.every={every} or so, or evaluate.theory.sample, a number of clients"
         )
     if asked.L is None and (why := full_gradients.why_no_curvature(model)):
         raise ConfigError(f"evaluate.theory.L: cannot be estimated for model '{config.model.name}' ({why}); give it")

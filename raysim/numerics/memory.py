@@ -164,7 +164,7 @@ def absorb(
             scale[kept],
         )
         infos.append(info)
-    projected = p
+    projected = p.clone() if z.any() else p
     for j in np.flatnonzero(z.any(axis=0)):
         add_segments(projected, rows[j].to(p.device, p.dtype), z[:, j], segments)
     memory["active"].copy_(torch.from_numpy(z > 0.0))
