@@ -170,7 +170,7 @@ class Course:
 
     def __init__(self, plan: Plan):
         asked = plan.config.evaluate.theory
-        self.asked, self.setting = asked, None if why_not(plan) else setting(plan)
+        self.asked, self.setting = asked, None if asked is None or why_not(plan) else setting(plan)
         exact = 0.0 if plan.server.heavy_ball is not None else None
         self.unsaid = {"client": None if overridden(plan.client, PLAIN_STEP) else 0.0, "server": exact}
         """ε_l and ε_g of rules that do not report them: 0 where steps are plain, and averages; else not known."""
@@ -180,12 +180,14 @@ class Course:
 
     def add(self, record: Mapping[str, float]) -> dict[str, float]:
         """What there is to say of a round, as metrics; nothing where its model was not evaluated."""
+        if self.asked is None:
+            return {}
         eps = {} if record["round"] == 0 or not record.get("clients") else self._eps(record)
         measured = {k.removeprefix("theory/"): v for k, v in record.items() if k.startswith("theory/")}
         self._note({k: eps[k] for k in ("eps_l_max", "eps_g") if k in eps})
-        if self.asked is None or "grad_norm2" not in measured:
+        if "grad_norm2" not in measured:
             return {}
-        self._note({"rho2_max": measured["rho2_max"], "L": self.asked.L or measured["curvature"]})
+        self._note({"rho2_max": measured["rho2_max"], "L": self.asked.L or measured.get("curvature", 0.0)})
         if record["round"] == 0:
             self.gap = measured["f"] - self.asked.f_star
         found = {**{k: v for k, v in eps.items() if v is not None}, "L": self.largest["L"]}

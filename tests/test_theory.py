@@ -306,15 +306,12 @@ def said(history: list[dict[str, float]]) -> list[dict[str, float]]:
 def test_actors_and_a_resume_say_the_same(base, local_ray):
     config = {**base, **watched({"name": "gradma", "memory": 12}), "checkpoint": {"every": 1}}
     here = raysim.run({**config, "run_dir": base["run_dir"] + "-here"})
-    raysim.run({**config, "rounds": 3})
+    raysim.run({**config, "rounds": 4})
     resumed = resume(base["run_dir"], ["rounds=6"])
     on_ray = {"resources": {"executor": "ray", "actors": 2, "threads": 1, "timeout": 300}}
     remote = raysim.run({**config, **on_ray, "run_dir": base["run_dir"] + "-ray"})
-    assert said(remote.history) == said(here.history)
-    ends = [record for t, record in enumerate(said(resumed.history)) if t % 2 == 0]  # 3 was the end once
-    for ours, theirs in zip(ends, said(here.history)[::2], strict=True):
-        mean = "theory/grad_norm2_mean"
-        assert {**ours, mean: 0} == {**theirs, mean: 0}
+    assert said(here.history)[2]["theory/bound"] > 0
+    assert said(remote.history) == said(resumed.history) == said(here.history)
 
 
 @pytest.mark.parametrize("algorithm", ["scaffold", "fedadam"])
