@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.flop_counter import FlopCounterMode
 
 from raysim.block import Trainer
 from raysim.config import Config
@@ -49,6 +48,8 @@ def chosen(sizes: np.ndarray, sample: int | None, seed: int) -> np.ndarray:
 
 def flops(model: Model) -> float:
     """Floating-point operations of one example's forward pass."""
+    from torch.utils.flop_counter import FlopCounterMode
+
     bound, x = Bound(model), torch.zeros(1, *model.shape, dtype=model.dtype, device=model.device)
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         bound.forward(x, "eval", model.initial()[1])

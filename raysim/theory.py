@@ -21,7 +21,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
-from scipy import stats
 
 from raysim.block import local_steps
 from raysim.config import Sync, at_round
@@ -290,6 +289,8 @@ def crossing(points: Mapping[int, float], target: float) -> float | None:
 
 def slope(lines: Lines) -> Slope:
     """The slope of log y over log x; of two seeds or more, with two values of x or more each."""
+    from scipy import stats
+
     each = [float(np.polyfit(np.log(list(line)), np.log(list(line.values())), 1)[0]) for line in lines.values()]
     mean, n = float(np.mean(each)), len(each)
     half = float(stats.t.ppf(0.975, n - 1) * np.std(each, ddof=1) / math.sqrt(n))
