@@ -87,10 +87,8 @@ class FullGradients:
 
     def __init__(self, trainer: Trainer, clients: np.ndarray, weights: str):
         self.trainer, self.clients, self.bound = trainer, clients, Bound(trainer.model)
-        sizes = trainer.clients.sizes[clients].astype(float)
-        self.weights = (
-            sizes / sizes.sum() if weights == "samples" else np.full(len(clients), 1 / len(clients))
-        ).tolist()
+        shares = trainer.clients.sizes[clients] if weights == "samples" else np.ones(len(clients))
+        self.weights = (shares / shares.sum()).tolist()
 
     def measure(self, x: Tensor, curvature: bool) -> Measured:
         """At the parameters x [P]."""
@@ -98,8 +96,8 @@ class FullGradients:
         values, rows = zip(*(self._gradient(client) for client in self.clients), strict=True)
         mean = weighted_sum(rows, self.weights)
         apart = [norm(row - mean) ** 2 for row in rows]
-        largest = max(norm(self._curved(i, row / norm(row))) if norm(row) else 0.0
-                      for i, row in zip(self.clients, rows, strict=True)) if curvature else None  # fmt: skip
+        pairs = zip(self.clients, rows, strict=True)
+        largest = max(norm(self._curved(i, row)) / max(norm(row), 1e-300) for i, row in pairs) if curvature else None
         f, rho2 = (float(np.dot(self.weights, one)) for one in (values, apart))
         return Measured(f, norm(mean) ** 2, max(apart), rho2, largest)
 
