@@ -23,9 +23,13 @@ their samples, lets GradMA forget x' (`previous: reset`: the first local step is
 current global model instead of x_0 (`first_previous: global`), and draws other dropout masks for each of the three
 gradients (`dropout: independent`). Its solver amplifies tensors with tiny columns: `small_tensor_rule: sum` imitates
 that and is in no preset. Weight decay, where configured, is added after the projection.
+
+How far the QPs move what they are given is reported in the terms of the paper's Theorem 1: `client/eps_l` is ‖g - g̃‖,
+`server/eps_g` is ‖p - m̃‖ √(1 - beta2).
 """
 
 from dataclasses import dataclass
+from math import sqrt
 from typing import Annotated, Literal
 
 import torch
@@ -64,7 +68,8 @@ class GradMAClient(ClientRule):
         else:
             first = task.x0 if self.first_previous == "x0" else shared["x"]
             last = torch.where(row["seen"], row["x_prev"], first)
-        return {"y_prev": last, "active": task.zeros()[0]}
+        zero = task.zeros()[0]
+        return {"y_prev": last, "active": zero, "moved": zero, "moved_most": zero}
 
     def step(self, shared, state, batch, task):
         x, y = shared["x"], state["w"]
@@ -73,11 +78,22 @@ class GradMAClient(ClientRule):
         a = task.grad(state["y_prev"], on_a, mode="frozen")
         b = task.grad(x, on_b, mode="frozen")
         segments = task.segments if self.qp_scope == "per_tensor" else None
-        corrected, active = project3(g, a, b, y - x, segments=segments, small_tensor_rule=self.small_tensor_rule)
-        return {"w": task.descend(y, corrected), "y_prev": y, "active": state["active"] + active}
+        corrected, active, moved = project3(g, a, b, y - x, segments=segments, small_tensor_rule=self.small_tensor_rule)
+        return {
+            "w": task.descend(y, corrected),
+            "y_prev": y,
+            "active": state["active"] + active,
+            "moved": state["moved"] + moved,
+            "moved_most": torch.maximum(state["moved_most"], moved),
+        }
 
     def finish(self, shared, state, row, data, task):
-        report = {"delta": shared["x"] - state["w"], "metric/qp_active": state["active"] / task.steps}
+        report = {
+            "delta": shared["x"] - state["w"],
+            "metric/qp_active": state["active"] / task.steps,
+            "metric/eps_l": state["moved"] / task.steps,
+            "metric/eps_l_max": state["moved_most"],
+        }
         return report, {} if self.previous == "reset" else {"x_prev": state["w"]}
 
 
@@ -103,6 +119,10 @@ class GradMAServer(ServerRule):
                 f"client of a round (at least {problem.cohort}), or 0 for plain momentum"
             )
         _check_small_tensor_rule(self)
+
+    @property
+    def heavy_ball(self):
+        return self.beta1, self.beta2
 
     @property
     def uploads(self) -> Uploads:
@@ -138,7 +158,7 @@ class GradMAServer(ServerRule):
             max_age=self.max_age,
             norm_floor=self.norm_floor,
         )
-        reports.report(**metrics)
+        reports.report(**metrics, eps_g=metrics["qp_moved"] * sqrt(1 - self.beta2))
         return {"x": state["x"] - self.lr * m, "m": m, **_prefixed(memory)}
 
 

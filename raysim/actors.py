@@ -8,6 +8,7 @@ actor to actor, through mailboxes on one machine and through the object store el
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
@@ -150,8 +151,8 @@ class EvalActor(_Actor):
         super().__init__(plan, plan.config.resources.server_gpus)
         self.evaluator = Evaluator(plan, self.device)
 
-    def evaluate(self, down: Tree) -> dict[str, float]:
-        return self.evaluator.evaluate(read_broadcast(self._fetch(down)))
+    def evaluate(self, down: Tree, parts: Sequence[str]) -> dict[str, float]:
+        return self.evaluator.evaluate(read_broadcast(self._fetch(down)), parts)
 
 
 def as_groups(down: Broadcast) -> dict[str, dict[str, Tensor]]:

@@ -212,7 +212,7 @@ class Trainer:
     def arrive(self, rule: ClientRule, down: Broadcast, job: Job) -> Arrived:
         """The broadcast reaches a client: what it kept, and what its steps begin with. Makes `self.loop` its task."""
         mine, facts = self.clients.client(job.client), self._facts(job.base)
-        data = LocalData(len(mine), self.average, lambda augment=False: self._whole(mine, job if augment else None))
+        data = LocalData(len(mine), self.average, lambda augment=False: self.whole(mine, job if augment else None))
         x = down.shared["x"]
         w = self.loop.start(facts, x, down.buffers, job.steps, fresh=lambda: self._fresh(job.client))
         row = self._row(rule, self.loop, job)
@@ -246,7 +246,7 @@ class Trainer:
             k: v.detach().cpu().contiguous().numpy() for k, v in {**{k: report[k] for k in self.sent}, **seen}.items()
         }
 
-    def _whole(self, mine: np.ndarray, augmented: Job | None = None) -> Iterator[Batch]:
+    def whole(self, mine: np.ndarray, augmented: Job | None = None) -> Iterator[Batch]:
         """All examples of a client once, in batches of the configured size; a single one left over joins the last.
         Augmented for a job, or as they are stored."""
         size = self._size(mine)

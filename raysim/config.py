@@ -91,15 +91,37 @@ def named(value: Any) -> Any:
     return {"name": value} if isinstance(value, str) else value
 
 
+class Quadratics(Section):
+    """Heterogeneous quadratics of known optimum and smoothness, `data.name=quadratics`: one f_i for each of `clients`,
+    on vectors of `dimensions`, with curvatures from `mu` to `L`; minima `spread` apart (a standard deviation in each
+    coordinate) around a centre `distance` away from 0, where the model begins. `seed` is that of the problem."""
+
+    clients: int = Field(default=100, ge=1)
+    dimensions: int = Field(default=20, ge=1, le=2000)
+    mu: Positive = 0.1
+    L: Positive = 1.0
+    spread: float = Field(default=1.0, ge=0)
+    distance: float = Field(default=1.0, ge=0)
+    seed: int = Field(default=0, ge=0)
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Quadratics:
+        if self.mu > self.L:
+            raise ValueError(f"'mu', the least curvature, cannot be more than 'L', the largest ({self.L:g})")
+        return self
+
+
 class Data(Section):
     """Which examples. `augment: null` does what is usual for the data set (crop and flip for CIFAR). `scaling`:
     `standard` brings pixels to [0, 1] and then to the data set's usual mean 0 and deviation 1, `unit` to [0, 1] only.
-    `path` and `size` (the side of the images in pixels; null: the median) are for images of one's own."""
+    `path` and `size` (the side of the images in pixels; null: the median) are for images of one's own, `problem` is for
+    `quadratics`."""
 
     name: str
     root: str | None = None
     path: str | None = None
     size: int | None = Field(default=None, ge=1)
+    problem: Quadratics | None = None
     download: bool = False
     augment: bool | None = None
     scaling: Literal["standard", "unit"] = "standard"
@@ -437,14 +459,35 @@ class Forgetting(Section):
     window: int = Field(default=10, ge=1)
 
 
+class Theory(Section):
+    """Every so many rounds (and at the end): the full gradients of all clients, or of `sample` of them, drawn once, and
+    what Theorem 1 of Luo 2023 makes of them. `L` is the smoothness, if it is known (null: estimated), `f_star` the
+    least value of the training loss, or what it is not below."""
+
+    every: int = Field(default=10, ge=1)
+    sample: int | None = Field(default=None, ge=1)
+    L: Positive | None = None
+    f_star: float = 0.0
+
+
 class Evaluate(Section):
     """How often the global model meets the test set (0: never; the last round always, if ever); `per_class`: with the
-    accuracy on each class's examples. `forgetting` costs a pass over the cohort's data for each client."""
+    accuracy on each class's examples. `forgetting` costs a pass over the cohort's data for each client, `theory` one
+    over everybody's."""
 
     every: int = Field(default=1, ge=0)
     batch: int = Field(default=1000, ge=1)
     per_class: bool = False
     forgetting: Forgetting | None = None
+    theory: Theory | None = None
+
+    def due(self, done: int, rounds: int) -> tuple[Literal["test", "theory"], ...]:
+        """What is measured after so many of the rounds."""
+        every: dict[Literal["test", "theory"], int] = {
+            "test": self.every,
+            "theory": self.theory.every if self.theory else 0,
+        }
+        return tuple(part for part, k in every.items() if k and (done % k == 0 or done >= rounds))
 
 
 class Observe(Section):
@@ -564,6 +607,8 @@ class Config(Section):
         devices = {"device": "cuda" if r.gpus else "cpu", "server_device": "cuda" if server else "cpu"}
         whole["resources"] = {"threads": r.threads, **devices}
         whole["data"] = {k: v for k, v in whole["data"].items() if k not in ("root", "download")}
+        if whole["data"]["problem"] is None:
+            whole["data"].pop("problem")
         if whole["schedule"]["speeds"]["name"] == "trace":
             whole["schedule"]["speeds"].pop("path")
         return whole

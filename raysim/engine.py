@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import raysim
-from raysim import checkpoint, forgetting, observed, schedule, store
+from raysim import checkpoint, forgetting, observed, schedule, store, theory
 from raysim.block import Job, batches_per_pass, cut, local_steps
 from raysim.data import digest
 from raysim.errors import ClientError, Lost, RaysimError
@@ -96,6 +96,7 @@ class Engine:
         asked = self.config.evaluate.forgetting
         self.cohorts: deque[list[int]] = deque(maxlen=asked.window if asked else 0)
         """The clients of the last rounds, for who measures what is forgotten of their data."""
+        self.course = theory.Course(self.plan)
 
     def rounds(self) -> Iterator[Record]:
         """Trains round after round; yields the record of each once its evaluation has come in.
@@ -198,11 +199,11 @@ class Engine:
     """Rounds whose metrics may still be out while the next one trains."""
 
     def _evaluation(self, done: int, down: Any, stopwatch: Stopwatch) -> list[Result[dict[str, float]]]:
-        every = self.config.evaluate.every
-        if not every or (done % every and done < self.config.rounds):
+        parts = self.config.evaluate.due(done, self.config.rounds)
+        if not parts:
             return []
         with stopwatch.aside():  # inline it takes its time here; on actors it goes on beside the next round
-            return [self.executor.evaluate(down)]
+            return [self.executor.evaluate(down, parts)]
 
     def _arrived(self, keep: int) -> Iterator[Record]:
         """Records whose figures are all there, in order; waits while more than `keep` are out."""
@@ -211,6 +212,7 @@ class Engine:
             first = pending.popleft()
             for result in first.results:
                 first.record.update(result.get())
+            first.record.update(self.course.add(first.record))
             self.history.append(first.record)
             yield first.record
 
@@ -286,6 +288,8 @@ class Engine:
         self.clocks = deque([(saved.facts["round"], saved.clock)], maxlen=2)
         self.versions = {v: self.executor.hold(version) for v, version in saved.versions.items()}
         self.done, self.history = saved.facts["round"], saved.facts["history"]
+        for record in self.history:
+            self.course.add(record)
         self.bytes_down, self.bytes_up = saved.facts["bytes_down"], saved.facts["bytes_up"]
         self.mended = Counter(saved.facts["mended"])
         if self.cohorts.maxlen:
@@ -428,7 +432,8 @@ class Engine:
             for q, loss in zip(QUANTILES, np.quantile(losses, QUANTILES), strict=True):
                 record[f"client_loss/q{round(100 * q)}"] = float(loss)
             for key in good[0].metrics:
-                record[f"client/{key}"] = float(np.mean([one.metrics[key] for one in good]))
+                values = [one.metrics[key] for one in good]
+                record[f"client/{key}"] = float(np.max(values) if key.endswith("_max") else np.mean(values))
         return record
 
 

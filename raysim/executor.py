@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from raysim.block import Block, Broadcast, Outcome, Trainer
 from raysim.data import Examples
+from raysim.full_gradients import FullGradients, chosen
 from raysim.models import Bound
 from raysim.numerics import use_threads
 from raysim.plan import Plan
@@ -80,7 +81,7 @@ class Executor(Protocol):
     def broadcast(self, following: Round) -> Any: ...
     def training(self, t: int) -> Training: ...
     def advance(self, round: Round, trained: Trained, bases: Mapping[int, Any], following: Round) -> Next: ...
-    def evaluate(self, down: Any) -> Result[dict[str, float]]: ...
+    def evaluate(self, down: Any, parts: Sequence[str]) -> Result[dict[str, float]]: ...
     def snapshot(self) -> Result[State]: ...
     def restore(self, snapshot: State) -> None: ...
     def fetch(self, down: Any) -> Broadcast: ...
@@ -118,8 +119,9 @@ def make_server(plan: Plan, device: str) -> Server:
 
 
 class Evaluator:
-    """Accuracy (on each class too, if asked for) and mean cross-entropy on the whole test set, in eval mode; with
-    val/ before them, both on the examples that were held out for validation, if any."""
+    """What there is to measure of a model. "test": accuracy (on each class too, if asked for) and mean cross-entropy on
+    the whole test set, in eval mode; with val/ before them, both on the examples that were held out for validation, if
+    any. "theory": the full gradients of all clients, or of a sample of them."""
 
     def __init__(self, plan: Plan, device: str):
         data, held_out = plan.dataset, plan.clients.validation
@@ -129,8 +131,18 @@ class Evaluator:
         )
         self.net, self.size = Bound(plan.model(device)), plan.config.evaluate.batch
         self.classes = plan.dataset.n_classes if plan.config.evaluate.per_class else 0
+        self.theory = plan.config.evaluate.theory
+        if self.theory:
+            ids = chosen(plan.clients.sizes, self.theory.sample, plan.config.seed)
+            self.gradients = FullGradients(make_trainer(plan, device), ids, plan.server.weights)
 
-    def evaluate(self, down: Broadcast) -> dict[str, float]:
+    def evaluate(self, down: Broadcast, parts: Sequence[str]) -> dict[str, float]:
+        found = self._test(down) if "test" in parts else {}
+        if "theory" in parts and self.theory:
+            found |= self.gradients.measure(down.shared["x"], curvature=self.theory.L is None).metrics()
+        return found
+
+    def _test(self, down: Broadcast) -> dict[str, float]:
         self.net.flat.copy_(down.shared["x"])
         buffers = down.buffers.to(self.net.flat.device)
         found = self._measure(self.examples, buffers, self.classes)
@@ -181,8 +193,8 @@ class Inline:
         done = self.server.advance(round, trained.uploads, bases, following)
         return Next(Ready(done.metrics), done.down)
 
-    def evaluate(self, down: Broadcast) -> Ready[dict[str, float]]:
-        return Ready(self.evaluator.evaluate(down))
+    def evaluate(self, down: Broadcast, parts: Sequence[str]) -> Ready[dict[str, float]]:
+        return Ready(self.evaluator.evaluate(down, parts))
 
     def snapshot(self) -> Ready[State]:
         return Ready(self.server.snapshot())

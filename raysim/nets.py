@@ -38,6 +38,28 @@ def logistic(shape: Shape, classes: int) -> nn.Module:
     return nn.Sequential(nn.Sequential(nn.Flatten(), nn.Linear(prod(shape), classes)))
 
 
+class _LeastSquares(nn.Module):
+    """½ (bᵀw - r)² of an example (b, r), said as logits (0, z) with cross-entropy log(1 + e^z) = ½ (bᵀw - r)² + log 2
+    for label 0."""
+
+    def __init__(self, size: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(size))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.flatten(1)
+        f = (rows[:, :-1] @ self.weight - rows[:, -1]).square() / 2
+        z = f + torch.log1p(-torch.expm1(-f))  # = log(2 e^f - 1), where e^f may be too large
+        return torch.stack([torch.zeros_like(z), z], 1)
+
+
+def quadratic(shape: Shape, classes: int) -> nn.Module:
+    """The vector w of `data: quadratics`, 0 at first; its cross-entropy is f_i(w) + log 2: any method minimises f."""
+    if shape[:2] != (1, 1) or classes != 2:
+        raise ConfigError("model.name: 'quadratic' is for data.name=quadratics; take logistic or mlp")
+    return nn.Sequential(_LeastSquares(shape[2] - 1))
+
+
 def mlp(shape: Shape, classes: int, hidden: tuple[int, ...] = (200, 200)) -> nn.Module:
     """Fully connected, ReLU between: McMahan's 2NN is hidden = (200, 200), d = 199 210 on MNIST."""
     stages, width = [], prod(shape)
@@ -344,7 +366,7 @@ def _state_dict(file: str) -> dict[str, torch.Tensor]:
 NETS: dict[str, Callable[..., nn.Module]] = {
     f.__name__: f
     for f in (
-        *(logistic, mlp, tinynn, lenet5, vgg11, resnet20, lenet),
+        *(logistic, quadratic, mlp, tinynn, lenet5, vgg11, resnet20, lenet),
         *(mnist_cnn, fixup_resnet9, ct_cnn, densenet121_gn, vit_b_32),
     )
 }

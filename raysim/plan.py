@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from raysim import layers, models, rules, schedule, tracking, validation
+from raysim import full_gradients, layers, models, rules, schedule, tracking, validation
 from raysim.block import Mode
 from raysim.config import Block, Config, Data, InFlight, Named, Sync, Trace
 from raysim.data import Dataset, load, split
@@ -107,6 +107,8 @@ def resolve(raw: Mapping[str, Any], load: Callable[[Data], Dataset] = load) -> P
         _check_cohort(config.schedule, int((clients.sizes > 0).sum()), "there is data for")
     config = _with_trace(config)
     schedule.make(config, clients.sizes)  # reads a trace, and finds what is wrong with it
+    if config.data.name == "quadratics" and config.model.name in models.NETS and config.model.name != "quadratic":
+        raise ConfigError(f"model.name: '{config.model.name}' sees only labels 0 in quadratics; use model=quadratic")
     net = models.make_net(config, dataset.shape, dataset.n_classes)
     model = Model(copy.deepcopy(net), dataset.shape, dataset.n_classes, getattr(torch, config.dtype))
     problem = Problem(
@@ -128,6 +130,7 @@ def resolve(raw: Mapping[str, Any], load: Callable[[Data], Dataset] = load) -> P
             raise ConfigError(f"{'algorithm' if getattr(config, half) is None else half}.{error}") from None
     _check_privacy(config, client, net)
     _check_watching(config, client)
+    _check_theory(config, clients, model)
     mode, size = _block(config, client, server, model)
     config = config.model_copy(
         update={
@@ -230,6 +233,29 @@ def _check_watching(config: Config, client: ClientRule) -> None:
             f"evaluate.forgetting.fisher: client rule '{client.name}' makes no pseudo data; use fedreg or fedreg_mg "
             "with pairing=index, or set it to false"
         )
+
+
+def _check_theory(config: Config, clients: Clients | VirtualClients, model: Model) -> None:
+    asked, at_once, in_all = config.evaluate.theory, full_gradients.AT_ONCE, full_gradients.IN_ALL
+    if asked is None:
+        return
+    passes = full_gradients.GRADIENT + (full_gradients.CURVATURE if asked.L is None else 0)
+    one = full_gradients.price(config, clients, model, asked.sample, passes)
+    times = sum("theory" in config.evaluate.due(t, config.rounds) for t in range(config.rounds + 1))
+    cost = one.operations
+    if one.too_much(at_once):
+        raise ConfigError(
+            f"evaluate.theory: one evaluation looks at {one.what}: {cost:.1e} floating-point operations and "
+            f"{one.room / 1e9:.1f} GB; set evaluate.theory.sample={one.fits(at_once)} or so, a number of clients"
+        )
+    if times * cost > in_all * one.most:
+        every = ceil(config.rounds * cost / (in_all * one.most - 2 * cost))
+        raise ConfigError(
+            f"evaluate.theory: {times} evaluations look at {one.what}: {times * cost:.1e} floating-point operations; "
+            f"set evaluate.theory.every={every} or so, or evaluate.theory.sample, a number of clients"
+        )
+    if asked.L is None and (why := full_gradients.why_no_curvature(model)):
+        raise ConfigError(f"evaluate.theory.L: cannot be estimated for model '{config.model.name}' ({why}); give it")
 
 
 def _check_store(config: Config) -> None:

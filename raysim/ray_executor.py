@@ -18,7 +18,7 @@ import os
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -121,7 +121,7 @@ class RayExecutor:
             if name.startswith(PREFIX):
                 cloudpickle.register_pickle_by_value(module)
         self.plan, self.home = ray.put(plan), ray.get_runtime_context().get_node_id()
-        self.wanted, self.evaluates = r.actors, bool(plan.config.evaluate.every)
+        self.wanted, self.evaluates = r.actors, bool(plan.config.evaluate.due(0, 1))
         self.server = self._start(ServerActor)
         self._hire()
         waiting = [self.server.node.remote(), *(word for _, word in self.joining.values())]
@@ -241,8 +241,8 @@ class RayExecutor:
         )
         return Next(_Awaited(metrics, f"the server update of round {round.t}", self.timeout), down)
 
-    def evaluate(self, down: Any) -> _Evaluating | Ready[dict[str, float]]:
-        return _Evaluating(self, self.server.publish.remote()) if self.evaluates else Ready({})
+    def evaluate(self, down: Any, parts: Sequence[str]) -> _Evaluating | Ready[dict[str, float]]:
+        return _Evaluating(self, self.server.publish.remote(), parts) if self.evaluates else Ready({})
 
     def snapshot(self) -> _Awaited:
         return _Awaited(self.server.snapshot.remote(), "the server's state", self.timeout, lambda v: unpacked(v, "cpu"))
@@ -436,13 +436,13 @@ class _Awaited:
 class _Evaluating(_Awaited):
     """An evaluation on its way, which another EvalActor can make again."""
 
-    def __init__(self, executor: RayExecutor, version: Any):
-        self.executor, self.version = executor, version
+    def __init__(self, executor: RayExecutor, version: Any, parts: Sequence[str]):
+        self.executor, self.version, self.parts = executor, version, parts
         self._send()
 
     def _send(self) -> None:
         self.by = self.executor.eval
-        super().__init__(self.by.evaluate.remote(self.version), "the evaluation", self.executor.timeout)
+        super().__init__(self.by.evaluate.remote(self.version, self.parts), "the evaluation", self.executor.timeout)
 
     def get(self) -> dict[str, float]:
         for _ in range(ATTEMPTS):

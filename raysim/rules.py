@@ -139,7 +139,7 @@ class ClientRule(_Rule):
 
     def finish(self, shared: State, state: State, row: State, data: LocalData, task: Task) -> tuple[Report, State]:
         """What is sent up (every key of `sends`) and what is kept (every key of `state`). A report key "metric/NAME"
-        (a scalar) becomes the metric client/NAME, averaged over the round's clients."""
+        (a scalar) becomes the metric client/NAME, averaged over the round's clients (of NAME_max the largest)."""
         return {"delta": shared["x"] - state["w"]}, {}
 
 
@@ -246,6 +246,12 @@ class ServerRule(_Rule):
         "change": the weighted sum of what is new since each client's last upload, which the client keeps.
         """
         return {"delta": "mean"}
+
+    @property
+    def heavy_ball(self) -> tuple[float, float] | None:
+        """(beta1, beta2) where the update is x <- x - lr m̃ with m̃ = beta1 m̃ + mean(delta), or that corrected by what
+        the metric `eps_g` says: the updates of which raysim.theory speaks. None for any other."""
+        return None
 
     def weigh(self, cohort: Cohort) -> list[float]:
         """The weights of a round's means, from what is known before anybody has trained: samples, steps, staleness.

@@ -362,7 +362,9 @@ def test_users_need_a_folder():
 # Missing files and downloads
 
 
-@pytest.mark.parametrize("name", [n for n in names() if n not in ("digits", "folder", "users", "covid_ct")])
+@pytest.mark.parametrize(
+    "name", [n for n in names() if n not in ("digits", "quadratics", "folder", "users", "covid_ct")]
+)
 def test_missing_files_say_what_to_do(name, tmp_path):
     with pytest.raises(ConfigError) as caught:
         load(Data(name=name, root=str(tmp_path)))

@@ -222,7 +222,7 @@ def test_a_full_gradient_is_the_mean_over_all_examples(base, engine, ragged):
     expected = flat(torch.autograd.grad(F.cross_entropy(net(x), y), list(net.parameters())))
     for size in (4, 11, "full"):
         trainer.config = plan.config.model_copy(update={"local": plan.config.local.model_copy(update={"batch": size})})
-        data = LocalData(len(mine), trainer.average, lambda: trainer._whole(mine))
+        data = LocalData(len(mine), trainer.average, lambda: trainer.whole(mine))
         sizes = [len(batch.y) for batch in data.batches()]
         assert sum(sizes) == data.n == 23 and trainer.average == 16
         assert sizes == {4: [4, 4, 4, 4, 4, 3], 11: [11, 12], "full": [23]}[size]
@@ -284,9 +284,9 @@ def test_a_method_that_looks_inside_refuses_a_net_that_cannot_be_looked_into(alg
 
 def test_shipped_nets_have_features_and_stages_but_a_single_layer_has_learnt_none():
     for name, make in nets.NETS.items():
-        shape = (3, 32, 32)
-        model = Model(make(shape, 10), shape, 10)
-        assert model.has_features == (name != "logistic"), name
+        shape, classes = ((1, 1, 8), 2) if name == "quadratic" else ((3, 32, 32), 10)
+        model = Model(make(shape, classes), shape, classes)
+        assert model.has_features == (name not in ("logistic", "quadratic")), name
         expected = {"logistic": 0, "mlp": 2, "tinynn": 2, "lenet5": 4, "vgg11": 6, "resnet20": 4, "lenet": 4}
         assert model.levels == expected.get(name, model.levels), name
 

@@ -300,10 +300,12 @@ def nasty(n: int, d: int, seed: int) -> np.ndarray:
 @pytest.mark.parametrize("d", [1, 2, 3, 40])
 def test_project3_alone_batched_and_by_oracle(d):
     cases = nasty(800, d, seed=d)
-    batched, counts = torch.func.vmap(project3)(*tensor(cases).unbind(1))
-    for case, together, count in zip(cases, batched, counts, strict=True):
+    batched, counts, lengths = torch.func.vmap(project3)(*tensor(cases).unbind(1))
+    for case, together, count, length in zip(cases, batched, counts, lengths, strict=True):
         scale = np.linalg.norm(case[0])
-        alone, active = project3(*tensor(case))
+        alone, active, moved = project3(*tensor(case))
+        assert abs(moved - torch.linalg.norm(alone - tensor(case[0]))) <= 1e-7 * scale
+        assert abs(moved - length) <= 1e-7 * scale
         assert torch.linalg.norm(alone - together) <= 1e-12 * scale
         assert np.linalg.norm(alone.numpy() - oracle(case[0], case[1:])) <= 1e-7 * scale
         assert np.linalg.norm(alone.numpy() - solve(case[0], case[1:])) <= 1e-7 * scale
@@ -317,15 +319,15 @@ def test_project3_alone_batched_and_by_oracle(d):
 def test_project3_by_segments_and_with_unbatched_inputs():
     p, a, b, c = torch.randn(4, 5, 30, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     segments = [4, 20, 1, 5]
-    together, active = torch.func.vmap(lambda q, r: project3(q, r, b[0], c[0], segments=segments))(p, a)
+    together, active, _ = torch.func.vmap(lambda q, r: project3(q, r, b[0], c[0], segments=segments))(p, a)
     for i in range(5):
-        alone, count = project3(p[i], a[i], b[0], c[0], segments=segments)
+        alone, count, _ = project3(p[i], a[i], b[0], c[0], segments=segments)
         exact, info = project(p[i], [a[i], b[0], c[0]], segments=segments)
         assert torch.allclose(alone, together[i], rtol=0, atol=1e-12)
         assert torch.allclose(alone, exact, rtol=0, atol=1e-12)
         assert count == active[i]
         assert info.status == "optimal"
-    moved = torch.func.vmap(project3, in_dims=(1, 1, None, None), out_dims=(1, 0))(p.T, a.T, b[0], c[0])[0]
+    moved = torch.func.vmap(project3, in_dims=(1, 1, None, None), out_dims=(1, 0, 0))(p.T, a.T, b[0], c[0])[0]
     assert torch.equal(moved.T, torch.func.vmap(lambda q, r: project3(q, r, b[0], c[0])[0])(p, a))
 
 

@@ -146,6 +146,38 @@ def report_sweep(
         _keep(out, found, runs, uri)
 
 
+@report_app.command("speedup")
+def report_speedup(
+    runs: Annotated[list[str], typer.Argument(help="experiments, or ids of runs; that of a sweep is for its trials")],
+    target: Annotated[float, typer.Option(help="the value of the metric that is wanted")],
+    uri: Annotated[str | None, typer.Option(help="of the tracking store; default sqlite:///mlflow.db")] = None,
+    metric: Annotated[str, typer.Option(help="of which a run's last value counts")] = "theory/grad_norm2_mean",
+    over: Annotated[str, typer.Option(help="the parameter of the abscissa")] = "schedule.cohort",
+    out: Annotated[Path, typer.Option(help="the picture to write")] = Path("speedup.png"),
+) -> None:
+    """How many rounds a target takes over a parameter, on log axes, from runs of several lengths; and the slope."""
+    from raysim import pictures, report, theory
+
+    found = report.finished_runs(runs, uri, metric, _aside)
+    if missing := [run.run_id for run in found if over not in run.params]:
+        raise ConfigError(
+            f"--over: {len(missing)} runs have no parameter '{over}'{did_you_mean(over, found[0].params)}"
+        )
+    try:
+        ends = [
+            (int(r.params["seed"]), float(r.params[over]), int(r.params["rounds"]), r.history[-1][1]) for r in found
+        ]
+    except ValueError:
+        raise ConfigError(f"--over: the values of {over} are no numbers, so they have no place on log axes") from None
+    lines = theory.speedup(ends, target, _aside)
+    slope = theory.slope(lines)
+    _write(out, lambda: pictures.speedup(lines, slope, f"{metric} {target:g}", over, out))
+    print(f"| {over} | rounds to {target:g} (each seed) |\n| --- | --- |")
+    for x in sorted({x for line in lines.values() for x in line}):
+        print(f"| {x:g} | {', '.join(f'{line[x]:.4g}' for line in lines.values() if x in line)} |")
+    print(f"slope {slope.mean:.3f}, 95 % interval [{slope.low:.3f}, {slope.high:.3f}] over {slope.n} seeds; {out}")
+
+
 def _aside(line: str) -> None:
     print(line, file=sys.stderr)
 

@@ -1,20 +1,23 @@
-"""`raysim bench | attack`: what a configuration costs here, and what a run gives away."""
+"""`raysim bench | theory | attack`: what a configuration costs here, what is proved of it, what a run gives away."""
 
 from __future__ import annotations
 
 import json
 import sys
 import time
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from raysim.cli.base import app
+from raysim.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from raysim.plan import Plan
 
 
 @app.command()
@@ -39,6 +42,101 @@ def bench(
     console.print(f"fastest: {best.text or 'as given'}", soft_wrap=True, markup=False)
     if as_json:
         print(json.dumps({"settings": best.settings, "clients_per_second": round(best.clients_per_second, 3)}))
+
+
+@app.command()
+def theory(
+    config: Annotated[str, typer.Argument(help="a YAML file, or the name of a shipped one")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="key=value of the configuration; L=1.5: the smoothness, if it is known")
+    ] = None,
+    sample: Annotated[
+        int | None, typer.Option(min=1, help="estimate L from so many clients, drawn by the seed")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="last line of standard output: one JSON object")] = False,
+) -> None:
+    """Hold a configuration against the conditions of GradMA's Theorem 1 (Luo 2023). Nothing is trained."""
+    from raysim import theory as theorems
+    from raysim.plan import prepare
+
+    console = Console(stderr=as_json, highlight=False)
+    given = [text.removeprefix("L=") for text in overrides or [] if text.startswith("L=")]
+    plan = prepare(config, [text for text in overrides or [] if not text.startswith("L=")])
+    if why := theorems.why_not(plan):
+        raise ConfigError(f"Theorem 1 does not speak of this run: {why}")
+    L, source = (_number(given[-1]), "given") if given else _smoothness(plan, sample, console)
+    s = theorems.setting(plan)
+    console.print(f"{plan.label} on {plan.config.data.name}: N {s.clients}, S {s.cohort}, I {s.steps}, T {s.rounds}, "
+                  f"beta1 {s.beta1:g}, L {L:.4g} ({source})", soft_wrap=True, markup=False)  # fmt: skip
+    table, found = Table("condition of Theorem 1", "is", "at most", "of what is allowed", "", box=None), []
+    for c in theorems.conditions(s, L):
+        table.add_row(
+            f"{c.name} {c.text}", f"{c.value:.3g}", f"{c.limit:.3g}", f"{c.share:.3g}", "holds" if c.holds else "FAILS"
+        )
+        found.append({**vars(c), "share": c.share, "holds": c.holds})
+    console.print(table)
+    lr, server_lr = theorems.largest_lr(s, L), theorems.largest_server_lr(s, L)
+    alone = f"{server_lr:.3g}" if server_lr else "none: local.lr is too large by itself"
+    console.print(f"largest local.lr with server lr {s.server_lr:g}   {lr:.3g}")
+    console.print(f"largest server lr with local.lr {s.lr:g}   {alone}")
+    steps = theorems.corollary(s, L)
+    console.print(f"Corollary 1 for T = {s.rounds}   local.lr {steps[0]:.4g}, server lr {steps[1]:.4g}")
+    if as_json:
+        facts = {**vars(s), "L": L, "L_source": source, "conditions": found, "largest_lr": lr}
+        facts |= {"largest_server_lr": server_lr, "corollary": {"lr": steps[0], "server_lr": steps[1]}}
+        print(json.dumps({k: _finite(v) for k, v in facts.items()}))
+
+
+def _smoothness(plan: Plan, sample: int | None, console: Console) -> tuple[float, str]:
+    """L of a configuration: what it says itself, or the power method's at x_0."""
+    from raysim import full_gradients
+    from raysim.executor import make_trainer, settle
+
+    asked = plan.config.evaluate.theory
+    if asked and asked.L:
+        return asked.L, "evaluate.theory.L"
+    sample = sample or (asked.sample if asked else None)
+    passes, device = (
+        full_gradients.ITERATIONS * full_gradients.CURVATURE,
+        "cuda:0" if plan.config.resources.gpus else "cpu",
+    )
+    model = plan.model()
+    cost = full_gradients.price(plan.config, plan.clients, model, sample, passes)
+    if cost.too_much(full_gradients.IN_ALL, vectors=2):
+        fits = cost.fits(full_gradients.IN_ALL, vectors=2)
+        raise ConfigError(
+            f"L: to estimate it is to look {full_gradients.ITERATIONS} times at {cost.what}: {cost.operations:.1e} "
+            f"floating-point operations and {2 * cost.room / 1e9:.1f} GB; give L=…, or --sample {fits} (clients)"
+        )
+    if why := full_gradients.why_no_curvature(model):
+        raise ConfigError(f"L: cannot be estimated for model '{plan.config.model.name}' ({why}); give L=…")
+    settle(plan.config.resources.threads)
+    ids = full_gradients.chosen(plan.clients.sizes, sample, plan.config.seed)
+    gradients = full_gradients.FullGradients(make_trainer(plan, device), ids, plan.server.weights)
+    with console.status(f"estimating L from {len(ids)} clients"):
+        L = gradients.largest_curvature(plan.initial[0].to(device))
+    if not L:
+        raise ConfigError("L: no client's loss is curved at x_0, so it cannot be estimated there; give L=…")
+    return L, f"power method at x_0, the largest of {len(ids)} clients; no less than this"
+
+
+def _number(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise ConfigError(f"L: '{text}' is no smoothness; give a number above 0, or leave it out to have it estimated")
+    return value
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no infinity."""
+    if isinstance(value, list):
+        return [_finite(each) for each in value]
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items()}
+    return None if value == float("inf") else value
 
 
 @app.command()

@@ -23,7 +23,8 @@ class Examples:
     """One half of a data set as tensors on one device, moved there once (on a CPU: shared, not copied).
 
     Args:
-        x: uint8 [n, C, H, W]; y: int64 [n]. May be read-only, as arrays from Ray's object store are.
+        x: uint8 [n, C, H, W], or numbers of any type; y: int64 [n]. May be read-only, as arrays from Ray's object store
+            are.
         scale, shift: float32 [C]; the input is `x * scale + shift`.
         pad, flip: the augmentation, see `Dataset`.
         device, dtype: where the tensors live, and the type of the inputs.

@@ -27,15 +27,18 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from raysim.config import Data
+from raysim.config import Data, Quadratics
+from raysim.data import quadratics
 from raysim.errors import ConfigError, did_you_mean
 from raysim.randomness import generator
 
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 IMAGENET_GREY = (0.449,), (0.226,)
 UNIT = (0.0,), (1.0,)
-TOPS = {"digits": 16}
+TOPS = {"digits": 16, "quadratics": 1}
 """The brightest pixel, where that is not 255."""
+MADE_HERE = ("digits", "quadratics")
+"""There without any file."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,7 @@ class Dataset:
     """Both halves of a data set, and how its pixels become inputs: `x * scale + shift`, channel by channel.
 
     Attributes:
-        x, x_test: uint8 [n, C, H, W]; y, y_test: int64 [n], labels from 0.
+        x, x_test: uint8 [n, C, H, W] (or numbers of any type); y, y_test: int64 [n], labels from 0.
         classes: the names of the labels.
         scale, shift: float32 [C].
         pad, flip: the augmentation in use: random crops after `pad` zero pixels on each side (0: none), and
@@ -99,7 +102,7 @@ def present(name: str, root: str | Path | None = None) -> bool:
         pattern = f"*{TORCHVISION[name].arguments.get('split', '')}*"
         return any((where(root) / folder).glob(pattern))
     folder = {"tiny_imagenet": "tiny-imagenet-200", "covid_ct": "COVID-CT"}.get(name)
-    return name == "digits" or (folder is not None and (where(root) / folder).is_dir())
+    return name in MADE_HERE or (folder is not None and (where(root) / folder).is_dir())
 
 
 def load(data: Data) -> Dataset:
@@ -119,6 +122,10 @@ def load(data: Data) -> Dataset:
         )
     if data.size is not None and data.name not in OWN:
         raise ConfigError(f"data.size: only data.name=folder and data.name=users have it; {data.name} has its own size")
+    if data.name == "quadratics" and data.augment:
+        raise ConfigError("data.augment: quadratics are no images to crop and mirror; leave it out")
+    if data.problem is not None and data.name != "quadratics":
+        raise ConfigError(f"data.problem: only data.name=quadratics has one; {data.name} has its own examples")
     if data.download and data.name not in BY_HAND:
         fetch(data.name, data.root)
     if data.name in TORCHVISION:
@@ -263,6 +270,15 @@ def _digits(data: Data) -> Dataset:
     return Dataset(
         "digits", x[~test], y[~test], x[test], y[test], tuple("0123456789"), *_normalise(UNIT, TOPS["digits"])
     )
+
+
+def _quadratics(data: Data) -> Dataset:
+    """Quadratics as least squares: of an example [1, 1, P + 1] all labels are 0. Testing is on the same examples."""
+    rows, owner = quadratics.examples(data.problem or Quadratics())
+    x, y = rows[:, None, None], np.zeros(len(rows), dtype=np.int64)
+    clients = tuple(f"client {i}" for i in range(int(owner[-1]) + 1))
+    norm = _normalise(UNIT, TOPS["quadratics"])
+    return Dataset("quadratics", x, y, x, y, ("f", "-"), *norm, groups=owner, group_names=clients)
 
 
 def _decode(paths: Iterable[Path], side: int, mode: str, places: Iterable[str] | None = None) -> np.ndarray:
@@ -488,6 +504,7 @@ def _rows(file: Path, columns: Sequence[str]) -> list[Row]:
 
 OTHERS: dict[str, Callable[[Data], Dataset]] = {
     "digits": _digits,
+    "quadratics": _quadratics,
     "tiny_imagenet": _tiny_imagenet,
     "covid_ct": _covid_ct,
     "folder": _folder,

@@ -52,14 +52,16 @@ def sample_grid(dataset: Dataset, path: str | Path, columns: int = 10, rows: int
 
     channels, height, width = dataset.shape
     shown = min(dataset.n_classes, rows)
-    canvas = np.full((channels, shown * height, columns * width), 255, dtype=np.uint8)
+    canvas = np.full((channels, shown * height, columns * width), dataset.x.max(), dtype=dataset.x.dtype)
     for row in range(shown):
         for column, k in enumerate(np.flatnonzero(dataset.y == row)[:columns]):
             canvas[:, row * height : (row + 1) * height, column * width : (column + 1) * width] = dataset.x[k]
     figure = Figure(figsize=(2 + 0.6 * columns, 0.8 + 0.6 * shown * height / width), layout="constrained")
     axes = figure.subplots()
     image = canvas[0] if channels == 1 else canvas.transpose(1, 2, 0)
-    axes.imshow(image, cmap="gray", vmin=0, vmax=int(dataset.x.max()))  # for colours, only `image` counts
+    axes.imshow(
+        image, cmap="gray", vmin=min(0, dataset.x.min()), vmax=dataset.x.max()
+    )  # for colours, only `image` counts
     axes.set_xticks([])
     axes.set_yticks((np.arange(shown) + 0.5) * height, dataset.classes[:shown])
     axes.set_title(f"{dataset.name}: {shown} of {dataset.n_classes} classes")

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .inner import aligned, cross, gram, padded
+from .inner import aligned, cross, gram, norm, padded
 from .qp import Array, SmallTensorRule, Solver, add_segments, solve_segment, summary
 from .sums import NonFiniteError
 
@@ -122,7 +122,8 @@ def absorb(
     max_age: int | None = None,
     norm_floor: float | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
-    """Server_Update (Luo 2023): m̃' [P] = QP(β1 m̃ + d, D') and metrics; the memory changes in place.
+    """Server_Update (Luo 2023): m̃' [P] = QP(β1 m̃ + d, D') and metrics; the memory changes in place. `qp_moved` is how
+    far the QP has moved what it was given.
 
     `deltas` [K, P] are the updates of the clients `ids`, `weights` [K] their weights (sum 1), `d_mean` [P] the weighted
     sum d, `momentum` [P] the m̃ that the last call returned (zeros at first). An admitted client without an upload
@@ -137,7 +138,7 @@ def absorb(
     if not np.isfinite(p_norms).all():
         raise NonFiniteError("the aggregated update or the momentum is not finite")
     if len(memory["owner"]) == 0:
-        return p, _metrics(memory)
+        return p, _metrics(memory) | {"qp_moved": 0.0}
     if memory["rows"].data_ptr() % 64:  # restored from a file that was mapped: not on the boundary that fixes the bits
         memory["rows"] = memory["rows"].clone()
     rows = memory["rows"][:, : len(p)]
@@ -163,7 +164,7 @@ def absorb(
             scale[kept],
         )
         infos.append(info)
-    projected = p
+    projected = p.clone() if z.any() else p
     for j in np.flatnonzero(z.any(axis=0)):
         add_segments(projected, rows[j].to(p.device, p.dtype), z[:, j], segments)
     memory["active"].copy_(torch.from_numpy(z > 0.0))
@@ -176,6 +177,7 @@ def absorb(
         "qp_fallback": float(info.status == "fallback"),
         "qp_failed": float(info.status == "failed"),
         "qp_to_zero": float(info.to_zero),
+        "qp_moved": norm(projected - p) if z.any() else 0.0,
     }
 
 

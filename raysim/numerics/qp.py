@@ -369,8 +369,9 @@ def project3(
     *,
     segments: Sequence[int] | None = None,
     small_tensor_rule: SmallTensorRule = "exact",
-) -> tuple[Tensor, Tensor]:
-    """`project(p, [a, b, c])` for the local step of a client, and the number of active constraints as a float scalar.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`project(p, [a, b, c])` for the local step of a client, the number of active constraints as a float scalar, and
+    ‖p̃ - p‖, which is found from the Gram matrix without another look at the vectors.
 
     All are [P]; `segments` and `small_tensor_rule` as in `project`. Written for `torch.func.vmap` over clients: one
     problem on a CPU is solved in Python floats, many at once (and one on a GPU, so as not to wait for it) batched, both
@@ -388,14 +389,14 @@ class _Project3(torch.autograd.Function):
     @staticmethod
     def forward(
         p: Tensor, a: Tensor, b: Tensor, c: Tensor, parts: tuple[int, ...], small: bool
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         if p.device.type != "cpu":
-            projected, active = _many(p[None], a[None], b[None], c[None], parts, small)
-            return projected[0], active[0]
+            projected, active, moved = _many(p[None], a[None], b[None], c[None], parts, small)
+            return projected[0], active[0], moved[0]
         return _one(p, a, b, c, parts, small)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
         ctx.mark_non_differentiable(*output)
 
     @staticmethod
@@ -404,10 +405,12 @@ class _Project3(torch.autograd.Function):
             vector.expand(info.batch_size, -1) if dim is None else vector.movedim(dim, 0)
             for vector, dim in zip(args[:4], in_dims[:4], strict=True)
         )
-        return _many(p, a, b, c, *args[4:]), (0, 0)
+        return _many(p, a, b, c, *args[4:]), (0, 0, 0)
 
 
-def _one(p: Tensor, a: Tensor, b: Tensor, c: Tensor, parts: tuple[int, ...], small: bool) -> tuple[Tensor, Tensor]:
+def _one(
+    p: Tensor, a: Tensor, b: Tensor, c: Tensor, parts: tuple[int, ...], small: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     grams = gram([p, a, b, c], parts).tolist()  # T matrices [4][4]
     finite = [all(isfinite(G[i][i]) for G in grams) for i in range(4)]
     projected = p.clone()
@@ -415,11 +418,15 @@ def _one(p: Tensor, a: Tensor, b: Tensor, c: Tensor, parts: tuple[int, ...], sma
     for i, column in enumerate((a, b, c)):
         add_segments(projected, column, [z[i] for z, _ in solutions], parts)
     total = sum(active for _, active in solutions)
-    return projected, torch.tensor(float(total), dtype=p.dtype)
+    moved = sum(z[i] * z[j] * G[i + 1][j + 1] for G, (z, _) in zip(grams, solutions, strict=True)
+                for i in range(3) if z[i] for j in range(3) if z[j])  # fmt: skip
+    return projected, torch.tensor(float(total), dtype=p.dtype), torch.tensor(sqrt(max(moved, 0.0)), dtype=p.dtype)
 
 
-def _many(p: Tensor, a: Tensor, b: Tensor, c: Tensor, parts: tuple[int, ...], small: bool) -> tuple[Tensor, Tensor]:
-    """The same for K clients: [K, P] -> [K, P], [K]."""
+def _many(
+    p: Tensor, a: Tensor, b: Tensor, c: Tensor, parts: tuple[int, ...], small: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same for K clients: [K, P] -> [K, P], [K], [K]."""
     grams = gram([p, a, b, c], parts)  # [K, T, 4, 4]
     finite = grams.diagonal(dim1=2, dim2=3).isfinite().all(1)[:, None]  # [K, 1, 4]
     grams = torch.where(finite[..., None] & finite[..., None, :], grams, 0.0)
@@ -429,7 +436,8 @@ def _many(p: Tensor, a: Tensor, b: Tensor, c: Tensor, parts: tuple[int, ...], sm
     for i, column in enumerate((a, b, c)):
         factor = z[..., i].to(p.dtype).repeat_interleave(lengths, dim=1, output_size=p.shape[1])
         projected = torch.where(factor != 0, torch.addcmul(projected, factor, column), projected)
-    return projected, active.sum(1).to(p.dtype)
+    moved = torch.einsum("kti,ktij,ktj->k", z, grams[..., 1:, 1:], z).clamp(min=0.0).sqrt()
+    return projected, active.sum(1).to(p.dtype), moved.to(p.dtype)
 
 
 def _active_sets(c01: Any, c02: Any, c12: Any, b0: Any, b1: Any, b2: Any) -> Iterator[tuple[Any, Any, Any, Any]]:
