@@ -719,5 +719,5 @@ def ray_kill(actor: Any) -> None:
 
 
 def test_a_timeout_at_the_start(local_ray, config):
-    with pytest.raises(RaysimError, match=r"waited 0\.001 s for the start of 4 actors.*resources\.timeout"):
+    with pytest.raises(RaysimError, match=r"waited 0\.001 s for the start of 3 actors.*resources\.timeout"):
         raysim.run(config, {"resources": {"executor": "ray", "actors": 2, "cpus": 0.5, "timeout": 0.001}})
