@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -49,7 +49,7 @@ def learning_curve(history: Sequence[Mapping[str, float]], path: Path) -> None:
     figure.savefig(path, format="png")
 
 
-def curves(found: Sequence[Curve], metric: str, spent: str, path: Path) -> None:
+def curves(found: Sequence[Curve], metric: str, spent: str, path: Path, title: str = "") -> None:
     """Courses over what was spent, one line each with a band of one standard deviation over the seeds, as one PNG of
     1000 × 600 pixels.
 
@@ -57,6 +57,7 @@ def curves(found: Sequence[Curve], metric: str, spent: str, path: Path) -> None:
         found: from `raysim.report.curves`.
         metric: the ordinate's name; `spent` the abscissa's.
         path: the file to write; its folder must exist.
+        title: above it, if there is anything to say.
     """
     figure = Figure(figsize=(10, 6), dpi=100, layout="constrained")
     FigureCanvasAgg(figure)
@@ -68,7 +69,7 @@ def curves(found: Sequence[Curve], metric: str, spent: str, path: Path) -> None:
         if any(f.std is not None for f in curve.figures):
             std = np.array([f.std or 0.0 for f in curve.figures])
             axes.fill_between(curve.spent, means - std, means + std, color=line.get_color(), alpha=0.2, linewidth=0)
-    axes.set(xlabel=spent, ylabel=metric)
+    axes.set(xlabel=spent, ylabel=metric, title=title)
     axes.grid(alpha=0.3)
     if len(found) > 1:
         axes.legend(fontsize="small", ncols=1 + len(found) // 12)
@@ -106,6 +107,35 @@ def heatmap(
     axes.set(xlabel=x, ylabel=y, xticks=range(len(columns)), yticks=range(len(lines)))
     axes.set(xticklabels=columns, yticklabels=lines)
     figure.colorbar(image, label=f"best {metric}" + (" %" if scale > 1 else ""))
+    figure.savefig(path, format="png")
+
+
+class Cloud(NamedTuple):
+    """(a parameter's value, what was reached, whether in all rounds) for each of some runs."""
+
+    points: Sequence[tuple[Any, float, bool]]
+    logarithmic: bool
+
+
+def scatter(found: Mapping[str, Cloud], label: str, path: Path) -> None:
+    """What was reached over each of some parameters, side by side, as one PNG; hollow: runs that were stopped early.
+
+    Args:
+        found: by parameter, one or more.
+        label: the ordinate's name.
+        path: the file to write; its folder must exist.
+    """
+    figure = Figure(figsize=(1 + 4.5 * len(found), 4), dpi=100, layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(1, len(found), sharey=True, squeeze=False)[0]
+    for axes, (name, cloud) in zip(panels, found.items(), strict=True):
+        x, y, whole = zip(*cloud.points, strict=True)
+        if cloud.logarithmic:
+            axes.set_xscale("log")
+        axes.scatter(x, y, facecolors=["tab:blue" if each else "none" for each in whole], edgecolors="tab:blue")
+        axes.set(xlabel=name)
+        axes.grid(alpha=0.3)
+    panels[0].set(ylabel=label)
     figure.savefig(path, format="png")
 
 

@@ -11,6 +11,7 @@ import io
 import json
 import math
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -36,13 +37,14 @@ _NONE = "–"
 
 @dataclass(frozen=True)
 class Run:
-    """A finished run: its resolved parameters as text, (round, value) of one metric by ascending rounds, and what had
-    been spent by each round (nothing given: the rounds themselves)."""
+    """A run: its resolved parameters as text, (round, value) of one metric by ascending rounds, what had been spent by
+    each round (nothing given: the rounds themselves), and, if it is not finished, in a word or two why."""
 
     run_id: str
     params: Mapping[str, str]
     history: Sequence[tuple[int, float]]
     spent: Mapping[int, float] = field(default_factory=dict)
+    unfinished: str = ""
 
     def cost(self, round: int) -> float:
         return self.spent.get(round, float(round))
@@ -76,15 +78,19 @@ class Row:
             runs that did (`to_target.n` of `seeds`); None if none did, or no target was given.
         rounds: (fewest, most) rounds that the runs have done.
         run_ids: of the runs.
+        unfinished: how many of them are not finished, in words.
+
+    Runs without a value count as `seeds` only; where none has one, there are no figures.
     """
 
     parameters: dict[str, str]
     seeds: int
-    best: Figure
-    last: Figure
+    best: Figure | None
+    last: Figure | None
     to_target: Figure | None
     rounds: tuple[int, int]
     run_ids: tuple[str, ...]
+    unfinished: str = ""
 
 
 def rows(
@@ -99,7 +105,7 @@ def rows(
     """Runs as rows of a table.
 
     Args:
-        runs: finished ones, each with at least one value of the metric.
+        runs: of any experiment.
         metric: what their histories are of. The smaller the better if its name ends in "loss", else the larger.
         target: the value whose first round is wanted.
         group: the parameters that make a row, instead of all that differ.
@@ -120,9 +126,16 @@ def rows(
     for row, params in found:
         place = tuple(params.get(key) for key in wanted)
         rival = chosen.get(place)
-        if rival is None or (row.best.mean < rival.best.mean if lower else row.best.mean > rival.best.mean):
+        if rival is None or order(row, lower) < order(rival, lower):
             chosen[place] = row
     return list(chosen.values())
+
+
+def order(row: Row, lower: bool) -> float:
+    """Rows sort by this, the best first and those without a figure last."""
+    if row.best is None or math.isnan(row.best.mean):
+        return math.inf
+    return row.best.mean if lower else -row.best.mean
 
 
 def grouped(
@@ -158,6 +171,9 @@ def curves(
     """One curve for each row that `rows` would give."""
     found = []
     for named, members in grouped(runs, group, say):
+        members = [run for run in members if run.history]
+        if not members:
+            continue
         histories = [dict(run.history) for run in members]
         common = sorted(set.intersection(*map(set, histories)))
         figures = [Figure.of([history[t] for history in histories]) for t in common]
@@ -176,7 +192,7 @@ def grid(
         ConfigError: a parameter is not there, or no run has both.
     """
     found = rows(runs, metric, group=[x, y], say=say)
-    pairs = [(tuple(row.parameters.values()), row.best.mean) for row in found]
+    pairs = [(tuple(row.parameters.values()), row.best.mean) for row in found if row.best]
     cells = {(values[0], values[1]): best for values, best in pairs if len(values) == 2}
     if not cells:
         raise ConfigError(f"report: no run has both {x} and {y}")
@@ -199,29 +215,31 @@ def fraction_of(runs: Sequence[Run], reference: str, share: float, metric: str =
     if not chosen:
         known = sorted({run.params[full] for run in runs if full in run.params})
         raise ConfigError(f"--of: no run has {key}={value}{did_you_mean(value, known)}; there are {', '.join(known)}")
-    best = [row.best.mean for row in rows(chosen, metric)]
+    best = [row.best.mean for row in rows(chosen, metric) if row.best]
     return share * (min if metric.endswith("loss") else max)(best)
 
 
-def _row(parameters: dict[str, str], runs: list[Run], lower: bool, target: float | None) -> Row:
+def _row(parameters: dict[str, str], members: list[Run], lower: bool, target: float | None) -> Row:
     def reached(value: float) -> bool:
         return target is not None and (value <= target if lower else value >= target)
 
+    runs = [run for run in members if run.history]
     values = [[value for _, value in run.history] for run in runs]
     arrivals = [next((run.cost(t) for t, value in run.history if reached(value)), None) for run in runs]
     best = Figure.of([(min if lower else max)(each) for each in values])
     trained = [[value for t, value in run.history if t > 0] or [run.history[-1][1]] for run in runs]
     last = Figure.of([statistics.fmean(each[-LAST:]) for each in trained])
-    assert best and last
-    ends = [run.history[-1][0] for run in runs]
+    ends = [run.history[-1][0] for run in runs] or [0]
+    reasons = Counter(run.unfinished for run in members if run.unfinished)
     return Row(
         parameters,
-        len(runs),
+        len(members),
         best,
         last,
         Figure.of([spent for spent in arrivals if spent is not None]),
         (min(ends), max(ends)),
-        tuple(run.run_id for run in runs),
+        tuple(run.run_id for run in members),
+        ", ".join(f"{count} {reason}" for reason, count in reasons.items()),
     )
 
 
@@ -290,8 +308,8 @@ def latex(table: Sequence[Row], metric: str = "accuracy", target: float | None =
     head, *lines = [
         ["".join(special.get(c, c) for c in cell) for cell in line] for line in _cells(table, metric, target, spent)
     ]
-    means = [row.best.mean for row in table]
-    winner = means.index((min if metric.endswith("loss") else max)(means)) if means else -1
+    worth = [order(row, metric.endswith("loss")) for row in table]
+    winner = worth.index(min(worth)) if worth else -1
     column = len(_columns(table)) + 1
     if winner >= 0:
         lines[winner][column] = rf"\textbf{{{lines[winner][column]}}}"
@@ -305,7 +323,9 @@ def _cells(table: Sequence[Row], metric: str, target: float | None, spent: Spent
     """The head and the lines of a table for people."""
     percent = metric.endswith("accuracy")
 
-    def figure(f: Figure) -> str:
+    def figure(f: Figure | None) -> str:
+        if f is None:
+            return _NONE
         scale, form = (100, ".2f") if percent else (1, ".4g")
         return f"{f.mean * scale:{form}}" + (f" ± {f.std * scale:{form}}" if f.std is not None else "")
 
@@ -319,12 +339,14 @@ def _cells(table: Sequence[Row], metric: str, target: float | None, spent: Spent
     keys = _columns(table)
     head = [*map(short, keys), "seeds", f"best {metric}{unit}", f"mean of last {LAST}{unit}"]
     head += [f"{spent} to {target:.4g}"] if target is not None else []
-    lines = [[*head, "rounds done"]]
+    tells = ["not finished"] if any(row.unfinished for row in table) else []
+    lines = [[*head, "rounds done", *tells]]
     for row in table:
         cells = [row.parameters.get(key, _NONE) for key in keys]
         cells += [str(row.seeds), figure(row.best), figure(row.last)]
         cells += [arrival(row)] if target is not None else []
-        lines.append([*cells, "–".join(map(str, dict.fromkeys(row.rounds)))])
+        cells.append("–".join(map(str, dict.fromkeys(row.rounds))))
+        lines.append([*cells, *([row.unfinished] if tells else [])])
     return lines
 
 
@@ -333,24 +355,19 @@ def as_csv(table: Sequence[Row], spent: Spent = "rounds") -> str:
     keys = _columns(table)
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    figures = [
-        "best",
-        "best_std",
-        "last",
-        "last_std",
-        f"{spent.replace(' ', '_')}_to_target",
-        "reached",
-        "rounds_min",
-        "rounds_max",
-    ]
-    writer.writerow([*map(short, keys), "seeds", *figures])
+    to_target = f"{spent.replace(' ', '_')}_to_target"
+    figures = ["best", "best_std", "last", "last_std", to_target, "reached", "rounds_min", "rounds_max"]
+    tells = ["not_finished"] if any(row.unfinished for row in table) else []
+    writer.writerow([*map(short, keys), "seeds", *figures, *tells])
     for row in table:
         arrival = row.to_target
         writer.writerow(
             [
                 *(row.parameters.get(key) for key in keys),
-                *(row.seeds, row.best.mean, row.best.std, row.last.mean, row.last.std),
+                row.seeds,
+                *(number for f in (row.best, row.last) for number in ((f.mean, f.std) if f else (None, None))),
                 *(arrival.mean if arrival else None, arrival.n if arrival else 0, *row.rounds),
+                *([row.unfinished] if tells else []),
             ]
         )
     return text.getvalue().rstrip("\n")

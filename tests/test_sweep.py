@@ -163,12 +163,12 @@ def test_a_trial_is_known_by_what_it_computes(here):
 def test_small_trials_by_default():
     (trial, _) = prepare(SMALL, ["seed=0..1"]).trials
     r = trial.config.resources
-    assert (r.executor, r.threads, r.server_threads) == ("inline", 1, 1) and sweep._bundles(trial.config) == [
+    assert (r.executor, r.threads, r.server_threads) == ("inline", 1, 1) and running._bundles(trial.config) == [
         {"CPU": 1}
     ]
     (trial, _) = prepare(SMALL, ["seed=0..1", "resources.executor=ray", "resources.actors=2"]).trials
     assert trial.config.resources.server_threads is None
-    assert sweep._bundles(trial.config) == [{}, {"CPU": 1.0}, {"CPU": 1.0}]
+    assert running._bundles(trial.config) == [{}, {"CPU": 1.0}, {"CPU": 1.0}]
 
 
 @pytest.mark.parametrize(
