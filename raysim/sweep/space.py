@@ -104,7 +104,7 @@ def axis(key: str, given: Any) -> Axis:
     for item in items:
         called = item if isinstance(item, Draw) else _called(key, item)
         if called is None:
-            values += _ends(key, item) if _is_range(item) else [item]
+            values += _ends(key, str(item)) if _is_range(item) else [item]
         elif called.kind == "range":
             values += _range(key, called)
         elif len(items) == 1:
