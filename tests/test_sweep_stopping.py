@@ -33,7 +33,7 @@ SMALL = {
 
 STOPPING = {"metric": "loss", "grace_period": 2, "reduction_factor": 2}
 """Rungs after rounds 2, 4 and 8."""
-LRS = [0.05, 0.2, 0.02, 0.4, 0.1, 0.01]
+LRS = [0.01, 0.05, 0.4, 1.6, 0.1, 0.2]
 
 FLAKY = """
 import os, signal

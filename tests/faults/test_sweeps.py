@@ -15,7 +15,7 @@ from typing import Any
 from faults.common import call, client_of, start, steps_of, until
 
 GRID = {
-    "rounds": 10,
+    "rounds": 20,
     "data": "digits",
     "partition": {"name": "iid", "clients": 20},
     "model": {"name": "mlp", "hidden": [8]},
@@ -41,6 +41,7 @@ def killed_and_resumed(folder: Path, varied: dict[str, Any], count: int) -> tupl
     (folder / "grid.yaml").write_text(json.dumps({**GRID, "sweep": varied}))  # JSON is YAML
     driver = start("sweep", "grid.yaml", cwd=folder)
     until(lambda: len(results(folder)) >= count // 3 or driver.poll() is not None, 400, "no trial finishes")
+    assert driver.poll() is None, driver.communicate()[0]
     os.kill(driver.pid, signal.SIGKILL)
     driver.communicate(timeout=60)
     assert driver.returncode == -signal.SIGKILL
@@ -69,7 +70,7 @@ def check(uri: str, told: dict[str, Any], count: int) -> None:
     assert {run.data.tags["mlflow.parentRunId"] for run in children} == {parent.info.run_id}
     assert {run.info.run_id for run in children} == {each["run_id"] for each in told["trials"]}
     for run in children:
-        assert steps_of(uri, run.info.run_id)["accuracy"] == list(range(11)), "each round once"
+        assert steps_of(uri, run.info.run_id)["accuracy"] == list(range(21)), "each round once"
     kept = {file.path for file in client.list_artifacts(parent.info.run_id)}
     assert {"table.md", "table.csv", "trials.csv", "curves.png"} <= kept
 
