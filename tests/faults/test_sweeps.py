@@ -5,14 +5,21 @@ And what a person sees of it in MLflow's pages.
 
 from __future__ import annotations
 
+import html
 import json
 import os
+import re
+import shutil
 import signal
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from faults.common import call, client_of, start, steps_of, until
+from faults.server import Server
 
 GRID = {
     "rounds": 20,
@@ -73,7 +80,53 @@ def check(uri: str, told: dict[str, Any], count: int) -> None:
         assert steps_of(uri, run.info.run_id)["accuracy"] == list(range(21)), "each round once"
     kept = {file.path for file in client.list_artifacts(parent.info.run_id)}
     assert {"table.md", "table.csv", "trials.csv", "curves.png"} <= kept
+    assert ("heatmap.png" in kept) == ("algorithm" in told["trials"][0]["values"]), "of two keys"
 
 
 def test_a_sweep_whose_driver_is_killed_is_completed(tmp_path: Path):
     killed_and_resumed(tmp_path, SMALL, 8)
+
+
+@pytest.mark.long
+def test_a_sweep_of_48_trials_and_what_mlflow_shows_of_it(tmp_path: Path):
+    uri, parent = killed_and_resumed(tmp_path, LARGE, 48)
+    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if browser is None:
+        pytest.skip("the sweep is complete, but there is no Chromium to look at MLflow's pages with")
+    experiment = client_of(uri).get_experiment_by_name("killed").experiment_id
+    server = Server(tmp_path)
+    server.start(uri)
+    try:
+        server.wait()
+        look(browser, f"{server.uri}/#/experiments/{experiment}/runs", parent, tmp_path)
+    finally:
+        server.stop()
+
+
+def look(browser: str, runs: str, parent: str, folder: Path) -> None:
+    """At the pages of the runs, of the parent with its children, and of the picture that compares them; screenshots
+    are left in the folder."""
+    options = ["--headless", "--no-sandbox", "--window-size=1500,1000", "--virtual-time-budget=60000"]
+
+    def page(place: str, name: str) -> str:
+        """The page, once it has come to rest, as HTML."""
+        called = [browser, *options, f"--user-data-dir={folder}/browser"]
+        subprocess.run([*called, f"--screenshot={folder}/{name}.png", runs + place], check=True, timeout=200)
+        shown = subprocess.run([*called, "--dump-dom", runs + place], check=True, timeout=200, stdout=subprocess.PIPE)
+        return html.unescape(shown.stdout.decode())
+
+    def words(place: str, name: str) -> str:
+        return " ".join(re.sub(r"<[^>]*>", " ", page(place, name)).split())
+
+    table = words("", "runs")
+    assert "Training runs" in table and " grid " in table and "49 matching runs" in table, table
+    overview = words(f"/{parent}", "parent")
+    assert (
+        parent in overview and re.search(r"Status Finished\b", overview) and re.search(r"\bfinished ?: 48\b", overview)
+    )
+    children = re.search("Child runs (.*?) Source raysim", overview)
+    assert children and children[1].endswith("Load more"), overview
+    assert len(re.findall(r"algorithm=fedavgm? local\.lr=0\.\d+ seed=\d", children[1])) == 10, "they come in tens"
+    for name in ("curves.png", "heatmap.png"):
+        picture = page(f"/{parent}/artifacts/{name}", name.removesuffix(".png"))
+        assert re.search(rf'<img alt="{name}" src="blob:', picture) and "trials.csv" in picture
