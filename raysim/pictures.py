@@ -70,6 +70,8 @@ def curves(found: Sequence[Curve], metric: str, spent: str, path: Path, title: s
             std = np.array([f.std or 0.0 for f in curve.figures])
             axes.fill_between(curve.spent, means - std, means + std, color=line.get_color(), alpha=0.2, linewidth=0)
     axes.set(xlabel=spent, ylabel=metric, title=title)
+    if spent == "rounds":
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.3)
     if len(found) > 1:
         axes.legend(fontsize="small", ncols=1 + len(found) // 12)

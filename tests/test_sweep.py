@@ -185,7 +185,7 @@ def test_the_table(swept: Outcome):
     figures = ["best accuracy %", "mean of last 10 %", "rounds done", "not finished"]
     assert head == ["algorithm", "rounds", "local.lr", "seeds", *figures]
     assert [[*row[:4], row[-1]] for row in rows] == [
-        ["Deadly", "3", "0.05", "1", "1 failed"],
+        ["./deadly.py:Deadly", "3", "0.05", "1", "1 failed"],
         ["fedavg", "3", "0.05", "3", ""],
         ["fedavg", "3", "0.1", "2", ""],
         ["fedavg", "3", "1e+30", "1", "1 failed"],

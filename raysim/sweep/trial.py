@@ -84,7 +84,7 @@ def train(trial: Trial, uri: str, name: str, parent: str, stopping: EarlyStoppin
 
 def labels_of(trial: Trial) -> dict[str, str]:
     """The tags by which a trial is known in MLflow, its name among them."""
-    return {"mlflow.runName": trial.title, **{f"sweep.{key}": as_text(v) for key, v in trial.values.items()}}
+    return {"mlflow.runName": trial.title[:250], **{f"sweep.{key}": as_text(v) for key, v in trial.values.items()}}
 
 
 def _so_far(trial: Trial, run_id: str, reason: str) -> dict[str, Any]:
