@@ -10,7 +10,8 @@ any column of M (raysim.numerics.qp).
         p = beta1 m̃ + Σ w_i d_i;    D_i <- d_i (new) | beta2 D_i + d_i (sampled) | beta2 D_i (others)
         m̃ <- QP(p, D);    x <- x - server.lr m̃
 
-Keeps (m + 1) d floats on the server and d for each client that ever took part (none under `previous: reset`); sends d
+Keeps (m + 1) d floats on the server (m d of them in half precision by `memory_dtype`, in the CPU's memory rather than
+its GPU's by `memory_device: cpu`) and d for each client that ever took part (none under `previous: reset`); sends d
 down and d up. Three gradients a step on the client. memory = 0 on the server is FedAvgM.
 
 Two consequences of an exact solver: a constraint does not depend on the length of its row, so for beta2 in (0, 1) a
@@ -92,6 +93,8 @@ class GradMAServer(ServerRule):
     small_tensor_rule: Literal["exact", "sum"] = "exact"
     max_age: Annotated[int, Field(ge=1)] | None = None
     norm_floor: Annotated[float, Field(ge=0, le=1)] | None = None
+    memory_dtype: Literal["bfloat16", "float16"] | None = None
+    memory_device: Literal["server", "cpu"] = "server"
 
     def check(self, problem):
         if 0 < self.memory < problem.cohort:
@@ -108,7 +111,9 @@ class GradMAServer(ServerRule):
     def init(self, x0, problem):
         segments = problem.segments if self.qp_scope == "per_tensor" else None
         rows = min(self.memory, problem.n_clients)  # no more than there are clients are ever taken
-        memory = memory_init(rows, problem.size, dtype=x0.dtype, device=x0.device, segments=segments)
+        dtype = x0.dtype if self.memory_dtype is None else getattr(torch, self.memory_dtype)
+        device = x0.device if self.memory_device == "server" else "cpu"
+        memory = memory_init(rows, problem.size, dtype=dtype, device=device, segments=segments)
         return {"x": x0, "m": torch.zeros_like(x0), **_prefixed(memory)}
 
     def admit(self, state, cohort):

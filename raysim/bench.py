@@ -122,7 +122,7 @@ def candidates(plan: Plan, given: Iterable[str], blocks: bool) -> Iterator[dict[
     ways: list[dict[str, Any]] = [{}]
     if blocks:
         sizes = sorted({size for size in (1, 8, 32, 128, cohort) if size <= cohort})
-        ways = [{"block.mode": mode} for mode in ("loop", "fused", "pooled")]
+        ways = [{"block.mode": mode} for mode in ("loop", "pooled")]
         ways += [{"block.mode": "vmap", "block.size": size} for size in sizes]
     seen = []
     for place in places:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from raysim import forgetting, pooled
+from raysim.chain import agrees
 from raysim.config import Config, at_round
 from raysim.data import Examples
 from raysim.data.arrays import DRAWS
@@ -36,7 +37,7 @@ from raysim.task import Batch, Facts, LocalData, LoopTask, Task, VmapTask
 
 logger = logging.getLogger("raysim")
 
-Mode = Literal["loop", "fused", "vmap", "pooled"]
+Mode = Literal["loop", "vmap", "pooled"]
 
 GATHER = 1024
 """Examples gathered and normalised at a time when looping: as many whole batches as fit."""
@@ -155,7 +156,7 @@ class Trainer:
         self.average = float(np.mean(clients.sizes))
         self.model, self.x0, self.examples, self.clients = model, x0, examples, clients
         self.decayed = model.decayed() if config.local.weight_decay else None
-        self.loop = LoopTask(model, Facts(), fused=mode == "fused")
+        self.loop = LoopTask(model, Facts(), chained=agrees(model))
         self.upload_dtype: torch.dtype | None = getattr(torch, config.local.upload_dtype or "", None)
         self.plain = config.takes_bare_gradients and not overridden(client, PLAIN_STEP)
         self.channels_last = model.convolutional and model.device.type == "cpu" and mode != "vmap"

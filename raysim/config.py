@@ -421,11 +421,10 @@ class Resources(Section):
 
 class Block(Section):
     """How clients share a worker's pass, `size` at once: `loop` one after the other, `vmap` side by side, `pooled` as
-    one (where they make one plain step, of which the server wants the mean), `fused` one after the other with the steps
-    of plain SGD written out (faster for fully connected layers; not chosen by itself)."""
+    one (where they make one plain step, of which the server wants the mean)."""
 
     size: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
-    mode: Literal["auto", "loop", "fused", "vmap", "pooled"] = "auto"
+    mode: Literal["auto", "loop", "vmap", "pooled"] = "auto"
 
 
 class Forgetting(Section):

@@ -35,6 +35,9 @@ logger = logging.getLogger("raysim")
 LOSSES = 3
 """Times that the server may be lost between two rounds that were done."""
 
+QUANTILES = (0.1, 0.5, 0.9)
+"""Of the clients' losses."""
+
 Record = dict[str, float]
 Progress = Callable[[Record], None]
 
@@ -299,7 +302,7 @@ class Engine:
         Raises RaysimError for a rule whose weights are none.
         """
         local, rule = self.config.local, self.plan.server
-        sizes = [int(self.plan.clients.sizes[i]) for i in turn.ids]
+        sizes = self.plan.clients.sizes[turn.ids].tolist()
         steps = [local_steps(n, n if local.batch == "full" else local.batch, local.steps, local.epochs) for n in sizes]
         round = Round(turn.t, turn.ids, [one.base for one in turn.arrivals], [], sizes, steps)
         if round.ids:
@@ -422,8 +425,8 @@ class Engine:
         if good:
             losses = np.array([one.loss for one in good])
             record["train_loss"] = float(losses.mean())
-            for q in (10, 50, 90):
-                record[f"client_loss/q{q}"] = float(np.quantile(losses, q / 100))
+            for q, loss in zip(QUANTILES, np.quantile(losses, QUANTILES), strict=True):
+                record[f"client_loss/q{round(100 * q)}"] = float(loss)
             for key in good[0].metrics:
                 record[f"client/{key}"] = float(np.mean([one.metrics[key] for one in good]))
         return record

@@ -32,15 +32,16 @@ _Loader.add_implicit_resolver(
 )
 
 
-def _shipped_files() -> dict[str, Path]:
+def shipped_files(kind: str = "yaml") -> dict[str, Path]:
+    """The files of a kind that come with raysim, by their paths below configs/, without the ending."""
     package = Path(__file__).resolve().parent
     folders = (package / "configs", package.parent / "configs")
-    return {str(p.relative_to(f)).removesuffix(".yaml"): p for f in folders for p in sorted(f.rglob("*.yaml"))}
+    return {str(p.relative_to(f).with_suffix("")): p for f in folders for p in sorted(f.rglob(f"*.{kind}"))}
 
 
 def shipped() -> dict[str, str]:
     """Name and first line of comment of every configuration that comes with raysim."""
-    return {name: path.read_text().splitlines()[0].lstrip("# ") for name, path in _shipped_files().items()}
+    return {name: path.read_text().splitlines()[0].lstrip("# ") for name, path in shipped_files().items()}
 
 
 Keys = Callable[[str, str, str], Iterable[str]]
@@ -50,7 +51,7 @@ Keys = Callable[[str, str, str], Iterable[str]]
 def find(source: str | Path, folder: Path | None = None) -> Path:
     """The file a configuration's name means: a path, or a name among the configurations shipped with raysim."""
     text = str(source)
-    files = _shipped_files()
+    files = shipped_files()
     tried = [(folder or Path()) / text, files.get(text.removeprefix("configs/").removesuffix(".yaml"))]
     for path in tried:
         if path is not None and path.is_file():

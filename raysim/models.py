@@ -67,15 +67,23 @@ class KeyedBatchNorm(nn.Module):
         assert self.frame.buffers is not None
         return self.frame.buffers.narrow(-1, self.start, 2 * self.channels).split(self.channels, -1)  # type: ignore[return-value]
 
-    def forward(self, x: Tensor) -> Tensor:
+    def how(self, x: Tensor) -> tuple[Tensor | None, Tensor | None, bool, float] | None:
+        """What torch's own kernel is to be told: running mean, running variance, whether the batch's statistics are
+        taken, momentum. None where it cannot do what is wanted."""
         frame = self.frame
         if frame.mode == "eval" and self.tracked:
-            mean, var = self._running()
-            return F.batch_norm(x, mean, var, self.weight, self.bias, False, 0.0, self.eps)
+            return *self._running(), False, 0.0
+        if not frame.in_place or frame.mask is not None or x.numel() <= self.channels:
+            return None
+        mean, var = self._running() if frame.mode == "train" and self.tracked else (None, None)
+        return mean, var, True, self.momentum
+
+    def forward(self, x: Tensor) -> Tensor:
+        frame, how = self.frame, self.how(x)
+        if how is not None:
+            mean, var, here, momentum = how
+            return F.batch_norm(x, mean, var, self.weight, self.bias, here, momentum, self.eps)
         keep = frame.mode == "train" and self.tracked
-        if frame.in_place and frame.mask is None and x.numel() > self.channels:
-            mean, var = self._running() if keep else (None, None)
-            return F.batch_norm(x, mean, var, self.weight, self.bias, True, self.momentum, self.eps)
         axes, shape = [0, *range(2, x.ndim)], (1, -1, *[1] * (x.ndim - 2))
         mask = x.new_ones(x.shape[0]) if frame.mask is None else frame.mask
         real = mask.reshape(-1, *[1] * (x.ndim - 1))
@@ -107,10 +115,17 @@ class KeyedDropout(nn.Module):
         if frame.probe is not None:
             shape = tuple(x.shape[1:])
             frame.probe.append((shape[:1] + (1,) * len(shape[1:]) if self.channels else shape, self.rate))
-        elif frame.mode != "eval" and frame.drop:
-            x = x * frame.drop[frame.calls]
-            frame.calls += 1
-        return x
+            return x
+        mask = self.mask()
+        return x if mask is None else x * mask
+
+    def mask(self) -> Tensor | None:
+        """The mask of this call; None where nothing is dropped."""
+        frame = self.frame
+        if frame.mode == "eval" or not frame.drop:
+            return None
+        frame.calls += 1
+        return frame.drop[frame.calls - 1]
 
 
 _UNKEYED = (nn.AlphaDropout, nn.FeatureAlphaDropout, nn.SyncBatchNorm)

@@ -21,7 +21,6 @@ from raysim.block import Mode
 from raysim.config import Block, Config, Data, InFlight, Named, Sync, Trace
 from raysim.data import Dataset, load, split
 from raysim.data.partitions import Clients, VirtualClients
-from raysim.dense import why_not_fused
 from raysim.errors import ConfigError
 from raysim.models import Model
 from raysim.pooled import why_not_pooled
@@ -272,15 +271,13 @@ def _block(config: Config, client: ClientRule, server: ServerRule, model: Model)
     cohort, block = config.schedule.size, config.block
     wide = min(64, ceil(cohort / 4))
     small = model.size <= VMAP_BELOW and not model.convolutional and wide >= 8
-    looped = min(64, ceil(cohort / 16))
-    sizes = {"pooled": min(1024, ceil(cohort / 16)), "vmap": wide, "loop": looped, "fused": looped}
+    sizes = {"pooled": min(1024, ceil(cohort / 16)), "vmap": wide, "loop": min(64, ceil(cohort / 16))}
     reasons: dict[Mode, Callable[[], str | None]] = {
         "pooled": lambda: why_not_pooled(config, client, server, model),
         "vmap": lambda: (why := why_not_vmap(model)) and f"model '{config.model.name}' cannot run so ({why})",
-        "fused": lambda: why_not_fused(config, client, model),
         "loop": lambda: None,
     }
-    worth = {"pooled": True, "vmap": small or config.resources.gpus > 0, "fused": False, "loop": True}
+    worth = {"pooled": True, "vmap": small or config.resources.gpus > 0, "loop": True}
     mode: Mode = next(m for m in reasons if worth[m] and reasons[m]() is None) if block.mode == "auto" else block.mode
     if block.mode != "auto" and (reason := reasons[mode]()) is not None:
         raise ConfigError(f"block.mode: '{mode}' cannot be had here: {reason}; use block.mode=loop")

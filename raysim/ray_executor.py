@@ -122,16 +122,16 @@ class RayExecutor:
                 cloudpickle.register_pickle_by_value(module)
         self.plan, self.home = ray.put(plan), ray.get_runtime_context().get_node_id()
         self.wanted, self.evaluates = r.actors, bool(plan.config.evaluate.every)
-        self.server, self.eval = self._start(ServerActor), self._start(EvalActor) if self.evaluates else None
+        self.server = self._start(ServerActor)
         self._hire()
-        everybody = [self.server, *([self.eval] if self.eval else [])]
-        waiting = [*(actor.node.remote() for actor in everybody), *(word for _, word in self.joining.values())]
+        waiting = [self.server.node.remote(), *(word for _, word in self.joining.values())]
         nodes = _get(waiting, f"the start of {len(waiting)} actors", r.timeout)
         in_step = isinstance(plan.config.schedule, Sync)  # else several versions and rounds are out at one time
         if in_step and set(nodes) == {self.home}:
             self._make_boxes(plan)
             self._share(self.server)
         self._welcome()
+        self.eval = self._start(EvalActor) if self.evaluates else None  # nobody has to wait for it
 
     def _connect(self, plan: Plan) -> None:
         r = plan.config.resources

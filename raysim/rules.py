@@ -325,6 +325,8 @@ class Algorithm:
             ALGORITHMS.setdefault(self.name, self)
 
 
+PLAIN = "fedavg"
+"""The name of the client rule that is local SGD, and of the server rule that averages."""
 CLIENTS: dict[str, type[ClientRule]] = {}
 SERVERS: dict[str, type[ServerRule]] = {}
 ALGORITHMS: dict[str, Algorithm] = {}
@@ -359,9 +361,9 @@ def _lookup(section: str, name: str) -> Any:
     found = load_object(name, f"{section}.name")
     if section == "algorithm" and isinstance(found, type):
         if issubclass(found, ClientRule):
-            return Algorithm(name, found, SERVERS["fedavg"], name, listed=False)
+            return Algorithm(name, found, SERVERS[PLAIN], name, listed=False)
         if issubclass(found, ServerRule):
-            return Algorithm(name, CLIENTS["fedavg"], found, name, listed=False)
+            return Algorithm(name, CLIENTS[PLAIN], found, name, listed=False)
     for rule in (found.client, found.server) if isinstance(found, Algorithm) else (found,):
         if isinstance(rule, type) and issubclass(rule, _Rule) and "__dataclass_params__" not in rule.__dict__:
             raise ConfigError(f"{section}.name: put @dataclass(frozen=True) above class {rule.__name__}")
@@ -449,6 +451,17 @@ def resolve(config: Config) -> tuple[ClientRule, ServerRule]:
     client, server = parts["client"], parts["server"]
     refuse_pair(client, server)
     return client, server
+
+
+SIDES = ("client side", "server side", "both sides")
+
+
+def side(client: str, server: str) -> str:
+    """Where a pair of rules, given by their names, differs from local SGD and averaging, which are FedAvg's: one of
+    SIDES. FedAvg itself counts as client side, as in Luo 2023's tables."""
+    if server == PLAIN:
+        return SIDES[0]
+    return SIDES[1] if client == PLAIN else SIDES[2]
 
 
 def refuse_pair(client: ClientRule, server: ServerRule) -> None:

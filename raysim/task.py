@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from raysim.chain import Chain, by_autograd
 from raysim.config import Privacy
-from raysim.dense import Dense
 from raysim.models import Bound, Mode, Model
 from raysim.privacy import clipped_sum, in_parts
 from raysim.randomness import generator
@@ -277,10 +277,15 @@ class LoopTask(Task):
     """One client at a time, on nets bound to flat vectors: one for the parameters in training, a few for others, of
     which those that `net` has given out are constants."""
 
-    def __init__(self, model: Model, facts: Facts, fused: bool = False):
+    def __init__(self, model: Model, facts: Facts, chained: bool = False):
+        """`chained`: the model `chain.agrees`, so that its gradients need no autograd."""
         super().__init__(model, facts)
         self.trained = Bound(model)
-        self.dense = Dense.of(self.trained) if fused else None
+        self.chain = Chain(self.trained) if chained else None
+        self.slopes = list(model.views(self.zeros()).values()) if chained else []
+        self.first: tuple[Batch, Loss, Tensor] | None = None
+        """The gradient at x, where the vector in training begins, on the batch of the first step: at x itself it need
+        not be found again (GradMA asks for both)."""
         self.others: list[_Held] = []
         self.constants: list[_Held] = []
 
@@ -296,8 +301,10 @@ class LoopTask(Task):
         """Begins with the next client: returns the vector in training, which holds a copy of x."""
         self.facts, self.steps, self.losses, self.received = facts, steps, [], received
         self.buffers = (received if buffers is None else buffers).clone()
-        self._fresh = fresh
-        return self.trained.flat.copy_(x)
+        self._fresh, self.first = fresh, None
+        self.x, w = x, self.trained.flat.copy_(x)
+        self.unmoved = w._version
+        return w
 
     def fresh_model(self) -> tuple[Tensor, Tensor]:
         assert self._fresh is not None
@@ -308,26 +315,38 @@ class LoopTask(Task):
 
     def descend_plainly(self, batch: Batch) -> None:
         """`descend_in_place` along the gradient of the cross-entropy, unclipped and without decay: the same bits, but
-        the gradient is never put together to one vector. Fused, it is the same but for rounding."""
-        bound = self.trained
-        if self.dense is not None:
-            loss = self.dense.step(batch.x, batch.y, self.lr, self.buffers, batch.drop)
+        the gradient is never put together to one vector."""
+        given = batch.x, batch.y, "train", self.buffers, batch.drop
+        if self.chain is not None:
+            loss, parts = self.chain.gradient(*given, self.slopes), self.slopes
         else:
-            loss = F.cross_entropy(bound.forward(batch.x, "train", self.buffers, batch.drop), batch.y)
-            parts = torch.autograd.grad(loss, bound.parameters, materialize_grads=True)
-            torch._foreach_add_(bound.views, parts, alpha=-self.lr)  # pyright: ignore[reportPrivateImportUsage]
-            loss, bound.frame.features = loss.detach(), None
+            loss, parts = by_autograd(self.trained, *given)
+        torch._foreach_add_(self.trained.views, parts, alpha=-self.lr)  # pyright: ignore[reportPrivateImportUsage]
         self.losses.append(loss)
 
     def _grad(self, w: Tensor, batch: Batch, loss: Loss, mode: Mode, buffers: Tensor | None) -> Tensor:
-        bound = self.trained if w is self.trained.flat else self._held(w, self.others).bound
-        net = self._net(bound, batch, mode, self.buffers if mode == "train" else buffers)
-        value = loss(net, batch).mean()
-        parts = torch.autograd.grad(value, bound.parameters, materialize_grads=True)
+        bound, chain, statistics = self.trained, self.chain, self.buffers if mode == "train" else buffers
+        if mode == "frozen" and w is self.x and self.first and self.first[0] is batch and self.first[1] is loss:
+            return self.first[2]
+        if w is not bound.flat:
+            held = self._held(w, self.others)
+            bound, chain = held.bound, held.chain
+        if chain is not None and loss is cross_entropy and not batch.y.is_floating_point():
+            slope = torch.empty_like(bound.flat)
+            plain = chain.gradient(
+                batch.x, batch.y, mode, statistics, batch.drop, list(self.model.views(slope).values())
+            )
+        else:
+            net = self._net(bound, batch, mode, statistics)
+            value = loss(net, batch).mean()
+            parts = torch.autograd.grad(value, bound.parameters, materialize_grads=True)
+            plain = value if loss is cross_entropy or mode != "train" else cross_entropy(net, batch).mean()
+            slope = torch.cat([p.reshape(-1) for p in parts])
         if mode == "train":
-            plain = value if loss is cross_entropy else cross_entropy(net, batch).mean()
             self.losses.append(plain.detach())
-        return torch.cat([p.reshape(-1) for p in parts])
+            if w is self.trained.flat and w._version == self.unmoved:
+                self.first = batch, loss, slope
+        return slope
 
     def input_grad(self, w: Tensor, batch: Batch, loss: Loss = cross_entropy, buffers: Tensor | None = None) -> Tensor:
         self._guard("input_grad")
@@ -357,7 +376,7 @@ class LoopTask(Task):
         held = next((h for h in pool if h.w is w and h.version == w._version), None)
         if held is None:
             free = [h for h in pool if not h.given_to]
-            held = free[0] if len(pool) >= HELD and free else _Held(Bound(self.model))
+            held = free[0] if len(pool) >= HELD and free else _Held.of(self.model, self.chain)
             held.bound.flat.copy_(w)
             held.w, held.version = w, w._version
             if pool is self.constants:
@@ -375,9 +394,15 @@ class _Held:
     """A net at w. Keeping w itself makes sure that no other vector takes its identity."""
 
     bound: Bound
+    chain: Chain | None
     w: Tensor | None = None
     version: int = -1
     given_to: weakref.WeakSet[Net] = field(default_factory=weakref.WeakSet)
+
+    @classmethod
+    def of(cls, model: Model, like: Chain | None) -> _Held:
+        bound = Bound(model)
+        return cls(bound, None if like is None else Chain(bound))
 
 
 class VmapTask(Task):

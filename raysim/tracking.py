@@ -218,10 +218,11 @@ class Tracker(Recorder):
 
     def _write(self) -> None:
         """The writer thread: everything that talks to MLflow, or imports it."""
-        with contextlib.suppress(Exception):  # said when it is needed
-            _mlflow(self._server.uri)
+        self._started.wait()  # what is imported before that would only slow down what has to come first
+        if self.pending or not self._closing.is_set():
+            with contextlib.suppress(Exception):  # said when it is needed
+                _mlflow(self._server.uri)
         self._beat()
-        self._started.wait()
         while not self._stop.is_set() and (self.pending or not self._closing.is_set()):
             try:
                 while not self._stop.is_set() and _advance(self._spool, self._server):

@@ -123,36 +123,54 @@ def test_two_hundred_rounds_with_evictions(segments, beta2):
             part = np.stack([row[start:stop] for row in literal.D.values()])
             scale = memory["scale"].numpy()[index]
             gram = memory["gram"].numpy()[q][np.ix_(index, index)] * scale[:, None] * scale
-            slack = memory["slack"].numpy()[q][index] * scale
             norms = np.linalg.norm(part, axis=1)
             assert (np.abs(gram - part @ part.T) <= 1e-10 * np.outer(norms, norms)).all()
-            assert (np.abs(slack - part @ expected[start:stop]) <= 1e-10 * norms * np.linalg.norm(expected)).all()
 
-    metrics = play(memory, 200, beta2=beta2, lose={3, 50, 51}, check=check, rebuild_every=10**9)
+    metrics = play(memory, 200, beta2=beta2, lose={3, 50, 51}, check=check)
     assert sum(m["memory_evictions"] for m in metrics) > 50
     assert sum(m["qp_active"] > 0 for m in metrics) > 50
     assert all(m["qp_failed"] == 0 for m in metrics)
 
 
-def test_storage_in_float32_drifts_little_and_says_so():
+def test_storage_in_float32_is_as_good_after_many_rounds():
     memory = memory_init(8, 5000)
 
     def check(t, literal, momentum, expected):
         assert np.linalg.norm(momentum.numpy() - expected) <= 1e-4 * np.linalg.norm(expected)
+        rows = memory["rows"][:, :5000].double()
+        norms = rows.norm(dim=1)
+        assert ((memory["gram"][0] - rows @ rows.T).abs() <= 1e-6 * torch.outer(norms, norms)).all()
 
-    metrics = play(memory, 60, check=check, rebuild_every=20)
-    drift = [m["gram_drift"] for m in metrics if "gram_drift" in m]
-    assert len(drift) == 3
-    assert 0 < max(drift) < 1e-6
+    play(memory, 60, check=check)
 
 
-def test_a_rebuild_changes_nothing_in_float64():
-    plain, rebuilt = (memory_init(8, 30, dtype=torch.float64) for _ in range(2))
-    play(plain, 40, rebuild_every=10**9)
-    metrics = play(rebuilt, 40, rebuild_every=1)
-    assert max(m["gram_drift"] for m in metrics) < 1e-13
-    assert torch.allclose(plain["gram"], rebuilt["gram"], rtol=1e-10, atol=1e-16)
-    assert torch.allclose(plain["slack"], rebuilt["slack"], rtol=1e-9, atol=1e-14)
+@pytest.mark.parametrize("storage", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("segments", [None, [3000, 5, 1995]])
+def test_rows_in_half_precision_are_rounded_once_and_the_qp_is_that_of_what_is_stored(storage, segments):
+    memory = memory_init(8, 5000, dtype=storage, segments=segments)
+    generator = torch.Generator().manual_seed(3)
+    momentum, common = torch.zeros(5000), 0.3 * torch.randn(5000, generator=generator)
+    bound = False
+    for t in range(40):
+        cohort = [(5 * t + 3 * i) % 11 for i in range(4)]
+        admit(memory, cohort, t)
+        deltas = torch.randn(4, 5000, generator=generator)
+        deltas += torch.stack([-common if client % 3 == 0 else common for client in cohort])
+        kept = memory["scale"][:, None] * memory["rows"].double()
+        before = dict(zip(memory["owner"].tolist(), kept, strict=True))
+        p = 0.9 * momentum + deltas.mean(0)
+        momentum, metrics = absorb(memory, cohort, deltas, [0.25] * 4, deltas.mean(0), momentum, 0.9, 0.5)
+        stored = memory["rows"][:, :5000].to(torch.float64)
+        slots = {client: slot for slot, client in enumerate(memory["owner"].tolist())}
+        for client, delta in zip(cohort, deltas, strict=True):
+            wanted = (0.5 * before[client][:5000] + delta.double()).float()
+            assert torch.equal(stored[slots[client]], wanted.to(storage).double())
+        live = memory["scale"] > 0
+        expected, _ = project(p.double(), stored[live], segments=segments)
+        assert float((momentum - expected).norm()) <= 1e-4 * float(expected.norm())
+        assert metrics["memory_bytes"] < 8 * 5008 * 2 + 4000
+        bound = bound or metrics["qp_active"] > 0
+    assert bound
 
 
 @pytest.mark.parametrize("solver", ["ecos", "clarabel"])
@@ -274,7 +292,7 @@ def test_bits_do_not_see_alignment(P, S):
                 memory["rows"] = (
                     torch.empty(memory["rows"].numel() + offset)[offset:].view_as(memory["rows"]).copy_(memory["rows"])
                 )
-            out += [momentum, memory["gram"].clone(), memory["slack"].clone()]
+            out += [momentum, memory["gram"].clone()]
         return out
 
     expected = run(0)
@@ -290,14 +308,14 @@ def test_updates_that_cancel_leave_a_row_that_constrains_nothing():
         absorb(memory, [3], sign * d, [1.0], sign * d[0], zero, 0.9, 0.5, norm_floor=0.0)
     assert contents(memory)[3].tolist() == [0.0] * 900
     memory["gram"][0, 0, 0] = -1e-7  # what rounding may leave of it
-    momentum, _ = absorb(memory, [], d[:0], [], zero, -d[0], 1.0, 0.5, rebuild_every=1)
+    momentum, _ = absorb(memory, [], d[:0], [], zero, -d[0], 1.0, 0.5)
     assert torch.equal(momentum, -d[0])
     assert memory["gram"][0, 0, 0] == 0
 
 
 def test_bytes():
     memory = memory_init(10, 1000, segments=[600, 400])
-    assert memory_bytes(memory) == 10 * 1008 * 4 + 2 * 100 * 8 + 2 * 10 * (8 + 1) + 5 * 10 * 8 + 2 * 8 + 4 * 8
+    assert memory_bytes(memory) == 10 * 1008 * 4 + 2 * 100 * 8 + 2 * 10 + 5 * 10 * 8 + 2 * 8 + 3 * 8
     with pytest.raises(ValueError, match="add up to 5"):
         memory_init(1, 6, segments=[5])
 

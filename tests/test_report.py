@@ -352,12 +352,18 @@ def test_pictures_by_the_commands(store, tmp_path: Path, capsys: Any, monkeypatc
     path = tmp_path / "picture.png"
     code, out, _ = call("curves", "other", "--out", str(path))
     assert code == 0 and out == f"2 curves in {path}\n" and matplotlib.image.imread(path).shape[:2] == (600, 1000)
-    code, out, _ = call("heatmap", "other", "--x", "local.lr", "--y", "seed", "--out", str(path))
+    code, out, _ = call("sweep", "other", "--x", "local.lr", "--y", "seed", "--out", str(path))
     assert code == 0 and out == f"3 values in {path}\n" and path.stat().st_size > 4000
+    drawing = tmp_path / "picture.svg"
+    code, out, _ = call("sweep", "other", "--x", "local.lr", "--log-x", "--out", str(drawing))
+    assert code == 0 and out == f"1 lines in {drawing}\n" and "<svg" in drawing.read_text()
     for arguments, said in (
         (["curves", "other", "--out", "/nowhere/x.png"], "--out: /nowhere/x.png cannot be written"),
         (["curves", "other", "--spent", "byte"], "--spent: nothing called 'byte'; did you mean 'bytes'"),
-        (["heatmap", "other", "--x", "lr", "--y", "seed"], "no run has a parameter 'lr'"),
+        (["curves", "other", "--out", str(tmp_path / "x.txt")], "name a .png, .svg or .pdf"),
+        (["curves", "other", "--spent", "bytes"], "no run is left"),
+        (["sweep", "other", "--x", "lr", "--y", "seed"], "no run has a parameter 'lr'"),
+        (["sweep", "other", "--x", "seed", "--y", "local.lr", "--log-x"], "--log-x: a heatmap"),
         (["table", "other", "--of", "seed=0"], "--of: "),
     ):
         code, out, err = call(*arguments)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,79 +14,136 @@ from raysim.cli.base import report_app
 from raysim.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
-    pass
+    from raysim.finished import Run
 
 _SPENT = "rounds, bytes, virtual-time or seconds"
+
+Runs = Annotated[list[str], typer.Argument(help="experiments, or ids of runs; that of a sweep is for its trials")]
+Uri = Annotated[str | None, typer.Option(help="of the tracking store; default sqlite:///mlflow.db")]
+Metric = Annotated[str, typer.Option(help="what to tell of")]
+Group = Annotated[
+    str | None, typer.Option(help="KEY,KEY: rows (lines) by these parameters, not by all that differ; also side")
+]
+Log = Annotated[
+    bool, typer.Option("--log", help="keep it in MLflow too: with the sweep, or in a run of the experiment's own")
+]
 
 
 @report_app.command("table")
 def report_table(
-    runs: Annotated[list[str], typer.Argument(help="experiments, or ids of runs; that of a sweep is for its trials")],
-    uri: Annotated[str | None, typer.Option(help="of the tracking store; default sqlite:///mlflow.db")] = None,
-    metric: Annotated[str, typer.Option(help="what to tell of")] = "accuracy",
-    target: Annotated[float | None, typer.Option(help="tell the first round that reached this value")] = None,
-    group: Annotated[str | None, typer.Option(help="KEY,KEY: rows by these parameters, not by all that differ")] = None,
+    runs: Runs,
+    uri: Uri = None,
+    metric: Metric = "accuracy",
+    target: Annotated[
+        str | None, typer.Option(help="tell the first round that reached this value, or the paper's own: paper")
+    ] = None,
+    group: Group = None,
     best_of: Annotated[str | None, typer.Option(help="KEY,KEY: for each of these values only the best row")] = None,
     of: Annotated[str | None, typer.Option(help="KEY=VALUE: --target is a share of what these runs reached")] = None,
     spent: Annotated[str, typer.Option(help=f"the way to the target in {_SPENT}")] = "rounds",
+    ranks: Annotated[bool, typer.Option("--ranks", help="rank the methods in each scenario, and on the mean")] = False,
+    paper: Annotated[
+        str | None, typer.Option(help="a paper's figures beside ours: gradma, fedreg, fedhist or a FILE.csv")
+    ] = None,
     form: Annotated[str, typer.Option("--format", help="markdown, csv or latex")] = "markdown",
     out: Annotated[Path | None, typer.Option(help="a file to write, instead of printing")] = None,
+    log: Log = False,
 ) -> None:
     """What runs reached, mean ± std over seeds; rows by the parameters that differ."""
     from raysim import report
+    from raysim.paper import read
+    from raysim.paper import target as printed_target
 
     _one_of("--format", form, ("markdown", "csv", "latex"))
-    unit = _unit(spent)
-    if of and target is None:
-        raise ConfigError("--of: says whose best --target is a share of; give --target too")
+    unit, printed = _unit(spent), read(paper) if paper else []
+    value = _number(target, bool(paper))
+    if of and value is None:
+        raise ConfigError("--of: says whose best --target is a share of; give --target too, as a number")
+    if paper and metric != "accuracy":
+        raise ConfigError(f"--paper: its figures are of the accuracy, not of {metric}; leave one of the two out")
     found = report.finished_runs(runs, uri, metric, _aside, unit)
-    aim = report.fraction_of(found, of, target, metric) if of and target is not None else target
-    rows = report.rows(found, metric, target=aim, group=_keys(group), best_of=_keys(best_of), say=_aside)
+    goal: Any = value
+    if of and value is not None:
+        goal = report.share_of(found, of, value, metric, _aside)
+    elif target == "paper":
+        goal = lambda members: printed_target(printed, members[0].params)  # noqa: E731
+    rows = report.rows(found, metric, target=goal, group=_keys(group), best_of=_keys(best_of), say=_aside)
+    if paper:
+        rows = report.beside(rows, printed, value, of)
+        if not any(row.printed for row in rows):
+            _aside(
+                f"--paper: {paper} says nothing of such runs; a row must have one algorithm and one scenario: --group"
+            )
+    if ranks:
+        rows = report.ranked(rows, metric, _aside)
     if form == "csv":
         text = report.as_csv(rows, unit)
     else:
-        text = (report.latex if form == "latex" else report.markdown)(rows, metric, aim, unit)
+        text = (report.latex if form == "latex" else report.markdown)(rows, metric, None if of else value, unit)
     if out is None:
         print(text)
     else:
         _write(out, lambda: out.write_text(text + "\n"))
+    if log:
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / f"table.{ ({'markdown': 'md', 'latex': 'tex'}.get(form, form)) }"
+            file.write_text(text + "\n")
+            _keep(file, found, runs, uri)
 
 
 @report_app.command("curves")
 def report_curves(
-    runs: Annotated[list[str], typer.Argument(help="experiments, or ids of runs; that of a sweep is for its trials")],
-    uri: Annotated[str | None, typer.Option(help="of the tracking store; default sqlite:///mlflow.db")] = None,
-    metric: Annotated[str, typer.Option(help="what to tell of")] = "accuracy",
-    group: Annotated[
-        str | None, typer.Option(help="KEY,KEY: lines by these parameters, not by all that differ")
-    ] = None,
+    runs: Runs,
+    uri: Uri = None,
+    metric: Metric = "accuracy",
+    group: Group = None,
+    panels: Annotated[str | None, typer.Option(help="KEY,KEY: a panel for each of their values; also side")] = None,
     spent: Annotated[str, typer.Option(help=f"over {_SPENT}")] = "rounds",
-    out: Annotated[Path, typer.Option(help="the picture to write")] = Path("curves.png"),
+    out: Annotated[Path, typer.Option(help="the picture to write: .png, .svg or .pdf")] = Path("curves.png"),
+    log: Log = False,
 ) -> None:
     """How runs went, mean and a band of one std over seeds, over what they spent, as a picture."""
     from raysim import pictures, report
 
     unit = _unit(spent)
-    found = report.curves(report.finished_runs(runs, uri, metric, _aside, unit), _keys(group), _aside)
-    _write(out, lambda: pictures.curves(found, metric, unit, out))
-    print(f"{len(found)} curves in {out}")
+    _drawable(out)
+    found = report.finished_runs(runs, uri, metric, _aside, unit)
+    courses = report.curves(found, _keys(group), _aside, _keys(panels) or ())
+    _write(out, lambda: pictures.curves(courses, metric, unit, out))
+    print(f"{len(courses)} curves in {out}")
+    if log:
+        _keep(out, found, runs, uri)
 
 
-@report_app.command("heatmap")
-def report_heatmap(
-    runs: Annotated[list[str], typer.Argument(help="experiments, or ids of runs; that of a sweep is for its trials")],
-    x: Annotated[str, typer.Option(help="the parameter of the columns, e.g. server.beta1")],
-    y: Annotated[str, typer.Option(help="the parameter of the rows, e.g. server.beta2")],
-    uri: Annotated[str | None, typer.Option(help="of the tracking store; default sqlite:///mlflow.db")] = None,
-    metric: Annotated[str, typer.Option(help="what to tell of")] = "accuracy",
-    out: Annotated[Path, typer.Option(help="the picture to write")] = Path("heatmap.png"),
+@report_app.command("sweep")
+def report_sweep(
+    runs: Runs,
+    x: Annotated[str, typer.Option(help="the parameter of the abscissa, e.g. server.memory")],
+    y: Annotated[str | None, typer.Option(help="a second one, for a heatmap, e.g. server.beta2")] = None,
+    uri: Uri = None,
+    metric: Metric = "accuracy",
+    log_x: Annotated[bool, typer.Option("--log-x", help="a logarithmic abscissa")] = False,
+    out: Annotated[Path, typer.Option(help="the picture to write: .png, .svg or .pdf")] = Path("sweep.png"),
+    log: Log = False,
 ) -> None:
-    """The best of runs over two of their parameters, mean over seeds, as a picture."""
+    """The best of runs, mean over seeds, over one parameter as lines or over two as heatmaps, as a picture. What else
+    differs makes lines, or panels, of its own."""
     from raysim import pictures, report
 
-    columns, lines, cells = report.grid(report.finished_runs(runs, uri, metric, _aside), x, y, metric, _aside)
-    _write(out, lambda: pictures.heatmap(columns, lines, cells, x, y, metric, out))
-    print(f"{len(cells)} values in {out}")
+    _drawable(out)
+    if y and log_x:
+        raise ConfigError("--log-x: a heatmap has a column for each value; leave out --log-x or --y")
+    found = report.finished_runs(runs, uri, metric, _aside)
+    if y:
+        grids = [(name, *report.grid(some, x, y, metric, _aside)) for name, some in report.apart(found, [x, y])]
+        _write(out, lambda: pictures.heatmap(grids, x, y, metric, out))
+        print(f"{sum(len(grid[-1]) for grid in grids)} values in {out}")
+    else:
+        lines = report.along(found, x, metric, _aside)
+        _write(out, lambda: pictures.curves(lines, f"best {metric}", x, out, logarithmic=log_x))
+        print(f"{len(lines)} lines in {out}")
+    if log:
+        _keep(out, found, runs, uri)
 
 
 def _aside(line: str) -> None:
@@ -94,6 +152,18 @@ def _aside(line: str) -> None:
 
 def _keys(text: str | None) -> list[str] | None:
     return text.split(",") if text else None
+
+
+def _number(target: str | None, with_paper: bool) -> float | None:
+    """The target as a number; None if there is none, or it is the paper's own."""
+    if target is None or (target == "paper" and with_paper):
+        return None
+    if target == "paper":
+        raise ConfigError("--target: paper means the targets of a paper; say which, --paper gradma")
+    try:
+        return float(target)
+    except ValueError:
+        raise ConfigError(f"--target: '{target}' is no number, and not the word paper") from None
 
 
 def _one_of(option: str, given: str, known: tuple[str, ...]) -> None:
@@ -106,8 +176,19 @@ def _unit(spent: str) -> Any:
     return spent.replace("-", " ")
 
 
+def _drawable(path: Path) -> None:
+    if path.suffix not in (".png", ".svg", ".pdf"):
+        raise ConfigError(f"--out: '{path}' is no kind of picture; name a .png, .svg or .pdf")
+
+
 def _write(path: Path, write: Callable[[], object]) -> None:
     try:
         write()
     except OSError as error:
         raise ConfigError(f"--out: {path} cannot be written: {error.strerror}") from None
+
+
+def _keep(file: Path, found: Sequence[Run], wanted: Sequence[str], uri: str | None) -> None:
+    from raysim.finished import keep
+
+    print(f"kept in MLflow: report/{file.name} of run {keep([file], found, wanted, uri)}", file=sys.stderr)

@@ -19,6 +19,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -250,10 +251,10 @@ def _channels_first(images: np.ndarray, upright: bool) -> np.ndarray:
 
 def _digits(data: Data) -> Dataset:
     """scikit-learn's embedded handwritten digits, 8 x 8, values 0 to 16; a fixed fifth of each class is for testing."""
-    from sklearn.datasets import load_digits
-
-    images, labels = load_digits(return_X_y=True)
-    x, y = np.asarray(images, dtype=np.uint8).reshape(-1, 1, 8, 8), np.asarray(labels, dtype=np.int64)
+    found = find_spec("sklearn")  # the package itself takes a second to import
+    assert found is not None and found.origin is not None
+    table = np.loadtxt(Path(found.origin).parent / "datasets" / "data" / "digits.csv.gz", delimiter=",")
+    x, y = table[:, :-1].astype(np.uint8).reshape(-1, 1, 8, 8), table[:, -1].astype(np.int64)
     order = generator(0, "digits").permutation(len(y))
     test = np.zeros(len(y), dtype=bool)
     for c in range(10):

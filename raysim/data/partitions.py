@@ -11,6 +11,7 @@ import hashlib
 import json
 import zipfile
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -49,7 +50,7 @@ class Clients:
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
-    @property
+    @cached_property
     def sizes(self) -> np.ndarray:
         """int64 [N]."""
         return np.diff(self.offsets)

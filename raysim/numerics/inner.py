@@ -93,14 +93,15 @@ def weighted_sum(rows: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
 def cross(left: Tensor, right: Tensor, segments: Sequence[int] | None = None) -> Tensor:
     """Inner products of every row of `left` [k, P] with every row of `right` [m, P]: float64 [k, m] or [T, k, m].
 
-    Both must be in the aligned layout already and of one dtype; nothing is copied, so large memories are read once.
-    Products are summed in that dtype over `CHUNK` columns at most, and in float64 from there on.
+    Both must be in the aligned layout already; nothing is copied as a whole, so large memories are read once. `right`
+    may be of a smaller dtype. Products are summed in that of `left` over `CHUNK` columns at most, and in float64 from
+    there on.
     """
     if segments is not None:
         parts = zip(left.split(list(segments), 1), right.split(list(segments), 1), strict=True)
         return torch.stack([cross(a, b) for a, b in parts])
     whole = left.shape[1] // CHUNK * CHUNK
-    total = (left[:, whole:] @ right[:, whole:].mT).to(torch.float64)
+    total = (left[:, whole:] @ right[:, whole:].to(left.dtype).mT).to(torch.float64)
     if whole:
         a = left[:, :whole].unflatten(1, (-1, CHUNK)).transpose(0, 1)
         b = right[:, :whole].unflatten(1, (-1, CHUNK)).transpose(0, 1)
@@ -110,6 +111,8 @@ def cross(left: Tensor, right: Tensor, segments: Sequence[int] | None = None) ->
 
 def _bmm(a: Tensor, b: Tensor) -> Tensor:
     """`torch.bmm` [n, k, m], the n products dealt out over the threads in use."""
+    if a.dtype != b.dtype:
+        return torch.stack([torch.mm(one, other.to(one.dtype)) for one, other in zip(a, b, strict=True)])
     if not _pool or a.device.type != "cpu":
         return torch.bmm(a, b)
     out = a.new_empty(len(a), a.shape[1], b.shape[2])

@@ -6,19 +6,17 @@ touches only scales, and S rows are written in a round instead of m. For the sam
 kept here are those of `rows`, not of D: a row that was last written a thousand rounds ago still binds, as in exact
 arithmetic, where β2^1000 would long have left the range of floats. With β2 = 0 absent rows are zero, and vanish.
 
-Inner products are kept up to date instead of being recomputed. With B = diag(β2 scale_j for written rows, else 1),
-A [m, K] the 0/1 matrix that puts upload i into its client's row, X = ⟨d_i, rows_j⟩ and E = ⟨d_i, d_k⟩,
+A round changes S rows, so of the Gram matrix it changes S rows and columns: they, and the QP's linear term ⟨rows, p⟩,
+are products of the rows written and p with the whole memory, as it is stored. Nothing is carried on that could drift.
 
-    rows' = B rows + A d        Q' = B Q B + B Xᵀ Aᵀ + A X B + A E Aᵀ
-    b' = ⟨rows', p⟩ = β1 (B w + A ⟨d, m̃⟩) + B Xᵀ ω + A E ω,    w = ⟨rows, m̃⟩ = the slack of the last QP, which is free.
-
-Cost of a round: one pass over the memory (2 K m P flops), then one over the active rows. The state is a flat dict of
-tensors with fixed shapes. `rows` and the vectors live on the device, all bookkeeping on the CPU:
+Cost of a round: one pass over the memory (2 (S + 1) m P flops), then one over the active rows. The state is a flat dict
+of tensors with fixed shapes. `rows` may be in half precision (the QP is that of the rows as they are then), and on
+another device than the vectors; all bookkeeping is on the CPU:
 
     rows [m, padded(P)], zero beyond P   scale [m] float64; 0: a row that counts for nothing, whatever it holds
     owner [m] client id, -1 = free   count [m] the paper's c(i)   entered [m] order of admission   last_seen [m] round
-    gram [T, m, m], slack [T, m] float64   active [T, m] bool, the last active set    segments [T]; T = 1 is one QP
-    round, admitted, evicted, unchecked: counters []
+    gram [T, m, m] float64   active [T, m] bool, the last active set    segments [T]; T = 1 is one QP
+    round, admitted, evicted: counters []
 """
 
 from collections.abc import Sequence
@@ -58,10 +56,9 @@ def memory_init(
         "entered": torch.zeros(m, dtype=integers),
         "last_seen": torch.zeros(m, dtype=integers),
         "gram": torch.zeros(T, m, m, dtype=torch.float64),
-        "slack": torch.zeros(T, m, dtype=torch.float64),
         "active": torch.zeros(T, m, dtype=torch.bool),
         "segments": torch.tensor(segments, dtype=integers),
-        **{counter: torch.zeros((), dtype=integers) for counter in ("round", "admitted", "evicted", "unchecked")},
+        **{counter: torch.zeros((), dtype=integers) for counter in ("round", "admitted", "evicted")},
     }
 
 
@@ -124,7 +121,6 @@ def absorb(
     small_tensor_rule: SmallTensorRule = "exact",
     max_age: int | None = None,
     norm_floor: float | None = None,
-    rebuild_every: int = 50,
 ) -> tuple[Tensor, dict[str, float]]:
     """Server_Update (Luo 2023): m̃' [P] = QP(β1 m̃ + d, D') and metrics; the memory changes in place.
 
@@ -133,7 +129,6 @@ def absorb(
     keeps its row, an upload without a row (its client was evicted meanwhile) counts in d only.
     `max_age`: rows not sampled for that many rounds are left out of the QP; `norm_floor`: rows whose norm is below that
     fraction of the largest. Neither is in the paper, where with an exact QP rows do not fade at all.
-    Every `rebuild_every` calls Gram and slacks are computed afresh, and `gram_drift` tells the largest relative change.
     Raises `NonFiniteError`, and changes nothing, if an upload, `d_mean` or `momentum` is not finite.
     """
     segments = memory["segments"].tolist()
@@ -146,10 +141,10 @@ def absorb(
     if memory["rows"].data_ptr() % 64:  # restored from a file that was mapped: not on the boundary that fixes the bits
         memory["rows"] = memory["rows"].clone()
     rows = memory["rows"][:, : len(p)]
-    _write(memory, rows, ids, deltas, np.asarray(weights, np.float64), momentum, beta1, beta2, segments)
-    _refresh_short(memory, rows, p, segments)
+    slots = _write(memory, rows, ids, deltas, beta2)
+    b = _multiply(memory, rows, slots, p, segments)
 
-    Q, b, scale = (memory[key].numpy() for key in ("gram", "slack", "scale"))  # slack holds b' until the QP is solved
+    Q, scale = memory["gram"].numpy(), memory["scale"].numpy()
     norms = scale * np.sqrt(np.einsum("tii->ti", Q).clip(min=0.0))  # [T, m]; float32 rows that cancel may round below 0
     used = np.broadcast_to(scale > 0.0, norms.shape)
     if max_age is not None:
@@ -170,12 +165,11 @@ def absorb(
         infos.append(info)
     projected = p
     for j in np.flatnonzero(z.any(axis=0)):
-        add_segments(projected, rows[j], z[:, j], segments)
-    memory["slack"] += torch.from_numpy(np.einsum("tij,tj->ti", Q, z))
+        add_segments(projected, rows[j].to(p.device, p.dtype), z[:, j], segments)
     memory["active"].copy_(torch.from_numpy(z > 0.0))
 
     info = summary(infos)
-    metrics = _metrics(memory) | {
+    return projected, _metrics(memory) | {
         "qp_active": float(info.active),
         "qp_residual": info.residual,
         "qp_iterations": float(info.iterations),
@@ -183,53 +177,41 @@ def absorb(
         "qp_failed": float(info.status == "failed"),
         "qp_to_zero": float(info.to_zero),
     }
-    memory["unchecked"] += 1
-    if int(memory["unchecked"]) >= rebuild_every:
-        metrics["gram_drift"] = _rebuild(memory, rows, projected, segments)
-    return projected, metrics
 
 
 def _write(
-    memory: Memory,
-    rows: Tensor,
-    ids: Sequence[int],
-    deltas: Tensor | Sequence[Tensor],
-    weights: Array,
-    momentum: Tensor,
-    beta1: float,
-    beta2: float,
-    segments: list[int],
-) -> None:
-    """Decays all rows, adds the uploads to theirs, and brings Gram and linear term (left in `slack`) up to date."""
-    K = len(ids)
-    left = aligned([*deltas, momentum], rows.dtype)
-    E = cross(left[:K], left, segments).cpu().numpy()  # [T, K, K + 1]
-    bad = [client for i, client in enumerate(ids) if not np.isfinite(E[:, i, i]).all()]
+    memory: Memory, rows: Tensor, ids: Sequence[int], deltas: Tensor | Sequence[Tensor], beta2: float
+) -> list[int]:
+    """Decays all rows and adds the uploads to theirs; gives the rows that were written."""
+    bad = [client for client, delta in zip(ids, deltas, strict=True) if not torch.isfinite(torch.dot(delta, delta))]
     if bad:
         raise NonFiniteError(
-            f"the updates of clients {bad} are not finite (or too large to be squared in {rows.dtype})"
+            f"the updates of clients {bad} are not finite (or too large to be squared in {deltas[0].dtype})"
         )
-    E, Y = E[..., :K], E[..., K]
-    X = cross(left[:K], rows, segments).cpu().numpy()  # [T, K, m]
-
     slot_of = {client: slot for slot, client in enumerate(memory["owner"].tolist())}
-    slots = [slot_of.get(client, -1) for client in ids]
-    A = (np.arange(len(rows))[:, None] == np.asarray(slots, int)).astype(np.float64)  # [m, K]
     scale = _decayed(memory["scale"].numpy(), beta2)
-    B = np.where(A.any(axis=1), scale, 1.0)
-    for delta, slot in zip(left[:K], slots, strict=True):
-        if slot >= 0:
-            torch.add(delta, rows[slot], alpha=float(scale[slot]), out=rows[slot])
+    written = []
+    for client, delta in zip(ids, deltas, strict=True):
+        if (slot := slot_of.get(client, -1)) >= 0:
+            delta, row = delta.to(rows.device), rows[slot]
+            row.copy_(torch.add(delta, row.to(delta.dtype), alpha=float(scale[slot])))
             scale[slot] = 1.0
+            written.append(slot)
     memory["scale"].copy_(torch.from_numpy(scale))
-
-    Q, w = memory["gram"].numpy(), memory["slack"].numpy()
-    mixed = (B * X).transpose(0, 2, 1) @ A.T  # B Xᵀ Aᵀ, [T, m, m]
-    Q[:] = B[:, None] * Q * B + mixed + mixed.transpose(0, 2, 1) + A @ E @ A.T
-    w[:] = beta1 * (B * w + Y @ A.T) + B * (weights @ X) + (E @ weights) @ A.T
+    return written
 
 
-def _refresh_short(memory: Memory, rows: Tensor, p: Tensor, segments: list[int]) -> None:
+def _multiply(memory: Memory, rows: Tensor, slots: list[int], p: Tensor, segments: list[int]) -> Array:
+    """Brings the Gram matrices up to date with the rows that were written, and gives ⟨rows, p⟩, [T, m]."""
+    found = cross(aligned([*(rows[slot] for slot in slots), p.to(rows.device)], p.dtype), rows, segments).cpu().numpy()
+    Q, new, b = memory["gram"].numpy(), found[:, :-1], found[:, -1]
+    new[:, :, slots] = (new[:, :, slots] + new[:, :, slots].transpose(0, 2, 1)) / 2
+    Q[:, slots], Q[:, :, slots] = new, new.transpose(0, 2, 1)
+    _refresh_short(memory, rows, p, b, segments)
+    return b
+
+
+def _refresh_short(memory: Memory, rows: Tensor, p: Tensor, b: Array, segments: list[int]) -> None:
     """Gram and linear term of short tensors, afresh in float64: with more rows than dimensions the Gram matrix is
     singular, and the 1e-7 that float32 sums leave in it would decide which constraints are active."""
     start = 0
@@ -237,25 +219,12 @@ def _refresh_short(memory: Memory, rows: Tensor, p: Tensor, segments: list[int])
         if length <= SHORT:
             part = rows[:, start : start + length].double()
             memory["gram"][t] = (part @ part.T).cpu()
-            memory["slack"][t] = (part @ p[start : start + length].double()).cpu()
+            b[t] = (part @ p[start : start + length].to(part)).cpu().numpy()
         start += length
 
 
 def _decayed(scale: Array, beta2: float) -> Array:
     return np.where(scale > 0.0, np.maximum(scale * beta2, FAINTEST if beta2 > 0.0 else 0.0), 0.0)
-
-
-def _rebuild(memory: Memory, rows: Tensor, projected: Tensor, segments: list[int]) -> float:
-    """Gram and slacks from the rows themselves; the largest change, relative to the norms of the two rows."""
-    fresh = cross(rows, rows, segments).cpu()
-    fresh = (fresh + fresh.mT) / 2
-    norms = fresh.diagonal(dim1=1, dim2=2).sqrt() * (memory["scale"] > 0.0)
-    size = norms[:, :, None] * norms[:, None, :]
-    drift = torch.where(size > 0.0, (memory["gram"] - fresh).abs() / size, 0.0).max()
-    memory["gram"].copy_(fresh)
-    memory["slack"].copy_(cross(aligned([projected], rows.dtype), rows, segments)[:, 0])
-    memory["unchecked"].zero_()
-    return float(drift)
 
 
 def _metrics(memory: Memory) -> dict[str, float]:

@@ -23,6 +23,10 @@ ROOM = 2.0**22  # what the low limbs of all blocks may add up to; int64 itself e
 MAGIC = 1.5 * 2.0**52  # a float64 of this size has its last bit at 1, so adding it rounds to whole units in one pass
 MAGIC_BITS = int(np.float64(MAGIC).view(np.int64))
 PIECE = 2**15  # entries
+TOGETHER = 2**24
+"""Bytes of small blocks that may wait to be added together."""
+SMALL = 0.25
+"""Below this nobody needs to know exactly how large a block's sum is: a million of them are far from `ROOM`."""
 
 
 class NonFiniteError(ArithmeticError):
@@ -31,7 +35,7 @@ class NonFiniteError(ArithmeticError):
 
 class BlockSum:
     """The weighted sum of one block's rows ([k, P], or k tensors [P] of any float dtype; k >= 1) in client order, in
-    float64: [P], to be taken times `weight`. `size` is its largest magnitude, NaN where an entry is none."""
+    float64: [P], to be taken times `weight`. `size` bounds its magnitudes; it is NaN or infinite where an entry is."""
 
     def __init__(self, rows: Tensor | Sequence[Tensor], weights: Sequence[float]):
         if len(rows) != len(weights):
@@ -42,15 +46,23 @@ class BlockSum:
             for part, *others in zip(_pieces(self.value), *map(_pieces, rows), strict=True):
                 for other, share in zip(others, weights, strict=True):
                     part.add_(other, alpha=share)
-        self.size = max(abs(float(bound)) for bound in torch.aminmax(self.value)) * abs(self.weight)
+        norm = float(torch.linalg.vector_norm(self.value))  # found faster than the largest
+        largest = norm if norm * abs(self.weight) < SMALL else max(map(abs, map(float, torch.aminmax(self.value))))
+        self.size = largest * abs(self.weight)
 
 
 class FixedSum:
     """A running fixed sum of vectors [P]; `total` is None until something was added."""
 
     def __init__(self) -> None:
-        self.total: Tensor | None = None
+        self._total: Tensor | None = None
+        self._waiting: list[BlockSum] = []
         self.bound = 0.0
+
+    @property
+    def total(self) -> Tensor | None:
+        self._add_waiting()
+        return self._total
 
     def add(self, block: BlockSum) -> None:
         """Adds one block.
@@ -67,22 +79,32 @@ class FixedSum:
         self.bound += min(block.size, HIGH)
         if block.size >= HIGH:
             limbs = _low_and_high(block.value, block.weight)
-            self.total = limbs if self.total is None else _plus(self.total, limbs)
+            self._total = limbs if self._total is None else _plus(self._total, limbs)
             return
-        if self.total is None:
-            self.total = block.value.new_zeros((1, len(block.value)), dtype=torch.int64)
-        for total, value in zip(_pieces(self.total[0]), _pieces(block.value), strict=True):
-            total += _low(value, block.weight)
+        self._waiting.append(block)
+        if len(self._waiting) * block.value.nbytes > TOGETHER:
+            self._add_waiting()
+
+    def _add_waiting(self) -> None:
+        """Adds small blocks piece by piece, so that the total, which is the larger, is passed over once."""
+        if not self._waiting:
+            return
+        if self._total is None:
+            self._total = torch.zeros_like(self._waiting[0].value, dtype=torch.int64)[None]
+        totals, *columns = map(_pieces, (self._total[0], *(block.value for block in self._waiting)))
+        scratch = torch.empty_like(totals[0], dtype=torch.float64)
+        magic = scratch.new_tensor(MAGIC)
+        for total, *values in zip(totals, *columns, strict=True):
+            for value, block in zip(values, self._waiting, strict=True):
+                exact = scratch[: len(value)].copy_(value)
+                total += torch.add(magic, exact, alpha=block.weight / UNIT, out=exact).view(torch.int64)
+            total -= (len(values) * MAGIC_BITS + 2**63) % 2**64 - 2**63  # int64 comes round, and so does this
+        self._waiting = []
 
 
 def _pieces(vector: Tensor) -> tuple[Tensor, ...]:
     """On a CPU in pieces that stay in its cache while several things are done to them; else whole."""
     return vector.split(PIECE) if vector.device.type == "cpu" else (vector,)
-
-
-def _low(value: Tensor, weight: float) -> Tensor:
-    magic = torch.full((1,), MAGIC, dtype=torch.float64, device=value.device).expand(value.shape)
-    return torch.add(magic, value, alpha=weight / UNIT).view(torch.int64).sub_(MAGIC_BITS)
 
 
 def _low_and_high(value: Tensor, weight: float) -> Tensor:

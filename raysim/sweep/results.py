@@ -19,6 +19,7 @@ from raysim import pictures, report
 from raysim.spool import Tail, flatten
 from raysim.sweep.definition import Sweep, Trial
 from raysim.sweep.space import as_text
+from raysim.tables import short
 
 CURVES = 12
 """Combinations that are drawn; of more, the best."""
@@ -96,7 +97,7 @@ def write(outcome: Outcome) -> str:
     elif len(keys) == 2:
         x, y = keys
         cells = report.grid(runs, x, y, metric)
-        pictures.heatmap(*cells, report.short(x), report.short(y), metric, folder / "heatmap.png")
+        pictures.heatmap([("", *cells)], short(x), short(y), metric, folder / "heatmap.png")
     return text
 
 

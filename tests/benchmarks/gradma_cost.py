@@ -90,7 +90,7 @@ def server(m: int, P: int, repeats: int) -> None:
         nonlocal momentum
         cohort = ids[t % len(ids)]
         admit(memory, cohort, t)
-        momentum, _ = absorb(memory, cohort, uploads, [1 / S] * S, mean, momentum, 0.5, 0.5, rebuild_every=10**9)
+        momentum, _ = absorb(memory, cohort, uploads, [1 / S] * S, mean, momentum, 0.5, 0.5)
 
     for t in range(len(ids) + 1):
         update(t)

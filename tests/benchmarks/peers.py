@@ -53,18 +53,16 @@ class Contestant:
 
 
 FLOWER, PFL, FEDLAB = ("flwr[simulation]", "torch"), ("pfl[pytorch]", "torch"), ("fedlab", "torch")
-EVERY, DENSE = ("w1", "w2", "w3", "w4", "w5"), ("w1", "w3", "w4")
-FUSED, LOOP = ("--mode", "fused"), ("--mode", "loop")
+EVERY = ("w1", "w2", "w3", "w4", "w5")
+LOOP = ("--mode", "loop")
 CONTESTANTS = {
     "hand": Contestant("hand-written, one process", "run_hand.py", 1, workloads=EVERY),
     "hand2": Contestant("hand-written, two processes", "run_hand.py", 2, workloads=EVERY),
     "inline": Contestant("raysim inline", "run_raysim.py", 0, workloads=EVERY),
     "inline-loop": Contestant("raysim inline, `loop`", "run_raysim.py", 0, options=LOOP, workloads=("w3",)),
-    "inline-fused": Contestant("raysim inline, `fused`", "run_raysim.py", 0, options=FUSED, workloads=DENSE),
     "ray1": Contestant("raysim, one Ray actor", "run_raysim.py", 1),
     "ray2": Contestant("raysim, two Ray actors", "run_raysim.py", 2, workloads=EVERY),
     "ray2-loop": Contestant("raysim, two Ray actors, `loop`", "run_raysim.py", 2, options=LOOP, workloads=("w3",)),
-    "ray2-fused": Contestant("raysim, two Ray actors, `fused`", "run_raysim.py", 2, options=FUSED, workloads=DENSE),
     "flower": Contestant("Flower, two Ray actors", "run_flower.py", 2, "flower", FLOWER),
     "pfl": Contestant("pfl-research, one process", "run_pfl.py", 1, "pfl", PFL),
     "pfl2": Contestant("pfl-research, two processes", "run_pfl.py", 2, "pfl", PFL),
