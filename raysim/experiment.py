@@ -38,7 +38,8 @@ from raysim.tracking import Tracker
 
 logger = logging.getLogger("raysim")
 
-Progress = Callable[[Record], None]
+Progress = Callable[[Record], bool | None]
+"""Told the record of each round. If it says True that is enough: the run ends in order, as on a signal."""
 
 FINAL = "parameters.safetensors"
 """What a finished run leaves in its folder."""
@@ -66,12 +67,7 @@ class Finished:
 
     @property
     def metrics(self) -> dict[str, dict[str, float]]:
-        """The last and the best value of accuracy and the losses."""
-        found = {}
-        for name, best in (("accuracy", max), ("loss", min), ("train_loss", min)):
-            if values := [r[name] for r in self.history if name in r and np.isfinite(r[name])]:
-                found[name] = {"last": values[-1], "best": best(values)}
-        return found
+        return last_and_best(self.history)
 
     @property
     def clients_per_second(self) -> float:
@@ -90,6 +86,15 @@ class Finished:
             "clients_per_second": round(self.clients_per_second, 3),
             "digest": self.digest,
         }
+
+
+def last_and_best(history: Iterable[Record]) -> dict[str, dict[str, float]]:
+    """The last and the best value of accuracy and the losses."""
+    found, history = {}, list(history)
+    for name, best in (("accuracy", max), ("loss", min), ("train_loss", min)):
+        if values := [r[name] for r in history if name in r and np.isfinite(r[name])]:
+            found[name] = {"last": values[-1], "best": best(values)}
+    return found
 
 
 def run(
@@ -287,7 +292,8 @@ def _execute(
 
     def say(record: Record) -> None:
         tracker.metrics({k: v for k, v in record.items() if k != "round"}, step=int(record["round"]))
-        progress(record)
+        if progress(record):
+            signals.enough()
 
     with stoppable() as signals:
         try:

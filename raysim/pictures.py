@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -77,6 +77,8 @@ def curves(
                 low, high = means - std, means + std
                 axes.fill_between(curve.spent, low, high, color=line.get_color(), alpha=0.2, linewidth=0)
         axes.set(xlabel=spent, ylabel=metric, title=panel, xscale="log" if logarithmic else "linear")
+        if spent == "rounds":
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(alpha=0.3)
         if len(shown) > 1:
             axes.legend(fontsize="small", ncols=1 + len(shown) // 12)
@@ -148,6 +150,32 @@ def speedup(lines: Lines, found: Slope, target: str, over: str, path: Path) -> N
     axes.grid(alpha=0.3, which="both")
     axes.legend()
     figure.savefig(path, format="png")
+
+
+class Cloud(NamedTuple):
+    """(a parameter's value, what was reached, whether in all rounds) for each of some runs."""
+
+    points: Sequence[tuple[Any, float, bool]]
+    logarithmic: bool
+
+
+def scatter(found: Mapping[str, Cloud], label: str, path: Path) -> None:
+    """What was reached over each of some parameters, as one picture; hollow: runs that were stopped early.
+
+    Args:
+        found: by parameter, one or more.
+        label: the ordinate's name.
+        path: the file to write; its folder must exist.
+    """
+    figure, places = _panels(len(found), (5, 4))
+    for axes, (name, cloud) in zip(places, found.items(), strict=True):
+        x, y, whole = zip(*cloud.points, strict=True)
+        if cloud.logarithmic:
+            axes.set_xscale("log")
+        axes.scatter(x, y, facecolors=["tab:blue" if each else "none" for each in whole], edgecolors="tab:blue")
+        axes.set(xlabel=name, ylabel=label)
+        axes.grid(alpha=0.3)
+    figure.savefig(path)
 
 
 def forgetting(rounds: Mapping[int, Mapping[str, Sequence[float]]], path: Path) -> None:

@@ -83,11 +83,16 @@ class Plan:
 
 def prepare(source: str | Path | Mapping[str, Any], overrides: Iterable[str] | Mapping[str, Any] = ()) -> Plan:
     """Reads, checks and resolves a configuration. Raises ConfigError with one clear message for every mistake."""
+    return resolve(read(source, overrides))
+
+
+def read(source: str | Path | Mapping[str, Any], overrides: Iterable[str] | Mapping[str, Any] = ()) -> dict[str, Any]:
+    """The configuration of one run, not yet checked. Raises ConfigError if it is of many."""
     raw = layers.read(source, overrides, keys, rules.defaults)
     if raw.pop("sweep", None) is not None:
         file = "this configuration" if isinstance(source, Mapping) else source
         raise ConfigError(f"sweep: {file} describes many runs, not one; start them with: raysim sweep {file}")
-    return resolve(raw)
+    return raw
 
 
 def resolve(raw: Mapping[str, Any], load: Callable[[Data], Dataset] = load) -> Plan:

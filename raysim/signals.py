@@ -26,7 +26,7 @@ class Signals:
 
     def __init__(self) -> None:
         self._came: int | None = None
-        self._hold = self._open = False
+        self._hold = self._open = self._enough = False
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -44,12 +44,18 @@ class Signals:
         self._open = True
         try:
             self._raise()
+            if self._enough:
+                raise Stopped(signal.SIGTERM)
             yield
         except KeyboardInterrupt:
             self._raise()  # a plain one is what Ray, waiting, makes of a `Stopped`
             raise
         finally:
             self._open = False
+
+    def enough(self) -> None:
+        """No signal came, but the run is to end as if one had, as soon as that is `allowed`."""
+        self._enough = True
 
     def close(self) -> None:
         """From here on a first signal changes nothing, for things are being closed; a second one ends that at once."""

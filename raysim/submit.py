@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from raysim import layers, rules, validation, versions
+from raysim import plan, rules, validation, versions
 from raysim.config import Config
 from raysim.errors import ConfigError, RaysimError, did_you_mean
-from raysim.plan import keys
+from raysim.sweep.definition import describe
 
 COMMANDS = ("run", "sweep", "resume")
 PATIENCE = 60
@@ -148,12 +148,19 @@ def checked(command: Sequence[str], working_dir: Path) -> list[str]:
         return [name, *arguments]
     source, overrides = given[0], [each for each in given[1:] if "=" in each]
     with _inside(working_dir):
-        raw = layers.read(source, overrides, keys, rules.defaults)
-        raw.pop("sweep", None)
-        config = validation.validate(raw)
-        rules.resolve(config)
-        _check_places(config)
+        for raw in _configurations(name, source, overrides):
+            config = validation.validate(raw)
+            rules.resolve(config)
+            _check_places(config)
     return [name, *(_seen_from(working_dir, each) if each == source else each for each in arguments)]
+
+
+def _configurations(name: str, source: str, overrides: Sequence[str]) -> list[dict[str, Any]]:
+    """That of a run, or those of a sweep's trials."""
+    if name == "sweep":
+        described = describe(source, overrides)
+        return [described.raw(point) for point in described.points]
+    return [plan.read(source, overrides)]
 
 
 def _check_places(config: Config) -> None:

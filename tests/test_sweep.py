@@ -7,6 +7,7 @@ One sweep is run on Ray, with everything in it that can befall a trial; the test
 from __future__ import annotations
 
 import contextlib
+import csv
 import io
 import json
 import logging
@@ -21,12 +22,13 @@ from typing import Any
 import pytest
 import yaml
 
-import raysim
 from raysim import cli, experiment, sweep, tracking
-from raysim.errors import ConfigError, RaysimError
+from raysim.errors import RaysimError
 from raysim.signals import stoppable
 from raysim.spool import Recorder, Spool
-from raysim.sweep import Outcome, Sweep, Trial, prepare
+from raysim.sweep import Outcome, Sweep, Trial, prepare, running
+from raysim.sweep import trial as one
+from raysim.sweep.space import as_text
 from raysim.tracking import Forwarder
 
 SMALL = {
@@ -68,148 +70,6 @@ def written(path: Path, **sections: Any) -> Path:
 
 def values(planned: Sweep) -> list[dict[str, Any]]:
     return [trial.values for trial in planned.trials]
-
-
-# -- the grid ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("overrides", "expected"),
-    [
-        (["seed=0..2"], [{"seed": 0}, {"seed": 1}, {"seed": 2}]),
-        (["seed=0..1,7"], [{"seed": 0}, {"seed": 1}, {"seed": 7}]),
-        (["seed=3..3"], [{}]),
-        (
-            ["algorithm=fedavg,fedavgm", "local.lr=0.1,1e-2", "rounds=2"],
-            [{"algorithm": a, "local.lr": lr} for a in ("fedavg", "fedavgm") for lr in (0.1, 0.01)],
-        ),
-        (
-            ["local.lr=[[0,0.1],[50,0.01]],0.2", "model.hidden=[8]"],
-            [{"local.lr": [[0, 0.1], [50, 0.01]]}, {"local.lr": 0.2}],
-        ),
-        (
-            ["partition={name: iid, clients: 20},{name: shards, clients: 20}"],
-            [{"partition": {"name": name, "clients": 20}} for name in ("iid", "shards")],
-        ),
-        (["name='a,b',c"], [{"name": "a,b"}, {"name": "c"}]),
-    ],
-)
-def test_axes_on_the_command_line(here, overrides, expected):
-    planned = prepare(SMALL, overrides)
-    assert values(planned) == expected
-    for trial, wanted in zip(planned.trials, expected, strict=True):
-        c = trial.config
-        assert c.seed == wanted.get("seed", c.seed) and c.rounds == (2 if "rounds=2" in overrides else 3)
-        assert c.algorithm and c.algorithm.name == wanted.get("algorithm", "fedavg")
-        if isinstance(wanted.get("local.lr"), list):
-            assert c.local.lr == [(0, 0.1), (50, 0.01)]
-
-
-def test_one_value_with_commas_is_not_an_axis():
-    with pytest.raises(ConfigError, match="nothing varies"):
-        prepare(SMALL, ["local.lr=[[0,0.1],[50,0.01]]"])
-
-
-GRIDS = [
-    {"algorithm": ["fedavg", "fedavgm"], "local.lr": [0.1, 0.01]},
-    {"algorithm": "fedprox", "algorithm.mu": [0.001, 0.1], "local.lr": 0.01, "evaluate.every": 2},
-]
-
-
-def test_the_union_of_grids(here):
-    planned = prepare(written(here / "union.yaml", sweep=GRIDS), ["seed=0..1"])
-    assert planned.name == "union" and len(planned.trials) == (2 * 2 + 2) * 2 and planned.merged == 0
-    assert list(planned.axes) == ["algorithm", "local.lr", "seed", "algorithm.mu"], "a scalar is no axis"
-    assert values(planned)[-1] == {"algorithm": "fedprox", "algorithm.mu": 0.1, "local.lr": 0.01, "seed": 1}
-    assert [trial.config.evaluate.every for trial in planned.trials] == [1] * 8 + [2] * 4
-    assert all("sweep" not in trial.config.model_dump() for trial in planned.trials)
-
-
-def test_the_command_line_replaces_what_the_file_says_of_a_key(here):
-    path = written(here / "union.yaml", sweep=GRIDS)
-    lrs = [trial.config.local.lr for trial in prepare(path, ["local.lr=0.5,0.6"]).trials]
-    assert lrs == [0.5, 0.6] * 4
-    (only,) = {trial.config.local.lr for trial in prepare(path, ["local.lr=0.7"]).trials}
-    assert only == 0.7
-    chosen = prepare({**SMALL, "sweep": GRIDS[:1]}, ["algorithm.name=fedavgm"])
-    assert {trial.label for trial in chosen.trials} == {"fedavgm"}
-
-
-def test_what_computes_the_same_is_run_once(here):
-    planned = prepare(SMALL, ["seed=0..1,1", "resources.executor=inline,ray"])
-    assert [trial.config.seed for trial in planned.trials] == [0, 1] and planned.merged == 4
-
-
-def test_extends(here):
-    written(here / "below.yaml", sweep={"seed": "0..1", "local.lr": [0.1, 0.2]})
-    (here / "above.yaml").write_text("extends: below.yaml\nsweep: {local.lr: [0.3]}\n")
-    assert [(t.config.seed, t.config.local.lr) for t in prepare("above.yaml").trials] == [(0, 0.3), (1, 0.3)]
-    (here / "none.yaml").write_text("extends: below.yaml\nsweep: null\n")
-    assert experiment.prepare("none.yaml").config.local.lr == 0.05
-
-
-def test_a_trial_is_known_by_what_it_computes(here):
-    def folders(*overrides: str) -> list[Path]:
-        return [trial.folder for trial in prepare(SMALL, overrides).trials]
-
-    assert folders("seed=0..1") == folders("seed=1,0")[::-1] == folders("seed=0..2")[:2]
-    assert folders("seed=0..1", "checkpoint.every=7", "resources.timeout=5") == folders("seed=0..1")
-    for other in ("rounds=4", "evaluate.every=2", "local.lr=0.1", "tracking.uri=sqlite:///other.db"):
-        assert not set(folders("seed=0..1", other)) & set(folders("seed=0..1"))
-    assert prepare(SMALL, ["seed=0..1"]).folder == prepare(SMALL, ["seed=1,0"]).folder
-    assert prepare(SMALL, ["seed=0..1"], "elsewhere").trials[0].folder.parents[1] == here / "elsewhere" / "swept"
-
-
-def test_small_trials_by_default():
-    (trial, _) = prepare(SMALL, ["seed=0..1"]).trials
-    r = trial.config.resources
-    assert (r.executor, r.threads, r.server_threads) == ("inline", 1, 1) and sweep._bundles(trial.config) == [
-        {"CPU": 1}
-    ]
-    (trial, _) = prepare(SMALL, ["seed=0..1", "resources.executor=ray", "resources.actors=2"]).trials
-    assert trial.config.resources.server_threads is None
-    assert sweep._bundles(trial.config) == [{}, {"CPU": 1.0}, {"CPU": 1.0}]
-
-
-@pytest.mark.parametrize(
-    ("section", "overrides", "said"),
-    [
-        (None, [], "nothing varies"),
-        (None, ["algorithm=fedavg,gradm", "seed=1"], "trial algorithm=gradm: .*gradm.*did you mean 'gradma'"),
-        (None, ["local.lr=0.1,-1"], "trial local.lr=-1: local.lr: .*greater than 0"),
-        (None, ["seed=0..1", "algoritm=fedavg"], "algoritm: unknown key; did you mean 'algorithm'"),
-        (None, ["seed=0,,1"], "override 'seed=0,,1': a value is empty"),
-        (None, ["seed=4..0"], r"seed: the range 4\.\.0 is empty; write 0\.\.4"),
-        (None, ["seed=0..1", "run_dir=x"], "run_dir: each trial"),
-        (None, ["tracking.experiment=a,b"], "tracking.experiment cannot vary"),
-        ({"seed": []}, [], "seed: the list of values is empty"),
-        ([{"seed": [0]}, "x"], [], "sweep: expected a mapping"),
-        ([], [], "sweep: expected a mapping"),
-        ({"run_dir": ["a", "b"]}, [], "run_dir cannot vary"),
-        ({"model.hidde": [[8], [9]]}, [], r"trial model.hidde=\[8\]: .*hidde"),
-    ],
-)
-def test_mistakes_come_before_anything_starts(here, section, overrides, said, capsys, monkeypatch):
-    config = written(here / "config.yaml", **({} if section is None else {"sweep": section}))
-    monkeypatch.setattr(sys, "argv", ["raysim", "sweep", str(config), *overrides])
-    monkeypatch.setattr(sweep, "run", lambda *given: pytest.fail("it was started"))
-    with pytest.raises(SystemExit) as end:
-        cli.main()
-    err = capsys.readouterr().err
-    assert end.value.code == 2 and err.startswith("error: ") and "Traceback" not in err
-    with pytest.raises(ConfigError, match=said):
-        prepare(config, overrides)
-    assert sorted(path.name for path in here.iterdir()) == ["config.yaml"]
-
-
-def test_a_sweep_is_not_a_run(here, capsys, monkeypatch):
-    written(here / "many.yaml", sweep={"seed": "0..4"})
-    monkeypatch.setattr(sys, "argv", ["raysim", "run", "many.yaml"])
-    with pytest.raises(SystemExit) as end:
-        cli.main()
-    assert end.value.code == 2 and "raysim sweep many.yaml" in capsys.readouterr().err
-    with pytest.raises(ConfigError, match="many runs, not one"):
-        raysim.run({**SMALL, "sweep": {"seed": [1]}})
 
 
 # -- a sweep on Ray ----------------------------------------------------------------------------------------------------
@@ -309,7 +169,7 @@ def test_one_parent_and_its_children(swept: Outcome, mlflow: Any):
         run = runs[told["run_id"]]
         assert run.info.status == ("FAILED" if "error" in told else "FINISHED")
         for key, value in told["values"].items():
-            assert run.data.tags[f"sweep.{key}"] == sweep.as_text(value)
+            assert run.data.tags[f"sweep.{key}"] == as_text(value)
         if "error" not in told:
             assert run.data.params["local.lr"] and run.data.tags["digest"] == told["digest"]
             steps = [m.step for m in mlflow.get_metric_history(run.info.run_id, "accuracy")]
@@ -320,14 +180,36 @@ def test_one_parent_and_its_children(swept: Outcome, mlflow: Any):
 
 
 def test_the_table(swept: Outcome):
-    assert swept.table == (swept.sweep.folder / "table.md").read_text()
-    head, _, *rows = swept.table.splitlines()
-    assert head == "| rounds | local.lr | seeds | best accuracy % | mean of last 10 % | rounds done |"
-    assert [row.split("|")[1:4] for row in rows] == [
-        [" 3 ", " 0.05 ", " 3 "],
-        [" 3 ", " 0.1 ", " 2 "],
-        [" 60 ", " 0.05 ", " 1 "],
+    assert swept.table == (swept.sweep.folder / "table.md").read_text().strip()
+    head, _, *rows = ([cell.strip() for cell in line.split("|")[1:-1]] for line in swept.table.splitlines())
+    figures = ["best accuracy %", "mean of last 10 %", "rounds done", "not finished"]
+    assert head == ["algorithm", "rounds", "local.lr", "seeds", *figures]
+    assert [[*row[:4], row[-1]] for row in rows] == [
+        ["./deadly.py:Deadly", "3", "0.05", "1", "1 failed"],
+        ["fedavg", "3", "0.05", "3", ""],
+        ["fedavg", "3", "0.1", "2", ""],
+        ["fedavg", "3", "1e+30", "1", "1 failed"],
+        ["fedavg", "60", "0.05", "1", ""],
     ]
+    assert rows[0][4:7] == ["–", "–", "0"], "a trial that failed has no figures"
+
+
+def test_each_trial_has_a_line_and_the_pictures_are_kept(swept: Outcome, mlflow: Any):
+    with (swept.sweep.folder / "trials.csv").open(newline="") as file:
+        lines = {line["run"]: line for line in csv.DictReader(file)}
+    assert set(lines) == {told["run_id"] for told in swept.as_object()["trials"]}
+    for told in swept.as_object()["trials"]:
+        line = lines[told["run_id"]]
+        if "error" in told:
+            assert (line["state"], line["why"], line["rounds"]) == ("failed", told["error"].splitlines()[0], "")
+        else:
+            assert (line["state"], line["rounds"]) == ("finished", str(told["rounds"]))
+            assert float(line["best accuracy"]) == told["metrics"]["accuracy"]["best"]
+    kept = {file.path: file.file_size for file in mlflow.list_artifacts(swept.run_id)}
+    assert set(kept) == {"table.md", "table.csv", "trials.csv", "curves.png"}, "three keys vary: no heatmap"
+    assert kept["curves.png"] > 10_000
+    parent = mlflow.get_run(swept.run_id)
+    assert [parent.data.tags[key] for key in ("finished", "stopped_early", "failed")] == ["6", "0", "2"]
 
 
 @pytest.fixture
@@ -338,11 +220,11 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Trial]:
     def on_tune(planned: Sweep, missing: list[Trial], parent: str, parallel: int | None, watch: Any) -> list:
         begun.extend(missing)
         for trial in missing:
-            sweep._train(trial, tracking.absolute("sqlite:///mlflow.db"), "swept", parent)
+            one.train(trial, tracking.absolute("sqlite:///mlflow.db"), "swept", parent, None, lambda figures: "")
         return [(trial, (trial.folder / "error.txt").read_text()) for trial in missing if trial.result is None]
 
-    monkeypatch.setattr(sweep, "_on_tune", on_tune)
-    monkeypatch.setattr(sweep, "_room", lambda missing: stoppable())
+    monkeypatch.setattr(running, "_on_tune", on_tune)
+    monkeypatch.setattr(running, "_room", lambda missing: stoppable())
     return begun
 
 
@@ -373,7 +255,7 @@ def test_again_only_what_is_missing_is_done(swept: Outcome, mlflow: Any, started
 
 def test_one_sweep_at_a_time_in_a_folder(place: Path):
     planned = prepare(SMALL, ["seed=8..9"])
-    with sweep._alone(planned.folder), pytest.raises(RaysimError, match="another sweep is at work"):
+    with running._alone(planned.folder), pytest.raises(RaysimError, match="another sweep is at work"):
         sweep.run(planned)
 
 
@@ -418,20 +300,20 @@ def test_stopped(
     monkeypatch.setattr(logging, "basicConfig", lambda **options: None)
     monkeypatch.setattr(sys, "argv", ["raysim", "sweep", "stopped.yaml", "seed=0,1,9"])
     written(Path("stopped.yaml"))
-    train = sweep._train
+    train = one.train
 
-    def stop(trial: Trial, *given: Any) -> None:
+    def stop(trial: Trial, *given: Any) -> str:
         if trial.config.seed == 9:
             os.kill(os.getpid(), signal.SIGINT)
-        train(trial, *given)
+        return train(trial, *given)
 
-    monkeypatch.setattr(sweep, "_train", stop)
+    monkeypatch.setattr(one, "train", stop)
     with pytest.raises(SystemExit) as end:
         cli.main()
     assert end.value.code == 130 and "the same command goes on" in capsys.readouterr().err
     parent = max(runs_of(mlflow), key=lambda run: run.info.start_time)
     assert parent.info.run_name == "stopped" and parent.info.status == "KILLED"
-    monkeypatch.setattr(sweep, "_train", train)
+    monkeypatch.setattr(one, "train", train)
     again = sweep.run(prepare("stopped.yaml", ["seed=0,1,9"]))
     assert again.run_id == parent.info.run_id and again.reused == 2 and not again.failed
     assert [trial.config.seed for trial in started] == [9, 9]

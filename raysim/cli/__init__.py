@@ -14,7 +14,7 @@ from raysim.errors import RaysimError
 from raysim.signals import leave_at_once
 
 # isort: off
-from raysim.cli import running, jobs, reporting, trying, looking  # noqa: F401  # they add their commands, in this order
+from raysim.cli import running, sweeping, jobs, reporting, trying, looking  # noqa: F401  # they add their commands, in this order
 
 
 def main() -> None:

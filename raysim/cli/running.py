@@ -1,18 +1,14 @@
-"""`raysim run | resume | sweep`: experiments, with a line or a table of how they go."""
+"""`raysim run | resume`: experiments, with a line of how they go."""
 
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
-from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.live import Live
 from rich.table import Table
 
 from raysim.cli.base import Overrides, app
@@ -20,7 +16,6 @@ from raysim.cli.base import Overrides, app
 if TYPE_CHECKING:
     from raysim.engine import Record
     from raysim.plan import Plan
-    from raysim.sweep import Outcome, Sweep, Trial
 
 
 @app.command()
@@ -190,107 +185,3 @@ def _rehearse(plan: Plan, console: Console) -> None:
     table.add_row("one client", f"{took:.3g} s here (with warming up)")
     table.add_row("fingerprint", plan.config.fingerprint)
     console.print(table)
-
-
-@app.command()
-def sweep(
-    config: Annotated[str, typer.Argument(help="a YAML file, or the name of a shipped one; its section sweep varies")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(help="key=value, or several: local.lr=0.1,0.01 seed=0..4 (both ends included)")
-    ] = None,
-    parallel: Annotated[int | None, typer.Option(min=1, help="trials at once; default: as many as have room")] = None,
-    folder: Annotated[str | None, typer.Option("--dir", help="where the trials are; default runs")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="last line of standard output: one JSON object")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="check and list the trials, stop")] = False,
-) -> None:
-    """Run an experiment for every combination of values. The same command again does what is still missing."""
-    from raysim import sweep as sweeps
-
-    console = Console(stderr=as_json, highlight=False)
-    planned = sweeps.prepare(config, overrides or [], folder)
-    if dry_run:
-        _list_trials(planned, console)
-        return
-    done: Outcome | None = None
-    try:
-        with _SweepProgress(planned, console) as progress:
-            done = sweeps.run(planned, parallel, progress)
-    except KeyboardInterrupt as stop:
-        print("stopped; what is finished is kept, and the same command goes on with the rest", file=sys.stderr)
-        raise typer.Exit(128 + getattr(stop, "signal", 2)) from None
-    _sum_up(done, console)
-    if as_json:
-        print(json.dumps(done.as_object()))
-    if done.failed:
-        raise typer.Exit(1)
-
-
-def _list_trials(planned: Sweep, console: Console) -> None:
-    from raysim.sweep import as_text
-
-    table = Table("", *planned.axes, "folder", box=None)
-    for trial in planned.trials:
-        values = [as_text(trial.values[key]) if key in trial.values else "" for key in planned.axes]
-        table.add_row("done" if trial.result else "", *values, os.path.relpath(trial.folder))
-    console.print(table)
-    console.print(_size(planned))
-
-
-def _size(planned: Sweep) -> str:
-    there = sum(trial.result is not None for trial in planned.trials)
-    merged = f", {planned.merged} further ones would compute the same" if planned.merged else ""
-    return f"{len(planned.trials)} trials ({there} already there{merged})"
-
-
-def _sum_up(done: Outcome, console: Console) -> None:
-    from raysim.tracking import ui_hint
-
-    console.print(f"\n{done.table}\n", soft_wrap=True, markup=False)
-    for trial, error in done.failed:
-        print(f"failed: {trial.title}: {error.splitlines()[0]} ({trial.folder}/error.txt)", file=sys.stderr)
-    finished = len(done.sweep.trials) - len(done.failed)
-    console.print(f"{finished} of {len(done.sweep.trials)} trials finished, {done.reused} of them before this")
-    console.print(f"look at it     {ui_hint(done.sweep.tracking)}   (run {done.run_id})", soft_wrap=True)
-
-
-class _SweepProgress:
-    """A live table of what is running on a terminal; everywhere a line for each trial that has ended."""
-
-    def __init__(self, planned: Sweep, console: Console):
-        self.console, self.total = console, len(planned.trials)
-        self.ended = sum(trial.result is not None for trial in planned.trials)
-        self.running: dict[Path, tuple[str, int, dict[str, float]]] = {}
-        self.live = Live(console=console, transient=True, auto_refresh=False) if console.is_terminal else None
-        console.print(_size(planned))
-
-    def __enter__(self) -> _SweepProgress:
-        if self.live:
-            self.live.start()
-        return self
-
-    def __exit__(self, *stop: object) -> None:
-        if self.live:
-            self.live.stop()
-
-    def __call__(self, trial: Trial, state: str, facts: Mapping[str, Any]) -> None:
-        if state == "running":
-            self.running[trial.folder] = trial.title, trial.config.rounds, dict(facts)
-        else:
-            self.running.pop(trial.folder, None)
-            self.ended += 1
-            best = facts.get("metrics", {}).get("accuracy")
-            said = f"best accuracy {best['best']:.4f}" if best else ""
-            said += f"  {facts['seconds']:.1f} s" if "seconds" in facts else ""
-            said = said or f"FAILED: {facts['error'].splitlines()[0]}" if state == "failed" else said
-            self.console.print(f"[{self.ended}/{self.total}] {trial.title}  {said}", soft_wrap=True, markup=False)
-        if self.live:
-            self.live.update(self._table(), refresh=True)
-
-    def _table(self) -> Table:
-        table = Table(box=None)
-        for column in ("running", "round", "accuracy", "loss"):
-            table.add_column(column)
-        for title, rounds, facts in self.running.values():
-            figures = [f"{facts[key]:.4f}" if key in facts else "" for key in ("accuracy", "loss")]
-            table.add_row(title, f"{int(facts['round'])}/{rounds}" if "round" in facts else f"/{rounds}", *figures)
-        return table

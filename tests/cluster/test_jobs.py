@@ -240,6 +240,10 @@ def test_who_may_not_or_asks_for_nothing(nodes, tmp_path):
         ("run mine.yaml roudns=3", "did you mean 'rounds'"),
         ("run mine.yaml algorithm=/tmp/x.py:Y", "/tmp/x.py"),
         ("run ../outside.yaml", "outside of --working-dir"),
+        ("run mine.yaml seed=0..4", "seed: .*integer"),
+        ("sweep mine.yaml seed=4..0", "write 0..4"),
+        ("sweep mine.yaml algorithm=fedavg,/tmp/x.py:Y", "/tmp/x.py"),
+        ("sweep mine.yaml local.lr=uniform(0.1,1)", "sweep.samples"),
     ],
 )
 def test_what_cannot_work_as_a_job_is_refused_here(tmp_path, command, said):
@@ -254,3 +258,5 @@ def test_what_cannot_work_as_a_job_is_refused_here(tmp_path, command, said):
         "rounds=3",
     ]
     assert checked(["run", "quickstart", "tracking.uri=http://x:5000"], tmp_path / "in")[1] == "quickstart"
+    several = ["sweep", "mine.yaml", "local.lr=uniform(0.1,1)", "sweep.samples=3", "seed=0..4"]
+    assert checked(several, tmp_path / "in") == several

@@ -23,12 +23,13 @@ class Server:
             self.port = free.getsockname()[1]
         self.folder, self.process = folder, None
 
-    def start(self) -> None:
+    def start(self, store: str = "") -> None:
+        """`store`: the database that it serves, instead of its own."""
         with (self.folder / "server.txt").open("a") as said:
             self.process: Any = subprocess.Popen(
                 [
                     *(sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(self.port)),
-                    *("--backend-store-uri", f"sqlite:///{self.folder}/server.db", "--workers", "1"),
+                    *("--backend-store-uri", store or f"sqlite:///{self.folder}/server.db", "--workers", "1"),
                     *("--artifacts-destination", str(self.folder / "artifacts")),
                 ],
                 cwd=self.folder,

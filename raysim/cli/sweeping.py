@@ -1,0 +1,149 @@
+"""`raysim sweep`: many runs, with one table of how they go."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+
+from raysim.cli.base import app
+
+if TYPE_CHECKING:
+    from raysim.sweep import Outcome, Sweep, Trial
+
+
+@app.command()
+def sweep(
+    config: Annotated[str, typer.Argument(help="a YAML file, or the name of a shipped one; its section sweep varies")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="key=value, or what varies: local.lr=0.1,0.01 seed=0..4 (both ends included) 'rounds=range(10,50,20)'"
+            "; at random: 'local.lr=loguniform(1e-3,1)', uniform, randint, choice, with sweep.samples=20; and "
+            "sweep.retries=1 sweep.early_stopping.metric=accuracy"
+        ),
+    ] = None,
+    parallel: Annotated[int | None, typer.Option(min=1, help="trials at once; default: as many as have room")] = None,
+    folder: Annotated[str | None, typer.Option("--dir", help="where the trials are; default runs")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="last line of standard output: one JSON object")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="check and list the trials, stop")] = False,
+) -> None:
+    """Run an experiment for many values of its keys. The same command again does what is still missing."""
+    from raysim import sweep as sweeps
+
+    console = Console(stderr=as_json, highlight=False)
+    planned = sweeps.prepare(config, overrides or [], folder)
+    if dry_run:
+        _list_trials(planned, console)
+        return
+    done: Outcome | None = None
+    try:
+        with _Progress(planned, console) as progress:
+            done = sweeps.run(planned, parallel, progress)
+    except KeyboardInterrupt as stop:
+        print("stopped; what is finished is kept, and the same command goes on with the rest", file=sys.stderr)
+        raise typer.Exit(128 + getattr(stop, "signal", 2)) from None
+    _sum_up(done, console)
+    if as_json:
+        print(json.dumps(done.as_object()))
+    if done.failed:
+        raise typer.Exit(1)
+
+
+def _list_trials(planned: Sweep, console: Console) -> None:
+    from raysim.sweep.space import as_text
+
+    table = Table("", *planned.axes, "folder", box=None)
+    for trial in planned.trials:
+        values = [as_text(trial.values[key]) if key in trial.values else "" for key in planned.axes]
+        table.add_row("done" if planned.done(trial) else "", *values, os.path.relpath(trial.folder))
+    console.print(table)
+    console.print(_size(planned))
+
+
+def _size(planned: Sweep) -> str:
+    there = sum(map(planned.done, planned.trials))
+    merged = f", {planned.merged} further ones would compute the same" if planned.merged else ""
+    return f"{len(planned.trials)} trials ({there} already there{merged})"
+
+
+def _sum_up(done: Outcome, console: Console) -> None:
+    from raysim.tracking import ui_hint
+
+    console.print(f"\n{done.table}\n", soft_wrap=True, markup=False)
+    for trial, error in done.failed:
+        print(f"failed: {trial.title}: {error.splitlines()[0]} ({trial.folder}/error.txt)", file=sys.stderr)
+    counts, trials = done.counts, len(done.sweep.trials)
+    stopped = f", {counts['stopped_early']} stopped early" if counts["stopped_early"] else ""
+    console.print(f"{counts['finished']} of {trials} trials finished{stopped}, {done.reused} of them before this")
+    console.print(f"tables, plots  {os.path.relpath(done.sweep.folder)}", soft_wrap=True)
+    console.print(f"look at it     {ui_hint(done.sweep.tracking)}   (run {done.run_id})", soft_wrap=True)
+
+
+class _Progress:
+    """A live table of what is running on a terminal; everywhere a line for each trial that has ended."""
+
+    def __init__(self, planned: Sweep, console: Console):
+        stopping = planned.settings.early_stopping
+        self.console, self.total = console, len(planned.trials)
+        self.ended = sum(map(planned.done, planned.trials))
+        self.counts: Counter[str] = Counter()
+        asked = stopping.metric if stopping else "accuracy"
+        self.columns = [asked, *(key for key in ("accuracy", "loss") if key != asked)]
+        self.running: dict[Path, tuple[str, int, dict[str, float]]] = {}
+        self.live = Live(console=console, transient=True, auto_refresh=False) if console.is_terminal else None
+        console.print(_size(planned))
+
+    def __enter__(self) -> _Progress:
+        if self.live:
+            self.live.start()
+        return self
+
+    def __exit__(self, *stop: object) -> None:
+        if self.live:
+            self.live.stop()
+
+    def __call__(self, trial: Trial, state: str, facts: Mapping[str, Any]) -> None:
+        if state == "running":
+            self.running[trial.folder] = trial.title, trial.config.rounds, dict(facts)
+        else:
+            self.running.pop(trial.folder, None)
+            self.ended += state != "again"
+            self.counts[state] += 1
+            said = _word(state, facts)
+            self.console.print(f"[{self.ended}/{self.total}] {trial.title}  {said}", soft_wrap=True, markup=False)
+        if self.live:
+            self.live.update(Group(self._table(), self._line()), refresh=True)
+
+    def _table(self) -> Table:
+        table = Table(box=None)
+        for column in ("running", "round", *self.columns):
+            table.add_column(column)
+        for title, rounds, facts in self.running.values():
+            figures = [f"{facts[key]:.4f}" if key in facts else "" for key in self.columns]
+            table.add_row(title, f"{int(facts['round'])}/{rounds}" if "round" in facts else f"/{rounds}", *figures)
+        return table
+
+    def _line(self) -> str:
+        words = {"stopped": "stopped early", "again": "tried again", "failed": "failed"}
+        more = "".join(f", {self.counts[state]} {word}" for state, word in words.items() if self.counts[state])
+        return f"{self.ended} of {self.total} done{more}; {len(self.running)} running"
+
+
+def _word(state: str, facts: Mapping[str, Any]) -> str:
+    """How a trial has ended."""
+    if "error" in facts:
+        return f"{'FAILED' if state == 'failed' else 'failed, once more'}: {facts['error'].splitlines()[0]}"
+    best = facts.get("metrics", {}).get("accuracy")
+    said = [f"best accuracy {best['best']:.4f}"] if best else []
+    said += [f"{facts['seconds']:.1f} s"] if "seconds" in facts else []
+    return "  ".join([*said, *([f"stopped early ({facts['stopped']})"] if state == "stopped" else [])])

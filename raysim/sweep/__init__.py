@@ -1,0 +1,24 @@
+"""Many runs as one: what varies, its trials on Ray Tune, one MLflow parent run above them.
+
+    space.py        the values that a key may take, and the points that several keys make together
+    definition.py   a sweep: read, checked, every trial of it resolved; nothing has started yet
+    running.py      its trials on Ray Tune: placed, followed, stopped early, tried again
+    trial.py        one trial, in a process of its own
+    results.py      what it leaves: tables and pictures
+
+Every trial is an ordinary run. Its folder is named after what it computes (its configuration's fingerprint and its
+rounds), not after its place in the sweep:
+
+    runs/<experiment>/trials/<label>-<seed>-<hash>/    a run's folder; with result.json once nothing is to be done there
+    runs/<experiment>/sweeps/<hash of the trials>/     the parent run: its spool, tables, pictures
+
+So the same sweep again does only what is missing, and a larger one finds what the smaller one did. Trials run in
+processes of Ray's and say what they do to the spools in their folders (which all nodes must see); the sweep's own
+process alone sends that to MLflow.
+"""
+
+from raysim.sweep.definition import Sweep, Trial, prepare
+from raysim.sweep.results import Outcome
+from raysim.sweep.running import run
+
+__all__ = ["Outcome", "Sweep", "Trial", "prepare", "run"]
