@@ -41,7 +41,7 @@ ALWAYS = {
     *("client/state_bytes", "client/state_bytes_disk", "server/uploads", "server/state_bytes"),
 }
 """What the record of every round holds."""
-TIMES = {"seconds", "clients_per_second", "train_seconds", "overhead_seconds"}
+TIMES = {"seconds", "clients_per_second", "train_seconds", "overhead_seconds", "busy_share"}
 KEEPSAKES = ["config.yaml", "history.csv", "learning_curve.png", "parameters.safetensors", "partition.png"]
 
 

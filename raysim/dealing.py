@@ -1,0 +1,61 @@
+"""Who gets which blocks of a round. Any executor with several actors deals by this, be they real or simulated."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+import numpy as np
+
+from raysim.work import Block
+
+LATEST = 0.3
+"""What the last round counts for in how fast an actor is thought to be; the rest is what was thought before."""
+
+
+def steps(blocks: Iterable[Block]) -> int:
+    """Local steps of all their clients: what a block costs, up to an actor's pace."""
+    return sum(job.steps for block in blocks for job in block.jobs)
+
+
+class Paces:
+    """How fast actors are, in local steps a second, as seen so far. On nodes that are not alike the fast ones so get
+    more to do; results do not depend on who did it."""
+
+    def __init__(self) -> None:
+        self.known: dict[int, float] = {}
+
+    def saw(self, actor: int, done: int, seconds: float) -> None:
+        """An actor has done so many steps in this time."""
+        if done and seconds > 0:
+            before = self.known.get(actor, done / seconds)
+            self.known[actor] = (1 - LATEST) * before + LATEST * done / seconds
+
+    def forget(self, actor: int) -> None:
+        """Another one takes its place."""
+        self.known.pop(actor, None)
+
+    def of(self, actors: list[int]) -> np.ndarray:
+        """Steps a second; of whom nothing is known, what is usual."""
+        usual = float(np.median(list(self.known.values()))) if self.known else 1.0
+        return np.array([self.known.get(actor, usual) for actor in actors])
+
+
+class Dealing:
+    """A round's blocks, the largest first, each to the actor that will be done with it first."""
+
+    def __init__(self, paces: Paces):
+        self.paces, self.load = paces, Counter[int]()
+        """Steps that each actor was given."""
+
+    def deal(self, blocks: list[Block], there: Iterable[int]) -> dict[int, list[Block]]:
+        """More blocks of the round, for the actors that are there now."""
+        actors = sorted(there)
+        load, pace = np.array([self.load[actor] for actor in actors], dtype=float), self.paces.of(actors)
+        shares: dict[int, list[Block]] = {}
+        for size, block in sorted(((steps([block]), block) for block in blocks), key=lambda one: -one[0]):
+            i = int(np.argmin((load + size) / pace))
+            load[i] += size
+            shares.setdefault(actors[i], []).append(block)
+        self.load.update({actor: steps(share) for actor, share in shares.items()})
+        return shares
