@@ -122,10 +122,11 @@ class RayExecutor:
         return cast(Any, ray.remote(kind)).options(**how).remote(*arguments)
 
     def _start_server(self) -> Any:
-        """On its node, if that is still there and has room: the one that was chosen, or this one."""
-        chosen = self.resources.server_node is not None and self.server is None
-        where = NodeAffinitySchedulingStrategy(self.server_node, soft=not chosen)
-        return self._start(ServerActor, self.plan, num_gpus=self.resources.server_gpus, scheduling_strategy=where)
+        """On its node, if that is still there and offers what it needs: the one that was chosen, or this one."""
+        gpus, how = self.resources.server_gpus, {}
+        if any(node.id == self.server_node and node.room(0, gpus) for node in nodes.alive()):
+            how["scheduling_strategy"] = NodeAffinitySchedulingStrategy(self.server_node, soft=False)
+        return self._start(ServerActor, self.plan, num_gpus=gpus, **how)
 
     def client(self, number: int) -> Any:
         """A new ClientActor, on a node that has fewer than others."""
