@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable
 
 import numpy as np
 
 from raysim.work import Block
+
+LONG, FEW = 1.0, 4
+"""Seconds of work for each actor, and blocks, from which on some of it is kept back."""
 
 LATEST = 0.3
 """What the last round counts for in how fast an actor is thought to be; the rest is what was thought before."""
@@ -42,20 +45,36 @@ class Paces:
 
 
 class Dealing:
-    """A round's blocks, the largest first, each to the actor that will be done with it first."""
+    """A round's blocks, the largest first, each to the actor that will be done with it first.
+
+    Where that is worth another message, the smaller half is kept back, and given in ever smaller helpings to who has
+    nothing left to do (factoring, Hummel 1992): so nobody waits long for one that took longer than was thought.
+    """
 
     def __init__(self, paces: Paces):
         self.paces, self.load = paces, Counter[int]()
-        """Steps that each actor was given."""
+        """Steps that each actor was given at first."""
+        self.left: deque[Block] = deque()
+        """Kept back, the largest first."""
 
     def deal(self, blocks: list[Block], there: Iterable[int]) -> dict[int, list[Block]]:
         """More blocks of the round, for the actors that are there now."""
         actors = sorted(there)
         load, pace = np.array([self.load[actor] for actor in actors], dtype=float), self.paces.of(actors)
+        sizes = sorted(((steps([block]), block) for block in blocks), key=lambda one: -one[0])
+        total = sum(size for size, _ in sizes)
+        worthwhile = self.paces.known and total / pace.sum() >= LONG and len(blocks) >= FEW * len(actors)
         shares: dict[int, list[Block]] = {}
-        for size, block in sorted(((steps([block]), block) for block in blocks), key=lambda one: -one[0]):
+        for size, block in sizes:
+            if worthwhile and load.sum() >= total / 2:
+                self.left.append(block)
+                continue
             i = int(np.argmin((load + size) / pace))
             load[i] += size
             shares.setdefault(actors[i], []).append(block)
         self.load.update({actor: steps(share) for actor, share in shares.items()})
         return shares
+
+    def helping(self, actors: int) -> list[Block]:
+        """Of what was kept back a part for one of so many actors; [] when there is nothing left."""
+        return [self.left.popleft() for _ in range(min(len(self.left), max(1, len(self.left) // (2 * actors))))]

@@ -222,6 +222,7 @@ def simulation(added: Sequence[Summary], alone: Sequence[Summary], path: Path) -
         critical.bar(names, mean, bottom=floor, label=kind)
         floor += mean
     critical.set(ylabel="seconds of a round's critical path")
+    critical.set_ylim(0, 1.5 * floor.max() or None)
     critical.legend(fontsize=8)
     traffic.bar(names, [np.mean([one.bytes_up for one in rounds]) / 1e6 for rounds in courses], color="tab:gray")
     traffic.set(ylabel="MB a round to the server's node")

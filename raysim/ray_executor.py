@@ -97,6 +97,7 @@ class RayExecutor:
         for node, actors in Counter(worker.node for worker in self.workers.values()).items():
             if self.adds_up(node, actors):
                 self.adder(node)
+        self.network.mark = time.monotonic()
 
     def _connect(self, plan: Plan) -> None:
         """Joins the cluster, sees that it has what is asked for, and finds the server's node."""

@@ -120,9 +120,10 @@ class RayTraining:
         """
         timeout = self.executor.timeout
         last = time.monotonic()
-        while self.waiting or self.again or self._add_up():
-            self._send_again()
-            ready, late = ray.wait(list(self.waiting), num_returns=len(self.waiting), timeout=min(LOOK, timeout))
+        while self.waiting or self.again or self.dealing.left or self._add_up():
+            self._send_more()
+            enough = 1 if self.again or self.dealing.left else len(self.waiting)
+            ready, late = ray.wait(list(self.waiting), num_returns=enough, timeout=min(LOOK, timeout))
             for word in ready:
                 self._take(word)
             now = time.monotonic()
@@ -148,12 +149,14 @@ class RayTraining:
         )
         self.traffic.sent(one.node, needed)
 
-    def _send_again(self) -> None:
-        """Gives the blocks of lost actors to those that have nothing else to do."""
-        if self.again:
-            busy = {share.worker for share in self.waiting.values() if isinstance(share, _Share)}
-            for worker in sorted(set(self.executor.staff()) - busy)[: len(self.again)]:
-                self._send(worker, [self.again.popleft()], again=True)
+    def _send_more(self) -> None:
+        """Gives the blocks of lost actors, and those that were kept back, to actors that have nothing else to do."""
+        if self.again or self.dealing.left:
+            busy = {call.worker for call in self.waiting.values() if isinstance(call, _Share)}
+            for worker in sorted(set(self.executor.staff()) - busy):
+                blocks = [self.again.popleft()] if self.again else self.dealing.helping(self.executor.actors)
+                if blocks:
+                    self._send(worker, blocks, again=True)
 
     def _take(self, word: Any) -> None:
         """What came of a call."""

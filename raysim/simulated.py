@@ -16,7 +16,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import groupby
+from heapq import heappop, heappush
+from itertools import count, groupby
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -50,10 +51,10 @@ class Driver(Section):
     """The engine's own work, in seconds for each client of a round: to `draw` it, to make its job and send it off
     (`deal`), to take in what came of it (`receive`), to `judge` and record it; and for each `call` to an actor."""
 
-    draw: float = Field(default=6e-6, ge=0)
-    deal: float = Field(default=1.2e-5, ge=0)
-    receive: float = Field(default=4e-6, ge=0)
-    judge: float = Field(default=6e-6, ge=0)
+    draw: float = Field(default=1e-5, ge=0)
+    deal: float = Field(default=5e-6, ge=0)
+    receive: float = Field(default=5e-6, ge=0)
+    judge: float = Field(default=5e-6, ge=0)
     call: float = Field(default=3e-4, ge=0)
 
 
@@ -172,15 +173,15 @@ class Simulated:
         self.rounds: list[Summary] = []
 
     def open(self, plan: Plan) -> None:
-        seed, (count, each) = plan.config.seed, self.shape
-        noise = generator(seed, "simulated nodes").standard_normal(count)
+        seed, self.cohort, (nodes, each) = plan.config.seed, plan.config.schedule.size, self.shape
+        noise = generator(seed, "simulated nodes").standard_normal(nodes)
         paces = np.exp(self.costs.training.nodes * noise)
         self.seed, self.bytes_down, (x0, buffers) = seed, plan.bytes_down, plan.initial
         self.bytes_sums = 8 * (len(sums(plan.server.uploads)) * x0.numel() + buffers.numel())
         self.bytes_row = x0.nbytes * len(with_mode(plan.server.uploads, "each"))
-        self.actors = {i: Actor(i // each, float(paces[i // each])) for i in range(count * each)}
+        self.actors = {i: Actor(i // each, float(paces[i // each])) for i in range(nodes * each)}
         self.paces, self.driver, self.server, self.eval = Paces(), Moment(), Moment(), Moment()
-        self.up, self.down = [Moment()] * count, [Moment()] * count
+        self.up, self.down = [Moment()] * nodes, [Moment()] * nodes
         self.end = 0.0
         self._new_round()
 
@@ -234,7 +235,17 @@ class Simulated:
         return Version(self.server)
 
     def training(self, t: int) -> _Simulating:
+        self.works(self.costs.driver.draw * self.cohort)
         return _Simulating(self, t)
+
+    def ends_round(self, busy: float, clients: int) -> None:
+        """The driver has heard of all that was trained in a round."""
+        took = self.driver.time - self.end
+        share = busy / max(took * len(self.actors), 1e-12)
+        moved = self.bytes_up, self.sent_down
+        self.rounds.append(Summary(took, clients, share, *moved, path(self.driver, self.end), self.end, self.trained))
+        self.end = self.driver.time
+        self._new_round()
 
     def advance(self, round: Round, trained: Trained, bases: Mapping[int, Version], following: Round) -> Next:
         self.works(self.costs.driver.judge * len(round.ids))
@@ -270,11 +281,12 @@ class Simulated:
 
 @dataclass
 class _Share:
-    """What an actor was given, when the word of it is there, and when it began and ended."""
+    """What an actor was given, when the word of it is there and when its sums are, and how long it trained."""
 
     actor: int
     blocks: list[Block]
     word: Moment
+    there: Moment
     seconds: float
 
 
@@ -284,24 +296,30 @@ class _Simulating:
     def __init__(self, cluster: Simulated, t: int):
         self.cluster, self.t = cluster, t
         self.dealing = Dealing(cluster.paces)
+        self.downs: dict[int, Version] = {}
+        self.words: list[tuple[float, int, _Share]] = []
+        """What is under way, as a heap, by when the driver hears of it."""
+        self.calls = count()
         self.shares: list[_Share] = []
 
     def add(self, downs: Mapping[int, Version], blocks: list[Block]) -> None:
-        c = self.cluster
+        c, self.downs = self.cluster, {**self.downs, **downs}
         c.works(c.costs.driver.deal * sum(len(block.jobs) for block in blocks))
         for number, share in self.dealing.deal(blocks, c.actors).items():
-            actor = c.actors[number]
-            called = c.call(actor.node)
-            needed = {job.base for block in share for job in block.jobs}
-            arrived = [self._arrives(downs[base], actor.node, called) for base in sorted(needed)]
-            ready = c.got(called, actor.free, *arrived)
-            seconds = sum(c.block_seconds(self.t, block, actor) for block in share)
-            trained = after("training", seconds, ready)
-            rows = c.bytes_row * sum(len(block.jobs) for block in share)
-            actor.free = c.put(c.bytes_sums + rows, trained)
-            word = after("messages", c.costs.network.latency if actor.node else 0.0, actor.free)
-            self.shares.append(_Share(number, share, word, seconds))
-            c.trained.append((actor.node, ready.time, trained.time))
+            self._send(number, share)
+
+    def _send(self, number: int, blocks: list[Block]) -> None:
+        c, actor = self.cluster, self.cluster.actors[number]
+        called = c.call(actor.node)
+        bases = sorted({job.base for block in blocks for job in block.jobs})
+        ready = c.got(called, actor.free, *(self._arrives(self.downs[base], actor.node, called) for base in bases))
+        seconds = sum(c.block_seconds(self.t, block, actor) for block in blocks)
+        trained = after("training", seconds, ready)
+        rows = c.bytes_row * sum(len(block.jobs) for block in blocks)
+        actor.free = c.put(c.bytes_sums + rows, trained)
+        word = after("messages", c.costs.network.latency if actor.node else 0.0, actor.free)
+        heappush(self.words, (word.time, next(self.calls), _Share(number, blocks, word, actor.free, seconds)))
+        c.trained.append((actor.node, ready.time, trained.time))
 
     def _arrives(self, version: Version, node: int, called: Moment) -> Moment:
         """On its node, which fetches a version once."""
@@ -311,24 +329,20 @@ class _Simulating:
         return version.there[node]
 
     def get(self) -> Trained:
-        c, costs = self.cluster, self.cluster.costs
-        c.works(costs.driver.draw * sum(len(block.jobs) for share in self.shares for block in share.blocks))
+        c, cost = self.cluster, self.cluster.costs.driver
         done: list[Outcome] = []
-        for share in sorted(self.shares, key=lambda one: one.word.time):
+        while self.words:
+            *_, share = heappop(self.words)
+            self.shares.append(share)
             ids = [job.client for block in share.blocks for job in block.jobs]
-            c.works(costs.driver.receive * len(ids), share.word)
+            c.works(cost.receive * len(ids), share.word)
             c.paces.saw(share.actor, steps(share.blocks), share.seconds)
             done.append(Outcome([Done(client, 0.0, bytes=c.bytes_sums // 2) for client in ids], ids))
+            if more := self.dealing.helping(len(c.actors)):
+                self._send(share.actor, more)
         uploads = self._uploads()
-        busy = sum(share.seconds for share in self.shares)
-        took = c.driver.time - c.end
-        clients = sum(len(one.ids) for one in done)
-        share = busy / max(took * len(c.actors), 1e-12)
-        found = Summary(took, clients, share, c.bytes_up, c.sent_down, path(c.driver, c.end), c.end, c.trained)
-        c.rounds.append(found)
-        c.end = c.driver.time
-        c._new_round()
-        return Trained(uploads, done, {"train_seconds": max((s.seconds for s in self.shares), default=0.0)})
+        c.ends_round(sum(share.seconds for share in self.shares), sum(len(one.ids) for one in done))
+        return Trained(uploads, done, {})
 
     def _uploads(self) -> list[tuple[int, int, int, Moment]]:
         """What goes up, as (node, bytes of sums, of single rows, when it is there); by a node's Adder, where there are
@@ -345,9 +359,7 @@ class _Simulating:
                 words.append(after("messages", c.costs.network.latency, there))
                 uploads.append((node, c.bytes_sums, sum(rows), there))
             else:
-                uploads += [
-                    (node, c.bytes_sums, own, c.actors[s.actor].free) for s, own in zip(shares, rows, strict=True)
-                ]
+                uploads += [(node, c.bytes_sums, own, s.there) for own, s in zip(rows, shares, strict=True)]
         c.works(0.0, *words)
         return uploads
 

@@ -20,16 +20,21 @@ from typing import Any
 
 os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
 os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
+os.environ["RAY_raylet_start_wait_time_s"] = "180"  # noqa: SIM112  # Ray's own spelling
 
 import numpy as np
 import ray
 from ray.cluster_utils import Cluster
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raysim.block import Broadcast, cut
 from raysim.engine import Engine
 from raysim.executor import make_trainer, settle
 from raysim.plan import Plan, prepare
 from raysim.ray_executor import RayExecutor
+from raysim.simulated import Costs, simulate
+from raysim.simulation import means
+from raysim.validation import checked
 from raysim.work import Block, Done, Outcome
 
 NODES, ACTORS = 4, 8
@@ -41,6 +46,7 @@ CONFIG: dict[str, Any] = {
     "algorithm": "fedavg",
     "local": {"steps": 5, "batch": 64, "lr": 0.05},
     "schedule": {"cohort": 10_000},
+    "block": {"mode": "loop"},
     "resources": {"actors": NODES * ACTORS, "cpus": 1, "gpus": 1, "threads": 1},
     "evaluate": {"every": 0},
     "checkpoint": {"every": 0},
@@ -48,14 +54,19 @@ CONFIG: dict[str, Any] = {
 
 
 def measure(plan: Plan, count: int) -> list[float]:
-    """Seconds for each of so many real blocks, trained here."""
+    """Seconds of this process's own time for each of so many real blocks, trained here."""
     settle(1)
     trainer, inline = make_trainer(plan, "cpu"), Engine(plan, Nobody())
     x0, buffers = plan.initial
     round = inline.round(inline.schedule.turn(0))
     blocks = cut(inline.jobs(round), plan.block_size)[: count + 1]
     down = {0: Broadcast({key: x0 for key in plan.server.provides}, buffers)}
-    return [trainer.train(down, [block]).seconds for block in blocks][1:]  # the first one warms up
+    times = []
+    for block in blocks:
+        began = time.process_time()
+        trainer.train(down, [block])
+        times.append(time.process_time() - began)
+    return times[1:]  # the first one warms up
 
 
 class Nobody:
@@ -101,6 +112,58 @@ class Sleeping(RayExecutor):
         return self._start(Sleeper, self.times, self.size, **how)
 
 
+class Echo:
+    """Measures what messages and objects cost."""
+
+    def make(self, size: int) -> np.ndarray:
+        return np.zeros(size, np.uint8)
+
+    def take(self, value: np.ndarray) -> int:
+        return len(value)
+
+
+def costs(plan: Plan, times: list[float]) -> Costs:
+    """What `raysim simulate` needs to know: of blocks the mean and the spread, of messages and objects between two of
+    these nodes what is measured here and now; the rest as it is by default."""
+    ids = [node["NodeID"] for node in ray.nodes()][:2]
+    here, there = (
+        ray.remote(Echo).options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(i, soft=False)).remote()
+        for i in ids
+    )
+    small, large = 8, 32 * 2**20
+
+    def seconds(call: Any) -> float:
+        began = time.perf_counter()
+        ray.get(call())
+        return time.perf_counter() - began
+
+    def median(call: Any) -> float:
+        call()
+        return statistics.median(seconds(call) for _ in range(9))
+
+    began = time.perf_counter()
+    several = [here.make.remote(small) for _ in range(100)]
+    call = (time.perf_counter() - began) / 100
+    ray.get(several)
+    message = median(lambda: here.make.remote(small)) / 2
+    moved = median(lambda: there.take.remote(here.make.remote(large))) - 4 * message
+    made = median(lambda: here.take.remote(here.make.remote(large))) - 4 * message
+    for actor in (here, there):
+        ray.kill(actor)
+    mean = statistics.fmean(times)
+    table = {
+        "training": {
+            "step": mean / plan.block_size / plan.config.local.steps,
+            "spread": statistics.pstdev(times) / mean,
+        },
+        "driver": {"call": call},
+        "store": {"latency": message, "bandwidth": large / max(made, 1e-3)},
+        "network": {"latency": message, "bandwidth": large / max(moved - made, 1e-3)},
+    }
+    print("costs: " + ", ".join(f"{a}.{b} {v:.3g}" for a, section in table.items() for b, v in section.items()))
+    return checked(Costs, table)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=6)
@@ -114,7 +177,7 @@ def main() -> None:
     spread = statistics.pstdev(times) / statistics.fmean(times)
     print(
         f"{plan.config.model.name}, {plan.problem.size:,} parameters; {plan.config.schedule.size} clients a round in "
-        f"blocks of {plan.block_size} ({plan.mode}); a block takes {statistics.fmean(times):.3f} s ± {100 * spread:.1f} %"
+        f"blocks of {plan.block_size} ({plan.mode}), {statistics.fmean(times):.3f} s ± {100 * spread:.1f} % each"
     )
     del os.environ["RAY_ADDRESS"]
     small = {"object_store_memory": 400 * 2**20}
@@ -128,6 +191,7 @@ def main() -> None:
     Sleeping.times, Sleeping.size = times, plan.problem.size
     executor = Sleeping(print)
     try:
+        known = costs(plan, times)
         executor.open(plan)
         records = []
         for record in Engine(plan, executor).rounds():
@@ -147,7 +211,11 @@ def main() -> None:
     later = records[1:]
     took = statistics.fmean(record["seconds"] for record in later)
     busy = statistics.fmean(record["busy_share"] for record in later)
-    print(f"measured, rounds 2 to {given.rounds}: {took:.3f} s a round, actors busy {100 * busy:.1f} %")
+    foreseen = means(simulate(plan, known, NODES, ACTORS))
+    print(f"rounds 2 to {given.rounds}           seconds     busy")
+    print(f"measured          {took:11.3f} {busy:8.1%}")
+    print(f"foreseen          {foreseen['round_seconds']:11.3f} {foreseen['busy_share']:8.1%}")
+    print(f"difference        {foreseen['round_seconds'] / took - 1:11.1%} {foreseen['busy_share'] / busy - 1:8.1%}")
 
 
 if __name__ == "__main__":
