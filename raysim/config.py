@@ -424,7 +424,7 @@ class Resources(Section):
     @classmethod
     def _a_share_or_whole_ones(cls, value: float) -> float:
         if value > 1 and value != int(value):
-            raise ValueError("Ray gives a share of one GPU, or several whole ones; take 1 or less, or a whole number")
+            raise ValueError("neither a share of one GPU nor whole ones; take 1 or less, or a whole number")
         return value
 
 

@@ -199,7 +199,7 @@ def config(base: dict[str, Any], tmp_path: Path) -> str:
 
 def test_the_command_says_and_draws_it(config, tmp_path):
     costs = tmp_path / "costs.yaml"
-    costs.write_text("training: {step: 0.01}\nnetwork: {bandwidth: 1e8}\n")
+    costs.write_text("training: {step: 0.01, spread: 0}\nnetwork: {bandwidth: 1e8}\n")
     picture = tmp_path / "simulation.png"
     said = ["simulate", config, "local.steps=2", "--nodes", "5", "--gpus", "2", "resources.gpus=0.5", "--rounds", "3"]
     said.append("block.mode=loop")  # 16 blocks, four on the first node, three on each other one
