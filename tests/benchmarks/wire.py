@@ -154,7 +154,7 @@ def counted(host: int) -> tuple[int, int]:
 
 
 DRIVER = """
-import json, sys, time, os
+import json, os, sys
 os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
 from raysim.engine import Engine
 from raysim.plan import prepare
@@ -171,17 +171,16 @@ class Counted(RayExecutor):
 executor = Counted(lambda text: print(text, file=sys.stderr))
 plan = prepare(json.loads(sys.argv[1]))
 executor.open(plan)
-before, records = None, []
-for record in Engine(plan, executor).rounds():
-    if record["round"] >= 1:
-        records.append({**record, "counted": counted(), "size": plan.problem.size})
+before = counted()
+records = [record for record in Engine(plan, executor).rounds() if record["round"]]
+after = counted()
 executor.close()
-print(json.dumps(records))
+print(json.dumps([records, [b - a for a, b in zip(before, after)]]))
 """
 
 
-def run(how: str, config: dict[str, Any]) -> list[dict[str, Any]]:
-    """The records of a run whose driver is on the first host, with that host's counters."""
+def run(how: str, config: dict[str, Any]) -> tuple[list[dict[str, float]], list[int]]:
+    """The records of a run whose driver is on the first host, and the bytes that came there and left it meanwhile."""
     command = inside(0, sys.executable, "-c", DRIVER, json.dumps(config), how)
     ran = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True)
     if ran.returncode:
@@ -222,20 +221,19 @@ def main() -> None:
                     )
                 )
                 time.sleep(15)
-            config = {**CONFIG, "rounds": given.rounds + 1}
+            config = {**CONFIG, "rounds": given.rounds}
             print(f"{HOSTS} hosts, {given.delay * 1e3:g} ms and {given.rate / 1e6:g} Mbit/s; a round, on average:")
             print("                     s a round   MB to the server  (sums: MB)   MB from it  (models: MB)")
+            rounds = given.rounds
             for how in ("alone", "added"):
-                records = run(how, config)
-                first, *later = records
-                came, went = ((b - a) / len(later) for a, b in zip(first["counted"], later[-1]["counted"], strict=True))
+                records, (came, went) = run(how, config)
                 seconds, up, down = (
-                    sum(r[key] for r in later) / len(later)
+                    sum(record[key] for record in records) / rounds
                     for key in ("seconds", "network/bytes_up", "network/bytes_down")
                 )
                 print(
-                    f"sums {'added up' if how == 'added' else 'alone':10s} {seconds:14.2f} {came / 1e6:18.2f} "
-                    f"{up / 1e6:12.2f} {went / 1e6:12.2f} {down / 1e6:12.2f}"
+                    f"sums {'added up' if how == 'added' else 'alone':10s} {seconds:14.2f} {came / rounds / 1e6:18.2f} "
+                    f"{up / 1e6:12.2f} {went / rounds / 1e6:12.2f} {down / 1e6:12.2f}"
                 )
     finally:
         for one in started:
