@@ -119,7 +119,7 @@ class RayTraining:
             RaysimError: nothing came for `resources.timeout` seconds.
         """
         timeout = self.executor.timeout
-        last = time.monotonic()
+        last = looked = time.monotonic()
         while self.waiting or self.again or self.dealing.left or self._add_up():
             self._send_more()
             enough = 1 if self.again or self.dealing.left else len(self.waiting)
@@ -129,10 +129,11 @@ class RayTraining:
             now = time.monotonic()
             last = now if ready else last
             if late and now - last >= timeout:
-                who = f"ClientActors {sorted({c.worker for c in self.waiting.values() if isinstance(c, _Share)})}"
-                who = ", ".join(c.who for c in self.waiting.values()) if who.endswith("[]") else who
+                actors = sorted({call.worker for call in self.waiting.values() if isinstance(call, _Share)})
+                who = f"ClientActors {actors}" if actors else ", ".join(call.who for call in self.waiting.values())
                 raise RaysimError(f"round {self.t}: waited {timeout:g} s for {who} (resources.timeout is the limit)")
-            if late:
+            if late and now - looked >= min(LOOK, timeout):
+                looked = now
                 self._look_around()
         found = {
             "train_seconds": float(max(self.seconds.values(), default=0.0)),

@@ -10,6 +10,8 @@ import pytest
 from raysim.config import Resources
 from raysim.errors import ConfigError
 from raysim.nodes import Node, called, check, idle_gpus
+from raysim.plan import prepare
+from raysim.ray_executor import RayExecutor
 from raysim.validation import checked
 
 
@@ -112,6 +114,19 @@ def test_parts_of_several_gpus(key):
     with pytest.raises(ConfigError, match=rf"{key}: neither a share of one GPU nor whole ones.*\(given: 1.5\)"):
         resources(**{key: 1.5})
     resources(**{key: 2})
+
+
+@pytest.mark.parametrize(
+    "given, said", [({"server_node": "nowhere"}, "no node is called 'nowhere'"), ({"cpus": 5}, "want 5 CPUs")]
+)
+def test_it_is_said_before_an_actor_starts(local_ray, base, monkeypatch, given, said):
+    monkeypatch.setenv("RAY_ADDRESS", "the one that is there")  # so that it is not this machine that is asked
+    config = {**base, "rounds": 1, "algorithm": "fedavg", "resources": {"executor": "ray", "actors": 1, **given}}
+    plan, executor = prepare(config), RayExecutor(lambda text: None)
+    monkeypatch.setattr(executor, "_start", None)
+    with pytest.raises(ConfigError, match=said):
+        executor.open(plan)
+    executor.close()
 
 
 def test_gpus_that_nobody_will_use():

@@ -74,10 +74,10 @@ def main(config: dict[str, Any], case: str) -> None:
     experiment.choose = choose
     try:
         done = experiment.execute(prepare(config), log=said.append)
-        print(json.dumps({"digest": done.digest, "history": done.history, "said": said}))
     finally:
         ray.shutdown()
         cluster.shutdown()
+    print(json.dumps({"digest": done.digest, "history": done.history, "said": said}))
 
 
 if __name__ == "__main__":
