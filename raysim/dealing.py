@@ -73,6 +73,9 @@ class Dealing:
             load[i] += size
             shares.setdefault(actors[i], []).append(block)
         self.load.update({actor: steps(share) for actor, share in shares.items()})
+        for actor in actors:
+            if not self.load[actor]:  # too slow to get anything, it would never be seen to be faster again
+                self.paces.forget(actor)
         return shares
 
     def helping(self, actors: int) -> list[Block]:

@@ -91,7 +91,7 @@ class RayExecutor:
         if in_step and there == {self.home}:
             self._make_boxes(plan)
             self._share(self.server)
-        self._welcome()
+        self._welcome(r.timeout)
         if self.evaluates:  # nobody has to wait for it
             self.eval = self._start(EvalActor, self.plan, num_gpus=r.server_gpus)
         for node, actors in Counter(worker.node for worker in self.workers.values()).items():
@@ -159,12 +159,12 @@ class RayExecutor:
             actor = self.client(number)
             self.joining[number] = actor, actor.where.remote()
 
-    def _welcome(self, timeout: float = 0.0) -> None:
-        """Who is ready is at work from now on; waits for the first one until then."""
+    def _welcome(self, timeout: float = 0.0, least: int | None = None) -> None:
+        """Who is ready is at work from now on; waits so long for so many (None: all that are on their way)."""
         if not self.joining:
             return
         words = {word: number for number, (_, word) in self.joining.items()}
-        for word in ray.wait(list(words), num_returns=1 if timeout else len(words), timeout=timeout)[0]:
+        for word in ray.wait(list(words), num_returns=least or len(words), timeout=timeout)[0]:
             number = words[word]
             actor, _ = self.joining.pop(number)
             try:
@@ -184,7 +184,7 @@ class RayExecutor:
         end = time.monotonic() + self.timeout
         while not self.workers:
             self._hire()
-            self._welcome(timeout=LOOK)
+            self._welcome(LOOK, least=1)
             if time.monotonic() > end:
                 raise RaysimError(
                     f"waited {self.timeout:g} s for a new ClientActor in the place of the last one, which is lost (out "

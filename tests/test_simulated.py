@@ -151,6 +151,14 @@ def test_who_is_faster_gets_more():
     assert {a: len(b) for a, b in Dealing(paces).deal(blocks(*[1] * 8), [0, 1]).items()} == {0: 4, 1: 4}
 
 
+def test_who_was_too_slow_once_gets_work_again():
+    paces = Paces()
+    for actor, seconds in ((0, 1.0), (1, 1.0), (2, 1000.0)):
+        paces.saw(actor, 1, seconds)
+    assert set(Dealing(paces).deal(blocks(*[1] * 6), [0, 1, 2])) == {0, 1}
+    assert set(Dealing(paces).deal(blocks(*[1] * 6), [0, 1, 2])) == {0, 1, 2}
+
+
 def test_half_of_much_work_is_kept_back_and_given_in_ever_smaller_helpings():
     paces = Paces()
     for actor in (0, 1):
