@@ -4,7 +4,6 @@ output is a JSON object with what came of it. CASE says what happens:
     sums     nothing
     alone    nothing is added up on the way
     adder    when the second node's Adder is to add up a round, it dies
-    node     it dies with its node
 """
 
 from __future__ import annotations
@@ -33,7 +32,6 @@ class Struck(RayExecutor):
     """The executor over Ray, to which the case happens."""
 
     case: str
-    cluster: Cluster
     third: Any
 
     def training(self, t: int) -> Any:
@@ -45,12 +43,9 @@ class Struck(RayExecutor):
 
     def adder(self, node: str) -> Any:
         adder = super().adder(node)
-        if self.workers and self.t >= STRUCK and node == self.third.node_id and self.case in ("adder", "node"):
-            case, self.case = self.case, "sums"
-            if case == "adder":
-                ray.kill(adder)
-            else:
-                self.cluster.remove_node(self.third, allow_graceful=False)
+        if self.workers and self.t >= STRUCK and node == self.third.node_id and self.case == "adder":
+            self.case = "sums"
+            ray.kill(adder)
         return adder
 
     t = -1
@@ -62,7 +57,7 @@ def main(config: dict[str, Any], case: str) -> None:
     )
     cluster.add_node(num_cpus=2, node_name="second")
     Struck.third = cluster.add_node(num_cpus=2, node_name="third")
-    Struck.cluster, Struck.case = cluster, case
+    Struck.case = case
     ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
     made: list[Struck] = []
     said: list[str] = []
