@@ -1,14 +1,16 @@
-"""Ray actors: ClientActors pinned to CPUs or a share of a GPU, one ServerActor, one EvalActor.
+"""Ray actors: ClientActors pinned to CPUs or a share of a GPU, one ServerActor, one EvalActor, Adders between nodes.
 
 What they do; how they are started, given work and replaced is `ray_executor`'s matter. The run's plan (data,
 partition, net) comes out of the object store, where the actors of a node share it without a copy. Vectors go from
-actor to actor, through mailboxes on one machine and through the object store else; never through the driver.
+actor to actor, through mailboxes on one machine and through the object store else; never through the driver. What the
+ClientActors of a node send to a server on another one is added up before it travels.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any
 
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
@@ -18,12 +20,14 @@ import numpy as np
 import ray
 from torch import Tensor
 
-from raysim.block import Block, Broadcast, Outcome
+from raysim.block import Broadcast
 from raysim.data.arrays import shared_tensor
 from raysim.executor import Evaluator, make_server, make_trainer, settle
 from raysim.mailbox import Letter, Mailbox
+from raysim.numerics.sums import combine
 from raysim.plan import Plan
 from raysim.server import Round
+from raysim.work import Block, Outcome
 
 Tree = dict[str, Any]
 
@@ -57,8 +61,10 @@ class _Actor:
         self.device = "cuda:0" if gpus else "cpu"
         self.boxes: dict[str, Mailbox] = {}
 
-    def node(self) -> str:
-        return ray.get_runtime_context().get_node_id()
+    def where(self) -> tuple[str, list[str]]:
+        """Its node, and the GPUs that it has a share of."""
+        context = ray.get_runtime_context()
+        return context.get_node_id(), context.get_accelerator_ids().get("GPU", [])
 
     def share(self, paths: dict[str, str]) -> None:
         """Opens the mailboxes."""
@@ -89,16 +95,33 @@ class ClientActor(_Actor):
         super().__init__(plan, plan.config.resources.gpus)
         self.name, self.trainer = name, make_trainer(plan, self.device)
 
-    @ray.method(num_returns=2)
+    @ray.method(num_returns=3)
     def train(
         self, blocks: list[Block], again: bool, bases: list[int], *downs: Tree | Letter
-    ) -> tuple[Tree | Letter, Outcome]:
-        """`again`: this actor's mailbox still holds what it sent first in this round."""
+    ) -> tuple[Tree | Letter, Tree, Outcome]:
+        """The sums, the single rows (both in one letter, where there is a mailbox for them) and a word on it all.
+        `again`: this actor's mailbox still holds what it sent first in this round."""
         versions = {base: read_broadcast(self._fetch(down)) for base, down in zip(bases, downs, strict=True)}
         outcome = self.trainer.train(versions, blocks)
         rows = {f"{key}/{i}": row for key, each in outcome.rows.items() for i, row in enumerate(each)}
-        upload = self._post("" if again else self.name, {"sums": outcome.sums, "rows": rows})
-        return upload, Outcome(outcome.done, outcome.ids, bound=outcome.bound, seconds=outcome.seconds)
+        size = sum(t.nbytes for t in outcome.sums.values()), sum(t.nbytes for t in rows.values())
+        word = Outcome(outcome.done, outcome.ids, bound=outcome.bound, seconds=outcome.seconds, bytes=size)
+        post = self._post("" if again else self.name, {"sums": outcome.sums, "rows": rows})
+        return (post, {}, word) if isinstance(post, Letter) else ({"sums": post["sums"]}, {"rows": post["rows"]}, word)
+
+
+class Adder(_Actor):
+    """Adds up what the ClientActors of its node send, so that one sum travels to the server instead of theirs."""
+
+    def __init__(self, plan: Plan):
+        super().__init__(plan, 0)
+
+    @ray.method(num_returns=2)
+    def add(self, bound: float, *posts: Tree) -> tuple[Tree, int]:
+        """The sum, and the bytes it takes; no entry of it is larger than `bound`."""
+        sums = [self._fetch(post)["sums"] for post in posts]
+        total = {name: combine([one[name] for one in sums], bound) for name in sums[0]}
+        return packed({"sums": total}), sum(t.nbytes for t in total.values())
 
 
 class ServerActor(_Actor):
@@ -117,18 +140,20 @@ class ServerActor(_Actor):
         self,
         round: Round,
         following: Round,
-        trained: list[tuple[list[int], float]],
+        trained: list[tuple[list[int], float, int]],
         bases: list[int],
         *vectors: Tree | Letter,
     ) -> tuple:
-        """Metrics and the next version. `trained` are the clients in each upload, and its bound; `vectors` the
-        uploads, and then the versions of `bases`."""
-        outcomes, count = [], len(trained)
-        for (clients, bound), upload in zip(trained, map(self._fetch, vectors[:count]), strict=True):
-            outcomes.append(Outcome([], clients, upload.get("sums", {}), bound))
-            for name, row in upload.get("rows", {}).items():
-                outcomes[-1].rows.setdefault(name.rpartition("/")[0], []).append(row)
-        versions = dict(zip(bases, (read_broadcast(self._fetch(v)) for v in vectors[count:]), strict=True))
+        """Metrics and the next version. `trained` are the clients in each upload, its bound, and how many `vectors` it
+        is made of; these are followed by the versions of `bases`."""
+        outcomes, trees = [], map(self._fetch, vectors)
+        for clients, bound, count in trained:
+            outcomes.append(Outcome([], clients, bound=bound))
+            for tree in islice(trees, count):
+                outcomes[-1].sums |= tree.get("sums", {})
+                for name, row in tree.get("rows", {}).items():
+                    outcomes[-1].rows.setdefault(name.rpartition("/")[0], []).append(row)
+        versions = dict(zip(bases, map(read_broadcast, trees), strict=True))
         done = self.server.advance(round, outcomes, versions, following)
         self.last = done.down
         return done.metrics, self._post("server", as_groups(self.last))

@@ -427,8 +427,9 @@ class Faults(Section):
 class Resources(Section):
     """Where it runs. `cpus`, `gpus` (a share of one, or more) and `threads` are for each ClientActor; `server_gpus` is
     the share of the server and of the evaluator each (0: they use CPUs), `server_threads` how many threads share the
-    server's inner products (null: its cores, four at most; the bits do not depend on it); `timeout` (seconds) bounds
-    every wait."""
+    server's inner products (null: its cores, four at most; the bits do not depend on it), `server_node` the node that
+    the server lives on, by its name, host name, address or id (null: the one that the run is started on); `timeout`
+    (seconds) bounds every wait."""
 
     executor: Literal["ray", "inline"] = "ray"
     actors: int = Field(default=2, ge=1)
@@ -437,8 +438,16 @@ class Resources(Section):
     server_gpus: float = Field(default=0, ge=0)
     threads: int = Field(default=1, ge=1, le=1024)
     server_threads: int | None = Field(default=None, ge=1, le=1024)
+    server_node: str | None = None
     address: str | None = None
     timeout: Positive = 600.0
+
+    @field_validator("gpus", "server_gpus")
+    @classmethod
+    def _a_share_or_whole_ones(cls, value: float) -> float:
+        if value > 1 and value != int(value):
+            raise ValueError("neither a share of one GPU nor whole ones; take 1 or less, or a whole number")
+        return value
 
 
 class Block(Section):

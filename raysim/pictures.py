@@ -19,6 +19,7 @@ from raysim.schedule import Turn
 
 if TYPE_CHECKING:
     from raysim.report import Curve
+    from raysim.simulated import Summary
     from raysim.theory import Lines, Slope
 
 LANES = 40
@@ -245,6 +246,40 @@ def arrivals(turns: Sequence[Turn], path: Path) -> None:
     histogram.set(xlabel="staleness", ylabel="arrivals")
     histogram.set_xlim(-1, stalest + 1)
     histogram.xaxis.set_major_locator(MaxNLocator(integer=True))
+    figure.savefig(path, format="png")
+
+
+def simulation(added: Sequence[Summary], alone: Sequence[Summary], path: Path) -> None:
+    """A simulated cluster, as one PNG of 1500 × 500 pixels: when the actors of some nodes train in the last round, what
+    the rounds' critical path is made of, and the bytes that come to the server.
+
+    Args:
+        added, alone: the rounds with sums that are added up on their nodes, and without; one or more.
+        path: the file to write; its folder must exist.
+    """
+    figure = Figure(figsize=(15, 5), dpi=100, layout="constrained")
+    FigureCanvasAgg(figure)
+    lanes, critical, traffic = figure.subplots(1, 3, width_ratios=(3, 2, 1))
+    last = added[-1]
+    shown = sorted(last.trained)[:: -(-len(last.trained) // LANES)]
+    colours = [f"C{node % 10}" for node, _, _ in shown]
+    starts, widths = [begin - last.begin for _, begin, _ in shown], [end - begin for _, begin, end in shown]
+    lanes.barh(range(len(shown)), widths, left=starts, color=colours)
+    lanes.set(xlabel="seconds since the end of the last round's training", ylabel="actor, coloured by its node")
+    lanes.set(yticks=[], xlim=(0, last.seconds))
+    lanes.set_title(f"round {len(added)}: {len(shown)} of {len(last.trained)} actors train, busy {last.busy:.1%}")
+    names = ("added up on nodes", "alone")
+    courses = [rounds[1:] or rounds for rounds in (added, alone)]
+    floor = np.zeros(2)
+    for kind in dict.fromkeys(kind for rounds in courses for one in rounds for kind in one.path):
+        mean = np.array([np.mean([one.path.get(kind, 0.0) for one in rounds]) for rounds in courses])
+        critical.bar(names, mean, bottom=floor, label=kind)
+        floor += mean
+    critical.set(ylabel="seconds of a round's critical path")
+    critical.set_ylim(0, 1.5 * floor.max() or None)
+    critical.legend(fontsize=8)
+    traffic.bar(names, [np.mean([one.bytes_up for one in rounds]) / 1e6 for rounds in courses], color="tab:gray")
+    traffic.set(ylabel="MB a round to the server's node")
     figure.savefig(path, format="png")
 
 

@@ -297,7 +297,8 @@ def _block(config: Config, client: ClientRule, server: ServerRule, model: Model)
     cohort, block = config.schedule.size, config.block
     wide = min(64, ceil(cohort / 4))
     small = model.size <= VMAP_BELOW and not model.convolutional and wide >= 8
-    sizes = {"pooled": min(1024, ceil(cohort / 16)), "vmap": wide, "loop": min(64, ceil(cohort / 16))}
+    looped = min(16, ceil(cohort / 16))  # large cohorts in many blocks, so that many actors end at one time
+    sizes = {"pooled": min(128, ceil(cohort / 16)), "vmap": wide, "loop": looped}
     reasons: dict[Mode, Callable[[], str | None]] = {
         "pooled": lambda: why_not_pooled(config, client, server, model),
         "vmap": lambda: (why := why_not_vmap(model)) and f"model '{config.model.name}' cannot run so ({why})",

@@ -29,6 +29,7 @@ from safetensors.torch import load_file
 
 import raysim
 from raysim import checkpoint, experiment, tracking
+from raysim.dealing import Dealing
 from raysim.errors import ClientError, ConfigError, Lost, RaysimError
 from raysim.executor import Inline
 from raysim.experiment import Finished, reopen, resume
@@ -41,7 +42,7 @@ ALWAYS = {
     *("client/state_bytes", "client/state_bytes_disk", "server/uploads", "server/state_bytes"),
 }
 """What the record of every round holds."""
-TIMES = {"seconds", "clients_per_second", "train_seconds", "overhead_seconds"}
+TIMES = {"seconds", "clients_per_second", "train_seconds", "overhead_seconds", "busy_share"}
 KEEPSAKES = ["config.yaml", "history.csv", "learning_curve.png", "parameters.safetensors", "partition.png"]
 
 
@@ -662,6 +663,27 @@ def test_a_killed_actor_does_not_show(on_ray, config, tmp_path):
     assert len(said) == 1 and "ClientActor 0 is lost (in round 2" in said[0] and "1 are left" in said[0]
     assert ray.is_initialized() and len(set(everyone)) == 4
     until(lambda: not [p for p in everyone if Path(f"/proc/{p}").exists()], 15, "an actor lives on")
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_work_that_is_kept_back_does_not_show(on_ray, config, tmp_path, monkeypatch, killed):
+    """From the second round on, when paces are known, half of the blocks go to who is done first; also while one of
+    the two dies."""
+    monkeypatch.setattr("raysim.dealing.LONG", 0.0)
+    monkeypatch.setattr("raysim.dealing.FEW", 1)
+    config = {**config, "rounds": 5, "algorithm": {"name": "gradma"}, "block": {"mode": "loop", "size": 1}}
+    undisturbed = raysim.run({**config, "run_dir": str(tmp_path / "undisturbed")})
+
+    def look(executor: Any, t: int) -> None:
+        if killed and t == 2:
+            os.kill(pid(clients(executor)[0]), signal.SIGKILL)
+
+    helped: list[int] = []
+    helping = Dealing.helping
+    monkeypatch.setattr(Dealing, "helping", lambda self, n: helped.append(len(self.left)) or helping(self, n))
+    done, _ = on_ray(config, look)
+    assert done.digest == undisturbed.digest and max(helped) >= 2
+    assert (done.history[-1]["actors_lost"] == 1) == killed
 
 
 SLOW = """

@@ -487,7 +487,7 @@ def test_where_rows_lie_is_no_part_of_the_experiment(base):
 # -- runs --------------------------------------------------------------------------------------------------------------
 
 WHERE = {"client/state_bytes", "client/state_bytes_disk"}
-TIMES = {"seconds", "clients_per_second", "train_seconds", "overhead_seconds"}
+TIMES = {"seconds", "clients_per_second", "train_seconds", "overhead_seconds", "busy_share"}
 P = 64 * 4 + 4 + 4 * 10 + 10
 
 

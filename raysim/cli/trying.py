@@ -1,17 +1,19 @@
-"""`raysim bench | theory | attack`: what a configuration costs here, what is proved of it, what a run gives away."""
+"""`raysim bench | theory | simulate | attack`: what a configuration costs here and elsewhere, what is proved of it, and
+what a run gives away."""
 
 from __future__ import annotations
 
 import json
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from raysim.cli.base import app
+from raysim.cli.base import Overrides, app
 from raysim.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -137,6 +139,46 @@ def _finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {k: _finite(v) for k, v in value.items()}
     return None if value == float("inf") else value
+
+
+@app.command()
+def simulate(
+    config: Annotated[str, typer.Argument(help="a YAML file, or the name of a shipped one")],
+    overrides: Overrides = None,
+    nodes: Annotated[int, typer.Option(min=1, help="of the cluster")] = 4,
+    cpus: Annotated[int, typer.Option(min=0, help="of each node")] = 8,
+    gpus: Annotated[int, typer.Option(min=0, help="of each node; with some, an actor has one, or resources.gpus")] = 0,
+    costs: Annotated[str | None, typer.Option(help="a YAML file: what steps, bytes and messages cost")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="to simulate")] = 4,
+    out: Annotated[Path, typer.Option(help="the picture")] = Path("simulation.png"),
+    as_json: Annotated[bool, typer.Option("--json", help="last line of standard output: one JSON object")] = False,
+) -> None:
+    """See what a configuration would be like on a cluster that is not there: who waits for what, which bytes travel."""
+    from raysim import simulation
+
+    if not out.absolute().parent.is_dir():
+        raise ConfigError(f"--out: there is no folder {out.absolute().parent}; make it, or give another one")
+    console = Console(stderr=as_json, highlight=False)
+    found = simulation.run(config, overrides or [], simulation.Cluster(nodes, cpus, gpus), costs, rounds, out)
+    both = [simulation.means(found.added), simulation.means(found.alone)]
+    c, step = found.plan.config, found.costs.training.step
+    blocks = -(-c.schedule.size // found.plan.block_size)
+    console.print(
+        f"{nodes} nodes of {found.actors} actors; {c.schedule.size:,} of {len(found.plan.clients):,} clients a round "
+        f"in {blocks} blocks ({found.plan.mode}), {step:.3g} s for each local step; {found.seconds:.1f} s to find out"
+    )
+    table = Table("of a round, on average", "sums added up on nodes", "each alone", box=None)
+    table.add_row("seconds", *(f"{one['round_seconds']:.3f}" for one in both))
+    table.add_row("clients a second", *(f"{one['clients_per_second']:,.0f}" for one in both))
+    table.add_row("actors are busy", *(f"{one['busy_share']:.1%}" for one in both))
+    table.add_row("MB to the server", *(f"{one['bytes_up'] / 1e6:,.1f}" for one in both))
+    table.add_row("MB from it", *(f"{one['bytes_down'] / 1e6:,.1f}" for one in both))
+    for kind in dict.fromkeys(kind for one in both for kind in one["critical_path"]):
+        table.add_row(f"critical path: {kind}", *(f"{one['critical_path'].get(kind, 0):.3f} s" for one in both))
+    console.print(table)
+    console.print(f"look at it     {out}", soft_wrap=True)
+    if as_json:
+        print(json.dumps({**found.as_object(), "picture": str(out)}))
 
 
 @app.command()

@@ -102,7 +102,7 @@ def _room(trials: list[Trial]) -> Iterator[None]:
     if not trials:
         yield
         return
-    from raysim.ray_executor import connect  # Ray is imported when it is used
+    from raysim.nodes import connect  # Ray is imported when it is used
 
     wanted = [{kind: sum(b.get(kind, 0) for b in _bundles(t.config)) for kind in ("CPU", "GPU")} for t in trials]
     ours = connect(trials[0].config.resources.address, max(w["CPU"] for w in wanted), logger.warning)

@@ -39,7 +39,7 @@ def basic(folder: Path, uri: str) -> dict[str, Any]:
 
 def timeless(history: Iterable[Record]) -> list[dict[str, float]]:
     """A history without how long things took and without what was put right."""
-    times = ("seconds", "train_seconds", "overhead_seconds", "clients_per_second", *MENDED)
+    times = ("seconds", "train_seconds", "overhead_seconds", "clients_per_second", "busy_share", *MENDED)
     return [{k: v for k, v in record.items() if k not in times} for record in history]
 
 

@@ -1,0 +1,133 @@
+"""A cluster's nodes: joining it, what they are called, what they offer, and whether that is enough."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from math import ceil, floor
+from typing import Any
+
+import ray
+
+from raysim.config import Resources
+from raysim.errors import ConfigError, RaysimError, did_you_mean
+
+BARELY = 1e-9
+"""What shares may be wrong by, being sums of fractions."""
+
+
+def connect(address: str | None, cpus: float, log: Callable[[str], None]) -> bool:
+    """Joins the cluster at hand (an address, or RAY_ADDRESS inside a submitted job), else starts Ray here with at
+    least so many CPUs. Where Ray is there already, it stays as it is.
+
+    Returns:
+        Whether it was started or joined here, so that it is to be shut down here.
+    """
+    if ray.is_initialized():
+        return False
+    address = address or os.environ.get("RAY_ADDRESS")
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": True}
+    try:
+        if address:
+            ray.init(address=address, **quiet)
+        else:
+            cores, wanted = os.cpu_count() or 1, ceil(cpus)
+            if wanted > cores:
+                log(f"resources: {cpus:g} CPUs are asked for, they share {cores} cores")
+            ray.init(address="local", num_cpus=max(cores, wanted), include_dashboard=False, **quiet)
+    except Exception as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        if not address:
+            raise RaysimError(f"cannot start Ray on this machine: {reason}") from None
+        raise RaysimError(
+            f"cannot join Ray at {address}: {reason} (is it running? A cluster that asks for tokens wants "
+            "RAY_AUTH_MODE=token and its ~/.ray/auth_token here)"
+        ) from None
+    return True
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node that is alive. `names` are those a user may call it by, the first one the one it is shown by."""
+
+    id: str
+    names: tuple[str, ...]
+    offers: Mapping[str, float]
+
+    def room(self, cpus: float, gpus: float) -> float:
+        """How many actors with such shares it has room for. Several share a GPU, but none has parts of two."""
+        whole = floor(self.offers.get("GPU", 0) + BARELY)
+        by_cpus = floor(self.offers.get("CPU", 0) / cpus + BARELY) if cpus else float("inf")
+        if not gpus:
+            return by_cpus
+        return min(by_cpus, whole * floor(1 / gpus + BARELY) if gpus < 1 else floor(whole / gpus))
+
+
+def alive() -> list[Node]:
+    """The cluster's nodes, each shown by a name that no other one has."""
+    there = sorted((node for node in ray.nodes() if node["Alive"]), key=lambda node: node["NodeID"])
+    known = [(n["NodeID"], (n["NodeName"], n["NodeManagerHostname"], n["NodeManagerAddress"])) for n in there]
+    called = Counter(names[0] for _, names in known)
+    nodes = []
+    for node, (identity, names) in zip(there, known, strict=True):
+        shown = names[0] if called[names[0]] == 1 else f"{names[0]}-{identity[:6]}"
+        nodes.append(Node(identity, tuple(dict.fromkeys((shown, *names, identity))), node["Resources"]))
+    return nodes
+
+
+def check(r: Resources, nodes: list[Node]) -> None:
+    """Raises ConfigError if these nodes cannot give what is asked for: in all, or one of them to one actor."""
+    for kind, wanted in (("CPU", r.actors * r.cpus), ("GPU", r.actors * r.gpus + 2 * r.server_gpus)):
+        have = sum(node.offers.get(kind, 0) for node in nodes)
+        if wanted > have + BARELY:
+            raise ConfigError(
+                f"resources: {r.actors} actors want {wanted:g} {kind}s, the cluster has {have:g}; lower "
+                "resources.actors or the share of each"
+            )
+    asked = f"{r.cpus:g} CPUs" + (f" and {r.gpus:g} GPUs" if r.gpus else "")
+    room = sum(node.room(r.cpus, r.gpus) for node in nodes)
+    if not room:
+        raise ConfigError(
+            f"resources: no node offers {asked} to one actor (there are {_offers(nodes)}); lower resources.cpus or "
+            "resources.gpus"
+        )
+    if room < r.actors:
+        raise ConfigError(
+            f"resources.actors: {r.actors} actors with {asked} each, the nodes have room for {room:g} "
+            f"({_offers(nodes)}); lower it, or the share of each"
+        )
+    for_server = nodes if r.server_node is None else [called(r.server_node, nodes)]
+    if not any(node.room(0, r.server_gpus) for node in for_server):
+        where = "no node" if r.server_node is None else f"node '{r.server_node}' does not"
+        raise ConfigError(
+            f"resources.server_gpus: {where} offer{'s' * (r.server_node is None)} {r.server_gpus:g} GPUs; lower it"
+        )
+
+
+def called(name: str, nodes: list[Node]) -> Node:
+    """The node of this name, host name, address or id. Raises ConfigError if there is none, or more than one."""
+    found = [node for node in nodes if name in node.names]
+    if not found:
+        names = (name for node in nodes for name in node.names[:2])
+        raise ConfigError(f"resources.server_node: no node is called '{name}'{did_you_mean(name, set(names))}")
+    if len(found) > 1:
+        names = " and ".join(f"'{node.names[0]}'" for node in found)
+        raise ConfigError(f"resources.server_node: {len(found)} nodes are called '{name}'; say {names}")
+    return found[0]
+
+
+def idle_gpus(r: Resources, nodes: list[Node]) -> int:
+    """GPUs that nobody will use: Ray fills one up before it takes another one."""
+    whole = sum(floor(node.offers.get("GPU", 0)) for node in nodes)
+    used = ceil(r.actors / floor(1 / r.gpus + BARELY)) if 0 < r.gpus < 1 else ceil(r.actors * r.gpus)
+    return whole - used - ceil(2 * r.server_gpus) if r.gpus else 0
+
+
+def _offers(nodes: Iterable[Node]) -> str:
+    """What there is, in words: "2 nodes of 8 CPUs and 4 GPUs, 1 of 2 CPUs"."""
+    kinds = Counter((node.offers.get("CPU", 0), node.offers.get("GPU", 0)) for node in nodes)
+    said = [f"{cpus:g} CPUs" + (f" and {gpus:g} GPUs" if gpus else "") for cpus, gpus in kinds]
+    counts = [f"{n} node{'s'[: n > 1]}" for n in kinds.values()]
+    return ", ".join(f"{count} of {what}" for count, what in zip(counts, said, strict=True))

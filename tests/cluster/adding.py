@@ -1,0 +1,79 @@
+"""Three nodes on this machine, the server on one of its own: `python adding.py CONFIG CASE`. The last line of standard
+output is a JSON object with what came of it. CASE says what happens:
+
+    sums     nothing
+    alone    nothing is added up on the way
+    adder    when the second node's Adder is to add up a round, it dies
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
+
+import ray
+import yaml
+from ray.cluster_utils import Cluster
+
+from raysim import experiment
+from raysim.plan import prepare
+from raysim.ray_executor import RayExecutor
+
+STRUCK = 3
+"""The round whose sums are lost, by their number."""
+
+
+class Struck(RayExecutor):
+    """The executor over Ray, to which the case happens."""
+
+    case: str
+    third: Any
+
+    def training(self, t: int) -> Any:
+        self.t = t - 1  # a round's training is made while the one before it is still trained
+        return super().training(t)
+
+    def adds_up(self, node: str, uploads: int) -> bool:
+        return self.case != "alone" and super().adds_up(node, uploads)
+
+    def adder(self, node: str) -> Any:
+        adder = super().adder(node)
+        if self.workers and self.t >= STRUCK and node == self.third.node_id and self.case == "adder":
+            self.case = "sums"
+            ray.kill(adder)
+        return adder
+
+    t = -1
+
+
+def main(config: dict[str, Any], case: str) -> None:
+    cluster = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 0, "node_name": "head", "include_dashboard": False}
+    )
+    cluster.add_node(num_cpus=2, node_name="second")
+    Struck.third = cluster.add_node(num_cpus=2, node_name="third")
+    Struck.case = case
+    ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+    made: list[Struck] = []
+    said: list[str] = []
+
+    def choose(plan: Any, log: Any) -> Struck:
+        made.append(Struck(log))
+        return made[0]
+
+    experiment.choose = choose
+    try:
+        done = experiment.execute(prepare(config), log=said.append)
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+    print(json.dumps({"digest": done.digest, "history": done.history, "said": said}))
+
+
+if __name__ == "__main__":
+    main(yaml.safe_load(Path(sys.argv[1]).read_text()), sys.argv[2])

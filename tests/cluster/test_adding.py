@@ -1,0 +1,124 @@
+"""What must hold where a node's sums are added up before they travel: nothing of it shows in the result, only in the
+bytes between nodes; nor does it show when they are lost just then."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import raysim
+
+WORDS = 64 * 8 + 8 + 8 * 10 + 10  # of the net: 64 pixels, 8 hidden units, 10 classes
+
+
+@pytest.fixture(scope="module")
+def config() -> dict[str, Any]:
+    return {
+        "rounds": 6,
+        "data": "digits",
+        "partition": {"name": "dirichlet", "clients": 30, "alpha": 0.5, "min_samples": 2},
+        "model": {"name": "mlp", "hidden": [8]},
+        "algorithm": {"name": "fedavgm"},
+        "local": {"steps": 2, "batch": 8, "lr": 0.05},
+        "schedule": {"cohort": 12},
+        "block": {"mode": "loop", "size": 1},
+        "resources": {"executor": "inline", "threads": 1},
+        "checkpoint": {"every": 0},
+    }
+
+
+@pytest.fixture(scope="module")
+def whole(config, tmp_path_factory) -> raysim.Finished:
+    return raysim.run({**config, **places(tmp_path_factory.mktemp("inline"))})
+
+
+def places(folder: Path) -> dict[str, Any]:
+    return {"run_dir": str(folder / "run"), "tracking": {"uri": f"sqlite:///{folder}/mlflow.db"}}
+
+
+def run(config: dict[str, Any], folder: Path, case: str) -> dict[str, Any]:
+    """On three nodes, the first of which has no ClientActor; four actors share the others."""
+    resources = {"executor": "ray", "actors": 4, "cpus": 1, "threads": 1, "timeout": 120, "server_node": "head"}
+    (folder / "config.yaml").write_text(yaml.safe_dump({**config, **places(folder), "resources": resources}))
+    ran = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("adding.py")), str(folder / "config.yaml"), case],
+        env={**os.environ, "RAY_ADDRESS": ""},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert ran.returncode == 0, ran.stderr
+    return json.loads(ran.stdout.splitlines()[-1])
+
+
+def test_a_node_sends_one_sum(config, whole, tmp_path):
+    found = run(config, tmp_path, "sums")
+    assert found["digest"] == whole.digest and not found["said"]
+    for record in found["history"][1:]:
+        assert record["network/bytes_up"] == 2 * 8 * WORDS
+        assert record["network/bytes_down"] == 2 * 4 * WORDS
+        for name in ("second", "third"):
+            assert record[f"node/{name}/bytes_up"] == 8 * WORDS
+            assert record[f"node/{name}/busy_seconds"] > 0
+        assert record["node/second/clients"] + record["node/third/clients"] == record["clients"]
+        assert 0 < record["busy_share"] <= 1
+
+
+def test_without_that_every_actor_sends_one(config, whole, tmp_path):
+    found = run(config, tmp_path, "alone")
+    assert found["digest"] == whole.digest
+    assert {record["network/bytes_up"] for record in found["history"][1:]} == {4 * 8 * WORDS}
+
+
+def test_single_rows_travel_alone(config, tmp_path):
+    """Where a rule wants every client's upload, its mean is added up on the way, the rows are not."""
+    mixed = tmp_path / "mixed.py"
+    mixed.write_text(MIXED)
+    config = {**config, "rounds": 3, "algorithm": f"{mixed}:pair"}
+    (tmp_path / "inline").mkdir()
+    whole = raysim.run({**config, **places(tmp_path / "inline")})
+    found = run(config, tmp_path, "sums")
+    assert found["digest"] == whole.digest
+    for record in found["history"][1:]:
+        assert record["network/bytes_up"] == 2 * 8 * WORDS + record["clients"] * 4 * WORDS
+
+
+MIXED = '''
+from dataclasses import dataclass
+
+from algorithms.fedavg import FedAvgClient
+from raysim.rules import Algorithm, ServerRule
+
+
+@dataclass(frozen=True)
+class Halves(ServerRule):
+    """Half of the mean, and half of the first client's upload."""
+
+    uploads = {"delta": ("mean", "each")}
+
+    def update(self, state, reports):
+        return {"x": state["x"] - 0.5 * reports.mean("delta") - 0.5 * reports.each("delta")[0]}
+
+
+pair = Algorithm("halves", FedAvgClient, Halves, "nobody 2024")
+'''
+
+
+@pytest.mark.parametrize("case", ["adder"])
+def test_sums_that_are_lost_are_made_again(config, whole, tmp_path, case):
+    """By training again what they were made of; nothing goes back to a checkpoint (there is none)."""
+    found = run(config, tmp_path, case)
+    assert found["digest"] == whole.digest
+    last = found["history"][-1]
+    assert last["retried_blocks"] >= 1 and last["server_restarts"] == 0 and last["actors_lost"] >= 1
+    assert any("the Adder of node third is lost" in line for line in found["said"]), found["said"]
+    for mine, other in zip(found["history"], whole.history, strict=True):
+        for key in ("accuracy", "loss", "train_loss", "bytes_up", "clients"):
+            assert mine.get(key) == other.get(key)
