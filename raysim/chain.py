@@ -2,14 +2,14 @@
 
 Autograd's own work takes up to a third of a small net's step, and all of it is known in advance. So each module here
 gives, with its output, the function that takes a gradient back through it. What is no well-known module (a residual
-block, a user's layer, anything with hooks) is such a link too, by autograd. The bits are autograd's: a net for which
-they are not, on the device at hand, keeps to autograd (`agrees`).
+block, a user's layer) is such a link too, by autograd. The bits are autograd's: a net for which they are not, on the
+device at hand, keeps to autograd (`agrees`), and so does one with hooks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from itertools import groupby, pairwise
+from itertools import groupby, pairwise, product
 from typing import Any
 
 import torch
@@ -41,7 +41,8 @@ class Chain:
         own = [p for leaf in leaves for p in leaf.parameters()]
         known = sum(_kind(leaf) is not None for leaf in leaves)
         in_order = list(map(id, own)) == list(map(id, bound.parameters))  # none is frozen, shared or left out
-        self.links = list(_links(leaves)) if known > len(leaves) / 2 and in_order else []
+        changed = any(map(_changed, bound.module.modules()))
+        self.links = list(_links(leaves)) if known > len(leaves) / 2 and in_order and not changed else []
 
     def gradient(
         self,
@@ -55,7 +56,7 @@ class Chain:
         """The mean cross-entropy of labels y [B] on images x [B, C, H, W]; its gradient goes into `out`, which has
         a tensor for each parameter."""
         self.bound.tell(mode, buffers, drop)
-        backs = []
+        x, backs = x.detach(), []
         for link, _ in self.links:
             x, back = link(x)
             backs.append(back)
@@ -89,10 +90,11 @@ def agrees(model: Model) -> bool:
         return False
     bound.flat.copy_(model.initial()[0]).add_(random(model.size), alpha=0.1)  # what begins with zeros says nothing
     modes: tuple[Mode, ...] = ("train", "frozen", "eval")
-    for mode in modes:
-        x, y = random(3, *model.shape), torch.arange(3, device=model.device) % model.classes
-        x = x.contiguous(memory_format=torch.channels_last) if model.convolutional else x
-        drop = tuple(random(3, *shape) for shape, _ in model.dropouts)
+    for mode, n in product(modes, (1, 3)):  # one image has a layout of its own
+        x, y = random(n, *model.shape), torch.arange(n, device=model.device) % model.classes
+        last = model.convolutional and model.device.type == "cpu"  # as in training
+        x = x.contiguous(memory_format=torch.channels_last) if last else x
+        drop = tuple(random(n, *shape) for shape, _ in model.dropouts)
         buffers, again, out = model.initial()[1], model.initial()[1], torch.full_like(bound.flat, torch.nan)
         try:
             chain.gradient(x, y, mode, buffers, drop, list(model.views(out).values()))
@@ -119,7 +121,7 @@ def by_autograd(
 
 def _leaves(module: nn.Module) -> Iterator[nn.Module]:
     """What a module runs one after the other."""
-    if type(module) is nn.Sequential and not _hooks(module):
+    if type(module) is nn.Sequential:
         for child in module:
             yield from _leaves(child)
     else:
@@ -130,12 +132,14 @@ def _kind(leaf: nn.Module) -> Callable[[Any], Link] | None:
     """How the link of this module is made, if it is one that is known here."""
     odd = isinstance(leaf, nn.Conv2d) and (leaf.padding_mode != "zeros" or isinstance(leaf.padding, str))
     odd = odd or (isinstance(leaf, nn.MaxPool2d) and leaf.return_indices)
-    return None if odd or _hooks(leaf) else KINDS.get(type(leaf))
+    return None if odd else KINDS.get(type(leaf))
 
 
-def _hooks(module: nn.Module) -> list:
+def _changed(module: nn.Module) -> bool:
+    """Whether it has hooks, or a `forward` of its own, so that it does not do what its class says."""
     found = [module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks]
-    return [hook for hooks in found for hook in hooks.values() if hook is not note_features]
+    hooked = any(hook is not note_features for hooks in found for hook in hooks.values())
+    return hooked or "forward" in vars(module)
 
 
 def _links(leaves: list[nn.Module]) -> Iterator[tuple[Link, int]]:
@@ -185,6 +189,8 @@ def _linear(layer: nn.Linear) -> Link:
             torch.mm(g.t(), x, out=out[0])
             if bias is not None:
                 torch.sum(g, 0, out=out[1])
+            if x.stride() == (1, len(x)):  # column by column, or [1, 1]
+                return weight.t().mm(g.t()).t() if further else None
             return g.mm(weight) if further else None
 
         return x.mm(weight.t()) if bias is None else torch.addmm(bias, x, weight.t()), back
@@ -247,7 +253,13 @@ def _dropout(layer: KeyedDropout) -> Link:
 def _relu(layer: nn.ReLU) -> Link:
     def link(x: Tensor) -> tuple[Tensor, Back]:
         positive = torch.relu(x)
-        return positive, lambda g, further, out: aten.threshold_backward.grad_input(g, positive, 0, grad_input=g)
+
+        def back(g: Tensor, further: bool, out: list[Tensor]) -> Tensor:
+            if g.stride() != positive.stride():  # kernels below may round by the layout, which must be autograd's
+                return aten.threshold_backward.default(g, positive, 0)
+            return aten.threshold_backward.grad_input(g, positive, 0, grad_input=g)
+
+        return positive, back
 
     return link
 

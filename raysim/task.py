@@ -283,9 +283,9 @@ class LoopTask(Task):
         self.trained = Bound(model)
         self.chain = Chain(self.trained) if chained else None
         self.slopes = list(model.views(self.zeros()).values()) if chained else []
-        self.first: tuple[Batch, Loss, Tensor] | None = None
-        """The gradient at x, where the vector in training begins, on the batch of the first step: at x itself it need
-        not be found again (GradMA asks for both)."""
+        self.first: tuple[Batch, Loss, Tensor, int] | None = None
+        """The gradient at x, where the vector in training begins, on the batch of the first step, and its version: at x
+        itself it need not be found again (GradMA asks for both), unless the rule has made something else of it."""
         self.others: list[_Held] = []
         self.constants: list[_Held] = []
 
@@ -326,8 +326,10 @@ class LoopTask(Task):
 
     def _grad(self, w: Tensor, batch: Batch, loss: Loss, mode: Mode, buffers: Tensor | None) -> Tensor:
         bound, chain, statistics = self.trained, self.chain, self.buffers if mode == "train" else buffers
-        if mode == "frozen" and w is self.x and self.first and self.first[0] is batch and self.first[1] is loss:
-            return self.first[2]
+        if mode == "frozen" and w is self.x and self.first is not None:
+            on, of, slope, version = self.first
+            if on is batch and of is loss and slope._version == version:
+                return slope.clone()
         if w is not bound.flat:
             held = self._held(w, self.others)
             bound, chain = held.bound, held.chain
@@ -345,7 +347,7 @@ class LoopTask(Task):
         if mode == "train":
             self.losses.append(plain.detach())
             if w is self.trained.flat and w._version == self.unmoved:
-                self.first = batch, loss, slope
+                self.first = batch, loss, slope, slope._version
         return slope
 
     def input_grad(self, w: Tensor, batch: Batch, loss: Loss = cross_entropy, buffers: Tensor | None = None) -> Tensor:

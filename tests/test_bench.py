@@ -31,8 +31,8 @@ def test_only_the_place_is_varied_unless_blocks_are_asked_for(monkeypatch):
     assert [p.get("resources.actors") for p in places] == [None, 1, 2, 4, 8]
     assert not any(key.startswith("block.") for p in places for key in p)
     ways = settings(blocks=True)
-    assert {w["block.mode"] for w in ways} == {"loop", "fused", "pooled", "vmap"}
-    assert len(ways) == 5 * 5  # vmap with 1 and 4
+    assert {w["block.mode"] for w in ways} == {"loop", "pooled", "vmap"}
+    assert len(ways) == 5 * 4  # vmap with 1 and 4
 
 
 def test_what_is_given_is_not_varied(monkeypatch):
