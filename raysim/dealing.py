@@ -12,6 +12,9 @@ from raysim.work import Block
 LONG, FEW = 1.0, 4
 """Seconds of work for each actor, and blocks, from which on some of it is kept back."""
 
+BRIEF = 0.1
+"""Seconds of work below which nothing is learnt of an actor's pace: a hiccup would count for more."""
+
 LATEST = 0.3
 """What the last round counts for in how fast an actor is thought to be; the rest is what was thought before."""
 
@@ -30,7 +33,7 @@ class Paces:
 
     def saw(self, actor: int, done: int, seconds: float) -> None:
         """An actor has done so many steps in this time."""
-        if done and seconds > 0:
+        if done and seconds >= BRIEF:
             before = self.known.get(actor, done / seconds)
             self.known[actor] = (1 - LATEST) * before + LATEST * done / seconds
 

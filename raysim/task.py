@@ -283,6 +283,8 @@ class LoopTask(Task):
         self.trained = Bound(model)
         self.chain = Chain(self.trained) if chained else None
         self.slopes = list(model.views(self.zeros()).values()) if chained else []
+        self.x: Tensor | None = None
+        self.unmoved = -1
         self.first: tuple[Batch, Loss, Tensor, int] | None = None
         """The gradient at x, where the vector in training begins, on the batch of the first step, and its version: at x
         itself it need not be found again (GradMA asks for both), unless the rule has made something else of it."""

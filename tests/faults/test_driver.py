@@ -164,7 +164,7 @@ def killed_until_it_is_done(
 def test_twenty_kills_do_not_show(starter, uri, tmp_path, source):
     """Four of them while a checkpoint is written; the others at the start, in training, anywhere."""
     config = basic(tmp_path, uri) | sleepy(source("sleepy", SLEEPY), seconds=0.01)
-    config |= {"rounds": 70, "checkpoint": {"every": 2}, "store": {"memory": "20kB"}}
+    config |= {"rounds": 150, "checkpoint": {"every": 2}, "store": {"memory": "20kB"}}
     whole = raysim.run({**config, **sleepy(source("sleepy", SLEEPY))}, run_dir=str(tmp_path / "whole"))
     moments = [*MOMENTS, *["soon"] * 6, *["on its way"] * 10]
     random.Random(5).shuffle(moments)
