@@ -188,7 +188,7 @@ def runs_in(uri: str, experiment: str) -> list[Any]:
 def test_kills_of_a_driver_of_actors_do_not_show(starter, uri, tmp_path, source):
     """And its Ray is gone with it."""
     config = basic(tmp_path, uri) | sleepy(source("sleepy", SLEEPY), seconds=0.01)
-    config |= {"rounds": 40, "checkpoint": {"every": 2}}
+    config |= {"rounds": 80, "checkpoint": {"every": 2}}
     whole = raysim.run({**config, **sleepy(source("sleepy", SLEEPY))}, {"tracking.experiment": "whole"})
     config |= {"run_dir": str(tmp_path / "ray"), "resources": {"executor": "ray", "actors": 2, "cpus": 0.5}}
     killed_until_it_is_done(starter, tmp_path, config, ["on its way", MOMENTS[1]], seed=6)
