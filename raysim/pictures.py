@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from raysim.simulated import Summary
     from raysim.theory import Lines, Slope
 
+WIDEST = 48
+"""Letters in a line above a panel."""
 LANES = 40
 """Clients whose tasks are drawn on the clock."""
 PAIRS, ACROSS = 40, 8
@@ -77,7 +80,8 @@ def curves(
                 std = np.array([f.std or 0.0 for f in curve.figures])
                 low, high = means - std, means + std
                 axes.fill_between(curve.spent, low, high, color=line.get_color(), alpha=0.2, linewidth=0)
-        axes.set(xlabel=spent, ylabel=metric, title=panel, xscale="log" if logarithmic else "linear")
+        axes.set(xlabel=spent, ylabel=metric, xscale="log" if logarithmic else "linear")
+        axes.set_title(fill(panel, WIDEST), fontsize="small")
         if spent == "rounds":
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(alpha=0.3)
@@ -122,7 +126,8 @@ def heatmap(panels: Sequence[Panel], x: str, y: str, metric: str, path: Path) ->
         for (i, j), value in np.ndenumerate(values):
             if np.isfinite(value):
                 axes.text(j, i, f"{value:.3g}", ha="center", va="center", color="black" if value > middle else "white")
-        axes.set(xlabel=x, ylabel=y, xticks=range(len(columns)), yticks=range(len(lines)), title=title)
+        axes.set(xlabel=x, ylabel=y, xticks=range(len(columns)), yticks=range(len(lines)))
+        axes.set_title(fill(title, WIDEST), fontsize="small")
         axes.set(xticklabels=columns, yticklabels=lines)
         figure.colorbar(image, ax=axes, label=f"best {metric}" + (" %" if scale > 1 else ""))
     figure.savefig(path)

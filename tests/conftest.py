@@ -52,6 +52,14 @@ class Watched(Inline):
 
 
 @pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder to work in."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    return tmp_path / "here"
+
+
+@pytest.fixture
 def base(tmp_path: Path) -> dict[str, Any]:
     """What every run here has in common: this process, no evaluation, and nothing written outside of tmp_path."""
     return {

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
+from swept import SMALL, written
 
 from raysim import cli, experiment, sweep, tracking
 from raysim.errors import RaysimError
@@ -30,18 +30,6 @@ from raysim.sweep import Outcome, Sweep, Trial, prepare, running
 from raysim.sweep import trial as one
 from raysim.sweep.space import as_text
 from raysim.tracking import Forwarder
-
-SMALL = {
-    "rounds": 3,
-    "data": "digits",
-    "partition": {"name": "iid", "clients": 20},
-    "model": {"name": "mlp", "hidden": [8]},
-    "algorithm": "fedavg",
-    "local": {"steps": 2, "batch": 8, "lr": 0.05},
-    "schedule": {"cohort": 4},
-    "checkpoint": {"every": 0},
-    "tracking": {"experiment": "swept"},
-}
 
 DEADLY = """
 import os, signal
@@ -53,23 +41,6 @@ class Deadly(ClientRule):
     def direction(self, shared, state, batch, task):
         os.kill(os.getpid(), signal.SIGKILL)
 """
-
-
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder to work in."""
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    return tmp_path / "here"
-
-
-def written(path: Path, **sections: Any) -> Path:
-    path.write_text(yaml.safe_dump({**SMALL, **sections}))
-    return path
-
-
-def values(planned: Sweep) -> list[dict[str, Any]]:
-    return [trial.values for trial in planned.trials]
 
 
 # -- a sweep on Ray ----------------------------------------------------------------------------------------------------

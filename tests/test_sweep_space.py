@@ -9,42 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import yaml
+from swept import SMALL, values, written
 
 import raysim
 from raysim import cli, experiment, sweep
 from raysim.errors import ConfigError
-from raysim.sweep import Sweep, prepare, running, space
-
-SMALL = {
-    "rounds": 3,
-    "data": "digits",
-    "partition": {"name": "iid", "clients": 20},
-    "model": {"name": "mlp", "hidden": [8]},
-    "algorithm": "fedavg",
-    "local": {"steps": 2, "batch": 8, "lr": 0.05},
-    "schedule": {"cohort": 4},
-    "checkpoint": {"every": 0},
-    "tracking": {"experiment": "swept"},
-}
-
-
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder to work in."""
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    return tmp_path / "here"
-
-
-def written(path: Path, **sections: Any) -> Path:
-    path.write_text(yaml.safe_dump({**SMALL, **sections}))
-    return path
-
-
-def values(planned: Sweep) -> list[dict[str, Any]]:
-    return [trial.values for trial in planned.trials]
-
+from raysim.sweep import prepare, running, space
 
 # -- the grid ----------------------------------------------------------------------------------------------------------
 
@@ -256,11 +226,11 @@ def test_draws_have_the_distribution_that_was_asked_for():
         assert (np.abs(cumulative(np.quantile(drawn(text, count), at)) - at) < errors).all(), text
     whole = drawn("randint(-2,3)", count)
     assert {type(each) for each in whole} == {int}
-    for values, expected in (
+    for given, expected in (
         (whole, [-2, -1, 0, 1, 2]),
         (drawn("choice(a,[1,2],0.5,x,y)", count), ["a", [1, 2], 0.5, "x", "y"]),
     ):
-        shares = [sum(each == value for each in values) / count for value in expected]
+        shares = [sum(each == value for each in given) / count for value in expected]
         assert sum(shares) == 1 and np.allclose(shares, 0.2, atol=4 * np.sqrt(0.2 * 0.8 / count))
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from swept import SMALL
 
 from raysim import experiment, sweep, tracking
 from raysim.errors import RaysimError
@@ -19,17 +20,7 @@ from raysim.sweep.trial import WORST, Ladder
 
 URI = "sqlite:///mlflow.db"
 
-SMALL = {
-    "rounds": 12,
-    "data": "digits",
-    "partition": {"name": "iid", "clients": 20},
-    "model": {"name": "mlp", "hidden": [8]},
-    "algorithm": "fedavg",
-    "local": {"steps": 2, "batch": 8},
-    "schedule": {"cohort": 4},
-    "checkpoint": {"every": 5},
-    "tracking": {"experiment": "stopping"},
-}
+LONGER = {**SMALL, "rounds": 12, "checkpoint": {"every": 5}, "tracking": {"experiment": "stopping"}}
 
 STOPPING = {"metric": "loss", "grace_period": 2, "reduction_factor": 2}
 """Rungs after rounds 2, 4 and 8."""
@@ -91,7 +82,7 @@ def halved(curves: Sequence[dict[int, float]], rungs: Sequence[int], factor: flo
 @pytest.fixture(scope="module")
 def halving(place: Path, local_ray: None) -> Outcome:
     """Six step sizes, one trial at a time, so that their order is known."""
-    return sweep.run(prepare({**SMALL, "sweep": {"local.lr": LRS, "early_stopping": STOPPING}}), parallel=1)
+    return sweep.run(prepare({**LONGER, "sweep": {"local.lr": LRS, "early_stopping": STOPPING}}), parallel=1)
 
 
 def test_asha_stops_whom_it_must_and_says_so(halving: Outcome, tmp_path: Path):
@@ -120,7 +111,7 @@ def test_asha_stops_whom_it_must_and_says_so(halving: Outcome, tmp_path: Path):
 
 def test_a_stopped_trial_counts_as_done_and_a_larger_sweep_knows_what_was_reached(halving: Outcome):
     """The first trial of a fresh rung is never stopped; this one meets those of the sweep before."""
-    larger = sweep.run(prepare({**SMALL, "sweep": {"local.lr": [*LRS, 1e-4], "early_stopping": STOPPING}}))
+    larger = sweep.run(prepare({**LONGER, "sweep": {"local.lr": [*LRS, 1e-4], "early_stopping": STOPPING}}))
     assert larger.reused == 6 and larger.run_id != halving.run_id
     assert [trial.config.local.lr for trial, why in larger.stopped if why.startswith("round 2")][-1] == 1e-4
 
@@ -130,7 +121,7 @@ def test_a_stopped_trial_goes_on_to_the_bit(halving: Outcome, tmp_path: Path):
     (first, _), *others = halving.stopped
     done = experiment.resume(first.folder)
     assert done.digest == alone(first, tmp_path).digest and done.rounds == 12
-    whole = prepare({**SMALL, "sweep": {"local.lr": LRS}})
+    whole = prepare({**LONGER, "sweep": {"local.lr": LRS}})
     assert [whole.done(trial) for trial in whole.trials].count(False) == len(halving.stopped)
     after = sweep.run(whole)
     assert after.run_id == halving.run_id and after.counts["finished"] == 6 and "stopped" not in after.table
@@ -148,7 +139,7 @@ def test_trials_that_fail_are_tried_again(place: Path, local_ray: None):
     Path("flaky.py").write_text(FLAKY.replace("MARKS", str(place / "marks")))
     varied = {"algorithm": "./flaky.py:Flaky", "algorithm.how": ["once", "kill", "ever"], "checkpoint.every": 1}
     told: list[str] = []
-    planned = prepare({**SMALL, "rounds": 6, "sweep": {**varied, "retries": 1}})
+    planned = prepare({**LONGER, "rounds": 6, "sweep": {**varied, "retries": 1}})
     done = sweep.run(planned, watch=lambda trial, state, facts: told.append(state))
     assert done.counts == {"finished": 2, "stopped_early": 0, "failed": 1} and told.count("again") == 3
     ((ever, why),) = done.failed
