@@ -15,7 +15,7 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby, pairwise
+from itertools import accumulate, groupby, pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -127,7 +127,8 @@ class Trainer:
     # -- one after the other ---------------------------------------------------------------------------------------
 
     def _loop(self, downs: Mapping[int, Broadcast], block: Block) -> list[_Trained]:
-        return [self._loop_one(self.rule.at(job.base), downs[job.base], job) for job in block.jobs]
+        rules = {base: self.rule.at(base) for base in {job.base for job in block.jobs}}
+        return [self._loop_one(rules[job.base], downs[job.base], job) for job in block.jobs]
 
     def _loop_one(self, rule: ClientRule, down: Broadcast, job: Job) -> _Trained:
         task, shared, in_place = self.loop, down.shared, not overridden(rule, ["step"])
@@ -225,13 +226,13 @@ class Trainer:
         """The batches of one client, gathered and normalised a few at a time."""
         draws = self._draws(job)
         positions = list(order(self.config.seed, job.client, len(mine), self._size(mine), job.cursor, job.steps))
-        ends = np.cumsum([0] + [len(p) for p in positions])
-        for _, group in groupby(range(len(positions)), key=lambda i: int(ends[i]) // GATHER):
+        ends = list(accumulate(map(len, positions), initial=0))
+        for _, group in groupby(range(len(positions)), key=lambda i: ends[i] // GATHER):
             chunk = list(group)
             indices = mine[np.concatenate([positions[i] for i in chunk])]
             x, y = self.images(indices, draws.augment)
-            first = int(ends[chunk[0]])
-            for start, stop in pairwise([int(ends[i]) - first for i in chunk] + [len(y)]):
+            first = ends[chunk[0]]
+            for start, stop in pairwise([ends[i] - first for i in chunk] + [len(y)]):
                 drops = self._masks(draws, stop - start)
                 yield Batch(x[start:stop], y[start:stop], None, drops, noise=self._noise(draws))
 
