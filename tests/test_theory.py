@@ -350,10 +350,10 @@ def test_the_bound_holds_for_plain_means_only(base, source, ragged):
         given = {"data": "digits", "rounds": 2, "partition": uneven, "schedule": {"cohort": 3}, "algorithm": "fedavg"}
         return theory.why_not(prepare({**base, **given, **changes}))
 
-    samples = {"name": "fedavg", "weights": "samples"}
+    samples, sync = {"name": "fedavg", "weights": "samples"}, {"name": "sync", "cohort": 3}
     assert told() is None and told(partition=ragged([5, 5, 5]), algorithm=samples) is None
-    assert "weighs" in str(told(algorithm=samples)) and "weighs" in str(told(algorithm="twafl", schedule="sync"))
-    assert told(algorithm="dynsgd", schedule={"name": "sync", "cohort": 3}) is None
+    assert "weighs" in str(told(algorithm=samples)) and "weighs" in str(told(algorithm="twafl", schedule=sync))
+    assert told(algorithm="dynsgd", schedule=sync) is None
     for key, value in (("deadline", 1.0), ("dropouts", {"rate": 0.1}), ("availability", {"period": 2, "open": 1})):
         assert "different numbers" in str(told(schedule={"cohort": 3, key: value}))
     empty = ragged([5, 5, 5, 0])
