@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -214,6 +215,8 @@ def _spent(client: Any, run_id: str, kind: Spent) -> dict[int, float]:
 
 
 def _history(client: Any, run_id: str, metric: str) -> list[tuple[int, float]]:
-    """(round, value), by rounds; where a round was logged twice, the later one counts."""
+    """(round, value), by rounds; where a round was logged twice, the later one counts. What MLflow keeps as the largest
+    double was infinite."""
     points = sorted(client.get_metric_history(run_id, metric), key=lambda point: (point.step, point.timestamp))
-    return list({point.step: point.value for point in points if not math.isnan(point.value)}.items())
+    found = {point.step: point.value for point in points if not math.isnan(point.value)}
+    return [(t, v if abs(v) < sys.float_info.max else math.copysign(math.inf, v)) for t, v in found.items()]

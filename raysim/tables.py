@@ -29,9 +29,11 @@ class Figure:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Figure | None:
-        """None of no values."""
+        """None of no values. Where one is infinite so is the mean, and there is no deviation."""
         if not values:
             return None
+        if not all(map(math.isfinite, values)):
+            return cls(sum(values), None, len(values))
         return cls(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None, len(values))
 
 
@@ -86,10 +88,12 @@ class Row:
 
 
 def order(row: Row, lower: bool) -> float:
-    """Rows sort by this, the best first and those without a figure last."""
+    """Rows sort by this, the best first and those without a figure last. Means that only rounding tells apart are the
+    same."""
     if row.best is None or math.isnan(row.best.mean):
         return math.inf
-    return row.best.mean if lower else -row.best.mean
+    mean = float(f"{row.best.mean:.12g}")
+    return mean if lower else -mean
 
 
 def markdown(

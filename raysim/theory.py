@@ -25,7 +25,7 @@ import numpy as np
 from raysim.block import local_steps
 from raysim.config import Sync, at_round
 from raysim.errors import ConfigError
-from raysim.rules import PLAIN_STEP, overridden
+from raysim.rules import PLAIN_STEP, Cohort, ServerRule, overridden
 
 if TYPE_CHECKING:
     from raysim.plan import Plan
@@ -133,7 +133,7 @@ def bound(s: Setting, L: float, gap: float, eps_l: float, eps_g: float, rho2: fl
 def why_not(plan: Plan) -> str | None:
     """None if Theorem 1 speaks of this run, else what about the run it does not know."""
     c, server = plan.config, plan.server
-    if server.at(0).heavy_ball is None:
+    if _heavy_ball(server) is None:
         return f"server rule '{server.name}' does more than momentum and averaging"
     if not isinstance(c.schedule, Sync):
         return f"rounds are not in step (schedule.name={c.schedule.name})"
@@ -143,13 +143,43 @@ def why_not(plan: Plan) -> str | None:
         return "clients make different numbers of local steps; use local.steps instead of local.epochs"
     if c.local.clip or c.local.weight_decay or c.privacy:
         return "local.clip, local.weight_decay or privacy comes between gradients and steps"
+    if _weighs(plan):
+        return f"server rule '{server.name}' weighs clients differently (by their samples?); use weights=uniform"
+    some = c.schedule.cohort < len(plan.clients) and plan.problem.n_nonempty < len(plan.clients)
+    if some or c.schedule.deadline or c.schedule.dropouts or c.schedule.availability:
+        return (
+            "rounds have different numbers of clients (some have no data, or because of schedule.deadline, dropouts, "
+            "availability)"
+        )
     return None
+
+
+def _heavy_ball(server: ServerRule) -> tuple[float, float] | None:
+    """What the rule says of itself, unless it inherits that from a class with another `update`."""
+    says, does = (next(c for c in type(server).__mro__ if name in vars(c)) for name in ("heavy_ball", "update"))
+    return server.at(0).heavy_ball if issubclass(says, does) else None
+
+
+def _weighs(plan: Plan) -> bool:
+    """Whether the server's mean is another than the plain one, which the theorem's is."""
+    sizes = [int(n) for n in np.unique(plan.clients.sizes) if n]
+    K = len(sizes)
+    one_each = Cohort(0, list(range(K)), K, samples=sizes, steps=_steps(plan) * K, staleness=[0] * K)
+    return not np.allclose(plan.server.weigh(one_each), 1 / K, rtol=1e-9)
+
+
+def _noisy(plan: Plan) -> bool:
+    """Whether steps follow other gradients than those of the f_i: of mini-batches, augmented examples, with dropout."""
+    batch, data = plan.config.local.batch, plan.dataset
+    in_parts = batch != "full" and int(plan.clients.sizes.max()) > batch
+    return in_parts or data.pad > 0 or data.flip or bool(plan.model().dropouts)
 
 
 def setting(plan: Plan) -> Setting:
     """What the theorem knows of a run that it speaks of."""
-    assert plan.server.heavy_ball is not None
-    beta1, beta2 = plan.server.heavy_ball
+    ball = _heavy_ball(plan.server)
+    assert ball is not None
+    beta1, beta2 = ball
     c, steps, N = plan.config, _steps(plan)[0], plan.problem.n_nonempty
     cohort = min(c.schedule.size, N)
     return Setting(at_round(c.local.lr, 0), plan.server.lr, beta1, beta2, steps, cohort, N, c.rounds)
@@ -170,9 +200,11 @@ class Course:
     def __init__(self, plan: Plan):
         asked = plan.config.evaluate.theory
         self.asked, self.setting = asked, None if asked is None or why_not(plan) else setting(plan)
-        exact = 0.0 if plan.server.heavy_ball is not None else None
+        exact = None if _heavy_ball(plan.server) is None else 0.0
         self.unsaid = {"client": None if overridden(plan.client, PLAIN_STEP) else 0.0, "server": exact}
         """ε_l and ε_g of rules that do not report them: 0 where steps are plain, and averages; else not known."""
+        self.noisy = asked is not None and _noisy(plan)
+        """Then there is no bound: the theorem knows the QPs' errors, and no others."""
         self.norms: list[float] = []
         self.gap: float | None = None
         self.largest: dict[str, float | None] = {"eps_l_max": 0.0, "eps_g": 0.0, "rho2_max": 0.0, "L": 0.0}
@@ -212,6 +244,8 @@ class Course:
         if self.setting is None or not L:
             return {}
         found = {f"condition_{i}": c.share for i, c in enumerate(conditions(self.setting, L), 1)}
+        if self.noisy:
+            return found
         eps_l, eps_g, rho2 = (self.largest[k] for k in ("eps_l_max", "eps_g", "rho2_max"))
         if rounds and self.gap is not None and eps_l is not None and eps_g is not None and rho2 is not None:
             found["bound"] = bound(replace(self.setting, rounds=rounds), L, self.gap, eps_l, eps_g, rho2)

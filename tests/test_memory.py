@@ -1,5 +1,6 @@
 """GradMA's memory against a literal transcription of mem_red and Server_Update, in NumPy with dictionaries."""
 
+import math
 import os
 import subprocess
 import sys
@@ -164,7 +165,9 @@ def test_rows_in_half_precision_are_rounded_once_and_the_qp_is_that_of_what_is_s
         slots = {client: slot for slot, client in enumerate(memory["owner"].tolist())}
         for client, delta in zip(cohort, deltas, strict=True):
             wanted = (0.5 * before[client][:5000] + delta.double()).float()
-            assert torch.equal(stored[slots[client]], wanted.to(storage).double())
+            unit = float(memory["scale"][slots[client]])
+            assert unit == 1 or (storage == torch.float16 and math.frexp(unit)[0] == 0.5)  # a power of two
+            assert torch.equal(stored[slots[client]], (wanted / unit).to(storage).double())
         live = memory["scale"] > 0
         expected, _ = project(p.double(), stored[live], segments=segments)
         assert float((momentum - expected).norm()) <= 1e-4 * float(expected.norm())
@@ -338,3 +341,16 @@ assert torch.get_num_threads() == 1
 """
     environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
     subprocess.run([sys.executable, "-c", code], check=True, env=environment, timeout=120)
+
+
+@pytest.mark.parametrize("size", [1e5, 1e-9])
+def test_half_precision_has_room_for_updates_of_any_size(size):
+    """float16 itself ends at 65504 and 6e-8. One row, d = -size·1, against p = size·2·1 and a second direction that is
+    orthogonal to it: what is left of p is the second direction alone, whatever the size."""
+    ones, across = torch.ones(64), torch.tensor([1.0, -1.0]).repeat(32)
+    memory, p = memory_init(2, 64, dtype=torch.float16), size * (2 * ones + across)
+    for round, client in enumerate([0, 1, 0, 2]):  # at last client 1 gives its row to another
+        admit(memory, [client], round)
+        m, metrics = absorb(memory, [client], [-size * ones], [1.0], p, torch.zeros(64), 0.5, 0.5)
+        assert m.numpy() == pytest.approx(size * across.numpy(), rel=1e-6) and metrics["qp_active"] >= 1
+    assert torch.isfinite(memory["rows"]).all() and metrics["memory_evictions"] == 1

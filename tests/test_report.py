@@ -6,6 +6,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import itertools
+import math
 import statistics
 import sys
 from collections.abc import Callable
@@ -340,6 +341,18 @@ def test_what_runs_spent_comes_from_their_metrics(tmp_path: Path):
 
     assert spent("rounds") == [0, 1, 2] and spent("virtual time") == [0, 7, 14]
     assert spent("bytes") == [0, 110, 220] and spent("seconds") == [0, 3, 7]
+
+
+def test_what_was_infinite_comes_back_as_that(tmp_path: Path):
+    """MLflow keeps the largest double in its place."""
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    one = tracking.Tracker(Tracking(uri=uri, experiment="far"), tmp_path / "run")
+    one.start("one", {"local": {"lr": 0.1}}, {})
+    for t, loss in enumerate((2.0, math.inf, math.nan, 1e300)):
+        one.metrics({"loss": loss}, t)
+    one.finish("FINISHED")
+    (found,) = report.finished_runs(["far"], uri, "loss")
+    assert found.history == [(0, 2.0), (1, math.inf), (3, 1e300)]
 
 
 def test_pictures_by_the_commands(store, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch):

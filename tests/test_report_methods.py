@@ -77,6 +77,26 @@ def test_ranks_are_within_a_scenario_and_their_mean_is_over_the_scenarios():
     assert [row.rank and row.rank.place for row in losses] == [1, 2]
 
 
+def test_means_that_only_rounding_tells_apart_share_a_rank():
+    """(1 + 2 + 3) / 3 and (2 + 2 + 2) / 3 tenths are 2 tenths both; as floats they are not the same."""
+    best = {"a": [0.1, 0.2, 0.3], "b": [0.2, 0.2, 0.2], "c": [0.1, 0.2, 0.31]}
+    table = report.ranked(rows([run(v, algorithm=n, seed=s) for n, each in best.items() for s, v in enumerate(each)]))
+    assert table[0].best != table[1].best
+    assert [row.rank and row.rank.place for row in table] == [2.5, 2.5, 1]
+
+
+def test_where_a_loss_is_infinite_there_is_no_deviation():
+    """Of seeds that diverged; the other method is still told of, and ranked before it."""
+    values = {"a": [math.inf, 1.0], "b": [math.inf, math.inf], "c": [1.0, 3.0]}
+    runs = [run([5.0, v], algorithm=n, seed=s) for n, each in values.items() for s, v in enumerate(each)]
+    table = report.ranked(rows(runs, "loss", target=2.0), "loss")
+    last = [(row.last.mean, row.last.std) for row in table if row.last]
+    assert last == [(math.inf, None), (math.inf, None), (2.0, pytest.approx(2**0.5))]
+    assert [row.best.mean for row in table if row.best] == [3.0, 5.0, 2.0]
+    assert [row.to_target.n if row.to_target else 0 for row in table] == [1, 0, 1]
+    assert "inf" in report.markdown(table, "loss") and report.curves(runs)[0].figures[1].std is None
+
+
 def test_runs_without_a_value_count_and_are_named_but_give_no_figures():
     runs = [run(0.5, alpha=1, seed=0), Run("x", {"partition.alpha": "1", "seed": "1"}, [], unfinished="failed")]
     runs.append(Run("y", {"partition.alpha": "2"}, [], unfinished="failed"))

@@ -10,8 +10,9 @@ A round changes S rows, so of the Gram matrix it changes S rows and columns: the
 are products of the rows written and p with the whole memory, as it is stored. Nothing is carried on that could drift.
 
 Cost of a round: one pass over the memory (2 (S + 1) m P flops), then one over the active rows. The state is a flat dict
-of tensors with fixed shapes. `rows` may be in half precision (the QP is that of the rows as they are then), and on
-another device than the vectors; all bookkeeping is on the CPU:
+of tensors with fixed shapes. `rows` may be in half precision (the QP is that of the rows as they are then; in float16 a
+row is kept in units of about its largest entry, so that no update is too large or too small for it), and on another
+device than the vectors; all bookkeeping is on the CPU:
 
     rows [m, padded(P)], zero beyond P   scale [m] float64; 0: a row that counts for nothing, whatever it holds
     owner [m] client id, -1 = free   count [m] the paper's c(i)   entered [m] order of admission   last_seen [m] round
@@ -20,6 +21,7 @@ another device than the vectors; all bookkeeping is on the CPU:
 """
 
 from collections.abc import Sequence
+from math import frexp
 
 import numpy as np
 import torch
@@ -196,8 +198,9 @@ def _write(
     for client, delta in zip(ids, deltas, strict=True):
         if (slot := slot_of.get(client, -1)) >= 0:
             delta, row = delta.to(rows.device), rows[slot]
-            row.copy_(torch.add(delta, row.to(delta.dtype), alpha=float(scale[slot])))
-            scale[slot] = 1.0
+            total = torch.add(delta, row.to(delta.dtype), alpha=float(scale[slot]))
+            scale[slot] = _near(total) if row.dtype == torch.float16 else 1.0
+            row.copy_(total if scale[slot] == 1.0 else total / scale[slot])
             written.append(slot)
     memory["scale"].copy_(torch.from_numpy(scale))
     return written
@@ -223,6 +226,11 @@ def _refresh_short(memory: Memory, rows: Tensor, p: Tensor, b: Array, segments: 
             memory["gram"][t] = (part @ part.T).cpu()
             b[t] = (part @ p[start : start + length].to(part)).cpu().numpy()
         start += length
+
+
+def _near(row: Tensor) -> float:
+    """A power of two near its largest entry: in units of that float16, whose range is narrow, has room for it."""
+    return 2.0 ** frexp(float(row.abs().max()))[1]
 
 
 def _decayed(scale: Array, beta2: float) -> Array:
