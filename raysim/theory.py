@@ -15,6 +15,7 @@ which follows a run by its records.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -29,6 +30,8 @@ from raysim.rules import PLAIN_STEP, Cohort, ServerRule, overridden
 
 if TYPE_CHECKING:
     from raysim.plan import Plan
+
+logger = logging.getLogger("raysim")
 
 
 @dataclass(frozen=True)
@@ -143,15 +146,21 @@ def why_not(plan: Plan) -> str | None:
         return "clients make different numbers of local steps; use local.steps instead of local.epochs"
     if c.local.clip or c.local.weight_decay or c.privacy:
         return "local.clip, local.weight_decay or privacy comes between gradients and steps"
+    return None
+
+
+def departures(plan: Plan) -> list[str]:
+    """What the theorem supposes and this run does not do, though all its numbers can be told: the bound need not hold
+    then. Noise of gradients, for one, does not fade with T; and the theorem's f is the plain mean of the f_i."""
+    c, found = plan.config, []
     if _weighs(plan):
-        return f"server rule '{server.name}' weighs clients differently (by their samples?); use weights=uniform"
+        found.append(f"server rule '{plan.server.name}' weighs clients differently (weights: uniform does not)")
     some = c.schedule.cohort < len(plan.clients) and plan.problem.n_nonempty < len(plan.clients)
     if some or c.schedule.deadline or c.schedule.dropouts or c.schedule.availability:
-        return (
-            "rounds have different numbers of clients (some have no data, or because of schedule.deadline, dropouts, "
-            "availability)"
-        )
-    return None
+        found.append("rounds have different numbers of clients (schedule.deadline, dropouts, availability, or no data)")
+    if _noisy(plan):
+        found.append("local steps do not follow full gradients (local.batch: full, no augmentation, no dropout)")
+    return found
 
 
 def _heavy_ball(server: ServerRule) -> tuple[float, float] | None:
@@ -203,8 +212,8 @@ class Course:
         exact = None if _heavy_ball(plan.server) is None else 0.0
         self.unsaid = {"client": None if overridden(plan.client, PLAIN_STEP) else 0.0, "server": exact}
         """ε_l and ε_g of rules that do not report them: 0 where steps are plain, and averages; else not known."""
-        self.noisy = asked is not None and _noisy(plan)
-        """Then there is no bound: the theorem knows the QPs' errors, and no others."""
+        for what in departures(plan) if self.setting else ():
+            logger.warning("evaluate.theory: Theorem 1 supposes otherwise, its bound need not hold: %s", what)
         self.norms: list[float] = []
         self.gap: float | None = None
         self.largest: dict[str, float | None] = {"eps_l_max": 0.0, "eps_g": 0.0, "rho2_max": 0.0, "L": 0.0}
@@ -244,8 +253,6 @@ class Course:
         if self.setting is None or not L:
             return {}
         found = {f"condition_{i}": c.share for i, c in enumerate(conditions(self.setting, L), 1)}
-        if self.noisy:
-            return found
         eps_l, eps_g, rho2 = (self.largest[k] for k in ("eps_l_max", "eps_g", "rho2_max"))
         if rounds and self.gap is not None and eps_l is not None and eps_g is not None and rho2 is not None:
             found["bound"] = bound(replace(self.setting, rounds=rounds), L, self.gap, eps_l, eps_g, rho2)

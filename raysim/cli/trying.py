@@ -70,6 +70,9 @@ def theory(
     s = theorems.setting(plan)
     console.print(f"{plan.label} on {plan.config.data.name}: N {s.clients}, S {s.cohort}, I {s.steps}, T {s.rounds}, "
                   f"beta1 {s.beta1:g}, L {L:.4g} ({source})", soft_wrap=True, markup=False)  # fmt: skip
+    departures = theorems.departures(plan)
+    for what in departures:
+        console.print(f"not as the theorem supposes: {what}", soft_wrap=True, markup=False)
     table, found = Table("condition of Theorem 1", "is", "at most", "of what is allowed", "", box=None), []
     for c in theorems.conditions(s, L):
         table.add_row(
@@ -85,6 +88,7 @@ def theory(
     console.print(f"Corollary 1 for T = {s.rounds}   local.lr {steps[0]:.4g}, server lr {steps[1]:.4g}")
     if as_json:
         facts = {**vars(s), "L": L, "L_source": source, "conditions": found, "largest_lr": lr}
+        facts["departures"] = departures
         facts |= {"largest_server_lr": server_lr, "corollary": {"lr": steps[0], "server_lr": steps[1]}}
         print(json.dumps({k: _finite(v) for k, v in facts.items()}))
 
