@@ -20,14 +20,13 @@ import numpy as np
 import ray
 from torch import Tensor
 
-from raysim.block import Broadcast
 from raysim.data.arrays import shared_tensor
 from raysim.executor import Evaluator, make_server, make_trainer, settle
 from raysim.mailbox import Letter, Mailbox
 from raysim.numerics.sums import combine
 from raysim.plan import Plan
 from raysim.server import Round
-from raysim.work import Block, Outcome
+from raysim.work import Block, Broadcast, Outcome
 
 Tree = dict[str, Any]
 

@@ -35,7 +35,6 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from raysim import observed
-from raysim.block import Broadcast
 from raysim.config import Section, at_round
 from raysim.data import Dataset
 from raysim.data.datasets import TOPS
@@ -50,6 +49,7 @@ from raysim.rules import ClientRule
 from raysim.task import Batch, Facts, LocalData, Loss, VmapTask, cross_entropy, why_not_vmap
 from raysim.tracking import add_to
 from raysim.validation import checked
+from raysim.work import Broadcast
 
 logger = logging.getLogger("raysim")
 

@@ -13,67 +13,30 @@ from __future__ import annotations
 import logging
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, groupby, pairwise
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from raysim import forgetting, pooled
+from raysim import forgetting, pooled, side_by_side
 from raysim.chain import agrees
 from raysim.config import Config, at_round
 from raysim.data import Examples
-from raysim.data.arrays import DRAWS
 from raysim.data.partitions import Clients, VirtualClients
+from raysim.feed import Feed
 from raysim.models import Model, make_net
 from raysim.numerics.sums import LIMIT, BlockSum, FixedSum
-from raysim.pooled import Pool
 from raysim.randomness import generator
 from raysim.rules import PLAIN_STEP, ClientRule, Report, ServerRule, State, overridden, sums, with_mode
-from raysim.task import Batch, Facts, LocalData, LoopTask, Task, VmapTask
-from raysim.work import Block, Done, Job, Outcome
+from raysim.task import Batch, Facts, LocalData, LoopTask, Task
+from raysim.work import Block, Broadcast, Done, Job, Outcome
 
 logger = logging.getLogger("raysim")
 
 Mode = Literal["loop", "vmap", "pooled"]
-
-GATHER = 1024
-"""Examples gathered and normalised at a time when looping: as many whole batches as fit."""
-
-
-@dataclass
-class Broadcast:
-    """A version of the model as it travels down: the server rule's tensors and the BatchNorm statistics [Q]."""
-
-    shared: State
-    buffers: Tensor
-
-
-def batches_per_pass(n: int, size: int) -> int:
-    """Mini-batches in one pass over n examples: a last partial batch counts, unless it holds just one example
-    while others exist (BatchNorm needs two); a client smaller than the batch size has one batch."""
-    if n <= size:
-        return min(n, 1)
-    return n // size + (n % size > 1 or (size == 1 and n % size > 0))
-
-
-def local_steps(n: int, size: int, steps: int | None, epochs: int | None) -> int:
-    """Local steps of a client with n examples in one round."""
-    return 0 if n == 0 else steps if steps is not None else (epochs or 0) * batches_per_pass(n, size)
-
-
-def order(seed: int, client: int, n: int, size: int, cursor: int, steps: int) -> Iterator[np.ndarray]:
-    """The positions (in the client's list of examples) of `steps` batches, beginning `cursor` batches into the
-    client's endless stream of reshuffled passes."""
-    per_pass, shuffled, at = batches_per_pass(n, size), np.arange(n), -1
-    for i in range(cursor, cursor + steps):
-        number, place = divmod(i, per_pass)
-        if number != at and n > size:
-            shuffled, at = generator(seed, "order", client, number).permutation(n), number
-        yield shuffled[place * size : (place + 1) * size]
 
 
 class Trainer:
@@ -97,12 +60,13 @@ class Trainer:
         if server.weighs_late and model.buffer_size:
             self.each.append("buffers")
         self.average = float(np.mean(clients.sizes))
-        self.model, self.x0, self.examples, self.clients = model, x0, examples, clients
+        self.model, self.x0, self.clients = model, x0, clients
         self.decayed = model.decayed() if config.local.weight_decay else None
         self.loop = LoopTask(model, Facts(), chained=agrees(model))
         self.upload_dtype: torch.dtype | None = getattr(torch, config.local.upload_dtype or "", None)
         self.plain = config.takes_bare_gradients and not overridden(client, PLAIN_STEP)
-        self.channels_last = model.convolutional and model.device.type == "cpu" and mode != "vmap"
+        channels_last = model.convolutional and model.device.type == "cpu" and mode != "vmap"
+        self.feed = Feed(config, model, examples, client.masks, channels_last)
 
     def train(self, downs: Mapping[int, Broadcast], blocks: list[Block]) -> Outcome:
         """Trains blocks on the versions that their clients begin with, and adds up what they send."""
@@ -135,7 +99,7 @@ class Trainer:
         try:
             here = self.arrive(rule, down, job)
             state, w = here.state, here.state["w"]
-            for passes, batch in enumerate(self.batches(job, here.mine)):
+            for passes, batch in enumerate(self.feed.batches(job, here.mine)):
                 batch = replace(batch, made=here.made[passes % len(here.made)]) if here.made else batch
                 if self.plain:
                     task.descend_plainly(batch)
@@ -156,12 +120,12 @@ class Trainer:
     def arrive(self, rule: ClientRule, down: Broadcast, job: Job) -> Arrived:
         """The broadcast reaches a client: what it kept, and what its steps begin with. Makes `self.loop` its task."""
         mine, facts = self.clients.client(job.client), self._facts(job.base)
-        data = LocalData(len(mine), self.average, lambda augment=False: self.whole(mine, job if augment else None))
+        data = LocalData(len(mine), self.average, lambda augment=False: self.feed.whole(mine, job if augment else None))
         x = down.shared["x"]
         w = self.loop.start(facts, x, down.buffers, job.steps, fresh=lambda: self._fresh(job.client))
         row = self._row(rule, self.loop, job)
         state = {"w": w, **rule.init(down.shared, row, data, self.loop)}
-        batches = self._one_pass(job, mine) if rule.makes and job.steps else ()
+        batches = self.feed.one_pass(job, mine) if rule.makes and job.steps else ()
         made = [rule.make(down.shared, batch, self.loop) for batch in batches]
         return Arrived(job, down, mine, data, row, state, made)
 
@@ -184,36 +148,11 @@ class Trainer:
 
     def _observed(self, here: Arrived, report: Report) -> dict[str, np.ndarray]:
         """What goes up, and the examples of the round's batches as the client saw them."""
-        batches = list(self.batches(here.job, here.mine))
+        batches = list(self.feed.batches(here.job, here.mine))
         seen = {"x": torch.cat([b.x for b in batches]), "y": torch.cat([b.y for b in batches])}
         return {
             k: v.detach().cpu().contiguous().numpy() for k, v in {**{k: report[k] for k in self.sent}, **seen}.items()
         }
-
-    def whole(self, mine: np.ndarray, augmented: Job | None = None) -> Iterator[Batch]:
-        """All examples of a client once, in batches of the configured size; a single one left over joins the last.
-        Augmented for a job, or as they are stored."""
-        size = self._size(mine)
-        starts = list(range(0, len(mine), size))
-        if len(starts) > 1 and len(mine) - starts[-1] == 1:
-            starts.pop()
-        draws = augmented and generator(self.config.seed, "augment whole", augmented.base, augmented.client)
-        for start, stop in pairwise([*starts, len(mine)]):
-            yield Batch(*self.images(mine[start:stop], draws))
-
-    def _one_pass(self, job: Job, mine: np.ndarray) -> Iterator[Batch]:
-        """One shuffled and augmented pass over a client's examples, for what is made of them; without dropout."""
-        size, seed = self._size(mine), self.config.seed
-        rng = generator(seed, "made", job.base, job.client)
-        shuffled = rng.permutation(len(mine)) if len(mine) > size else np.arange(len(mine))
-        draws = generator(seed, "augment made", job.base, job.client)
-        for i in range(batches_per_pass(len(mine), size)):
-            yield Batch(*self.images(mine[shuffled[i * size : (i + 1) * size]], draws))
-
-    def images(self, indices: np.ndarray, draws: np.random.Generator | np.ndarray | None) -> tuple[Tensor, Tensor]:
-        """Examples in the net's memory format, augmented by `draws`: x [n, C, H, W], y [n]."""
-        x, y = self.examples.batch(indices, draws)
-        return x.contiguous(memory_format=torch.channels_last) if self.channels_last else x, y
 
     def _fresh(self, client: int) -> tuple[Tensor, Tensor]:
         """A net of this client's own, initialised anew."""
@@ -221,20 +160,6 @@ class Trainer:
         config = self.config.model_copy(update={"seed": seed})
         net = make_net(config, self.model.shape, self.model.classes)
         return Model(net, self.model.shape, self.model.classes, self.model.dtype, self.model.device).initial()
-
-    def batches(self, job: Job, mine: np.ndarray) -> Iterator[Batch]:
-        """The batches of one client, gathered and normalised a few at a time."""
-        draws = self._draws(job)
-        positions = list(order(self.config.seed, job.client, len(mine), self._size(mine), job.cursor, job.steps))
-        ends = list(accumulate(map(len, positions), initial=0))
-        for _, group in groupby(range(len(positions)), key=lambda i: ends[i] // GATHER):
-            chunk = list(group)
-            indices = mine[np.concatenate([positions[i] for i in chunk])]
-            x, y = self.images(indices, draws.augment)
-            first = ends[chunk[0]]
-            for start, stop in pairwise([ends[i] - first for i in chunk] + [len(y)]):
-                drops = self._masks(draws, stop - start)
-                yield Batch(x[start:stop], y[start:stop], None, drops, noise=self._noise(draws))
 
     # -- side by side ----------------------------------------------------------------------------------------------
 
@@ -255,26 +180,7 @@ class Trainer:
         return [trained[job.client] for job in block.jobs]
 
     def _vmap_alike(self, downs: Mapping[int, Broadcast], jobs: list[Job]) -> list[_Trained]:
-        """Clients with most steps first, so that those still training are always the first ones. What they were sent
-        has a client axis too, unless all were sent the same."""
         rule, facts = self.rule.at(jobs[0].base), self._facts(jobs[0].base)
-
-        def step(
-            sent: _Sent, state: State, moved: Tensor, steps: Tensor, given: dict[str, Any]
-        ) -> tuple[State, Tensor, Tensor]:
-            t, shared, buffers = sent
-            task = VmapTask(self.model, replace(facts, t=t), buffers, steps)
-            task.buffers = moved
-            made = tuple(Batch(x, y, given.get("made_mask")) for x, y in given["made"])
-            batch = Batch(given["x"], given["y"], given.get("mask"), given["drops"], 0, made, given.get("noise"))
-            state = rule.step(shared, state, batch, task)
-            if len(task.losses) != 1 or task.buffers is None:
-                raise RuntimeError(
-                    f"client rule '{rule.name}' makes {len(task.losses)} passes in mode 'train' in one "
-                    "step; make exactly one, the others 'frozen' or 'eval'"
-                )
-            return state, task.buffers, task.losses[0]
-
         trained: list[_Trained] = []
         arrived: list[Arrived] = []
         for job in sorted(jobs, key=lambda job: -job.steps):
@@ -285,22 +191,19 @@ class Trainer:
                 trained.append(_failed(job))
         if not arrived:
             return trained
+        jobs = [here.job for here in arrived]
         try:
-            state = {k: torch.stack([here.state[k] for here in arrived]) for k in arrived[0].state}
-            steps = torch.tensor([here.job.steps for here in arrived], device=self.x0.device)
-            moved = torch.stack([here.down.buffers for here in arrived])
-            losses = torch.zeros(len(arrived), dtype=self.x0.dtype, device=self.x0.device)
-            sent, together = self._sent(arrived)
-            for i, (live, given) in enumerate(self._stacked(arrived)):
-                part = {k: v[:live] for k, v in state.items()}
-                now = sent if together else _of_the_first(sent, live)
-                dims = (None if together else 0, 0, 0, 0, 0)
-                part, new, loss = torch.func.vmap(step, in_dims=dims)(now, part, moved[:live], steps[:live], given)
-                state = part if live == len(arrived) else {k: torch.cat([part[k], v[live:]]) for k, v in state.items()}
-                moved = torch.cat([new, moved[live:]])
-                losses[:live] += (loss - losses[:live]) / (i + 1)
+            state, moved, losses = side_by_side.train(
+                self.model,
+                rule,
+                facts,
+                [(here.job.base, here.down.shared, here.down.buffers) for here in arrived],
+                [here.state for here in arrived],
+                [job.steps for job in jobs],
+                self.feed.stacked(jobs, [here.mine for here in arrived], [here.made for here in arrived]),
+            )
         except Exception:
-            return trained + [_failed(here.job) for here in arrived]
+            return trained + [_failed(job) for job in jobs]
         for i, here in enumerate(arrived):
             try:
                 self.loop.start(
@@ -311,55 +214,6 @@ class Trainer:
             except Exception:
                 trained.append(_failed(here.job))
         return trained
-
-    def _sent(self, arrived: list[Arrived]) -> tuple[_Sent, bool]:
-        """What clients were sent, and whether it is one thing for all of them (else it has a client axis)."""
-        bases, downs = [here.job.base for here in arrived], [here.down for here in arrived]
-        if len(set(bases)) == 1:
-            return (bases[0], downs[0].shared, downs[0].buffers), True
-        shared = {k: torch.stack([down.shared[k] for down in downs]) for k in downs[0].shared}
-        t = torch.tensor(bases, device=self.x0.device)
-        return (t, shared, torch.stack([down.buffers for down in downs])), False
-
-    def _stacked(self, arrived: list[Arrived]) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Step by step: how many clients still train, and what they are given, padded to one size, [K, B, ...]."""
-        jobs, mine = [here.job for here in arrived], [here.mine for here in arrived]
-        draws = [self._draws(job) for job in jobs]
-        streams = [
-            order(self.config.seed, job.client, len(m), self._size(m), job.cursor, job.steps)
-            for job, m in zip(jobs, mine, strict=True)
-        ]
-        for i in range(jobs[0].steps):
-            live = sum(job.steps > i for job in jobs)
-            indices = [mine[k][next(streams[k])] for k in range(live)]
-            sizes = [len(part) for part in indices]
-            width = max(sizes)
-            padded = np.stack([np.pad(part, (0, width - len(part)), mode="edge") for part in indices])
-            x, y = self.examples.batch(padded.reshape(-1), _side_by_side(draws, sizes, width))
-            masks = [self._masks(d, n, width) for d, n in zip(draws, sizes, strict=False)]
-            drops = tuple(
-                tuple(torch.stack([m[s][i] for m in masks]) for i in range(len(one))) for s, one in enumerate(masks[0])
-            )
-            given: dict[str, Any] = {"x": x.view(live, width, *x.shape[1:]), "y": y.view(live, width), "drops": drops}
-            if (mask := self._real(sizes)) is not None:
-                given["mask"] = mask
-            if self.noisy:
-                noise = [self._noise(d) for d in draws[:live]]
-                given["noise"] = torch.stack([z for z in noise if z is not None])
-            made = [here.made[i % len(here.made)] for here in arrived[:live] if here.made]
-            given["made"] = tuple(
-                (_padded([b.x for b in same]), _padded([b.y for b in same])) for same in zip(*made, strict=True)
-            )
-            if made and (mask := self._real([len(batches[0].y) for batches in made])) is not None:
-                given["made_mask"] = mask
-            yield live, given
-
-    def _real(self, sizes: list[int]) -> Tensor | None:
-        """[K, B], 1 where an example is none that only fills up; None where none is."""
-        if min(sizes) == max(sizes):
-            return None
-        real = np.arange(max(sizes)) < np.array(sizes)[:, None]
-        return torch.from_numpy(real).to(self.x0.device, self.x0.dtype)
 
     # -- as one ----------------------------------------------------------------------------------------------------
 
@@ -373,7 +227,9 @@ class Trainer:
             for base in sorted({job.base for job in block.jobs}):
                 jobs = [job for job in block.jobs if job.base == base]
                 bound.flat.copy_(downs[base].shared["x"])
-                direction, found = pooled.gradient(bound, self._pool(jobs))
+                direction, found = pooled.gradient(
+                    bound, self.feed.pool(jobs, [self.clients.client(job.client) for job in jobs])
+                )
                 value.add_(direction, alpha=at_round(self.config.local.lr, base))
                 losses |= {job.client: loss for job, loss in zip(jobs, found, strict=True)}
         except Exception as error:
@@ -386,59 +242,7 @@ class Trainer:
         total.done += [Done(job.client, losses[job.client], bytes=self.x0.nbytes) for job in block.jobs]
         return True
 
-    def _pool(self, jobs: list[Job]) -> Pool:
-        """The one batch of each of these clients."""
-        indices, draws = [], [self._draws(job) for job in jobs]
-        for job in jobs:
-            mine = self.clients.client(job.client)
-            first = order(self.config.seed, job.client, len(mine), self._size(mine), job.cursor, job.steps)
-            indices.append(mine[next(first, slice(0))])  # who has no data makes no step
-        sizes = [len(own) for own in indices]
-        x, y = self.images(np.concatenate(indices), _side_by_side(draws, sizes, None))
-        masks = [self._masks(d, n) for d, n in zip(draws, sizes, strict=True)]
-        drop = tuple(torch.cat(parts) for parts in zip(*(sets[0] for sets in masks if sets), strict=True))
-        return Pool(x, y, sizes, [job.weight for job in jobs], drop)
-
     # -- shared ----------------------------------------------------------------------------------------------------
-
-    def _size(self, mine: np.ndarray) -> int:
-        batch = self.config.local.batch
-        return max(len(mine), 1) if batch == "full" else batch
-
-    def _draws(self, job: Job) -> _Draws:
-        seed, augments = self.config.seed, self.examples.pad or self.examples.flip
-        return _Draws(
-            generator(seed, "augment", job.base, job.client) if augments else None,
-            generator(seed, "dropout", job.base, job.client) if self.model.dropouts else None,
-            generator(seed, "noise", job.base, job.client) if self.noisy else None,
-        )
-
-    @property
-    def noisy(self) -> bool:
-        return self.config.privacy is not None and self.config.privacy.sigma > 0
-
-    def _noise(self, draws: _Draws) -> Tensor | None:
-        """[P], standard normal, for one private step."""
-        if draws.noise is None:
-            return None
-        noise = draws.noise.standard_normal(self.model.size, dtype=np.float32)
-        return torch.from_numpy(noise).to(self.model.device, self.model.dtype)
-
-    def _masks(self, draws: _Draws, n: int, width: int | None = None) -> tuple[tuple[Tensor, ...], ...]:
-        """Dropout masks [n, ...] for one step, scaled to keep the mean; padded with zeros up to `width`."""
-        rng = draws.dropout
-        if rng is None:
-            return ()
-        sets = []
-        for _ in range(self.rule.masks):
-            masks = []
-            for shape, rate in self.model.dropouts:
-                kept = (rng.random((n, *shape), dtype=np.float32) >= rate) / max(1 - rate, 1e-30)
-                if width is not None and width > n:
-                    kept = np.pad(kept, ((0, width - n), *[(0, 0)] * len(shape)))
-                masks.append(torch.from_numpy(kept).to(self.model.device, self.model.dtype))
-            sets.append(tuple(masks))
-        return tuple(sets)
 
     def _row(self, rule: ClientRule, task: Task, job: Job) -> State:
         """What the client kept, or zeros, and whether it has been here before."""
@@ -522,13 +326,6 @@ class Trainer:
 
 
 @dataclass
-class _Draws:
-    augment: np.random.Generator | None
-    dropout: np.random.Generator | None
-    noise: np.random.Generator | None
-
-
-@dataclass
 class Arrived:
     """A client about to train: its job, what it was sent, the positions of its examples, what it kept, what its steps
     begin with, and what was made of its batches."""
@@ -559,31 +356,6 @@ def _failed(job: Job) -> _Trained:
     return _Trained(job, error=traceback.format_exc(limit=-8))
 
 
-_Sent = tuple[int | Tensor, State, Tensor]
-"""What a client was sent: the version's number, the server rule's tensors, the BatchNorm statistics."""
-
-
-def _of_the_first(sent: _Sent, count: int) -> _Sent:
-    t, shared, buffers = sent
-    assert isinstance(t, Tensor)
-    return t[:count], {k: v[:count] for k, v in shared.items()}, buffers[:count]
-
-
-def _padded(parts: Sequence[Tensor]) -> Tensor:
-    """[K, B, ...] of K tensors [b_k, ...], filled up with each one's last entry."""
-    width = max(len(part) for part in parts)
-    return torch.stack([torch.cat([p, p[-1:].expand(width - len(p), *p.shape[1:])]) for p in parts])
-
-
-def _side_by_side(draws: list[_Draws], sizes: list[int], width: int | None) -> np.ndarray | None:
-    """Each client's own augmentation numbers for one step, [B, 3] (padded like the batches to `width`), or None."""
-    generators = [d.augment for d in draws if d.augment is not None]
-    own = [g.random((n, DRAWS)) for g, n in zip(generators, sizes, strict=False)]
-    if width is not None:
-        own = [np.pad(numbers, ((0, width - len(numbers)), (0, 0))) for numbers in own]
-    return np.concatenate(own) if own else None
-
-
 def _refuse_what_was_not_promised(rule: ClientRule, sent: list[str], report: Report, row: State, kept: State) -> None:
     """Raises where `finish` leaves out what the rule's class says it sends, or keeps other things than `state` says."""
     if missing := [key for key in sent if key not in report and key != "buffers"]:
@@ -601,10 +373,3 @@ def _last(key: str) -> str:
 
 def _kept(row: State) -> dict[str, np.ndarray] | None:
     return {k: v.detach().cpu().numpy().copy() for k, v in row.items()} or None
-
-
-def cut(jobs: list[Job], size: int) -> list[Block]:
-    """The blocks of a round's jobs, from their clients and the block size alone; in the order of the clients' numbers,
-    so that the order of arrival does not show."""
-    jobs = sorted(jobs, key=lambda job: job.client)
-    return [Block(i, jobs[start : start + size]) for i, start in enumerate(range(0, len(jobs), size))]

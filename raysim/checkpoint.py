@@ -29,8 +29,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from raysim import store
-from raysim.block import Broadcast
 from raysim.errors import RaysimError
+from raysim.work import Broadcast
 
 FORMAT = 2
 """Of what is written here; other formats are not read."""

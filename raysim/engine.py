@@ -19,16 +19,17 @@ from torch import Tensor
 
 import raysim
 from raysim import checkpoint, forgetting, observed, schedule, store, theory
-from raysim.block import Job, batches_per_pass, cut, local_steps
 from raysim.data import digest
 from raysim.errors import ClientError, Lost, RaysimError
 from raysim.executor import Executor, Result, Trained, Training
+from raysim.feed import batches_per_pass, local_steps
 from raysim.forgetting import Past
 from raysim.plan import Plan
 from raysim.privacy import epsilon, passes
 from raysim.schedule import StandStill, Turn
 from raysim.server import Round, blamed
 from raysim.signals import Signals, Stopped
+from raysim.work import Job, cut
 
 logger = logging.getLogger("raysim")
 

@@ -11,7 +11,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch.nn import functional as F
 
-from raysim.block import Block, Broadcast, Outcome, Trainer
+from raysim.block import Trainer
 from raysim.data import Examples
 from raysim.full_gradients import FullGradients, chosen
 from raysim.models import Bound
@@ -19,6 +19,7 @@ from raysim.numerics import use_threads
 from raysim.plan import Plan
 from raysim.rules import State
 from raysim.server import Round, Server
+from raysim.work import Block, Broadcast, Outcome
 
 T = TypeVar("T", covariant=True)
 

@@ -53,7 +53,7 @@ def measure(trainer: Trainer, rule: ClientRule, here: Arrived, w: Tensor, buffer
 @torch.no_grad()
 def _loss(trainer: Trainer, w: Tensor, buffers: Tensor, client: int) -> float:
     """The mean cross-entropy on a client's data as they are stored, in mode "eval"."""
-    batch = Batch(*trainer.images(trainer.clients.client(client), None))
+    batch = Batch(*trainer.feed.images(trainer.clients.client(client), None))
     return float(cross_entropy(trainer.loop.net(w, batch, "eval", buffers), batch).double().mean())
 
 
@@ -61,10 +61,10 @@ def _fisher_correlation(trainer: Trainer, rule: ClientRule, here: Arrived, windo
     """Pearson's, of the client's pseudo data (the first that its rule makes of each batch) and past clients' data."""
     job = replace(here.job, steps=1, past=None, observed=False)
     again = trainer.arrive(rule, here.down, job)
-    batch = replace(next(trainer.batches(job, here.mine)), made=again.made[0])
+    batch = replace(next(trainer.feed.batches(job, here.mine)), made=again.made[0])
     w = rule.step(here.down.shared, again.state, batch, trainer.loop)["w"].clone()
     past = np.concatenate([trainer.clients.client(client) for client in window])
-    stored = (Batch(*trainer.images(past[i : i + SINGLE], None)) for i in range(0, len(past), SINGLE))
+    stored = (Batch(*trainer.feed.images(past[i : i + SINGLE], None)) for i in range(0, len(past), SINGLE))
     pseudo = trainer.loop.squares(w, [made[0] for made in again.made])
     return correlation(pseudo, trainer.loop.squares(w, stored))
 

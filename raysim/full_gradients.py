@@ -121,7 +121,7 @@ class FullGradients:
     def _gradient(self, client: int) -> tuple[float, Tensor]:
         """f_i and ∇f_i [P]."""
         mine, value, total = self.trainer.clients.client(client), 0.0, torch.zeros_like(self.bound.flat)
-        for batch in self.trainer.whole(mine):
+        for batch in self.trainer.feed.whole(mine):
             loss = F.cross_entropy(self.bound.forward(batch.x, "frozen", None), batch.y)
             parts = torch.autograd.grad(loss, self.bound.parameters, materialize_grads=True)
             share = len(batch.y) / len(mine)
@@ -132,7 +132,7 @@ class FullGradients:
     def _curved(self, client: int, v: Tensor) -> Tensor:
         """H_i v [P]."""
         mine, total = self.trainer.clients.client(client), torch.zeros_like(v)
-        for batch in self.trainer.whole(mine):
+        for batch in self.trainer.feed.whole(mine):
             total.add_(_curved(self.bound, batch.x, batch.y, v), alpha=len(batch.y) / len(mine))
         return total
 

@@ -17,8 +17,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from raysim.block import Broadcast, Job
 from raysim.errors import ConfigError
+from raysim.work import Broadcast, Job
 
 
 @dataclass

@@ -29,7 +29,6 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raysim import nodes
 from raysim.actors import Adder, ClientActor, EvalActor, ServerActor, as_groups, packed, read_broadcast, unpacked
-from raysim.block import Broadcast
 from raysim.config import Sync
 from raysim.dealing import Paces
 from raysim.errors import RaysimError
@@ -41,6 +40,7 @@ from raysim.references import PREFIX
 from raysim.rules import State, sums, with_mode
 from raysim.server import Round
 from raysim.traffic import Network
+from raysim.work import Broadcast
 
 LARGEST_BOX = 64 * 2**20
 """Bytes of a mailbox at most; what does not fit goes through the object store."""

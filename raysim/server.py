@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from raysim.block import Broadcast, Outcome
 from raysim.errors import RaysimError
 from raysim.numerics.sums import NonFiniteError, combine, to_float
 from raysim.rules import NOT_ASKED_FOR, Cohort, Problem, Reports, ServerRule, State
+from raysim.work import Broadcast, Outcome
 
 NOBODY = -1
 

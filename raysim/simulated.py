@@ -23,7 +23,6 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from pydantic import Field
 
-from raysim.block import Broadcast
 from raysim.config import Section
 from raysim.dealing import Dealing, Paces, steps
 from raysim.engine import Engine
@@ -32,7 +31,7 @@ from raysim.plan import Plan
 from raysim.randomness import generator
 from raysim.rules import State, sums, with_mode
 from raysim.server import Round
-from raysim.work import Block, Done, Outcome
+from raysim.work import Block, Broadcast, Done, Outcome
 
 T = TypeVar("T", covariant=True)
 

@@ -14,7 +14,6 @@ import torch
 import yaml
 
 from raysim import nodes, pictures
-from raysim.block import cut
 from raysim.engine import Engine
 from raysim.errors import ConfigError
 from raysim.executor import Inline
@@ -23,6 +22,7 @@ from raysim.plan import Plan
 from raysim.plan import prepare as plan_of
 from raysim.simulated import Costs, Summary, simulate
 from raysim.validation import checked
+from raysim.work import cut
 
 
 @dataclass(frozen=True)

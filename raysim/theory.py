@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from raysim.block import local_steps
 from raysim.config import Sync, at_round
 from raysim.errors import ConfigError
+from raysim.feed import local_steps
 from raysim.rules import PLAIN_STEP, Cohort, ServerRule, overridden
 
 if TYPE_CHECKING:

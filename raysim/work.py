@@ -11,6 +11,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from raysim.forgetting import Past
+    from raysim.rules import State
+
+
+@dataclass
+class Broadcast:
+    """A version of the model as it travels down: the server rule's tensors and the BatchNorm statistics [Q]."""
+
+    shared: State
+    buffers: Tensor
 
 
 @dataclass
@@ -71,3 +80,10 @@ class Outcome:
     seconds: float = 0.0
     bytes: tuple[int, int] = (0, 0)
     """What the sums and the single rows take, where they are sent somewhere."""
+
+
+def cut(jobs: list[Job], size: int) -> list[Block]:
+    """The blocks of a round's jobs, from their clients and the block size alone; in the order of the clients' numbers,
+    so that the order of arrival does not show."""
+    jobs = sorted(jobs, key=lambda job: job.client)
+    return [Block(i, jobs[start : start + size]) for i, start in enumerate(range(0, len(jobs), size))]

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import raysim
-from raysim.block import Block, Broadcast
 from raysim.config import Data
 from raysim.data import load
 from raysim.errors import ConfigError, RaysimError
@@ -16,6 +15,7 @@ from raysim.executor import make_trainer
 from raysim.pictures import arrivals
 from raysim.plan import prepare
 from raysim.schedule import in_step, preview
+from raysim.work import Block, Broadcast
 
 STALE = {"name": "kasync", "arrivals": 4}
 RULES = """

@@ -20,10 +20,10 @@ from test_cli import Said, assert_one_message, raysim_  # noqa: F401
 
 from raysim import attack, observed, tracking
 from raysim.attack import Options, Pixels, Simulation, invert
-from raysim.block import Broadcast
 from raysim.errors import ConfigError
 from raysim.plan import Plan, prepare
 from raysim.task import VmapTask
+from raysim.work import Broadcast
 
 SMOOTH = """
 from torch import nn

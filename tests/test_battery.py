@@ -19,13 +19,13 @@ import pytest
 import torch
 
 from raysim import rules
-from raysim.block import Block, Broadcast, cut
 from raysim.engine import Engine
 from raysim.errors import ClientError, ConfigError
 from raysim.executor import Inline, make_trainer
 from raysim.plan import Plan, prepare
 from raysim.rules import CLIENTS, SERVERS, ServerRule
 from raysim.schedule import in_step, make
+from raysim.work import Block, Broadcast, cut
 
 rules.discover()
 

@@ -702,10 +702,10 @@ class Slow(FedAvgClient):
 
 
 def test_who_is_late_or_lost_is_named(local_ray, config, source):
-    from raysim.block import cut
     from raysim.engine import Engine
     from raysim.ray_executor import RayExecutor
     from raysim.schedule import in_step
+    from raysim.work import cut
 
     resources = {"executor": "ray", "actors": 2, "cpus": 1, "timeout": 300}
     slow = {**config, "algorithm": f"{source('slow', SLOW)}:Slow", "evaluate": {"every": 0}, "resources": resources}

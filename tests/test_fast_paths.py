@@ -15,7 +15,7 @@ import torch
 from test_battery import BAD, poisoned, without
 from torch import Tensor
 
-from raysim.block import Block, Broadcast, Trainer, cut
+from raysim.block import Trainer
 from raysim.engine import Engine
 from raysim.errors import ClientError, ConfigError
 from raysim.executor import make_trainer
@@ -23,6 +23,7 @@ from raysim.numerics import NonFiniteError, combine, fixed_sum, to_float
 from raysim.numerics.sums import BlockSum, FixedSum
 from raysim.plan import Plan, prepare
 from raysim.schedule import in_step
+from raysim.work import Block, Broadcast, cut
 
 # -- blocks as one gradient
 

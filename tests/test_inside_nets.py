@@ -222,7 +222,7 @@ def test_a_full_gradient_is_the_mean_over_all_examples(base, engine, ragged):
     expected = flat(torch.autograd.grad(F.cross_entropy(net(x), y), list(net.parameters())))
     for size in (4, 11, "full"):
         trainer.config = plan.config.model_copy(update={"local": plan.config.local.model_copy(update={"batch": size})})
-        data = LocalData(len(mine), trainer.average, lambda: trainer.whole(mine))
+        data = LocalData(len(mine), trainer.average, lambda: trainer.feed.whole(mine))
         sizes = [len(batch.y) for batch in data.batches()]
         assert sum(sizes) == data.n == 23 and trainer.average == 16
         assert sizes == {4: [4, 4, 4, 4, 4, 3], 11: [11, 12], "full": [23]}[size]

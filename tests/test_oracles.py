@@ -21,7 +21,7 @@ from oracle import batchnorm, fedavg, gradma
 from oracle.batches import batch_sizes
 from oracle.nets import MLP, MLPBatchNorm, Softmax
 
-from raysim.block import batches_per_pass, local_steps, order
+from raysim.feed import batches_per_pass, local_steps, order
 
 SIZES = [30, 1, 17, 2, 45, 0, 8, 23, 16, 5, 33, 12]
 """Beside batches of 16: less than one, exactly one, one and a dropped sample, more than two, nothing."""

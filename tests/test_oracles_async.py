@@ -32,7 +32,7 @@ from test_oracles import (
 )
 
 from raysim import schedule
-from raysim.block import order
+from raysim.feed import order
 
 KASYNC = {"name": "kasync", "arrivals": 3}
 SPREAD = {"name": "lognormal", "sigma": 1.0, "jitter": 0.3}

@@ -27,17 +27,18 @@ from test_engine import same, stop_at
 
 import raysim
 from raysim import checkpoint, schedule, tracking
-from raysim.block import Block, Job, local_steps
 from raysim.config import Config, Data, InFlight
 from raysim.data import load
 from raysim.engine import Engine
 from raysim.errors import ConfigError, RaysimError
 from raysim.executor import make_server, make_trainer
 from raysim.experiment import resume
+from raysim.feed import local_steps
 from raysim.plan import Plan, prepare
 from raysim.randomness import generator
 from raysim.server import Round
 from raysim.validation import validate
+from raysim.work import Block, Job
 
 SIZES = [5, 9, 12, 3, 0, 7, 16, 4, 10, 6, 8, 11, 2, 1]
 """Ragged; client 4 has nothing."""

@@ -140,7 +140,7 @@ def test_any_method_sees_the_quadratics(base):
     assert len(plan.clients) == 12 and plan.problem.size == 6 and torch.equal(plan.initial[0], torch.zeros(6).double())
     for client in (0, 7):
         w = 3 * rng.standard_normal(6)
-        (batch,) = trainer.whole(plan.clients.client(client))
+        (batch,) = trainer.feed.whole(plan.clients.client(client))
         task = LoopTask(plan.model(), Facts())
         task.start(Facts(), torch.from_numpy(w), torch.zeros(0), 1)
         gradient = task.grad(task.trained.flat, batch)

@@ -149,10 +149,10 @@ def _rehearse(plan: Plan, console: Console) -> None:
     """Trains the first client of round 0 in this process and says what the run would be."""
     import numpy as np
 
-    from raysim.block import cut
     from raysim.config import InFlight
     from raysim.engine import Engine
     from raysim.executor import Inline
+    from raysim.work import cut
 
     inline = Inline()
     inline.open(plan)

@@ -13,9 +13,9 @@ import statistics
 import time
 from typing import Any
 
-from raysim.block import Block, Broadcast, Job
 from raysim.executor import make_trainer, settle
 from raysim.plan import prepare
+from raysim.work import Block, Broadcast, Job
 
 CONFIG = {
     "rounds": 1,

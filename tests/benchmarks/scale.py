@@ -27,7 +27,6 @@ import ray
 from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raysim.block import Broadcast, cut
 from raysim.engine import Engine
 from raysim.executor import make_trainer, settle
 from raysim.plan import Plan, prepare
@@ -35,7 +34,7 @@ from raysim.ray_executor import RayExecutor
 from raysim.simulated import Costs, simulate
 from raysim.simulation import means
 from raysim.validation import checked
-from raysim.work import Block, Done, Outcome
+from raysim.work import Block, Broadcast, Done, Outcome, cut
 
 NODES, ACTORS = 4, 8
 CONFIG: dict[str, Any] = {
