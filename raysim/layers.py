@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +41,13 @@ def shipped_files(kind: str = "yaml") -> dict[str, Path]:
 
 
 def shipped() -> dict[str, str]:
-    """Name and first line of comment of every configuration that comes with raysim."""
-    return {name: path.read_text().splitlines()[0].lstrip("# ") for name, path in shipped_files().items()}
+    """Name and first sentence of comment of every configuration that comes with raysim."""
+    return {name: _first_sentence(path.read_text()) for name, path in shipped_files().items()}
+
+
+def _first_sentence(text: str) -> str:
+    comment = takewhile(re.compile("# ?[^ ]").match, text.splitlines())  # what is indented are commands
+    return re.split(r"(?<=\.) (?=[A-Z])", " ".join(line.lstrip("# ") for line in comment))[0]
 
 
 Keys = Callable[[str, str, str], Iterable[str]]
@@ -56,7 +62,8 @@ def find(source: str | Path, folder: Path | None = None) -> Path:
     for path in tried:
         if path is not None and path.is_file():
             return path
-    raise ConfigError(f"no configuration '{source}': neither a file nor a shipped one{did_you_mean(text, files)}")
+    what = "a folder" if tried[0] and tried[0].is_dir() else "neither a file nor a shipped one"
+    raise ConfigError(f"no configuration '{source}': {what} (`raysim list configs`){did_you_mean(text, files)}")
 
 
 def read(

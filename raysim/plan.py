@@ -83,12 +83,29 @@ class Plan:
 
 def prepare(source: str | Path | Mapping[str, Any], overrides: Iterable[str] | Mapping[str, Any] = ()) -> Plan:
     """Reads, checks and resolves a configuration. Raises ConfigError with one clear message for every mistake."""
-    return resolve(read(source, overrides))
+    try:
+        return resolve(read(source, overrides))
+    except ConfigError as error:
+        if several := [] if isinstance(overrides, Mapping) else _several(overrides):
+            raise ConfigError(f"{error} (several values of {several[0]} make a sweep: raysim sweep)") from None
+        raise
+
+
+def _several(overrides: Iterable[str]) -> list[str]:
+    """The keys that are given as a sweep's would be."""
+    from raysim.sweep import space
+
+    try:
+        return list(space.split(overrides)[1])
+    except ConfigError:
+        return []
 
 
 def read(source: str | Path | Mapping[str, Any], overrides: Iterable[str] | Mapping[str, Any] = ()) -> dict[str, Any]:
     """The configuration of one run, not yet checked. Raises ConfigError if it is of many."""
     raw = layers.read(source, overrides, keys, rules.defaults)
+    if alien := [key for key in layers.parse_overrides(overrides) if key.partition(".")[0] == "sweep"]:
+        raise ConfigError(f"{alien[0]}: is for a sweep, and this is one run; leave it out, or use raysim sweep")
     if raw.pop("sweep", None) is not None:
         file = "this configuration" if isinstance(source, Mapping) else source
         raise ConfigError(f"sweep: {file} describes many runs, not one; start them with: raysim sweep {file}")

@@ -359,6 +359,8 @@ def _lookup(section: str, name: str) -> Any:
     registry: Mapping[str, Any] = {"client": CLIENTS, "server": SERVERS, "algorithm": ALGORITHMS}[section]
     if name in registry:
         return registry[name]
+    if name.endswith(".py"):
+        raise ConfigError(f"{section}.name: which class of {name}? Give it as {name}:NAME")
     if ":" not in name:
         what = {"client": "client rule", "server": "server rule", "algorithm": "algorithm"}[section]
         raise ConfigError(

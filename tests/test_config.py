@@ -621,7 +621,10 @@ algorithm=fedsgd algorithm.preset=reference         | algorithm.preset    | feds
 client=fedprx server=fedavg                         | client.name         | 'fedprox'
 client=fedavg server=fedavgmm                       | server.name         | 'fedavgm'
 algorithm=./missing.py:X                            | algorithm.name      | ./missing.py
-algorithm=RULES                                     | algorithm.name      | path.py:Class
+algorithm=RULES                                     | algorithm.name      | RULES:NAME
+seed=0..2                                           | seed                | integer | raysim sweep
+local.lr=0.1,0.2                                    | local.lr            | finite number | raysim sweep
+sweep.samples=2                                     | sweep.samples       | raysim sweep
 algorithm=RULES:Mein                                | algorithm.name      | 'Mine'
 algorithm=RULES:Other                               | algorithm.name      | Algorithm | ClientRule | ServerRule
 client=RULES:Taking server=fedavg                   | client.name         | not a ClientRule

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from raysim.errors import ConfigError
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -20,3 +23,9 @@ for name, group in (("report", report_app), ("job", job_app), ("data", data_app)
     app.add_typer(group, name=name)
 
 Overrides = Annotated[list[str] | None, typer.Argument(help="key=value with dots, e.g. local.lr=0.1 algorithm=fedavg")]
+
+
+def check_picture(path: Path) -> None:
+    """Raises ConfigError where --out is no file that a picture can be written to."""
+    if path.suffix not in (".png", ".svg", ".pdf"):
+        raise ConfigError(f"--out: '{path}' is no kind of picture; name a .png, .svg or .pdf")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from raysim.cli.base import report_app
+from raysim.cli.base import check_picture, report_app
 from raysim.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def report_curves(
     from raysim import pictures, report
 
     unit = _unit(spent)
-    _drawable(out)
+    check_picture(out)
     found = report.finished_runs(runs, uri, metric, _aside, unit)
     courses = report.curves(found, _keys(group), _aside, _keys(panels) or ())
     _write(out, lambda: pictures.curves(courses, metric, unit, out))
@@ -130,7 +130,7 @@ def report_sweep(
     differs makes lines, or panels, of its own."""
     from raysim import pictures, report
 
-    _drawable(out)
+    check_picture(out)
     if y and log_x:
         raise ConfigError("--log-x: a heatmap has a column for each value; leave out --log-x or --y")
     found = report.finished_runs(runs, uri, metric, _aside)
@@ -200,17 +200,12 @@ def _number(target: str | None, with_paper: bool) -> float | None:
 
 def _one_of(option: str, given: str, known: tuple[str, ...]) -> None:
     if given not in known:
-        raise ConfigError(f"{option}: nothing called '{given}'{did_you_mean(given, known)}; use {', '.join(known)}")
+        raise ConfigError(f"{option}: nothing called '{given}'{did_you_mean(given, known)}")
 
 
 def _unit(spent: str) -> Any:
     _one_of("--spent", spent, ("rounds", "bytes", "virtual-time", "seconds"))
     return spent.replace("-", " ")
-
-
-def _drawable(path: Path) -> None:
-    if path.suffix not in (".png", ".svg", ".pdf"):
-        raise ConfigError(f"--out: '{path}' is no kind of picture; name a .png, .svg or .pdf")
 
 
 def _write(path: Path, write: Callable[[], object]) -> None:

@@ -41,7 +41,8 @@ def sweep(
     from raysim import sweep as sweeps
 
     console = Console(stderr=as_json, highlight=False)
-    planned = sweeps.prepare(config, overrides or [], folder)
+    with console.status("checking the trials"):
+        planned = sweeps.prepare(config, overrides or [], folder)
     if dry_run:
         _list_trials(planned, console)
         return
@@ -65,15 +66,17 @@ def _list_trials(planned: Sweep, console: Console) -> None:
     table = Table("", *planned.axes, "folder", box=None)
     for trial in planned.trials:
         values = [as_text(trial.values[key]) if key in trial.values else "" for key in planned.axes]
-        table.add_row("done" if planned.done(trial) else "", *values, os.path.relpath(trial.folder))
+        table.add_row("done" if planned.done(trial) else "", *values, trial.folder.name)
     console.print(table)
+    console.print(f"folders are in {os.path.relpath(planned.trials[0].folder.parent)}", soft_wrap=True)
     console.print(_size(planned))
 
 
 def _size(planned: Sweep) -> str:
     there = sum(map(planned.done, planned.trials))
     merged = f", {planned.merged} further ones would compute the same" if planned.merged else ""
-    return f"{len(planned.trials)} trials ({there} already there{merged})"
+    count = "1 trial" if len(planned.trials) == 1 else f"{len(planned.trials)} trials"
+    return f"{count} ({there} already there{merged})"
 
 
 def _sum_up(done: Outcome, console: Console) -> None:

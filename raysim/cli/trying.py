@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from raysim.cli.base import Overrides, app
+from raysim.cli.base import Overrides, app, check_picture
 from raysim.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -63,6 +63,8 @@ def theory(
 
     console = Console(stderr=as_json, highlight=False)
     given = [text.removeprefix("L=") for text in overrides or [] if text.startswith("L=")]
+    if given and sample:
+        raise ConfigError("--sample: L is given, so nothing is estimated; leave one of the two out")
     plan = prepare(config, [text for text in overrides or [] if not text.startswith("L=")])
     if why := theorems.why_not(plan):
         raise ConfigError(f"Theorem 1 does not speak of this run: {why}")
@@ -160,6 +162,7 @@ def simulate(
     """See what a configuration would be like on a cluster that is not there: who waits for what, which bytes travel."""
     from raysim import simulation
 
+    check_picture(out)
     if not out.absolute().parent.is_dir():
         raise ConfigError(f"--out: there is no folder {out.absolute().parent}; make it, or give another one")
     console = Console(stderr=as_json, highlight=False)

@@ -175,6 +175,7 @@ def describe(source: str | Path | Mapping[str, Any], overrides: Iterable[str] = 
         raise ConfigError(
             "sweep: nothing varies; give lists of values, seed=0..4 local.lr=0.1,0.01, or a section sweep"
         )
+    space.check_size(grids, settings.samples or 1)
     points = [point for grid in grids for point in space.points(grid, settings.samples or 1, settings.sample_seed)]
     return Described(points, drawn, given, settings, source)
 

@@ -19,7 +19,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, prod
 from typing import Any
 
 from raysim import layers
@@ -64,6 +64,9 @@ class Draw:
 
 Axis = list[Any] | Draw
 """What a key may be: one of these, or drawn."""
+
+MOST = 10_000
+"""Trials of one sweep: each is checked before the first one starts."""
 
 
 def as_text(value: Any) -> str:
@@ -182,6 +185,8 @@ def _numbers(key: str, given: Draw, fewest: int, most: int) -> list[Any]:
 
 
 def _is_range(value: Any) -> bool:
+    if isinstance(value, str) and re.fullmatch(r"-?\w+\.\.-?\w*", value) and not re.fullmatch(r"\d+\.\.\d+", value):
+        raise ConfigError(f"{value} is no range; give two whole numbers, 0..4, the smaller first, or range(-1, 1, 0.5)")
     return isinstance(value, str) and re.fullmatch(r"\d+\.\.\d+", value) is not None
 
 
@@ -189,6 +194,10 @@ def _ends(key: str, value: str) -> list[int]:
     first, last = map(int, value.split(".."))
     if last < first:
         raise ConfigError(f"{key}: the range {value} is empty; write {last}..{first}")
+    if last - first >= MOST:
+        raise ConfigError(
+            f"{key}: the range {value} has {last - first + 1:,} values; a sweep has {MOST:,} trials at most"
+        )
     return list(range(first, last + 1))
 
 
@@ -224,6 +233,19 @@ def laid_over(grid: Mapping[str, Axis], given: Mapping[str, Any], axes: Mapping[
     """A grid of the file with what the command line says of the same keys, and more."""
     said = {_plain_key(key) for key in (*given, *axes)}
     return {**{key: values for key, values in grid.items() if _plain_key(key) not in said}, **axes}
+
+
+def check_size(grids: Iterable[Mapping[str, Axis]], samples: int) -> None:
+    """Raises ConfigError where there would be more than `MOST` trials."""
+    sizes = [{key: 1 if isinstance(each, Draw) else len(each) for key, each in grid.items()} for grid in grids]
+    drawn = [samples if any(isinstance(each, Draw) for each in grid.values()) else 1 for grid in grids]
+    total = sum(times * prod(one.values()) for one, times in zip(sizes, drawn, strict=True))
+    if total > MOST:
+        count, key = max((count, key) for one in sizes for key, count in one.items())
+        most = f"{key} alone has {count:,} values" if count > samples else f"sweep.samples is {samples:,}"
+        raise ConfigError(
+            f"sweep: {total:,} trials, and {most}; a sweep has {MOST:,} at most, so take fewer, or several"
+        )
 
 
 def points(grid: Mapping[str, Axis], samples: int, seed: int) -> Iterator[dict[str, Any]]:
