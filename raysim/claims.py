@@ -306,7 +306,8 @@ def _minus(left: Span, right: Span) -> Span:
 
 
 def _holds(claim: Claim, apart: Span) -> bool | None:
-    """Whether a difference, left minus right, is as claimed; None if it may be either."""
+    """Whether a difference, left minus right, is as claimed; None if it may be either. Equals are neither below nor
+    above one another."""
     low, high = apart if claim.relation != "above" else (-apart[1], -apart[0])
     if claim.relation == "near":
         if -claim.margin <= low and high <= claim.margin:

@@ -14,6 +14,7 @@ from swept import SMALL
 
 from raysim import claims, cli, plan, sweep, tracking
 from raysim.errors import ConfigError
+from raysim.layers import shipped
 from raysim.report import Run
 
 NUMBER = itertools.count()
@@ -276,6 +277,12 @@ def test_claims_change_nothing_of_what_is_computed(tmp_path):
     assert [each.says for each in claims.read(tmp_path / "above.yaml")] == ["x"]
 
 
+@pytest.mark.parametrize("name", sorted(shipped()))
+def test_shipped_claims_are_written_rightly(name):
+    said = [each.says for each in claims.read(name)]
+    assert len(said) == len(set(said))
+
+
 # -- the command -------------------------------------------------------------------------------------------------------
 
 
@@ -334,7 +341,7 @@ def test_the_command(store, tmp_path: Path, capsys: Any, monkeypatch: pytest.Mon
         ([beats], ["other"], "no experiment, and no run, is called 'other'"),
         ([{**beats, "left": {"metric": "los"}}], [], "claims.0.left.metric: swept: no run has a metric 'los'"),
         ([{**beats, "figure": {"kind": "sweep", "x": "rounds"}}], [], "no run has a parameter 'rounds'"),
-        ([beats], ["--figures", "nowhere"], "nowhere/beats.svg cannot be written"),
+        ([beats], ["--figures", "nowhere"], "--figures: there is no folder nowhere"),
     ):
         code, out, err = call(section, *arguments)
         assert code == 2 and out == "" and said in err.splitlines()[-1] and "Traceback" not in err

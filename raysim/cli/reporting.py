@@ -189,6 +189,8 @@ def report_claims(
     asked = claims.read(config)
     if not asked:
         raise ConfigError(f"claims: {config} has no such section, a list of claims with says, left, is and right")
+    if not figures.is_dir():
+        raise ConfigError(f"--figures: there is no folder {figures}; make it, or name another")
     tracking = validation.checked(Tracking, layers.read(config).get("tracking") or {})
     wanted, store = runs or [tracking.experiment], uri or tracking.uri
 
