@@ -9,6 +9,7 @@
         each: [partition.alpha]                         # a line for each of their values
         figure: {kind: curves, group: [algorithm]}      # or kind: sweep, with x and perhaps y
 
+A statistic is best (unless given), last, first, mean or last10, of what was evaluated, or the rounds to a value.
 Sides are compared seed by seed. A target that was not reached in T rounds is reached in T + 1 or later, so such a seed
 may speak for a claim, against it, or not at all. Of runs of a side that differ in more than their seed the mean counts.
 """
@@ -87,6 +88,12 @@ class Other(Side):
     """The right side, which may be a number. What is not given is as on the left."""
 
     value: float | None = None
+
+    @model_validator(mode="after")
+    def _is_one_of_both(self) -> Other:
+        if self.value is not None and len(self.model_fields_set) > 1:
+            raise ValueError("a value is of no runs; leave it out, or where, metric and statistic")
+        return self
 
 
 def _number(given: Any) -> Any:

@@ -235,6 +235,7 @@ WRONG = [
     ([{**RIGHT, "left": {"statistic": {"rounds_to": "x"}}}], "claims.0.left.statistic: expected best, "),
     ([{**RIGHT, "left": {"where": {"algorithm": {"name": "a"}}}}], "claims.0.left.where: algorithm must have a value"),
     ([{**RIGHT, "right": "a"}], "claims.0.right: expected a section"),
+    ([{**RIGHT, "right": {"value": 1, "metric": "loss"}}], "claims.0.right: a value is of no runs"),
     ([{**RIGHT, "margin": -1}], "claims.0.margin: "),
     ([{**RIGHT, "is": "near"}], "claims.0: near needs a margin"),
     ([{**RIGHT, "figure": {"kind": "sweep"}}], "claims.0.figure: kind sweep needs x"),
