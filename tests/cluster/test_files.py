@@ -6,6 +6,7 @@ import copy
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -109,7 +110,9 @@ def test_one_version_of_ray():
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.sh")), ids=lambda path: path.name)
 def test_scripts_are_sound(path):
     assert os.access(path, os.X_OK)
-    subprocess.run(["bash", "-n", path], check=True)
+    shellcheck = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    said = subprocess.run([shellcheck or "bash", *([] if shellcheck else ["-n"]), path], capture_output=True, text=True)
+    assert said.returncode == 0, said.stdout + said.stderr
     assert "RAY_AUTH_MODE=token" in path.read_text()
 
 

@@ -3,6 +3,7 @@ work as jobs."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -21,6 +22,7 @@ from faults.common import call, client_of, steps_of, until
 from faults.server import Server
 
 import raysim
+from raysim import versions
 from raysim.errors import ConfigError
 from raysim.experiment import resume
 from raysim.submit import checked
@@ -228,6 +230,46 @@ def test_who_may_not_or_asks_for_nothing(nodes, tmp_path):
     for command in ("logs", "stop"):
         code, said = call("job", command, "nosuch", "--address", nodes.dashboard, cwd=tmp_path, **nodes.environment)
         assert code == 2 and said.splitlines()[-1].startswith("error: there is no job 'nosuch'"), said
+
+
+OLDER = """
+import ray, raysim
+from raysim.cli import main
+
+{}
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("older", "more", "said"),
+    [
+        ("raysim.__version__ = '0.0.1'", {}, "it has raysim .*, here is 0.0.1; install the same on both"),
+        ("ray.__version__ = '0.0.1'", {}, "Ray: .* Ray: 0.0.1 .*; install the same on both"),
+        ("", {"RAY_AUTH_TOKEN": "9" * 40}, "RAY_AUTH_MODE=token and its ~/.ray/auth_token"),
+        ("", {"RAY_ADDRESS": "127.0.0.1:1"}, "is it running"),
+    ],
+    ids=["raysim", "ray", "token", "address"],
+)
+def test_a_run_that_cannot_join_says_why(nodes, tmp_path, older, more, said):
+    written(tmp_path, uri=f"sqlite:///{tmp_path}/mlflow.db", algorithm="fedavg")
+    ran = subprocess.run(
+        [sys.executable, "-c", OLDER.format(older), "run", "mine.yaml", "run_dir=run"],
+        cwd=tmp_path, env={**os.environ, **nodes.environment, "RAY_ADDRESS": nodes.address, **more},
+        capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    errors = [line for line in ran.stderr.splitlines() if line.startswith("error: ")]
+    assert ran.returncode == 2 and len(errors) == 1 and re.search(said, errors[0]), ran.stderr
+    assert "Traceback" not in ran.stderr and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", ["raysim", "ray", "python"])
+def test_a_job_that_others_sent_off_is_refused(monkeypatch, name):
+    monkeypatch.setenv(versions.EXPECTED, json.dumps(versions.here()))
+    versions.check()
+    monkeypatch.setenv(versions.EXPECTED, json.dumps({**versions.here(), name: "0.0.1"}))
+    with pytest.raises(ConfigError, match=f"sent off by {name} 0.0.1, .*install the same on both"):
+        versions.check()
 
 
 @pytest.mark.parametrize(
