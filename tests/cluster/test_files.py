@@ -136,6 +136,7 @@ def slurm(tmp_path: Path) -> dict[str, str]:
         **os.environ,
         "PATH": f"{tools}:{Path(sys.executable).parent}:{os.environ['PATH']}",
         "PYTHONPATH": str(FOLDER.parent),
+        "RAY_raylet_start_wait_time_s": "180",
         "SLURM_JOB_ID": str(os.getpid()),
         "SLURM_JOB_NODELIST": "here",
     }
