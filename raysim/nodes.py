@@ -58,7 +58,7 @@ def connect(address: str | None, cpus: float, log: Callable[[str], None]) -> boo
             f"cannot join Ray at {address}: {lines[0]} (is it running? A cluster that asks for tokens wants "
             "RAY_AUTH_MODE=token and its ~/.ray/auth_token here)"
         ) from None
-    if address:
+    if address and not versions.told():  # a job has been asked already
         _compare(address)
     return True
 
