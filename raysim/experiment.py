@@ -268,11 +268,24 @@ def execute(
 ) -> Finished:
     """Runs a plan, from a checkpoint if one is given: opens the run directory, the tracker (its own, unless one is
     given) and the executor, and closes them whatever happens."""
-    run_dir = run_dir or make_run_dir(plan)
-    with lock.alone(run_dir):
-        (run_dir / FINAL).unlink(missing_ok=True)
-        _write_config(plan, run_dir)
-        return _execute(plan, run_dir, saved, origin, progress, log, tracker)
+    new, run_dir = run_dir is None, run_dir or make_run_dir(plan)
+    refused = False
+    try:
+        with lock.alone(run_dir):
+            (run_dir / FINAL).unlink(missing_ok=True)
+            _write_config(plan, run_dir)
+            try:
+                return _execute(plan, run_dir, saved, origin, progress, log, tracker)
+            except ConfigError:
+                refused = new and not (run_dir / "spool.jsonl").stat().st_size  # by the cluster: nothing has begun
+                if refused:
+                    (run_dir / "config.yaml").unlink()
+                    (run_dir / "spool.jsonl").unlink()
+                raise
+    finally:
+        if refused:
+            with suppress(OSError):  # there is something else in it
+                run_dir.rmdir()
 
 
 def _execute(

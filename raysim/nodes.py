@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -10,12 +11,17 @@ from math import ceil, floor
 from typing import Any
 
 import ray
+from ray.exceptions import GetTimeoutError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from raysim import versions
 from raysim.config import Resources
 from raysim.errors import ConfigError, RaysimError, did_you_mean
 
 BARELY = 1e-9
 """What shares may be wrong by, being sums of fractions."""
+PATIENCE = 120
+"""Seconds that a cluster has to say its versions."""
 
 
 def connect(address: str | None, cpus: float, log: Callable[[str], None]) -> bool:
@@ -24,6 +30,9 @@ def connect(address: str | None, cpus: float, log: Callable[[str], None]) -> boo
 
     Returns:
         Whether it was started or joined here, so that it is to be shut down here.
+
+    Raises:
+        ConfigError: there is no cluster at the address, it wants another token, or its versions differ.
     """
     if ray.is_initialized():
         return False
@@ -31,6 +40,7 @@ def connect(address: str | None, cpus: float, log: Callable[[str], None]) -> boo
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": True}
     try:
         if address:
+            _knock(address)
             ray.init(address=address, **quiet)
         else:
             cores, wanted = os.cpu_count() or 1, ceil(cpus)
@@ -38,14 +48,53 @@ def connect(address: str | None, cpus: float, log: Callable[[str], None]) -> boo
                 log(f"resources: {cpus:g} CPUs are asked for, they share {cores} cores")
             ray.init(address="local", num_cpus=max(cores, wanted), include_dashboard=False, **quiet)
     except Exception as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        lines = str(error).splitlines() or [type(error).__name__]
         if not address:
-            raise RaysimError(f"cannot start Ray on this machine: {reason}") from None
-        raise RaysimError(
-            f"cannot join Ray at {address}: {reason} (is it running? A cluster that asks for tokens wants "
+            raise RaysimError(f"cannot start Ray on this machine: {lines[0]}") from None
+        if lines[0].startswith("Version mismatch"):
+            said = " ".join(" ".join(lines).split())
+            raise ConfigError(f"cannot join Ray at {address}: {said}; install the same on both") from None
+        raise ConfigError(
+            f"cannot join Ray at {address}: {lines[0]} (is it running? A cluster that asks for tokens wants "
             "RAY_AUTH_MODE=token and its ~/.ray/auth_token here)"
         ) from None
+    if address and not versions.told():  # a job has been asked already
+        _compare(address)
     return True
+
+
+def _knock(address: str) -> None:
+    """Raises OSError if nobody answers at HOST:PORT, which Ray itself takes minutes to find out."""
+    host, _, port = address.rpartition(":")
+    if port.isdigit() and "://" not in address:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=20).close()
+
+
+def _compare(address: str) -> None:
+    """Leaves the cluster, and raises ConfigError, if its head has another raysim than this process, or none."""
+    heads = [node["NodeID"] for node in ray.nodes() if "node:__internal_head__" in node["Resources"]]
+    theirs: Any = {}
+    try:
+        for head in heads:
+            there = NodeAffinitySchedulingStrategy(head, soft=True)
+            asked = ray.remote(versions.here).options(num_cpus=0, max_retries=0, scheduling_strategy=there).remote()
+            theirs = ray.get(asked, timeout=PATIENCE)
+    except GetTimeoutError:
+        ray.shutdown()
+        raise RaysimError(f"waited {PATIENCE} s for the head of Ray at {address} to say its versions") from None
+    except RayError as error:
+        ray.shutdown()
+        said = str(error).strip().splitlines()[-1]
+        raise ConfigError(
+            f"cannot use Ray at {address}: its head cannot run raysim: {said}; install it there"
+        ) from None
+    for name, version in versions.here().items() if heads else ():
+        if theirs.get(name) != version:
+            ray.shutdown()
+            raise ConfigError(
+                f"cannot use Ray at {address}: it has {name} {theirs.get(name)}, here is {version}; install the same "
+                "on both"
+            )
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 WIDEST = 48
 """Letters in a line above a panel."""
 LANES = 40
-"""Clients whose tasks are drawn on the clock."""
+"""Clients whose tasks are drawn on the clock, and actors of a simulated cluster."""
 PAIRS, ACROSS = 40, 8
 """Images shown beside what was recovered of them, and how many of them in a row."""
 
@@ -266,13 +266,15 @@ def simulation(added: Sequence[Summary], alone: Sequence[Summary], path: Path) -
     FigureCanvasAgg(figure)
     lanes, critical, traffic = figure.subplots(1, 3, width_ratios=(3, 2, 1))
     last = added[-1]
-    shown = sorted(last.trained)[:: -(-len(last.trained) // LANES)]
-    colours = [f"C{node % 10}" for node, _, _ in shown]
-    starts, widths = [begin - last.begin for _, begin, _ in shown], [end - begin for _, begin, end in shown]
-    lanes.barh(range(len(shown)), widths, left=starts, color=colours)
+    actors = sorted({(node, actor) for node, actor, _, _ in last.trained})
+    lane = {actor: i for i, (_, actor) in enumerate(actors[:: -(-len(actors) // LANES)])}
+    for node, actor, begin, end in last.trained:
+        if actor in lane:
+            lanes.barh(lane[actor], end - begin, left=begin - last.begin, color=f"C{node % 10}", edgecolor="white")
     lanes.set(xlabel="seconds since the end of the last round's training", ylabel="actor, coloured by its node")
     lanes.set(yticks=[], xlim=(0, last.seconds))
-    lanes.set_title(f"round {len(added)}: {len(shown)} of {len(last.trained)} actors train, busy {last.busy:.1%}")
+    which = f"{len(lane)} of {len(actors)} actors, helping by helping"
+    lanes.set_title(f"round {len(added)}: {which}; busy {last.busy:.1%}")
     names = ("added up on nodes", "alone")
     courses = [rounds[1:] or rounds for rounds in (added, alone)]
     floor = np.zeros(2)

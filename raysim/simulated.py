@@ -150,8 +150,8 @@ class Actor:
 @dataclass
 class Summary:
     """A round: seconds from the end of the last one's training to that of its own, the part of them that actors were
-    busy, bytes that came to the server's node and that left it, the critical path, and what each actor trained as
-    (node, begin, end)."""
+    busy, bytes that came to the server's node and that left it, the critical path, and what each actor trained, helping
+    by helping, as (node, actor, begin, end)."""
 
     seconds: float
     clients: int
@@ -160,7 +160,7 @@ class Summary:
     bytes_down: int
     path: dict[str, float]
     begin: float
-    trained: list[tuple[int, float, float]]
+    trained: list[tuple[int, int, float, float]]
 
 
 class Simulated:
@@ -186,7 +186,7 @@ class Simulated:
 
     def _new_round(self) -> None:
         self.bytes_up = self.sent_down = 0
-        self.trained: list[tuple[int, float, float]] = []
+        self.trained: list[tuple[int, int, float, float]] = []
 
     # -- what things cost ------------------------------------------------------------------------------------------
 
@@ -318,7 +318,7 @@ class _Simulating:
         actor.free = c.put(c.bytes_sums + rows, trained)
         word = after("messages", c.costs.network.latency if actor.node else 0.0, actor.free)
         heappush(self.words, (word.time, next(self.calls), _Share(number, blocks, word, actor.free, seconds)))
-        c.trained.append((actor.node, ready.time, trained.time))
+        c.trained.append((actor.node, number, ready.time, trained.time))
 
     def _arrives(self, version: Version, node: int, called: Moment) -> Moment:
         """On its node, which fetches a version once."""

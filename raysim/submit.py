@@ -1,7 +1,8 @@
 """A command as a job of a Ray cluster: checked here, sent there with the files it needs, followed to its end.
 
-The working directory travels (Ray packs it and leaves out what `.gitignore` names); raysim and its packages must be on
-the cluster's nodes. What a job writes beside its own copy of that directory outlasts it, the copy does not.
+The working directory travels (Ray packs it and leaves out what `.gitignore` names), and what a file of requirements
+names is installed for the job; raysim and its packages must be on the cluster's nodes. What a job writes beside its own
+copy of that directory outlasts it, the copy does not.
 """
 
 from __future__ import annotations
@@ -58,10 +59,12 @@ class Cluster:
         with self._asking():
             self.client = JobSubmissionClient(self.address)
 
-    def submit(self, command: Sequence[str], working_dir: Path) -> Job:
-        """Sends off a raysim command that was `checked`."""
+    def submit(self, command: Sequence[str], working_dir: Path, requirements: Path | None = None) -> Job:
+        """Sends off a raysim command that was `checked`. The nodes install `requirements`, pip's file, for it."""
         variables = {**versions.as_variable(), "RAY_JOB_STOP_WAIT_TIME_S": str(PATIENCE)}
-        environment = {"working_dir": str(working_dir), "excludes": LEFT_OUT, "env_vars": variables}
+        environment: dict[str, Any] = {"working_dir": str(working_dir), "excludes": LEFT_OUT, "env_vars": variables}
+        if requirements is not None:
+            environment["pip"] = str(requirements)
         entrypoint = f"python -m raysim.cli {shlex.join(command)}"
         with self._asking():
             number = self.client.submit_job(entrypoint=entrypoint, runtime_env=environment)
@@ -128,7 +131,7 @@ def _job(details: Any) -> Job:
     return Job(details.submission_id, str(details.status), details.entrypoint, details.driver_exit_code, said)
 
 
-def checked(command: Sequence[str], working_dir: Path) -> list[str]:
+def checked(command: Sequence[str], working_dir: Path, requirements: Path | None = None) -> list[str]:
     """A raysim command that can work as a job, its files named as seen from the working directory.
 
     Raises ConfigError for one that cannot: a mistake in it, files that would not travel, a tracking store that would be
@@ -144,6 +147,8 @@ def checked(command: Sequence[str], working_dir: Path) -> list[str]:
         raise ConfigError(f"submit: raysim {name} wants a configuration, or a run's folder")
     if not working_dir.is_dir():
         raise ConfigError(f"--working-dir: there is no folder {working_dir}")
+    if requirements is not None and not requirements.is_file():
+        raise ConfigError(f"--requirements: there is no file {requirements}")
     if name == "resume":
         return [name, *arguments]
     source, overrides = given[0], [each for each in given[1:] if "=" in each]

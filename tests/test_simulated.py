@@ -15,6 +15,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from raysim import pictures
 from raysim.cli import app
 from raysim.dealing import FEW, Dealing, Paces, steps
 from raysim.errors import ConfigError
@@ -218,6 +219,19 @@ def test_the_command_says_and_draws_it(config, tmp_path):
     assert (found["added_up"]["bytes_up"], found["alone"]["bytes_up"]) == (4 * UP, 12 * UP)
     for kind in ("added_up", "alone"):
         assert sum(found[kind]["critical_path"].values()) == pytest.approx(found[kind]["round_seconds"])
+
+
+def test_each_actor_has_one_lane(tmp_path, monkeypatch):
+    """Whatever the number of helpings in which it got its work."""
+    trained = [(0, 0, 5.0, 8.0), (1, 1, 5.0, 7.0), (1, 1, 7.5, 8.5), (0, 0, 8.0, 9.0)]
+    one = Summary(4.0, 6, 0.875, 10, 10, {"training": 4.0}, 5.0, trained)
+    drawn = []
+    monkeypatch.setattr(pictures.Figure, "savefig", lambda self, *_, **__: drawn.append(self))
+    pictures.simulation([one], [one], tmp_path / "x.png")
+    lanes = drawn[0].axes[0]
+    bars = [(round(bar.get_y() + bar.get_height() / 2), bar.get_x(), bar.get_width()) for bar in lanes.patches]
+    assert sorted(bars) == [(0, 0.0, 3.0), (0, 3.0, 1.0), (1, 0.0, 2.0), (1, 2.5, 1.0)]
+    assert "2 of 2 actors" in lanes.get_title()
 
 
 def test_without_a_table_a_step_is_measured_here(config):

@@ -26,14 +26,15 @@ def submit(
     command: Annotated[list[str], typer.Argument(help="after --: run, sweep or resume, and what belongs to it")],
     address: _Address = None,
     working_dir: Annotated[Path, typer.Option(help="the folder that travels along")] = Path(),
+    requirements: Annotated[Path | None, typer.Option(help="pip's file of what nodes are to install for it")] = None,
     wait: Annotated[bool, typer.Option("--wait", help="follow the job, and end with its exit code")] = False,
 ) -> None:
     """Send a command to a Ray cluster, as a job: raysim submit --wait -- run my.yaml rounds=100."""
     from raysim.submit import Cluster, checked
 
-    command = checked(command, working_dir)
+    command = checked(command, working_dir, requirements)
     cluster = Cluster(address)
-    job = cluster.submit(command, working_dir)
+    job = cluster.submit(command, working_dir, requirements)
     print(f"job {job.id}  (raysim job logs {job.id}, raysim job stop {job.id})", file=sys.stderr)
     if wait:
         _follow(cluster, job.id)

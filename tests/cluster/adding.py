@@ -3,24 +3,29 @@ output is a JSON object with what came of it. CASE says what happens:
 
     sums     nothing
     alone    nothing is added up on the way
-    adder    when the second node's Adder is to add up a round, it dies
+    adder    when the third node's Adder is to add up a round, it dies
+    node     while the third node's Adder adds up a round, it dies with its node
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
+os.environ["RAY_raylet_start_wait_time_s"] = "180"  # noqa: SIM112  # Ray's own spelling
 
 import ray
 import yaml
 from ray.cluster_utils import Cluster
 
 from raysim import experiment
+from raysim.actors import Adder
 from raysim.plan import prepare
 from raysim.ray_executor import RayExecutor
 
@@ -28,11 +33,33 @@ STRUCK = 3
 """The round whose sums are lost, by their number."""
 
 
+class Doomed(Adder):
+    """Takes its node along when it adds up for the `STRUCK`-th time: it ends the node's raylet, and is never done."""
+
+    def __init__(self, plan: Any, raylet: int):
+        super().__init__(plan)
+        self.raylet, self.left = raylet, STRUCK
+
+    @ray.method(num_returns=2)
+    def add(self, bound: float, *posts: Any) -> Any:
+        self.left -= 1
+        if not self.left:
+            os.kill(self.raylet, signal.SIGKILL)
+            time.sleep(600)
+        return super().add(bound, *posts)
+
+
 class Struck(RayExecutor):
     """The executor over Ray, to which the case happens."""
 
     case: str
     third: Any
+
+    def _start(self, kind: Any, *arguments: Any, **more: Any) -> Any:
+        if kind is Adder and self.case == "node" and more["scheduling_strategy"].node_id == self.third.node_id:
+            (raylet,) = self.third.all_processes["raylet"]
+            return super()._start(Doomed, *arguments, raylet.process.pid, **more)
+        return super()._start(kind, *arguments, **more)
 
     def training(self, t: int) -> Any:
         self.t = t - 1  # a round's training is made while the one before it is still trained

@@ -3,6 +3,7 @@ work as jobs."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -19,11 +20,14 @@ import pytest
 import yaml
 from faults.common import call, client_of, steps_of, until
 from faults.server import Server
+from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient, JobType
+from ray.runtime_env import RuntimeEnv
 
 import raysim
+from raysim import versions
 from raysim.errors import ConfigError
 from raysim.experiment import resume
-from raysim.submit import checked
+from raysim.submit import Cluster, checked
 
 TOKEN = "0123456789" * 4
 
@@ -67,7 +71,8 @@ class Nodes:
 
     @property
     def environment(self) -> dict[str, str]:
-        return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN, "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
+        patience = {"RAY_raylet_start_wait_time_s": "180", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
+        return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN, **patience}
 
     def start(self) -> None:
         port, dashboard, client = free_ports(3)
@@ -228,6 +233,73 @@ def test_who_may_not_or_asks_for_nothing(nodes, tmp_path):
     for command in ("logs", "stop"):
         code, said = call("job", command, "nosuch", "--address", nodes.dashboard, cwd=tmp_path, **nodes.environment)
         assert code == 2 and said.splitlines()[-1].startswith("error: there is no job 'nosuch'"), said
+
+
+def test_what_a_job_needs_is_packed_along(monkeypatch, tmp_path):
+    sent = []
+
+    class Client(JobSubmissionClient):
+        def __init__(self, address: str):
+            pass
+
+        def submit_job(self, *, entrypoint: str, runtime_env: dict[str, Any], **_: Any) -> str:
+            sent.append((entrypoint, RuntimeEnv(**runtime_env).to_dict()))
+            return "1"
+
+        def get_job_info(self, job_id: str) -> JobDetails:
+            return JobDetails(submission_id=job_id, type=JobType.SUBMISSION, status=JobStatus.PENDING, entrypoint="")
+
+    monkeypatch.setattr("ray.job_submission.JobSubmissionClient", Client)
+    needed = tmp_path / "requirements.txt"
+    with pytest.raises(ConfigError, match="--requirements: there is no file"):
+        checked(["run", "quickstart"], tmp_path, needed)
+    needed.write_text("einops==0.8\n")
+    Cluster("http://head:8265").submit(["run", "mine.yaml"], tmp_path, needed)
+    Cluster("http://head:8265").submit(["run", "mine.yaml"], tmp_path)
+    (entrypoint, environment), (_, bare) = sent
+    assert entrypoint.endswith("run mine.yaml") and environment["working_dir"] == str(tmp_path)
+    assert environment["pip"]["packages"] == ["einops==0.8"] and "pip" not in bare
+    assert versions.EXPECTED in environment["env_vars"]
+
+
+OLDER = """
+import ray, raysim
+from raysim.cli import main
+
+{}
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("older", "more", "said"),
+    [
+        ("raysim.__version__ = '0.0.1'", {}, "it has raysim .*, here is 0.0.1; install the same on both"),
+        ("ray.__version__ = '0.0.1'", {}, "Ray: .* Ray: 0.0.1 .*; install the same on both"),
+        ("", {"RAY_AUTH_TOKEN": "9" * 40}, "RAY_AUTH_MODE=token and its ~/.ray/auth_token"),
+        ("", {"RAY_ADDRESS": "127.0.0.1:1"}, "is it running"),
+    ],
+    ids=["raysim", "ray", "token", "address"],
+)
+def test_a_run_that_cannot_join_says_why(nodes, tmp_path, older, more, said):
+    written(tmp_path, uri=f"sqlite:///{tmp_path}/mlflow.db", algorithm="fedavg")
+    ran = subprocess.run(
+        [sys.executable, "-c", OLDER.format(older), "run", "mine.yaml", "run_dir=run"],
+        cwd=tmp_path, env={**os.environ, **nodes.environment, "RAY_ADDRESS": nodes.address, **more},
+        capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    errors = [line for line in ran.stderr.splitlines() if line.startswith("error: ")]
+    assert ran.returncode == 2 and len(errors) == 1 and re.search(said, errors[0]), ran.stderr
+    assert "Traceback" not in ran.stderr and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", ["raysim", "ray", "python"])
+def test_a_job_that_others_sent_off_is_refused(monkeypatch, name):
+    monkeypatch.setenv(versions.EXPECTED, json.dumps(versions.here()))
+    versions.check()
+    monkeypatch.setenv(versions.EXPECTED, json.dumps({**versions.here(), name: "0.0.1"}))
+    with pytest.raises(ConfigError, match=f"sent off by {name} 0.0.1, .*install the same on both"):
+        versions.check()
 
 
 @pytest.mark.parametrize(
