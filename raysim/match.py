@@ -86,13 +86,21 @@ class Try:
 
 
 @dataclass(frozen=True)
+class Attacked:
+    """The mean PSNR in dB of an attack, and the folder of its picture."""
+
+    psnr: float
+    folder: str
+
+
+@dataclass(frozen=True)
 class Side:
-    """A method of the two: PSNRs by attacker, with the folders of their pictures, its best accuracy, and its run."""
+    """A method of the two: its noise (None: the method that is to be matched), attacks on it by attacker, its best
+    accuracy, and the run that had it."""
 
     label: str
     sigma: float | None
-    psnr: dict[str, float]
-    pictures: dict[str, str]
+    attacks: dict[str, Attacked]
     accuracy: float
     run_dir: str
 
@@ -164,57 +172,63 @@ def match(
     raw = layers.read(source, overrides, plan.keys, rules.defaults)
     if "match" not in raw:
         raise ConfigError(f"match: {source} has no such section; see configs/fedreg/match_mnist.yaml for one")
-    section = raw.pop("match")
-    asked = checked(_File, {"match": section}).match
+    asked = checked(_File, {"match": raw.pop("match")}).match
+    both = _Both(raw, asked)
+    first, second = ("adaptive", "oblivious") if asked.attack.attacker == "adaptive" else ("oblivious", "adaptive")
+    folder = both.watched(None)
+    own = {attacker: both.attacked(folder, attacker) for attacker in (first, second)}
+    target = own[first].psnr
+    say(f"to be matched: {target:.2f} dB ({first} attacker; {second}: {own[second].psnr:.2f} dB)")
+    folders: dict[float, Path] = {}
+    found: dict[float, Attacked] = {}
 
-    def rival(sigma: float) -> dict[str, Any]:
-        return {**asked.rival, "privacy.sigma": sigma}
+    def measure(sigma: float) -> float:
+        folders[sigma] = both.watched(sigma)
+        found[sigma] = both.attacked(folders[sigma], first)
+        say(f"sigma {sigma:.4g}: {found[sigma].psnr:.2f} dB")
+        return found[sigma].psnr
 
-    looked_on = {**LOOKED_ON, "schedule.cohort": asked.images, "observe.clients": asked.images, **asked.attacked}
-    for who in ({}, rival(asked.sigma[0])):  # a mistake in any of the four is told before anything runs
-        name = plan.prepare(raw, who).config.tracking.experiment
-        looked_on["tracking.experiment"] = f"{name}-attacked"
-        plan.prepare(raw, {**who, **looked_on})
+    tries = bisect(measure, target, *asked.sigma, asked.tolerance, asked.tries)
+    sigma = min(found, key=lambda one: abs(found[one].psnr - target))
+    rival = {first: found[sigma], second: both.attacked(folders[sigma], second)}
+    say(f"sigma {sigma:.4g} it is ({second} attacker: {rival[second].psnr:.2f} dB); both are trained now")
+    sides = both.trained(None, own), both.trained(sigma, rival)
+    matched = Matched(target, tries, abs(found[sigma].psnr - target) <= asked.tolerance, sides)
+    (Path(sides[0].run_dir) / "match.json").write_text(json.dumps(matched.as_object(), indent=1) + "\n")
+    return matched
 
-    def watched(who: Mapping[str, Any]) -> Path:
-        return execute(plan.prepare(raw, {**who, **looked_on})).run_dir
 
-    def psnr(run_dir: Path, attacker: str) -> tuple[float, str]:
-        result, folder = attack(run_dir, {**asked.attack.model_dump(), "attacker": attacker})
+class _Both:
+    """The two methods: the one that is to be matched has no sigma here, its rival has one."""
+
+    def __init__(self, raw: Mapping[str, Any], asked: Match):
+        """Raises ConfigError for a mistake in any of the four configurations, before anything runs."""
+        self.raw, self.asked = raw, asked
+        seen = {"schedule.cohort": asked.images, "observe.clients": asked.images}
+        self.looked_on = {**LOOKED_ON, **seen, **asked.attacked}
+        for sigma in (None, asked.sigma[0]):
+            experiment = plan.prepare(raw, self._who(sigma)).config.tracking.experiment
+            self.looked_on["tracking.experiment"] = f"{experiment}-attacked"
+            self._watched_plan(sigma)
+
+    def _who(self, sigma: float | None) -> dict[str, Any]:
+        return {} if sigma is None else {**self.asked.rival, "privacy.sigma": sigma}
+
+    def _watched_plan(self, sigma: float | None) -> plan.Plan:
+        return plan.prepare(self.raw, {**self._who(sigma), **self.looked_on})
+
+    def watched(self, sigma: float | None) -> Path:
+        """The folder of a new run that the server looks on at."""
+        return execute(self._watched_plan(sigma)).run_dir
+
+    def attacked(self, run_dir: Path, attacker: str) -> Attacked:
+        result, folder = attack(run_dir, {**self.asked.attack.model_dump(), "attacker": attacker})
         if not math.isfinite(result.psnr):
             raise RaysimError(f"match: no image of {run_dir} has a finite PSNR; change match.attack, say its lr")
-        return result.psnr, str(folder)
+        return Attacked(result.psnr, str(folder))
 
-    folders, pictures = {}, {}
-
-    def noisy(sigma: float) -> float:
-        folders[sigma] = watched(rival(sigma))
-        found, pictures[sigma] = psnr(folders[sigma], asked.attack.attacker)
-        say(f"sigma {sigma:.4g}: {found:.2f} dB")
-        return found
-
-    own = watched({})
-    target, picture = psnr(own, asked.attack.attacker)
-    say(f"to be matched: {target:.2f} dB ({asked.attack.attacker} attacker)")
-    tried = bisect(noisy, target, *asked.sigma, asked.tolerance, asked.tries)
-    found = min(tried, key=lambda one: abs(one.psnr - target))
-    within = abs(found.psnr - target) <= asked.tolerance
-    other = "adaptive" if asked.attack.attacker == "oblivious" else "oblivious"
-
-    def side(who: dict[str, Any], sigma: float | None, run_dir: Path, value: float, picture: str) -> Side:
-        besides, another = psnr(run_dir, other)
-        trained = plan.prepare(raw, who)
-        say(f"{trained.label}: {besides:.2f} dB ({other} attacker); is now trained")
-        done = execute(trained)
-        values, seen = {asked.attack.attacker: value, other: besides}, {asked.attack.attacker: picture, other: another}
+    def trained(self, sigma: float | None, attacks: dict[str, Attacked]) -> Side:
+        ready = plan.prepare(self.raw, self._who(sigma))
+        done = execute(ready)
         accuracy = done.metrics.get("accuracy", {"best": math.nan})["best"]
-        return Side(trained.label, sigma, values, seen, accuracy, str(done.run_dir))
-
-    sides = (
-        side({}, None, own, target, picture),
-        side(rival(found.sigma), found.sigma, folders[found.sigma], found.psnr, pictures[found.sigma]),
-    )
-    matched = Matched(target, tried, within, sides)
-    path = Path(sides[0].run_dir) / "match.json"
-    path.write_text(json.dumps(matched.as_object(), indent=1) + "\n")
-    return matched
+        return Side(ready.label, sigma, attacks, accuracy, str(done.run_dir))

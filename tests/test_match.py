@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from test_cli import assert_one_message, raysim_  # noqa: F401
+from test_cli import Said, assert_one_message, raysim_  # noqa: F401
 
 from raysim import match
 from raysim.errors import ConfigError
@@ -89,18 +89,25 @@ def test_the_noise_that_was_put_in_is_found(raysim_, tmp_path):  # noqa: F811
     assert said.code == 0, said.err
     found = said.last
     own, rival = found["sides"]
-    assert found["within"] and abs(rival["psnr"]["oblivious"] - found["target"]) <= 0.5
+    assert found["within"] and abs(rival["attacks"]["oblivious"]["psnr"] - found["target"]) <= 0.5
     assert rival["sigma"] == pytest.approx(0.05, rel=0.25) and own["sigma"] is None
-    assert set(own["psnr"]) == set(rival["psnr"]) == {"oblivious", "adaptive"}
+    assert list(own["attacks"]) == list(rival["attacks"]) == ["oblivious", "adaptive"]
+    clipped = [side["attacks"]["adaptive"]["psnr"] - side["attacks"]["oblivious"]["psnr"] for side in found["sides"]]
+    assert clipped == pytest.approx([0, 0], abs=0.3)  # a cosine does not see what clipping does to one gradient
     for line in found["tries"]:
         assert f"sigma {line['sigma']:.4g}: {line['psnr']:.2f} dB" in said.err
     for side in found["sides"]:
         trained = yaml.safe_load((Path(side["run_dir"]) / "config.yaml").read_text())
         assert trained["rounds"] == 2 and trained["local"]["epochs"] == 1 and trained["observe"] is None
         assert trained["privacy"]["sigma"] == (side["sigma"] or 0.05)
-        assert all((Path(picture) / "attack.png").is_file() for picture in side["pictures"].values())
+        assert all((Path(one["folder"]) / "attack.png").is_file() for one in side["attacks"].values())
         assert 0 < side["accuracy"] <= 1
     assert json.loads((Path(own["run_dir"]) / "match.json").read_text()) == found
+
+
+def assert_refused(said: Said, *words: str) -> None:
+    assert_one_message(said)
+    assert all(word in said.err for word in words), said.err
 
 
 @pytest.mark.parametrize(
@@ -118,14 +125,14 @@ def test_the_noise_that_was_put_in_is_found(raysim_, tmp_path):  # noqa: F811
 )
 def test_a_mistake_is_one_message_before_anything_runs(change, words, raysim_, tmp_path):  # noqa: F811
     said = raysim_("match", file(tmp_path, **change))
-    assert_one_message(said, *words)
+    assert_refused(said, *words)
     assert not Path("runs").exists()
 
 
 def test_other_files_and_other_commands_are_told_apart(raysim_, tmp_path):  # noqa: F811
     path = file(tmp_path)
-    assert_one_message(raysim_("run", path), "match", f"raysim match {path}")
-    assert_one_message(raysim_("match", "quickstart"), "match", "no such section")
+    assert_refused(raysim_("run", path), "match", f"raysim match {path}")
+    assert_refused(raysim_("match", "quickstart"), "match", "no such section")
 
 
 def test_no_finite_psnr_is_an_error_that_says_what_to_change(tmp_path, monkeypatch):

@@ -221,15 +221,15 @@ def match(
 
     console = Console(stderr=as_json, highlight=False)
     found = matches.match(config, overrides or [], lambda line: console.print(line, soft_wrap=True, markup=False))
-    attackers = list(found.sides[0].psnr)
+    attackers = list(found.sides[0].attacks)
     table = Table("method", "sigma", *(f"{one}, dB" for one in attackers), "best accuracy", box=None)
     for one in found.sides:
         sigma = "" if one.sigma is None else f"{one.sigma:.4g}"
-        table.add_row(one.label, sigma, *(f"{one.psnr[a]:.2f}" for a in attackers), f"{one.accuracy:.4f}")
+        table.add_row(one.label, sigma, *(f"{one.attacks[a].psnr:.2f}" for a in attackers), f"{one.accuracy:.4f}")
     console.print(table)
     for one in found.sides:
-        for picture in one.pictures.values():
-            console.print(f"look at it     {Path(picture) / 'attack.png'}", soft_wrap=True)
+        for made in one.attacks.values():
+            console.print(f"look at it     {Path(made.folder) / 'attack.png'}", soft_wrap=True)
     if not found.within:
         print("no sigma that was tried is within match.tolerance; this is the nearest one. Give more match.tries, or "
               "more match.images", file=sys.stderr)  # fmt: skip
