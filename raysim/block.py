@@ -13,8 +13,9 @@ from __future__ import annotations
 import logging
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Literal
 
 import numpy as np
@@ -125,9 +126,12 @@ class Trainer:
         w = self.loop.start(facts, x, down.buffers, job.steps, fresh=lambda: self._fresh(job.client))
         row = self._row(rule, self.loop, job)
         state = {"w": w, **rule.init(down.shared, row, data, self.loop)}
-        batches = self.feed.one_pass(job, mine) if rule.makes and job.steps else ()
-        made = [rule.make(down.shared, batch, self.loop) for batch in batches]
-        return Arrived(job, down, mine, data, row, state, made)
+        made = islice(self.made(rule, down, job, mine), job.steps) if rule.makes else ()
+        return Arrived(job, down, mine, data, row, state, list(made))
+
+    def made(self, rule: ClientRule, down: Broadcast, job: Job, mine: np.ndarray) -> Iterator[tuple[Batch, ...]]:
+        """What the rule makes of each batch of one pass; the client's task is `self.loop`."""
+        return (rule.make(down.shared, batch, self.loop) for batch in self.feed.one_pass(job, mine))
 
     def _leave(self, rule: ClientRule, state: State, here: Arrived, loss: Tensor) -> _Trained:
         """The client, whose task is `self.loop`, has made its steps: what it sends and what it keeps."""

@@ -109,6 +109,8 @@ def read(source: str | Path | Mapping[str, Any], overrides: Iterable[str] | Mapp
     if raw.pop("sweep", None) is not None:
         file = "this configuration" if isinstance(source, Mapping) else source
         raise ConfigError(f"sweep: {file} describes many runs, not one; start them with: raysim sweep {file}")
+    if "match" in raw:
+        raise ConfigError(f"match: {source} compares two methods; start it with: raysim match {source}")
     return raw
 
 

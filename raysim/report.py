@@ -191,9 +191,14 @@ def curves(
 
 
 def along(
-    runs: Sequence[Run], x: str, metric: str = "accuracy", say: Callable[[str], None] = lambda line: None
+    runs: Sequence[Run],
+    x: str,
+    metric: str = "accuracy",
+    say: Callable[[str], None] = lambda line: None,
+    target: float | None = None,
 ) -> list[Curve]:
-    """The best over a parameter with numbers as values, one curve for each combination of the others.
+    """The best over a parameter with numbers as values, one curve for each combination of the others; or the first
+    round at a target, where it was reached.
 
     Raises:
         ConfigError: the parameter is not there, or has other values.
@@ -201,12 +206,13 @@ def along(
     found = []
     for text, some in apart(runs, [x]):
         (key,) = resolved(some, [x], "--x")
-        table = [row for row in rows(some, metric, group=[x], say=say) if row.parameters and row.best]
+        table = rows(some, metric, target=target, group=[x], say=say)
+        told = [(row, row.best if target is None else row.to_target) for row in table if row.parameters]
         try:
-            values = [float(row.parameters[key]) for row in table]
+            values = [float(row.parameters[key]) for row, figure in told if figure]
         except ValueError:
             raise ConfigError(f"--x: the values of {x} are not numbers; see raysim report table, or give --y") from None
-        found.append(Curve(text or "all", values, [row.best for row in table if row.best]))
+        found.append(Curve(text or "all", values, [figure for _, figure in told if figure]))
     return found
 
 

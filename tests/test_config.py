@@ -19,6 +19,7 @@ from raysim import validation
 from raysim.config import at_round
 from raysim.errors import ConfigError
 from raysim.layers import read, shipped
+from raysim.match import Match
 from raysim.plan import Plan, keys, prepare
 from raysim.rules import ALGORITHMS, defaults, discover, resolve
 
@@ -759,8 +760,9 @@ def test_shipped_configurations_are_found_by_name_and_are_right(files, given):
 def test_every_shipped_configuration_is_well_formed(name):
     """Its sections, and what its grids vary; of the data nothing is read, and of the methods nothing is asked."""
     raw = layers(name)
-    grids = raw.pop("sweep", [])
+    grids, compared = raw.pop("sweep", []), raw.pop("match", None)
     assert validation.validate(raw).rounds
+    assert compared is None or Match.model_validate(compared).rival
     for grid in grids if isinstance(grids, list) else [grids]:
         for values in (value if isinstance(value, list) else [value] for value in grid.values()):
             assert values

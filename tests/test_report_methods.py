@@ -250,6 +250,14 @@ def test_the_best_over_a_parameter():
         report.along(swept(), "algorithm")
 
 
+def test_rounds_to_a_target_over_a_parameter():
+    """Where no seed reached it, there is no point."""
+    courses = {0: [[0, 0.6], [0, 0, 0.6]], 5: [[0, 0.4, 0.5]], 9: [[0, 0.4]]}
+    runs = [run(c, server__memory=m, seed=i) for m, each in courses.items() for i, c in enumerate(each)]
+    (line,) = report.along(runs, "server.memory", target=0.5)
+    assert line.spent == [0, 5] and [f.mean for f in line.figures] == [1.5, 2]
+
+
 def test_parts_over_two_parameters_differ_in_nothing_else(tmp_path: Path):
     runs = [
         run(beta1 + alpha, server__beta1=beta1, server__beta2=beta2, alpha=alpha)

@@ -121,6 +121,9 @@ def report_sweep(
     uri: Uri = None,
     metric: Metric = "accuracy",
     log_x: Annotated[bool, typer.Option("--log-x", help="a logarithmic abscissa")] = False,
+    target: Annotated[
+        float | None, typer.Option(help="lines of the first round at this value, not of the best")
+    ] = None,
     out: Annotated[Path, typer.Option(help="the picture to write: .png, .svg or .pdf")] = Path("sweep.png"),
     log: Log = False,
 ) -> None:
@@ -131,8 +134,10 @@ def report_sweep(
     check_picture(out)
     if y and log_x:
         raise ConfigError("--log-x: a heatmap has a column for each value; leave out --log-x or --y")
+    if y and target is not None:
+        raise ConfigError("--target: a heatmap is of the best; leave out --target or --y")
     found = report.finished_runs(runs, uri, metric, _aside)
-    print(_draw_sweep(found, metric, x, y, log_x, out))
+    print(_draw_sweep(found, metric, x, y, log_x, out, target))
     if log:
         _keep([out], found, runs, uri)
 
@@ -229,12 +234,15 @@ def _draw_curves(
     return f"{len(courses)} curves in {out}"
 
 
-def _draw_sweep(found: Sequence[Run], metric: str, x: str, y: str | None, log_x: bool, out: Path) -> str:
+def _draw_sweep(
+    found: Sequence[Run], metric: str, x: str, y: str | None, log_x: bool, out: Path, target: float | None = None
+) -> str:
     from raysim import pictures, report
 
     if y is None:
-        lines = report.along(found, x, metric, _aside)
-        _write(out, lambda: pictures.curves(lines, f"best {metric}", x, out, logarithmic=log_x))
+        lines = report.along(found, x, metric, _aside, target)
+        what = f"best {metric}" if target is None else f"rounds to {metric} {target:g}"
+        _write(out, lambda: pictures.curves(lines, what, x, out, logarithmic=log_x))
         return f"{len(lines)} lines in {out}"
     grids = [(name, *report.grid(some, x, y, metric, _aside)) for name, some in report.apart(found, [x, y])]
     _write(out, lambda: pictures.heatmap(grids, x, y, metric, out))

@@ -1,5 +1,5 @@
-"""`raysim bench | theory | simulate | attack`: what a configuration costs here and elsewhere, what is proved of it, and
-what a run gives away."""
+"""`raysim bench | theory | simulate | attack | match`: what a configuration costs here and elsewhere, what is proved of
+it, and what a run gives away."""
 
 from __future__ import annotations
 
@@ -215,6 +215,33 @@ def attack(
         print(f"the cost is not finite for client {clients}; lower lr, or try another seed", file=sys.stderr)
     if as_json:
         print(json.dumps({**result.as_object(), "folder": str(folder.absolute())}))
+
+
+@app.command()
+def match(
+    config: Annotated[str, typer.Argument(help="a YAML file with a section 'match', or the name of a shipped one")],
+    overrides: Overrides = None,
+    as_json: Annotated[bool, typer.Option("--json", help="last line of standard output: one JSON object")] = False,
+) -> None:
+    """Find the noise at which DP-SGD hides images as well as another method does, and train both."""
+    from raysim import match as matches
+
+    console = Console(stderr=as_json, highlight=False)
+    found = matches.match(config, overrides or [], lambda line: console.print(line, soft_wrap=True, markup=False))
+    attackers = list(found.sides[0].attacks)
+    table = Table("method", "sigma", *(f"{one}, dB" for one in attackers), "best accuracy", box=None)
+    for one in found.sides:
+        sigma = "" if one.sigma is None else f"{one.sigma:.4g}"
+        table.add_row(one.label, sigma, *(f"{one.attacks[a].psnr:.2f}" for a in attackers), f"{one.accuracy:.4f}")
+    console.print(table)
+    for one in found.sides:
+        for made in one.attacks.values():
+            console.print(f"look at it     {Path(made.folder) / 'attack.png'}", soft_wrap=True)
+    if not found.within:
+        print("no sigma that was tried is within match.tolerance; this is the nearest one. Give more match.tries, or "
+              "more match.images", file=sys.stderr)  # fmt: skip
+    if as_json:
+        print(json.dumps(found.as_object()))
 
 
 class _AttackProgress:
