@@ -40,6 +40,19 @@ class Run:
     spent: Mapping[int, float] = field(default_factory=dict)
     unfinished: str = ""
 
+    def best(self, lower: bool) -> float:
+        """The best value of all rounds."""
+        return (min if lower else max)(value for _, value in self.history)
+
+    @property
+    def trained(self) -> list[float]:
+        """The values after round 0; where there are none, the last one."""
+        return [value for t, value in self.history if t > 0] or [self.history[-1][1]]
+
+    def arrival(self, target: float, lower: bool) -> int | None:
+        """The first round with a value as good as this; None if there is none."""
+        return next((t for t, value in self.history if (value <= target if lower else value >= target)), None)
+
     def cost(self, round: int) -> float:
         """What had been spent by the end of a round, as far as it was logged."""
         if not self.spent:

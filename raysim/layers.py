@@ -44,6 +44,8 @@ def shipped() -> dict[str, str]:
     return {name: path.read_text().splitlines()[0].lstrip("# ") for name, path in shipped_files().items()}
 
 
+CLAIMS = "claims"
+"""The section that says what a paper claims of the runs (`raysim.claims`)."""
 Keys = Callable[[str, str, str], Iterable[str]]
 """(section, old name, new name) -> the keys that mean the same under both."""
 
@@ -73,7 +75,24 @@ def read(
         keys: tells which keys mean the same under another name, so that changing a name keeps only those.
         defaults: what an algorithm of this name sets in other sections. They enter with the layer that names the
             algorithm, below that layer's own keys.
+
+    What the file claims of its runs (`claims`) is none of their configuration.
     """
+    given = parse_overrides(overrides)
+    if CLAIMS in (key.partition(".")[0] for key in given):
+        raise ConfigError(f"{CLAIMS}: what is claimed of runs stands in the file, and is not given with =")
+    merged = _merged(_layers(source), given, keys, defaults)
+    merged.pop(CLAIMS, None)
+    return merged
+
+
+def claims(source: str | Path | Mapping[str, Any]) -> Any:
+    """The section `claims` of a file, or of what it extends, as it stands there; None if there is none."""
+    return next((layer[CLAIMS] for layer in reversed(_layers(source)) if CLAIMS in layer), None)
+
+
+def _layers(source: str | Path | Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What a file extends, and the file; or a mapping."""
     if isinstance(source, Mapping):
         layers = [dict(source)]
     else:
@@ -87,7 +106,16 @@ def read(
             if "extends" in below:
                 raise ConfigError(f"{path}: extends '{parent}', which extends another; only one level is allowed")
             layers.insert(0, below)
-    layers.append(_nested(parse_overrides(overrides)))
+    return layers
+
+
+def _merged(
+    layers: list[dict[str, Any]],
+    given: Mapping[str, Any],
+    keys: Keys | None,
+    defaults: Callable[[str], Mapping[str, Any]],
+) -> dict[str, Any]:
+    layers = [*layers, _nested(given)]
     merged: dict[str, Any] = {}
     for i, layer in enumerate(layers):
         algorithm = named(layer.get("algorithm"))

@@ -37,7 +37,7 @@ class Printed:
     rounds: float | None = None
 
     def is_about(self, params: Mapping[str, str]) -> bool:
-        return all(key in params and _same(params[key], value) for key, value in self.where.items())
+        return all(key in params and same(params[key], value) for key, value in self.where.items())
 
 
 def read(name: str) -> list[Printed]:
@@ -106,7 +106,7 @@ def target(printed: Sequence[Printed], params: Mapping[str, str]) -> float | Non
     return fixed[0] if fixed else None
 
 
-def _same(a: str, b: str) -> bool:
+def same(a: str, b: str) -> bool:
     """Whether two values are the same, numbers by their size."""
     try:
         return float(a) == float(b)

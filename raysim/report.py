@@ -57,26 +57,41 @@ def rows(
         found.append((_row(named, members, lower, goal), members[0].params))
     if not best_of:
         return [row for row, _ in found]
-    wanted = _resolved(runs, best_of, "--best-of")
-    if strange := [key for key in wanted if group and key not in _resolved(runs, group, "--group")]:
+    wanted = resolved(runs, best_of, "--best-of")
+    if strange := [key for key in wanted if group and key not in resolved(runs, group, "--group")]:
         raise ConfigError(f"--best-of: '{strange[0]}' is not among the parameters of --group")
     chosen: dict[tuple, Row] = {}
     for row, params in found:
-        place = tuple(_value(params, key) for key in wanted)
+        place = tuple(value_of(params, key) for key in wanted)
         rival = chosen.get(place)
         if rival is None or order(row, lower) < order(rival, lower):
             chosen[place] = row
     return list(chosen.values())
 
 
+def having(runs: Sequence[Run], where: Mapping[str, Sequence[str]], option: str) -> list[Run]:
+    """The runs in which each of these parameters has one of its values; numbers are compared by their size.
+
+    Raises:
+        ConfigError: no run has such a parameter; `option` is where it was named.
+    """
+    wanted = dict(zip(resolved(runs, where, option), where.values(), strict=True))
+
+    def has(run: Run, key: str, values: Sequence[str]) -> bool:
+        value = value_of(run.params, key)
+        return value is not None and any(paper.same(value, each) for each in values)
+
+    return [run for run in runs if all(has(run, key, values) for key, values in wanted.items())]
+
+
 def grouped(
     runs: Sequence[Run], group: Sequence[str] | None = None, say: Callable[[str], None] = lambda line: None
 ) -> list[tuple[dict[str, str], list[Run]]]:
     """Runs that differ only in their seed, with what tells them from the others; in the order of these values."""
-    keys = _resolved(runs, group, "--group") if group else _varied([run.params for run in runs])
+    keys = resolved(runs, group, "--group") if group else _varied([run.params for run in runs])
     groups: dict[tuple, list[Run]] = {}
     for run in runs:
-        groups.setdefault(tuple(_value(run.params, key) for key in keys), []).append(run)
+        groups.setdefault(tuple(value_of(run.params, key) for key in keys), []).append(run)
     if mixed := sorted({key for members in groups.values() for key in _varied([run.params for run in members])}):
         say(f"a row holds runs that differ in {', '.join(map(short, mixed))}")
     named = [
@@ -86,7 +101,7 @@ def grouped(
     return sorted(named, key=lambda each: [_by_size(each[0].get(key)) for key in keys])
 
 
-def _value(params: Mapping[str, str], key: str) -> str | None:
+def value_of(params: Mapping[str, str], key: str) -> str | None:
     """A parameter, or the side of the rules."""
     if key != SIDE:
         return params.get(key)
@@ -158,8 +173,8 @@ def curves(
     panels: Sequence[str] = (),
 ) -> list[Curve]:
     """One curve for each row that `rows` would give, those with the same values of the parameters `panels` together."""
-    apart = _resolved(runs, panels, "--panels")
-    keys = _resolved(runs, group, "--group") if group else _varied([run.params for run in runs])
+    apart = resolved(runs, panels, "--panels")
+    keys = resolved(runs, group, "--group") if group else _varied([run.params for run in runs])
     found = []
     for named, members in grouped(runs, [*apart, *(key for key in keys if key not in apart)] or None, say):
         members = [run for run in members if run.history]
@@ -169,9 +184,9 @@ def curves(
         common = sorted(set.intersection(*map(set, histories)))
         figures = [Figure.of([history[t] for history in histories]) for t in common]
         spent = [statistics.fmean(run.cost(t) for run in members) for t in common]
-        label = _label({k: v for k, v in named.items() if k not in apart}) or "all"
-        panel = _label({k: v for k, v in named.items() if k in apart})
-        found.append(Curve(label, spent, [figure for figure in figures if figure], panel))
+        text = label({k: v for k, v in named.items() if k not in apart}) or "all"
+        panel = label({k: v for k, v in named.items() if k in apart})
+        found.append(Curve(text, spent, [figure for figure in figures if figure], panel))
     return found
 
 
@@ -184,20 +199,20 @@ def along(
         ConfigError: the parameter is not there, or has other values.
     """
     found = []
-    for label, some in apart(runs, [x]):
-        (key,) = _resolved(some, [x], "--x")
+    for text, some in apart(runs, [x]):
+        (key,) = resolved(some, [x], "--x")
         table = [row for row in rows(some, metric, group=[x], say=say) if row.parameters and row.best]
         try:
             values = [float(row.parameters[key]) for row in table]
         except ValueError:
             raise ConfigError(f"--x: the values of {x} are not numbers; see raysim report table, or give --y") from None
-        found.append(Curve(label or "all", values, [row.best for row in table if row.best]))
+        found.append(Curve(text or "all", values, [row.best for row in table if row.best]))
     return found
 
 
 def apart(runs: Sequence[Run], keys: Sequence[str]) -> list[tuple[str, list[Run]]]:
     """Runs, taken apart by all parameters that differ but these (which each part has), with what tells the parts."""
-    known = _resolved(runs, keys, "--x and --y")
+    known = resolved(runs, keys, "--x and --y")
     having = [run for run in runs if all(key in run.params for key in known)]
     others = [key for key in _varied([run.params for run in having]) if key not in known]
     parts: dict[tuple, list[Run]] = {}
@@ -205,10 +220,10 @@ def apart(runs: Sequence[Run], keys: Sequence[str]) -> list[tuple[str, list[Run]
         parts.setdefault(tuple(run.params.get(key) for key in others), []).append(run)
     ordered = sorted(parts.items(), key=lambda part: [_by_size(value) for value in part[0]])
     told = [{k: v for k, v in zip(others, values, strict=True) if v is not None} for values, _ in ordered]
-    return [(_label(each), members) for each, (_, members) in zip(told, ordered, strict=True)]
+    return [(label(each), members) for each, (_, members) in zip(told, ordered, strict=True)]
 
 
-def _label(named: Mapping[str, str]) -> str:
+def label(named: Mapping[str, str]) -> str:
     return ", ".join(v if short(k) in (*NAMED, SIDE) else f"{k} {v}" for k, v in named.items())
 
 
@@ -267,9 +282,9 @@ def fraction_of(runs: Sequence[Run], reference: str, share: float, metric: str =
     key, equals, value = reference.partition("=")
     if not equals:
         raise ConfigError(f"--of: '{reference}' is not KEY=VALUE; write, for example, algorithm=fedavg")
-    (full,) = _resolved(runs, [key], "--of")
-    chosen = [run for run in runs if run.params.get(full) == value]
+    chosen = having(runs, {key: [value]}, "--of")
     if not chosen:
+        (full,) = resolved(runs, [key], "--of")
         known = sorted({run.params[full] for run in runs if full in run.params})
         raise ConfigError(f"--of: no run has {key}={value}{did_you_mean(value, known)}; there are {', '.join(known)}")
     best = [row.best.mean for row in rows(chosen, metric) if row.best]
@@ -279,15 +294,10 @@ def fraction_of(runs: Sequence[Run], reference: str, share: float, metric: str =
 
 
 def _row(parameters: dict[str, str], members: list[Run], lower: bool, target: float | None) -> Row:
-    def reached(value: float) -> bool:
-        return target is not None and (value <= target if lower else value >= target)
-
     runs = [run for run in members if run.history]
-    values = [[value for _, value in run.history] for run in runs]
-    arrivals = [next((run.cost(t) for t, value in run.history if reached(value)), None) for run in runs]
-    best = Figure.of([(min if lower else max)(each) for each in values])
-    trained = [[value for t, value in run.history if t > 0] or [run.history[-1][1]] for run in runs]
-    last = Figure.of([statistics.fmean(each[-LAST:]) for each in trained])
+    arrivals = [(run, run.arrival(target, lower)) for run in runs if target is not None]
+    best = Figure.of([run.best(lower) for run in runs])
+    last = Figure.of([statistics.fmean(run.trained[-LAST:]) for run in runs])
     ends = [run.history[-1][0] for run in runs] or [0]
     reasons = Counter(run.unfinished for run in members if run.unfinished)
     told = members[0].params.items()
@@ -296,7 +306,7 @@ def _row(parameters: dict[str, str], members: list[Run], lower: bool, target: fl
         len(members),
         best,
         last,
-        Figure.of([spent for spent in arrivals if spent is not None]),
+        Figure.of([run.cost(t) for run, t in arrivals if t is not None]),
         (min(ends), max(ends)),
         tuple(run.run_id for run in members),
         {key: value for key, value in told if all(run.params.get(key) == value for run in members)},
@@ -331,7 +341,7 @@ def _varied(params: Sequence[Mapping[str, str]]) -> list[str]:
     return chosen
 
 
-def _resolved(runs: Sequence[Run], keys: Iterable[str], option: str) -> list[str]:
+def resolved(runs: Sequence[Run], keys: Iterable[str], option: str) -> list[str]:
     """Parameters as a user names them: `algorithm` is `algorithm.name`, `algorithm.beta1` its rule's."""
     known = {key for run in runs for key in run.params}
     found = []

@@ -16,7 +16,7 @@ from raysim.finished import Spent
 
 LAST = 10
 """How many of the last evaluated values the mean at the end is taken over."""
-_NONE = "–"
+NONE = "–"
 
 
 @dataclass(frozen=True)
@@ -96,16 +96,29 @@ def markdown(
     table: Sequence[Row], metric: str = "accuracy", target: float | None = None, spent: Spent = "rounds"
 ) -> str:
     """Rows as a Markdown table; accuracies in percent."""
-    head, *lines = _cells(table, metric, target, spent)
+    return as_markdown(_cells(table, metric, target, spent))
+
+
+def as_markdown(cells: Sequence[Sequence[str]]) -> str:
+    """A head and lines as a Markdown table."""
+    head, *lines = cells
     lines = [head, ["---"] * len(head), *lines]
     return "\n".join("| " + " | ".join(cell.replace("|", r"\|") for cell in line) + " |" for line in lines)
+
+
+def number(mean: float | None, std: float | None, percent: bool) -> str:
+    """A mean with its standard deviation, if there is one; shares of one perhaps in percent."""
+    scale, form = (100, ".2f") if percent else (1, ".4g")
+    if mean is None:
+        return NONE
+    return f"{mean * scale:{form}}" + (f" ± {std * scale:{form}}" if std is not None else "")
 
 
 def latex(table: Sequence[Row], metric: str = "accuracy", target: float | None = None, spent: Spent = "rounds") -> str:
     """Rows as a LaTeX tabular (with booktabs); the best mean, or where there are ranks that of each
     scenario, in bold."""
     special = {**{c: f"\\{c}" for c in "&%$#_{}"}, "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
-    special |= {"\\": r"\textbackslash{}", "±": r"$\pm$", _NONE: "--"}
+    special |= {"\\": r"\textbackslash{}", "±": r"$\pm$", NONE: "--"}
     head, *lines = [
         ["".join(special.get(c, c) for c in cell) for cell in line] for line in _cells(table, metric, target, spent)
     ]
@@ -126,17 +139,14 @@ def _cells(table: Sequence[Row], metric: str, target: float | None, spent: Spent
     unit = " %" if percent else ""
 
     def figure(mean: float | None, std: float | None) -> str:
-        scale, form = (100, ".2f") if percent else (1, ".4g")
-        if mean is None:
-            return _NONE
-        return f"{mean * scale:{form}}" + (f" ± {std * scale:{form}}" if std is not None else "")
+        return number(mean, std, percent)
 
     def mean(f: Figure | None) -> str:
-        return figure(f.mean, f.std) if f else _NONE
+        return figure(f.mean, f.std) if f else NONE
 
     def arrival(row: Row) -> str:
         if row.to_target is None:
-            return _NONE
+            return NONE
         missed = f" ({row.to_target.n}/{row.seeds})" if row.to_target.n < row.seeds else ""
         return f"{row.to_target.mean:.4g}{missed}"
 
@@ -144,22 +154,22 @@ def _cells(table: Sequence[Row], metric: str, target: float | None, spent: Spent
 
     def place(row: Row) -> str:
         if row.rank is None:
-            return _NONE
+            return NONE
         return f"{row.rank.mean:.3g}" + (f" (of {row.rank.scenarios})" if len(scenarios) > 1 else "")
 
     targets = {row.target for row in table if row.target is not None} or ({target} if target is not None else set())
     aim = f"{min(targets):.4g}" if len(targets) == 1 else "target"
     parts: list[tuple[str, Callable[[Row], str]]] = []
     for key in _columns(table):
-        parts.append((short(key), lambda row, key=key: row.parameters.get(key, _NONE)))
+        parts.append((short(key), lambda row, key=key: row.parameters.get(key, NONE)))
     parts.append(("seeds", lambda row: str(row.seeds)))
     parts.append((f"best {metric}{unit}", lambda row: mean(row.best)))
     if any(row.printed for row in table):
         parts.append(
-            (f"paper: best{unit}", lambda row: figure(row.printed.best, row.printed.std) if row.printed else _NONE)
+            (f"paper: best{unit}", lambda row: figure(row.printed.best, row.printed.std) if row.printed else NONE)
         )
         parts.append(
-            ("difference / paper's std", lambda row: _NONE if row.difference is None else f"{row.difference:+.2f}")
+            ("difference / paper's std", lambda row: NONE if row.difference is None else f"{row.difference:+.2f}")
         )
     parts.append((f"mean of last {LAST}{unit}", lambda row: mean(row.last)))
     if len(targets) > 1:
@@ -169,7 +179,7 @@ def _cells(table: Sequence[Row], metric: str, target: float | None, spent: Spent
     if any(row.printed and row.printed.rounds for row in table) and spent == "rounds":
         parts.append((f"paper: rounds to {aim}", lambda row: _rounds(row.printed)))
     if scenarios:
-        parts.append(("rank", lambda row: f"{row.rank.place:.3g}" if row.rank else _NONE))
+        parts.append(("rank", lambda row: f"{row.rank.place:.3g}" if row.rank else NONE))
     if max(scenarios, default=1) > 1:
         parts.append(("mean rank" + (f" of {min(scenarios)}" if len(scenarios) == 1 else ""), place))
     parts.append(("rounds done", lambda row: "–".join(map(str, dict.fromkeys(row.rounds)))))
@@ -180,7 +190,7 @@ def _cells(table: Sequence[Row], metric: str, target: float | None, spent: Spent
 
 def _rounds(printed: paper.Printed | None) -> str:
     if printed is None or printed.rounds is None:
-        return _NONE
+        return NONE
     return "never" if printed.rounds == float("inf") else f"{printed.rounds:g}"
 
 

@@ -88,7 +88,7 @@ def report_table(
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / f"table.{ ({'markdown': 'md', 'latex': 'tex'}.get(form, form)) }"
             file.write_text(text + "\n")
-            _keep(file, found, runs, uri)
+            _keep([file], found, runs, uri)
 
 
 @report_app.command("curves")
@@ -103,16 +103,14 @@ def report_curves(
     log: Log = False,
 ) -> None:
     """How runs went, mean and a band of one std over seeds, over what they spent, as a picture."""
-    from raysim import pictures, report
+    from raysim import report
 
     unit = _unit(spent)
     _drawable(out)
     found = report.finished_runs(runs, uri, metric, _aside, unit)
-    courses = report.curves(found, _keys(group), _aside, _keys(panels) or ())
-    _write(out, lambda: pictures.curves(courses, metric, unit, out))
-    print(f"{len(courses)} curves in {out}")
+    print(_draw_curves(found, metric, unit, _keys(group), _keys(panels) or (), out))
     if log:
-        _keep(out, found, runs, uri)
+        _keep([out], found, runs, uri)
 
 
 @report_app.command("sweep")
@@ -128,22 +126,15 @@ def report_sweep(
 ) -> None:
     """The best of runs, mean over seeds, over one parameter as lines or over two as heatmaps, as a picture. What else
     differs makes lines, or panels, of its own."""
-    from raysim import pictures, report
+    from raysim import report
 
     _drawable(out)
     if y and log_x:
         raise ConfigError("--log-x: a heatmap has a column for each value; leave out --log-x or --y")
     found = report.finished_runs(runs, uri, metric, _aside)
-    if y:
-        grids = [(name, *report.grid(some, x, y, metric, _aside)) for name, some in report.apart(found, [x, y])]
-        _write(out, lambda: pictures.heatmap(grids, x, y, metric, out))
-        print(f"{sum(len(grid[-1]) for grid in grids)} values in {out}")
-    else:
-        lines = report.along(found, x, metric, _aside)
-        _write(out, lambda: pictures.curves(lines, f"best {metric}", x, out, logarithmic=log_x))
-        print(f"{len(lines)} lines in {out}")
+    print(_draw_sweep(found, metric, x, y, log_x, out))
     if log:
-        _keep(out, found, runs, uri)
+        _keep([out], found, runs, uri)
 
 
 @report_app.command("sensitivity")
@@ -204,6 +195,76 @@ def report_speedup(
     print(f"slope {slope.mean:.3f}, 95 % interval [{slope.low:.3f}, {slope.high:.3f}] over {slope.n} seeds; {out}")
 
 
+@report_app.command("claims")
+def report_claims(
+    config: Annotated[str, typer.Argument(help="a YAML file, or the name of a shipped one, with a section claims")],
+    runs: Annotated[
+        list[str] | None, typer.Argument(help="experiments, or ids of runs; default: the configuration's experiment")
+    ] = None,
+    uri: Annotated[str | None, typer.Option(help="of the tracking store; default: the configuration's")] = None,
+    figures: Annotated[Path, typer.Option(help="the folder for the pictures")] = Path(),
+    out: Annotated[Path | None, typer.Option(help="a file to write the table to, instead of printing it")] = None,
+    log: Log = False,
+) -> None:
+    """What a paper claims of a configuration's runs, with what came out, a verdict, and the pictures that show it."""
+    from functools import cache
+
+    from raysim import claims, layers, report, validation
+    from raysim.config import Tracking
+
+    asked = claims.read(config)
+    if not asked:
+        raise ConfigError(f"claims: {config} has no such section, a list of claims with says, left, is and right")
+    tracking = validation.checked(Tracking, layers.read(config).get("tracking") or {})
+    wanted, store = runs or [tracking.experiment], uri or tracking.uri
+
+    @cache
+    def runs_of(metric: str, spent: Any = "rounds") -> list[Run]:
+        return report.finished_runs(wanted, store, metric, _aside, spent)
+
+    lines = claims.check(asked, runs_of)
+    text = claims.markdown(lines)
+    shown = {claim.figure.file: (i, claim.figure) for i, claim in enumerate(asked) if claim.figure}
+    for i, figure in shown.values():
+        unit, path = _unit(figure.spent), figures / figure.file
+        found = report.having(runs_of(figure.metric, unit), figure.where, f"claims.{i}.figure.where")
+        if figure.kind == "curves":
+            _aside(_draw_curves(found, figure.metric, unit, figure.group, figure.panels, path))
+        else:
+            _aside(_draw_sweep(found, figure.metric, figure.x, figure.y, figure.log_x, path))
+    if out is None:
+        print(text)
+    else:
+        _write(out, lambda: out.write_text(text + "\n"))
+    if log:
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "claims.md"
+            file.write_text(text + "\n")
+            _keep([file, *(figures / name for name in shown)], runs_of(asked[0].left.metric), wanted, uri=store)
+
+
+def _draw_curves(
+    found: Sequence[Run], metric: str, unit: Any, group: Sequence[str] | None, panels: Sequence[str], out: Path
+) -> str:
+    from raysim import pictures, report
+
+    courses = report.curves(found, group, _aside, panels)
+    _write(out, lambda: pictures.curves(courses, metric, unit, out))
+    return f"{len(courses)} curves in {out}"
+
+
+def _draw_sweep(found: Sequence[Run], metric: str, x: str, y: str | None, log_x: bool, out: Path) -> str:
+    from raysim import pictures, report
+
+    if y is None:
+        lines = report.along(found, x, metric, _aside)
+        _write(out, lambda: pictures.curves(lines, f"best {metric}", x, out, logarithmic=log_x))
+        return f"{len(lines)} lines in {out}"
+    grids = [(name, *report.grid(some, x, y, metric, _aside)) for name, some in report.apart(found, [x, y])]
+    _write(out, lambda: pictures.heatmap(grids, x, y, metric, out))
+    return f"{sum(len(grid[-1]) for grid in grids)} values in {out}"
+
+
 def _aside(line: str) -> None:
     print(line, file=sys.stderr)
 
@@ -246,7 +307,8 @@ def _write(path: Path, write: Callable[[], object]) -> None:
         raise ConfigError(f"--out: {path} cannot be written: {error.strerror}") from None
 
 
-def _keep(file: Path, found: Sequence[Run], wanted: Sequence[str], uri: str | None) -> None:
+def _keep(files: list[Path], found: Sequence[Run], wanted: Sequence[str], uri: str | None) -> None:
     from raysim.finished import keep
 
-    print(f"kept in MLflow: report/{file.name} of run {keep([file], found, wanted, uri)}", file=sys.stderr)
+    names = ", ".join(f"report/{file.name}" for file in files)
+    _aside(f"kept in MLflow: {names} of run {keep(files, found, wanted, uri)}")

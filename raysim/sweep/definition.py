@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from raysim import config, data, layers, plan, rules, validation
+from raysim import claims, config, data, layers, plan, rules, validation
 from raysim.config import Config, Section
 from raysim.errors import ConfigError, did_you_mean
 from raysim.sweep import space
@@ -160,6 +160,7 @@ class Described:
 
 def describe(source: str | Path | Mapping[str, Any], overrides: Iterable[str] = ()) -> Described:
     """Reads a sweep. Arguments and errors are those of `prepare`; the trials themselves are not looked at."""
+    claims.read(source)  # a mistake there is told before anything runs
     given, axes = space.split(overrides)
     said = {key: given.pop(key) for key in list(given) if key.partition(".")[0] == "sweep"}
     section = layers.read(source, (), plan.keys, rules.defaults).get("sweep")

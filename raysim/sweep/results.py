@@ -120,7 +120,7 @@ def _runs(outcome: Outcome) -> tuple[str, list[report.Run]]:
 
 
 def _best(run: report.Run, metric: str) -> float | None:
-    return (min if metric.endswith("loss") else max)((value for _, value in run.history), default=None)
+    return run.best(metric.endswith("loss")) if run.history else None
 
 
 def _trials(outcome: Outcome, metric: str, runs: list[report.Run]) -> str:
