@@ -13,10 +13,10 @@ and none does alone is how they act on one another, or within a third.
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from statistics import fmean
 from typing import TypeVar
 
 from raysim import report
@@ -45,22 +45,19 @@ class Effect:
 def share(results: Sequence[float], groups: Sequence[Hashable]) -> float:
     """ε². NaN where each result has a group of its own, 0 where all results are the same."""
     members = _members(results, groups)
-    mean, free = statistics.fmean(results), len(results) - len(members)
+    mean, free = fmean(results), len(results) - len(members)
     if not free:
         return math.nan
     total = sum((value - mean) ** 2 for value in results)
-    within = sum((value - statistics.fmean(some)) ** 2 for some in members.values() for value in some)
+    within = sum((value - fmean(some)) ** 2 for some in members.values() for value in some)
     return (total - within - (len(members) - 1) * within / free) / total if total else 0.0
 
 
 def result(statistic: str, metric: str) -> Callable[[Run], float]:
     """What counts of a run: its best value, or the mean of its last ten."""
-    best = min if metric.endswith("loss") else max
-    return lambda run: best(_values(run)) if statistic == "best" else statistics.fmean(_values(run)[-LAST:])
-
-
-def _values(run: Run) -> list[float]:
-    return [value for t, value in run.history if t > 0] or [run.history[-1][1]]
+    if statistic == "best":
+        return lambda run: run.best(metric.endswith("loss"))
+    return lambda run: fmean(run.trained[-LAST:])
 
 
 def effects(runs: Sequence[Run], keys: Sequence[str], result: Callable[[Run], float]) -> list[Effect]:
@@ -91,7 +88,7 @@ def _effect(name: str, texts: Sequence[str], results: Sequence[float]) -> Effect
     groups = _thirds(numbers) if len(set(numbers)) > FEW else list(texts)
     ordered = sorted(zip(values, groups, results, strict=True))
     members = _members([value for _, _, value in ordered], [group for _, group, _ in ordered])
-    means = [(group, statistics.fmean(some)) for group, some in members.items()]
+    means = [(group, fmean(some)) for group, some in members.items()]
     return Effect(short(name), share(results, groups), list(zip(values, results, strict=True)), means)
 
 

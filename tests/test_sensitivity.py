@@ -11,7 +11,7 @@ from raysim.finished import Run
 def runs_of(table):
     """Runs with these parameters and results."""
     return [
-        Run(str(i), {key: str(value) for key, value in params.items()}, [(0, 9.0), (10, result)])
+        Run(str(i), {key: str(value) for key, value in params.items()}, [(10, result)])
         for i, (params, result) in enumerate(table)
     ]
 

@@ -160,7 +160,7 @@ def report_sensitivity(
     _write(out, lambda: pictures.scatter(sensitivity.clouds(effects), f"{statistic} {metric}", out))
     print(f"{sensitivity.markdown(effects, metric)}\n{len(found)} runs; {out}")
     if log:
-        _keep(out, found, runs, uri)
+        _keep([out], found, runs, uri)
 
 
 @report_app.command("speedup")
