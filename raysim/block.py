@@ -15,7 +15,7 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby, pairwise
+from itertools import groupby, islice, pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -160,9 +160,12 @@ class Trainer:
         w = self.loop.start(facts, x, down.buffers, job.steps, fresh=lambda: self._fresh(job.client))
         row = self._row(rule, self.loop, job)
         state = {"w": w, **rule.init(down.shared, row, data, self.loop)}
-        batches = self._one_pass(job, mine) if rule.makes and job.steps else ()
-        made = [rule.make(down.shared, batch, self.loop) for batch in batches]
-        return Arrived(job, down, mine, data, row, state, made)
+        made = islice(self.made(rule, down, job, mine), job.steps) if rule.makes else ()
+        return Arrived(job, down, mine, data, row, state, list(made))
+
+    def made(self, rule: ClientRule, down: Broadcast, job: Job, mine: np.ndarray) -> Iterator[tuple[Batch, ...]]:
+        """What the rule makes of each batch of one pass; the client's task is `self.loop`."""
+        return (rule.make(down.shared, batch, self.loop) for batch in self._one_pass(job, mine))
 
     def _leave(self, rule: ClientRule, state: State, here: Arrived, loss: Tensor) -> _Trained:
         """The client, whose task is `self.loop`, has made its steps: what it sends and what it keeps."""

@@ -65,7 +65,7 @@ def _fisher_correlation(trainer: Trainer, rule: ClientRule, here: Arrived, windo
     w = rule.step(here.down.shared, again.state, batch, trainer.loop)["w"].clone()
     past = np.concatenate([trainer.clients.client(client) for client in window])
     stored = (Batch(*trainer.images(past[i : i + SINGLE], None)) for i in range(0, len(past), SINGLE))
-    pseudo = trainer.loop.squares(w, [made[0] for made in again.made])
+    pseudo = trainer.loop.squares(w, [made[0] for made in trainer.made(rule, here.down, job, here.mine)])
     return correlation(pseudo, trainer.loop.squares(w, stored))
 
 

@@ -111,9 +111,9 @@ class ClientRule(_Rule):
         return type(self).make is not ClientRule.make
 
     def make(self, shared: State, batch: Batch, task: Task) -> tuple[Batch, ...]:
-        """On arrival, for each batch of one shuffled pass over the client's data: batches of as many examples to go
-        along with the steps. Step i of the round finds what was made of batch i (from the first one again, where there
-        are fewer batches than steps) as `batch.made`."""
+        """On arrival, for each batch of one shuffled pass over the client's data that a step will meet: batches of as
+        many examples to go along with the steps. Step i of the round finds what was made of batch i (from the first one
+        again, where there are fewer batches than steps) as `batch.made`."""
         return ()
 
     def state(self, task: Task) -> State:

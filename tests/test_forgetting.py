@@ -72,10 +72,12 @@ def squares(plan: Plan, w: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> np
     return (total / len(x)).numpy()
 
 
-def test_fisher_correlation_is_that_of_pseudo_and_past_data(base):
-    """With one local step a round, a client's upload is the model after its first step."""
-    config = {**base, **CONFIG, "algorithm": {"name": "fedreg", "eta_s": 0.2, "ascent": 3, "gamma": 0.5}}
-    config |= {"local": {"steps": 1, "batch": "full", "lr": 0.3}, "observe": {"rounds": [2], "clients": 4}}
+@pytest.mark.parametrize("batch", ["full", 1])
+def test_fisher_correlation_is_that_of_pseudo_and_past_data(batch, base):
+    """With one local step a round, a client's upload is the model after its first step. The pseudo data are those of
+    all its examples, though the step needs but what was made of one batch."""
+    config = {**base, **CONFIG, "rounds": 3, "algorithm": {"name": "fedreg", "eta_s": 0.2, "ascent": 3, "gamma": 0.5}}
+    config |= {"local": {"steps": 1, "batch": batch, "lr": 0.3}, "observe": {"rounds": [2], "clients": 4}}
     config |= {"evaluate": {"every": 0, "forgetting": {"fisher": True, "window": 2}}}
     raysim.run(config)
     plan, folder = prepare(config), Path(base["run_dir"])

@@ -19,6 +19,7 @@ from oracle.batches import batch_sizes
 from oracle.nets import Blocks
 from test_oracles import MODES, NETS, SAMPLES, SIZES, STEPS, UNIFORM, Feed, by_round, distance, feed
 
+from algorithms import fedreg as fedreg_rules
 from raysim.randomness import generator
 from raysim.rules import CLIENTS, discover
 
@@ -190,6 +191,16 @@ def test_fedreg(name, mode, engine, ragged):
     w = [fedreg.shares(steps) for steps in theirs.rounds]
     ours = [(r["client/w_s"], r["client/w_p"]) for r in records if "client/w_s" in r]
     close(np.array(ours), np.array(w), 1e-6)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_data_are_made_of_as_many_batches_as_steps_meet(mode, engine, ragged, monkeypatch):
+    """Clients of 40, 12 and 3 examples in batches of 8 have 5, 2 and 1 of them; three steps meet 3, 2 and 1."""
+    calls, make = [], fedreg_rules.FedRegClient.make
+    monkeypatch.setattr(fedreg_rules.FedRegClient, "make", lambda *given: calls.append(1) or make(*given))
+    case = reg({}, [], local={"lr": 0.3, "steps": 3, "batch": 8}, sizes=[40, 12, 3], rounds=1, cohort=3)
+    engine(case.config(mode, ragged))
+    assert len(calls) == 3 + 2 + 1
 
 
 def test_these_runs_have_what_they_are_for(engine, ragged):
