@@ -140,9 +140,7 @@ def report_sweep(
 @report_app.command("sensitivity")
 def report_sensitivity(
     runs: Runs,
-    keys: Annotated[
-        str | None, typer.Option(help="KEY,KEY: the parameters in question; default: all that differ but the seed")
-    ] = None,
+    keys: Annotated[str, typer.Option(help="KEY,KEY: the parameters in question")],
     uri: Uri = None,
     metric: Metric = "accuracy",
     statistic: Annotated[str, typer.Option(help="what counts of a run: best or last10 (evaluations, mean)")] = "best",
