@@ -25,7 +25,7 @@ Goal = Callable[[Sequence[Run]], float | None]
 SIDE = "side"
 """A parameter that follows from the rules: where they differ from FedAvg's. It is a column for those who ask for it."""
 _SCENARIO = ("data.", "partition.", "model.", "schedule.", "privacy.")  # what methods are compared in
-_FOLLOWS = ("client.", "server.", "block.", "model.")  # sections whose keys mostly follow from a name
+_FOLLOWS = ("client.", "server.", "block.", "model.", "schedule.")  # sections whose keys mostly follow from a name
 
 
 def rows(
@@ -323,7 +323,7 @@ def _row(parameters: dict[str, str], members: list[Run], lower: bool, target: fl
 
 def _varied(params: Sequence[Mapping[str, str]]) -> list[str]:
     """The parameters that differ, but for the seed and what cannot change a result. Those that follow from others (the
-    rules from the algorithm, the block size from the model) are named only where they tell runs apart by themselves."""
+    rules from the algorithm, the cohort from the schedule) are named only where they tell runs apart by themselves."""
     everything = dict.fromkeys(key for each in params for key in each)
     differ = [
         key

@@ -94,6 +94,17 @@ def test_what_follows_from_a_name_is_no_column():
     assert markdown(rows(runs)).splitlines()[2] == "| fedavg | – | 1 | 10.00 | 10.00 | 0 |"
 
 
+def test_what_follows_from_a_schedule_is_no_column():
+    common = {"seed": 0, "schedule__speeds__name": "constant"}
+    runs = [
+        run([0.1], schedule__name="kasync", schedule__arrivals=10, **common | {"schedule__speeds__name": "uniform"}),
+        run([0.2], schedule__name="sync", schedule__cohort=10, **common),
+    ]
+    assert [row.parameters for row in rows(runs)] == [{"schedule.name": "kasync"}, {"schedule.name": "sync"}]
+    runs.append(run([0.3], schedule__name="sync", schedule__cohort=20, **common))
+    assert [row.parameters.get("schedule.cohort") for row in rows(runs)] == [None, "10", "20"]
+
+
 def test_where_a_run_has_no_algorithm_both_of_its_rules_are_columns():
     pairs = [("moon", "fedadam"), ("fedprox", "mifam")]
     runs = [run([0.1], client__name=client, server__name=server, algorithm="None") for client, server in pairs]

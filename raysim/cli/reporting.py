@@ -142,6 +142,30 @@ def report_sweep(
         _keep([out], found, runs, uri)
 
 
+@report_app.command("sensitivity")
+def report_sensitivity(
+    runs: Runs,
+    keys: Annotated[str, typer.Option(help="KEY,KEY: the parameters in question")],
+    uri: Uri = None,
+    metric: Metric = "accuracy",
+    statistic: Annotated[str, typer.Option(help="what counts of a run: best or last10 (evaluations, mean)")] = "best",
+    out: Annotated[Path, typer.Option(help="the picture to write: .png, .svg or .pdf")] = Path("sensitivity.png"),
+    log: Log = False,
+) -> None:
+    """How much of the spread of runs each of their parameters explains, as a table, and a picture of all points. Made
+    for random search, where the parameters are independent."""
+    from raysim import pictures, report, sensitivity
+
+    _one_of("--statistic", statistic, sensitivity.STATISTICS)
+    _drawable(out)
+    found = report.finished_runs(runs, uri, metric, _aside)
+    effects = sensitivity.effects(found, _keys(keys) or (), sensitivity.result(statistic, metric))
+    _write(out, lambda: pictures.scatter(sensitivity.clouds(effects), f"{statistic} {metric}", out))
+    print(f"{sensitivity.markdown(effects, metric)}\n{len(found)} runs; {out}")
+    if log:
+        _keep([out], found, runs, uri)
+
+
 @report_app.command("speedup")
 def report_speedup(
     runs: Annotated[list[str], typer.Argument(help="experiments, or ids of runs; that of a sweep is for its trials")],
