@@ -152,11 +152,11 @@ def why_not(plan: Plan) -> str | None:
 def departures(plan: Plan) -> list[str]:
     """What the theorem supposes and this run does not do, though all its numbers can be told: the bound need not hold
     then. Noise of gradients, for one, does not fade with T; and the theorem's f is the plain mean of the f_i."""
-    c, found = plan.config, []
+    found, schedule = [], plan.config.schedule
     if _weighs(plan):
         found.append(f"server rule '{plan.server.name}' weighs clients differently (weights: uniform does not)")
-    some = c.schedule.cohort < len(plan.clients) and plan.problem.n_nonempty < len(plan.clients)
-    if some or c.schedule.deadline or c.schedule.dropouts or c.schedule.availability:
+    some = schedule.size < len(plan.clients) and plan.problem.n_nonempty < len(plan.clients)
+    if some or (isinstance(schedule, Sync) and (schedule.deadline or schedule.dropouts or schedule.availability)):
         found.append("rounds have different numbers of clients (schedule.deadline, dropouts, availability, or no data)")
     if _noisy(plan):
         found.append("local steps do not follow full gradients (local.batch: full, no augmentation, no dropout)")

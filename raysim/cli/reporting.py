@@ -157,7 +157,7 @@ def report_sensitivity(
     from raysim import pictures, report, sensitivity
 
     _one_of("--statistic", statistic, sensitivity.STATISTICS)
-    _drawable(out)
+    check_picture(out)
     found = report.finished_runs(runs, uri, metric, _aside)
     effects = sensitivity.effects(found, _keys(keys) or (), sensitivity.result(statistic, metric))
     _write(out, lambda: pictures.scatter(sensitivity.clouds(effects), f"{statistic} {metric}", out))
