@@ -128,7 +128,8 @@ def _why_empty(trained: Sequence[Any], done: Sequence[Any], metric: str) -> str:
         return f"no run is finished ({states}); wait for them, or go on with raysim resume RUN_DIR or the same sweep"
     known = {key for run in done for key in run.data.metrics}
     hint = did_you_mean(metric, known) or f"; give --metric, one of {', '.join(sorted(known)) or 'none'}"
-    return f"no run has a metric '{metric}'{hint}"
+    made = "; evaluate.theory.every=10, say, measures it" if metric.startswith("theory/") else ""
+    return f"no run has a metric '{metric}'{made}{hint}"
 
 
 def keep(files: Sequence[Path], runs: Sequence[Run], wanted: Sequence[str], uri: str | None = None) -> str:
@@ -172,6 +173,7 @@ def _store(uri: str | None, deed: str = "read") -> Iterator[Any]:
         raise
     except Exception as error:
         why = " ".join(masked(str(error)).split())[:200]
+        why = "nothing answers; is the server up?" if "Max retries exceeded" in why else why
         raise RaysimError(f"--uri: {masked(address)} cannot be {deed}: {why}") from None
 
 

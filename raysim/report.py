@@ -203,9 +203,11 @@ def along(
     Raises:
         ConfigError: the parameter is not there, or has other values.
     """
+    (key,) = resolved(runs, [x], "--x")
+    if len(values := {run.params[key] for run in runs if key in run.params}) == 1:
+        raise ConfigError(f"--x: {x} is {values.pop()} in all of these runs; give a parameter that differs")
     found = []
     for text, some in apart(runs, [x]):
-        (key,) = resolved(some, [x], "--x")
         table = rows(some, metric, target=target, group=[x], say=say)
         told = [(row, row.best if target is None else row.to_target) for row in table if row.parameters]
         try:

@@ -267,7 +267,7 @@ def _draw_sweep(
         lines = report.along(found, x, metric, _aside, target)
         what = f"best {metric}" if target is None else f"rounds to {metric} {target:g}"
         _write(out, lambda: pictures.curves(lines, what, x, out, logarithmic=log_x))
-        return f"{len(lines)} lines in {out}"
+        return f"{len(lines)} line{'s'[: len(lines) != 1]} in {out}"
     grids = [(name, *report.grid(some, x, y, metric, _aside)) for name, some in report.apart(found, [x, y])]
     _write(out, lambda: pictures.heatmap(grids, x, y, metric, out))
     return f"{sum(len(grid[-1]) for grid in grids)} values in {out}"
