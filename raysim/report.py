@@ -203,9 +203,6 @@ def along(
     Raises:
         ConfigError: the parameter is not there, or has other values.
     """
-    (key,) = resolved(runs, [x], "--x")
-    if len(values := {run.params[key] for run in runs if key in run.params}) == 1:
-        raise ConfigError(f"--x: {x} is {values.pop()} in all of these runs; give a parameter that differs")
     found = []
     for text, some in apart(runs, [x]):
         table = rows(some, metric, target=target, group=[x], say=say)

@@ -380,7 +380,7 @@ def test_pictures_by_the_commands(store, tmp_path: Path, capsys: Any, monkeypatc
     assert code == 0 and out == f"3 values in {path}\n" and path.stat().st_size > 4000
     drawing = tmp_path / "picture.svg"
     code, out, _ = call("sweep", "other", "--x", "local.lr", "--log-x", "--out", str(drawing))
-    assert code == 0 and out == f"1 lines in {drawing}\n" and "<svg" in drawing.read_text()
+    assert code == 0 and out == f"1 line in {drawing}\n" and "<svg" in drawing.read_text()
     for arguments, said in (
         (["curves", "other", "--out", "/nowhere/x.png"], "--out: /nowhere/x.png cannot be written"),
         (["curves", "other", "--spent", "byte"], "--spent: nothing called 'byte'; did you mean 'bytes'"),
