@@ -205,6 +205,7 @@ def along(
     """
     found = []
     for text, some in apart(runs, [x]):
+        (key,) = resolved(some, [x], "--x")
         table = rows(some, metric, target=target, group=[x], say=say)
         told = [(row, row.best if target is None else row.to_target) for row in table if row.parameters]
         try:
