@@ -181,12 +181,21 @@ def _put(out: list[Tensor], found: Iterable[Tensor]) -> None:
         place.copy_(value)
 
 
+def _multiply(a: Tensor, b: Tensor, out: Tensor) -> None:
+    """a @ b into `out`. On some machines its bits depend on where the result lies; autograd's is a tensor of its own,
+    which begins at a multiple of this many bytes."""
+    if out.data_ptr() % (64 if out.is_cpu else 512):
+        out.copy_(a.mm(b))
+    else:
+        torch.mm(a, b, out=out)
+
+
 def _linear(layer: nn.Linear) -> Link:
     weight, bias = layer.weight.data, None if layer.bias is None else layer.bias.data
 
     def link(x: Tensor) -> tuple[Tensor, Back]:
         def back(g: Tensor, further: bool, out: list[Tensor]) -> Tensor | None:
-            torch.mm(g.t(), x, out=out[0])
+            _multiply(g.t(), x, out[0])
             if bias is not None:
                 torch.sum(g, 0, out=out[1])
             if x.stride() == (1, len(x)):  # column by column, or [1, 1]

@@ -282,7 +282,7 @@ class LoopTask(Task):
         super().__init__(model, facts)
         self.trained = Bound(model)
         self.chain = Chain(self.trained) if chained else None
-        self.slopes = list(model.views(self.zeros()).values()) if chained else []
+        self.slopes = list(map(torch.empty_like, model.views(self.zeros()).values())) if chained else []
         self.x: Tensor | None = None
         self.unmoved = -1
         self.first: tuple[Batch, Loss, Tensor, int] | None = None
