@@ -216,12 +216,14 @@ def test_a_full_gradient_is_the_mean_over_all_examples(base, engine, ragged):
     task, mine = trainer.loop, plan.clients.client(0)
     w = plan.initial[0] + 0.01
     task.start(Facts(), w, torch.zeros(0), 1)
-    x, y = trainer.examples.batch(mine)
+    x, y = trainer.feed.examples.batch(mine)
     net = copy.deepcopy(plan.net).double()
     nn.utils.vector_to_parameters(w, net.parameters())
     expected = flat(torch.autograd.grad(F.cross_entropy(net(x), y), list(net.parameters())))
     for size in (4, 11, "full"):
-        trainer.config = plan.config.model_copy(update={"local": plan.config.local.model_copy(update={"batch": size})})
+        trainer.feed.config = plan.config.model_copy(
+            update={"local": plan.config.local.model_copy(update={"batch": size})}
+        )
         data = LocalData(len(mine), trainer.average, lambda: trainer.feed.whole(mine))
         sizes = [len(batch.y) for batch in data.batches()]
         assert sum(sizes) == data.n == 23 and trainer.average == 16
