@@ -28,9 +28,9 @@ from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, mo
 from raysim import layers, report
 from raysim.config import Section
 from raysim.errors import ConfigError, did_you_mean
-from raysim.finished import Run
+from raysim.finished import Run, Unmeasured
 from raysim.spool import flatten
-from raysim.tables import LAST, Figure, as_markdown, number
+from raysim.tables import Figure, as_markdown, number
 from raysim.validation import explain
 
 CONFIRMED, REFUTED, OPEN = "confirmed", "not confirmed", "not testable at this scale"
@@ -53,7 +53,7 @@ def _statistic(given: Any) -> Any:
     if isinstance(given, Mapping) and set(given) == {"rounds_to"} and type(given["rounds_to"]) in (int, float):
         return RoundsTo(**given)
     hint = did_you_mean(given, names) if isinstance(given, str) else ""
-    raise ValueError(f"expected {', '.join(names)} or {{rounds_to: 0.95}}{hint}")
+    raise ValueError(f"expected {', '.join(names)} or {{rounds_to: 0.95}}, not {given}{hint}")
 
 
 def _texts(given: dict[str, Any]) -> dict[str, list[str]]:
@@ -212,7 +212,7 @@ def _lines(claim: Claim, runs_of: RunsOf, place: str) -> list[Line]:
     for name, side in _sides(claim).items():
         try:
             runs = runs_of(side.metric)
-        except ConfigError as error:
+        except Unmeasured as error:
             raise ConfigError(f"{place}.{name}.metric: {error}") from None
         pool += runs
         found.append(report.having(runs, side.where, f"{place}.{name}.where"))
@@ -303,7 +303,7 @@ def _reached(run: Run, side: Side) -> Span:
         "last": lambda: values[-1],
         "first": lambda: values[0],
         "mean": lambda: statistics.fmean(run.trained),
-        "last10": lambda: statistics.fmean(run.trained[-LAST:]),
+        "last10": lambda: run.settled,
     }[side.statistic]()
     return value, value
 

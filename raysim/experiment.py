@@ -32,7 +32,7 @@ from raysim.layers import parse_overrides
 from raysim.plan import Plan, prepare
 from raysim.server import Server
 from raysim.signals import Stopped, stoppable
-from raysim.spool import Recorder, flatten, masked
+from raysim.spool import FILE, Recorder, flatten, masked
 from raysim.task import Facts, Task
 from raysim.tracking import Tracker
 
@@ -269,7 +269,6 @@ def execute(
     """Runs a plan, from a checkpoint if one is given: opens the run directory, the tracker (its own, unless one is
     given) and the executor, and closes them whatever happens."""
     new, run_dir = run_dir is None, run_dir or make_run_dir(plan)
-    refused = False
     try:
         with lock.alone(run_dir):
             (run_dir / FINAL).unlink(missing_ok=True)
@@ -277,15 +276,20 @@ def execute(
             try:
                 return _execute(plan, run_dir, saved, origin, progress, log, tracker)
             except ConfigError:
-                refused = new and not (run_dir / "spool.jsonl").stat().st_size  # by the cluster: nothing has begun
-                if refused:
-                    (run_dir / "config.yaml").unlink()
-                    (run_dir / "spool.jsonl").unlink()
+                if new:
+                    _forget(run_dir)
                 raise
     finally:
-        if refused:
-            with suppress(OSError):  # there is something else in it
-                run_dir.rmdir()
+        with suppress(OSError):  # it is not empty, unless the run was refused
+            run_dir.rmdir()
+
+
+def _forget(run_dir: Path) -> None:
+    """Of a run that was refused before anything was recorded, by the cluster, say, nothing stays."""
+    spool = run_dir / FILE
+    if not spool.exists() or not spool.stat().st_size:
+        spool.unlink(missing_ok=True)
+        (run_dir / "config.yaml").unlink(missing_ok=True)
 
 
 def _execute(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,6 +31,10 @@ NOT_THE_RESULT += ("resources.timeout", "sweep.", "store.")
 """Beginnings of parameters that cannot change what a run reaches."""
 
 
+LAST = 10
+"""How many of the last evaluated values the mean at the end is taken over."""
+
+
 @dataclass(frozen=True)
 class Run:
     """A run: its resolved parameters as text, (round, value) of one metric by ascending rounds, what had been spent by
@@ -50,6 +55,11 @@ class Run:
         """The values after round 0; where there are none, the last one."""
         return [value for t, value in self.history if t > 0] or [self.history[-1][1]]
 
+    @property
+    def settled(self) -> float:
+        """The mean of the last values after round 0, as far as there are that many."""
+        return statistics.fmean(self.trained[-LAST:])
+
     def arrival(self, target: float, lower: bool) -> int | None:
         """The first round with a value as good as this; None if there is none."""
         return next((t for t, value in self.history if (value <= target if lower else value >= target)), None)
@@ -59,6 +69,10 @@ class Run:
         if not self.spent:
             return float(round)
         return self.spent[max((t for t in self.spent if t <= round), default=min(self.spent))]
+
+
+class Unmeasured(ConfigError):
+    """No run has the metric."""
 
 
 def finished_runs(
@@ -78,7 +92,7 @@ def finished_runs(
         spent: what the runs' cost is in.
 
     Raises:
-        ConfigError: an experiment, run or metric is not there, or nothing is finished.
+        ConfigError: an experiment, run or metric (`Unmeasured`) is not there, or nothing is finished.
         RaysimError: the store cannot be read.
     """
 
@@ -93,7 +107,8 @@ def finished_runs(
         leave_out(len(trained) - len(done), "unfinished or failed")
         having = [run for run in done if metric in run.data.metrics]
         if not having:
-            raise ConfigError(f"{', '.join(wanted)}: {_why_empty(trained, done, metric)}")
+            kind = Unmeasured if done else ConfigError
+            raise kind(f"{', '.join(wanted)}: {_why_empty(trained, done, metric)}")
         leave_out(len(done) - len(having), f"without '{metric}'")
         kept = _newest(having)
         leave_out(len(having) - len(kept), "a newer one has the same parameters and seed")

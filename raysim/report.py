@@ -15,7 +15,7 @@ from raysim import paper, rules
 from raysim.config import NAMED
 from raysim.errors import ConfigError, did_you_mean
 from raysim.finished import NOT_THE_RESULT, Run, Spent, finished_runs
-from raysim.tables import LAST, Figure, Rank, Row, as_csv, latex, markdown, order, short
+from raysim.tables import Figure, Rank, Row, as_csv, latex, markdown, order, short
 
 __all__ = ["Figure", "Row", "Run", "Spent", "as_csv", "finished_runs", "latex", "markdown", "order"]  # from rooms below
 
@@ -303,7 +303,7 @@ def _row(parameters: dict[str, str], members: list[Run], lower: bool, target: fl
     runs = [run for run in members if run.history]
     arrivals = [(run, run.arrival(target, lower)) for run in runs if target is not None]
     best = Figure.of([run.best(lower) for run in runs])
-    last = Figure.of([statistics.fmean(run.trained[-LAST:]) for run in runs])
+    last = Figure.of([run.settled for run in runs])
     ends = [run.history[-1][0] for run in runs] or [0]
     reasons = Counter(run.unfinished for run in members if run.unfinished)
     told = members[0].params.items()

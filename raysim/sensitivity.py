@@ -23,7 +23,7 @@ from raysim import report
 from raysim.errors import ConfigError
 from raysim.finished import Run
 from raysim.pictures import Cloud
-from raysim.tables import LAST, as_markdown, short
+from raysim.tables import as_markdown, short
 
 T = TypeVar("T", bound=Hashable)
 
@@ -57,7 +57,7 @@ def result(statistic: str, metric: str) -> Callable[[Run], float]:
     """What counts of a run: its best value, or the mean of its last ten."""
     if statistic == "best":
         return lambda run: run.best(metric.endswith("loss"))
-    return lambda run: fmean(run.trained[-LAST:])
+    return lambda run: run.settled
 
 
 def effects(runs: Sequence[Run], keys: Sequence[str], result: Callable[[Run], float]) -> list[Effect]:

@@ -30,6 +30,8 @@ from raysim.errors import RaysimError
 
 logger = logging.getLogger("raysim.tracking")
 
+FILE = "spool.jsonl"
+
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 
 
@@ -194,7 +196,7 @@ class Tail:
     """The reading end of a spool: what is not yet sent, and the mark between that and the sent."""
 
     def __init__(self, folder: Path) -> None:
-        self.path = Path(folder).absolute() / "spool.jsonl"
+        self.path = Path(folder).absolute() / FILE
         self._sent_path = self.path.with_name("spool.sent")
         self._window: list[int] = []
         mark = self._read_mark()
@@ -262,7 +264,7 @@ class Spool(Tail):
 
     def __init__(self, folder: Path) -> None:
         Path(folder).mkdir(parents=True, exist_ok=True)
-        self._file = open(Path(folder).absolute() / "spool.jsonl", "ab+", buffering=0)  # noqa: SIM115
+        self._file = open(Path(folder).absolute() / FILE, "ab+", buffering=0)  # noqa: SIM115
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -12,10 +12,8 @@ from typing import Any
 
 from raysim import paper
 from raysim.config import NAMED
-from raysim.finished import Spent
+from raysim.finished import LAST, Spent
 
-LAST = 10
-"""How many of the last evaluated values the mean at the end is taken over."""
 NONE = "–"
 
 

@@ -32,7 +32,7 @@ from urllib.parse import urlsplit
 
 from raysim.config import Tracking
 from raysim.errors import ConfigError, RaysimError
-from raysim.spool import Recorder, Spool, Status, Tail, legal, masked, plain
+from raysim.spool import FILE, Recorder, Spool, Status, Tail, legal, masked, plain
 
 logger = logging.getLogger("raysim.tracking")
 
@@ -358,8 +358,8 @@ def replay(run_dir: Path) -> int:
         ConfigError: there is no spool.
         RaysimError: the run is still going on, or the server cannot be reached.
     """
-    if not (Path(run_dir) / "spool.jsonl").is_file():
-        raise ConfigError(f"{run_dir}: nothing was tracked here (there is no spool.jsonl); give a run's folder")
+    if not (Path(run_dir) / FILE).is_file():
+        raise ConfigError(f"{run_dir}: nothing was tracked here (there is no {FILE}); give a run's folder")
     spool = Spool(run_dir)
     with contextlib.closing(spool):
         if not (left := spool.pending):
@@ -390,8 +390,8 @@ def add_to(run_dir: Path, metrics: Mapping[str, float], step: int, artifacts: Pa
         RaysimError: nothing was tracked there, the run is still going on, or the server cannot be reached. In the last
             case `replay` can send them later.
     """
-    if not (Path(run_dir) / "spool.jsonl").is_file():
-        raise ConfigError(f"{run_dir}: nothing was tracked here (there is no spool.jsonl); give a run's folder")
+    if not (Path(run_dir) / FILE).is_file():
+        raise ConfigError(f"{run_dir}: nothing was tracked here (there is no {FILE}); give a run's folder")
     now = time.time_ns() // 1_000_000
     spool = Spool(run_dir)
     with contextlib.closing(spool):

@@ -332,7 +332,6 @@ def test_the_command(store, tmp_path: Path, capsys: Any, monkeypatch: pytest.Mon
     ]
     assert "2 curves in beats.svg" in err and "<svg" in Path("beats.svg").read_text()
     assert "lines in claim-1.png" in err and Path("claim-1.png").stat().st_size > 4000
-    Path("pictures").mkdir()
     code, out, err = call([beats], "--figures", "pictures", "--out", "claims.md", "--log")
     assert code == 0 and out == "" and Path("pictures/beats.svg").is_file()
     assert "| confirmed | beats.svg |" in Path("claims.md").read_text()
@@ -342,7 +341,7 @@ def test_the_command(store, tmp_path: Path, capsys: Any, monkeypatch: pytest.Mon
         ([beats], ["other"], "no experiment, and no run, is called 'other'"),
         ([{**beats, "left": {"metric": "los"}}], [], "claims.0.left.metric: swept: no run has a metric 'los'"),
         ([{**beats, "figure": {"kind": "sweep", "x": "rounds"}}], [], "no run has a parameter 'rounds'"),
-        ([beats], ["--figures", "nowhere"], "--figures: there is no folder nowhere"),
+        ([beats], ["--figures", "claims.md/in"], "--figures: claims.md/in cannot be made: Not a directory"),
     ):
         code, out, err = call(section, *arguments)
         assert code == 2 and out == "" and said in err.splitlines()[-1] and "Traceback" not in err

@@ -671,6 +671,7 @@ def test_work_that_is_kept_back_does_not_show(on_ray, config, tmp_path, monkeypa
     the two dies."""
     monkeypatch.setattr("raysim.dealing.LONG", 0.0)
     monkeypatch.setattr("raysim.dealing.FEW", 1)
+    monkeypatch.setattr("raysim.dealing.BRIEF", 0.0)
     config = {**config, "rounds": 5, "algorithm": {"name": "gradma"}, "block": {"mode": "loop", "size": 1}}
     undisturbed = raysim.run({**config, "run_dir": str(tmp_path / "undisturbed")})
 

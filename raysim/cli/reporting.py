@@ -80,15 +80,9 @@ def report_table(
         text = report.as_csv(rows, unit)
     else:
         text = (report.latex if form == "latex" else report.markdown)(rows, metric, None if of else value, unit)
-    if out is None:
-        print(text)
-    else:
-        _write(out, lambda: out.write_text(text + "\n"))
+    _say(text, out)
     if log:
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / f"table.{ ({'markdown': 'md', 'latex': 'tex'}.get(form, form)) }"
-            file.write_text(text + "\n")
-            _keep([file], found, runs, uri)
+        _keep_text(f"table.{ ({'markdown': 'md', 'latex': 'tex'}.get(form, form)) }", text, [], found, runs, uri)
 
 
 @report_app.command("curves")
@@ -218,8 +212,10 @@ def report_claims(
     asked = claims.read(config)
     if not asked:
         raise ConfigError(f"claims: {config} has no such section, a list of claims with says, left, is and right")
-    if not figures.is_dir():
-        raise ConfigError(f"--figures: there is no folder {figures}; make it, or name another")
+    try:
+        figures.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--figures: {figures} cannot be made: {error.strerror}; name another folder") from None
     tracking = validation.checked(Tracking, layers.read(config).get("tracking") or {})
     wanted, store = runs or [tracking.experiment], uri or tracking.uri
 
@@ -237,15 +233,10 @@ def report_claims(
             _aside(_draw_curves(found, figure.metric, unit, figure.group, figure.panels, path))
         else:
             _aside(_draw_sweep(found, figure.metric, figure.x, figure.y, figure.log_x, path))
-    if out is None:
-        print(text)
-    else:
-        _write(out, lambda: out.write_text(text + "\n"))
+    _say(text, out)
     if log:
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / "claims.md"
-            file.write_text(text + "\n")
-            _keep([file, *(figures / name for name in shown)], runs_of(asked[0].left.metric), wanted, uri=store)
+        drawn = [figures / name for name in shown]
+        _keep_text("claims.md", text, drawn, runs_of(asked[0].left.metric), wanted, store)
 
 
 def _draw_curves(
@@ -303,6 +294,14 @@ def _unit(spent: str) -> Any:
     return spent.replace("-", " ")
 
 
+def _say(text: str, out: Path | None) -> None:
+    """Prints a table, or writes it to a file."""
+    if out is None:
+        print(text)
+    else:
+        _write(out, lambda: out.write_text(text + "\n"))
+
+
 def _write(path: Path, write: Callable[[], object]) -> None:
     try:
         write()
@@ -315,3 +314,12 @@ def _keep(files: list[Path], found: Sequence[Run], wanted: Sequence[str], uri: s
 
     names = ", ".join(f"report/{file.name}" for file in files)
     _aside(f"kept in MLflow: {names} of run {keep(files, found, wanted, uri)}")
+
+
+def _keep_text(
+    name: str, text: str, more: Sequence[Path], found: Sequence[Run], wanted: Sequence[str], uri: str | None
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / name
+        file.write_text(text + "\n")
+        _keep([file, *more], found, wanted, uri)

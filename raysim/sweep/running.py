@@ -93,7 +93,11 @@ def _alone(folder: Path) -> Iterator[None]:
             raise RaysimError(
                 f"{folder.parents[1]}: another sweep is at work there; wait for it, or give this one another --dir"
             ) from None
-        yield
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):  # it is not empty, unless the sweep was refused
+                folder.rmdir()
 
 
 @contextlib.contextmanager

@@ -53,6 +53,11 @@ class Chaos:
             else:
                 self.strike(executor, t, wanted)
 
+    def is_over(self) -> None:
+        """Waits for all strikes that are still to come: the server's last update must meet them."""
+        for thread in self.threads:
+            thread.join(60)
+
     def strike(self, executor: Chaotic, t: int, moment: str) -> None:
         with self.lock:
             kind = self.kinds[t]
@@ -69,6 +74,7 @@ class Chaotic(RayExecutor):
     """The executor over Ray, with somebody who kills."""
 
     chaos: Chaos
+    last: int
 
     def __init__(self, log: Callable[[str], None]):
         super().__init__(log)
@@ -88,6 +94,8 @@ class Chaotic(RayExecutor):
             self.chaos.at(self, t, "out")
 
         def watched_get() -> Any:
+            if t == self.last:
+                self.chaos.is_over()
             trained = get()
             self.chaos.at(self, t, "between")
             return trained
@@ -114,7 +122,7 @@ def chaotic(config: dict[str, Any], chaos: Chaos, monkeypatch: pytest.MonkeyPatc
     rounds = config["rounds"]
     whole = raysim.run({**config, "run_dir": f"{config['run_dir']}-inline"})
     resources = {"executor": "ray", "actors": 3, "cpus": 0.5, "timeout": 120}
-    Chaotic.chaos = chaos
+    Chaotic.chaos, Chaotic.last = chaos, rounds - 1
     monkeypatch.setattr(experiment, "choose", lambda plan, log: Chaotic(log))
     told: list[float] = []
     done = experiment.execute(
@@ -122,8 +130,6 @@ def chaotic(config: dict[str, Any], chaos: Chaos, monkeypatch: pytest.MonkeyPatc
         progress=lambda record: told.append(record["round"]),
         log=lambda text: None,
     )
-    for thread in chaos.threads:
-        thread.join(60)
     assert told == list(range(rounds + 1))
     assert done.digest == whole.digest
     assert timeless(done.history) == timeless(whole.history)
