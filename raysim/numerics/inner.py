@@ -72,6 +72,17 @@ def gram(rows: Tensor | Sequence[Tensor], segments: Sequence[int] | None = None)
     return torch.stack([part @ part.mT for part in work.split(list(segments), -1)], -3)
 
 
+def gram_of_few(rows: Sequence[Tensor], segments: Sequence[int]) -> Tensor:
+    """`gram` of a few tensors [P], in half the time: each product is made once, by matrices times vectors. Its bits may
+    depend on how many threads torch uses."""
+    parts = _workspace(list(rows)).split(list(segments), -1)
+    half = parts[0].new_zeros(len(parts), len(rows), len(rows))
+    for found, part in zip(half, parts, strict=True):
+        for i in range(len(rows)):
+            torch.mv(part[i:], part[i], out=found[i, i:])
+    return half + half.triu(1).mT
+
+
 def dot(u: Tensor, v: Tensor) -> float:
     """The inner product of two vectors [P], summed in float64."""
     return float(gram([u, v])[0, 1])

@@ -22,7 +22,7 @@ from numpy.typing import ArrayLike, NDArray
 from scipy.linalg import LinAlgError, cho_factor, cho_solve
 from torch import Tensor
 
-from .inner import gram
+from .inner import gram, gram_of_few
 
 Array = NDArray[np.float64]
 Mask = NDArray[np.bool_]
@@ -411,7 +411,7 @@ class _Project3(torch.autograd.Function):
 def _one(
     p: Tensor, a: Tensor, b: Tensor, c: Tensor, parts: tuple[int, ...], small: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    grams = gram([p, a, b, c], parts).tolist()  # T matrices [4][4]
+    grams = gram_of_few([p, a, b, c], parts).tolist()  # T matrices [4][4]
     finite = [all(isfinite(G[i][i]) for G in grams) for i in range(4)]
     projected = p.clone()
     solutions = [_solve_one(G, finite, small) for G in grams]
