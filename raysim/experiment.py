@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import raysim
-from raysim import checkpoint, forgetting, lock, pictures, schedule, store, tracking
+from raysim import checkpoint, forgetting, lock, schedule, store, tracking
 from raysim.data import partition_plot, partitions, summary
 from raysim.engine import Engine, Record
 from raysim.errors import ConfigError, RaysimError
@@ -482,6 +482,8 @@ def _track_inputs(tracker: Recorder, plan: Plan) -> None:
 
 def _keepsakes(plan: Plan, run_dir: Path, history: list[Record]) -> list[Path]:
     """Writes what a person will want to look at; what is there is returned."""
+    from raysim import pictures  # matplotlib is imported when there is something to draw
+
     config = run_dir / "config.yaml"
     uri = plan.config.tracking.uri
     if (shown := masked(uri)) != uri:  # others will see it

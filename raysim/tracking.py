@@ -184,9 +184,9 @@ class Tracker(Recorder):
         self._closing.set()
         self._started.set()
         self._hurry.set()
-        if self._down_since is not None:
+        if self.pending and self._down_since is not None:
             self._writer.join(DRAIN["down"])
-        if self._down_since is None:
+        if self.pending and self._down_since is None:
             self._writer.join(DRAIN["up"])
         self._stop.set()
         self._hurry.set()
@@ -218,10 +218,9 @@ class Tracker(Recorder):
 
     def _write(self) -> None:
         """The writer thread: everything that talks to MLflow, or imports it."""
-        self._started.wait()  # what is imported before that would only slow down what has to come first
-        if self.pending or not self._closing.is_set():
-            with contextlib.suppress(Exception):  # said when it is needed
-                _mlflow(self._server.uri)
+        with contextlib.suppress(Exception):  # said when it is needed
+            _mlflow(self._server.uri)  # while the executor opens
+        self._started.wait()
         self._beat()
         while not self._stop.is_set() and (self.pending or not self._closing.is_set()):
             try:

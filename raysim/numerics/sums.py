@@ -43,9 +43,12 @@ class BlockSum:
         self.count, self.value, self.weight = len(weights), rows[0], weights[0]
         if self.count > 1:
             self.value, self.weight = rows[0].new_zeros(rows[0].shape, dtype=torch.float64), 1.0
-            for part, *others in zip(_pieces(self.value), *map(_pieces, rows), strict=True):
+            parts = _pieces(self.value)
+            scratch = torch.empty_like(parts[0])
+            for part, *others in zip(parts, *map(_pieces, rows), strict=True):
+                exact = scratch[: len(part)]
                 for other, share in zip(others, weights, strict=True):
-                    part.add_(other, alpha=share)
+                    part.add_(exact.copy_(other), alpha=share)  # in two steps, each of them vectorised
         norm = float(torch.linalg.vector_norm(self.value))  # found faster than the largest
         largest = norm if norm * abs(self.weight) < SMALL else max(map(abs, map(float, torch.aminmax(self.value))))
         self.size = largest * abs(self.weight)
