@@ -27,7 +27,7 @@ from raysim.chain import agrees
 from raysim.config import Config, at_round
 from raysim.data import Examples
 from raysim.data.partitions import Clients, VirtualClients
-from raysim.feed import Feed
+from raysim.feed import Feed, Gathered
 from raysim.models import Model, make_net
 from raysim.numerics.sums import LIMIT, BlockSum, FixedSum
 from raysim.randomness import generator
@@ -93,14 +93,18 @@ class Trainer:
 
     def _loop(self, downs: Mapping[int, Broadcast], block: Block) -> list[_Trained]:
         rules = {base: self.rule.at(base) for base in {job.base for job in block.jobs}}
-        return [self._loop_one(rules[job.base], downs[job.base], job) for job in block.jobs]
+        gathered = Gathered(self.feed, block.jobs, [self.clients.client(job.client) for job in block.jobs])
+        return [
+            self._loop_one(rules[job.base], downs[job.base], job, gathered.batches(k))
+            for k, job in enumerate(block.jobs)
+        ]
 
-    def _loop_one(self, rule: ClientRule, down: Broadcast, job: Job) -> _Trained:
+    def _loop_one(self, rule: ClientRule, down: Broadcast, job: Job, batches: Iterator[Batch]) -> _Trained:
         task, shared, in_place = self.loop, down.shared, not overridden(rule, ["step"])
         try:
             here = self.arrive(rule, down, job)
             state, w = here.state, here.state["w"]
-            for passes, batch in enumerate(self.feed.batches(job, here.mine)):
+            for passes, batch in enumerate(batches):
                 batch = replace(batch, made=here.made[passes % len(here.made)]) if here.made else batch
                 if self.plain:
                     task.descend_plainly(batch)

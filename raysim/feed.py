@@ -16,6 +16,7 @@ from raysim.config import Config
 from raysim.data import Examples
 from raysim.data.arrays import DRAWS
 from raysim.models import Model
+from raysim.numerics.inner import LANES
 from raysim.pooled import Pool
 from raysim.randomness import generator
 from raysim.task import Batch
@@ -77,18 +78,8 @@ class Feed:
         return x.contiguous(memory_format=torch.channels_last) if self.channels_last else x, y
 
     def batches(self, job: Job, mine: np.ndarray) -> Iterator[Batch]:
-        """The batches of one client, gathered and normalised a few at a time."""
-        draws = self.draws(job)
-        positions = list(self._positions(job, mine))
-        ends = list(accumulate(map(len, positions), initial=0))
-        for _, group in groupby(range(len(positions)), key=lambda i: ends[i] // GATHER):
-            chunk = list(group)
-            indices = mine[np.concatenate([positions[i] for i in chunk])]
-            x, y = self.images(indices, draws.augment)
-            first = ends[chunk[0]]
-            for start, stop in pairwise([ends[i] - first for i in chunk] + [len(y)]):
-                drops = self.masks(draws, stop - start)
-                yield Batch(x[start:stop], y[start:stop], None, drops, noise=self.noise(draws))
+        """The batches of one client."""
+        return Gathered(self, [job], [mine]).batches(0)
 
     def whole(self, mine: np.ndarray, augmented: Job | None = None) -> Iterator[Batch]:
         """All examples of a client once, in batches of the configured size; a single one left over joins the last.
@@ -116,7 +107,7 @@ class Feed:
         """Step by step: how many of these jobs, those with most steps first, still train, and what they are given,
         padded to one size, [K, B, ...]. `made`: what each one's rule has made of its batches."""
         draws = [self.draws(job) for job in jobs]
-        streams = [self._positions(job, own) for job, own in zip(jobs, mine, strict=True)]
+        streams = [self.positions(job, own) for job, own in zip(jobs, mine, strict=True)]
         for i in range(jobs[0].steps):
             live = sum(job.steps > i for job in jobs)
             indices = [mine[k][next(streams[k])] for k in range(live)]
@@ -152,7 +143,7 @@ class Feed:
     def pool(self, jobs: list[Job], mine: list[np.ndarray]) -> Pool:
         """The one batch of each of these jobs."""
         draws = [self.draws(job) for job in jobs]
-        firsts = [next(self._positions(job, own), slice(0)) for job, own in zip(jobs, mine, strict=True)]
+        firsts = [next(self.positions(job, own), slice(0)) for job, own in zip(jobs, mine, strict=True)]
         indices = [own[first] for own, first in zip(mine, firsts, strict=True)]  # who has no data makes no step
         sizes = [len(own) for own in indices]
         x, y = self.images(np.concatenate(indices), _crops(draws, sizes, None))
@@ -160,7 +151,8 @@ class Feed:
         drop = tuple(torch.cat(parts) for parts in zip(*(sets[0] for sets in masks if sets), strict=True))
         return Pool(x, y, sizes, [job.weight for job in jobs], drop)
 
-    def _positions(self, job: Job, mine: np.ndarray) -> Iterator[np.ndarray]:
+    def positions(self, job: Job, mine: np.ndarray) -> Iterator[np.ndarray]:
+        """See `order`."""
         return order(self.config.seed, job.client, len(mine), self.size(mine), job.cursor, job.steps)
 
     def draws(self, job: Job) -> Draws:
@@ -197,6 +189,46 @@ class Feed:
                 masks.append(torch.from_numpy(kept).to(self.model.device, self.model.dtype))
             sets.append(tuple(masks))
         return tuple(sets)
+
+
+class Gathered:
+    """The batches of several jobs, who take theirs in turn. They are gathered and normalised a few at a time, whosever
+    they are; each begins at a boundary of memory, so that its bits do not depend on what stands before it."""
+
+    def __init__(self, feed: Feed, jobs: list[Job], mine: list[np.ndarray]):
+        self.feed, self.draws = feed, [feed.draws(job) for job in jobs]
+        owned = [[own[where] for where in feed.positions(job, own)] for job, own in zip(jobs, mine, strict=True)]
+        self.indices = [indices for batches in owned for indices in batches]
+        self.owners = [k for k, batches in enumerate(owned) for _ in batches]
+        self.firsts = list(accumulate(map(len, owned), initial=0))
+        ends = list(accumulate(map(len, self.indices), initial=0))
+        self.groups = [list(group) for _, group in groupby(range(len(self.indices)), key=lambda i: ends[i] // GATHER)]
+        self.ready: dict[int, tuple[Tensor, Tensor]] = {}
+        self.unit = 1 if feed.examples.x[:1].numel() % LANES == 0 else LANES
+        """A multiple of so many examples ends at a boundary."""
+
+    def batches(self, k: int) -> Iterator[Batch]:
+        """Those of the k-th job. What one of them leaves untaken is passed over."""
+        feed, draws = self.feed, self.draws[k]
+        for i in range(self.firsts[k], self.firsts[k + 1]):
+            while i not in self.ready:
+                self.ready = self._gather(self.groups.pop(0))
+            x, y = self.ready[i]
+            yield Batch(x, y, None, feed.masks(draws, len(y)), noise=feed.noise(draws))
+
+    def _gather(self, group: list[int]) -> dict[int, tuple[Tensor, Tensor]]:
+        sizes = [len(self.indices[i]) for i in group]
+        starts = list(accumulate((-(-size // self.unit) * self.unit for size in sizes), initial=0))
+        places = np.repeat(self.indices[group[0]][:1], starts[-1])
+        draws = [generator for i in group if (generator := self.draws[self.owners[i]].augment) is not None]
+        numbers = np.zeros((starts[-1], DRAWS)) if draws else None
+        for n, (i, start, size) in enumerate(zip(group, starts, sizes, strict=False)):
+            places[start : start + size] = self.indices[i]
+            if numbers is not None:
+                numbers[start : start + size] = draws[n].random((size, DRAWS))
+        x, y = self.feed.images(places, numbers)
+        spans = ((i, slice(start, start + size)) for i, start, size in zip(group, starts, sizes, strict=False))
+        return {i: (x[span], y[span]) for i, span in spans}
 
 
 def _padded(parts: Sequence[Tensor]) -> Tensor:

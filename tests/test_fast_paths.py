@@ -13,17 +13,22 @@ import numpy as np
 import pytest
 import torch
 from test_battery import BAD, poisoned, without
-from torch import Tensor
+from torch import Tensor, nn
 
+from raysim import feed as feeding
 from raysim.block import Trainer
+from raysim.data import Examples
 from raysim.engine import Engine
 from raysim.errors import ClientError, ConfigError
 from raysim.executor import make_trainer
+from raysim.feed import Feed, Gathered
+from raysim.models import Model
 from raysim.numerics import NonFiniteError, combine, fixed_sum, to_float
 from raysim.numerics.sums import BlockSum, FixedSum
 from raysim.plan import Plan, prepare
+from raysim.randomness import generator
 from raysim.schedule import in_step
-from raysim.work import Block, Broadcast, cut
+from raysim.work import Block, Broadcast, Job, cut
 
 # -- blocks as one gradient
 
@@ -755,3 +760,34 @@ def test_all_spoilt_is_a_round_of_nobody(engine, spoilt):
     run, records = engine(spoilt("loop", "sum", tuple(n for n in SIZES if n), where="delta", value="nan"))
     assert [record["clients"] for record in records[1:]] == [0.0] * 4
     assert np.array_equal(run.executor.xs[0], run.executor.xs[-1])
+
+
+# -- batches that are gathered together
+
+
+@pytest.mark.parametrize("shape", [(3, 5, 5), (1, 8, 8)])
+@pytest.mark.parametrize("gather", [1, 10, 1000])
+def test_batches_that_are_gathered_together_are_each_clients_own(monkeypatch, shape, gather):
+    """With its own crops and masks, at a boundary of memory, also where the one before it stopped early."""
+    monkeypatch.setattr("raysim.feed.GATHER", gather)
+    plan, rng = prepare("quickstart", {"local.batch": 4, "local.steps": 3}), np.random.default_rng(0)
+    scale, shift = np.full(shape[0], 0.01, np.float32), np.full(shape[0], -0.5, np.float32)
+    pixels, labels = rng.integers(0, 256, (60, *shape), dtype=np.uint8), rng.integers(0, 10, 60)
+    examples = Examples(pixels, labels, scale, shift, pad=1, flip=True)
+    net = Model(nn.Sequential(nn.Flatten(), nn.Linear(math.prod(shape), 10), nn.Dropout(0.5)), shape, 10)
+    feed = Feed(plan.config, net, examples, 2, channels_last=False)
+    sizes = [9, 4, 0, 2, 11, 17]
+    mine = np.split(rng.permutation(60)[: sum(sizes)], np.cumsum(sizes)[:-1])
+    jobs = [Job(client, base=7, cursor=client, weight=1.0, steps=3 * (n > 0)) for client, n in enumerate(sizes)]
+    gathered = Gathered(feed, jobs, mine)
+    for k, (job, own) in enumerate(zip(jobs, mine, strict=True)):
+        crops = generator(plan.config.seed, "augment", 7, job.client)
+        dropped = generator(plan.config.seed, "dropout", 7, job.client)
+        wanted = list(feeding.order(plan.config.seed, job.client, len(own), 4, job.cursor, job.steps))
+        for where, batch in zip(wanted[: 1 + k % 3], gathered.batches(k), strict=False):
+            x, y = examples.batch(own[where], crops.random((len(where), 3)))
+            assert torch.equal(batch.x, x) and torch.equal(batch.y, y) and batch.x.data_ptr() % 64 == 0
+            for masks in batch.drops:
+                kept = dropped.random((len(where), 10), dtype=np.float32) >= 0.5
+                assert torch.equal(masks[0], torch.from_numpy(kept * np.float32(2)))
+            assert len(batch.drops) == 2
