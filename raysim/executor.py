@@ -108,8 +108,9 @@ def settle(threads: int) -> None:
 def make_trainer(plan: Plan, device: str) -> Trainer:
     """What trains blocks of clients on a device."""
     examples = Examples.of(plan.dataset, "train", device, plan.dtype)
+    model = plan.model(device, unfold=plan.config.block.convolutions == "unfold")
     x0 = plan.initial[0].to(device)
-    return Trainer(plan.config, plan.client, plan.server, plan.model(device), x0, examples, plan.clients, plan.mode)
+    return Trainer(plan.config, plan.client, plan.server, model, x0, examples, plan.clients, plan.mode)
 
 
 def make_server(plan: Plan, device: str) -> Server:

@@ -128,6 +128,36 @@ class KeyedDropout(nn.Module):
         return frame.drop[frame.calls - 1]
 
 
+class UnfoldedConv2d(nn.Conv2d):
+    """A convolution as a product of its weights with the columns of the unfolded images. Under vmap, where everybody
+    has weights of their own, that is one batched matrix product; a plain one becomes a grouped convolution."""
+
+    @classmethod
+    def of(cls, old: nn.Conv2d) -> UnfoldedConv2d:
+        new = cls.__new__(cls)
+        new.__dict__ = old.__dict__
+        return new
+
+    def forward(self, input: Tensor) -> Tensor:
+        padding: Any = self.padding
+        columns = F.unfold(input, self.kernel_size, self.dilation, padding, self.stride)  # [B, C k k, L]
+        out = self.weight.flatten(1) @ columns.transpose(0, 1).flatten(1)  # [O, B L]
+        out = out.unflatten(1, (len(input), -1)).transpose(0, 1)
+        facts = zip(input.shape[2:], padding, self.dilation, self.kernel_size, self.stride, strict=True)
+        size = [(n + 2 * p - d * (k - 1) - 1) // s + 1 for n, p, d, k, s in facts]
+        return (out if self.bias is None else out + self.bias[:, None]).unflatten(2, size)
+
+
+def _unfold(module: nn.Module) -> None:
+    """Exchanges the convolutions for unfolded ones, but for those of another kind (groups, other padding)."""
+    for name, child in module.named_children():
+        if type(child) is nn.Conv2d:
+            if child.groups == 1 and child.padding_mode == "zeros" and not isinstance(child.padding, str):
+                setattr(module, name, UnfoldedConv2d.of(child))
+        else:
+            _unfold(child)
+
+
 _UNKEYED = (nn.AlphaDropout, nn.FeatureAlphaDropout, nn.SyncBatchNorm)
 
 
@@ -190,10 +220,14 @@ class Model:
         classes: int,
         dtype: torch.dtype = torch.float32,
         device: str | torch.device = "cpu",
+        unfold: bool = False,
     ):
+        """`unfold`: convolutions are made as `UnfoldedConv2d` does."""
         root = Root(net)  # so that a net which is itself a Dropout or BatchNorm is swapped too
         self.frame = Frame()
         self.buffer_size = _swap(root, self.frame)
+        if unfold:
+            _unfold(root)
         self.module = root.to(dtype=dtype, device=device)
         self.levels = max(len(root.stages) - 1, 0)
         """L: the outputs of all stages but the last, the classifier; 0 for a net that is not made of stages."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from raysim import full_gradients, layers, models, rules, schedule, tracking, validation
 from raysim.block import Mode
-from raysim.config import Block, Config, Data, InFlight, Named, Sync, Trace
+from raysim.config import Config, Data, InFlight, Named, Sync, Trace
 from raysim.data import Dataset, load, split
 from raysim.data.partitions import Clients, VirtualClients
 from raysim.errors import ConfigError
@@ -65,9 +65,9 @@ class Plan:
     def dtype(self) -> torch.dtype:
         return getattr(torch, self.config.dtype)
 
-    def model(self, device: str | torch.device = "cpu") -> Model:
+    def model(self, device: str | torch.device = "cpu", unfold: bool = False) -> Model:
         """The net on a device, seen as a flat vector."""
-        return Model(copy.deepcopy(self.net), self.dataset.shape, self.dataset.n_classes, self.dtype, device)
+        return Model(copy.deepcopy(self.net), self.dataset.shape, self.dataset.n_classes, self.dtype, device, unfold)
 
     @cached_property
     def initial(self) -> tuple[Tensor, Tensor]:
@@ -162,7 +162,7 @@ def resolve(raw: Mapping[str, Any], load: Callable[[Data], Dataset] = load) -> P
             "server": _section(config.server or Named(name=server.name), server, config),
             "algorithm": None if config.algorithm is None else Named(name=config.algorithm.name),
             "model": Named.model_validate({"name": config.model.name, **models.arguments(config.model)}),
-            "block": Block(size=size, mode=mode),
+            "block": config.block.model_copy(update={"size": size, "mode": mode}),
         }
     )
     return Plan(config, client, server, dataset, clients, net, problem, mode, size)
@@ -325,6 +325,9 @@ def _block(config: Config, client: ClientRule, server: ServerRule, model: Model)
     }
     worth = {"pooled": True, "vmap": small or config.resources.gpus > 0, "loop": True}
     mode: Mode = next(m for m in reasons if worth[m] and reasons[m]() is None) if block.mode == "auto" else block.mode
+    if block.convolutions == "unfold" and (mode != "vmap" or not model.convolutional):
+        what = f"block.mode is {mode}" if mode != "vmap" else f"model '{config.model.name}' has no convolutions"
+        raise ConfigError(f"block.convolutions: 'unfold' is for convolutions under vmap, but {what}; leave it out")
     if block.mode != "auto" and (reason := reasons[mode]()) is not None:
         raise ConfigError(f"block.mode: '{mode}' cannot be had here: {reason}; use block.mode=loop")
     return mode, sizes[mode] if block.size == "auto" else block.size

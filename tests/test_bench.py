@@ -33,6 +33,9 @@ def test_only_the_place_is_varied_unless_blocks_are_asked_for(monkeypatch):
     ways = settings(blocks=True)
     assert {w["block.mode"] for w in ways} == {"loop", "pooled", "vmap"}
     assert len(ways) == 5 * 4  # vmap with 1 and 4
+    assert not any("block.convolutions" in way for way in ways)
+    ways = settings(blocks=True, model="lenet", resources={"executor": "inline"})
+    assert [w["block.size"] for w in ways if w.get("block.convolutions") == "unfold"] == [1, 4] * 5
 
 
 def test_what_is_given_is_not_varied(monkeypatch):

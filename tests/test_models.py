@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from raysim import nets
 from raysim.errors import ConfigError
-from raysim.models import Bound, Model
+from raysim.models import Bound, Model, UnfoldedConv2d
 from raysim.plan import prepare
 from raysim.task import Batch, Facts, LoopTask, Net, VmapTask
 
@@ -436,6 +436,70 @@ def test_a_run_with_frozen_tensors(one, source, engine):
     for mode in ("loop", "vmap"):
         run, _ = engine({**one, "rounds": 2, "model": f"{path}:PartlyFrozen", "block": {"mode": mode}})
         assert run.executor.xs[2].shape == (82,) and (run.executor.xs[2] != run.executor.xs[0]).any()
+
+
+# -- convolutions as matrix products
+
+
+class Convolutions(nn.Sequential):
+    """All kinds: rectangular, strided, padded, dilated, without bias; and two that are left as they are."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            nn.Sequential(nn.Conv2d(3, 4, (3, 2), stride=(1, 2), padding=(0, 1)), nn.ReLU()),
+            nn.Sequential(nn.Conv2d(4, 4, 2, dilation=2, padding=2, bias=False), nn.BatchNorm2d(4), nn.Tanh()),
+            nn.Conv2d(4, 4, 3, padding=1, groups=2),
+            nn.Conv2d(4, 2, 1, padding_mode="circular"),
+            nn.Flatten(),
+            nn.LazyLinear(CLASSES),
+        )
+
+
+@pytest.mark.parametrize("mode", ["train", "frozen", "eval"])
+def test_unfolded_convolutions_are_convolutions(mode):
+    net = Convolutions().double()
+    net(torch.zeros(2, *SHAPE, dtype=torch.float64))
+    direct, unfolded = made(net), Model(copy.deepcopy(net), SHAPE, CLASSES, torch.float64, unfold=True)
+    assert sum(isinstance(m, UnfoldedConv2d) for m in unfolded.module.modules()) == 2
+    assert unfolded.convolutional and unfolded.names == direct.names and unfolded.segments == direct.segments
+    assert not any(isinstance(m, UnfoldedConv2d) for m in (*net.modules(), *direct.module.modules()))
+    x0, buffers = direct.initial()
+    assert torch.equal(unfolded.initial()[0], x0)
+    w = x0 + 0.3 * torch.randn(4, len(x0), dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    x = torch.randn(4, 5, *SHAPE, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    y = torch.arange(20).view(4, 5) % CLASSES
+
+    def gradients(model: Model) -> Tensor:
+        statistics = None if mode == "train" else buffers
+
+        def one(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
+            return VmapTask(model, Facts(), buffers).grad(w, Batch(x, y), mode=mode, buffers=statistics)
+
+        return torch.func.vmap(one)(w, x, y)
+
+    together = gradients(unfolded)
+    torch.testing.assert_close(together, gradients(direct), rtol=1e-10, atol=1e-12)
+    for i in range(4):
+        task = loop(direct, w[i], buffers)
+        alone = task.grad(task.trained.flat, Batch(x[i], y[i]), mode=mode, buffers=buffers if mode == "eval" else None)
+        torch.testing.assert_close(together[i], alone, rtol=1e-10, atol=1e-12)
+
+
+def test_a_run_with_unfolded_convolutions(one, source, engine):
+    """Comes to the same as one with torch's own, and is another experiment; only for them, and only under vmap."""
+    path = source("convolutions", "from torch import nn\n\n\ndef net(shape, classes):\n    return nn.Sequential("
+                  "nn.Conv2d(1, 3, 3, stride=2), nn.ReLU(), nn.Flatten(), nn.Linear(27, classes))\n")  # fmt: skip
+    given = {**one, "rounds": 2, "model": f"{path}:net", "dtype": "float64"}
+    ways = [{"mode": "vmap"}, {"mode": "vmap", "convolutions": "unfold"}]
+    direct, unfolded = (engine({**given, "block": way})[0] for way in ways)
+    assert any(isinstance(m, UnfoldedConv2d) for m in unfolded.executor.trainer.model.module.modules())
+    x, other = direct.executor.xs[2], unfolded.executor.xs[2]
+    torch.testing.assert_close(x, other, rtol=1e-10, atol=1e-12)
+    assert direct.plan.config.fingerprint != unfolded.plan.config.fingerprint
+    with pytest.raises(ConfigError, match=r"block\.convolutions: 'unfold' .* but block\.mode is loop; leave it out"):
+        prepare({**given, "block": {"mode": "loop", "convolutions": "unfold"}})
+    with pytest.raises(ConfigError, match=r"block\.convolutions: .* model 'logistic' has no convolutions"):
+        prepare({**given, "model": "logistic", "block": ways[1]})
 
 
 # -- what is refused
