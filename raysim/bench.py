@@ -123,10 +123,9 @@ def candidates(plan: Plan, given: Iterable[str], blocks: bool) -> Iterator[dict[
     if blocks:
         sizes = sorted({size for size in (1, 8, 32, 128, cohort) if size <= cohort})
         ways = [{"block.mode": mode} for mode in ("loop", "pooled")]
-        together = [{"block.mode": "vmap", "block.size": size} for size in sizes]
+        ways += [{"block.mode": "vmap", "block.size": size} for size in sizes]
         if plan.model().convolutional:
-            together += [{**way, "block.convolutions": "unfold"} for way in together]
-        ways += [*together, *({**way, "block.compile": True} for way in together)]
+            ways += [{**way, "block.convolutions": "unfold"} for way in ways if way["block.mode"] == "vmap"]
     seen = []
     for place in places:
         for way in ways:

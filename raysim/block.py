@@ -27,7 +27,6 @@ from raysim.chain import agrees
 from raysim.config import Config, at_round
 from raysim.data import Examples
 from raysim.data.partitions import Clients, VirtualClients
-from raysim.errors import RaysimError
 from raysim.feed import Feed, Gathered
 from raysim.models import Model, make_net
 from raysim.numerics.sums import LIMIT, BlockSum, FixedSum
@@ -210,10 +209,7 @@ class Trainer:
                 [here.state for here in arrived],
                 [job.steps for job in jobs],
                 self.feed.stacked(jobs, [here.mine for here in arrived], [here.made for here in arrived]),
-                self.config.block.compile,
             )
-        except RaysimError:  # no client's fault
-            raise
         except Exception:
             return trained + [_failed(job) for job in jobs]
         for i, here in enumerate(arrived):

@@ -453,13 +453,11 @@ class Resources(Section):
 class Block(Section):
     """How clients share a worker's pass, `size` at once: `loop` one after the other, `vmap` side by side, `pooled` as
     one (where they make one plain step, of which the server wants the mean). `convolutions`, under vmap: torch's own,
-    which become grouped ones, or matrix products of unfolded images, of which a device may be faster at either.
-    `compile`, under vmap: steps are compiled by torch.compile, for half a minute or more at the start."""
+    which become grouped ones, or matrix products of unfolded images, of which a device may be faster at either."""
 
     size: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
     mode: Literal["auto", "loop", "vmap", "pooled"] = "auto"
     convolutions: Literal["direct", "unfold"] = "direct"
-    compile: bool = False
 
 
 class Forgetting(Section):
@@ -622,9 +620,8 @@ class Config(Section):
         whole["data"] = {k: v for k, v in whole["data"].items() if k not in ("root", "download")}
         if whole["data"]["problem"] is None:
             whole["data"].pop("problem")
-        for key, usual in (("convolutions", "direct"), ("compile", False)):
-            if whole["block"][key] == usual:
-                whole["block"].pop(key)
+        if whole["block"]["convolutions"] == "direct":
+            whole["block"].pop("convolutions")
         if whole["schedule"]["speeds"]["name"] == "trace":
             whole["schedule"]["speeds"].pop("path")
         return whole

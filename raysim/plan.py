@@ -328,8 +328,6 @@ def _block(config: Config, client: ClientRule, server: ServerRule, model: Model)
     if block.convolutions == "unfold" and (mode != "vmap" or not model.convolutional):
         what = f"block.mode is {mode}" if mode != "vmap" else f"model '{config.model.name}' has no convolutions"
         raise ConfigError(f"block.convolutions: 'unfold' is for convolutions under vmap, but {what}; leave it out")
-    if block.compile and mode != "vmap":
-        raise ConfigError(f"block.compile: is for steps under vmap, but block.mode is {mode}; leave it out")
     if block.mode != "auto" and (reason := reasons[mode]()) is not None:
         raise ConfigError(f"block.mode: '{mode}' cannot be had here: {reason}; use block.mode=loop")
     return mode, sizes[mode] if block.size == "auto" else block.size

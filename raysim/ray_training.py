@@ -217,8 +217,6 @@ class RayTraining:
             what = f"round {self.t}: {call.who}"
             if missing:
                 raise Lost(f"{what} misses what it was to begin with: {first_line(missing)}") from None
-            if isinstance(error.cause, RaysimError):
-                raise error.cause from None
             raise RaysimError(f"{what} failed: {error}") from None
         elif isinstance(call, _Share):
             self._lose(call.worker, str(error))

@@ -6,20 +6,16 @@ client axis too, unless all were sent the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from raysim.errors import RaysimError
 from raysim.models import Model
 from raysim.rules import ClientRule, State
 from raysim.task import Batch, Facts, VmapTask
-
-SHAPES = 64
-"""Times that steps are compiled in one process, for other shapes and constants, before that is thought a mistake."""
 
 Sent = tuple[int | Tensor, State, Tensor]
 """What a client was sent: the version's number, the server rule's tensors, the BatchNorm statistics."""
@@ -33,7 +29,6 @@ def train(
     states: list[State],
     counts: list[int],
     stacked: Iterator[tuple[int, dict[str, Any]]],
-    compiled: bool = False,
 ) -> tuple[State, Tensor, Tensor]:
     """Local training of K clients, who make `counts` steps each: the most first.
 
@@ -41,13 +36,9 @@ def train(
         received: what each one was sent.
         states: what each one's steps begin with.
         stacked: for each step how many clients still train, and what they are given; see `Feed.stacked`.
-        compiled: by torch.compile, anew for each number of clients and size of batches.
 
     Returns:
         Their states in the end, [K, ...] each, their statistics [K, Q], and their mean losses [K].
-
-    Raises:
-        RaysimError: it cannot be compiled.
     """
 
     def step(
@@ -73,40 +64,15 @@ def train(
     losses = torch.zeros(len(states), dtype=model.dtype, device=device)
     together = len({base for base, _, _ in received}) == 1
     sent = received[0] if together else _each(received, device)
-    if together and compiled:  # as a number it would be a constant of the code
-        sent = torch.tensor(sent[0], device=device), *sent[1:]
-    steps_of_all = torch.func.vmap(step, in_dims=(None if together else 0, 0, 0, 0, 0))
-    if compiled:
-        steps_of_all = _compiled(steps_of_all, rule)
     for i, (live, given) in enumerate(stacked):
         part = {k: v[:live] for k, v in state.items()}
         now = sent if together else _of_the_first(sent, live)
-        part, new, loss = steps_of_all(now, part, moved[:live], steps[:live], given)
+        dims = (None if together else 0, 0, 0, 0, 0)
+        part, new, loss = torch.func.vmap(step, in_dims=dims)(now, part, moved[:live], steps[:live], given)
         state = part if live == len(states) else {k: torch.cat([part[k], v[live:]]) for k, v in state.items()}
         moved = torch.cat([new, moved[live:]])
         losses[:live] += (loss - losses[:live]) / (i + 1)
     return state, moved, losses
-
-
-def _compiled(function: Callable[..., Any], rule: ClientRule) -> Callable[..., Any]:
-    """Compiled whole or not at all: where it ran as it stands instead, as torch would have it, its bits were others."""
-    from torch._dynamo import config
-    from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
-
-    code = torch.compile(function, fullgraph=True, dynamic=False)
-
-    def run(*given: Any) -> Any:
-        try:
-            with config.patch(recompile_limit=SHAPES, accumulated_recompile_limit=SHAPES):
-                return code(*given)
-        except FailOnRecompileLimitHit:
-            why = f"there are more than {SHAPES} numbers of clients, sizes of batches and constants"
-        except TorchDynamoException as error:
-            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-            why = next((line for line in lines if not line.endswith(":")), type(error).__name__)
-        raise RaysimError(f"block.compile: client rule '{rule.name}' cannot be compiled here: {why}; leave it out")
-
-    return run
 
 
 def _each(received: list[tuple[int, State, Tensor]], device: torch.device) -> Sent:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import math
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -20,7 +19,7 @@ from raysim import feed as feeding
 from raysim.block import Trainer
 from raysim.data import Examples
 from raysim.engine import Engine
-from raysim.errors import ClientError, ConfigError, RaysimError
+from raysim.errors import ClientError, ConfigError
 from raysim.executor import make_trainer
 from raysim.feed import Feed, Gathered
 from raysim.models import Model
@@ -792,37 +791,3 @@ def test_batches_that_are_gathered_together_are_each_clients_own(monkeypatch, sh
                 kept = dropped.random((len(where), 10), dtype=np.float32) >= 0.5
                 assert torch.equal(masks[0], torch.from_numpy(kept * np.float32(2)))
             assert len(batch.drops) == 2
-
-
-# -- steps that are compiled
-
-COMPILER = pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="needs a C++ compiler")
-
-
-@COMPILER
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own
-def test_compiled_steps_are_the_steps(engine, ragged):
-    """Of clients of different sizes, some of whom end early, over a change of the step size."""
-    given = {"rounds": 3, "dtype": "float64", "algorithm": "scaffold", "model": {"name": "mlp", "hidden": [5]},
-             "partition": ragged([9, 4, 6]), "schedule": {"cohort": 3}, "local": {"epochs": 1, "batch": 4,
-             "lr": [[0, 0.1], [2, 0.05]]}}  # fmt: skip
-    plain, _ = engine({**given, "block": {"mode": "vmap", "size": 3}})
-    compiled, _ = engine({**given, "block": {"mode": "vmap", "size": 3, "compile": True}})
-    np.testing.assert_allclose(compiled.executor.xs[3], plain.executor.xs[3], rtol=1e-10, atol=1e-12)
-    assert (plain.executor.xs[3] != plain.executor.xs[0]).any()
-    assert compiled.plan.config.fingerprint != plain.plan.config.fingerprint
-
-
-@COMPILER
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_what_cannot_be_compiled_is_refused_and_no_client_is_to_blame(engine, monkeypatch):
-    given = {"rounds": 2, "model": "logistic", "partition": {"name": "iid", "clients": 4}, "schedule": {"cohort": 2},
-             "local": {"steps": 1, "batch": 4, "lr": 0.1}, "block": {"mode": "vmap", "size": 2, "compile": True},
-             "faults": {"on_client_error": "drop"}}  # fmt: skip
-    with pytest.raises(RaysimError, match=r"block\.compile: client rule 'gradma' cannot be compiled here: .*leave it"):
-        engine({**given, "algorithm": "gradma_w"})
-    monkeypatch.setattr("raysim.side_by_side.SHAPES", 1)
-    with pytest.raises(RaysimError, match=r"block\.compile: .* more than 1 numbers of clients"):
-        engine({**given, "algorithm": "fedavg", "local": {**given["local"], "lr": [[0, 0.1], [1, 0.05]]}})
-    with pytest.raises(ConfigError, match=r"block\.compile: is for steps under vmap, but block\.mode is loop"):
-        prepare({"algorithm": "fedavg", "data": "digits", **given, "block": {"mode": "loop", "compile": True}})
