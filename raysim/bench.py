@@ -124,7 +124,7 @@ def candidates(plan: Plan, given: Iterable[str], blocks: bool) -> Iterator[dict[
         sizes = sorted({size for size in (1, 8, 32, 128, cohort) if size <= cohort})
         ways = [{"block.mode": mode} for mode in ("loop", "pooled")]
         ways += [{"block.mode": "vmap", "block.size": size} for size in sizes]
-        if plan.model().convolutional:
+        if plan.model().convolutional and ("block.mode" not in given or plan.mode == "vmap"):
             ways += [{**way, "block.convolutions": "unfold"} for way in ways if way["block.mode"] == "vmap"]
     seen = []
     for place in places:

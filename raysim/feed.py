@@ -3,6 +3,7 @@ all of which follow from the run's seed, the client and the round alone."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby, pairwise
@@ -204,7 +205,7 @@ class Gathered:
         ends = list(accumulate(map(len, self.indices), initial=0))
         self.groups = [list(group) for _, group in groupby(range(len(self.indices)), key=lambda i: ends[i] // GATHER)]
         self.ready: dict[int, tuple[Tensor, Tensor]] = {}
-        self.unit = 1 if feed.examples.x[:1].numel() % LANES == 0 else LANES
+        self.unit = LANES // math.gcd(feed.examples.x[:1].numel(), LANES)
         """A multiple of so many examples ends at a boundary."""
 
     def batches(self, k: int) -> Iterator[Batch]:
@@ -212,7 +213,8 @@ class Gathered:
         feed, draws = self.feed, self.draws[k]
         for i in range(self.firsts[k], self.firsts[k + 1]):
             while i not in self.ready:
-                self.ready = self._gather(self.groups.pop(0))
+                self.ready = self._gather(self.groups[0])
+                self.groups.pop(0)
             x, y = self.ready[i]
             yield Batch(x, y, None, feed.masks(draws, len(y)), noise=feed.noise(draws))
 

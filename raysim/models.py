@@ -14,7 +14,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 import torch
 from pydantic import TypeAdapter, ValidationError
@@ -148,12 +148,17 @@ class UnfoldedConv2d(nn.Conv2d):
         return (out if self.bias is None else out + self.bias[:, None]).unflatten(2, size)
 
 
+def unfoldable(module: nn.Module) -> TypeGuard[nn.Conv2d]:
+    """Whether it is a convolution of the usual kind: without groups, padded by a number of zeros."""
+    usual = type(module) is nn.Conv2d and module.groups == 1 and module.padding_mode == "zeros"
+    return usual and not isinstance(module.padding, str)
+
+
 def _unfold(module: nn.Module) -> None:
-    """Exchanges the convolutions for unfolded ones, but for those of another kind (groups, other padding)."""
+    """Exchanges the convolutions that are `unfoldable`."""
     for name, child in module.named_children():
-        if type(child) is nn.Conv2d:
-            if child.groups == 1 and child.padding_mode == "zeros" and not isinstance(child.padding, str):
-                setattr(module, name, UnfoldedConv2d.of(child))
+        if unfoldable(child):
+            setattr(module, name, UnfoldedConv2d.of(child))
         else:
             _unfold(child)
 

@@ -22,7 +22,7 @@ from raysim.config import Config, Data, InFlight, Named, Sync, Trace
 from raysim.data import Dataset, load, split
 from raysim.data.partitions import Clients, VirtualClients
 from raysim.errors import ConfigError
-from raysim.models import Model
+from raysim.models import Model, unfoldable
 from raysim.pooled import why_not_pooled
 from raysim.rules import ClientRule, Problem, ServerRule
 from raysim.task import why_not_vmap
@@ -325,8 +325,9 @@ def _block(config: Config, client: ClientRule, server: ServerRule, model: Model)
     }
     worth = {"pooled": True, "vmap": small or config.resources.gpus > 0, "loop": True}
     mode: Mode = next(m for m in reasons if worth[m] and reasons[m]() is None) if block.mode == "auto" else block.mode
-    if block.convolutions == "unfold" and (mode != "vmap" or not model.convolutional):
-        what = f"block.mode is {mode}" if mode != "vmap" else f"model '{config.model.name}' has no convolutions"
+    if block.convolutions == "unfold" and (mode != "vmap" or not any(map(unfoldable, model.module.modules()))):
+        lacking = f"model '{config.model.name}' has none that can be unfolded"
+        what = lacking if mode == "vmap" else f"block.mode is {mode}"
         raise ConfigError(f"block.convolutions: 'unfold' is for convolutions under vmap, but {what}; leave it out")
     if block.mode != "auto" and (reason := reasons[mode]()) is not None:
         raise ConfigError(f"block.mode: '{mode}' cannot be had here: {reason}; use block.mode=loop")

@@ -181,6 +181,9 @@ class Tracker(Recorder):
             return
         if self._started.is_set() and not self._stop.is_set():
             self._record("finish", status=status)
+        elif not self.pending:  # nothing was begun, and the writer may still be importing
+            self._stop.set()
+            self._spool.close()
         self._closing.set()
         self._started.set()
         self._hurry.set()

@@ -42,8 +42,9 @@ def test_what_is_given_is_not_varied(monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: 8)
     given = {"resources.executor", "resources.actors"}
     assert settings(given, resources={"executor": "inline", "actors": 1}) == [{}]
-    ways = settings({*given, "block.mode"}, blocks=True, resources={"executor": "inline"}, block={"mode": "loop"})
-    assert all("block.mode" not in way for way in ways)
+    looped = {"resources": {"executor": "inline"}, "block": {"mode": "loop"}, "model": "lenet"}
+    ways = settings({*given, "block.mode"}, blocks=True, **looped)
+    assert not any(key in way for way in ways for key in ("block.mode", "block.convolutions"))
 
 
 def test_gpus_are_shared_between_more_and_more_actors(monkeypatch):

@@ -498,7 +498,7 @@ def test_a_run_with_unfolded_convolutions(one, source, engine):
     assert direct.plan.config.fingerprint != unfolded.plan.config.fingerprint
     with pytest.raises(ConfigError, match=r"block\.convolutions: 'unfold' .* but block\.mode is loop; leave it out"):
         prepare({**given, "block": {"mode": "loop", "convolutions": "unfold"}})
-    with pytest.raises(ConfigError, match=r"block\.convolutions: .* model 'logistic' has no convolutions"):
+    with pytest.raises(ConfigError, match=r"block\.convolutions: .* model 'logistic' has none that can be unfolded"):
         prepare({**given, "model": "logistic", "block": ways[1]})
 
 

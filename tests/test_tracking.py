@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -276,6 +277,15 @@ def test_crash_before_acknowledgement(settings: Tracking, tmp_path: Path) -> Non
     (tmp_path / "spool.sent").unlink()
     assert replay(tmp_path) == 103
     assert steps(settings.uri, run_id, "loss") == list(range(100))
+
+
+def test_a_folder_is_free_as_soon_as_a_run_that_never_began_is_over(tmp_path: Path, monkeypatch) -> None:
+    """Also while MLflow is still being imported."""
+    imported = threading.Event()
+    monkeypatch.setattr(tracking, "_mlflow", lambda uri: imported.wait(30))
+    for _ in range(2):
+        Tracker(Tracking(uri=f"sqlite:///{tmp_path}/mlflow.db"), tmp_path).finish("FAILED")
+    imported.set()
 
 
 def test_two_processes_on_a_fresh_database(tmp_path: Path) -> None:
