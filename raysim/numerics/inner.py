@@ -73,8 +73,8 @@ def gram(rows: Tensor | Sequence[Tensor], segments: Sequence[int] | None = None)
 
 
 def gram_of_few(rows: Sequence[Tensor], segments: Sequence[int]) -> Tensor:
-    """`gram` of a few tensors [P], in half the time: each product is made once, by matrices times vectors. Its bits may
-    depend on how many threads torch uses."""
+    """`gram` of a few tensors [P], for less: each product is made once, by matrices times vectors. Its bits may depend
+    on how many threads torch uses."""
     parts = _workspace(list(rows)).split(list(segments), -1)
     half = parts[0].new_zeros(len(parts), len(rows), len(rows))
     for found, part in zip(half, parts, strict=True):
