@@ -126,6 +126,8 @@ def candidates(plan: Plan, given: Iterable[str], blocks: bool) -> Iterator[dict[
         ways += [{"block.mode": "vmap", "block.size": size} for size in sizes]
         if plan.model().convolutional and ("block.mode" not in given or plan.mode == "vmap"):
             ways += [{**way, "block.convolutions": "unfold"} for way in ways if way["block.mode"] == "vmap"]
+        if any("resources.gpus" in place for place in places):
+            ways += [{**way, "block.graphs": False} for way in ways if way["block.mode"] == "vmap"]
     seen = []
     for place in places:
         for way in ways:

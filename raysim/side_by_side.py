@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from raysim.models import Model
+from raysim.replay import Recorder
 from raysim.rules import ClientRule, State
 from raysim.task import Batch, Facts, VmapTask
 
@@ -29,6 +30,7 @@ def train(
     states: list[State],
     counts: list[int],
     stacked: Iterator[tuple[int, dict[str, Any]]],
+    recorder: Recorder | None = None,
 ) -> tuple[State, Tensor, Tensor]:
     """Local training of K clients, who make `counts` steps each: the most first.
 
@@ -36,6 +38,7 @@ def train(
         received: what each one was sent.
         states: what each one's steps begin with.
         stacked: for each step how many clients still train, and what they are given; see `Feed.stacked`.
+        recorder: runs the steps, if there is one.
 
     Returns:
         Their states in the end, [K, ...] each, their statistics [K, Q], and their mean losses [K].
@@ -64,15 +67,26 @@ def train(
     losses = torch.zeros(len(states), dtype=model.dtype, device=device)
     together = len({base for base, _, _ in received}) == 1
     sent = received[0] if together else _each(received, device)
+    steps_of_all = torch.func.vmap(step, in_dims=(None if together else 0, 0, 0, 0, 0))
+    if recorder is not None and together:  # as a number it would be a constant of what is recorded
+        sent = torch.tensor(sent[0], device=device), *sent[1:]
+    key = repr(rule), together, *_constants(facts)
     for i, (live, given) in enumerate(stacked):
-        part = {k: v[:live] for k, v in state.items()}
         now = sent if together else _of_the_first(sent, live)
-        dims = (None if together else 0, 0, 0, 0, 0)
-        part, new, loss = torch.func.vmap(step, in_dims=dims)(now, part, moved[:live], steps[:live], given)
-        state = part if live == len(states) else {k: torch.cat([part[k], v[live:]]) for k, v in state.items()}
+        part = now, {k: v[:live] for k, v in state.items()}, moved[:live], steps[:live], given
+        mine, new, loss = recorder.run(key, steps_of_all, *part) if recorder else steps_of_all(*part)
+        state = mine if live == len(states) else {k: torch.cat([mine[k], v[live:]]) for k, v in state.items()}
         moved = torch.cat([new, moved[live:]])
         losses[:live] += (loss - losses[:live]) / (i + 1)
+    if recorder is not None:  # what a recorded step gave is the next one's too
+        state = {k: v.clone() for k, v in state.items()}
     return state, moved, losses
+
+
+def _constants(facts: Facts) -> tuple:
+    """What of a round's facts a step is made with, beside x0 and what decays, which no round changes."""
+    privacy = facts.privacy and facts.privacy.model_dump_json()
+    return facts.lr, facts.weight_decay, facts.clip, privacy, facts.guarded
 
 
 def _each(received: list[tuple[int, State, Tensor]], device: torch.device) -> Sent:

@@ -37,10 +37,10 @@ def use_threads(count: int | None) -> None:
 
 
 class _Work(threading.local):
-    """One float64 buffer for each device, and for each thread its own."""
+    """A float64 buffer, for each thread its own."""
 
     def __init__(self) -> None:
-        self.buffers: dict[torch.device, Tensor] = {}
+        self.buffer = torch.empty(0, dtype=torch.float64)
 
 
 _work = _Work()
@@ -145,14 +145,16 @@ def _bmm(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _workspace(rows: list[Tensor]) -> Tensor:
-    """`rows` (C tensors [..., P]) copied to [..., C, P] in float64, in a buffer that this thread uses every time."""
+    """`rows` (C tensors [..., P]) copied to [..., C, P] in float64: on a CPU in a buffer that this thread uses every
+    time; torch itself keeps a GPU's."""
     *batch, width = rows[0].shape
     shape = (*batch, len(rows), padded(width))
     size, device = torch.Size(shape).numel(), rows[0].device
-    buffers = _work.buffers
-    if device not in buffers or buffers[device].numel() < size:
-        buffers[device] = torch.empty(size, dtype=torch.float64, device=device)
-    work = buffers[device][:size].view(shape)[..., :width]
+    if device.type != "cpu":
+        buffer = torch.empty(size, dtype=torch.float64, device=device)
+    elif (buffer := _work.buffer).numel() < size:
+        buffer = _work.buffer = torch.empty(size, dtype=torch.float64)
+    work = buffer[:size].view(shape)[..., :width]
     for i, row in enumerate(rows):
         work[..., i, :].copy_(row)
     return work

@@ -435,10 +435,10 @@ def _many(
     finite = grams.diagonal(dim1=2, dim2=3).isfinite().all(1)[:, None]  # [K, 1, 4]
     grams = torch.where(finite[..., None] & finite[..., None, :], grams, 0.0)
     z, active = _solve_many(grams, small)
-    lengths = torch.tensor(parts, device=p.device)
     projected = p
     for i, column in enumerate((a, b, c)):
-        factor = z[..., i].to(p.dtype).repeat_interleave(lengths, dim=1, output_size=p.shape[1])
+        shares = z[..., i].to(p.dtype).split(1, 1)  # [K, 1] for each segment
+        factor = torch.cat([share.expand(-1, n) for share, n in zip(shares, parts, strict=True)], 1)
         projected = torch.where(factor != 0, torch.addcmul(projected, factor, column), projected)
     moved = torch.einsum("kti,ktij,ktj->k", z, grams[..., 1:, 1:], z).clamp(min=0.0).sqrt()
     return projected, active.sum(1).to(p.dtype), moved.to(p.dtype)
