@@ -13,6 +13,9 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
+from raysim import startup
+
+startup.begin()
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
@@ -57,6 +60,7 @@ class _Actor:
 
     def __init__(self, plan: Plan, gpus: float):
         settle(plan.config.resources.threads)
+        startup.over()
         self.device = "cuda:0" if gpus else "cpu"
         self.boxes: dict[str, Mailbox] = {}
 

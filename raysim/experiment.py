@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import raysim
-from raysim import checkpoint, forgetting, lock, schedule, store, tracking
+from raysim import checkpoint, forgetting, lock, schedule, startup, store, tracking
 from raysim.data import partition_plot, partitions, summary
 from raysim.engine import Engine, Record
 from raysim.errors import ConfigError, RaysimError
@@ -319,6 +319,7 @@ def _execute(
             said = {**tags(plan), **_tags_of(origin, saved), "run_dir": str(run_dir.absolute())}
             before = (saved.facts["run_id"] if saved else "") or tracker.earlier
             run_id = tracker.start(plan.label, plan.config.model_dump(mode="json"), said, run_id=before)
+            startup.over()
             _track_inputs(tracker, plan)
             engine = Engine(plan, executor, run_dir, run_id, signals)
             if saved is not None:

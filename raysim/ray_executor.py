@@ -84,6 +84,8 @@ class RayExecutor:
         self.wanted, self.evaluates = r.actors, bool(plan.config.evaluate.due(0, 1))
         self.server = self._start_server()
         self._hire()
+        if self.evaluates:  # nobody has to wait for it
+            self.eval = self._start(EvalActor, self.plan, num_gpus=r.server_gpus)
         waiting = [self.server.where.remote(), *(word for _, word in self.joining.values())]
         found = get(waiting, f"the start of {len(waiting)} actors", r.timeout)
         self.network.server, there = found[0][0], {node for node, _ in found}
@@ -92,8 +94,6 @@ class RayExecutor:
             self._make_boxes(plan)
             self._share(self.server)
         self._welcome(r.timeout)
-        if self.evaluates:  # nobody has to wait for it
-            self.eval = self._start(EvalActor, self.plan, num_gpus=r.server_gpus)
         for node, actors in Counter(worker.node for worker in self.workers.values()).items():
             if self.adds_up(node, actors):
                 self.adder(node)

@@ -113,6 +113,29 @@ assert not {"ray", "mlflow", "torchvision"} & set(sys.modules), "run"
     assert done.returncode == 0, done.stderr
 
 
+def test_garbage_is_looked_for_as_usual_when_a_run_has_begun(small):
+    code = f"""
+import gc
+usual = gc.get_threshold()
+import raysim
+raysim.run, raysim.Finished
+assert gc.get_threshold() == usual, "a user's own process"
+from raysim import startup
+startup.begin()
+import raysim.actors
+assert gc.get_threshold() == (startup.RARELY, *usual[1:])
+seen = set()
+raysim.run({str(small)!r}, rounds=2, progress=lambda record: seen.add(gc.get_threshold()))
+assert seen == {{usual}} == {{gc.get_threshold()}}, "the process of a run"
+import ray
+from raysim.plan import prepare
+actor = ray.remote(raysim.actors.ClientActor).remote(prepare({str(small)!r}), "client 0")
+assert ray.get(actor.__ray_call__.remote(lambda self: gc.get_threshold())) == usual, "an actor"
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
 # -- run ---------------------------------------------------------------------------------------------------------------
 
 

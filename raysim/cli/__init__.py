@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import sys
 
-from raysim import versions
+from raysim import startup, versions
 from raysim.cli.base import app
 from raysim.errors import RaysimError
 from raysim.signals import leave_at_once
@@ -30,5 +30,6 @@ def main() -> None:
 
 def console() -> None:
     """The console script."""
+    startup.begin()
     leave_at_once()
     main()
