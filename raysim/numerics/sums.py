@@ -23,8 +23,10 @@ ROOM = 2.0**22  # what the low limbs of all blocks may add up to; int64 itself e
 MAGIC = 1.5 * 2.0**52  # a float64 of this size has its last bit at 1, so adding it rounds to whole units in one pass
 MAGIC_BITS = int(np.float64(MAGIC).view(np.int64))
 PIECE = 2**15  # entries
+AT_ONCE = 8
+"""Small blocks that are added together."""
 TOGETHER = 2**24
-"""Bytes of small blocks that may wait to be added together."""
+"""Bytes of small blocks that may wait for that."""
 SMALL = 0.25
 """Below this nobody needs to know exactly how large a block's sum is: a million of them are far from `ROOM`."""
 
@@ -89,20 +91,28 @@ class FixedSum:
             self._add_waiting()
 
     def _add_waiting(self) -> None:
-        """Adds small blocks piece by piece, so that the total, which is the larger, is passed over once."""
-        if not self._waiting:
-            return
-        if self._total is None:
-            self._total = torch.zeros_like(self._waiting[0].value, dtype=torch.int64)[None]
-        totals, *columns = map(_pieces, (self._total[0], *(block.value for block in self._waiting)))
-        scratch = torch.empty_like(totals[0], dtype=torch.float64)
-        magic = scratch.new_tensor(MAGIC)
-        for total, *values in zip(totals, *columns, strict=True):
-            for value, block in zip(values, self._waiting, strict=True):
-                exact = scratch[: len(value)].copy_(value)
-                total += torch.add(magic, exact, alpha=block.weight / UNIT, out=exact).view(torch.int64)
-            total -= (len(values) * MAGIC_BITS + 2**63) % 2**64 - 2**63  # int64 comes round, and so does this
-        self._waiting = []
+        """Adds small blocks, a few at a time and piece by piece, so that the total, which is the larger, is passed over
+        once for all of these."""
+        while self._waiting:
+            blocks, self._waiting = self._waiting[:AT_ONCE], self._waiting[AT_ONCE:]
+            fixed = _in_units(blocks)[None]
+            self._total = fixed if self._total is None else _plus(self._total, fixed)
+
+
+def _in_units(blocks: list[BlockSum]) -> Tensor:
+    """The sum of small blocks as int64 [P], each rounded to whole `UNIT`s."""
+    found = torch.empty_like(blocks[0].value, dtype=torch.int64)
+    totals, *columns = map(_pieces, (found, *(block.value for block in blocks)))
+    scratch = torch.empty(len(blocks), len(totals[0]), dtype=torch.float64, device=found.device)
+    magic = scratch.new_tensor(MAGIC)
+    for total, *values in zip(totals, *columns, strict=True):
+        exact = scratch[:, : len(total)] if len(blocks) > 1 else total.view(torch.float64)[None]
+        for row, value, block in zip(exact.unbind(), values, blocks, strict=True):
+            torch.add(magic, row.copy_(value), alpha=block.weight / UNIT, out=row)
+        if len(blocks) > 1:
+            torch.sum(exact.view(torch.int64), 0, out=total)
+        total -= (len(blocks) * MAGIC_BITS + 2**63) % 2**64 - 2**63  # int64 comes round, and so does this
+    return found
 
 
 def _pieces(vector: Tensor) -> tuple[Tensor, ...]:
