@@ -72,15 +72,28 @@ def gram(rows: Tensor | Sequence[Tensor], segments: Sequence[int] | None = None)
     return torch.stack([part @ part.mT for part in work.split(list(segments), -1)], -3)
 
 
-def gram_of_few(rows: Sequence[Tensor], segments: Sequence[int]) -> Tensor:
-    """`gram` of a few tensors [P], for less: each product is made once, by matrices times vectors. Its bits may depend
-    on how many threads torch uses."""
-    parts = _workspace(list(rows)).split(list(segments), -1)
-    half = parts[0].new_zeros(len(parts), len(rows), len(rows))
-    for found, part in zip(half, parts, strict=True):
-        for i in range(len(rows)):
-            torch.mv(part[i:], part[i], out=found[i, i:])
-    return half + half.triu(1).mT
+class Few:
+    """`gram` of a few vectors [P] on a CPU, for less: products are made when they are asked for, each once, by matrices
+    times vectors. Their bits may depend on how many threads torch uses. Valid until the next products of this thread.
+    """
+
+    def __init__(self, rows: Sequence[Tensor], segments: Sequence[int]):
+        self.parts = _workspace(list(rows)).split(list(segments), -1)
+        self.half = self.parts[0].new_zeros(len(self.parts), len(rows), len(rows))
+        self.done = 0
+
+    def first(self, count: int = 1) -> Tensor:
+        """[T, count, C]: of the first `count` vectors with those that do not stand before them."""
+        for found, part in zip(self.half, self.parts, strict=True):
+            for i in range(self.done, count):
+                torch.mv(part[i:], part[i], out=found[i, i:])
+        self.done = count
+        return self.half[:, :count]
+
+    def gram(self) -> Tensor:
+        """[T, C, C]."""
+        half = self.first(self.half.shape[1])
+        return half + half.triu(1).mT
 
 
 def dot(u: Tensor, v: Tensor) -> float:

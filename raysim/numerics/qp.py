@@ -22,7 +22,7 @@ from numpy.linalg import LinAlgError
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from .inner import gram, gram_of_few
+from .inner import Few, gram
 
 Array = NDArray[np.float64]
 Mask = NDArray[np.bool_]
@@ -415,7 +415,10 @@ class _Project3(torch.autograd.Function):
 def _one(
     p: Tensor, a: Tensor, b: Tensor, c: Tensor, parts: tuple[int, ...], small: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    grams = gram_of_few([p, a, b, c], parts).tolist()  # T matrices [4][4]
+    products = Few([p, a, b, c], parts)
+    if not small and bool((products.first()[..., 1:] >= 0.0).all()):  # no constraint is violated; most often so
+        return p.clone(), p.new_zeros(()), p.new_zeros(())
+    grams = products.gram().tolist()  # T matrices [4][4]
     finite = [all(isfinite(G[i][i]) for G in grams) for i in range(4)]
     projected = p.clone()
     solutions = [_solve_one(G, finite, small) for G in grams]
