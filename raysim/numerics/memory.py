@@ -198,9 +198,13 @@ def _write(
     for client, delta in zip(ids, deltas, strict=True):
         if (slot := slot_of.get(client, -1)) >= 0:
             delta, row = delta.to(rows.device), rows[slot]
-            total = torch.add(delta, row.to(delta.dtype), alpha=float(scale[slot]))
-            scale[slot] = _near(total) if row.dtype == torch.float16 else 1.0
-            row.copy_(total if scale[slot] == 1.0 else total / scale[slot])
+            alpha, scale[slot] = float(scale[slot]), 1.0
+            if row.dtype == delta.dtype:
+                torch.add(delta, row, alpha=alpha, out=row)
+            else:
+                total = torch.add(delta, row.to(delta.dtype), alpha=alpha)
+                scale[slot] = _near(total) if row.dtype == torch.float16 else 1.0
+                row.copy_(total if scale[slot] == 1.0 else total / scale[slot])
             written.append(slot)
     memory["scale"].copy_(torch.from_numpy(scale))
     return written
