@@ -190,7 +190,8 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 
 def rates(bench: Bench, workloads: list[str], names: list[str]) -> str:
-    """Medians with their range, and each one's ratio to those that others are compared with."""
+    """Medians with their range, what of a round raysim itself takes beside training (Ray's messages, the server, the
+    driver), and each one's ratio to those that others are compared with."""
     rivals = [name for name in names if name.startswith("hand") or CONTESTANTS[name].env]
     rows = []
     for workload in workloads:
@@ -201,10 +202,13 @@ def rates(bench: Bench, workloads: list[str], names: list[str]) -> str:
             every = [found["rate"] for found in bench.found[name, workload]]
             others = [bench.median((rival, workload)) for rival in rivals]
             ratios = [f"{rate / other:.2f}" if other else "" for other in others]
-            rows.append(
-                [workload, CONTESTANTS[name].title, f"{rate:.3g}", f"{min(every):.3g}–{max(every):.3g}", *ratios]
-            )
-    return table(["workload", "", "rounds/s", "range", *(f"÷ {rival}" for rival in rivals)], rows)
+            apart = bench.median((name, workload), "overhead") if "raysim" in CONTESTANTS[name].title else None
+            overhead = "" if apart is None else f"{1e3 * apart:.1f}"
+            spread = f"{min(every):.3g}–{max(every):.3g}"
+            rows.append([workload, CONTESTANTS[name].title, f"{rate:.3g}", spread, overhead, *ratios])
+    return table(
+        ["workload", "", "rounds/s", "range", "overhead, ms a round", *(f"÷ {rival}" for rival in rivals)], rows
+    )
 
 
 def starts(bench: Bench, workloads: list[str], names: list[str]) -> str:

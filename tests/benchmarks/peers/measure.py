@@ -33,8 +33,8 @@ class Meter:
         self.last = now
         return now < self.ends or not self.took
 
-    def report(self, version: str) -> None:
-        """Prints one line of JSON. To be called while all processes are still there."""
+    def report(self, version: str, **more: float) -> None:
+        """Prints one line of JSON, with what else was found. To be called while all processes are still there."""
         counted = self.took[min(WARM_UP, len(self.took) - 1) :]
         found = {
             "rate": 1 / statistics.median(counted),
@@ -42,6 +42,7 @@ class Meter:
             "first": self.first,
             **memory(os.getpid()),
             "version": version,
+            **more,
         }
         print(json.dumps(found), flush=True)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import statistics
 import sys
 
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
@@ -54,10 +55,12 @@ def main() -> None:
         executor = Inline()
     made = plan(work, given.processes, given.mode)
     executor.open(made)
+    overhead = []
     for record in Engine(made, executor).rounds():  # record 0 comes when round 1 is trained
+        overhead.append(record.get("overhead_seconds", 0.0))
         if record["round"] != 1 and not meter.round(record.get("seconds")):
             break
-    meter.report(f"raysim {raysim.__version__}")
+    meter.report(f"raysim {raysim.__version__}", overhead=statistics.median(overhead))
     executor.close()
 
 
