@@ -215,6 +215,8 @@ class RayTraining:
             self._lose_sum(word, first_line(missing or error))
         elif isinstance(error, RayTaskError):
             what = f"round {self.t}: {call.who}"
+            if isinstance(error.cause, RaysimError):
+                raise error.cause from None
             if missing:
                 raise Lost(f"{what} misses what it was to begin with: {first_line(missing)}") from None
             raise RaysimError(f"{what} failed: {error}") from None

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
+import yaml
 
 import raysim
 from faults.common import basic, timeless
+from raysim import checkpoint
 from raysim.errors import ClientError
 
 SIZES = [20, 24, 31, 13, 22, 18]
@@ -68,3 +74,35 @@ def test_a_dropped_client_is_as_one_that_raised(poisoned, tmp_path, local_ray):
     assert times >= 1 and max(record["clients_dropped"] for record in done.history[1:]) == 1
     last = done.history[-1]
     assert last["actors_lost"] == 3 * times and last["server_restarts"] == 0
+
+
+BROKEN = """
+from dataclasses import dataclass
+
+from algorithms.fedavg import FedAvgServer
+
+
+@dataclass(frozen=True)
+class BrokenServer(FedAvgServer):
+    def update(self, state, reports):
+        if reports.round == 2:
+            raise ValueError("not today")
+        return super().update(state, reports)
+"""
+
+
+@pytest.mark.parametrize("resources", [RAY, {"executor": "inline"}])
+def test_a_server_rule_that_raises_is_told_in_one_line_and_what_was_done_is_kept(resources, uri, tmp_path, source):
+    rule = source("broken", BROKEN)
+    config = basic(tmp_path, uri) | {"algorithm": f"{rule}:BrokenServer", "resources": resources, "rounds": 5}
+    (tmp_path / "broken.yaml").write_text(yaml.safe_dump(config | {"checkpoint": {"every": 1}}))
+    command = [Path(sys.executable).with_name("raysim"), "run", tmp_path / "broken.yaml"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1
+    line = len(BROKEN[: BROKEN.index("raise")].splitlines())
+    said = f"round 2: update of server rule 'broken' failed: ValueError: not today ({rule}, line {line})"
+    assert done.stderr.splitlines()[-1] == f"error: {said}"
+    assert "Traceback" not in done.stderr and "ray::" not in done.stderr and len(done.stderr.splitlines()) < 5, (
+        done.stderr
+    )
+    assert checkpoint.name(2) in [path.name for path in checkpoint.available(tmp_path / "run")]
