@@ -27,7 +27,7 @@ from ray import cloudpickle
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raysim import nodes
+from raysim import nodes, startup
 from raysim.actors import Adder, ClientActor, EvalActor, ServerActor, as_groups, packed, read_broadcast, unpacked
 from raysim.config import Sync
 from raysim.dealing import Paces
@@ -53,6 +53,7 @@ class RayExecutor:
     """The executor over Ray actors."""
 
     def __init__(self, log: Callable[[str], None]):
+        startup.over()  # which began with the actors' module
         self.log, self.wanted, self.ours = log, 0, False
         self.mended: Counter[str] = Counter(actors_lost=0, retried_blocks=0, server_restarts=0)
         self.workers: dict[int, Worker] = {}
@@ -85,7 +86,7 @@ class RayExecutor:
         self.server = self._start_server()
         self._hire()
         if self.evaluates:  # nobody has to wait for it
-            self.eval = self._start(EvalActor, self.plan, num_gpus=r.server_gpus)
+            self.eval = self._start_evaluator()
         waiting = [self.server.where.remote(), *(word for _, word in self.joining.values())]
         found = get(waiting, f"the start of {len(waiting)} actors", r.timeout)
         self.network.server, there = found[0][0], {node for node, _ in found}
@@ -128,6 +129,13 @@ class RayExecutor:
         if any(node.id == self.server_node and node.room(0, gpus) for node in nodes.alive()):
             how["scheduling_strategy"] = NodeAffinitySchedulingStrategy(self.server_node, soft=False)
         return self._start(ServerActor, self.plan, num_gpus=gpus, **how)
+
+    def _start_evaluator(self) -> Any:
+        """Beside the server, unless it needs a GPU, of which there may be none left there."""
+        gpus, how = self.resources.server_gpus, {}
+        if not gpus:
+            how["scheduling_strategy"] = NodeAffinitySchedulingStrategy(self.server_node, soft=True)
+        return self._start(EvalActor, self.plan, num_gpus=gpus, **how)
 
     def client(self, number: int) -> Any:
         """A new ClientActor, on a node that has fewer than others."""
@@ -280,7 +288,7 @@ class RayExecutor:
             self.mended["actors_lost"] += 1
             self.log(f"the EvalActor is lost ({why}); a new one takes its place")
             ray.kill(old)
-            self.eval = self._start(EvalActor, self.plan, num_gpus=self.resources.server_gpus)
+            self.eval = self._start_evaluator()
 
     def close(self) -> None:
         """Ends the actors, and Ray if it was started here."""

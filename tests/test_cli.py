@@ -118,19 +118,22 @@ def test_garbage_is_looked_for_as_usual_when_a_run_has_begun(small):
 import gc
 usual = gc.get_threshold()
 import raysim
-raysim.run, raysim.Finished
-assert gc.get_threshold() == usual, "a user's own process"
 from raysim import startup
+from raysim.ray_executor import RayExecutor
+assert gc.get_threshold() == (startup.RARELY, *usual[1:]), "while the actors' module is imported"
+executor = RayExecutor(print)
+assert gc.get_threshold() == usual, "a user's own process"
+RayExecutor(print)
 startup.begin()
-import raysim.actors
-assert gc.get_threshold() == (startup.RARELY, *usual[1:])
+assert gc.get_threshold() == (startup.RARELY, *usual[1:]), "the command line"
 seen = set()
 raysim.run({str(small)!r}, rounds=2, progress=lambda record: seen.add(gc.get_threshold()))
-assert seen == {{usual}} == {{gc.get_threshold()}}, "the process of a run"
-import ray
+assert seen == {{usual}} == {{gc.get_threshold()}}, "a run"
 from raysim.plan import prepare
-actor = ray.remote(raysim.actors.ClientActor).remote(prepare({str(small)!r}), "client 0")
-assert ray.get(actor.__ray_call__.remote(lambda self: gc.get_threshold())) == usual, "an actor"
+executor.open(prepare({str(small)!r}, {{"resources.executor": "ray", "resources.actors": 1}}))
+import ray
+for actor in (executor.workers[0].actor, executor.server):
+    assert ray.get(actor.__ray_call__.remote(lambda self: gc.get_threshold())) == usual, "an actor"
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
