@@ -18,7 +18,6 @@ from raysim import startup
 startup.begin()
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # one call's error is read and told; the others' are the same
 
 import numpy as np
 import ray

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from raysim import layers, rules, validation
+from raysim import layers, rules, startup, validation
 from raysim.config import Data
 from raysim.data import Dataset, load
 from raysim.engine import Engine
@@ -126,7 +126,7 @@ def candidates(plan: Plan, given: Iterable[str], blocks: bool) -> Iterator[dict[
         ways += [{"block.mode": "vmap", "block.size": size} for size in sizes]
         if plan.model().convolutional and ("block.mode" not in given or plan.mode == "vmap"):
             ways += [{**way, "block.convolutions": "unfold"} for way in ways if way["block.mode"] == "vmap"]
-        if any("resources.gpus" in place for place in places):
+        if any("resources.gpus" in place for place in places) and ("block.mode" not in given or plan.mode == "vmap"):
             ways += [{**way, "block.graphs": False} for way in ways if way["block.mode"] == "vmap"]
     seen = []
     for place in places:
@@ -142,6 +142,7 @@ def _measure(plan: Plan, candidate: Candidate, seconds: float) -> None:
     rates: list[float] = []
     try:
         executor.open(plan)
+        startup.over()
         end = 0.0
         for record in Engine(plan, executor).rounds():
             if record["round"] == WARM_UP:

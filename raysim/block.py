@@ -72,10 +72,11 @@ class Trainer:
         self.feed = Feed(config, model, examples, client.masks, channels_last)
 
     def _records(self) -> bool:
-        """Whether steps are recorded as CUDA graphs: on a GPU, where all clients make equally many steps, so that not
-        every block brings kinds of steps that never come again."""
-        on_gpu = self.model.device.type == "cuda" and self.mode == "vmap"
-        return on_gpu and self.config.block.graphs and self.config.local.steps is not None
+        """Whether steps are recorded as CUDA graphs: on a GPU, where all clients make equally many on batches of one
+        size, so that not every block brings kinds of steps that never come again."""
+        block, local = self.config.block, self.config.local
+        alike = local.steps is not None and local.batch != "full"
+        return block.graphs and alike and self.mode == "vmap" and self.model.device.type == "cuda"
 
     def train(self, downs: Mapping[int, Broadcast], blocks: list[Block]) -> Outcome:
         """Trains blocks on the versions that their clients begin with, and adds up what they send."""

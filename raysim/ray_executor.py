@@ -85,7 +85,7 @@ class RayExecutor:
         self.wanted, self.evaluates = r.actors, bool(plan.config.evaluate.due(0, 1))
         self.server = self._start_server()
         self._hire()
-        if self.evaluates:  # nobody has to wait for it
+        if self.evaluates and not r.server_gpus:  # nobody has to wait for it
             self.eval = self._start_evaluator()
         waiting = [self.server.where.remote(), *(word for _, word in self.joining.values())]
         found = get(waiting, f"the start of {len(waiting)} actors", r.timeout)
@@ -95,6 +95,8 @@ class RayExecutor:
             self._make_boxes(plan)
             self._share(self.server)
         self._welcome(r.timeout)
+        if self.evaluates and r.server_gpus:  # ClientActors come first where GPUs are shared out
+            self.eval = self._start_evaluator()
         for node, actors in Counter(worker.node for worker in self.workers.values()).items():
             if self.adds_up(node, actors):
                 self.adder(node)

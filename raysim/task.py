@@ -129,9 +129,9 @@ class Task:
     """The training problem of one client in one round, as its rule sees it.
 
     `lr` is η_l, `steps` the number of local steps of this client, `t` the round that it began in (a tensor, as `steps`,
-    inside a step under vmap of clients that began at different times), `x0` [P] the run's initial parameters,
-    `segments` the lengths of the named tensors in the flat vector, `buffers` [Q] this client's running statistics (the
-    engine threads them; a rule never writes them), `received` [Q] those that came with the broadcast.
+    inside a step under vmap of clients that began at different times, or on a GPU), `x0` [P] the run's initial
+    parameters, `segments` the lengths of the named tensors in the flat vector, `buffers` [Q] this client's running
+    statistics (the engine threads them; a rule never writes them), `received` [Q] those that came with the broadcast.
     """
 
     def __init__(self, model: Model, facts: Facts, received: Tensor | None = None, steps: int | Tensor = 0):

@@ -30,15 +30,15 @@ def net(shape, classes, norm: bool = True):
 
 
 def again(run):
-    """As a graph: what it reads and what it writes stays where it is."""
+    """As a graph: what it reads and what it writes stays where it is, and may be one and the same."""
     given = run()
 
     def repeat() -> None:
         for place, new in zip(tree_leaves(given), tree_leaves(run()), strict=True):
-            place.copy_(new.clone())
+            place.copy_(new)
 
     for leaf in tree_leaves(given):
-        leaf.data = leaf.clone().fill_(torch.nan if leaf.is_floating_point() else 7)  # nothing has run when it is made
+        leaf.fill_(torch.nan if leaf.is_floating_point() else 7)  # nothing has run when it is made
     return given, repeat
 
 
@@ -99,6 +99,27 @@ def test_every_method_recorded_gives_the_same_bits(algorithm, both):
     assert 0 < len(recorder.recorded) < recorder.runs / 3, "steps are recorded once and run again"
 
 
+def test_what_is_passed_on_as_it_was_given_is_not_written_over_before_it_is_read():
+    """As GradMA's y_{τ-1}: the step before's vector goes on under another name."""
+
+    def step(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        w, last = state["w"], state["last"]
+        return {"w": w + 1, "last": w, "way": state["way"] + (w - last), "view": w[:1]}
+
+    start = {k: torch.zeros(3) for k in ("w", "last", "way")} | {"view": torch.zeros(1)}
+    plain, recorded, recorder = start, start, Recorder(again)
+    for _ in range(5):
+        plain, recorded = step(plain), recorder.run("key", step, recorded)
+    assert recorder.recorded
+    assert all(torch.equal(plain[k], recorded[k]) for k in plain) and plain["way"].tolist() == [4.0] * 3
+
+
+@pytest.mark.parametrize("qp_scope", ["whole", "per_tensor"])
+def test_gradma_where_its_last_gradient_binds(qp_scope, both):
+    more = {"local": {"steps": 5, "batch": 6, "lr": 0.5}, "rounds": 6}
+    both("gradma_w", client={"name": "gradma", "qp_scope": qp_scope}, **more)
+
+
 @pytest.mark.parametrize("algorithm", ["gradma", "fedreg", "scaffold"])
 def test_clients_that_began_at_different_times(algorithm, both):
     schedule = {"name": "kasync", "arrivals": 3, "concurrency": 8, "speeds": {"name": "lognormal", "sigma": 1.0}}
@@ -120,6 +141,12 @@ def test_more_kinds_than_are_kept_run_as_they_stand(both, monkeypatch):
     assert len(both("fedavg").recorded) == 1
 
 
+def test_kinds_of_past_rounds_make_room(both, monkeypatch):
+    monkeypatch.setattr("raysim.replay.KEPT", 2)
+    more = {"local": {"steps": 3, "batch": 6, "lr": [[0, 0.1], [2, 0.01]]}}
+    assert {kind[0][2] for kind in both("fedprox", partition=EQUAL, **more).recorded} == {0.01}
+
+
 def test_what_cannot_be_recorded_runs_as_it_stands_and_says_so_once(both, monkeypatch, caplog):
     def waiting(run: Any) -> Any:
         raise RuntimeError("operation not permitted when stream is capturing")
@@ -132,7 +159,7 @@ def test_what_cannot_be_recorded_runs_as_it_stands_and_says_so_once(both, monkey
 @pytest.mark.parametrize(
     ("change", "expected"),
     [({}, True), ({"block.graphs": False}, False), ({"local.steps": None, "local.epochs": 1}, False),
-     ({"block.mode": "loop"}, False)],
+     ({"local.batch": "full"}, False), ({"block.mode": "loop"}, False)],
 )  # fmt: skip
 def test_steps_are_recorded_on_a_gpu_where_their_kinds_come_again(change, expected):
     plan = prepare("quickstart", {"block.mode": "vmap", "local.epochs": None, "local.steps": 2, **change})
@@ -150,9 +177,17 @@ def test_graphs_are_no_part_of_what_a_run_is():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("algorithm", ["fedavg", "gradma", "fedreg", "scaffold"])
 def test_cuda_graphs_give_the_same_bits(algorithm, engine, source):
-    resources = {"executor": "inline", "gpus": 1.0, "threads": 1}
-    given = config(algorithm, source("net", NET), resources=resources)
+    more = {"resources": {"executor": "inline", "gpus": 1.0, "threads": 1}}
+    more["local"] = {"steps": 5, "batch": 6, "lr": 0.5}
+    given = config(algorithm, source("net", NET), **more)
     runs = [engine({**given, "block": {**given["block"], "graphs": graphs}})[0] for graphs in (False, True)]
     assert digests(runs[0]) == digests(runs[1])
     recorder = runs[1].executor.trainer.recorder
     assert recorder is not None and recorder.recorded
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_what_waits_for_the_gpu_runs_as_it_stands(caplog):
+    recorder, x, here = Recorder(), torch.ones(3, device="cuda"), torch.cuda.current_stream()
+    assert recorder.run("key", lambda x: x + x.sum().item(), x).tolist() == [4.0] * 3
+    assert not recorder.recorded and "run as they stand" in caplog.text and torch.cuda.current_stream() == here

@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 a run that failed, 2 a mistake in what was given, 130 and 
 from __future__ import annotations
 
 import logging
+import os
 import sys
 
 from raysim import startup, versions
@@ -31,5 +32,6 @@ def main() -> None:
 def console() -> None:
     """The console script."""
     startup.begin()
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # one call's error is told; the others' are the same
     leave_at_once()
     main()

@@ -95,24 +95,22 @@ class FixedSum:
         once for all of these."""
         while self._waiting:
             blocks, self._waiting = self._waiting[:AT_ONCE], self._waiting[AT_ONCE:]
-            fixed = _in_units(blocks)[None]
-            self._total = fixed if self._total is None else _plus(self._total, fixed)
-
-
-def _in_units(blocks: list[BlockSum]) -> Tensor:
-    """The sum of small blocks as int64 [P], each rounded to whole `UNIT`s."""
-    found = torch.empty_like(blocks[0].value, dtype=torch.int64)
-    totals, *columns = map(_pieces, (found, *(block.value for block in blocks)))
-    scratch = torch.empty(len(blocks), len(totals[0]), dtype=torch.float64, device=found.device)
-    magic = scratch.new_tensor(MAGIC)
-    for total, *values in zip(totals, *columns, strict=True):
-        exact = scratch[:, : len(total)] if len(blocks) > 1 else total.view(torch.float64)[None]
-        for row, value, block in zip(exact.unbind(), values, blocks, strict=True):
-            torch.add(magic, row.copy_(value), alpha=block.weight / UNIT, out=row)
-        if len(blocks) > 1:
-            torch.sum(exact.view(torch.int64), 0, out=total)
-        total -= (len(blocks) * MAGIC_BITS + 2**63) % 2**64 - 2**63  # int64 comes round, and so does this
-    return found
+            first, value = self._total is None, blocks[0].value
+            if self._total is None:
+                self._total = torch.empty_like(value, dtype=torch.int64)[None]
+            totals, *columns = map(_pieces, (self._total[0], *(block.value for block in blocks)))
+            scratch = torch.empty(len(blocks), len(totals[0]), dtype=torch.float64, device=value.device)
+            magic = scratch.new_tensor(MAGIC)
+            for total, *values in zip(totals, *columns, strict=True):
+                alone = first and len(blocks) == 1
+                exact = total.view(torch.float64)[None] if alone else scratch[:, : len(total)]
+                for row, part, block in zip(exact.unbind(), values, blocks, strict=True):
+                    torch.add(magic, row.copy_(part), alpha=block.weight / UNIT, out=row)
+                if first and not alone:
+                    torch.sum(exact.view(torch.int64), 0, out=total)
+                elif not first:
+                    total += exact.view(torch.int64).sum(0)
+                total -= (len(blocks) * MAGIC_BITS + 2**63) % 2**64 - 2**63  # int64 comes round, and so does this
 
 
 def _pieces(vector: Tensor) -> tuple[Tensor, ...]:

@@ -95,7 +95,7 @@ class BrokenServer(FedAvgServer):
 def test_a_server_rule_that_raises_is_told_in_one_line_and_what_was_done_is_kept(resources, uri, tmp_path, source):
     rule = source("broken", BROKEN)
     config = basic(tmp_path, uri) | {"algorithm": f"{rule}:BrokenServer", "resources": resources, "rounds": 5}
-    (tmp_path / "broken.yaml").write_text(yaml.safe_dump(config | {"checkpoint": {"every": 1}}))
+    (tmp_path / "broken.yaml").write_text(yaml.safe_dump(config | {"checkpoint": {"every": 2}}))
     command = [Path(sys.executable).with_name("raysim"), "run", tmp_path / "broken.yaml"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 1
