@@ -100,6 +100,8 @@ def main() -> None:
     arguments.add_argument("--repeats", type=int, default=5)
     arguments.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     given = arguments.parse_args()
+    if given.device == "cuda" and not torch.cuda.is_available():
+        arguments.error("there is no GPU here; --device cpu tries the script without one")
     data, most = dataset(SHAPE), peak(given.device, 8192 if given.device == "cuda" else 1024, given.repeats)
     name = torch.cuda.get_device_name() if given.device == "cuda" else "CPU"
     print(f"torch {torch.__version__}, {name}: {most / 1e12:.3g} TFLOP/s\n")
