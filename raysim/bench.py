@@ -123,11 +123,13 @@ def candidates(plan: Plan, given: Iterable[str], blocks: bool) -> Iterator[dict[
     if blocks:
         sizes = sorted({size for size in (1, 8, 32, 128, cohort) if size <= cohort})
         ways = [{"block.mode": mode} for mode in ("loop", "pooled")]
-        ways += [{"block.mode": "vmap", "block.size": size} for size in sizes]
-        if plan.model().convolutional and ("block.mode" not in given or plan.mode == "vmap"):
-            ways += [{**way, "block.convolutions": "unfold"} for way in ways if way["block.mode"] == "vmap"]
-        if any("resources.gpus" in place for place in places) and ("block.mode" not in given or plan.mode == "vmap"):
-            ways += [{**way, "block.graphs": False} for way in ways if way["block.mode"] == "vmap"]
+        together = [{"block.mode": "vmap", "block.size": size} for size in sizes]
+        if "block.mode" not in given or plan.mode == "vmap":
+            if plan.model().convolutional:
+                together += [{**way, "block.convolutions": "unfold"} for way in together]
+            if plan.config.steps_are_alike and any("resources.gpus" in place for place in places):
+                together += [{**way, "block.graphs": False} for way in together]
+        ways += together
     seen = []
     for place in places:
         for way in ways:

@@ -31,7 +31,7 @@ from raysim.feed import Feed, Gathered
 from raysim.models import Model, make_net
 from raysim.numerics.sums import LIMIT, BlockSum, FixedSum
 from raysim.randomness import generator
-from raysim.replay import Recorder
+from raysim.replay import Replayer
 from raysim.rules import PLAIN_STEP, ClientRule, Report, ServerRule, State, overridden, sums, with_mode
 from raysim.task import Batch, Facts, LocalData, LoopTask, Task
 from raysim.work import Block, Broadcast, Done, Job, Outcome
@@ -68,15 +68,14 @@ class Trainer:
         self.upload_dtype: torch.dtype | None = getattr(torch, config.local.upload_dtype or "", None)
         self.plain = config.takes_bare_gradients and not overridden(client, PLAIN_STEP)
         channels_last = model.convolutional and model.device.type == "cpu" and mode != "vmap"
-        self.recorder = Recorder() if self._records() else None
+        self.replayer = Replayer() if self._records() else None
         self.feed = Feed(config, model, examples, client.masks, channels_last)
 
     def _records(self) -> bool:
-        """Whether steps are recorded as CUDA graphs: on a GPU, where all clients make equally many on batches of one
-        size, so that not every block brings kinds of steps that never come again."""
-        block, local = self.config.block, self.config.local
-        alike = local.steps is not None and local.batch != "full"
-        return block.graphs and alike and self.mode == "vmap" and self.model.device.type == "cuda"
+        """Whether steps are recorded as CUDA graphs: on a GPU, where they are alike, so that not every block brings
+        kinds of steps that never come again."""
+        wanted = self.config.block.graphs and self.config.steps_are_alike
+        return wanted and self.mode == "vmap" and self.model.device.type == "cuda"
 
     def train(self, downs: Mapping[int, Broadcast], blocks: list[Block]) -> Outcome:
         """Trains blocks on the versions that their clients begin with, and adds up what they send."""
@@ -218,7 +217,7 @@ class Trainer:
                 [here.state for here in arrived],
                 [job.steps for job in jobs],
                 self.feed.stacked(jobs, [here.mine for here in arrived], [here.made for here in arrived]),
-                self.recorder,
+                self.replayer,
             )
         except Exception:
             return trained + [_failed(job) for job in jobs]

@@ -609,6 +609,11 @@ class Config(Section):
     )
 
     @property
+    def steps_are_alike(self) -> bool:
+        """Whether all clients make equally many steps, on batches of one size as far as they have the data."""
+        return self.local.steps is not None and self.local.batch != "full"
+
+    @property
     def takes_bare_gradients(self) -> bool:
         """Whether nothing comes between a client's gradient and its step."""
         return not (self.local.clip or self.local.weight_decay or self.privacy)

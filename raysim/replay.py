@@ -45,7 +45,7 @@ def cuda_graph(run: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
     return given, graph.replay
 
 
-class Recorder:
+class Replayer:
     """Runs functions, of each kind the first time to record it. A kind has a key, and shapes of what it is given: all
     else that a function does must follow from the key."""
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from raysim.models import Model
-from raysim.replay import Recorder
+from raysim.replay import Replayer
 from raysim.rules import ClientRule, State
 from raysim.task import Batch, Facts, VmapTask
 
@@ -30,7 +30,7 @@ def train(
     states: list[State],
     counts: list[int],
     stacked: Iterator[tuple[int, dict[str, Any]]],
-    recorder: Recorder | None = None,
+    replayer: Replayer | None = None,
 ) -> tuple[State, Tensor, Tensor]:
     """Local training of K clients, who make `counts` steps each: the most first.
 
@@ -38,7 +38,7 @@ def train(
         received: what each one was sent.
         states: what each one's steps begin with.
         stacked: for each step how many clients still train, and what they are given; see `Feed.stacked`.
-        recorder: runs the steps, if there is one.
+        replayer: runs the steps, if there is one.
 
     Returns:
         Their states in the end, [K, ...] each, their statistics [K, Q], and their mean losses [K].
@@ -68,17 +68,17 @@ def train(
     together = len({base for base, _, _ in received}) == 1
     sent = received[0] if together else _each(received, device)
     steps_of_all = torch.func.vmap(step, in_dims=(None if together else 0, 0, 0, 0, 0))
-    if recorder is not None and together:  # as a number it would be a constant of what is recorded
+    if replayer is not None and together:  # as a number it would be a constant of what is recorded
         sent = torch.tensor(sent[0], device=device), *sent[1:]
     key = repr(rule), together, *_constants(facts)
     for i, (live, given) in enumerate(stacked):
         now = sent if together else _of_the_first(sent, live)
         part = now, {k: v[:live] for k, v in state.items()}, moved[:live], steps[:live], given
-        mine, new, loss = recorder.run(key, steps_of_all, *part) if recorder else steps_of_all(*part)
+        mine, new, loss = replayer.run(key, steps_of_all, *part) if replayer else steps_of_all(*part)
         state = mine if live == len(states) else {k: torch.cat([mine[k], v[live:]]) for k, v in state.items()}
         moved = torch.cat([new, moved[live:]])
         losses[:live] += (loss - losses[:live]) / (i + 1)
-    if recorder is not None:  # what a recorded step gave is the next one's too
+    if replayer is not None:  # what a recorded step gave is the next one's too
         state = {k: v.clone() for k, v in state.items()}
     return state, moved, losses
 

@@ -54,6 +54,24 @@ def test_gpus_are_shared_between_more_and_more_actors(monkeypatch):
     assert shares == [(2, 1), (4, 0.5), (8, 0.25), (16, 0.125)]
 
 
+def test_steps_that_would_be_graphs_are_tried_as_they_stand_too(monkeypatch):
+    monkeypatch.setattr("raysim.bench._gpus", lambda: 1)
+
+    def plain(given: set[str] = frozenset(), **more: Any) -> list[int]:
+        ways = [way for way in settings(given, blocks=True, **more) if "block.graphs" in way]
+        assert all(way["block.graphs"] is False and way.get("block.mode", "vmap") == "vmap" for way in ways)
+        return [way["block.size"] for way in ways[: len(ways) // 5]]  # in each of five places
+
+    assert plain() == [1, 4] and plain(model="lenet") == [1, 4] * 2
+    assert plain(local={"epochs": 1, "batch": 8}) == plain(local={"steps": 1, "batch": "full"}) == []
+    assert plain({"block.mode"}, block={"mode": "loop"}) == [] and plain({"block.mode"}, block={"mode": "vmap"}) == [
+        1,
+        4,
+    ]
+    monkeypatch.setattr("raysim.bench._gpus", lambda: 0)
+    assert plain() == []
+
+
 def test_the_fastest_is_named_and_what_cannot_run_says_why():
     told = []
     found = bench(SMALL, {"resources.executor": "inline"}, seconds=0.2, blocks=True, tell=told.append)

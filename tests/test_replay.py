@@ -13,7 +13,7 @@ from raysim import rules
 from raysim.block import Trainer
 from raysim.executor import make_trainer
 from raysim.plan import prepare
-from raysim.replay import Recorder
+from raysim.replay import Replayer
 
 rules.discover()
 
@@ -42,7 +42,7 @@ def again(run):
     return given, repeat
 
 
-class Counting(Recorder):
+class Counting(Replayer):
     made: ClassVar[list[Counting]] = []
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class Counting(Recorder):
 
 @pytest.fixture
 def recorded(monkeypatch):
-    monkeypatch.setattr("raysim.block.Recorder", Counting)
+    monkeypatch.setattr("raysim.block.Replayer", Counting)
     monkeypatch.setattr(Trainer, "_records", lambda self: self.mode == "vmap")
     monkeypatch.setattr(Counting, "made", [])
 
@@ -79,7 +79,7 @@ EQUAL = {"name": "iid", "clients": 20}
 
 @pytest.fixture
 def both(engine, source, request):
-    """both(algorithm, ...): runs it as it stands and recorded, finds the same bits, and gives the recorder."""
+    """both(algorithm, ...): runs it as it stands and recorded, finds the same bits, and gives the replayer."""
 
     def run(algorithm: str, **more: Any) -> Counting:
         given = config(algorithm, source("net", NET), **more)
@@ -87,16 +87,16 @@ def both(engine, source, request):
         request.getfixturevalue("recorded")
         run, _ = engine(given)
         assert digests(run) == digests(as_it_stands)
-        (recorder,) = Counting.made
-        return recorder
+        (replayer,) = Counting.made
+        return replayer
 
     return run
 
 
 @pytest.mark.parametrize("algorithm", sorted(rules.ALGORITHMS))
 def test_every_method_recorded_gives_the_same_bits(algorithm, both):
-    recorder = both(algorithm, norm=algorithm != "dpsgd")
-    assert 0 < len(recorder.recorded) < recorder.runs / 3, "steps are recorded once and run again"
+    replayer = both(algorithm, norm=algorithm != "dpsgd")
+    assert 0 < len(replayer.recorded) < replayer.runs / 3, "steps are recorded once and run again"
 
 
 def test_what_is_passed_on_as_it_was_given_is_not_written_over_before_it_is_read():
@@ -107,10 +107,10 @@ def test_what_is_passed_on_as_it_was_given_is_not_written_over_before_it_is_read
         return {"w": w + 1, "last": w, "way": state["way"] + (w - last), "view": w[:1]}
 
     start = {k: torch.zeros(3) for k in ("w", "last", "way")} | {"view": torch.zeros(1)}
-    plain, recorded, recorder = start, start, Recorder(again)
+    plain, recorded, replayer = start, start, Replayer(again)
     for _ in range(5):
-        plain, recorded = step(plain), recorder.run("key", step, recorded)
-    assert recorder.recorded
+        plain, recorded = step(plain), replayer.run("key", step, recorded)
+    assert replayer.recorded
     assert all(torch.equal(plain[k], recorded[k]) for k in plain) and plain["way"].tolist() == [4.0] * 3
 
 
@@ -132,8 +132,8 @@ def test_batches_of_different_sizes_are_kinds_of_their_own(both, ragged):
 
 def test_a_learning_rate_of_other_rounds_is_a_kind_of_its_own(both):
     more = {"local": {"steps": 3, "batch": 6, "lr": [[0, 0.1], [2, 0.01]]}}
-    recorder = both("fedprox", partition=EQUAL, **more)
-    assert len(recorder.recorded) == 4, "two rates, and blocks of three and of two clients"
+    replayer = both("fedprox", partition=EQUAL, **more)
+    assert len(replayer.recorded) == 4, "two rates, and blocks of three and of two clients"
 
 
 def test_more_kinds_than_are_kept_run_as_they_stand(both, monkeypatch):
@@ -182,12 +182,12 @@ def test_cuda_graphs_give_the_same_bits(algorithm, engine, source):
     given = config(algorithm, source("net", NET), **more)
     runs = [engine({**given, "block": {**given["block"], "graphs": graphs}})[0] for graphs in (False, True)]
     assert digests(runs[0]) == digests(runs[1])
-    recorder = runs[1].executor.trainer.recorder
-    assert recorder is not None and recorder.recorded
+    replayer = runs[1].executor.trainer.replayer
+    assert replayer is not None and replayer.recorded
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_what_waits_for_the_gpu_runs_as_it_stands(caplog):
-    recorder, x, here = Recorder(), torch.ones(3, device="cuda"), torch.cuda.current_stream()
-    assert recorder.run("key", lambda x: x + x.sum().item(), x).tolist() == [4.0] * 3
-    assert not recorder.recorded and "run as they stand" in caplog.text and torch.cuda.current_stream() == here
+    replayer, x, here = Replayer(), torch.ones(3, device="cuda"), torch.cuda.current_stream()
+    assert replayer.run("key", lambda x: x + x.sum().item(), x).tolist() == [4.0] * 3
+    assert not replayer.recorded and "run as they stand" in caplog.text and torch.cuda.current_stream() == here

@@ -416,7 +416,7 @@ def _one(
     p: Tensor, a: Tensor, b: Tensor, c: Tensor, parts: tuple[int, ...], small: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     products = Few([p, a, b, c], parts)
-    if not small and bool((products.first()[..., 1:] >= 0.0).all()):  # no constraint is violated, as often enough
+    if not small and bool((products.first()[..., 1:] >= 0.0).all()):  # often no constraint is violated
         return p.clone(), p.new_zeros(()), p.new_zeros(())
     grams = products.gram().tolist()  # T matrices [4][4]
     finite = [all(isfinite(G[i][i]) for G in grams) for i in range(4)]
