@@ -9,7 +9,7 @@ comes on the sum of the batch, which is divided by its true size. Keeps nothing;
 Abadi's value for MNIST; Xu 2022 has C = 1.
 """
 
-from algorithms.fedavg import FedAvgClient, FedAvgServer
+from raysim.algorithms.fedavg import FedAvgClient, FedAvgServer
 from raysim.rules import Algorithm
 
 Algorithm(

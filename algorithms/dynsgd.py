@@ -9,7 +9,7 @@ multiplied by 1/(s + 1) and not normalised: `normalise: false`, p_i = 1 / (K (s_
 
 from dataclasses import dataclass
 
-from algorithms.fedavg import FedAvgClient, FedAvgServer
+from raysim.algorithms.fedavg import FedAvgClient, FedAvgServer
 from raysim.rules import Algorithm, normalised
 
 KASYNC = {"schedule": {"name": "kasync"}}

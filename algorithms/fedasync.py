@@ -16,8 +16,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from algorithms.dynsgd import KASYNC
-from algorithms.fedprox import FedProxClient
+from raysim.algorithms.dynsgd import KASYNC
+from raysim.algorithms.fedprox import FedProxClient
 from raysim.config import PositiveScheduled
 from raysim.rules import Algorithm, ServerRule, Uploads
 

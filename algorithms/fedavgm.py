@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from algorithms.fedavg import REFERENCE, FedAvgClient
-from algorithms.fedprox import FedProxClient
+from raysim.algorithms.fedavg import REFERENCE, FedAvgClient
+from raysim.algorithms.fedprox import FedProxClient
 from raysim.config import UnitScheduled
 from raysim.rules import Algorithm, ServerRule
 

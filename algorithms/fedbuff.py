@@ -12,8 +12,8 @@ and beta1 = 0 is FedAvg. `weights: samples` puts n_i / Σ n_j in the place of 1/
 from dataclasses import dataclass
 from math import sqrt
 
-from algorithms.fedavg import FedAvgClient
-from algorithms.fedavgm import FedAvgMServer
+from raysim.algorithms.fedavg import FedAvgClient
+from raysim.algorithms.fedavgm import FedAvgMServer
 from raysim.config import UnitScheduled
 from raysim.rules import Algorithm
 

@@ -18,7 +18,7 @@ from typing import Annotated
 import torch
 from pydantic import Field
 
-from algorithms.fedavg import REFERENCE
+from raysim.algorithms.fedavg import REFERENCE
 from raysim.rules import Algorithm, ClientRule, ServerRule, Uploads
 
 

@@ -29,8 +29,8 @@ import numpy as np
 import torch
 from pydantic import Field
 
-from algorithms.dynsgd import KASYNC
-from algorithms.fedavg import FedAvgClient
+from raysim.algorithms.dynsgd import KASYNC
+from raysim.algorithms.fedavg import FedAvgClient
 from raysim.numerics import aligned, cross, gram, norm, weighted_sum
 from raysim.rules import Algorithm, ServerRule, Uploads, normalised
 

@@ -17,7 +17,7 @@ from typing import Annotated
 import torch
 from pydantic import Field
 
-from algorithms.fedavg import REFERENCE, FedAvgClient
+from raysim.algorithms.fedavg import REFERENCE, FedAvgClient
 from raysim.config import PositiveScheduled, UnitScheduled
 from raysim.rules import Algorithm, ServerRule
 

@@ -12,7 +12,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from algorithms.fedavg import REFERENCE, FedAvgServer
+from raysim.algorithms.fedavg import REFERENCE, FedAvgServer
 from raysim.rules import Algorithm, ClientRule
 
 

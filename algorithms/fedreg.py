@@ -29,7 +29,7 @@ from typing import Annotated, Literal
 import torch
 from pydantic import Field
 
-from algorithms.fedavg import FedAvgServer
+from raysim.algorithms.fedavg import FedAvgServer
 from raysim.rules import Algorithm, ClientRule
 from raysim.task import Batch, soft_cross_entropy
 

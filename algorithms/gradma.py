@@ -35,7 +35,7 @@ from typing import Annotated, Literal
 import torch
 from pydantic import Field
 
-from algorithms.fedavg import FedAvgClient, FedAvgServer
+from raysim.algorithms.fedavg import FedAvgClient, FedAvgServer
 from raysim.config import UnitScheduled
 from raysim.numerics import absorb, admit, memory_init, project3
 from raysim.rules import Algorithm, ClientRule, ServerRule, Uploads

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
-from algorithms.fedavg import REFERENCE, FedAvgClient
+from raysim.algorithms.fedavg import REFERENCE, FedAvgClient
 from raysim.config import UnitScheduled
 from raysim.rules import Algorithm, ServerRule, Uploads
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from algorithms.fedavg import REFERENCE
+from raysim.algorithms.fedavg import REFERENCE
 from raysim.config import UnitScheduled
 from raysim.rules import Algorithm, ClientRule, ServerRule, Uploads
 

@@ -21,8 +21,8 @@ import torch
 from pydantic import Field
 from torch.nn import functional as F
 
-from algorithms.fedavg import REFERENCE, FedAvgServer
-from algorithms.fedavgm import FedAvgMServer
+from raysim.algorithms.fedavg import REFERENCE, FedAvgServer
+from raysim.algorithms.fedavgm import FedAvgMServer
 from raysim.rules import Algorithm, ClientRule
 from raysim.task import cross_entropy
 

@@ -19,8 +19,8 @@ from typing import Annotated
 
 from pydantic import Field
 
-from algorithms.dynsgd import KASYNC
-from algorithms.fedavg import FedAvgClient
+from raysim.algorithms.dynsgd import KASYNC
+from raysim.algorithms.fedavg import FedAvgClient
 from raysim.numerics import norm, weighted_sum
 from raysim.rules import Algorithm, ServerRule, Uploads, normalised
 

@@ -17,7 +17,7 @@ from typing import Literal
 
 import torch
 
-from algorithms.fedavg import REFERENCE
+from raysim.algorithms.fedavg import REFERENCE
 from raysim.rules import Algorithm, ClientRule, ServerRule, Uploads
 
 

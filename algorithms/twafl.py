@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from math import e
 from typing import Literal
 
-from algorithms.dynsgd import KASYNC
-from algorithms.fedavg import FedAvgClient, FedAvgServer
+from raysim.algorithms.dynsgd import KASYNC
+from raysim.algorithms.fedavg import FedAvgClient, FedAvgServer
 from raysim.rules import Algorithm, normalised
 
 

@@ -21,9 +21,9 @@ from typing import Annotated
 import torch
 from pydantic import Field
 
-from algorithms.dynsgd import KASYNC
-from algorithms.fedavg import FedAvgClient
-from algorithms.twafl import decay
+from raysim.algorithms.dynsgd import KASYNC
+from raysim.algorithms.fedavg import FedAvgClient
+from raysim.algorithms.twafl import decay
 from raysim.numerics import gram, norm, weighted_sum
 from raysim.rules import Algorithm, ServerRule, Uploads, normalised
 

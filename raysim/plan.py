@@ -158,8 +158,8 @@ def resolve(raw: Mapping[str, Any], load: Callable[[Data], Dataset] = load) -> P
     mode, size = _block(config, client, server, model)
     config = config.model_copy(
         update={
-            "client": _section(config.client or Named(name=client.name), client, config),
-            "server": _section(config.server or Named(name=server.name), server, config),
+            "client": _section(config.client, client, config.algorithm),
+            "server": _section(config.server, server, config.algorithm),
             "algorithm": None if config.algorithm is None else Named(name=config.algorithm.name),
             "model": Named.model_validate({"name": config.model.name, **models.arguments(config.model)}),
             "block": config.block.model_copy(update={"size": size, "mode": mode}),
@@ -178,12 +178,9 @@ def keys(section: str, before: str, name: str) -> set[str]:
     return known[0] & known[1]
 
 
-def _section(section: Named, rule: Any, config: Config) -> Named:
-    """A rule with every hyper-parameter written out. A user's rule keeps the reference it was found by."""
-    name = section.name
-    registry: dict[str, type] = {**(rules.CLIENTS if isinstance(rule, ClientRule) else rules.SERVERS)}
-    if ":" not in name and registry.get(name) is not type(rule) and config.algorithm is not None:
-        name = f"{config.algorithm.name.rpartition(':')[0]}:{type(rule).__name__}"
+def _section(section: Named | None, rule: ClientRule | ServerRule, algorithm: Named | None) -> Named:
+    """A rule with every hyper-parameter written out, under the name that finds it again."""
+    name = section.name if section else rules.reference(type(rule), algorithm.name if algorithm else "")
     return Named.model_validate({"name": name, **{f.name: asdict(rule)[f.name] for f in fields(rule)}})
 
 

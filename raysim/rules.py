@@ -12,22 +12,30 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+import logging
 import pkgutil
-from collections.abc import Iterable, Mapping, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import metadata
+from importlib.metadata import EntryPoint
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, get_args, get_type_hints
 
 import torch
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from torch import Tensor
 
+import raysim
 from raysim.config import Config, Named, PositiveScheduled, at_round
 from raysim.errors import ConfigError, RaysimError, did_you_mean
-from raysim.references import load_object
+from raysim.references import PREFIX, load_object
 from raysim.validation import explain, flatten
 
 if TYPE_CHECKING:
     from raysim.task import Batch, LocalData, Task
+
+logger = logging.getLogger("raysim")
 
 State = dict[str, Tensor]
 Report = dict[str, Tensor]
@@ -310,7 +318,10 @@ def with_mode(uploads: Uploads, mode: Mode) -> list[str]:
 
 @dataclass(frozen=True)
 class Algorithm:
-    """A named pair. `defaults` go to other sections (what the user writes wins), `presets` to the rules' fields."""
+    """A named pair. It is found by its name if it ships with raysim or is an entry point.
+
+    `defaults` go to other sections (what the user writes wins), `presets` to the rules' fields.
+    """
 
     name: str
     client: type[ClientRule]
@@ -323,12 +334,10 @@ class Algorithm:
     """Values of the rules' fields that make this pair this algorithm."""
     presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
-    listed: bool = True
-    """Whether it can be found by its name; a shipped one keeps its name."""
-
     def __post_init__(self) -> None:
-        if self.listed:
-            ALGORITHMS.setdefault(self.name, self)
+        definition = sys._getframe(2)  # 0 is this function, 1 the dataclass's __init__
+        if definition.f_globals.get("__name__", "").startswith(f"{SHIPPED}."):
+            ALGORITHMS[self.name] = self
 
 
 PLAIN = "fedavg"
@@ -338,40 +347,123 @@ SERVERS: dict[str, type[ServerRule]] = {}
 ALGORITHMS: dict[str, Algorithm] = {}
 
 
+SHIPPED = "raysim.algorithms"
+"""The package of the shipped methods, which is the folder algorithms/ of the repository; and the entry-point group of
+other distributions' methods."""
+
+
 def _register(cls: type, family: type, registry: dict, suffix: str) -> None:
-    """A rule's name is its class's, without the suffix, in lower case: FedProxClient is `fedprox`."""
+    """Enter a shipped rule into its registry. The name of a rule is that of its class, without the suffix, in lower
+    case: FedProxClient is `fedprox`."""
     if "name" not in cls.__dict__:
         cls.name = cls.__name__.removesuffix(suffix).lower()  # type: ignore[attr-defined]
-    if cls.__module__.startswith("algorithms.") and not cls.__name__.startswith("_"):
+    if cls.__module__.startswith(f"{SHIPPED}.") and not cls.__name__.startswith("_"):
         registry[cls.name] = cls  # type: ignore[attr-defined]
 
 
 def discover() -> None:
-    """Imports the methods that ship with raysim, which enter the registry as they are defined."""
-    package = importlib.import_module("algorithms")
-    for module in pkgutil.iter_modules(package.__path__):
-        importlib.import_module(f"algorithms.{module.name}")
+    """Import the shipped methods, which enter their rules and algorithms into the registries."""
+    for module in pkgutil.iter_modules(importlib.import_module(SHIPPED).__path__):
+        importlib.import_module(f"{SHIPPED}.{module.name}")
+
+
+def entry_points(name: str | None = None) -> list[EntryPoint]:
+    """Return what other distributions offer in the entry-point group `raysim.algorithms`, nothing of it imported.
+
+    The name of an entry point is the name of the method in a configuration. Its value is an Algorithm, a ClientRule or
+    a ServerRule.
+    """
+    found = metadata.entry_points(group=SHIPPED, **({} if name is None else {"name": name}))
+    return sorted(found, key=lambda point: (point.name, _distribution(point)))
+
+
+def _distribution(point: EntryPoint) -> str:
+    return f"{point.dist.name} {point.dist.version}" if point.dist else point.value
+
+
+def _installed(section: str, name: str) -> Any:
+    """Return what another distribution offers under a name, None if none does.
+
+    Only the method that is asked for is imported, so a broken or clashing one stops no run but its own.
+
+    Raises:
+        ConfigError: several distributions, one of which may be raysim, have a method of this name; or it cannot be
+            imported.
+    """
+    points = entry_points(name)
+    owners = [_distribution(point) for point in points]
+    if points and any(name in registry for registry in (CLIENTS, SERVERS, ALGORITHMS)):
+        owners.insert(0, f"raysim {raysim.__version__}")
+    if len(owners) > 1:
+        raise ConfigError(
+            f"{section}.name: '{name}' is a method of {' and of '.join(owners)}; uninstall all but one of them"
+            f", or give one as {points[0].value}"
+        )
+    if not points:
+        return None
+    if not points[0].attr:
+        raise ConfigError(
+            f"{section}.name: entry point '{name}' of {owners[0]} names the module {points[0].value}; it must name an "
+            "Algorithm or a rule in it, as module:NAME"
+        )
+    return load_object(f"{points[0].module}:{points[0].attr}", f"{section}.name")
+
+
+def reference(rule: type, given: str) -> str:
+    """Return the name by which a configuration finds the class of a rule again.
+
+    Args:
+        rule: the class.
+        given: the name of the algorithm that brought it.
+
+    Raises:
+        ConfigError: it is defined inside a function, where nothing finds it.
+    """
+    registry: Mapping[str, type] = CLIENTS if issubclass(rule, ClientRule) else SERVERS
+    name: str = rule.name  # type: ignore[attr-defined]
+    if registry.get(name) is rule:
+        return name
+    if "<locals>" in rule.__qualname__:
+        raise ConfigError(
+            f"algorithm.name: {rule.__qualname__} of '{given}' is defined inside a function, so a resumed run could not "
+            "find it; define it at the top of its module"
+        )
+    where = given.rpartition(":")[0] if rule.__module__.startswith(PREFIX) else rule.__module__
+    return f"{where}:{rule.__qualname__}"
+
+
+KINDS = {"client": "client rule", "server": "server rule", "algorithm": "algorithm"}
 
 
 def _lookup(section: str, name: str) -> Any:
     """The class (or Algorithm) that a section's name means."""
     discover()
     registry: Mapping[str, Any] = {"client": CLIENTS, "server": SERVERS, "algorithm": ALGORITHMS}[section]
-    if name in registry:
-        return registry[name]
+    if ":" in name:
+        return _as_part(section, name, load_object(name, f"{section}.name"))
     if name.endswith(".py"):
         raise ConfigError(f"{section}.name: which class of {name}? Give it as {name}:NAME")
-    if ":" not in name:
-        what = {"client": "client rule", "server": "server rule", "algorithm": "algorithm"}[section]
-        raise ConfigError(
-            f"{section}.name: unknown {what} '{name}'{did_you_mean(name, registry)}; your own is given as path.py:Class"
-        )
-    found = load_object(name, f"{section}.name")
+    if (found := _installed(section, name)) is not None:
+        return _as_part(section, name, found)
+    if name in registry:
+        return registry[name]
+    known = [*registry, *(point.name for point in entry_points())]
+    raise ConfigError(
+        f"{section}.name: unknown {KINDS[section]} '{name}'{did_you_mean(name, known)}; your own is given as path.py:Class"
+    )
+
+
+def _as_part(section: str, name: str, found: Any) -> Any:
+    """Return a user's object as this section needs it: a single rule is an algorithm with FedAvg's other half.
+
+    Raises:
+        ConfigError: it is something else.
+    """
     if section == "algorithm" and isinstance(found, type):
         if issubclass(found, ClientRule):
-            return Algorithm(name, found, SERVERS[PLAIN], name, listed=False)
+            return Algorithm(name, found, SERVERS[PLAIN], name)
         if issubclass(found, ServerRule):
-            return Algorithm(name, CLIENTS[PLAIN], found, name, listed=False)
+            return Algorithm(name, CLIENTS[PLAIN], found, name)
     for rule in (found.client, found.server) if isinstance(found, Algorithm) else (found,):
         if isinstance(rule, type) and issubclass(rule, _Rule) and "__dataclass_params__" not in rule.__dict__:
             raise ConfigError(f"{section}.name: put @dataclass(frozen=True) above class {rule.__name__}")
@@ -380,6 +472,26 @@ def _lookup(section: str, name: str) -> Any:
         wanted = "an Algorithm, a ClientRule or a ServerRule" if family is None else f"a {family.__name__}"
         raise ConfigError(f"{section}.name: '{name}' is not {wanted}")
     return found
+
+
+def catalogue(section: Literal["client", "server", "algorithm"]) -> Iterator[tuple[str, Any, str]]:
+    """Yield the name, the class (or Algorithm) and the distribution of every method that a section can name.
+
+    What other distributions offer but cannot be used (it fails on import, or its name is taken) is logged and left out.
+    """
+    discover()
+    registry: Mapping[str, Any] = {"client": CLIENTS, "server": SERVERS, "algorithm": ALGORITHMS}[section]
+    kind = {"client": ClientRule, "server": ServerRule}.get(section, Algorithm)
+    for name, found in registry.items():
+        yield name, found, "raysim"
+    for name, points in groupby(entry_points(), key=lambda point: point.name):
+        try:
+            found = _installed(section, name)
+        except ConfigError as error:
+            logger.warning("%s", error)
+            continue
+        if isinstance(found, kind) or (isinstance(found, type) and issubclass(found, kind)):
+            yield name, found, _distribution(next(points))
 
 
 def fields(rule: type) -> list[str]:

@@ -21,7 +21,7 @@ STALE = {"name": "kasync", "arrivals": 4}
 RULES = """
 from dataclasses import dataclass
 
-from algorithms.fedavg import FedAvgServer
+from raysim.algorithms.fedavg import FedAvgServer
 from raysim.rules import ServerRule
 
 
@@ -206,7 +206,7 @@ def test_the_clock_is_drawn_and_kept(base, tmp_path):
 BROKEN = """
 from dataclasses import dataclass
 
-from algorithms.fedavg import FedAvgServer
+from raysim.algorithms.fedavg import FedAvgServer
 from raysim.rules import ServerRule
 
 

@@ -83,7 +83,7 @@ from dataclasses import dataclass
 
 import torch
 
-from algorithms.fedavg import FedAvgClient
+from raysim.algorithms.fedavg import FedAvgClient
 
 
 @dataclass(frozen=True)

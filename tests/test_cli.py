@@ -57,15 +57,6 @@ def raysim_(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     return call
 
 
-@pytest.fixture(autouse=True)
-def registry() -> Iterator[None]:
-    """What a test's own file registers is gone after it."""
-    kept = dict(ALGORITHMS)
-    yield
-    ALGORITHMS.clear()
-    ALGORITHMS.update(kept)
-
-
 @pytest.fixture(scope="module")
 def uri(tmp_path_factory: pytest.TempPathFactory) -> str:
     """One database for all runs; making one takes seconds."""
@@ -205,7 +196,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from algorithms.fedavg import FedAvgClient, FedAvgServer
+from raysim.algorithms.fedavg import FedAvgClient, FedAvgServer
 from raysim.rules import Algorithm, ClientRule, ServerRule
 
 
@@ -261,9 +252,9 @@ def test_ones_own_method_by_path(raysim_, small, source):
 @pytest.mark.parametrize(
     ("what", "columns", "some"),
     [
-        ("algorithms", {"name", "paper", "client", "server", "state", "traffic", "presets"}, set(ALGORITHMS)),
-        ("clients", {"name", "what", "keys"}, set(CLIENTS)),
-        ("servers", {"name", "what", "keys"}, set(SERVERS)),
+        ("algorithms", {"name", "from", "paper", "client", "server", "state", "traffic", "presets"}, set(ALGORITHMS)),
+        ("clients", {"name", "from", "what", "keys"}, set(CLIENTS)),
+        ("servers", {"name", "from", "what", "keys"}, set(SERVERS)),
         ("models", {"name", "what"}, {"logistic", "mlp", "tinynn", "lenet5", "vgg11", "resnet20", "lenet"}),
         ("datasets", {"name", "here"}, {"digits", "mnist", "cifar10"}),
         ("partitions", {"name", "what", "keys"}, {"iid", "dirichlet", "shards", "natural", "file", "virtual"}),

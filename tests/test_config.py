@@ -29,7 +29,7 @@ discover()
 RULES = """
 from dataclasses import dataclass
 
-from algorithms.fedavg import FedAvgClient, FedAvgServer
+from raysim.algorithms.fedavg import FedAvgClient, FedAvgServer
 from raysim.rules import Algorithm
 
 
@@ -79,15 +79,6 @@ class NotANet:
 
 number = 3
 """
-
-
-@pytest.fixture(autouse=True)
-def registry() -> Iterator[None]:
-    """What a test's own file registers is gone after it."""
-    kept = dict(ALGORITHMS)
-    yield
-    ALGORITHMS.clear()
-    ALGORITHMS.update(kept)
 
 
 @pytest.fixture

@@ -305,7 +305,7 @@ from dataclasses import dataclass
 
 import torch
 
-from algorithms.fedavg import FedAvgClient
+from raysim.algorithms.fedavg import FedAvgClient
 
 
 @dataclass(frozen=True)
@@ -691,7 +691,7 @@ SLOW = """
 import time
 from dataclasses import dataclass
 
-from algorithms.fedavg import FedAvgClient
+from raysim.algorithms.fedavg import FedAvgClient
 
 
 @dataclass(frozen=True)

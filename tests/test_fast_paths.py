@@ -93,7 +93,7 @@ from dataclasses import dataclass
 
 import torch
 
-from algorithms.fedavg import FedAvgClient, FedAvgServer
+from raysim.algorithms.fedavg import FedAvgClient, FedAvgServer
 from raysim.rules import ClientRule
 
 

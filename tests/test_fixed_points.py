@@ -20,11 +20,11 @@ import pytest
 import torch
 from scipy.optimize import nnls
 
-from algorithms.fedavg import FedAvgClient, FedAvgServer
-from algorithms.fedavgm import FedAvgMServer
-from algorithms.fedprox import FedProxClient
-from algorithms.gradma import GradMAClient, GradMAServer
 from raysim import rules
+from raysim.algorithms.fedavg import FedAvgClient, FedAvgServer
+from raysim.algorithms.fedavgm import FedAvgMServer
+from raysim.algorithms.fedprox import FedProxClient
+from raysim.algorithms.gradma import GradMAClient, GradMAServer
 from raysim.errors import ConfigError
 from raysim.rules import CLIENTS, SERVERS, Cohort, Problem, Reports
 from raysim.task import LocalData

@@ -13,7 +13,7 @@ import pytest
 from oracle import fednova
 from test_fixed_points import Federation, Quadratics, far
 
-from algorithms.fedavg import FedAvgClient, FedAvgServer
+from raysim.algorithms.fedavg import FedAvgClient, FedAvgServer
 from raysim.rules import CLIENTS, SERVERS
 
 START = np.ones(4)

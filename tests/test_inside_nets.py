@@ -300,7 +300,7 @@ from dataclasses import dataclass
 
 import torch
 
-from algorithms.fedavg import FedAvgClient
+from raysim.algorithms.fedavg import FedAvgClient
 from raysim.rules import ClientRule, ServerRule
 
 

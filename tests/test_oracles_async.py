@@ -358,7 +358,7 @@ def test_fedhist_scores(name, engine, ragged):
 FAILING = """
 from dataclasses import dataclass
 
-from algorithms.fedavg import FedAvgClient
+from raysim.algorithms.fedavg import FedAvgClient
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from oracle.batches import batch_sizes
 from oracle.nets import Blocks
 from test_oracles import MODES, NETS, SAMPLES, SIZES, STEPS, UNIFORM, Feed, by_round, distance, feed
 
-from algorithms import fedreg as fedreg_rules
+from raysim.algorithms import fedreg as fedreg_rules
 from raysim.randomness import generator
 from raysim.rules import CLIENTS, discover
 

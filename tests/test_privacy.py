@@ -204,7 +204,7 @@ def test_a_rule_that_looks_twice_is_stopped_by_name(base, source):
 LOOK = """
 from dataclasses import dataclass
 
-from algorithms.fedavg import FedAvgClient
+from raysim.algorithms.fedavg import FedAvgClient
 from raysim.rules import ClientRule
 
 

@@ -282,7 +282,7 @@ def test_and_otherwise_far_apart(pair, mode, apart):
 TWAFL_WITH_INA = """
 from dataclasses import dataclass
 
-from algorithms.twafl import TWAFLServer
+from raysim.algorithms.twafl import TWAFLServer
 from raysim.numerics import norm
 
 

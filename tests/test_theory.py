@@ -366,7 +366,7 @@ def test_the_bound_holds_for_plain_means_only(base, source, ragged):
 
 RULE = """
 from dataclasses import dataclass
-from algorithms.fedavg import FedAvgServer
+from raysim.algorithms.fedavg import FedAvgServer
 
 
 @dataclass(frozen=True)

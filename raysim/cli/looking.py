@@ -49,10 +49,10 @@ def _catalogue(what: str) -> list[dict[str, str]]:
         return " ".join((thing.__doc__ or "").split("\n\n")[0].split())
 
     if what == "algorithms":
-        rules.discover()
         return [
             {
-                "name": a.name,
+                "name": name,
+                "from": origin,
                 "paper": a.paper,
                 "client": a.client.name,
                 "server": a.server.name,
@@ -60,12 +60,13 @@ def _catalogue(what: str) -> list[dict[str, str]]:
                 "traffic": a.traffic,
                 "presets": " ".join(a.presets),
             }
-            for a in rules.ALGORITHMS.values()
+            for name, a, origin in rules.catalogue("algorithm")
         ]
     if what in ("clients", "servers"):
-        rules.discover()
-        registry: Any = rules.CLIENTS if what == "clients" else rules.SERVERS
-        return [{"name": n, "what": first_line(c), "keys": " ".join(rules.fields(c))} for n, c in registry.items()]
+        return [
+            {"name": name, "from": origin, "what": first_line(c), "keys": " ".join(rules.fields(c))}
+            for name, c, origin in rules.catalogue("client" if what == "clients" else "server")
+        ]
     if what == "pairs":
         return _pairs()
     if what == "configs":

@@ -94,7 +94,7 @@ def test_single_rows_travel_alone(config, tmp_path):
 MIXED = '''
 from dataclasses import dataclass
 
-from algorithms.fedavg import FedAvgClient
+from raysim.algorithms.fedavg import FedAvgClient
 from raysim.rules import Algorithm, ServerRule
 
 

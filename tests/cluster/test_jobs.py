@@ -34,7 +34,7 @@ TOKEN = "0123456789" * 4
 METHOD = """
 from dataclasses import dataclass
 
-from algorithms.fedavg import FedAvgServer
+from raysim.algorithms.fedavg import FedAvgServer
 from raysim.rules import Algorithm, ClientRule
 
 

@@ -109,7 +109,7 @@ import os
 import time
 from dataclasses import dataclass
 
-from algorithms.gradma import GradMAClient
+from raysim.algorithms.gradma import GradMAClient
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ SLOW = """
 import time
 from dataclasses import dataclass
 
-from algorithms.fedavg import FedAvgClient
+from raysim.algorithms.fedavg import FedAvgClient
 
 
 @dataclass(frozen=True)

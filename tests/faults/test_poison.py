@@ -21,7 +21,7 @@ POISON = """
 import os
 from dataclasses import dataclass
 
-from algorithms.fedavg import FedAvgClient
+from raysim.algorithms.fedavg import FedAvgClient
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def test_a_dropped_client_is_as_one_that_raised(poisoned, tmp_path, local_ray):
 BROKEN = """
 from dataclasses import dataclass
 
-from algorithms.fedavg import FedAvgServer
+from raysim.algorithms.fedavg import FedAvgServer
 
 
 @dataclass(frozen=True)
