@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
+
+MAX_WORD, MAX_LINE, MAX_LINES = 300, 1500, 40
+"""Characters of a word and of a line, and lines, up to which a message quotes what was given."""
+_LONG_WORD = re.compile(rf"\S{{{MAX_WORD + 1},}}")
 
 
 class RaysimError(Exception):
@@ -13,9 +18,15 @@ class RaysimError(Exception):
 
 
 class ConfigError(RaysimError):
-    """A mistake in what the user gave: a key, a value, a file. Raised before anything starts. Exit code 2."""
+    """A mistake in what the user gave: a key, a value, a file. Raised before anything starts. Exit code 2.
+
+    The message quotes what was given, which may be of any length: the quotes are `shortened`.
+    """
 
     exit_code = 2
+
+    def __init__(self, message: object = ""):
+        super().__init__(shortened(str(message)))
 
 
 class ClientError(RaysimError):
@@ -24,6 +35,19 @@ class ClientError(RaysimError):
 
 class Lost(RaysimError):
     """What only a checkpoint brings back is gone: the central server, or a vector on its way to it."""
+
+
+def shortened(text: str) -> str:
+    """Return a message without the middle of words and lines that are too long, and without lines that are too many."""
+    lines = [re.sub(_LONG_WORD, lambda word: _cut(word[0], MAX_WORD), line) for line in text.splitlines()]
+    more = [f"… and {len(lines) - MAX_LINES:,} lines more"] if len(lines) > MAX_LINES else []
+    return "\n".join([_cut(line, MAX_LINE) for line in lines[:MAX_LINES]] + more)
+
+
+def _cut(text: str, most: int) -> str:
+    if len(text) <= most:
+        return text
+    return f"{text[: most // 3]}…({len(text):,} characters)…{text[-most // 6 :]}"
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -6,6 +6,7 @@ changes the name of a section, it keeps those keys of the earlier one that mean 
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from itertools import takewhile
@@ -14,23 +15,9 @@ from typing import Any
 
 import yaml
 
+from raysim import limited_yaml
 from raysim.config import NAMED, named
 from raysim.errors import ConfigError, did_you_mean
-
-
-class _Loader(yaml.SafeLoader):
-    """Safe YAML that also reads 1e-3 as a number, and refuses a key given twice."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        if twice := [str(k) for i, k in enumerate(keys) if k in keys[:i]]:
-            raise yaml.constructor.ConstructorError(None, None, f"'{twice[0]}' is given twice", node.start_mark)
-        return super().construct_mapping(node, deep)
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
-)
 
 
 def shipped_files(kind: str = "yaml") -> dict[str, Path]:
@@ -62,9 +49,9 @@ def find(source: str | Path, folder: Path | None = None) -> Path:
     files = shipped_files()
     tried = [(folder or Path()) / text, files.get(text.removeprefix("configs/").removesuffix(".yaml"))]
     for path in tried:
-        if path is not None and path.is_file():
+        if path is not None and os.path.isfile(path):  # False, too, for what can be no path
             return path
-    what = "a folder" if tried[0] and tried[0].is_dir() else "neither a file nor a shipped one"
+    what = "a folder" if os.path.isdir(tried[0] or "") else "neither a file nor a shipped one"
     raise ConfigError(f"no configuration '{source}': {what} (`raysim list configs`){did_you_mean(text, files)}")
 
 
@@ -135,10 +122,9 @@ def _merged(
 
 def _yaml(path: Path) -> dict[str, Any]:
     try:
-        content = yaml.load(path.read_text(), Loader=_Loader)
+        content = limited_yaml.read(path)
     except yaml.YAMLError as error:
-        text = " ".join(str(error).replace('in "<unicode string>", ', "").split())
-        raise ConfigError(f"{path}: not valid YAML: {text}") from None
+        raise ConfigError(f"{path}: not valid YAML: {limited_yaml.explain(error)}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
     if content is None:
@@ -162,9 +148,9 @@ def parse_overrides(given: Iterable[str] | Mapping[str, Any]) -> dict[str, Any]:
         if not equals or not key:
             raise ConfigError(f"override '{text}': expected key=value, say rounds=10 or local.lr=0.1")
         try:
-            values[key] = yaml.load(value, Loader=_Loader)
-        except yaml.YAMLError:
-            raise ConfigError(f"override '{text}': '{value}' is not a valid value") from None
+            values[key] = limited_yaml.load(value)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{key}: {value!r} is not a valid value: {limited_yaml.explain(error)}") from None
     return values
 
 
@@ -172,6 +158,8 @@ def _nested(overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Dotted keys as nested sections. `algorithm=x` beside `algorithm.beta1=0.5` names the same section."""
     layer: dict[str, Any] = {}
     for key, value in overrides.items():
+        if key.count(".") >= limited_yaml.MAX_DEPTH:
+            raise ConfigError(f"override '{key}': more than {limited_yaml.MAX_DEPTH} sections inside one another")
         place, (*path, last) = layer, key.split(".")
         for part in path:
             place[part] = place = named(place.get(part, {})) if part in NAMED else place.get(part, {})

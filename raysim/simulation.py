@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import yaml
 
-from raysim import nodes, pictures
+from raysim import limited_yaml, nodes, pictures
 from raysim.engine import Engine
 from raysim.errors import ConfigError
 from raysim.executor import Inline
@@ -124,11 +124,11 @@ def _table(costs: str | Path | None) -> dict[str, Any]:
     if costs is None:
         return {}
     try:
-        table = yaml.safe_load(Path(costs).read_text(encoding="utf-8"))
+        table = limited_yaml.read(Path(costs))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"costs: {costs} cannot be read: {getattr(error, 'strerror', error)}") from None
     except yaml.YAMLError as error:
-        raise ConfigError(f"costs: {costs} is no YAML: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"costs: {costs} is no YAML: {limited_yaml.explain(error)}") from None
     if not isinstance(table, dict) or not isinstance(table.get("training", {}), dict):
         raise ConfigError(f"costs: {costs} must be a mapping of sections, such as training: {{step: 0.01}}")
     return table

@@ -638,7 +638,7 @@ client=gradma                                       | server              | miss
 algorithm=null                                      | client              | algorithm=fedavg
 rounds                                              | override 'rounds'   | key=value
 =3                                                  | override '=3'       | key=value
-rounds=[1                                           | override 'rounds=[1' | '[1'
+rounds=[1                                           | rounds | '[1'
 local=3 local.steps=5                               | override 'local.steps' | 'local'
 """
 
@@ -711,7 +711,7 @@ def test_a_section_without_a_name_is_the_default_one(base, key):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("a: [1\n b", r"not valid YAML.*line 2"),
+        ("a: [1\n b", r"not valid YAML.*line 1.*line [23]"),
         ("- 1\n- 2", r"a configuration is a mapping of sections"),
         ("", r"a configuration is a mapping of sections"),
         ("rounds: 1\nrounds: 2\ndata: digits\nalgorithm: fedavg", r"rounds"),

@@ -290,3 +290,24 @@ def test_settings_stand_beside_keys_or_grids_and_the_command_line_wins(here):
     assert [v["seed"] for v in values(planned)] == [0, 1] * 4, "a key beside the grids is every grid's"
     stopping = prepare(SMALL, ["seed=0..1", "sweep.early_stopping.grace_period=1"]).settings.early_stopping
     assert stopping and (stopping.metric, stopping.lower) == ("accuracy", False)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("seed=range(0,1,1e-9)", "1,000,000,000 values; a sweep has 10,000 trials at most"),
+        ("seed=range(1e9)", "1,000,000,000 values"),
+        ("seed=range(1e400)", "must be finite"),
+        ("seed=range(0,1,.nan)", "must be finite"),
+        ("seed=range(0,1e308,1e-308)", "must be finite"),
+        (f"seed=range({'9' * 400})", "must be finite"),
+        (f"seed=0..{'9' * 5000}", "more than 500 digits"),
+        (f"seed=0..{'9' * 400}", "trials at most"),
+        (f"seed=1,{'9' * 5000}", "a number of 5,000 characters"),
+    ],
+    ids=lambda text: text[:30],
+)
+def test_a_range_is_refused_before_its_values_are_laid_out(given, said):
+    with pytest.raises(ConfigError, match="^seed: ") as caught:
+        space.split([given])
+    assert said in str(caught.value) and len(str(caught.value)) < 2000

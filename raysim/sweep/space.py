@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from math import ceil, prod
 from typing import Any
 
-from raysim import layers
+from raysim import layers, limited_yaml
 from raysim.config import NAMED
 from raysim.errors import ConfigError, did_you_mean
 from raysim.randomness import generator
@@ -169,10 +169,14 @@ def _range(key: str, given: Draw) -> list[Any]:
     step = numbers[2] if len(numbers) == 3 else 1
     if step == 0:
         raise ConfigError(f"{key}: {given}: a step of 0 comes to no end; leave it out for steps of 1")
-    count = ceil((end - first) / step - 1e-9)
+    try:
+        count = ceil((end - first) / step - 1e-9)
+    except (OverflowError, ValueError):  # infinite, not a number, or larger than a float
+        raise ConfigError(f"{key}: {given}: its numbers must be finite; write range(0, 1, 0.1), say") from None
     if count <= 0:
         right = ", ".join(as_text(each) for each in ((first, end, -step) if step != 1 else (end, first)))
         raise ConfigError(f"{key}: {given} is empty; write range({right}), say")
+    _refuse_too_many(key, given, count)
     values = [first + i * step for i in range(count)]
     return [round(each, 12) if isinstance(each, float) else each for each in values]
 
@@ -191,14 +195,19 @@ def _is_range(value: Any) -> bool:
 
 
 def _ends(key: str, value: str) -> list[int]:
+    if len(value) > 2 * limited_yaml.MAX_DIGITS:
+        raise ConfigError(f"{key}: the range {value} has ends of more than {limited_yaml.MAX_DIGITS} digits")
     first, last = map(int, value.split(".."))
     if last < first:
         raise ConfigError(f"{key}: the range {value} is empty; write {last}..{first}")
-    if last - first >= MOST:
-        raise ConfigError(
-            f"{key}: the range {value} has {last - first + 1:,} values; a sweep has {MOST:,} trials at most"
-        )
+    _refuse_too_many(key, value, last - first + 1)
     return list(range(first, last + 1))
+
+
+def _refuse_too_many(key: str, given: object, count: int) -> None:
+    """Raise ConfigError for a range that is longer than a sweep, before its values are laid out."""
+    if count > MOST:
+        raise ConfigError(f"{key}: the range {given} has {count:,} values; a sweep has {MOST:,} trials at most")
 
 
 def _pieces(text: str) -> list[str]:
