@@ -62,6 +62,10 @@ class KeyedBatchNorm(nn.Module):
         self.weight, self.bias, self.eps = old.weight, old.bias, old.eps
         self.channels, self.tracked, self.start, self.frame = old.num_features, old.track_running_stats, start, frame
         self.momentum = float(old.momentum or 0.0)
+        mean = torch.zeros(self.channels) if old.running_mean is None else old.running_mean
+        var = torch.ones(self.channels) if old.running_var is None else old.running_var
+        self.initial = torch.cat([mean, var]).detach()
+        """The statistics that the net came with, [2 * channels]: loaded ones, or means 0 and variances 1."""
 
     def _running(self) -> tuple[Tensor, Tensor]:
         assert self.frame.buffers is not None
@@ -292,12 +296,15 @@ class Model:
         return found
 
     def initial(self) -> tuple[Tensor, Tensor]:
-        """The parameters the net was made with [P], and fresh running statistics (means 0, variances 1) [Q]."""
+        """Return the parameters [P] and the running statistics [Q] that the net was made with.
+
+        Loaded weights bring their statistics with them; a fresh net has means 0 and variances 1.
+        """
         flat = torch.cat([p.detach().reshape(-1) for p in self.module.parameters() if p.requires_grad])
         buffers = torch.zeros(self.buffer_size, dtype=self.dtype, device=self.device)
         for m in self.module.modules():
             if isinstance(m, KeyedBatchNorm) and m.tracked:
-                buffers[m.start + m.channels : m.start + 2 * m.channels] = 1
+                buffers[m.start : m.start + 2 * m.channels] = m.initial
         return flat, buffers
 
     def views(self, w: Tensor) -> dict[str, Tensor]:

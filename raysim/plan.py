@@ -71,7 +71,7 @@ class Plan:
 
     @cached_property
     def initial(self) -> tuple[Tensor, Tensor]:
-        """x_0 [P] and the fresh BatchNorm statistics [Q], on the CPU."""
+        """x_0 [P] and the BatchNorm statistics [Q] that the net came with, on the CPU."""
         return self.model().initial()
 
     @property

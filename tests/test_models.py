@@ -245,6 +245,50 @@ def test_frozen_and_eval_keep_nothing(mode, way):
     torch.testing.assert_close(grad, expected, rtol=1e-9, atol=1e-11)
 
 
+def test_a_net_starts_with_the_statistics_that_it_came_with():
+    """Means and variances of a trained net are in the buffers, and evaluating with them gives PyTorch's logits. A fresh
+    net has means 0 and variances 1."""
+    trained, x = plain(), example(5)[0]
+    _, fresh = made(plain()).initial()
+    np.testing.assert_array_equal(np.unique(fresh), [0, 1])
+    for _ in range(3):
+        trained(x)
+    model = made(trained)
+    w, buffers = model.initial()
+    bound = Bound(model)
+    bound.flat.copy_(w)
+    torch.testing.assert_close(bound.forward(x, "eval", buffers), trained.eval()(x))
+    assert (bound.forward(x, "eval", fresh) - trained(x)).abs().max() > 0.1
+
+
+LOADED = """
+import torch
+from torch import nn
+
+
+def net(shape, classes, path: str = ""):
+    made = nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, classes))
+    if path:
+        made.load_state_dict(torch.load(path))
+    return made
+"""
+
+
+def test_a_run_from_loaded_weights_starts_at_their_accuracy(one, source, engine, tmp_path):
+    """The weights of one run are where the next one starts: its accuracy at round 0 is the first one's last. Its
+    BatchNorm statistics are far from 0 and 1."""
+    model = {"name": source("loaded", LOADED) + ":net"}
+    given = {"data": "digits", "partition": {"name": "iid", "clients": 4}, "schedule": {"cohort": 4}, "rounds": 5}
+    given |= {"local": {"steps": 20, "batch": 32, "lr": 0.2}, "evaluate": {"every": 1}, "algorithm": "fedavg"}
+    first, records = engine({**given, "model": model})
+    trained = first.plan.model().state_dict(first.final["state/x"], first.final["buffers"])
+    torch.save(trained, tmp_path / "trained.pt")
+    second, again = engine({**given, "model": {**model, "path": str(tmp_path / "trained.pt")}, "rounds": 1})
+    assert records[-1]["accuracy"] > 0.9
+    assert again[0]["accuracy"] == records[-1]["accuracy"] and again[0]["loss"] == records[-1]["loss"]
+    assert np.array_equal(second.executor.statistics[0], first.final["buffers"].numpy())
+
+
 def test_eval_uses_the_statistics_it_is_given():
     net = plain()
     model = made(net)
