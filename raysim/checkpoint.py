@@ -66,12 +66,11 @@ def write(run_dir: Path, checkpoint: Checkpoint, keep: int, best: bool = True) -
     Raises Unwritable, with what is free on that disk.
     """
     home = folder(run_dir)
-    home.mkdir(parents=True, exist_ok=True)
     final = home / name(checkpoint.facts["round"])
     partial = home / f".{final.name}.partial"
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
     try:
+        partial.mkdir(parents=True)
         save_file({k: v.contiguous() for k, v in checkpoint.server.items()}, partial / FILES[0])
         save_file({k: v.contiguous() for k, v in checkpoint.clients.items()}, partial / FILES[1])
         save_file(_clock(checkpoint), partial / FILES[2])
@@ -84,7 +83,7 @@ def write(run_dir: Path, checkpoint: Checkpoint, keep: int, best: bool = True) -
         partial.rename(final)
         _sync(home)
     except (OSError, SafetensorError) as error:
-        free = shutil.disk_usage(home).free / 1e6
+        free = shutil.disk_usage(run_dir).free / 1e6
         shutil.rmtree(partial, ignore_errors=True)
         raise Unwritable(
             f"checkpoint {final} cannot be written: {error} ({free:.0f} MB free there); make room and `raysim resume` "

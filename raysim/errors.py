@@ -50,6 +50,14 @@ def _cut(text: str, most: int) -> str:
     return f"{text[: most // 3]}…({len(text):,} characters)…{text[-most // 6 :]}"
 
 
+def in_a_line(error: BaseException) -> str:
+    """An error in one line, with its type unless it is one of ours."""
+    text = " ".join(str(error).split())
+    if isinstance(error, RaysimError):
+        return text
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """A hint for an unknown word: the nearest known one, and all of them if they are few."""
     known = sorted(map(str, known))

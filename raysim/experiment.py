@@ -12,27 +12,28 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 import raysim
-from raysim import checkpoint, forgetting, lock, schedule, startup, store, tracking
+from raysim import checkpoint, files, forgetting, lock, schedule, startup, store, tracking
 from raysim.data import partition_plot, partitions, summary
 from raysim.engine import Engine, Record
-from raysim.errors import ConfigError, RaysimError
+from raysim.errors import ConfigError, RaysimError, in_a_line
 from raysim.executor import Executor, Inline
 from raysim.layers import parse_overrides
 from raysim.plan import Plan, prepare
 from raysim.server import Server
-from raysim.signals import Stopped, stoppable
-from raysim.spool import FILE, Recorder, flatten, masked
+from raysim.signals import Signals, Stopped, stoppable
+from raysim.spool import FILE, Recorder, Status, flatten, masked
 from raysim.task import Facts, Task
 from raysim.tracking import Tracker
 
@@ -43,6 +44,9 @@ Progress = Callable[[Record], bool | None]
 
 FINAL = "parameters.safetensors"
 """What a finished run leaves in its folder."""
+
+KEPT = (FINAL, "history.csv", "learning_curve.png", "partition.png", "arrivals.png", "forgetting.png")
+"""Files of the run's folder that MLflow gets, beside the configuration."""
 
 ROUNDS_SHOWN = 60
 """Of which a picture of the virtual clock is drawn."""
@@ -163,10 +167,10 @@ def reopen(
             f"{', '.join(changed)}: would change the result of the run in {folder}; with --fork it goes on as a new run"
         )
     saved = _saved(folder, before)
-    if saved is not None and saved.facts["round"] >= plan.config.rounds:
-        raise ConfigError(
-            f"rounds: {saved.facts['round']} rounds are done in {folder}; to go on, say rounds=N with a larger N"
-        )
+    done = saved.facts["round"] if saved is not None else 0
+    unwritten = done == plan.config.rounds and not (folder / FINAL).exists()  # the disk was full, say
+    if saved is not None and done >= plan.config.rounds and not unwritten:
+        raise ConfigError(f"rounds: {done} rounds are done in {folder}; to go on, say rounds=N with a larger N")
     return plan, folder, saved
 
 
@@ -292,6 +296,44 @@ def _forget(run_dir: Path) -> None:
         (run_dir / "config.yaml").unlink(missing_ok=True)
 
 
+class _Closing:
+    """The steps that end a run; the step added last comes first.
+
+    Each step is tried, whatever became of those before it. A failure is logged and listed in `failures`; it never hides
+    why the run ended (`error`, None if all rounds are done).
+    """
+
+    def __init__(self, signals: Signals) -> None:
+        self.signals, self.steps = signals, ExitStack()
+        self.error: BaseException | None = None
+        self.failures: list[str] = []
+
+    @property
+    def status(self) -> Status:
+        """The run's status in MLflow."""
+        if self.error is None:
+            return "FINISHED"
+        return "KILLED" if isinstance(self.error, KeyboardInterrupt) else "FAILED"
+
+    def step(self, title: str, close: Callable[[], object]) -> None:
+        self.steps.callback(self.attempt, title, close)
+
+    def attempt(self, title: str, close: Callable[[], object]) -> None:
+        try:
+            close()
+        except Exception as error:
+            self.failures.append(f"{title}: {in_a_line(error)}")
+            logger.warning("at the end of the run: %s", self.failures[-1])
+
+    def __enter__(self) -> _Closing:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self.signals.close()
+        self.error = error
+        self.steps.close()
+
+
 def _execute(
     plan: Plan,
     run_dir: Path,
@@ -303,21 +345,35 @@ def _execute(
 ) -> Finished:
     began = time.perf_counter()
     tracker = tracker or Tracker(plan.config.tracking, run_dir, origin and origin.run_id)
-    executor = choose(plan, log)
     engine: Engine | None = None
-    status: Any = "FAILED"
 
     def say(record: Record) -> None:
         tracker.metrics({k: v for k, v in record.items() if k != "round"}, step=int(record["round"]))
         if progress(record):
             signals.enough()
 
-    with stoppable() as signals:
+    def keep() -> None:
+        for path in _keepsakes(plan, run_dir, engine.history, closing) if engine is not None else ():
+            tracker.artifact(path)
+
+    def explain() -> None:
+        if tracker.run_id and (said := _how_it_ended(closing)):
+            tracker.tags(said)
+
+    with stoppable() as signals, _Closing(signals) as closing:
+        closing.step("MLflow's run is not ended", lambda: tracker.finish(closing.status))
+        closing.step("MLflow is not given the error", explain)
+        closing.step("tables and pictures are not kept", keep)
+        closing.step("rows on disk are not removed", lambda: engine and engine.close())
+        executor = choose(plan, log)
+        closing.step("the executor is not closed", executor.close)
         try:
             executor.open(plan)
             signals.install()  # once more: to start Ray was to put its own handlers in place
             said = {**tags(plan), **_tags_of(origin, saved), "run_dir": str(run_dir.absolute())}
             before = (saved.facts["run_id"] if saved else "") or tracker.earlier
+            if before:  # what ended the run before no longer holds
+                said |= {"error": ""}
             run_id = tracker.start(plan.label, plan.config.model_dump(mode="json"), said, run_id=before)
             startup.over()
             _track_inputs(tracker, plan)
@@ -331,33 +387,32 @@ def _execute(
                     say(record)
                 finished = _finish(plan, engine, time.perf_counter() - began)
                 tracker.tags({"digest": finished.digest})
-            status = "FINISHED"
             return finished
-        except KeyboardInterrupt:
-            status = "KILLED"
-            raise
         except SystemExit:  # what Ray, while it starts, makes of a SIGTERM
-            status = "KILLED"
             raise Stopped(signal.SIGTERM) from None
-        except RaysimError as error:
-            if tracker.run_id:
-                tracker.tags({"error": str(error)})
-            raise
-        finally:
-            signals.close()
-            executor.close()
-            if engine is not None:
-                engine.close()
-                for path in _keepsakes(plan, run_dir, engine.history):
-                    tracker.artifact(path)
-            tracker.finish(status)
+
+
+def _how_it_ended(closing: _Closing) -> dict[str, str]:
+    """Tags that say what ended a run, and what could not be closed; none after a run that went well."""
+    said = {}
+    if isinstance(closing.error, Exception):
+        said["error"] = str(closing.error) if isinstance(closing.error, RaysimError) else in_a_line(closing.error)
+    if closing.failures:
+        said["error_at_end"] = "; ".join(closing.failures)
+    return said
 
 
 def _finish(plan: Plan, engine: Engine, seconds: float) -> Finished:
     x, run_dir = engine.final["state/x"], engine.run_dir
     assert run_dir is not None
     named = plan.model().state_dict(x, engine.final["buffers"])
-    save_file(named, run_dir / FINAL)
+    try:
+        with files.whole(run_dir / FINAL) as partial:
+            save_file(named, partial)
+    except (OSError, SafetensorError) as error:
+        raise checkpoint.Unwritable(
+            f"{run_dir / FINAL} cannot be written: {error} ({_free(run_dir)}); make room and `raysim resume` writes it"
+        ) from None
     return Finished(engine.run_id, run_dir, engine.history, x, named, digest(x), seconds)
 
 
@@ -425,14 +480,12 @@ def _write_config(plan: Plan, run_dir: Path) -> None:
     """What the run can be resumed by; for its owner's eyes only, where there is a password in it."""
     path = run_dir / "config.yaml"
     try:
+        files.write(path, plan.config.dump())
         if masked(plan.config.tracking.uri) != plan.config.tracking.uri:
-            path.touch()
             path.chmod(0o600)
-        path.write_text(plan.config.dump())
     except OSError as error:
-        free = shutil.disk_usage(run_dir).free / 1e6
         raise ConfigError(
-            f"run_dir: {path} cannot be written: {error.strerror} ({free:.0f} MB free there); choose another folder"
+            f"run_dir: {path} cannot be written: {error.strerror} ({_free(run_dir)}); choose another folder"
         ) from None
 
 
@@ -481,9 +534,16 @@ def _track_inputs(tracker: Recorder, plan: Plan) -> None:
     )
 
 
-def _keepsakes(plan: Plan, run_dir: Path, history: list[Record]) -> list[Path]:
-    """Writes what a person will want to look at; what is there is returned."""
+def _keepsakes(plan: Plan, run_dir: Path, history: list[Record], closing: _Closing) -> list[Path]:
+    """Write the tables and pictures of a run, one independently of the other; return the files that are there."""
     from raysim import pictures  # matplotlib is imported when there is something to draw
+
+    def draw(name: str, picture: Callable[[Path], object]) -> None:
+        def whole() -> None:
+            with files.whole(run_dir / name) as partial:
+                picture(partial)
+
+        closing.attempt(f"{run_dir / name} is not written", whole)
 
     config = run_dir / "config.yaml"
     uri = plan.config.tracking.uri
@@ -491,27 +551,27 @@ def _keepsakes(plan: Plan, run_dir: Path, history: list[Record]) -> list[Path]:
         config = run_dir / "masked" / "config.yaml"
         config.parent.mkdir(exist_ok=True)
         config.write_text(plan.config.dump().replace(uri, shown))
-    paths = [config] + [
-        run_dir / name
-        for name in (
-            FINAL,
-            "history.csv",
-            "learning_curve.png",
-            "partition.png",
-            "arrivals.png",
-            "forgetting.png",
-        )
-    ]
     if history:
-        columns = list(dict.fromkeys(k for record in history for k in record))
-        with (run_dir / "history.csv").open("w", newline="") as file:
-            writer = csv.DictWriter(file, columns)
-            writer.writeheader()
-            writer.writerows(history)
-        pictures.learning_curve(history, run_dir / "learning_curve.png")
-    partition_plot(plan.clients, plan.dataset.y, plan.dataset.n_classes, run_dir / "partition.png")
+        draw("history.csv", lambda path: _write_table(history, path))
+        draw("learning_curve.png", lambda path: pictures.learning_curve(history, path))
+    draw("partition.png", lambda path: partition_plot(plan.clients, plan.dataset.y, plan.dataset.n_classes, path))
     if turns := schedule.preview(plan.config, plan.clients.sizes, min(plan.config.rounds, ROUNDS_SHOWN)):
-        pictures.arrivals(turns, run_dir / "arrivals.png")
-    if found := forgetting.read(run_dir):
-        pictures.forgetting(found, run_dir / "forgetting.png")
-    return [path for path in paths if path.exists()]
+        draw("arrivals.png", lambda path: pictures.arrivals(turns, path))
+    forgotten: dict[int, dict[str, list[float]]] = {}
+    closing.attempt("what was forgotten cannot be read", lambda: forgotten.update(forgetting.read(run_dir)))
+    if forgotten:
+        draw("forgetting.png", lambda path: pictures.forgetting(forgotten, path))
+    return [path for path in (config, *(run_dir / name for name in KEPT)) if path.exists()]
+
+
+def _write_table(history: list[Record], path: Path) -> None:
+    """Write a CSV file with a row for each round."""
+    columns = list(dict.fromkeys(k for record in history for k in record))
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns)
+        writer.writeheader()
+        writer.writerows(history)
+
+
+def _free(folder: Path) -> str:
+    return f"{shutil.disk_usage(folder).free / 1e6:.0f} MB free there"

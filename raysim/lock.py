@@ -1,7 +1,8 @@
 """One process at a time in a run's folder: `<run_dir>/lock` names it, by its number and its host.
 
-On one machine the kernel knows whether that process still lives (the file is flocked). Seen from another machine, where
-that may not show, it lives as long as it touches the file.
+On one machine the kernel knows whether that process still lives (the file is flocked). From another machine that may
+not be visible; there the process counts as alive as long as it touches the file. Clocks of two machines may differ, and
+may jump: a file that looks old is watched for a while, by a clock that does not.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO
+from typing import Any
 
+from raysim import files
 from raysim.errors import ConfigError
 
 FILE = "lock"
@@ -25,78 +27,135 @@ BEAT = 10.0
 """Seconds between two touches."""
 
 SILENCE = 6 * BEAT
-"""Without a touch for so long, a process of another machine is gone."""
+"""A file of another machine that was touched less than so many seconds ago, by this machine's clock, is in use."""
+
+WATCH = 2.5 * BEAT
+"""Seconds for which an older one is watched; if nobody touches it, its process has died."""
+
+RETRY = 0.5
+"""Seconds for which a busy lock is tried again: it may only be looked at."""
 
 
 @contextmanager
 def alone(run_dir: Path) -> Iterator[None]:
-    """While open, this process is the only one at work in a run's folder. A lock that a process which is gone has left
-    behind is taken over.
+    """Hold the run's folder for this process. The lock of a process that has died is taken over.
 
-    Raises ConfigError with the other process's number and host.
+    Raises:
+        ConfigError: another process is at work there; the message has its number and host.
     """
-    file = _take(run_dir)
+    handle = _take(run_dir)
     ended = threading.Event()
-    threading.Thread(target=_beat, args=(file, ended), name="raysim-lock", daemon=True).start()
+    threading.Thread(target=_beat, args=(handle, ended), name="raysim-lock", daemon=True).start()
     try:
         yield
     finally:
+        with suppress(OSError):  # a disk that is gone; what the run ended by matters more
+            (run_dir / FILE).unlink(missing_ok=True)
+        fcntl.flock(handle, fcntl.LOCK_UN)
         ended.set()
-        Path(file.name).unlink(missing_ok=True)
-        file.close()
 
 
 def running(run_dir: Path) -> str | None:
-    """The process that is at work in a run's folder, in words; None if there is none."""
+    """Return the process that is at work in a run's folder, in words; None if there is none."""
     try:
-        with open(run_dir / FILE, "r+b") as file:
-            return _holder(file)
+        handle = files.open_own(run_dir / FILE, os.O_RDWR)
     except FileNotFoundError:
         return None
+    try:
+        return _holder(handle, run_dir / FILE)
+    finally:
+        os.close(handle)
 
 
-def _take(run_dir: Path) -> IO[bytes]:
+def left_behind(run_dir: Path) -> bool:
+    """Whether there is a lock file; unless a process is `running`, one has died there."""
+    return (run_dir / FILE).exists()
+
+
+def _take(run_dir: Path) -> int:
     path = run_dir / FILE
     while True:
         try:
-            file = open(path, "a+b")  # noqa: SIM115
+            handle = files.open_own(path, os.O_RDWR | os.O_CREAT)
         except OSError as error:
             raise ConfigError(f"run_dir: {path} cannot be written: {error.strerror}; choose another folder") from None
-        if other := _holder(file):
-            file.close()
+        if other := _holder(handle, path):
+            os.close(handle)
             raise ConfigError(f"{run_dir}: {other} is at work on this run; wait for it or end it")
         with suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+            if os.path.samestat(os.fstat(handle), path.stat()):
                 break
-        file.close()  # it was removed in between, by who held it
-    file.seek(0)
-    file.truncate()
-    file.write(json.dumps({"pid": os.getpid(), "host": platform.node()}).encode())
-    with suppress(OSError):  # a full disk: the lock holds, but cannot say whose it is
-        file.flush()
-    return file
+        os.close(handle)  # it was removed in between, by the process that held it
+    with suppress(OSError):  # a full disk: the lock holds, but cannot name its process
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, json.dumps({"pid": os.getpid(), "host": platform.node()}).encode(), 0)
+    return handle
 
 
-def _holder(file: IO[bytes]) -> str | None:
-    """Whoever holds an open lock; if nobody, it is ours now."""
-    file.seek(0)
+def _holder(handle: int, path: Path) -> str | None:
+    """Return the process that holds an open lock; if there is none, the lock is ours now."""
+    facts = _facts(handle)
+    host = facts.get("host", platform.node())
+    process = f"process {facts.get('pid', '(unknown)')} on {facts.get('host', 'this machine')}"
+    if not _lock(handle):
+        return process
+    if host == platform.node():
+        return None
+    fcntl.flock(handle, fcntl.LOCK_UN)
+    if _touched(path):
+        return f"{process} (seen from here by its heartbeat)"
+    return None if _lock(handle) else process
+
+
+def _facts(handle: int) -> dict[str, Any]:
     try:
-        facts = json.loads(file.read())
+        facts = json.loads(os.pread(handle, 4096, 0))
     except ValueError:  # just made, or torn
         facts = None
-    if not isinstance(facts, dict):
-        facts = {}
-    who = f"process {facts.get('pid', '(unknown)')} on {facts.get('host', 'this machine')}"
+    return facts if isinstance(facts, dict) else {}
+
+
+def _lock(handle: int) -> bool:
+    end = time.monotonic() + RETRY
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() > end:
+                return False
+            time.sleep(0.02)
+
+
+def _touched(path: Path) -> bool:
+    """Whether a process of another machine still touches its lock."""
+    before = _modified(path)
+    if before is None or abs(time.time() - before / 1e9) < SILENCE:
+        return before is not None
+    end = time.monotonic() + WATCH
+    while time.monotonic() < end:
+        time.sleep(min(1.0, WATCH / 10))
+        if _modified(path) != before:
+            return True
+    return False
+
+
+def _modified(path: Path) -> int | None:
+    """When the file was touched last, in nanoseconds; None if it is gone. Opened anew, or a network file system may
+    answer from its memory."""
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return who
-    silent = time.time() - os.fstat(file.fileno()).st_mtime
-    elsewhere = facts.get("host", platform.node()) != platform.node()
-    return f"{who} (last heard of {silent:.0f} s ago)" if elsewhere and silent < SILENCE else None
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    try:
+        return os.fstat(handle).st_mtime_ns
+    finally:
+        os.close(handle)
 
 
-def _beat(file: IO[bytes], ended: threading.Event) -> None:
+def _beat(handle: int, ended: threading.Event) -> None:
+    """Touch the file until the run has ended, then close it."""
     while not ended.wait(BEAT):
-        with suppress(OSError, ValueError):  # a full disk, or closed just now
-            os.utime(file.fileno())
+        with suppress(OSError):  # a full disk
+            os.utime(handle)
+    os.close(handle)

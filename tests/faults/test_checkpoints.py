@@ -10,16 +10,18 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import raysim
-from faults.common import basic, client_of, each_step_once, run_in, timeless, written
-from raysim import checkpoint
+from faults.common import basic, call, client_of, each_step_once, run_in, timeless, written
+from raysim import checkpoint, experiment
+from raysim.engine import Engine
 from raysim.errors import ConfigError, RaysimError
+from raysim.executor import Inline
 from raysim.experiment import resume
 
 
@@ -237,3 +239,77 @@ def test_a_full_disk_loses_nothing_that_was_to_be_tracked(uri, tmp_path):
         history = [{k: float(v) for k, v in row.items() if v} for row in csv.DictReader(file)]
     assert len(history) == 11
     each_step_once(uri, run.info.run_id, history)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 40 kB; only root can make one."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=40k", "none", str(disk)]).returncode:
+        pytest.skip("no file system can be mounted here")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_run_on_a_full_disk_ends_in_one_line_and_is_ended_in_mlflow(uri, tmp_path, small_disk):
+    config = basic(tmp_path, uri) | {"rounds": 6, "run_dir": str(small_disk / "run")}
+    config["model"] = {"name": "mlp", "hidden": [64]}
+    code, said = call("run", written(tmp_path, config), cwd=tmp_path)
+    assert code == 1 and "Traceback" not in said, said
+    assert re.fullmatch(r"error: checkpoint .* cannot be written: .* \(\d+ MB free there\).*", said.splitlines()[-1])
+    (run,) = run_in_state(uri, tmp_path.name, "FAILED")
+    assert "cannot be written" in run.data.tags["error"] and "partition.png" in run.data.tags["error_at_end"]
+    there = {path.name for path in (small_disk / "run").iterdir()}
+    assert "parameters.safetensors" not in there and not [name for name in there if "partial" in name]
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_what_fails_at_the_end_hides_nothing(uri, tmp_path, monkeypatch, caplog, fails):
+    """All closing steps fail, each by itself. The cause of the end stays, or the result, and MLflow's run is ended."""
+
+    def broken(*arguments: Any, **options: Any) -> None:
+        raise OSError(5, "Input/output error")
+
+    for place, name in ((experiment, "partition_plot"), (Inline, "close"), (Engine, "close")):
+        monkeypatch.setattr(place, name, broken)
+
+    def progress(record: dict[str, float]) -> None:
+        if fails and record["round"] == 3:
+            raise ZeroDivisionError("the cause")
+
+    config = basic(tmp_path, uri) | {"rounds": 4}
+    if fails:
+        with pytest.raises(ZeroDivisionError, match="the cause") as caught:
+            raysim.run(config, progress=progress)
+        assert caught.value.__context__ is None
+    else:
+        assert raysim.run(config).rounds == 4
+    run = run_in(uri, tmp_path.name)
+    assert run.info.status == ("FAILED" if fails else "FINISHED")
+    assert run.data.tags.get("error") == ("ZeroDivisionError: the cause" if fails else None)
+    for what in ("partition.png is not written", "rows on disk are not removed", "the executor is not closed"):
+        assert what in run.data.tags["error_at_end"] and what in caplog.text
+    kept = {file.path for file in client_of(uri).list_artifacts(run.info.run_id)}
+    assert {"config.yaml", "history.csv", "learning_curve.png"} <= kept
+
+
+def test_a_run_whose_parameters_could_not_be_written_is_resumed_for_them(uri, tmp_path, monkeypatch):
+    config = basic(tmp_path, uri) | {"rounds": 4}
+    save = experiment.save_file
+
+    def full(tensors: Any, path: Path) -> None:
+        path.write_bytes(b"torn")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(experiment, "save_file", full)
+    with pytest.raises(checkpoint.Unwritable, match=r"parameters\.safetensors cannot be written: .*No space"):
+        raysim.run(config)
+    assert not (tmp_path / "run" / "parameters.safetensors").exists()
+    monkeypatch.setattr(experiment, "save_file", save)
+    done = resume(tmp_path / "run")
+    assert done.rounds == 4 and (tmp_path / "run" / "parameters.safetensors").exists()
+    run = run_in(uri, tmp_path.name)
+    assert run.info.status == "FINISHED" and not run.data.tags["error"]
+    with pytest.raises(ConfigError, match="4 rounds are done"):
+        resume(tmp_path / "run")

@@ -292,8 +292,9 @@ def test_a_folder_at_work_is_refused_and_one_whose_process_died_is_taken_over(st
     assert not (tmp_path / "run" / lock.FILE).exists()
 
 
-def test_a_lock_of_another_machine_holds_while_it_is_touched(uri, tmp_path):
-    """Whether that process lives does not show here; a file that is old does."""
+def test_a_lock_of_another_machine_holds_while_it_is_touched(uri, tmp_path, monkeypatch):
+    """Whether that process lives does not show here; a file that is old, and stays so, does."""
+    monkeypatch.setattr(lock, "WATCH", 0.5)
     config = basic(tmp_path, uri) | {"rounds": 4}
     raysim.run(config)
     file = tmp_path / "run" / lock.FILE
