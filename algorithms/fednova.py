@@ -14,10 +14,10 @@ proximal term it is FedAvg by samples. Unlike other servers' its weights are by 
 and rho near 1. Weight decay and clipping, where configured, act on the momentum vector v, and a_i does not know of it.
 
 Differs from the authors' code in τ_eff with mu > 0. The server is free to choose τ_eff. Here it is Σ q_i a_i in every
-case, so that with equal τ_i FedNova with mu > 0 is FedProx by samples. The authors' code has Σ q_i a_i as well without a
-proximal term, with momentum or not, but Σ q_i τ_i with mu > 0. As a_i <= τ_i, its steps are longer, by τ / a where all
-clients take τ steps: 1.02 for τ = 5 and lr mu = 0.01. The authors' step follows from server.lr times that factor where
-all τ_i are equal, and from no constant one otherwise.
+case, so that with equal τ_i FedNova with mu > 0 is FedProx by samples. The authors' code has Σ q_i a_i as well where
+mu = 0, with momentum or not, but Σ q_i τ_i with mu > 0. As a_i <= τ_i, its steps are longer, by τ / a where all clients
+take τ steps: 1.02 for τ = 5 and lr mu = 0.01. The authors' step follows from server.lr times that factor where all τ_i
+are equal, and from no constant one otherwise.
 """
 
 from dataclasses import dataclass

@@ -11,10 +11,10 @@ papers search server.lr over powers of √10 between about 1e-3 and 10; what sui
 default to beta2 = 0.999 and v_0 = 0 run another method.
 
 Differs from the paper in one starting value of FedAMS: Wang Y. 2022 starts from v_0 = 0, here v_0 = tau² as for the
-other three. Its rest in v_t is beta2^t tau², below tau² = 1e-6 beside the floor tau = 1e-3 of v̂: it shows only in entries
-where v_t exceeds tau, as at most a part tau of v_t. The authors' code of FedAMS starts from v_0 = 0 and v̂_0 = tau (the
-same as the floor) and corrects the bias: m / (1 - beta1^t) and √v̂ / √(1 - beta2^t). The paper's algorithm and this file
-do not.
+other three. Its rest in v_t is beta2^t tau², below tau² = 1e-6 beside the floor tau = 1e-3 of v̂: it shows only in
+entries where v_t exceeds tau, as at most a part tau of v_t. The authors' code of FedAMS starts from v_0 = 0 and
+v̂_0 = tau (the same as the floor) and corrects the bias: m / (1 - beta1^t) and √v̂ / √(1 - beta2^t). The paper's
+algorithm and this file do not.
 """
 
 from dataclasses import dataclass
