@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -108,7 +109,7 @@ class ClientActor(_Actor):
         outcome = self.trainer.train(versions, blocks)
         rows = {f"{key}/{i}": row for key, each in outcome.rows.items() for i, row in enumerate(each)}
         size = sum(t.nbytes for t in outcome.sums.values()), sum(t.nbytes for t in rows.values())
-        word = Outcome(outcome.done, outcome.ids, bound=outcome.bound, seconds=outcome.seconds, bytes=size)
+        word = replace(outcome, sums={}, rows={}, bytes=size)
         post = self._post("" if again else self.name, {"sums": outcome.sums, "rows": rows})
         return (post, {}, word) if isinstance(post, Letter) else ({"sums": post["sums"]}, {"rows": post["rows"]}, word)
 

@@ -80,7 +80,7 @@ class Trainer:
     def train(self, downs: Mapping[int, Broadcast], blocks: list[Block]) -> Outcome:
         """Trains blocks on the versions that their clients begin with, and adds up what they send."""
         began = time.perf_counter()
-        total = Outcome()
+        total = Outcome(versions={base: down.nbytes for base, down in downs.items()})
         parts = {f"{mode} {key}": FixedSum() for mode, key in self.sums}
         for block in blocks:
             if self.mode != "pooled" or not self._add_pooled(total, parts, downs, block):

@@ -94,6 +94,8 @@ class Engine:
         self.history: list[Record] = []
         self.pending: deque[Pending] = deque()
         self.done = self.bytes_down = self.bytes_up = 0
+        self.sizes: dict[int, int] = {}
+        """The bytes of the versions that clients have received and that somebody still needs."""
         asked = self.config.evaluate.forgetting
         self.cohorts: deque[list[int]] = deque(maxlen=asked.window if asked else 0)
         """The clients of the last rounds, for who measures what is forgotten of their data."""
@@ -288,6 +290,7 @@ class Engine:
         self.schedule.unpack(saved.clock)
         self.clocks = deque([(saved.facts["round"], saved.clock)], maxlen=2)
         self.versions = {v: self.executor.hold(version) for v, version in saved.versions.items()}
+        self.sizes = {v: version.nbytes for v, version in saved.versions.items()}
         self.done, self.history = saved.facts["round"], saved.facts["history"]
         for record in self.history:
             self.course.add(record)
@@ -362,6 +365,23 @@ class Engine:
             forgetting.write(self.run_dir, work.turn.t, found)
         return forgetting.figures(found)
 
+    def _count_bytes_down(self, turn: Turn, trained: Trained) -> None:
+        """Add what the clients of a round received, as the workers measured it.
+
+        A client that was lost, late or too stale was not trained, and what it began with is not known any more: it
+        counts with the newest version.
+        """
+        for outcome in trained.done:
+            self.sizes |= outcome.versions
+        self.bytes_down += sum(self._version_bytes(one.base) for one in turn.arrivals)
+        self.bytes_down += self._version_bytes(self.done) * (turn.lost + turn.late + turn.discarded)
+        self.sizes = {v: size for v, size in self.sizes.items() if v in self.versions or v == max(self.sizes)}
+
+    def _version_bytes(self, version: int) -> int:
+        """Return the bytes of a version, or those of the newest one known if nobody has received it yet."""
+        newest = self.sizes[max(self.sizes)] if self.sizes else self.plan.bytes_down
+        return self.sizes.get(version, newest)
+
     def _mended(self) -> Record:
         kinds = {**self.executor.mended, **self.mended}
         return {kind: float(self.mended[kind] + self.executor.mended[kind]) for kind in kinds}
@@ -404,8 +424,7 @@ class Engine:
         turn, dropped = work.turn, work.round.dropped
         good = [d for outcome in trained.done for d in outcome.done if d.client not in dropped]
         good.sort(key=lambda one: one.client)
-        sent_to = len(turn.arrivals) + turn.lost + turn.late + turn.discarded
-        self.bytes_down += self.plan.bytes_down * sent_to
+        self._count_bytes_down(turn, trained)
         self.bytes_up += sum(d.bytes for d in good)
         record = {
             "round": float(turn.t + 1),
@@ -420,7 +439,7 @@ class Engine:
             "client/state_bytes": float(self.store.bytes),
             "client/state_bytes_disk": float(self.store.disk_bytes),
             "versions/alive": float(len(self.versions)),
-            "versions/bytes": float(len(self.versions) * self.plan.bytes_down),
+            "versions/bytes": float(sum(map(self._version_bytes, self.versions))),
             **staleness(turn),
             **trained.metrics,
             **self._mended(),

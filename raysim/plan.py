@@ -25,6 +25,7 @@ from raysim.errors import ConfigError
 from raysim.models import Model, unfoldable
 from raysim.pooled import why_not_pooled
 from raysim.rules import ClientRule, Problem, ServerRule
+from raysim.server import first_broadcast
 from raysim.task import why_not_vmap
 
 logger = logging.getLogger("raysim")
@@ -74,11 +75,11 @@ class Plan:
         """x_0 [P] and the BatchNorm statistics [Q] that the net came with, on the CPU."""
         return self.model().initial()
 
-    @property
+    @cached_property
     def bytes_down(self) -> int:
-        """What one client receives in a round: the server rule's vectors and the BatchNorm statistics."""
-        x0, buffers = self.initial
-        return len(self.server.provides) * x0.nbytes + buffers.nbytes
+        """Bytes that one client receives at the start: the tensors that the server rule broadcasts and the BatchNorm
+        statistics. What a run counts is measured in each round."""
+        return first_broadcast(self.server, *self.initial, self.problem).nbytes
 
 
 def prepare(source: str | Path | Mapping[str, Any], overrides: Iterable[str] | Mapping[str, Any] = ()) -> Plan:

@@ -112,7 +112,7 @@ class RayExecutor:
             self.log(f"resources.gpus: {r.actors} actors of {r.gpus:g} GPUs each leave {idle} GPUs idle")
         self.home = ray.get_runtime_context().get_node_id()
         self.server_node = self.home if r.server_node is None else nodes.called(r.server_node, there).id
-        self.network = Network(plan.bytes_down, {node.id: node.names[0] for node in there})
+        self.network = Network({node.id: node.names[0] for node in there})
 
     # -- actors ----------------------------------------------------------------------------------------------------
 
@@ -223,7 +223,7 @@ class RayExecutor:
         up = (len(sums(plan.server.uploads)) * P + 2 * Q) * 8
         rows = len(with_mode(plan.server.uploads, "each")) * plan.config.schedule.size * (P + Q) * 8
         sizes = {f"client {i}": up + rows for i in range(self.wanted)}
-        sizes["server"] = (len(plan.server.provides) * P + Q) * 8
+        sizes["server"] = plan.bytes_down
         try:
             self.boxes = {name: Mailbox.new(min(size, LARGEST_BOX) + 4096) for name, size in sizes.items()}
         except OSError as error:

@@ -209,6 +209,22 @@ class Server:
         return sum(t.numel() * t.element_size() for t in self.state.values())
 
 
+def first_broadcast(rule: ServerRule, x0: Tensor, buffers: Tensor, problem: Problem) -> Broadcast:
+    """Return the broadcast of round 0 as tensors of the right shapes and types without memory.
+
+    A server rule may keep a state of many times P. It is made for real where the rule cannot do without, because it
+    looks at a number, say.
+    """
+    try:
+        return _first(rule, x0.to("meta"), buffers.to("meta"), problem)
+    except Exception:  # the rule may be a user's code; what is wrong with it the real tensors show
+        return _first(rule, x0, buffers, problem)
+
+
+def _first(rule: ServerRule, x0: Tensor, buffers: Tensor, problem: Problem) -> Broadcast:
+    return Server(rule, x0, buffers, problem).broadcast(Round(0, [], [], [], [], []))
+
+
 def _mixed(present: Tensor, each: list[Tensor], weights: list[float]) -> Tensor:
     """Statistics [Q] weighed late: what the weights leave of one is the present ones'."""
     mixed = present.double() * (1 - sum(weights))

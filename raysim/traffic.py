@@ -18,8 +18,6 @@ SHOWN = 16
 class Network:
     """The nodes of a run: what they are called, and which one the server lives on."""
 
-    bytes_down: int
-    """Of a version of the model."""
     names: dict[str, str]
     server: str = ""
     mark: float = field(default_factory=time.monotonic)
@@ -41,6 +39,8 @@ class Traffic:
         self.nodes: dict[str, Counter[str]] = {}
         self.gpus: dict[str, Counter[str]] = {}
         self.down: set[tuple[str, int]] = set()
+        self.versions: dict[int, int] = {}
+        """The bytes of each version that was received."""
 
     def sent(self, node: str, versions: Iterable[int]) -> None:
         """An actor there begins with these versions."""
@@ -48,6 +48,7 @@ class Traffic:
 
     def trained(self, node: str, gpus: list[str], outcome: Outcome) -> None:
         """An actor there has done this, on a share of these GPUs."""
+        self.versions |= outcome.versions
         done = {"busy_seconds": outcome.seconds, "clients": len(outcome.ids)}
         name = self.network.name(node)
         for kept in (self.nodes.setdefault(name, Counter(bytes_up=0)), *(self._gpu(name, gpu) for gpu in gpus)):
@@ -68,7 +69,7 @@ class Traffic:
         found = {"busy_share": busy / (now - self.network.mark) / max(actors, 1)}
         self.network.mark = now
         if len(self.network.names) > 1:
-            found["network/bytes_down"] = float(self.network.bytes_down * len(self.down))
+            found["network/bytes_down"] = float(sum(self.versions.get(version, 0) for _, version in self.down))
             found["network/bytes_up"] = float(sum(one["bytes_up"] for one in self.nodes.values()))
             found |= _each(self.nodes)
         return found | (_each(self.gpus) if len(self.gpus) > 1 else {})

@@ -21,6 +21,11 @@ class Broadcast:
     shared: State
     buffers: Tensor
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that one client receives."""
+        return self.buffers.nbytes + sum(tensor.nbytes for tensor in self.shared.values())
+
 
 @dataclass
 class Job:
@@ -80,6 +85,8 @@ class Outcome:
     seconds: float = 0.0
     bytes: tuple[int, int] = (0, 0)
     """What the sums and the single rows take, where they are sent somewhere."""
+    versions: dict[int, int] = field(default_factory=dict)
+    """The bytes of each version of the model that these clients received, by its number."""
 
 
 def cut(jobs: list[Job], size: int) -> list[Block]:

@@ -31,10 +31,14 @@ import raysim
 from raysim import checkpoint, experiment, tracking
 from raysim.dealing import Dealing
 from raysim.errors import ClientError, ConfigError, Lost, RaysimError
-from raysim.executor import Inline
+from raysim.executor import Inline, make_server
 from raysim.experiment import Finished, reopen, resume
 from raysim.models import Bound
 from raysim.plan import prepare
+from raysim.rules import CLIENTS, SERVERS, discover
+from raysim.server import Round, first_broadcast
+
+discover()
 
 ALWAYS = {
     *("round", "clients", "clients_dropped", "bytes_down", "bytes_up", "train_loss", "seconds", "clients_per_second"),
@@ -157,6 +161,79 @@ def test_traffic_is_counted_to_the_byte(finished):
 def test_gradma_sends_one_vector_down_and_one_up(config):
     done = raysim.run(config, ["algorithm=gradma", "algorithm.memory=8", "rounds=2", "model={name: mlp, hidden: [5]}"])
     assert done.history[-1]["bytes_down"] == done.history[-1]["bytes_up"] == 2 * 6 * 4 * len(done.parameters)
+
+
+BROADCASTS = """
+from dataclasses import dataclass
+
+import torch
+
+from raysim.algorithms.fedavg import FedAvgServer
+
+
+@dataclass(frozen=True)
+class Clip(FedAvgServer):
+    provides = ("x", "clip")
+
+    def broadcast(self, state):
+        return {"x": state["x"], "clip": torch.tensor(0.5)}
+
+
+@dataclass(frozen=True)
+class Gossip(FedAvgServer):
+    provides = ("x", "models")
+
+    def init(self, x0, problem):
+        return {"x": x0, "models": x0.double().repeat(problem.n_clients, 1)}
+
+    def broadcast(self, state):
+        return {"x": state["x"], "models": state["models"]}
+
+    def update(self, state, reports):
+        return {**super().update(state, reports), "models": state["models"]}
+
+
+@dataclass(frozen=True)
+class Growing(FedAvgServer):
+    def init(self, x0, problem):  # one more number is broadcast in every round
+        return {"x": x0, "round": torch.tensor(0)}
+
+    def broadcast(self, state):
+        return {"x": state["x"], "more": torch.zeros(int(state["round"]), dtype=torch.float16)}
+
+    def update(self, state, reports):
+        return {**super().update({"x": state["x"]}, reports), "round": state["round"] + 1}
+"""
+
+
+@pytest.mark.parametrize(
+    ("rule", "more"),
+    [("Clip", lambda P, t: 4), ("Gossip", lambda P, t: 8 * 16 * P), ("Growing", lambda P, t: 2 * t)],
+)
+def test_traffic_down_counts_the_tensors_that_are_broadcast(rule, more, config, source):
+    """By shape and type, in every round: a number is 4 bytes and no vector, and 16 models are no two vectors."""
+    given = {k: v for k, v in config.items() if k != "algorithm"} | {"rounds": 3, "client": "fedavg"}
+    given |= {"server": source("broadcasts", BROADCASTS) + f":{rule}", "evaluate": {"every": 0}}
+    plan = prepare(given)
+    P, Q = (len(vector) for vector in plan.initial)
+    assert plan.bytes_down == 4 * (P + Q) + more(P, 0)
+    records = raysim.run(given).history[1:]
+    expected = [6 * (4 * (P + Q) + more(P, t)) for t in range(3)]
+    assert np.diff([0.0, *(record["bytes_down"] for record in records)]).tolist() == expected
+    assert [record["versions/bytes"] for record in records] == [n / 6 for n in expected]
+
+
+@pytest.mark.parametrize("server", sorted(SERVERS))
+def test_the_first_broadcast_is_measured_without_memory(server, config, monkeypatch):
+    """On tensors without memory every shipped server rule gives the shapes and types that the run then broadcasts."""
+    client = next(name for name in sorted(CLIENTS) if set(SERVERS[server]().uploads) <= set(CLIENTS[name].sends))
+    plan = prepare({**{k: v for k, v in config.items() if k != "algorithm"}, "client": client, "server": server})
+    real = make_server(plan, "cpu").broadcast(Round(0, [], [], [], [], []))
+    measured = first_broadcast(plan.server, *plan.initial, plan.problem)
+    assert {k: (v.shape, v.dtype) for k, v in measured.shared.items()} == {
+        k: (v.shape, v.dtype) for k, v in real.shared.items()
+    }
+    assert measured.shared["x"].is_meta and measured.nbytes == real.nbytes == plan.bytes_down
 
 
 def test_what_a_run_leaves_in_its_folder(finished):
