@@ -99,7 +99,6 @@ def cases() -> dict[str, dict[str, Any]]:
     found = {
         f"method {name}": {"algorithm": name} | ({} if name in own_schedule else sync)
         for name, one in sorted(ALGORITHMS.items())
-        if one.listed
     }
     found |= {
         "kasync gradma": {"algorithm": "gradma", "schedule": KASYNC},
