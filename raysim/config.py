@@ -564,6 +564,18 @@ class Tracking(Section):
     experiment: str = "raysim"
     required: bool = True
 
+    @field_validator("experiment")
+    @classmethod
+    def _stays_in_its_folder(cls, value: str) -> str:
+        if not value.strip("/ ") or {".", ".."} & set(value.split("/")) or not value.isprintable():
+            raise ValueError("is a name, and a folder in runs/; neither '.' nor '..' can be a part of it")
+        return value
+
+    @property
+    def folder(self) -> str:
+        """The experiment's folder, relative to that of all runs. Databricks' names begin with a slash."""
+        return self.experiment.strip("/")
+
 
 def _default(name: str) -> BeforeValidator:
     """A section that may leave out its name, or be nothing but a name."""

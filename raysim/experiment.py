@@ -25,6 +25,8 @@ from torch import Tensor
 
 import raysim
 from raysim import checkpoint, files, forgetting, lock, schedule, startup, store, tracking
+from raysim.config import Config
+from raysim.credentials import redacted
 from raysim.data import partition_plot, partitions, summary
 from raysim.engine import Engine, Record
 from raysim.errors import ConfigError, RaysimError, in_a_line
@@ -33,7 +35,7 @@ from raysim.layers import parse_overrides
 from raysim.plan import Plan, prepare
 from raysim.server import Server
 from raysim.signals import Signals, Stopped, stoppable
-from raysim.spool import FILE, Recorder, Status, flatten, masked
+from raysim.spool import FILE, Recorder, Status, flatten
 from raysim.task import Facts, Task
 from raysim.tracking import Tracker
 
@@ -45,8 +47,8 @@ Progress = Callable[[Record], bool | None]
 FINAL = "parameters.safetensors"
 """What a finished run leaves in its folder."""
 
-KEPT = (FINAL, "history.csv", "learning_curve.png", "partition.png", "arrivals.png", "forgetting.png")
-"""Files of the run's folder that MLflow gets, beside the configuration."""
+KEPT = ("config.yaml", FINAL, "history.csv", "learning_curve.png", "partition.png", "arrivals.png", "forgetting.png")
+"""Files of the run's folder that MLflow gets."""
 
 ROUNDS_SHOWN = 60
 """Of which a picture of the virtual clock is drawn."""
@@ -275,6 +277,7 @@ def execute(
     new, run_dir = run_dir is None, run_dir or make_run_dir(plan)
     try:
         with lock.alone(run_dir):
+            files.refuse_links(run_dir, [store.FOLDER] if plan.config.store.dir else [])
             (run_dir / FINAL).unlink(missing_ok=True)
             _write_config(plan, run_dir)
             try:
@@ -440,7 +443,7 @@ def latest_run_dir(plan: Plan) -> Path | None:
 
 def _stem(plan: Plan) -> Path:
     c = plan.config
-    return Path("runs") / c.tracking.experiment / f"{plan.label}-{c.seed}-{c.fingerprint[:8]}"
+    return Path("runs", c.tracking.folder, f"{plan.file_label}-{c.seed}-{c.fingerprint[:8]}")
 
 
 def make_run_dir(plan: Plan) -> Path:
@@ -469,7 +472,7 @@ def make_run_dir(plan: Plan) -> Path:
 
 def _make(path: Path, exist_ok: bool = False) -> None:
     try:
-        path.mkdir(parents=True, exist_ok=exist_ok)
+        path.mkdir(files.PRIVATE, parents=True, exist_ok=exist_ok)
     except OSError as error:
         if isinstance(error, FileExistsError) and not exist_ok:
             raise
@@ -477,12 +480,10 @@ def _make(path: Path, exist_ok: bool = False) -> None:
 
 
 def _write_config(plan: Plan, run_dir: Path) -> None:
-    """What the run can be resumed by; for its owner's eyes only, where there is a password in it."""
+    """Write what the run can be resumed by, without passwords."""
     path = run_dir / "config.yaml"
     try:
-        files.write(path, plan.config.dump())
-        if masked(plan.config.tracking.uri) != plan.config.tracking.uri:
-            path.chmod(0o600)
+        files.write(path, without_secrets(plan.config).dump())
     except OSError as error:
         raise ConfigError(
             f"run_dir: {path} cannot be written: {error.strerror} ({_free(run_dir)}); choose another folder"
@@ -534,6 +535,12 @@ def _track_inputs(tracker: Recorder, plan: Plan) -> None:
     )
 
 
+def without_secrets(config: Config) -> Config:
+    """A configuration as it is written to files."""
+    tracking = config.tracking.model_copy(update={"uri": redacted(config.tracking.uri)})
+    return config.model_copy(update={"tracking": tracking})
+
+
 def _keepsakes(plan: Plan, run_dir: Path, history: list[Record], closing: _Closing) -> list[Path]:
     """Write the tables and pictures of a run, one independently of the other; return the files that are there."""
     from raysim import pictures  # matplotlib is imported when there is something to draw
@@ -545,12 +552,6 @@ def _keepsakes(plan: Plan, run_dir: Path, history: list[Record], closing: _Closi
 
         closing.attempt(f"{run_dir / name} is not written", whole)
 
-    config = run_dir / "config.yaml"
-    uri = plan.config.tracking.uri
-    if (shown := masked(uri)) != uri:  # others will see it
-        config = run_dir / "masked" / "config.yaml"
-        config.parent.mkdir(exist_ok=True)
-        config.write_text(plan.config.dump().replace(uri, shown))
     if history:
         draw("history.csv", lambda path: _write_table(history, path))
         draw("learning_curve.png", lambda path: pictures.learning_curve(history, path))
@@ -561,7 +562,7 @@ def _keepsakes(plan: Plan, run_dir: Path, history: list[Record], closing: _Closi
     closing.attempt("what was forgotten cannot be read", lambda: forgotten.update(forgetting.read(run_dir)))
     if forgotten:
         draw("forgetting.png", lambda path: pictures.forgetting(forgotten, path))
-    return [path for path in (config, *(run_dir / name for name in KEPT)) if path.exists()]
+    return [path for name in KEPT if (path := run_dir / name).exists()]
 
 
 def _write_table(history: list[Record], path: Path) -> None:

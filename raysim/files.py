@@ -14,6 +14,11 @@ PRIVATE = 0o700
 """Mode of a new run's folder: nobody but its owner reads what clients kept and what the server saw."""
 
 
+def make_private(folder: Path) -> None:
+    """Make a folder that only its owner can look into; one that is there stays as it is."""
+    folder.mkdir(PRIVATE, parents=True, exist_ok=True)
+
+
 @contextmanager
 def whole(path: Path) -> Iterator[Path]:
     """Yield a temporary path beside `path`, with the same ending; what is written there replaces `path` at the end.

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from raysim.config import Tracking
+from raysim.credentials import masked
 from raysim.errors import ConfigError, RaysimError, did_you_mean
-from raysim.spool import masked
 from raysim.tracking import absolute, connected
 
 Spent = Literal["rounds", "bytes", "virtual time", "seconds"]

@@ -63,6 +63,11 @@ class Plan:
         return c.algorithm.name.split(":")[-1]
 
     @property
+    def file_label(self) -> str:
+        """The run's short name as a part of a path."""
+        return self.label.replace("/", "_")
+
+    @property
     def dtype(self) -> torch.dtype:
         return getattr(torch, self.config.dtype)
 

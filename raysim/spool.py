@@ -26,6 +26,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
+from raysim import files
+from raysim.credentials import masked, redacted
 from raysim.errors import RaysimError
 
 logger = logging.getLogger("raysim.tracking")
@@ -49,11 +51,6 @@ def flatten(nested: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 def plain(value: Any) -> Any:
     """What JSON does not know: numbers and arrays of NumPy and PyTorch as lists, all else as text."""
     return value.tolist() if hasattr(value, "tolist") else str(value)
-
-
-def masked(text: str) -> str:
-    """Without the passwords of the addresses in it."""
-    return re.sub(r"//[^/@\s]*@", "//", re.sub(r"(?i)(password|passwd|pwd|token|secret)=[^&\s]*", r"\1=***", text))
 
 
 def legal(key: str) -> str:
@@ -128,7 +125,7 @@ class Recorder:
             name=name,
             parent=self._parent,
             required=self.required,
-            uri=self._uri,
+            uri=redacted(self._uri),
             experiment=self._experiment,
         )
         self._record("params", values={k: masked(v) for k, v in flatten(params).items()})
@@ -241,10 +238,8 @@ class Tail:
 
     def _mark(self, run_id: str | None) -> None:
         self.run_id = run_id
-        temporary = self._sent_path.with_suffix(".new")
         with contextlib.suppress(OSError):  # disk full: after a crash they are sent again, which does no harm
-            temporary.write_text(json.dumps({"records": self._sent, "run_id": run_id}))
-            os.replace(temporary, self._sent_path)
+            files.write(self._sent_path, json.dumps({"records": self._sent, "run_id": run_id}))
 
     def _read_mark(self) -> dict[str, Any]:
         try:
@@ -263,8 +258,13 @@ class Spool(Tail):
     """
 
     def __init__(self, folder: Path) -> None:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        self._file = open(Path(folder).absolute() / FILE, "ab+", buffering=0)  # noqa: SIM115
+        files.make_private(Path(folder))
+        path = Path(folder).absolute() / FILE
+        try:
+            handle = files.open_own(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
+        except OSError as error:
+            raise RaysimError(f"{path} cannot be written: {error.strerror}") from None
+        self._file = open(handle, "ab+", buffering=0)  # noqa: SIM115
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

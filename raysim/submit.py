@@ -21,7 +21,9 @@ from urllib.parse import urlsplit
 
 from raysim import plan, rules, validation, versions
 from raysim.config import Config
+from raysim.credentials import masked, redacted
 from raysim.errors import ConfigError, RaysimError, did_you_mean
+from raysim.layers import parse_overrides
 from raysim.sweep.definition import describe
 
 COMMANDS = ("run", "sweep", "resume")
@@ -150,6 +152,7 @@ def checked(command: Sequence[str], working_dir: Path, requirements: Path | None
     if requirements is not None and not requirements.is_file():
         raise ConfigError(f"--requirements: there is no file {requirements}")
     if name == "resume":
+        _refuse_secrets(str(parse_overrides(given[1:]).get("tracking.uri", "")))
         return [name, *arguments]
     source, overrides = given[0], [each for each in given[1:] if "=" in each]
     with _inside(working_dir):
@@ -170,6 +173,7 @@ def _configurations(name: str, source: str, overrides: Sequence[str]) -> list[di
 
 def _check_places(config: Config) -> None:
     uri = config.tracking.uri
+    _refuse_secrets(uri)
     if uri.startswith("sqlite:///") and not uri.startswith("sqlite:////"):
         raise ConfigError(
             f"tracking.uri: {uri} would be lost with the job's folder; give a server, http://HOST:5000, or a file that "
@@ -180,6 +184,15 @@ def _check_places(config: Config) -> None:
         path = Path(named.name.rpartition(":")[0]) if named is not None and ".py:" in named.name else None
         if path is not None and (path.is_absolute() or ".." in path.parts):
             raise ConfigError(f"{section}: {path} does not travel; put it into --working-dir and name it from there")
+
+
+def _refuse_secrets(uri: str) -> None:
+    """A job's command, and what it brings along, are shown to everybody who can open the dashboard."""
+    if redacted(uri) != uri:
+        raise ConfigError(
+            f"tracking.uri: the password of {masked(uri)} would be shown with the job; leave it out, and set "
+            "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD (or MLFLOW_TRACKING_TOKEN) on the cluster's nodes"
+        )
 
 
 def _seen_from(working_dir: Path, source: str) -> str:

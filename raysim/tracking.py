@@ -28,11 +28,11 @@ from collections.abc import Iterator, Mapping
 from itertools import accumulate, takewhile
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from raysim.config import Tracking
+from raysim.credentials import checked, masked, restored
 from raysim.errors import ConfigError, RaysimError
-from raysim.spool import FILE, Recorder, Spool, Status, Tail, legal, masked, plain
+from raysim.spool import FILE, Recorder, Spool, Status, Tail, legal, plain
 
 logger = logging.getLogger("raysim.tracking")
 
@@ -74,19 +74,21 @@ def absolute(uri: str) -> str:
             raise ConfigError(
                 f"tracking.uri: '{uri}' names no file; write sqlite:///mlflow.db or sqlite:////tmp/mlflow.db"
             )
-        return f"sqlite:///{Path(path).expanduser().absolute()}{mark}{query}"
+        file = str(Path(path).expanduser().absolute())
+        if odd := {"%", "?", "#"} & set(file):
+            raise ConfigError(
+                f"tracking.uri: the path {file} has a '{min(odd)}', which MLflow takes for a part of an address; keep "
+                "the database in another folder"
+            )
+        return f"sqlite:///{file}{mark}{query}"
     if separator and scheme.partition("+")[0] not in SCHEMES:
         raise ConfigError(f"tracking.uri: MLflow knows no '{scheme}://'; use one of {', '.join(sorted(SCHEMES))}")
     if scheme == "file" or not (separator or uri.startswith("databricks")):
         raise ConfigError(
-            f"tracking.uri: '{uri}' is a folder, which MLflow no longer writes to; "
+            f"tracking.uri: '{masked(uri)}' is a folder, which MLflow no longer writes to; "
             "use sqlite:///mlflow.db or the address of a server, http://HOST:5000"
         )
-    try:
-        urlsplit(uri).port  # noqa: B018
-    except ValueError:
-        raise ConfigError(f"tracking.uri: the port of '{masked(uri)}' is no number; write http://HOST:5000") from None
-    return uri.rstrip("/")
+    return checked(uri).rstrip("/")
 
 
 def ui_hint(tracking: Tracking) -> str:
@@ -109,7 +111,7 @@ class Tracker(Recorder):
     """
 
     def __init__(self, tracking: Tracking, run_dir: Path, parent: str | None = None) -> None:
-        super().__init__(absolute(tracking.uri), tracking.experiment, run_dir, parent)
+        super().__init__(absolute(restored(tracking.uri)), tracking.experiment, run_dir, parent)
         self.required = tracking.required
         self._server = _Server(self._uri, self._experiment, self._spool.run_id)
         self._error: Exception | None = None
@@ -368,7 +370,7 @@ def replay(run_dir: Path) -> int:
             return 0
         start = spool.last("start")
         assert start, "it is the first record of all"
-        server = _Server(start["uri"], start["experiment"], spool.run_id)
+        server = _Server(restored(start["uri"]), start["experiment"], spool.run_id)
         try:
             while _advance(spool, server):
                 pass
@@ -461,6 +463,7 @@ class _Server:
         # Which steps a reopened run has, by metric; None for a run that was created here: all of it came from here.
         self._steps: dict[str, set[int]] | None = {} if run_id else None
         self._database = Path(uri[10:].partition("?")[0]) if uri.startswith("sqlite:///") else None
+        self._artifacts = (self._database.parent / "mlartifacts").as_uri() if self._database else None
 
     @property
     def remedy(self) -> str:
@@ -519,12 +522,14 @@ class _Server:
             return
         mlflow = _mlflow(self.uri)
         with self._alone():
+            if self._database is not None and not self._database.exists():
+                # MLflow writes the place of its default experiment, the current folder, into SQL without quoting it
+                mlflow.store.tracking.sqlalchemy_store.SqlAlchemyStore(self.uri, self._artifacts)
             client = mlflow.MlflowClient(tracking_uri=self.uri)
             experiment = client.get_experiment_by_name(self.experiment)
             if experiment is None:
-                place = (self._database.parent / "mlartifacts").as_uri() if self._database else None
                 try:
-                    self._experiment_id = client.create_experiment(self.experiment, artifact_location=place)
+                    self._experiment_id = client.create_experiment(self.experiment, artifact_location=self._artifacts)
                 except mlflow.MlflowException:  # somebody else was faster, or it is a true failure
                     if (experiment := client.get_experiment_by_name(self.experiment)) is None:
                         raise

@@ -21,7 +21,11 @@ def test_a_method_costs_its_file_only():
     for path in sorted(PACKAGE.rglob("*.py")):
         for number, line in enumerate(path.read_text().splitlines(), 1):
             code = line.split("  #")[0]
-            if quoted.search(code) or compared.search(code) or re.search(r"(from|import)\s+(raysim\.)?algorithms\b", code):
+            if (
+                quoted.search(code)
+                or compared.search(code)
+                or re.search(r"(from|import)\s+(raysim\.)?algorithms\b", code)
+            ):
                 found.append(f"{path.relative_to(PACKAGE)}:{number}: {line.strip()}")
     assert not found, "\n".join(found)
 

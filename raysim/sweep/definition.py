@@ -19,6 +19,7 @@ from pydantic import Field
 
 from raysim import claims, config, data, layers, plan, rules, validation
 from raysim.config import Config, Section
+from raysim.credentials import redacted
 from raysim.errors import ConfigError, did_you_mean
 from raysim.sweep import space
 from raysim.sweep.space import Axis, Draw, as_text
@@ -225,9 +226,11 @@ def prepare(
             where = " ".join(f"{k}={as_text(v)}" for k, v in point.items())
             raise ConfigError(f"trial {where}: {error}" if where else str(error)) from None
         c = ready.config
-        root = Path(folder or "runs").absolute() / c.tracking.experiment
+        root = Path(folder or "runs").absolute() / c.tracking.folder
         key = _key(c)
-        trials.setdefault(key, Trial(values, c, ready.label, root / "trials" / f"{ready.label}-{c.seed}-{key[:12]}"))
+        trials.setdefault(
+            key, Trial(values, c, ready.label, root / "trials" / f"{ready.file_label}-{c.seed}-{key[:12]}")
+        )
     everything = list(trials.values())
     if (stopping := described.settings.early_stopping) is not None:
         _check_stopping(stopping, [trial.config for trial in everything])
@@ -258,7 +261,7 @@ def _check_stopping(asked: EarlyStopping, trials: list[Config]) -> None:
 
 def _key(c: Config) -> str:
     """What a trial is known by: equal keys, equal results under equal names in the same place."""
-    facts = [c.fingerprint, c.rounds, c.evaluate.model_dump(), c.name, c.tracking.uri]
+    facts = [c.fingerprint, c.rounds, c.evaluate.model_dump(), c.name, redacted(c.tracking.uri)]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 

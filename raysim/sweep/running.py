@@ -18,7 +18,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from raysim import files
 from raysim.config import Config
+from raysim.credentials import redacted, restored
 from raysim.errors import ConfigError, RaysimError
 from raysim.signals import stoppable
 from raysim.spool import Recorder
@@ -56,7 +58,7 @@ def run(sweep: Sweep, parallel: int | None = None, watch: Watch = lambda trial, 
             about = {"raysim.sweep": "true", "trials": str(len(sweep.trials)), "sweep_dir": str(sweep.folder)}
             facts = {**varied, **sweep.settings.model_dump(mode="json", exclude_defaults=True)}
             parent.start(sweep.name, {**sweep.base, "sweep": facts}, about, run_id=parent.earlier)
-            forwarder = Forwarder(absolute(tracking.uri), tracking.experiment)
+            forwarder = Forwarder(absolute(restored(tracking.uri)), tracking.experiment)
             outcome = Outcome(sweep, parent.run_id, len(sweep.trials) - len(missing))
             for trial in sweep.trials:
                 if sweep.done(trial):
@@ -85,7 +87,7 @@ def run(sweep: Sweep, parallel: int | None = None, watch: Watch = lambda trial, 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
     """No other sweep shares the trials' folder meanwhile."""
-    folder.mkdir(parents=True, exist_ok=True)
+    files.make_private(folder)
     with open(folder.parent / ".lock", "w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -159,7 +161,7 @@ def _on_tune(
     from ray import tune
 
     logging.getLogger("ray.tune").setLevel(logging.CRITICAL)
-    here, uri, name = os.getcwd(), absolute(sweep.tracking.uri), sweep.tracking.experiment
+    here, uri, name = os.getcwd(), redacted(absolute(sweep.tracking.uri)), sweep.tracking.experiment
     address, bundles = ray.get_runtime_context().gcs_address, [_bundles(trial.config) for trial in missing]
     stopping, retries = sweep.settings.early_stopping, sweep.settings.retries
     course = _Course(missing, watch)

@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from raysim import checkpoint, experiment, lock, plan
+from raysim import checkpoint, experiment, files, lock, plan, store
+from raysim.credentials import masked
 from raysim.data import digest
 from raysim.engine import Record
 from raysim.errors import RaysimError, did_you_mean
@@ -43,7 +44,8 @@ def train(trial: Trial, uri: str, name: str, parent: str, stopping: EarlyStoppin
     Returns:
         What went wrong, which error.txt keeps too: a line, and more below it. "" if nothing did.
     """
-    trial.folder.mkdir(parents=True, exist_ok=True)
+    files.make_private(trial.folder)
+    files.refuse_links(trial.folder, [store.FOLDER] if trial.config.store.dir else [])
     mistake = trial.folder / "error.txt"
     if mistake.exists():  # of an earlier attempt
         mistake.rename(trial.folder / f"error-{trial.failures + 1}.txt")
@@ -78,7 +80,7 @@ def train(trial: Trial, uri: str, name: str, parent: str, stopping: EarlyStoppin
     finally:
         logging.getLogger("raysim").removeHandler(log)
         log.close()
-    mistake.write_text(said)
+    files.write(mistake, said := masked(said))
     return said
 
 

@@ -1,0 +1,153 @@
+"""Passwords and tokens in the addresses of tracking stores: used in memory, never written to a file.
+
+A run's folder keeps its address with *** in the place of each secret. A run that is resumed or replayed takes the
+secrets from the environment:
+
+    MLFLOW_TRACKING_URI                                      the whole address, if it is the same one
+    MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD    of a server; MLFLOW_TRACKING_TOKEN likewise
+    ~/.mlflow/credentials                                    MLflow's own file of these two
+    DATABRICKS_TOKEN, DATABRICKS_CONFIG_PROFILE              of Databricks
+"""
+
+from __future__ import annotations
+
+import configparser
+import os
+import re
+from pathlib import Path
+from urllib.parse import SplitResult, urlsplit, urlunsplit
+
+from raysim.errors import ConfigError
+
+HIDDEN = "***"
+
+_PLAIN = ("sqlite", "file")
+"""Schemes of addresses that are paths: an @ is part of a name."""
+
+_NAME = r"[\w.-]*(?:password|passwd|pwd|passphrase|secret|token|credential|api[_-]?key|access[_-]?key|signature)[\w.-]*"
+_PAIR = re.compile(
+    rf"(?P<name>{_NAME})(?P<equals>=|%3D)(?:%7B.*?%7D|\{{[^}}]*\}}|(?:(?!%3B|%26)[^&;\s])*)", re.IGNORECASE
+)
+"""name=value, as in a query; or name%3Dvalue, as in the connection string of ODBC within one."""
+_ADDRESS = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]*)://(?P<rest>\S*)", re.IGNORECASE)
+
+
+def masked(text: str) -> str:
+    """Return a text to be shown, without the secrets of the addresses and settings in it.
+
+    What may be a secret counts as one: of an address all up to the last @ is left out.
+    """
+    return _ADDRESS.sub(_without_user, _PAIR.sub(rf"\g<name>\g<equals>{HIDDEN}", text))
+
+
+def _without_user(address: re.Match[str]) -> str:
+    scheme, rest = address["scheme"], address["rest"]
+    if scheme.lower() in _PLAIN:
+        return address[0]
+    rest = rest.rpartition("@")[2]
+    if scheme.lower().startswith("databricks") and rest.split("/")[0] not in _profiles():
+        rest = HIDDEN
+    return f"{scheme}://{rest}"
+
+
+def checked(uri: str) -> str:
+    """Return an address as a library can read it: an @ within a password is percent-encoded.
+
+    Raises:
+        ConfigError: it cannot be told where its password ends.
+    """
+    scheme = uri.partition("://")[0].lower()
+    if "://" not in uri or scheme in _PLAIN:
+        return uri
+    parts = _split(uri)
+    if parts is None and "@" not in uri:
+        raise ConfigError(f"tracking.uri: the port of '{masked(uri)}' is no number; write http://HOST:5000")
+    if parts is None or "@" in uri.replace(parts.netloc, "", 1) or re.search(r"\s", uri):
+        raise ConfigError(
+            f"tracking.uri: the user or password of '{scheme}://{HIDDEN}' cannot be read; percent-encode them "
+            "(%40 for @, %2F for /, %3F for ?, %23 for #, %20 for a space)"
+        )
+    user, at, host = parts.netloc.rpartition("@")
+    return _joined(parts, f"{user.replace('@', '%40')}{at}{host}") if "@" in user else uri
+
+
+def _split(uri: str) -> SplitResult | None:
+    """The parts of an address; None if its port is no number."""
+    try:
+        parts = urlsplit(uri)
+        return parts if parts.port is None or parts.port > 0 else None
+    except ValueError:
+        return None
+
+
+def _joined(parts: SplitResult, netloc: str) -> str:
+    """The address of these parts, with another user or host; two slashes also where there is none."""
+    return f"{parts.scheme}://{netloc}" + urlunsplit(("", "", *parts[2:]))
+
+
+def redacted(uri: str) -> str:
+    """Return an address as it is written to files, with *** in the place of each secret."""
+    scheme = uri.partition("://")[0].lower()
+    if "://" not in uri or scheme in _PLAIN:
+        return uri
+    if scheme.startswith("databricks"):
+        return masked(uri)
+    parts = urlsplit(checked(uri))
+    user, at, host = parts.netloc.rpartition("@")
+    name, colon, _ = user.partition(":")
+    if colon:
+        user = f"{name}:{HIDDEN}"
+    elif user and scheme in ("http", "https"):  # servers take tokens in the place of a name
+        user = HIDDEN
+    query = _PAIR.sub(rf"\g<name>\g<equals>{HIDDEN}", parts.query)
+    return _joined(parts._replace(query=query), f"{user}{at}{host}")
+
+
+def restored(uri: str) -> str:
+    """Return an address that was read from a file, with the secrets that the environment has for it.
+
+    Raises:
+        ConfigError: it had a secret, and the environment has none.
+    """
+    if HIDDEN not in uri:
+        return uri
+    given = os.environ.get("MLFLOW_TRACKING_URI", "")
+    if given and HIDDEN not in given and redacted(given.rstrip("/")) == uri:
+        return given
+    parts = urlsplit(uri)
+    bare = _joined(parts, parts.netloc.rpartition("@")[2])
+    if parts.scheme.startswith("databricks") and (_set("DATABRICKS_TOKEN") or _profiles()):
+        return parts.scheme
+    if parts.scheme in ("http", "https") and HIDDEN not in bare and _server_credentials():
+        return bare
+    if parts.scheme.startswith("databricks"):
+        advice = "set DATABRICKS_TOKEN, or have a profile in ~/.databrickscfg"
+    elif parts.scheme in ("http", "https"):
+        advice = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
+    else:
+        advice = "set MLFLOW_TRACKING_URI to the whole address"
+    raise ConfigError(
+        f"tracking.uri: {masked(uri)} wants credentials, which no run keeps in its folder; {advice}, or resume with "
+        "tracking.uri=…"
+    )
+
+
+def _server_credentials() -> bool:
+    """Whether MLflow has credentials of its own for a server."""
+    both = _set("MLFLOW_TRACKING_USERNAME") and _set("MLFLOW_TRACKING_PASSWORD")
+    return both or _set("MLFLOW_TRACKING_TOKEN") or Path("~/.mlflow/credentials").expanduser().is_file()
+
+
+def _profiles() -> set[str]:
+    """The profiles of Databricks' configuration file: names, and no secrets."""
+    found = configparser.ConfigParser(interpolation=None)
+    path = os.environ.get("DATABRICKS_CONFIG_FILE") or "~/.databrickscfg"
+    try:
+        found.read(Path(path).expanduser())
+    except (configparser.Error, OSError, UnicodeDecodeError):
+        return set()
+    return {*found.sections(), *(["DEFAULT"] if found.defaults() else [])}
+
+
+def _set(name: str) -> bool:
+    return bool(os.environ.get(name))
