@@ -7,7 +7,6 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
 
 
 def examine() -> Iterator[tuple[str, bool, str]]:
@@ -88,14 +87,21 @@ def _ray() -> tuple[bool, str]:
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
     import ray
 
-    address = os.environ.get("RAY_ADDRESS")
-    options: dict[str, Any] = {"address": address or "local", "log_to_driver": False, "logging_level": "ERROR"}
-    ray.init(**options if address else {**options, "include_dashboard": False})
+    from raysim import loopback, nodes
+
+    nodes.connect(None, 1, lambda line: None)
     try:
         have = ray.cluster_resources()
-        return (
-            True,
-            f"starts here: {have.get('CPU', 0):g} CPUs, {have.get('GPU', 0):g} GPUs, {len(ray.nodes())} node(s)",
-        )
+        size = f"{have.get('CPU', 0):g} CPUs, {have.get('GPU', 0):g} GPUs, {len(ray.nodes())} node(s)"
+        joined = os.environ.get("RAY_ADDRESS")
+        open_to_all = not joined and loopback.reached_from_outside()
+        unasked = not joined and not loopback.asks_for_token()
+        faults = [
+            *(["other machines can reach it"] if open_to_all else []),
+            *(["any user of this machine can use it without a token (unset RAY_AUTH_MODE)"] if unasked else []),
+            *([f"others can read its token: chmod 600 {loopback.token_file()}"] if loopback.token_is_open() else []),
+        ]
+        reach = "a cluster" if joined else "starts here, on 127.0.0.1, with a token"
+        return not faults, f"{reach}: {size}" if not faults else f"{size}, but {'; '.join(faults)}"
     finally:
         ray.shutdown()

@@ -14,7 +14,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raysim import versions
+from raysim import loopback, versions
 from raysim.config import Resources
 from raysim.errors import ConfigError, RaysimError, did_you_mean
 
@@ -26,7 +26,7 @@ PATIENCE = 120
 
 def connect(address: str | None, cpus: float, log: Callable[[str], None]) -> bool:
     """Joins the cluster at hand (an address, or RAY_ADDRESS inside a submitted job), else starts Ray here with at
-    least so many CPUs. Where Ray is there already, it stays as it is.
+    least so many CPUs, listening on the loopback interface only. Where Ray is there already, it stays as it is.
 
     Returns:
         Whether it was started or joined here, so that it is to be shut down here.
@@ -41,12 +41,14 @@ def connect(address: str | None, cpus: float, log: Callable[[str], None]) -> boo
     try:
         if address:
             _knock(address)
-            ray.init(address=address, **quiet)
+            with loopback.private_token():
+                ray.init(address=address, **quiet)
         else:
             cores, wanted = os.cpu_count() or 1, ceil(cpus)
             if wanted > cores:
                 log(f"resources: {cpus:g} CPUs are asked for, they share {cores} cores")
-            ray.init(address="local", num_cpus=max(cores, wanted), include_dashboard=False, **quiet)
+            with loopback.only(), loopback.private_token():
+                ray.init(address="local", num_cpus=max(cores, wanted), include_dashboard=False, **quiet)
     except Exception as error:
         lines = str(error).splitlines() or [type(error).__name__]
         if not address:
