@@ -302,8 +302,6 @@ class Trace(Jittered):
 
     name: Literal["trace"]
     path: str
-    sha256: str | None = None
-    """Of the file, found when a run is prepared: part of what determines its result, as the path is not."""
     jitter: float = Field(default=0.0, ge=0, le=5)
 
 
@@ -607,6 +605,9 @@ class Config(Section):
     store: Store = Store()
     run_dir: str | None = None
     tracking: Tracking = Tracking()
+    files: dict[str, dict[str, str]] | None = None
+    """The contents of what the other keys name, found when a run is prepared: by key and file the sha256, by key and
+    distribution the version."""
 
     _NOT_THE_RESULT: ClassVar = (
         "name",
@@ -645,6 +646,9 @@ class Config(Section):
         whole["block"].pop("graphs")
         if whole["schedule"]["speeds"]["name"] == "trace":
             whole["schedule"]["speeds"].pop("path")
+        files = whole.pop("files")
+        if files:  # their contents determine the result, and not where they lie
+            whole["files"] = {key: list(contents.values()) for key, contents in files.items()}
         return whole
 
     @property

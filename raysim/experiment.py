@@ -9,11 +9,10 @@ import platform
 import re
 import shutil
 import signal
-import subprocess
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import raysim
-from raysim import checkpoint, files, forgetting, lock, schedule, startup, store, tracking
+from raysim import checkpoint, files, forgetting, git, layers, lock, schedule, startup, store, tracking
 from raysim.config import Config
 from raysim.credentials import redacted
 from raysim.data import partition_plot, partitions, summary
@@ -49,6 +48,10 @@ FINAL = "parameters.safetensors"
 
 KEPT = ("config.yaml", FINAL, "history.csv", "learning_curve.png", "partition.png", "arrivals.png", "forgetting.png")
 """Files of the run's folder that MLflow gets."""
+
+SOURCES = "source"
+"""The folder, in that of a run and among its artifacts, of the code that is not raysim's: a folder for each section
+that names some."""
 
 ROUNDS_SHOWN = 60
 """Of which a picture of the virtual clock is drawn."""
@@ -183,11 +186,13 @@ def forked(
     comes from."""
     folder = find(run, overrides)
     given = parse_overrides(overrides)
-    before = prepare(folder / "config.yaml")
-    plan = prepare(folder / "config.yaml", {"run_dir": None, **given})
+    recorded = layers.read(folder / "config.yaml").get("files")
+    before = prepare(folder / "config.yaml", {"files": None})
+    before = replace(before, config=before.config.model_copy(update={"files": recorded}))
+    plan = prepare(folder / "config.yaml", {"run_dir": None, "files": None, **given})
     changed = _changes(before, plan)
     for key in changed:
-        section = key.partition(".")[0]
+        section = key.removeprefix("files.").partition(".")[0]
         both_in_step = before.config.schedule.name == plan.config.schedule.name == "sync"
         if section in ("data", "partition", "model", "dtype") or (section == "schedule" and not both_in_step):
             raise ConfigError(
@@ -297,6 +302,7 @@ def _forget(run_dir: Path) -> None:
     if not spool.exists() or not spool.stat().st_size:
         spool.unlink(missing_ok=True)
         (run_dir / "config.yaml").unlink(missing_ok=True)
+        shutil.rmtree(run_dir / SOURCES, ignore_errors=True)
 
 
 class _Closing:
@@ -380,6 +386,8 @@ def _execute(
             run_id = tracker.start(plan.label, plan.config.model_dump(mode="json"), said, run_id=before)
             startup.over()
             _track_inputs(tracker, plan)
+            if (run_dir / SOURCES).is_dir():
+                tracker.artifact(run_dir / SOURCES, SOURCES)
             engine = Engine(plan, executor, run_dir, run_id, signals)
             if saved is not None:
                 engine.restore(saved)
@@ -480,22 +488,33 @@ def _make(path: Path, exist_ok: bool = False) -> None:
 
 
 def _write_config(plan: Plan, run_dir: Path) -> None:
-    """Write what the run can be resumed by, without passwords."""
+    """Write what the run can be resumed by, without passwords, and the code that its methods and net consist of."""
     path = run_dir / "config.yaml"
     try:
         files.write(path, without_secrets(plan.config).dump())
+        for path, text in _sources(plan, run_dir / SOURCES):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with files.whole(path) as partial:
+                partial.write_bytes(text)
     except OSError as error:
         raise ConfigError(
             f"run_dir: {path} cannot be written: {error.strerror} ({_free(run_dir)}); choose another folder"
         ) from None
 
 
+def _sources(plan: Plan, folder: Path) -> Iterator[tuple[Path, bytes]]:
+    """Yield where the code of a run is kept, and its text; what two sections share is kept once."""
+    kept: list[Mapping[str, bytes]] = []
+    for section, texts in plan.sources.items():
+        if texts not in kept:
+            kept.append(texts)
+            for file, text in texts.items():
+                yield folder / section / file.replace("..", "above"), text
+
+
 def tags(plan: Plan) -> dict[str, str]:
     """What to filter runs by in MLflow."""
     c = plan.config
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(raysim.__file__).parent
-    )
     return {
         "algorithm": plan.label,
         "client_rule": plan.client.name,
@@ -506,7 +525,7 @@ def tags(plan: Plan) -> dict[str, str]:
         "seed": str(c.seed),
         "fingerprint": c.fingerprint,
         "parameters": str(plan.problem.size),
-        "commit": commit.stdout.strip() or "unknown",
+        **git.tags(),
         "raysim": raysim.__version__,
         "torch": torch.__version__,
         "python": platform.python_version(),

@@ -391,6 +391,11 @@ PROJECTION = "projection"
 """A key that every net with a linear classifier has: the width of a projection head below it (Li Q. 2021)."""
 
 
+def parameters(name: str) -> dict[str, inspect.Parameter]:
+    """Return the parameters that the net of this name has, beside those that the data set decides."""
+    return _parameters(_find(name))
+
+
 def _parameters(make: Callable) -> dict[str, inspect.Parameter]:
     return {
         k: p

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from math import ceil
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from raysim import full_gradients, layers, models, rules, schedule, tracking, validation
+from raysim import contents, full_gradients, layers, models, rules, schedule, tracking, validation
 from raysim.block import Mode
 from raysim.config import Config, Data, InFlight, Named, Sync, Trace
 from raysim.data import Dataset, load, split
@@ -24,6 +23,7 @@ from raysim.data.partitions import Clients, VirtualClients
 from raysim.errors import ConfigError
 from raysim.models import Model, unfoldable
 from raysim.pooled import why_not_pooled
+from raysim.references import Code
 from raysim.rules import ClientRule, Problem, ServerRule
 from raysim.server import first_broadcast
 from raysim.task import why_not_vmap
@@ -50,6 +50,14 @@ class Plan:
     mode: Mode
     """Of blocks."""
     block_size: int
+    code: tuple[Code, ...] = ()
+    """The users' files that rules and net are defined in."""
+    sources: Mapping[str, Mapping[str, bytes]] = field(default_factory=dict)
+    """By section, the text of each file of code that is not raysim's, to be kept with the run."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is pickled, the code first: the classes that follow are unpickled by its help."""
+        return {"code": self.code, **self.__dict__}
 
     @property
     def label(self) -> str:
@@ -123,6 +131,7 @@ def read(source: str | Path | Mapping[str, Any], overrides: Iterable[str] | Mapp
 def resolve(raw: Mapping[str, Any], load: Callable[[Data], Dataset] = load) -> Plan:
     """The plan of a configuration that was read; `load` gives the data set. Raises ConfigError as `prepare` does."""
     config = validation.validate(raw)
+    contents.check(config.files, contents.of_code(config))
     client, server = rules.resolve(config)
     _check_resources(config)
     _check_store(config)
@@ -135,7 +144,7 @@ def resolve(raw: Mapping[str, Any], load: Callable[[Data], Dataset] = load) -> P
     _check_cohort(config.schedule, len(clients))
     if isinstance(config.schedule, InFlight):
         _check_cohort(config.schedule, int((clients.sizes > 0).sum()), "there is data for")
-    config = _with_trace(config)
+    config = _absolute(config)
     schedule.make(config, clients.sizes)  # reads a trace, and finds what is wrong with it
     if config.data.name == "quadratics" and config.model.name in models.NETS and config.model.name != "quadratic":
         raise ConfigError(f"model.name: '{config.model.name}' sees only labels 0 in quadratics; use model=quadratic")
@@ -171,7 +180,22 @@ def resolve(raw: Mapping[str, Any], load: Callable[[Data], Dataset] = load) -> P
             "block": config.block.model_copy(update={"size": size, "mode": mode}),
         }
     )
-    return Plan(config, client, server, dataset, clients, net, problem, mode, size)
+    files = {**contents.of_code(config), **contents.of_data(config, dataset)}
+    contents.check(config.files, files)
+    config = config.model_copy(update={"files": files or None})
+    return Plan(
+        config,
+        client,
+        server,
+        dataset,
+        clients,
+        net,
+        problem,
+        mode,
+        size,
+        contents.code(config),
+        contents.sources(config),
+    )
 
 
 def keys(section: str, before: str, name: str) -> set[str]:
@@ -204,19 +228,12 @@ def _check_cohort(schedule: Sync | InFlight, clients: int, what: str = "partitio
             )
 
 
-def _with_trace(config: Config) -> Config:
-    """With the absolute path of its trace, if it has one, and the file's digest."""
+def _absolute(config: Config) -> Config:
+    """With the absolute path of its trace, if it has one."""
     speeds = config.schedule.speeds
     if not isinstance(speeds, Trace):
         return config
-    path = Path(speeds.path).expanduser().absolute()
-    try:
-        found = hashlib.sha256(path.read_bytes()).hexdigest()
-    except OSError as error:
-        raise ConfigError(f"schedule.speeds.path: {path} cannot be read: {error.strerror}") from None
-    if speeds.sha256 not in (None, found):
-        raise ConfigError(f"schedule.speeds.path: {path} has changed since this run began; put the old one back")
-    speeds = speeds.model_copy(update={"path": str(path), "sha256": found})
+    speeds = speeds.model_copy(update={"path": str(Path(speeds.path).expanduser().absolute())})
     return config.model_copy(update={"schedule": config.schedule.model_copy(update={"speeds": speeds})})
 
 

@@ -16,14 +16,12 @@ Every wait has a timeout and says what it waits for.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import ray
-from ray import cloudpickle
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -36,7 +34,6 @@ from raysim.executor import Next, Ready, Trained
 from raysim.mailbox import Letter, Mailbox
 from raysim.plan import Plan
 from raysim.ray_training import ATTEMPTS, LOOK, Awaited, Gone, RayTraining, Worker, first_line, get
-from raysim.references import PREFIX
 from raysim.rules import State, sums, with_mode
 from raysim.server import Round
 from raysim.traffic import Network
@@ -78,9 +75,6 @@ class RayExecutor:
         self.sends_sums = bool(sums(plan.server.uploads) or plan.initial[1].numel())
         self.sends_rows = bool(with_mode(plan.server.uploads, "each"))
         self._connect(plan)
-        for name, module in list(sys.modules.items()):
-            if name.startswith(PREFIX):
-                cloudpickle.register_pickle_by_value(module)
         self.plan = ray.put(plan)
         self.wanted, self.evaluates = r.actors, bool(plan.config.evaluate.due(0, 1))
         self.server = self._start_server()

@@ -1,10 +1,30 @@
-"""Users' own methods and models, found by path or module name."""
+"""Users' own methods and models, found by path or module name, and the files that their code consists of.
+
+`path.py:Name` means a file. It may import modules from its own folder, as a script may, which other code does not see:
+file and modules are loaded from memory, into a package of their own that is named after their contents. So an edited
+file is loaded anew, two folders may each have their `helper.py`, and a worker on another node needs no file: `Code`
+travels to it inside the plan.
+
+`package.module:Name` means a module that Python finds.
+"""
 
 from __future__ import annotations
 
+import ast
+import builtins
+import hashlib
 import importlib
 import importlib.util
+import operator
+import os
+import re
 import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import metadata
+from importlib.abc import InspectLoader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,34 +32,293 @@ from typing import Any
 from raysim.errors import ConfigError, did_you_mean
 
 PREFIX = "raysim_user_"
-"""Modules loaded from a path are named so; workers get them by value, as they could not import them."""
+"""Of the names of the packages that hold users' files."""
 
 
 def load_object(reference: str, key: str) -> Any:
-    """The object that `path.py:Name` or `package.module:Name` means; `key` is where the configuration says so.
+    """Return the object that `path.py:Name` or `package.module:Name` means.
 
-    Raises ConfigError if there is no such file, module or name in it, or if it fails on import.
+    Args:
+        reference: which object.
+        key: where the configuration names it.
+
+    Raises:
+        ConfigError: there is no such file, module or name in it, or it fails on import.
     """
     where, _, name = reference.rpartition(":")
-    path = Path(where).expanduser()
-    if where.endswith(".py") and not path.is_file():
-        raise ConfigError(f"{key}: there is no file '{where}' (seen from {Path.cwd()})")
     try:
-        module = _from_file(path) if where.endswith(".py") else importlib.import_module(where)
+        module = load_file(where, key) if where.endswith(".py") else importlib.import_module(where)
+    except ConfigError:
+        raise
     except (Exception, SystemExit) as error:
         if isinstance(error, ImportError) and not where.endswith(".py"):
             raise ConfigError(f"{key}: cannot import '{where}': {error}") from None
         raise ConfigError(f"{key}: {where} fails on import: {type(error).__name__}: {error}") from None
-    if not hasattr(module, name):
+    try:
+        return operator.attrgetter(name)(module)
+    except AttributeError:
         names = [n for n, v in vars(module).items() if isinstance(v, type) and v.__module__ == module.__name__]
-        raise ConfigError(f"{key}: {where} defines no '{name}'{did_you_mean(name, names)}")
-    return getattr(module, name)
+        raise ConfigError(f"{key}: {where} defines no '{name}'{did_you_mean(name, names)}") from None
 
 
-def _from_file(path: Path) -> ModuleType:
-    name = f"{PREFIX}{path.resolve().stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec and spec.loader
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def load_file(where: str, key: str) -> ModuleType:
+    """Return the module of a file, loaded once for all runs of this process that find the same contents.
+
+    Raises:
+        ConfigError: there is no such file.
+    """
+    code = read_code(where, key)
+    return importlib.import_module(f"{code.package}.{code.main}")
+
+
+def place_of(module: str) -> str | None:
+    """Return the path of the file that a module was loaded from as a user's file, None for any other module."""
+    package, _, name = module.partition(".")
+    code = _LOADED.get(package)
+    return code.modules[name].path if code else None
+
+
+# -- which files -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Source:
+    """One module: its text, where that was read (absolute; "" for a folder without `__init__.py`), and whether it is
+    a package."""
+
+    text: bytes
+    path: str
+    is_package: bool
+
+
+@dataclass(frozen=True)
+class Code:
+    """A file and the modules that it imports from its own folder, by their names as seen from there."""
+
+    main: str
+    modules: Mapping[str, Source]
+
+    @property
+    def package(self) -> str:
+        """The name of the package that holds it in this process: the same for the same contents in the same place."""
+        whole = hashlib.sha256()
+        for name, source in self.modules.items():
+            whole.update(f"{name}\n{source.path}\n{hashlib.sha256(source.text).hexdigest()}\n".encode())
+        return f"{PREFIX}{whole.hexdigest()[:16]}"
+
+    @property
+    def files(self) -> dict[str, bytes]:
+        """The text of each file by its path relative to the main one, which comes first."""
+        home = os.path.dirname(self.modules[self.main].path)
+        sources = [self.modules[self.main], *(s for n, s in sorted(self.modules.items()) if n != self.main)]
+        return {os.path.relpath(source.path, home): source.text for source in sources if source.path}
+
+    def __reduce__(self) -> tuple:
+        return _install, (self.main, dict(self.modules))
+
+
+def read_code(where: str, key: str) -> Code:
+    """Return what the file `where` consists of, ready for import.
+
+    Raises:
+        ConfigError: there is no such file.
+    """
+    path = Path(where).expanduser().absolute()
+    if not path.is_file():
+        raise ConfigError(f"{key}: there is no file '{where}' (seen from {Path.cwd()})")
+    home, roots = path.parent, {path.parent: _is_local}
+    if (home / "__init__.py").is_file():  # it may also import `its_package.helper`
+        top = next(p for p in path.parents if not (p.parent / "__init__.py").is_file())
+        roots[top.parent] = lambda folder, name: name == top.name
+    return _install(*_collect(path, re.sub(r"\W", "_", path.stem), roots))
+
+
+def module_files(module: str) -> dict[str, bytes]:
+    """Return the text of an importable module's file, and of those that it imports from its own package.
+
+    A module that belongs to no distribution counts the modules beside it as its own. The paths are relative to the
+    folder that holds the package; the module's own file comes first. {} for a module without a source file.
+    """
+    origin = getattr(importlib.import_module(module), "__file__", None)
+    if origin is None or not origin.endswith(".py") or not os.path.isfile(origin):
+        return {}
+    path, top = Path(origin), module.partition(".")[0]
+    depth = module.count(".") + (path.name == "__init__.py")
+    home = path.parents[depth]
+    local = (lambda folder, name: name == top) if distribution_of(module) else _is_local
+    _, modules = _collect(path, module, {home: local})
+    sources = [modules[module], *(s for n, s in sorted(modules.items()) if n != module)]
+    return {os.path.relpath(source.path, home): source.text for source in sources if source.path}
+
+
+def distribution_of(module: str) -> tuple[str, str] | None:
+    """Return name and version of the distribution that a module was installed by, None if it was not."""
+    owners = _distributions(tuple(sys.path)).get(module.partition(".")[0])
+    return (owners[0], metadata.version(owners[0])) if owners else None
+
+
+@lru_cache(maxsize=4)
+def _distributions(path: tuple[str, ...]) -> Mapping[str, Sequence[str]]:
+    return metadata.packages_distributions()
+
+
+Local = Callable[[Path, str], bool]
+
+
+def _is_local(folder: Path, name: str) -> bool:
+    """Whether a top-level module that lies in a user's folder is meant by its name, as it would be for a script."""
+    if name in sys.stdlib_module_names or name == "raysim":
+        return False
+    if (folder / f"{name}.py").is_file() or (folder / name / "__init__.py").is_file():
+        return True
+    spec = importlib.util.find_spec(name) if name not in sys.modules else sys.modules[name].__spec__
+    return spec is None or spec.origin is None  # a folder without __init__.py comes last
+
+
+def _collect(path: Path, main: str, roots: Mapping[Path, Local]) -> tuple[str, dict[str, Source]]:
+    """Read a file and what it imports from these folders, at any depth, also inside functions.
+
+    Where the name of an import is computed, all modules of the folder count.
+    """
+    modules = {main: Source(path.read_bytes(), str(path), path.name == "__init__.py")}
+    waiting = [main]
+    for name, source in _found(main, roots):  # the packages around it
+        if name not in modules:
+            modules[name] = source
+            waiting.append(name)
+    while waiting:
+        name = waiting.pop()
+        source = modules[name]
+        package = name if source.is_package else name.rpartition(".")[0]
+        for wanted in _imports(source.text):
+            names = _siblings(roots) if wanted is None else _absolute(wanted, package)
+            for each in names:
+                for found, new in _found(each, roots):
+                    if found not in modules:
+                        modules[found] = new
+                        waiting.append(found)
+    return main, modules
+
+
+def _found(name: str, roots: Mapping[Path, Local]) -> Iterator[tuple[str, Source]]:
+    """Yield a module and the packages around it, as far as they are there."""
+    parts = name.split(".")
+    for folder, is_local in roots.items():
+        place = folder / parts[0]
+        if not parts[0] or not (place.is_dir() or place.with_name(f"{parts[0]}.py").is_file()):
+            continue
+        if not is_local(folder, parts[0]):
+            continue
+        for depth in range(1, len(parts) + 1):
+            place = folder.joinpath(*parts[:depth])
+            inside, beside = place / "__init__.py", place.with_name(f"{place.name}.py")
+            file = inside if inside.is_file() else beside if beside.is_file() else None
+            if file is None and not (place.is_dir() and depth < len(parts)):
+                break
+            text = file.read_bytes() if file else b""
+            yield ".".join(parts[:depth]), Source(text, str(file or ""), file is not beside)
+        return
+
+
+def _siblings(roots: Mapping[Path, Local]) -> Iterator[str]:
+    """Yield the names of all modules of the first folder, packages included."""
+    folder = next(iter(roots))
+    for path in sorted(folder.glob("*.py")):
+        yield path.stem
+    for package in sorted(folder.glob("*/__init__.py")):
+        for path in sorted(package.parent.rglob("*.py")):
+            yield ".".join(path.relative_to(folder).with_suffix("").parts).removesuffix(".__init__")
+
+
+def _absolute(wanted: str, package: str) -> list[str]:
+    """The absolute name of what an import statement inside of a package names."""
+    name = wanted.lstrip(".")
+    dots = len(wanted) - len(name)
+    if dots:
+        parts = package.split(".") if package else []
+        name = ".".join([*parts[: len(parts) - dots + 1], *([name] if name else [])])
+    return [name] if name else []
+
+
+@lru_cache(maxsize=1000)
+def _imports(text: bytes) -> tuple[str | None, ...]:
+    """The modules that a source may import, relative ones with their dots; None stands for a computed name."""
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError):  # reported on import
+        return ()
+    names: dict[str | None, None] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names.update(dict.fromkeys(alias.name for alias in node.names))
+        elif isinstance(node, ast.ImportFrom):
+            base = "." * node.level + (node.module or "")
+            dot = "" if base.endswith(".") else "."
+            names.update(dict.fromkeys([base, *(f"{base}{dot}{alias.name}" for alias in node.names)]))
+        elif isinstance(node, ast.Call) and _called(node.func) in ("import_module", "__import__") and node.args:
+            first = node.args[0]
+            literal = isinstance(first, ast.Constant) and isinstance(first.value, str)
+            names[first.value if literal else None] = None  # type: ignore[union-attr]
+    return tuple(names)
+
+
+def _called(function: ast.expr) -> str:
+    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+
+
+# -- loading -----------------------------------------------------------------------------------------------------------
+
+_LOADED: dict[str, Code] = {}
+"""What can be imported, by the name of its package."""
+
+
+def _install(main: str, modules: dict[str, Source]) -> Code:
+    """Make code importable in this process; a worker does so when it unpickles a plan."""
+    code = Code(main, modules)
+    return _LOADED.setdefault(code.package, code)
+
+
+class _Finder(MetaPathFinder, InspectLoader):
+    """Finds and loads the modules of `_LOADED`, from memory."""
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        package, _, name = fullname.partition(".")
+        if (code := _LOADED.get(package)) is None or (name and name not in code.modules):
+            return None
+        is_package = not name or code.modules[name].is_package
+        return importlib.util.spec_from_loader(fullname, self, is_package=is_package)
+
+    def get_source(self, fullname: str) -> str:
+        return importlib.util.decode_source(self._source(fullname).text)
+
+    def is_package(self, fullname: str) -> bool:
+        return self._source(fullname).is_package
+
+    def exec_module(self, module: ModuleType) -> None:
+        source = self._source(module.__name__)
+        if source.path:
+            module.__file__ = source.path
+        own_import = _local_import(module.__name__.partition(".")[0])
+        module.__dict__["__builtins__"] = {**vars(builtins), "__import__": own_import}
+        exec(compile(source.text, source.path or module.__name__, "exec"), module.__dict__)
+
+    def _source(self, fullname: str) -> Source:
+        package, _, name = fullname.partition(".")
+        return _LOADED[package].modules[name] if name else Source(b"", "", True)
+
+
+def _local_import(package: str) -> Callable[..., ModuleType]:
+    """Return the `__import__` of a user's module, for which the modules of its own folder come first."""
+    tops = {name.partition(".")[0] for name in _LOADED[package].modules}
+
+    def import_(name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0) -> ModuleType:
+        top = name.partition(".")[0]
+        if level or top not in tops:
+            return builtins.__import__(name, globals, locals, fromlist, level)
+        module = builtins.__import__(f"{package}.{name}", globals, locals, fromlist, 0)
+        return module if fromlist else sys.modules[f"{package}.{top}"]
+
+    return import_
+
+
+sys.meta_path.append(_Finder())

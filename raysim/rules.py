@@ -13,12 +13,14 @@ import dataclasses
 import importlib
 import inspect
 import logging
+import os
 import pkgutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from importlib import metadata
-from importlib.metadata import EntryPoint
+from importlib.metadata import EntryPoint, EntryPoints
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, get_args, get_type_hints
 
@@ -29,7 +31,7 @@ from torch import Tensor
 import raysim
 from raysim.config import Config, Named, PositiveScheduled, at_round
 from raysim.errors import ConfigError, RaysimError, did_you_mean
-from raysim.references import PREFIX, load_object
+from raysim.references import load_object, place_of
 from raysim.validation import explain, flatten
 
 if TYPE_CHECKING:
@@ -373,8 +375,18 @@ def entry_points(name: str | None = None) -> list[EntryPoint]:
     The name of an entry point is the name of the method in a configuration. Its value is an Algorithm, a ClientRule or
     a ServerRule.
     """
-    found = metadata.entry_points(group=SHIPPED, **({} if name is None else {"name": name}))
+    found = [point for point in _entry_points(tuple(sys.path)) if name in (None, point.name)]
     return sorted(found, key=lambda point: (point.name, _distribution(point)))
+
+
+@lru_cache(maxsize=4)
+def _entry_points(path: tuple[str, ...]) -> EntryPoints:
+    return metadata.entry_points(group=SHIPPED)
+
+
+def entry_point(name: str) -> str | None:
+    """Return the reference that an entry point of this name stands for, None if there is none."""
+    return next((f"{point.module}:{point.attr}" for point in entry_points(name)), None)
 
 
 def _distribution(point: EntryPoint) -> str:
@@ -425,18 +437,26 @@ def reference(rule: type, given: str) -> str:
         return name
     if "<locals>" in rule.__qualname__:
         raise ConfigError(
-            f"algorithm.name: {rule.__qualname__} of '{given}' is defined inside a function, so a resumed run could not "
-            "find it; define it at the top of its module"
+            f"algorithm.name: {rule.__qualname__} of '{given}' is defined inside a function, where a resumed run could "
+            "not find it; define it at the top of its module"
         )
-    where = given.rpartition(":")[0] if rule.__module__.startswith(PREFIX) else rule.__module__
-    return f"{where}:{rule.__qualname__}"
+    where, place = given.rpartition(":")[0], place_of(rule.__module__)
+    if place is None:
+        return f"{rule.__module__}:{rule.__qualname__}"
+    home = os.path.dirname(where)
+    beside = os.path.relpath(place, os.path.abspath(os.path.expanduser(home)))
+    return f"{where if os.path.basename(where) == beside else os.path.join(home, beside)}:{rule.__qualname__}"
 
 
 KINDS = {"client": "client rule", "server": "server rule", "algorithm": "algorithm"}
 
 
-def _lookup(section: str, name: str) -> Any:
-    """The class (or Algorithm) that a section's name means."""
+def find(section: str, name: str) -> Any:
+    """Return the class (or Algorithm) that a section's name means.
+
+    Raises:
+        ConfigError: nothing has that name, or it is no such class.
+    """
     discover()
     registry: Mapping[str, Any] = {"client": CLIENTS, "server": SERVERS, "algorithm": ALGORITHMS}[section]
     if ":" in name:
@@ -449,7 +469,8 @@ def _lookup(section: str, name: str) -> Any:
         return registry[name]
     known = [*registry, *(point.name for point in entry_points())]
     raise ConfigError(
-        f"{section}.name: unknown {KINDS[section]} '{name}'{did_you_mean(name, known)}; your own is given as path.py:Class"
+        f"{section}.name: unknown {KINDS[section]} '{name}'{did_you_mean(name, known)}; "
+        "your own is given as path.py:Class"
     )
 
 
@@ -503,7 +524,7 @@ def shared_keys(section: str, before: str, name: str) -> set[str]:
     """The keys that both algorithms (client rules, server rules) of these names have from the same class, so that they
     mean the same: every server's `weights`, but not GradMA's beta2 and FedAdam's."""
     try:
-        old, new = (_owners(_lookup(section, n)) for n in (before, name))
+        old, new = (_owners(find(section, n)) for n in (before, name))
     except ConfigError:
         return set()
     return {"preset"} | {key for key, owners in new.items() if owners <= old.get(key, set())}
@@ -521,7 +542,7 @@ def _owners(found: Any) -> dict[str, set[type]]:
 def defaults(name: str) -> Mapping[str, Any]:
     """What the algorithm of this name sets in other sections ({} if there is none of that name)."""
     try:
-        return _lookup("algorithm", name).defaults
+        return find("algorithm", name).defaults
     except ConfigError:  # said by `resolve`, with all the rest
         return {}
 
@@ -545,7 +566,7 @@ def resolve(config: Config) -> tuple[ClientRule, ServerRule]:
     discover()
     parts: dict[str, Any] = {}
     if config.algorithm is not None:
-        algorithm: Algorithm = _lookup("algorithm", config.algorithm.name)
+        algorithm: Algorithm = find("algorithm", config.algorithm.name)
         halves = {"client": algorithm.client, "server": algorithm.server}
         halves = {k: v for k, v in halves.items() if getattr(config, k) is None}
         given = config.algorithm.parameters
@@ -563,7 +584,7 @@ def resolve(config: Config) -> tuple[ClientRule, ServerRule]:
     for half in ("client", "server"):
         section: Named | None = getattr(config, half)
         if section is not None:
-            parts[half] = _build(half, _lookup(half, section.name), section.parameters)
+            parts[half] = _build(half, find(half, section.name), section.parameters)
         elif half not in parts:
             raise ConfigError(
                 f"{half}: missing; give an algorithm (algorithm=fedavg), or both a client and a server rule"

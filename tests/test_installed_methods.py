@@ -135,7 +135,7 @@ def test_only_the_method_that_is_asked_for_is_imported(small, install):
     install("half-broken", "halfbroken", "raise RuntimeError('not today')", halfbroken="halfbroken:X")
     install("half-module", "halfmodule", "", halfmodule="halfmodule")
     assert prepare(small, ["algorithm=fedavg"]).label == "fedavg"
-    with pytest.raises(ConfigError, match="algorithm.name: halfbroken fails on import: RuntimeError: not today"):
+    with pytest.raises(ConfigError, match=r"algorithm\.name: halfbroken fails on import: RuntimeError: not today"):
         prepare(small, ["algorithm=halfbroken"])
     with pytest.raises(ConfigError, match=r"'halfmodule' of half-module 1.0 names the module.*module:NAME"):
         prepare(small, ["algorithm=halfmodule"])
