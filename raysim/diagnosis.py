@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 
 def examine() -> Iterator[tuple[str, bool, str]]:
@@ -21,6 +22,7 @@ def examine() -> Iterator[tuple[str, bool, str]]:
         ("data", _data),
         ("solvers", _solvers),
         ("ray", _ray),
+        ("runs", _runs),
     ):
         yield (name, *_safely(check))
 
@@ -105,3 +107,14 @@ def _ray() -> tuple[bool, str]:
         return not faults, f"{reach}: {size}" if not faults else f"{size}, but {'; '.join(faults)}"
     finally:
         ray.shutdown()
+
+
+def _runs() -> tuple[bool, str]:
+    """Runs of this folder whose processes have died are marked in MLflow, which has them as RUNNING otherwise."""
+    from raysim import tracking
+
+    ended = tracking.finish_abandoned(tracking.folders_below(Path("runs")))
+    if not ended:
+        return True, "none in ./runs was left behind by a process that died"
+    resumed = "; ".join(f"raysim resume {folder}" for folder in ended)
+    return True, f"{len(ended)} whose processes had died are marked FAILED now; to take them up: {resumed}"

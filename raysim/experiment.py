@@ -185,6 +185,7 @@ def forked(
     """The plan of a run that goes on from another one's last checkpoint, its new folder, the checkpoint and where it
     comes from."""
     folder = find(run, overrides)
+    tracking.finish_abandoned([folder])
     given = parse_overrides(overrides)
     recorded = layers.read(folder / "config.yaml").get("files")
     before = prepare(folder / "config.yaml", {"files": None})

@@ -1,7 +1,7 @@
 """Finished runs, straight from the tracking store: what they were given, how a metric went, what they spent.
 
-Only what is in MLflow is read, so runs of other people, made on other machines, are as good as one's own. The one thing
-that is ever written there are files that somebody asks to have kept (`keep`).
+Only what is in MLflow is read, so runs of other people, made on other machines, are as good as one's own. Written there
+are files that somebody asks to have kept (`keep`), and the end of runs whose processes have died.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from typing import Any, Literal
 from raysim.config import Tracking
 from raysim.credentials import masked
 from raysim.errors import ConfigError, RaysimError, did_you_mean
-from raysim.tracking import absolute, connected
+from raysim.spool import Tail
+from raysim.tracking import absolute, connected, finish_abandoned
 
 Spent = Literal["rounds", "bytes", "virtual time", "seconds"]
 
@@ -102,6 +103,7 @@ def finished_runs(
 
     with _store(uri) as client:
         found = {run.info.run_id: run for each in wanted for run in _selected(client, each)}
+        found |= _ended(client, found, say)
         trained = [run for run in found.values() if not any(run.data.tags.get(tag) == "true" for tag in _NO_TRAINING)]
         done = [run for run in trained if run.info.status == "FINISHED"]
         leave_out(len(trained) - len(done), "unfinished or failed")
@@ -126,6 +128,17 @@ def finished_runs(
                 f"{', '.join(wanted)}: no run is left; see above why, and give another --metric or --spent"
             )
         return told
+
+
+def _ended(client: Any, found: Mapping[str, Any], say: Callable[[str], None]) -> dict[str, Any]:
+    """Mark as FAILED those of these runs that MLflow has as RUNNING and whose processes have died on a folder that is
+    seen from here; return them as they are then."""
+    running = [run for run in found.values() if run.info.status == "RUNNING" and "run_dir" in run.data.tags]
+    folders = {Path(run.data.tags["run_dir"]): run.info.run_id for run in running}
+    ended = finish_abandoned(folder for folder, run_id in folders.items() if Tail(folder).run_id == run_id)
+    if ended:
+        say(f"{len(ended)} run{'s'[: len(ended) != 1]} marked FAILED: the processes have died without ending them")
+    return {folders[folder]: client.get_run(folders[folder]) for folder in ended}
 
 
 _NO_TRAINING = ("raysim.sweep", "raysim.report")

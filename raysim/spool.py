@@ -58,6 +58,22 @@ def legal(key: str) -> str:
     return re.sub(r"[^\w.\- :/]", "_", str(key))[:250]
 
 
+class Clock:
+    """Milliseconds since 1970: the system's time at the start, plus what has passed since. When somebody sets the
+    system's clock, these neither jump nor go back.
+
+    Args:
+        least: the time from which it goes on at the earliest.
+    """
+
+    def __init__(self, least: int = 0) -> None:
+        self._start = max(time.time_ns() // 1_000_000, least)
+        self._began = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+
+    def now(self) -> int:
+        return self._start + (time.clock_gettime_ns(time.CLOCK_BOOTTIME) - self._began) // 1_000_000
+
+
 class Recorder:
     """One run's records, into its spool and no further: another process sends them.
 
@@ -84,6 +100,7 @@ class Recorder:
     ) -> None:
         self._uri, self._experiment, self._parent, self._labels = uri, experiment, parent, labels
         self._spool = Spool(run_dir)
+        self._clock = Clock(self._spool.latest)
         self._key = ""
         self._closing = threading.Event()
 
@@ -171,12 +188,21 @@ class Recorder:
             self._record("finish", status=status)
         self.close()
 
-    def end(self, status: Status) -> None:
-        """Says so of a run whose process is gone and could not."""
+    def end(self, status: Status, why: str = "") -> bool:
+        """End a run whose process has died without doing so, at the time of its last record; `why` becomes a tag.
+
+        Returns:
+            Whether it had not been ended.
+        """
         last = self._spool.last("start", "finish")
-        if last and last["kind"] == "start":
-            self._record("finish", status=status)
+        ended = bool(last and last["kind"] == "start")
+        if ended:
+            at = self._spool.latest
+            if why:
+                self.tags({"error": why})
+            self._record("finish", status=status, time=at)
         self.close()
+        return ended
 
     def close(self) -> None:
         """Lets go of the spool."""
@@ -186,7 +212,7 @@ class Recorder:
     def _record(self, kind: str, **content: Any) -> None:
         if self._closing.is_set():
             raise RuntimeError("this run is finished, nothing more can be tracked")
-        self._spool.append({"kind": kind, "time": time.time_ns() // 1_000_000, **content})
+        self._spool.append({"kind": kind, "time": self._clock.now(), **content})
 
 
 class Tail:
@@ -276,6 +302,8 @@ class Spool(Tail):
         self._full = False
         lines = self._whole_lines()
         self._total, self.size = len(lines), sum(map(len, lines))
+        self.latest: int = json.loads(lines[-1])["time"] if lines else 0
+        """The time of the last record that was there when it was opened."""
         os.ftruncate(self._file.fileno(), self.size)  # a crash may have come in the middle of a line
 
     @property

@@ -24,15 +24,17 @@ import shlex
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate, takewhile
 from pathlib import Path
 from typing import Any
 
+from raysim import lock
 from raysim.config import Tracking
 from raysim.credentials import checked, masked, restored
 from raysim.errors import ConfigError, RaysimError
-from raysim.spool import FILE, Recorder, Spool, Status, Tail, legal, plain
+from raysim.spool import FILE, Clock, Recorder, Spool, Status, Tail, legal, plain
 
 logger = logging.getLogger("raysim.tracking")
 
@@ -382,6 +384,54 @@ def replay(run_dir: Path) -> int:
     return left
 
 
+DIED = "its process died without a word: killed, out of memory, or with its Ray"
+
+WATCHED = 32
+"""Folders that are looked at at one time: the lock of another host takes a while to be known as stale."""
+
+
+def finish_abandoned(folders: Iterable[Path]) -> list[Path]:
+    """Mark runs as FAILED whose processes have died without ending them, and send what was left of their records.
+
+    A process that lives keeps its run, on whatever host it is: its lock is held there, or touched. What cannot be sent
+    stays in the spool, and a log line says so.
+
+    Args:
+        folders: of runs; those in which no process has died are left alone.
+
+    Returns:
+        The folders of the runs that were marked.
+    """
+
+    def end(folder: Path) -> bool:
+        if not lock.left_behind(folder) or not (folder / FILE).is_file():
+            return False
+        with contextlib.suppress(RaysimError), lock.alone(folder):  # at work after all, or just being ended by another
+            return Recorder("", "", folder).end("FAILED", DIED)
+        return False
+
+    folders = list(folders)
+    with ThreadPoolExecutor(WATCHED) as pool:
+        ended = [folder for folder, died in zip(folders, pool.map(end, folders), strict=True) if died]
+    for folder in ended:
+        try:
+            replay(folder)
+        except RaysimError as error:
+            logger.warning("%s; to send them later: raysim track replay %s", error, shlex.quote(str(folder)))
+    return ended
+
+
+def folders_below(root: Path) -> list[Path]:
+    """Return the folders of runs in which a process is at work, or has died."""
+    found = []
+    for place, below, names in os.walk(root):
+        if FILE in names:
+            below.clear()  # nothing in a run's folder is another run's
+            if lock.FILE in names:
+                found.append(Path(place))
+    return found
+
+
 def add_to(run_dir: Path, metrics: Mapping[str, float], step: int, artifacts: Path, place: str) -> None:
     """Adds figures and a folder of files to the run that this folder holds, finished or not, and sends them.
 
@@ -396,8 +446,8 @@ def add_to(run_dir: Path, metrics: Mapping[str, float], step: int, artifacts: Pa
     """
     if not (Path(run_dir) / FILE).is_file():
         raise ConfigError(f"{run_dir}: nothing was tracked here (there is no {FILE}); give a run's folder")
-    now = time.time_ns() // 1_000_000
     spool = Spool(run_dir)
+    now = Clock(spool.latest).now()
     with contextlib.closing(spool):
         if metrics:
             values = {legal(key): float(value) for key, value in metrics.items()}
