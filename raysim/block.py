@@ -11,12 +11,13 @@ part of the run's identity.
 from __future__ import annotations
 
 import logging
+import sys
 import time
 import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -27,6 +28,7 @@ from raysim.chain import agrees
 from raysim.config import Config, at_round
 from raysim.data import Examples
 from raysim.data.partitions import Clients, VirtualClients
+from raysim.errors import ContractError
 from raysim.feed import Feed, Gathered
 from raysim.models import Model, make_net
 from raysim.numerics.sums import LIMIT, BlockSum, FixedSum
@@ -84,11 +86,16 @@ class Trainer:
         parts = {f"{mode} {key}": FixedSum() for mode, key in self.sums}
         for block in blocks:
             if self.mode != "pooled" or not self._add_pooled(total, parts, downs, block):
-                self._add(total, parts, (self._vmap if self.mode == "vmap" else self._loop)(downs, block))
+                self._add(total, parts, self.clients_of(downs, block, "vmap" if self.mode == "vmap" else "loop"))
         total.sums = {name: part.total for name, part in parts.items() if part.total is not None}
         total.bound = max((part.bound for part in parts.values()), default=0.0)
         total.seconds = time.perf_counter() - began
         return total
+
+    def clients_of(self, downs: Mapping[int, Broadcast], block: Block, mode: Mode) -> list[_Trained]:
+        """Train a block's clients one after the other or side by side; what each of them sends and keeps, not added
+        up."""
+        return (self._vmap if mode == "vmap" else self._loop)(downs, block)
 
     def _facts(self, t: int) -> Facts:
         local = self.config.local
@@ -121,7 +128,7 @@ class Trainer:
                 else:
                     state = rule.step(shared, state, batch, task)
                 if len(task.losses) != passes + 1:
-                    raise RuntimeError(
+                    raise ContractError(
                         f"client rule '{rule.name}' makes {len(task.losses) - passes} passes in mode "
                         "'train' in one step; make exactly one, the others 'frozen' or 'eval'"
                     )
@@ -137,7 +144,13 @@ class Trainer:
         x = down.shared["x"]
         w = self.loop.start(facts, x, down.buffers, job.steps, fresh=lambda: self._fresh(job.client))
         row = self._row(rule, self.loop, job)
-        state = {"w": w, **rule.init(down.shared, row, data, self.loop)}
+        state = rule.init(down.shared, row, data, self.loop)
+        if "w" in state:
+            raise ContractError(
+                f"init of client rule '{rule.name}' returns \"w\", which is the engine's: local steps start at "
+                'shared["x"]; leave it out'
+            )
+        state = {"w": w, **state}
         made = islice(self.made(rule, down, job, mine), job.steps) if rule.makes else ()
         return Arrived(job, down, mine, data, row, state, list(made))
 
@@ -363,6 +376,8 @@ class _Trained:
     row: State = field(default_factory=dict)
     loss: Tensor = field(default_factory=lambda: torch.tensor(float("nan")))
     error: str | None = None
+    broken: str | None = None
+    """The error, if it is that the rule breaks its contract."""
     observed: dict[str, np.ndarray] = field(default_factory=dict)
     forgotten: dict[str, list[float]] = field(default_factory=dict)
 
@@ -370,17 +385,38 @@ class _Trained:
 def _failed(job: Job) -> _Trained:
     """For an `except`: a rule or net is a user's code and may raise anything. The engine judges it by client and round,
     and the run stops or goes on without the client (`faults.on_client_error`)."""
-    return _Trained(job, error=traceback.format_exc(limit=-8))
+    error = sys.exc_info()[1]
+    broken = str(error) if isinstance(error, ContractError) else None
+    return _Trained(job, error=traceback.format_exc(limit=-8), broken=broken)
 
 
 def _refuse_what_was_not_promised(rule: ClientRule, sent: list[str], report: Report, row: State, kept: State) -> None:
-    """Raises where `finish` leaves out what the rule's class says it sends, or keeps other things than `state` says."""
-    if missing := [key for key in sent if key not in report and key != "buffers"]:
-        raise TypeError(f"finish of client rule '{rule.name}' sends no '{missing[0]}', which its `sends` promises")
+    """Raises ContractError where `finish` leaves out what the rule's class says it sends, sends what cannot be added
+    up, or keeps other things than `state` says."""
+    finish = f"finish of client rule '{rule.name}'"
+    for key in sent:
+        if key == "buffers":
+            continue
+        if key not in report:
+            raise ContractError(f"{finish} sends no '{key}', which its `sends` promises")
+        _refuse_what_cannot_be_added_up(f"{finish} sends '{key}'", report[key])
     promised = {k: tuple(v.shape) for k, v in row.items() if k != "seen"}
     given = {k: tuple(v.shape) for k, v in kept.items() if k != "seen"}
     if promised != given:
-        raise TypeError(f"finish of client rule '{rule.name}' keeps {given}, but its `state` says {promised}")
+        raise ContractError(f"{finish} keeps {given}, but its `state` says {promised}")
+
+
+def _refuse_what_cannot_be_added_up(what: str, value: Any) -> None:
+    if not isinstance(value, Tensor):
+        raise ContractError(f"{what} as {type(value).__name__}; an upload is a vector, a float tensor of one dimension")
+    kind, shape = str(value.dtype).removeprefix("torch."), list(value.shape)
+    if not value.is_floating_point():
+        raise ContractError(f'{what} as {kind} {shape}; uploads are added up as floats: send .to(shared["x"].dtype)')
+    if value.ndim != 1:
+        raise ContractError(
+            f"{what} as a tensor of shape {shape}; uploads are vectors: send .reshape(-1), and let the server rule "
+            "give it its shape back"
+        )
 
 
 def _last(key: str) -> str:

@@ -33,6 +33,10 @@ class ClientError(RaysimError):
     """A simulated client failed; the message names client and round and carries the first traceback."""
 
 
+class ContractError(RaysimError):
+    """A rule does other than its class promises or the engine allows; the message names rule, method and key."""
+
+
 class Lost(RaysimError):
     """What only a checkpoint brings back is gone: the central server, or a vector on its way to it."""
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from raysim import contents, full_gradients, layers, models, rules, schedule, tracking, validation
+from raysim import contents, full_gradients, layers, models, rehearsal, rules, schedule, tracking, validation
 from raysim.block import Mode
 from raysim.config import Config, Data, InFlight, Named, Sync, Trace
 from raysim.data import Dataset, load, split
@@ -25,7 +25,7 @@ from raysim.models import Model, unfoldable
 from raysim.pooled import why_not_pooled
 from raysim.references import Code
 from raysim.rules import ClientRule, Problem, ServerRule
-from raysim.server import first_broadcast
+from raysim.server import shapes_of_first_broadcast
 from raysim.task import why_not_vmap
 
 logger = logging.getLogger("raysim")
@@ -92,7 +92,7 @@ class Plan:
     def bytes_down(self) -> int:
         """Bytes that one client receives at the start: the tensors that the server rule broadcasts and the BatchNorm
         statistics. What a run counts is measured in each round."""
-        return first_broadcast(self.server, *self.initial, self.problem).nbytes
+        return shapes_of_first_broadcast(self.server, *self.initial, self.problem).nbytes
 
 
 def prepare(source: str | Path | Mapping[str, Any], overrides: Iterable[str] | Mapping[str, Any] = ()) -> Plan:
@@ -171,6 +171,7 @@ def resolve(raw: Mapping[str, Any], load: Callable[[Data], Dataset] = load) -> P
     _check_watching(config, client)
     _check_theory(config, clients, model)
     mode, size = _block(config, client, server, model)
+    given = config.client
     config = config.model_copy(
         update={
             "client": _section(config.client, client, config.algorithm),
@@ -183,7 +184,7 @@ def resolve(raw: Mapping[str, Any], load: Callable[[Data], Dataset] = load) -> P
     files = {**contents.of_code(config), **contents.of_data(config, dataset)}
     contents.check(config.files, files)
     config = config.model_copy(update={"files": files or None})
-    return Plan(
+    plan = Plan(
         config,
         client,
         server,
@@ -196,6 +197,8 @@ def resolve(raw: Mapping[str, Any], load: Callable[[Data], Dataset] = load) -> P
         contents.code(config),
         contents.sources(config),
     )
+    rehearsal.check(plan, "client.name" if given else "algorithm.name")
+    return plan
 
 
 def keys(section: str, before: str, name: str) -> set[str]:

@@ -94,7 +94,7 @@ class ClientRule(_Rule):
     needs: ClassVar[tuple[str, ...]] = ("x",)
     """What it reads from the server's broadcast."""
     sends: ClassVar[tuple[str, ...]] = ("delta",)
-    """What its report holds."""
+    """What its report holds: vectors of floats, of the same length for every client."""
     free: ClassVar[tuple[str, ...]] = ()
     """What of that the server could make of the rest, so that it does not count as traffic."""
     private: ClassVar[bool] = True
@@ -132,7 +132,7 @@ class ClientRule(_Rule):
 
     def init(self, shared: State, row: State, data: LocalData, task: Task) -> State:
         """On arrival of the broadcast: what the local steps of THIS round carry beside "w" (which starts at
-        shared["x"]); gone after `finish`.
+        shared["x"] and may not be returned); gone after `finish`.
 
         `row` holds what `state` declared and the scalar `row["seen"]`: has this client taken part before?
         """

@@ -209,19 +209,20 @@ class Server:
         return sum(t.numel() * t.element_size() for t in self.state.values())
 
 
-def first_broadcast(rule: ServerRule, x0: Tensor, buffers: Tensor, problem: Problem) -> Broadcast:
-    """Return the broadcast of round 0 as tensors of the right shapes and types without memory.
+def shapes_of_first_broadcast(rule: ServerRule, x0: Tensor, buffers: Tensor, problem: Problem) -> Broadcast:
+    """Return the broadcast of round 0 as tensors of the right shapes and types, without memory.
 
-    A server rule may keep a state of many times P. It is made for real where the rule cannot do without, because it
+    A server rule may keep a state of many times P. Its tensors are real where the rule cannot do without, because it
     looks at a number, say.
     """
     try:
-        return _first(rule, x0.to("meta"), buffers.to("meta"), problem)
+        return first_broadcast(rule, x0.to("meta"), buffers.to("meta"), problem)
     except Exception:  # the rule may be a user's code; what is wrong with it the real tensors show
-        return _first(rule, x0, buffers, problem)
+        return first_broadcast(rule, x0, buffers, problem)
 
 
-def _first(rule: ServerRule, x0: Tensor, buffers: Tensor, problem: Problem) -> Broadcast:
+def first_broadcast(rule: ServerRule, x0: Tensor, buffers: Tensor, problem: Problem) -> Broadcast:
+    """Return what the clients of round 0 receive, before any is admitted."""
     return Server(rule, x0, buffers, problem).broadcast(Round(0, [], [], [], [], []))
 
 

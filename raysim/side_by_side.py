@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from raysim.errors import ContractError
 from raysim.models import Model
 from raysim.replay import Replayer
 from raysim.rules import ClientRule, State
@@ -54,7 +55,7 @@ def train(
         batch = Batch(given["x"], given["y"], given.get("mask"), given["drops"], 0, made, given.get("noise"))
         state = rule.step(shared, state, batch, task)
         if len(task.losses) != 1 or task.buffers is None:
-            raise RuntimeError(
+            raise ContractError(
                 f"client rule '{rule.name}' makes {len(task.losses)} passes in mode 'train' in one "
                 "step; make exactly one, the others 'frozen' or 'eval'"
             )

@@ -21,7 +21,10 @@ from raysim.randomness import generator
 @dataclass(frozen=True)
 class Batch:
     """One mini-batch of one client: x [B, C, H, W], y [B] (or probabilities [B, classes]), mask [B] (None if every
-    example is real)."""
+    example is real).
+
+    Under vmap the batches of a block are padded to the largest one. `size` and `mean` leave the padding out.
+    """
 
     x: Tensor
     y: Tensor
@@ -37,6 +40,23 @@ class Batch:
     @property
     def drop(self) -> tuple[Tensor, ...]:
         return self.drops[self.chosen] if self.drops else ()
+
+    @property
+    def size(self) -> int | Tensor:
+        """How many real examples it has: an int, or a number as a tensor where a batch is padded, under vmap.
+
+        `len(batch.y)` counts the padding as well.
+        """
+        return len(self.y) if self.mask is None else self.mask.sum()
+
+    def mean(self, values: Tensor) -> Tensor:
+        """Return the mean over the real examples of values [B, ...], as [...].
+
+        `values.mean()` averages over the padding as well.
+        """
+        if self.mask is None:
+            return values.mean(0)
+        return (values * self.mask.reshape(-1, *[1] * (values.ndim - 1))).sum(0) / self.mask.sum()
 
     def masked(self, k: int) -> Batch:
         """The same batch under the k-th set of dropout masks."""
@@ -173,9 +193,8 @@ class Task:
         raise NotImplementedError
 
     def _private_grad(self, w: Tensor, batch: Batch, loss: Loss) -> Tensor:
-        privacy, mask = self.facts.privacy, batch.mask
+        privacy, count = self.facts.privacy, batch.size
         assert privacy is not None
-        count = len(batch.y) if mask is None else mask.sum()
         total, plain = torch.zeros_like(w), w.new_zeros(())
         for part in in_parts(batch, self.model.size) if loss is cross_entropy else [batch]:
             rows, values = self._sample_grads(w, part, loss, "train")
@@ -415,14 +434,11 @@ class VmapTask(Task):
     def _grad(self, w: Tensor, batch: Batch, loss: Loss, mode: Mode, buffers: Tensor | None) -> Tensor:
         statistics = self.buffers if mode == "train" else buffers
 
-        def mean(each: Tensor) -> Tensor:
-            return each.mean() if batch.mask is None else (each * batch.mask).sum() / batch.mask.sum()
-
         def mean_loss(w: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
             moved: list[Tensor] = []
             net = self._net(w, batch, mode, statistics, True, moved)
-            value = mean(loss(net, batch))
-            plain = value if loss is cross_entropy or mode != "train" else mean(cross_entropy(net, batch))
+            value = batch.mean(loss(net, batch))
+            plain = value if loss is cross_entropy or mode != "train" else batch.mean(cross_entropy(net, batch))
             return value, (moved[0] if moved else value.new_zeros(0), plain.detach())
 
         grad, (moved, value) = torch.func.grad(mean_loss, has_aux=True)(w)

@@ -31,12 +31,12 @@ import raysim
 from raysim import checkpoint, experiment, tracking
 from raysim.dealing import Dealing
 from raysim.errors import ClientError, ConfigError, Lost, RaysimError
-from raysim.executor import Inline, make_server
+from raysim.executor import Inline
 from raysim.experiment import Finished, reopen, resume
 from raysim.models import Bound
 from raysim.plan import prepare
 from raysim.rules import CLIENTS, SERVERS, discover
-from raysim.server import Round, first_broadcast
+from raysim.server import first_broadcast, shapes_of_first_broadcast
 
 discover()
 
@@ -228,8 +228,8 @@ def test_the_first_broadcast_is_measured_without_memory(server, config, monkeypa
     """On tensors without memory every shipped server rule gives the shapes and types that the run then broadcasts."""
     client = next(name for name in sorted(CLIENTS) if set(SERVERS[server]().uploads) <= set(CLIENTS[name].sends))
     plan = prepare({**{k: v for k, v in config.items() if k != "algorithm"}, "client": client, "server": server})
-    real = make_server(plan, "cpu").broadcast(Round(0, [], [], [], [], []))
-    measured = first_broadcast(plan.server, *plan.initial, plan.problem)
+    real = first_broadcast(plan.server, *plan.initial, plan.problem)
+    measured = shapes_of_first_broadcast(plan.server, *plan.initial, plan.problem)
     assert {k: (v.shape, v.dtype) for k, v in measured.shared.items()} == {
         k: (v.shape, v.dtype) for k, v in real.shared.items()
     }

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from raysim import nets
-from raysim.errors import ClientError, ConfigError, RaysimError
+from raysim.errors import ConfigError, RaysimError
 from raysim.models import Model
 from raysim.plan import prepare
 from raysim.task import Batch, Facts, LocalData, LoopTask, VmapTask
@@ -371,10 +371,10 @@ def test_rules_that_keep_their_word_run(own):
 @pytest.mark.parametrize(
     "client, server, error, said",
     [
-        ({"name": "Keeper", "kept": 0}, "fedavg", ClientError, r"keeper.* keeps \{\}, but its `state` says \{'v'"),
-        ({"name": "Keeper", "kept": 2}, "fedavg", ClientError, r"keeps \{'v': \(3,\)\}"),
-        ({"name": "Keeper", "kept": 3}, "fedavg", ClientError, r"keeps .*'u'"),
-        ({"name": "Silent"}, {"name": "Extra"}, ClientError, r"silent.* sends no 'extra'"),
+        ({"name": "Keeper", "kept": 0}, "fedavg", ConfigError, r"keeper.* keeps \{\}, but its `state` says \{'v'"),
+        ({"name": "Keeper", "kept": 2}, "fedavg", ConfigError, r"keeps \{'v': \(3,\)\}"),
+        ({"name": "Keeper", "kept": 3}, "fedavg", ConfigError, r"keeps .*'u'"),
+        ({"name": "Silent"}, {"name": "Extra"}, ConfigError, r"silent.* sends no 'extra'"),
         ("fedavg", {"name": "Server", "mode": "total"}, ConfigError, r"uploads 'delta' in an unknown mode 'total'"),
         ("fedavg", {"name": "Server", "asks": "sum"}, RaysimError, r"asks for the sum of 'delta'"),
         ("fedavg", {"name": "Server", "drops": True}, RaysimError, r"update must give back the keys of init.* m"),

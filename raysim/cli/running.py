@@ -152,6 +152,7 @@ def _rehearse(plan: Plan, console: Console) -> None:
     from raysim.config import InFlight
     from raysim.engine import Engine
     from raysim.executor import Inline
+    from raysim.rehearsal import compared
     from raysim.work import cut
 
     inline = Inline()
@@ -182,6 +183,7 @@ def _rehearse(plan: Plan, console: Console) -> None:
     flight = f", {s.places(int((sizes > 0).sum()))} clients in flight" if isinstance(s, InFlight) else ""
     table.add_row("schedule", f"{s.name}{flight}, speeds {s.speeds.name}")
     table.add_row("traffic", f"{plan.bytes_down / 1e6:.3g} MB down, {bytes_up / 1e6:.3g} MB up for each client")
+    table.add_row("vmap and loop", compared(plan))
     table.add_row("one client", f"{took:.3g} s here (with warming up)")
     table.add_row("fingerprint", plan.config.fingerprint)
     console.print(table)
