@@ -23,7 +23,7 @@ from raysim.data.partitions import Clients, VirtualClients
 from raysim.errors import ConfigError
 from raysim.models import Model, unfoldable
 from raysim.pooled import why_not_pooled
-from raysim.references import Code
+from raysim.references import Code, reading_once
 from raysim.rules import ClientRule, Problem, ServerRule
 from raysim.server import shapes_of_first_broadcast
 from raysim.task import why_not_vmap
@@ -128,6 +128,7 @@ def read(source: str | Path | Mapping[str, Any], overrides: Iterable[str] | Mapp
     return raw
 
 
+@reading_once()
 def resolve(raw: Mapping[str, Any], load: Callable[[Data], Dataset] = load) -> Plan:
     """The plan of a configuration that was read; `load` gives the data set. Raises ConfigError as `prepare` does."""
     config = validation.validate(raw)

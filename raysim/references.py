@@ -20,6 +20,8 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import metadata
@@ -124,13 +126,32 @@ def read_code(where: str, key: str) -> Code:
         ConfigError: there is no such file.
     """
     path = Path(where).expanduser().absolute()
+    known = _READ.get()
+    if known is not None and path in known:
+        return known[path]
     if not path.is_file():
         raise ConfigError(f"{key}: there is no file '{where}' (seen from {Path.cwd()})")
     home, roots = path.parent, {path.parent: _is_local}
     if (home / "__init__.py").is_file():  # it may also import `its_package.helper`
         top = next(p for p in path.parents if not (p.parent / "__init__.py").is_file())
         roots[top.parent] = lambda folder, name: name == top.name
-    return _install(*_collect(path, re.sub(r"\W", "_", path.stem), roots))
+    code = _install(*_collect(path, re.sub(r"\W", "_", path.stem), roots))
+    if known is not None:
+        known[path] = code
+    return code
+
+
+_READ: ContextVar[dict[Path, Code] | None] = ContextVar("files that were read", default=None)
+
+
+@contextmanager
+def reading_once() -> Iterator[None]:
+    """Read each file once inside of this, so that what is recorded of it is what was loaded."""
+    token = _READ.set({})
+    try:
+        yield
+    finally:
+        _READ.reset(token)
 
 
 def module_files(module: str) -> dict[str, bytes]:

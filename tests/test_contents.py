@@ -182,6 +182,20 @@ def test_a_trial_of_a_rule_that_is_edited_meanwhile_fails(files, small):
         resolve(prepared)
 
 
+def test_what_is_recorded_is_what_was_loaded(files, small):
+    """The rule is edited while the data are read."""
+    from raysim import data
+    from raysim.plan import read, resolve
+
+    def load(wanted):
+        (files / "helper.py").write_text("SHARE = 1")
+        return data.load(wanted)
+
+    plan = resolve(read(small), load)
+    assert plan.code[0].modules["helper"].text == plan.sources["client"]["helper.py"] == b"SHARE = 0.5"
+    assert (plan.config.files or {})["client"]["helper.py"] == hashlib.sha256(b"SHARE = 0.5").hexdigest()
+
+
 def test_the_source_is_kept(stopped, files):
     kept = stopped[0] / "source"
     found = {str(p.relative_to(kept)): p.read_text() for p in kept.rglob("*") if p.is_file()}
