@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import pickle
+import shutil
 import struct
 import subprocess
 import sys
@@ -179,11 +181,11 @@ def test_tiny_imagenet_format(tmp_path):
 
 
 def test_decoded_images_are_kept_only_where_possible(tmp_path, capsys):
-    arrays = [pixels(2, 3), pixels(3)]
-    again = datasets._cached(tmp_path / "nowhere" / "a.npz", lambda: arrays)
+    arrays, counts = [pixels(2, 3, 4, 4), pixels(1, 3, 4, 4)], (2, 1)
+    again = datasets._cached(tmp_path / "nowhere" / "a.npz", counts, lambda: arrays)
     assert again is arrays and "decoded again next time" in capsys.readouterr().err
-    datasets._cached(tmp_path / "a.npz", lambda: arrays)
-    kept = datasets._cached(tmp_path / "a.npz", lambda: pytest.fail("decoded twice"))
+    datasets._cached(tmp_path / "a.npz", counts, lambda: arrays)
+    kept = datasets._cached(tmp_path / "a.npz", counts, lambda: pytest.fail("decoded twice"))
     assert all(np.array_equal(a, b) for a, b in zip(kept, arrays, strict=True))
     assert [path.name for path in tmp_path.iterdir()] == ["a.npz"]
 
@@ -321,6 +323,65 @@ def test_users_are_decoded_once_while_nothing_changes(users, monkeypatch):
     save(path / "3.png", pixels(12, 11, 3))
     assert load(data).digest != first.digest
     assert len(list(path.glob("raysim-10-*.npz"))) == 2
+
+
+def torn(cache, other):
+    os.truncate(cache, cache.stat().st_size // 2)
+
+
+def flipped(cache, other):
+    content = bytearray(cache.read_bytes())
+    content[len(content) // 4] ^= 1  # in the pixels
+    cache.write_bytes(content)
+
+
+def fewer(cache, other):
+    with np.load(cache) as file:
+        arrays = dict(file)
+    np.savez(cache, **{**arrays, "arr_0": arrays["arr_0"][:1]})
+
+
+DAMAGES = {
+    "torn": torn,
+    "flipped": flipped,
+    "empty": lambda cache, other: cache.write_bytes(b""),
+    "zeros": lambda cache, other: cache.write_bytes(bytes(cache.stat().st_size)),
+    "of another size": lambda cache, other: shutil.copy(other, cache),
+    "of fewer images": fewer,
+    "without a name": lambda cache, other: np.savez(cache, pixels(3, 3, 9, 9), pixels(1, 3, 9, 9)),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_users_whose_cache_is_damaged_are_decoded_again(users, capsys, damage):
+    """It is said, and the damaged file is replaced."""
+    path, _ = users
+    data, other = (Data(name="users", path=str(path), size=size) for size in (10, 5))
+    whole = load(data).digest
+    load(other)
+    (cache,), (wrong,) = path.glob("raysim-10-*.npz"), path.glob("raysim-5-*.npz")
+    DAMAGES[damage](cache, wrong)
+    assert load(data).digest == whole
+    assert f"{cache} cannot be used" in capsys.readouterr().err
+    assert load(data).digest == whole and not capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["2.png", "4.png"])
+def test_an_image_that_is_far_too_large_is_named(users, name):
+    """Its pixels would fill the memory."""
+    path, _ = users
+    Image.new("1", (20000, 20000)).save(path / name)
+    with pytest.raises(ConfigError, match=r"t\w+\.csv:\d: has more than \d+ million pixels; scale it down"):
+        load(Data(name="users", path=str(path)))
+
+
+def test_a_damaged_image_is_named(users):
+    path, _ = users
+    content = (path / "3.png").read_bytes()
+    for end in (content[:60], content[:40] + bytes(20) + content[60:]):
+        (path / "3.png").write_bytes(end)
+        with pytest.raises(ConfigError, match=r"train\.csv:\d: cannot be read as an image"):
+            load(Data(name="users", path=str(path)))
 
 
 @pytest.mark.parametrize(

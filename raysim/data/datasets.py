@@ -16,7 +16,10 @@ import platform
 import re
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Sequence
+import warnings
+import zipfile
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.util import find_spec
@@ -29,7 +32,7 @@ import torch
 
 from raysim.config import Data, Quadratics
 from raysim.data import quadratics
-from raysim.errors import ConfigError, did_you_mean
+from raysim.errors import ConfigError, did_you_mean, in_a_line
 from raysim.randomness import generator
 
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -291,11 +294,31 @@ def _decode(paths: Iterable[Path], side: int, mode: str, places: Iterable[str] |
     images, paths = [], list(paths)
     for path, place in zip(paths, places or map(str, paths), strict=True):
         try:
-            with Image.open(path) as image:
+            with _large_ones_allowed(), Image.open(path) as image:
                 images.append(np.asarray(square(image.convert(mode))))
-        except OSError as error:
-            raise ConfigError(f"{place}: cannot be read as an image: {error}") from None
+        except Exception as error:  # a damaged image may raise nearly anything
+            raise _unreadable(place, error) from None
     return _channels_first(np.stack(images), upright=False)
+
+
+@contextlib.contextmanager
+def _large_ones_allowed() -> Iterator[None]:
+    """Pillow warns of large images, and refuses those of twice that size."""
+    from PIL import Image
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+        yield
+
+
+def _unreadable(place: str, error: Exception) -> ConfigError:
+    from PIL import Image
+
+    if isinstance(error, Image.DecompressionBombError):
+        return ConfigError(
+            f"{place}: has more than {2 * (Image.MAX_IMAGE_PIXELS or 0) / 1e6:.0f} million pixels; scale it down"
+        )
+    return ConfigError(f"{place}: cannot be read as an image: {in_a_line(error)}")
 
 
 def _tiny_imagenet(data: Data) -> Dataset:
@@ -312,26 +335,52 @@ def _tiny_imagenet(data: Data) -> Dataset:
     train = [(path, label[wnid]) for wnid in classes for path in files[wnid]]
     test = [(folder / "val" / "images" / file, label[wnid]) for file, wnid in rows]
     paths = [[path for path, _ in half] for half in (train, test)]
-    x, x_test = _cached(folder / "raysim-64.npz", lambda: [_decode(half, 64, "RGB") for half in paths])
+    x, x_test = _cached(
+        folder / "raysim-64.npz", [len(half) for half in paths], lambda: [_decode(half, 64, "RGB") for half in paths]
+    )
     y, y_test = (np.array([k for _, k in half], dtype=np.int64) for half in (train, test))
     return Dataset("tiny_imagenet", x, y, x_test, y_test, tuple(classes), *_normalise(IMAGENET), pad=4, flip=True)
 
 
-def _cached(path: Path, decode: Callable[[], list[np.ndarray]]) -> list[np.ndarray]:
-    """Decodes once and keeps the arrays beside the images, where that folder can be written."""
+def _cached(path: Path, counts: Sequence[int], decode: Callable[[], list[np.ndarray]]) -> list[np.ndarray]:
+    """Decode both halves once and keep the arrays beside the images, where that folder can be written.
+
+    A file that is damaged, or that holds other images than its name says, is reported and replaced.
+
+    Args:
+        path: of the file; its name says what is in it, and the file itself says it too.
+        counts: how many images each half has.
+        decode: gives the halves, uint8 [n, C, side, side].
+    """
     if path.exists():
-        with np.load(path) as arrays:
-            return list(arrays.values())
+        try:
+            return _read_cache(path, counts)
+        except (OSError, EOFError, KeyError, TypeError, ValueError, zipfile.BadZipFile, zlib.error) as error:
+            print(f"{path} cannot be used ({error}); the images are decoded again", file=sys.stderr)
     arrays = decode()
     part = path.with_suffix(f".{platform.node()}-{os.getpid()}.part")
     try:
         with open(part, "wb") as file:
-            np.savez(file, *arrays)
+            np.savez(file, *arrays, name=np.array(path.stem))
         part.replace(path)
     except OSError as error:
         with contextlib.suppress(OSError):
             part.unlink()
         print(f"{path} could not be kept, the images will be decoded again next time: {error}", file=sys.stderr)
+    return arrays
+
+
+def _read_cache(path: Path, counts: Sequence[int]) -> list[np.ndarray]:
+    """Raises one of many errors if the file is not whole, ValueError if it holds something else than it should."""
+    with open(path, "rb") as content, np.load(content) as file:
+        if "name" not in file or str(file["name"]) != path.stem:
+            raise ValueError("it was made of other images, or by another version")
+        arrays = [file[f"arr_{half}"] for half in range(len(counts))]
+    for array, count in zip(arrays, counts, strict=True):
+        *_, channels, height, width = (0, 0, 0, *array.shape)
+        fits = array.dtype == np.uint8 and array.ndim == 4 and len(array) == count and channels in (1, 3)
+        if not fits or height != width or array.shape[1:] != arrays[0].shape[1:]:
+            raise ValueError(f"it has {array.dtype}{list(array.shape)} for {count} images")
     return arrays
 
 
@@ -418,10 +467,10 @@ def _common_form(paths: Sequence[Path], size: int | None, places: Iterable[str] 
     shapes = []
     for path, place in zip(paths, places or map(str, paths), strict=True):
         try:
-            with Image.open(path) as image:
+            with _large_ones_allowed(), Image.open(path) as image:
                 shapes.append((min(image.size), image.mode))
-        except OSError as error:
-            raise ConfigError(f"{place}: cannot be read as an image: {error}") from None
+        except Exception as error:  # likewise
+            raise _unreadable(place, error) from None
     grey = all(mode in ("1", "L") for _, mode in shapes)
     return size or round(statistics.median(shorter for shorter, _ in shapes)), "L" if grey else "RGB"
 
@@ -464,7 +513,7 @@ def _users(data: Data) -> Dataset:
         return [_decode((row.path for row in half), *form, (row.place for row in half)) for half in (train, test)]
 
     kept = folder / f"raysim-{data.size or 'median'}-{listed.hexdigest()[:12]}.npz"
-    x, x_test = _cached(kept, decode)
+    x, x_test = _cached(kept, [len(train), len(test)], decode)
     y, y_test = (np.array([label[row.label] for row in half], dtype=np.int64) for half in (train, test))
     return Dataset(
         folder.resolve().name,
