@@ -308,6 +308,6 @@ def test_settings_stand_beside_keys_or_grids_and_the_command_line_wins(here):
     ids=lambda text: text[:30],
 )
 def test_a_range_is_refused_before_its_values_are_laid_out(given, said):
-    with pytest.raises(ConfigError, match="^seed: ") as caught:
+    with pytest.raises(ConfigError, match=r"^seed: ") as caught:
         space.split([given])
     assert said in str(caught.value) and len(str(caught.value)) < 2000
