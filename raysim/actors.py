@@ -9,6 +9,7 @@ ClientActors of a node send to a server on another one is added up before it tra
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
@@ -61,6 +62,7 @@ class _Actor:
 
     def __init__(self, plan: Plan, gpus: float):
         settle(plan.config.resources.threads)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver's matter: a KeyboardInterrupt here is a rule's own
         startup.over()
         self.device = "cuda:0" if gpus else "cpu"
         self.boxes: dict[str, Mailbox] = {}

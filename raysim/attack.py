@@ -38,7 +38,7 @@ from raysim import observed
 from raysim.config import Section, at_round
 from raysim.data import Dataset
 from raysim.data.datasets import TOPS
-from raysim.errors import ConfigError, RaysimError
+from raysim.errors import ConfigError, RaysimError, in_a_line
 from raysim.layers import parse_overrides
 from raysim.models import Model
 from raysim.observed import Observation
@@ -46,6 +46,7 @@ from raysim.pictures import recovered_images
 from raysim.plan import Plan, prepare
 from raysim.randomness import generator
 from raysim.rules import ClientRule
+from raysim.signals import reraise_stop
 from raysim.task import Batch, Facts, LocalData, Loss, VmapTask, cross_entropy, why_not_vmap
 from raysim.tracking import add_to
 from raysim.validation import checked
@@ -351,8 +352,9 @@ class Simulation:
                 with warnings.catch_warnings():
                     warnings.simplefilter("error")  # torch warns where it would fall back to a slow loop of its own
                     self.gradient(x)
-            except Exception as error:
-                self.vmap, reason = False, _first_line(error)
+            except BaseException as error:
+                reraise_stop(error)
+                self.vmap, reason = False, in_a_line(error)
         if not self.vmap:
             logger.info("attack: one client after the other (%s)", reason)
         who = f"model '{self.name}'" if self.rule is None else f"client rule '{self.rule.name}'"
@@ -361,10 +363,11 @@ class Simulation:
         try:
             sent = self._one(0)(first, self.y[0])
             torch.autograd.grad(sent.sum(), first)
-        except Exception as error:
+        except BaseException as error:
+            reraise_stop(error)
             raise ConfigError(
                 f"attacker: {who} cannot be simulated as a differentiable function of the images "
-                f"({_first_line(error)}); {instead}"
+                f"({in_a_line(error)}); {instead}"
             ) from None
         if self.rule is not None and not torch.isfinite(sent).all():
             raise ConfigError(
@@ -412,10 +415,6 @@ class Simulation:
             return simulated(self.rule, self.model, self.facts, self.down, x, y, data)
 
         return simulate
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 def l2(g: Tensor, simulated: Tensor) -> Tensor:

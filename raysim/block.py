@@ -35,6 +35,7 @@ from raysim.numerics.sums import LIMIT, BlockSum, FixedSum
 from raysim.randomness import generator
 from raysim.replay import Replayer
 from raysim.rules import PLAIN_STEP, ClientRule, Report, ServerRule, State, overridden, sums, with_mode
+from raysim.signals import reraise_stop
 from raysim.task import Batch, Facts, LocalData, LoopTask, Task
 from raysim.work import Block, Broadcast, Done, Job, Outcome
 
@@ -134,7 +135,8 @@ class Trainer:
                     )
             loss = torch.stack(task.losses).mean() if task.losses else self.x0.new_tensor(float("nan"))
             return self._leave(rule, state, here, loss)
-        except Exception:
+        except BaseException as error:
+            reraise_stop(error)
             return _failed(job)
 
     def arrive(self, rule: ClientRule, down: Broadcast, job: Job) -> Arrived:
@@ -216,7 +218,8 @@ class Trainer:
             try:
                 arrived.append(self.arrive(rule, downs[job.base], job))
                 arrived[-1].state["w"] = downs[job.base].shared["x"]
-            except Exception:
+            except BaseException as error:
+                reraise_stop(error)
                 trained.append(_failed(job))
         if not arrived:
             return trained
@@ -232,7 +235,8 @@ class Trainer:
                 self.feed.stacked(jobs, [here.mine for here in arrived], [here.made for here in arrived]),
                 self.replayer,
             )
-        except Exception:
+        except BaseException as error:
+            reraise_stop(error)
             return trained + [_failed(job) for job in jobs]
         for i, here in enumerate(arrived):
             try:
@@ -241,7 +245,8 @@ class Trainer:
                 )
                 own = {k: v[i] for k, v in state.items()}
                 trained.append(self._leave(rule, own, here, losses[i]))
-            except Exception:
+            except BaseException as error:
+                reraise_stop(error)
                 trained.append(_failed(here.job))
         return trained
 
@@ -262,7 +267,8 @@ class Trainer:
                 )
                 value.add_(direction, alpha=at_round(self.config.local.lr, base))
                 losses |= {job.client: loss for job, loss in zip(jobs, found, strict=True)}
-        except Exception as error:
+        except BaseException as error:
+            reraise_stop(error)
             logger.debug("block %d is trained client by client: %s", block.index, error)
             return False
         if not self._fits(whole := BlockSum([value], [1.0])):

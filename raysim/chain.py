@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from raysim.models import Bound, KeyedBatchNorm, KeyedDropout, Mode, Model, note_features
 from raysim.randomness import generator
+from raysim.signals import reraise_stop
 
 aten = torch.ops.aten
 
@@ -99,7 +100,8 @@ def agrees(model: Model) -> bool:
         try:
             chain.gradient(x, y, mode, buffers, drop, list(model.views(out).values()))
             _, parts = by_autograd(bound, x, y, mode, again, drop)
-        except Exception:  # whatever is wrong with it, autograd's way will say so in training, or do without
+        except BaseException as error:  # autograd's way will say in training what is wrong with it, or do without
+            reraise_stop(error)
             return False
         if not (torch.equal(out, torch.cat([p.reshape(-1) for p in parts])) and torch.equal(buffers, again)):
             return False

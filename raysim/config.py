@@ -416,10 +416,14 @@ Schedule = Annotated[Sync | KAsync | Buffered, Field(discriminator="name")]
 
 
 class Faults(Section):
-    """What a client's exception or non-finite update does: stop the run, or drop that client and count it. A run
-    that was stopped so may be resumed with `drop`."""
+    """What failures of clients do to the run."""
 
     on_client_error: Literal["stop", "drop"] = "stop"
+    """A client's exception or non-finite update: stop the run, or drop that client and count it. A run that was stopped
+    so may be resumed with `drop`."""
+    on_empty_run: Literal["fail", "finish"] = "fail"
+    """A run in which no client's update was used in any round, because all failed or nobody arrived: fail after the
+    last round, or finish with the parameters of the beginning."""
 
 
 class Resources(Section):

@@ -39,6 +39,14 @@ LOSSES = 3
 QUANTILES = (0.1, 0.5, 0.9)
 """Of the clients' losses."""
 
+NOT_USED = {
+    "clients_dropped": "failed",
+    "clients_lost": "dropped out",
+    "clients_late": "missed the deadline",
+    "clients_too_stale": "were too stale",
+}
+"""The metrics that count clients whose updates are not used, and what became of these."""
+
 Record = dict[str, float]
 Progress = Callable[[Record], None]
 
@@ -80,6 +88,12 @@ class Engine:
         """How often something was put right that had gone wrong, by its kind, before this process took over."""
         self.final: dict[str, Tensor] = {}
         """The server's state after the last round."""
+        self.last_round = self.config.rounds
+        """The number of rounds after which the run ends."""
+        self.stopped = ""
+        """Why it ends before `config.rounds`; empty if it does not."""
+        self.first_failure = ""
+        """The first client that failed in this process, and why."""
         self.rows = store.folder(run_dir, plan.config.store.dir)
         self._begin()
 
@@ -100,6 +114,11 @@ class Engine:
         self.cohorts: deque[list[int]] = deque(maxlen=asked.window if asked else 0)
         """The clients of the last rounds, for who measures what is forgotten of their data."""
         self.course = theory.Course(self.plan)
+
+    def end_early(self, reason: str) -> None:
+        """End the run after the rounds that are done, with a checkpoint from which it can be resumed."""
+        if self.done < self.last_round:
+            self.last_round, self.stopped = self.done, reason
 
     def rounds(self) -> Iterator[Record]:
         """Trains round after round; yields the record of each once its evaluation has come in.
@@ -144,7 +163,7 @@ class Engine:
         self._send_off(work)
         if not self.history:
             self.pending.append(Pending({"round": 0.0, "virtual_time": 0.0}, self._evaluation(0, down, stopwatch)))
-        while self.done < self.config.rounds and not work.turn.stands_still:
+        while self.done < self.last_round and not work.turn.stands_still:
             upcoming = self._draw(self.done + 1)
             with self.signals.allowed():
                 trained = work.training.get()
@@ -167,8 +186,24 @@ class Engine:
                 self._save(snapshot.get())
         self.final = self.executor.snapshot().get()
         yield from self._arrived(keep=0)
-        if work.turn.stands_still:
+        if self.done < self.last_round:
             raise RaysimError(work.turn.stands_still)
+        if self.stopped:
+            self._save_what_is_done()
+        else:
+            self._refuse_empty_run()
+
+    def _refuse_empty_run(self) -> None:
+        """Raise RaysimError if no client took part in any round, unless `faults.on_empty_run` accepts that."""
+        counts = {key: sum(record.get(key, 0.0) for record in self.history) for key in ("clients", *NOT_USED)}
+        if counts["clients"]:
+            return
+        reasons = ", ".join(f"{counts[key]:g} {reason}" for key, reason in NOT_USED.items() if counts[key])
+        first = f"; the first: {self.first_failure}" if self.first_failure else ""
+        said = f"no client's update was used in {self.done} rounds ({reasons or 'nobody arrived'}{first})"
+        if self.config.faults.on_empty_run == "fail":
+            raise RaysimError(f"{said}, so nothing was trained (faults.on_empty_run=finish accepts such a run)")
+        logger.warning("%s", said)
 
     def _draw(self, t: int) -> Work:
         """Who arrives in round t, and what the server will hear of them."""
@@ -410,6 +445,7 @@ class Engine:
                     f"client {client} failed in round {round.t}: {_last_line(error)}\n{error}\n"
                     "(faults.on_client_error=drop goes on without such clients)"
                 )
+            self.first_failure = self.first_failure or f"client {client} in round {round.t}: {_last_line(error)}"
             logger.warning("round %d: client %d is dropped: %s", round.t, client, _last_line(error))
         for job in jobs:
             self.store.cursors[job.client] += job.steps

@@ -13,12 +13,14 @@ from torch.nn import functional as F
 
 from raysim.block import Trainer
 from raysim.data import Examples
+from raysim.errors import RaysimError, in_a_line
 from raysim.full_gradients import FullGradients, chosen
 from raysim.models import Bound
 from raysim.numerics import use_threads
 from raysim.plan import Plan
 from raysim.rules import State
 from raysim.server import Round, Server
+from raysim.signals import reraise_stop
 from raysim.work import Block, Broadcast, Outcome
 
 T = TypeVar("T", covariant=True)
@@ -131,6 +133,7 @@ class Evaluator:
         self.validation = Examples(
             data.x[held_out], data.y[held_out], data.scale, data.shift, device=device, dtype=plan.dtype
         )
+        self.name = plan.config.model.name
         self.net, self.size = Bound(plan.model(device)), plan.config.evaluate.batch
         self.classes = plan.dataset.n_classes if plan.config.evaluate.per_class else 0
         self.theory = plan.config.evaluate.theory
@@ -139,9 +142,16 @@ class Evaluator:
             self.gradients = FullGradients(make_trainer(plan, device), ids, plan.server.weights)
 
     def evaluate(self, down: Broadcast, parts: Sequence[str]) -> dict[str, float]:
-        found = self._test(down) if "test" in parts else {}
-        if "theory" in parts and self.theory:
-            found |= self.gradients.measure(down.shared["x"], curvature=self.theory.L is None).metrics()
+        """Return the metrics of a model. Raises RaysimError where its net fails: it may be a user's."""
+        try:
+            found = self._test(down) if "test" in parts else {}
+            if "theory" in parts and self.theory:
+                found |= self.gradients.measure(down.shared["x"], curvature=self.theory.L is None).metrics()
+        except RaysimError:
+            raise
+        except BaseException as error:
+            reraise_stop(error)
+            raise RaysimError(f"the evaluation of model '{self.name}' failed: {in_a_line(error)}") from error
         return found
 
     def _test(self, down: Broadcast) -> dict[str, float]:

@@ -40,8 +40,8 @@ from raysim.tracking import Tracker
 
 logger = logging.getLogger("raysim")
 
-Progress = Callable[[Record], bool | None]
-"""Told the record of each round. If it says True that is enough: the run ends in order, as on a signal."""
+Progress = Callable[[Record], bool | str | None]
+"""Called with the record of each round. If it returns True, or a text that says why, the run ends gracefully."""
 
 FINAL = "parameters.safetensors"
 """What a finished run leaves in its folder."""
@@ -69,6 +69,8 @@ class Finished:
     state_dict: dict[str, Tensor]
     digest: str
     seconds: float
+    stopped: str = ""
+    """Why `progress` ended the run before its last round; empty if all rounds are done."""
 
     @property
     def rounds(self) -> int:
@@ -94,6 +96,7 @@ class Finished:
             "seconds": round(self.seconds, 3),
             "clients_per_second": round(self.clients_per_second, 3),
             "digest": self.digest,
+            **({"stopped": self.stopped} if self.stopped else {}),
         }
 
 
@@ -118,7 +121,9 @@ def run(
     Args:
         source: a configuration file, the name of a shipped one ("quickstart"), or a mapping.
         overrides: "key=value" with dots, or a mapping; `keys` are the same as keyword arguments.
-        progress: called with each round's record.
+        progress: called with each round's record. If it returns True, or a text that says why, the run ends gracefully
+            after the rounds that are trained by then: their result is returned, a checkpoint of them is written, and
+            `resume` trains the rest. In MLflow the run is KILLED, with the tag `stopped_early`.
 
     Raises:
         ConfigError: a mistake in the configuration, before anything has started.
@@ -310,20 +315,21 @@ class _Closing:
     """The steps that end a run; the step added last comes first.
 
     Each step is tried, whatever became of those before it. A failure is logged and listed in `failures`; it never hides
-    why the run ended (`error`, None if all rounds are done).
+    why the run ended (`error`, None if all rounds are done; or `stopped`, if `progress` ended it).
     """
 
     def __init__(self, signals: Signals) -> None:
         self.signals, self.steps = signals, ExitStack()
         self.error: BaseException | None = None
+        self.stopped = ""
         self.failures: list[str] = []
 
     @property
     def status(self) -> Status:
         """The run's status in MLflow."""
         if self.error is None:
-            return "FINISHED"
-        return "KILLED" if isinstance(self.error, KeyboardInterrupt) else "FAILED"
+            return "KILLED" if self.stopped else "FINISHED"
+        return "FAILED" if isinstance(self.error, Exception) else "KILLED"
 
     def step(self, title: str, close: Callable[[], object]) -> None:
         self.steps.callback(self.attempt, title, close)
@@ -359,8 +365,10 @@ def _execute(
 
     def say(record: Record) -> None:
         tracker.metrics({k: v for k, v in record.items() if k != "round"}, step=int(record["round"]))
-        if progress(record):
-            signals.enough()
+        if (reason := progress(record)) and engine is not None:
+            engine.end_early(
+                reason if isinstance(reason, str) else f"round {record['round']:g}: progress returned True"
+            )
 
     def keep() -> None:
         for path in _keepsakes(plan, run_dir, engine.history, closing) if engine is not None else ():
@@ -379,29 +387,30 @@ def _execute(
         closing.step("the executor is not closed", executor.close)
         try:
             executor.open(plan)
-            signals.install()  # once more: to start Ray was to put its own handlers in place
-            said = {**tags(plan), **_tags_of(origin, saved), "run_dir": str(run_dir.absolute())}
-            before = (saved.facts["run_id"] if saved else "") or tracker.earlier
-            if before:  # what ended the run before no longer holds
-                said |= {"error": ""}
-            run_id = tracker.start(plan.label, plan.config.model_dump(mode="json"), said, run_id=before)
-            startup.over()
-            _track_inputs(tracker, plan)
-            if (run_dir / SOURCES).is_dir():
-                tracker.artifact(run_dir / SOURCES, SOURCES)
-            engine = Engine(plan, executor, run_dir, run_id, signals)
-            if saved is not None:
-                engine.restore(saved)
-            for record in engine.history if origin else []:
-                say(record)
-            with signals.held():
-                for record in engine.rounds():
-                    say(record)
-                finished = _finish(plan, engine, time.perf_counter() - began)
-                tracker.tags({"digest": finished.digest})
-            return finished
         except SystemExit:  # what Ray, while it starts, makes of a SIGTERM
             raise Stopped(signal.SIGTERM) from None
+        signals.install()  # once more: to start Ray was to put its own handlers in place
+        said = {**tags(plan), **_tags_of(origin, saved), "run_dir": str(run_dir.absolute())}
+        before = (saved.facts["run_id"] if saved else "") or tracker.earlier
+        if before:  # what ended the run before no longer holds
+            said |= {"error": "", "stopped_early": ""}
+        run_id = tracker.start(plan.label, plan.config.model_dump(mode="json"), said, run_id=before)
+        startup.over()
+        _track_inputs(tracker, plan)
+        if (run_dir / SOURCES).is_dir():
+            tracker.artifact(run_dir / SOURCES, SOURCES)
+        engine = Engine(plan, executor, run_dir, run_id, signals)
+        if saved is not None:
+            engine.restore(saved)
+        for record in engine.history if origin else []:
+            say(record)
+        with signals.held():
+            for record in engine.rounds():
+                say(record)
+            finished = _finish(plan, engine, time.perf_counter() - began)
+            closing.stopped = finished.stopped
+            tracker.tags({"stopped_early": finished.stopped} if finished.stopped else {"digest": finished.digest})
+        return finished
 
 
 def _how_it_ended(closing: _Closing) -> dict[str, str]:
@@ -419,13 +428,14 @@ def _finish(plan: Plan, engine: Engine, seconds: float) -> Finished:
     assert run_dir is not None
     named = plan.model().state_dict(x, engine.final["buffers"])
     try:
-        with files.whole(run_dir / FINAL) as partial:
-            save_file(named, partial)
+        if not engine.stopped:  # else the checkpoint has them, and what is in this file would look final
+            with files.whole(run_dir / FINAL) as partial:
+                save_file(named, partial)
     except (OSError, SafetensorError) as error:
         raise checkpoint.Unwritable(
             f"{run_dir / FINAL} cannot be written: {error} ({_free(run_dir)}); make room and `raysim resume` writes it"
         ) from None
-    return Finished(engine.run_id, run_dir, engine.history, x, named, digest(x), seconds)
+    return Finished(engine.run_id, run_dir, engine.history, x, named, digest(x), seconds, engine.stopped)
 
 
 def digest(x: Tensor) -> str:

@@ -22,10 +22,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from raysim.config import Config, Named
-from raysim.errors import ConfigError, did_you_mean
+from raysim.errors import ConfigError, did_you_mean, in_a_line
 from raysim.nets import NETS
 from raysim.randomness import generator
 from raysim.references import load_object
+from raysim.signals import reraise_stop
 from raysim.validation import explain
 
 Mode = Literal["train", "frozen", "eval"]
@@ -274,11 +275,9 @@ class Model:
                 logits = self.module(x)
         except ConfigError:
             raise
-        except Exception as error:
-            raise ConfigError(
-                f"model: fails on two images of shape {list(self.shape)}: "
-                f"{type(error).__name__}: {str(error).splitlines()[0]}"
-            ) from None
+        except BaseException as error:
+            reraise_stop(error)
+            raise ConfigError(f"model: fails on two images of shape {list(self.shape)}: {in_a_line(error)}") from None
         finally:
             found, frame.probe, frame.mode, frame.features = frame.probe or [], None, "eval", None
         if not torch.equal(state, torch.get_rng_state()):
@@ -445,8 +444,9 @@ def make_net(config: Config, shape: tuple[int, int, int], classes: int) -> nn.Mo
                 _add_projection(net, width, classes)
         except ConfigError:
             raise
-        except Exception as error:
-            raise ConfigError(f"model.name: '{name}' cannot be built: {type(error).__name__}: {error}") from None
+        except BaseException as error:
+            reraise_stop(error)
+            raise ConfigError(f"model.name: '{name}' cannot be built: {in_a_line(error)}") from None
     if not isinstance(net, nn.Module):
         raise ConfigError(f"model.name: '{name}' is not a torch.nn.Module")
     return net

@@ -20,12 +20,13 @@ from raysim.block import Mode
 from raysim.config import Config, Data, InFlight, Named, Sync, Trace
 from raysim.data import Dataset, load, split
 from raysim.data.partitions import Clients, VirtualClients
-from raysim.errors import ConfigError
+from raysim.errors import ConfigError, in_a_line
 from raysim.models import Model, unfoldable
 from raysim.pooled import why_not_pooled
 from raysim.references import Code, reading_once
 from raysim.rules import ClientRule, Problem, ServerRule
 from raysim.server import shapes_of_first_broadcast
+from raysim.signals import reraise_stop
 from raysim.task import why_not_vmap
 
 logger = logging.getLogger("raysim")
@@ -164,10 +165,14 @@ def resolve(raw: Mapping[str, Any], load: Callable[[Data], Dataset] = load) -> P
         lr=max([lr for _, lr in config.local.lr] if isinstance(config.local.lr, list) else [config.local.lr]),
     )
     for half, rule in (("client", client), ("server", server)):
+        section = "algorithm" if getattr(config, half) is None else half
         try:
             rule.check(problem)
         except ValueError as error:
-            raise ConfigError(f"{'algorithm' if getattr(config, half) is None else half}.{error}") from None
+            raise ConfigError(f"{section}.{error}") from None
+        except BaseException as error:
+            reraise_stop(error)
+            raise ConfigError(f"{section}: check of {half} rule '{rule.name}' failed: {in_a_line(error)}") from None
     _check_privacy(config, client, net)
     _check_watching(config, client)
     _check_theory(config, clients, model)

@@ -31,7 +31,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from raysim.errors import ConfigError, did_you_mean
+from raysim.errors import ConfigError, did_you_mean, in_a_line
+from raysim.signals import reraise_stop
 
 PREFIX = "raysim_user_"
 """Of the names of the packages that hold users' files."""
@@ -52,10 +53,11 @@ def load_object(reference: str, key: str) -> Any:
         module = load_file(where, key) if where.endswith(".py") else importlib.import_module(where)
     except ConfigError:
         raise
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
+        reraise_stop(error)
         if isinstance(error, ImportError) and not where.endswith(".py"):
             raise ConfigError(f"{key}: cannot import '{where}': {error}") from None
-        raise ConfigError(f"{key}: {where} fails on import: {type(error).__name__}: {error}") from None
+        raise ConfigError(f"{key}: {where} fails on import: {in_a_line(error)}") from None
     try:
         return operator.attrgetter(name)(module)
     except AttributeError:
@@ -125,11 +127,11 @@ def read_code(where: str, key: str) -> Code:
     Raises:
         ConfigError: there is no such file.
     """
-    path = Path(where).expanduser().absolute()
+    path = Path(os.path.expanduser(where)).absolute()
     known = _READ.get()
     if known is not None and path in known:
         return known[path]
-    if not path.is_file():
+    if not os.path.isfile(path):  # False, too, for what can be no path
         raise ConfigError(f"{key}: there is no file '{where}' (seen from {Path.cwd()})")
     home, roots = path.parent, {path.parent: _is_local}
     if (home / "__init__.py").is_file():  # it may also import `its_package.helper`

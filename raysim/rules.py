@@ -30,8 +30,9 @@ from torch import Tensor
 
 import raysim
 from raysim.config import Config, Named, PositiveScheduled, at_round
-from raysim.errors import ConfigError, RaysimError, did_you_mean
+from raysim.errors import ConfigError, RaysimError, did_you_mean, in_a_line
 from raysim.references import load_object, place_of
+from raysim.signals import reraise_stop
 from raysim.validation import explain, flatten
 
 if TYPE_CHECKING:
@@ -559,6 +560,9 @@ def _build(section: str, cls: type, given: Mapping[str, Any]) -> Any:
         return TypeAdapter(cls).validate_python(dict(given))
     except ValidationError as error:
         raise ConfigError(explain(error, given, cls, f"{section}.")) from None
+    except BaseException as error:
+        reraise_stop(error)
+        raise ConfigError(f"{section}.name: {cls.__name__} cannot be built: {in_a_line(error)}") from None
 
 
 def resolve(config: Config) -> tuple[ClientRule, ServerRule]:

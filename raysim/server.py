@@ -14,6 +14,7 @@ from torch import Tensor
 from raysim.errors import RaysimError
 from raysim.numerics.sums import NonFiniteError, combine, to_float
 from raysim.rules import NOT_ASKED_FOR, Cohort, Problem, Reports, ServerRule, State
+from raysim.signals import reraise_stop
 from raysim.work import Broadcast, Outcome
 
 NOBODY = -1
@@ -32,7 +33,8 @@ def blamed(rule: ServerRule, what: str, t: int) -> Iterator[None]:
         raise
     except NonFiniteError as error:
         raise RaysimError(f"round {t}: server rule '{rule.name}': {error}; lower local.lr") from None
-    except Exception as error:
+    except BaseException as error:
+        reraise_stop(error)
         last = traceback.extract_tb(error.__traceback__)[-1]
         raise RaysimError(
             f"round {t}: {what} of server rule '{rule.name}' failed: {type(error).__name__}: {error} "
@@ -107,7 +109,8 @@ class Server:
         rule, here = self.rule.at(round.t), round.cohort(self.problem.n_clients, stay)
         weights, left = [round.weights[i] for i in stay], 1.0
         if round.dropped:
-            given, weights = sum(weights), rule.weigh(here)
+            with blamed(rule, "weigh", round.t):
+                given, weights = sum(weights), rule.weigh(here)
             left = given / sum(weights)
             if left < FAINT:
                 return {"server/uploads": 0.0, **self._named(self.cohort.metrics)}
@@ -122,8 +125,8 @@ class Server:
         mean, each = reports.totals.pop(("mean", "buffers"), None), reports.rows.pop("buffers", [])
         with blamed(rule, "update", round.t):
             state = rule.update(self.state, reports)
-        if state.keys() != self.state.keys():
             odd = ", ".join(sorted(state.keys() ^ self.state.keys()))
+        if odd:
             raise RaysimError(f"server rule '{rule.name}': update must give back the keys of init; differs in {odd}")
         self.state = state
         if not torch.isfinite(self.state["x"].sum()):

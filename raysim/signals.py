@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -26,7 +27,7 @@ class Signals:
 
     def __init__(self) -> None:
         self._came: int | None = None
-        self._hold = self._open = self._enough = False
+        self._hold = self._open = False
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -44,18 +45,12 @@ class Signals:
         self._open = True
         try:
             self._raise()
-            if self._enough:
-                raise Stopped(signal.SIGTERM)
             yield
         except KeyboardInterrupt:
             self._raise()  # a plain one is what Ray, waiting, makes of a `Stopped`
             raise
         finally:
             self._open = False
-
-    def enough(self) -> None:
-        """No signal came, but the run is to end as if one had, as soon as that is `allowed`."""
-        self._enough = True
 
     def close(self) -> None:
         """From here on a first signal changes nothing, for things are being closed; a second one ends that at once."""
@@ -77,6 +72,25 @@ class Signals:
         if self._came is None and threading.current_thread() is threading.main_thread():
             for n in NUMBERS:
                 signal.signal(n, self._handle)
+
+
+def reraise_stop(error: BaseException) -> None:
+    """Raise an exception again if a signal to this process caused it, and not the code that was running.
+
+    For an `except BaseException` around a user's code, which may raise anything: `sys.exit()` in a rule is a mistake of
+    the rule, Ctrl-C while it runs is not.
+    """
+    if isinstance(error, Stopped) or _came_from_a_handler(error):
+        raise error
+
+
+def _came_from_a_handler(error: BaseException) -> bool:
+    handlers = [signal.getsignal(n) for n in NUMBERS]
+    if isinstance(error, KeyboardInterrupt) and handlers[0] is signal.default_int_handler:  # it leaves no frame
+        return threading.current_thread() is threading.main_thread()
+    codes = [getattr(handler, "__code__", None) for handler in handlers]
+    frames = traceback.walk_tb(error.__traceback__)
+    return not isinstance(error, Exception) and any(frame.f_code in codes for frame, _ in frames)
 
 
 def leave_at_once() -> None:

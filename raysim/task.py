@@ -13,9 +13,11 @@ from torch.nn import functional as F
 
 from raysim.chain import Chain, by_autograd
 from raysim.config import Privacy
+from raysim.errors import in_a_line
 from raysim.models import Bound, Mode, Model
 from raysim.privacy import clipped_sum, in_parts
 from raysim.randomness import generator
+from raysim.signals import reraise_stop
 
 
 @dataclass(frozen=True)
@@ -542,8 +544,9 @@ def why_not_vmap(model: Model) -> str | None:
         one = LoopTask(model, Facts())
         one.buffers = buffers
         alone = torch.stack([one.grad(w, Batch(x[i], y[i], None, (tuple(d[i] for d in drops),))) for i in (0, 1)])
-    except Exception as error:
-        return f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    except BaseException as error:
+        reraise_stop(error)
+        return in_a_line(error)
     if not (torch.isfinite(many).all() and torch.isfinite(alone).all()):
         return "its gradients on random images are not finite, so the two ways cannot be compared"
     if not torch.allclose(many, alone, rtol=1e-2, atol=1e-3 * float(alone.abs().max())):

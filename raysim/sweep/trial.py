@@ -15,14 +15,12 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 from raysim import checkpoint, experiment, files, lock, plan, store
 from raysim.credentials import masked
 from raysim.data import digest
 from raysim.engine import Record
 from raysim.errors import RaysimError, did_you_mean
-from raysim.signals import Stopped
 from raysim.spool import Recorder
 from raysim.sweep.definition import EarlyStopping, Trial, load_once
 from raysim.sweep.space import as_text
@@ -52,8 +50,6 @@ def train(trial: Trial, uri: str, name: str, parent: str, stopping: EarlyStoppin
     labels = labels_of(trial)
     if trial.failures:
         labels |= {"error": "", "failed_attempts": str(trial.failures)}
-    if (trial.result or {}).get("stopped"):
-        labels["stopped_early"] = ""
     (trial.folder / "result.json").unlink(missing_ok=True)
     log = logging.FileHandler(trial.folder / "log.txt", delay=True)
     logging.getLogger("raysim").addHandler(log)
@@ -62,13 +58,8 @@ def train(trial: Trial, uri: str, name: str, parent: str, stopping: EarlyStoppin
         ready = plan.resolve(trial.config.model_dump(mode="json"), load_once)
         saved = _where_it_stopped(trial, ready)
         recorder = Recorder(uri, name, trial.folder, parent, labels)
-        pulse = _Pulse(Ladder(stopping, trial.config.rounds), recorder, report, saved.facts["history"] if saved else ())
-        try:
-            done = experiment.execute(ready, trial.folder, saved, progress=pulse, tracker=recorder).as_object()
-        except Stopped:
-            if not pulse.stopped:
-                raise
-            done = _so_far(trial, recorder.run_id, pulse.stopped)
+        pulse = _Pulse(Ladder(stopping, trial.config.rounds), report, saved.facts["history"] if saved else ())
+        done = experiment.execute(ready, trial.folder, saved, progress=pulse, tracker=recorder).as_object()
         partial = trial.folder / ".result.json"
         partial.write_text(json.dumps(done))
         partial.rename(trial.folder / "result.json")
@@ -87,19 +78,6 @@ def train(trial: Trial, uri: str, name: str, parent: str, stopping: EarlyStoppin
 def labels_of(trial: Trial) -> dict[str, str]:
     """The tags by which a trial is known in MLflow, its name among them."""
     return {"mlflow.runName": trial.title[:250], **{f"sweep.{key}": as_text(v) for key, v in trial.values.items()}}
-
-
-def _so_far(trial: Trial, run_id: str, reason: str) -> dict[str, Any]:
-    """What an unfinished run has given."""
-    history = [{"round": float(t), **record} for t, record in trial.history()]
-    return {
-        "run_id": run_id,
-        "run_dir": str(trial.folder),
-        "rounds": int(history[-1]["round"]),
-        "metrics": experiment.last_and_best(history),
-        "seconds": round(sum(record.get("seconds", 0.0) for record in history), 3),
-        "stopped": reason,
-    }
 
 
 def _await_end(folder: Path) -> None:
@@ -153,20 +131,20 @@ class Ladder:
 class _Pulse:
     """Says now and then how far a trial is, and at each rung how good. `stopped` is why it is to end there."""
 
-    def __init__(self, ladder: Ladder, recorder: Recorder, report: Report, before: Iterable[Record]):
-        self.ladder, self.recorder, self.report = ladder, recorder, report
+    def __init__(self, ladder: Ladder, report: Report, before: Iterable[Record]):
+        self.ladder, self.report = ladder, report
         self.earlier = list(before)  # a run that goes on is judged by its former rounds too
         self.last = time.monotonic()
         self.stopped = ""
 
-    def __call__(self, record: Record) -> bool:
+    def __call__(self, record: Record) -> str:
         records, self.earlier = [*self.earlier, record], []
         for each in records:
             if not self.stopped and (at := self.ladder.climb(each)):
                 self._say(each, at)
         if time.monotonic() - self.last >= REPORT_EVERY:
             self._say(record, {})
-        return bool(self.stopped)
+        return self.stopped
 
     def _say(self, record: Record, at: dict[str, float]) -> None:
         figures = {key: record[key] for key in ("round", "accuracy", "loss", self.ladder.metric) if key in record}
@@ -174,4 +152,3 @@ class _Pulse:
         self.last = time.monotonic()
         if at and reason:
             self.stopped = reason
-            self.recorder.tags({"stopped_early": reason})
