@@ -247,6 +247,11 @@ class Tail:
         self._offset += sum(self._window[:count])
         self._mark(run_id)
 
+    def rewind(self) -> None:
+        """Nothing has arrived: the store that had acknowledged records is gone."""
+        self._sent = self._offset = 0
+        self._mark(None)
+
     def last(self, *kinds: str) -> dict[str, Any] | None:
         """The newest record of these kinds, sent or not; None if there is none."""
         starts = tuple(f'{{"kind": "{kind}"'.encode() for kind in kinds)

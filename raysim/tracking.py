@@ -368,9 +368,11 @@ def replay(run_dir: Path) -> int:
         raise ConfigError(f"{run_dir}: nothing was tracked here (there is no {FILE}); give a run's folder")
     spool = Spool(run_dir)
     with contextlib.closing(spool):
+        start = spool.last("start")
+        if start and (database := _file_of(start["uri"])) and not database.exists():
+            spool.rewind()  # it was deleted, with all that was sent: a new one gets the whole run
         if not (left := spool.pending):
             return 0
-        start = spool.last("start")
         assert start, "it is the first record of all"
         server = _Server(restored(start["uri"]), start["experiment"], spool.run_id)
         try:
@@ -512,7 +514,7 @@ class _Server:
         self._experiment_id = ""
         # Which steps a reopened run has, by metric; None for a run that was created here: all of it came from here.
         self._steps: dict[str, set[int]] | None = {} if run_id else None
-        self._database = Path(uri[10:].partition("?")[0]) if uri.startswith("sqlite:///") else None
+        self._database = _file_of(uri)
         self._artifacts = (self._database.parent / "mlartifacts").as_uri() if self._database else None
 
     @property
@@ -694,6 +696,11 @@ class _Server:
         )
         context = InputTag("mlflow.data.context", record["context"])
         self._client.log_inputs(self.run_id, datasets=[DatasetInput(dataset, [context])])
+
+
+def _file_of(uri: str) -> Path | None:
+    """The file of a SQLite database; None for any other store."""
+    return Path(uri[10:].partition("?")[0]) if uri.startswith("sqlite:///") else None
 
 
 def connected(uri: str) -> Any:

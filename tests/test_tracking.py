@@ -5,11 +5,13 @@ All databases of MLflow here are one (its making takes seconds); each test has i
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import textwrap
@@ -277,6 +279,23 @@ def test_crash_before_acknowledgement(settings: Tracking, tmp_path: Path) -> Non
     (tmp_path / "spool.sent").unlink()
     assert replay(tmp_path) == 103
     assert steps(settings.uri, run_id, "loss") == list(range(100))
+
+
+def test_a_database_that_was_deleted_gets_the_whole_run_again(tmp_path: Path) -> None:
+    """In the middle of the run, say; what was sent until then is not lost either."""
+    uri = f"sqlite:///{tmp_path}/own.db"
+    tracker = Tracker(Tracking(uri=uri), tmp_path / "run")
+    tracker.start("run", {}, {})
+    for t in range(5):
+        tracker.metrics({"loss": float(t)}, t)
+    tracker.finish("FINISHED")
+    (tmp_path / "own.db").unlink()
+    code = "import sys; from raysim import tracking; print(*(tracking.replay(sys.argv[1]) for _ in range(2)))"
+    said, error = python(code, tmp_path / "run").communicate(timeout=100)
+    assert said.split() == ["9", "0"], error  # start, params, tags, 5 rounds, finish
+    with contextlib.closing(sqlite3.connect(tmp_path / "own.db")) as database:
+        assert database.execute("select status from runs").fetchall() == [("FINISHED",)]
+        assert database.execute("select step, value from metrics").fetchall() == [(t, float(t)) for t in range(5)]
 
 
 def test_a_folder_is_free_as_soon_as_a_run_that_never_began_is_over(tmp_path: Path, monkeypatch) -> None:
