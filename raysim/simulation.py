@@ -123,6 +123,8 @@ def _on(cluster: Cluster, source: Any, overrides: Any, rounds: int) -> tuple[Pla
 def _table(costs: str | Path | None) -> dict[str, Any]:
     if costs is None:
         return {}
+    if os.path.exists(costs) and not os.path.isfile(costs):  # to read a pipe would wait for ever
+        raise ConfigError(f"costs: {costs} cannot be read: it is no file")
     try:
         table = limited_yaml.read(Path(costs))
     except (OSError, UnicodeDecodeError) as error:

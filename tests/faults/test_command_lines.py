@@ -1,0 +1,32 @@
+"""Any command line does what it says, or is refused soon, in a short message, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from raysim.errors import ConfigError
+from raysim.simulation import _table
+
+
+def explored(cases: int, seed: int, folder: Path) -> dict:
+    script = Path(__file__).with_name("command_lines.py")
+    done = subprocess.run([sys.executable, str(script), str(cases), str(seed), str(folder)], stdout=subprocess.PIPE)
+    return json.loads(done.stdout)
+
+
+@pytest.mark.long
+def test_two_thousand_command_lines_do_what_they_say_or_are_refused(tmp_path):
+    found = explored(2000, 0, tmp_path)
+    assert found["cases"] == 2000 and not found["wrong"], json.dumps(found["wrong"], indent=1)
+
+
+def test_costs_from_a_pipe_are_refused_at_once(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match="it is no file"):
+        _table(tmp_path / "pipe")
