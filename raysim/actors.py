@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import wraps
 from itertools import islice
 from typing import Any
 
@@ -27,6 +28,7 @@ from torch import Tensor
 
 from raysim.data.arrays import shared_tensor
 from raysim.executor import Evaluator, make_server, make_trainer, settle
+from raysim.heartbeats import Address, Heartbeat
 from raysim.mailbox import Letter, Mailbox
 from raysim.numerics.sums import combine
 from raysim.plan import Plan
@@ -53,14 +55,26 @@ def unpacked(value: Any, device: str) -> Any:
     return value
 
 
+def working(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of an actor, which shows in its heartbeats as work."""
+
+    @wraps(method)
+    def shown(self: _Actor, *arguments: Any) -> Any:
+        with self.heartbeat.working():
+            return method(self, *arguments)
+
+    return shown
+
+
 class _Actor:
-    """What all actors have: a device, and the mailboxes of this machine.
+    """What all actors have: heartbeats, a device, and the mailboxes of this machine.
 
     The device is the first GPU that Ray lets it see, or the CPU. An actor without a share of a GPU still sees every
     one, so what it was promised decides, not what it sees.
     """
 
-    def __init__(self, plan: Plan, gpus: float):
+    def __init__(self, heartbeat: Address, plan: Plan, gpus: float):
+        self.heartbeat = Heartbeat(heartbeat)
         settle(plan.config.resources.threads)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver's matter: a KeyboardInterrupt here is a rule's own
         startup.over()
@@ -97,10 +111,12 @@ class _Actor:
 class ClientActor(_Actor):
     """Trains its share of each round's blocks."""
 
-    def __init__(self, plan: Plan, name: str):
-        super().__init__(plan, plan.config.resources.gpus)
-        self.name, self.trainer = name, make_trainer(plan, self.device)
+    def __init__(self, heartbeat: Address, plan: Plan, name: str):
+        super().__init__(heartbeat, plan, plan.config.resources.gpus)
+        with self.heartbeat.working():
+            self.name, self.trainer = name, make_trainer(plan, self.device)
 
+    @working
     @ray.method(num_returns=3)
     def train(
         self, blocks: list[Block], again: bool, bases: list[int], *downs: Tree | Letter
@@ -119,9 +135,10 @@ class ClientActor(_Actor):
 class Adder(_Actor):
     """Adds up what the ClientActors of its node send, so that one sum travels to the server instead of theirs."""
 
-    def __init__(self, plan: Plan):
-        super().__init__(plan, 0)
+    def __init__(self, heartbeat: Address, plan: Plan):
+        super().__init__(heartbeat, plan, 0)
 
+    @working
     @ray.method(num_returns=2)
     def add(self, bound: float, *posts: Tree) -> tuple[Tree, int]:
         """The sum, and the bytes it takes; no entry of it is larger than `bound`."""
@@ -133,14 +150,17 @@ class Adder(_Actor):
 class ServerActor(_Actor):
     """Runs the server update and the memory bookkeeping."""
 
-    def __init__(self, plan: Plan):
-        super().__init__(plan, plan.config.resources.server_gpus)
-        self.server = make_server(plan, self.device)
+    def __init__(self, heartbeat: Address, plan: Plan):
+        super().__init__(heartbeat, plan, plan.config.resources.server_gpus)
+        with self.heartbeat.working():
+            self.server = make_server(plan, self.device)
 
+    @working
     def broadcast(self, following: Round) -> Tree | Letter:
         self.last = self.server.broadcast(following)
         return self._post("server", as_groups(self.last))
 
+    @working
     @ray.method(num_returns=2)
     def advance(
         self,
@@ -164,13 +184,16 @@ class ServerActor(_Actor):
         self.last = done.down
         return done.metrics, self._post("server", as_groups(self.last))
 
+    @working
     def publish(self) -> Tree:
         """The last broadcast again, for those who read it later than the next one is written."""
         return packed(as_groups(self.last))
 
+    @working
     def snapshot(self) -> Tree:
         return packed(self.server.snapshot())
 
+    @working
     def restore(self, snapshot: Tree) -> None:
         self.server.restore({k: v.clone() for k, v in unpacked(snapshot, "cpu").items()})
 
@@ -178,10 +201,12 @@ class ServerActor(_Actor):
 class EvalActor(_Actor):
     """Evaluates the global model while the next round trains."""
 
-    def __init__(self, plan: Plan):
-        super().__init__(plan, plan.config.resources.server_gpus)
-        self.evaluator = Evaluator(plan, self.device)
+    def __init__(self, heartbeat: Address, plan: Plan):
+        super().__init__(heartbeat, plan, plan.config.resources.server_gpus)
+        with self.heartbeat.working():
+            self.evaluator = Evaluator(plan, self.device)
 
+    @working
     def evaluate(self, down: Tree, parts: Sequence[str]) -> dict[str, float]:
         return self.evaluator.evaluate(read_broadcast(self._fetch(down)), parts)
 

@@ -430,8 +430,7 @@ class Resources(Section):
     """Where it runs. `cpus`, `gpus` (a share of one, or more) and `threads` are for each ClientActor; `server_gpus` is
     the share of the server and of the evaluator each (0: they use CPUs), `server_threads` how many threads share the
     server's inner products (null: its cores, four at most; the bits do not depend on it), `server_node` the node that
-    the server lives on, by its name, host name, address or id (null: the one that the run is started on); `timeout`
-    (seconds) bounds every wait."""
+    the server lives on, by its name, host name, address or id (null: the one that the run is started on)."""
 
     executor: Literal["ray", "inline"] = "ray"
     actors: int = Field(default=2, ge=1)
@@ -442,7 +441,11 @@ class Resources(Section):
     server_threads: int | None = Field(default=None, ge=1, le=1024)
     server_node: str | None = None
     address: str | None = None
-    timeout: Positive = 600.0
+    timeout: float = Field(default=600.0, ge=1, allow_inf_nan=False)
+    """Seconds without a sign of life after which a process counts as dead. One that is at work gives signs of life for
+    as long as its work takes."""
+    call_timeout: Positive | None = None
+    """Seconds that an actor may work on one call, such as the blocks that it is given at once; null: no limit."""
 
     @field_validator("gpus", "server_gpus")
     @classmethod

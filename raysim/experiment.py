@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import raysim
-from raysim import checkpoint, files, forgetting, git, layers, lock, schedule, startup, store, tracking
+from raysim import checkpoint, ending, files, forgetting, git, layers, lock, schedule, startup, store, tracking
 from raysim.config import Config
 from raysim.credentials import redacted
 from raysim.data import partition_plot, partitions, summary
@@ -378,7 +378,12 @@ def _execute(
         if tracker.run_id and (said := _how_it_ended(closing)):
             tracker.tags(said)
 
-    with stoppable() as signals, _Closing(signals) as closing:
+    def give_up(why: str) -> None:
+        if tracker.run_id:
+            tracker.tags({"error": why})
+        tracker.finish("FAILED")
+
+    with ending.at_last(give_up), stoppable() as signals, _Closing(signals) as closing:
         closing.step("MLflow's run is not ended", lambda: tracker.finish(closing.status))
         closing.step("MLflow is not given the error", explain)
         closing.step("tables and pictures are not kept", keep)

@@ -28,7 +28,7 @@ Spent = Literal["rounds", "bytes", "virtual time", "seconds"]
 
 NOT_THE_RESULT = ("name", "run_dir", "tracking.", "checkpoint.", "data.root", "data.download", "evaluate.batch")
 NOT_THE_RESULT += tuple(f"resources.{key}" for key in ("executor", "actors", "cpus", "server_threads", "address"))
-NOT_THE_RESULT += ("resources.timeout", "sweep.", "store.")
+NOT_THE_RESULT += ("resources.timeout", "resources.call_timeout", "sweep.", "store.")
 """Beginnings of parameters that cannot change what a run reaches."""
 
 

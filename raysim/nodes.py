@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import ceil, floor
-from typing import Any
+from typing import Any, cast
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raysim import loopback, versions
+from raysim import ending, loopback, versions
 from raysim.config import Resources
+from raysim.ending import Process
 from raysim.errors import ConfigError, RaysimError, did_you_mean
+
+logger = logging.getLogger("raysim")
 
 BARELY = 1e-9
 """What shares may be wrong by, being sums of fractions."""
 PATIENCE = 120
 """Seconds that a cluster has to say its versions."""
+SHUTDOWN_S = 30.0
+"""How long Ray may take to shut down; it takes one or two seconds."""
 
 
 def connect(address: str | None, cpus: float, log: Callable[[str], None]) -> bool:
@@ -65,6 +71,32 @@ def connect(address: str | None, cpus: float, log: Callable[[str], None]) -> boo
     return True
 
 
+def leave(broken: bool = False) -> None:
+    """Leaves the cluster, and ends what was started for it here. Where Ray does not let go, that is abandoned: what was
+    started here ends with this process.
+
+    Args:
+        broken: it is known that Ray does not answer any more, so there is nothing to wait for.
+    """
+    processes = started_here()
+    if not broken and ending.limited(ray.shutdown, SHUTDOWN_S):
+        ending.kill(processes)
+        return
+    if not broken:
+        logger.warning("Ray has not shut down within %g s; its processes are killed with this one", SHUTDOWN_S)
+    ending.abandon(processes)
+
+
+def started_here() -> list[Process]:
+    """The processes of the Ray that this process has started: raylet, GCS and so on, with the workers; none of a
+    cluster that it has joined."""
+    node = cast(Any, ray)._private.worker._global_node
+    if node is None:
+        return []
+    pids = [info.process.pid for infos in node.all_processes.values() for info in infos]
+    return ending.descendants(filter(None, map(Process.at, pids)))
+
+
 def _knock(address: str) -> None:
     """Raises OSError if nobody answers at HOST:PORT, which Ray itself takes minutes to find out."""
     host, _, port = address.rpartition(":")
@@ -82,17 +114,17 @@ def _compare(address: str) -> None:
             asked = ray.remote(versions.here).options(num_cpus=0, max_retries=0, scheduling_strategy=there).remote()
             theirs = ray.get(asked, timeout=PATIENCE)
     except GetTimeoutError:
-        ray.shutdown()
+        leave()
         raise RaysimError(f"waited {PATIENCE} s for the head of Ray at {address} to say its versions") from None
     except RayError as error:
-        ray.shutdown()
+        leave()
         said = str(error).strip().splitlines()[-1]
         raise ConfigError(
             f"cannot use Ray at {address}: its head cannot run raysim: {said}; install it there"
         ) from None
     for name, version in versions.here().items() if heads else ():
         if theirs.get(name) != version:
-            ray.shutdown()
+            leave()
             raise ConfigError(
                 f"cannot use Ray at {address}: it has {name} {theirs.get(name)}, here is {version}; install the same "
                 "on both"

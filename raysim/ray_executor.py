@@ -11,7 +11,8 @@ the result:
     the ServerActor    `Lost` is raised: the engine goes back to a checkpoint, with a new server
     a vector           likewise
 
-Every wait has a timeout and says what it waits for.
+An actor that hangs is killed and then counts as lost, too: see `heartbeats`. No wait is without end: each one looks
+around every second, and says what it waits for.
 """
 
 from __future__ import annotations
@@ -25,12 +26,13 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raysim import nodes, startup
+from raysim import ending, nodes, startup
 from raysim.actors import Adder, ClientActor, EvalActor, ServerActor, as_groups, packed, read_broadcast, unpacked
 from raysim.config import Sync
 from raysim.dealing import Paces
-from raysim.errors import RaysimError
+from raysim.errors import Lost, RaysimError
 from raysim.executor import Next, Ready, Trained
+from raysim.heartbeats import Address, Monitor
 from raysim.mailbox import Letter, Mailbox
 from raysim.plan import Plan
 from raysim.ray_training import ATTEMPTS, LOOK, Awaited, Gone, RayTraining, Worker, first_line, get
@@ -60,6 +62,9 @@ class RayExecutor:
         self.eval: Any = None
         self.adders: dict[str, Any] = {}
         """By their node."""
+        self.monitor: Monitor | None = None
+        self.heartbeats: dict[Any, Address] = {}
+        """Of each actor."""
         self.paces = Paces()
         self.boxes: dict[str, Mailbox] = {}
 
@@ -75,20 +80,20 @@ class RayExecutor:
         self.sends_sums = bool(sums(plan.server.uploads) or plan.initial[1].numel())
         self.sends_rows = bool(with_mode(plan.server.uploads, "each"))
         self._connect(plan)
+        self.monitor = Monitor(r.timeout, r.call_timeout)
         self.plan = ray.put(plan)
         self.wanted, self.evaluates = r.actors, bool(plan.config.evaluate.due(0, 1))
         self.server = self._start_server()
         self._hire()
         if self.evaluates and not r.server_gpus:  # nobody has to wait for it
             self.eval = self._start_evaluator()
-        waiting = [self.server.where.remote(), *(word for _, word in self.joining.values())]
-        found = get(waiting, f"the start of {len(waiting)} actors", r.timeout)
+        found = self._started([self.server.where.remote(), *(word for _, word in self.joining.values())])
         self.network.server, there = found[0][0], {node for node, _ in found}
         in_step = isinstance(plan.config.schedule, Sync)  # else several versions and rounds are out at one time
         if in_step and there == {self.home}:
             self._make_boxes(plan)
             self._share(self.server)
-        self._welcome(r.timeout)
+        self._welcome(self.watch.start_s)
         if self.evaluates and r.server_gpus:  # ClientActors come first where GPUs are shared out
             self.eval = self._start_evaluator()
         for node, actors in Counter(worker.node for worker in self.workers.values()).items():
@@ -117,7 +122,89 @@ class RayExecutor:
             how["scheduling_strategy"] = NodeAffinitySchedulingStrategy(self.home, soft=False)
         elif ray.util.get_current_placement_group() is not None and (how["num_cpus"] or how["num_gpus"]):
             how.pop("scheduling_strategy", None)
-        return cast(Any, ray.remote(kind)).options(**how).remote(*arguments)
+        heartbeat = self.watch.add()
+        actor = cast(Any, ray.remote(kind)).options(**how).remote(heartbeat, *arguments)
+        self.heartbeats[actor] = heartbeat
+        return actor
+
+    def _started(self, words: list[Any]) -> list[tuple[str, list[str]]]:
+        """What the actors that are started first say of where they are, the server before the others."""
+        limit = self.watch.start_s
+        end, late = time.monotonic() + limit, words
+        while late and time.monotonic() < end:
+            ready, late = ray.wait(late, num_returns=len(late), timeout=LOOK)
+            get(ready, f"the start of {len(words)} actors", limit)
+            self.watch.check()
+        if late:
+            who = ["the ServerActor", *(f"ClientActor {number}" for number in self.joining)]
+            raise RaysimError(
+                f"waited {limit:g} s for the start of {', '.join(who[words.index(word)] for word in late)}; the "
+                "machine may be overloaded, or a node lost (resources.timeout is the limit)"
+            )
+        return get(words, f"the start of {len(words)} actors", limit)
+
+    def end(self, actor: Any) -> None:
+        """Kills an actor, even one that is stopped. On this machine it has ended when this returns: it could still
+        write into its mailbox, which another one is going to use."""
+        heartbeat = self.heartbeats.pop(actor, None)
+        ray.kill(actor)
+        if heartbeat is not None:
+            there = self.watch.process(heartbeat)
+            self.watch.forget(heartbeat)
+            if there is not None and there[0] == self.home and not ending.kill([there[1]]):
+                self.log(f"process {there[1].pid} does not end, although it was killed")
+
+    # -- waiting ---------------------------------------------------------------------------------------------------
+
+    @property
+    def watch(self) -> Monitor:
+        """Who listens to the actors' heartbeats."""
+        assert self.monitor is not None
+        return self.monitor
+
+    def failure(self, actor: Any) -> str:
+        """Why an actor counts as failed; "" if it does not."""
+        heartbeat = self.heartbeats.get(actor)
+        return self.watch.failure(heartbeat) if heartbeat is not None else "another one has taken its place"
+
+    def idle_s(self, actors: Iterable[Any]) -> float:
+        """Seconds for which none of these actors has worked."""
+        known = [self.heartbeats[actor] for actor in actors if actor in self.heartbeats]
+        return min(map(self.watch.idle_s, known), default=0.0)
+
+    def check_server(self, what: str) -> None:
+        """Raises Gone if the server has failed, RaysimError if Ray itself has."""
+        self.watch.check()
+        if why := self.failure(self.server):
+            raise Gone(f"{what}: {self._called(self.server)} has failed: {why}")
+
+    def wait(self, reference: Any, what: str, *actors: Any) -> Any:
+        """The value of a reference, on which the first of these actors works as soon as the others have done their
+        part; who waits for anything waits for the server as well.
+
+        Raises:
+            Gone: the first one has failed.
+            Lost: another one has, or what they need does not come.
+            RaysimError: Ray itself has failed, or raysim in an actor.
+        """
+        began = time.monotonic()
+        while not ray.wait([reference], timeout=LOOK)[0]:
+            self.watch.check()
+            if why := self.failure(actors[0]):
+                raise Gone(f"{what}: {self._called(actors[0])} has failed: {why}")
+            for actor in actors[1:]:
+                if why := self.failure(actor):
+                    raise Lost(f"{what}: {self._called(actor)} has failed: {why}")
+            if min(self.idle_s(actors), time.monotonic() - began) >= self.timeout:
+                raise Lost(f"waited {self.timeout:g} s for {what}, and nobody works on it (resources.timeout)")
+        return get(reference, what, self.timeout)
+
+    def _called(self, actor: Any) -> str:
+        if actor is self.server:
+            return f"the ServerActor on node {self.network.name(self.network.server)}"
+        return "the EvalActor" if actor is self.eval else "a ClientActor"
+
+    # -- who is at work --------------------------------------------------------------------------------------------
 
     def _start_server(self) -> Any:
         """On its node, if that is still there and offers what it needs: the one that was chosen, or this one."""
@@ -153,7 +240,7 @@ class RayExecutor:
     def lose_adder(self, node: str, why: str) -> None:
         """A node's Adder is gone, or what it was to add up."""
         if (adder := self.adders.pop(node, None)) is not None:
-            ray.kill(adder)
+            self.end(adder)
             self.mended["actors_lost"] += 1
             self.log(f"the Adder of node {self.network.name(node)} is lost ({why}); its blocks are trained again")
 
@@ -175,23 +262,34 @@ class RayExecutor:
                 node, gpus = ray.get(word, timeout=self.timeout)
                 self._share(actor)
             except (RayError, Gone) as error:
-                self.mended["actors_lost"] += 1
-                self.log(f"ClientActor {number} is lost at its start: {first_line(error)}")
+                self._lose_at_start(number, actor, first_line(error))
                 continue
             self.workers[number] = Worker(actor, node, gpus)
+        for number, (actor, _) in list(self.joining.items()):
+            # One that has not begun may have to wait for room.
+            if self.watch.started(self.heartbeats[actor]) and (why := self.failure(actor)):
+                del self.joining[number]
+                self._lose_at_start(number, actor, why)
+
+    def _lose_at_start(self, number: int, actor: Any, why: str) -> None:
+        self.end(actor)
+        self.mended["actors_lost"] += 1
+        self.log(f"ClientActor {number} is lost at its start: {why}")
 
     def staff(self) -> dict[int, Worker]:
         """Who is at work. In the place of who was lost new actors are sent for, and join as they are ready."""
         if len(self.workers) < self.wanted:
             self._hire()
             self._welcome()
-        end = time.monotonic() + self.timeout
+        limit = self.watch.start_s
+        end = time.monotonic() + limit
         while not self.workers:
             self._hire()
             self._welcome(LOOK, least=1)
+            self.watch.check()
             if time.monotonic() > end:
                 raise RaysimError(
-                    f"waited {self.timeout:g} s for a new ClientActor in the place of the last one, which is lost (out "
+                    f"waited {limit:g} s for a new ClientActor in the place of the last one, which is lost (out "
                     "of memory, or no room for another one?)"
                 )
         return self.workers
@@ -200,14 +298,10 @@ class RayExecutor:
         """A ClientActor is gone, or cannot be reached."""
         worker = self.workers.pop(number, None)
         if worker is not None:
-            ray.kill(worker.actor)
+            self.end(worker.actor)
             self.paces.forget(number)
             self.mended["actors_lost"] += 1
             self.log(f"ClientActor {number} is lost ({why}); {len(self.workers)} are left, a new one is sent for")
-
-    def gone(self, there: Iterable[str]) -> set[str]:
-        """Those of these nodes that are gone."""
-        return set(there) - {node["NodeID"] for node in ray.nodes() if node["Alive"]}
 
     # -- mailboxes -------------------------------------------------------------------------------------------------
 
@@ -226,7 +320,7 @@ class RayExecutor:
     def _share(self, actor: Any) -> None:
         if self.boxes:
             paths = {name: box.path for name, box in self.boxes.items()}
-            get(actor.share.remote(paths), "an actor to open the mailboxes", self.timeout)
+            self.wait(actor.share.remote(paths), "an actor to open the mailboxes", actor)
 
     # -- the engine's methods --------------------------------------------------------------------------------------
 
@@ -241,21 +335,22 @@ class RayExecutor:
         vectors = [vector for one in trained.uploads for vector in one.vectors]
         wanted = dict(bases) if self.wants_bases else {}
         metrics, down = self.server.advance.remote(round, following, uploads, list(wanted), *vectors, *wanted.values())
-        return Next(Awaited(metrics, f"the server update of round {round.t}", self.timeout), down)
+        return Next(Awaited(self, metrics, f"the server update of round {round.t}", self.server), down)
 
     def evaluate(self, down: Any, parts: Sequence[str]) -> _Evaluating | Ready[dict[str, float]]:
         return _Evaluating(self, self.server.publish.remote(), parts) if self.evaluates else Ready({})
 
     def snapshot(self) -> Awaited:
-        return Awaited(self.server.snapshot.remote(), "the server's state", self.timeout, lambda v: unpacked(v, "cpu"))
+        state, what = self.server.snapshot.remote(), "the server's state"
+        return Awaited(self, state, what, self.server, read=lambda value: unpacked(value, "cpu"))
 
     def restore(self, snapshot: State) -> None:
-        get(self.server.restore.remote(packed(snapshot)), "the server to take its state back", self.timeout)
+        self.wait(self.server.restore.remote(packed(snapshot)), "the server to take its state back", self.server)
 
     def fetch(self, down: Any) -> Broadcast:
-        version = get(down, "a version of the model", self.timeout)
+        version = self.wait(down, "a version of the model", self.server)
         if isinstance(version, Letter):  # in a mailbox, where it is the last one
-            version = get(self.server.publish.remote(), "the last version of the model", self.timeout)
+            version = self.wait(self.server.publish.remote(), "the last version of the model", self.server)
         return read_broadcast(unpacked(version, "cpu"))
 
     def hold(self, version: Broadcast) -> Any:
@@ -264,16 +359,17 @@ class RayExecutor:
     def recover(self) -> None:
         """A new server, as it is at first, in the place of the one there was. Ray may put it on a node that is gone but
         not yet known to be; then there is another one a little later."""
+        end = time.monotonic() + self.watch.start_s
         for left in reversed(range(STARTS)):
             self.mended["server_restarts"] += 1
-            ray.kill(self.server)
+            self.end(self.server)
             self.server = self._start_server()
             try:
-                self.network.server, _ = get(self.server.where.remote(), "the start of a new server", self.timeout)
+                self.network.server, _ = self.wait(self.server.where.remote(), "the start of a new server", self.server)
                 self._share(self.server)
                 return
             except Gone as gone:
-                if not left:
+                if not left or time.monotonic() > end:
                     raise
                 self.log(f"{gone}; trying again")
                 time.sleep(3 * LOOK)
@@ -283,19 +379,23 @@ class RayExecutor:
         if old is self.eval:
             self.mended["actors_lost"] += 1
             self.log(f"the EvalActor is lost ({why}); a new one takes its place")
-            ray.kill(old)
+            self.end(old)
             self.eval = self._start_evaluator()
 
     def close(self) -> None:
-        """Ends the actors, and Ray if it was started here."""
+        """Ends the actors, and Ray if it was started here. Nothing of it is waited for without end."""
         if not ray.is_initialized():
             return
+        broken = self.monitor is not None and bool(self.monitor.broken)
+        if self.monitor is not None:
+            self.monitor.stop()
         clients = [*(worker.actor for worker in self.workers.values()), *(actor for actor, _ in self.joining.values())]
-        for actor in filter(None, (*clients, *self.adders.values(), self.server, self.eval)):
-            ray.kill(actor)
-        self.boxes, self.adders = {}, {}
+        there = list(filter(None, (*clients, *self.adders.values(), self.server, self.eval)))
+        if not broken and not ending.limited(lambda: [ray.kill(actor) for actor in there], nodes.SHUTDOWN_S):
+            broken = True
+        self.boxes, self.adders, self.heartbeats = {}, {}, {}
         if self.ours:
-            ray.shutdown()
+            nodes.leave(broken)
 
 
 class _Evaluating(Awaited):
@@ -307,7 +407,8 @@ class _Evaluating(Awaited):
 
     def _send(self) -> None:
         self.by = self.executor.eval
-        super().__init__(self.by.evaluate.remote(self.version, self.parts), "the evaluation", self.executor.timeout)
+        found = self.by.evaluate.remote(self.version, self.parts)
+        super().__init__(self.executor, found, "the evaluation", self.by, self.executor.server)
 
     def get(self) -> dict[str, float]:
         for _ in range(ATTEMPTS):

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from raysim.ray_executor import RayExecutor
 
 LOOK = 1.0
-"""Seconds after which a wait looks around: for calls that failed, and for nodes that are gone."""
+"""Seconds after which a wait looks around: for actors that have failed, and for nodes that are gone."""
 
 ATTEMPTS = 3
 """Actors that may die over a block before its clients are to blame."""
@@ -115,26 +115,21 @@ class RayTraining:
 
         Raises:
             ClientError: actors died over a block, again and again.
-            Lost: something that an actor needed is gone.
-            RaysimError: nothing came for `resources.timeout` seconds.
+            Lost: something that an actor needed is gone, or the server.
+            RaysimError: Ray itself has failed.
         """
-        timeout = self.executor.timeout
         last = looked = time.monotonic()
         while self.waiting or self.again or self.dealing.left or self._add_up():
             self._send_more()
             enough = 1 if self.again or self.dealing.left else len(self.waiting)
-            ready, late = ray.wait(list(self.waiting), num_returns=enough, timeout=min(LOOK, timeout))
+            ready, late = ray.wait(list(self.waiting), num_returns=enough, timeout=LOOK)
             for word in ready:
                 self._take(word)
             now = time.monotonic()
             last = now if ready else last
-            if late and now - last >= timeout:
-                actors = sorted({call.worker for call in self.waiting.values() if isinstance(call, _Share)})
-                who = f"ClientActors {actors}" if actors else ", ".join(call.who for call in self.waiting.values())
-                raise RaysimError(f"round {self.t}: waited {timeout:g} s for {who} (resources.timeout is the limit)")
-            if late and now - looked >= min(LOOK, timeout):
+            if late and now - looked >= LOOK:
                 looked = now
-                self._look_around()
+                self._look_around(now - last)
         found = {
             "train_seconds": float(max(self.seconds.values(), default=0.0)),
             **self.traffic.figures(self.executor.actors),
@@ -223,15 +218,40 @@ class RayTraining:
         elif isinstance(call, _Share):
             self._lose(call.worker, str(error))
 
-    def _look_around(self) -> None:
-        """Nodes that are gone do not always make calls to them fail."""
-        gone = self.executor.gone(call.node for call in self.waiting.values())
+    def _look_around(self, waited: float) -> None:
+        """Looks for failures that do not make calls fail: actors that hang, and nodes that are gone. `waited`: seconds
+        without an answer."""
+        self.executor.check_server(f"round {self.t}")
+        gone = self.executor.watch.dead_nodes()
         for word, call in list(self.waiting.items()):
-            if call.node in gone and word in self.waiting:
-                if isinstance(call, _Sum):
-                    self._lose_sum(word, "its node is gone")
-                else:
-                    self._lose(call.worker, "its node is gone")
+            if word not in self.waiting:  # lost just now
+                continue
+            why = "its node is gone" if call.node in gone else self.executor.failure(self._actor(call))
+            if why and isinstance(call, _Sum):
+                self._lose_sum(word, why)
+            elif why and isinstance(call, _Share):
+                self._lose(call.worker, why)
+        self._look_for_work(waited)
+
+    def _look_for_work(self, waited: float) -> None:
+        """Raises Lost where nobody has failed and nobody works: then what they need does not come."""
+        executor, busy = self.executor, [self._actor(call) for call in self.waiting.values()]
+        if not busy or min(executor.idle_s([executor.server, *busy]), waited) < executor.timeout:
+            return
+        who = sorted({call.who for call in self.waiting.values()})
+        for worker in {call.worker for call in self.waiting.values() if isinstance(call, _Share)}:
+            executor.lose(worker, f"in round {self.t}: nothing arrives there")
+        raise Lost(
+            f"round {self.t}: {', '.join(who)} and the ServerActor have had nothing to do for {executor.timeout:g} s; "
+            "Ray does not deliver what they need (resources.timeout)"
+        )
+
+    def _actor(self, call: _Share | _Sum) -> Any:
+        """Who works on a call."""
+        if isinstance(call, _Sum):
+            return self.executor.adders.get(call.node)
+        worker = self.executor.workers.get(call.worker)
+        return worker and worker.actor
 
     def _lose_sum(self, word: Any, why: str) -> None:
         """A node's sum will never be: its Adder is gone, or what it was to add up."""
@@ -273,14 +293,21 @@ class RayTraining:
 class Awaited:
     """A result on its way from an actor."""
 
-    def __init__(self, reference: Any, what: str, timeout: float, read: Callable[[Any], Any] = lambda value: value):
-        self.reference, self.what, self.timeout, self.read = reference, what, timeout, read
+    def __init__(
+        self,
+        executor: RayExecutor,
+        reference: Any,
+        what: str,
+        *actors: Any,
+        read: Callable[[Any], Any] = lambda value: value,
+    ):
+        self.executor, self.reference, self.what, self.actors, self.read = executor, reference, what, actors, read
 
     def ready(self) -> bool:
         return bool(ray.wait([self.reference], timeout=0)[0])
 
     def get(self) -> Any:
-        return self.read(get(self.reference, self.what, self.timeout))
+        return self.read(self.executor.wait(self.reference, self.what, *self.actors))
 
 
 def get(reference: Any, what: str, timeout: float) -> Any:

@@ -10,6 +10,7 @@ import csv
 import hashlib
 import logging
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -779,32 +780,30 @@ class Slow(FedAvgClient):
 """
 
 
-def test_who_is_late_or_lost_is_named(local_ray, config, source):
+def test_who_takes_too_long_or_is_lost_is_named(local_ray, config, source, monkeypatch):
     from raysim.engine import Engine
+    from raysim.heartbeats import Monitor
     from raysim.ray_executor import RayExecutor
     from raysim.schedule import in_step
     from raysim.work import cut
 
-    resources = {"executor": "ray", "actors": 2, "cpus": 1, "timeout": 300}
+    resources = {"executor": "ray", "actors": 2, "cpus": 1, "timeout": 300, "call_timeout": 2}
     slow = {**config, "algorithm": f"{source('slow', SLOW)}:Slow", "evaluate": {"every": 0}, "resources": resources}
-    plan, executor = prepare(slow), RayExecutor(lambda text: None)
+    said: list[str] = []
+    plan, executor = prepare(slow), RayExecutor(said.append)
     try:
         executor.open(plan)
         engine = Engine(plan, executor)
         round = engine.round(in_step(7, list(range(4))))
-        executor.timeout = 0.5
         training = executor.training(7)
         training.add({7: executor.broadcast(round)}, cut(engine.jobs(round), 1))
-        with pytest.raises(RaysimError, match=r"round 7: waited 0\.5 s for ClientActors \[0, 1\].*resources\.timeout"):
-            training.get()
-        executor.timeout = 30.0
-        executor.timeout = 2.0
         executor.wanted = 0  # nobody comes in their place
-        for actor in clients(executor):
-            ray_kill(actor)
+        monkeypatch.setattr(Monitor, "start_s", 2.0)
         with pytest.raises(RaysimError, match=r"waited 2 s for a new ClientActor in the place of the last one"):
             training.get()
-        executor.timeout = 30.0
+        why = r"in round 7, with 2 blocks: it has worked on one call for 2 s \(resources\.call_timeout\)"
+        for number in (0, 1):
+            assert re.search(rf"ClientActor {number} is lost \({why}\)", "\n".join(said)), said
         ray_kill(executor.server)
         with pytest.raises(RaysimError, match=r"the server's state failed"):
             executor.snapshot().get()
@@ -818,6 +817,10 @@ def ray_kill(actor: Any) -> None:
     ray.kill(actor)
 
 
-def test_a_timeout_at_the_start(local_ray, config):
-    with pytest.raises(RaysimError, match=r"waited 0\.001 s for the start of 3 actors.*resources\.timeout"):
-        raysim.run(config, {"resources": {"executor": "ray", "actors": 2, "cpus": 0.5, "timeout": 0.001}})
+def test_a_timeout_at_the_start(local_ray, config, monkeypatch):
+    from raysim.heartbeats import Monitor
+
+    monkeypatch.setattr(Monitor, "start_s", 0.001)
+    late = "the ServerActor, ClientActor 0, ClientActor 1"
+    with pytest.raises(RaysimError, match=rf"waited 0\.001 s for the start of {late}.*resources\.timeout"):
+        raysim.run(config, {"resources": {"executor": "ray", "actors": 2, "cpus": 0.5}})

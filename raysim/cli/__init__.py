@@ -9,7 +9,7 @@ import logging
 import os
 import sys
 
-from raysim import startup, versions
+from raysim import ending, startup, versions
 from raysim.cli.base import app
 from raysim.errors import RaysimError
 from raysim.signals import leave_at_once
@@ -34,4 +34,8 @@ def console() -> None:
     startup.begin()
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # one call's error is told; the others' are the same
     leave_at_once()
-    main()
+    try:
+        main()
+    except SystemExit as end:
+        ending.leave(end.code if isinstance(end.code, int) else int(end.code is not None))
+        raise

@@ -108,7 +108,7 @@ def _room(trials: list[Trial]) -> Iterator[None]:
     if not trials:
         yield
         return
-    from raysim.nodes import connect  # Ray is imported when it is used
+    from raysim.nodes import connect, leave  # Ray is imported when it is used
 
     wanted = [{kind: sum(b.get(kind, 0) for b in _bundles(t.config)) for kind in ("CPU", "GPU")} for t in trials]
     ours = connect(trials[0].config.resources.address, max(w["CPU"] for w in wanted), logger.warning)
@@ -126,7 +126,7 @@ def _room(trials: list[Trial]) -> Iterator[None]:
         yield
     finally:
         if ours:
-            ray.shutdown()
+            leave()
 
 
 def _bundles(c: Config) -> list[dict[str, float]]:

@@ -29,6 +29,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raysim.engine import Engine
 from raysim.executor import make_trainer, settle
+from raysim.heartbeats import Address, Heartbeat
 from raysim.plan import Plan, prepare
 from raysim.ray_executor import RayExecutor
 from raysim.simulated import Costs, simulate
@@ -77,8 +78,8 @@ class Nobody:
 class Sleeper:
     """A ClientActor that trains nothing: each block takes one of these times."""
 
-    def __init__(self, times: list[float], size: int):
-        self.times, self.size = times, size
+    def __init__(self, heartbeat: Address, times: list[float], size: int):
+        self.heartbeat, self.times, self.size = Heartbeat(heartbeat), times, size
 
     def where(self) -> tuple[str, list[str]]:
         context = ray.get_runtime_context()
@@ -87,6 +88,10 @@ class Sleeper:
     @ray.method(num_returns=3)
     def train(self, blocks: list[Block], again: bool, bases: list[int], *downs: Any) -> tuple:
         assert "torch" not in sys.modules
+        with self.heartbeat.working():
+            return self._sleep(blocks, bases)
+
+    def _sleep(self, blocks: list[Block], bases: list[int]) -> tuple:
         began = time.perf_counter()
         full = max(len(block.jobs) for block in blocks)
         for block in blocks:

@@ -3,6 +3,8 @@ output is a JSON object with what came of it. CASE says what happens:
 
     sums     nothing
     alone    nothing is added up on the way
+    hang     one after the other a ClientActor of the third node, its Adder, the server and the evaluator are stopped
+    raylet   the third node's raylet is stopped, and the run waits until Ray takes the node for dead
     adder    when the third node's Adder is to add up a round, it dies
     node     while the third node's Adder adds up a round, it dies with its node
 """
@@ -26,6 +28,7 @@ from ray.cluster_utils import Cluster
 
 from raysim import experiment
 from raysim.actors import Adder
+from raysim.heartbeats import Address
 from raysim.plan import prepare
 from raysim.ray_executor import RayExecutor
 
@@ -36,8 +39,8 @@ STRUCK = 3
 class Doomed(Adder):
     """Takes its node along when it adds up for the `STRUCK`-th time: it ends the node's raylet, and is never done."""
 
-    def __init__(self, plan: Any, raylet: int):
-        super().__init__(plan)
+    def __init__(self, heartbeat: Address, plan: Any, raylet: int):
+        super().__init__(heartbeat, plan)
         self.raylet, self.left = raylet, STRUCK
 
     @ray.method(num_returns=2)
@@ -63,7 +66,38 @@ class Struck(RayExecutor):
 
     def training(self, t: int) -> Any:
         self.t = t - 1  # a round's training is made while the one before it is still trained
-        return super().training(t)
+        training = super().training(t)
+        add = training.add
+
+        def watched(downs: Any, blocks: Any) -> None:
+            add(downs, blocks)
+            self.strike(t)
+
+        training.add = watched
+        return training
+
+    def strike(self, t: int) -> None:
+        """The blocks of round t are on their way."""
+        (raylet,) = self.third.all_processes["raylet"]
+        if self.case == "raylet" and t == STRUCK:
+            self.case = "sums"
+            os.kill(raylet.process.pid, signal.SIGSTOP)
+            while self.third.node_id not in self.watch.dead_nodes():  # the run is not over before Ray knows of it
+                time.sleep(0.1)
+        elif self.case == "hang" and self.victims and t >= self.victims[0][0]:
+            (_, victim), *self.victims = self.victims
+            if victim == "client":
+                self.stop(next(one.actor for one in self.workers.values() if one.node == self.third.node_id))
+            else:
+                self.stop(self.adders[self.third.node_id] if victim == "adder" else getattr(self, victim))
+
+    def stop(self, actor: Any) -> None:
+        there = self.watch.process(self.heartbeats[actor])
+        assert there is not None
+        os.kill(there[1].pid, signal.SIGSTOP)
+
+    victims = ((1, "client"), (2, "adder"), (3, "server"), (5, "eval"))
+    """By the rounds in which they are stopped."""
 
     def adds_up(self, node: str, uploads: int) -> bool:
         return self.case != "alone" and super().adds_up(node, uploads)

@@ -40,17 +40,21 @@ def whole(config, tmp_path_factory) -> raysim.Finished:
     return raysim.run({**config, **places(tmp_path_factory.mktemp("inline"))})
 
 
+SOON = {"RAY_health_check_timeout_ms": "2000", "RAY_health_check_period_ms": "1000"}
+"""Ray takes a node for dead after ten seconds without an answer, not after a minute."""
+
+
 def places(folder: Path) -> dict[str, Any]:
     return {"run_dir": str(folder / "run"), "tracking": {"uri": f"sqlite:///{folder}/mlflow.db"}}
 
 
-def run(config: dict[str, Any], folder: Path, case: str) -> dict[str, Any]:
+def run(config: dict[str, Any], folder: Path, case: str, timeout: float = 120) -> dict[str, Any]:
     """On three nodes, the first of which has no ClientActor; four actors share the others."""
-    resources = {"executor": "ray", "actors": 4, "cpus": 1, "threads": 1, "timeout": 120, "server_node": "head"}
+    resources = {"executor": "ray", "actors": 4, "cpus": 1, "threads": 1, "timeout": timeout, "server_node": "head"}
     (folder / "config.yaml").write_text(yaml.safe_dump({**config, **places(folder), "resources": resources}))
     ran = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("adding.py")), str(folder / "config.yaml"), case],
-        env={**os.environ, "RAY_ADDRESS": ""},
+        env={**os.environ, "RAY_ADDRESS": "", **SOON},
         capture_output=True,
         text=True,
         timeout=300,
@@ -124,3 +128,30 @@ def test_sums_that_are_lost_are_made_again(config, whole, tmp_path, case):
     for mine, other in zip(found["history"], whole.history, strict=True):
         for key in ("accuracy", "loss", "train_loss", "bytes_up", "clients"):
             assert mine.get(key) == other.get(key)
+
+
+KASYNC = {"name": "kasync", "arrivals": 8, "concurrency": 20, "speeds": {"name": "lognormal"}}
+
+
+@pytest.mark.parametrize("name", ["sync", "kasync"])
+def test_actors_that_hang_are_replaced(config, tmp_path, name):
+    """One of each kind, on three nodes: nothing of it shows, and the log names who hung."""
+    config = {**config, "rounds": 8, "checkpoint": {"every": 1}}
+    config |= {"schedule": KASYNC} if name == "kasync" else {}
+    (tmp_path / "inline").mkdir()
+    whole = raysim.run({**config, **places(tmp_path / "inline")})
+    found = run(config, tmp_path, "hang", timeout=5)
+    assert found["digest"] == whole.digest
+    last, said = found["history"][-1], "\n".join(found["said"])
+    assert last["actors_lost"] == 3 and last["server_restarts"] == 1 and last["retried_blocks"] >= 2, said
+    hung = r"no sign of life for 5 s \(resources\.timeout\)"
+    assert re.search(rf"^ClientActor \d is lost \(in round 1, with \d+ blocks: {hung}\)", said, re.M), said
+    assert re.search(rf"^the Adder of node third is lost \(in round 2, with \d+ blocks: {hung}\)", said, re.M), said
+    assert re.search(rf"^the EvalActor is lost \(.*{hung}\)", said, re.M), said
+
+
+def test_a_node_whose_raylet_is_stopped_does_not_show(config, whole, tmp_path):
+    found = run(config, tmp_path, "raylet", timeout=60)
+    assert found["digest"] == whole.digest
+    said = "\n".join(found["said"])
+    assert re.search(r"ClientActor \d is lost", said) and found["history"][-1]["actors_lost"] >= 2, said

@@ -1,0 +1,122 @@
+"""What must hold while actors hang: they are stopped by SIGSTOP, and nothing of it shows in the result. Nor is one
+replaced that works for longer than `resources.timeout`."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import raysim
+from faults.common import basic, timeless
+from raysim import experiment
+from raysim.plan import prepare
+from raysim.ray_executor import RayExecutor
+
+pytestmark = pytest.mark.usefixtures("local_ray")
+
+TIMEOUT = 4
+"""Seconds of silence."""
+
+HUNG = rf"no sign of life for {TIMEOUT} s \(resources\.timeout\)"
+
+
+class Hanging(RayExecutor):
+    """The executor over Ray, some of whose actors are stopped."""
+
+    victims: dict[int, str]
+    """By the round in which they are stopped: the server before that round's blocks are sent off, the others after."""
+
+    def __init__(self, log: Callable[[str], None]):
+        super().__init__(log)
+        self.left = dict(self.victims)
+
+    def training(self, t: int) -> Any:
+        training = super().training(t)
+        add = training.add
+
+        def watched(downs: Any, blocks: Any) -> None:
+            if self.left.get(t) == "server":
+                self.stop(self.left.pop(t))
+            add(downs, blocks)
+            if t in self.left:
+                self.stop(self.left.pop(t))
+
+        training.add = watched
+        return training
+
+    def stop(self, kind: str) -> None:
+        actor = min(self.workers.items())[1].actor if kind == "client" else getattr(self, kind)
+        os.kill(self.process(actor).pid, signal.SIGSTOP)
+
+    def process(self, actor: Any) -> Any:
+        there = self.watch.process(self.heartbeats[actor])
+        assert there is not None
+        return there[1]
+
+    def end(self, actor: Any) -> None:
+        """Who was stopped may be continued at any time, so nothing of it may be left when another takes its place."""
+        process = self.process(actor)
+        super().end(actor)
+        assert not process.alive
+
+
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "sync": {"algorithm": {"name": "gradma", "memory": 9}},
+    "kasync": {
+        "algorithm": {"name": "fedhist", "length": 4},
+        "schedule": {"name": "kasync", "arrivals": 5, "concurrency": 12, "speeds": {"name": "lognormal"}},
+    },
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_actors_that_hang_are_replaced(uri, tmp_path, monkeypatch, caplog, name):
+    """A ClientActor, the server and the evaluator, one after the other."""
+    config = basic(tmp_path, uri) | {"rounds": 12} | SCHEDULES[name]
+    whole = raysim.run({**config, "run_dir": f"{config['run_dir']}-inline"})
+    said: list[str] = []
+    monkeypatch.setattr(Hanging, "victims", {2: "client", 4: "server", 6: "eval"}, raising=False)
+    monkeypatch.setattr(experiment, "choose", lambda plan, log: Hanging(log))
+    resources = {"executor": "ray", "actors": 2, "cpus": 0.5, "timeout": TIMEOUT}
+    done = experiment.execute(prepare({**config, "resources": resources}), log=said.append)
+    assert done.digest == whole.digest and timeless(done.history) == timeless(whole.history)
+    last = done.history[-1]
+    assert (last["actors_lost"], last["server_restarts"]) == (2, 1) and last["retried_blocks"] >= 1
+    client, evaluator = said
+    assert re.match(rf"ClientActor 0 is lost \(in round 2, with \d blocks: {HUNG}\)", client)
+    assert re.match(rf"the EvalActor is lost \(.*{HUNG}\)", evaluator)
+    (server,) = [record.getMessage() for record in caplog.records if "no sign of life" in record.getMessage()]
+    assert re.search(rf"the ServerActor on node \S+ has failed: {HUNG}", server) and "ClientActor" not in server
+
+
+SLOW = """
+import time
+from dataclasses import dataclass
+
+from algorithms.fedavg import FedAvgClient
+
+
+@dataclass(frozen=True)
+class Slow(FedAvgClient):
+    seconds: float = 0.0
+
+    def init(self, shared, row, data, task):
+        time.sleep(self.seconds)
+        return {}
+"""
+
+
+def test_a_block_that_takes_longer_than_the_timeout_is_not_lost(uri, tmp_path, source):
+    """The first round's blocks take three times as long as a process may be silent."""
+    rule = f"{source('slow', SLOW)}:Slow"
+    config = basic(tmp_path, uri) | {"rounds": 1, "schedule": {"cohort": 2}, "checkpoint": {"every": 0}}
+    resources = {"executor": "ray", "actors": 2, "cpus": 0.5, "timeout": TIMEOUT}
+    config |= {"algorithm": {"name": rule, "seconds": 3 * TIMEOUT}, "resources": resources}
+    (_, last) = raysim.run(config).history
+    assert last["train_seconds"] > 3 * TIMEOUT and last["clients"] == 2
+    assert (last["actors_lost"], last["retried_blocks"], last["server_restarts"]) == (0, 0, 0)
