@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import wraps
 from itertools import islice
@@ -55,7 +55,7 @@ def unpacked(value: Any, device: str) -> Any:
     return value
 
 
-def working(method: Callable[..., Any]) -> Callable[..., Any]:
+def working(method: Any) -> Any:
     """A method of an actor, which shows in its heartbeats as work."""
 
     @wraps(method)

@@ -156,7 +156,14 @@ def test_dry_run_trains_one_client_here_and_starts_nothing(raysim_, monkeypatch)
     monkeypatch.setattr(tracking, "Tracker", no)
     said = raysim_("run", "quickstart", "--dry-run")
     assert said.code == 0 and not list(Path().iterdir())
-    for text in ("gradma × server rule gradma", "mlp, 4,810 parameters", "100, samples", "10 clients in", "MB down", "the same (within"):
+    for text in (
+        "gradma × server rule gradma",
+        "mlp, 4,810 parameters",
+        "100, samples",
+        "10 clients in",
+        "MB down",
+        "the same (within",
+    ):
         assert text in said.out
     assert prepare("quickstart").config.fingerprint in said.out
     assert raysim_("run", "quickstart", "--dry-run", "local.lr=1e30").code == 1
