@@ -5,13 +5,14 @@ Exit codes: 0 done, 1 a run that failed, 2 a mistake in what was given, 130 and 
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import sys
 
 from raysim import ending, startup, versions
 from raysim.cli.base import app
-from raysim.errors import RaysimError
+from raysim.errors import ConfigError, RaysimError, shortened
 from raysim.signals import leave_at_once
 
 # isort: off
@@ -27,6 +28,11 @@ def main() -> None:
     except RaysimError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        print(f"error: {shortened(repr(error.filename))} is too long for a path; give a shorter one", file=sys.stderr)
+        sys.exit(ConfigError.exit_code)
 
 
 def console() -> None:

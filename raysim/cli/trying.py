@@ -151,11 +151,11 @@ def _finite(value: Any) -> Any:
 def simulate(
     config: Annotated[str, typer.Argument(help="a YAML file, or the name of a shipped one")],
     overrides: Overrides = None,
-    nodes: Annotated[int, typer.Option(min=1, help="of the cluster")] = 4,
-    cpus: Annotated[int, typer.Option(min=0, help="of each node")] = 8,
+    nodes: Annotated[int, typer.Option(min=1, max=100_000, help="of the cluster")] = 4,
+    cpus: Annotated[int, typer.Option(min=0, max=10_000, help="of each node")] = 8,
     gpus: Annotated[int, typer.Option(min=0, help="of each node; with some, an actor has one, or resources.gpus")] = 0,
     costs: Annotated[str | None, typer.Option(help="a YAML file: what steps, bytes and messages cost")] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="to simulate")] = 4,
+    rounds: Annotated[int, typer.Option(min=1, max=100_000, help="to simulate")] = 4,
     out: Annotated[Path, typer.Option(help="the picture")] = Path("simulation.png"),
     as_json: Annotated[bool, typer.Option("--json", help="last line of standard output: one JSON object")] = False,
 ) -> None:
