@@ -147,7 +147,7 @@ def _table(path: Path) -> dict[str, Any]:
     """A file's JSON object."""
     try:
         found = json.loads(path.read_text())
-    except ValueError:
+    except (ValueError, RecursionError):
         raise ValueError(f"{path.name} is torn") from None
     if not isinstance(found, dict):
         raise ValueError(f"{path.name} holds something else")

@@ -275,7 +275,7 @@ class Tail:
     def _read_mark(self) -> dict[str, Any]:
         try:
             return json.loads(self._sent_path.read_text())
-        except (FileNotFoundError, ValueError):  # never written, or torn: then all is sent again, which does no harm
+        except (FileNotFoundError, ValueError, RecursionError):  # not written, or torn: to send all again does no harm
             return {"records": 0, "run_id": None}
 
 
