@@ -87,7 +87,7 @@ def write(run_dir: Path, checkpoint: Checkpoint, keep: int, best: bool = True) -
         shutil.rmtree(partial, ignore_errors=True)
         raise Unwritable(
             f"checkpoint {final} cannot be written: {error} ({free:.0f} MB free there); make room and `raysim resume` "
-            "goes on from the one before, or set checkpoint.required=false to train on without"
+            "continues from the last one there is, or set checkpoint.required=false to train on without"
         ) from None
     there = available(run_dir)
     measured = {path: accuracy for path in there if best and (accuracy := _accuracy(path)) is not None}

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -100,9 +100,11 @@ def check(recorded: Mapping[str, Mapping[str, str]] | None, found: Files) -> Non
             place = f"{key}.name" if key in SECTIONS else key
             version = before.get(changed[0], "")
             again = f"install {version} of it" if changed[0] in _distributions(before, now) else "put the old one back"
+            rule = key.partition(".")[0] in ("algorithm", "client", "server")  # a fork keeps data, partition and net
+            fork = " (`raysim resume --fork` starts one from the last checkpoint)" if rule else ""
             raise ConfigError(
                 f"{place}: {changed[0]} has changed since this run began; {again} (code as it was is in the run's "
-                "folder, source/), or start a new run (`raysim resume --fork` starts one from the last checkpoint)"
+                f"folder, source/), or start a new run{fork}"
             )
 
 
@@ -131,9 +133,23 @@ def _path_parameters(config: Config) -> Iterator[tuple[str, str]]:
             continue
         kinds = _kinds(key, section.name)
         for name, value in section.parameters.items():
-            text = isinstance(value, str) and value and _any_text(kinds.get(name, str))
-            if text and os.path.exists(os.path.expanduser(value)):
-                yield f"{key}.{name}", value
+            if not isinstance(value, str):
+                texts = list(_texts(f"{key}.{name}", value))
+            else:
+                texts = [(f"{key}.{name}", value)] if _any_text(kinds.get(name, str)) else []
+            yield from ((place, text) for place, text in texts if text and os.path.exists(os.path.expanduser(text)))
+
+
+def _texts(place: str, value: Any) -> Iterator[tuple[str, str]]:
+    """Yield the texts inside lists and mappings, each with its dotted key."""
+    if isinstance(value, str):
+        yield place, value
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _texts(f"{place}.{key}", inner)
+    elif isinstance(value, Sequence):
+        for number, inner in enumerate(value):
+            yield from _texts(f"{place}.{number}", inner)
 
 
 def _kinds(key: str, name: str) -> Mapping[str, Any]:

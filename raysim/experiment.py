@@ -202,8 +202,8 @@ def forked(
         both_in_step = before.config.schedule.name == plan.config.schedule.name == "sync"
         if section in ("data", "partition", "model", "dtype") or (section == "schedule" and not both_in_step):
             raise ConfigError(
-                f"{key}: a fork keeps its run's data, partition and model, and a virtual clock its schedule; start a "
-                "new run instead"
+                f"{key.removeprefix('files.')}: a fork keeps its run's data, partition and model, and a virtual clock "
+                "its schedule; start a new run instead"
             )
     saved = _saved(folder, before)
     if saved is None:

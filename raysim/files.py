@@ -52,7 +52,7 @@ def open_own(path: Path, flags: int) -> int:
         OSError: it cannot be opened.
     """
     try:
-        return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise _refusal(path) from None

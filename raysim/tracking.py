@@ -718,6 +718,7 @@ def _mlflow(uri: str) -> Any:
     if not uri.startswith("http"):
         import mlflow.store.tracking.sqlalchemy_store
     logging.getLogger("mlflow.store").setLevel(logging.WARNING)
+    logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)  # a traceback a try; the writer reports it
     return mlflow
 
 

@@ -209,7 +209,7 @@ def test_a_fork_may_have_the_edited_rule(stopped, files):
     plan, _, _, origin = experiment.forked(stopped[0], {"rounds": 2})
     assert plan.config.rounds == 2 and "files.algorithm" in origin.changes
     (files / "net.py").write_text(NET + "\n# a comment")
-    with pytest.raises(ConfigError, match=r"files\.model: a fork keeps its run's data, partition and model"):
+    with pytest.raises(ConfigError, match=r"^model: a fork keeps its run's data, partition and model"):
         experiment.forked(stopped[0], {"rounds": 2})
 
 
@@ -243,6 +243,16 @@ def test_weights_that_are_a_folder(files, small):
     assert set(first.files or {}) == {"algorithm", "client", "client.table"}
     (files / "w" / "deep" / "a.bin").write_bytes(b"2")
     assert prepare(small, {"algorithm.table": "w"}).config.fingerprint != first.fingerprint
+
+
+def test_paths_inside_lists_and_mappings_count(files, small):
+    (files / "v.bin").write_bytes(b"1")
+    (files / "parts_net.py").write_text(NET.replace("weights: str", "weights: str, extra=None"))
+    given = {"model": {"name": "./parts_net.py:Net", "weights": "bias.txt", "extra": {"parts": ["v.bin"], "k": 3}}}
+    first = prepare(small, given).config
+    assert "model.extra.parts.0" in (first.files or {})
+    (files / "v.bin").write_bytes(b"2")
+    assert prepare(small, given).config.fingerprint != first.fingerprint
 
 
 # -- modules that Python finds -----------------------------------------------------------------------------------------

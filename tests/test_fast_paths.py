@@ -128,7 +128,7 @@ class Finish(ClientRule):
 @dataclass(frozen=True)
 class Init(ClientRule):
     def init(self, shared, row, data, task):
-        return {"w": 2 * shared["x"]}
+        return {"anchor": 2 * shared["x"]}
 
 
 @dataclass(frozen=True)
