@@ -757,7 +757,8 @@ def test_who_spoils_something_is_named_and_stops_the_run(mode, engine, spoilt):
 
 
 def test_all_spoilt_is_a_round_of_nobody(engine, spoilt):
-    run, records = engine(spoilt("loop", "sum", tuple(n for n in SIZES if n), where="delta", value="nan"))
+    config = spoilt("loop", "sum", tuple(n for n in SIZES if n), where="delta", value="nan")
+    run, records = engine(config | {"faults": {"on_client_error": "drop", "on_empty_run": "finish"}})
     assert [record["clients"] for record in records[1:]] == [0.0] * 4
     assert np.array_equal(run.executor.xs[0], run.executor.xs[-1])
 
