@@ -26,6 +26,7 @@ from raysim.references import Code, distribution_of, module_files, read_code
 from raysim.validation import flatten
 
 Files = dict[str, dict[str, str]]
+EMPTY = hashlib.sha256().hexdigest()
 SECTIONS = ("algorithm", "client", "server", "model")
 
 
@@ -62,17 +63,21 @@ def _code(config: Config) -> dict[str, tuple[str, dict[str, bytes]]]:
 def of_data(config: Config, dataset: Dataset) -> Files:
     """Return the contents of every other file that a resolved configuration names.
 
+    A file that was empty when the run began may hold anything by now, or be gone: the run itself may write to it.
+
     Raises:
         ConfigError: a file cannot be read.
     """
     found: Files = {}
-    named = dict(_path_parameters(config))
+    recorded = config.files or {}
+    named = dict(_path_parameters(config, recorded))
     if isinstance(config.schedule.speeds, Trace):
         named["schedule.speeds.path"] = config.schedule.speeds.path
     if isinstance(config.partition, FromFile):
         named["partition.path"] = config.partition.path
     for key, path in named.items():
-        found[key] = {path: _of_path(Path(path).expanduser(), key)}
+        was_empty = recorded.get(key, {}).get(path) == EMPTY
+        found[key] = {path: EMPTY if was_empty else _of_path(Path(path).expanduser(), key)}
     if config.data.path is not None:
         found["data.path"] = {config.data.path: dataset.digest}
     return found
@@ -125,7 +130,7 @@ def _references(config: Config) -> Iterator[tuple[str, str]]:
             yield key, point
 
 
-def _path_parameters(config: Config) -> Iterator[tuple[str, str]]:
+def _path_parameters(config: Config, recorded: Mapping[str, Mapping[str, str]]) -> Iterator[tuple[str, str]]:
     """Yield the parameters of rules and net that may be any text and name a file or a folder, with that."""
     for key in ("client", "server", "model"):
         section: Named | None = getattr(config, key)
@@ -137,7 +142,12 @@ def _path_parameters(config: Config) -> Iterator[tuple[str, str]]:
                 texts = list(_texts(f"{key}.{name}", value))
             else:
                 texts = [(f"{key}.{name}", value)] if _any_text(kinds.get(name, str)) else []
-            yield from ((place, text) for place, text in texts if text and os.path.exists(os.path.expanduser(text)))
+            yield from ((at, text) for at, text in texts if text and (_is_there(text) or text in recorded.get(at, {})))
+
+
+def _is_there(text: str) -> bool:
+    path = Path(text).expanduser()
+    return path.is_file() or path.is_dir()
 
 
 def _texts(place: str, value: Any) -> Iterator[tuple[str, str]]:

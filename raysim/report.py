@@ -25,7 +25,8 @@ Goal = Callable[[Sequence[Run]], float | None]
 SIDE = "side"
 """A parameter that follows from the rules: where they differ from FedAvg's. It is a column for those who ask for it."""
 _SCENARIO = ("data.", "partition.", "model.", "schedule.", "privacy.")  # what methods are compared in
-_FOLLOWS = ("client.", "server.", "block.", "model.", "schedule.")  # sections whose keys mostly follow from a name
+_FOLLOWS = ("files", "client.", "server.", "block.", "model.", "schedule.")
+"""Beginnings of keys that mostly follow from a name."""
 
 
 def rows(

@@ -245,6 +245,41 @@ def test_weights_that_are_a_folder(files, small):
     assert prepare(small, {"algorithm.table": "w"}).config.fingerprint != first.fingerprint
 
 
+WRITER = """
+from dataclasses import dataclass
+from raysim.rules import ClientRule
+
+@dataclass(frozen=True)
+class Writer(ClientRule):
+    log: str = ""
+
+    def direction(self, shared, state, batch, task):
+        with open(self.log, "a") as log:
+            print(int(task.t), file=log)
+        return task.grad(state["w"], batch)
+"""
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_file_that_was_empty_may_be_written_to(gone, files, small):
+    """It goes on, whatever the file holds by now, and is the run that it was."""
+    (files / "writer.py").write_text(WRITER)
+    log = files / "log.txt"
+    log.touch()
+    rule = {"algorithm": None, "client": {"name": "./writer.py:Writer", "log": "log.txt"}, "server": "fedavg"}
+    done = experiment.run(small, {**rule, "rounds": 1})
+    assert log.read_text()
+    if gone:
+        log.unlink()
+    assert experiment.resume(done.run_dir, {"rounds": 2}).rounds == 2
+
+
+def test_a_file_that_is_gone_is_named(stopped, files):
+    (files / "bias.txt").unlink()
+    with pytest.raises(ConfigError, match=r"bias\.txt"):
+        experiment.resume(stopped[0], {"rounds": 2})
+
+
 def test_paths_inside_lists_and_mappings_count(files, small):
     (files / "v.bin").write_bytes(b"1")
     (files / "parts_net.py").write_text(NET.replace("weights: str", "weights: str, extra=None"))

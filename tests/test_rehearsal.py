@@ -10,6 +10,7 @@ import pytest
 import torch
 from test_battery import NETS, SIZES
 
+from raysim import rehearsal
 from raysim.errors import ConfigError
 from raysim.plan import Plan, prepare
 from raysim.rehearsal import Rehearsal, batch_sizes, compared
@@ -19,6 +20,7 @@ from raysim.task import Batch
 discover()
 
 RULES = """
+import time
 from dataclasses import dataclass
 
 import torch
@@ -42,6 +44,13 @@ class Plain(ClientRule):
 class StartsElsewhere(ClientRule):
     def init(self, shared, row, data, task):
         return {"w": 0.5 * shared["x"]}
+
+
+@dataclass(frozen=True)
+class Slow(Plain):
+    def init(self, shared, row, data, task):
+        time.sleep(3)
+        return {}
 
 
 @dataclass(frozen=True)
@@ -206,6 +215,12 @@ def test_a_vector_of_another_length_or_float_type_is_an_upload(what, given, sour
     server = source("rules", RULES) + ":Takes"
     run, _ = engine(given("Sends", {"what": what}, server=server))
     assert torch.isfinite(run.final["state/x"]).all()
+
+
+def test_a_rule_that_hangs_is_the_runs_matter(given, monkeypatch, caplog):
+    monkeypatch.setattr(rehearsal, "LIMIT_S", 0.5)
+    prepare(given("Slow"))
+    assert "was not done with one step within 0.5 s" in caplog.text
 
 
 def test_a_rule_that_raises_is_the_runs_matter(given):

@@ -39,7 +39,9 @@ from raysim.rules import ClientRule
 @dataclass(frozen=True)
 class Deadly(ClientRule):
     def direction(self, shared, state, batch, task):
-        os.kill(os.getpid(), signal.SIGKILL)
+        if task.t >= 1 and not os.path.exists("spared"):  # which no rehearsal reaches
+            os.kill(os.getpid(), signal.SIGKILL)
+        return task.grad(state['w'], batch)
 """
 
 
@@ -201,9 +203,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Trial]:
 
 def test_again_only_what_is_missing_is_done(swept: Outcome, mlflow: Any, started: list[Trial]):
     """The failed ones are tried again, in the same MLflow runs; then, in a larger sweep, nothing of the smaller one."""
-    Path("deadly.py").write_text(
-        DEADLY.replace("os.kill(os.getpid(), signal.SIGKILL)", "return task.grad(state['w'], batch)")
-    )
+    Path("spared").touch()
     before = {run.info.run_id for run in runs_of(mlflow)}
     again = sweep.run(prepare(SWEPT))
     assert [trial.label for trial in started] == ["fedavg", "Deadly"]

@@ -179,12 +179,16 @@ def refusing() -> Iterator[tuple[int, list[bytes]]]:
     thread.join()
 
 
-def test_a_password_in_an_address_is_not_said(config, tmp_path, refusing):
+def test_a_password_in_an_address_is_not_said(config, tmp_path, refusing, monkeypatch):
     """Not where the server fails at once, nor where the run goes on without it, nor in `track replay`."""
     port, heard = refusing
     config["tracking"] = {"uri": f"http://user:{SECRET}@127.0.0.1:{port}", "experiment": "secret", "required": False}
     code, said = call("run", written(tmp_path, config | {"rounds": 3}), cwd=tmp_path)
     assert code == 0 and heard and SECRET not in said, said
+    code, said = call("track", "replay", tmp_path / "run", cwd=tmp_path)
+    assert code == 2 and "MLFLOW_TRACKING_PASSWORD" in said and SECRET not in said, said
+    monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "user")
+    monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", SECRET)
     code, said = call("track", "replay", tmp_path / "run", cwd=tmp_path)
     assert code == 1 and SECRET not in said, said
     config["tracking"]["required"] = True

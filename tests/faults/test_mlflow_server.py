@@ -108,6 +108,8 @@ def test_a_password_lands_nowhere_on_the_server(server, only, tmp_path, caplog, 
     monkeypatch.chdir(tmp_path)
     config = basic(tmp_path, f"http://user:{SECRET}@127.0.0.1:{server.port}") | {"rounds": 4}
     done = raysim.run(config)
+    monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "user")  # no run keeps them in its folder
+    monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", SECRET)
     fork = raysim.experiment.resume("run", {"local.lr": 0.2, "rounds": 6}, fork=True)
     for run_id in (done.run_id, fork.run_id):
         run = client_of(server.uri).get_run(run_id)
