@@ -18,8 +18,7 @@ from pydantic import Field
 
 from raysim.algorithms.dynsgd import KASYNC
 from raysim.algorithms.fedprox import FedProxClient
-from raysim.config import PositiveScheduled
-from raysim.rules import Algorithm, ServerRule, Uploads
+from raysim.rules import Algorithm, PositiveScheduled, ServerRule, Uploads
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,7 @@ import torch
 
 from raysim.algorithms.fedavg import REFERENCE, FedAvgClient
 from raysim.algorithms.fedprox import FedProxClient
-from raysim.config import UnitScheduled
-from raysim.rules import Algorithm, ServerRule
+from raysim.rules import Algorithm, ServerRule, UnitScheduled
 
 
 @dataclass(frozen=True)

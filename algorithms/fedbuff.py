@@ -14,8 +14,7 @@ from math import sqrt
 
 from raysim.algorithms.fedavg import FedAvgClient
 from raysim.algorithms.fedavgm import FedAvgMServer
-from raysim.config import UnitScheduled
-from raysim.rules import Algorithm
+from raysim.rules import Algorithm, UnitScheduled
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,7 @@ from typing import Annotated, Literal
 import torch
 from pydantic import Field
 
-from raysim.config import UnitScheduled
-from raysim.rules import Algorithm, ClientRule, ServerRule, Uploads
+from raysim.rules import Algorithm, ClientRule, ServerRule, UnitScheduled, Uploads
 
 
 @dataclass(frozen=True)

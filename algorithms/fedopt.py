@@ -24,8 +24,7 @@ import torch
 from pydantic import Field
 
 from raysim.algorithms.fedavg import REFERENCE, FedAvgClient
-from raysim.config import PositiveScheduled, UnitScheduled
-from raysim.rules import Algorithm, ServerRule
+from raysim.rules import Algorithm, PositiveScheduled, ServerRule, UnitScheduled
 
 
 @dataclass(frozen=True)

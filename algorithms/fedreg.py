@@ -31,7 +31,7 @@ from pydantic import Field
 
 from raysim.algorithms.fedavg import FedAvgServer
 from raysim.rules import Algorithm, ClientRule
-from raysim.task import Batch, soft_cross_entropy
+from raysim.training.task import Batch, soft_cross_entropy
 
 Share = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0)]

@@ -36,9 +36,8 @@ import torch
 from pydantic import Field
 
 from raysim.algorithms.fedavg import FedAvgClient, FedAvgServer
-from raysim.config import UnitScheduled
 from raysim.numerics import absorb, admit, memory_init, project3
-from raysim.rules import Algorithm, ClientRule, ServerRule, Uploads
+from raysim.rules import Algorithm, ClientRule, ServerRule, UnitScheduled, Uploads
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from raysim.algorithms.fedavg import REFERENCE, FedAvgClient
-from raysim.config import UnitScheduled
-from raysim.rules import Algorithm, ServerRule, Uploads
+from raysim.rules import Algorithm, ServerRule, UnitScheduled, Uploads
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from raysim.algorithms.fedavg import REFERENCE
-from raysim.config import UnitScheduled
-from raysim.rules import Algorithm, ClientRule, ServerRule, Uploads
+from raysim.rules import Algorithm, ClientRule, ServerRule, UnitScheduled, Uploads
 
 
 @dataclass(frozen=True)

@@ -11,17 +11,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from raysim.errors import ClientError, ConfigError, RaysimError
+from raysim.version import __version__
 
 if TYPE_CHECKING:
-    from raysim.experiment import Finished, run
+    from raysim.runs.run import Finished, run
 
-__version__ = "0.1.0"
-__all__ = ["ClientError", "ConfigError", "Finished", "RaysimError", "run"]
+__all__ = ["ClientError", "ConfigError", "Finished", "RaysimError", "__version__", "run"]
 
 
 def __getattr__(name: str):
     if name in ("run", "Finished"):
-        from raysim import experiment
+        from raysim.runs import run as experiment
 
         return getattr(experiment, name)
     raise AttributeError(f"module 'raysim' has no attribute '{name}'")

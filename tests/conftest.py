@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 import torch
 
-from raysim.config import Data
+from raysim.config.schema import Data
 from raysim.data import load
-from raysim.engine import Engine
-from raysim.executor import Inline, Next, Trained
-from raysim.plan import Plan, prepare
-from raysim.server import Round
+from raysim.engine.executor import Inline, Next, Trained
+from raysim.engine.loop import Engine
+from raysim.engine.plan import Plan, prepare
+from raysim.engine.server import Round
 
 torch.set_num_threads(1)
 

@@ -6,15 +6,15 @@ import re
 from pathlib import Path
 
 import raysim
-from raysim import rules
+from raysim.rules import contract
 
 PACKAGE = Path(raysim.__file__).parent
 
 
 def test_a_method_costs_its_file_only():
     """No file of the engine knows a method by name: neither compares one with a name nor imports one."""
-    rules.discover()
-    names = sorted({*rules.ALGORITHMS, *rules.CLIENTS, *rules.SERVERS} - {"fedavg"}, key=len, reverse=True)
+    contract.discover()
+    names = sorted({*contract.ALGORITHMS, *contract.CLIENTS, *contract.SERVERS} - {"fedavg"}, key=len, reverse=True)
     quoted = re.compile(rf"""["']({"|".join(names)})["']""")
     compared = re.compile(r"""\b(algorithm|client|server)(\.name|_name)?\s*(==|!=|\bin\b)\s*[\[({"']""")
     imported = re.compile(r"(from|import)\s+(raysim\.)?algorithms\b")
@@ -28,9 +28,9 @@ def test_a_method_costs_its_file_only():
 
 
 def test_a_method_file_says_what_it_keeps_sends_and_where_it_is_from():
-    for name, algorithm in rules.ALGORITHMS.items():
+    for name, algorithm in contract.ALGORITHMS.items():
         assert re.search(r"(19|20)\d\d", algorithm.paper), name
         assert algorithm.state.startswith("server ") and ", client " in algorithm.state, name
         assert algorithm.traffic.startswith("down ") and ", up " in algorithm.traffic, name
-    for cls in {*rules.CLIENTS.values(), *rules.SERVERS.values()}:
+    for cls in {*contract.CLIENTS.values(), *contract.SERVERS.values()}:
         assert cls.__doc__ and cls.__doc__.strip().endswith("."), cls

@@ -10,8 +10,9 @@ import logging
 import os
 import sys
 
-from raysim import ending, startup, versions
+from raysim import processes, startup
 from raysim.cli.base import app
+from raysim.distributed import versions
 from raysim.errors import ConfigError, RaysimError, shortened
 from raysim.signals import leave_at_once
 
@@ -43,5 +44,5 @@ def console() -> None:
     try:
         main()
     except SystemExit as end:
-        ending.leave(end.code if isinstance(end.code, int) else int(end.code is not None))
+        processes.leave(end.code if isinstance(end.code, int) else int(end.code is not None))
         raise

@@ -13,7 +13,7 @@ from rich.table import Table
 from raysim.cli.base import app, job_app
 
 if TYPE_CHECKING:
-    from raysim.submit import Cluster
+    from raysim.distributed.jobs import Cluster
 
 _Address = Annotated[
     str | None,
@@ -30,7 +30,8 @@ def submit(
     wait: Annotated[bool, typer.Option("--wait", help="follow the job, and end with its exit code")] = False,
 ) -> None:
     """Send a command to a Ray cluster, as a job: raysim submit --wait -- run my.yaml rounds=100."""
-    from raysim.submit import Cluster, checked
+    from raysim.cli.job_commands import checked
+    from raysim.distributed.jobs import Cluster
 
     command = checked(command, working_dir, requirements)
     cluster = Cluster(address)
@@ -43,7 +44,7 @@ def submit(
 @job_app.command("list")
 def job_list(address: _Address = None) -> None:
     """The jobs of a cluster, the newest first."""
-    from raysim.submit import Cluster
+    from raysim.distributed.jobs import Cluster
 
     table = Table("job", "state", "command", box=None)
     for job in Cluster(address).jobs():
@@ -54,7 +55,7 @@ def job_list(address: _Address = None) -> None:
 @job_app.command("logs")
 def job_logs(job: Annotated[str, typer.Argument(help="as `raysim submit` said")], address: _Address = None) -> None:
     """What a job says, until it has ended; ends with its exit code."""
-    from raysim.submit import Cluster
+    from raysim.distributed.jobs import Cluster
 
     _follow(Cluster(address), job)
 
@@ -62,7 +63,7 @@ def job_logs(job: Annotated[str, typer.Argument(help="as `raysim submit` said")]
 @job_app.command("stop")
 def job_stop(job: Annotated[str, typer.Argument(help="as `raysim submit` said")], address: _Address = None) -> None:
     """End a job in order: a run keeps what is done."""
-    from raysim.submit import Cluster
+    from raysim.distributed.jobs import Cluster
 
     Cluster(address).stop(job)
 

@@ -42,8 +42,9 @@ def list_(
 
 
 def _catalogue(what: str) -> list[dict[str, str]]:
-    from raysim import nets, rules
-    from raysim.validation import choices
+    from raysim.config.explain import choices
+    from raysim.models import zoo
+    from raysim.rules import contract
 
     def first_line(thing: Any) -> str:
         return " ".join((thing.__doc__ or "").split("\n\n")[0].split())
@@ -60,21 +61,21 @@ def _catalogue(what: str) -> list[dict[str, str]]:
                 "traffic": a.traffic,
                 "presets": " ".join(a.presets),
             }
-            for name, a, origin in rules.catalogue("algorithm")
+            for name, a, origin in contract.catalogue("algorithm")
         ]
     if what in ("clients", "servers"):
         return [
-            {"name": name, "from": origin, "what": first_line(c), "keys": " ".join(rules.fields(c))}
-            for name, c, origin in rules.catalogue("client" if what == "clients" else "server")
+            {"name": name, "from": origin, "what": first_line(c), "keys": " ".join(contract.fields(c))}
+            for name, c, origin in contract.catalogue("client" if what == "clients" else "server")
         ]
     if what == "pairs":
         return _pairs()
     if what == "configs":
-        from raysim.layers import shipped
+        from raysim.config.loading import shipped
 
         return [{"name": name, "what": text} for name, text in shipped().items()]
     if what == "models":
-        return [{"name": n, "what": first_line(f)} for n, f in nets.NETS.items()]
+        return [{"name": n, "what": first_line(f)} for n, f in zoo.NETS.items()]
     if what == "datasets":
         from raysim import data
 
@@ -91,22 +92,22 @@ def _catalogue(what: str) -> list[dict[str, str]]:
 
 def _pairs() -> list[dict[str, str]]:
     """Server rules down, client rules across: what each pair is called ("x": nothing; "": it is refused)."""
-    from raysim import rules
+    from raysim.rules import contract
 
-    rules.discover()
+    contract.discover()
     named: dict[tuple[str, str], str] = {}
-    for a in rules.ALGORITHMS.values():
+    for a in contract.ALGORITHMS.values():
         named.setdefault((a.client.name, a.server.name), a.name)
 
     def word(client: str, server: str) -> str:
         try:
-            rules.refuse_pair(rules.CLIENTS[client](), rules.SERVERS[server]())
+            contract.refuse_pair(contract.CLIENTS[client](), contract.SERVERS[server]())
         except ConfigError:
             return ""
         return named.get((client, server), "x")
 
-    clients = sorted(rules.CLIENTS)
-    return [{"server": s, **{c: word(c, s) for c in clients}} for s in sorted(rules.SERVERS)]
+    clients = sorted(contract.CLIENTS)
+    return [{"server": s, **{c: word(c, s) for c in clients}} for s in sorted(contract.SERVERS)]
 
 
 def _print_pairs(rows: list[dict[str, str]]) -> None:
@@ -122,7 +123,7 @@ def _print_pairs(rows: list[dict[str, str]]) -> None:
 @track_app.command()
 def replay(run_dir: Annotated[Path, typer.Argument(help="the run's folder")]) -> None:
     """Send what a run could not send while its tracking server was down."""
-    from raysim import tracking
+    from raysim.tracking import mlflow as tracking
 
     print(f"{tracking.replay(run_dir)} records sent")
 
@@ -146,7 +147,7 @@ def show(
 ) -> None:
     """Sizes, classes, and a grid of samples as PNG."""
     from raysim import data
-    from raysim.config import Data
+    from raysim.config.schema import Data
 
     dataset = data.load(Data(name=name, root=root, path=path))
     picture = out or Path(f"{name}.png")
@@ -164,7 +165,7 @@ def show(
 @app.command()
 def doctor() -> None:
     """Check that this machine can run raysim."""
-    from raysim import diagnosis
+    from raysim.planning import doctor as diagnosis
 
     console, sick = Console(highlight=False), 0
     for name, good, said in diagnosis.examine():

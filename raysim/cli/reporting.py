@@ -14,7 +14,7 @@ from raysim.cli.base import check_picture, report_app
 from raysim.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
-    from raysim.finished import Run
+    from raysim.reports.runs import Run
 
 _SPENT = "rounds, bytes, virtual-time or seconds"
 
@@ -50,9 +50,9 @@ def report_table(
     log: Log = False,
 ) -> None:
     """What runs reached, mean ± std over seeds; rows by the parameters that differ."""
-    from raysim import report
-    from raysim.paper import read
-    from raysim.paper import target as printed_target
+    from raysim.reports import aggregate
+    from raysim.reports.published import read
+    from raysim.reports.published import target as printed_target
 
     _one_of("--format", form, ("markdown", "csv", "latex"))
     unit, printed = _unit(spent), read(paper) if paper else []
@@ -61,25 +61,25 @@ def report_table(
         raise ConfigError("--of: says whose best --target is a share of; give --target too, as a number")
     if paper and metric != "accuracy":
         raise ConfigError(f"--paper: its figures are of the accuracy, not of {metric}; leave one of the two out")
-    found = report.finished_runs(runs, uri, metric, _aside, unit)
+    found = aggregate.finished_runs(runs, uri, metric, _aside, unit)
     goal: Any = value
     if of and value is not None:
-        goal = report.share_of(found, of, value, metric, _aside)
+        goal = aggregate.share_of(found, of, value, metric, _aside)
     elif target == "paper":
         goal = lambda members: printed_target(printed, members[0].params)  # noqa: E731
-    rows = report.rows(found, metric, target=goal, group=_keys(group), best_of=_keys(best_of), say=_aside)
+    rows = aggregate.rows(found, metric, target=goal, group=_keys(group), best_of=_keys(best_of), say=_aside)
     if paper:
-        rows = report.beside(rows, printed, value, of)
+        rows = aggregate.beside(rows, printed, value, of)
         if not any(row.printed for row in rows):
             _aside(
                 f"--paper: {paper} says nothing of such runs; a row must have one algorithm and one scenario: --group"
             )
     if ranks:
-        rows = report.ranked(rows, metric, _aside)
+        rows = aggregate.ranked(rows, metric, _aside)
     if form == "csv":
-        text = report.as_csv(rows, unit)
+        text = aggregate.as_csv(rows, unit)
     else:
-        text = (report.latex if form == "latex" else report.markdown)(rows, metric, None if of else value, unit)
+        text = (aggregate.latex if form == "latex" else aggregate.markdown)(rows, metric, None if of else value, unit)
     _say(text, out)
     if log:
         _keep_text(f"table.{ ({'markdown': 'md', 'latex': 'tex'}.get(form, form)) }", text, [], found, runs, uri)
@@ -97,11 +97,11 @@ def report_curves(
     log: Log = False,
 ) -> None:
     """How runs went, mean and a band of one std over seeds, over what they spent, as a picture."""
-    from raysim import report
+    from raysim.reports import aggregate
 
     unit = _unit(spent)
     check_picture(out)
-    found = report.finished_runs(runs, uri, metric, _aside, unit)
+    found = aggregate.finished_runs(runs, uri, metric, _aside, unit)
     print(_draw_curves(found, metric, unit, _keys(group), _keys(panels) or (), out))
     if log:
         _keep([out], found, runs, uri)
@@ -123,14 +123,14 @@ def report_sweep(
 ) -> None:
     """The best of runs, mean over seeds, over one parameter as lines or over two as heatmaps, as a picture. What else
     differs makes lines, or panels, of its own."""
-    from raysim import report
+    from raysim.reports import aggregate
 
     check_picture(out)
     if y and log_x:
         raise ConfigError("--log-x: a heatmap has a column for each value; leave out --log-x or --y")
     if y and target is not None:
         raise ConfigError("--target: a heatmap is of the best; leave out --target or --y")
-    found = report.finished_runs(runs, uri, metric, _aside)
+    found = aggregate.finished_runs(runs, uri, metric, _aside)
     print(_draw_sweep(found, metric, x, y, log_x, out, target))
     if log:
         _keep([out], found, runs, uri)
@@ -148,13 +148,13 @@ def report_sensitivity(
 ) -> None:
     """How much of the spread of runs each of their parameters explains, as a table, and a picture of all points. Made
     for random search, where the parameters are independent."""
-    from raysim import pictures, report, sensitivity
+    from raysim.reports import aggregate, plots, sensitivity
 
     _one_of("--statistic", statistic, sensitivity.STATISTICS)
     check_picture(out)
-    found = report.finished_runs(runs, uri, metric, _aside)
+    found = aggregate.finished_runs(runs, uri, metric, _aside)
     effects = sensitivity.effects(found, _keys(keys) or (), sensitivity.result(statistic, metric))
-    _write(out, lambda: pictures.scatter(sensitivity.clouds(effects), f"{statistic} {metric}", out))
+    _write(out, lambda: plots.scatter(sensitivity.clouds(effects), f"{statistic} {metric}", out))
     print(f"{sensitivity.markdown(effects, metric)}\n{len(found)} runs; {out}")
     if log:
         _keep([out], found, runs, uri)
@@ -170,9 +170,10 @@ def report_speedup(
     out: Annotated[Path, typer.Option(help="the picture to write")] = Path("speedup.png"),
 ) -> None:
     """How many rounds a target takes over a parameter, on log axes, from runs of several lengths; and the slope."""
-    from raysim import pictures, report, theory
+    from raysim.diagnostics import convergence
+    from raysim.reports import aggregate, plots
 
-    found = report.finished_runs(runs, uri, metric, _aside)
+    found = aggregate.finished_runs(runs, uri, metric, _aside)
     if missing := [run.run_id for run in found if over not in run.params]:
         raise ConfigError(
             f"--over: {len(missing)} runs have no parameter '{over}'{did_you_mean(over, found[0].params)}"
@@ -183,9 +184,9 @@ def report_speedup(
         ]
     except ValueError:
         raise ConfigError(f"--over: the values of {over} are no numbers, so they have no place on log axes") from None
-    lines = theory.speedup(ends, target, _aside)
-    slope = theory.slope(lines)
-    _write(out, lambda: pictures.speedup(lines, slope, f"{metric} {target:g}", over, out))
+    lines = convergence.speedup(ends, target, _aside)
+    slope = convergence.slope(lines)
+    _write(out, lambda: plots.speedup(lines, slope, f"{metric} {target:g}", over, out))
     print(f"| {over} | rounds to {target:g} (each seed) |\n| --- | --- |")
     for x in sorted({x for line in lines.values() for x in line}):
         print(f"| {x:g} | {', '.join(f'{line[x]:.4g}' for line in lines.values() if x in line)} |")
@@ -206,8 +207,9 @@ def report_claims(
     """What a paper claims of a configuration's runs, with what came out, a verdict, and the pictures that show it."""
     from functools import cache
 
-    from raysim import claims, layers, report, validation
-    from raysim.config import Tracking
+    from raysim.config import explain, loading
+    from raysim.config.schema import Tracking
+    from raysim.reports import aggregate, claims
 
     asked = claims.read(config)
     if not asked:
@@ -216,19 +218,19 @@ def report_claims(
         figures.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"--figures: {figures} cannot be made: {error.strerror}; name another folder") from None
-    tracking = validation.checked(Tracking, layers.read(config).get("tracking") or {})
+    tracking = explain.checked(Tracking, loading.read(config).get("tracking") or {})
     wanted, store = runs or [tracking.experiment], uri or tracking.uri
 
     @cache
     def runs_of(metric: str, spent: Any = "rounds") -> list[Run]:
-        return report.finished_runs(wanted, store, metric, _aside, spent)
+        return aggregate.finished_runs(wanted, store, metric, _aside, spent)
 
     lines = claims.check(asked, runs_of)
     text = claims.markdown(lines)
     shown = {claim.figure.file: (i, claim.figure) for i, claim in enumerate(asked) if claim.figure}
     for i, figure in shown.values():
         unit, path = _unit(figure.spent), figures / figure.file
-        found = report.having(runs_of(figure.metric, unit), figure.where, f"claims.{i}.figure.where")
+        found = aggregate.having(runs_of(figure.metric, unit), figure.where, f"claims.{i}.figure.where")
         if figure.kind == "curves":
             _aside(_draw_curves(found, figure.metric, unit, figure.group, figure.panels, path))
         else:
@@ -242,25 +244,25 @@ def report_claims(
 def _draw_curves(
     found: Sequence[Run], metric: str, unit: Any, group: Sequence[str] | None, panels: Sequence[str], out: Path
 ) -> str:
-    from raysim import pictures, report
+    from raysim.reports import aggregate, plots
 
-    courses = report.curves(found, group, _aside, panels)
-    _write(out, lambda: pictures.curves(courses, metric, unit, out))
+    courses = aggregate.curves(found, group, _aside, panels)
+    _write(out, lambda: plots.curves(courses, metric, unit, out))
     return f"{len(courses)} curves in {out}"
 
 
 def _draw_sweep(
     found: Sequence[Run], metric: str, x: str, y: str | None, log_x: bool, out: Path, target: float | None = None
 ) -> str:
-    from raysim import pictures, report
+    from raysim.reports import aggregate, plots
 
     if y is None:
-        lines = report.along(found, x, metric, _aside, target)
+        lines = aggregate.along(found, x, metric, _aside, target)
         what = f"best {metric}" if target is None else f"rounds to {metric} {target:g}"
-        _write(out, lambda: pictures.curves(lines, what, x, out, logarithmic=log_x))
+        _write(out, lambda: plots.curves(lines, what, x, out, logarithmic=log_x))
         return f"{len(lines)} line{'s'[: len(lines) != 1]} in {out}"
-    grids = [(name, *report.grid(some, x, y, metric, _aside)) for name, some in report.apart(found, [x, y])]
-    _write(out, lambda: pictures.heatmap(grids, x, y, metric, out))
+    grids = [(name, *aggregate.grid(some, x, y, metric, _aside)) for name, some in aggregate.apart(found, [x, y])]
+    _write(out, lambda: plots.heatmap(grids, x, y, metric, out))
     return f"{sum(len(grid[-1]) for grid in grids)} values in {out}"
 
 
@@ -310,7 +312,7 @@ def _write(path: Path, write: Callable[[], object]) -> None:
 
 
 def _keep(files: list[Path], found: Sequence[Run], wanted: Sequence[str], uri: str | None) -> None:
-    from raysim.finished import keep
+    from raysim.reports.runs import keep
 
     names = ", ".join(f"report/{file.name}" for file in files)
     _aside(f"kept in MLflow: {names} of run {keep(files, found, wanted, uri)}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -12,10 +13,11 @@ from rich.console import Console
 from rich.table import Table
 
 from raysim.cli.base import Overrides, app
+from raysim.errors import ConfigError
 
 if TYPE_CHECKING:
-    from raysim.engine import Record
-    from raysim.plan import Plan
+    from raysim.engine.loop import Record
+    from raysim.engine.plan import Plan
 
 
 @app.command()
@@ -29,9 +31,14 @@ def run(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="check everything, train one client here, stop")] = False,
 ) -> None:
     """Run one experiment."""
-    from raysim.plan import prepare
+    from raysim.engine.plan import prepare
 
-    plan = prepare(config, overrides or [])
+    try:
+        plan = prepare(config, overrides or [])
+    except ConfigError as error:
+        if several := _several(overrides or []):
+            raise ConfigError(f"{error} (several values of {several[0]} make a sweep: raysim sweep)") from None
+        raise
     if print_config:
         print(plan.config.dump(), end="")
         return
@@ -52,7 +59,7 @@ def resume(
     as_json: Annotated[bool, typer.Option("--json", help="last line of standard output: one JSON object")] = False,
 ) -> None:
     """Go on with a run that was stopped, from its last checkpoint."""
-    from raysim.experiment import forked, reopen
+    from raysim.runs.run import forked, reopen
 
     console = Console(stderr=as_json, highlight=False)
     reopened = forked(run, overrides or []) if fork else (*reopen(run, overrides or []), None)
@@ -60,8 +67,8 @@ def resume(
 
 
 def _execute(as_json: bool, console: Console, plan: Plan, *reopened: Any) -> None:
-    from raysim.experiment import execute
-    from raysim.tracking import ui_hint
+    from raysim.runs.run import execute
+    from raysim.tracking.mlflow import ui_hint
 
     if reopened:
         saved = reopened[1]
@@ -84,8 +91,8 @@ def _execute(as_json: bool, console: Console, plan: Plan, *reopened: Any) -> Non
 
 def _what_is_left(plan: Plan, reopened: tuple) -> str:
     """Where a stopped run can be taken up again."""
-    from raysim import checkpoint
-    from raysim.experiment import latest_run_dir
+    from raysim.engine import checkpoint
+    from raysim.runs.run import latest_run_dir
 
     folder = reopened[0] if reopened else latest_run_dir(plan)
     if folder is None:
@@ -149,11 +156,11 @@ def _rehearse(plan: Plan, console: Console) -> None:
     """Trains the first client of round 0 in this process and says what the run would be."""
     import numpy as np
 
-    from raysim.config import InFlight
-    from raysim.engine import Engine
-    from raysim.executor import Inline
-    from raysim.rehearsal import compared
-    from raysim.work import cut
+    from raysim.config.schema import InFlight
+    from raysim.engine.executor import Inline
+    from raysim.engine.loop import Engine
+    from raysim.engine.rehearsal import compared
+    from raysim.training.messages import cut
 
     inline = Inline()
     inline.open(plan)
@@ -187,3 +194,13 @@ def _rehearse(plan: Plan, console: Console) -> None:
     table.add_row("one client", f"{took:.3g} s here (with warming up)")
     table.add_row("fingerprint", plan.config.fingerprint)
     console.print(table)
+
+
+def _several(overrides: Iterable[str]) -> list[str]:
+    """The keys that are given as a sweep's would be."""
+    from raysim.sweep import search_space
+
+    try:
+        return list(search_space.split(overrides)[1])
+    except ConfigError:
+        return []

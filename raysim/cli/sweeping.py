@@ -61,7 +61,7 @@ def sweep(
 
 
 def _list_trials(planned: Sweep, console: Console) -> None:
-    from raysim.sweep.space import as_text
+    from raysim.sweep.search_space import as_text
 
     table = Table("", *planned.axes, "folder", box=None)
     for trial in planned.trials:
@@ -80,7 +80,7 @@ def _size(planned: Sweep) -> str:
 
 
 def _sum_up(done: Outcome, console: Console) -> None:
-    from raysim.tracking import ui_hint
+    from raysim.tracking.mlflow import ui_hint
 
     console.print(f"\n{done.table}\n", soft_wrap=True, markup=False)
     for trial, error in done.failed:

@@ -19,7 +19,7 @@ from raysim.errors import ConfigError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from raysim.plan import Plan
+    from raysim.engine.plan import Plan
 
 
 @app.command()
@@ -31,7 +31,7 @@ def bench(
     as_json: Annotated[bool, typer.Option("--json", help="last line of standard output: one JSON object")] = False,
 ) -> None:
     """Try out where a configuration runs fastest here: executor, actors, shares of GPUs, blocks."""
-    from raysim import bench as benches
+    from raysim.planning import bench as benches
 
     console = Console(stderr=as_json, highlight=False)
 
@@ -58,8 +58,8 @@ def theory(
     as_json: Annotated[bool, typer.Option("--json", help="last line of standard output: one JSON object")] = False,
 ) -> None:
     """Hold a configuration against the conditions of GradMA's Theorem 1 (Luo 2023). Nothing is trained."""
-    from raysim import theory as theorems
-    from raysim.plan import prepare
+    from raysim.diagnostics import convergence as theorems
+    from raysim.engine.plan import prepare
 
     console = Console(stderr=as_json, highlight=False)
     given = [text.removeprefix("L=") for text in overrides or [] if text.startswith("L=")]
@@ -97,8 +97,8 @@ def theory(
 
 def _smoothness(plan: Plan, sample: int | None, console: Console) -> tuple[float, str]:
     """L of a configuration: what it says itself, or the power method's at x_0."""
-    from raysim import full_gradients
-    from raysim.executor import make_trainer, settle
+    from raysim.diagnostics import full_gradients
+    from raysim.engine.executor import make_trainer, settle
 
     asked = plan.config.evaluate.theory
     if asked and asked.L:
@@ -160,14 +160,14 @@ def simulate(
     as_json: Annotated[bool, typer.Option("--json", help="last line of standard output: one JSON object")] = False,
 ) -> None:
     """See what a configuration would be like on a cluster that is not there: who waits for what, which bytes travel."""
-    from raysim import simulation
+    from raysim.planning import forecast
 
     check_picture(out)
     if not out.absolute().parent.is_dir():
         raise ConfigError(f"--out: there is no folder {out.absolute().parent}; make it, or give another one")
     console = Console(stderr=as_json, highlight=False)
-    found = simulation.run(config, overrides or [], simulation.Cluster(nodes, cpus, gpus), costs, rounds, out)
-    both = [simulation.means(found.added), simulation.means(found.alone)]
+    found = forecast.run(config, overrides or [], forecast.Cluster(nodes, cpus, gpus), costs, rounds, out)
+    both = [forecast.means(found.added), forecast.means(found.alone)]
     c, step = found.plan.config, found.costs.training.step
     blocks = -(-c.schedule.size // found.plan.block_size)
     console.print(
@@ -197,7 +197,7 @@ def attack(
     as_json: Annotated[bool, typer.Option("--json", help="last line of standard output: one JSON object")] = False,
 ) -> None:
     """Try to recover clients' images from the updates that a run has kept (gradient inversion)."""
-    from raysim import attack as attacks
+    from raysim.attacks import gradient_inversion as attacks
 
     console = Console(stderr=as_json, highlight=False)
     with _AttackProgress(console) as progress:
@@ -224,7 +224,7 @@ def match(
     as_json: Annotated[bool, typer.Option("--json", help="last line of standard output: one JSON object")] = False,
 ) -> None:
     """Find the noise at which DP-SGD hides images as well as another method does, and train both."""
-    from raysim import match as matches
+    from raysim.attacks import noise_matching as matches
 
     console = Console(stderr=as_json, highlight=False)
     found = matches.match(config, overrides or [], lambda line: console.print(line, soft_wrap=True, markup=False))

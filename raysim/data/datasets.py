@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from raysim.config import Data, Quadratics
+from raysim.config.schema import Data, Quadratics
 from raysim.data import quadratics
 from raysim.errors import ConfigError, did_you_mean, in_a_line
 from raysim.randomness import generator

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from raysim.config import (
+from raysim.config.schema import (
     IID,
     Dirichlet,
     FromFile,

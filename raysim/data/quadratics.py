@@ -8,7 +8,7 @@ with z_i and c standard normal. So every f_i, and f = (1/N) Σ f_i, is L-smooth;
 
 It becomes a data set as least squares. Client i holds P examples (b, r) [P + 1], b = √(P λ_k) q_k and r = bᵀa_i for
 each column q_k of Q_i, and the mean of ½ (bᵀw - r)² over them is f_i exactly; a mini-batch sees some directions only.
-The model `quadratic` (raysim.nets) has w as its parameters.
+The model `quadratic` (raysim.models.zoo) has w as its parameters.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from raysim.config import Quadratics
+from raysim.config.schema import Quadratics
 from raysim.randomness import generator
 
 

@@ -1,9 +1,9 @@
 """The numerical core: order-independent sums, inner products, the QPs of GradMA and its gradient memory."""
 
-from .inner import aligned, cross, dot, gram, norm, use_threads, weighted_sum
-from .memory import absorb, admit, memory_bytes, memory_init
-from .qp import QPInfo, project, project3, project_gram, solve_dual
-from .sums import NonFiniteError, combine, fixed_sum, to_float
+from raysim.numerics.fixed_point import NonFiniteError, combine, fixed_sum, to_float
+from raysim.numerics.gradient_memory import absorb, admit, memory_bytes, memory_init
+from raysim.numerics.inner_products import aligned, cross, dot, gram, norm, use_threads, weighted_sum
+from raysim.numerics.qp import QPInfo, project, project3, project_gram, solve_dual
 
 __all__ = [
     "NonFiniteError",

@@ -22,7 +22,7 @@ from numpy.linalg import LinAlgError
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from .inner import Few, gram
+from raysim.numerics.inner_products import Few, gram
 
 Array = NDArray[np.float64]
 Mask = NDArray[np.bool_]

@@ -18,7 +18,7 @@ process alone sends that to MLflow.
 """
 
 from raysim.sweep.definition import Sweep, Trial, prepare
-from raysim.sweep.results import Outcome
-from raysim.sweep.running import run
+from raysim.sweep.runner import run
+from raysim.sweep.summary import Outcome
 
 __all__ = ["Outcome", "Sweep", "Trial", "prepare", "run"]

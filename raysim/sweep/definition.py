@@ -17,12 +17,16 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from raysim import claims, config, data, layers, plan, rules, validation
-from raysim.config import Config, Section
-from raysim.credentials import redacted
+from raysim import data
+from raysim.config import explain, loading, schema
+from raysim.config.credentials import redacted
+from raysim.config.schema import Config, Section
+from raysim.engine import plan
 from raysim.errors import ConfigError, did_you_mean
-from raysim.sweep import space
-from raysim.sweep.space import Axis, Draw, as_text
+from raysim.reports import claims
+from raysim.rules import contract
+from raysim.sweep import search_space
+from raysim.sweep.search_space import Axis, Draw, as_text
 
 
 class EarlyStopping(Section):
@@ -124,7 +128,7 @@ class Sweep:
     settings: Settings
 
     @property
-    def tracking(self) -> config.Tracking:
+    def tracking(self) -> schema.Tracking:
         return self.trials[0].config.tracking
 
     def done(self, trial: Trial) -> bool:
@@ -149,7 +153,7 @@ class Described:
     def raw(self, point: Mapping[str, Any]) -> dict[str, Any]:
         """The configuration at a point, not yet checked: where it does not say otherwise, small, in one process, on one
         core."""
-        raw = layers.read(self.source, {**self.given, **point}, plan.keys, rules.defaults)
+        raw = loading.read(self.source, {**self.given, **point}, plan.keys, contract.defaults)
         raw.pop("sweep", None)
         if raw.get("run_dir") is not None:
             raise ConfigError("run_dir: each trial of a sweep has a folder of its own; leave it out (--dir is for all)")
@@ -162,11 +166,11 @@ class Described:
 def describe(source: str | Path | Mapping[str, Any], overrides: Iterable[str] = ()) -> Described:
     """Reads a sweep. Arguments and errors are those of `prepare`; the trials themselves are not looked at."""
     claims.read(source)  # a mistake there is told before anything runs
-    given, axes = space.split(overrides)
+    given, axes = search_space.split(overrides)
     said = {key: given.pop(key) for key in list(given) if key.partition(".")[0] == "sweep"}
-    section = layers.read(source, (), plan.keys, rules.defaults).get("sweep")
+    section = loading.read(source, (), plan.keys, contract.defaults).get("sweep")
     grids, settings = _section(section, said)
-    grids = [space.laid_over(grid, given, axes) for grid in grids]
+    grids = [search_space.laid_over(grid, given, axes) for grid in grids]
     drawn = {key: each for grid in grids for key, each in grid.items() if isinstance(each, Draw)}
     if drawn and settings.samples is None:
         key, draw = next(iter(drawn.items()))
@@ -177,8 +181,10 @@ def describe(source: str | Path | Mapping[str, Any], overrides: Iterable[str] = 
         raise ConfigError(
             "sweep: nothing varies; give lists of values, seed=0..4 local.lr=0.1,0.01, or a section sweep"
         )
-    space.check_size(grids, settings.samples or 1)
-    points = [point for grid in grids for point in space.points(grid, settings.samples or 1, settings.sample_seed)]
+    search_space.check_size(grids, settings.samples or 1)
+    points = [
+        point for grid in grids for point in search_space.points(grid, settings.samples or 1, settings.sample_seed)
+    ]
     return Described(points, drawn, given, settings, source)
 
 
@@ -190,11 +196,11 @@ def _section(section: Any, said: dict[str, Any]) -> tuple[list[dict[str, Axis]],
         known = [*Settings.model_fields, "grids", *Config.model_fields]
         raise ConfigError(f"sweep.{strange[0]}: unknown key{did_you_mean(strange[0], known)}")
     known = {key: whole.pop(key) for key in Settings.model_fields if key in whole}
-    raw = layers.read({"sweep": known}, said)
-    settings = validation.checked(_File, raw).sweep
-    grids = space.grids(whole.pop("grids", {}))
-    (common,) = space.grids(whole)
-    return [space.laid_over(grid, {}, common) for grid in grids], settings
+    raw = loading.read({"sweep": known}, said)
+    settings = explain.checked(_File, raw).sweep
+    grids = search_space.grids(whole.pop("grids", {}))
+    (common,) = search_space.grids(whole)
+    return [search_space.laid_over(grid, {}, common) for grid in grids], settings
 
 
 def _is_strange(key: str) -> bool:
@@ -216,7 +222,7 @@ def prepare(
         ConfigError: with the values of the first trial that cannot run, or with what is wrong about the sweep.
     """
     described = describe(source, overrides)
-    axes = space.varied(described.points)
+    axes = search_space.varied(described.points)
     trials: dict[str, Trial] = {}
     for point in described.points:
         values = {key: point[key] for key in axes if key in point}
@@ -265,11 +271,11 @@ def _key(c: Config) -> str:
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
-def load_once(wanted: config.Data) -> data.Dataset:
+def load_once(wanted: schema.Data) -> data.Dataset:
     """A process that prepares trial after trial reads its data once."""
     return _load(wanted.model_dump_json())
 
 
 @lru_cache(maxsize=2)
 def _load(wanted: str) -> data.Dataset:
-    return data.load(config.Data.model_validate_json(wanted))
+    return data.load(schema.Data.model_validate_json(wanted))

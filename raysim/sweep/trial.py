@@ -16,14 +16,16 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-from raysim import checkpoint, experiment, files, lock, plan, store
-from raysim.credentials import masked
+from raysim import files, lock
+from raysim.config.credentials import masked
 from raysim.data import digest
-from raysim.engine import Record
+from raysim.engine import checkpoint, client_store, plan
+from raysim.engine.loop import Record
 from raysim.errors import RaysimError, did_you_mean
-from raysim.spool import Recorder
+from raysim.runs import run as experiment
 from raysim.sweep.definition import EarlyStopping, Trial, load_once
-from raysim.sweep.space import as_text
+from raysim.sweep.search_space import as_text
+from raysim.tracking.spool import Recorder
 
 logger = logging.getLogger("raysim")
 
@@ -43,7 +45,7 @@ def train(trial: Trial, uri: str, name: str, parent: str, stopping: EarlyStoppin
         What went wrong, which error.txt keeps too: a line, and more below it. "" if nothing did.
     """
     files.make_private(trial.folder)
-    files.refuse_links(trial.folder, [store.FOLDER] if trial.config.store.dir else [])
+    files.refuse_links(trial.folder, [client_store.FOLDER] if trial.config.store.dir else [])
     mistake = trial.folder / "error.txt"
     if mistake.exists():  # of an earlier attempt
         mistake.rename(trial.folder / f"error-{trial.failures + 1}.txt")

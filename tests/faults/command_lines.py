@@ -27,11 +27,11 @@ import torch
 import yaml
 
 import raysim
-from raysim import algorithms, attack, cli, experiment, report, sweep, validation  # noqa: F401
-from raysim.config import Config
-from raysim.layers import shipped
-from raysim.rules import ALGORITHMS, discover, fields
-from raysim.validation import flatten
+from raysim import algorithms, cli, sweep  # noqa: F401
+from raysim.config.explain import flatten
+from raysim.config.loading import shipped
+from raysim.config.schema import Config
+from raysim.rules.contract import ALGORITHMS, discover, fields
 
 MAX_SECONDS, MAX_WALL_SECONDS, MAX_BYTES, MAX_MESSAGE = 20, 150, 2 * 2**30, 20_000
 """Of one command. The second is against commands that wait for ever, on a machine that is busy with others."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from raysim import tracking
+from raysim.tracking import mlflow as tracking
 
 
 @pytest.fixture(scope="session")
 def uri(tmp_path_factory: pytest.TempPathFactory) -> str:
-    from faults.common import client_of
+    from support.processes import client_of
 
     found = f"sqlite:///{tmp_path_factory.mktemp('database')}/mlflow.db"
     client_of(found).search_experiments()

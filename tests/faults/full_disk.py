@@ -13,7 +13,9 @@ import signal
 import sys
 from typing import Any
 
-from raysim import checkpoint, cli, spool
+from raysim import cli
+from raysim.engine import checkpoint
+from raysim.tracking import spool
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

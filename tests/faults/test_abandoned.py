@@ -13,13 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.processes import client_of, run_in
 
-from faults.common import client_of, run_in
-from raysim import diagnosis, lock, tracking
-from raysim.config import Tracking
+from raysim import lock
+from raysim.config.schema import Tracking
 from raysim.errors import ConfigError
-from raysim.finished import finished_runs
-from raysim.spool import Clock
+from raysim.planning import doctor
+from raysim.reports.runs import finished_runs
+from raysim.tracking import mlflow as tracking
+from raysim.tracking.spool import Clock
 
 HOURS = 5 * 3600
 
@@ -72,10 +74,10 @@ def test_a_report_marks_a_run_whose_process_died(uri, tmp_path, died):
 
 def test_doctor_marks_the_runs_of_a_folder(uri, tmp_path, died, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    good, said = diagnosis._runs()
+    good, said = doctor._runs()
     assert good and "raysim resume runs/x/run" in said
     assert run_in(uri, tmp_path.name).info.status == "FAILED"
-    assert "none" in diagnosis._runs()[1]
+    assert "none" in doctor._runs()[1]
 
 
 @pytest.mark.parametrize("age", [0, HOURS])

@@ -15,14 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.processes import basic, call, client_of, each_step_once, run_in, timeless, written
 
 import raysim
-from faults.common import basic, call, client_of, each_step_once, run_in, timeless, written
-from raysim import checkpoint, experiment
-from raysim.engine import Engine
+from raysim.engine import checkpoint
+from raysim.engine.executor import Inline
+from raysim.engine.loop import Engine
 from raysim.errors import ConfigError, RaysimError
-from raysim.executor import Inline
-from raysim.experiment import resume
+from raysim.runs import run as experiment
+from raysim.runs.run import resume
 
 
 def stop_at(number: int) -> Callable[[dict[str, float]], None]:

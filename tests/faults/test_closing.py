@@ -9,10 +9,10 @@ import time
 from pathlib import Path
 
 import pytest
+from support.processes import basic, kill, run_in, start, until, written
 
-from faults.common import basic, kill, run_in, start, until, written
-from raysim import ending
-from raysim.ending import Process, descendants
+from raysim import processes
+from raysim.processes import Process, descendants
 
 SOON = {
     "RAY_health_check_initial_delay_ms": "500",
@@ -50,7 +50,7 @@ def test_a_process_of_ray_that_is_stopped_ends_the_run(uri, tmp_path, stopped, c
         until(lambda: not [process for process in started if process.alive], 10, "a process is left")
     finally:
         kill(driver)
-        ending.kill(started)
+        processes.kill(started)
     found = run_in(uri, tmp_path.name)
     if code == 1:
         (error,) = [line for line in said.splitlines() if line.startswith("error: ")]
@@ -63,8 +63,8 @@ def test_a_process_of_ray_that_is_stopped_ends_the_run(uri, tmp_path, stopped, c
 
 def test_a_call_without_end_is_limited():
     began = time.monotonic()
-    assert not ending.limited(lambda: time.sleep(60), 0.1)
+    assert not processes.limited(lambda: time.sleep(60), 0.1)
     assert time.monotonic() - began < 30
-    assert ending.limited(lambda: None, 30)
+    assert processes.limited(lambda: None, 30)
     with pytest.raises(OSError, match="full"):
-        ending.limited(lambda: (_ for _ in ()).throw(OSError("full")), 30)
+        processes.limited(lambda: (_ for _ in ()).throw(OSError("full")), 30)

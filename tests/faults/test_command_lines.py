@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from raysim.errors import ConfigError
-from raysim.simulation import _table
+from raysim.planning.forecast import _table
 
 
 def explored(cases: int, seed: int, folder: Path) -> dict:

@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from raysim.cli.running import _rehearse
+from raysim.engine.plan import prepare
 from raysim.errors import ConfigError, RaysimError
-from raysim.plan import prepare
 
 Path_ = tuple[Any, ...]
 

@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.processes import basic, each_step_once, kill, run_in, start, timeless, until, written
 
 import raysim
-from faults.common import basic, each_step_once, kill, run_in, start, timeless, until, written
-from raysim import checkpoint, lock
-from raysim.experiment import resume
+from raysim import lock
+from raysim.engine import checkpoint
+from raysim.runs.run import resume
 
 MOMENTS = ("files", "rename", "renamed", "remove")
 """In the writing of a checkpoint, where a process kills itself: see `zygote.py`."""
@@ -179,7 +180,7 @@ def test_twenty_kills_do_not_show(starter, uri, tmp_path, source):
 
 
 def runs_in(uri: str, experiment: str) -> list[Any]:
-    from faults.common import client_of
+    from support.processes import client_of
 
     client = client_of(uri)
     return list(client.search_runs([client.get_experiment_by_name(experiment).experiment_id]))

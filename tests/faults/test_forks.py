@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.processes import basic, call, client_of, each_step_once, timeless, written
 
 import raysim
-from faults.common import basic, call, client_of, each_step_once, timeless, written
-from raysim import checkpoint
+from raysim.engine import checkpoint
 from raysim.errors import ConfigError
-from raysim.experiment import resume
+from raysim.runs.run import resume
 
 
 def stopped(config: dict[str, Any], number: int) -> None:

@@ -10,12 +10,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from support.processes import basic, timeless
 
 import raysim
-from faults.common import basic, timeless
-from raysim import experiment
-from raysim.plan import prepare
-from raysim.ray_executor import RayExecutor
+from raysim.distributed.executor import RayExecutor
+from raysim.engine.plan import prepare
+from raysim.runs import run as experiment
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 

@@ -6,11 +6,11 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from support.mlflow_server import Server
+from support.processes import basic, call, client_of, each_step_once, run_in, until
 
 import raysim
-from faults.common import basic, call, client_of, each_step_once, run_in, until
-from faults.server import Server
-from raysim import tracking
+from raysim.tracking import mlflow as tracking
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +110,7 @@ def test_a_password_lands_nowhere_on_the_server(server, only, tmp_path, caplog, 
     done = raysim.run(config)
     monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "user")  # no run keeps them in its folder
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", SECRET)
-    fork = raysim.experiment.resume("run", {"local.lr": 0.2, "rounds": 6}, fork=True)
+    fork = raysim.runs.run.resume("run", {"local.lr": 0.2, "rounds": 6}, fork=True)
     for run_id in (done.run_id, fork.run_id):
         run = client_of(server.uri).get_run(run_id)
         facts = [*run.data.params.items(), *run.data.tags.items()]

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.processes import basic
 
-from faults.common import basic
-from raysim import experiment
-from raysim.plan import prepare
-from raysim.ray_executor import RayExecutor
+from raysim.distributed.executor import RayExecutor
+from raysim.engine.plan import prepare
+from raysim.runs import run as experiment
 
 BOUND = {"driver": 20_000, "actor": 2_000, "shared": 500, "files": 0.01}
 """Bytes of private and of shared memory a round, and open files. The driver keeps the history, forty figures of each

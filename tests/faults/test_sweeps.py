@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from faults.common import call, client_of, start, steps_of, until
-from faults.server import Server
+from support.mlflow_server import Server
+from support.processes import call, client_of, start, steps_of, until
 
 GRID = {
     "rounds": 20,

@@ -17,7 +17,8 @@ from typing import Any
 import mlflow  # noqa: F401
 import torch
 
-from raysim import checkpoint, cli, experiment, tracking  # noqa: F401
+from raysim import cli
+from raysim.engine import checkpoint
 
 
 def die() -> None:

@@ -1,0 +1,71 @@
+"""What FedReg's local step costs beside FedAvg's, and what making its data costs: MNIST, its CNN, batches of 10.
+
+    python benchmarks/fedreg_step.py [--repeats 5]
+
+One client with 100 examples trains one local epoch and three in this process: the difference is that of the steps
+alone, what is left of the shorter run that of the arrival. Prints medians and ratios; asserts none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from typing import Any
+
+from raysim.engine.executor import make_trainer, settle
+from raysim.engine.plan import prepare
+from raysim.training.messages import Block, Broadcast, Job
+
+CONFIG = {
+    "rounds": 1,
+    "data": {"name": "mnist", "scaling": "unit"},
+    "partition": {"name": "iid", "clients": 600},
+    "model": "mnist_cnn",
+    "schedule": {"cohort": 1},
+    "block": {"mode": "loop"},
+    "resources": {"executor": "inline"},
+}
+METHODS = {"fedavg": {}, "fedreg": {}, "fedreg_mg": {}, "fedreg_mg, fresh": {"fresh": True}}
+
+
+class Client:
+    """One client's local training, again and again."""
+
+    def __init__(self, algorithm: str, options: dict[str, Any]):
+        name = algorithm.partition(",")[0]
+        local = {"epochs": 1, "batch": 10, "lr": 0.1}
+        plan = prepare({**CONFIG, "algorithm": {"name": name, **options}, "local": local})
+        self.trainer = make_trainer(plan, "cpu")
+        x, buffers = plan.initial
+        self.down = Broadcast({"x": x}, buffers)
+
+    def seconds(self, epochs: int) -> float:
+        job = Job(client=0, base=0, cursor=0, weight=1.0, steps=10 * epochs)
+        began = time.perf_counter()
+        (one,) = self.trainer.train({0: self.down}, [Block(0, [job])]).done
+        assert one.error is None, one.error
+        return time.perf_counter() - began
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--repeats", type=int, default=5)
+    repeats = arguments.parse_args().repeats
+    settle(1)
+    clients = {name: Client(name, options) for name, options in METHODS.items()}
+    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in clients}
+    for _ in range(repeats):
+        for name, client in clients.items():
+            taken[name].append((client.seconds(1), client.seconds(3)))
+    steps = {name: statistics.median((long - short) / 20 for short, long in t) for name, t in taken.items()}
+    for name, t in taken.items():
+        arrival = statistics.median(short for short, _ in t) - 10 * steps[name]
+        print(
+            f"{name:18}  {1e3 * steps[name]:6.1f} ms a step, {steps[name] / steps['fedavg']:.2f} times FedAvg's; "
+            f"arrival {1e3 * arrival:6.0f} ms, as much as {arrival / steps['fedavg']:.0f} of its steps"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""Blocks of clients on a GPU: rounds a second beside one client after the other, and the part of the device's peak.
+
+    python benchmarks/gpu.py [--models lenet5 resnet20] [--blocks 1 8 32 128] [--repeats 5]
+
+FedAvg on random 3×32×32 images, 128 of 1,000 clients, five steps of 64, all in this process. Each size of blocks is
+trained under vmap with torch's own convolutions and with unfolded ones, as CUDA graphs and not. The peak is what a
+product of two large float32 matrices reaches in the same run. `--device cpu` tries the script without a GPU; there are
+no graphs then. Ways take turns; prints medians and ratios, asserts none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from gradma_cost import dataset
+from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+from raysim.data import Dataset
+from raysim.engine.executor import Inline
+from raysim.engine.loop import Engine
+from raysim.engine.plan import Plan, resolve
+from raysim.errors import RaysimError
+
+STEPS, BATCH, SHAPE = 5, 64, (3, 32, 32)
+
+
+def plan(model: str, cohort: int, block: dict[str, Any], device: str, data: Dataset) -> Plan:
+    config = {
+        "data": {"name": "digits"},  # the loader below has something else
+        "rounds": 1_000_000,
+        "partition": {"name": "virtual", "clients": 1000, "samples": 400},
+        "model": {"name": model, **({"dropout": 0.0} if model == "lenet5" else {})},
+        "algorithm": "fedavg",
+        "local": {"steps": STEPS, "batch": BATCH, "lr": 0.01},
+        "block": block,
+        "schedule": {"name": "sync", "cohort": cohort},
+        "resources": {"executor": "inline", "gpus": float(device == "cuda")},
+        "evaluate": {"every": 0},
+        "checkpoint": {"every": 0},
+    }
+    return resolve(config, load=lambda _: data)
+
+
+def ways(sizes: list[int], device: str) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {"loop": {"mode": "loop"}}
+    for size in sizes:
+        for convolutions in ("direct", "unfold"):
+            for graphs in (True, False) if device == "cuda" else (False,):
+                name = f"vmap of {size}, {convolutions}{', graphs' * graphs}"
+                found[name] = {"mode": "vmap", "size": size, "convolutions": convolutions, "graphs": graphs}
+    return found
+
+
+def wait(device: str) -> float:
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def peak(device: str, n: int, repeats: int) -> float:
+    """Floating-point operations a second."""
+    a, b = torch.randn(n, n, device=device), torch.randn(n, n, device=device)
+    taken = []
+    for _ in range(repeats + 1):
+        began = wait(device)
+        a @ b
+        taken.append(wait(device) - began)
+    return 2 * n**3 / min(taken)
+
+
+def operations(one: Plan) -> int:
+    """Of a round's gradients, as torch counts them."""
+    net = one.model().module
+    counter = FlopCounterMode(display=False)
+    with counter:
+        F.cross_entropy(net(torch.zeros(BATCH, *SHAPE)), torch.zeros(BATCH, dtype=torch.long)).backward()
+    return counter.get_total_flops() * STEPS * one.config.schedule.size
+
+
+def started(one: Plan) -> Iterator[dict[str, float]]:
+    executor = Inline()
+    executor.open(one)
+    rounds = Engine(one, executor).rounds()
+    for _ in range(3):
+        next(rounds)
+    return rounds
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--models", nargs="*", default=["lenet5", "resnet20"])
+    arguments.add_argument("--blocks", nargs="*", type=int, default=[1, 8, 32, 128])
+    arguments.add_argument("--cohort", type=int, default=128)
+    arguments.add_argument("--repeats", type=int, default=5)
+    arguments.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    given = arguments.parse_args()
+    if given.device == "cuda" and not torch.cuda.is_available():
+        arguments.error("there is no GPU here; --device cpu tries the script without one")
+    data, most = dataset(SHAPE), peak(given.device, 8192 if given.device == "cuda" else 1024, given.repeats)
+    name = torch.cuda.get_device_name() if given.device == "cuda" else "CPU"
+    print(f"torch {torch.__version__}, {name}: {most / 1e12:.3g} TFLOP/s\n")
+    print("| net | way | rounds/s | of the loop's | of the peak |\n|---|---|---:|---:|---:|")
+    for model in given.models:
+        runs, taken, refused = {}, {}, {}
+        for name, block in ways(given.blocks, given.device).items():
+            try:
+                runs[name] = started(one := plan(model, given.cohort, block, given.device, data))
+            except RaysimError as error:
+                refused[name] = str(error).splitlines()[0]
+        for _ in range(given.repeats):
+            for name, rounds in runs.items():
+                began = wait(given.device)
+                next(rounds)
+                taken.setdefault(name, []).append(wait(given.device) - began)
+        work = operations(one)
+        for name, seconds in taken.items():
+            rate = 1 / statistics.median(seconds)
+            ratio = statistics.median(a / b for a, b in zip(taken["loop"], seconds, strict=True))
+            print(f"| {model} | {name} | {rate:.3g} | {ratio:.3g} | {work * rate / most:.2g} |", flush=True)
+        for name, why in refused.items():
+            print(f"| {model} | {name} | {why} | | |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""raysim: the engine on an open executor, as `raysim.run` has it, without the tracker. `--processes 0`: inline."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+
+os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+
+import numpy as np
+from measure import Meter
+from workloads import CLASSES, LR, Workload, arguments, pixels
+
+import raysim
+from raysim.data import Dataset
+from raysim.engine.executor import Inline
+from raysim.engine.loop import Engine
+from raysim.engine.plan import Plan, resolve
+
+
+def dataset(work: Workload) -> Dataset:
+    """The workload's data as raysim has it: pixels, which become floats batch by batch."""
+    x, y = pixels(work)
+    scale, shift = (np.full(work.shape[0], value, np.float32) for value in (1 / 255, -0.5))
+    return Dataset("random", x, y, x[:100], y[:100], tuple(map(str, range(CLASSES))), scale, shift)
+
+
+def plan(work: Workload, actors: int, mode: str | None = None) -> Plan:
+    split = {"name": "virtual", "samples": work.samples} if work.virtual else {"name": "iid"}
+    config = {
+        "data": {"name": "digits"},  # the loader below has something else
+        "rounds": 1_000_000,
+        "partition": {**split, "clients": work.clients},
+        "model": {"name": work.net, **({"dropout": 0.0} if work.net == "lenet5" else {})},
+        "algorithm": {"name": "fedavg"},
+        "local": {"steps": work.steps, "batch": work.batch, "lr": LR},
+        "block": {"mode": mode or "auto"},
+        "schedule": {"name": "sync", "cohort": work.cohort},
+        "resources": {"executor": "ray", "actors": actors, "cpus": 1} if actors else {"executor": "inline"},
+        "evaluate": {"every": 0},
+        "checkpoint": {"every": 0},
+    }
+    return resolve(config, load=lambda _: dataset(work))
+
+
+def main() -> None:
+    work, given = arguments()
+    meter = Meter(given.seconds)
+    if given.processes:
+        from raysim.distributed.executor import RayExecutor
+
+        executor = RayExecutor(lambda line: print(line, file=sys.stderr))
+    else:
+        executor = Inline()
+    made = plan(work, given.processes, given.mode)
+    executor.open(made)
+    overhead = []
+    for record in Engine(made, executor).rounds():  # record 0 comes when round 1 is trained
+        overhead.append(record.get("overhead_seconds", 0.0))
+        if record["round"] != 1 and not meter.round(record.get("seconds")):
+            break
+    meter.report(f"raysim {raysim.__version__}", overhead=statistics.median(overhead))
+    executor.close()
+
+
+if __name__ == "__main__":
+    main()

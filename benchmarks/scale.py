@@ -1,0 +1,226 @@
+"""Does the engine keep 32 actors busy with 10,000 clients a round, and does `raysim simulate` say so beforehand?
+
+    python benchmarks/scale.py [--rounds 6] [--cohort 10000] [--config scale.yaml] [key=value ...]
+
+Four nodes on this machine (Ray's processes for each of them, 8 CPUs and 8 GPUs that are not there), 32 actors that
+import no torch. First real blocks are trained here, one after the other; then every block of every round takes the
+time of one of these, asleep. All else is as in a real run: the engine, the dealing, sums of the model's size through
+the object stores, an Adder for each node, the server's update. Prints what part of the time the actors were busy, what
+a round took, and what the simulated executor says of both; asserts nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from typing import Any
+
+os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
+os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
+os.environ["RAY_raylet_start_wait_time_s"] = "180"  # noqa: SIM112  # Ray's own spelling
+
+import numpy as np
+import ray
+from ray.cluster_utils import Cluster
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from raysim.config.explain import checked
+from raysim.distributed.executor import RayExecutor
+from raysim.distributed.heartbeats import Address, Heartbeat
+from raysim.engine.executor import make_trainer, settle
+from raysim.engine.loop import Engine
+from raysim.engine.plan import Plan, prepare
+from raysim.planning.forecast import means
+from raysim.planning.simulated_executor import Costs, simulate
+from raysim.training.messages import Block, Broadcast, Done, Outcome, cut
+
+NODES, ACTORS = 4, 8
+CONFIG: dict[str, Any] = {
+    "data": "mnist",
+    "rounds": 6,
+    "partition": {"name": "virtual", "clients": 1_000_000, "samples": 320},
+    "model": "lenet",
+    "algorithm": "fedavg",
+    "local": {"steps": 5, "batch": 64, "lr": 0.05},
+    "schedule": {"cohort": 10_000},
+    "block": {"mode": "loop"},
+    "resources": {"actors": NODES * ACTORS, "cpus": 1, "gpus": 1, "threads": 1},
+    "evaluate": {"every": 0},
+    "checkpoint": {"every": 0},
+}
+
+
+def measure(plan: Plan, count: int) -> list[float]:
+    """Seconds of this process's own time for each of so many real blocks, trained here."""
+    settle(1)
+    trainer, inline = make_trainer(plan, "cpu"), Engine(plan, Nobody())
+    x0, buffers = plan.initial
+    round = inline.round(inline.schedule.turn(0))
+    blocks = cut(inline.jobs(round), plan.block_size)[: count + 1]
+    down = {0: Broadcast({key: x0 for key in plan.server.provides}, buffers)}
+    times = []
+    for block in blocks:
+        began = time.process_time()
+        trainer.train(down, [block])
+        times.append(time.process_time() - began)
+    return times[1:]  # the first one warms up
+
+
+class Nobody:
+    """An executor for an engine that only says what there is to do."""
+
+    mended: dict[str, int] = {}  # noqa: RUF012
+
+
+class Sleeper:
+    """A ClientActor that trains nothing: each block takes one of these times."""
+
+    def __init__(self, heartbeat: Address, times: list[float], size: int):
+        self.heartbeat, self.times, self.size = Heartbeat(heartbeat), times, size
+
+    def where(self) -> tuple[str, list[str]]:
+        context = ray.get_runtime_context()
+        return context.get_node_id(), context.get_accelerator_ids().get("GPU", [])
+
+    @ray.method(num_returns=3)
+    def train(self, blocks: list[Block], again: bool, bases: list[int], *downs: Any) -> tuple:
+        assert "torch" not in sys.modules
+        with self.heartbeat.working():
+            return self._sleep(blocks, bases)
+
+    def _sleep(self, blocks: list[Block], bases: list[int]) -> tuple:
+        began = time.perf_counter()
+        full = max(len(block.jobs) for block in blocks)
+        for block in blocks:
+            drawn = np.random.default_rng((bases[0], block.jobs[0].client)).choice(self.times)
+            time.sleep(drawn * len(block.jobs) / full)
+        ids = [job.client for block in blocks for job in block.jobs]
+        sums = {"mean delta": np.zeros((1, self.size), np.int64)}
+        done = [Done(client, 0.0, bytes=4 * self.size) for client in ids]
+        word = Outcome(done, ids, seconds=time.perf_counter() - began, bytes=(8 * self.size, 0))
+        return {"sums": sums}, {"rows": {}}, word
+
+
+class Sleeping(RayExecutor):
+    """The executor over Ray, whose ClientActors sleep."""
+
+    times: list[float]
+    size: int
+
+    def client(self, number: int) -> Any:
+        r = self.resources
+        how = {"num_cpus": r.cpus, "num_gpus": r.gpus, "scheduling_strategy": "SPREAD"}
+        return self._start(Sleeper, self.times, self.size, **how)
+
+
+class Echo:
+    """Measures what messages and objects cost."""
+
+    def make(self, size: int) -> np.ndarray:
+        return np.zeros(size, np.uint8)
+
+    def take(self, value: np.ndarray) -> int:
+        return len(value)
+
+
+def costs(plan: Plan, times: list[float]) -> Costs:
+    """What `raysim simulate` needs to know: of blocks the mean and the spread, of messages and objects between two of
+    these nodes what is measured here and now; the rest as it is by default."""
+    ids = [node["NodeID"] for node in ray.nodes()][:2]
+    here, there = (
+        ray.remote(Echo).options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(i, soft=False)).remote()
+        for i in ids
+    )
+    small, large = 8, 32 * 2**20
+
+    def seconds(call: Any) -> float:
+        began = time.perf_counter()
+        ray.get(call())
+        return time.perf_counter() - began
+
+    def median(call: Any) -> float:
+        call()
+        return statistics.median(seconds(call) for _ in range(9))
+
+    began = time.perf_counter()
+    several = [here.make.remote(small) for _ in range(100)]
+    call = (time.perf_counter() - began) / 100
+    ray.get(several)
+    message = median(lambda: here.make.remote(small)) / 2
+    moved = median(lambda: there.take.remote(here.make.remote(large))) - 4 * message
+    made = median(lambda: here.take.remote(here.make.remote(large))) - 4 * message
+    for actor in (here, there):
+        ray.kill(actor)
+    mean = statistics.fmean(times)
+    table = {
+        "training": {
+            "step": mean / plan.block_size / plan.config.local.steps,
+            "spread": statistics.pstdev(times) / mean,
+        },
+        "driver": {"call": call},
+        "store": {"latency": message, "bandwidth": large / max(made, 1e-3)},
+        "network": {"latency": message, "bandwidth": large / max(moved - made, 1e-3)},
+    }
+    print("costs: " + ", ".join(f"{a}.{b} {v:.3g}" for a, section in table.items() for b, v in section.items()))
+    return checked(Costs, table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--blocks", type=int, default=12, help="real blocks that are measured")
+    parser.add_argument("--times", type=float, nargs="*", help="take these instead, in seconds")
+    parser.add_argument("overrides", nargs="*")
+    given = parser.parse_args()
+    os.environ["RAY_ADDRESS"] = "later"  # so that nobody asks this machine for 32 GPUs
+    plan = prepare(CONFIG, [*given.overrides, f"rounds={given.rounds}"])
+    times = given.times or measure(plan, given.blocks)
+    spread = statistics.pstdev(times) / statistics.fmean(times)
+    print(
+        f"{plan.config.model.name}, {plan.problem.size:,} parameters; {plan.config.schedule.size} clients a round in "
+        f"blocks of {plan.block_size} ({plan.mode}), {statistics.fmean(times):.3f} s ± {100 * spread:.1f} % each"
+    )
+    del os.environ["RAY_ADDRESS"]
+    small = {"object_store_memory": 400 * 2**20}
+    cluster = Cluster(
+        initialize_head=True,
+        head_node_args={"num_cpus": 8, "num_gpus": 8, "node_name": "node0", "include_dashboard": False, **small},
+    )
+    for i in range(1, NODES):
+        cluster.add_node(num_cpus=8, num_gpus=8, node_name=f"node{i}", **small)
+    ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+    Sleeping.times, Sleeping.size = times, plan.problem.size
+    executor = Sleeping(print)
+    try:
+        known = costs(plan, times)
+        executor.open(plan)
+        records = []
+        for record in Engine(plan, executor).rounds():
+            if record["round"]:
+                records.append(record)
+                print(
+                    f"round {record['round']:.0f}: {record['seconds']:.2f} s, busy {100 * record['busy_share']:.1f} %, "
+                    f"longest actor {record['train_seconds']:.2f} s, to the server "
+                    f"{record['network/bytes_up'] / 1e6:.1f} MB, "
+                    + ", ".join(f"{record[f'node/node{i}/clients']:.0f}" for i in range(NODES))
+                    + " clients a node"
+                )
+    finally:
+        executor.close()
+        ray.shutdown()
+        cluster.shutdown()
+    later = records[1:]
+    took = statistics.fmean(record["seconds"] for record in later)
+    busy = statistics.fmean(record["busy_share"] for record in later)
+    foreseen = means(simulate(plan, known, NODES, ACTORS))
+    print(f"rounds 2 to {given.rounds}           seconds     busy")
+    print(f"measured          {took:11.3f} {busy:8.1%}")
+    print(f"foreseen          {foreseen['round_seconds']:11.3f} {foreseen['busy_share']:8.1%}")
+    print(f"difference        {foreseen['round_seconds'] / took - 1:11.1%} {foreseen['busy_share'] / busy - 1:8.1%}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Attacks on the privacy of clients: gradient inversion, and noise matching."""

@@ -1,0 +1,539 @@
+"""Gradient inversion: how much of a client's images its update of one local step gives away.
+
+    known    the model x that was sent down, the net, η_l, the labels y, and g = Δ/η_l [P], which the run has kept
+    attack   x̂ ~ N(0, 1) [b, C, H, W]; Adam on  cost(g, ĝ(x̂)) + tv · TV(x̂),  lr × 0.1 at 3/8, 5/8, 7/8 of the way
+             l2        ‖g - ĝ‖²                                                     Zhu, Liu, Han, NeurIPS 2019
+             cosine    1 - ⟨g, ĝ⟩ / (‖g‖ ‖ĝ‖), over all tensors jointly             Geiping et al., NeurIPS 2020
+             TV        mean |differences along rows| + mean |differences along columns|
+    ĝ        oblivious   the gradient of the mean cross-entropy at x
+             adaptive    what the client's own rule would send of x̂, divided by η_l
+
+The adaptive attacker does as the client does: modified gradients, pseudo data, clipping and weight decay are simulated.
+What is drawn at random (dropout, noise) is not, nor what is made of images of other batches. Signs are constants.
+
+The setting is that of Xu et al. 2022, appendix B: Adam for both costs, labels known.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import logging
+import math
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import Field
+from scipy.optimize import linear_sum_assignment
+from torch import Tensor
+
+from raysim.config.explain import checked
+from raysim.config.loading import parse_overrides
+from raysim.config.schema import Section, at_round
+from raysim.data import Dataset
+from raysim.data.datasets import TOPS
+from raysim.diagnostics import recorded_updates
+from raysim.diagnostics.recorded_updates import Observation
+from raysim.engine.plan import Plan, prepare
+from raysim.errors import ConfigError, RaysimError, in_a_line
+from raysim.models.flat import Model
+from raysim.randomness import generator
+from raysim.reports.plots import recovered_images
+from raysim.rules.contract import ClientRule
+from raysim.signals import reraise_stop
+from raysim.tracking.mlflow import add_to
+from raysim.training.messages import Broadcast
+from raysim.training.task import Batch, Facts, LocalData, Loss, VmapTask, cross_entropy, why_not_vmap
+
+logger = logging.getLogger("raysim")
+
+DROPS = (3 / 8, 5 / 8, 7 / 8)
+"""Where on its way the step size falls to a tenth (Xu 2022)."""
+ROOM = 2**26
+"""Numbers that the gradients of observations attacked side by side may take, with what their own gradients need."""
+COPIES = 8
+"""Vectors [P] that one simulated gradient keeps for its own gradient, roughly."""
+TV = {"l2": 1e-8, "cosine": 1e-6}
+"""Weights of TV in Xu 2022: EMNIST and CT with l2, CIFAR-10 with cosine."""
+
+Progress = Callable[[int, int, Tensor], None]
+
+
+class Options(Section):
+    """How the attacker works. The defaults are those of Xu 2022, but for the number of iterations."""
+
+    cost: Literal["l2", "cosine"] = "cosine"
+    """Xu 2022: l2 on EMNIST and CT, cosine on CIFAR-10."""
+    tv: Annotated[float, Field(ge=0)] | None = None
+    """The weight of TV. None: 1e-8 with l2, 1e-6 with cosine (Xu 2022); Zhu 2019 has none."""
+    attacker: Literal["oblivious", "adaptive"] = "oblivious"
+    """Whether it knows that the client's rule is more than a gradient step."""
+    iterations: int = Field(default=2000, ge=1)
+    """Xu 2022: 32 000; Geiping 2020: 4800. 2000 show the ranking on nets of LeNet's size."""
+    lr: float = Field(default=1.0, gt=0)
+    """Adam's, at first. Xu 2022: 1; Geiping 2020: 0.1."""
+    signed: bool = False
+    """Adam sees only the sign of the image gradient (an option of Geiping 2020)."""
+    box: bool = False
+    """After each step the images are brought back into the range of valid pixels (Geiping 2020)."""
+    restarts: int = Field(default=1, ge=1)
+    """Starts from other random images, of which the one with the lowest cost is kept (an option of Geiping 2020)."""
+    seed: int = Field(default=0, ge=0)
+    """Of the random images it starts from."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where the attack runs, whatever the run itself did."""
+    round: Annotated[int, Field(ge=0)] | None = None
+    """Which of the observed rounds. None: the first."""
+
+    @property
+    def weight(self) -> float:
+        """Of TV."""
+        return TV[self.cost] if self.tv is None else self.tv
+
+
+@dataclass(frozen=True)
+class Recovered:
+    """What was made of one client's update.
+
+    Attributes:
+        labels: of its b images.
+        cost: the distance of the gradients at the images found, without TV. May not be finite.
+        psnr: of each image, in dB; inf for one found exactly, NaN where the cost is not finite.
+        restart: which start was the best.
+        original, found: [b, C, H, W] in [0, 1]. With several images of a label, `found` is in the order that matches.
+    """
+
+    client: int
+    labels: tuple[int, ...]
+    cost: float
+    psnr: tuple[float, ...]
+    restart: int
+    original: Tensor
+    found: Tensor
+
+
+@dataclass(frozen=True)
+class Result:
+    """An attack on the clients observed in one round."""
+
+    options: Options
+    round: int
+    clients: list[Recovered]
+    seconds: float
+
+    @property
+    def psnr(self) -> float:
+        """The mean over images, without those found exactly; NaN if there are no others."""
+        finite = [p for one in self.clients for p in one.psnr if math.isfinite(p)]
+        return statistics.fmean(finite) if finite else math.nan
+
+    @property
+    def median(self) -> float:
+        """The median over images, those found exactly among them; NaN if there is none."""
+        found = [p for one in self.clients for p in one.psnr if not math.isnan(p)]
+        return statistics.median(found) if found else math.nan
+
+    @property
+    def exact(self) -> int:
+        """How many images were found exactly."""
+        return sum(p == math.inf for one in self.clients for p in one.psnr)
+
+    @property
+    def failed(self) -> list[int]:
+        """Clients whose cost is not finite."""
+        return [one.client for one in self.clients if not math.isfinite(one.cost)]
+
+    def as_object(self) -> dict[str, Any]:
+        """What can be said of it in a line of JSON; what is not finite is null."""
+
+        def plain(value: float) -> float | None:
+            return value if math.isfinite(value) else None
+
+        return {
+            "round": self.round,
+            "psnr": plain(self.psnr),
+            "psnr_median": plain(self.median),
+            "exact": self.exact,
+            "failed": self.failed,
+            "clients": [
+                {"client": c.client, "labels": c.labels, "cost": plain(c.cost), "psnr": [plain(p) for p in c.psnr]}
+                for c in self.clients
+            ],
+            "seconds": round(self.seconds, 3),
+        }
+
+
+def attack(
+    run_dir: str | Path,
+    overrides: Iterable[str] | Mapping[str, Any] = (),
+    progress: Progress = lambda done, total, costs: None,
+) -> tuple[Result, Path]:
+    """Attacks the updates that a run has kept, and leaves what comes out in <run_dir>/attack and in the run's MLflow.
+
+    Args:
+        run_dir: the run's folder.
+        overrides: "key=value" for the fields of `Options`, or a mapping.
+        progress: called after each iteration with how many are done, how many there are, and the costs there.
+
+    Returns:
+        What came out, and the folder that holds it.
+
+    Raises:
+        ConfigError: there is no run, it has kept no updates, they cannot be inverted, or an option is wrong.
+    """
+    options = checked(Options, parse_overrides(overrides))
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device: this machine has no GPU that torch can use; take device=cpu")
+    folder = Path(run_dir)
+    if not (folder / "config.yaml").is_file():
+        raise ConfigError(f"{folder} holds no run (no config.yaml); give the folder that `raysim run` printed")
+    seen = recorded_updates.read(folder, options.round)
+    here = {"executor": "inline", "address": None, "gpus": 0, "server_gpus": 0}  # wherever the run itself was
+    plan = prepare(folder / "config.yaml", {f"resources.{key}": value for key, value in here.items()})
+    result = invert(plan, seen, options, progress)
+    return result, _keep(result, plan, folder)
+
+
+def invert(
+    plan: Plan,
+    seen: Sequence[Observation],
+    options: Options,
+    progress: Progress = lambda done, total, costs: None,
+    side_by_side: bool = True,
+) -> Result:
+    """Attacks observations of one round, all at once where net and rule allow it (and `side_by_side` does).
+
+    Raises ConfigError where the observations, or the client's rule, leave nothing to invert.
+    """
+    _refuse(plan, seen)
+    began = time.perf_counter()
+    device = options.device
+    pixels = Pixels.of(plan.dataset, plan.dtype, device)
+    groups = [list(group) for _, group in groupby(sorted(seen, key=_alike), _alike)]
+    total, done = len(groups) * options.restarts * options.iterations, 0
+    found: dict[int, Recovered] = {}
+    for alike in groups:
+        simulation = Simulation(plan, alike, options, device)
+        simulation.rehearse(side_by_side)
+        best: list[tuple[float, int, Tensor]] = []
+        for restart in range(options.restarts):
+            x = simulation.starts(restart)
+            adam = torch.optim.Adam([x], lr=options.lr)
+            for i in range(options.iterations):
+                fallen = sum(i >= share * options.iterations for share in DROPS)
+                adam.param_groups[0]["lr"] = options.lr * 0.1**fallen
+                costs, x.grad = simulation.gradient(x)
+                if options.signed:
+                    x.grad.sign_()
+                adam.step()
+                if options.box:
+                    x.copy_(torch.minimum(torch.maximum(x, pixels.low), pixels.high))
+                done += 1
+                progress(done, total, costs)
+            tried = [(float(c), restart, image) for c, image in zip(simulation.costs(x), x, strict=True)]
+            best = [min(pair, key=_rank) for pair in zip(best, tried, strict=True)] if best else tried
+        for one, (cost, restart, image) in zip(alike, best, strict=True):
+            found[one.client] = _judged(one, cost, restart, image, pixels)
+    return Result(options, seen[0].t, [found[one.client] for one in seen], time.perf_counter() - began)
+
+
+def _alike(one: Observation) -> tuple[int, int]:
+    """Side by side goes who began with the same model and has as many images."""
+    return one.base, len(one.y)
+
+
+def _rank(tried: tuple[float, int, Tensor]) -> tuple[bool, float]:
+    """Lowest cost first, those that are not finite last."""
+    return not math.isfinite(tried[0]), tried[0]
+
+
+def _refuse(plan: Plan, seen: Sequence[Observation]) -> None:
+    if not seen:
+        raise ConfigError("attack: nobody was observed in this round; run it again with another 'observe.rounds'")
+    if "delta" not in plan.server.uploads:
+        raise ConfigError(
+            f"attack: server rule '{plan.server.name}' takes {', '.join(plan.server.uploads)}, not the difference "
+            "'delta' of models, of which gradients are made; attack a run of another method, say fedavg"
+        )
+    several = [one for one in seen if one.steps != 1]
+    if several:
+        raise ConfigError(
+            f"attack: client {several[0].client} made {several[0].steps} local steps, and a gradient can be read off "
+            "one only; run it again with local.steps=1"
+        )
+
+
+# -- what the attacker simulates ---------------------------------------------------------------------------------------
+
+
+class _Attacked(VmapTask):
+    """A client's problem as the attacker runs it: input gradients are constants. The shipped rules take signs of them,
+    whose derivative is zero; to follow it would cost as much as everything else together."""
+
+    def input_grad(self, w: Tensor, batch: Batch, loss: Loss = cross_entropy, buffers: Tensor | None = None) -> Tensor:
+        return super().input_grad(w, replace(batch, x=batch.x.detach()), loss, buffers).detach()
+
+
+class _Ragged:
+    """Stands for the whole data of clients of different sizes: who looks at it has to go one by one."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RaysimError(f"clients of different sizes have no '{name}' in common")
+
+
+def simulated(
+    rule: ClientRule | None, model: Model, facts: Facts, down: Broadcast, x: Tensor, y: Tensor, data: Any = None
+) -> Tensor:
+    """ĝ [P]: what a client with this rule that makes one step on the images x [b, C, H, W] sends as `delta`, divided by
+    its learning rate; without a rule the gradient of the mean cross-entropy. Differentiable in x."""
+    start = down.shared["x"]
+    if rule is None:
+        return VmapTask(model, Facts(), down.buffers).grad(start, Batch(x, y), mode="frozen")
+    task = _Attacked(model, facts, down.buffers, 1)
+    row = {"seen": torch.zeros((), dtype=torch.bool, device=start.device)}
+    state = {"w": start, **rule.init(down.shared, row, data, task)}
+    batch = Batch(x, y)
+    if rule.makes:
+        batch = replace(batch, made=rule.make(down.shared, batch, task))
+    state = rule.step(down.shared, state, batch, task)
+    report, _ = rule.finish(down.shared, state, row, data, task)
+    return report["delta"] / facts.lr
+
+
+class Simulation:
+    """Observations of clients that began with the same model and have as many images each, b: their gradients, and what
+    the attacker thinks that images would give."""
+
+    def __init__(self, plan: Plan, seen: Sequence[Observation], options: Options, device: str = "cpu"):
+        config, base = plan.config, seen[0].base
+        self.options, self.name = options, config.model.name
+        self.model = plan.model(device)
+        self.rule = plan.client.at(base) if options.attacker == "adaptive" else None
+        if self.rule is not None and self.rule.state(VmapTask(self.model, Facts())):
+            raise ConfigError(
+                f"attacker: client rule '{self.rule.name}' keeps what it has from earlier rounds, which the attacker "
+                "does not see; use attacker=oblivious"
+            )
+        down = seen[0].down
+        self.down = Broadcast({k: v.to(device) for k, v in down.shared.items()}, down.buffers.to(device))
+        local = config.local
+        decayed = self.model.decayed() if local.weight_decay else None
+        lr, x0 = at_round(local.lr, base), plan.initial[0].to(device)
+        self.facts = Facts(base, lr, local.weight_decay, local.clip, config.privacy, False, x0, decayed)
+        self.clients = [one.client for one in seen]
+        self.sizes = [len(plan.clients.client(client)) for client in self.clients]
+        self.average = float(plan.clients.sizes.mean())
+        self.g = torch.stack([one.uploads["delta"] for one in seen]).to(device, plan.dtype) / lr
+        self.y = torch.stack([one.y for one in seen]).to(device)
+        self.shape = tuple(seen[0].x.shape)
+        each = self.model.size * (self.shape[0] if self.rule is not None and config.privacy is not None else 1)
+        self.chunk, self.vmap = max(1, ROOM // (COPIES * each)), False
+
+    def starts(self, restart: int) -> Tensor:
+        """Random images to start from, standard normal, keyed by the client: [K, b, C, H, W]."""
+        keyed = [generator(self.options.seed, "attack", client, restart) for client in self.clients]
+        images = [torch.from_numpy(rng.standard_normal(self.shape)) for rng in keyed]
+        return torch.stack(images).to(self.g.device, self.g.dtype)
+
+    def rehearse(self, side_by_side: bool = True) -> None:
+        """Finds out whether observations can go side by side. Raises ConfigError where they cannot go at all."""
+        x = self.starts(0)[:2]
+        reason = why_not_vmap(self.model) if side_by_side else "asked for"
+        self.vmap = reason is None
+        if self.vmap:
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("error")  # torch warns where it would fall back to a slow loop of its own
+                    self.gradient(x)
+            except BaseException as error:
+                reraise_stop(error)
+                self.vmap, reason = False, in_a_line(error)
+        if not self.vmap:
+            logger.info("attack: one client after the other (%s)", reason)
+        who = f"model '{self.name}'" if self.rule is None else f"client rule '{self.rule.name}'"
+        instead = "take another net" if self.rule is None else "use attacker=oblivious"
+        first = x[0].requires_grad_()
+        try:
+            sent = self._one(0)(first, self.y[0])
+            torch.autograd.grad(sent.sum(), first)
+        except BaseException as error:
+            reraise_stop(error)
+            raise ConfigError(
+                f"attacker: {who} cannot be simulated as a differentiable function of the images "
+                f"({in_a_line(error)}); {instead}"
+            ) from None
+        if self.rule is not None and not torch.isfinite(sent).all():
+            raise ConfigError(
+                f"attacker: what {who} sends of one batch is not finite, or depends on all of the client's data, "
+                f"which the attacker does not have; {instead}"
+            )
+
+    def gradient(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The costs [K] without TV, and the gradient in x [K, b, C, H, W] of those with it."""
+        costs, gradients, weight = [], [], self.options.weight
+        for start, part in self._parts(x):
+            part = part.detach().requires_grad_()
+            now = self._distances(part, start)
+            whole = now.sum()
+            if weight:
+                whole = whole + weight * sum(total_variation(images) for images in part)
+            gradients.append(torch.autograd.grad(whole, part)[0])
+            costs.append(now.detach())
+        return torch.cat(costs), torch.cat(gradients)
+
+    def costs(self, x: Tensor) -> Tensor:
+        """The costs [K] of images [K, b, C, H, W], without TV."""
+        return torch.cat([self._distances(part, start).detach() for start, part in self._parts(x)])
+
+    def _parts(self, x: Tensor) -> list[tuple[int, Tensor]]:
+        size = self.chunk if self.vmap else 1
+        return [(start, x[start : start + size]) for start in range(0, len(x), size)]
+
+    def _distances(self, x: Tensor, start: int) -> Tensor:
+        g, y = self.g[start : start + len(x)], self.y[start : start + len(x)]
+        distance = COSTS[self.options.cost]
+        if not self.vmap:
+            return torch.stack([distance(g[i], self._one(start + i)(x[i], y[i])) for i in range(len(x))])
+        simulate = self._one(None)
+        return torch.func.vmap(lambda g, x, y: distance(g, simulate(x, y)))(g, x, y)
+
+    def _one(self, i: int | None) -> Callable[[Tensor, Tensor], Tensor]:
+        """(x, y) -> ĝ of observation i, or (None) of any that goes side by side with the others."""
+        alone = len(set(self.sizes)) == 1 or i is not None
+        n = self.sizes[i or 0]
+
+        def simulate(x: Tensor, y: Tensor) -> Tensor:
+            known = x if n == len(y) else x * torch.nan  # of the others the attacker knows nothing
+            data = LocalData(n, self.average, lambda augment=False: iter([Batch(known, y)])) if alone else _Ragged()
+            return simulated(self.rule, self.model, self.facts, self.down, x, y, data)
+
+        return simulate
+
+
+def l2(g: Tensor, simulated: Tensor) -> Tensor:
+    """Σ (g - ĝ)² over all tensors (Zhu 2019)."""
+    difference = g - simulated
+    return (difference * difference).sum()
+
+
+def cosine(g: Tensor, simulated: Tensor) -> Tensor:
+    """1 - ⟨g, ĝ⟩ / (‖g‖ ‖ĝ‖), all tensors jointly (Geiping 2020); 1 where one of them is zero."""
+    squares = [(v * v).sum().clamp(min=1e-30) for v in (g, simulated)]
+    return 1 - (g * simulated).sum() / (squares[0].sqrt() * squares[1].sqrt())
+
+
+COSTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"l2": l2, "cosine": cosine}
+
+
+def total_variation(x: Tensor) -> Tensor:
+    """Mean |differences along rows| + mean |differences along columns|, anisotropic, of x [b, C, H, W]."""
+    return (x[..., 1:] - x[..., :-1]).abs().mean() + (x[..., 1:, :] - x[..., :-1, :]).abs().mean()
+
+
+# -- how well it did ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Pixels:
+    """What pixels of 0 and of the data set's largest value are as inputs, [C, 1, 1] each."""
+
+    low: Tensor
+    high: Tensor
+
+    @classmethod
+    def of(cls, dataset: Dataset, dtype: torch.dtype, device: str = "cpu") -> Pixels:
+        top = TOPS.get(dataset.name, 255)
+        scale, shift = (
+            torch.tensor(a, dtype=dtype, device=device)[:, None, None] for a in (dataset.scale, dataset.shift)
+        )
+        return cls(shift, top * scale + shift)
+
+    def image(self, x: Tensor) -> Tensor:
+        """Inputs of a net [..., C, H, W] as images in [0, 1] (if they are any), float64 on the CPU."""
+        low, high = self.low.double(), self.high.double()
+        return ((x.double() - low) / (high - low)).cpu()
+
+
+def psnr(original: Tensor, found: Tensor) -> list[float]:
+    """10 log10(1 / MSE) of each of b images [b, C, H, W] in [0, 1]; inf where there is no difference."""
+    errors = ((original - found) ** 2).flatten(1).mean(1).tolist()
+    return [math.inf if e == 0 else -10 * math.log10(e) for e in errors]
+
+
+def _judged(one: Observation, cost: float, restart: int, x: Tensor, pixels: Pixels) -> Recovered:
+    original, found = pixels.image(one.x.to(x.device)), pixels.image(x).clamp(0, 1)
+    labels = tuple(int(label) for label in one.y)
+    if math.isfinite(cost) and torch.isfinite(found).all():
+        found = found[matching(original, found, labels)]
+        quality = tuple(psnr(original, found))
+    else:
+        cost, quality = cost if not math.isfinite(cost) else math.nan, (math.nan,) * len(labels)
+    return Recovered(one.client, labels, cost, quality, restart, original, found)
+
+
+def matching(original: Tensor, found: Tensor, labels: Sequence[int]) -> list[int]:
+    """Which of the images found goes with each original: among those of its label, so that the squared errors add up to
+    the least. Within a batch, images of one label leave the same gradient in any order."""
+    order = list(range(len(labels)))
+    for label in set(labels):
+        members = [k for k, other in enumerate(labels) if other == label]
+        a, b = original[members].flatten(1), found[members].flatten(1)
+        errors = ((a[:, None] - b[None]) ** 2).mean(2)
+        for k, chosen in zip(members, linear_sum_assignment(errors.numpy())[1], strict=True):
+            order[k] = members[chosen]
+    return order
+
+
+# -- what is kept of it ------------------------------------------------------------------------------------------------
+
+
+def _keep(result: Result, plan: Plan, run_dir: Path) -> Path:
+    """Writes the picture, the table and the options, and adds them to the run in MLflow."""
+    o = result.options
+    folder, number = _folder(run_dir / "attack" / f"{o.cost}-{o.attacker}")
+    told = {**o.model_dump(), "tv": o.weight, "round": result.round}
+    (folder / "options.json").write_text(json.dumps(told, indent=1) + "\n")
+    with (folder / "table.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["client", "image", "label", "class", "cost", "psnr", "restart"])
+        for one in result.clients:
+            for k, (label, quality) in enumerate(zip(one.labels, one.psnr, strict=True)):
+                name = plan.dataset.classes[label]
+                writer.writerow([one.client, k, label, name, one.cost, quality, one.restart])
+    pairs = [
+        (f"client {one.client}: {plan.dataset.classes[label]}", before.numpy(), after.numpy(), quality)
+        for one in result.clients
+        for label, before, after, quality in zip(one.labels, one.original, one.found, one.psnr, strict=True)
+    ]
+    mean = (
+        "no image with a finite PSNR"
+        if math.isnan(result.psnr)
+        else f"mean PSNR {result.psnr:.2f} dB, median {result.median:.2f}"
+    )
+    title = f"{plan.label} on {plan.config.data.name}, round {result.round}: {o.cost}, {o.attacker}; {mean}"
+    recovered_images(pairs, title, folder / "attack.png")
+    metrics = {} if math.isnan(result.psnr) else {f"attack/psnr_{o.cost}_{o.attacker}": result.psnr}
+    try:
+        add_to(run_dir, metrics, number, folder, f"attack/{folder.name}")
+    except RaysimError as error:
+        logger.warning("the run in MLflow does not show this attack: %s", error)
+    return folder
+
+
+def _folder(stem: Path) -> tuple[Path, int]:
+    """A new folder, numbered if there is one already, and its number."""
+    for number in range(1, 10_000):
+        path = stem if number == 1 else stem.with_name(f"{stem.name}-{number}")
+        try:
+            path.mkdir(parents=True)
+            return path, number
+        except FileExistsError:
+            continue
+    raise ConfigError(f"attack: {stem} and its numbered followers are all taken; remove some")

@@ -1,0 +1,236 @@
+"""Accuracy at equal privacy: how much noise hides a client's images as well as another method, and what each costs.
+
+    match:
+      rival: {algorithm: fedavg, privacy.clip: 1}     # the method whose privacy.sigma is looked for
+      sigma: [0.001, 10]                              # between these
+      tolerance: 0.5                                  # dB
+      images: 8                                       # one from each of so many clients
+      attacked: {local.lr: 0.1}                       # what else is different while a server looks on
+      attack: {cost: l2, iterations: 500}             # as `raysim attack` takes it
+
+The rest of the file is the method that is to be matched, as it is trained. Both are attacked in the first round, where
+every client makes one step on one image. Noise is keyed, and the attack begins with the same random images, so between
+two values of sigma only the noise's size is different. A larger one means a lower PSNR, by and large; the search halves
+the interval of log sigma, and what it ends with was measured. At that sigma both are trained.
+
+The setting is that of Xu et al. 2022, appendix B.4.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field, model_validator
+
+from raysim.attacks.gradient_inversion import Options, attack
+from raysim.config import loading
+from raysim.config.explain import checked
+from raysim.config.schema import Section
+from raysim.engine import plan
+from raysim.errors import ConfigError, RaysimError
+from raysim.rules import contract
+from raysim.runs.run import execute
+
+LOOKED_ON = {
+    "rounds": 1,
+    "local.steps": 1,
+    "local.batch": 1,
+    "observe.rounds": [0],
+    "evaluate.every": 0,
+    "evaluate.forgetting": None,
+    "checkpoint.every": 0,
+}
+"""What is different in runs that are attacked."""
+
+Say = Callable[[str], None]
+Positive = Annotated[float, Field(gt=0)]
+
+
+class Match(Section):
+    """The section `match` of a file."""
+
+    rival: dict[str, Any]
+    sigma: tuple[Positive, Positive]
+    tolerance: Positive = 0.5
+    """How many dB the two PSNRs may differ by. An attack may change by some tenths with any change of sigma."""
+    tries: int = Field(default=12, ge=1)
+    """How many values of sigma are tried between the ends at most."""
+    images: int = Field(default=8, ge=1)
+    attacked: dict[str, Any] = Field(default_factory=dict)
+    attack: Options = Options()
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Match:
+        if self.sigma[0] >= self.sigma[1]:
+            raise ValueError("sigma must be two numbers, the smaller one first")
+        if any(key.startswith("privacy.sigma") for key in self.rival):
+            raise ValueError("rival must not name privacy.sigma, which is looked for between the two values of sigma")
+        return self
+
+
+class _File(Section):
+    """Where the section stands, so that mistakes are named by their place."""
+
+    match: Match
+
+
+@dataclass(frozen=True)
+class Try:
+    """The PSNR in dB against noise of this size."""
+
+    sigma: float
+    psnr: float
+
+
+@dataclass(frozen=True)
+class Attacked:
+    """The mean PSNR in dB of an attack, and the folder of its picture."""
+
+    psnr: float
+    folder: str
+
+
+@dataclass(frozen=True)
+class Side:
+    """A method of the two: its noise (None: the method that is to be matched), attacks on it by attacker, its best
+    accuracy, and the run that had it."""
+
+    label: str
+    sigma: float | None
+    attacks: dict[str, Attacked]
+    accuracy: float
+    run_dir: str
+
+
+@dataclass(frozen=True)
+class Matched:
+    """What came out. `within`: whether the two PSNRs differ by no more than the tolerance."""
+
+    target: float
+    tries: list[Try]
+    within: bool
+    sides: tuple[Side, Side]
+
+    def as_object(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def bisect(
+    measure: Callable[[float], float], target: float, low: float, high: float, tolerance: float, tries: int
+) -> list[Try]:
+    """Looks for the sigma at which `measure`, which falls, is `target`, by halves of the interval of log sigma.
+
+    Returns:
+        All that was tried, the ends first; at most `tries` values between them. It ends with the first that is within
+        the tolerance, or without one.
+
+    Raises:
+        ConfigError: the values at the ends, which the message tells, do not have the target between them.
+    """
+    tried: list[Try] = []
+
+    def near(sigma: float) -> bool:
+        tried.append(Try(sigma, measure(sigma)))
+        return abs(tried[-1].psnr - target) <= tolerance
+
+    if near(low) or near(high):
+        return tried
+    least, most = tried
+    if not most.psnr < target < least.psnr:
+        where = "raise its upper end" if most.psnr > target else "lower its lower end"
+        raise ConfigError(
+            f"match.sigma: the PSNR to be matched is {target:.2f} dB, but it is {least.psnr:.2f} dB at sigma {low:g} "
+            f"and {most.psnr:.2f} dB at sigma {high:g}, so what is looked for is not in between; {where}"
+        )
+    for _ in range(tries):
+        middle = math.sqrt(low * high)
+        if near(middle):
+            break
+        low, high = (middle, high) if tried[-1].psnr > target else (low, middle)
+    return tried
+
+
+def match(
+    source: str | Path, overrides: Iterable[str] | Mapping[str, Any] = (), say: Say = lambda line: None
+) -> Matched:
+    """Attacks a method, finds the noise at which its rival is as hard to attack, and trains both.
+
+    Every attack and every training is a run of its own, in MLflow and in its folder; those that are attacked are in an
+    experiment with "-attacked" after its name.
+
+    Args:
+        source: a configuration with a section `match`.
+        overrides: "key=value" with dots, or a mapping; also `match.tolerance` and so on.
+        say: told in a line what has come out so far.
+
+    Raises:
+        ConfigError: a mistake in the configuration, or the PSNR to be matched is not between those at the ends.
+    """
+    raw = loading.read(source, overrides, plan.keys, contract.defaults)
+    if "match" not in raw:
+        raise ConfigError(f"match: {source} has no such section; see configs/fedreg/match_mnist.yaml for one")
+    asked = checked(_File, {"match": raw.pop("match")}).match
+    both = _Both(raw, asked)
+    first, second = ("adaptive", "oblivious") if asked.attack.attacker == "adaptive" else ("oblivious", "adaptive")
+    folder = both.watched(None)
+    own = {attacker: both.attacked(folder, attacker) for attacker in (first, second)}
+    target = own[first].psnr
+    say(f"to be matched: {target:.2f} dB ({first} attacker; {second}: {own[second].psnr:.2f} dB)")
+    folders: dict[float, Path] = {}
+    found: dict[float, Attacked] = {}
+
+    def measure(sigma: float) -> float:
+        folders[sigma] = both.watched(sigma)
+        found[sigma] = both.attacked(folders[sigma], first)
+        say(f"sigma {sigma:.4g}: {found[sigma].psnr:.2f} dB")
+        return found[sigma].psnr
+
+    tries = bisect(measure, target, *asked.sigma, asked.tolerance, asked.tries)
+    sigma = min(found, key=lambda one: abs(found[one].psnr - target))
+    rival = {first: found[sigma], second: both.attacked(folders[sigma], second)}
+    say(f"sigma {sigma:.4g} it is ({second} attacker: {rival[second].psnr:.2f} dB); both are trained now")
+    sides = both.trained(None, own), both.trained(sigma, rival)
+    matched = Matched(target, tries, abs(found[sigma].psnr - target) <= asked.tolerance, sides)
+    (Path(sides[0].run_dir) / "match.json").write_text(json.dumps(matched.as_object(), indent=1) + "\n")
+    return matched
+
+
+class _Both:
+    """The two methods: the one that is to be matched has no sigma here, its rival has one."""
+
+    def __init__(self, raw: Mapping[str, Any], asked: Match):
+        """Raises ConfigError for a mistake in any of the four configurations, before anything runs."""
+        self.raw, self.asked = raw, asked
+        seen = {"schedule.cohort": asked.images, "observe.clients": asked.images}
+        self.looked_on = {**LOOKED_ON, **seen, **asked.attacked}
+        for sigma in (None, asked.sigma[0]):
+            experiment = plan.prepare(raw, self._who(sigma)).config.tracking.experiment
+            self.looked_on["tracking.experiment"] = f"{experiment}-attacked"
+            self._watched_plan(sigma)
+
+    def _who(self, sigma: float | None) -> dict[str, Any]:
+        return {} if sigma is None else {**self.asked.rival, "privacy.sigma": sigma}
+
+    def _watched_plan(self, sigma: float | None) -> plan.Plan:
+        return plan.prepare(self.raw, {**self._who(sigma), **self.looked_on})
+
+    def watched(self, sigma: float | None) -> Path:
+        """The folder of a new run that the server looks on at."""
+        return execute(self._watched_plan(sigma)).run_dir
+
+    def attacked(self, run_dir: Path, attacker: str) -> Attacked:
+        result, folder = attack(run_dir, {**self.asked.attack.model_dump(), "attacker": attacker})
+        if not math.isfinite(result.psnr):
+            raise RaysimError(f"match: no image of {run_dir} has a finite PSNR; change match.attack, say its lr")
+        return Attacked(result.psnr, str(folder))
+
+    def trained(self, sigma: float | None, attacks: dict[str, Attacked]) -> Side:
+        ready = plan.prepare(self.raw, self._who(sigma))
+        done = execute(ready)
+        accuracy = done.metrics.get("accuracy", {"best": math.nan})["best"]
+        return Side(ready.label, sigma, attacks, accuracy, str(done.run_dir))

@@ -1,0 +1,160 @@
+"""From a plain mapping to a `Config`, or to one line for each mistake in the words of someone editing the file."""
+
+from __future__ import annotations
+
+import re
+import typing
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from raysim.config.schema import NAMED, Clocked, Config, Section, named
+from raysim.errors import ConfigError, did_you_mean
+
+Kind = TypeVar("Kind", bound=Section)
+
+
+def section_keys(section: str, name: str) -> set[str] | None:
+    """The keys of a section whose names are known here (data, partition, schedule, speeds), else None."""
+    for model in _options(section):
+        if not _names(model) or name in _names(model):
+            return set(model.model_fields)
+    return None
+
+
+def _options(section: str) -> list[type[Section]]:
+    """What a section may be."""
+    where = Clocked if section == "speeds" else Config
+    return [
+        m for m in flatten(where.model_fields[section].annotation) if isinstance(m, type) and issubclass(m, Section)
+    ]
+
+
+def choices(section: str) -> dict[str, type[Section]]:
+    """What a section (partition, schedule, speeds) may be, by name."""
+    return {name: m for m in _options(section) for name in _names(m)}
+
+
+def validate(raw: Mapping[str, Any]) -> Config:
+    """The typed configuration, or a ConfigError that names every wrong key, the nearest right one and the fix."""
+    return checked(Config, raw)
+
+
+def checked(model: type[Kind], raw: Mapping[str, Any]) -> Kind:
+    """A plain mapping as this section, or a ConfigError as of `validate`."""
+    _refuse_switches(raw, (model,))
+    try:
+        return model.model_validate(raw)
+    except ValidationError as error:
+        raise ConfigError(explain(error, raw, model)) from None
+
+
+def _refuse_switches(raw: Mapping[str, Any], models: Sequence[type[BaseModel]], above: str = "") -> None:
+    """Pydantic would take true for 1. Sections whose keys are checked elsewhere are left to those who do."""
+    for key, value in raw.items():
+        fields = [m.model_fields[key] for m in models if key in m.model_fields]
+        inner = [a for field in fields for a in flatten(field.annotation)]
+        if isinstance(value, bool) and fields and bool not in inner:
+            sections = [a for a in inner if _is_section(a)]
+            names = dict.fromkeys(name for section in sections for name in section.model_fields)
+            known = ", ".join(f"{above}{key}.{name}" for name in names)
+            raise ConfigError(
+                f"{above}{key}: {str(value).lower()} is no section; give some of {known}, or null to leave it out"
+                if sections
+                else f"{above}{key}: {str(value).lower()} is neither an integer nor another number, nor a word"
+            )
+        if isinstance(value, Mapping) and (sections := [m for m in inner if _is_section(m)]):
+            _refuse_switches(value, sections, f"{above}{key}.")
+
+
+def _is_section(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, Section)
+
+
+def explain(error: ValidationError, raw: Any, model: type, prefix: str = "") -> str:
+    """One line for each mistake that pydantic found in `raw`, in the words of someone editing the file."""
+    lines: dict[str, str] = {}
+    for item in error.errors():
+        parts = [str(part) for part in item["loc"]]
+        branch = next((i for i, part in enumerate(parts) if part.startswith(("list[", "function-after[_check"))), None)
+        parents = [part for i, part in enumerate(parts[:branch]) if not _is_branch(part, parts[i - 1] if i else "")]
+        key = ".".join([*filter(None, [prefix.rstrip(".")]), *parents])
+        *above, last = parents or [""]
+        given, kind = item["input"], item["type"]
+        if branch is not None:
+            message = item["msg"].removeprefix("Value error, ") if kind == "value_error" else ""
+            text = message or "expected a finite number, or a list of [first round, value] with rounds ascending from 0"
+            given = _at(raw, parents) if not message else given
+        elif kind in ("extra_forbidden", "unexpected_keyword_argument"):
+            text = _whose(above, raw) + did_you_mean(last, _keys_at(model, above, raw))
+            given = {}
+        elif kind in ("missing", "missing_argument"):
+            text, given = f"missing; give it in the file or as {key}=…", {}
+        elif kind == "union_tag_invalid":
+            context = item.get("ctx", {})
+            names = re.findall(r"'(\w+)'", context["expected_tags"])
+            key, text, given = (
+                f"{key}.name",
+                f"unknown name '{context['tag']}'{did_you_mean(context['tag'], names)}",
+                {},
+            )
+        elif kind == "union_tag_not_found":
+            names = ", ".join(choices(last)) if last in ("partition", "schedule", "speeds") else ""
+            key, text, given = f"{key}.name", "missing; give it a name" + (f": {names}" if names else ""), {}
+        elif kind in ("model_type", "model_attributes_type", "dict_type", "dataclass_type"):
+            text = "expected a section, a mapping of keys"
+        elif kind == "invalid_key":
+            text, given = "a key must be a word", {}
+        else:
+            message = item["msg"].removeprefix("Value error, ")
+            text = (message[:1].lower() + message[1:]).replace("valid tuple", "list").replace("valid list", "list")
+        if given is None or isinstance(given, str | int | float | list | tuple):
+            text += f" (given: {given!r})"
+        if key not in lines or branch is not None:
+            lines[key] = f"{key}: {text}"
+        elif "expected a finite number" not in lines[key] and text not in lines[key]:
+            lines[key] += f", or {text}"
+    return "\n".join(lines.values())
+
+
+def _whose(path: list[str], raw: Any) -> str:
+    """An unknown key, with the name of the section that does not know it."""
+    name = named(_at(raw, path)).get("name") if path and path[-1] in NAMED else None
+    return f"unknown key of {path[-1]} '{name}'" if name else "unknown key"
+
+
+def _at(raw: Any, path: list[str]) -> Any:
+    """What stands at a place of the raw configuration, {} if that cannot be told."""
+    for part in path:
+        raw = raw.get(part, {}) if isinstance(raw, Mapping) else {}
+    return raw
+
+
+def _is_branch(part: str, above: str) -> bool:
+    """Pydantic puts the branch of a union into the path of an error; a user does not know it."""
+    choice = above in ("partition", "schedule", "speeds") and any(part in _names(m) for m in _options(above))
+    return choice or part in ("int", "float", "constrained-int") or "[" in part or "(" in part
+
+
+def _keys_at(model: Any, path: list[str], raw: Any) -> list[str]:
+    for part in path:
+        if not (isinstance(model, type) and issubclass(model, BaseModel)) or part not in model.model_fields:
+            return []
+        raw = named(raw.get(part)) if isinstance(raw, Mapping) else None
+        options = [
+            m for m in flatten(model.model_fields[part].annotation) if isinstance(m, type) and issubclass(m, BaseModel)
+        ]
+        meant = [m for m in options if isinstance(raw, dict) and raw.get("name") in _names(m)]
+        model = (meant or options or [None])[0]
+    return list(model.model_fields) if model is not None and hasattr(model, "model_fields") else []
+
+
+def flatten(annotation: Any) -> list[Any]:
+    """The types that an annotation is made of."""
+    inner = [a for arg in typing.get_args(annotation) for a in flatten(arg)]
+    return inner or [annotation]
+
+
+def _names(model: type[BaseModel]) -> tuple:
+    return typing.get_args(model.model_fields["name"].annotation) if "name" in model.model_fields else ()

@@ -1,0 +1,206 @@
+"""Reading a configuration: YAML in layers, each over the one before.
+
+The file named by `extends` (one level), the file itself, then `key=value` overrides with dots. Where a later layer
+changes the name of a section, it keeps those keys of the earlier one that mean the same under the new name.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from raysim.config import limited_yaml
+from raysim.config.schema import NAMED, named
+from raysim.errors import ConfigError, did_you_mean
+
+
+def shipped_files(kind: str = "yaml") -> dict[str, Path]:
+    """The files of a kind that come with raysim, by their paths below configs/, without the ending."""
+    package = Path(__file__).resolve().parents[1]
+    folders = (package / "configs", package.parent / "configs")
+    return {str(p.relative_to(f).with_suffix("")): p for f in folders for p in sorted(f.rglob(f"*.{kind}"))}
+
+
+def shipped() -> dict[str, str]:
+    """Name and first sentence of comment of every configuration that comes with raysim."""
+    return {name: _first_sentence(path.read_text()) for name, path in shipped_files().items()}
+
+
+def _first_sentence(text: str) -> str:
+    comment = takewhile(re.compile("# ?[^ ]").match, text.splitlines())  # what is indented are commands
+    return re.split(r"(?<=\.) (?=[A-Z])", " ".join(line.lstrip("# ") for line in comment))[0]
+
+
+CLAIMS = "claims"
+"""The section that says what a paper claims of the runs (`raysim.reports.claims`)."""
+Keys = Callable[[str, str, str], Iterable[str]]
+"""(section, old name, new name) -> the keys that mean the same under both."""
+
+
+def find(source: str | Path, folder: Path | None = None) -> Path:
+    """The file a configuration's name means: a path, or a name among the configurations shipped with raysim."""
+    text = str(source)
+    files = shipped_files()
+    tried = [(folder or Path()) / text, files.get(text.removeprefix("configs/").removesuffix(".yaml"))]
+    for path in tried:
+        if path is not None and os.path.isfile(path):  # False, too, for what can be no path
+            return path
+    what = "a folder" if os.path.isdir(tried[0] or "") else "neither a file nor a shipped one"
+    raise ConfigError(f"no configuration '{source}': {what} (`raysim list configs`){did_you_mean(text, files)}")
+
+
+def read(
+    source: str | Path | Mapping[str, Any],
+    overrides: Iterable[str] | Mapping[str, Any] = (),
+    keys: Keys | None = None,
+    defaults: Callable[[str], Mapping[str, Any]] = lambda name: {},
+) -> dict[str, Any]:
+    """Reads a file (or mapping) with what it extends, and lays the overrides over it.
+
+    Args:
+        source: a path, the name of a shipped configuration, or a mapping.
+        overrides: "key=value" with dots, or a mapping of the same.
+        keys: tells which keys mean the same under another name, so that changing a name keeps only those.
+        defaults: what an algorithm of this name sets in other sections. They enter with the layer that names the
+            algorithm, below that layer's own keys.
+
+    What the file claims of its runs (`claims`) is none of their configuration.
+    """
+    given = parse_overrides(overrides)
+    if CLAIMS in (key.partition(".")[0] for key in given):
+        raise ConfigError(f"{CLAIMS}: what is claimed of runs stands in the file, and is not given with =")
+    merged = _merged(_layers(source), given, keys, defaults)
+    merged.pop(CLAIMS, None)
+    return merged
+
+
+def claims(source: str | Path | Mapping[str, Any]) -> Any:
+    """The section `claims` of a file, or of what it extends, as it stands there; None if there is none."""
+    return next((layer[CLAIMS] for layer in reversed(_layers(source)) if CLAIMS in layer), None)
+
+
+def _layers(source: str | Path | Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What a file extends, and the file; or a mapping."""
+    if isinstance(source, Mapping):
+        layers = [dict(source)]
+    else:
+        path = find(source)
+        layers = [_yaml(path)]
+        if (parent := layers[0].pop("extends", None)) is not None:
+            try:
+                below = _yaml(find(parent, path.parent))
+            except ConfigError as error:
+                raise ConfigError(f"{path}: extends: {error}") from None
+            if "extends" in below:
+                raise ConfigError(f"{path}: extends '{parent}', which extends another; only one level is allowed")
+            layers.insert(0, below)
+    return layers
+
+
+def _merged(
+    layers: list[dict[str, Any]],
+    given: Mapping[str, Any],
+    keys: Keys | None,
+    defaults: Callable[[str], Mapping[str, Any]],
+) -> dict[str, Any]:
+    layers = [*layers, _nested(given)]
+    merged: dict[str, Any] = {}
+    for i, layer in enumerate(layers):
+        algorithm = named(layer.get("algorithm"))
+        name = algorithm.get("name") if isinstance(algorithm, Mapping) else None
+        replaced = any(_names_method(above) for above in layers[i + 1 :])
+        brought = defaults(name) if isinstance(name, str) and not replaced else {}
+        merged = merge(merged, merge(brought, layer, keys), keys)
+    return merged
+
+
+def _yaml(path: Path) -> dict[str, Any]:
+    try:
+        content = limited_yaml.read(path)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not valid YAML: {limited_yaml.explain(error)}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from None
+    if content is None:
+        raise ConfigError(
+            f"{path}: is empty; a configuration is a mapping of sections, at least data, rounds and algorithm"
+        )
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path}: a configuration is a mapping of sections, such as 'rounds: 10'")
+    if odd := [key for key in content if not isinstance(key, str)]:
+        raise ConfigError(f"{path}: {odd[0]}: is no name of a section; a key is a word, such as 'rounds'")
+    return content
+
+
+def parse_overrides(given: Iterable[str] | Mapping[str, Any]) -> dict[str, Any]:
+    """ "key=value" texts as a mapping from dotted keys to YAML values; a mapping comes back as it is."""
+    if isinstance(given, Mapping):
+        return dict(given)
+    values = {}
+    for text in given:
+        key, equals, value = text.partition("=")
+        if not equals or not key:
+            raise ConfigError(f"override '{text}': expected key=value, say rounds=10 or local.lr=0.1")
+        try:
+            values[key] = limited_yaml.load(value)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{key}: {value!r} is not a valid value: {limited_yaml.explain(error)}") from None
+    return values
+
+
+def _nested(overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Dotted keys as nested sections. `algorithm=x` beside `algorithm.beta1=0.5` names the same section."""
+    layer: dict[str, Any] = {}
+    for key, value in overrides.items():
+        if key.count(".") >= limited_yaml.MAX_DEPTH:
+            raise ConfigError(f"override '{key}': more than {limited_yaml.MAX_DEPTH} sections inside one another")
+        place, (*path, last) = layer, key.split(".")
+        for part in path:
+            place[part] = place = named(place.get(part, {})) if part in NAMED else place.get(part, {})
+            if not isinstance(place, dict):
+                raise ConfigError(f"override '{key}': '{part}' was already given a plain value")
+        value = named(value) if last in NAMED else value
+        before = place.get(last)
+        if isinstance(value, Mapping):
+            value = {**before, **value} if isinstance(before, Mapping) else dict(value)
+        place[last] = value
+    return layer
+
+
+def merge(below: Mapping[str, Any], above: Mapping[str, Any], keys: Keys | None = None) -> dict[str, Any]:
+    """One layer over another, section by section."""
+    result = dict(below)
+    if above.get("algorithm") is not None:
+        result = {k: v for k, v in result.items() if k not in ("client", "server")}
+    elif _names_method(above):
+        result.pop("algorithm", None)
+    for key, value in above.items():
+        result[key] = _laid_over(key, result.get(key), value, keys)
+    return result
+
+
+def _laid_over(key: str, old: Any, value: Any, keys: Keys | None) -> Any:
+    """A section, or one within a section, over an older one; any other value replaces the old one."""
+    if key in NAMED:
+        old, value = named(old), named(value)
+    if not isinstance(old, dict) or not isinstance(value, dict):
+        return value
+    if key in NAMED and value.get("name", old.get("name")) != old.get("name"):
+        same = keys(key, str(old.get("name")), str(value["name"])) if keys else ()
+        old = {k: v for k, v in old.items() if k in same}
+    if key == "local":
+        rival = {"steps": "epochs", "epochs": "steps"}
+        old = {k: v for k, v in old.items() if rival.get(k) not in value}
+    return {**old, **{k: _laid_over(k, old.get(k), v, keys) for k, v in value.items()}}
+
+
+def _names_method(layer: Mapping[str, Any]) -> bool:
+    """Whether a layer says by itself which method runs."""
+    given = {k for k in ("algorithm", "client", "server") if layer.get(k) is not None}
+    return "algorithm" in given or given == {"client", "server"}

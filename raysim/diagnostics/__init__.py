@@ -1,0 +1,1 @@
+"""Measurements about training that no method needs: recorded updates, forgetting, convergence theory."""

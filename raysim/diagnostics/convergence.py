@@ -1,0 +1,338 @@
+"""Theorem 1 and Corollary 1 of Luo et al. 2023 (GradMA), as numbers.
+
+The setting: every f_i is L-smooth and ‖∇f_i - ∇f‖² ≤ ρ². In each of T rounds S of N clients make I steps
+y <- y - η_l g̃ with ‖g - g̃‖ ≤ ε_l, where g is their full gradient; the server, which has m = β1 m̃ + mean(x - y_I), makes
+x <- x - η_g m̃ with ‖m - m̃‖² ≤ ε_g² / (1 - β2). With κ = (N - S) / (S (N - 1)) and A = 40 I² η_l² L², if
+
+    (i)    η_l ≤ 1 / (√160 L I)
+    (ii)   η_g η_l ≤ (1 - β1)² S (N - 1) / (I L (β1 S (N - 1) + 4 N (S - 1)))
+    (iii)  320 I² η_l² L² + 64 I η_g η_l L (1 + A) κ / (1 - β1)² ≤ 1
+
+then (1/T) Σ_t E‖∇f(x_t)‖² ≤ 8 (1 - β1) (f(x_0) - f*) / (I η_g η_l T) + C1 ε_l² + C2 ε_g² + C3 ρ². Averaging is the case
+β1 = ε_l = ε_g = 0, momentum that of ε_l = ε_g = 0. All here are pure functions of these numbers, but for `Course`,
+which follows a run by its records.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from raysim.config.schema import Sync, at_round
+from raysim.errors import ConfigError
+from raysim.rules.contract import PLAIN_STEP, Cohort, ServerRule, overridden
+from raysim.training.batches import local_steps
+
+if TYPE_CHECKING:
+    from raysim.engine.plan import Plan
+
+logger = logging.getLogger("raysim")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the theorem knows of a run: `lr` η_l, `server_lr` η_g, `beta1`, `beta2`, `steps` I, `cohort` S, `clients` N,
+    `rounds` T."""
+
+    lr: float
+    server_lr: float
+    beta1: float
+    beta2: float
+    steps: int
+    cohort: int
+    clients: int
+    rounds: int
+
+    @property
+    def kappa(self) -> float:
+        """(N - S) / (S (N - 1)): the variance of a mean over S of N clients, without replacement."""
+        N, S = self.clients, self.cohort
+        return (N - S) / (S * (N - 1)) if N > 1 else 0.0
+
+
+@dataclass(frozen=True)
+class Condition:
+    """One condition of Theorem 1: `value` must not be more than `limit`."""
+
+    name: str
+    text: str
+    value: float
+    limit: float
+
+    @property
+    def share(self) -> float:
+        """value / limit: how much of what is allowed is taken."""
+        return self.value / self.limit
+
+    @property
+    def holds(self) -> bool:
+        return self.value <= self.limit
+
+
+def conditions(s: Setting, L: float) -> list[Condition]:
+    """The three conditions of Theorem 1, for the smoothness `L`."""
+    return [
+        Condition("(i)", "lr", s.lr, 1 / (math.sqrt(160) * L * s.steps)),
+        Condition("(ii)", "lr · server lr", s.lr * s.server_lr, _largest_product(s, L)),
+        Condition("(iii)", "drift + sampling", _drift(s, L) + _sampling(s, L), 1.0),
+    ]
+
+
+def _largest_product(s: Setting, L: float) -> float:
+    """The right side of (ii), divided by S (N - 1); infinite for one client a round without momentum."""
+    N, S = s.clients, s.cohort
+    spread = 4 * N * (S - 1) / (S * (N - 1)) if N > 1 else 0.0
+    return math.inf if s.beta1 + spread == 0 else (1 - s.beta1) ** 2 / (s.steps * L * (s.beta1 + spread))
+
+
+def _drift(s: Setting, L: float) -> float:
+    return 320 * (s.steps * s.lr * L) ** 2
+
+
+def _sampling(s: Setting, L: float) -> float:
+    A = 40 * (s.steps * s.lr * L) ** 2
+    return 64 * s.steps * s.server_lr * s.lr * L * (1 + A) * s.kappa / (1 - s.beta1) ** 2
+
+
+def largest_lr(s: Setting, L: float) -> float:
+    """The largest η_l that satisfies all three conditions beside the setting's η_g."""
+    c = 64 * s.server_lr * s.kappa / (1 - s.beta1) ** 2  # (iii) with u = I η_l L: 320 u² + c u (1 + 40 u²) = 1
+    third = max(root.real for root in np.roots([40 * c, 320, c, -1]) if abs(root.imag) < 1e-9) / (s.steps * L)
+    return min(conditions(s, L)[0].limit, _largest_product(s, L) / s.server_lr, third)
+
+
+def largest_server_lr(s: Setting, L: float) -> float:
+    """The largest η_g that satisfies all three conditions beside the setting's η_l; 0 where that is too large by
+    itself."""
+    left, each = 1 - _drift(s, L), _sampling(s, L) / s.server_lr
+    if left < 0 or not conditions(s, L)[0].holds:
+        return 0.0
+    return min(_largest_product(s, L) / s.lr, left / each if each else math.inf)
+
+
+def corollary(s: Setting, L: float) -> tuple[float, float]:
+    """η_l and η_g of Corollary 1: 1 / (√T L I) and √(S / I)."""
+    return 1 / (math.sqrt(s.rounds) * L * s.steps), math.sqrt(s.cohort / s.steps)
+
+
+def bound(s: Setting, L: float, gap: float, eps_l: float, eps_g: float, rho2: float) -> float:
+    """The right side of Theorem 1 after the setting's rounds: `gap` is f(x_0) - f*, `rho2` is ρ². It means something
+    where the conditions hold."""
+    c1 = 8 + _drift(s, L) + _sampling(s, L)
+    c2 = 20 * s.server_lr * L / ((1 - s.beta1) ** 2 * (1 - s.beta2) * s.steps * s.lr)
+    c2 += 8 / ((1 - s.beta2) * (s.steps * s.lr) ** 2)
+    first = 8 * (1 - s.beta1) * gap / (s.steps * s.server_lr * s.lr * s.rounds)
+    return first + c1 * eps_l**2 + c2 * eps_g**2 + (c1 - 8) * rho2
+
+
+# -- a run -------------------------------------------------------------------------------------------------------------
+
+
+def why_not(plan: Plan) -> str | None:
+    """None if Theorem 1 speaks of this run, else what about the run it does not know."""
+    c, server = plan.config, plan.server
+    if _heavy_ball(server) is None:
+        return f"server rule '{server.name}' does more than momentum and averaging"
+    if not isinstance(c.schedule, Sync):
+        return f"rounds are not in step (schedule.name={c.schedule.name})"
+    if isinstance(c.local.lr, list) or server.at(0) is not server:
+        return "step sizes or beta change with the rounds (a list of [first round, value])"
+    if len(set(_steps(plan))) > 1:
+        return "clients make different numbers of local steps; use local.steps instead of local.epochs"
+    if c.local.clip or c.local.weight_decay or c.privacy:
+        return "local.clip, local.weight_decay or privacy comes between gradients and steps"
+    return None
+
+
+def departures(plan: Plan) -> list[str]:
+    """What the theorem supposes and this run does not do, though all its numbers can be told: the bound need not hold
+    then. Noise of gradients, for one, does not fade with T; and the theorem's f is the plain mean of the f_i."""
+    found, schedule = [], plan.config.schedule
+    if _weighs(plan):
+        found.append(f"server rule '{plan.server.name}' weighs clients differently (weights: uniform does not)")
+    some = schedule.size < len(plan.clients) and plan.problem.n_nonempty < len(plan.clients)
+    if some or (isinstance(schedule, Sync) and (schedule.deadline or schedule.dropouts or schedule.availability)):
+        found.append("rounds have different numbers of clients (schedule.deadline, dropouts, availability, or no data)")
+    if _noisy(plan):
+        found.append("local steps do not follow full gradients (local.batch: full, no augmentation, no dropout)")
+    return found
+
+
+def _heavy_ball(server: ServerRule) -> tuple[float, float] | None:
+    """What the rule says of itself, unless it inherits that from a class with another `update`."""
+    says, does = (next(c for c in type(server).__mro__ if name in vars(c)) for name in ("heavy_ball", "update"))
+    return server.at(0).heavy_ball if issubclass(says, does) else None
+
+
+def _weighs(plan: Plan) -> bool:
+    """Whether the server's mean is another than the plain one, which the theorem's is."""
+    sizes = [int(n) for n in np.unique(plan.clients.sizes) if n]
+    K = len(sizes)
+    one_each = Cohort(0, list(range(K)), K, samples=sizes, steps=_steps(plan) * K, staleness=[0] * K)
+    return not np.allclose(plan.server.weigh(one_each), 1 / K, rtol=1e-9)
+
+
+def _noisy(plan: Plan) -> bool:
+    """Whether steps follow other gradients than those of the f_i: of mini-batches, augmented examples, with dropout."""
+    batch, data = plan.config.local.batch, plan.dataset
+    in_parts = batch != "full" and int(plan.clients.sizes.max()) > batch
+    return in_parts or data.pad > 0 or data.flip or bool(plan.model().dropouts)
+
+
+def setting(plan: Plan) -> Setting:
+    """What the theorem knows of a run that it speaks of."""
+    ball = _heavy_ball(plan.server)
+    assert ball is not None
+    beta1, beta2 = ball
+    c, steps, N = plan.config, _steps(plan)[0], plan.problem.n_nonempty
+    cohort = min(c.schedule.size, N)
+    return Setting(at_round(c.local.lr, 0), plan.server.lr, beta1, beta2, steps, cohort, N, c.rounds)
+
+
+def _steps(plan: Plan) -> list[int]:
+    """The different numbers of local steps of clients with data."""
+    local, sizes = plan.config.local, [int(n) for n in np.unique(plan.clients.sizes) if n]
+    batch = local.batch
+    return sorted({local_steps(n, n if batch == "full" else batch, local.steps, local.epochs) for n in sizes})
+
+
+class Course:
+    """What Theorem 1 says beside what happens, from a run's records in their order. The run's evaluations measure the
+    gradients, its rules ε_l and ε_g (as client/eps_l, client/eps_l_max and server/eps_g); what only adds up over rounds
+    is found here, so that a run that is resumed says the same."""
+
+    def __init__(self, plan: Plan):
+        asked = plan.config.evaluate.theory
+        self.asked, self.setting = asked, None if asked is None or why_not(plan) else setting(plan)
+        exact = None if _heavy_ball(plan.server) is None else 0.0
+        self.unsaid = {"client": None if overridden(plan.client, PLAIN_STEP) else 0.0, "server": exact}
+        """ε_l and ε_g of rules that do not report them: 0 where steps are plain, and averages; else not known."""
+        for what in departures(plan) if self.setting else ():
+            logger.warning("evaluate.theory: Theorem 1 supposes otherwise, its bound need not hold: %s", what)
+        self.norms: list[float] = []
+        self.gap: float | None = None
+        self.largest: dict[str, float | None] = {"eps_l_max": 0.0, "eps_g": 0.0, "rho2_max": 0.0, "L": 0.0}
+
+    def add(self, record: Mapping[str, float]) -> dict[str, float]:
+        """What there is to say of a round, as metrics; nothing where its model was not evaluated."""
+        if self.asked is None:
+            return {}
+        eps = {} if record["round"] == 0 or not record.get("clients") else self._eps(record)
+        measured = {k.removeprefix("theory/"): v for k, v in record.items() if k.startswith("theory/")}
+        self._note({k: eps[k] for k in ("eps_l_max", "eps_g") if k in eps})
+        if "grad_norm2" not in measured:
+            return {}
+        self._note({"rho2_max": measured["rho2_max"], "L": self.asked.L or measured.get("curvature", 0.0)})
+        if record["round"] == 0:
+            self.gap = measured["f"] - self.asked.f_star
+        found = {**{k: v for k, v in eps.items() if v is not None}, "L": self.largest["L"]}
+        if self.norms:
+            found["grad_norm2_mean"] = sum(self.norms) / len(self.norms)
+        self.norms.append(measured["grad_norm2"])
+        found |= self._theorem(int(record["round"]))
+        return {f"theory/{k}": float(v) for k, v in found.items() if v is not None}
+
+    def _eps(self, record: Mapping[str, float]) -> dict[str, float | None]:
+        client, server = self.unsaid["client"], self.unsaid["server"]
+        said = {k: record.get(f"client/{k}", client) for k in ("eps_l", "eps_l_max")}
+        return {**said, "eps_g": record.get("server/eps_g", server)}
+
+    def _note(self, values: Mapping[str, float | None]) -> None:
+        for key, value in values.items():
+            before = self.largest[key]
+            self.largest[key] = None if before is None or value is None else max(before, value)
+
+    def _theorem(self, rounds: int) -> dict[str, float]:
+        """The conditions, as shares of what they allow, and the bound on what happened so far."""
+        L = self.largest["L"]
+        if self.setting is None or not L:
+            return {}
+        found = {f"condition_{i}": c.share for i, c in enumerate(conditions(self.setting, L), 1)}
+        eps_l, eps_g, rho2 = (self.largest[k] for k in ("eps_l_max", "eps_g", "rho2_max"))
+        if rounds and self.gap is not None and eps_l is not None and eps_g is not None and rho2 is not None:
+            found["bound"] = bound(replace(self.setting, rounds=rounds), L, self.gap, eps_l, eps_g, rho2)
+        return found
+
+
+# -- the linear speed-up -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Slope:
+    """Of log y over log x: the mean of the slopes of `n` seeds, and a 95 % interval (Student's t over the seeds)."""
+
+    mean: float
+    low: float
+    high: float
+    n: int
+
+
+Lines = dict[int, dict[float, float]]
+"""For each seed its y by x."""
+
+
+def speedup(ends: Iterable[tuple[int, float, int, float]], target: float, say: Callable[[str], None]) -> Lines:
+    """The rounds to the target by x, for each seed, of runs that differ in x, in their length and in their seed.
+
+    Args:
+        ends: (seed, x, T, value): what a run of T rounds has come to.
+        target: the value that is wanted.
+        say: told of each seed and x that is left out, as the target is not between the values of two of its lengths.
+
+    Raises:
+        ConfigError: two runs agree in seed, x and T, or fewer than two seeds have two values of x.
+    """
+    values: dict[tuple[int, float], dict[int, float]] = {}
+    for seed, x, T, value in ends:
+        lengths = values.setdefault((seed, x), {})
+        if T in lengths:
+            raise ConfigError(
+                f"speedup: two runs of {T} rounds with seed {seed} and {x:g}; they differ in more than this, so name "
+                "the runs of one method"
+            )
+        lengths[T] = value
+    lines: Lines = {}
+    for (seed, x), lengths in sorted(values.items()):
+        if (T := crossing(lengths, target)) is None:
+            shown = ", ".join(f"{value:.4g} after {n}" for n, value in sorted(lengths.items()))
+            say(f"left out: seed {seed}, {x:g}: {target:g} is not between what its lengths have come to ({shown})")
+        else:
+            lines.setdefault(seed, {})[x] = T
+    lines = {seed: line for seed, line in lines.items() if len(line) > 1}
+    if len(lines) < 2:
+        raise ConfigError(
+            "speedup: a slope with an interval takes two seeds or more, each with the rounds to the target for two "
+            "values or more; choose another --target, or run more lengths"
+        )
+    return lines
+
+
+def crossing(points: Mapping[int, float], target: float) -> float | None:
+    """The rounds T at which runs of T rounds come to the target, between the nearest shorter and longer one, straight
+    on log axes; None where none does, or where the shortest is there already (then nobody knows).
+
+    Args:
+        points: for runs of different lengths T their last value, which falls with T.
+    """
+    lengths = sorted(points)
+    there = next((i for i, T in enumerate(lengths) if points[T] <= target), None)
+    if not there:
+        return None
+    a, b = lengths[there - 1], lengths[there]
+    way = math.log(points[a] / target) / math.log(points[a] / points[b])
+    return math.exp(math.log(a) + way * math.log(b / a))
+
+
+def slope(lines: Lines) -> Slope:
+    """The slope of log y over log x; of two seeds or more, with two values of x or more each."""
+    from scipy import stats
+
+    each = [float(np.polyfit(np.log(list(line)), np.log(list(line.values())), 1)[0]) for line in lines.values()]
+    mean, n = float(np.mean(each)), len(each)
+    half = float(stats.t.ppf(0.975, n - 1) * np.std(each, ddof=1) / math.sqrt(n))
+    return Slope(mean, mean - half, mean + half, n)

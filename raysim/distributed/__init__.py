@@ -1,0 +1,1 @@
+"""The executor on Ray: actors, block scheduling, shared memory, nodes, submitted jobs."""

@@ -1,0 +1,537 @@
+"""The run. `Engine.rounds` is the loop, and reads like the algorithm in a paper; the rest opens and closes things."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from raysim.data import digest
+from raysim.diagnostics import convergence, forgetting, recorded_updates
+from raysim.diagnostics.forgetting import Past
+from raysim.engine import checkpoint, client_store, schedule
+from raysim.engine.executor import Executor, Result, Trained, Training
+from raysim.engine.plan import Plan
+from raysim.engine.schedule import StandStill, Turn
+from raysim.engine.server import Round, blamed
+from raysim.errors import ClientError, Lost, RaysimError
+from raysim.signals import Signals, Stopped
+from raysim.training.batches import batches_per_pass, local_steps
+from raysim.training.messages import Job, cut
+from raysim.training.privacy import epsilon, passes
+from raysim.version import __version__
+
+logger = logging.getLogger("raysim")
+
+LOSSES = 3
+"""Times that the server may be lost between two rounds that were done."""
+
+QUANTILES = (0.1, 0.5, 0.9)
+"""Of the clients' losses."""
+
+NOT_USED = {
+    "clients_dropped": "failed",
+    "clients_lost": "dropped out",
+    "clients_late": "missed the deadline",
+    "clients_too_stale": "were too stale",
+}
+"""The metrics that count clients whose updates are not used, and what became of these."""
+
+Record = dict[str, float]
+Progress = Callable[[Record], None]
+
+
+@dataclass
+class Pending:
+    """A round whose metrics are still on their way."""
+
+    record: Record
+    results: list[Result[dict[str, float]]] = field(default_factory=list)
+
+
+@dataclass
+class Work:
+    """A round on its way: its turn, what the server will hear of it, and the jobs that were sent off."""
+
+    turn: Turn
+    round: Round
+    training: Training
+    jobs: list[Job] = field(default_factory=list)
+
+
+class Engine:
+    """One run: a plan, an executor, what clients keep, and the history so far."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        executor: Executor,
+        run_dir: Path | None = None,
+        run_id: str = "",
+        signals: Signals | None = None,
+    ):
+        self.plan, self.executor, self.config = plan, executor, plan.config
+        self.run_dir, self.run_id = run_dir, run_id
+        self.signals = signals or Signals()
+        self.n_samples = int(plan.clients.sizes.sum())
+        self.mended: Counter[str] = Counter()
+        """How often something was put right that had gone wrong, by its kind, before this process took over."""
+        self.final: dict[str, Tensor] = {}
+        """The server's state after the last round."""
+        self.last_round = self.config.rounds
+        """The number of rounds after which the run ends."""
+        self.stopped = ""
+        """Why it ends before `config.rounds`; empty if it does not."""
+        self.first_failure = ""
+        """The first client that failed in this process, and why."""
+        self.rows = client_store.folder(run_dir, plan.config.store.dir)
+        self._begin()
+
+    def _begin(self) -> None:
+        """As it is before the first round."""
+        self.store = client_store.Store(len(self.plan.clients), self.config.store.memory, self.rows)
+        self.schedule = schedule.make(self.config, self.plan.clients.sizes)
+        self.clocks = deque([(0, self.schedule.pack())], maxlen=2)
+        """The virtual clock before some round's turn was drawn; one drawn ahead may be past what is done."""
+        self.versions: dict[int, Any] = {}
+        """The versions of the model that somebody still needs, as handles."""
+        self.history: list[Record] = []
+        self.pending: deque[Pending] = deque()
+        self.done = self.bytes_down = self.bytes_up = 0
+        self.sizes: dict[int, int] = {}
+        """The bytes of the versions that clients have received and that somebody still needs."""
+        asked = self.config.evaluate.forgetting
+        self.cohorts: deque[list[int]] = deque(maxlen=asked.window if asked else 0)
+        """The clients of the last rounds, for who measures what is forgotten of their data."""
+        self.course = convergence.Course(self.plan)
+
+    def end_early(self, reason: str) -> None:
+        """End the run after the rounds that are done, with a checkpoint from which it can be resumed."""
+        if self.done < self.last_round:
+            self.last_round, self.stopped = self.done, reason
+
+    def rounds(self) -> Iterator[Record]:
+        """Trains round after round; yields the record of each once its evaluation has come in.
+
+        Where the server, or what it knew, is lost, the run goes back to its last checkpoint; the rounds come out the
+        same, and are not told twice. A signal, or a client that fails, ends the run with a checkpoint of what is done.
+        """
+        told, losses, lost = int(self.history[-1]["round"]) if self.history else -1, 0, None
+        while True:
+            try:
+                if lost is not None:
+                    self._go_back(lost)
+                for record in self._train():
+                    if record["round"] > told:
+                        told, losses = int(record["round"]), 0
+                        yield record
+                return
+            except Lost as again:
+                lost, losses = again, losses + 1
+                if losses > LOSSES:
+                    raise RaysimError(f"{lost}; that was the {losses}th time since a round was done") from None
+            except (Stopped, ClientError):
+                try:
+                    yield from (record for record in self._arrived(keep=0) if record["round"] > told)
+                    self._save_what_is_done()
+                except RaysimError as error:  # of the two, why the run ends matters more
+                    logger.warning("the last rounds are not saved: %s; `raysim resume` does them again", error)
+                raise
+
+    def _train(self) -> Iterator[Record]:
+        """The rounds that are still to be done.
+
+        A round in step is one in which everybody began with the newest version; else some began with older ones, and
+        these train while the server is still busy with the round before. Nothing waits that need not: who comes next is
+        found out while clients train, they are sent off as soon as the server is told to move on, and what is to be
+        said of a round is gathered while the next one trains.
+        """
+        work = self._draw(self.done)
+        self._send_off(work)  # the blocks of a resumed run are those of one that never stopped
+        self.versions[self.done] = down = self.executor.broadcast(work.round)
+        stopwatch = Stopwatch()
+        self._send_off(work)
+        if not self.history:
+            self.pending.append(Pending({"round": 0.0, "virtual_time": 0.0}, self._evaluation(0, down, stopwatch)))
+        while self.done < self.last_round and not work.turn.stands_still:
+            upcoming = self._draw(self.done + 1)
+            with self.signals.allowed():
+                trained = work.training.get()
+            seconds = stopwatch.lap()
+            self.judge(work.round, work.jobs, trained)
+            self._keep_observed(work, trained)
+            self.cohorts.append(work.round.ids)
+            self.done += 1
+            finished, work = work, upcoming
+            self._send_off(work)
+            after = self.executor.advance(finished.round, trained, self._of(finished.jobs), work.round)
+            snapshot = self.executor.snapshot() if self._due(self.done) else None
+            self.versions[self.done] = after.down
+            self._send_off(work)
+            self._forget(work)
+            record = {**self._record(finished, trained), **seconds(trained)}
+            self.pending.append(Pending(record, [after.metrics, *self._evaluation(self.done, after.down, stopwatch)]))
+            yield from self._arrived(keep=0 if snapshot else self._lag)
+            if snapshot:
+                self._save(snapshot.get())
+        self.final = self.executor.snapshot().get()
+        yield from self._arrived(keep=0)
+        if self.done < self.last_round:
+            raise RaysimError(work.turn.stands_still)
+        if self.stopped:
+            self._save_what_is_done()
+        else:
+            self._refuse_empty_run()
+
+    def _refuse_empty_run(self) -> None:
+        """Raise RaysimError if no client took part in any round, unless `faults.on_empty_run` accepts that."""
+        counts = {key: sum(record.get(key, 0.0) for record in self.history) for key in ("clients", *NOT_USED)}
+        if counts["clients"]:
+            return
+        reasons = ", ".join(f"{counts[key]:g} {reason}" for key, reason in NOT_USED.items() if counts[key])
+        first = f"; the first: {self.first_failure}" if self.first_failure else ""
+        said = f"no client's update was used in {self.done} rounds ({reasons or 'nobody arrived'}{first})"
+        if self.config.faults.on_empty_run == "fail":
+            raise RaysimError(f"{said}, so nothing was trained (faults.on_empty_run=finish accepts such a run)")
+        logger.warning("%s", said)
+
+    def _draw(self, t: int) -> Work:
+        """Who arrives in round t, and what the server will hear of them."""
+        if self._due(t):
+            self.clocks.append((t, self.schedule.pack()))
+        try:
+            turn = self.schedule.turn(t) if t < self.config.rounds else schedule.in_step(t, [])
+        except StandStill as end:
+            turn = Turn(t, [], self.schedule.now, stands_still=str(end))
+        return Work(turn, self.round(turn), self.executor.training(t))
+
+    def _send_off(self, work: Work) -> None:
+        """Of a round those who are not yet at work and whose version is there."""
+        sent = {job.client for job in work.jobs}
+        facts = zip(work.round.ids, work.round.bases, strict=True)
+        jobs = self.jobs(work.round, [base in self.versions and client not in sent for client, base in facts])
+        if jobs:
+            work.training.add(self._of(jobs), cut(jobs, self.plan.block_size))
+            work.jobs += jobs
+
+    def _forget(self, work: Work) -> None:
+        """Lets go of the versions that nobody will need any more."""
+        needed = {self.done, *self.schedule.held(), *work.round.bases}
+        self.versions = {v: down for v, down in self.versions.items() if v in needed}
+
+    def _of(self, jobs: list[Job]) -> dict[int, Any]:
+        """The versions that these begin with."""
+        return {job.base: self.versions[job.base] for job in jobs}
+
+    _lag = 2
+    """Rounds whose metrics may still be out while the next one trains."""
+
+    def _evaluation(self, done: int, down: Any, stopwatch: Stopwatch) -> list[Result[dict[str, float]]]:
+        parts = self.config.evaluate.due(done, self.config.rounds)
+        if not parts:
+            return []
+        with stopwatch.aside():  # inline it takes its time here; on actors it goes on beside the next round
+            return [self.executor.evaluate(down, parts)]
+
+    def _arrived(self, keep: int) -> Iterator[Record]:
+        """Records whose figures are all there, in order; waits while more than `keep` are out."""
+        pending = self.pending
+        while pending and (len(pending) > keep or (len(pending) > 1 and all(r.ready() for r in pending[0].results))):
+            first = pending.popleft()
+            for result in first.results:
+                first.record.update(result.get())
+            first.record.update(self.course.add(first.record))
+            self.history.append(first.record)
+            yield first.record
+
+    def _due(self, done: int) -> bool:
+        """Whether a checkpoint is written after so many rounds."""
+        every = self.config.checkpoint.every
+        return bool(every) and self.run_dir is not None and (done % every == 0 or done == self.config.rounds)
+
+    def _save(self, server: dict[str, Tensor]) -> None:
+        assert self.run_dir is not None
+        facts = {
+            "round": self.done,
+            "bytes_down": self.bytes_down,
+            "bytes_up": self.bytes_up,
+            "history": self.history,
+            "mended": self._mended(),
+            "run_id": self.run_id,
+            "fingerprint": self.config.fingerprint,
+            "data": self.plan.dataset.digest,
+            "partition": digest(self.plan.clients),
+            "torch": torch.__version__,
+            "raysim": __version__,
+        }
+        held = {v: self.executor.fetch(down) for v, down in self.versions.items() if v != self.done}
+        asked = self.config.checkpoint
+        try:
+            saved = checkpoint.Checkpoint(server, self.store.pack(), self._clock(), held, facts)
+            checkpoint.write(self.run_dir, saved, asked.keep, asked.best)
+        except checkpoint.Unwritable as error:
+            if asked.required:
+                raise
+            self.mended["checkpoints_failed"] += 1
+            logger.warning("%s; the run goes on without it", error)
+        self.store.hold(checkpoint.slots(self.run_dir))
+
+    def _clock(self) -> dict[str, Tensor]:
+        """The virtual clock before the turn of the round after the last one that is done."""
+        t, packed = next(one for one in reversed(self.clocks) if one[0] <= self.done)
+        if t == self.done:
+            return packed
+        again = schedule.make(self.config, self.plan.clients.sizes)
+        again.unpack(packed)
+        for passed in range(t, self.done):
+            again.turn(passed)
+        return again.pack()
+
+    def _save_what_is_done(self) -> None:
+        """A checkpoint outside of the usual rounds, if there are to be any; the round that is going on is abandoned."""
+        if self.run_dir is None or not self.config.checkpoint.every or not self.done:
+            return
+        if checkpoint.name(self.done) not in [path.name for path in checkpoint.available(self.run_dir)]:
+            self._save(self.executor.snapshot().get())
+
+    def _go_back(self, lost: Lost) -> None:
+        """To the last checkpoint, or to the beginning, with a new server; which may be lost as well."""
+        logger.warning("%s", lost)
+        self.executor.recover()
+        saved = checkpoint.read_latest(self.run_dir, logger.warning) if self.run_dir is not None else None
+        mended = self.mended
+        self._begin()
+        if saved is not None:
+            self.restore(saved)
+        self.mended = mended  # what this process has put right is counted by the executor
+        logger.warning("the server is made anew and begins again after round %d", self.done)
+
+    def restore(self, saved: checkpoint.Checkpoint) -> None:
+        """Goes back to a checkpoint of this run, before `rounds`."""
+        assert self.run_dir is not None
+        self.executor.restore(saved.server)
+        checkpoint.remove_after(self.run_dir, saved.facts["round"])
+        self.store.unpack(saved.clients, checkpoint.slots(self.run_dir))
+        self.schedule.unpack(saved.clock)
+        self.clocks = deque([(saved.facts["round"], saved.clock)], maxlen=2)
+        self.versions = {v: self.executor.hold(version) for v, version in saved.versions.items()}
+        self.sizes = {v: version.nbytes for v, version in saved.versions.items()}
+        self.done, self.history = saved.facts["round"], saved.facts["history"]
+        for record in self.history:
+            self.course.add(record)
+        self.bytes_down, self.bytes_up = saved.facts["bytes_down"], saved.facts["bytes_up"]
+        self.mended = Counter(saved.facts["mended"])
+        if self.cohorts.maxlen:
+            before = schedule.make(self.config, self.plan.clients.sizes)
+            self.cohorts.extend(before.turn(t).ids for t in range(self.done))
+
+    def close(self) -> None:
+        """Removes the rows on disk, unless a checkpoint needs them."""
+        self.store.close(checkpoint.slots(self.run_dir) if self.run_dir is not None else [])
+
+    def round(self, turn: Turn) -> Round:
+        """What the server will hear of a turn's clients, but for who fails; with the weights that its rule gives them.
+
+        Raises RaysimError for a rule whose weights are none.
+        """
+        local, rule = self.config.local, self.plan.server
+        sizes = self.plan.clients.sizes[turn.ids].tolist()
+        steps = [local_steps(n, n if local.batch == "full" else local.batch, local.steps, local.epochs) for n in sizes]
+        round = Round(turn.t, turn.ids, [one.base for one in turn.arrivals], [], sizes, steps)
+        if round.ids:
+            with blamed(rule, "weigh", turn.t):
+                round.weights = [float(w) for w in rule.at(turn.t).weigh(round.cohort(len(self.plan.clients)))]
+            sound = all(w >= 0 and np.isfinite(w) for w in round.weights) and any(round.weights)
+            if len(round.weights) != len(round.ids) or not sound:
+                raise RaysimError(
+                    f"server rule '{rule.name}': weigh must give a number for each of {len(round.ids)} clients, none "
+                    f"negative and not all of them 0; it gave {round.weights}"
+                )
+        return round
+
+    def jobs(self, round: Round, which: Iterable[bool] | None = None) -> list[Job]:
+        """The work of a round's clients, or of some of them."""
+        by_samples, N = self.plan.server.weights == "samples", len(self.plan.clients)
+        chosen = [True] * len(round.ids) if which is None else which
+        facts = zip(round.ids, round.bases, round.weights, round.samples, round.steps, chosen, strict=True)
+        jobs = []
+        for client, base, weight, n, steps, _ in (one for one in facts if one[-1]):
+            share = n * N / self.n_samples if by_samples else 1.0
+            row, seen = self.store.get(client), bool(self.store.seen[client])
+            jobs.append(Job(client, base, int(self.store.cursors[client]), weight, steps, share, seen, row))
+        self._ask_more(round, jobs)
+        return jobs
+
+    def _ask_more(self, round: Round, jobs: list[Job]) -> None:
+        """Of some rounds' clients more is wanted than their uploads: what they have seen, what they have forgotten."""
+        observe, asked = self.config.observe, self.config.evaluate.forgetting
+        if observe and round.t in observe.rounds:
+            chosen = set(round.ids[: observe.clients])
+            for job in jobs:
+                job.observed = job.client in chosen
+        if asked and self.cohorts and self.cohorts[-1] and round.t % asked.every == 0:
+            window = sorted(set().union(*self.cohorts)) if asked.fisher else []
+            for job in jobs:
+                job.past = Past(self.cohorts[-1], window, before=job is jobs[0])
+
+    def _keep_observed(self, work: Work, trained: Trained) -> None:
+        seen = {d.client: d.observed for outcome in trained.done for d in outcome.done if d.observed}
+        if seen and self.run_dir is not None:
+            jobs = [job for job in work.jobs if job.client in seen]
+            downs = {base: self.executor.fetch(self.versions[base]) for base in {job.base for job in jobs}}
+            recorded_updates.write(self.run_dir, work.turn.t, jobs, seen, downs)
+
+    def _forgotten(self, work: Work, trained: Trained) -> Record:
+        """What this round's clients have forgotten of the data of the round before's."""
+        measured = {d.client: d.forgotten for outcome in trained.done for d in outcome.done if d.forgotten}
+        past = next((job.past.clients for job in work.jobs if job.past), [])
+        found = forgetting.gather(past, measured)
+        if found and self.run_dir is not None:
+            forgetting.write(self.run_dir, work.turn.t, found)
+        return forgetting.figures(found)
+
+    def _count_bytes_down(self, turn: Turn, trained: Trained) -> None:
+        """Add what the clients of a round received, as the workers measured it.
+
+        A client that was lost, late or too stale was not trained, and what it began with is not known any more: it
+        counts with the newest version.
+        """
+        for outcome in trained.done:
+            self.sizes |= outcome.versions
+        self.bytes_down += sum(self._version_bytes(one.base) for one in turn.arrivals)
+        self.bytes_down += self._version_bytes(self.done) * (turn.lost + turn.late + turn.discarded)
+        self.sizes = {v: size for v, size in self.sizes.items() if v in self.versions or v == max(self.sizes)}
+
+    def _version_bytes(self, version: int) -> int:
+        """Return the bytes of a version, or those of the newest one known if nobody has received it yet."""
+        newest = self.sizes[max(self.sizes)] if self.sizes else self.plan.bytes_down
+        return self.sizes.get(version, newest)
+
+    def _mended(self) -> Record:
+        kinds = {**self.executor.mended, **self.mended}
+        return {kind: float(self.mended[kind] + self.executor.mended[kind]) for kind in kinds}
+
+    def _spent(self) -> Record:
+        """The privacy that the client with most passes over its data has spent."""
+        private = self.config.privacy
+        if private is None:
+            return {}
+        return {"privacy/epsilon": epsilon(private.sigma, private.delta, passes(self.store.cursors, self._per_pass))}
+
+    @cached_property
+    def _per_pass(self) -> np.ndarray:
+        """[N], batches in one pass over each client's examples."""
+        batch, sizes = self.config.local.batch, self.plan.clients.sizes
+        known = {int(n): batches_per_pass(int(n), int(n) if batch == "full" else batch) for n in np.unique(sizes)}
+        return np.array([known[int(n)] for n in sizes])
+
+    def judge(self, round: Round, jobs: list[Job], trained: Trained) -> None:
+        """Who is in and who is out: keeps the rows of accepted clients, stops at a failed one or drops it."""
+        done = {d.client: d for outcome in trained.done for d in outcome.done}
+        failed = {job.client: done[job.client].error for job in jobs if done[job.client].error}
+        for client, error in failed.items():
+            if self.config.faults.on_client_error == "stop":
+                raise ClientError(
+                    f"client {client} failed in round {round.t}: {_last_line(error)}\n{error}\n"
+                    "(faults.on_client_error=drop goes on without such clients)"
+                )
+            self.first_failure = self.first_failure or f"client {client} in round {round.t}: {_last_line(error)}"
+            logger.warning("round %d: client %d is dropped: %s", round.t, client, _last_line(error))
+        for job in jobs:
+            self.store.cursors[job.client] += job.steps
+            if job.client not in failed:
+                self.store.put(job.client, done[job.client].row)
+        round.dropped = set(failed)
+        if not jobs:
+            logger.warning("round %d: nobody arrived", round.t)
+
+    def _record(self, work: Work, trained: Trained) -> Record:
+        """What is to be said of a round, but for the server's and the evaluation's part."""
+        turn, dropped = work.turn, work.round.dropped
+        good = [d for outcome in trained.done for d in outcome.done if d.client not in dropped]
+        good.sort(key=lambda one: one.client)
+        self._count_bytes_down(turn, trained)
+        self.bytes_up += sum(d.bytes for d in good)
+        record = {
+            "round": float(turn.t + 1),
+            "virtual_time": float(turn.time),
+            "clients": float(len(good)),
+            "clients_dropped": float(len(dropped)),
+            "clients_lost": float(turn.lost),
+            "clients_late": float(turn.late),
+            "clients_too_stale": float(turn.discarded),
+            "bytes_down": float(self.bytes_down),
+            "bytes_up": float(self.bytes_up),
+            "client/state_bytes": float(self.store.bytes),
+            "client/state_bytes_disk": float(self.store.disk_bytes),
+            "versions/alive": float(len(self.versions)),
+            "versions/bytes": float(sum(map(self._version_bytes, self.versions))),
+            **staleness(turn),
+            **trained.metrics,
+            **self._mended(),
+            **self._forgotten(work, trained),
+            **self._spent(),
+        }
+        if good:
+            losses = np.array([one.loss for one in good])
+            record["train_loss"] = float(losses.mean())
+            for q, loss in zip(QUANTILES, np.quantile(losses, QUANTILES), strict=True):
+                record[f"client_loss/q{round(100 * q)}"] = float(loss)
+            for key in good[0].metrics:
+                values = [one.metrics[key] for one in good]
+                record[f"client/{key}"] = float(np.max(values) if key.endswith("_max") else np.mean(values))
+        return record
+
+
+def staleness(turn: Turn) -> Record:
+    """Its mean, its maximum and a histogram: how many arrivals are 0, 1, 2 to 3, 4 to 7, ... rounds behind."""
+    if not turn.arrivals:
+        return {}
+    s = np.array(turn.staleness)
+    found = {"staleness/mean": float(s.mean()), "staleness/max": float(s.max())}
+    edges = [0, *(2**k for k in range(int(s.max()).bit_length() + 1))]
+    for low, high in pairwise(edges):
+        found[f"staleness/from_{low}"] = float(((s >= low) & (s < high)).sum())
+    return found
+
+
+class Stopwatch:
+    """Measures rounds: from the end of one cohort's training to the end of the next one's."""
+
+    def __init__(self) -> None:
+        self.mark, self.apart = time.perf_counter(), 0.0
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Time spent in here is evaluation's, not the engine's."""
+        began = time.perf_counter()
+        yield
+        self.apart += time.perf_counter() - began
+
+    def lap(self) -> Callable[[Trained], Record]:
+        """Ends a round; gives what it took, and what of that was neither training nor evaluation."""
+        now = time.perf_counter()
+        seconds, apart = now - self.mark, self.apart
+        self.mark, self.apart = now, 0.0
+
+        def figures(trained: Trained) -> Record:
+            clients = sum(d.error is None for outcome in trained.done for d in outcome.done)
+            engine = seconds - apart - trained.metrics.get("train_seconds", 0.0)
+            return {"seconds": seconds, "clients_per_second": clients / seconds, "overhead_seconds": engine}
+
+        return figures
+
+
+def _last_line(error: str | None) -> str:
+    return (error or "").strip().splitlines()[-1]

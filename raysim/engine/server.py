@@ -1,0 +1,243 @@
+"""The central server: the server rule's state, the averaged BatchNorm statistics, and the door that uploads pass."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from raysim.errors import RaysimError
+from raysim.numerics.fixed_point import NonFiniteError, combine, to_float
+from raysim.rules.contract import NOT_ASKED_FOR, Cohort, Problem, Reports, ServerRule, State
+from raysim.signals import reraise_stop
+from raysim.training.messages import Broadcast, Outcome
+
+NOBODY = -1
+
+FAINT = 2.0**-14
+"""The part of a round's weights below which those who are left, beside dropped ones that weighed nearly everything,
+have no digits left in fixed point: the round then changes nothing. Only weights that fall exponentially come so low."""
+
+
+@contextmanager
+def blamed(rule: ServerRule, what: str, t: int) -> Iterator[None]:
+    """What a server rule raises, said with its name and the round: a rule may be a user's code and raise anything."""
+    try:
+        yield
+    except RaysimError:
+        raise
+    except NonFiniteError as error:
+        raise RaysimError(f"round {t}: server rule '{rule.name}': {error}; lower local.lr") from None
+    except BaseException as error:
+        reraise_stop(error)
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        raise RaysimError(
+            f"round {t}: {what} of server rule '{rule.name}' failed: {type(error).__name__}: {error} "
+            f"({last.filename}, line {last.lineno})"
+        ) from error
+
+
+@dataclass
+class Round:
+    """The facts of a round that the server needs: who arrived, the versions they began with, the weights they were
+    given, how much they did, and who is left out (`dropped`)."""
+
+    t: int
+    ids: list[int]
+    bases: list[int]
+    weights: list[float]
+    samples: list[int]
+    steps: list[int]
+    dropped: set[int] = field(default_factory=set)
+
+    def cohort(self, n_clients: int, stay: list[int] | None = None) -> Cohort:
+        """What a rule sees of it before anybody has trained; of those at the positions `stay`."""
+        stay = list(range(len(self.ids))) if stay is None else stay
+        return Cohort(
+            self.t,
+            [self.ids[i] for i in stay],
+            n_clients,
+            samples=[self.samples[i] for i in stay],
+            steps=[self.steps[i] for i in stay],
+            staleness=[self.t - self.bases[i] for i in stay],
+        )
+
+
+@dataclass
+class Advanced:
+    """What the server gives between two rounds: the rule's metrics and the next broadcast."""
+
+    metrics: dict[str, float]
+    down: Broadcast
+
+
+class Server:
+    """Holds the state of a server rule and moves it on, round by round."""
+
+    def __init__(self, rule: ServerRule, x0: Tensor, buffers: Tensor, problem: Problem):
+        self.rule, self.problem = rule, problem
+        with blamed(rule, "init", 0):
+            self.state, self.buffers = rule.init(x0.clone(), problem), buffers.clone()
+        self.cohort = Cohort(0, [], problem.n_clients)
+        self.admitted = NOBODY
+        """The round whose clients the state has admitted."""
+
+    def broadcast(self, following: Round) -> Broadcast:
+        """Admits the clients of the next round, if that was not done before the state was saved, and gives the version
+        that it finds. With no clients: the model as it stands."""
+        rule, said = self.rule.at(following.t), self.cohort.metrics
+        self.cohort = following.cohort(self.problem.n_clients)
+        with blamed(rule, "admit or broadcast", following.t):
+            if following.ids and self.admitted == following.t:
+                self.cohort.metrics.update(said)
+            elif following.ids:
+                self.state, self.admitted = rule.admit(self.state, self.cohort), following.t
+            return Broadcast(rule.broadcast(self.state), self.buffers)
+
+    def update(self, round: Round, outcomes: list[Outcome], bases: Mapping[int, Broadcast]) -> dict[str, float]:
+        """Applies what arrived and gives the rule's metrics. With no upload left the round changes nothing. `bases` are
+        the versions that clients began with, for a rule that wants them."""
+        stay = [i for i, client in enumerate(round.ids) if client not in round.dropped]
+        outcomes = [o for o in outcomes if o.ids]
+        if not stay or not outcomes:
+            return {"server/uploads": 0.0, **self._named(self.cohort.metrics)}
+        rule, here = self.rule.at(round.t), round.cohort(self.problem.n_clients, stay)
+        weights, left = [round.weights[i] for i in stay], 1.0
+        if round.dropped:
+            with blamed(rule, "weigh", round.t):
+                given, weights = sum(weights), rule.weigh(here)
+            left = given / sum(weights)
+            if left < FAINT:
+                return {"server/uploads": 0.0, **self._named(self.cohort.metrics)}
+        reports = Reports(
+            **{**vars(here), "metrics": dict(self.cohort.metrics)},
+            weights=weights,
+            versions=[round.bases[i] for i in stay],
+            bases=[bases[round.bases[i]].shared["x"] for i in stay] if rule.wants_bases else NOT_ASKED_FOR,
+            totals=self._totals(outcomes, left, sum(weights)),
+            rows=self._rows(outcomes, [round.ids[i] for i in stay]),
+        )
+        mean, each = reports.totals.pop(("mean", "buffers"), None), reports.rows.pop("buffers", [])
+        with blamed(rule, "update", round.t):
+            state = rule.update(self.state, reports)
+            odd = ", ".join(sorted(state.keys() ^ self.state.keys()))
+        if odd:
+            raise RaysimError(f"server rule '{rule.name}': update must give back the keys of init; differs in {odd}")
+        self.state = state
+        if not torch.isfinite(self.state["x"].sum()):
+            raise RaysimError(
+                f"round {round.t}: server rule '{rule.name}' made non-finite parameters; lower server lr or local.lr"
+            )
+        if reports.weighed is not None and (not rule.weighs_late or len(reports.weighed) != len(stay)):
+            raise RaysimError(
+                f"server rule '{rule.name}': update gave {len(reports.weighed)} weights for {len(stay)} clients by "
+                "reports.weigh; give one for each, and set weighs_late = True in the class"
+            )
+        if mean is not None:
+            self.buffers = mean if reports.weighed is None else _mixed(self.buffers, each, reports.weighed)
+        reports.report(weights_entropy=_entropy(reports.weighed or weights))
+        return {
+            **self._named(reports.metrics),
+            "server/uploads": float(len(stay)),
+            "server/state_bytes": float(self.bytes),
+        }
+
+    def _totals(self, outcomes: list[Outcome], left: float, weight: float) -> dict[tuple[str, str], Tensor]:
+        """The sums over all workers; those of means divided by the part of the weights that is `left`. BatchNorm's
+        statistics are a proper mean even where the `weight` of all does not add up to one."""
+        x, bound = self.state["x"], sum(o.bound for o in outcomes)
+        totals = {}
+        for name in outcomes[0].sums:
+            mode, _, key = name.partition(" ")
+            total = combine([o.sums[name] for o in outcomes], bound)
+            divisor = {"mean": left, "sum": 1.0, "change": float(self.problem.n_clients)}[mode]
+            divisor *= weight if key == "buffers" else 1.0
+            dtype = torch.float64 if mode == "change" else x.dtype
+            totals[mode, key] = to_float(total, dtype, divisor).to(x.device)
+        return totals
+
+    def _rows(self, outcomes: list[Outcome], ids: list[int]) -> dict[str, list[Tensor]]:
+        """Single uploads, in the order of `ids`."""
+        place = {client: i for i, client in enumerate(client for o in outcomes for client in o.ids)}
+        rows = {}
+        for key in outcomes[0].rows:
+            every = [row for o in outcomes for row in o.rows[key]]
+            rows[key] = [every[place[client]].to(self.state["x"].device) for client in ids]
+        return rows
+
+    @staticmethod
+    def _named(metrics: dict[str, float]) -> dict[str, float]:
+        return {f"server/{k}": v for k, v in metrics.items()}
+
+    def advance(
+        self, round: Round, outcomes: list[Outcome], bases: Mapping[int, Broadcast], following: Round
+    ) -> Advanced:
+        """The step between two rounds: applies what arrived, and admits those who arrive in the `following` round."""
+        metrics = self.update(round, outcomes, bases)
+        return Advanced(metrics, self.broadcast(following))
+
+    def snapshot(self) -> State:
+        """Everything that the server knows, on the CPU, as it stands now: also whom it has admitted, and what was said
+        of them."""
+        return {
+            **{f"state/{k}": v.detach().cpu().clone() for k, v in self.state.items()},
+            **{f"admitted/{k}": torch.tensor(v, dtype=torch.float64) for k, v in self.cohort.metrics.items()},
+            "admitted": torch.tensor(self.admitted),
+            "buffers": self.buffers.cpu().clone(),
+        }
+
+    def restore(self, snapshot: State) -> None:
+        """Goes back to a snapshot. Raises RaysimError if it is that of another rule, or of another model."""
+        kept = {k: snapshot.get(f"state/{k}") for k in self.state}
+        if odd := [k for k, v in self.state.items() if (w := kept[k]) is None or w.shape != v.shape]:
+            raise RaysimError(
+                f"the state that was saved does not fit server rule '{self.rule.name}' with {self.problem.size:,} "
+                f"parameters: another '{odd[0]}'"
+            )
+        self.state = {k: snapshot[f"state/{k}"].to(v.device) for k, v in self.state.items()}
+        self.buffers = snapshot["buffers"].to(self.buffers)
+        self.admitted = int(snapshot["admitted"])
+        said = {k.removeprefix("admitted/"): float(v) for k, v in snapshot.items() if k.startswith("admitted/")}
+        self.cohort.metrics.clear()
+        self.cohort.metrics.update(said)
+
+    @property
+    def bytes(self) -> int:
+        """Memory that the server's state takes."""
+        return sum(t.numel() * t.element_size() for t in self.state.values())
+
+
+def shapes_of_first_broadcast(rule: ServerRule, x0: Tensor, buffers: Tensor, problem: Problem) -> Broadcast:
+    """Return the broadcast of round 0 as tensors of the right shapes and types, without memory.
+
+    A server rule may keep a state of many times P. Its tensors are real where the rule cannot do without, because it
+    looks at a number, say.
+    """
+    try:
+        return first_broadcast(rule, x0.to("meta"), buffers.to("meta"), problem)
+    except Exception:  # the rule may be a user's code; what is wrong with it the real tensors show
+        return first_broadcast(rule, x0, buffers, problem)
+
+
+def first_broadcast(rule: ServerRule, x0: Tensor, buffers: Tensor, problem: Problem) -> Broadcast:
+    """Return what the clients of round 0 receive, before any is admitted."""
+    return Server(rule, x0, buffers, problem).broadcast(Round(0, [], [], [], [], []))
+
+
+def _mixed(present: Tensor, each: list[Tensor], weights: list[float]) -> Tensor:
+    """Statistics [Q] weighed late: what the weights leave of one is the present ones'."""
+    mixed = present.double() * (1 - sum(weights))
+    for statistics, p in zip(each, weights, strict=True):
+        mixed += p * statistics.double()
+    return mixed.to(present.dtype)
+
+
+def _entropy(weights: list[float]) -> float:
+    """In nats: log K where all K weigh alike, 0 where one weighs everything."""
+    p = np.array(weights) / sum(weights)
+    return float(-(p[p > 0] * np.log(p[p > 0])).sum())

@@ -1,0 +1,249 @@
+"""The server's gradient memory of GradMA (Luo 2023): the last updates of m clients, and the QP on them.
+
+The paper keeps m rows D_j, decays all of them by β2 every round, and projects p = β1 m̃ + d on {v : ⟨v, D_j⟩ ≥ 0 ∀ j}.
+Scaling a row by a positive number does not change that cone. So a row is stored as D_j = scale_j · rows_j: the decay
+touches only scales, and S rows are written in a round instead of m. For the same reason the Gram matrix and the slacks
+kept here are those of `rows`, not of D: a row that was last written a thousand rounds ago still binds, as in exact
+arithmetic, where β2^1000 would long have left the range of floats. With β2 = 0 absent rows are zero, and vanish.
+
+A round changes S rows, so of the Gram matrix it changes S rows and columns: they, and the QP's linear term ⟨rows, p⟩,
+are products of the rows written and p with the whole memory, as it is stored. Nothing is carried on that could drift.
+
+Cost of a round: one pass over the memory (2 (S + 1) m P flops), then one over the active rows. The state is a flat dict
+of tensors with fixed shapes. `rows` may be in half precision (the QP is that of the rows as they are then; in float16 a
+row is kept in units of about its largest entry, so that no update is too large or too small for it), and on another
+device than the vectors; all bookkeeping is on the CPU:
+
+    rows [m, padded(P)], zero beyond P   scale [m] float64; 0: a row that counts for nothing, whatever it holds
+    owner [m] client id, -1 = free   count [m] the paper's c(i)   entered [m] order of admission   last_seen [m] round
+    gram [T, m, m] float64   active [T, m] bool, the last active set    segments [T]; T = 1 is one QP
+    round, admitted, evicted: counters []
+"""
+
+from collections.abc import Sequence
+from math import frexp
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from raysim.numerics.fixed_point import NonFiniteError
+from raysim.numerics.inner_products import aligned, cross, gram, norm, padded
+from raysim.numerics.qp import Array, SmallTensorRule, Solver, add_segments, solve_segment, summary
+
+Memory = dict[str, Tensor]
+
+SHORT = 1024  # length up to which a tensor's Gram matrix is not kept but computed anew, at no noticeable cost
+FAINTEST = 1e-300  # scales stop here, so that a row fades for ever without turning into a zero row
+
+
+def memory_init(
+    m: int,
+    P: int,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    segments: Sequence[int] | None = None,
+) -> Memory:
+    """An empty memory of `m` rows of length `P` (0 is legal). `segments`: lengths that add up to P, one QP for each."""
+    segments = [P] if segments is None else list(segments)
+    if sum(segments) != P:
+        raise ValueError(f"the segments add up to {sum(segments)}, not to P = {P}")
+    T, integers = len(segments), torch.int64
+    return {
+        "rows": torch.zeros(m, padded(P), dtype=dtype, device=device),
+        "scale": torch.zeros(m, dtype=torch.float64),
+        "owner": torch.full((m,), -1, dtype=integers),
+        "count": torch.zeros(m, dtype=integers),
+        "entered": torch.zeros(m, dtype=integers),
+        "last_seen": torch.zeros(m, dtype=integers),
+        "gram": torch.zeros(T, m, m, dtype=torch.float64),
+        "active": torch.zeros(T, m, dtype=torch.bool),
+        "segments": torch.tensor(segments, dtype=integers),
+        **{counter: torch.zeros((), dtype=integers) for counter in ("round", "admitted", "evicted")},
+    }
+
+
+def memory_bytes(memory: Memory) -> int:
+    """Bytes the memory takes, bookkeeping and padding included."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in memory.values())
+
+
+def admit(memory: Memory, cohort: Sequence[int], round: int) -> int:
+    """Makes room for the cohort before it trains (mem_red, Luo 2023), in place. Returns the number of evictions.
+
+    Clients come in sampling order. Who is in memory counts one participation more. Who is not takes a free row, or that
+    of the client outside the cohort with the fewest participations (on ties the row that entered first), whose count
+    is forgotten. A new row is zero, and constrains nothing, until `absorb` writes it.
+    Raises `ValueError` if 0 < m < |cohort|: nobody could be evicted.
+    """
+    m = len(memory["owner"])
+    if 0 < m < len(set(cohort)):
+        raise ValueError(
+            f"a memory of {m} rows cannot take a cohort of {len(set(cohort))}; it needs 0 rows or at least as many"
+        )
+    memory["round"].fill_(round)
+    memory["evicted"].zero_()
+    if m == 0:
+        return 0
+    owner, count, entered = (memory[key].numpy() for key in ("owner", "count", "entered"))  # views: writes go through
+    slot_of = {int(client): slot for slot, client in enumerate(owner) if client >= 0}
+    sampled = set(cohort)
+    free = [slot for slot, client in enumerate(owner) if client < 0]
+    for client in cohort:
+        if client not in slot_of:
+            if free:
+                slot = free.pop(0)
+            else:
+                slot = min((s for k, s in slot_of.items() if k not in sampled), key=lambda s: (count[s], entered[s]))
+                del slot_of[int(owner[slot])]
+                count[slot] = 0
+                memory["scale"][slot] = 0.0  # whatever else is left of the row counts for nothing now
+                memory["active"][:, slot] = False
+                memory["evicted"] += 1
+            slot_of[client] = slot
+            owner[slot], entered[slot] = client, int(memory["admitted"])
+            memory["admitted"] += 1
+        count[slot_of[client]] += 1
+        memory["last_seen"][slot_of[client]] = round
+    return int(memory["evicted"])
+
+
+def absorb(
+    memory: Memory,
+    ids: Sequence[int],
+    deltas: Tensor | Sequence[Tensor],
+    weights: Sequence[float],
+    d_mean: Tensor,
+    momentum: Tensor,
+    beta1: float,
+    beta2: float,
+    *,
+    solver: Solver = "exact",
+    small_tensor_rule: SmallTensorRule = "exact",
+    max_age: int | None = None,
+    norm_floor: float | None = None,
+) -> tuple[Tensor, dict[str, float]]:
+    """Server_Update (Luo 2023): m̃' [P] = QP(β1 m̃ + d, D') and metrics; the memory changes in place. `qp_moved` is how
+    far the QP has moved what it was given.
+
+    `deltas` [K, P] are the updates of the clients `ids`, `weights` [K] their weights (sum 1), `d_mean` [P] the weighted
+    sum d, `momentum` [P] the m̃ that the last call returned (zeros at first). An admitted client without an upload
+    keeps its row, an upload without a row (its client was evicted meanwhile) counts in d only.
+    `max_age`: rows not sampled for that many rounds are left out of the QP; `norm_floor`: rows whose norm is below that
+    fraction of the largest. Neither is in the paper, where with an exact QP rows do not fade at all.
+    Raises `NonFiniteError`, and changes nothing, if an upload, `d_mean` or `momentum` is not finite.
+    """
+    segments = memory["segments"].tolist()
+    p = beta1 * momentum + d_mean
+    p_norms = gram([p], segments)[:, 0, 0].cpu().numpy() ** 0.5  # [T]
+    if not np.isfinite(p_norms).all():
+        raise NonFiniteError("the aggregated update or the momentum is not finite")
+    if len(memory["owner"]) == 0:
+        return p, _metrics(memory) | {"qp_moved": 0.0}
+    if memory["rows"].data_ptr() % 64:  # restored from a file that was mapped: not on the boundary that fixes the bits
+        memory["rows"] = memory["rows"].clone()
+    rows = memory["rows"][:, : len(p)]
+    slots = _write(memory, rows, ids, deltas, beta2)
+    b = _multiply(memory, rows, slots, p, segments)
+
+    Q, scale = memory["gram"].numpy(), memory["scale"].numpy()
+    norms = scale * np.sqrt(np.einsum("tii->ti", Q).clip(min=0.0))  # [T, m]; float32 rows that cancel may round below 0
+    used = np.broadcast_to(scale > 0.0, norms.shape)
+    if max_age is not None:
+        used = used & (int(memory["round"]) - memory["last_seen"].numpy() < max_age)
+    if norm_floor is not None:
+        used = used & (norms >= norm_floor * norms.max(axis=1, keepdims=True))
+    z, infos = np.zeros(norms.shape), []
+    for t, kept in enumerate(used):
+        z[t, kept], info = solve_segment(
+            Q[t][np.ix_(kept, kept)],
+            b[t, kept],
+            p_norms[t],
+            solver,
+            small_tensor_rule,
+            memory["active"].numpy()[t, kept],
+            scale[kept],
+        )
+        infos.append(info)
+    projected = p.clone() if z.any() else p
+    for j in np.flatnonzero(z.any(axis=0)):
+        add_segments(projected, rows[j].to(p.device, p.dtype), z[:, j], segments)
+    memory["active"].copy_(torch.from_numpy(z > 0.0))
+
+    info = summary(infos)
+    return projected, _metrics(memory) | {
+        "qp_active": float(info.active),
+        "qp_residual": info.residual,
+        "qp_iterations": float(info.iterations),
+        "qp_fallback": float(info.status == "fallback"),
+        "qp_failed": float(info.status == "failed"),
+        "qp_to_zero": float(info.to_zero),
+        "qp_moved": norm(projected - p) if z.any() else 0.0,
+    }
+
+
+def _write(
+    memory: Memory, rows: Tensor, ids: Sequence[int], deltas: Tensor | Sequence[Tensor], beta2: float
+) -> list[int]:
+    """Decays all rows and adds the uploads to theirs; gives the rows that were written."""
+    bad = [client for client, delta in zip(ids, deltas, strict=True) if not torch.isfinite(torch.dot(delta, delta))]
+    if bad:
+        raise NonFiniteError(
+            f"the updates of clients {bad} are not finite (or too large to be squared in {deltas[0].dtype})"
+        )
+    slot_of = {client: slot for slot, client in enumerate(memory["owner"].tolist())}
+    scale = _decayed(memory["scale"].numpy(), beta2)
+    written = []
+    for client, delta in zip(ids, deltas, strict=True):
+        if (slot := slot_of.get(client, -1)) >= 0:
+            delta, row = delta.to(rows.device), rows[slot]
+            alpha, scale[slot] = float(scale[slot]), 1.0
+            if row.dtype == delta.dtype:
+                torch.add(delta, row, alpha=alpha, out=row)
+            else:
+                total = torch.add(delta, row.to(delta.dtype), alpha=alpha)
+                scale[slot] = _near(total) if row.dtype == torch.float16 else 1.0
+                row.copy_(total if scale[slot] == 1.0 else total / scale[slot])
+            written.append(slot)
+    memory["scale"].copy_(torch.from_numpy(scale))
+    return written
+
+
+def _multiply(memory: Memory, rows: Tensor, slots: list[int], p: Tensor, segments: list[int]) -> Array:
+    """Brings the Gram matrices up to date with the rows that were written, and gives ⟨rows, p⟩, [T, m]."""
+    found = cross(aligned([*(rows[slot] for slot in slots), p.to(rows.device)], p.dtype), rows, segments).cpu().numpy()
+    Q, new, b = memory["gram"].numpy(), found[:, :-1], found[:, -1]
+    new[:, :, slots] = (new[:, :, slots] + new[:, :, slots].transpose(0, 2, 1)) / 2
+    Q[:, slots], Q[:, :, slots] = new, new.transpose(0, 2, 1)
+    _refresh_short(memory, rows, p, b, segments)
+    return b
+
+
+def _refresh_short(memory: Memory, rows: Tensor, p: Tensor, b: Array, segments: list[int]) -> None:
+    """Gram and linear term of short tensors, afresh in float64: with more rows than dimensions the Gram matrix is
+    singular, and the 1e-7 that float32 sums leave in it would decide which constraints are active."""
+    start = 0
+    for t, length in enumerate(segments):
+        if length <= SHORT:
+            part = rows[:, start : start + length].double()
+            memory["gram"][t] = (part @ part.T).cpu()
+            b[t] = (part @ p[start : start + length].to(part)).cpu().numpy()
+        start += length
+
+
+def _near(row: Tensor) -> float:
+    """A power of two near its largest entry: in units of that float16, whose range is narrow, has room for it."""
+    return 2.0 ** frexp(float(row.abs().max()))[1]
+
+
+def _decayed(scale: Array, beta2: float) -> Array:
+    return np.where(scale > 0.0, np.maximum(scale * beta2, FAINTEST if beta2 > 0.0 else 0.0), 0.0)
+
+
+def _metrics(memory: Memory) -> dict[str, float]:
+    return {
+        "memory_rows": float((memory["owner"] >= 0).sum()),
+        "memory_evictions": float(memory["evicted"]),
+        "memory_bytes": float(memory_bytes(memory)),
+    }

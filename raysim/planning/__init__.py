@@ -1,0 +1,1 @@
+"""Before a run: fitness of this machine, benchmarks, forecasts of a cluster."""

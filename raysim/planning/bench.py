@@ -1,0 +1,174 @@
+"""Which executor, how many actors and which blocks are fastest here, by trying them out.
+
+Every candidate trains the same rounds of the given configuration, without evaluation, checkpoints and tracking: some to
+warm up, then as many as fit into the time. Where it runs does not change the result; how clients are put into blocks
+does in the last bits (and is part of a run's fingerprint), so blocks are varied only when asked for.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from raysim import startup
+from raysim.config import explain, loading
+from raysim.config.schema import Data
+from raysim.data import Dataset, load
+from raysim.engine.loop import Engine
+from raysim.engine.plan import Plan, keys, resolve
+from raysim.errors import ConfigError, RaysimError
+from raysim.rules import contract
+from raysim.runs.run import choose
+
+WARM_UP = 2
+"""Rounds that are not counted."""
+
+ENDLESS = 1_000_000
+
+
+@dataclass
+class Candidate:
+    """Settings, and what came of them: clients trained a second (the median over rounds), or why they cannot be."""
+
+    settings: dict[str, Any]
+    clients_per_second: float = 0.0
+    rounds: int = 0
+    problem: str = ""
+
+    @property
+    def text(self) -> str:
+        """The settings as one would give them on the command line."""
+        return " ".join(f"{key}={value}" for key, value in self.settings.items())
+
+
+@dataclass
+class Bench:
+    """Candidates in the order in which they were tried."""
+
+    candidates: list[Candidate] = field(default_factory=list)
+
+    @property
+    def best(self) -> Candidate | None:
+        """The fastest one."""
+        return max((c for c in self.candidates if c.rounds), key=lambda c: c.clients_per_second, default=None)
+
+
+def bench(
+    source: str | Path | Mapping[str, Any],
+    overrides: Iterable[str] | Mapping[str, Any] = (),
+    *,
+    seconds: float = 5.0,
+    blocks: bool = False,
+    tell: Callable[[Candidate], None] = lambda candidate: None,
+) -> Bench:
+    """Tries out the candidates for a configuration.
+
+    Args:
+        source: as for `run`.
+        overrides: as for `run`; settings that are given here are not varied.
+        seconds: for each candidate, beside its start.
+        blocks: also tries block modes and sizes.
+        tell: is told of each candidate when it is done.
+
+    Raises:
+        ConfigError: a mistake in the configuration, or none of the candidates can run it.
+    """
+    quiet = {"evaluate": {"every": 0}, "checkpoint": {"every": 0}, "observe": None, "rounds": ENDLESS}
+    raw = loading.read(source, overrides, keys, contract.defaults)
+    raw.pop("sweep", None)
+    explain.validate(raw)  # also what is not used
+    raw |= quiet
+    loaded: dict[str, Dataset] = {}
+
+    def load_once(wanted: Data) -> Dataset:
+        return loaded.setdefault(wanted.model_dump_json(), load(wanted))
+
+    plan, found = resolve(raw, load_once), Bench()
+    given = {f"{section}.{key}" for section in ("resources", "block") for key in raw.get(section) or {}}
+    for settings in candidates(plan, given, blocks):
+        candidate = Candidate(settings)
+        found.candidates.append(candidate)
+        try:
+            _measure(resolve(_with(raw, settings), load_once), candidate, seconds)
+        except RaysimError as error:
+            candidate.problem = str(error).splitlines()[0]
+        tell(candidate)
+    if found.best is None:
+        raise ConfigError(f"bench: nothing of this can run: {found.candidates[0].problem}")
+    return found
+
+
+def candidates(plan: Plan, given: Iterable[str], blocks: bool) -> Iterator[dict[str, Any]]:
+    """What is worth trying on this machine, but for keys that are `given`."""
+    r, cohort, cores, gpus = plan.config.resources, plan.config.schedule.size, os.cpu_count() or 1, _gpus()
+    counts = sorted({1, 2, max(1, cores // 2), cores})
+    places = [
+        {"resources.executor": "inline"},
+        *({"resources.executor": "ray", "resources.actors": n, "resources.cpus": 1} for n in counts),
+    ]
+    if gpus or r.gpus:
+        places = [{"resources.executor": "inline", "resources.gpus": 1}]
+        for share in (1, 2, 4, 8):
+            actors = {"resources.actors": share * max(gpus, 1), "resources.gpus": 1 / share}
+            cpus = min(1.0, cores / (share * max(gpus, 1)))
+            places.append({"resources.executor": "ray", "resources.cpus": cpus, **actors})
+    if "resources.executor" in given:
+        places = [place for place in places if place["resources.executor"] == r.executor]
+    ways: list[dict[str, Any]] = [{}]
+    if blocks:
+        sizes = sorted({size for size in (1, 8, 32, 128, cohort) if size <= cohort})
+        ways = [{"block.mode": mode} for mode in ("loop", "pooled")]
+        together = [{"block.mode": "vmap", "block.size": size} for size in sizes]
+        if "block.mode" not in given or plan.mode == "vmap":
+            if plan.model().convolutional:
+                together += [{**way, "block.convolutions": "unfold"} for way in together]
+            if plan.config.steps_are_alike and any("resources.gpus" in place for place in places):
+                together += [{**way, "block.graphs": False} for way in together]
+        ways += together
+    seen = []
+    for place in places:
+        for way in ways:
+            settings = {key: value for key, value in {**place, **way}.items() if key not in given}
+            if settings not in seen:
+                seen.append(settings)
+                yield settings
+
+
+def _measure(plan: Plan, candidate: Candidate, seconds: float) -> None:
+    executor = choose(plan, lambda text: None)
+    rates: list[float] = []
+    try:
+        executor.open(plan)
+        startup.over()
+        end = 0.0
+        for record in Engine(plan, executor).rounds():
+            if record["round"] == WARM_UP:
+                end = time.perf_counter() + seconds
+            elif record["round"] > WARM_UP:
+                rates.append(record["clients_per_second"])
+                if time.perf_counter() >= end:
+                    break
+    finally:
+        executor.close()
+    if not rates:
+        raise RaysimError("nobody arrives")
+    candidate.clients_per_second, candidate.rounds = statistics.median(rates), len(rates)
+
+
+def _with(raw: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    changed = {**raw}
+    for dotted, value in settings.items():
+        section, _, key = dotted.partition(".")
+        changed[section] = {**(changed.get(section) or {}), key: value}
+    return changed
+
+
+def _gpus() -> int:
+    return torch.cuda.device_count()

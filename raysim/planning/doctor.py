@@ -1,0 +1,120 @@
+"""What `raysim doctor` looks at, each with what to do where it is not as it should be."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+
+def examine() -> Iterator[tuple[str, bool, str]]:
+    """Name of the check, whether it is well, and a word on it."""
+    for name, check in (
+        ("python", _python),
+        ("packages", _packages),
+        ("torchvision", _torchvision),
+        ("cores", _cores),
+        ("gpus", _gpus),
+        ("memory", _memory),
+        ("data", _data),
+        ("solvers", _solvers),
+        ("ray", _ray),
+        ("runs", _runs),
+    ):
+        yield (name, *_safely(check))
+
+
+def _safely(check: Callable[[], tuple[bool, str]]) -> tuple[bool, str]:
+    try:
+        return check()
+    except Exception as error:
+        return False, f"{type(error).__name__}: {error}"
+
+
+def _python() -> tuple[bool, str]:
+    good = (3, 11) <= sys.version_info[:2] <= (3, 12)
+    return good, sys.version.split()[0] + ("" if good else " (raysim supports 3.11 and 3.12)")
+
+
+def _packages() -> tuple[bool, str]:
+    names = ("torch", "ray", "mlflow", "numpy", "cvxpy", "ecos", "pydantic", "safetensors")
+    return True, ", ".join(f"{n} {importlib.metadata.version(n)}" for n in names)
+
+
+def _torchvision() -> tuple[bool, str]:
+    from raysim.data import import_torchvision
+
+    return True, f"{import_torchvision().__version__} imports"
+
+
+def _cores() -> tuple[bool, str]:
+    import torch
+
+    return True, f"{os.cpu_count()}, capability {torch.backends.cpu.get_cpu_capability()}"
+
+
+def _gpus() -> tuple[bool, str]:
+    import torch
+
+    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return True, ", ".join(names) or "none (resources.gpus must be 0)"
+
+
+def _memory() -> tuple[bool, str]:
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+    shared = shutil.disk_usage("/dev/shm").free / 2**30 if os.path.isdir("/dev/shm") else 0.0
+    good = free > 2 and shared > 0.5
+    advice = "" if good else "; an actor takes about 0.4 GiB, and the object store lives in shared memory"
+    return good, f"{free:.1f} GiB free, shared memory {shared:.1f} GiB{advice}"
+
+
+def _data() -> tuple[bool, str]:
+    from raysim import data
+
+    here = [name for name in data.names() if data.present(name)]
+    return True, f"{data.where()}: {', '.join(here)}"
+
+
+def _solvers() -> tuple[bool, str]:
+    import cvxpy
+
+    have = [s for s in ("CLARABEL", "ECOS") if s in cvxpy.installed_solvers()]
+    return len(have) == 2, "exact, " + ", ".join(s.lower() for s in have)
+
+
+def _ray() -> tuple[bool, str]:
+    os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+    import ray
+
+    from raysim.distributed import loopback, nodes
+
+    nodes.connect(None, 1, lambda line: None)
+    try:
+        have = ray.cluster_resources()
+        size = f"{have.get('CPU', 0):g} CPUs, {have.get('GPU', 0):g} GPUs, {len(ray.nodes())} node(s)"
+        joined = os.environ.get("RAY_ADDRESS")
+        open_to_all = not joined and loopback.reached_from_outside()
+        unasked = not joined and not loopback.asks_for_token()
+        faults = [
+            *(["other machines can reach it"] if open_to_all else []),
+            *(["any user of this machine can use it without a token (unset RAY_AUTH_MODE)"] if unasked else []),
+            *([f"others can read its token: chmod 600 {loopback.token_file()}"] if loopback.token_is_open() else []),
+        ]
+        reach = "a cluster" if joined else "starts here, on 127.0.0.1, with a token"
+        return not faults, f"{reach}: {size}" if not faults else f"{size}, but {'; '.join(faults)}"
+    finally:
+        nodes.leave()
+
+
+def _runs() -> tuple[bool, str]:
+    """Runs of this folder whose processes have died are marked in MLflow, which has them as RUNNING otherwise."""
+    from raysim.tracking import mlflow as tracking
+
+    ended = tracking.finish_abandoned(tracking.folders_below(Path("runs")))
+    if not ended:
+        return True, "none in ./runs was left behind by a process that died"
+    resumed = "; ".join(f"raysim resume {folder}" for folder in ended)
+    return True, f"{len(ended)} whose processes had died are marked FAILED now; to take them up: {resumed}"

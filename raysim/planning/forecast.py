@@ -1,0 +1,168 @@
+"""What a configuration would be like on a cluster that one does not have: `raysim simulate`."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+import yaml
+
+from raysim.config import limited_yaml
+from raysim.config.explain import checked
+from raysim.config.loading import parse_overrides
+from raysim.distributed import nodes
+from raysim.engine.executor import Inline
+from raysim.engine.loop import Engine
+from raysim.engine.plan import Plan
+from raysim.engine.plan import prepare as plan_of
+from raysim.errors import ConfigError
+from raysim.planning.simulated_executor import Costs, Summary, simulate
+from raysim.reports import plots
+from raysim.training.messages import cut
+
+MEASURED_STEPS = 100
+"""Steps of each client that are trained at most to measure what one costs."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """So many nodes, with so many CPUs and GPUs each."""
+
+    nodes: int = 4
+    cpus: int = 8
+    gpus: int = 0
+
+
+@dataclass
+class Simulation:
+    """What came of it: the rounds with and without sums that are added up on their nodes."""
+
+    plan: Plan
+    costs: Costs
+    cluster: Cluster
+    actors: int
+    """On each node."""
+    added: list[Summary]
+    alone: list[Summary]
+    seconds: float
+
+    def as_object(self) -> dict[str, Any]:
+        """Means over the rounds after the first one, which has more to wait for."""
+        return {
+            "actors": self.cluster.nodes * self.actors,
+            "added_up": means(self.added),
+            "alone": means(self.alone),
+            "seconds": round(self.seconds, 3),
+        }
+
+
+def means(rounds: list[Summary]) -> dict[str, Any]:
+    """Of the rounds after the first one, if there are any."""
+    later = rounds[1:] or rounds
+    kinds = dict.fromkeys(kind for one in later for kind in one.path)
+    steps = {kind: fmean(one.path.get(kind, 0.0) for one in later) for kind in kinds}
+    return {
+        "round_seconds": fmean(one.seconds for one in later),
+        "clients_per_second": fmean(one.clients for one in later) / fmean(one.seconds for one in later),
+        "busy_share": fmean(one.busy for one in later),
+        "bytes_up": fmean(one.bytes_up for one in later),
+        "bytes_down": fmean(one.bytes_down for one in later),
+        "critical_path": dict(sorted(steps.items(), key=lambda one: -one[1])),
+    }
+
+
+def run(
+    source: str | Path | Mapping[str, Any],
+    overrides: Iterable[str] | Mapping[str, Any] = (),
+    cluster: Cluster = Cluster(),
+    costs: str | Path | None = None,
+    rounds: int = 4,
+    picture: Path | None = None,
+) -> Simulation:
+    """Simulates a configuration's first rounds, and draws them if told where to.
+
+    Args:
+        source, overrides: as of `raysim.run`; `resources.cpus` and `resources.gpus` are each actor's shares.
+        cluster: it is filled with actors.
+        costs: a YAML file with what `simulated.Costs` has; without `training.step` that is measured here.
+
+    Raises:
+        ConfigError: a mistake in any of these.
+    """
+    began = time.perf_counter()
+    table = _table(costs)
+    plan, actors = _on(cluster, source, overrides, rounds)
+    if "step" not in table.setdefault("training", {}):
+        table["training"]["step"] = seconds_of_a_step(plan)
+    known = checked(Costs, table)
+    added, alone = (simulate(plan, known, cluster.nodes, actors, adders) for adders in (True, False))
+    if picture is not None:
+        plots.simulation(added, alone, picture)
+    return Simulation(plan, known, cluster, actors, added, alone, time.perf_counter() - began)
+
+
+def _on(cluster: Cluster, source: Any, overrides: Any, rounds: int) -> tuple[Plan, int]:
+    """The plan of the configuration with as many actors as the cluster has room for, and how many that is on a node."""
+    given = parse_overrides(overrides)
+    away = {"resources.executor": "ray", "resources.address": "simulated", "resources.server_node": None}
+    rest = {"rounds": rounds, "checkpoint.every": 0, "observe": None, "evaluate.forgetting": None}
+    if cluster.gpus and "resources.gpus" not in given:
+        rest["resources.gpus"] = 1
+    plan = plan_of(source, {**given, **away, **rest})
+    r = plan.config.resources
+    room = nodes.Node("", (), {"CPU": cluster.cpus, "GPU": cluster.gpus}).room(r.cpus, r.gpus)
+    if not 0 < room < float("inf"):
+        raise ConfigError(
+            f"resources: a node with {cluster.cpus} CPUs and {cluster.gpus} GPUs has room for {room:g} actors of "
+            f"{r.cpus:g} CPUs and {r.gpus:g} GPUs; change these, or the nodes"
+        )
+    return plan, int(room)
+
+
+def _table(costs: str | Path | None) -> dict[str, Any]:
+    if costs is None:
+        return {}
+    if os.path.exists(costs) and not os.path.isfile(costs):  # to read a pipe would wait for ever
+        raise ConfigError(f"costs: {costs} cannot be read: it is no file")
+    try:
+        table = limited_yaml.read(Path(costs))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"costs: {costs} cannot be read: {getattr(error, 'strerror', error)}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"costs: {costs} is no YAML: {limited_yaml.explain(error)}") from None
+    if not isinstance(table, dict) or not isinstance(table.get("training", {}), dict):
+        raise ConfigError(f"costs: {costs} must be a mapping of sections, such as training: {{step: 0.01}}")
+    return table
+
+
+def seconds_of_a_step(plan: Plan) -> float:
+    """For one client, measured on a block of the first round's clients: the second time, when all is warm."""
+    here = Inline()
+    here.open(_in_this_process(plan))
+    try:
+        engine = Engine(plan, here)
+        round = engine.round(engine.schedule.turn(0))
+        jobs = engine.jobs(round)[: plan.block_size]
+        jobs = [replace(job, steps=min(job.steps, MEASURED_STEPS)) for job in jobs]
+        down, seconds = here.broadcast(round), 0.0
+        for _ in range(2):
+            training = here.training(0)
+            training.add({0: down}, cut(jobs, plan.block_size))
+            seconds = training.get().metrics["train_seconds"]
+        return max(seconds / max(sum(job.steps for job in jobs), 1), 1e-9)
+    finally:
+        here.close()
+
+
+def _in_this_process(plan: Plan) -> Plan:
+    """On a GPU if there is one here."""
+    r = plan.config.resources
+    gpus, threads = min(r.gpus, torch.cuda.device_count()), min(r.threads, os.cpu_count() or 1)
+    here = r.model_copy(update={"gpus": gpus, "threads": threads})
+    return replace(plan, config=plan.config.model_copy(update={"resources": here}))

@@ -1,0 +1,372 @@
+"""A cluster that is not there: the third executor, beside `Inline` and the one over Ray. It trains nothing.
+
+The engine runs against it as it is: the same schedule, blocks, dealing and order of events. What an executor would do
+takes virtual time instead, by a table of costs: blocks on actors, objects through the stores of nodes, bytes over their
+links, the driver's own work. So it can be seen beforehand what keeps a cluster waiting.
+
+Everything that happens is a `Moment`, which knows what it waited for last. Going back from the end of a round's
+training to that of the round before gives the round's critical path.
+
+What is left out: nothing fails; a link carries one object at a time, in the order in which they were asked for, and all
+copies of a version come from the server's node.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from itertools import count, groupby
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+from pydantic import Field
+
+from raysim.config.schema import Section
+from raysim.distributed.block_scheduler import Dealing, Paces, steps
+from raysim.engine.executor import Next, Ready, Trained
+from raysim.engine.loop import Engine
+from raysim.engine.plan import Plan
+from raysim.engine.server import Round
+from raysim.randomness import generator
+from raysim.rules.contract import State, sums, with_mode
+from raysim.training.messages import Block, Broadcast, Done, Outcome
+
+T = TypeVar("T", covariant=True)
+
+
+class Training(Section):
+    """On actors: seconds for each local `step` of a client and for each `block`; the standard deviation of a block's
+    time (`spread`) and of how fast `nodes` are, in parts of the mean."""
+
+    step: float = Field(gt=0)
+    block: float = Field(default=0.0, ge=0)
+    spread: float = Field(default=0.05, ge=0, le=2)
+    nodes: float = Field(default=0.0, ge=0, le=2)
+
+
+class Driver(Section):
+    """The engine's own work, in seconds for each client of a round: to `draw` it, to make its job and send it off
+    (`deal`), to take in what came of it (`receive`), to `judge` and record it; and for each `call` to an actor."""
+
+    draw: float = Field(default=1e-5, ge=0)
+    deal: float = Field(default=5e-6, ge=0)
+    receive: float = Field(default=5e-6, ge=0)
+    judge: float = Field(default=5e-6, ge=0)
+    call: float = Field(default=3e-4, ge=0)
+
+
+class Store(Section):
+    """A node's object store: seconds to put or get anything, and bytes a second."""
+
+    latency: float = Field(default=1e-3, ge=0)
+    bandwidth: float = Field(default=1e9, gt=0)
+
+
+class Link(Section):
+    """A node's link: seconds on the way to another node, and bytes a second in each direction."""
+
+    latency: float = Field(default=2e-4, ge=0)
+    bandwidth: float = Field(default=1.25e9, gt=0)
+
+
+class Server(Section):
+    """Seconds of an `update`, and bytes of sums that are added up in a second, there and by Adders; seconds of an
+    evaluation (`evaluate`), beside the next round."""
+
+    update: float = Field(default=0.01, ge=0)
+    adds: float = Field(default=2e9, gt=0)
+    evaluate: float = Field(default=0.0, ge=0)
+
+
+class Costs(Section):
+    """What everything costs. Only `training.step` has no default."""
+
+    training: Training
+    driver: Driver = Driver()
+    store: Store = Store()
+    network: Link = Link()
+    server: Server = Server()
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Virtual time (seconds), what ended then, and the last of the moments that it had to wait for."""
+
+    time: float = 0.0
+    what: str = ""
+    before: Moment | None = None
+
+
+def after(what: str, seconds: float, *moments: Moment) -> Moment:
+    """What begins when all of these have been, and takes so long."""
+    last = max(moments, key=lambda moment: moment.time)
+    return Moment(last.time + seconds, what, last) if seconds else last
+
+
+def path(end: Moment, begin: float) -> dict[str, float]:
+    """The critical path to `end`: seconds of each kind since `begin`, the longest first."""
+    found: dict[str, float] = {}
+    while end.before is not None and end.time > begin:
+        found[end.what] = found.get(end.what, 0.0) + end.time - max(end.before.time, begin)
+        end = end.before
+    return dict(sorted(found.items(), key=lambda one: -one[1]))
+
+
+@dataclass
+class Version:
+    """A version of the model: when the server has it, and when it has arrived on other nodes."""
+
+    ready: Moment
+    there: dict[int, Moment] = field(default_factory=dict)
+
+
+@dataclass
+class Virtual(Generic[T]):
+    """A result that is there at some virtual time; the driver waits for it."""
+
+    cluster: Simulated
+    moment: Moment
+    value: T
+
+    def ready(self) -> bool:
+        return self.moment.time <= self.cluster.driver.time
+
+    def get(self) -> T:
+        self.cluster.driver = after("", 0.0, self.cluster.driver, self.moment)
+        return self.value
+
+
+@dataclass
+class Actor:
+    """A ClientActor, how fast it is, and until when it is busy."""
+
+    node: int
+    pace: float
+    free: Moment = Moment()
+
+
+@dataclass
+class Summary:
+    """A round: seconds from the end of the last one's training to that of its own, the part of them that actors were
+    busy, bytes that came to the server's node and that left it, the critical path, and what each actor trained, helping
+    by helping, as (node, actor, begin, end)."""
+
+    seconds: float
+    clients: int
+    busy: float
+    bytes_up: int
+    bytes_down: int
+    path: dict[str, float]
+    begin: float
+    trained: list[tuple[int, int, float, float]]
+
+
+class Simulated:
+    """The executor on so many nodes of so many ClientActors each; the driver and the server live on the first one."""
+
+    def __init__(self, costs: Costs, nodes: int, actors: int, adders: bool = True):
+        self.costs, self.mended, self.adders = costs, Counter[str](), adders
+        self.shape = nodes, actors
+        self.rounds: list[Summary] = []
+
+    def open(self, plan: Plan) -> None:
+        seed, self.cohort, (nodes, each) = plan.config.seed, plan.config.schedule.size, self.shape
+        noise = generator(seed, "simulated nodes").standard_normal(nodes)
+        paces = np.exp(self.costs.training.nodes * noise)
+        self.seed, self.bytes_down, (x0, buffers) = seed, plan.bytes_down, plan.initial
+        self.bytes_sums = 8 * (len(sums(plan.server.uploads)) * x0.numel() + buffers.numel())
+        self.bytes_row = x0.nbytes * len(with_mode(plan.server.uploads, "each"))
+        self.actors = {i: Actor(i % nodes, float(paces[i % nodes])) for i in range(nodes * each)}
+        self.paces, self.driver, self.server, self.eval = Paces(), Moment(), Moment(), Moment()
+        self.up, self.down = [Moment()] * nodes, [Moment()] * nodes
+        self.end = 0.0
+        self._new_round()
+
+    def _new_round(self) -> None:
+        self.bytes_up = self.sent_down = 0
+        self.trained: list[tuple[int, int, float, float]] = []
+
+    # -- what things cost ------------------------------------------------------------------------------------------
+
+    def works(self, seconds: float, *moments: Moment) -> None:
+        """The driver does something, when these have been."""
+        self.driver = after("driver", seconds, self.driver, *moments)
+
+    def call(self, node: int) -> Moment:
+        """The driver calls somebody on a node."""
+        self.works(self.costs.driver.call)
+        return after("messages", self.costs.network.latency if node else 0.0, self.driver)
+
+    def put(self, size: int, *moments: Moment) -> Moment:
+        """An object has been copied into its node's store."""
+        return after("object store", self.costs.store.latency + size / self.costs.store.bandwidth, *moments)
+
+    def got(self, *moments: Moment) -> Moment:
+        """Objects of a node's store are looked at by somebody there, without a copy."""
+        return after("object store", self.costs.store.latency, *moments)
+
+    def moved(self, size: int, source: int, target: int, *moments: Moment) -> Moment:
+        """An object has come from one node to another."""
+        if source == target:
+            return after("", 0.0, *moments)
+        link = self.costs.network
+        out = after("network", size / link.bandwidth, *moments, self.up[source], self.down[target])
+        self.up[source] = self.down[target] = out
+        if target == 0:
+            self.bytes_up += size
+        else:
+            self.sent_down += size
+        return after("network", link.latency, out)
+
+    def block_seconds(self, t: int, block: Block, actor: Actor) -> float:
+        """What a block takes on an actor: lognormal around its mean, the same whoever has it."""
+        cost = self.costs.training
+        z = generator(self.seed, "simulated blocks", t, block.jobs[0].client).standard_normal() if cost.spread else 0.0
+        sigma = np.sqrt(np.log1p(cost.spread**2))
+        return (cost.block + cost.step * steps([block])) * float(np.exp(sigma * z - sigma**2 / 2)) / actor.pace
+
+    # -- the engine's methods --------------------------------------------------------------------------------------
+
+    def broadcast(self, following: Round) -> Version:
+        self.server = self.put(self.bytes_down, self.call(0), self.server)
+        return Version(self.server)
+
+    def training(self, t: int) -> _Simulating:
+        self.works(self.costs.driver.draw * self.cohort)
+        return _Simulating(self, t)
+
+    def ends_round(self, busy: float, clients: int) -> None:
+        """The driver has heard of all that was trained in a round."""
+        took = self.driver.time - self.end
+        share = busy / max(took * len(self.actors), 1e-12)
+        moved = self.bytes_up, self.sent_down
+        self.rounds.append(Summary(took, clients, share, *moved, path(self.driver, self.end), self.end, self.trained))
+        self.end = self.driver.time
+        self._new_round()
+
+    def advance(self, round: Round, trained: Trained, bases: Mapping[int, Version], following: Round) -> Next:
+        self.works(self.costs.driver.judge * len(round.ids))
+        called, size = self.call(0), sum(sums for _, sums, _, _ in trained.uploads)
+        there = [self.moved(sums + rows, node, 0, called, ready) for node, sums, rows, ready in trained.uploads]
+        took = size / self.costs.server.adds + self.costs.server.update
+        updated = after("server", took, self.server, self.got(called, *there))
+        self.server = self.put(self.bytes_down, updated)
+        return Next(Virtual(self, self.server, {}), Version(self.server))
+
+    def evaluate(self, down: Version, parts: Sequence[str]) -> Virtual[dict[str, float]]:
+        self.eval = after("evaluation", self.costs.server.evaluate, self.call(0), down.ready, self.eval)
+        return Virtual(self, self.eval, {})
+
+    def snapshot(self) -> Ready[State]:
+        return Ready({})
+
+    def restore(self, snapshot: State) -> None:
+        """There is nothing to go back to."""
+
+    def fetch(self, down: Version) -> Broadcast:
+        raise NotImplementedError("a simulated cluster has no model")
+
+    def hold(self, version: Broadcast) -> Any:
+        raise NotImplementedError("a simulated cluster has no model")
+
+    def recover(self) -> None:
+        """Nothing is lost."""
+
+    def close(self) -> None:
+        """There is nothing to end."""
+
+
+@dataclass
+class _Share:
+    """What an actor was given, when the word of it is there and when its sums are, and how long it trained."""
+
+    actor: int
+    blocks: list[Block]
+    word: Moment
+    there: Moment
+    seconds: float
+
+
+class _Simulating:
+    """A round on its way; as `RayTraining` does it, when nothing is lost."""
+
+    def __init__(self, cluster: Simulated, t: int):
+        self.cluster, self.t = cluster, t
+        self.dealing = Dealing(cluster.paces)
+        self.downs: dict[int, Version] = {}
+        self.words: list[tuple[float, int, _Share]] = []
+        """What is under way, as a heap, by when the driver hears of it."""
+        self.calls = count()
+        self.shares: list[_Share] = []
+
+    def add(self, downs: Mapping[int, Version], blocks: list[Block]) -> None:
+        c, self.downs = self.cluster, {**self.downs, **downs}
+        c.works(c.costs.driver.deal * sum(len(block.jobs) for block in blocks))
+        for number, share in self.dealing.deal(blocks, c.actors).items():
+            self._send(number, share)
+
+    def _send(self, number: int, blocks: list[Block]) -> None:
+        c, actor = self.cluster, self.cluster.actors[number]
+        called = c.call(actor.node)
+        bases = sorted({job.base for block in blocks for job in block.jobs})
+        ready = c.got(called, actor.free, *(self._arrives(self.downs[base], actor.node, called) for base in bases))
+        seconds = sum(c.block_seconds(self.t, block, actor) for block in blocks)
+        trained = after("training", seconds, ready)
+        rows = c.bytes_row * sum(len(block.jobs) for block in blocks)
+        actor.free = c.put(c.bytes_sums + rows, trained)
+        word = after("messages", c.costs.network.latency if actor.node else 0.0, actor.free)
+        heappush(self.words, (word.time, next(self.calls), _Share(number, blocks, word, actor.free, seconds)))
+        c.trained.append((actor.node, number, ready.time, trained.time))
+
+    def _arrives(self, version: Version, node: int, called: Moment) -> Moment:
+        """On its node, which fetches a version once."""
+        c = self.cluster
+        if node not in version.there:
+            version.there[node] = c.moved(c.bytes_down, 0, node, called, version.ready)
+        return version.there[node]
+
+    def get(self) -> Trained:
+        c, cost = self.cluster, self.cluster.costs.driver
+        done: list[Outcome] = []
+        while self.words:
+            *_, share = heappop(self.words)
+            self.shares.append(share)
+            ids = [job.client for block in share.blocks for job in block.jobs]
+            c.works(cost.receive * len(ids), share.word)
+            c.paces.saw(share.actor, steps(share.blocks), share.seconds)
+            done.append(Outcome([Done(client, 0.0, bytes=c.bytes_sums // 2) for client in ids], ids))
+            if more := self.dealing.helping(len(c.actors)):
+                self._send(share.actor, more)
+        uploads = self._uploads()
+        c.ends_round(sum(share.seconds for share in self.shares), sum(len(one.ids) for one in done))
+        return Trained(uploads, done, {})
+
+    def _uploads(self) -> list[tuple[int, int, int, Moment]]:
+        """What goes up, as (node, bytes of sums, of single rows, when it is there); by a node's Adder, where there are
+        several sums and the server is elsewhere."""
+        c, uploads, words = self.cluster, [], []
+        by_node = sorted(self.shares, key=lambda share: c.actors[share.actor].node)
+        for node, group in groupby(by_node, key=lambda share: c.actors[share.actor].node):
+            shares = list(group)
+            rows = [c.bytes_row * sum(len(block.jobs) for block in share.blocks) for share in shares]
+            if node and c.adders and c.bytes_sums and len(shares) > 1:
+                size = c.bytes_sums * len(shares)
+                added = after("adding up on nodes", size / c.costs.server.adds, c.got(c.call(node)))
+                there = c.put(c.bytes_sums, added)
+                words.append(after("messages", c.costs.network.latency, there))
+                uploads.append((node, c.bytes_sums, sum(rows), there))
+            else:
+                uploads += [(node, c.bytes_sums, own, s.there) for own, s in zip(rows, shares, strict=True)]
+        c.works(0.0, *words)
+        return uploads
+
+
+def simulate(plan: Plan, costs: Costs, nodes: int, actors: int, adders: bool = True) -> list[Summary]:
+    """A run of the plan's rounds on so many nodes of so many actors each, with Adders or without."""
+    cluster = Simulated(costs, nodes, actors, adders)
+    cluster.open(plan)
+    for _ in Engine(plan, cluster).rounds():
+        pass
+    return cluster.rounds

@@ -1,0 +1,1 @@
+"""Reports of tracked runs: tables, plots, published results, claims."""

@@ -1,0 +1,353 @@
+"""What a paper claims of runs, and whether they bear it out.
+
+    claims:
+      - says: GradMA-S reaches 95 % in fewer rounds than FedAvg
+        left: {where: {algorithm: gradma_s}, metric: accuracy, statistic: {rounds_to: 0.95}}
+        is: below                                       # or above, or near
+        right: {where: {algorithm: fedavg}}             # what it leaves out is as on the left; or a plain number
+        margin: 0                                       # by at least this much; near: by at most
+        each: [partition.alpha]                         # a line for each of their values
+        figure: {kind: curves, group: [algorithm]}      # or kind: sweep, with x and perhaps y
+
+A statistic is best (unless given), last, first, mean or last10, of what was evaluated, or the rounds to a value.
+Sides are compared seed by seed. A target that was not reached in T rounds is reached in T + 1 or later, so such a seed
+may speak for a claim, against it, or not at all. Of runs of a side that differ in more than their seed the mean counts.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
+
+from raysim.config import loading
+from raysim.config.explain import explain
+from raysim.config.schema import Section
+from raysim.errors import ConfigError, did_you_mean
+from raysim.reports import aggregate
+from raysim.reports.runs import Run, Unmeasured
+from raysim.reports.tables import Figure, as_markdown, number
+from raysim.tracking.spool import flatten
+
+CONFIRMED, REFUTED, OPEN = "confirmed", "not confirmed", "not testable at this scale"
+
+Statistic = Literal["best", "last", "first", "mean", "last10"]
+RunsOf = Callable[[str], Sequence[Run]]
+"""The runs that have a metric."""
+Span = tuple[float, float]
+"""What is known of a number: it lies between these. They are equal where it is known."""
+
+
+class RoundsTo(Section):
+    rounds_to: float
+
+
+def _statistic(given: Any) -> Any:
+    names = get_args(Statistic)
+    if isinstance(given, str) and given in names:
+        return given
+    if isinstance(given, Mapping) and set(given) == {"rounds_to"} and type(given["rounds_to"]) in (int, float):
+        return RoundsTo(**given)
+    hint = did_you_mean(given, names) if isinstance(given, str) else ""
+    raise ValueError(f"expected {', '.join(names)} or {{rounds_to: 0.95}}, not {given}{hint}")
+
+
+def _texts(given: dict[str, Any]) -> dict[str, list[str]]:
+    """A parameter's value, or several of which any will do, as MLflow has them."""
+    found = {}
+    for key, value in given.items():
+        values = value if isinstance(value, list) else [value]
+        if not values or any(isinstance(each, Mapping | list) for each in values):
+            raise ValueError(f"{key} must have a value, or a list of values of which any will do")
+        found[key] = [flatten({"": each})[""] for each in values]
+    return found
+
+
+Where = Annotated[dict[str, Any], AfterValidator(_texts)]
+Keys = Annotated[list[str], BeforeValidator(lambda given: given.split(",") if isinstance(given, str) else given)]
+
+
+class Side(Section):
+    """Which runs, and what of them."""
+
+    where: Where = Field(default_factory=dict)
+    metric: str = "accuracy"
+    statistic: Annotated[Any, AfterValidator(_statistic)] = "best"
+
+    @property
+    def lower(self) -> bool:
+        """Whether small values are good."""
+        return self.metric.endswith("loss")
+
+
+class Other(Side):
+    """The right side, which may be a number. What is not given is as on the left."""
+
+    value: float | None = None
+
+    @model_validator(mode="after")
+    def _is_one_of_both(self) -> Other:
+        if self.value is not None and len(self.model_fields_set) > 1:
+            raise ValueError("a value is of no runs; leave it out, or where, metric and statistic")
+        return self
+
+
+def _number(given: Any) -> Any:
+    return {"value": given} if isinstance(given, int | float) and not isinstance(given, bool) else given
+
+
+class Drawn(Section):
+    """A picture, as `raysim report curves` and `sweep` make it, perhaps of some of the runs only."""
+
+    kind: Literal["curves", "sweep"]
+    where: Where = Field(default_factory=dict)
+    metric: str = ""
+    group: Keys | None = None
+    panels: Keys = Field(default_factory=list)
+    spent: Literal["rounds", "bytes", "virtual-time", "seconds"] = "rounds"
+    x: str = ""
+    y: str | None = None
+    log_x: bool = False
+    file: str = ""
+
+    @model_validator(mode="after")
+    def _agrees(self) -> Drawn:
+        others = {"curves": ("x", "y", "log_x"), "sweep": ("group", "panels", "spent")}[self.kind]
+        if strange := [key for key in others if key in self.model_fields_set]:
+            raise ValueError(f"kind {self.kind} has no {strange[0]}; leave it out")
+        if self.kind == "sweep" and not self.x:
+            raise ValueError("kind sweep needs x, the parameter of the abscissa")
+        if self.y is not None and self.log_x:
+            raise ValueError("a heatmap has a column for each value; leave out log_x or y")
+        if self.file and Path(self.file).suffix not in (".png", ".svg", ".pdf"):
+            raise ValueError(f"file '{self.file}' is no kind of picture; name a .png, .svg or .pdf")
+        return self
+
+
+class Claim(Section):
+    says: str
+    left: Side
+    relation: Literal["below", "above", "near"] = Field(alias="is")
+    right: Annotated[Other, BeforeValidator(_number)]
+    margin: float = Field(default=0, ge=0)
+    each: Keys = Field(default_factory=list)
+    figure: Drawn | None = None
+
+    @model_validator(mode="after")
+    def _has_a_distance(self) -> Claim:
+        if self.relation == "near" and not self.margin:
+            raise ValueError("near needs a margin, by how much the sides may differ at most")
+        return self
+
+
+def read(source: str | Path | Mapping[str, Any]) -> list[Claim]:
+    """The claims of a configuration; [] if it has none. Pictures without a name get one.
+
+    Raises:
+        ConfigError: the section is wrong; the message names the key.
+    """
+    section = loading.claims(source)
+    if section is None:
+        return []
+    if not isinstance(section, list):
+        raise ConfigError("claims: expected a list of claims, each with says, left, is and right")
+    found = [_claim(given, f"claims.{i}") for i, given in enumerate(section)]
+    drawn: dict[str, Drawn] = {}
+    for i, claim in enumerate(found):
+        if claim.figure and drawn.setdefault(claim.figure.file, claim.figure) != claim.figure:
+            raise ConfigError(
+                f"claims.{i}.figure.file: {claim.figure.file} is another picture above; give another name"
+            )
+    return found
+
+
+def _claim(given: Any, place: str) -> Claim:
+    needed = ("says", "left", "is", "right")
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"{place}: expected a mapping with {', '.join(needed)}")
+    if lacking := [key for key in needed if key not in given]:
+        raise ConfigError(f"{place}.{lacking[0]}: missing; a claim has {', '.join(needed)}")
+    try:
+        claim = Claim.model_validate(given)
+    except ValidationError as error:
+        raise ConfigError(explain(error, given, Claim, f"{place}.")) from None
+    left, right, figure = claim.left, claim.right, claim.figure
+    shared = {key: getattr(left, key) for key in Side.model_fields if key not in right.model_fields_set}
+    changed: dict[str, Any] = {"right": right.model_copy(update=shared)}
+    if figure is not None:
+        named = {"metric": figure.metric or left.metric, "file": figure.file or place.replace("s.", "-") + ".png"}
+        changed["figure"] = figure.model_copy(update=named)
+    return claim.model_copy(update=changed)
+
+
+@dataclass(frozen=True)
+class Line:
+    """A claim, perhaps for certain values of its `each`: what both sides reached, in words, how many seeds are for and
+    against it, and the verdict with its reason."""
+
+    claim: Claim
+    named: Mapping[str, str]
+    left: str
+    right: str
+    seeds: tuple[int, int]
+    verdict: str
+
+
+def check(claims: Sequence[Claim], runs_of: RunsOf) -> list[Line]:
+    """Every claim, held against the runs.
+
+    Raises:
+        ConfigError: a claim names a parameter or metric that no run has.
+    """
+    return [line for i, claim in enumerate(claims) for line in _lines(claim, runs_of, f"claims.{i}")]
+
+
+def _lines(claim: Claim, runs_of: RunsOf, place: str) -> list[Line]:
+    found: list[Sequence[Run]] = []
+    pool: list[Run] = []
+    for name, side in _sides(claim).items():
+        try:
+            runs = runs_of(side.metric)
+        except Unmeasured as error:
+            raise ConfigError(f"{place}.{name}.metric: {error}") from None
+        pool += runs
+        found.append(aggregate.having(runs, side.where, f"{place}.{name}.where"))
+    left, right = found[0], [run for runs in found[1:] for run in runs]
+    keys = aggregate.resolved(pool, claim.each, f"{place}.each")
+    # a right side that says itself which value it has, or has no such parameter, is the same in every line
+    its = {key: values for key, values in claim.right.where.items() if values != claim.left.where.get(key)}
+    fixed = aggregate.resolved(pool, its, f"{place}.right.where")
+    free = [key for key in keys if key not in fixed and any(aggregate.value_of(run.params, key) for run in right)]
+    groups = aggregate.grouped([*left, *right] if free == keys else left, keys) if keys else []
+    if not groups:
+        return [_line(claim, {}, found)]
+    return [
+        _line(claim, named, [_with(runs, named, own) for runs, own in zip(found, (keys, free), strict=False)])
+        for named, _ in groups
+    ]
+
+
+def _sides(claim: Claim) -> dict[str, Side]:
+    """Those that are of runs."""
+    return {"left": claim.left} | ({"right": claim.right} if claim.right.value is None else {})
+
+
+def _with(runs: Sequence[Run], named: Mapping[str, str], keys: Sequence[str]) -> list[Run]:
+    return [run for run in runs if all(aggregate.value_of(run.params, key) == named.get(key) for key in keys)]
+
+
+def _line(claim: Claim, named: Mapping[str, str], found: Sequence[Sequence[Run]]) -> Line:
+    sides = list(_sides(claim).values())
+    measured = [_measured(runs, side) for runs, side in zip(found, sides, strict=True)]
+    texts = [_text(spans, side) for spans, side in zip(measured, sides, strict=True)]
+    if (value := claim.right.value) is not None:
+        measured.append(dict.fromkeys(measured[0], (value, value)))
+        texts.append(_text({"": (value, value)}, claim.right))
+    seeds = sorted(measured[0].keys() & measured[1].keys())
+    apart = [_minus(measured[0][seed], measured[1][seed]) for seed in seeds]
+    votes = [_holds(claim, each) for each in apart]
+    count = (votes.count(True), votes.count(False))
+    missing = _missing(found, sides)
+    verdict = f"{OPEN} ({missing})" if missing else _verdict(claim, apart, votes)
+    return Line(claim, named, texts[0], texts[1], count, verdict)
+
+
+def _verdict(claim: Claim, apart: Sequence[Span], votes: Sequence[bool | None]) -> str:
+    one = " (one seed)" if len(votes) == 1 else ""
+    if all(votes):
+        return CONFIRMED + one
+    if _holds(claim, _mean(apart)) is False:
+        return REFUTED + one
+    if False in votes:
+        return f"{OPEN} (seeds disagree)"
+    return f"{OPEN} ({'not every seed' if True in votes else 'nobody'} reached the target)"
+
+
+def _missing(found: Sequence[Sequence[Run]], sides: Sequence[Side]) -> str:
+    """Which runs of these sides are not there, as far as those that are tell: a side has none, or lacks a seed."""
+    seeds = {_seed(run) for runs in found for run in runs}
+    for runs, side in zip(found, sides, strict=True):
+        name = aggregate.label({key: " or ".join(values) for key, values in side.where.items()}) or "any kind"
+        if not runs:
+            return f"no run of {name}"
+        for named, members in aggregate.grouped(runs):
+            if lacking := sorted(seeds - {_seed(run) for run in members}):
+                which = ", ".join(filter(None, [name, aggregate.label(named)]))
+                return f"no run of {which} with seed {', '.join(lacking)}"
+    return ""
+
+
+def _measured(runs: Iterable[Run], side: Side) -> dict[str, Span]:
+    """What a side reached with each seed: the mean over its runs."""
+    spans: dict[str, list[Span]] = {}
+    for run in runs:
+        spans.setdefault(_seed(run), []).append(_reached(run, side))
+    return {seed: _mean(each) for seed, each in spans.items()}
+
+
+def _mean(spans: Sequence[Span]) -> Span:
+    return statistics.fmean(low for low, _ in spans), statistics.fmean(high for _, high in spans)
+
+
+def _reached(run: Run, side: Side) -> Span:
+    values = [value for _, value in run.history]
+    if isinstance(side.statistic, RoundsTo):
+        arrival = run.arrival(side.statistic.rounds_to, side.lower)
+        return (run.history[-1][0] + 1, math.inf) if arrival is None else (arrival, arrival)
+    value = {
+        "best": lambda: run.best(side.lower),
+        "last": lambda: values[-1],
+        "first": lambda: values[0],
+        "mean": lambda: statistics.fmean(run.trained),
+        "last10": lambda: run.settled,
+    }[side.statistic]()
+    return value, value
+
+
+def _minus(left: Span, right: Span) -> Span:
+    return left[0] - right[1], left[1] - right[0]
+
+
+def _holds(claim: Claim, apart: Span) -> bool | None:
+    """Whether a difference, left minus right, is as claimed; None if it may be either. Equals are neither below nor
+    above one another."""
+    low, high = apart if claim.relation != "above" else (-apart[1], -apart[0])
+    if claim.relation == "near":
+        if -claim.margin <= low and high <= claim.margin:
+            return True
+        return False if low > claim.margin or high < -claim.margin else None
+    if high <= -claim.margin and high < 0:
+        return True
+    return False if low > -claim.margin or low >= 0 else None
+
+
+def _seed(run: Run) -> str:
+    return run.params.get("seed", "0")
+
+
+def _text(spans: Mapping[str, Span], side: Side) -> str:
+    """Mean ± std over seeds, with what it is in."""
+    known = Figure.of([low for low, high in spans.values() if low == high])
+    rounds = isinstance(side.statistic, RoundsTo)
+    percent = side.metric.endswith("accuracy") and not rounds
+    if known is None:
+        return f"> {_mean(list(spans.values()))[0] - 1:.4g} rounds" if spans else number(None, None, percent)
+    some = f" ({known.n}/{len(spans)})" if known.n < len(spans) else ""
+    return number(known.mean, known.std, percent) + (" rounds" if rounds else " %" if percent else "") + some
+
+
+def markdown(lines: Sequence[Line]) -> str:
+    """Lines as a Markdown table."""
+    cells = [["claim", "left", "right", "seeds for : against", "verdict"]]
+    for line in lines:
+        says = line.claim.says + (f" ({aggregate.label(line.named)})" if line.named else "")
+        cells.append([says, line.left, line.right, "{} : {}".format(*line.seeds), line.verdict])
+    if any(line.claim.figure for line in lines):
+        files = [line.claim.figure.file if line.claim.figure else "" for line in lines]
+        cells = [[*row, last] for row, last in zip(cells, ["figure", *files], strict=True)]
+    return as_markdown(cells)

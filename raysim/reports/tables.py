@@ -1,0 +1,234 @@
+"""Rows of a table, and how they are written: Markdown, LaTeX, CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from raysim.config.schema import NAMED
+from raysim.reports import published
+from raysim.reports.runs import LAST, Spent
+
+NONE = "–"
+
+
+@dataclass(frozen=True)
+class Figure:
+    """Mean and sample standard deviation (n - 1) over `n` runs; `std` is None for one."""
+
+    mean: float
+    std: float | None
+    n: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Figure | None:
+        """None of no values. Where one is infinite so is the mean, and there is no deviation."""
+        if not values:
+            return None
+        if not all(map(math.isfinite, values)):
+            return cls(sum(values), None, len(values))
+        return cls(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None, len(values))
+
+
+@dataclass(frozen=True)
+class Rank:
+    """The place of a row among those of its scenario (1 is best; equals share the mean of theirs), and the mean of the
+    places of the rows alike in `scenarios` scenarios."""
+
+    place: float
+    mean: float
+    scenarios: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """Runs that differ only in their seed.
+
+    Attributes:
+        parameters: what tells this row from the others, as text; a parameter that its runs do not have is absent.
+        seeds: how many runs.
+        best: the best value over all evaluated rounds; `last` the mean of the last 10 evaluated values after round 0.
+        to_target: what was spent (rounds, unless the runs say otherwise) when the target was first reached, over the
+            runs that did (`to_target.n` of `seeds`); None if none did, or no target was given.
+        rounds: (fewest, most) rounds that the runs have done.
+        run_ids: of the runs.
+        shared: the parameters that all of them have in common.
+        target: what was to be reached.
+        unfinished: how many of them are not finished, in words.
+        rank, printed: if somebody asked: among the methods; what a paper says of such runs.
+
+    Runs without a value count as `seeds` only; where none has one, there are no figures.
+    """
+
+    parameters: dict[str, str]
+    seeds: int
+    best: Figure | None
+    last: Figure | None
+    to_target: Figure | None
+    rounds: tuple[int, int]
+    run_ids: tuple[str, ...]
+    shared: Mapping[str, str]
+    target: float | None = None
+    unfinished: str = ""
+    rank: Rank | None = None
+    printed: published.Printed | None = None
+
+    @property
+    def difference(self) -> float | None:
+        """Our best beyond the paper's, in the paper's own standard deviations."""
+        p = self.printed
+        return (self.best.mean - p.best) / p.std if self.best and p and p.best is not None and p.std else None
+
+
+def order(row: Row, lower: bool) -> float:
+    """Rows sort by this, the best first and those without a figure last. Means that only rounding tells apart are the
+    same."""
+    if row.best is None or math.isnan(row.best.mean):
+        return math.inf
+    mean = float(f"{row.best.mean:.12g}")
+    return mean if lower else -mean
+
+
+def markdown(
+    table: Sequence[Row], metric: str = "accuracy", target: float | None = None, spent: Spent = "rounds"
+) -> str:
+    """Rows as a Markdown table; accuracies in percent."""
+    return as_markdown(_cells(table, metric, target, spent))
+
+
+def as_markdown(cells: Sequence[Sequence[str]]) -> str:
+    """A head and lines as a Markdown table."""
+    head, *lines = cells
+    lines = [head, ["---"] * len(head), *lines]
+    return "\n".join("| " + " | ".join(cell.replace("|", r"\|") for cell in line) + " |" for line in lines)
+
+
+def number(mean: float | None, std: float | None, percent: bool) -> str:
+    """A mean with its standard deviation, if there is one; shares of one perhaps in percent."""
+    scale, form = (100, ".2f") if percent else (1, ".4g")
+    if mean is None:
+        return NONE
+    return f"{mean * scale:{form}}" + (f" ± {std * scale:{form}}" if std is not None else "")
+
+
+def latex(table: Sequence[Row], metric: str = "accuracy", target: float | None = None, spent: Spent = "rounds") -> str:
+    """Rows as a LaTeX tabular (with booktabs); the best mean, or where there are ranks that of each
+    scenario, in bold."""
+    special = {**{c: f"\\{c}" for c in "&%$#_{}"}, "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
+    special |= {"\\": r"\textbackslash{}", "±": r"$\pm$", NONE: "--"}
+    head, *lines = [
+        ["".join(special.get(c, c) for c in cell) for cell in line] for line in _cells(table, metric, target, spent)
+    ]
+    column = len(_columns(table)) + 1
+    worth = [order(row, metric.endswith("loss")) for row in table]
+    for row, line, own in zip(table, lines, worth, strict=True):
+        if row.rank.place == 1 if row.rank else row.best and own == min(worth):
+            line[column] = rf"\textbf{{{line[column]}}}"
+    body = [" & ".join(line) + r" \\" for line in lines]
+    columns = "l" * (column - 1) + "r" * (len(head) - column + 1)
+    top = [rf"\begin{{tabular}}{{{columns}}}", r"\toprule", " & ".join(head) + r" \\", r"\midrule"]
+    return "\n".join([*top, *body, r"\bottomrule", r"\end{tabular}"])
+
+
+def _cells(table: Sequence[Row], metric: str, target: float | None, spent: Spent) -> list[list[str]]:
+    """The head and the lines of a table for people."""
+    percent = metric.endswith("accuracy")
+    unit = " %" if percent else ""
+
+    def figure(mean: float | None, std: float | None) -> str:
+        return number(mean, std, percent)
+
+    def mean(f: Figure | None) -> str:
+        return figure(f.mean, f.std) if f else NONE
+
+    def arrival(row: Row) -> str:
+        if row.to_target is None:
+            return NONE
+        missed = f" ({row.to_target.n}/{row.seeds})" if row.to_target.n < row.seeds else ""
+        return f"{row.to_target.mean:.4g}{missed}"
+
+    scenarios = {row.rank.scenarios for row in table if row.rank}
+
+    def place(row: Row) -> str:
+        if row.rank is None:
+            return NONE
+        return f"{row.rank.mean:.3g}" + (f" (of {row.rank.scenarios})" if len(scenarios) > 1 else "")
+
+    targets = {row.target for row in table if row.target is not None} or ({target} if target is not None else set())
+    aim = f"{min(targets):.4g}" if len(targets) == 1 else "target"
+    parts: list[tuple[str, Callable[[Row], str]]] = []
+    for key in _columns(table):
+        parts.append((short(key), lambda row, key=key: row.parameters.get(key, NONE)))
+    parts.append(("seeds", lambda row: str(row.seeds)))
+    parts.append((f"best {metric}{unit}", lambda row: mean(row.best)))
+    if any(row.printed for row in table):
+        parts.append(
+            (f"paper: best{unit}", lambda row: figure(row.printed.best, row.printed.std) if row.printed else NONE)
+        )
+        parts.append(
+            ("difference / paper's std", lambda row: NONE if row.difference is None else f"{row.difference:+.2f}")
+        )
+    parts.append((f"mean of last {LAST}{unit}", lambda row: mean(row.last)))
+    if len(targets) > 1:
+        parts.append((f"target{unit}", lambda row: figure(row.target, None)))
+    if targets:
+        parts.append((f"{spent} to {aim}", arrival))
+    if any(row.printed and row.printed.rounds for row in table) and spent == "rounds":
+        parts.append((f"paper: rounds to {aim}", lambda row: _rounds(row.printed)))
+    if scenarios:
+        parts.append(("rank", lambda row: f"{row.rank.place:.3g}" if row.rank else NONE))
+    if max(scenarios, default=1) > 1:
+        parts.append(("mean rank" + (f" of {min(scenarios)}" if len(scenarios) == 1 else ""), place))
+    parts.append(("rounds done", lambda row: "–".join(map(str, dict.fromkeys(row.rounds)))))
+    if any(row.unfinished for row in table):
+        parts.append(("not finished", lambda row: row.unfinished))
+    return [[head for head, _ in parts], *([cell(row) for _, cell in parts] for row in table)]
+
+
+def _rounds(printed: published.Printed | None) -> str:
+    if printed is None or printed.rounds is None:
+        return NONE
+    return "never" if printed.rounds == float("inf") else f"{printed.rounds:g}"
+
+
+def as_csv(table: Sequence[Row], spent: Spent = "rounds") -> str:
+    """Rows as CSV, every number in full; what nobody asked for is empty."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    keys = _columns(table)
+    figures: dict[str, Callable[[Row], Any]] = {
+        "seeds": lambda row: row.seeds,
+        "best": lambda row: row.best and row.best.mean,
+        "best_std": lambda row: row.best and row.best.std,
+        "last": lambda row: row.last and row.last.mean,
+        "last_std": lambda row: row.last and row.last.std,
+        "target": lambda row: row.target,
+        f"{spent.replace(' ', '_')}_to_target": lambda row: row.to_target and row.to_target.mean,
+        "reached": lambda row: row.to_target.n if row.to_target else 0,
+        "rounds_min": lambda row: row.rounds[0],
+        "rounds_max": lambda row: row.rounds[1],
+        "not_finished": lambda row: row.unfinished,
+        "rank": lambda row: row.rank and row.rank.place,
+        "mean_rank": lambda row: row.rank and row.rank.mean,
+        "paper_best": lambda row: row.printed and row.printed.best,
+        "paper_std": lambda row: row.printed and row.printed.std,
+        "difference_in_paper_stds": lambda row: row.difference,
+        "paper_rounds_to_target": lambda row: row.printed and row.printed.rounds,
+    }
+    writer.writerow([*map(short, keys), *figures])
+    for row in table:
+        writer.writerow([*(row.parameters.get(key) for key in keys), *(of(row) for of in figures.values())])
+    return text.getvalue().rstrip("\n")
+
+
+def _columns(table: Sequence[Row]) -> list[str]:
+    return list(dict.fromkeys(key for row in table for key in row.parameters))
+
+
+def short(key: str) -> str:
+    return key.removesuffix(".name") if key.removesuffix(".name") in NAMED else key

@@ -1,0 +1,1 @@
+"""One run from start to end: its folder, lock, tracker and executor; resuming and forking."""

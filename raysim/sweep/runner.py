@@ -1,0 +1,328 @@
+"""A sweep's trials on Ray Tune: as many at once as there is room for, stopped early and tried again as it was asked.
+
+A small trial is one process on one core. A large one, with actors of its own, gets a placement group with room for all
+of them, in which they live. What a trial does it says to the spool in its folder, and to Tune only how far it is; one
+process, this one, writes to the tracking store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from raysim import files
+from raysim.config.credentials import redacted, restored
+from raysim.config.schema import Config
+from raysim.errors import ConfigError, RaysimError
+from raysim.signals import stoppable
+from raysim.sweep import summary
+from raysim.sweep.definition import EarlyStopping, Sweep, Trial
+from raysim.sweep.summary import Outcome
+from raysim.sweep.trial import WORST, Ladder, labels_of, train
+from raysim.tracking.mlflow import Forwarder, Tracker, absolute
+from raysim.tracking.spool import Recorder
+
+logger = logging.getLogger("raysim")
+
+Watch = Callable[[Trial, str, Mapping[str, Any]], None]
+"""Told of a trial: "running" with its latest record; "finished" or "stopped" with its result; "failed" with its
+"error", and "again" with that if it is tried once more."""
+
+
+def run(sweep: Sweep, parallel: int | None = None, watch: Watch = lambda trial, state, facts: None) -> Outcome:
+    """Runs what of a sweep is not done yet: as many trials at once as there is room for, at most `parallel`.
+
+    A trial that fails does not stop the others. One that was stopped goes on from its last checkpoint.
+
+    Raises:
+        ConfigError: a trial asks for more than the machine or the cluster has.
+        RaysimError: the tracking store cannot be used, or another sweep is at work in the same folder.
+        KeyboardInterrupt: it was stopped; what is finished is kept.
+    """
+    began, tracking = time.monotonic(), sweep.tracking
+    missing = [trial for trial in sweep.trials if not sweep.done(trial)]
+    with stoppable(), _alone(sweep.folder), _room(missing):
+        parent = Tracker(tracking, sweep.folder)
+        forwarder: Forwarder | None = None
+        status: Any = "FAILED"
+        try:
+            varied = {**sweep.axes, **{key: str(draw) for key, draw in sweep.drawn.items()}}
+            about = {"raysim.sweep": "true", "trials": str(len(sweep.trials)), "sweep_dir": str(sweep.folder)}
+            facts = {**varied, **sweep.settings.model_dump(mode="json", exclude_defaults=True)}
+            parent.start(sweep.name, {**sweep.base, "sweep": facts}, about, run_id=parent.earlier)
+            forwarder = Forwarder(absolute(restored(tracking.uri)), tracking.experiment)
+            outcome = Outcome(sweep, parent.run_id, len(sweep.trials) - len(missing))
+            for trial in sweep.trials:
+                if sweep.done(trial):
+                    _adopt(trial, parent.run_id)
+                forwarder.follow(trial.folder)
+            if missing:
+                outcome.failed = _on_tune(sweep, missing, parent.run_id, parallel, watch)
+            forwarder.finish()
+            forwarder = None
+            outcome.table = summary.write(outcome)
+            for path in summary.kept(sweep.folder):
+                parent.artifact(path)
+            parent.tags(outcome.counts)
+            status = "FAILED" if outcome.failed else "FINISHED"
+        except KeyboardInterrupt:
+            status = "KILLED"
+            raise
+        finally:
+            if forwarder:
+                forwarder.finish()
+            parent.finish(status)
+    outcome.seconds = time.monotonic() - began
+    return outcome
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """No other sweep shares the trials' folder meanwhile."""
+    files.make_private(folder)
+    with open(folder.parent / ".lock", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RaysimError(
+                f"{folder.parents[1]}: another sweep is at work there; wait for it, or give this one another --dir"
+            ) from None
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):  # it is not empty, unless the sweep was refused
+                folder.rmdir()
+
+
+@contextlib.contextmanager
+def _room(trials: list[Trial]) -> Iterator[None]:
+    """Ray with room for each of these trials; one that fits nowhere would wait for ever."""
+    if not trials:
+        yield
+        return
+    from raysim.distributed.nodes import connect, leave  # Ray is imported when it is used
+
+    wanted = [{kind: sum(b.get(kind, 0) for b in _bundles(t.config)) for kind in ("CPU", "GPU")} for t in trials]
+    ours = connect(trials[0].config.resources.address, max(w["CPU"] for w in wanted), logger.warning)
+    import ray
+
+    try:
+        have = ray.cluster_resources()
+        for trial, kinds in zip(trials, wanted, strict=True):
+            for kind, share in kinds.items():
+                if share > have.get(kind, 0) + 1e-9:
+                    raise ConfigError(
+                        f"trial {trial.title}: resources: it wants {share:g} {kind}s, there are {have.get(kind, 0):g}; "
+                        "lower resources.actors or the share of each"
+                    )
+        yield
+    finally:
+        if ours:
+            leave()
+
+
+def _bundles(c: Config) -> list[dict[str, float]]:
+    """What a trial occupies: a core for each thread; on actors nothing by itself, but what each of them asks for."""
+    r = c.resources
+    if r.executor == "inline":
+        return [{"CPU": r.threads, **({"GPU": r.gpus} if r.gpus else {})}]
+    actor = {kind: share for kind, share in (("CPU", r.cpus), ("GPU", r.gpus)) if share}
+    server = {"GPU": r.server_gpus} if r.server_gpus else {}
+    return [{}, *filter(None, [actor] * r.actors), *filter(None, [server] * 2)]
+
+
+def _adopt(trial: Trial, parent: str) -> None:
+    """A trial that is finished already is shown under this sweep's run."""
+    recorder = Recorder("", "", trial.folder)
+    recorder.adopt(parent, labels_of(trial))
+    recorder.close()
+
+
+def _on_tune(
+    sweep: Sweep, missing: list[Trial], parent: str, parallel: int | None, watch: Watch
+) -> list[tuple[Trial, str]]:
+    """Runs trials on Ray Tune; returns those that failed, and why."""
+    os.environ |= {
+        "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
+        "TUNE_DISABLE_SIGINT_HANDLER": "1",
+        "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1",  # between two rungs nothing is said that trials are judged by
+        "RAY_CHDIR_TO_TRIAL_DIR": "0",
+        "RAY_AIR_NEW_OUTPUT": "0",  # the new one is never quite silent
+    }
+    import ray
+    from ray import tune
+
+    logging.getLogger("ray.tune").setLevel(logging.CRITICAL)
+    here, uri, name = os.getcwd(), redacted(absolute(sweep.tracking.uri)), sweep.tracking.experiment
+    address, bundles = ray.get_runtime_context().gcs_address, [_bundles(trial.config) for trial in missing]
+    stopping, retries = sweep.settings.early_stopping, sweep.settings.retries
+    course = _Course(missing, watch)
+
+    def one(choice: dict[str, int]) -> None:
+        os.chdir(here)
+        os.environ["RAY_ADDRESS"] = address  # a trial's actors are the cluster's matter, not this machine's
+        trial = missing[choice["trial"]]
+        order = _order(trial)
+        order.unlink(missing_ok=True)
+
+        def report(figures: dict[str, float]) -> str:
+            tune.report(figures)  # comes back when it has been judged
+            return order.read_text() if order.exists() else ""
+
+        if (error := train(trial, uri, name, parent, stopping, report)) and retries:
+            raise RuntimeError(error)  # else Tune need not know: the process goes on with another trial
+
+    try:
+        with stoppable():  # once more: to start Ray was to put its own handlers in place
+            tune.run(
+                tune.with_resources(one, lambda choice: tune.PlacementGroupFactory(bundles[choice["trial"]])),
+                config={"trial": tune.grid_search(list(range(len(missing))))},
+                scheduler=_halving(sweep, missing, stopping) if stopping else None,
+                max_failures=retries,
+                max_concurrent_trials=parallel,
+                reuse_actors=True,
+                raise_on_failed_trial=False,
+                callbacks=[_follow(course)],
+                name="tune",
+                storage_path=str(sweep.folder),
+                trial_dirname_creator=lambda trial: trial.trial_id,
+                verbose=0,
+            )
+    except KeyboardInterrupt:
+        for actor in course.actors.values():
+            ray.kill(actor)
+        for trial in course.running.values():
+            _close(trial, "KILLED")
+        raise
+    finally:
+        shutil.rmtree(sweep.folder / "tune", ignore_errors=True)  # Tune's own notes
+    return [(trial, course.failed[trial.folder]) for trial in missing if trial.folder in course.failed]
+
+
+def _order(trial: Trial) -> Path:
+    """Where a trial finds the word that it is to stop, and why."""
+    return trial.folder / "stop.txt"
+
+
+def _halving(sweep: Sweep, missing: list[Trial], stopping: EarlyStopping) -> Any:
+    """Tune's ASHA. It knows how good the trials are that were done before; and one that is to stop is told so, so that
+    it ends with a checkpoint, instead of being ended."""
+    from ray.tune.schedulers import ASHAScheduler, TrialScheduler
+
+    class Halving(ASHAScheduler):
+        def on_trial_result(self, tune_controller: Any, trial: Any, result: dict) -> str:
+            fresh = "value" in result and not result.get("done")
+            if fresh and super().on_trial_result(tune_controller, trial, result) == TrialScheduler.STOP:
+                value = f"{result['value']:.4g}" if abs(result["value"]) < WORST else "not finite"
+                said = f"round {result['round']:g}: {stopping.metric} {value}"
+                _order(missing[trial.config["trial"]]).write_text(said)
+            return TrialScheduler.CONTINUE
+
+        def on_trial_complete(self, tune_controller: Any, trial: Any, result: dict) -> None:
+            pass  # what there was to know of it was said at its rungs
+
+    longest = max(trial.config.rounds for trial in sweep.trials)
+    scheduler = Halving(
+        time_attr="rung",
+        metric="value",
+        mode="min" if stopping.lower else "max",
+        max_t=min(longest, stopping.max_rounds or longest),
+        grace_period=stopping.grace_period,
+        reduction_factor=stopping.reduction_factor,
+    )
+    controller: Any = None
+    for trial in sweep.trials:
+        if trial in missing:
+            continue
+        ladder, one = Ladder(stopping, trial.config.rounds), SimpleNamespace(trial_id=str(trial.folder))
+        scheduler.on_trial_add(controller, one)  # pyright: ignore[reportArgumentType]
+        for t, record in trial.history():
+            if at := ladder.climb({"round": t, **record}):
+                ASHAScheduler.on_trial_result(scheduler, controller, one, at)  # pyright: ignore[reportArgumentType]
+    return scheduler
+
+
+class _Course:
+    """What is known of the trials that were started, by their place in the list."""
+
+    def __init__(self, trials: list[Trial], watch: Watch):
+        self.trials, self.watch = trials, watch
+        self.running: dict[int, Trial] = {}
+        self.actors: dict[int, Any] = {}
+        self.failed: dict[Path, str] = {}
+
+    def started(self, place: int, actor: Any) -> None:
+        self.running[place], self.actors[place] = self.trials[place], actor
+        self.watch(self.trials[place], "running", {})
+
+    def again(self, place: int) -> None:
+        trial, mistake = self._gone(place), self.trials[place].folder / "error.txt"
+        text = self._error(trial, died=True)
+        mistake.write_text(text)  # if its process died, it could not
+        self.watch(trial, "again", {"error": text})
+
+    def ended(self, place: int, died: bool = False) -> None:
+        trial = self._gone(place)
+        if not died and (result := trial.result):
+            self.watch(trial, "stopped" if "stopped" in result else "finished", result)
+            return
+        if died:
+            _close(trial, "FAILED")
+        self.failed[trial.folder] = text = self._error(trial, died)
+        self.watch(trial, "failed", {"error": text})
+
+    def _gone(self, place: int) -> Trial:
+        self.actors.pop(place, None)
+        return self.running.pop(place, self.trials[place])
+
+    def _error(self, trial: Trial, died: bool) -> str:
+        mistake = trial.folder / "error.txt"
+        if mistake.exists():
+            return mistake.read_text().strip()
+        if died:
+            return "its process died (out of memory?)"
+        return f"nothing is seen of it in {trial.folder}; every node of the cluster must see that folder"
+
+
+def _follow(course: _Course) -> Any:
+    """What Tune tells of its trials, passed on. It stands where Tune would have put a callback that prints."""
+    from ray.tune.progress_reporter import TrialProgressCallback
+
+    class Callback(TrialProgressCallback):
+        def on_trial_start(self, iteration: int, trials: list, trial: Any, **info: Any) -> None:
+            course.started(trial.config["trial"], trial.temporary_state.ray_actor)
+
+        def on_trial_result(self, iteration: int, trials: list, trial: Any, result: dict, **info: Any) -> None:
+            if "round" in result:
+                course.watch(course.trials[trial.config["trial"]], "running", result)
+
+        def on_trial_recover(self, iteration: int, trials: list, trial: Any, **info: Any) -> None:
+            course.again(trial.config["trial"])
+
+        def on_trial_complete(self, iteration: int, trials: list, trial: Any, **info: Any) -> None:
+            course.ended(trial.config["trial"])
+
+        def on_trial_error(self, iteration: int, trials: list, trial: Any, **info: Any) -> None:
+            course.ended(trial.config["trial"], died=True)
+
+    return Callback()
+
+
+def _close(trial: Trial, status: Any) -> None:
+    """Says of a trial whose process is gone that it has ended."""
+    for _ in range(50):  # the process may take a while to go
+        try:
+            recorder = Recorder("", "", trial.folder)
+        except RaysimError:
+            time.sleep(0.1)
+            continue
+        recorder.end(status)
+        return

@@ -1,0 +1,284 @@
+"""What varies: the values that a key may take, and the points that several keys make together.
+
+The same on the command line and in a file:
+
+    several values   local.lr=0.1,0.01              local.lr: [0.1, 0.01]
+    a range          seed=0..4                      both ends included
+                     rounds=range(10,50,20)         as Python's range, also of fractions: 10 and 30
+    a draw           local.lr=loguniform(1e-3,1)    local.lr: {loguniform: [1e-3, 1]}, or the text on the left
+
+Values and ranges are gone through whole, all keys' together: a grid. Draws are random search: `samples` times one value
+is drawn for every such key, and each of these draws meets the whole grid (so `seed=0..2` gives every draw three runs).
+The i-th draw of a key depends on the sweep's seed, the key and i alone: with more samples the first ones stay.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from math import ceil, prod
+from typing import Any
+
+from raysim.config import limited_yaml, loading
+from raysim.config.schema import NAMED
+from raysim.errors import ConfigError, did_you_mean
+from raysim.randomness import generator
+
+DIGITS = 4
+"""Of a number that is drawn: enough to search, few enough to be written down."""
+
+_ARGUMENTS = {
+    "uniform": "low, high",
+    "loguniform": "low, high",
+    "randint": "low, high",
+    "choice": "a, b, …",
+    "range": "first, end, step",
+}
+
+
+@dataclass(frozen=True)
+class Draw:
+    """A random value: uniform(low, high) and loguniform(low, high) of numbers, randint(low, high) of whole ones below
+    high, choice(a, b, …) of any."""
+
+    kind: str
+    arguments: tuple[Any, ...]
+
+    def value(self, seed: int, key: str, number: int) -> Any:
+        """The number-th value that is drawn for this key."""
+        u = generator(seed, f"sweep/{key}", number).random()
+        if self.kind == "choice":
+            return self.arguments[int(u * len(self.arguments))]
+        low, high = self.arguments
+        if self.kind == "randint":
+            return low + int(u * (high - low))
+        value = low + u * (high - low) if self.kind == "uniform" else low * (high / low) ** u
+        return min(max(float(f"{value:.{DIGITS}g}"), low), high)
+
+    def __str__(self) -> str:
+        return f"{self.kind}({', '.join(map(as_text, self.arguments))})"
+
+
+Axis = list[Any] | Draw
+"""What a key may be: one of these, or drawn."""
+
+MOST = 10_000
+"""Trials of one sweep: each is checked before the first one starts."""
+
+
+def as_text(value: Any) -> str:
+    """A value as one would write it on the command line."""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+# -- a key's values ----------------------------------------------------------------------------------------------------
+
+
+def split(overrides: Iterable[str]) -> tuple[dict[str, Any], dict[str, Axis]]:
+    """Overrides of one value, and those that vary."""
+    given: dict[str, Any] = {}
+    axes: dict[str, Axis] = {}
+    for text in overrides:
+        key, equals, value = text.partition("=")
+        pieces = _pieces(value) if equals else []
+        if len(pieces) > 1 and "" in pieces:
+            raise ConfigError(f"override '{text}': a value is empty")
+        values = [_read(key, piece) for piece in pieces]
+        if len(values) > 1 or any(isinstance(each, Draw) or _is_range(each) for each in values):
+            axes[key] = axis(key, values)
+        else:
+            given |= loading.parse_overrides([text])
+    return given, axes
+
+
+def axis(key: str, given: Any) -> Axis:
+    """All values of a key, or how they are drawn.
+
+    Raises:
+        ConfigError: the key cannot vary, or what is given has no value in it.
+    """
+    if re.match(r"(sweep|extends|run_dir|tracking)\b", key):
+        raise ConfigError(f"sweep: {key} cannot vary; the trials of a sweep have it in common")
+    items = given if isinstance(given, list) else [given]
+    values: list[Any] = []
+    for item in items:
+        called = item if isinstance(item, Draw) else _called(key, item)
+        if called is None:
+            values += _ends(key, str(item)) if _is_range(item) else [item]
+        elif called.kind == "range":
+            values += _range(key, called)
+        elif len(items) == 1:
+            return _draw(key, called)
+        else:
+            raise ConfigError(f"{key}: {called} stands beside other values; give it alone, or choice(…) of them")
+    if not values:
+        raise ConfigError(f"sweep: {key}: the list of values is empty")
+    return values
+
+
+def _read(key: str, piece: str) -> Any:
+    """One value of the command line."""
+    return _called(key, piece) or loading.parse_overrides([f"{key}={piece}"])[key]
+
+
+def _called(key: str, item: Any) -> Draw | None:
+    """uniform(0, 1), or {uniform: [0, 1]}, as it was written; None of anything else."""
+    if isinstance(item, Mapping) and len(item) == 1 and (kind := next(iter(item))) in _ARGUMENTS:
+        arguments = item[kind]
+        return Draw(kind, tuple(arguments if isinstance(arguments, list) else [arguments]))
+    match = re.fullmatch(r"\s*([a-z_]+)\s*\((.*?)(\))?\s*", item, re.DOTALL) if isinstance(item, str) else None
+    if match is None:
+        return None
+    kind, inside, closed = match.groups()
+    if kind not in _ARGUMENTS:
+        if re.fullmatch(r"[-+.\d\s,eE]+", inside):
+            raise ConfigError(f"{key}: there is no {kind}(…){did_you_mean(kind, _ARGUMENTS)}")
+        return None
+    if not closed:
+        raise ConfigError(
+            f'{key}: {item} is not closed; between braces put it into quotes, "{kind}({_ARGUMENTS[kind]})", or write '
+            f"{{{kind}: [{_ARGUMENTS[kind]}]}}"
+        )
+    pieces = [piece.strip() for piece in _pieces(inside)] if inside.strip() else []
+    return Draw(kind, tuple(loading.parse_overrides([f"{key}={piece}"])[key] for piece in pieces))
+
+
+def _draw(key: str, given: Draw) -> Draw:
+    kind, arguments = given.kind, given.arguments
+    if kind == "choice":
+        if not arguments:
+            raise ConfigError(f"{key}: choice() is of nothing; write choice(a, b)")
+        return Draw(kind, arguments)
+    low, high = _numbers(key, given, 2, 2)
+    if low >= high:
+        other = f"write {kind}({as_text(high)}, {as_text(low)})" if low > high else f"write {key}={as_text(low)}"
+        raise ConfigError(f"{key}: {given}: low must be below high; {other}")
+    if kind == "loguniform" and low <= 0:
+        raise ConfigError(f"{key}: {given}: low must be above 0; take uniform, or a larger low")
+    if kind == "randint" and any(isinstance(each, float) for each in arguments):
+        raise ConfigError(f"{key}: {given}: the ends of randint are whole numbers; take uniform for fractions")
+    return Draw(kind, (low, high))
+
+
+def _range(key: str, given: Draw) -> list[Any]:
+    numbers = _numbers(key, given, 1, 3)
+    first, end = (0, numbers[0]) if len(numbers) == 1 else numbers[:2]
+    step = numbers[2] if len(numbers) == 3 else 1
+    if step == 0:
+        raise ConfigError(f"{key}: {given}: a step of 0 comes to no end; leave it out for steps of 1")
+    try:
+        count = ceil((end - first) / step - 1e-9)
+    except (OverflowError, ValueError):  # infinite, not a number, or larger than a float
+        raise ConfigError(f"{key}: {given}: its numbers must be finite; write range(0, 1, 0.1), say") from None
+    if count <= 0:
+        right = ", ".join(as_text(each) for each in ((first, end, -step) if step != 1 else (end, first)))
+        raise ConfigError(f"{key}: {given} is empty; write range({right}), say")
+    _refuse_too_many(key, given, count)
+    values = [first + i * step for i in range(count)]
+    return [round(each, 12) if isinstance(each, float) else each for each in values]
+
+
+def _numbers(key: str, given: Draw, fewest: int, most: int) -> list[Any]:
+    numbers = list(given.arguments)
+    if not fewest <= len(numbers) <= most or not all(type(each) in (int, float) for each in numbers):
+        raise ConfigError(f"{key}: {given} is not understood; write {given.kind}({_ARGUMENTS[given.kind]}), in numbers")
+    return numbers
+
+
+def _is_range(value: Any) -> bool:
+    if isinstance(value, str) and re.fullmatch(r"-?\w+\.\.-?\w*", value) and not re.fullmatch(r"\d+\.\.\d+", value):
+        raise ConfigError(f"{value} is no range; give two whole numbers, 0..4, the smaller first, or range(-1, 1, 0.5)")
+    return isinstance(value, str) and re.fullmatch(r"\d+\.\.\d+", value) is not None
+
+
+def _ends(key: str, value: str) -> list[int]:
+    if len(value) > 2 * limited_yaml.MAX_DIGITS:
+        raise ConfigError(f"{key}: the range {value} has ends of more than {limited_yaml.MAX_DIGITS} digits")
+    first, last = map(int, value.split(".."))
+    if last < first:
+        raise ConfigError(f"{key}: the range {value} is empty; write {last}..{first}")
+    _refuse_too_many(key, value, last - first + 1)
+    return list(range(first, last + 1))
+
+
+def _refuse_too_many(key: str, given: object, count: int) -> None:
+    """Raise ConfigError for a range that is longer than a sweep, before its values are laid out."""
+    if count > MOST:
+        raise ConfigError(f"{key}: the range {given} has {count:,} values; a sweep has {MOST:,} trials at most")
+
+
+def _pieces(text: str) -> list[str]:
+    """Cut at the commas that stand in no brackets, braces, parentheses or quotes."""
+    pieces, depth, quote = [""], 0, ""
+    for letter in text:
+        if quote:
+            quote = "" if letter == quote else quote
+        elif letter in "'\"":
+            quote = letter
+        else:
+            depth += (letter in "[{(") - (letter in "]})")
+        if letter == "," and not depth and not quote:
+            pieces.append("")
+        else:
+            pieces[-1] += letter
+    return pieces
+
+
+# -- several keys ------------------------------------------------------------------------------------------------------
+
+
+def grids(given: Any) -> list[dict[str, Axis]]:
+    """One grid or several, each key with its values."""
+    found = given if isinstance(given, list) else [given]
+    if not all(isinstance(grid, Mapping) and all(isinstance(key, str) for key in grid) for grid in found) or not found:
+        raise ConfigError("sweep: expected a mapping of keys to values, or a list of such mappings")
+    return [{key: axis(key, values) for key, values in grid.items()} for grid in found]
+
+
+def laid_over(grid: Mapping[str, Axis], given: Mapping[str, Any], axes: Mapping[str, Axis]) -> dict[str, Axis]:
+    """A grid of the file with what the command line says of the same keys, and more."""
+    said = {_plain_key(key) for key in (*given, *axes)}
+    return {**{key: values for key, values in grid.items() if _plain_key(key) not in said}, **axes}
+
+
+def check_size(grids: Iterable[Mapping[str, Axis]], samples: int) -> None:
+    """Raises ConfigError where there would be more than `MOST` trials."""
+    sizes = [{key: 1 if isinstance(each, Draw) else len(each) for key, each in grid.items()} for grid in grids]
+    drawn = [samples if any(isinstance(each, Draw) for each in grid.values()) else 1 for grid in grids]
+    total = sum(times * prod(one.values()) for one, times in zip(sizes, drawn, strict=True))
+    if total > MOST:
+        count, key = max((count, key) for one in sizes for key, count in one.items())
+        most = f"{key} alone has {count:,} values" if count > samples else f"sweep.samples is {samples:,}"
+        raise ConfigError(
+            f"sweep: {total:,} trials, and {most}; a sweep has {MOST:,} at most, so take fewer, or several"
+        )
+
+
+def points(grid: Mapping[str, Axis], samples: int, seed: int) -> Iterator[dict[str, Any]]:
+    """What the keys' values come to, one mapping for each trial."""
+    draws = {key: each for key, each in grid.items() if isinstance(each, Draw)}
+    values = {key: [] if isinstance(each, Draw) else each for key, each in grid.items()}
+    for number in range(samples if draws else 1):
+        for key, draw in draws.items():
+            values[key] = [draw.value(seed, _plain_key(key), number)]
+        for point in itertools.product(*values.values()):
+            yield dict(zip(values, point, strict=True))
+
+
+def varied(points: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """The keys of which there are several values, with these."""
+    axes: dict[str, list[Any]] = {}
+    for point in points:
+        for key, value in point.items():
+            values = axes.setdefault(key, [])
+            if value not in values:
+                values.append(value)
+    return {key: values for key, values in axes.items() if len(values) > 1}
+
+
+def _plain_key(key: str) -> str:
+    """`algorithm` for `algorithm.name`, which means the same."""
+    return key.removesuffix(".name") if key.removesuffix(".name") in NAMED else key

@@ -1,0 +1,159 @@
+"""What a sweep leaves in its folder and with its MLflow run: tables of what was reached, and pictures that compare.
+
+table.md, table.csv    mean ± std over seeds, a row for each combination of the other keys
+trials.csv             a line for each trial: how it ended, after how many rounds, with what
+curves.png             the metric over rounds, a band of one std over seeds
+heatmap.png            where two keys vary: the best of each pair of values
+draws.png              where keys are drawn: the best over each of them
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from raysim.reports import aggregate, plots
+from raysim.reports.tables import short
+from raysim.sweep.definition import Sweep, Trial
+from raysim.sweep.search_space import as_text
+from raysim.tracking.spool import Tail, flatten
+
+CURVES = 12
+"""Combinations that are drawn; of more, the best."""
+FILES = ("table.md", "table.csv", "trials.csv", "curves.png", "heatmap.png", "draws.png")
+
+
+@dataclass
+class Outcome:
+    """What a sweep leaves. `failed` holds (trial, what went wrong: a line, and more below it); `table` is Markdown."""
+
+    sweep: Sweep
+    run_id: str
+    reused: int
+    seconds: float = 0.0
+    failed: list[tuple[Trial, str]] = field(default_factory=list)
+    table: str = ""
+
+    @property
+    def stopped(self) -> list[tuple[Trial, str]]:
+        """The trials that were stopped early, each with the reason."""
+        found = [(trial, trial.result or {}) for trial in self.sweep.trials]
+        return [(trial, result["stopped"]) for trial, result in found if "stopped" in result]
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many trials ended how."""
+        failed, stopped = len(self.failed), len(self.stopped)
+        finished = len(self.sweep.trials) - failed - stopped
+        return {"finished": finished, "stopped_early": stopped, "failed": failed}
+
+    def as_object(self) -> dict[str, Any]:
+        """What can be said of it in a line of JSON."""
+        errors = {trial.folder: error for trial, error in self.failed}
+        trials = []
+        for trial in self.sweep.trials:
+            known = trial.result or {"run_dir": str(trial.folder), "error": errors[trial.folder]}
+            sent_to = Tail(trial.folder).run_id  # what the trial itself knows is a provisional id
+            trials.append({"values": trial.values, **known, **({"run_id": sent_to} if sent_to else {})})
+        return {
+            "run_id": self.run_id,
+            "dir": str(self.sweep.folder),
+            **self.counts,
+            "reused": self.reused,
+            "seconds": round(self.seconds, 3),
+            "trials": trials,
+        }
+
+
+def kept(folder: Path) -> list[Path]:
+    """Of the files above those that are there."""
+    return [folder / name for name in FILES if (folder / name).exists()]
+
+
+def write(outcome: Outcome) -> str:
+    """Writes all of it; returns the table, as Markdown."""
+    sweep, folder = outcome.sweep, outcome.sweep.folder
+    for path in kept(folder):  # of an earlier attempt; not all need be written again
+        path.unlink()
+    metric, runs = _runs(outcome)
+    (folder / "trials.csv").write_text(_trials(outcome, metric, runs))
+    rows = aggregate.rows(runs, metric)
+    if not any(row.best for row in rows):
+        return "no trial has finished"
+    text = aggregate.markdown(rows, metric)
+    (folder / "table.md").write_text(text + "\n")
+    (folder / "table.csv").write_text(aggregate.as_csv(rows) + "\n")
+    best = sorted(rows, key=lambda row: aggregate.order(row, metric.endswith("loss")))[:CURVES]
+    shown = {run_id for row in best for run_id in row.run_ids}
+    title = f"the best {CURVES} of {len(rows)}" if len(rows) > CURVES else ""
+    found = aggregate.curves([run for run in runs if run.run_id in shown])
+    plots.curves(found, metric, "rounds", folder / "curves.png", title)
+    keys = list(dict.fromkeys(key for row in rows for key in row.parameters))
+    if sweep.drawn:
+        plots.scatter(_drawn(sweep, metric, runs), f"best {metric}", folder / "draws.png")
+    elif len(keys) == 2:
+        x, y = keys
+        cells = aggregate.grid(runs, x, y, metric)
+        plots.heatmap([("", *cells)], short(x), short(y), metric, folder / "heatmap.png")
+    return text
+
+
+def _runs(outcome: Outcome) -> tuple[str, list[aggregate.Run]]:
+    """What the trials are compared by, and all of them as runs of a report; of those that failed without a history."""
+    asked = outcome.sweep.settings.early_stopping
+    stopped = {trial.folder for trial, _ in outcome.stopped}
+    failed = {trial.folder for trial, _ in outcome.failed}
+    histories = {trial.folder: trial.history() for trial in outcome.sweep.trials if trial.folder not in failed}
+    known = {key for history in histories.values() for _, record in history for key in record}
+    wanted = [asked.metric] if asked and asked.lower == asked.metric.endswith("loss") else []
+    metric = next((key for key in (*wanted, "accuracy") if key in known), "train_loss")
+    runs = []
+    for trial in outcome.sweep.trials:
+        history = [(t, record[metric]) for t, record in histories.get(trial.folder, []) if metric in record]
+        why = "failed" if trial.folder in failed else "stopped early" if trial.folder in stopped else ""
+        params = flatten(trial.config.model_dump(mode="json"))
+        runs.append(aggregate.Run(trial.folder.name, params, history, unfinished=why))
+    return metric, runs
+
+
+def _best(run: aggregate.Run, metric: str) -> float | None:
+    return run.best(metric.endswith("loss")) if run.history else None
+
+
+def _trials(outcome: Outcome, metric: str, runs: list[aggregate.Run]) -> str:
+    errors = {trial.folder: error.splitlines()[0] for trial, error in outcome.failed}
+    reasons = {trial.folder: reason for trial, reason in outcome.stopped}
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    axes = [key for key in outcome.sweep.axes if key != "seed"]
+    figures = [f"best {metric}", f"last {metric}", "seconds"]
+    writer.writerow([*axes, "seed", "state", "why", "rounds", "failed attempts", *figures, "run", "folder"])
+    for trial, run in zip(outcome.sweep.trials, runs, strict=True):
+        result, last = trial.result or {}, run.history[-1][1] if run.history else None
+        writer.writerow(
+            [
+                *(as_text(trial.values[key]) if key in trial.values else "" for key in axes),
+                *(trial.config.seed, run.unfinished or "finished"),
+                errors.get(trial.folder) or reasons.get(trial.folder, ""),
+                *(result.get("rounds"), trial.failures, _best(run, metric), last, result.get("seconds")),
+                *(Tail(trial.folder).run_id, trial.folder),
+            ]
+        )
+    return text.getvalue()
+
+
+def _drawn(sweep: Sweep, metric: str, runs: list[aggregate.Run]) -> dict[str, plots.Cloud]:
+    """For each key that was drawn, which values gave what."""
+    found = {}
+    for key, draw in sweep.drawn.items():
+        points = []
+        for trial, run in zip(sweep.trials, runs, strict=True):
+            if key in trial.values and (best := _best(run, metric)) is not None:
+                value = trial.values[key]
+                points.append((as_text(value) if draw.kind == "choice" else value, best, not run.unfinished))
+        if points:
+            found[key] = plots.Cloud(points, draw.kind == "loguniform")
+    return found

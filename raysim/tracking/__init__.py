@@ -1,0 +1,1 @@
+"""Tracking of runs with MLflow through a durable spool on disk."""

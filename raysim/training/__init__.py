@@ -1,0 +1,1 @@
+"""Local training of clients: tasks, batches, and the trainers that run a block of clients."""

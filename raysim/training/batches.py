@@ -1,0 +1,248 @@
+"""What clients are fed with: batches of their own examples, in an order, with augmentation, dropout masks and noise,
+all of which follow from the run's seed, the client and the round alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, groupby, pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from raysim.config.schema import Config
+from raysim.data import Examples
+from raysim.data.examples import DRAWS
+from raysim.models.flat import Model
+from raysim.numerics.inner_products import LANES
+from raysim.randomness import generator
+from raysim.training.messages import Job
+from raysim.training.pooled import Pool
+from raysim.training.task import Batch
+
+GATHER = 1024
+"""Examples gathered and normalised at a time when looping: as many whole batches as fit."""
+
+
+def batches_per_pass(n: int, size: int) -> int:
+    """Mini-batches in one pass over n examples: a last partial batch counts, unless it holds just one example
+    while others exist (BatchNorm needs two); a client smaller than the batch size has one batch."""
+    if n <= size:
+        return min(n, 1)
+    return n // size + (n % size > 1 or (size == 1 and n % size > 0))
+
+
+def local_steps(n: int, size: int, steps: int | None, epochs: int | None) -> int:
+    """Local steps of a client with n examples in one round."""
+    return 0 if n == 0 else steps if steps is not None else (epochs or 0) * batches_per_pass(n, size)
+
+
+def order(seed: int, client: int, n: int, size: int, cursor: int, steps: int) -> Iterator[np.ndarray]:
+    """The positions (in the client's list of examples) of `steps` batches, beginning `cursor` batches into the
+    client's endless stream of reshuffled passes."""
+    per_pass, shuffled, at = batches_per_pass(n, size), np.arange(n), -1
+    for i in range(cursor, cursor + steps):
+        number, place = divmod(i, per_pass)
+        if number != at and n > size:
+            shuffled, at = generator(seed, "order", client, number).permutation(n), number
+        yield shuffled[place * size : (place + 1) * size]
+
+
+@dataclass
+class Draws:
+    """A job's own streams of random numbers, where they are wanted."""
+
+    augment: np.random.Generator | None
+    dropout: np.random.Generator | None
+    noise: np.random.Generator | None
+
+
+class Feed:
+    """Gathers the examples of jobs, `mine` being the positions of a client's. `masks`: how many independent sets of
+    dropout masks a step wants."""
+
+    def __init__(self, config: Config, model: Model, examples: Examples, masks: int, channels_last: bool):
+        self.config, self.model, self.examples = config, model, examples
+        self.sets, self.channels_last = masks, channels_last
+
+    def size(self, mine: np.ndarray) -> int:
+        """Of a client's batches."""
+        batch = self.config.local.batch
+        return max(len(mine), 1) if batch == "full" else batch
+
+    def images(self, indices: np.ndarray, draws: np.random.Generator | np.ndarray | None) -> tuple[Tensor, Tensor]:
+        """Examples in the net's memory format, augmented by `draws`: x [n, C, H, W], y [n]."""
+        x, y = self.examples.batch(indices, draws)
+        return x.contiguous(memory_format=torch.channels_last) if self.channels_last else x, y
+
+    def batches(self, job: Job, mine: np.ndarray) -> Iterator[Batch]:
+        """The batches of one client."""
+        return Gathered(self, [job], [mine]).batches(0)
+
+    def whole(self, mine: np.ndarray, augmented: Job | None = None) -> Iterator[Batch]:
+        """All examples of a client once, in batches of the configured size; a single one left over joins the last.
+        Augmented for a job, or as they are stored."""
+        size = self.size(mine)
+        starts = list(range(0, len(mine), size))
+        if len(starts) > 1 and len(mine) - starts[-1] == 1:
+            starts.pop()
+        draws = augmented and generator(self.config.seed, "augment whole", augmented.base, augmented.client)
+        for start, stop in pairwise([*starts, len(mine)]):
+            yield Batch(*self.images(mine[start:stop], draws))
+
+    def one_pass(self, job: Job, mine: np.ndarray) -> Iterator[Batch]:
+        """One shuffled and augmented pass over a client's examples, for what is made of them; without dropout."""
+        size, seed = self.size(mine), self.config.seed
+        rng = generator(seed, "made", job.base, job.client)
+        shuffled = rng.permutation(len(mine)) if len(mine) > size else np.arange(len(mine))
+        draws = generator(seed, "augment made", job.base, job.client)
+        for i in range(batches_per_pass(len(mine), size)):
+            yield Batch(*self.images(mine[shuffled[i * size : (i + 1) * size]], draws))
+
+    def stacked(
+        self, jobs: list[Job], mine: list[np.ndarray], made: list[list[tuple[Batch, ...]]]
+    ) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Step by step: how many of these jobs, those with most steps first, still train, and what they are given,
+        padded to one size, [K, B, ...]. `made`: what each one's rule has made of its batches."""
+        draws = [self.draws(job) for job in jobs]
+        streams = [self.positions(job, own) for job, own in zip(jobs, mine, strict=True)]
+        for i in range(jobs[0].steps):
+            live = sum(job.steps > i for job in jobs)
+            indices = [mine[k][next(streams[k])] for k in range(live)]
+            sizes = [len(part) for part in indices]
+            width = max(sizes)
+            padded = np.stack([np.pad(part, (0, width - len(part)), mode="edge") for part in indices])
+            x, y = self.examples.batch(padded.reshape(-1), _crops(draws, sizes, width))
+            masks = [self.masks(d, n, width) for d, n in zip(draws, sizes, strict=False)]
+            drops = tuple(
+                tuple(torch.stack([m[s][i] for m in masks]) for i in range(len(one))) for s, one in enumerate(masks[0])
+            )
+            given: dict[str, Any] = {"x": x.view(live, width, *x.shape[1:]), "y": y.view(live, width), "drops": drops}
+            if (mask := self._real(sizes)) is not None:
+                given["mask"] = mask
+            if self.noisy:
+                noise = [self.noise(d) for d in draws[:live]]
+                given["noise"] = torch.stack([z for z in noise if z is not None])
+            due = [own[i % len(own)] for own in made[:live] if own]
+            given["made"] = tuple(
+                (_padded([b.x for b in same]), _padded([b.y for b in same])) for same in zip(*due, strict=True)
+            )
+            if due and (mask := self._real([len(batches[0].y) for batches in due])) is not None:
+                given["made_mask"] = mask
+            yield live, given
+
+    def _real(self, sizes: list[int]) -> Tensor | None:
+        """[K, B], 1 where an example is none that only fills up; None where none is."""
+        if min(sizes) == max(sizes):
+            return None
+        real = np.arange(max(sizes)) < np.array(sizes)[:, None]
+        return torch.from_numpy(real).to(self.model.device, self.model.dtype)
+
+    def pool(self, jobs: list[Job], mine: list[np.ndarray]) -> Pool:
+        """The one batch of each of these jobs."""
+        draws = [self.draws(job) for job in jobs]
+        firsts = [next(self.positions(job, own), slice(0)) for job, own in zip(jobs, mine, strict=True)]
+        indices = [own[first] for own, first in zip(mine, firsts, strict=True)]  # who has no data makes no step
+        sizes = [len(own) for own in indices]
+        x, y = self.images(np.concatenate(indices), _crops(draws, sizes, None))
+        masks = [self.masks(d, n) for d, n in zip(draws, sizes, strict=True)]
+        drop = tuple(torch.cat(parts) for parts in zip(*(sets[0] for sets in masks if sets), strict=True))
+        return Pool(x, y, sizes, [job.weight for job in jobs], drop)
+
+    def positions(self, job: Job, mine: np.ndarray) -> Iterator[np.ndarray]:
+        """See `order`."""
+        return order(self.config.seed, job.client, len(mine), self.size(mine), job.cursor, job.steps)
+
+    def draws(self, job: Job) -> Draws:
+        seed, augments = self.config.seed, self.examples.pad or self.examples.flip
+        return Draws(
+            generator(seed, "augment", job.base, job.client) if augments else None,
+            generator(seed, "dropout", job.base, job.client) if self.model.dropouts else None,
+            generator(seed, "noise", job.base, job.client) if self.noisy else None,
+        )
+
+    @property
+    def noisy(self) -> bool:
+        return self.config.privacy is not None and self.config.privacy.sigma > 0
+
+    def noise(self, draws: Draws) -> Tensor | None:
+        """[P], standard normal, for one private step."""
+        if draws.noise is None:
+            return None
+        noise = draws.noise.standard_normal(self.model.size, dtype=np.float32)
+        return torch.from_numpy(noise).to(self.model.device, self.model.dtype)
+
+    def masks(self, draws: Draws, n: int, width: int | None = None) -> tuple[tuple[Tensor, ...], ...]:
+        """Dropout masks [n, ...] for one step, scaled to keep the mean; padded with zeros up to `width`."""
+        rng = draws.dropout
+        if rng is None:
+            return ()
+        sets = []
+        for _ in range(self.sets):
+            masks = []
+            for shape, rate in self.model.dropouts:
+                kept = (rng.random((n, *shape), dtype=np.float32) >= rate) / max(1 - rate, 1e-30)
+                if width is not None and width > n:
+                    kept = np.pad(kept, ((0, width - n), *[(0, 0)] * len(shape)))
+                masks.append(torch.from_numpy(kept).to(self.model.device, self.model.dtype))
+            sets.append(tuple(masks))
+        return tuple(sets)
+
+
+class Gathered:
+    """The batches of several jobs, who take theirs in turn. They are gathered and normalised a few at a time, whosever
+    they are; each begins at a boundary of memory, so that its bits do not depend on what stands before it."""
+
+    def __init__(self, feed: Feed, jobs: list[Job], mine: list[np.ndarray]):
+        self.feed, self.draws = feed, [feed.draws(job) for job in jobs]
+        owned = [[own[where] for where in feed.positions(job, own)] for job, own in zip(jobs, mine, strict=True)]
+        self.indices = [indices for batches in owned for indices in batches]
+        self.owners = [k for k, batches in enumerate(owned) for _ in batches]
+        self.firsts = list(accumulate(map(len, owned), initial=0))
+        ends = list(accumulate(map(len, self.indices), initial=0))
+        self.groups = [list(group) for _, group in groupby(range(len(self.indices)), key=lambda i: ends[i] // GATHER)]
+        self.ready: dict[int, tuple[Tensor, Tensor]] = {}
+        self.unit = LANES // math.gcd(feed.examples.x[:1].numel(), LANES)
+        """A multiple of so many examples ends at a boundary."""
+
+    def batches(self, k: int) -> Iterator[Batch]:
+        """Those of the k-th job. What one of them leaves untaken is passed over."""
+        feed, draws = self.feed, self.draws[k]
+        for i in range(self.firsts[k], self.firsts[k + 1]):
+            while i not in self.ready:
+                self.ready = self._gather(self.groups[0])
+                self.groups.pop(0)
+            x, y = self.ready[i]
+            yield Batch(x, y, None, feed.masks(draws, len(y)), noise=feed.noise(draws))
+
+    def _gather(self, group: list[int]) -> dict[int, tuple[Tensor, Tensor]]:
+        sizes = [len(self.indices[i]) for i in group]
+        starts = list(accumulate((-(-size // self.unit) * self.unit for size in sizes), initial=0))
+        places = np.repeat(self.indices[group[0]][:1], starts[-1])
+        draws = [generator for i in group if (generator := self.draws[self.owners[i]].augment) is not None]
+        numbers = np.zeros((starts[-1], DRAWS)) if draws else None
+        for n, (i, start, size) in enumerate(zip(group, starts, sizes, strict=False)):
+            places[start : start + size] = self.indices[i]
+            if numbers is not None:
+                numbers[start : start + size] = draws[n].random((size, DRAWS))
+        x, y = self.feed.images(places, numbers)
+        spans = ((i, slice(start, start + size)) for i, start, size in zip(group, starts, sizes, strict=False))
+        return {i: (x[span], y[span]) for i, span in spans}
+
+
+def _padded(parts: Sequence[Tensor]) -> Tensor:
+    """[K, B, ...] of K tensors [b_k, ...], filled up with each one's last entry."""
+    width = max(len(part) for part in parts)
+    return torch.stack([torch.cat([p, p[-1:].expand(width - len(p), *p.shape[1:])]) for p in parts])
+
+
+def _crops(draws: list[Draws], sizes: list[int], width: int | None) -> np.ndarray | None:
+    """Each client's own augmentation numbers for one step, [B, 3] (padded like the batches to `width`), or None."""
+    generators = [d.augment for d in draws if d.augment is not None]
+    own = [g.random((n, DRAWS)) for g, n in zip(generators, sizes, strict=False)]
+    if width is not None:
+        own = [np.pad(numbers, ((0, width - len(numbers)), (0, 0))) for numbers in own]
+    return np.concatenate(own) if own else None

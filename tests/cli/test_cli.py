@@ -1,0 +1,383 @@
+"""What must hold of the command line: it says what it documents, leaves with the right code, and a mistake is one
+message without a traceback. All but a handful run in this process, through the console script's own `main`."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from raysim import cli
+from raysim.engine.plan import prepare
+from raysim.rules.contract import ALGORITHMS, CLIENTS, SERVERS, discover
+from raysim.tracking import mlflow as tracking
+
+discover()
+
+
+@dataclass
+class Said:
+    code: int
+    out: str
+    err: str
+
+    @property
+    def last(self) -> dict[str, Any]:
+        """The JSON object in the last line of standard output."""
+        return json.loads(self.out.splitlines()[-1])
+
+
+@pytest.fixture
+def raysim_(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Said]:
+    """raysim_("run", ...): the console script, in an empty folder."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setattr(tracking, "FLUSH", 0.05)
+    monkeypatch.setattr(logging, "basicConfig", lambda **options: None)
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def call(*arguments: object) -> Said:
+        monkeypatch.setattr(sys, "argv", ["raysim", *map(str, arguments)])
+        capsys.readouterr()
+        code: Any = 0
+        try:
+            cli.main()
+        except SystemExit as end:
+            code = end.code or 0
+        out, err = capsys.readouterr()
+        return Said(code, out, err)
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def uri(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """One database for all runs; making one takes seconds."""
+    return f"sqlite:///{tmp_path_factory.getbasetemp()}/shared-mlflow.db"
+
+
+@pytest.fixture
+def small(tmp_path: Path, uri: str) -> Path:
+    """A configuration of a second."""
+    config = {
+        "rounds": 2,
+        "data": "digits",
+        "partition": {"name": "iid", "clients": 20},
+        "model": {"name": "mlp", "hidden": [8]},
+        "algorithm": "fedavg",
+        "local": {"steps": 2, "batch": 8, "lr": 0.05},
+        "schedule": {"cohort": 4},
+        "resources": {"executor": "inline", "threads": 1},
+        "checkpoint": {"every": 0},
+        "tracking": {"uri": uri, "experiment": "cli"},
+    }
+    path = tmp_path / "small.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+# -- what is imported, and when ----------------------------------------------------------------------------------------
+
+
+def test_importing_is_cheap():
+    code = """
+import sys
+import raysim
+heavy = {"ray", "mlflow", "torchvision", "matplotlib"}
+assert not (heavy | {"torch"}) & set(sys.modules), "raysim"
+import raysim.cli
+assert not heavy & set(sys.modules), "raysim.cli"
+from raysim.engine.plan import prepare
+prepare("quickstart")
+assert not heavy & set(sys.modules), "prepare"
+raysim.run, raysim.Finished
+assert not {"ray", "mlflow", "torchvision"} & set(sys.modules), "run"
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+
+
+def test_garbage_is_looked_for_as_usual_when_a_run_has_begun(small):
+    code = f"""
+import gc
+usual = gc.get_threshold()
+import raysim
+from raysim import startup
+from raysim.distributed.executor import RayExecutor
+assert gc.get_threshold() == (startup.RARELY, *usual[1:]), "while the actors' module is imported"
+executor = RayExecutor(print)
+assert gc.get_threshold() == usual, "a user's own process"
+RayExecutor(print)
+startup.begin()
+assert gc.get_threshold() == (startup.RARELY, *usual[1:]), "the command line"
+seen = set()
+raysim.run({str(small)!r}, rounds=2, progress=lambda record: seen.add(gc.get_threshold()))
+assert seen == {{usual}} == {{gc.get_threshold()}}, "a run"
+from raysim.engine.plan import prepare
+executor.open(prepare({str(small)!r}, {{"resources.executor": "ray", "resources.actors": 1}}))
+import ray
+for actor in (executor.workers[0].actor, executor.server):
+    assert ray.get(actor.__ray_call__.remote(lambda self: gc.get_threshold())) == usual, "an actor"
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
+# -- run ---------------------------------------------------------------------------------------------------------------
+
+
+def test_print_config_runs(raysim_, small, tmp_path):
+    said = raysim_("run", small, "algorithm=gradma", "algorithm.memory=5", "local.lr=1e-2", "--print-config")
+    assert said.code == 0 and said.err == ""
+    resolved = yaml.safe_load(said.out)
+    assert resolved["server"]["memory"] == 5 and resolved["local"]["lr"] == 0.01
+    assert resolved["block"]["mode"] in ("loop", "vmap") and isinstance(resolved["block"]["size"], int)
+    assert not list(Path().iterdir()), "nothing is written"
+    (tmp_path / "resolved.yaml").write_text(said.out)
+    direct = raysim_("run", small, "algorithm=gradma", "algorithm.memory=5", "local.lr=1e-2", "--json")
+    again = raysim_("run", tmp_path / "resolved.yaml", "--json")
+    assert direct.code == again.code == 0 and direct.last["digest"] == again.last["digest"]
+
+
+def test_dry_run_trains_one_client_here_and_starts_nothing(raysim_, monkeypatch):
+    import ray
+
+    def no(*arguments: Any, **options: Any) -> None:
+        raise AssertionError("Ray was started, or a run tracked")
+
+    monkeypatch.setattr(ray, "init", no)
+    monkeypatch.setattr(tracking, "Tracker", no)
+    said = raysim_("run", "quickstart", "--dry-run")
+    assert said.code == 0 and not list(Path().iterdir())
+    for text in (
+        "gradma × server rule gradma",
+        "mlp, 4,810 parameters",
+        "100, samples",
+        "10 clients in",
+        "MB down",
+        "the same (within",
+    ):
+        assert text in said.out
+    assert prepare("quickstart").config.fingerprint in said.out
+    assert raysim_("run", "quickstart", "--dry-run", "local.lr=1e30").code == 1
+
+
+def test_json_is_the_last_line(raysim_, small, tmp_path):
+    said = raysim_("run", small, "--json", f"run_dir={tmp_path}/run", "rounds=3")
+    assert said.code == 0 and len(said.out.splitlines()) == 1
+    found = said.last
+    assert set(found) == {"run_id", "run_dir", "rounds", "metrics", "seconds", "clients_per_second", "digest"}
+    assert found["rounds"] == 3 and found["run_dir"] == str(tmp_path / "run")
+    assert set(found["metrics"]) == {"accuracy", "loss", "train_loss"}
+    assert all(set(values) == {"last", "best"} for values in found["metrics"].values())
+    assert len(found["digest"]) == 64 and found["seconds"] > 0 and found["clients_per_second"] > 0
+    assert "round 3/3" in said.err and "accuracy" in said.err and "mlflow ui" in said.err
+
+
+def test_run_and_resume_say_where_to_look(raysim_, small, tmp_path):
+    folder = tmp_path / "run"
+    first = raysim_("run", small, "checkpoint.every=2", f"run_dir={folder}")
+    assert first.code == 0 and "fedavg on digits, inline: 2 rounds" in first.out
+    for text in ("round 2/2", "best accuracy", str(folder), "mlflow ui --backend-store-uri"):
+        assert text in first.out
+    on = raysim_("resume", folder, "rounds=4", "--json")
+    whole = raysim_("run", small, "rounds=4", "--json")
+    assert on.code == 0 and on.last["digest"] == whole.last["digest"] and on.last["rounds"] == 4
+    finished = raysim_("resume", folder)
+    assert finished.code == 2 and "rounds: 4 rounds are done" in finished.err
+    assert raysim_("resume", tmp_path).code == 2
+
+
+# -- one's own methods and nets ----------------------------------------------------------------------------------------
+
+OWN = """
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from raysim.algorithms.fedavg import FedAvgClient, FedAvgServer
+from raysim.rules import Algorithm, ClientRule, ServerRule
+
+
+@dataclass(frozen=True)
+class Half(ClientRule):
+    share: float = 0.5
+
+    def direction(self, shared, state, batch, task):
+        return self.share * task.grad(state["w"], batch)
+
+
+@dataclass(frozen=True)
+class Still(ServerRule):
+    move: float = 0.0
+
+    def update(self, state, reports):
+        return {**state, "x": state["x"] - self.move * reports.mean("delta")}
+
+
+both = Algorithm("both", Half, Still, "nobody 2024")
+
+
+class Net(nn.Module):
+    def __init__(self, shape, classes, width: int = 4):
+        super().__init__()
+        self.body = nn.Sequential(nn.Flatten(), nn.Linear(64, width), nn.ReLU(), nn.Linear(width, classes))
+
+    def forward(self, x):
+        return self.body(x)
+"""
+
+
+def test_ones_own_method_by_path(raysim_, small, source):
+    path = source("own", OWN)
+
+    def digest(*overrides: str) -> str:
+        said = raysim_("run", small, *overrides, "--json")
+        assert said.code == 0, said.err
+        return said.last["digest"]
+
+    plain = digest()
+    assert digest(f"algorithm={path}:Half", "algorithm.share=1") == plain  # a client rule, with averaging
+    assert digest(f"algorithm={path}:Still", "algorithm.move=1") == plain  # a server rule, with local SGD
+    assert digest(f"algorithm={path}:both", "algorithm.share=1", "algorithm.move=1") == plain  # an Algorithm
+    assert digest(f"client={path}:Half", f"server={path}:Still", "client.share=1", "server.move=1") == plain
+    assert len({plain, digest(f"algorithm={path}:Half"), digest(f"algorithm={path}:Still")}) == 3
+    assert digest(f"model={path}:Net", "model.width=3") not in {plain, digest(f"model={path}:Net")}
+
+
+# -- what there is -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("what", "columns", "some"),
+    [
+        ("algorithms", {"name", "from", "paper", "client", "server", "state", "traffic", "presets"}, set(ALGORITHMS)),
+        ("clients", {"name", "from", "what", "keys"}, set(CLIENTS)),
+        ("servers", {"name", "from", "what", "keys"}, set(SERVERS)),
+        ("models", {"name", "what"}, {"logistic", "mlp", "tinynn", "lenet5", "vgg11", "resnet20", "lenet"}),
+        ("datasets", {"name", "here"}, {"digits", "mnist", "cifar10"}),
+        ("partitions", {"name", "what", "keys"}, {"iid", "dirichlet", "shards", "natural", "file", "virtual"}),
+    ],
+)
+def test_list(raysim_, what, columns, some):
+    said = raysim_("list", what, "--json")
+    assert said.code == 0 and len(said.out.splitlines()) == 1
+    rows = said.last
+    assert all(set(row) == columns and all(isinstance(v, str) for v in row.values()) for row in rows)
+    found = {row["name"] for row in rows}
+    assert some <= found and len(found) == len(rows) and all(row.get("what", "x") for row in rows)
+    table = raysim_("list", what)
+    assert table.code == 0 and all(name in table.out for name in found)
+
+
+def test_list_of_something_else(raysim_):
+    said = raysim_("list", "modells")
+    assert said.code == 2 and said.out == "" and "did you mean 'models'" in said.err
+
+
+def test_data_show(raysim_, tmp_path):
+    said = raysim_("data", "show", "digits", "--json")
+    assert said.code == 0 and Path("digits.png").read_bytes().startswith(b"\x89PNG")
+    facts = said.last
+    assert (facts["train"], facts["test"], facts["shape"], facts["samples"]) == (1438, 359, [1, 8, 8], "digits.png")
+    table = raysim_("data", "show", "digits", "--out", tmp_path / "grid.png")
+    assert table.code == 0 and (tmp_path / "grid.png").stat().st_size > 2000 and "1438" in table.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["data", "show", "digts"], "'digits'"),
+        (["data", "fetch", "mnits"], "'mnist'"),
+        (["data", "fetch", "folder"], "cannot be downloaded"),
+        (["data", "show", "folder", "--path", "/nowhere"], "/nowhere"),
+    ],
+)
+def test_data_mistakes(raysim_, arguments, said):
+    result = raysim_(*arguments)
+    assert_one_message(result)
+    assert said in result.err
+
+
+# -- mistakes ----------------------------------------------------------------------------------------------------------
+
+
+def assert_one_message(said: Said) -> None:
+    assert said.code == 2 and said.out == "", said
+    assert said.err.startswith("error: ") and said.err.count("error:") == 1
+    assert "Traceback" not in said.err and 1 <= len(said.err.splitlines()) <= 2
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        *["algoritm=gradma", "algorithm=gradm", "rounds=-1", "rounds=abc", "schedule.cohort=1000", "local.lr=nan"],
+        *["data=mnits", "algorithm.memory=3", "model=nope", "resources.gpus=3", "partition.alpha=0", "seed=x"],
+        *["client=scaffold server=fedavg", "algorithm=./missing.py:X", "local.batch=0", "rounds", "tracking.uri=x"],
+        *["tracking.uri=bogus://h", "tracking.uri=http://h:port"],
+    ],
+)
+def test_a_mistake_is_one_message(raysim_, overrides):
+    assert_one_message(raysim_("run", "quickstart", *overrides.split()))
+    assert not list(Path().iterdir()), "nothing has started"
+
+
+@pytest.mark.parametrize("path", ["/dev/null", "/dev/null/run", "/proc/run"])
+def test_a_run_dir_that_cannot_be(raysim_, small, path):
+    said = raysim_("run", small, f"run_dir={path}")
+    assert said.code == 2 and said.err.startswith(f"error: run_dir: {path} cannot be made: ")
+    assert len(said.err.splitlines()) == 1
+
+
+def test_mistakes_of_other_commands(raysim_):
+    for arguments in (["track", "replay", "nosuch"], ["bench", "quickstart", "rounds=-1"], ["resume", "nosuch"]):
+        assert_one_message(raysim_(*arguments))
+
+
+def test_a_dead_server_is_one_message(raysim_, small, caplog):
+    said = raysim_("run", small, "tracking.uri=http://127.0.0.1:9")
+    assert said.code == 1 and said.err.startswith("error: tracking.uri: ") and not caplog.records
+
+
+def test_an_unknown_configuration(raysim_):
+    said = raysim_("run", "quickstrat")
+    assert_one_message(said)
+    assert "did you mean 'quickstart'" in said.err
+
+
+def test_a_taken_run_dir(raysim_, small, tmp_path):
+    (tmp_path / "config.yaml").write_text("")
+    said = raysim_("run", small, f"run_dir={tmp_path}", "--json")
+    assert said.code == 2 and said.out == "" and "Traceback" not in said.err
+    assert f"`raysim resume {tmp_path}`" in said.err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["run"], ["rnu"], ["run", "quickstart", "--jsn"], ["resume"], ["list"], ["data", "show"], ["data", "shwo"]],
+    ids=" ".join,
+)
+def test_a_wrong_command_line(raysim_, arguments):
+    said = raysim_(*arguments)
+    assert said.code == 2 and "Usage" in said.err and "Traceback" not in said.err
+
+
+def test_a_run_that_fails_is_code_1(raysim_, small):
+    said = raysim_("run", small, "local.lr=1e30", "--json")
+    assert said.code == 1 and said.out == "" and "Traceback" not in said.err
+    assert "client" in said.err and "failed in round 0: non-finite" in said.err and "on_client_error=drop" in said.err
+
+
+def test_help(raysim_):
+    for arguments in (["--help"], ["run", "--help"], ["resume", "--help"], ["list", "--help"], ["data", "--help"]):
+        said = raysim_(*arguments)
+        assert said.code == 0 and "Usage" in said.out

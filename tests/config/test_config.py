@@ -1,0 +1,797 @@
+"""What must hold of a configuration: layers lie over one another as documented, equal experiments have equal
+fingerprints, and every mistake is refused in the words of someone who edits the file."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from raysim.attacks.noise_matching import Match
+from raysim.config import explain
+from raysim.config.loading import read, shipped
+from raysim.config.schema import at_round
+from raysim.engine.plan import Plan, keys, prepare
+from raysim.errors import ConfigError
+from raysim.rules.contract import ALGORITHMS, defaults, discover, resolve
+from raysim.sweep.definition import describe
+
+discover()
+
+RULES = """
+from dataclasses import dataclass
+
+from raysim.algorithms.fedavg import FedAvgClient, FedAvgServer
+from raysim.rules import Algorithm
+
+
+@dataclass(frozen=True)
+class Mine(FedAvgClient):
+    strength: float = 0.5
+    floor: float | None = 0.25
+
+
+@dataclass(frozen=True)
+class Asking(FedAvgClient):
+    needs = ("x", "c")
+
+
+@dataclass(frozen=True)
+class Taking(FedAvgServer):
+    beta: float = 0.5
+
+    @property
+    def uploads(self):
+        return {"delta": "mean", "h": "mean"}
+
+
+class Other:
+    pass
+
+
+both = Algorithm("both", Mine, FedAvgServer, "nobody 2024", defaults={"local": {"steps": 3}})
+"""
+
+NETS = """
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self, shape, classes, hidden: list[int] = [4], scale: float | None = 0.5):
+        super().__init__()
+        self.body = nn.Sequential(nn.Flatten(), nn.Linear(64, hidden[0]), nn.Linear(hidden[0], classes))
+
+    def forward(self, x):
+        return self.body(x)
+
+
+class NotANet:
+    pass
+
+
+number = 3
+"""
+
+
+@pytest.fixture
+def small(base: dict[str, Any]) -> dict[str, Any]:
+    return {**base, "rounds": 2, "algorithm": "fedavg", "partition": {"name": "iid", "clients": 20}}
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+    """files(name=text, ...): writes YAML files; the tests stand in their folder."""
+    monkeypatch.chdir(tmp_path)
+
+    def write(**texts: str) -> Path:
+        for name, text in texts.items():
+            (tmp_path / f"{name}.yaml").write_text(text)
+        return tmp_path
+
+    return write
+
+
+def layers(source: Any, *overrides: str) -> dict[str, Any]:
+    """The merged mapping, as a run sees it."""
+    return read(source, overrides, keys, defaults)
+
+
+# -- layers ------------------------------------------------------------------------------------------------------------
+
+
+def test_extends_one_level(files):
+    files(
+        base="seed: 3\nrounds: 5\ndata: digits\nlocal: {steps: 2, lr: 0.5}\nmodel: {name: mlp, hidden: [8]}",
+        mine="extends: base.yaml\nrounds: 7\nlocal: {lr: 0.25}\nalgorithm: fedavg",
+    )
+    merged = layers("mine.yaml")
+    assert (merged["seed"], merged["rounds"], merged["local"]) == (3, 7, {"steps": 2, "lr": 0.25})
+    assert merged["model"] == {"name": "mlp", "hidden": [8]} and "extends" not in merged
+    config = explain.validate(layers("mine.yaml", "local.lr=0.125"))
+    assert (config.seed, config.rounds, config.local.lr, config.local.steps) == (3, 7, 0.125, 2)
+    assert config.data.name == "digits" and config.algorithm is not None and config.algorithm.name == "fedavg"
+
+
+def test_extends_is_seen_from_the_file_not_from_here(files, monkeypatch, tmp_path):
+    (tmp_path / "deep" / "er").mkdir(parents=True)
+    files(base="rounds: 5\ndata: digits\nalgorithm: fedavg")
+    (tmp_path / "deep" / "er" / "mine.yaml").write_text("extends: ../../base.yaml\nseed: 4")
+    monkeypatch.chdir("/")
+    assert layers(tmp_path / "deep" / "er" / "mine.yaml")["rounds"] == 5
+
+
+def test_extends_a_shipped_configuration(files):
+    files(mine="extends: quickstart\nrounds: 3")
+    merged = layers("mine.yaml")
+    assert merged["rounds"] == 3 and merged["algorithm"]["name"] == "gradma"
+
+
+def test_extends_two_levels_is_refused(files):
+    files(a="rounds: 1", b="extends: a.yaml", c="extends: b.yaml\ndata: digits")
+    with pytest.raises(ConfigError, match=r"c\.yaml: extends 'b\.yaml', which extends another; only one level"):
+        layers("c.yaml")
+
+
+def test_extends_a_missing_file_names_the_file_that_says_so(files):
+    files(mine="extends: bse.yaml\nrounds: 1", base="rounds: 1")
+    with pytest.raises(ConfigError, match=r"bse\.yaml") as error:
+        layers("mine.yaml")
+    assert "extends" in str(error.value) and "mine.yaml" in str(error.value)
+
+
+def test_overrides_go_deep_and_keep_what_lies_beside():
+    merged = layers({"local": {"steps": 5, "lr": 0.1}, "data": "digits"}, "local.lr=1e-3", "seed=7", "data.root=/x")
+    assert merged["local"] == {"steps": 5, "lr": 0.001} and merged["seed"] == 7
+    assert merged["data"] == {"name": "digits", "root": "/x"}
+
+
+@pytest.mark.parametrize("key", ["privacy", "observe", "evaluate.forgetting", "checkpoint"])
+def test_a_section_is_no_switch(key):
+    with pytest.raises(ConfigError, match=rf"{key}: true is no section; give some of {key}\.\w+, .*null"):
+        prepare("quickstart", {key: True})
+
+
+@pytest.mark.parametrize("section", ["data", "partition", "model", "algorithm", "client", "server", "schedule"])
+def test_a_name_is_short_for_its_section(section):
+    long = layers({section: {"name": "one", "x": 1}}, f"{section}.name=one", f"{section}.y=2")
+    assert layers({section: {"name": "one", "x": 1}}, f"{section}=one", f"{section}.y=2") == long
+    assert long[section] == {"name": "one", "x": 1, "y": 2}
+
+
+def test_the_order_of_overrides_does_not_matter(small):
+    given = ["algorithm=fedavgm", "algorithm.beta1=0.25", "algorithm.lr=0.5", "local.lr=0.125", "seed=3"]
+    first = prepare(small, given).config
+    assert first.server is not None and first.server.parameters["beta1"] == 0.25
+    for turned in (given[::-1], given[2:] + given[:2], given[1:] + given[:1]):
+        assert prepare(small, turned).config == first
+
+
+@pytest.mark.parametrize(
+    ("whole", "part"),
+    [("local={steps: 3}", "local.lr=0.5"), ("algorithm={name: fedavgm, beta1: 0.5}", "algorithm.lr=0.5")],
+)
+def test_a_whole_section_beside_one_of_its_keys_in_any_order(small, whole, part):
+    assert layers(small, whole, part) == layers(small, part, whole)
+
+
+def test_what_was_given_is_left_alone(small):
+    before, mine = json.dumps(small), {"local": {"steps": 3}, "local.lr": 0.5}
+    layers(small, "local.lr=0.5", "resources.threads=2", "partition.clients=30")
+    prepare(small, mine)
+    assert json.dumps(small) == before and mine == {"local": {"steps": 3}, "local.lr": 0.5}
+
+
+def test_yaml_numbers():
+    merged = layers({}, "a=1e-3", "b=2E5", "c=.5e1", "d=-1e+2", "e=1_000", "f='1e-3'", "g=null", "h=[1e-1, 2]")
+    assert merged == {"a": 1e-3, "b": 2e5, "c": 5.0, "d": -100.0, "e": 1000, "f": "1e-3", "g": None, "h": [0.1, 2]}
+
+
+def test_a_new_name_keeps_the_keys_that_mean_the_same_and_no_others():
+    below = {
+        "algorithm": {"name": "gradma", "beta1": 0.7, "beta2": 0.3, "memory": 50, "lr": 0.5},
+        "model": {"name": "mlp", "hidden": [8]},
+        "partition": {"name": "dirichlet", "clients": 30, "alpha": 0.5, "min_samples": 1},
+    }
+    over = layers(below, "algorithm=gradma_s", "model=lenet", "partition=iid")
+    assert over["algorithm"] == {**below["algorithm"], "name": "gradma_s"}
+    assert over["model"] == {"name": "lenet"} and over["partition"] == {"name": "iid", "clients": 30}
+    for name in ("fedavgm", "fedprox"):  # every server's lr; but its beta1 is not GradMA's
+        assert layers(below, f"algorithm={name}")["algorithm"] == {"name": name, "lr": 0.5}
+    assert layers(below, "algorithm=fedadam")["algorithm"] == {"name": "fedadam"}  # nor is its lr
+    moon = layers({"algorithm": {"name": "fedprox", "mu": 0.3, "weights": "samples"}}, "algorithm=moonm")
+    assert moon["algorithm"] == {"name": "moonm", "weights": "samples"}
+    same = layers(below, "algorithm=gradma", "model=mlp", "algorithm.beta1=0.1")
+    assert same["algorithm"] == {**below["algorithm"], "beta1": 0.1} and same["model"] == below["model"]
+
+
+def test_a_new_name_of_ones_own_keeps_the_keys_that_mean_the_same(source):
+    rules, nets = source("own_rules", RULES), source("own_nets", NETS)
+    below = {"model": {"name": "mlp", "hidden": [8]}, "client": {"name": "fedprox", "mu": 1.0}, "server": "fedavg"}
+    over = layers({**below, "server": {"name": "fedavgm", "lr": 0.5, "beta1": 0.1}}, f"server={rules}:Taking")
+    assert over["server"] == {"name": f"{rules}:Taking", "lr": 0.5}
+    assert layers(below, f"model={nets}:Net")["model"] == {"name": f"{nets}:Net"}
+
+
+@pytest.mark.parametrize("wins", ["steps", "epochs"])
+def test_steps_and_epochs_are_rivals(small, wins):
+    loses = {"steps": "epochs", "epochs": "steps"}[wins]
+    config = prepare({**small, "local": {loses: 3, "lr": 0.5}}, [f"local.{wins}=2"]).config
+    assert getattr(config.local, wins) == 2 and getattr(config.local, loses) is None and config.local.lr == 0.5
+
+
+def test_neither_steps_nor_epochs_is_five_steps(small):
+    assert prepare({**small, "local": {"lr": 0.5}}).config.local.steps == 5 == prepare(small).config.local.steps
+
+
+def halves(raw: dict[str, Any]) -> tuple[str, str]:
+    client, server = resolve(explain.validate(raw))
+    return client.name, server.name
+
+
+def test_client_and_server_replace_the_algorithm_and_back(small):
+    over = layers({**small, "algorithm": {"name": "gradma", "memory": 50}}, "client=fedprox", "server=fedavgm")
+    assert "algorithm" not in over and halves(over) == ("fedprox", "fedavgm")
+    back = layers(over, "algorithm=gradma_w")
+    assert "client" not in back and "server" not in back and halves(back) == ("gradma", "fedavg")
+
+
+def test_one_half_replaces_that_half(small):
+    over = layers({**small, "algorithm": {"name": "gradma", "memory": 50}}, "client=fedprox", "client.mu=0.5")
+    assert halves(over) == ("fedprox", "gradma")
+    plan = prepare(over)
+    assert plan.client.mu == 0.5 and plan.server.memory == 50  # type: ignore[attr-defined]
+
+
+# -- what an algorithm brings ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("below", "over", "expected"),
+    [
+        ({"algorithm": "fedsgd"}, [], (1, None, "full")),
+        ({"local": {"steps": 9, "batch": 7}}, ["algorithm=fedsgd"], (1, None, "full")),
+        ({"algorithm": "fedsgd", "local": {"batch": 7}}, [], (1, None, 7)),
+        ({"algorithm": "fedsgd"}, ["local.steps=3"], (3, None, "full")),
+        ({"algorithm": "fedsgd", "local": {"epochs": 2}}, [], (None, 2, "full")),
+        ({"local": {"steps": 9}}, ["algorithm=fedsgd", "local.epochs=4"], (None, 4, "full")),
+        ({"local": {"steps": 9}}, ["local.batch=3", "algorithm=fedsgd"], (1, None, 3)),
+    ],
+)
+def test_defaults_enter_with_the_layer_that_names_the_algorithm(small, below, over, expected):
+    small.pop("algorithm")
+    local = prepare({**small, **below}, over).config.local
+    assert (local.steps, local.epochs, local.batch) == expected
+
+
+def test_the_defaults_of_ones_own_algorithm(small, source):
+    path = source("own_rules", RULES)
+    assert prepare(small, [f"algorithm={path}:both"]).config.local.steps == 3
+    assert prepare(small, [f"algorithm={path}:both", "local.steps=4"]).config.local.steps == 4
+
+
+def test_ones_own_algorithm_does_not_take_a_shipped_name_away(small, source):
+    path = source("own_rules", RULES + 'Algorithm("fedavg", Other, Other, "nobody 2024")')
+    before = ALGORITHMS["fedavg"]
+    prepare(small, [f"algorithm={path}:both"])
+    assert ALGORITHMS["fedavg"] is before
+
+
+@pytest.mark.parametrize("over", [["algorithm=fedavg"], ["client=fedavg", "server=fedavg"]])
+def test_the_defaults_of_a_replaced_algorithm_go_with_it(small, over):
+    local = prepare({**small, "algorithm": "fedsgd"}, over).config.local
+    assert (local.steps, local.batch) == (5, 64), "fedsgd's single full step under another name"
+
+
+def test_a_preset_lies_under_what_the_user_writes(small):
+    small["schedule"] = {"cohort": 4}
+    plain = prepare(small, ["algorithm=gradma"])
+    preset = prepare(small, ["algorithm=gradma", "algorithm.preset=reference"])
+    mine = prepare(small, ["algorithm=gradma", "algorithm.preset=reference", "algorithm.weights=uniform"])
+    assert (plain.server.weights, preset.server.weights, mine.server.weights) == ("uniform", "samples", "uniform")
+    assert plain.client.qp_scope == "whole"  # type: ignore[attr-defined]
+    for half in (preset.client, preset.server, mine.client, mine.server):  # a key of both halves sets both
+        assert half.qp_scope == "per_tensor"  # type: ignore[attr-defined]
+    wanted = {
+        "gradma": {"previous": "reset", "dropout": "independent"},
+        "gradma_w": {"previous": "memory", "first_previous": "global", "dropout": "independent"},
+    }
+    for name, fields in wanted.items():
+        client = prepare(small, [f"algorithm={name}", "algorithm.preset=reference"]).client
+        assert {k: getattr(client, k) for k in fields} == fields
+
+
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+def test_every_preset_of_every_algorithm_resolves(name):
+    for preset in ALGORITHMS[name].presets:
+        resolve(
+            explain.validate(layers({"data": "digits", "rounds": 1, "algorithm": {"name": name, "preset": preset}}))
+        )
+
+
+# -- schedules ---------------------------------------------------------------------------------------------------------
+
+
+def test_at_round():
+    assert [at_round([(0, 0.5), (5, 0.25), (6, 0.125)], t) for t in (0, 4, 5, 6, 99)] == [0.5, 0.5, 0.25, 0.125, 0.125]
+    assert at_round(0.5, 99) == 0.5
+
+
+def test_schedules_reach_the_rules(small):
+    plan = prepare(
+        small, ["algorithm=fedavgm", "algorithm.beta1=[[0, 0.5], [5, 0.25]]", "algorithm.lr=[[0, 1], [2, 3]]"]
+    )
+    assert plan.config.local.lr == 0.01
+    due = [(plan.server.at(t).beta1, plan.server.at(t).lr) for t in (0, 2, 5)]  # type: ignore[attr-defined]
+    assert due == [(0.5, 1.0), (0.5, 3.0), (0.25, 3.0)]
+    assert prepare(small, ["local.lr=[[0, 0.5], [5, 1]]"]).config.local.lr == [(0, 0.5), (5, 1.0)]
+
+
+# -- the fingerprint ---------------------------------------------------------------------------------------------------
+
+
+def fingerprint(source: Any, *overrides: str) -> str:
+    return prepare(source, overrides).config.fingerprint
+
+
+def test_the_fingerprint_is_the_same_in_another_process_and_order(small):
+    raw = layers(small, "algorithm=fedavgm", "algorithm.beta1=0.5", "algorithm.lr=0.5", "local.lr=0.1")
+    turned = {k: dict(reversed(v.items())) if isinstance(v, dict) else v for k, v in reversed(raw.items())}
+    here = explain.validate(raw).fingerprint
+    assert explain.validate(turned).fingerprint == here and re.fullmatch("[0-9a-f]{64}", here)
+    code = (
+        "import json, sys\nfrom raysim.config.explain import validate\n"
+        "print(validate(json.loads(sys.argv[1])).fingerprint)"
+    )
+    there = subprocess.run(
+        [sys.executable, "-c", code, json.dumps(turned)],
+        capture_output=True,
+        text=True,
+        env={"PYTHONHASHSEED": "12345"},
+        timeout=60,
+    )
+    assert there.stdout.strip() == here, there.stderr
+
+
+@pytest.mark.parametrize(
+    "explicit",
+    [
+        ["seed=0", "dtype=float32", "local.steps=5", "local.batch=64", "local.lr=0.01", "local.weight_decay=0"],
+        ["algorithm.lr=1", "algorithm.weights=uniform"],
+        ["algorithm.lr=1.0", "algorithm.name=fedavg"],
+        ["schedule.name=sync", "schedule.cohort=10", "faults.on_client_error=stop", "resources.threads=1"],
+        ["model=mlp"],
+        ["model={name: mlp, hidden: [200, 200]}"],
+        ["block.mode=auto", "block.size=auto"],
+        ["block.mode=loop", "block.size=1"],
+        ["data.augment=null", "data.download=false"],
+    ],
+    ids=lambda given: given[0],
+)
+def test_a_default_written_out_is_the_default(small, explicit):
+    assert fingerprint(small, *explicit) == fingerprint(small)
+
+
+def test_numbers_are_numbers_in_the_fingerprint(small):
+    small["schedule"] = {"cohort": 4}
+    for one, other in (("local.lr=1", "local.lr=1.0"), ("algorithm.beta1=0", "algorithm.beta1=0.0")):
+        assert fingerprint(small, "algorithm=fedavgm", one) == fingerprint(small, "algorithm=fedavgm", other)
+
+
+def test_what_does_not_touch_the_result_does_not_touch_the_fingerprint(small, tmp_path):
+    same = [
+        "rounds=50",
+        "resources.actors=3",
+        "resources.executor=ray",
+        "resources.cpus=0.5",
+        "resources.timeout=5",
+        "resources.server_threads=3",
+        "tracking.experiment=other",
+        "tracking.uri=http://nowhere:1",
+        f"run_dir={tmp_path}/elsewhere",
+        "evaluate.every=3",
+        "checkpoint.every=1",
+        "name=mine",
+        "faults.on_client_error=drop",
+        "data.root=/elsewhere",
+    ]
+    first = fingerprint(small)
+    assert {fingerprint(small, one) for one in same} == {first} == {fingerprint(small, *same)}
+
+
+def test_what_touches_the_result_touches_the_fingerprint(small):
+    small["partition"] = {"name": "dirichlet", "clients": 20, "alpha": 0.5}
+    changes = [
+        "seed=1",
+        "local.lr=0.02",
+        "partition.alpha=0.25",
+        "resources.threads=2",
+        "dtype=float64",
+        "local.steps=4",
+        "local.batch=full",
+        "schedule.cohort=9",
+        "model={name: mlp, hidden: [8]}",
+        "algorithm=fedprox",
+        "algorithm.lr=0.5",
+        "algorithm.weights=samples",
+        "block={mode: vmap, size: 2}",
+        "local.weight_decay=0.1",
+        "local.clip=1",
+        "partition.val_fraction=0.1",
+        "data.scaling=unit",
+    ]
+    every = [fingerprint(small), *(fingerprint(small, change) for change in changes)]
+    assert len(set(every)) == len(every)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        [],
+        ["algorithm=fedsgd"],
+        ["algorithm={name: gradma, preset: reference, memory: 30}", "local.lr=[[0, 0.5], [3, 0.25]]"],
+        ["algorithm={name: gradma, memory: 30, beta1: [[0, 0.5], [2, 0.25]], max_age: 3}", "client=fedprox"],
+        ["client={name: fedprox, mu: 0.5}", "server={name: fedavgm, weights: samples}"],
+        ["local.epochs=2", "local.batch=full", "dtype=float64"],
+        ["partition={name: dirichlet, clients: 12, alpha: 1e-2}", "model=logistic", "block.mode=vmap"],
+        ["partition={name: virtual, clients: 1000}", "evaluate.every=0", "name=mine", "local.clip=1"],
+        ["algorithm={rules}:Mine", "algorithm.strength=2"],
+        ["algorithm={rules}:both", "algorithm.strength=2"],
+        ["client={rules}:Mine", "server=fedavgm", "client.strength=3"],
+        ["model={nets}:Net", "model.hidden=[5]"],
+        ["algorithm=own_rules:Mine", "algorithm.strength=2"],
+        ["algorithm=own_rules:both"],
+        pytest.param(["client={rules}:Mine", "server=fedavg", "client.floor=null"], id="null in a rule"),
+        pytest.param(["model={nets}:Net", "model.scale=null"], id="null in a model"),
+    ],
+)
+def test_a_resolved_configuration_reads_back_to_itself(small, given, source, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)  # "own_rules" is a module that Python finds
+    monkeypatch.delitem(sys.modules, "own_rules", raising=False)
+    paths = {"{rules}": source("own_rules", RULES), "{nets}": source("own_nets", NETS)}
+    for mark, path in paths.items():
+        given = [text.replace(mark, path) for text in given]
+    first = prepare(small, given)
+    (tmp_path / "config.yaml").write_text(first.config.dump())
+    again = prepare(tmp_path / "config.yaml")
+    assert again.config == first.config and again.config.fingerprint == first.config.fingerprint
+    assert (repr(again.client), repr(again.server)) == (repr(first.client), repr(first.server))
+    assert (again.mode, again.block_size, again.label) == (first.mode, first.block_size, first.label)
+
+
+# -- mistakes ----------------------------------------------------------------------------------------------------------
+
+JARGON = re.compile(
+    r"pydantic|validation error|value error|instance of|dictionary|tuple|object to extract|discriminator|union|"
+    r"\btag\b|extra inputs|constrained|NoneType|function-|literal|model_|Traceback|: :|^:",
+    re.IGNORECASE | re.MULTILINE,
+)
+"""Words of libraries and of Python, which someone who edits a YAML file need not know."""
+
+MISTAKES = """
+algoritm=gradma                                     | algoritm            | 'algorithm'
+sed=3                                               | sed                 | 'seed'
+data.nam=digits                                     | data.nam            | 'name'
+partition.client=4                                  | partition.client    | 'clients'
+schedule.cohrot=3                                   | schedule.cohrot     | 'cohort'
+local.step=3                                        | local.step          | 'steps'
+local.momentum=0.9                                  | local.momentum      | known: batch
+faults.on_error=stop                                | faults.on_error     | 'on_client_error'
+resources.actor=2                                   | resources.actor     | 'actors'
+block.siz=3                                         | block.siz           | 'size'
+evaluate.evry=1                                     | evaluate.evry       | 'every'
+checkpoint.kep=3                                    | checkpoint.kep      | 'keep'
+tracking.experimnt=x                                | tracking.experimnt  | 'experiment'
+model=mlp model.hiden=[3]                           | model.hiden         | 'hidden'
+model=mlp model.dropout=0.5                         | model.dropout       | 'mlp'
+algorithm=fedavg algorithm.memory=3                 | algorithm.memory    | fedavg
+algorithm=gradma algorithm.bta1=0.5                 | algorithm.bta1      | 'beta1'
+client=fedprox client.nu=1 server=fedavg            | client.nu           | 'mu'
+client=fedavg server=fedavgm server.beta=1          | server.beta         | 'beta1'
+client=RULES:Mine server=fedavg client.stength=1    | client.stength      | 'strength'
+algorithm=RULES:Mine algorithm.stength=1            | algorithm.stength   | 'strength'
+model=NETS:Net model.hiden=[3]                      | model.hiden         | 'hidden'
+rounds=-1                                           | rounds              | 1 | -1
+rounds=0                                            | rounds              | 1
+rounds=abc                                          | rounds              | integer | 'abc'
+rounds=1.5                                          | rounds              | integer
+rounds=null                                         | rounds              | integer
+rounds=true                                         | rounds              | integer
+rounds=[1]                                          | rounds              | integer
+rounds.x=3                                          | rounds              | integer
+seed=x                                              | seed                | 'x'
+seed=-1                                             | seed                | -1
+name=3                                              | name                | string
+run_dir=3                                           | run_dir             | string
+dtype=float16                                       | dtype               | 'float64' | 'float16'
+data=3                                              | data
+data=null                                           | data
+data.root=3                                         | data.root           | string
+data.download=maybe                                 | data.download       | 'maybe'
+data.augment=2                                      | data.augment        | 2
+partition=dirichlet                                 | partition.alpha     | missing
+partition=dirichlet partition.alpha=0               | partition.alpha     | greater than 0
+partition=dirichlet partition.alpha=nan             | partition.alpha     | finite
+partition=dirichlet partition.alpha=.nan            | partition.alpha     | finite
+partition=dirichlet partition.alpha=.inf            | partition.alpha     | finite
+partition={name: dirichlet, alpha: 1, kind: class}  | partition.kind      | 'client_over_classes'
+partition.clients=0                                 | partition.clients   | 1
+partition.clients=many                              | partition.clients   | 'many'
+partition.clients=100000                            | partition.clients   | 1438
+partition=shards partition.classes=0                | partition.classes   | 1
+partition={name: dirichlet}                         | partition.alpha     | missing | partition.alpha=
+partition=null                                      | partition
+partition=3                                         | partition
+schedule.cohort=21                                  | schedule.cohort     | 21 | 20 | partition.clients
+schedule.cohort=0                                   | schedule.cohort     | 1
+schedule.cohort=2.5                                 | schedule.cohort     | integer
+model=3                                             | model
+model=mlp model.hidden=abc                          | model.hidden        | 'abc'
+model=mlp model.hidden=[a]                          | model.hidden        | 'a'
+model=mlp model.hidden=[-3]                         | model               | 'mlp'
+model=NETS:Net model.hidden=x                       | model.hidden        | 'x'
+model=lenet5                                        | model.name          | lenet5 | 8×8
+algorithm=3                                         | algorithm
+algorithm.lr=0                                      | algorithm.lr        | greater than 0
+algorithm.lr=.nan                                   | algorithm.lr        | finite
+algorithm.weights=sample                            | algorithm.weights   | 'samples'
+algorithm=fedprox algorithm.mu=-1                   | algorithm.mu        | 0
+algorithm=fedprox algorithm.mu=.inf                 | algorithm.mu        | finite
+algorithm=gradma algorithm.beta1=.nan               | algorithm.beta1     | finite
+algorithm=gradma algorithm.beta1=x                  | algorithm.beta1     | 'x'
+algorithm=gradma algorithm.memory=-1                | algorithm.memory    | 0
+algorithm=gradma algorithm.memory=1.5               | algorithm.memory    | integer
+algorithm=gradma algorithm.memory=3                 | algorithm.memory    | 3 | 10
+client=fedavg server=gradma server.memory=9         | server.memory       | 9 | 10
+algorithm=gradma algorithm.solver=exat              | algorithm.solver    | 'exact'
+algorithm=gradma algorithm.norm_floor=2             | algorithm.norm_floor| 1
+algorithm=gradma algorithm.small_tensor_rule=sum    | algorithm.small_tensor_rule | qp_scope=per_tensor
+client=fedprox client.mu=x server=fedavg            | client.mu           | 'x'
+client=RULES:Mine server=fedavg client.strength=x   | client.strength     | 'x'
+local.lr=nan                                        | local.lr            | finite
+local.lr=.nan                                       | local.lr            | finite
+local.lr=.inf                                       | local.lr            | finite
+local.lr=0                                          | local.lr            | greater than 0
+local.lr=-0.1                                       | local.lr            | greater than 0
+local.lr=fast                                       | local.lr            | 'fast'
+local.lr=true                                       | local.lr            | number
+local.lr=[]                                         | local.lr            | [first round, value]
+local.lr=[[1,0.1]]                                  | local.lr            | [first round, value]
+local.lr=[[0,0.1],[5,0.2],[5,0.3]]                  | local.lr            | [first round, value]
+local.lr=[[0,0.1],[5,0.2],[3,0.3]]                  | local.lr            | [first round, value]
+local.lr=[0.1,0.2]                                  | local.lr            | [first round, value]
+local.lr=[[0,0.1],[5]]                              | local.lr            | [first round, value]
+local.lr=[[0,0.1],[5.5,1]]                          | local.lr            | [first round, value]
+local.lr=[[0,0.1],[5,-1]]                           | local.lr            | greater than 0
+local.batch=0                                       | local.batch         | 1 | 'full'
+local.batch=ful                                     | local.batch         | 'full'
+local.batch=2.5                                     | local.batch         | integer
+local.steps=0                                       | local.steps         | 1
+local.steps=5 local.epochs=2                        | local               | steps | epochs | not both
+local.clip=0                                        | local.clip          | greater than 0
+local.weight_decay=-1                               | local.weight_decay  | 0
+local=5                                             | local
+local=[1]                                           | local
+evaluate=false                                      | evaluate
+faults.on_client_error=ignore                       | faults.on_client_error | 'drop'
+resources.executor=dask                             | resources.executor  | 'inline'
+resources.actors=0                                  | resources.actors    | 1
+resources.threads=0                                 | resources.threads   | 1
+resources.timeout=0                                 | resources.timeout   | 0
+resources.gpus=-1                                   | resources.gpus      | 0
+resources.gpus=64                                   | resources.gpus      | 64 | this machine has
+resources.executor=ray resources.actors=5000        | resources.actors    | 5000 | this machine has
+resources.executor=ray resources.cpus=5000          | resources           | 5000 | this machine has
+block.mode=vmapp                                    | block.mode          | 'vmap'
+block.size=0                                        | block.size          | 1 | 'auto'
+block.size=atuo                                     | block.size          | 'auto'
+evaluate.every=-1                                   | evaluate.every      | 0
+checkpoint.keep=0                                   | checkpoint.keep     | 1
+tracking.required=perhaps                           | tracking.required   | 'perhaps'
+tracking.uri=3                                      | tracking.uri        | string
+tracking.uri=./mlruns                               | tracking.uri        | sqlite:///mlflow.db
+data=mnits                                          | data.name           | 'mnist'
+data=cifar100 data.root=/nowhere                    | data.name           | cifar100 | data fetch cifar100 | /nowhere
+data=folder                                         | data.path           | folder
+data.path=/tmp                                      | data.path           | digits
+partition=dirichlt                                  | partition.name      | 'dirichlet'
+partition=natural                                   | partition.name      | digits
+partition=file                                      | partition.path      | missing
+partition=file partition.path=/nowhere.json         | partition.path      | /nowhere.json
+partition={name: virtual, clients: 20, samples: 100000} | partition.samples | 1438
+schedule=snyc                                       | schedule.name       | 'sync'
+model=lenett                                        | model.name          | 'lenet'
+model=nope                                          | model.name          | 'nope' | path.py:Class
+algorithm=gradm                                     | algorithm.name      | 'gradma'
+algorithm=gradma algorithm.preset=referenc          | algorithm.preset    | 'reference'
+algorithm=fedsgd algorithm.preset=reference         | algorithm.preset    | fedsgd | no presets
+client=fedprx server=fedavg                         | client.name         | 'fedprox'
+client=fedavg server=fedavgmm                       | server.name         | 'fedavgm'
+algorithm=./missing.py:X                            | algorithm.name      | ./missing.py
+algorithm=RULES                                     | algorithm.name      | RULES:NAME
+seed=0..2                                           | seed                | integer | raysim sweep
+local.lr=0.1,0.2                                    | local.lr            | finite number | raysim sweep
+sweep.samples=2                                     | sweep.samples       | raysim sweep
+algorithm=RULES:Mein                                | algorithm.name      | 'Mine'
+algorithm=RULES:Other                               | algorithm.name      | Algorithm | ClientRule | ServerRule
+client=RULES:Taking server=fedavg                   | client.name         | not a ClientRule
+client=fedavg server=RULES:Mine                     | server.name         | not a ServerRule
+client=RULES:Nine server=fedavg                     | client.name         | 'Mine'
+algorithm=BROKEN:X                                  | algorithm.name      | fails on import | nothing_there
+algorithm=SYNTAX:X                                  | algorithm.name      | fails on import | line 1
+algorithm=LEAVES:X                                  | algorithm.name      | fails on import
+algorithm=no.such.package:X                         | algorithm.name      | no.such.package
+model=./missing.py:Net                              | model.name          | ./missing.py
+model=NETS:Ney                                      | model.name          | 'Net'
+model=NETS:NotANet                                  | model.name          | torch.nn.Module
+model=NETS:number                                   | model.name          | NETS:number
+model=BROKEN:Net                                    | model.name          | fails on import | nothing_there
+client=RULES:Asking server=fedavg                   | client rule 'asking' | 'c' | server rule 'fedavg'
+client=fedavg server=RULES:Taking                   | client rule 'fedavg' | 'h' | server rule 'taking'
+client=gradma                                       | server              | missing
+algorithm=null                                      | client              | algorithm=fedavg
+rounds                                              | override 'rounds'   | key=value
+=3                                                  | override '=3'       | key=value
+rounds=[1                                           | rounds | '[1'
+local=3 local.steps=5                               | override 'local.steps' | 'local'
+"""
+
+
+def mistakes() -> list[Any]:
+    rows = [[part.strip() for part in line.split("|")] for line in MISTAKES.strip().splitlines()]
+    return [pytest.param(*row[:2], row[2:], id=row[0]) for row in rows]
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder, found = tmp_path_factory.mktemp("own"), {}
+    texts = {"rules": RULES, "nets": NETS, "broken": "import nothing_there", "syntax": "def (", "leaves": "exit(3)"}
+    for name, text in texts.items():
+        (folder / f"its_{name}.py").write_text(text)
+        found[name.upper()] = str(folder / f"its_{name}.py")
+    return found
+
+
+def with_paths(text: str, own: dict[str, str]) -> str:
+    for mark, path in own.items():
+        text = text.replace(mark, path)
+    return text
+
+
+@pytest.mark.parametrize(("given", "key", "said"), mistakes())
+def test_a_mistake_is_refused_in_plain_words(small, own, given, key, said):
+    if given.startswith(("client=", "server=")) and "server=" in given:
+        small.pop("algorithm")
+    if given.startswith("client=gradma"):
+        small.pop("algorithm")
+    overrides = [
+        with_paths(text, own) for text in re.split(r" (?=[a-z_.0-9]+=)", given)
+    ]  # spaces inside of {} belong to the value
+    with pytest.raises(ConfigError) as caught:
+        prepare(small, overrides)
+    message = str(caught.value)
+    assert re.match(rf"{re.escape(key)}\b", message) if key[-1].isalpha() else message.startswith(key), message
+    assert not [word for word in said if with_paths(word, own) not in message], message
+    assert not JARGON.search(message), message
+
+
+def test_all_mistakes_are_said_at_once(small):
+    with pytest.raises(ConfigError) as caught:
+        prepare(small, ["seed=x", "local.lr=-1", "evaluate.evry=2", "partition.clients=0"])
+    lines = str(caught.value).splitlines()
+    assert sorted(line.split(":")[0] for line in lines) == ["evaluate.evry", "local.lr", "partition.clients", "seed"]
+
+
+def test_both_halves_and_rounds_and_data_are_asked_for():
+    for given, wanted in [
+        ({}, {"rounds", "data"}),
+        ({"data": "digits"}, {"rounds"}),
+        ({"data": "digits", "rounds": 1}, {"client"}),
+        ({"data": "digits", "rounds": 1, "client": "fedavg"}, {"server"}),
+        ({"data": "digits", "rounds": 1, "algorithm": {"beta1": 1}}, {"algorithm.name"}),
+    ]:
+        with pytest.raises(ConfigError, match="missing") as caught:
+            prepare(given)
+        assert {line.split(":")[0] for line in str(caught.value).splitlines()} == wanted
+
+
+@pytest.mark.parametrize("key", ["partition.clients=30", "model.hidden=[8]"])
+def test_a_section_without_a_name_is_the_default_one(base, key):
+    """Every key has a default but data, algorithm and rounds; so the name of a partition and of a model has one."""
+    config = prepare({**base, "rounds": 1, "algorithm": "fedavg"}, [key]).config
+    assert (config.partition.name, config.model.name) == ("iid", "mlp")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a: [1\n b", r"not valid YAML.*line 1.*line [23]"),
+        ("- 1\n- 2", r"a configuration is a mapping of sections"),
+        ("", r"a configuration is a mapping of sections"),
+        ("rounds: 1\nrounds: 2\ndata: digits\nalgorithm: fedavg", r"rounds"),
+        ("rounds: 1\ndata: digits\nalgorithm: fedavg\n1: 2", r"1"),
+    ],
+    ids=["broken", "list", "empty", "twice", "number as a key"],
+)
+def test_a_file_that_is_no_configuration(files, text, said):
+    files(mine=text)
+    with pytest.raises(ConfigError, match=said) as caught:
+        prepare("mine.yaml")
+    assert not re.search("NoneType|unicode string|keys should be", str(caught.value))
+
+
+def test_a_file_that_is_no_text(files, tmp_path):
+    files()
+    (tmp_path / "mine.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match=r"mine\.yaml: cannot be read"):
+        prepare("mine.yaml")
+
+
+def test_an_unknown_configuration(files):
+    files()
+    for given in ("quickstar", "quickstart.yml"):
+        with pytest.raises(ConfigError, match="did you mean 'quickstart'"):
+            prepare(given)
+
+
+@pytest.mark.parametrize("given", ["quickstart", "quickstart.yaml", "configs/quickstart.yaml", "gradma/mnist"])
+def test_shipped_configurations_are_found_by_name_and_are_right(files, given):
+    files()
+    discover()
+    raw = layers(given)
+    resolve(explain.validate(raw))
+
+
+@pytest.mark.parametrize("name", sorted(shipped()))
+def test_every_shipped_configuration_is_well_formed(name):
+    """Its sections, and what its grids vary; of the data nothing is read, and of the methods nothing is asked."""
+    raw = layers(name)
+    many, compared = raw.pop("sweep", None), raw.pop("match", None)
+    assert explain.validate(raw).rounds
+    assert compared is None or Match.model_validate(compared).rival
+    if many is not None:
+        described = describe(name)
+        assert described.points
+        for point in described.points[:: len(described.points) // 40 + 1]:
+            explain.validate(described.raw(point))
+
+
+def test_every_shipped_configuration_is_installed():
+    root = Path(__file__).parents[2]
+    packages = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    for path in (root / "configs").rglob("*.yaml"):
+        assert ".".join(["raysim", *path.relative_to(root).parent.parts]) in packages
+
+
+def test_a_run_dir_that_is_taken(small, tmp_path):
+    from raysim.runs.run import make_run_dir
+
+    plan: Plan = prepare(small)
+    taken = make_run_dir(plan)
+    (taken / "config.yaml").write_text("")
+    said = f"run_dir: {taken} already holds a run that was stopped; `raysim resume {taken}`"
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        make_run_dir(plan)
+
+
+def test_run_dirs_without_a_name_are_numbered(small, files):
+    from raysim.runs.run import make_run_dir
+
+    home = files()
+    small.pop("run_dir")
+    plan = prepare(small, ["tracking.experiment=mine", "seed=4"])
+    stem = f"fedavg-4-{plan.config.fingerprint[:8]}"
+    made = [(home / make_run_dir(plan)).relative_to(home) for _ in range(3)]
+    assert [str(path) for path in made] == [f"runs/mine/{stem}{suffix}" for suffix in ("", "-2", "-3")]
+
+
+def test_the_dump_is_plain_yaml(small):
+    text = prepare(small).config.dump()
+    assert "!!" not in text and yaml.safe_load(text)["data"]["name"] == "digits"

@@ -1,0 +1,177 @@
+"""What must hold of secrets in addresses: none is shown, none is written, and each is taken from the environment."""
+
+from __future__ import annotations
+
+import json
+import stat
+from pathlib import Path
+
+import pytest
+
+import raysim
+from raysim.config.credentials import checked, masked, redacted, restored
+from raysim.config.schema import Tracking
+from raysim.distributed import jobs
+from raysim.errors import ConfigError
+from raysim.runs.run import reopen
+from raysim.tracking import mlflow as tracking
+
+SECRETS = ("pass1", "pass2", "t0ken")
+
+ADDRESSES = {
+    "http://u:pass1@h:5000": "http://u:***@h:5000",
+    "https://u:pass1@pass2@h/api": "https://u:***@h/api",
+    "http://t0ken@h:5000": "http://***@h:5000",
+    "http://h:5000/?api_key=t0ken&x=1": "http://h:5000/?api_key=***&x=1",
+    "https://h/?aws_secret_access_key=t0ken/+&region=eu": "https://h/?aws_secret_access_key=***&region=eu",
+    "postgresql://u:pass1@h/db": "postgresql://u:***@h/db",
+    "postgresql://u@h/db": "postgresql://u@h/db",
+    "mssql+pyodbc:///?odbc_connect=DRIVER%3DX%3BUID%3Du%3BPWD%3Dpass1%3Bx%3D1": (
+        "mssql+pyodbc:///?odbc_connect=DRIVER%3DX%3BUID%3Du%3BPWD%3D***%3Bx%3D1"
+    ),
+    "mysql+pymysql://u:pass1@h/db?ssl_ca=/x&password=pass2": "mysql+pymysql://u:***@h/db?ssl_ca=/x&password=***",
+    "databricks://t0ken": "databricks://***",
+    "databricks": "databricks",
+    "sqlite:////home/me@work/mlflow.db": "sqlite:////home/me@work/mlflow.db",
+    "http://h:5000": "http://h:5000",
+}
+
+
+@pytest.fixture(autouse=True)
+def nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A home without credentials, and none in the environment."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("URI", "USERNAME", "PASSWORD", "TOKEN"):
+        monkeypatch.delenv(f"MLFLOW_TRACKING_{name}", raising=False)
+    for name in ("TOKEN", "CONFIG_FILE", "CONFIG_PROFILE"):
+        monkeypatch.delenv(f"DATABRICKS_{name}", raising=False)
+
+
+@pytest.mark.parametrize("address", ADDRESSES)
+def test_no_secret_is_shown_or_written(address, monkeypatch):
+    """And what is written is the address, once the environment has it."""
+    assert redacted(address) == ADDRESSES[address]
+    assert redacted(redacted(address)) == redacted(address)
+    shown = masked(f"cannot reach '{address}', or {address}?")
+    assert not [secret for secret in SECRETS if secret in shown], shown
+    if "***" in redacted(address):
+        with pytest.raises(ConfigError, match=r"tracking\.uri: .* wants credentials") as refused:
+            restored(redacted(address))
+        assert not [secret for secret in SECRETS if secret in str(refused.value)]
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
+    assert restored(redacted(address)) == address
+
+
+@pytest.mark.parametrize(
+    "address", ["http://u:pass1/x@h:5000", "http://u:12/pass1@h", "http://u:pass1#x@h", "http://u:p ass1@h"]
+)
+def test_an_address_whose_password_cannot_be_told_is_refused(address):
+    assert " " in address or "pass1" not in masked(address)
+    with pytest.raises(ConfigError, match="percent-encode") as refused:
+        tracking.absolute(address)
+    assert "pass1" not in str(refused.value)
+
+
+def test_an_at_within_a_password_is_encoded():
+    assert checked("http://u:p@ss@h:5000") == "http://u:p%40ss@h:5000"
+
+
+def test_a_profile_of_databricks_is_no_secret(tmp_path):
+    (tmp_path / ".databrickscfg").write_text("[work]\nhost = https://x\ntoken = t0ken\n")
+    assert redacted("databricks://work") == "databricks://work" == masked("databricks://work")
+
+
+@pytest.mark.parametrize("names", [("USERNAME", "PASSWORD"), ("TOKEN",)])
+def test_credentials_of_mlflow_stand_in_for_those_of_an_address(names, monkeypatch):
+    for name in names:
+        monkeypatch.setenv(f"MLFLOW_TRACKING_{name}", "pass1")
+    assert restored("http://u:***@h:5000") == "http://h:5000"
+    with pytest.raises(ConfigError, match="MLFLOW_TRACKING_URI"):
+        restored("postgresql://u:***@h/db")
+
+
+def test_credentials_from_mlflows_own_file(tmp_path):
+    (tmp_path / ".mlflow").mkdir()
+    (tmp_path / ".mlflow" / "credentials").write_text("[mlflow]\nmlflow_tracking_username = u\n")
+    assert restored("http://u:***@h:5000") == "http://h:5000"
+
+
+def test_a_folder_holds_no_secret_and_is_its_owners(base, tmp_path, monkeypatch):
+    """With a server that is dead: whatever is spooled and kept stays in the folder."""
+    monkeypatch.setitem(tracking.DRAIN, "down", 0.1)
+    address = "http://alice:pass1@127.0.0.1:9"
+    run_dir = tmp_path / "new" / "run"
+    config = {**base, "rounds": 1, "algorithm": "fedavg", "run_dir": str(run_dir), "checkpoint": {"every": 1}}
+    config["tracking"] = {"uri": address, "required": False}
+    raysim.run(config)
+    assert stat.S_IMODE(run_dir.stat().st_mode) == 0o700
+    written = [path for path in run_dir.rglob("*") if path.is_file()]
+    assert {"config.yaml", "spool.jsonl", "history.csv"} <= {path.name for path in written}
+    assert not [path for path in written if b"pass1" in path.read_bytes()]
+    with pytest.raises(ConfigError, match="MLFLOW_TRACKING_PASSWORD"):
+        tracking.replay(run_dir)
+    plan, *_ = reopen(run_dir, {"rounds": 2})
+    with pytest.raises(ConfigError, match="MLFLOW_TRACKING_PASSWORD"):
+        tracking.Tracker(plan.config.tracking, tmp_path / "other")
+    plan, *_ = reopen(run_dir, {"rounds": 2, "tracking.uri": address})
+    assert plan.config.tracking.uri == address
+
+
+def test_a_job_is_refused_with_a_password(tmp_path):
+    (tmp_path / "run.yaml").write_text("rounds: 1\ndata: digits\nalgorithm: fedavg\n")
+    for command in (["run", "run.yaml"], ["resume", "/runs/x"]):
+        with pytest.raises(ConfigError, match="MLFLOW_TRACKING_PASSWORD") as refused:
+            jobs.checked([*command, "tracking.uri=http://u:pass1@h:5000"], tmp_path)
+        assert "pass1" not in str(refused.value)
+
+
+# -- links and places --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["lock", "spool.jsonl", "spool.sent", "history.csv", "checkpoints", "rows"])
+def test_a_link_in_a_runs_folder_is_refused(base, tmp_path, name):
+    """What it leads to stays as it was."""
+    (tmp_path / "run").mkdir()
+    victim = tmp_path / "victim"
+    if name in ("checkpoints", "rows"):
+        victim.mkdir()
+    else:
+        victim.write_text("precious")
+    (tmp_path / "run" / name).symlink_to(victim)
+    with pytest.raises(ConfigError, match=f"run/{name}: is a symbolic link"):
+        raysim.run({**base, "rounds": 1, "algorithm": "fedavg"})
+    assert list(victim.iterdir()) == [] if victim.is_dir() else victim.read_text() == "precious"
+    assert (tmp_path / "run" / name).is_symlink()
+
+
+@pytest.mark.parametrize("name", ["../../../x", "a/../../b", "..", "", "/", "a\nb"])
+def test_an_experiment_cannot_lead_out_of_the_folder_of_runs(base, name):
+    with pytest.raises(ConfigError, match=r"tracking\.experiment"):
+        raysim.run({**base, "rounds": 1, "algorithm": "fedavg", "tracking": {"experiment": name}})
+
+
+def test_a_name_of_databricks_is_a_folder_of_runs(base, here):
+    """Its names begin with a slash."""
+    assert Tracking(experiment="/Users/me/x").folder == "Users/me/x"
+    config = {**base, "rounds": 1, "algorithm": "fedavg", "run_dir": None, "name": "../up"}
+    done = raysim.run(config, {"tracking.experiment": "/Users/me/x"})
+    assert done.run_dir.parent == Path("runs/Users/me/x") and done.run_dir.name.startswith(".._up-")
+    assert json.loads((done.run_dir / "spool.jsonl").read_text().splitlines()[0])["experiment"] == "/Users/me/x"
+
+
+@pytest.mark.parametrize("folder", ["100%", "what?", "a#b"])
+def test_a_database_in_a_folder_that_is_no_address_is_refused(tmp_path, monkeypatch, folder):
+    (tmp_path / folder).mkdir()
+    monkeypatch.chdir(tmp_path / folder)
+    with pytest.raises(ConfigError, match=r"tracking\.uri: the path .* has a"):
+        tracking.absolute("sqlite:///mlflow.db")
+
+
+def test_a_database_in_a_folder_with_a_quote_works(base, tmp_path, monkeypatch):
+    (tmp_path / 'it\'s "mine"').mkdir()
+    monkeypatch.chdir(tmp_path / 'it\'s "mine"')
+    config = {**base, "rounds": 1, "algorithm": "fedavg", "run_dir": None}
+    done = raysim.run(config, tracking={"uri": "sqlite:///ml'flow.db", "experiment": "it's"})
+    assert Path(tracking.where(done.run_id, "sqlite:///ml'flow.db")) == done.run_dir.absolute()
+    kept = Path("mlartifacts", done.run_id, "artifacts", "history.csv")
+    assert kept.is_file()

@@ -1,0 +1,126 @@
+"""Text that is too large, too deep or no value is refused in one short message, by both of PyYAML's parsers."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import yaml
+
+from raysim.config import limited_yaml
+from raysim.config.loading import parse_overrides
+from raysim.config.loading import read as layers
+from raysim.engine.plan import prepare
+from raysim.errors import ConfigError, shortened
+
+BILLION = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{name}: &{name} [{', '.join(['*' + below] * 9)}]\n" for below, name in zip("abcdefgh", "bcdefghi", strict=True)
+)
+"""Nine levels of aliases: 9 to the power of 9 values."""
+
+REFUSED = {
+    "digits": ("9" * 4400, "a number of 4,400 characters"),
+    "hexadecimal": ("0x" + "f" * 4400, "a number of 4,402 characters"),
+    "fraction": ("0." + "1" * 600, "a number of 602 characters"),
+    "depth": ("[" * 500 + "]" * 500, "more than 32 lists"),
+    "depth of mappings": ("{a: " * 500 + "1" + "}" * 500, "more than 32 lists"),
+    "unclosed depth": ("[" * 100_000, "more than 32 lists"),
+    "size": ("a" * 500_001, "more than 500,000 characters"),
+    "many values": ("[" + "[],[],a,b,"[:6] * 100_000 + "]", "more than 500,000 characters"),
+    "aliases": (BILLION, "with its aliases written out"),
+    "long alias": ("- &a " + "x" * 10_000 + "\n- *a" * 60, "with its aliases written out"),
+    "merged aliases": ("- &a {key: a value}\n" + "- &b {<<: [" + "*a, " * 60_000 + "*a]}\n", "written out"),
+    "recursion": ("&a [*a]", "stands for something that it is a part of"),
+    "no integer": ("!!int 1.5", "'1.5' is no int"),
+    "no number": ("!!float abc", "'abc' is no float"),
+    "no switch": ("!!bool abc", "'abc' is no bool"),
+    "no date": ("2024-13-45", "'2024-13-45' is no timestamp"),
+    "no timestamp": ("!!timestamp x", "'x' is no timestamp"),
+    "object": ("!!python/object/apply:os.getcwd []", "could not determine a constructor"),
+    "repeated key": ("{a: 1, a: 2}", "'a' is given twice"),
+    "mapping as a key": ("{{a: 1}: 2}", "a key must be a word"),
+    "surrogate": ("a\udcff", "UTF-8"),
+    "control character": ("a\x07", "not allowed"),
+}
+
+
+@pytest.fixture(params=limited_yaml.LOADERS, ids=lambda loader: loader.__name__)
+def loader(request):
+    return request.param
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_text_beyond_the_limits_is_refused_at_once(loader, name):
+    text, said = REFUSED[name]
+    began = time.monotonic()
+    with pytest.raises(yaml.YAMLError) as caught:
+        limited_yaml.load(text, loader)
+    assert said in limited_yaml.explain(caught.value)
+    assert len(limited_yaml.explain(caught.value)) < 2000
+    assert time.monotonic() - began < 20
+
+
+def test_what_is_within_the_limits_is_read(loader):
+    merged = "base: &base {lr: 1e-3, steps: 2}\nmine: {<<: *base, steps: 3}\nlist: [*base, 2024-01-02, 0x10]"
+    found = limited_yaml.load(merged, loader)
+    assert found["mine"] == {"lr": 0.001, "steps": 3} and found["list"][2] == 16
+    inside = limited_yaml.load("- &x {a: 1}\n- - &y {<<: *x, a: 2}\n  - {<<: [*y, *x]}\n", loader)
+    assert inside == [{"a": 1}, [{"a": 2}, {"a": 2}]]
+    assert limited_yaml.load("[" * 32 + "]" * 32, loader) and limited_yaml.load("9" * 500, loader) == 10**500 - 1
+    wide = "".join(f"k{i}: {i}\n" for i in range(20_000))
+    assert len(limited_yaml.load(wide, loader)) == 20_000
+
+
+def test_both_parsers_are_tried_where_libyaml_is_there():
+    assert len(limited_yaml.LOADERS) == 1 + bool(yaml.__with_libyaml__)
+    assert issubclass(limited_yaml.LOADERS[-1], yaml.SafeLoader)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_file_and_an_override_name_where_it_stands(tmp_path, name):
+    text, said = REFUSED[name]
+    with pytest.raises(ConfigError, match=r"^local\.lr: ") as caught:
+        parse_overrides([f"local.lr={text}"])
+    assert said in str(caught.value) and len(str(caught.value)) < 4000
+    path = tmp_path / "mine.yaml"
+    path.write_text(text, encoding="utf-8", errors="surrogateescape")
+    with pytest.raises(ConfigError, match=r"mine\.yaml: ") as caught:
+        prepare(path)
+    assert len(str(caught.value)) < 4000
+
+
+def test_keys_and_names_of_any_length_are_refused_in_a_short_message(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    wrong = [
+        ("a" * 5000, []),
+        ("quickstart", ["a" * 5000 + "=1"]),
+        ("quickstart", ["a." * 5000 + "a=1"]),
+        ("quickstart", ["model=" + "a" * 5000]),
+        ("quickstart", ["seed=[" + "1, " * 5000 + "1]"]),
+        ("quickstart", [f"k{i}=1" for i in range(1000)]),
+    ]
+    for source, overrides in wrong:
+        with pytest.raises(ConfigError) as caught:
+            prepare(source, overrides)
+        assert len(str(caught.value)) < 12_000
+
+
+def test_a_message_is_shortened_in_the_middle_alone():
+    assert shortened("key: 'value'\nother: 1") == "key: 'value'\nother: 1"
+    cut = shortened("key: '" + "a" * 5000 + "' is no value; give another one")
+    assert cut.startswith("key: 'aaa") and cut.endswith("a' is no value; give another one") and "5,002" in cut
+    lines = shortened("\n".join(f"k{i}: unknown" for i in range(1000))).splitlines()
+    assert lines[0] == "k0: unknown" and lines[-1] == "… and 960 lines more"
+
+
+def test_aliases_of_a_few_levels_are_refused_for_what_they_are(tmp_path):
+    """Five levels are within the limits: the message is that of a wrong value, and short."""
+    path = tmp_path / "mine.yaml"
+    path.write_text("".join(BILLION.splitlines(True)[:5]) + "rounds: 1\ndata: digits\nalgorithm: fedavg\nseed: *e\n")
+    with pytest.raises(ConfigError, match="seed: input should be a valid integer") as caught:
+        prepare(path)
+    assert len(str(caught.value)) < 5000
+
+
+def test_overrides_that_are_a_mapping_are_not_parsed():
+    assert layers({}, {"a": "1e-3"}) == {"a": "1e-3"}

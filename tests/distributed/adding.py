@@ -1,0 +1,140 @@
+"""Three nodes on this machine, the server on one of its own: `python adding.py CONFIG CASE`. The last line of standard
+output is a JSON object with what came of it. CASE says what happens:
+
+    sums     nothing
+    alone    nothing is added up on the way
+    hang     one after the other a ClientActor of the third node, its Adder, the server and the evaluator are stopped
+    raylet   the third node's raylet is stopped, and the run waits until Ray takes the node for dead
+    adder    when the third node's Adder is to add up a round, it dies
+    node     while the third node's Adder adds up a round, it dies with its node
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
+os.environ["RAY_raylet_start_wait_time_s"] = "180"  # noqa: SIM112  # Ray's own spelling
+
+import ray
+import yaml
+from ray.cluster_utils import Cluster
+
+from raysim.distributed.actors import Adder
+from raysim.distributed.executor import RayExecutor
+from raysim.distributed.heartbeats import Address
+from raysim.engine.plan import prepare
+from raysim.runs import run as experiment
+
+STRUCK = 3
+"""The round whose sums are lost, by their number."""
+
+
+class Doomed(Adder):
+    """Takes its node along when it adds up for the `STRUCK`-th time: it ends the node's raylet, and is never done."""
+
+    def __init__(self, heartbeat: Address, plan: Any, raylet: int):
+        super().__init__(heartbeat, plan)
+        self.raylet, self.left = raylet, STRUCK
+
+    @ray.method(num_returns=2)
+    def add(self, bound: float, *posts: Any) -> Any:
+        self.left -= 1
+        if not self.left:
+            os.kill(self.raylet, signal.SIGKILL)
+            time.sleep(600)
+        return super().add(bound, *posts)
+
+
+class Struck(RayExecutor):
+    """The executor over Ray, to which the case happens."""
+
+    case: str
+    third: Any
+
+    def _start(self, kind: Any, *arguments: Any, **more: Any) -> Any:
+        if kind is Adder and self.case == "node" and more["scheduling_strategy"].node_id == self.third.node_id:
+            (raylet,) = self.third.all_processes["raylet"]
+            return super()._start(Doomed, *arguments, raylet.process.pid, **more)
+        return super()._start(kind, *arguments, **more)
+
+    def training(self, t: int) -> Any:
+        self.t = t - 1  # a round's training is made while the one before it is still trained
+        training = super().training(t)
+        add = training.add
+
+        def watched(downs: Any, blocks: Any) -> None:
+            add(downs, blocks)
+            self.strike(t)
+
+        training.add = watched
+        return training
+
+    def strike(self, t: int) -> None:
+        """The blocks of round t are on their way."""
+        (raylet,) = self.third.all_processes["raylet"]
+        if self.case == "raylet" and t == STRUCK:
+            self.case = "sums"
+            os.kill(raylet.process.pid, signal.SIGSTOP)
+            while self.third.node_id not in self.watch.dead_nodes():  # the run is not over before Ray knows of it
+                time.sleep(0.1)
+        elif self.case == "hang" and self.victims and t >= self.victims[0][0]:
+            (_, victim), *self.victims = self.victims
+            if victim == "client":
+                self.stop(next(one.actor for one in self.workers.values() if one.node == self.third.node_id))
+            else:
+                self.stop(self.adders[self.third.node_id] if victim == "adder" else getattr(self, victim))
+
+    def stop(self, actor: Any) -> None:
+        there = self.watch.process(self.heartbeats[actor])
+        assert there is not None
+        os.kill(there[1].pid, signal.SIGSTOP)
+
+    victims = ((1, "client"), (2, "adder"), (3, "server"), (5, "eval"))
+    """By the rounds in which they are stopped."""
+
+    def adds_up(self, node: str, uploads: int) -> bool:
+        return self.case != "alone" and super().adds_up(node, uploads)
+
+    def adder(self, node: str) -> Any:
+        adder = super().adder(node)
+        if self.workers and self.t >= STRUCK and node == self.third.node_id and self.case == "adder":
+            self.case = "sums"
+            ray.kill(adder)
+        return adder
+
+    t = -1
+
+
+def main(config: dict[str, Any], case: str) -> None:
+    cluster = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 0, "node_name": "head", "include_dashboard": False}
+    )
+    cluster.add_node(num_cpus=2, node_name="second")
+    Struck.third = cluster.add_node(num_cpus=2, node_name="third")
+    Struck.case = case
+    ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+    made: list[Struck] = []
+    said: list[str] = []
+
+    def choose(plan: Any, log: Any) -> Struck:
+        made.append(Struck(log))
+        return made[0]
+
+    experiment.choose = choose
+    try:
+        done = experiment.execute(prepare(config), log=said.append)
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+    print(json.dumps({"digest": done.digest, "history": done.history, "said": said}))
+
+
+if __name__ == "__main__":
+    main(yaml.safe_load(Path(sys.argv[1]).read_text()), sys.argv[2])

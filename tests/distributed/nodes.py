@@ -1,0 +1,108 @@
+"""Two nodes on this machine: one is lost in the middle of a round, another one comes later. `python nodes.py FOLDER
+CONFIG VICTIM`, where VICTIM, client or server, says who must live on the node that is lost; the last line of standard
+output is a JSON object with what came of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
+os.environ["RAY_raylet_start_wait_time_s"] = "180"  # noqa: SIM112  # Ray's own spelling
+
+import ray
+import yaml
+from ray.cluster_utils import Cluster
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from raysim.distributed.executor import RayExecutor
+from raysim.engine.plan import prepare
+from raysim.runs import run as experiment
+
+LOST, ADDED = 4, 8
+"""Rounds in which a node is lost, and one is added."""
+
+
+class Spread(RayExecutor):
+    """The executor over Ray on a cluster that changes. At the start the victim is put on the second node."""
+
+    cluster: Cluster
+    second: Any
+    victim: str
+
+    def __init__(self, log: Callable[[str], None]):
+        super().__init__(log)
+        self.lost = self.added = False
+        self.at_first: list[str] = []
+        self.at_last: list[str] = []
+
+    def _start(self, kind: Any, *arguments: Any, **more: Any) -> Any:
+        server = kind.__name__ == "ServerActor"
+        if not self.lost and (server or kind.__name__ == "EvalActor"):
+            there = self.second.node_id if server and self.victim == "server" else self.home
+            more["scheduling_strategy"] = NodeAffinitySchedulingStrategy(there, soft=False)
+        return super()._start(kind, *arguments, **more)
+
+    def training(self, t: int) -> Any:
+        training = super().training(t)
+        add = training.add
+
+        def watched(downs: Any, blocks: Any) -> None:
+            add(downs, blocks)
+            if t == LOST and not self.lost:
+                self.at_first = [worker.node for worker in self.workers.values()]
+                self.lost = True
+                self.cluster.remove_node(self.second, allow_graceful=False)
+            if t == ADDED and not self.added:
+                self.added = True
+                self.third = self.cluster.add_node(num_cpus=1)
+                self.cluster.wait_for_nodes()
+            if self.added and self.joining:  # the run is not over before they are there
+                ray.wait([word for _, word in self.joining.values()], num_returns=len(self.joining), timeout=60)
+            self.at_last = [worker.node for worker in self.workers.values()]
+
+        training.add = watched
+        return training
+
+
+def main(folder: Path, config: dict[str, Any], victim: str) -> None:
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    second = cluster.add_node(num_cpus=1)
+    ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+    Spread.cluster, Spread.second, Spread.victim = cluster, second, victim
+    made: list[Spread] = []
+    said: list[str] = []
+
+    def choose(plan: Any, log: Any) -> Spread:
+        made.append(Spread(log))
+        return made[0]
+
+    experiment.choose = choose
+    told: list[float] = []
+    try:
+        done = experiment.execute(
+            prepare(config), progress=lambda record: told.append(record["round"]), log=said.append
+        )
+        found = {
+            "digest": done.digest,
+            "history": done.history,
+            "told": told,
+            "said": said,
+            "home": made[0].home,
+            "second": second.node_id,
+            "third": made[0].third.node_id,
+            "at_first": made[0].at_first,
+            "at_last": made[0].at_last,
+        }
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), yaml.safe_load(Path(sys.argv[2]).read_text()), sys.argv[3])

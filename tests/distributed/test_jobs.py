@@ -1,0 +1,335 @@
+"""What must hold on a real cluster of three nodes: a run on all of them is the one of a single process, and commands
+work as jobs."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient, JobType
+from ray.runtime_env import RuntimeEnv
+from support.mlflow_server import Server
+from support.processes import call, client_of, steps_of, until
+
+import raysim
+from raysim.cli.job_commands import checked
+from raysim.distributed import versions
+from raysim.distributed.jobs import Cluster
+from raysim.errors import ConfigError
+from raysim.runs.run import resume
+
+TOKEN = "0123456789" * 4
+
+METHOD = """
+from dataclasses import dataclass
+
+from raysim.algorithms.fedavg import FedAvgServer
+from raysim.rules import Algorithm, ClientRule
+
+
+@dataclass(frozen=True)
+class Lazy(ClientRule):
+    forget: float = 0.1
+
+    def direction(self, shared, state, batch, task):
+        return (1 - self.forget) * task.grad(state["w"], batch)
+
+
+lazy = Algorithm("lazy", Lazy, FedAvgServer, "nobody 2024")
+"""
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    for each in sockets:
+        each.bind(("127.0.0.1", 0))
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
+
+
+@dataclass
+class Nodes:
+    """`ray start` three times, each in a process group of its own, by which it is ended."""
+
+    folder: Path
+    address: str = ""
+    dashboard: str = ""
+    processes: list[subprocess.Popen] = field(default_factory=list)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        patience = {"RAY_raylet_start_wait_time_s": "180", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
+        return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN, **patience}
+
+    def start(self) -> None:
+        port, dashboard, client = free_ports(3)
+        self.address, self.dashboard = f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard}"
+        head = ["--head", f"--port={port}", f"--dashboard-port={dashboard}", f"--ray-client-server-port={client}"]
+        self._node(*head, "--dashboard-host=127.0.0.1")
+        until(self._up, 120, (self.folder / "nodes.txt").read_text())
+        for _ in range(2):
+            self._node(f"--address={self.address}")
+
+    def _node(self, *options: str) -> None:
+        agent, grpc, environment, metrics = free_ports(4)
+        ports = [f"--dashboard-agent-listen-port={agent}", f"--dashboard-agent-grpc-port={grpc}"]
+        ports += [f"--runtime-env-agent-port={environment}", f"--metrics-export-port={metrics}"]
+        ports += [f"--temp-dir={self.folder}/{len(self.processes)}"]  # each removes what it does not need itself
+        ray = Path(sys.executable).with_name("ray")
+        with (self.folder / "nodes.txt").open("a") as said:
+            self.processes.append(
+                subprocess.Popen(
+                    [ray, "start", *options, *ports, "--num-cpus=1", "--node-ip-address=127.0.0.1", "--block"],
+                    env={**os.environ, **self.environment, "PATH": f"{ray.parent}:{os.environ['PATH']}"},
+                    stdout=said,
+                    stderr=said,
+                    start_new_session=True,
+                )
+            )
+
+    def _up(self) -> bool:
+        code, said = call("job", "list", "--address", self.dashboard, cwd=self.folder, **self.environment)
+        return code == 0 and "state" in said
+
+    def stop(self) -> None:
+        for process in self.processes:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait(30)
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
+    folder = Path("/tmp") / f"raysim-{os.getpid()}"  # Ray's sockets want a short path
+    folder.mkdir()
+    made = Nodes(folder)
+    try:
+        made.start()
+        yield made
+    finally:
+        made.stop()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    made = Server(tmp_path_factory.mktemp("server"))
+    made.start()
+    try:
+        made.wait()
+        yield made
+    finally:
+        made.stop()
+
+
+def config(uri: str, **more: Any) -> dict[str, Any]:
+    return {
+        "rounds": 4,
+        "data": "digits",
+        "partition": {"name": "dirichlet", "clients": 12, "alpha": 0.5, "min_samples": 2},
+        "model": {"name": "mlp", "hidden": [8]},
+        "local": {"steps": 2, "batch": 8, "lr": 0.05},
+        "schedule": {"cohort": 6},
+        "resources": {"executor": "ray", "actors": 3, "cpus": 1, "timeout": 120},
+        "checkpoint": {"every": 0},
+        "tracking": {"uri": uri, "experiment": "cluster"},
+        **more,
+    }
+
+
+def written(folder: Path, **what: Any) -> Path:
+    (folder / "mine.yaml").write_text(yaml.safe_dump(config(**what)))
+    (folder / "mymethod.py").write_text(METHOD)
+    return folder
+
+
+def test_a_run_on_three_nodes_is_that_of_one_process(nodes, server, tmp_path):
+    written(tmp_path, uri=server.uri, algorithm={"name": "gradma", "memory": 6})
+    whole = raysim.run(config(server.uri, algorithm={"name": "gradma", "memory": 6}), {
+        "resources": {"executor": "inline"}, "run_dir": str(tmp_path / "whole")
+    })  # fmt: skip
+    place = {**nodes.environment, "RAY_ADDRESS": nodes.address}
+    code, said = call("run", "mine.yaml", "run_dir=run", cwd=tmp_path, **place)
+    assert code == 0, said
+    (run,) = (r for r in runs_in(server.uri) if r.data.tags["run_dir"] == str(tmp_path / "run"))
+    assert run.data.tags["digest"] == whole.digest
+
+
+def runs_in(uri: str) -> list[Any]:
+    client = client_of(uri)
+    return client.search_runs([client.get_experiment_by_name("cluster").experiment_id])
+
+
+def test_a_job_with_a_method_of_ones_own(nodes, server, tmp_path):
+    """It is packed and sent off, what it says comes back, and MLflow has all of it."""
+    written(tmp_path, uri=server.uri, algorithm="./mymethod.py:lazy")
+    whole = raysim.run(
+        {**config(server.uri, algorithm=f"{tmp_path}/mymethod.py:lazy"), "resources": {"executor": "inline"}},
+        run_dir=str(tmp_path / "whole"),
+    )
+    code, said = call(
+        *("submit", "--wait", "--address", nodes.dashboard, "--working-dir", tmp_path, "--"),
+        *("run", "mine.yaml", "name=a job"),
+        cwd=nodes.folder,
+        **nodes.environment,
+    )
+    assert code == 0 and "round 4/4" in said and "run directory" in said, said
+    (run,) = (r for r in runs_in(server.uri) if r.info.run_name == "a job")
+    assert run.info.status == "FINISHED" and run.data.tags["digest"] == whole.digest
+    assert steps_of(server.uri, run.info.run_id)["accuracy"] == [0, 1, 2, 3, 4]
+    number = re.search(r"job (\S+)", said)[1]  # type: ignore[index]
+    code, said = call("job", "list", "--address", nodes.dashboard, cwd=tmp_path, **nodes.environment)
+    assert code == 0 and re.search(rf"{number}\s+succeeded\s+run mine.yaml", said)
+
+
+def test_a_job_that_fails_says_why_and_its_exit_code_comes_back(nodes, server, tmp_path):
+    written(tmp_path, uri=server.uri, algorithm="fedavg")
+    submit = ("submit", "--wait", "--address", nodes.dashboard, "--")
+    code, said = call(*submit, "run", "mine.yaml", "local.lr=1e30", cwd=tmp_path, **nodes.environment)
+    assert code == 1 and "failed in round 0: non-finite" in said and "has failed" in said, said
+    code, said = call(
+        *submit, "run", "mine.yaml", "data.root=/nowhere", "data=mnist", cwd=tmp_path, **nodes.environment
+    )
+    assert code == 2 and "/nowhere" in said, said
+
+
+def test_a_job_that_is_stopped_keeps_what_is_done(nodes, server, tmp_path):
+    run = tmp_path / "run"
+    written(tmp_path, uri=server.uri, algorithm="fedavg", rounds=100_000, checkpoint={"every": 1_000_000})
+    place = ("--address", nodes.dashboard)
+    code, said = call("submit", *place, "--", "run", "mine.yaml", f"run_dir={run}", cwd=tmp_path, **nodes.environment)
+    assert code == 0, said
+    number = re.search(r"job (\S+)", said)[1]  # type: ignore[index]
+    until(lambda: b'"step": 3,' in spool(run), 120, "no round is done")
+    code, said = call("job", "stop", number, *place, cwd=tmp_path, **nodes.environment)
+    assert code == 0, said
+    code, said = call("job", "logs", number, *place, cwd=tmp_path, **nodes.environment)
+    assert code != 0 and "what was done is kept" in said and "has stopped" in said, said
+    done = int(re.findall(r"goes on from round (\d+)", said)[0])
+    assert resume(run, {"rounds": done + 1, "resources.executor": "inline"}).rounds == done + 1 > 3
+
+
+def spool(run: Path) -> bytes:
+    path = run / "spool.jsonl"
+    return path.read_bytes() if path.exists() else b""
+
+
+def test_who_may_not_or_asks_for_nothing(nodes, tmp_path):
+    wrong = {**nodes.environment, "RAY_AUTH_TOKEN": "9" * 40}
+    code, said = call("job", "list", "--address", nodes.dashboard, cwd=tmp_path, **wrong)
+    assert code == 2 and "token" in said.splitlines()[-1] and "Traceback" not in said, said
+    for command in ("logs", "stop"):
+        code, said = call("job", command, "nosuch", "--address", nodes.dashboard, cwd=tmp_path, **nodes.environment)
+        assert code == 2 and said.splitlines()[-1].startswith("error: there is no job 'nosuch'"), said
+
+
+def test_what_a_job_needs_is_packed_along(monkeypatch, tmp_path):
+    sent = []
+
+    class Client(JobSubmissionClient):
+        def __init__(self, address: str):
+            pass
+
+        def submit_job(self, *, entrypoint: str, runtime_env: dict[str, Any], **_: Any) -> str:
+            sent.append((entrypoint, RuntimeEnv(**runtime_env).to_dict()))
+            return "1"
+
+        def get_job_info(self, job_id: str) -> JobDetails:
+            return JobDetails(submission_id=job_id, type=JobType.SUBMISSION, status=JobStatus.PENDING, entrypoint="")
+
+    monkeypatch.setattr("ray.job_submission.JobSubmissionClient", Client)
+    needed = tmp_path / "requirements.txt"
+    with pytest.raises(ConfigError, match="--requirements: there is no file"):
+        checked(["run", "quickstart"], tmp_path, needed)
+    needed.write_text("einops==0.8\n")
+    Cluster("http://head:8265").submit(["run", "mine.yaml"], tmp_path, needed)
+    Cluster("http://head:8265").submit(["run", "mine.yaml"], tmp_path)
+    (entrypoint, environment), (_, bare) = sent
+    assert entrypoint.endswith("run mine.yaml") and environment["working_dir"] == str(tmp_path)
+    assert environment["pip"]["packages"] == ["einops==0.8"] and "pip" not in bare
+    assert versions.EXPECTED in environment["env_vars"]
+
+
+OLDER = """
+import ray, raysim
+from raysim.cli import main
+
+{}
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("older", "more", "said"),
+    [
+        ("raysim.__version__ = '0.0.1'", {}, "it has raysim .*, here is 0.0.1; install the same on both"),
+        ("ray.__version__ = '0.0.1'", {}, "Ray: .* Ray: 0.0.1 .*; install the same on both"),
+        ("", {"RAY_AUTH_TOKEN": "9" * 40}, "RAY_AUTH_MODE=token and its ~/.ray/auth_token"),
+        ("", {"RAY_ADDRESS": "127.0.0.1:1"}, "is it running"),
+    ],
+    ids=["raysim", "ray", "token", "address"],
+)
+def test_a_run_that_cannot_join_says_why(nodes, tmp_path, older, more, said):
+    written(tmp_path, uri=f"sqlite:///{tmp_path}/mlflow.db", algorithm="fedavg")
+    ran = subprocess.run(
+        [sys.executable, "-c", OLDER.format(older), "run", "mine.yaml", "run_dir=run"],
+        cwd=tmp_path, env={**os.environ, **nodes.environment, "RAY_ADDRESS": nodes.address, **more},
+        capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    errors = [line for line in ran.stderr.splitlines() if line.startswith("error: ")]
+    assert ran.returncode == 2 and len(errors) == 1 and re.search(said, errors[0]), ran.stderr
+    assert "Traceback" not in ran.stderr and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", ["raysim", "ray", "python"])
+def test_a_job_that_others_sent_off_is_refused(monkeypatch, name):
+    monkeypatch.setenv(versions.EXPECTED, json.dumps(versions.here()))
+    versions.check()
+    monkeypatch.setenv(versions.EXPECTED, json.dumps({**versions.here(), name: "0.0.1"}))
+    with pytest.raises(ConfigError, match=f"sent off by {name} 0.0.1, .*install the same on both"):
+        versions.check()
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("rnu mine.yaml", "did you mean 'run'"),
+        ("run", "wants a configuration"),
+        ("run mine.yaml tracking.uri=sqlite:///mlflow.db", "tracking.uri: .*would be lost"),
+        ("run nosuch.yaml", "nosuch"),
+        ("run mine.yaml roudns=3", "did you mean 'rounds'"),
+        ("run mine.yaml algorithm=/tmp/x.py:Y", "/tmp/x.py"),
+        ("run ../outside.yaml", "outside of --working-dir"),
+        ("run mine.yaml seed=0..4", "seed: .*integer"),
+        ("sweep mine.yaml seed=4..0", "write 0..4"),
+        ("sweep mine.yaml algorithm=fedavg,/tmp/x.py:Y", "/tmp/x.py"),
+        ("sweep mine.yaml local.lr=uniform(0.1,1)", "sweep.samples"),
+    ],
+)
+def test_what_cannot_work_as_a_job_is_refused_here(tmp_path, command, said):
+    (tmp_path / "in").mkdir()
+    written(tmp_path / "in", uri="http://tracking:5000", algorithm="fedavg")
+    (tmp_path / "outside.yaml").write_text((tmp_path / "in" / "mine.yaml").read_text())
+    with pytest.raises(ConfigError, match=said):
+        checked(command.split(), tmp_path / "in")
+    assert checked(["run", str(tmp_path / "in" / "mine.yaml"), "rounds=3"], tmp_path / "in") == [
+        "run",
+        "mine.yaml",
+        "rounds=3",
+    ]
+    assert checked(["run", "quickstart", "tracking.uri=http://x:5000"], tmp_path / "in")[1] == "quickstart"
+    several = ["sweep", "mine.yaml", "local.lr=uniform(0.1,1)", "sweep.samples=3", "seed=0..4"]
+    assert checked(several, tmp_path / "in") == several

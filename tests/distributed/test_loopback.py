@@ -1,0 +1,68 @@
+"""What must hold of a Ray that a run starts on this machine: it listens on 127.0.0.1, and its token is its owner's."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+from raysim.distributed import loopback
+
+LISTENING = """
+    import sys
+    from pathlib import Path
+    from raysim import loopback, nodes
+
+    def listening(pids):
+        '''The local addresses, in hexadecimal, of the sockets on which these processes listen.'''
+        links = [link for pid in pids for link in Path(f"/proc/{pid}/fd").iterdir()]
+        held = {target[8:-1] for link in links if (target := read(link)).startswith("socket:")}
+        rows = [line.split() for kind in ("tcp", "tcp6") for line in Path(f"/proc/net/{kind}").open()]
+        return {row[1].partition(":")[0] for row in rows if row[3] == "0A" and row[9] in held}
+
+    def read(link):
+        try:
+            return str(link.readlink())
+        except OSError:
+            return ""
+
+    def family(pid):
+        tasks = Path(f"/proc/{pid}/task").iterdir()
+        below = [int(child) for task in tasks for child in (task / "children").read_text().split()]
+        return [pid, *(one for child in below for one in family(child))]
+
+    nodes.connect(None, 1, print)
+    import os, ray
+    ray.get(ray.remote(lambda: 0).remote())
+    print(*listening(family(os.getpid())), loopback.reached_from_outside(), loopback.asks_for_token())
+    ray.shutdown()
+"""
+
+
+def test_a_local_ray_listens_on_loopback_and_its_token_is_private(tmp_path: Path) -> None:
+    environment = {k: v for k, v in os.environ.items() if k not in ("RAY_ADDRESS", "RAY_AUTH_MODE")}
+    ran = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(LISTENING)],
+        env={**environment, "HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert ran.returncode == 0, ran.stderr
+    *addresses, outside, token = ran.stdout.split()
+    assert addresses and {*addresses} <= {"0100007F", "0000000000000000FFFF00000100007F"}
+    assert (outside, token) == ("False", "True")
+    assert (tmp_path / ".ray" / "auth_token").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_token_that_others_can_read_is_seen_and_closed(tmp_path, monkeypatch):
+    token = tmp_path / "token"
+    token.write_text("x")
+    token.chmod(0o644)
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
+    assert loopback.token_is_open()
+    with loopback.private_token():
+        pass
+    assert not loopback.token_is_open() and token.stat().st_mode & 0o777 == 0o600

@@ -1,0 +1,456 @@
+"""What a configuration names by path is part of the run: edited, it is another run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from raysim.config import references
+from raysim.engine.plan import prepare
+from raysim.errors import ConfigError
+from raysim.runs import run as experiment
+from raysim.sweep.definition import prepare as prepare_sweep
+
+RULE = """
+from dataclasses import dataclass
+
+from helper import SHARE
+from raysim.rules import ClientRule
+
+
+@dataclass(frozen=True)
+class Mine(ClientRule):
+    table: str = ""
+
+    def direction(self, shared, state, batch, task):
+        from parts.late import more
+
+        return SHARE * more() * task.grad(state["w"], batch)
+"""
+NET = """
+from pathlib import Path
+
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self, shape, classes, weights: str):
+        super().__init__()
+        self.body = nn.Sequential(nn.Flatten(), nn.Linear(64, classes))
+        self.body[1].bias.data.fill_(float(Path(weights).read_text()))
+
+    def forward(self, x):
+        return self.body(x)
+"""
+FILES = {
+    "m.py": RULE,
+    "helper.py": "SHARE = 0.5",
+    "parts/__init__.py": "",
+    "parts/late.py": "from . import deep\n\ndef more():\n    return deep.MORE",
+    "parts/deep.py": "MORE = 1.0",
+    "parts/unused.py": "",
+    "net.py": NET,
+    "bias.txt": "0.25",
+    "parts.json": json.dumps([list(range(k, 1400, 20)) for k in range(20)]),
+    "times.csv": "client,seconds_per_sample,down,up\n" + "\n".join(f"{i},0.1,0.1,0.1" for i in range(20)),
+}
+
+
+@pytest.fixture
+def files(here: Path) -> Path:
+    """A folder of a user's files, which is the current one."""
+    for name, text in FILES.items():
+        (here / name).parent.mkdir(exist_ok=True)
+        (here / name).write_text(text)
+    return here
+
+
+@pytest.fixture
+def small(base: dict[str, Any]) -> dict[str, Any]:
+    return {**base, "rounds": 2, "algorithm": "./m.py:Mine", "local": {"steps": 1}, "schedule": {"cohort": 2}}
+
+
+EVERYTHING = {
+    "model": {"name": "./net.py:Net", "weights": "bias.txt"},
+    "partition": {"name": "file", "path": "parts.json"},
+    "schedule.speeds": {"name": "trace", "path": "times.csv"},
+}
+EDITS = [
+    ("m.py", RULE + "\n# a comment", "algorithm.name: m.py"),
+    ("helper.py", "SHARE = 0.25", "algorithm.name: helper.py"),
+    ("parts/deep.py", "MORE = 2.0", "algorithm.name: parts/deep.py"),
+    ("parts/late.py", "def more():\n    return 1.0", "algorithm.name: parts/late.py"),
+    ("net.py", NET + "\n# a comment", "model.name: net.py"),
+    ("bias.txt", "0.5", "model.weights: bias.txt"),
+    ("parts.json", json.dumps([list(range(k, 1401, 20)) for k in range(20)]), "partition.path: parts.json"),
+    ("times.csv", FILES["times.csv"].replace("5,0.1", "5,0.2"), "schedule.speeds.path: "),
+]
+
+
+@pytest.fixture
+def stopped(files: Path, small: dict[str, Any]) -> tuple[Path, str]:
+    """A run of everything after one of its two rounds, and its fingerprint."""
+    done = experiment.run(small, {**EVERYTHING, "rounds": 1})
+    return done.run_dir, prepare(small, EVERYTHING).config.fingerprint
+
+
+def test_each_file_is_part_of_the_identity_and_resume_names_it(stopped, files, small):
+    run_dir, before = stopped
+    assert prepare(small, EVERYTHING).config.fingerprint == before
+    for name, edited, said in EDITS:
+        (files / name).write_text(edited)
+        assert prepare(small, EVERYTHING).config.fingerprint != before, name
+        with pytest.raises(ConfigError, match=rf"^{said}\S* has changed since this run began; put the old one back"):
+            experiment.resume(run_dir, {"rounds": 2})
+        (files / name).write_text(FILES[name])
+    (files / "parts" / "unused.py").write_text("# nobody imports it")
+    assert experiment.resume(run_dir, {"rounds": 2}).rounds == 2
+    assert prepare(small, EVERYTHING).config.fingerprint == before
+
+
+def test_the_contents_are_sums_of_the_files(files, small):
+    found = prepare(small, EVERYTHING).config.files or {}
+    names = {
+        "algorithm": ["m.py", "helper.py", "parts/__init__.py", "parts/deep.py", "parts/late.py"],
+        "model": ["net.py"],
+        "model.weights": ["bias.txt"],
+        "partition.path": ["parts.json"],
+        "schedule.speeds.path": [str(files / "times.csv")],
+    }
+    names["client"] = names["algorithm"]
+    sums = {key: {n: hashlib.sha256((files / n).read_bytes()).hexdigest() for n in ns} for key, ns in names.items()}
+    assert found == sums
+
+
+IDENTITIES = {
+    "fedavg": "48c9d20e5c2f1b7f95dda607540ff4bdc105a249d1fbcc211ccb728323cf0342",
+    "gradma": "db74dfae87e0c63878f0b0c48c37c09c82c1996e7b637e4a31002be919a83e12",
+}
+"""Of runs of quickstart that were made before contents were part of an identity: their folders bear these."""
+
+
+def test_what_names_no_file_has_the_identity_it_had():
+    given = {"resources.executor": "inline"}
+    found = {
+        "fedavg": prepare("quickstart", given).config,
+        "gradma": prepare("quickstart", {**given, "algorithm": "gradma", "algorithm.memory": 10}).config,
+    }
+    assert {name: config.fingerprint for name, config in found.items()} == IDENTITIES
+    assert all(config.files is None for config in found.values())
+
+
+def test_a_rule_from_a_module_beside_the_file_is_found_again(files, small):
+    """An Algorithm in one file, of a rule in another."""
+    rule = RULE.replace("from helper import SHARE", "SHARE = 1")
+    (files / "own_rules.py").write_text(rule)
+    pair = "from own_rules import Mine\nfrom raysim.algorithms.fedavg import FedAvgServer\n"
+    pair += "from raysim.rules import Algorithm\npair = Algorithm('pair', Mine, FedAvgServer, 'nobody 2024')\n"
+    (files / "pair.py").write_text(pair)
+    first = prepare(small, {"algorithm": "./pair.py:pair"})
+    assert first.config.client and first.config.client.name == "./own_rules.py:Mine"
+    again = prepare(first.config.model_dump(mode="json"))
+    assert again.config == first.config and type(again.client).__name__ == "Mine"
+
+
+def test_a_sweep_trains_again_when_its_rule_was_edited(files, small):
+    small |= {"tracking": {**small["tracking"], "experiment": "edited"}}
+    small.pop("run_dir")
+    folders = []
+    for text in (RULE, RULE.replace("SHARE *", "2 * SHARE *"), RULE):
+        (files / "m.py").write_text(text)
+        trials = prepare_sweep(small, ["seed=0..1"]).trials
+        folders.append([trial.folder for trial in trials])
+    assert folders[0] == folders[2] and not set(folders[0]) & set(folders[1])
+
+
+def test_a_trial_of_a_rule_that_is_edited_meanwhile_fails(files, small):
+    from raysim.engine.plan import resolve
+
+    prepared = prepare(small).config.model_dump(mode="json")
+    resolve(prepared)
+    (files / "helper.py").write_text("SHARE = 1")
+    with pytest.raises(ConfigError, match=r"helper\.py has changed"):
+        resolve(prepared)
+
+
+def test_what_is_recorded_is_what_was_loaded(files, small):
+    """The rule is edited while the data are read."""
+    from raysim import data
+    from raysim.engine.plan import read, resolve
+
+    def load(wanted):
+        (files / "helper.py").write_text("SHARE = 1")
+        return data.load(wanted)
+
+    plan = resolve(read(small), load)
+    assert plan.code[0].modules["helper"].text == plan.sources["client"]["helper.py"] == b"SHARE = 0.5"
+    assert (plan.config.files or {})["client"]["helper.py"] == hashlib.sha256(b"SHARE = 0.5").hexdigest()
+
+
+def test_the_source_is_kept(stopped, files):
+    kept = stopped[0] / "source"
+    found = {str(p.relative_to(kept)): p.read_text() for p in kept.rglob("*") if p.is_file()}
+    rule = ("m.py", "helper.py", "parts/__init__.py", "parts/late.py", "parts/deep.py")
+    assert found == {**{f"algorithm/{name}": FILES[name] for name in rule}, "model/net.py": NET}
+    assert '"folder": "source"' in (stopped[0] / "spool.jsonl").read_text()
+
+
+def test_a_fork_may_have_the_edited_rule(stopped, files):
+    (files / "helper.py").write_text("SHARE = 0.25")
+    plan, _, _, origin = experiment.forked(stopped[0], {"rounds": 2})
+    assert plan.config.rounds == 2 and "files.algorithm" in origin.changes
+    (files / "net.py").write_text(NET + "\n# a comment")
+    with pytest.raises(ConfigError, match=r"^model: a fork keeps its run's data, partition and model"):
+        experiment.forked(stopped[0], {"rounds": 2})
+
+
+def test_a_configuration_with_contents_may_be_given_another_method(stopped):
+    """The contents that a config.yaml holds speak of the files that it names, and of no others."""
+    assert prepare(stopped[0] / "config.yaml", {"algorithm": "fedavg", "run_dir": None}).client.name == "fedavg"
+
+
+def test_images_are_known_by_what_was_decoded(here, base):
+    rng = np.random.default_rng(0)
+    for half, count in (("train", 6), ("test", 2)):
+        for label in "ab":
+            (here / "images" / half / label).mkdir(parents=True)
+            for i in range(count):
+                pixels = rng.integers(0, 255, (8, 8), dtype=np.uint8)
+                Image.fromarray(pixels).save(here / "images" / half / label / f"{i}.png")
+    config = {**base, "data": {"name": "folder", "path": "images"}, "rounds": 1, "algorithm": "fedavg"}
+    config |= {"partition": {"clients": 2}, "schedule": {"cohort": 2}}
+    plan = prepare(config)
+    assert plan.config.files == {"data.path": {"images": plan.dataset.digest}}
+    Image.fromarray(np.zeros((8, 8), np.uint8)).save(here / "images" / "train" / "a" / "0.png")
+    assert prepare(config).config.fingerprint != plan.config.fingerprint
+    with pytest.raises(ConfigError, match=r"data\.path: images has changed since this run began"):
+        prepare(plan.config.model_dump(mode="json"))
+
+
+def test_weights_that_are_a_folder(files, small):
+    (files / "w" / "deep").mkdir(parents=True)
+    (files / "w" / "deep" / "a.bin").write_bytes(b"1")
+    first = prepare(small, {"algorithm.table": "w"}).config
+    assert set(first.files or {}) == {"algorithm", "client", "client.table"}
+    (files / "w" / "deep" / "a.bin").write_bytes(b"2")
+    assert prepare(small, {"algorithm.table": "w"}).config.fingerprint != first.fingerprint
+
+
+WRITER = """
+from dataclasses import dataclass
+from raysim.rules import ClientRule
+
+@dataclass(frozen=True)
+class Writer(ClientRule):
+    log: str = ""
+
+    def direction(self, shared, state, batch, task):
+        with open(self.log, "a") as log:
+            print(int(task.t), file=log)
+        return task.grad(state["w"], batch)
+"""
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_file_that_was_empty_may_be_written_to(gone, files, small):
+    """It goes on, whatever the file holds by now, and is the run that it was."""
+    (files / "writer.py").write_text(WRITER)
+    log = files / "log.txt"
+    log.touch()
+    rule = {"algorithm": None, "client": {"name": "./writer.py:Writer", "log": "log.txt"}, "server": "fedavg"}
+    done = experiment.run(small, {**rule, "rounds": 1})
+    assert log.read_text()
+    if gone:
+        log.unlink()
+    assert experiment.resume(done.run_dir, {"rounds": 2}).rounds == 2
+
+
+def test_a_file_that_is_gone_is_named(stopped, files):
+    (files / "bias.txt").unlink()
+    with pytest.raises(ConfigError, match=r"bias\.txt"):
+        experiment.resume(stopped[0], {"rounds": 2})
+
+
+def test_paths_inside_lists_and_mappings_count(files, small):
+    (files / "v.bin").write_bytes(b"1")
+    (files / "parts_net.py").write_text(NET.replace("weights: str", "weights: str, extra=None"))
+    given = {"model": {"name": "./parts_net.py:Net", "weights": "bias.txt", "extra": {"parts": ["v.bin"], "k": 3}}}
+    first = prepare(small, given).config
+    assert "model.extra.parts.0" in (first.files or {})
+    (files / "v.bin").write_bytes(b"2")
+    assert prepare(small, given).config.fingerprint != first.fingerprint
+
+
+# -- modules that Python finds -----------------------------------------------------------------------------------------
+
+
+def test_a_package_counts_by_its_files_and_its_version(here, small, monkeypatch):
+    package, facts = here / "site" / "counted", here / "site" / "counted_dist-1.5.dist-info"
+    package.mkdir(parents=True)
+    facts.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "base.py").write_text("SHARE = 0.5")
+    (package / "rules.py").write_text(
+        RULE.replace("from helper", "from counted.base")
+        .replace("parts.late import more", "counted import base")
+        .replace("* more()", "* base.SHARE")
+    )
+    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: counted-dist\nVersion: 1.5\n")
+    (facts / "RECORD").write_text("counted/__init__.py,,\n")
+    monkeypatch.syspath_prepend(str(here / "site"))
+    config = prepare(small, {"algorithm": "counted.rules:Mine"}).config
+    found = (config.files or {})["client"]
+    assert list(found) == ["counted/rules.py", "counted/__init__.py", "counted/base.py", "counted-dist"]
+    assert found["counted-dist"] == "1.5"
+    (package / "base.py").write_text("SHARE = 0.75")
+    with pytest.raises(ConfigError, match=r"algorithm\.name: counted/base\.py has changed"):
+        prepare(config.model_dump(mode="json"))
+    (package / "base.py").write_text("SHARE = 0.5")
+    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: counted-dist\nVersion: 1.6\n")
+    with pytest.raises(ConfigError, match=r"algorithm\.name: counted-dist has changed .*; install 1\.5 of it"):
+        prepare(config.model_dump(mode="json"))
+    for name in [n for n in sys.modules if n.partition(".")[0] == "counted"]:
+        del sys.modules[name]
+
+
+# -- imports from a rule's own folder ----------------------------------------------------------------------------------
+
+
+def modules(folder: Path, **texts: str) -> set[str]:
+    for name, text in texts.items():
+        path = folder / f"{name.replace('__', '/')}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return set(references.read_code(str(folder / "m.py"), "key").files)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("import a", {"a.py"}),
+        ("import os, json, torch.nn\nimport raysim", set()),
+        ("import a.b", {"a.py"}),
+        ("from p import b", {"p/b.py"}),
+        ("from p.b import f", {"p/b.py"}),
+        ("from . import a", {"a.py"}),
+        ("def f():\n    if 0:\n        import a as z", {"a.py"}),
+        ("try:\n    import nowhere\nexcept ImportError:\n    import a", {"a.py"}),
+        ("import importlib\nimportlib.import_module('a')", {"a.py"}),
+        ("import importlib\nn = 'a'\nimportlib.import_module('.' + n, __package__)", {"a.py", "c.py"}),
+        ("import random", set()),
+    ],
+)
+def test_which_imports_count(tmp_path, text, found):
+    there = modules(tmp_path, m=text, a="import c", c="", p__b="", random="raise RuntimeError")
+    first = {"c.py"} if "a.py" in found else set()
+    assert there == {"m.py"} | found | first
+
+
+def test_each_folder_has_its_own_helper(tmp_path):
+    """Two rules, two modules of one name; and nothing else sees either."""
+    rule = "import helper\nfrom helper import X\ndef late():\n    import helper as h\n    return h.X"
+    for folder, value in (("one", 1), ("two", 2)):
+        modules(tmp_path / folder, m=rule, helper=f"X = {value}")
+        loaded = references.load_object(f"{tmp_path / folder}/m.py:late", "key")
+        assert loaded() == value and loaded.__globals__["helper"].X == loaded.__globals__["X"] == value
+    assert "helper" not in sys.modules and str(tmp_path / "one") not in sys.path
+
+
+def test_a_file_in_a_package_may_name_the_package(tmp_path):
+    texts = {
+        "pack____init__": "",
+        "pack__m": "from pack.base import X\nfrom .base import X as Y",
+        "pack__base": "X = 3",
+    }
+    for name, text in texts.items():
+        path = tmp_path / f"{name.replace('__', '/', 1)}.py"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    assert references.load_object(f"{tmp_path}/pack/m.py:X", "key") == 3
+    assert set(references.read_code(f"{tmp_path}/pack/m.py", "key").files) == {"m.py", "base.py", "__init__.py"}
+
+
+def test_an_edited_file_is_loaded_anew_and_a_mistake_has_its_line(tmp_path):
+    for value in (1, 2):
+        modules(tmp_path, m="from helper import X", helper=f"X = {value}")
+        assert references.load_object(f"{tmp_path}/m.py:X", "key") == value
+    modules(tmp_path, m="import helper", helper="\n\nnone.such = 1")
+    with pytest.raises(ConfigError, match=r"^key: \S*m\.py fails on import: NameError: name 'none'"):
+        references.load_object(f"{tmp_path}/m.py:X", "key")
+
+
+# -- on actors ---------------------------------------------------------------------------------------------------------
+
+CACHING = """
+import functools
+import random
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+import scale
+from raysim.rules import ClientRule
+
+HALF = torch.tensor(0.5)
+same = lambda x: 1.0 * x
+
+
+@functools.lru_cache(maxsize=None)
+def factor(n):
+    return scale.double(n) / 2
+
+
+@dataclass(frozen=True)
+class Caching(ClientRule):
+    seen: ClassVar[dict] = {}
+
+    @classmethod
+    @functools.cache
+    def once(cls):
+        return factor(2)
+
+    def direction(self, shared, state, batch, task):
+        import late
+
+        known = self.seen.setdefault("one", late.ONE)
+        return HALF * factor(1) * self.once() * known * same(task.grad(state["w"], batch))
+"""
+
+
+def test_a_rule_with_caches_runs_on_actors_without_its_folder(here, base, small):
+    """lru_cache, a class's cache, a tensor and a lambda; modules beside it, imported at the top and late. The files
+    are gone once the run is prepared, as they are on another node."""
+    texts = {
+        "m": CACHING,
+        "scale": "import functools\n\ndouble = functools.lru_cache(lambda n: 2 * n)",
+        "late": "ONE = 1",
+    }
+    for name, text in texts.items():
+        (here / f"{name}.py").write_text(text)
+    config = {**small, "algorithm": f"{here}/m.py:Caching", "partition": {"clients": 10}}
+    inline = experiment.run(config)
+    ray = prepare(config, {"resources.executor": "ray", "resources.actors": 2, "run_dir": f"{small['run_dir']}-ray"})
+    for name in texts:
+        (here / f"{name}.py").unlink()
+    assert experiment.execute(ray).digest == inline.digest
+
+
+def test_a_plan_is_unpickled_by_a_process_that_has_no_file(files, small):
+    plan = prepare(small, EVERYTHING)
+    (files / "plan.pickle").write_bytes(pickle.dumps(plan))
+    for name in FILES:
+        (files / name).unlink()
+    script = "import pickle; plan = pickle.load(open('plan.pickle', 'rb')); print(type(plan.client), type(plan.net))"
+    done = subprocess.run([sys.executable, "-c", script], cwd=files, capture_output=True, text=True)
+    assert "m.Mine" in done.stdout and "net.Net" in done.stdout, done.stderr

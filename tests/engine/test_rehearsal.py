@@ -1,0 +1,326 @@
+"""What must hold of the rehearsal before a run: a client rule that breaks its contract, or that gives another result
+under vmap than alone, is refused by name, key and size of the difference; a right one never is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from rules.test_battery import NETS, SIZES
+
+from raysim.engine import rehearsal
+from raysim.engine.plan import Plan, prepare
+from raysim.engine.rehearsal import Rehearsal, batch_sizes, compared
+from raysim.errors import ConfigError
+from raysim.rules.contract import CLIENTS, SERVERS, discover, refuse_pair
+from raysim.training.task import Batch
+
+discover()
+
+RULES = """
+import time
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional as F
+
+from raysim.rules import ClientRule, ServerRule
+
+
+def cross_entropy(net, batch):
+    return F.cross_entropy(net.logits, batch.y, reduction="none")
+
+
+class Plain(ClientRule):
+    loss = staticmethod(cross_entropy)
+
+    def direction(self, shared, state, batch, task):
+        return task.grad(state["w"], batch, self.loss)
+
+
+@dataclass(frozen=True)
+class StartsElsewhere(ClientRule):
+    def init(self, shared, row, data, task):
+        return {"w": 0.5 * shared["x"]}
+
+
+@dataclass(frozen=True)
+class Slow(Plain):
+    def init(self, shared, row, data, task):
+        time.sleep(3)
+        return {}
+
+
+@dataclass(frozen=True)
+class Length(Plain):
+    @staticmethod
+    def loss(net, batch):
+        return cross_entropy(net, batch) + 0.01 * (net.logits ** 2).sum(-1) * len(batch.y)
+
+
+@dataclass(frozen=True)
+class Shape(Plain):
+    @staticmethod
+    def loss(net, batch):
+        return cross_entropy(net, batch) * batch.x.shape[0]
+
+
+@dataclass(frozen=True)
+class Mean(Plain):
+    @staticmethod
+    def loss(net, batch):
+        return cross_entropy(net, batch) + 0.1 * (net.logits.mean(0) ** 2).sum()
+
+
+@dataclass(frozen=True)
+class Scalar(Plain):
+    @staticmethod
+    def loss(net, batch):
+        return F.cross_entropy(net.logits, batch.y)
+
+
+@dataclass(frozen=True)
+class Counts(ClientRule):
+    def state(self, task):
+        return {"count": torch.zeros(())}
+
+    def init(self, shared, row, data, task):
+        return {"count": row["count"]}
+
+    def step(self, shared, state, batch, task):
+        return {**super().step(shared, state, batch, task), "count": state["count"] + len(batch.y)}
+
+    def finish(self, shared, state, row, data, task):
+        return super().finish(shared, state, row, data, task)[0], {"count": state["count"]}
+
+
+@dataclass(frozen=True)
+class Branches(ClientRule):
+    def direction(self, shared, state, batch, task):
+        g = task.grad(state["w"], batch)
+        return g / 2 if g.norm() > 1 else g
+
+
+@dataclass(frozen=True)
+class Right(Plain):
+    @staticmethod
+    def loss(net, batch):
+        spread = (batch.mean(net.logits) ** 2).sum()
+        return cross_entropy(net, batch) + 0.1 * spread + 0.01 * batch.size * (net.logits ** 2).sum(-1)
+
+
+@dataclass(frozen=True)
+class Signs(ClientRule):
+    def direction(self, shared, state, batch, task):
+        return torch.sign(task.grad(state["w"], batch))
+
+
+@dataclass(frozen=True)
+class Single(ClientRule):
+    def state(self, task):
+        return {"v": torch.zeros(task.x0.numel())}
+
+    def init(self, shared, row, data, task):
+        return {"v": row["v"]}
+
+    def step(self, shared, state, batch, task):
+        v = (0.5 * state["v"] + task.grad(state["w"], batch)).float()
+        return {**state, "v": v, "w": task.descend(state["w"], v)}
+
+    def finish(self, shared, state, row, data, task):
+        return super().finish(shared, state, row, data, task)[0], {"v": state["v"]}
+
+
+@dataclass(frozen=True)
+class Picky(ClientRule):
+    def step(self, shared, state, batch, task):
+        raise ValueError("not today")
+
+
+@dataclass(frozen=True)
+class Sends(ClientRule):
+    what: str = "int"
+    sends = ("delta", "more")
+
+    def finish(self, shared, state, row, data, task):
+        report, row = super().finish(shared, state, row, data, task)
+        more = {
+            "int": torch.arange(3), "matrix": torch.zeros(2, 5), "scalar": torch.tensor(1.0), "number": 1.0,
+            "ragged": torch.zeros(data.n), "vector": torch.zeros(5),
+            "bool": torch.zeros(5, dtype=torch.bool), "half": torch.zeros(5).half(),
+        }
+        return {**report, "more": more[self.what]}, row
+
+
+@dataclass(frozen=True)
+class Takes(ServerRule):
+    mode: str = "mean"
+
+    @property
+    def uploads(self):
+        return {"delta": "mean", "more": self.mode}
+
+    def update(self, state, reports):
+        reports.mean("more")
+        return {"x": state["x"] - reports.mean("delta")}
+"""
+
+
+@pytest.fixture
+def given(base, ragged, source):
+    """given(rule, **sections): ragged clients under vmap, on a net with BatchNorm and dropout."""
+    path, net = source("rules", RULES), source("nets", NETS) + ":Net"
+
+    def make(rule: str, more: dict[str, Any] | None = None, **sections: Any) -> dict[str, Any]:
+        return {
+            **base, "rounds": 1, "model": {"name": net}, "partition": ragged(SIZES), "schedule": {"cohort": 5},
+            "client": {"name": f"{path}:{rule}", **(more or {})}, "server": "fedavg",
+            "local": {"steps": 2, "batch": 6, "lr": 0.05}, "block": {"mode": "vmap", "size": 3}, **sections,
+        }  # fmt: skip
+
+    return make
+
+
+# -- the contract
+
+
+@pytest.mark.parametrize("mode", ["loop", "vmap"])
+def test_an_init_that_returns_w_is_refused(mode, given):
+    with pytest.raises(ConfigError, match=r'client.name: init of client rule \'startselsewhere\' returns "w"'):
+        prepare(given("StartsElsewhere", block={"mode": mode}))
+
+
+@pytest.mark.parametrize("upload", ["mean", "sum", "each", "change"])
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("int", r"as int64 \[3\]; uploads are added up as floats: send \.to\(shared\[\"x\"\]\.dtype\)"),
+        ("bool", r"as bool \[5\]"),
+        ("matrix", r"as a tensor of shape \[2, 5\]; uploads are vectors: send \.reshape\(-1\)"),
+        ("scalar", r"as a tensor of shape \[\]"),
+        ("number", "as float; an upload is a vector"),
+        ("ragged", "with 3 and 5 numbers for two clients"),
+    ],
+)
+def test_an_upload_that_is_no_vector_of_floats_is_refused(what, said, upload, given, source):
+    server = {"name": source("rules", RULES) + ":Takes", "mode": upload}
+    with pytest.raises(ConfigError, match=f"client.name: finish of client rule 'sends' sends 'more' {said}"):
+        prepare(given("Sends", {"what": what}, server=server, block={"mode": "loop"}))
+
+
+@pytest.mark.parametrize("what", ["vector", "half"])
+def test_a_vector_of_another_length_or_float_type_is_an_upload(what, given, source, engine):
+    server = source("rules", RULES) + ":Takes"
+    run, _ = engine(given("Sends", {"what": what}, server=server))
+    assert torch.isfinite(run.final["state/x"]).all()
+
+
+def test_a_rule_that_hangs_is_the_runs_matter(given, monkeypatch, caplog):
+    monkeypatch.setattr(rehearsal, "LIMIT_S", 0.5)
+    prepare(given("Slow"))
+    assert "was not done with one step within 0.5 s" in caplog.text
+
+
+def test_a_rule_that_raises_is_the_runs_matter(given):
+    """It may raise for some clients only, which the run may drop."""
+    assert prepare(given("Picky")).client.name == "picky"
+
+
+# -- vmap beside the loop
+
+
+@pytest.mark.parametrize(
+    ("rule", "key"),
+    [
+        ("Length", "upload 'delta'"),
+        ("Shape", "upload 'delta'"),
+        ("Mean", "upload 'delta'"),
+        ("Scalar", "upload 'delta'"),
+        ("Counts", "kept 'count'"),
+    ],
+)
+def test_a_rule_that_counts_the_padding_is_refused_under_vmap(rule, key, given):
+    said = (
+        rf"client.name: client rule '{rule.lower()}' on model .* gives an? {key} under vmap that .* by \d.* of its norm"
+    )
+    with pytest.raises(ConfigError, match=said + r".*batch\.size .* batch\.mean\(values\).*block\.mode=loop"):
+        prepare(given(rule))
+    assert prepare(given(rule, block={"mode": "loop"})).mode == "loop"
+
+
+@pytest.mark.parametrize("local", [{"steps": 2, "batch": 6}, {"epochs": 1, "batch": "full"}, {"steps": 1, "batch": 2}])
+def test_padding_is_rehearsed_whatever_the_batch_size(local, given):
+    with pytest.raises(ConfigError, match="client rule 'length' on model"):
+        prepare(given("Length", local={**local, "lr": 0.05}))
+
+
+def test_without_padding_in_the_run_there_is_none_to_get_wrong(given, ragged):
+    """Clients of 6 or 12 examples and batches of 6 are never padded."""
+    assert prepare(given("Length", partition=ragged([6, 12, 0, 6, 12]), schedule={"cohort": 3})).mode == "vmap"
+
+
+def test_batch_sizes_of_a_run(given, ragged):
+    """With 20 examples and batches of 6: 6 and 2. A single one left over is no batch."""
+    sizes = {6: {6, 2, 1, 3, 5}, "full": {20, 1, 9, 14, 2, 7, 17}, 1: {1}}
+    for batch, expected in sizes.items():
+        plan = prepare(given("Right", local={"steps": 1, "batch": batch, "lr": 0.1}))
+        assert batch_sizes(plan.config, plan.clients) == expected
+
+
+def test_a_step_that_vmap_cannot_run_is_refused(given):
+    with pytest.raises(ConfigError, match=r"client rule 'branches' cannot run under vmap: .*block\.mode=loop"):
+        prepare(given("Branches"))
+    assert prepare(given("Branches", block={"mode": "loop"})).mode == "loop"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("rule", ["Right", "Signs", "Single"])
+def test_a_right_rule_passes(rule, dtype, given):
+    """One that takes means as it should; one that makes large differences of small ones; one that rounds."""
+    plan = prepare(given(rule, dtype=dtype))
+    assert plan.mode == "vmap" and compared(plan).startswith("the same")
+
+
+def test_a_rule_that_loops_is_compared_on_request(given):
+    said = compared(prepare(given("Length", block={"mode": "loop"})))
+    assert said.startswith("not the same, and this run trains in mode loop: client rule 'length' on model")
+
+
+def clients() -> list[tuple[str, str]]:
+    """Every shipped client rule with a server rule that can feed it."""
+    found = []
+    for client in sorted(CLIENTS):
+        for server in sorted(SERVERS, key=lambda name: (name != client, name)):
+            try:
+                refuse_pair(CLIENTS[client](), SERVERS[server]())
+            except ConfigError:
+                continue
+            found.append((client, server))
+            break
+    return found
+
+
+@pytest.mark.parametrize(("client", "server"), clients())
+def test_shipped_rules_pass(client, server, given):
+    for dtype in ("float32", "float64"):
+        plan: Plan = prepare({**given("Right", dtype=dtype), "client": client, "server": server})
+        assert Rehearsal(plan).broken_contract() is None
+        assert Rehearsal(plan).wrong_under_vmap() is None
+
+
+def test_a_private_rule_passes(given):
+    net = given("Right")["model"] | {"norm": False}
+    plan = prepare({**given("Right", model=net, privacy={"clip": 1.0, "sigma": 0.5}), "client": "fedprox"})
+    assert Rehearsal(plan).wrong_under_vmap() is None
+
+
+def test_means_and_sizes_leave_the_padding_out():
+    values = torch.arange(12.0).reshape(4, 3)
+    x, y = torch.zeros(4, 1, 2, 2), torch.zeros(4)
+    whole, padded = Batch(x, y), Batch(x, y, torch.tensor([1.0, 1.0, 1.0, 0.0]))
+    assert whole.size == 4 and int(padded.size) == 3
+    np.testing.assert_array_equal(whole.mean(values), values.numpy().mean(0))
+    np.testing.assert_array_equal(padded.mean(values), values.numpy()[:3].mean(0))
+    assert padded.mean(values[:, 0]) == 3.0 and padded.mean(values[:, :, None]).shape == (3, 1)

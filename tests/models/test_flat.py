@@ -1,0 +1,671 @@
+"""What must hold of a net as a flat vector: it computes what the user's own module computes in PyTorch, in train mode
+with batch statistics and the same dropout masks, in eval mode with running ones; one client alone or many side by
+side, padded or not. What cannot be simulated is refused by name."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from raysim.engine.plan import prepare
+from raysim.errors import ConfigError
+from raysim.models import zoo
+from raysim.models.flat import Bound, Model, UnfoldedConv2d
+from raysim.training.task import Batch, Facts, LoopTask, Net, VmapTask
+
+SHAPE, CLASSES = (3, 8, 8), 5
+
+
+class Zoo(nn.Module):
+    """Every module that is swapped: BatchNorm 1d, 2d, 3d (with and without gains, tracking or not, another momentum
+    and eps), dropout of elements and of channels, at several rates."""
+
+    def __init__(self, masks: Iterator[Tensor] | None = None):
+        super().__init__()
+        self.norm0 = nn.BatchNorm2d(3, affine=False, momentum=0.5)
+        self.conv = nn.Conv2d(3, 4, 3, padding=1)
+        self.norm1 = nn.BatchNorm2d(4, eps=1e-2)
+        self.drop1 = nn.Dropout2d(0.25)
+        self.norm3 = nn.BatchNorm3d(2)
+        self.linear = nn.Linear(64, 6)
+        self.norm2 = nn.BatchNorm1d(6, track_running_stats=False)
+        self.drop2 = nn.Dropout(0.5)
+        self.last = nn.Linear(6, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.max_pool2d(self.drop1(torch.relu(self.norm1(self.conv(self.norm0(x))))), 2)
+        x = self.norm3(x.reshape(-1, 2, 2, 4, 4)).flatten(1)
+        return self.last(self.drop2(torch.tanh(self.norm2(self.linear(x)))))
+
+
+class Given(nn.Module):
+    """Dropout by masks that were made elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mask = torch.ones(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.mask if self.training else x
+
+
+def plain(seed: int = 0) -> nn.Module:
+    """The user's own module, in float64, with no two gains alike."""
+    torch.manual_seed(seed)
+    net = Zoo().double()
+    for name, p in net.named_parameters():
+        if "norm" in name:
+            p.data += 0.3 * torch.randn_like(p)
+    return net
+
+
+def with_masks(net: nn.Module, *masks: Tensor) -> nn.Module:
+    """The same net in pure PyTorch, its two dropouts told what to drop."""
+    net.drop1, net.drop2 = Given(), Given()
+    for module, mask in zip((net.drop1, net.drop2), masks, strict=True):
+        module.mask = mask
+    return net
+
+
+def made(net: nn.Module) -> Model:
+    return Model(copy.deepcopy(net), SHAPE, CLASSES, torch.float64)
+
+
+def flat(tensors: Any) -> Tensor:
+    return torch.cat([t.detach().reshape(-1) for t in tensors])
+
+
+def example(n: int, seed: int = 1) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
+    """x, y and scaled dropout masks for `Zoo`."""
+    rng = np.random.default_rng(seed)
+    x = torch.from_numpy(rng.standard_normal((n, *SHAPE)) * [[[2.0]], [[1.0]], [[0.5]]] + 1)
+    masks = [(rng.random((n, *shape)) >= rate) / (1 - rate) for shape, rate in (((4, 1, 1), 0.25), ((6,), 0.5))]
+    first, second = map(torch.from_numpy, masks)
+    return x, torch.from_numpy(rng.integers(0, CLASSES, n)), (first, second)
+
+
+def statistics(net: nn.Module) -> Tensor:
+    """Running means and variances, in the order of the net."""
+    norms = [m for m in net.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.track_running_stats]
+    return torch.cat([part for m in norms for part in (m.running_mean, m.running_var)])  # type: ignore[misc]
+
+
+def loop(model: Model, w: Tensor, buffers: Tensor) -> LoopTask:
+    task = LoopTask(model, Facts(lr=0.1))
+    task.start(task.facts, w, buffers, 1)
+    return task
+
+
+# -- the nets of the papers
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "classes", "d"),
+    [
+        ("tinynn", (1, 28, 28), 10, 178_710),
+        ("lenet5", (3, 32, 32), 10, 941_834),
+        ("vgg11", (3, 32, 32), 100, 9_304_548),
+        ("resnet20", (3, 64, 64), 200, 284_824),
+        ("lenet", (3, 32, 32), 10, 62_006),
+        ("mlp", (1, 28, 28), 10, 199_210),
+        ("logistic", (1, 28, 28), 10, 7_850),
+    ],
+)
+def test_sizes_of_the_papers_nets(name, shape, classes, d):
+    net = zoo.NETS[name](shape, classes)
+    model = Model(net, shape, classes)
+    assert model.size == d == sum(model.segments) and len(model.initial()[0]) == d
+
+
+def test_layers_of_the_papers_nets():
+    """Section 10.1: where BatchNorm and dropout are, which d does not tell (dropout has no parameters)."""
+
+    def kinds(name: str, shape: tuple[int, int, int], classes: int) -> list[str]:
+        found = [type(m).__name__ for m in zoo.NETS[name](shape, classes).modules()]
+        return [k for k in found if k not in ("Sequential", "Flatten")]
+
+    assert kinds("tinynn", (1, 28, 28), 10) == ["Linear", "BatchNorm1d", "ReLU"] * 2 + ["Linear"]
+    convolution = ["Conv2d", "BatchNorm2d", "ReLU"]
+    assert kinds("lenet5", (3, 32, 32), 10) == [
+        *[*convolution, "MaxPool2d"] * 2,
+        *["Linear", "BatchNorm1d", "ReLU", "Dropout"] * 2,
+        "Linear",
+    ]
+    assert kinds("vgg11", (3, 32, 32), 100) == [
+        *[*convolution, "MaxPool2d"] * 2,
+        *[*convolution * 2, "MaxPool2d"] * 3,
+        *["Linear", "ReLU", "Dropout", "Linear"],
+    ]
+    resnet = kinds("resnet20", (3, 64, 64), 200)
+    assert resnet.count("Conv2d") == 1 + 18 + 2 and "Dropout" not in resnet
+    lenet = zoo.lenet((1, 28, 28), 10)
+    assert lenet[0][0].padding == (2, 2) and zoo.lenet((3, 32, 32), 10)[0][0].padding == (0, 0)
+
+
+@pytest.fixture
+def one(base: dict[str, Any]) -> dict[str, Any]:
+    return {**base, "rounds": 1, "algorithm": "fedavg"}
+
+
+def test_one_x0_for_all_algorithms_of_a_seed(one):
+    def x0(*overrides: str) -> bytes:
+        return prepare({**one, "model": "tinynn"}, overrides).initial[0].numpy().tobytes()
+
+    first = x0()
+    torch.manual_seed(99)  # what somebody else drew, and draws afterwards, is no matter
+    expected = torch.rand(3)
+    torch.manual_seed(99)
+    same = [x0("algorithm=gradma", "algorithm.memory=10"), x0("client=fedprox", "server=fedavgm", "local.lr=1")]
+    assert torch.equal(torch.rand(3), expected)
+    assert {first, *same, x0("partition={name: dirichlet, clients: 10, alpha: 1}")} == {first}
+    assert len({first, x0("seed=1"), x0("seed=2")}) == 3
+
+
+# -- alone: what PyTorch computes
+
+
+@pytest.mark.parametrize("n", [2, 7])
+def test_forward_gradient_and_statistics_are_pytorchs(n):
+    net, (x, y, masks) = plain(), example(n)
+    model = made(net)
+    w, buffers = model.initial()
+    assert torch.equal(w, flat(net.parameters())) and torch.equal(buffers, statistics(net))
+    assert [rate for _, rate in model.dropouts] == [0.25, 0.5]
+    assert [tuple(shape) for shape, _ in model.dropouts] == [(4, 1, 1), (6,)]
+
+    task = loop(model, w, buffers)
+    logits: list[Tensor] = []
+
+    def loss(net: Net, batch: Batch) -> Tensor:
+        logits.append(net.logits.detach())
+        return F.cross_entropy(net.logits, batch.y, reduction="none")
+
+    grad = task.grad(task.trained.flat, Batch(x, y, None, (masks,)), loss)
+    theirs = with_masks(net, *masks).train()
+    output = theirs(x)
+    value = F.cross_entropy(output, y)
+    expected = flat(torch.autograd.grad(value, list(theirs.parameters())))
+    torch.testing.assert_close(logits[0], output.detach(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(grad, expected, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(task.losses[0], value.detach(), rtol=1e-12, atol=0)
+    torch.testing.assert_close(task.buffers, statistics(theirs), rtol=1e-12, atol=0)
+
+
+def test_statistics_follow_pytorchs_over_several_steps():
+    net = plain()
+    model = made(net)
+    task = loop(model, *model.initial())
+    w = task.trained.flat
+    optimiser = torch.optim.SGD(net.parameters(), lr=0.1)
+    for step in range(6):
+        x, y, masks = example(3 + step, seed=step)
+        task.descend_in_place(w, task.grad(w, Batch(x, y, None, (masks,))))
+        optimiser.zero_grad()
+        F.cross_entropy(with_masks(net, *masks).train()(x), y).backward()
+        optimiser.step()
+    torch.testing.assert_close(w, flat(net.parameters()), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(task.buffers, statistics(net), rtol=1e-10, atol=1e-12)
+    assert not torch.allclose(task.buffers, model.initial()[1], atol=1e-2)
+
+
+@pytest.mark.parametrize("mode", ["frozen", "eval"])
+@pytest.mark.parametrize("way", ["loop", "vmap"])
+def test_frozen_and_eval_keep_nothing(mode, way):
+    net, (x, y, masks) = plain(), example(6)
+    model = made(net)
+    w, buffers = model.initial()
+    batch = Batch(x, y, None, (masks,))
+    other = buffers + 0.5 * torch.rand(len(buffers), dtype=torch.float64)
+    if way == "loop":
+        task: Any = loop(model, w, buffers)
+    else:
+        task = VmapTask(model, Facts(), buffers.clone())
+    kept, given = task.buffers.clone(), other.clone()
+    grad = task.grad(w.clone(), batch, mode=mode, buffers=other if mode == "eval" else None)
+    assert torch.equal(task.buffers, kept) and torch.equal(other, given) and task.losses == []
+
+    theirs = with_masks(net, *masks).train()
+    if mode == "eval":
+        norms = [m for m in theirs.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+        place = 0
+        for m in (m for m in norms if m.track_running_stats):
+            for name in ("running_mean", "running_var"):
+                getattr(m, name).copy_(other[place : place + m.num_features])
+                place += m.num_features
+        theirs.eval()
+    value = F.cross_entropy(theirs(x), y)
+    expected = flat(torch.autograd.grad(value, list(theirs.parameters())))
+    torch.testing.assert_close(grad, expected, rtol=1e-9, atol=1e-11)
+
+
+def test_a_net_starts_with_the_statistics_that_it_came_with():
+    """Means and variances of a trained net are in the buffers, and evaluating with them gives PyTorch's logits. A fresh
+    net has means 0 and variances 1."""
+    trained, x = plain(), example(5)[0]
+    _, fresh = made(plain()).initial()
+    np.testing.assert_array_equal(np.unique(fresh), [0, 1])
+    for _ in range(3):
+        trained(x)
+    model = made(trained)
+    w, buffers = model.initial()
+    bound = Bound(model)
+    bound.flat.copy_(w)
+    torch.testing.assert_close(bound.forward(x, "eval", buffers), trained.eval()(x))
+    assert (bound.forward(x, "eval", fresh) - trained(x)).abs().max() > 0.1
+
+
+LOADED = """
+import torch
+from torch import nn
+
+
+def net(shape, classes, path: str = ""):
+    made = nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, classes))
+    if path:
+        made.load_state_dict(torch.load(path))
+    return made
+"""
+
+
+def test_a_run_from_loaded_weights_starts_at_their_accuracy(one, source, engine, tmp_path):
+    """The weights of one run are where the next one starts: its accuracy at round 0 is the first one's last. Its
+    BatchNorm statistics are far from 0 and 1."""
+    model = {"name": source("loaded", LOADED) + ":net"}
+    given = {"data": "digits", "partition": {"name": "iid", "clients": 4}, "schedule": {"cohort": 4}, "rounds": 5}
+    given |= {"local": {"steps": 20, "batch": 32, "lr": 0.2}, "evaluate": {"every": 1}, "algorithm": "fedavg"}
+    first, records = engine({**given, "model": model})
+    trained = first.plan.model().state_dict(first.final["state/x"], first.final["buffers"])
+    torch.save(trained, tmp_path / "trained.pt")
+    second, again = engine({**given, "model": {**model, "path": str(tmp_path / "trained.pt")}, "rounds": 1})
+    assert records[-1]["accuracy"] > 0.9
+    assert again[0]["accuracy"] == records[-1]["accuracy"] and again[0]["loss"] == records[-1]["loss"]
+    assert np.array_equal(second.executor.statistics[0], first.final["buffers"].numpy())
+
+
+def test_eval_uses_the_statistics_it_is_given():
+    net = plain()
+    model = made(net)
+    w, buffers = model.initial()
+    bound, x = Bound(model), example(4)[0]
+    bound.flat.copy_(w)
+    first = bound.forward(x, "eval", buffers)
+    torch.testing.assert_close(first, net.eval()(x), rtol=1e-10, atol=1e-12)
+    for m, scale in ((net.norm0, 2.0), (net.norm1, 3.0), (net.norm3, 0.5)):
+        m.running_mean += scale
+        m.running_var *= scale
+    moved = bound.forward(x, "eval", statistics(net))
+    torch.testing.assert_close(moved, net.eval()(x), rtol=1e-10, atol=1e-12)
+    assert not torch.allclose(first, moved)
+
+
+def test_no_dropout_in_eval_and_none_without_masks():
+    model = made(plain())
+    bound, (x, _, masks) = Bound(model), example(4)
+    w, buffers = model.initial()
+    bound.flat.copy_(w)
+    assert torch.equal(bound.forward(x, "eval", buffers, masks), bound.forward(x, "eval", buffers))
+    with_drop, without = bound.forward(x, "frozen", None, masks), bound.forward(x, "frozen", None)
+    assert not torch.allclose(with_drop, without)
+
+
+def test_two_bound_nets_do_not_disturb_each_other():
+    """GradMA's helper passes run on another copy; their frames and statistics are their own."""
+    model = made(plain())
+    w, buffers = model.initial()
+    task, (x, y, masks) = loop(model, w, buffers), example(5)
+    batch = Batch(x, y, None, (masks, tuple(torch.ones_like(m) for m in masks)))
+    alone = loop(model, w, buffers)
+    expected = alone.grad(alone.trained.flat, batch)
+    helper = task.grad(w + 1, batch.masked(1), mode="frozen")
+    got = task.grad(task.trained.flat, batch)
+    assert torch.equal(got, expected) and torch.equal(task.buffers, alone.buffers)  # type: ignore[arg-type]
+    assert torch.equal(task.grad(w + 1, batch.masked(1), mode="frozen"), helper)
+    assert torch.equal(task.trained.flat, w)
+
+
+# -- side by side
+
+
+@pytest.mark.parametrize("sizes", [(7, 7, 7), (7, 3, 5), (6, 1, 2), (1, 1)], ids=str)
+@pytest.mark.parametrize("mode", ["train", "frozen"])
+def test_padded_side_by_side_is_unpadded_one_by_one(sizes, mode):
+    """To 1e-9 in float64: padding enters neither batch statistics nor gradients nor losses. A batch of one sample is
+    there too: BatchNorm over it (and over its pixels) is defined, PyTorch's own refuses it."""
+    model, other = made(plain()), made(plain())
+    model_w, model_buffers = model.initial()
+    width, k = max(sizes), len(sizes)
+    batches = [example(n, seed=i) for i, n in enumerate(sizes)]
+    w = model_w + 0.1 * torch.randn(k, model.size, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    buffers = model_buffers + torch.arange(1.0, k + 1, dtype=torch.float64)[:, None]
+
+    def pad(t: Tensor, garbage: float) -> Tensor:
+        return torch.cat([t, t.new_full((width - len(t), *t.shape[1:]), garbage)])
+
+    x, y = torch.stack([pad(b[0], 1e3) for b in batches]), torch.stack([pad(b[1], 2) for b in batches])
+    drops = tuple(torch.stack([pad(b[2][i], 7.0) for b in batches]) for i in (0, 1))
+    mask = (torch.arange(width) < torch.tensor(sizes)[:, None]).double()
+
+    def many(w: Tensor, buffers: Tensor, x: Tensor, y: Tensor, mask: Tensor, *drop: Tensor) -> tuple[Tensor, ...]:
+        task = VmapTask(model, Facts(), buffers)
+        grad = task.grad(w, Batch(x, y, mask, (drop,)), mode=mode)
+        assert task.buffers is not None
+        return grad, task.buffers, task.losses[0] if task.losses else grad.sum()
+
+    grads, moved, losses = torch.func.vmap(many)(w, buffers, x, y, mask, *drops)
+    for i, (x, y, drop) in enumerate(batches):
+        alone = loop(other, w[i], buffers[i])
+        grad = alone.grad(alone.trained.flat, Batch(x, y, None, (drop,)), mode=mode)
+        assert torch.isfinite(grad).all()
+        torch.testing.assert_close(grads[i], grad, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(moved[i], alone.buffers, rtol=1e-9, atol=1e-9)
+        if mode == "train":
+            torch.testing.assert_close(losses[i], alone.losses[0], rtol=1e-9, atol=1e-9)
+    if mode == "train":
+        assert not torch.allclose(moved, buffers)
+    assert model.frame.buffers is None and model.frame.mask is None, "nothing of vmap's outlives it"
+
+
+def test_alone_after_side_by_side():
+    """A net that ran under vmap moves its statistics on afterwards as one that did not."""
+    net, (x, y, masks) = plain(), example(5)
+    used, fresh = made(net), made(net)
+    w, buffers = used.initial()
+    batch = Batch(x, y, None, (masks,))
+    torch.func.vmap(lambda w: VmapTask(used, Facts(), buffers).grad(w, batch))(w[None])
+    tasks = [loop(model, w, buffers) for model in (used, fresh)]
+    grads = [task.grad(task.trained.flat, batch) for task in tasks]
+    assert torch.equal(*grads) and torch.equal(tasks[0].buffers, tasks[1].buffers)  # type: ignore[arg-type]
+
+
+def test_a_batch_of_one_sample_has_its_own_pixels_statistics():
+    """BatchNorm2d of one image: mean and variance over its pixels, the unbiased variance is kept. BatchNorm1d of one
+    example: it is its own mean, the variance is 0, and running ones move towards that."""
+    model = (
+        Model(nn.Sequential(nn.BatchNorm2d(3), nn.Flatten(), nn.LazyLinear(5)), SHAPE, 5, torch.float64) if 0 else None
+    )
+    net = nn.Sequential(nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(192, 6), nn.BatchNorm1d(6), nn.Linear(6, CLASSES))
+    model = Model(copy.deepcopy(net), SHAPE, CLASSES, torch.float64)
+    w, buffers = model.initial()
+    task, (x, y, _) = loop(model, w, buffers), example(1)
+    grad = task.grad(task.trained.flat, Batch(x, y))
+    assert torch.isfinite(grad).all() and task.buffers is not None
+    mean, var = x[0].mean((1, 2)), x[0].var((1, 2), unbiased=True)
+    torch.testing.assert_close(task.buffers[:3], 0.1 * mean)
+    torch.testing.assert_close(task.buffers[3:6], 0.9 + 0.1 * var)
+    normed = (x - mean[:, None, None]) / (x[0].var((1, 2), unbiased=False)[:, None, None] + 1e-5).sqrt()
+    hidden = net.double()[2](normed.flatten(1))[0]
+    torch.testing.assert_close(task.buffers[6:12], 0.1 * hidden.detach())
+    torch.testing.assert_close(task.buffers[12:], torch.full((6,), 0.9, dtype=torch.float64))
+
+
+# -- back to the user's own module
+
+
+def test_parameters_load_strictly_into_the_users_own_module():
+    net = plain()
+    model = made(net)
+    w, buffers = model.initial()
+    generator = torch.Generator().manual_seed(3)
+    w = w + torch.randn(len(w), generator=generator, dtype=torch.float64)
+    buffers = buffers + torch.rand(len(buffers), generator=generator, dtype=torch.float64)
+    fresh = Zoo().double()
+    fresh.load_state_dict(model.state_dict(w, buffers), strict=True)
+    bound, x = Bound(model), example(4)[0]
+    bound.flat.copy_(w)
+    torch.testing.assert_close(fresh.eval()(x), bound.forward(x, "eval", buffers), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "net",
+    [
+        lambda: zoo.tinynn((1, 8, 8), 10),
+        lambda: zoo.resnet20((1, 8, 8), 10),
+        lambda: nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64), nn.Linear(64, 10)),
+    ],
+    ids=["tinynn", "resnet20", "sequence"],
+)
+def test_shipped_nets_load_strictly(net):
+    model, fresh = Model(net(), (1, 8, 8), 10), net()
+    w, buffers = model.initial()
+    fresh.load_state_dict(model.state_dict(w, buffers + 0.5), strict=True)
+    torch.testing.assert_close(flat(p for p in fresh.parameters()), w)
+    torch.testing.assert_close(statistics(fresh), buffers + 0.5)
+
+
+class PartlyFrozen(nn.Module):
+    def __init__(self, shape: Any = None, classes: int = 10):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(64, 6), nn.BatchNorm1d(6), nn.Linear(6, classes)
+        self.first.weight.requires_grad_(False)
+        self.norm.weight.requires_grad_(False)
+        self.register_buffer("scale", torch.tensor(2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.norm(self.first(x.flatten(1) * self.scale)))
+
+
+def test_frozen_tensors_are_no_parameters():
+    torch.manual_seed(0)
+    net = PartlyFrozen().double()
+    model = Model(copy.deepcopy(net), (1, 8, 8), 10, torch.float64)
+    trained = [p for p in net.parameters() if p.requires_grad]
+    assert model.size == sum(p.numel() for p in trained) == 6 + 6 + 70
+    w, buffers = model.initial()
+    x, y = torch.randn(5, 1, 8, 8, dtype=torch.float64), torch.arange(5)
+    task = loop(model, w, buffers)
+    grad = task.grad(task.trained.flat, Batch(x, y))
+    expected = flat(torch.autograd.grad(F.cross_entropy(net.train()(x), y), trained))
+    torch.testing.assert_close(grad, expected, rtol=1e-10, atol=1e-12)
+    one = torch.func.vmap(lambda x, y: VmapTask(model, Facts(), buffers).grad(w, Batch(x, y)))(x[None], y[None])[0]
+    torch.testing.assert_close(one, expected, rtol=1e-9, atol=1e-11)
+
+
+def test_frozen_tensors_come_back_with_the_rest():
+    net = PartlyFrozen()
+    model, other = Model(copy.deepcopy(net), (1, 8, 8), 10), PartlyFrozen()
+    other.load_state_dict(model.state_dict(*model.initial()), strict=True)
+    x = torch.randn(3, 1, 8, 8)
+    torch.testing.assert_close(other.eval()(x), net.eval()(x))
+
+
+def test_a_run_with_frozen_tensors(one, source, engine):
+    path = source("frozen", _source(PartlyFrozen))
+    for mode in ("loop", "vmap"):
+        run, _ = engine({**one, "rounds": 2, "model": f"{path}:PartlyFrozen", "block": {"mode": mode}})
+        assert run.executor.xs[2].shape == (82,) and (run.executor.xs[2] != run.executor.xs[0]).any()
+
+
+# -- convolutions as matrix products
+
+
+class Convolutions(nn.Sequential):
+    """All kinds: rectangular, strided, padded, dilated, without bias; and two that are left as they are."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            nn.Sequential(nn.Conv2d(3, 4, (3, 2), stride=(1, 2), padding=(0, 1)), nn.ReLU()),
+            nn.Sequential(nn.Conv2d(4, 4, 2, dilation=2, padding=2, bias=False), nn.BatchNorm2d(4), nn.Tanh()),
+            nn.Conv2d(4, 4, 3, padding=1, groups=2),
+            nn.Conv2d(4, 2, 1, padding_mode="circular"),
+            nn.Flatten(),
+            nn.LazyLinear(CLASSES),
+        )
+
+
+@pytest.mark.parametrize("mode", ["train", "frozen", "eval"])
+def test_unfolded_convolutions_are_convolutions(mode):
+    net = Convolutions().double()
+    net(torch.zeros(2, *SHAPE, dtype=torch.float64))
+    direct, unfolded = made(net), Model(copy.deepcopy(net), SHAPE, CLASSES, torch.float64, unfold=True)
+    assert sum(isinstance(m, UnfoldedConv2d) for m in unfolded.module.modules()) == 2
+    assert unfolded.convolutional and unfolded.names == direct.names and unfolded.segments == direct.segments
+    assert not any(isinstance(m, UnfoldedConv2d) for m in (*net.modules(), *direct.module.modules()))
+    x0, buffers = direct.initial()
+    assert torch.equal(unfolded.initial()[0], x0)
+    w = x0 + 0.3 * torch.randn(4, len(x0), dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    x = torch.randn(4, 5, *SHAPE, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    y = torch.arange(20).view(4, 5) % CLASSES
+
+    def gradients(model: Model) -> Tensor:
+        statistics = None if mode == "train" else buffers
+
+        def one(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
+            return VmapTask(model, Facts(), buffers).grad(w, Batch(x, y), mode=mode, buffers=statistics)
+
+        return torch.func.vmap(one)(w, x, y)
+
+    together = gradients(unfolded)
+    torch.testing.assert_close(together, gradients(direct), rtol=1e-10, atol=1e-12)
+    for i in range(4):
+        task = loop(direct, w[i], buffers)
+        alone = task.grad(task.trained.flat, Batch(x[i], y[i]), mode=mode, buffers=buffers if mode == "eval" else None)
+        torch.testing.assert_close(together[i], alone, rtol=1e-10, atol=1e-12)
+
+
+def test_a_run_with_unfolded_convolutions(one, source, engine):
+    """Comes to the same as one with torch's own, and is another experiment; only for them, and only under vmap."""
+    path = source("convolutions", "from torch import nn\n\n\ndef net(shape, classes):\n    return nn.Sequential("
+                  "nn.Conv2d(1, 3, 3, stride=2), nn.ReLU(), nn.Flatten(), nn.Linear(27, classes))\n")  # fmt: skip
+    given = {**one, "rounds": 2, "model": f"{path}:net", "dtype": "float64"}
+    ways = [{"mode": "vmap"}, {"mode": "vmap", "convolutions": "unfold"}]
+    direct, unfolded = (engine({**given, "block": way})[0] for way in ways)
+    assert any(isinstance(m, UnfoldedConv2d) for m in unfolded.executor.trainer.model.module.modules())
+    x, other = direct.executor.xs[2], unfolded.executor.xs[2]
+    torch.testing.assert_close(x, other, rtol=1e-10, atol=1e-12)
+    assert direct.plan.config.fingerprint != unfolded.plan.config.fingerprint
+    with pytest.raises(ConfigError, match=r"block\.convolutions: 'unfold' .* but block\.mode is loop; leave it out"):
+        prepare({**given, "block": {"mode": "loop", "convolutions": "unfold"}})
+    with pytest.raises(ConfigError, match=r"block\.convolutions: .* model 'logistic' has none that can be unfolded"):
+        prepare({**given, "model": "logistic", "block": ways[1]})
+
+
+# -- what is refused
+
+
+class Functional(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(64, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(F.dropout(x.flatten(1), 0.5, self.training))
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(64, 10)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.last(x.flatten(1))
+
+
+class Steady(nn.Module):
+    """Buffers that stay are no harm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(64, 10)
+        self.register_buffer("scale", torch.tensor(2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(x.flatten(1) * self.scale)
+
+
+def head(*modules: nn.Module, classes: int = 10) -> nn.Module:
+    return nn.Sequential(nn.Flatten(), *modules, nn.Linear(64, classes))
+
+
+@pytest.mark.parametrize(
+    ("net", "said"),
+    [
+        (Functional, "global generator.*nn.Dropout"),
+        (lambda: head(classes=9), r"\[2, 9\], expected logits of shape \[2, 10\]"),
+        (lambda: nn.Sequential(head(), nn.Unflatten(1, (10, 1))), r"\[2, 10, 1\]"),
+        (lambda: nn.Sequential(nn.Flatten(), nn.LSTM(64, 10)), "two images give tuple"),
+        (Counting, "buffer '.*calls' changes"),
+        (lambda: head(nn.BatchNorm1d(64, momentum=None)), "1 .*momentum=None"),
+        (lambda: head(nn.SyncBatchNorm(64)), "1 .*SyncBatchNorm"),
+        (lambda: head(nn.AlphaDropout(0.5)), "1 .*AlphaDropout"),
+        (lambda: nn.Sequential(nn.Flatten(), nn.AdaptiveAvgPool1d(10)), "no trainable parameters"),
+        (lambda: nn.Sequential(nn.Flatten(), nn.Linear(63, 10)), r"fails on two images of shape \[1, 8, 8\]"),
+    ],
+    ids=["functional", "classes", "axes", "not a tensor", "counter", "momentum", "sync", "alpha", "empty", "width"],
+)
+def test_refused(net, said):
+    torch.manual_seed(5)
+    made, state = net(), torch.get_rng_state()
+    with pytest.raises(ConfigError, match=f"^model.*{said}"):
+        Model(made, (1, 8, 8), 10)
+    assert torch.equal(torch.get_rng_state(), state), "the trial must leave the global generator as it was"
+
+
+def test_refused_dropout_inside_of_a_recurrent_net():
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm, self.last = nn.LSTM(8, 6, 2, batch_first=True, dropout=0.5), nn.Linear(6, 10)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.lstm(x[:, 0])[0][:, -1])
+
+    with pytest.raises(ConfigError, match=r"lstm \(LSTM\)"):
+        Model(Net(), (1, 8, 8), 10)
+
+
+def test_buffers_that_stay_are_allowed():
+    model = Model(Steady(), (1, 8, 8), 10)
+    assert model.size == 650 and model.buffer_size == 0
+
+
+def test_buffers_that_stay_come_back_with_the_rest():
+    model, fresh = Model(Steady(), (1, 8, 8), 10), Steady()
+    fresh.load_state_dict(model.state_dict(*model.initial()), strict=True)
+
+
+def test_a_net_that_ends_in_a_swapped_module():
+    model = Model(nn.Sequential(nn.Flatten(), nn.Linear(64, 10), nn.BatchNorm1d(10)), (1, 8, 8), 10)
+    assert model.buffer_size == 20
+
+    last = nn.Sequential(nn.Flatten(), nn.Linear(64, 10), nn.Dropout(0.5))
+    assert Model(last, (1, 8, 8), 10).dropouts == [((10,), 0.5)]
+
+
+LSTM = """
+from torch import nn
+
+
+class Reader(nn.Module):
+    def __init__(self, shape, classes):
+        super().__init__()
+        self.lstm, self.last = nn.LSTM(8, 6, batch_first=True), nn.Linear(6, classes)
+
+    def forward(self, x):
+        return self.last(self.lstm(x[:, 0])[0][:, -1])
+"""
+
+
+def test_an_lstm_is_looped_and_refused_under_vmap(one, source, engine):
+    path = source("reader", LSTM)
+    config = {**one, "rounds": 2, "model": f"{path}:Reader", "schedule": {"cohort": 40}}
+    plan = prepare(config)
+    assert plan.mode != "vmap" and plan.config.block.mode == "loop"
+    with pytest.raises(ConfigError, match=r"block\.mode: 'vmap' .* model '.*reader\.py:Reader' .*mode=loop"):
+        prepare(config, ["block.mode=vmap"])
+    run, _ = engine({**config, "schedule": {"cohort": 4}})
+    assert len(run.executor.xs) == 3 and (run.executor.xs[2] != run.executor.xs[0]).any()
+
+
+def _source(net: type) -> str:
+    import inspect
+
+    return "from typing import Any\nimport torch\nfrom torch import Tensor, nn\n\n" + inspect.getsource(net)

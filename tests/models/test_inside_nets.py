@@ -1,0 +1,400 @@
+"""What a rule may see of the inside of a net: the representation, the levels of a net made of stages, the rest of the
+net after a level, the gradient of all of a client's data, a fresh initialisation, a projection head. Checked against
+the user's own module in PyTorch, one client alone and side by side."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from raysim.engine.plan import prepare
+from raysim.errors import ConfigError, RaysimError
+from raysim.models import zoo
+from raysim.models.flat import Model
+from raysim.training.task import Batch, Facts, LocalData, LoopTask, VmapTask
+
+SHAPE, CLASSES = (2, 4, 4), 5
+
+
+def staged(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.ReLU()),
+        nn.Sequential(nn.Flatten(), nn.Linear(12, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Dropout(0.5)),
+        nn.Linear(6, CLASSES),
+    ).double()  # fmt: skip
+
+
+def example(n: int = 6) -> Batch:
+    rng = torch.Generator().manual_seed(3)
+    x = torch.randn(n, *SHAPE, dtype=torch.float64, generator=rng)
+    mask = 2.0 * (torch.rand(n, 6, generator=rng) > 0.5).double()
+    return Batch(x, torch.randint(0, CLASSES, (n,), generator=rng), None, ((mask,),))
+
+
+def made(net: nn.Module) -> Model:
+    return Model(copy.deepcopy(net), SHAPE, CLASSES, torch.float64)
+
+
+def task_for(way: str, model: Model) -> tuple[Any, Tensor]:
+    w, buffers = model.initial()
+    if way == "vmap":
+        return VmapTask(model, Facts(), buffers), w
+    task = LoopTask(model, Facts())
+    task.start(Facts(), w, buffers, 1)
+    return task, w
+
+
+def flat(tensors: Any) -> Tensor:
+    return torch.cat([t.detach().reshape(-1) for t in tensors])
+
+
+@pytest.mark.parametrize("way", ["loop", "vmap"])
+def test_levels_features_and_tails_are_those_of_the_module(way):
+    net, batch = staged().train(), example()
+    task, w = task_for(way, made(net))
+    ours = task.net(w, batch, "frozen", dropout=False)
+    net[1][4].p = 0.0
+    h1 = net[0](batch.x)
+    h2 = net[1](h1)
+    for a, b in zip(ours.levels, [h1, h2, net[2](h2)], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(ours.logits, ours.levels[-1], rtol=0, atol=0)
+    torch.testing.assert_close(ours.features, h2, rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(ours.tail(1, h1.detach() + 0.1), net[2](net[1](h1 + 0.1)), rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(ours.tail(2, h2.detach() + 0.1), net[2](h2 + 0.1), rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("way", ["loop", "vmap"])
+def test_a_gradient_flows_through_a_frozen_tail_into_the_level_only(way):
+    """d/dw of CE(tail of ANOTHER net at h_1(w)): PyTorch's gradient with the other net's parameters held fixed. The
+    loss never looks at the logits, so the trained net's later stages get exactly nothing."""
+    net, other, batch = staged(0), staged(1), example()
+    model = made(net)
+    task, w = task_for(way, model)
+    elsewhere = flat(other.parameters())
+    frozen = task.net(elsewhere, batch, "frozen", dropout=False)
+    trained = task.trained.flat if way == "loop" else w
+
+    def loss(net, batch):
+        return F.cross_entropy(frozen.tail(1, net.levels[0]), batch.y, reduction="none")
+
+    grad = task.grad(trained, batch, loss)
+    net.train(), other.train()
+    other[1][4].p = 0.0
+    value = F.cross_entropy(other[2](other[1](net[0](batch.x))), batch.y)
+    first = list(net[0].parameters())
+    expected = flat(torch.autograd.grad(value, first))
+    torch.testing.assert_close(grad[: len(expected)], expected, rtol=1e-8, atol=1e-10)
+    assert expected.abs().max() > 0 and not grad[len(expected) :].any()
+    net[1][4].p = 0.5
+    masked = net[1][:4](net[0](batch.x)) * batch.drop[0]
+    plain = F.cross_entropy(net[2](masked), batch.y).detach()  # what is reported leaves out what a method adds
+    torch.testing.assert_close(task.losses[0], plain, rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize("way", ["loop", "vmap"])
+def test_nets_elsewhere_do_not_move_the_statistics_and_do_not_mix(way):
+    """Four nets in turn, more than are kept at hand, on vectors that are changed in place between the calls."""
+    net, batch = staged(), example()
+    task, w = task_for(way, made(net))
+    before = task.buffers.clone()
+    vectors = [w + 0.1 * k for k in range(4)]
+
+    def logits(v: Tensor) -> Tensor:
+        return task.net(v, batch, "frozen", dropout=False).logits.detach().clone()
+
+    first = [logits(v) for v in vectors]
+    again = [logits(v) for v in vectors[::-1]][::-1]
+    for a, b in zip(first, again, strict=True):
+        assert torch.equal(a, b)
+    assert len({tuple(a.reshape(-1).tolist()) for a in first}) == 4
+    vectors[3].copy_(vectors[0])
+    assert torch.equal(logits(vectors[3]), first[0])
+    assert torch.equal(task.buffers, before) and task.losses == []
+
+
+@pytest.mark.parametrize("way", ["loop", "vmap"])
+def test_a_net_keeps_its_vector_as_long_as_somebody_has_it(way):
+    """Six nets are made before any of them is asked for anything."""
+    task, w = task_for(way, made(staged()))
+    vectors, batch = [w + 0.1 * k for k in range(6)], example()
+    together = [net.logits for net in [task.net(v, batch, "frozen", dropout=False) for v in vectors]]
+    for v, logits in zip(vectors, together, strict=True):
+        assert torch.equal(task.net(v, batch, "frozen", dropout=False).logits, logits)
+    first, twin = (task.net(vectors[0], batch, "frozen", dropout=False) for _ in range(2))
+    del twin
+    for k in range(1, 9):  # more than are kept at hand; the first is still somebody's
+        _ = task.net(w + k, batch, "frozen", dropout=False).logits
+    assert torch.equal(first.logits, together[0])
+    if way == "loop":
+        assert len(task.constants) == 6
+        for k in range(4):
+            _ = task.net(w - k, batch, "frozen", dropout=False).logits
+        assert len(task.constants) == 6
+
+
+@pytest.mark.parametrize("way", ["loop", "vmap"])
+def test_a_net_is_a_constant_even_at_the_vector_in_training(way):
+    """d/dw [CE(w) + 3 CE(const w)] is d/dw CE(w)."""
+    batch = example()
+    task, w = task_for(way, made(staged()))
+    alone = task.grad(w, batch, mode="frozen")
+
+    def loss(net, batch):
+        mine = F.cross_entropy(net.logits, batch.y, reduction="none")
+        return mine + 3 * F.cross_entropy(task.net(w, batch).logits, batch.y, reduction="none")
+
+    torch.testing.assert_close(task.grad(w, batch, loss, mode="frozen"), alone, rtol=1e-12, atol=1e-14)
+    if way == "loop":
+        w = task.trained.flat
+        torch.testing.assert_close(task.grad(w, batch, loss), alone, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("way", ["loop", "vmap"])
+def test_a_tail_takes_the_dropout_masks_of_its_own_stages(way):
+    net = nn.Sequential(
+        nn.Sequential(nn.Flatten(), nn.Linear(32, 6), nn.Dropout(0.5)),
+        nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5)),
+        nn.Linear(6, CLASSES),
+    ).double()  # fmt: skip
+    x, y = example().x, example().y
+    masks = tuple(2.0 * (torch.arange(36).reshape(6, 6) % k == 0).double() for k in (2, 3))
+    task, w = task_for(way, made(net))
+    ours = task.net(w, Batch(x, y, None, (masks,)))
+    h = net[0][:2](x) * masks[0]
+    expected = net[2](net[1][0](h) * masks[1])
+    torch.testing.assert_close(ours.tail(1, ours.levels[0]), expected, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(ours.logits, expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("way", ["loop", "vmap"])
+def test_clipping_comes_before_decay_and_never_hides_an_overflow(way):
+    model = made(staged())
+    task, w = task_for(way, model)
+    task.facts = Facts(lr=0.5, weight_decay=0.1, clip=2.0, decayed=model.decayed())
+    d = torch.full_like(w, 3.0)
+    expected = w - 0.5 * (d * 2.0 / d.norm() + 0.1 * model.decayed() * w)
+    torch.testing.assert_close(task.descend(w, d), expected, rtol=1e-12, atol=1e-14)
+    short = d / d.norm()
+    torch.testing.assert_close(
+        task.descend(w, short), w - 0.5 * (short + 0.1 * model.decayed() * w), rtol=1e-12, atol=1e-14
+    )
+    assert task.descend(w, d * 1e200).isnan().all()
+
+
+def test_what_a_net_has_not_is_refused_by_name():
+    task, w = task_for("loop", made(nn.Sequential(nn.Flatten(), nn.Linear(32, 7), nn.ReLU(), nn.Linear(7, CLASSES))))
+    assert len(task.net(w, example(), "eval", task.buffers).levels) == 4
+
+    class Bare(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(1, dtype=torch.float64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.scale * x.flatten(1)[:, :CLASSES]
+
+    task, w = task_for("loop", made(Bare()))
+    with pytest.raises(ValueError, match="stages"):
+        _ = task.net(w, example()).levels
+    with pytest.raises(ValueError, match="linear classifier"):
+        _ = task.net(w, example()).features
+
+
+def test_a_full_gradient_is_the_mean_over_all_examples(base, engine, ragged):
+    """Whatever the batch size: 23 examples in batches of 4, 11 or all at once; a single one left over joins the last
+    batch. Without BatchNorm it is PyTorch's gradient of the mean loss over the client's examples."""
+    run, _ = engine({"rounds": 1, "dtype": "float64", "model": {"name": "mlp", "hidden": [5]}, "algorithm": "fedavg",
+                     "partition": ragged([23, 9]), "schedule": {"cohort": 2}})  # fmt: skip
+    trainer, plan = run.executor.trainer, run.plan
+    task, mine = trainer.loop, plan.clients.client(0)
+    w = plan.initial[0] + 0.01
+    task.start(Facts(), w, torch.zeros(0), 1)
+    x, y = trainer.feed.examples.batch(mine)
+    net = copy.deepcopy(plan.net).double()
+    nn.utils.vector_to_parameters(w, net.parameters())
+    expected = flat(torch.autograd.grad(F.cross_entropy(net(x), y), list(net.parameters())))
+    for size in (4, 11, "full"):
+        trainer.feed.config = plan.config.model_copy(
+            update={"local": plan.config.local.model_copy(update={"batch": size})}
+        )
+        data = LocalData(len(mine), trainer.average, lambda: trainer.feed.whole(mine))
+        sizes = [len(batch.y) for batch in data.batches()]
+        assert sum(sizes) == data.n == 23 and trainer.average == 16
+        assert sizes == {4: [4, 4, 4, 4, 4, 3], 11: [11, 12], "full": [23]}[size]
+        torch.testing.assert_close(task.full_grad(w, data), expected, rtol=1e-10, atol=1e-13)
+    assert not task.full_grad(w, LocalData(0)).any()
+
+
+def test_a_fresh_model_is_keyed_by_the_client(base, engine):
+    run, _ = engine({"rounds": 1, "model": "tinynn", "algorithm": "fedavg", "schedule": {"cohort": 2},
+                     "partition": {"name": "iid", "clients": 4}})  # fmt: skip
+    trainer = run.executor.trainer
+    (one, statistics), (again, _), (other, _) = (trainer._fresh(client) for client in (0, 0, 1))
+    assert torch.equal(one, again) and not torch.equal(one, other) and not torch.equal(one, run.plan.initial[0])
+    assert torch.equal(statistics, run.plan.initial[1])
+    assert 0.5 < one.std() / run.plan.initial[0].std() < 2
+
+
+# --- the projection head
+
+
+@pytest.mark.parametrize("name", ["mlp", "resnet20", "logistic"])
+def test_a_projection_head_stands_below_the_classifier(name, base):
+    given = {**base, "rounds": 1, "partition": {"name": "iid", "clients": 4}, "schedule": {"cohort": 2}}
+    plain = prepare({**given, "algorithm": "fedavg", "model": name})
+    headed = prepare({**given, "algorithm": "moon", "model": {"name": name, "projection": 16}})
+    width = {"mlp": 200, "resnet20": 64, "logistic": 64}[name]
+    extra = width * width + width + width * 16 + 16 + 16 * 10 + 10 - (width * 10 + 10)
+    assert headed.problem.size - plain.problem.size == extra
+    assert headed.problem.levels == plain.problem.levels
+    assert headed.config.fingerprint != plain.config.fingerprint
+    model = headed.model()
+    task = LoopTask(model, Facts())
+    w, buffers = model.initial()
+    features = task.net(w, Batch(torch.randn(3, 1, 8, 8), torch.zeros(3).long()), "eval", buffers).features
+    assert features.shape == (3, 16)
+
+
+def test_a_projection_needs_a_width_and_a_classifier(base, source):
+    given = {**base, "rounds": 1, "algorithm": "fedavg", "schedule": {"cohort": 2}}
+    with pytest.raises(ConfigError, match=r"model\.projection: .*at least 1"):
+        prepare({**given, "model": {"name": "mlp", "projection": 0}})
+    layers = "nn.Flatten(), nn.Unflatten(1, (1, 64)), nn.Conv1d(1, 10, 64), nn.Flatten()"
+    code = ("from torch import nn\n\n\nclass Net(nn.Sequential):\n    def __init__(self, shape, classes):\n"
+            f"        super().__init__({layers})\n")  # fmt: skip
+    net = source("bare", code)
+    with pytest.raises(ConfigError, match=r"model\.projection: .*no linear classifier"):
+        prepare({**given, "model": {"name": net + ":Net", "projection": 16}})
+
+
+@pytest.mark.parametrize("algorithm", ["moon", "fedmlb"])
+def test_a_method_that_looks_inside_refuses_a_net_that_cannot_be_looked_into(algorithm, base, source):
+    code = ("import torch\nfrom torch import nn\n\n\nclass Net(nn.Module):\n    def __init__(self, shape, classes):\n"
+            "        super().__init__()\n        self.w = nn.Parameter(torch.zeros(64, classes))\n\n"
+            "    def forward(self, x):\n        return x.flatten(1) @ self.w\n")  # fmt: skip
+    given = {**base, "rounds": 1, "algorithm": algorithm, "model": source("bare", code) + ":Net"}
+    with pytest.raises(ConfigError, match=rf"algorithm\.name: '{algorithm}' .*bare\.py:Net"):
+        prepare({**given, "schedule": {"cohort": 2}})
+
+
+def test_shipped_nets_have_features_and_stages_but_a_single_layer_has_learnt_none():
+    for name, make in zoo.NETS.items():
+        shape, classes = ((1, 1, 8), 2) if name == "quadratic" else ((3, 32, 32), 10)
+        model = Model(make(shape, classes), shape, classes)
+        assert model.has_features == (name not in ("logistic", "quadratic")), name
+        expected = {"logistic": 0, "mlp": 2, "tinynn": 2, "lenet5": 4, "vgg11": 6, "resnet20": 4, "lenet": 4}
+        assert model.levels == expected.get(name, model.levels), name
+
+
+# --- mistakes in one's own rules
+
+RULES = """
+from dataclasses import dataclass
+
+import torch
+
+from raysim.algorithms.fedavg import FedAvgClient
+from raysim.rules import ClientRule, ServerRule
+
+
+@dataclass(frozen=True)
+class Keeper(FedAvgClient):
+    kept: int = 1
+
+    def state(self, task):
+        return {"v": task.zeros()}
+
+    def finish(self, shared, state, row, data, task):
+        kept = {0: {}, 1: {"v": state["w"]}, 2: {"v": state["w"][:3]}, 3: {"v": state["w"], "u": state["w"]}}
+        return {"delta": shared["x"] - state["w"]}, kept[self.kept]
+
+
+@dataclass(frozen=True)
+class Silent(FedAvgClient):
+    sends = ("delta", "extra")
+
+
+@dataclass(frozen=True)
+class Server(ServerRule):
+    mode: str = "mean"
+    asks: str = "mean"
+    drops: bool = False
+
+    @property
+    def uploads(self):
+        return {"delta": self.mode}
+
+    def init(self, x0, problem):
+        return {"x": x0, "m": x0}
+
+    def update(self, state, reports):
+        new = {"x": state["x"] - getattr(reports, self.asks)("delta").to(state["x"].dtype)}
+        return new if self.drops else {**state, **new}
+
+
+@dataclass(frozen=True)
+class Extra(ServerRule):
+    @property
+    def uploads(self):
+        return {"delta": "mean", "extra": "mean"}
+
+
+class Bare(ClientRule):
+    rho: float = 0.5
+"""
+
+
+@pytest.fixture
+def own(base, source, engine) -> Any:
+    path = source("own_rules_inside", RULES)
+
+    def run(client: Any = "fedavg", server: Any = "fedavg") -> Any:
+        client, server = ({**r, "name": f"{path}:{r['name']}"} if isinstance(r, dict) else r for r in (client, server))
+        small = {"model": {"name": "mlp", "hidden": [4]}, "partition": {"name": "iid", "clients": 3}}
+        return engine({"rounds": 2, "client": client, "server": server, "schedule": {"cohort": 2}, **small})
+
+    return run
+
+
+def test_rules_that_keep_their_word_run(own):
+    own({"name": "Keeper"}, {"name": "Server", "mode": "sum", "asks": "sum"})
+    own({"name": "Keeper"}, {"name": "Server", "mode": "change", "asks": "change"})
+
+
+@pytest.mark.parametrize(
+    "client, server, error, said",
+    [
+        ({"name": "Keeper", "kept": 0}, "fedavg", ConfigError, r"keeper.* keeps \{\}, but its `state` says \{'v'"),
+        ({"name": "Keeper", "kept": 2}, "fedavg", ConfigError, r"keeps \{'v': \(3,\)\}"),
+        ({"name": "Keeper", "kept": 3}, "fedavg", ConfigError, r"keeps .*'u'"),
+        ({"name": "Silent"}, {"name": "Extra"}, ConfigError, r"silent.* sends no 'extra'"),
+        ("fedavg", {"name": "Server", "mode": "total"}, ConfigError, r"uploads 'delta' in an unknown mode 'total'"),
+        ("fedavg", {"name": "Server", "asks": "sum"}, RaysimError, r"asks for the sum of 'delta'"),
+        ("fedavg", {"name": "Server", "drops": True}, RaysimError, r"update must give back the keys of init.* m"),
+        ({"name": "Bare", "rho": 0.1}, "fedavg", ConfigError, r"put @dataclass\(frozen=True\) above class Bare"),
+    ],
+)
+def test_rules_that_break_it_are_told_how(client, server, error, said, own):
+    with pytest.raises(error, match=said):
+        own(client, server)
+
+
+def test_fednova_refuses_a_proximal_term_that_jumps(base):
+    """lr mu >= 1 makes (1 - lr mu)^k alternate, for the largest lr of a schedule."""
+    given = {**base, "rounds": 9, "schedule": {"cohort": 2}, "local": {"lr": [[0, 0.05], [5, 0.1]]}}
+    prepare({**given, "algorithm": {"name": "fednova", "mu": 9.9}})
+    with pytest.raises(ConfigError, match=r"algorithm\.mu: must stay below 1 / local\.lr = 10"):
+        prepare({**given, "algorithm": {"name": "fednova", "mu": 10.0}})
+
+
+def test_moon_refuses_a_net_that_has_learnt_no_representation(base):
+    given = {**base, "rounds": 1, "schedule": {"cohort": 2}, "algorithm": "moon", "model": "logistic"}
+    with pytest.raises(ConfigError, match=r"algorithm\.name: 'moon' .*'logistic' has none that is learnt"):
+        prepare(given)

@@ -1,0 +1,290 @@
+"""Fixed-point sums: no grouping shows, nothing that does not fit gets through."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raysim.numerics import NonFiniteError, combine, dot, fixed_sum, gram, norm, to_float
+from raysim.numerics.fixed_point import HIGH, LIMIT, ROOM, SMALL, TOGETHER, BlockSum, FixedSum
+from raysim.numerics.inner_products import Few, aligned, cross
+
+
+def vectors(seed: int, k: int, P: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(k, P, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def shifted(v: torch.Tensor, offset: int) -> torch.Tensor:
+    """The same values, `offset` elements off the boundary of an allocation."""
+    home = torch.empty(v.numel() + offset, dtype=v.dtype)[offset:].view(v.shape)
+    return home.copy_(v)
+
+
+@settings(deadline=None, max_examples=60, derandomize=True, database=None)
+@given(st.integers(0, 10**6), st.integers(1, 12), st.integers(1, 40), st.randoms(use_true_random=False))
+def test_any_order_and_grouping_of_blocks_gives_the_same_bits(seed, blocks, P, random):
+    totals = [fixed_sum(vectors(seed + b, 3, P), [0.1, 0.7, 0.2]) for b in range(blocks)]
+    expected = combine(totals)
+    pool = list(totals)
+    while len(pool) > 1:  # a random tree
+        random.shuffle(pool)
+        pool.append(combine([pool.pop() for _ in range(random.randint(2, len(pool)))]))
+    assert torch.equal(pool[0], expected)
+
+
+@settings(deadline=None, max_examples=40, derandomize=True, database=None)
+@given(st.integers(0, 10**6), st.integers(1, 8), st.integers(1, 200), st.sampled_from([torch.float32, torch.float64]))
+def test_the_sum_is_right_to_half_a_unit(seed, k, P, dtype):
+    rows, weights = vectors(seed, k, P, dtype), (np.arange(k) + 0.5) / k
+    exact = weights @ rows.double().numpy()
+    found = to_float(fixed_sum(rows, weights.tolist()), torch.float64)
+    assert np.abs(found.numpy() - exact).max() <= 2.0**-41 + 1e-14
+    assert torch.equal(to_float(fixed_sum(list(rows), weights.tolist()), torch.float64, 4.0), found / 4)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 2.0**60, -(2.0**60)])
+def test_what_does_not_fit_is_refused(value):
+    rows = torch.zeros(2, 5)
+    rows[1, 3] = value
+    with pytest.raises(NonFiniteError):
+        fixed_sum(rows, [1.0, 1.0])
+
+
+def test_the_largest_value_fits_and_overflow_across_blocks_is_refused():
+    largest = fixed_sum(torch.full((1, 3), 2.0**60 - 2.0**40), [1.0])
+    assert to_float(largest, torch.float64).tolist() == [2.0**60 - 2.0**40] * 3
+    with pytest.raises(NonFiniteError):
+        combine([torch.full((1, 3), 2**62)] * 3)
+    assert to_float(combine([largest, -largest]), torch.float32).tolist() == [0.0] * 3
+
+
+def test_large_and_small_blocks_add_up_in_any_order():
+    """Running variances of two-sample clients reach 1e7 and more, beside
+    values of 1e-3: both must come through, whatever the grouping."""
+    blocks = [
+        torch.tensor([[3e-3, 5e6, -7e9, 1.0]]),
+        torch.tensor([[1e-3, 2e-3, 7e9, 2.0]]),
+        torch.tensor([[0.0, -5e6, 0.5, 3e12]]),
+    ]
+    fixed = [fixed_sum(block.double(), [0.25]) for block in blocks]
+    columns = torch.cat(blocks).double().T.tolist()
+    expected = torch.tensor([math.fsum(0.25 * v for v in column) for column in columns], dtype=torch.float64)
+    forward, backward = combine(fixed), combine([combine([fixed[2].clone(), fixed[0]]), fixed[1]])
+    assert torch.equal(forward, backward)
+    assert torch.allclose(to_float(forward, torch.float64), expected, rtol=1e-14, atol=2.0**-39)
+
+
+def test_weights_and_rows_must_match():
+    with pytest.raises(ValueError):
+        fixed_sum(torch.zeros(2, 3), [1.0])
+
+
+KINDS = ["one float32", "one float64", "one bfloat16", "one float16", "three", "large", "just large", "mixed", "zeros"]
+
+
+def block(seed: int, P: int, kind: str) -> BlockSum:
+    """Blocks of one row or of several, small ones and such as need the high limb."""
+    if kind.startswith("one"):
+        dtype = getattr(torch, kind.split()[1])
+        return BlockSum(vectors(seed, 1, P, torch.float64).to(dtype), [0.3 + seed % 7])
+    scale = {"three": 0.01, "large": 1e7, "just large": HIGH, "mixed": 1.0, "zeros": 0.0}[kind]
+    rows = scale * vectors(seed, 3, P, torch.float64)
+    if kind == "just large":
+        rows = rows.clamp(-HIGH, HIGH)
+        rows[0] = HIGH
+        return BlockSum(rows[:1], [1.0])
+    if kind == "mixed":
+        rows[1, -1] = -5e5
+    return BlockSum(rows, [0.1, -0.7, 0.2])
+
+
+@settings(deadline=None, max_examples=80, derandomize=True, database=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 10**6), st.sampled_from(KINDS)), min_size=1, max_size=12),
+    st.sampled_from([1, 5, 2**15 - 1, 2**15 + 3]),
+    st.sampled_from([0, 1000, 2**18, TOGETHER]),
+    st.randoms(use_true_random=False),
+)
+def test_waiting_does_not_show(given, P, together, random):
+    """Any order; any number of blocks that wait, and are looked at in between; any grouping into several sums: the same
+    bits, which are the exact ones to half a unit for each block."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("raysim.numerics.fixed_point.TOGETHER", together)
+
+        def added(some: list[tuple[int, str]], look: bool) -> FixedSum:
+            total = FixedSum()
+            for seed, kind in some:
+                total.add(block(seed, P, kind))
+                if look and random.random() < 0.3:
+                    assert total.total is not None
+            return total
+
+        expected = added(given, False).total
+        assert expected is not None and expected.dtype == torch.int64
+        shuffled = random.sample(given, len(given))
+        again = added(shuffled, True).total
+        assert torch.equal(again, expected)
+        at = random.randint(0, len(given))
+        parts = [added(part, True) for part in (shuffled[:at], shuffled[at:]) if part]
+        assert torch.equal(combine([part.total for part in parts], sum(part.bound for part in parts)), expected)
+        single = [block(seed, P, kind) for seed, kind in given]
+        exact = sum(one.value.double() * one.weight for one in single)
+        error = (to_float(expected, torch.float64) - exact).abs().max()
+        assert error <= len(given) * 2.0**-41 + 1e-15 * sum(one.size for one in single)
+
+
+@pytest.mark.parametrize("times", [1 - 2**-40, 1, 3, 7.9, 100, 1e9])
+def test_a_block_has_a_high_limb_from_where_it_needs_one(times):
+    values = torch.tensor([times * HIGH, -times * HIGH, 0.123, 2.0**-40], dtype=torch.float64)
+    found = fixed_sum([values], [1.0])
+    assert len(found) == (1 if times < 1 else 2)
+    assert torch.allclose(to_float(found, torch.float64), values, rtol=0, atol=2.0**-41 + 1e-16 * times * HIGH)
+
+
+@pytest.mark.parametrize("P", [1, 2**15 + 1])
+def test_one_by_one_or_all_together_whatever_waits(P, monkeypatch):
+    """No more waits than may; the sum of very many is the sum of their own fixed sums."""
+    blocks = [block(i, P, "one float32" if i % 3 else "three") for i in range(40)]
+    monkeypatch.setattr("raysim.numerics.fixed_point.TOGETHER", 3 * 4 * P)
+    total, most = FixedSum(), 0
+    for one in blocks:
+        total.add(one)
+        most = max(most, len(total._waiting))
+    assert 1 <= most <= 3
+    own = []
+    for one in blocks:
+        by_itself = FixedSum()
+        by_itself.add(one)
+        own.append(by_itself.total)
+    assert torch.equal(total.total, torch.stack(own).sum(0))
+
+
+@pytest.mark.parametrize("waiting", [0, 3])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, LIMIT, -LIMIT, 1e300])
+@pytest.mark.parametrize("k", [1, 2])
+def test_what_is_refused_leaves_those_who_wait_alone(bad, k, waiting):
+    total, wanted = FixedSum(), FixedSum()
+    for i in range(waiting):
+        total.add(block(i, 50, "three"))
+        wanted.add(block(i, 50, "three"))
+    rows = vectors(1, k, 50, torch.float64)
+    rows[-1, 7] = bad
+    with pytest.raises(NonFiniteError, match=f"{k} updates"):
+        total.add(BlockSum(rows, [1.0] * k))
+    assert total.bound == wanted.bound
+    if not waiting:
+        assert total.total is None
+    else:
+        assert torch.equal(total.total, wanted.total)
+
+
+@pytest.mark.parametrize("limit", [LIMIT * (1 - 2**-20), -LIMIT * (1 - 2**-20)])
+def test_what_just_fits_is_taken(limit):
+    total = FixedSum()
+    total.add(BlockSum(torch.tensor([[limit, 1.0]], dtype=torch.float64), [1.0]))
+    total.add(BlockSum(torch.tensor([[-limit, 0.25]], dtype=torch.float64), [1.0]))
+    assert to_float(total.total, torch.float64).tolist() == [0.0, 1.25]
+
+
+@pytest.mark.parametrize("size", [HIGH, HIGH * (1 - 2**-20), 0.2])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_sums_stay_in_the_range_of_fixed_point(size, sign):
+    """As many as there is room for, and not one more; what is refused adds nothing, and the sum is right to the last.
+    Of blocks that reach `HIGH` only what is left below counts, of small ones a bound."""
+    value = torch.full((4,), sign * size, dtype=torch.float64)
+    total = FixedSum()
+    total.bound = ROOM - 10 * HIGH  # as if many had come already
+    added = 0
+    with pytest.raises(NonFiniteError, match="all blocks"):
+        for _ in range(200_000):
+            total.add(BlockSum([value], [1.0]))
+            added += 1
+    assert total.bound < ROOM
+    one = BlockSum([value], [1.0])
+    assert size <= one.size <= 2 * size  # the norm of four
+    assert added == math.ceil(10 * HIGH / min(one.size, HIGH)) - 1
+    found = to_float(total.total, torch.float64)
+    assert found.tolist() == pytest.approx([sign * size * added] * 4, rel=1e-10)
+
+
+def test_as_many_as_there_is_room_for_do_not_wrap_round():
+    """Each adds the largest low limb that there is: all of them together stay in int64."""
+    largest = HIGH * (1 - 2**-40)
+    total = FixedSum()
+    value = torch.full((2,), largest, dtype=torch.float64)
+    one = BlockSum([value], [1.0])
+    with pytest.raises(NonFiniteError, match="all blocks"):
+        for _ in range(5000):
+            total.add(one)
+    assert to_float(total.total, torch.float64)[0] == pytest.approx(ROOM, rel=2e-3)
+    assert total.bound >= float(to_float(total.total, torch.float64).max())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("weight", [1.0, -0.25, 1e-3, 0.0, 700.0])
+@pytest.mark.parametrize("scale", [0.0, 1e-6, 0.01, 0.3, 20.0, 6e4])
+@pytest.mark.parametrize("k", [1, 3])
+def test_the_size_of_a_block_bounds_it_and_is_exact_unless_small(dtype, weight, scale, k):
+    """bfloat16's own norm is right to a 256th; none is bounded so loosely that sums would be refused for it."""
+    rows = (scale * vectors(4, k, 300, torch.float64)).clamp(-6e4, 6e4).to(dtype)
+    one = BlockSum(rows, [weight] * k)
+    found = (rows.double() * weight).sum(0)
+    largest, norm = float(found.abs().max()), float(found.norm())
+    assert largest * (1 - 2**-8) - 1e-7 <= one.size <= max(largest * (1 + 1e-12), min(norm * (1 + 2**-7), SMALL))
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_vectors_of_nothing_add_up_to_nothing(k):
+    """Running statistics of nets without any."""
+    total = FixedSum()
+    assert total.total is None
+    for _ in range(3):
+        total.add(BlockSum([torch.zeros(0)] * k, [0.5] * k))
+    assert total.total is not None and total.total.shape == (1, 0) and total.bound == 0
+    assert to_float(combine([total.total, total.total], 0.0), torch.float32).shape == (0,)
+
+
+@pytest.mark.parametrize("P", [1, 7, 333, 5000, 9001])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_inner_products_do_not_see_alignment(P, dtype):
+    rows = vectors(3, 4, P, dtype)
+    expected, few, products = gram(rows), Few(list(rows), [P]).gram(), cross(aligned(rows[:1]), aligned(rows))
+    for offset in range(1, 18):
+        moved = [shifted(row, (offset * (i + 1)) % 19) for i, row in enumerate(rows)]
+        assert torch.equal(gram(moved), expected)
+        assert torch.equal(gram(shifted(rows, offset)), expected)
+        assert torch.equal(Few(moved, [P]).gram(), few)
+        assert torch.equal(cross(aligned(moved[:1]), aligned(moved)), products)
+        assert torch.equal(fixed_sum(moved, [0.3] * 4), fixed_sum(rows, [0.3] * 4))
+
+
+@pytest.mark.parametrize("P", [1, 5, 4096, 12_345])
+def test_inner_products_are_right(P):
+    rows = vectors(5, 4, P)
+    exact = rows.double() @ rows.double().T
+    assert torch.allclose(gram(rows), exact, rtol=1e-13, atol=1e-12)
+    assert torch.allclose(Few(list(rows), [P]).gram()[0], exact, rtol=1e-13, atol=1e-12)
+    assert torch.allclose(cross(aligned(rows), aligned(rows)), exact, rtol=1e-5, atol=1e-5 * P**0.5)
+    assert norm(rows[0]) == pytest.approx(float(rows[0].double().norm()), rel=1e-14)
+    assert dot(rows[0], rows[1]) == pytest.approx(float(exact[0, 1]), rel=1e-9, abs=1e-12)
+
+
+def test_gram_by_segment_and_batch():
+    segments, rows = [3, 10, 1, 6], vectors(9, 5, 20, torch.float64)
+    parts = gram(rows, segments)
+    assert parts.shape == (4, 5, 5)
+    assert torch.allclose(parts.sum(0), gram(rows)) and torch.allclose(parts, Few(list(rows), segments).gram())
+    assert torch.allclose(parts[1], rows[:, 3:13] @ rows[:, 3:13].T)
+    assert torch.allclose(cross(aligned(rows), aligned(rows), segments), parts)
+    batch = torch.stack([rows, 2 * rows])
+    assert torch.allclose(gram(batch, segments)[1], 4 * parts)
+
+
+def test_a_bad_row_spoils_its_own_row_and_column_only():
+    rows = vectors(1, 3, 50)
+    rows[1, 7] = torch.nan
+    good = gram(rows).isfinite()
+    assert good.tolist() == [[True, False, True], [False, False, False], [True, False, True]]

@@ -1,0 +1,90 @@
+"""What `raysim bench` must do: try what may be tried, leave alone what is given, and name the fastest."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from raysim.engine.plan import prepare
+from raysim.errors import ConfigError
+from raysim.planning.bench import bench, candidates
+
+SMALL: dict[str, Any] = {
+    "rounds": 5,
+    "data": "digits",
+    "partition": {"name": "iid", "clients": 20},
+    "model": {"name": "mlp", "hidden": [8]},
+    "algorithm": "fedavg",
+    "local": {"steps": 1, "batch": 8, "lr": 0.05},
+    "schedule": {"cohort": 4},
+}
+
+
+def settings(given: set[str] = frozenset(), blocks: bool = False, **more: Any) -> list[dict[str, Any]]:
+    return list(candidates(prepare({**SMALL, **more}), given, blocks))
+
+
+def test_only_the_place_is_varied_unless_blocks_are_asked_for(monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    places = settings()
+    assert [p.get("resources.actors") for p in places] == [None, 1, 2, 4, 8]
+    assert not any(key.startswith("block.") for p in places for key in p)
+    ways = settings(blocks=True)
+    assert {w["block.mode"] for w in ways} == {"loop", "pooled", "vmap"}
+    assert len(ways) == 5 * 4  # vmap with 1 and 4
+    assert not any("block.convolutions" in way for way in ways)
+    ways = settings(blocks=True, model="lenet", resources={"executor": "inline"})
+    assert [w["block.size"] for w in ways if w.get("block.convolutions") == "unfold"] == [1, 4] * 5
+
+
+def test_what_is_given_is_not_varied(monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    given = {"resources.executor", "resources.actors"}
+    assert settings(given, resources={"executor": "inline", "actors": 1}) == [{}]
+    looped = {"resources": {"executor": "inline"}, "block": {"mode": "loop"}, "model": "lenet"}
+    ways = settings({*given, "block.mode"}, blocks=True, **looped)
+    assert not any(key in way for way in ways for key in ("block.mode", "block.convolutions"))
+
+
+def test_gpus_are_shared_between_more_and_more_actors(monkeypatch):
+    monkeypatch.setattr("raysim.planning.bench._gpus", lambda: 2)
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    shares = [(p["resources.actors"], p["resources.gpus"]) for p in settings() if "resources.actors" in p]
+    assert shares == [(2, 1), (4, 0.5), (8, 0.25), (16, 0.125)]
+
+
+def test_steps_that_would_be_graphs_are_tried_as_they_stand_too(monkeypatch):
+    monkeypatch.setattr("raysim.planning.bench._gpus", lambda: 1)
+
+    def plain(given: set[str] = frozenset(), **more: Any) -> list[int]:
+        ways = [way for way in settings(given, blocks=True, **more) if "block.graphs" in way]
+        assert all(way["block.graphs"] is False and way.get("block.mode", "vmap") == "vmap" for way in ways)
+        return [way["block.size"] for way in ways[: len(ways) // 5]]  # in each of five places
+
+    assert plain() == [1, 4] and plain(model="lenet") == [1, 4] * 2
+    assert plain(local={"epochs": 1, "batch": 8}) == plain(local={"steps": 1, "batch": "full"}) == []
+    assert plain({"block.mode"}, block={"mode": "loop"}) == [] and plain({"block.mode"}, block={"mode": "vmap"}) == [
+        1,
+        4,
+    ]
+    monkeypatch.setattr("raysim.planning.bench._gpus", lambda: 0)
+    assert plain() == []
+
+
+def test_the_fastest_is_named_and_what_cannot_run_says_why():
+    told = []
+    found = bench(SMALL, {"resources.executor": "inline"}, seconds=0.2, blocks=True, tell=told.append)
+    assert told == found.candidates and all(one.rounds > 0 for one in told)
+    assert found.best is max(told, key=lambda one: one.clients_per_second)
+    told.clear()
+    stateful = {**SMALL, "resources": {"executor": "inline"}, "model": {"name": "rnn_of_nobody"}}
+    with pytest.raises(ConfigError, match="rnn_of_nobody"):
+        bench(stateful, seconds=0.1)
+
+
+def test_a_run_with_its_own_sweep_evaluation_and_checkpoints_is_measured_without_them(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = {**SMALL, "resources": {"executor": "inline"}, "sweep": {"seed": [0, 1]}, "checkpoint": {"every": 1}}
+    assert bench({**config, "run_dir": str(tmp_path / "run")}, seconds=0.1).best is not None
+    assert not list(tmp_path.iterdir())

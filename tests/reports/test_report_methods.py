@@ -1,0 +1,392 @@
+"""What must hold of reports that compare methods: sides and ranks, a paper's figures beside ours, sweeps over one
+parameter or two, and what is kept in MLflow; all worked out by hand."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import math
+import sys
+from pathlib import Path
+
+import pytest
+
+from raysim import cli
+from raysim.config import explain
+from raysim.config.loading import read, shipped
+from raysim.engine.plan import keys
+from raysim.errors import ConfigError
+from raysim.reports import aggregate, plots, published
+from raysim.reports.aggregate import Run, rows
+from raysim.rules import contract
+from raysim.rules.contract import defaults
+from raysim.tracking import mlflow as tracking
+from raysim.tracking.spool import flatten
+
+NUMBER = itertools.count()
+
+
+def run(value: float | list[float], **params: object) -> Run:
+    """A run that reached this value in round 1, or these in the rounds from 0; `alpha` is short for partition.alpha."""
+    names = {
+        "alpha": "partition.alpha",
+        "algorithm": "algorithm.name",
+        "client": "client.name",
+        "server": "server.name",
+    }
+    given = {names.get(key, key).replace("__", "."): str(v) for key, v in params.items()}
+    history = list(enumerate(value)) if isinstance(value, list) else [(1, value)]
+    return Run(str(next(NUMBER)), given, history)
+
+
+# -- sides and ranks ---------------------------------------------------------------------------------------------------
+
+
+def test_sides_are_those_of_luo_2023_but_for_scaffold():
+    """SCAFFOLD, whose server keeps c, is on both sides; the paper counts it among the client's."""
+    contract.discover()
+    client = ["fedavg", "fedprox", "fedmlb", "moon", "gradma_w"]
+    server = ["fedavgm", "mifa", "mifam", "gradma_s"]
+    both = ["fedproxm", "fedmlbm", "moonm", "feddyn", "mimelite", "gradma", "scaffold"]
+    for side, names in zip(contract.SIDES, (client, server, both), strict=True):
+        for name in names:
+            pair = contract.ALGORITHMS[name]
+            assert contract.side(pair.client.name, pair.server.name) == side, name
+
+
+def test_rows_by_side():
+    pairs = [("gradma", "gradma"), ("fedavg", "mifa"), ("moon", "fedavg"), ("fedavg", "fedavg")]
+    runs = [run(0.5, algorithm=f"{client}-{server}", client=client, server=server) for client, server in pairs]
+    table = rows([*runs, run(0.5, algorithm="foreign")], group=["side", "algorithm"])
+    assert [(row.parameters.get("side"), row.parameters["algorithm.name"]) for row in table] == [
+        *(("client side", "fedavg-fedavg"), ("client side", "moon-fedavg")),
+        *(("server side", "fedavg-mifa"), ("both sides", "gradma-gradma"), (None, "foreign")),
+    ]
+    assert "side" not in rows(runs)[0].parameters, "nobody asked"
+
+
+def test_ranks_are_within_a_scenario_and_their_mean_is_over_the_scenarios():
+    best = {("a", 0.1): 0.9, ("b", 0.1): 0.7, ("c", 0.1): 0.7, ("a", 1): 0.5, ("b", 1): 0.6, ("c", 1): 0.4}
+    said: list[str] = []
+    table = aggregate.ranked(
+        rows([run(v, algorithm=n, alpha=alpha) for (n, alpha), v in best.items()]), say=said.append
+    )
+    ranks = {tuple(row.parameters.values()): row.rank for row in table}
+    assert ranks[("a", "0.1")] == aggregate.Rank(1, 1.5, 2) and ranks[("a", "1")] == aggregate.Rank(2, 1.5, 2)
+    assert ranks[("b", "0.1")] == aggregate.Rank(2.5, 1.75, 2) and ranks[("c", "1")] == aggregate.Rank(3, 2.75, 2)
+    assert not said and aggregate.markdown(table).splitlines()[2].endswith("| 1 | 1.5 | 1 |")
+    assert aggregate.latex(table).count("textbf") == 2, "the best of each scenario"
+    runs = [run(0.9, algorithm="a", alpha=1), run(0.8, algorithm="b", alpha=1), run(0.7, algorithm="b", alpha=2)]
+    uneven = aggregate.ranked(rows(runs), say=said.append)
+    assert [row.rank and row.rank.scenarios for row in uneven] == [1, 2, 2] and "not every method" in said[0]
+    losses = aggregate.ranked(rows([run(0.1, algorithm="a"), run(0.2, algorithm="b")], "loss"), "loss")
+    assert [row.rank and row.rank.place for row in losses] == [1, 2]
+
+
+def test_means_that_only_rounding_tells_apart_share_a_rank():
+    """(1 + 2 + 3) / 3 and (2 + 2 + 2) / 3 tenths are 2 tenths both; as floats they are not the same."""
+    best = {"a": [0.1, 0.2, 0.3], "b": [0.2, 0.2, 0.2], "c": [0.1, 0.2, 0.31]}
+    table = aggregate.ranked(
+        rows([run(v, algorithm=n, seed=s) for n, each in best.items() for s, v in enumerate(each)])
+    )
+    assert table[0].best != table[1].best
+    assert [row.rank and row.rank.place for row in table] == [2.5, 2.5, 1]
+
+
+def test_where_a_loss_is_infinite_there_is_no_deviation():
+    """Of seeds that diverged; the other method is still told of, and ranked before it."""
+    values = {"a": [math.inf, 1.0], "b": [math.inf, math.inf], "c": [1.0, 3.0]}
+    runs = [run([5.0, v], algorithm=n, seed=s) for n, each in values.items() for s, v in enumerate(each)]
+    table = aggregate.ranked(rows(runs, "loss", target=2.0), "loss")
+    last = [(row.last.mean, row.last.std) for row in table if row.last]
+    assert last == [(math.inf, None), (math.inf, None), (2.0, pytest.approx(2**0.5))]
+    assert [row.best.mean for row in table if row.best] == [3.0, 5.0, 2.0]
+    assert [row.to_target.n if row.to_target else 0 for row in table] == [1, 0, 1]
+    assert "inf" in aggregate.markdown(table, "loss") and aggregate.curves(runs)[0].figures[1].std is None
+
+
+def test_runs_without_a_value_count_and_are_named_but_give_no_figures():
+    runs = [run(0.5, alpha=1, seed=0), Run("x", {"partition.alpha": "1", "seed": "1"}, [], unfinished="failed")]
+    runs.append(Run("y", {"partition.alpha": "2"}, [], unfinished="failed"))
+    half, none = aggregate.ranked(rows(runs))
+    assert half.seeds == 2 and half.best and half.best.n == 1 and half.unfinished == "1 failed"
+    assert none.best is None and none.difference is None
+    assert aggregate.markdown([half, none]).splitlines()[3] == "| 2 | 1 | – | – | – | 0 | 1 failed |"
+    assert len(aggregate.curves(runs)) == 1 and "textbf" not in aggregate.latex([none])
+
+
+def test_a_share_of_what_others_reached_in_the_same_scenario():
+    runs = [run([0.1, value], algorithm="sgd", alpha=alpha) for value, alpha in ((0.8, 0.1), (0.4, 1))]
+    runs += [run([0.3, 0.5], algorithm="avg", alpha=alpha) for alpha in (0.1, 1, 10)]
+    said: list[str] = []
+    table = rows(runs, target=aggregate.share_of(runs, "algorithm=sgd", 0.5, say=said.append))
+    avg = [row for row in table if row.parameters["algorithm.name"] == "avg"]
+    assert [row.target for row in avg] == [0.4, 0.2, None] and said == ["no target where no run has algorithm=sgd: 10"]
+    assert [row.to_target and row.to_target.mean for row in avg] == [1, 0, None]
+    head, *lines = aggregate.markdown(table).splitlines()
+    assert "| target % | rounds to target |" in head and "| 40.00 | 1 |" in lines[1]
+
+
+# -- papers ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def printed(tmp_path: Path) -> str:
+    path = tmp_path / "mine.csv"
+    path.write_text(
+        "# somebody 2020\n"
+        "data,partition.alpha,algorithm,best,std,target,of,rounds\n"
+        "digits,0.1,avg,0.7,0.02,0.6,,12\n"
+        "digits,1,avg,0.9,,0.8,,never\n"
+        "digits,1,avg,,,0.5,algorithm=sgd,7\n"
+        "digits,1,avg,,,0.9,algorithm=sgd,9\n"
+    )
+    return str(path)
+
+
+def test_a_papers_figures_beside_ours(printed):
+    figures = published.read(printed)
+    runs = [run([0.1, v], data__name="digits", algorithm="avg", alpha=a) for v, a in ((0.75, "0.1"), (0.6, "1.0"))]
+    runs.append(run(0.9, data__name="mnist", algorithm="avg", alpha="1.0"))
+    table = rows(runs, target=lambda members: published.target(figures, members[0].params))
+    first, second, other = aggregate.beside(table, figures)
+    assert first.difference == pytest.approx((0.75 - 0.7) / 0.02) and first.printed and first.printed.rounds == 12
+    assert second.difference is None and second.printed and second.printed.rounds == math.inf
+    assert other.printed is None and other.target is None
+    head, _, *lines = aggregate.markdown([first, second, other]).splitlines()
+    assert "| paper: best % | difference / paper's std |" in head and "| paper: rounds to target |" in head
+    assert "| 75.00 | 70.00 ± 2.00 | +2.50 |" in lines[0] and "| 60.00 | 1 | 12 |" in lines[0]
+    assert "| 60.00 | 90.00 | – |" in lines[1] and "| 80.00 | – | never |" in lines[1]
+    by_share = aggregate.beside(rows(runs), figures, 0.9, "algorithm=sgd")
+    assert by_share[1].printed and by_share[1].printed.rounds == 9
+    (line, *_) = csv.DictReader(aggregate.as_csv([first]).splitlines())
+    assert (line["paper_best"], line["paper_rounds_to_target"], line["target"]) == ("0.7", "12.0", "0.6")
+
+
+def test_figures_are_not_given_to_rows_of_several_scenarios(printed):
+    runs = [run(0.7, data__name="digits", algorithm="avg", alpha=alpha, seed=alpha) for alpha in ("0.1", "1")]
+    (row,) = aggregate.beside(rows(runs, group=["algorithm"]), published.read(printed))
+    assert row.printed is None
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("algorithm,accuracy\na,1\n", "neither a column 'best' nor one 'rounds'"),
+        ("algorithm,best\navg,good\n", "avg,good: best is 'good', which is no number"),
+        ("algorithm,best,target,rounds\navg,,0.5,\n", "a target and the rounds to it go together"),
+        (None, "cannot be read"),
+    ],
+)
+def test_a_paper_that_cannot_be_read(tmp_path, text, said):
+    path = tmp_path / "bad.csv"
+    if text:
+        path.write_text(text)
+    with pytest.raises(ConfigError, match=f"--paper: .*{said}"):
+        published.read(str(path))
+
+
+def test_an_unknown_paper():
+    with pytest.raises(ConfigError, match="no figures of 'gradm'; did you mean 'gradma'"):
+        published.read("gradm")
+
+
+def points(name: str) -> list[dict[str, str]]:
+    """The parameters of a shipped sweep's trials, one seed of each, as MLflow has them."""
+    grids = read(name, (), keys, defaults).pop("sweep")
+    found = []
+    for grid in grids if isinstance(grids, list) else [grids]:
+        values = [v if isinstance(v, list) and key != "seed" else [v] for key, v in grid.items() if key != "seed"]
+        for point in itertools.product(*values):
+            given = dict(zip((key for key in grid if key != "seed"), point, strict=True))
+            raw = read(name, given, keys, defaults)
+            raw.pop("sweep")
+            found.append(flatten(explain.validate(raw).model_dump(mode="json")))
+    return found
+
+
+@pytest.mark.parametrize("folder", ["gradma", "fedreg", "fedhist"])
+def test_every_figure_of_a_paper_is_about_one_of_its_sweeps_and_every_table_has_figures(folder):
+    figures = published.read(folder)
+    tables = [n for n in shipped() if n.startswith((f"{folder}/table", f"{folder}/privacy_")) and "attack" not in n]
+    trials = [(name, trial) for name in tables for trial in points(name)]
+    assert len(trials) >= 40
+    for each in figures:
+        assert any(each.is_about(trial) for _, trial in trials), each
+    for name, trial in trials:
+        said = published.about(figures, trial)
+        unsaid = name == "gradma/table1_cifar100" and trial["partition.alpha"] == "1.0"  # Table 1 says 0.1 there
+        assert sum(each.best is not None for each in said) == (0 if unsaid else 1), (name, trial["algorithm.name"])
+        assert len({(each.target, each.of) for each in said}) == len(said), (name, said)
+
+
+def test_figures_as_printed():
+    """A few of them, from the papers themselves."""
+
+    def one(folder: str, of: str | None = None, target: float | None = None, **given: str) -> published.Printed | None:
+        return published.beside(
+            published.read(folder), {key.replace("__", "."): v for key, v in given.items()}, target, of
+        )
+
+    mnist = {"data__name": "mnist", "partition__alpha": "0.01", "schedule__cohort": "10"}
+    luo = one("gradma", target=0.45, algorithm__name="gradma", **mnist)
+    assert luo and (luo.best, luo.std, luo.rounds) == (0.7797, 0.0128, 37)
+    xu = {"data__name": "mnist", "partition__name": "heavy_tail", "partition__classes": "1", "privacy": "null"}
+    reg = one("fedreg", "algorithm=fedsgd", 0.9, algorithm__name="fedreg", model__name="mnist_cnn", **xu)
+    assert reg and (reg.best, reg.rounds) == (0.978, 32)
+    jiang = {"data__name": "cifar10", "partition__name": "iid", "schedule__arrivals": "10"}
+    hist = one("fedhist", target=0.4, algorithm__name="fedhist", **jiang)
+    assert hist and (hist.best, hist.rounds) == (0.6266, 792)
+
+
+# -- sweeps, as pictures -----------------------------------------------------------------------------------------------
+
+
+def swept() -> list[Run]:
+    return [
+        run(m / 100 + alpha + seed / 10, algorithm="gradma_s", server__memory=m, alpha=alpha, seed=seed)
+        for m in (100, 0, 20)
+        for alpha in (0.1, 0.5)
+        for seed in (0, 1)
+    ]
+
+
+def test_the_best_over_a_parameter():
+    first, second = aggregate.along(swept(), "algorithm.memory")
+    assert (first.label, second.label) == ("partition.alpha 0.1", "partition.alpha 0.5")
+    assert first.spent == [0, 20, 100] and [f.mean for f in second.figures] == pytest.approx([0.55, 0.75, 1.55])
+    assert all(f.n == 2 for f in first.figures)
+    with pytest.raises(ConfigError, match="--x: the values of algorithm are not numbers"):
+        aggregate.along(swept(), "algorithm")
+
+
+def test_rounds_to_a_target_over_a_parameter():
+    """Where no seed reached it, there is no point."""
+    courses = {0: [[0, 0.6], [0, 0, 0.6]], 5: [[0, 0.4, 0.5]], 9: [[0, 0.4]]}
+    runs = [run(c, server__memory=m, seed=i) for m, each in courses.items() for i, c in enumerate(each)]
+    (line,) = aggregate.along(runs, "server.memory", target=0.5)
+    assert line.spent == [0, 5] and [f.mean for f in line.figures] == [1.5, 2]
+
+
+def test_parts_over_two_parameters_differ_in_nothing_else(tmp_path: Path):
+    runs = [
+        run(beta1 + alpha, server__beta1=beta1, server__beta2=beta2, alpha=alpha)
+        for beta1, beta2, alpha in itertools.product((0, 0.5), (0, 0.1, 0.9), (0.01, 0.1))
+    ]
+    said: list[str] = []
+    parts = aggregate.apart(runs, ["server.beta1", "server.beta2"])
+    assert [(name, len(part)) for name, part in parts] == [("partition.alpha 0.01", 6), ("partition.alpha 0.1", 6)]
+    grids = [(name, *aggregate.grid(part, "server.beta1", "server.beta2", say=said.append)) for name, part in parts]
+    assert not said and grids[1][1:3] == (["0", "0.5"], ["0", "0.1", "0.9"])
+    assert grids[1][3]["0.5", "0.9"] == pytest.approx(0.6)
+    plots.heatmap(grids, "beta1", "beta2", "accuracy", tmp_path / "h.png")
+    assert (tmp_path / "h.png").stat().st_size > 4000
+
+
+def test_panels(tmp_path: Path):
+    found = aggregate.curves(swept(), panels=["partition.alpha"])
+    assert {(curve.panel, curve.label) for curve in found} == {
+        (f"partition.alpha {alpha}", f"server.memory {m}") for alpha in ("0.1", "0.5") for m in (0, 20, 100)
+    }
+    plots.curves(found, "accuracy", "rounds", tmp_path / "c.png")
+    assert (tmp_path / "c.png").stat().st_size > 4000
+
+
+def test_what_was_spent_in_rounds_that_do_not_say_is_what_was_spent_before():
+    one = Run("1", {}, [(0, 0.1), (5, 0.2)], {0: 0.0, 4: 40.0, 6: 60.0})
+    assert [one.cost(t) for t in (0, 3, 4, 5, 9)] == [0, 0, 40, 40, 60]
+
+
+# -- from the tracking store -------------------------------------------------------------------------------------------
+
+
+class Store:
+    """A database of somebody else's."""
+
+    def __init__(self, folder: Path) -> None:
+        self.uri = f"sqlite:///{folder}/mlflow.db"
+        self.client = tracking.connected(self.uri)
+        self.place = (folder / "artifacts").as_uri()
+
+    def experiment(self, name: str) -> str:
+        return self.client.create_experiment(name, artifact_location=self.place)
+
+    def run(self, experiment: str, value: float | None, status: str = "FINISHED", **tags: str) -> str:
+        tags = {key.replace("__", "."): each for key, each in tags.items()}
+        run_id = self.client.create_run(experiment, tags=tags).info.run_id
+        self.client.log_param(run_id, "seed", next(NUMBER))
+        if value is not None:
+            self.client.log_metric(run_id, "accuracy", value, step=1)
+        self.client.set_terminated(run_id, status)
+        return run_id
+
+    def kept(self, run_id: str) -> list[str]:
+        return [each.path for each in self.client.list_artifacts(run_id, "report")]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path)
+
+
+def call(capsys, monkeypatch, store: Store, *arguments: str) -> tuple[int, str, str]:
+    monkeypatch.setattr(sys, "argv", ["raysim", "report", *arguments, "--uri", store.uri])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    return int(end.value.code or 0), *capsys.readouterr()
+
+
+def test_an_empty_report_says_what_to_do(store, capsys, monkeypatch):
+    store.experiment("empty")
+    failed, nan, names = store.experiment("failed"), store.experiment("nan"), store.experiment("names")
+    store.run(failed, 0.5, "FAILED")
+    store.run(failed, 0.5, "RUNNING")
+    store.run(nan, math.nan)
+    store.run(names, 0.5)
+    for arguments, said in (
+        (["empty"], "empty: no run is there; start some with raysim run or raysim sweep"),
+        (["failed"], "no run is finished (1 FAILED, 1 RUNNING); wait for them, or go on with raysim resume"),
+        (["nan"], "nan: no run is left; see above why"),
+        (["names", "--metric", "psnr"], "no run has a metric 'psnr' (known: accuracy)"),
+        (["nowhere"], "no experiment, and no run, is called 'nowhere'"),
+        (["names", "--target", "papr"], "--target: 'papr' is no number, and not the word paper"),
+        (["names", "--target", "paper"], "--target: paper means the targets of a paper; say which"),
+        (["names", "--paper", "gradma", "--metric", "loss"], "--paper: its figures are of the accuracy"),
+        (["names", "--target", "paper", "--paper", "gradma", "--of", "seed=1"], "--of: "),
+    ):
+        for command in (["table"], ["curves"])[: 1 if len(arguments) > 1 else 2]:
+            code, out, err = call(capsys, monkeypatch, store, *command, *arguments)
+            last = err.splitlines()[-1]
+            assert code == 2 and out == "" and last.startswith("error: ") and said in last and "Traceback" not in err
+
+
+def test_pictures_are_kept_with_the_sweep_else_in_a_run_of_their_own(store, tmp_path, capsys, monkeypatch):
+    experiment = store.experiment("swept")
+    sweep = store.run(experiment, None, raysim__sweep="true")
+    for value in (0.5, 0.7):
+        store.run(experiment, value, mlflow__parentRunId=sweep, **{f"raysim__sweep__{sweep}": "true"})
+    picture = str(tmp_path / "course.png")
+    for wanted in ("swept", sweep):
+        code, _, err = call(capsys, monkeypatch, store, "curves", wanted, "--out", picture, "--log")
+        assert code == 0 and f"report/course.png of run {sweep}" in err
+    assert store.kept(sweep) == ["report/course.png"]
+    store.run(experiment, 0.9)  # no trial: what is told is not the sweep's alone any more
+    for form in ("markdown", "csv"):
+        code, out, err = call(capsys, monkeypatch, store, "table", "swept", "--format", form, "--log")
+        assert code == 0 and "left out" not in err, "the run that keeps reports is none of them"
+    own = err.split()[-1]
+    assert own != sweep and sorted(store.kept(own)) == ["report/table.csv", "report/table.md"]
+    assert out.splitlines()[1].startswith("3,")
+
+
+def test_the_command_beside_a_paper(store, printed, capsys, monkeypatch):
+    experiment = store.experiment("mine")
+    one = store.run(experiment, 0.66)
+    for key, value in (("data.name", "digits"), ("partition.alpha", "0.1"), ("algorithm.name", "avg")):
+        store.client.log_param(one, key, value)
+    asked = ["table", "mine", "--ranks", "--paper", printed]
+    code, out, _ = call(capsys, monkeypatch, store, *asked, "--target", "paper")
+    assert code == 0
+    assert out.splitlines()[2] == "| 1 | 66.00 | 70.00 ± 2.00 | -2.00 | 66.00 | 1 | 12 | 1 | 1 |"
+    code, _, err = call(capsys, monkeypatch, store, "table", "mine", "--paper", "gradma")
+    assert code == 0 and "--paper: gradma says nothing of such runs" in err

@@ -1,0 +1,250 @@
+"""What asynchronous runs need beside a clock: rules that weigh early or late, FedHist's memory, a slow class."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import raysim
+from raysim.config.schema import Data
+from raysim.data import load
+from raysim.engine.executor import make_trainer
+from raysim.engine.plan import prepare
+from raysim.engine.schedule import in_step, preview
+from raysim.errors import ConfigError, RaysimError
+from raysim.reports.plots import arrivals
+from raysim.training.messages import Block, Broadcast
+
+STALE = {"name": "kasync", "arrivals": 4}
+RULES = """
+from dataclasses import dataclass
+
+from raysim.algorithms.fedavg import FedAvgServer
+from raysim.rules import ServerRule
+
+
+@dataclass(frozen=True)
+class Youngest(FedAvgServer):
+    \"\"\"Only the least stale count.\"\"\"
+
+    def weigh(self, cohort):
+        least = min(cohort.staleness)
+        young = [float(s == least) for s in cohort.staleness]
+        return [w / sum(young) for w in young]
+
+
+@dataclass(frozen=True)
+class Bad(FedAvgServer):
+    how: str = "short"
+
+    def weigh(self, cohort):
+        K = len(cohort.ids)
+        wrong = {"short": [1.0] * (K - 1), "negative": [-1.0] * K, "nan": [float("nan")] * K, "zero": [0.0] * K}
+        return wrong[self.how]
+
+
+@dataclass(frozen=True)
+class Last(ServerRule):
+    \"\"\"Jumps to the model of whom arrived last.\"\"\"
+
+    wants_bases = True
+    weighs_late = True
+
+    @property
+    def uploads(self):
+        return {"delta": "each"}
+
+    def update(self, state, reports):
+        K = len(reports.ids)
+        reports.weigh([0.0] * (K - 1) + [1.0])
+        return {"x": reports.bases[-1] - reports.rows["delta"][-1]}
+
+
+@dataclass(frozen=True)
+class Early(Last):
+    weighs_late = False
+
+
+@dataclass(frozen=True)
+class Short(Last):
+    def update(self, state, reports):
+        reports.weigh([1.0])
+        return {"x": state["x"]}
+"""
+NET = """
+from torch import nn
+
+
+class Net(nn.Sequential):
+    def __init__(self, shape, classes):
+        super().__init__(nn.Flatten(), nn.Linear(64, 7), nn.BatchNorm1d(7), nn.ReLU(), nn.Linear(7, classes))
+"""
+SIZES = [30, 12, 17, 20, 45, 0, 8, 23, 16, 5, 33, 12]
+
+
+@pytest.fixture
+def given(ragged, source):
+    """given(server, ...): ten K-async rounds of a net with BatchNorm, under one of the rules above."""
+    rules = source("late", RULES)
+
+    def make(server: str, **more):
+        return {
+            "rounds": 10, "model": source("net", NET) + ":Net", "partition": ragged(SIZES), "schedule": STALE,
+            "algorithm": {"name": f"{rules}:{server}", **more}, "local": {"steps": 2, "batch": 16, "lr": 0.1},
+            "dtype": "float64",
+        }  # fmt: skip
+
+    return make
+
+
+def test_weights_may_depend_on_staleness(given, engine):
+    """A weight of 0 leaves a client out: of the parameters, of BatchNorm's statistics, and of the entropy."""
+    run, records = engine(given("Youngest"))
+    plain, _ = engine({**given("Youngest"), "algorithm": "fedavg"})
+    assert np.abs(run.executor.xs[-1] - plain.executor.xs[-1]).max() > 1e-3
+    assert np.abs(run.executor.statistics[-1] - plain.executor.statistics[-1]).max() > 1e-3
+    turns = preview(run.config, run.plan.clients.sizes, 10)
+    young = [sum(s == min(turn.staleness) for s in turn.staleness) for turn in turns]
+    assert min(young) < 4
+    assert [r["server/weights_entropy"] for r in records[1:]] == pytest.approx(np.log(young))
+
+
+def test_the_model_of_one_client_is_base_minus_update(given, engine):
+    """Taking over the last arrival whole, with its statistics. Two that take one step each of all their data from
+    version 0, in different rounds, are what one round of each of them from version 0 gives, however stale they are."""
+    alone = {**given("Last"), "local": {"steps": 1, "batch": "full", "lr": 0.1}}
+    run, _ = engine(alone)
+    turns = preview(run.config, run.plan.clients.sizes, 10)
+    late = [turn for turn in turns if turn.t > 0 and turn.arrivals[-1].base == 0]
+    assert late
+    x0, buffers = run.plan.initial
+    for turn in late:
+        [job] = run.jobs(run.round(in_step(0, [turn.arrivals[-1].client])))
+        trainer = make_trainer(run.plan, "cpu")
+        outcome = trainer.train({0: Broadcast({"x": x0}, buffers)}, [Block(0, [replace(job, cursor=0, row=None)])])
+        np.testing.assert_allclose(run.executor.xs[turn.t + 1], x0 - outcome.rows["delta"][0], rtol=0, atol=1e-12)
+        np.testing.assert_allclose(run.executor.statistics[turn.t + 1], outcome.rows["buffers"][0], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("how", ["short", "negative", "nan", "zero"])
+def test_weights_that_are_none_are_refused(how, given, engine):
+    with pytest.raises(RaysimError, match=r"server rule 'bad': weigh must give a number for each of 4 clients"):
+        engine(given("Bad", how=how))
+
+
+@pytest.mark.parametrize("rule", ["Early", "Short"])
+def test_a_rule_that_weighs_late_says_so(rule, given, engine):
+    with pytest.raises(RaysimError, match=r"reports\.weigh; give one for each, and set weighs_late = True"):
+        engine(given(rule))
+
+
+def test_fedhist_in_half_precision(engine, ragged):
+    """LL takes half the room, LG what it took; the run is a little different, and no more. Its vectors are scaled:
+    these updates are below half precision's smallest normal number."""
+    runs = {}
+    for history in ("float32", "float16"):
+        algorithm = {"name": "fedhist", "length": 3, "b": 0.9, "kappa": 0.1, "history": history}
+        runs[history] = engine({
+            "rounds": 12, "model": "logistic", "partition": ragged(SIZES), "schedule": STALE, "algorithm": algorithm,
+            "local": {"steps": 2, "batch": 16, "lr": 1e-6}, "seed": 2,
+        })  # fmt: skip
+    P, K, L = 650, 4, 3
+    buffers = [runs[history][1][-1]["server/buffer_bytes"] for history in ("float32", "float16")]
+    assert buffers == [4 * L * P * (K + 1), 4 * L * P + 2 * L * P * K]
+    utilities = [runs[history][0].executor.server.state["utility"] for history in ("float32", "float16")]
+    assert utilities[0].abs().max() > 0.1 and (utilities[0] - utilities[1]).abs().max() < 1e-3
+    moved = [runs[history][0].executor.xs[-1] - runs[history][0].executor.xs[0] for history in ("float32", "float16")]
+    assert 0 < np.abs(moved[0] - moved[1]).max() < 0.05 * np.abs(moved[0]).max()
+
+
+def test_a_slow_class_belongs_to_the_slow_clients(base):
+    config = {
+        "rounds": 3, "algorithm": "fedhist",
+        "partition": {"name": "slow_class", "clients": 30, "alpha": 1.0, "label": 7},
+        "schedule": {"name": "kasync", "arrivals": 5, "speeds": {"name": "two_speed", "jitter": 0}},
+    }  # fmt: skip
+    plan = prepare({**base, **config})
+    y = load(Data(name="digits")).y
+    held = [np.bincount(y[plan.clients.client(i)], minlength=10) for i in range(30)]
+    assert [counts[7] for counts in held[:27]] == [0] * 27
+    of_slow = [counts[7] for counts in held[27:]]
+    assert sum(of_slow) == (y == 7).sum() and max(of_slow) - min(of_slow) <= 1
+    assert sum(map(sum, held)) == len(y)
+    durations = {one.client: one.finish - one.start for turn in preview(plan.config, plan.clients.sizes, 30)
+                 for one in turn.arrivals}  # fmt: skip
+    assert {durations[i] for i in (27, 28, 29)} == {2.0} and {durations[i] for i in range(27) if i in durations} == {
+        1.0
+    }
+    with pytest.raises(ConfigError, match=r"partition\.label: digits has classes 0 to 9"):
+        prepare({**base, **config, "partition": {**config["partition"], "label": 10}})
+
+
+def test_a_partition_is_drawn_until_everybody_has_enough(base):
+    config = {"rounds": 1, "algorithm": "fedavg", "schedule": {"cohort": 2}}
+    partition = {"name": "dirichlet", "clients": 20, "alpha": 0.3, "min_samples": 0}
+    sizes = [prepare({**base, **config, "partition": {**partition, "redraw": n}}).clients.sizes.min() for n in (0, 40)]
+    assert sizes[0] < 40 <= sizes[1]
+    with pytest.raises(ConfigError, match=r"partition\.redraw: in 1000 draws .* fewer than 60 examples"):
+        prepare({**base, **config, "partition": {**partition, "alpha": 0.05, "redraw": 60}})
+
+
+def test_the_clock_is_drawn_and_kept(base, tmp_path):
+    """A run with a clock leaves a picture of it, one in step with constant times does not."""
+    config = {**base, "rounds": 2, "algorithm": "fedavg", "partition": {"name": "iid", "clients": 50}}
+    raysim.run({**config, "schedule": STALE, "run_dir": str(tmp_path / "stale")})
+    raysim.run({**config, "schedule": {"cohort": 3}, "run_dir": str(tmp_path / "step")})
+    assert (tmp_path / "stale" / "arrivals.png").stat().st_size > 5000
+    assert not (tmp_path / "step" / "arrivals.png").exists()
+    plan = prepare({**config, "schedule": {"cohort": 3, "speeds": "lognormal"}})
+    turns = preview(plan.config, plan.clients.sizes, 5)
+    arrivals(turns[:1], tmp_path / "one.png")
+    assert (tmp_path / "one.png").exists()
+
+
+BROKEN = """
+from dataclasses import dataclass
+
+from raysim.algorithms.fedavg import FedAvgServer
+from raysim.rules import ServerRule
+
+
+@dataclass(frozen=True)
+class Boom(FedAvgServer):
+    def weigh(self, cohort):
+        return [1 / s for s in cohort.staleness]
+
+
+@dataclass(frozen=True)
+class Bang(FedAvgServer):
+    def update(self, state, reports):
+        return {"x": state["y"]}
+
+
+@dataclass(frozen=True)
+class Unasked(ServerRule):
+    def update(self, state, reports):
+        return {"x": reports.bases[0]}
+"""
+
+
+@pytest.mark.parametrize(
+    ("rule", "said"),
+    [
+        ("Boom", r"round 0: weigh of server rule 'boom' failed: ZeroDivisionError: .*broken\.py, line \d+\)"),
+        ("Bang", r"round 0: update of server rule 'bang' failed: KeyError: 'y' .*broken\.py, line \d+\)"),
+        ("Unasked", r"reports\.bases, for which its class must say wants_bases = True"),
+    ],
+)
+def test_a_server_rules_own_exception_has_its_name_and_round(rule, said, engine, source):
+    algorithm = source("broken", BROKEN) + f":{rule}"
+    with pytest.raises(RaysimError, match=said):
+        engine({"rounds": 2, "model": "logistic", "algorithm": algorithm, "schedule": STALE})
+
+
+@pytest.mark.parametrize("key", ["a", "length", "lr"])
+def test_a_switch_is_no_number(key, base):
+    with pytest.raises(ConfigError, match=rf"algorithm\.{key}: true is neither a number nor a word"):
+        prepare({**base, "rounds": 1, "algorithm": {"name": "fedhist", key: True}, "schedule": STALE})
+    prepare({**base, "rounds": 1, "algorithm": {"name": "fedhist", "ina": True}, "schedule": STALE})

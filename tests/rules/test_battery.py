@@ -1,0 +1,625 @@
+"""What must hold of every client rule with every kind of server rule.
+
+Generated from the registry: a new method is in here the moment its file is in algorithms/, before its author has
+written a test.
+
+The net is a user's own, made of stages, with BatchNorm and dropout, and a number of parameters that is no multiple
+of 16. The clients
+are ragged: one has a single sample, one has two, one has none. The net also blows up on purpose: an image whose first
+pixel is far too bright (in the digits it is always 0) is multiplied by infinity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from raysim.engine.executor import Inline, make_trainer
+from raysim.engine.loop import Engine
+from raysim.engine.plan import Plan, prepare
+from raysim.engine.schedule import in_step, make
+from raysim.errors import ClientError, ConfigError
+from raysim.rules import contract
+from raysim.rules.contract import CLIENTS, SERVERS, ServerRule
+from raysim.training.messages import Block, Broadcast, cut
+
+contract.discover()
+
+SIZES = [20, 1, 9, 0, 14, 2, 7, 17]
+"""Beside batches of 6: partial batches, a dropped last sample, one sample, two, none."""
+BAD = 4
+"""The client that is made to fail; the only one of its size."""
+
+NETS = """
+import torch
+from torch import nn
+
+
+class Bright(nn.Module):
+    def __init__(self, limit):
+        super().__init__()
+        self.limit = limit
+
+    def forward(self, x):
+        return x * torch.where(x[:, :1, :1, :1] > self.limit, torch.inf, 1.0).to(x.dtype)
+
+
+class Net(nn.Sequential):
+    def __init__(self, shape, classes, dropout: float = 0.3, limit: float = 10.0, norm: bool = True):
+        super().__init__(
+            nn.Sequential(
+                Bright(limit), nn.Flatten(), nn.Linear(64, 6), nn.BatchNorm1d(6) if norm else nn.Identity(), nn.ReLU()
+            ),
+            nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Dropout(dropout)),
+            nn.Linear(5, classes),
+        )
+
+
+class Single(nn.Module):
+    def __init__(self, shape, classes):
+        super().__init__()
+        self.contrast = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x):
+        return x.flatten(1)[:, 20:30] * self.contrast
+
+
+class Masked(nn.Module):
+    def __init__(self, shape, classes):
+        super().__init__()
+        self.weight, self.dropout = nn.Parameter(torch.zeros(64)), nn.Dropout(0.25)
+
+    def forward(self, x):
+        score = self.dropout(torch.ones_like(x.flatten(1))) @ self.weight
+        return torch.stack([score, *[0 * score] * 9], 1)
+"""
+
+FAILING = """
+from dataclasses import dataclass
+
+import torch
+
+from raysim.algorithms.fedavg import FedAvgClient
+
+
+@dataclass(frozen=True)
+class Failing(FedAvgClient):
+    size: int = 0
+    since: int = 0
+
+    def init(self, shared, row, data, task):
+        return {"fails": torch.tensor(data.n == self.size and task.t >= self.since)}
+
+    def step(self, shared, state, batch, task):
+        if state["fails"]:
+            raise ValueError("the dog ate my gradient")
+        return super().step(shared, state, batch, task)
+"""
+
+
+def pairs() -> list[tuple[str, str]]:
+    """Every client rule with every server rule that can feed it."""
+    found = []
+    for client in sorted(CLIENTS):
+        for server in sorted(SERVERS):
+            try:
+                contract.refuse_pair(CLIENTS[client](), SERVERS[server]())
+            except ConfigError:
+                continue
+            found.append((client, server))
+    return found
+
+
+def kinds_of_pairs() -> list[tuple[str, str]]:
+    """Every client rule with one server rule of each kind that can feed it, and every server rule at least once.
+
+    Server rules are of one kind if they take the same uploads in the same modes, broadcast the same keys, and need the
+    same of the engine: to a client rule, and to the trainer, they are the same.
+    """
+    chosen: dict[tuple[Any, ...], tuple[str, str]] = {}
+    for client, server in pairs():
+        rule = SERVERS[server]
+        kind = (tuple(sorted(rule().uploads.items())), rule.provides, rule.wants_bases, rule.weighs_late)
+        chosen.setdefault((client, kind), (client, server))
+    missing = set(SERVERS) - {server for _, server in chosen.values()}
+    return sorted({*chosen.values(), *((a_client_for(server), server) for server in missing)})
+
+
+def a_few() -> list[tuple[str, str]]:
+    """Pairs in which every rule occurs."""
+    chosen: list[tuple[str, str]] = []
+    for client, server in sorted(pairs(), key=lambda pair: pair[0] != pair[1]):  # what belongs together comes first
+        if client not in dict(chosen) or server not in [s for _, s in chosen]:
+            chosen.append((client, server))
+    return chosen
+
+
+def a_client_for(server: str) -> str:
+    """A client rule that can feed this server rule, plain local SGD if possible."""
+    return min((c for c, s in pairs() if s == server), key=lambda c: (c != "fedavg", c))
+
+
+every_kind = pytest.mark.parametrize("client, server", kinds_of_pairs())
+every_rule = pytest.mark.parametrize("client, server", a_few())
+
+
+def test_the_registry_is_not_empty():
+    assert {"fedavg", "fedprox", "gradma"} <= set(CLIENTS)
+    assert {"fedavg", "fedavgm", "gradma"} <= set(SERVERS)
+    assert len(pairs()) >= 9
+
+
+@pytest.fixture
+def config(ragged, source) -> Callable[..., dict[str, Any]]:
+    """config(client, server, **sections): three rounds of five clients of eight."""
+
+    def make(client: str, server: str, **sections: Any) -> dict[str, Any]:
+        return {
+            "rounds": 3, "seed": 1, "dtype": "float64", "model": {"name": source("nets", NETS) + ":Net"},
+            "partition": ragged(SIZES), "schedule": {"cohort": 5},
+            "client": {"name": client}, "server": {"name": server},
+            "local": {"steps": 3, "batch": 6, "lr": 0.05}, "block": {"mode": "loop", "size": 3}, **sections,
+        }  # fmt: skip
+
+    return make
+
+
+def poisoned(plan: Plan) -> Plan:
+    """The plan, with images of client `BAD` whose first pixel is 255 / 16; digits end at 1."""
+    x = plan.dataset.x.copy()
+    assert not x[:, 0, 0, 0].any()
+    x[plan.clients.client(BAD), 0, 0, 0] = 255
+    return replace(plan, dataset=replace(plan.dataset, x=x))
+
+
+def without(engine: Engine) -> None:
+    """Leaves client `BAD` out of every cohort."""
+    cohort = engine.schedule.cohort
+    engine.schedule.cohort = lambda t: [i for i in cohort(t) if i != BAD]
+
+
+def distance(ours: list[np.ndarray], theirs: list[np.ndarray]) -> float:
+    """The largest difference of any round, relative to the largest entry of that round."""
+    assert len(ours) == len(theirs)
+    return max(np.abs(a - b).max() / np.abs(b).max() for a, b in zip(ours, theirs, strict=True))
+
+
+def cohorts(engine: Engine) -> list[list[int]]:
+    return [engine.schedule.cohort(t) for t in range(engine.config.rounds)]
+
+
+def assert_sound(engine: Engine) -> None:
+    """Everything that outlives a round is finite, and x has moved."""
+    server, xs = engine.executor.server, engine.executor.xs
+    for key, value in server.state.items():
+        assert torch.isfinite(value).all(), key
+    assert torch.isfinite(server.buffers).all()
+    for client in range(len(SIZES)):
+        for key, value in (engine.store.get(client) or {}).items():
+            assert np.isfinite(value).all(), (client, key)
+    assert np.abs(xs[-1] - xs[0]).max() > 0
+
+
+# --- one after the other, side by side, in blocks of any size
+
+
+@every_kind
+@pytest.mark.parametrize("local", [{"steps": 3}, {"epochs": 2}], ids=["steps", "epochs"])
+def test_side_by_side_is_one_after_the_other(client, server, local, engine, config):
+    """vmap pads batches, masks the padding in BatchNorm and loss, and freezes the clients that have finished (with
+    epochs each client has its own number of steps). Nothing of that may show."""
+    local = {**local, "batch": 6, "lr": 0.05}
+    looped, records = engine(config(client, server, local=local))
+    several, records_of_several = engine(config(client, server, local=local, block={"mode": "vmap", "size": 3}))
+    assert looped.plan.problem.size % 16 != 0
+    assert looped.plan.model().dropouts and looped.plan.mode == "loop" and several.plan.mode == "vmap"
+    took_part = cohorts(looped)
+    assert {1, 5} <= {i for cohort in took_part for i in cohort}  # one sample, two samples
+    assert min(map(len, took_part)) < 5  # the empty client was sampled
+    assert distance(several.executor.xs, looped.executor.xs) < 1e-9
+    assert distance(several.executor.statistics, looped.executor.statistics) < 1e-9
+    for a, b in zip(records_of_several, records, strict=True):
+        for key in (key for key in b if key.startswith(("client", "train_loss"))):
+            assert "per_second" in key or a[key] == pytest.approx(b[key], rel=1e-8), key
+    assert_sound(looped)
+    assert_sound(several)
+
+
+ASYNCHRONOUS = {"name": "kasync", "arrivals": 3, "dropouts": {"rate": 0.2, "rejoin": 0.5}}
+
+
+@every_rule
+def test_side_by_side_under_k_async(client, server, engine, config):
+    """Clients of one block began with different versions, in rounds with different step sizes. In the first round all
+    began alike; later some are stale."""
+    local = {"steps": 3, "batch": 6, "lr": [[0, 0.05], [3, 0.03]]}
+    given = {"rounds": 6, "schedule": ASYNCHRONOUS, "local": local}
+    looped, records = engine(config(client, server, **given))
+    several, records_of_several = engine(config(client, server, **given, block={"mode": "vmap", "size": 3}))
+    assert max(record["staleness/max"] for record in records[1:]) >= 2
+    assert len({record["versions/alive"] for record in records[1:]}) > 1
+    assert distance(several.executor.xs, looped.executor.xs) < 1e-8
+    assert distance(several.executor.statistics, looped.executor.statistics) < 1e-8
+    for a, b in zip(records_of_several, records, strict=True):
+        assert {k: a[k] for k in a if k.startswith("staleness")} == {k: b[k] for k in b if k.startswith("staleness")}
+    assert_sound(looped)
+    assert_sound(several)
+
+
+@every_rule
+def test_a_client_knows_nothing_of_its_block(client, server, engine, config):
+    """Looping, what a client sends, keeps and reports has the same bits in blocks of 1, 2 and 5 and in any order. The
+    client rule is tested behind a server rule that takes every upload as it is."""
+
+    @dataclass(frozen=True)
+    class EachServer(ServerRule):
+        @property
+        def uploads(self):
+            return dict.fromkeys(CLIENTS[client].sends, "each")
+
+    run, _ = engine(config(client, server, rounds=1))
+    t, plan, at_server = 1, replace(run.plan, server=EachServer()), run.executor.server
+    jobs = run.jobs(run.round(in_step(t, [i for i in range(8) if SIZES[i]])))
+    assert any(job.seen for job in jobs) and not all(job.seen for job in jobs)
+    down = Broadcast(at_server.rule.broadcast(at_server.state), at_server.buffers)
+
+    def train(blocks: list[Block]) -> dict[int, Any]:
+        outcome = make_trainer(plan, "cpu").train({t: down}, blocks)
+        bits = {}
+        for done in outcome.done:
+            assert done.error is None
+            at = outcome.ids.index(done.client)
+            sent = {key: rows[at].numpy().tobytes() for key, rows in outcome.rows.items()}
+            kept = {key: value.tobytes() for key, value in (done.row or {}).items()}
+            bits[done.client] = (sent, kept, done.loss, done.metrics)
+        return bits
+
+    alone = train(cut(jobs, 1))
+    assert len(alone) == 7 and len({str(sent) for sent, *_ in alone.values()}) == 7
+    backwards = [Block(block.index, block.jobs[::-1]) for block in cut(jobs, 3)[::-1]]
+    for blocks in (cut(jobs, 2), cut(jobs, 5), backwards):
+        assert train(blocks) == alone
+
+
+@pytest.mark.parametrize("mode", ["loop", "vmap"])
+def test_dropout_masks_are_keyed_by_round_client_and_step(mode, engine, config, source):
+    """A net whose first logit is weight · (mask / 0.75), all else 0: from weight 0 the first step on one sample moves
+    it by lr (1[y = 0] - 0.1) mask / 0.75. So a client sends its mask: never the same twice, three quarters kept."""
+
+    @dataclass(frozen=True)
+    class EachServer(ServerRule):
+        @property
+        def uploads(self):
+            return {"delta": "each"}
+
+    given = config("fedavg", "fedavg", rounds=1, model={"name": source("nets", NETS) + ":Masked"})
+    given |= {"block": {"mode": mode, "size": 3}, "local": {"steps": 1, "batch": 1, "lr": 0.1}}
+    run, _ = engine(given)
+    trainer = make_trainer(replace(run.plan, server=EachServer()), "cpu")
+    zero, nothing, everybody = torch.zeros(64, dtype=torch.float64), torch.zeros(0), [i for i in range(8) if SIZES[i]]
+    masks = []
+    for t in range(4):
+        jobs = run.jobs(run.round(in_step(t, everybody)))
+        outcome = trainer.train({t: Broadcast({"x": zero}, nothing)}, cut(jobs, 3))
+        for sent in (row.numpy() for row in outcome.rows["delta"]):
+            kept = sent[sent != 0]
+            assert np.ptp(kept) < 1e-12
+            assert abs(kept[0]) == pytest.approx(0.1 * (0.9 if kept[0] < 0 else 0.1) / 0.75)
+            masks.append(sent != 0)
+    assert len({mask.tobytes() for mask in masks}) == len(masks) == 28
+    assert np.mean(masks) == pytest.approx(0.75, abs=0.05)  # 1792 draws: the standard deviation is 0.01
+    two_steps = [replace(job, steps=2) for job in run.jobs(run.round(in_step(0, everybody)))]
+    for sent in trainer.train({0: Broadcast({"x": zero}, nothing)}, cut(two_steps, 3)).rows["delta"]:
+        assert len(set(np.round(sent.numpy(), 9))) == 4  # dropped in both steps, in one, in the other, in none
+
+
+@every_rule
+def test_block_size_shows_only_in_the_last_digits(client, server, engine, config):
+    """Each block rounds its sum to a multiple of 2⁻⁴⁰, about 1e-12, and a round has five blocks at most; BatchNorm of
+    two samples passes a difference on enlarged by up to 1/√ε = 316. So blocks of 1, 2 and 5 differ, but by no more."""
+    xs = [engine(config(client, server, block={"mode": "loop", "size": size}))[0].executor.xs for size in (1, 2, 5)]
+    for other in xs[1:]:
+        assert max(np.abs(a - b).max() for a, b in zip(xs[0], other, strict=True)) < 1e-9
+
+
+# --- clients that are not there, or fail
+
+
+@every_kind
+def test_a_round_without_data_changes_nothing_and_counts(client, server, engine, config, ragged):
+    """Five of eight clients are empty, two are sampled. Round 1 and the last one find only empty ones: x, the BatchNorm
+    statistics and, after the last, the whole state of the server stay as they were, and the rounds are counted."""
+    run, records = engine(config(client, server, rounds=4, seed=23, partition=ragged([9, 0, 0, 12, 0, 8, 0, 0]),
+                                 schedule={"cohort": 2}))  # fmt: skip
+    assert [bool(cohort) for cohort in cohorts(run)] == [True, False, True, False]
+    assert [record["round"] for record in records] == [0, 1, 2, 3, 4]
+    assert [record["clients"] for record in records[1:]] == [len(cohort) for cohort in cohorts(run)]
+    xs, statistics, states = run.executor.xs, run.executor.statistics, run.executor.states
+    for t, cohort in enumerate(cohorts(run)):
+        assert np.array_equal(xs[t], xs[t + 1]) == (not cohort)
+        assert np.array_equal(statistics[t], statistics[t + 1]) == (not cohort)
+    for key, value in states[4].items():
+        assert torch.equal(value, states[3][key]), key
+    assert_sound(run)
+
+
+@every_kind
+@pytest.mark.parametrize("mode", ["loop", "vmap"])
+def test_a_dropped_client_leaves_no_trace(client, server, mode, engine, config):
+    """One client's update is not finite. It is dropped and counted, the weights of the others add up to one again, and
+    everything goes on as if it had not been sampled; nothing of it is kept anywhere. The memory has room for all."""
+    block = {"mode": mode, "size": 3}
+    given = config(client, server, block=block, faults={"on_client_error": "drop"})
+    run, records = engine(given, change=poisoned)
+    expected, _ = engine(config(client, server), before=without)
+    times = [BAD in cohort for cohort in cohorts(run)]
+    assert any(times) and not all(times)
+    assert [record["clients_dropped"] for record in records[1:]] == [float(bad) for bad in times]
+    left = [len(cohort) - bad for cohort, bad in zip(cohorts(run), times, strict=True)]
+    assert [record["clients"] for record in records[1:]] == left
+    assert_sound(run)
+    assert distance(run.executor.xs, expected.executor.xs) < 1e-9
+    assert distance(run.executor.statistics, expected.executor.statistics) < 1e-9
+    assert not run.store.seen[BAD] and run.store.get(BAD) is None
+    np.testing.assert_array_equal(run.store.seen, expected.store.seen)
+    for key in ("train_loss", "client_loss/q50"):
+        assert np.isfinite([record[key] for record in records[1:]]).all()
+
+
+@every_rule
+@pytest.mark.parametrize("mode", ["loop", "vmap"])
+def test_a_client_dropped_under_k_async_leaves_a_sound_state(client, server, mode, engine, config):
+    """It arrives, is thrown out and counted, and starts again with the newest version; the clock does not notice."""
+    block = {"mode": mode, "size": 3}
+    given = {"rounds": 6, "schedule": ASYNCHRONOUS, "faults": {"on_client_error": "drop"}, "block": block}
+    run, records = engine(config(client, server, **given), change=poisoned)
+    clock = make(run.config, np.array(SIZES))
+    turns = [clock.turn(t) for t in range(6)]
+    dropped = [record["clients_dropped"] for record in records[1:]]
+    assert set(dropped) == {0.0, 1.0}
+    assert dropped == [float(BAD in turn.ids) for turn in turns]
+    assert [r["clients"] for r in records[1:]] == [3 - bad for bad in dropped]
+    assert [(r["virtual_time"], r["clients_lost"]) for r in records[1:]] == [(turn.time, turn.lost) for turn in turns]
+    assert_sound(run)
+    assert run.store.get(BAD) is None
+
+
+@every_rule
+@pytest.mark.parametrize("mode", ["loop", "vmap"])
+def test_a_non_finite_client_stops_the_run_by_name(client, server, mode, engine, config):
+    first = next(t for t, cohort in enumerate(cohorts(engine(config(client, server))[0])) if BAD in cohort)
+    with pytest.raises(ClientError, match=rf"client {BAD} failed in round {first}\b.*non-finite"):
+        engine(config(client, server, block={"mode": mode, "size": 3}), change=poisoned)
+
+
+@pytest.mark.parametrize("server", sorted(SERVERS))
+def test_weights_count_only_who_is_left(server, engine, config, source):
+    """The same with weights by samples: those of a round's survivors add up to one. This net has no BatchNorm, so that
+    the update itself is all there is to tell that a client has failed."""
+    rule, model = {"name": server, "weights": "samples"}, {"name": source("nets", NETS) + ":Net", "norm": False}
+    given = {"faults": {"on_client_error": "drop"}, "server": rule, "model": model}
+    client = a_client_for(server)
+    try:
+        run, records = engine({**config(client, server), **given}, change=poisoned)
+    except ConfigError as error:  # a rule that has no weights
+        assert str(error).startswith("server.weights: ")
+        return
+    assert sum(record["clients_dropped"] for record in records[1:]) > 0
+    assert_sound(run)
+    expected, _ = engine({**config(client, server), "server": rule, "model": model}, before=without)
+    other = {"name": server, "weights": "uniform"}
+    uniform, _ = engine({**config(client, server), "server": other, "model": model}, before=without)
+    assert distance(run.executor.xs, expected.executor.xs) < 1e-9
+    assert distance(run.executor.xs, uniform.executor.xs) > 1e-4
+
+
+def test_the_memory_never_sees_a_dropped_update(engine, config, source):
+    """A client that fails from the third round on keeps the row of its last good update, decayed by beta2 in each round
+    like everybody's; one that never succeeds has a place in memory, and nothing in it."""
+    failing = {"name": source("failing", FAILING) + ":Failing", "size": SIZES[BAD], "since": 2}
+    server = {"name": "gradma", "beta1": 0.5, "beta2": 0.5, "memory": 8}
+    given = {"rounds": 6, "faults": {"on_client_error": "drop"}, "server": server}
+    run, records = engine({**config("fedavg", "gradma"), **given, "client": failing})
+    good = [t for t, cohort in enumerate(cohorts(run)) if BAD in cohort and t < 2]
+    bad = [t for t, cohort in enumerate(cohorts(run)) if BAD in cohort and t >= 2]
+    assert good and bad
+    assert [record["clients_dropped"] for record in records[1:]] == [float(t in bad) for t in range(6)]
+
+    def row(state: dict[str, torch.Tensor]) -> np.ndarray:
+        at = state["state/memory/owner"].tolist().index(BAD)
+        size = len(state["state/x"])
+        return (state["state/memory/scale"][at] * state["state/memory/rows"][at, :size]).numpy()
+
+    states = run.executor.states  # at the beginning of each round
+    last = row(states[good[-1] + 1])
+    assert np.abs(last).max() > 0
+    for t in range(good[-1] + 1, 7):
+        np.testing.assert_allclose(row(states[t]), 0.5 ** (t - good[-1] - 1) * last, rtol=1e-12)
+
+    never, _ = engine({**config("fedavg", "gradma"), **given, "client": {**failing, "since": 0}})
+    assert np.abs(row(never.executor.states[-1])).max() == 0
+    expected, _ = engine({**config("fedavg", "gradma"), **given}, before=without)
+    assert distance(never.executor.xs, expected.executor.xs) < 1e-9
+
+
+@pytest.mark.parametrize("policy", ["stop", "drop"])
+def test_a_clients_own_exception_has_its_name_and_round(policy, engine, config, source, caplog):
+    """A user's rule that raises in `step` for one client, from the third round on. Stop: the error says who, when and
+    what. Drop: the log does."""
+    failing = {"name": source("failing", FAILING) + ":Failing", "size": SIZES[BAD], "since": 2}
+    given = {"rounds": 6, "client": failing, "faults": {"on_client_error": policy}}
+    sampled = cohorts(engine(config("fedavg", "fedavg", rounds=6))[0])
+    first = next(t for t, cohort in enumerate(sampled) if BAD in cohort and t >= 2)
+    what = "ValueError: the dog ate my gradient"
+    if policy == "stop":
+        with pytest.raises(ClientError, match=f"client {BAD} failed in round {first}: {what}"):
+            engine({**config("fedavg", "fedavg"), **given})
+        return
+    run, records = engine({**config("fedavg", "fedavg"), **given})
+    assert sum(record["clients_dropped"] for record in records[1:]) == sum(BAD in c for c in cohorts(run)[2:]) > 0
+    said = [message for message in caplog.messages if f"round {first}" in message]
+    assert len(said) == 1 and f"client {BAD}" in said[0] and what in said[0]
+    assert_sound(run)
+
+
+def test_a_net_that_overflows_in_the_trial_of_vmap_is_looped_or_refused(config, base, source):
+    """The trial's images are noise; a net may well answer with infinity. That is no reason for a traceback."""
+    given = {**base, **config("fedavg", "fedavg"), "model": {"name": source("nets", NETS) + ":Net", "limit": -9.0}}
+    with pytest.raises(ConfigError, match="vmap"):
+        prepare({**given, "block": {"mode": "vmap"}})
+    cohort = {"partition": {"name": "iid", "clients": 40}, "schedule": {"cohort": 32}}
+    assert prepare({**given, "block": {"mode": "auto"}, **cohort}).mode == "loop"
+
+
+# --- the smallest net
+
+
+@every_rule
+def test_one_parameter(client, server, engine, config, source):
+    """P = 1: every inner product is a product, every QP a question of signs. The loss goes down, side by side too."""
+    model = {"name": source("nets", NETS) + ":Single"}
+    given = {"model": model, "rounds": 5, "evaluate": {"every": 1}}
+    try:
+        run, records = engine(config(client, server, **given))
+    except ConfigError as error:  # it needs features or stages, which one number has not
+        assert "client.name" in str(error)
+        return
+    assert run.plan.problem.size == 1
+    if client.startswith("fedreg"):  # its one direction is the one that it may not go: the pseudo data forbid it
+        assert np.array_equal(run.executor.xs[-1], run.executor.xs[0])
+        return
+    assert_sound(run)
+    losses = [record["loss"] for record in records]
+    assert min(losses[1:]) < losses[0]
+    several, _ = engine(config(client, server, **given, block={"mode": "vmap", "size": 3}))
+    assert distance(several.executor.xs, run.executor.xs) < 1e-9
+
+
+# --- Ray
+
+
+class Pool:
+    """Stands in for `ray.remote` and `ray.kill`, so that actors outlive a run: one that was killed is kept, and when
+    the next run wants one of its kind, its __init__ runs again in the same process. A process for every actor of every
+    run would take minutes. Everything else is the executor's own doing."""
+
+    def __init__(self) -> None:
+        import ray
+
+        self.remote, self.kill, self.get = ray.remote, ray.kill, ray.get
+        self.idle: dict[type, list[Any]] = {}
+        self.kinds: dict[Any, type] = {}
+
+    def of(self, kind: type) -> Any:
+        """What `ray.remote(kind)` gives."""
+        return SimpleNamespace(options=lambda **how: SimpleNamespace(remote=lambda *what: self.begin(kind, how, what)))
+
+    def begin(self, kind: type, how: dict[str, Any], what: tuple) -> Any:
+        if self.idle.get(kind):
+            actor = self.idle[kind].pop(0)
+            self.get(actor.__ray_call__.remote(lambda this, *what: this.__init__(*what), *what), timeout=60)
+        else:
+            actor = self.remote(kind).options(**how).remote(*what)
+            self.kinds[actor] = kind
+        return actor
+
+    def end(self, actor: Any) -> None:
+        self.idle.setdefault(self.kinds[actor], []).append(actor)
+
+
+@pytest.fixture(scope="module")
+def pool(local_ray) -> Iterator[Pool]:
+    pool = Pool()
+    yield pool
+    for actor in pool.kinds:
+        pool.kill(actor)
+
+
+@pytest.fixture
+def on_ray(pool, monkeypatch) -> Callable[[Plan], tuple[np.ndarray, list[dict[str, float]]]]:
+    """on_ray(plan) -> (x, records): a run of `RayExecutor`."""
+    import ray
+
+    from raysim.distributed.executor import RayExecutor
+
+    def run(plan: Plan) -> tuple[np.ndarray, list[dict[str, float]]]:
+        executor = RayExecutor(lambda message: None)
+        monkeypatch.setattr(ray, "remote", pool.of)
+        monkeypatch.setattr(ray, "kill", pool.end)
+        try:
+            executor.open(plan)
+            records = list(Engine(plan, executor).rounds())
+            return final(executor), records
+        finally:
+            executor.close()
+            monkeypatch.undo()
+
+    return run
+
+
+def final(executor: Any) -> np.ndarray:
+    """x_T."""
+    return executor.snapshot().get()["state/x"].numpy().copy()
+
+
+@every_rule
+@pytest.mark.parametrize("mode", ["loop", "vmap"])
+def test_any_number_of_actors_gives_the_same_bits(client, server, mode, config, base, on_ray):
+    """This process, three actors and one: the same x to the bit in float32, with BatchNorm, dropout, ragged clients,
+    rows that clients keep, and as many blocks as make three actors all work."""
+    _same_on_actors(client, server, mode, config, base, on_ray, 4, {"cohort": 5}, (3, 1))
+
+
+@every_rule
+def test_any_number_of_actors_gives_the_same_bits_under_k_async(client, server, config, base, on_ray):
+    """Also where clients who began earlier train while the server is busy with the round before."""
+    _same_on_actors(client, server, "loop", config, base, on_ray, 6, ASYNCHRONOUS, (3,))
+
+
+def _same_on_actors(client, server, mode, config, base, on_ray, rounds, schedule, counts):
+    given = {
+        **base, **config(client, server), "rounds": rounds, "dtype": "float32", "schedule": schedule,
+        "block": {"mode": mode, "size": 1 if mode == "loop" else 2},
+    }  # fmt: skip
+    inline, plan = Inline(), prepare(given)
+    assert plan.problem.size % 16 != 0 and plan.mode == mode
+    inline.open(plan)
+    records = list(Engine(plan, inline).rounds())
+    expected = final(inline)
+    inline.close()
+    assert np.abs(expected - plan.initial[0].numpy()).max() > 0
+    for actors in counts:
+        resources = {"executor": "ray", "actors": actors, "cpus": 1, "threads": 1}
+        x, records_on_ray = on_ray(prepare({**given, "resources": resources}))
+        assert x.dtype == np.float32
+        assert x.tobytes() == expected.tobytes(), f"{actors} actors"
+        for a, b in zip(records_on_ray, records, strict=True):
+            for key in (key for key in b if key.startswith(("client", "server", "train_loss", "stale", "versions"))):
+                assert "per_second" in key or a[key] == b[key], key
+
+
+@pytest.mark.parametrize("policy", ["stop", "drop"])
+def test_an_exception_on_an_actor_has_its_name_and_round(policy, config, base, on_ray, source):
+    """As in one process; dropping gives the same bits as there."""
+    failing = {"name": source("failing", FAILING) + ":Failing", "size": SIZES[BAD], "since": 1}
+    faults = {"on_client_error": policy}
+    given = {**base, **config("fedavg", "gradma"), "client": failing, "faults": faults, "rounds": 4}
+    plan = prepare({**given, "resources": {"executor": "ray", "actors": 3, "cpus": 1, "threads": 1}})
+    if policy == "stop":
+        with pytest.raises(ClientError, match=rf"client {BAD} failed in round 3: ValueError: the dog ate my gradient"):
+            on_ray(plan)
+        return
+    x, records = on_ray(plan)
+    inline, here = Inline(), prepare(given)
+    inline.open(here)
+    expected = list(Engine(here, inline).rounds())
+    assert x.tobytes() == final(inline).tobytes()
+    inline.close()
+    assert [r["clients_dropped"] for r in records[1:]] == [r["clients_dropped"] for r in expected[1:]]
+    assert sum(r["clients_dropped"] for r in records[1:]) > 0

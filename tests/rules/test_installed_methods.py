@@ -1,0 +1,186 @@
+"""Methods of installed packages: raysim's own under any other `algorithms`, and other distributions' entry points."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+import raysim
+from raysim import cli
+from raysim.engine.plan import prepare
+from raysim.errors import ConfigError
+from raysim.rules import contract
+from raysim.runs import run as experiment
+
+HALF = """
+from dataclasses import dataclass
+
+from raysim.algorithms.fedavg import FedAvgServer
+from raysim.rules import Algorithm, ClientRule
+
+
+@dataclass(frozen=True)
+class HalfClient(ClientRule):
+    share: float = 0.5
+
+    def direction(self, shared, state, batch, task):
+        return self.share * task.grad(state["w"], batch)
+
+
+HALF = Algorithm("half", HalfClient, FedAvgServer, "nobody 2024", settings={"share": 0.25})
+"""
+
+Install = Callable[..., Path]
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
+    """install(distribution, module, source, **entry_points): lays a distribution out as pip does; what was imported
+    of it is forgotten after the test."""
+    before = set(sys.modules)
+
+    def lay(distribution: str, module: str, source: str, version: str = "1.0", **points: str) -> Path:
+        site = tmp_path / distribution
+        facts = site / f"{distribution.replace('-', '_')}-{version}.dist-info"
+        facts.mkdir(parents=True)
+        (site / f"{module}.py").write_text(source)
+        (facts / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n")
+        (facts / "top_level.txt").write_text(f"{module}\n")
+        (facts / "RECORD").write_text(f"{module}.py,,\n")
+        lines = "\n".join(f"{name} = {value}" for name, value in points.items())
+        (facts / "entry_points.txt").write_text(f"[raysim.algorithms]\n{lines}\n")
+        monkeypatch.syspath_prepend(str(site))
+        return site
+
+    yield lay  # type: ignore[misc]
+    for name in set(sys.modules) - before:
+        if name.startswith("half"):
+            del sys.modules[name]
+
+
+@pytest.fixture
+def small(base: dict) -> dict:
+    return {**base, "rounds": 2, "partition": {"name": "iid", "clients": 20}, "local": {"steps": 1}}
+
+
+# -- raysim's own ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", [["-m", "raysim.cli"], ["-c", "from raysim.cli import console; console()"]])
+def test_a_package_of_ones_own_called_algorithms(tmp_path, mode):
+    """Both forms put the working directory first, and with it the user's package."""
+    (tmp_path / "algorithms").mkdir()
+    (tmp_path / "algorithms" / "__init__.py").write_text("raise RuntimeError('the package of somebody else')")
+    done = subprocess.run(
+        [sys.executable, *mode, "list", "algorithms", "--json"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0 and '"scaffold"' in done.stdout, done.stderr
+
+
+def test_the_methods_are_found_in_a_plain_checkout(tmp_path):
+    """Not installed: the repository's folder alone is on the path, after another package called algorithms."""
+    checkout = Path(__file__).parents[2]
+    (tmp_path / "algorithms.py").write_text("")
+    third = [p for p in sys.path if p.endswith("site-packages")]
+    script = (
+        "import sys; sys.meta_path[:] = [f for f in sys.meta_path if 'Editable' not in repr(f)]\n"
+        "import algorithms, raysim\n"
+        "from raysim.rules import contract\n"
+        "contract.discover()\n"
+        "print(raysim.__file__, contract.CLIENTS['fedprox'].__module__, len(contract.ALGORITHMS))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", script],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(checkout), *third])},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    contract.discover()
+    file, module, count = done.stdout.split() or pytest.fail(done.stderr)
+    assert Path(file) == checkout / "raysim" / "__init__.py"
+    assert (module, int(count)) == ("raysim.algorithms.fedprox", len(contract.ALGORITHMS))
+
+
+def test_what_is_installed_has_no_top_level_algorithms():
+    """All packages of the wheel are below raysim, and the folder of methods is one of them."""
+    built = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["tool"]["setuptools"]
+    assert {package.partition(".")[0] for package in built["packages"]} == {"raysim"}
+    assert "raysim.algorithms" in built["packages"]
+    assert built["package-dir"]["raysim.algorithms"] == "algorithms"
+
+
+# -- other distributions' ----------------------------------------------------------------------------------------------
+
+
+def test_an_entry_point_is_used_by_its_name(small, install):
+    install("half-client", "halfpkg", HALF, half="halfpkg:HALF", halved="halfpkg:HalfClient")
+    named = prepare(small, ["algorithm=half"])
+    assert named.client.share == 0.25 and named.label == "half"  # type: ignore[attr-defined]
+    assert prepare(small, ["algorithm=halved"]).client.share == 0.5  # type: ignore[attr-defined]
+    alone = prepare(small, ["client=halved", "server=fedavgm", "client.share=0.1"])
+    assert alone.client.share == 0.1 and alone.config.client.name == "halved"  # type: ignore[attr-defined, union-attr]
+    with pytest.raises(ConfigError, match=r"unknown key of 'half'.*did you mean 'share'"):
+        prepare(small, ["algorithm=half", "algorithm.shar=1"])
+    with pytest.raises(ConfigError, match="did you mean 'half'"):
+        prepare(small, ["algorithm=hal"])
+
+
+def test_only_the_method_that_is_asked_for_is_imported(small, install):
+    install("half-broken", "halfbroken", "raise RuntimeError('not today')", halfbroken="halfbroken:X")
+    install("half-module", "halfmodule", "", halfmodule="halfmodule")
+    assert prepare(small, ["algorithm=fedavg"]).label == "fedavg"
+    with pytest.raises(ConfigError, match=r"algorithm\.name: halfbroken fails on import: RuntimeError: not today"):
+        prepare(small, ["algorithm=halfbroken"])
+    with pytest.raises(ConfigError, match=r"'halfmodule' of half-module 1.0 names the module.*module:NAME"):
+        prepare(small, ["algorithm=halfmodule"])
+
+
+def test_a_clash_of_names_is_refused_where_the_name_is_used(small, install):
+    install("half-one", "halfone", HALF, half="halfone:HALF", fedprox="halfone:HALF")
+    install("half-two", "halftwo", HALF, version="2.1", half="halftwo:HALF")
+    assert prepare(small, ["algorithm=fedavg"]).label == "fedavg"
+    with pytest.raises(ConfigError, match=r"'half' is a method of half-one 1\.0 and of half-two 2\.1; uninstall"):
+        prepare(small, ["algorithm=half"])
+    ours = rf"'fedprox' is a method of raysim {raysim.__version__} and of half-one 1\.0"
+    for override in ("algorithm=fedprox", "client=fedprox"):
+        with pytest.raises(ConfigError, match=ours):
+            prepare(small, [override, "server=fedavg"])
+    assert prepare(small, ["algorithm=halfone:HALF"]).client.share == 0.25  # type: ignore[attr-defined]
+
+
+def test_list_shows_where_a_method_is_from(install, monkeypatch, capsys, caplog):
+    install("half-client", "halfpkg", HALF, half="halfpkg:HALF", halved="halfpkg:HalfClient")
+    install("half-broken", "halfbroken", "raise RuntimeError('not today')", halfbroken="halfbroken:X")
+    for what, name in (("algorithms", "half"), ("clients", "halved")):
+        monkeypatch.setattr(sys, "argv", ["raysim", "list", what, "--json"])
+        with pytest.raises(SystemExit):
+            cli.main()
+        origins = {row["name"]: row["from"] for row in yaml.safe_load(capsys.readouterr().out)}
+        assert (origins[name], origins["fedavg"]) == ("half-client 1.0", "raysim")
+        assert "halfbroken" not in origins and "halfbroken fails on import" in caplog.text
+
+
+@pytest.mark.parametrize("given", ["halfpkg:HALF", "halfpkg:HalfClient", "half"])
+def test_a_run_of_an_installed_method_is_resumed(small, install, given):
+    """Its config.yaml names the rule by its module, whatever the algorithm was called."""
+    install("half-client", "halfpkg", HALF, half="halfpkg:HALF")
+    whole = experiment.run(small, algorithm=given, run_dir=f"{small['run_dir']}-whole")
+    stopped = experiment.run(small, algorithm=given, rounds=1)
+    config = yaml.safe_load((stopped.run_dir / "config.yaml").read_text())
+    assert config["client"]["name"] == "halfpkg:HalfClient"
+    assert experiment.resume(stopped.run_dir, {"rounds": 2}).digest == whole.digest
+
+
+def test_a_rule_that_no_name_finds_is_refused(small, install):
+    source = HALF + "\ndef make():\n    class Inner(HalfClient): ...\n    return dataclass(frozen=True)(Inner)\n"
+    install("half-local", "halflocal", source + "\nLOCAL = Algorithm('x', make(), FedAvgServer, 'nobody 2024')\n")
+    with pytest.raises(ConfigError, match=r"make.<locals>.Inner .* define it at the top of its module"):
+        prepare(small, ["algorithm=halflocal:LOCAL"])

@@ -1,0 +1,496 @@
+"""FedReg, FedCurv and DP-SGD of the engine against the papers, number by number, as in test_oracles.py: x_t after every
+round equals the NumPy oracle's to 1e-9 relative, in float64, one client after the other and side by side, on ragged
+clients of which one has a single sample and one has none. `matters` as there; an oracle can make a `mistake`.
+
+The oracle is given, beside cohorts and mini-batches, what else is drawn: the order of FedReg's own pass and the noise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from oracle import dpsgd, fedavg, fedcurv, fedreg
+from oracle.batches import batch_sizes
+from oracle.nets import Blocks
+
+from raysim.algorithms import fedreg as fedreg_rules
+from raysim.randomness import generator
+from raysim.rules.contract import CLIENTS, discover
+from rules.test_oracles import MODES, NETS, SAMPLES, SIZES, STEPS, UNIFORM, Feed, by_round, distance, feed
+
+SEVENS = [29, 1, 17, 2, 22, 0, 8, 23, 16, 5, 15, 7]
+"""Beside batches of 7, in one pass: a partial one of 1 left out (29, 22, 8, 15), others kept (17, 23, 16), none (7)."""
+
+
+def made(run, f: Feed) -> list[dict[int, list[np.ndarray]]]:
+    """The batches of FedReg's own pass, of each round and client."""
+    local, out = run.config.local, []
+    for t, cohort in enumerate(f.cohorts):
+        out.append({})
+        for i in cohort:
+            n = f.sizes[i]
+            size = n if local.batch == "full" else local.batch
+            places = generator(run.config.seed, "made", t, i).permutation(n) if n > size else np.arange(n)
+            cuts = np.cumsum([0, *batch_sizes(n, size)])
+            out[-1][i] = [places[a:b] for a, b in pairwise(cuts)]
+    return out
+
+
+def noisy(run, f: Feed) -> list[dict[int, list]]:
+    """The mini-batches with each step's noise."""
+
+    def z(t: int, i: int) -> list[np.ndarray]:
+        drawn = generator(run.config.seed, "noise", t, i)
+        return [drawn.standard_normal(len(f.x0), dtype=np.float32).astype(np.float64) for _ in f.batches[t][i]]
+
+    return dpsgd.with_noise(f.batches, z)
+
+
+@dataclass
+class Case:
+    """`settings`: the algorithm's section, `hyper`: the oracle's, `matters`: its changes that must show."""
+
+    settings: dict[str, Any]
+    hyper: dict[str, Any]
+    matters: list[dict[str, Any]] = field(default_factory=list)
+    local: dict[str, Any] = field(default_factory=lambda: {"lr": 0.3, "epochs": 2})
+    hidden: list[int] = field(default_factory=lambda: [8])
+    """[]: logistic regression"""
+    rounds: int = 4
+    cohort: int = 5
+    seed: int = 0
+    sizes: list[int] = field(default_factory=lambda: SIZES)
+    least: float = 1e-5
+    """How far the engine must be from an oracle with another value."""
+
+    @property
+    def model(self) -> dict[str, Any]:
+        return {"name": "mlp", "hidden": self.hidden} if self.hidden else {"name": "logistic"}
+
+    @property
+    def net(self) -> Any:
+        return Blocks(64, self.hidden, 10) if self.hidden else fedreg.OneLayer(64, 10)
+
+    def config(self, mode: str, ragged: Callable) -> dict[str, Any]:
+        local = {"batch": 16, **self.local}
+        if self.settings["name"] in ("fedsgd", "dpsgd"):
+            local = self.local
+        return {
+            "seed": self.seed, "rounds": self.rounds, "dtype": "float64", "model": self.model,
+            "partition": ragged(self.sizes), "algorithm": self.settings, "schedule": {"cohort": self.cohort},
+            "block": {"mode": mode, "size": 3}, "local": local,
+        }  # fmt: skip
+
+
+def close(ours: Any, theirs: Any, rtol: float = 1e-9) -> None:
+    np.testing.assert_allclose(ours, theirs, rtol=rtol, atol=1e-12)
+
+
+# --- FedReg
+
+
+def reg(settings: dict[str, Any], matters: list[dict[str, Any]], *, mg: bool = False, **more: Any) -> Case:
+    """Settings that have the same name here and there, but for the server's step size; schedules where lists."""
+    local = more.pop("local", {"lr": 1.0, "epochs": 2})
+    settings = {"gamma": 0.4, "eta_s": 0.2, **settings}
+    hyper = {"server_lr" if k == "lr" else k: by_round(v) if isinstance(v, list) else v for k, v in settings.items()}
+    hyper = {**hyper, "lr": by_round(v) if isinstance(v := local["lr"], list) else v}
+    name = "fedreg_mg" if mg else "fedreg"
+    return Case({"name": name, **settings}, {**hyper, "mg": mg}, matters, local, **more)
+
+
+MISTAKES = [{"mistake": m} for m in ("gamma", "hard", "first", "joint", "at theta", "no projection")]
+IMAGES = [{"eta_s": 0.21}, {"eta_p": 0.02}, {"ascent": 9}, {"pairing": "own"}]
+EASY = {"lr": 0.3, "epochs": 2}
+"""w_p is 0 in nearly every step: neither eta_p nor MISTAKES[2:4] show. With lr 1 it is above 0 in some."""
+ONCE = {"mistake": "first"}
+LOG = {"mistake": "plain loss"}
+
+REG: dict[str, Case] = {
+    "fedreg": reg({}, [*MISTAKES, *IMAGES, LOG, {"gamma": 0.41}, {"mg": True}, SAMPLES], rounds=5),
+    "defaults": Case({"name": "fedreg"}, {"lr": 0.3, "gamma": 0.5, "eta_s": 0.1}, [{"gamma": 0.51}, {"eta_s": 0.11}]),
+    "gamma 0": reg({"gamma": 0.0}, [{"gamma": 0.01}, ONCE]),
+    "gamma 1": reg({"gamma": 1.0}, [{"gamma": 0.99}, *MISTAKES, *IMAGES]),
+    "gamma 0.7 steps": reg({"gamma": 0.7}, [*MISTAKES, *IMAGES], local={"lr": 1.0, "steps": 5}),
+    "eta_s small": reg({"eta_s": 0.05}, [{"eta_s": 0.06}, {"gamma": 0.5}], local=EASY),
+    "eta_p": reg({"eta_p": 0.05}, [{"eta_p": None}, {"eta_p": 0.06}, ONCE]),
+    "ascent 1": reg({"ascent": 1, "eta_s": 1.0, "eta_p": 0.1}, [{"ascent": 2}, {"eta_s": 0.9}, {"pairing": "own"}]),
+    "ascent 1 small": reg({"ascent": 1}, [{"ascent": 2}, {"eta_s": 0.3}]),
+    "own": reg({"pairing": "own"}, [*MISTAKES, {"pairing": "index"}, {"eta_s": 0.21}, {"ascent": 9}]),
+    "own steps": reg({"pairing": "own"}, [{"pairing": "index"}], local={"lr": 0.3, "steps": 4}, hidden=[]),
+    "clamp": reg({"clamp": True}, [{"clamp": False}, {"pairing": "own"}, {"eta_s": 0.21}]),
+    "clamp own": reg({"clamp": True, "pairing": "own", "eta_p": 0.04}, [{"clamp": False}, {"pairing": "index"}]),
+    "samples": reg(SAMPLES, [UNIFORM]),
+    "schedules": reg({"lr": [[0, 1.0], [3, 0.6]]}, [{"lr": 0.2}, {"server_lr": 1.0}],
+                     local={"lr": STEPS, "steps": 3}),
+    "epochs 3 of sevens": reg({"gamma": 1.0}, [*MISTAKES, *IMAGES], sizes=SEVENS,
+                              local={"lr": 1.0, "epochs": 3, "batch": 7}),
+    "batches of 1": reg({}, [*IMAGES], sizes=[5, 1, 4, 2, 6, 0, 3, 3, 4, 5, 1, 2],
+                        local={"lr": 0.05, "epochs": 2, "batch": 1}),
+    "full": reg({}, [{"eta_s": 0.21}, ONCE], local={"lr": 1.0, "steps": 4, "batch": "full"}),
+    "logistic": reg({"gamma": 1.0}, [*MISTAKES, *IMAGES, LOG], hidden=[]),
+    "logistic sevens": reg({}, [*MISTAKES, *IMAGES], hidden=[], sizes=SEVENS,
+                           local={"lr": 0.3, "epochs": 2, "batch": 7}),
+    "two hidden": reg({"gamma": 0.3}, [*MISTAKES, *IMAGES], hidden=[10, 8], local={"lr": 0.5, "epochs": 3}),
+    "dead": reg({}, [{"pairing": "own"}, {"eta_s": 0.21}], hidden=[3], seed=3, local=EASY),
+    "mg": reg({"gamma": 0.0}, [{"mg": False}, {"fresh": True}, {"mistake": "clipped v"}, ONCE, *MISTAKES[3:], *IMAGES],
+              mg=True),
+    "mg fresh": reg({"fresh": True, "gamma": 1.0},
+                    [{"fresh": False}, {"pairing": "own"}, {"mistake": "clipped v"}, *MISTAKES], mg=True,
+                    local={"lr": 2.0, "epochs": 2}),
+    "mg own": reg({"pairing": "own"}, [{"pairing": "index"}, {"gamma": 0.5}], mg=True, local=EASY),
+    "mg clamp": reg({"clamp": True, "fresh": True}, [{"clamp": False}, {"fresh": False}], mg=True, local=EASY),
+    "mg gamma 1 steps": reg({"gamma": 1.0, "ascent": 1, "eta_s": 1.0}, [{"gamma": 0.9}, {"fresh": True}], mg=True,
+                            local={"lr": 0.5, "steps": 5}),
+    "mg logistic": reg({"gamma": 0.1, "fresh": True}, [{"gamma": 0.2}, {"fresh": False}, {"mg": False}], mg=True,
+                       hidden=[], local=EASY),
+    "mg sevens": reg(SAMPLES, [*MISTAKES, *IMAGES, UNIFORM, {"fresh": True}], mg=True, sizes=SEVENS,
+                     local={"lr": 0.3, "epochs": 2, "batch": 7}, rounds=5),
+    "mg reference": Case({"name": "fedreg_mg", "preset": "reference", "gamma": 1.0, "eta_s": 0.2},
+                         {"lr": 1.0, "gamma": 1.0, "eta_s": 0.2, "mg": True, "fresh": True},
+                         [{"fresh": False}, {"mg": False}, ONCE], {"lr": 1.0, "epochs": 2, "batch": 7},
+                         sizes=SEVENS, rounds=3),
+}  # fmt: skip
+
+
+def given(run, net) -> tuple:
+    f = feed(run)
+    assert len(f.x0) == net.size
+    return f.x0, f.cohorts, f.sizes, f.batches, net, f.data, made(run, f)
+
+
+def faintest(theirs: fedreg.Trace) -> float:
+    """The shortest g_s or g_p of a step. Where the net is certain of every pseudo image, p - f(θ0) cancels: 1e-16 of
+    1e-13, say, and w_s g_s is all of θ - θ0 in the direction of what is left. There the method has no definite answer.
+    """
+    steps = [s for of_round in theirs.rounds for s in of_round]
+    return min(float(np.linalg.norm(g)) for s in steps for g, w in ((s.g_s, s.w_s), (s.g_p, s.w_p)) if w > 0)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", REG)
+def test_fedreg(name, mode, engine, ragged):
+    """x_1 .. x_T, and the means of w_s and w_p, of the engine and of the oracle."""
+    case = REG[name]
+    run, records = engine(case.config(mode, ragged))
+    args = given(run, case.net)
+    theirs = fedreg.trace(*args, **case.hyper)
+    assert theirs.closest > 1e-10 and faintest(theirs) > 1e-6  # no sign and no direction hangs on a rounding
+    if name == "dead":
+        assert theirs.zeros > 100  # sign(0)
+    assert np.abs(theirs.x[-1] - theirs.x[0]).max() > 1e-4
+    assert np.abs(theirs.x[-1]).max() < 1e3
+    assert distance(run.executor.xs, theirs.x) < 1e-9
+    for other in case.matters if mode == "loop" else []:
+        assert distance(run.executor.xs, fedreg.run(*args, **{**case.hyper, **other})) > case.least, other
+    w = [fedreg.shares(steps) for steps in theirs.rounds]
+    ours = [(r["client/w_s"], r["client/w_p"]) for r in records if "client/w_s" in r]
+    close(np.array(ours), np.array(w), 1e-6)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_data_are_made_of_as_many_batches_as_steps_meet(mode, engine, ragged, monkeypatch):
+    """Clients of 40, 12 and 3 examples in batches of 8 have 5, 2 and 1 of them; three steps meet 3, 2 and 1."""
+    calls, make = [], fedreg_rules.FedRegClient.make
+    monkeypatch.setattr(fedreg_rules.FedRegClient, "make", lambda *given: calls.append(1) or make(*given))
+    case = reg({}, [], local={"lr": 0.3, "steps": 3, "batch": 8}, sizes=[40, 12, 3], rounds=1, cohort=3)
+    engine(case.config(mode, ragged))
+    assert len(calls) == 3 + 2 + 1
+
+
+def test_these_runs_have_what_they_are_for(engine, ragged):
+    """Clients with more steps than made batches and with as many; w_p that bind and that do not; partial batches."""
+    case = REG["epochs 3 of sevens"]
+    run, _ = engine(case.config("loop", ragged))
+    args = given(run, case.net)
+    theirs = fedreg.trace(*args, **case.hyper)
+    steps = [s for of_round in theirs.rounds for s in of_round]
+    assert 0 < sum(s.w_p > 0 for s in steps) < len(steps)
+    assert any(s.w_s > 0 and s.w_p > 0 for s in steps)
+    batches, pictures = args[3], args[6]
+    counts = {(len(b[i]), len(m[i])) for b, m in zip(batches, pictures, strict=True) for i in b}
+    assert (12, 4) in counts and (3, 1) in counts
+    of_pass = {tuple(map(len, m[i])) for m in pictures for i in m}
+    assert any(1 < lengths[-1] < 7 for lengths in of_pass if len(lengths) > 1)
+    # the own pass is another one in every round, and not that of training
+    seen = [tuple(np.concatenate(m[i])) for m in pictures for i in m if args[2][i] > 7]
+    assert len(set(seen)) == len(seen)
+    firsts = [np.concatenate(b[i][: len(m[i])]) for b, m in zip(batches, pictures, strict=True) for i in m
+              if args[2][i] > 7]  # fmt: skip
+    assert all(tuple(a) != b for a, b in zip(firsts, seen, strict=True))
+
+
+@pytest.mark.parametrize("mg", [False, True])
+def test_conditions_on_the_engines_own_steps(mg, engine, ragged, monkeypatch):
+    """Every local step of the engine, seen from outside: θ before and after. With g, q, g_s, g_p of the oracle at these
+    θ: <θ' - θ0, g_p> <= 0, and = 0 where w_p > 0; <θ - lr g - w_s g_s - θ0, g_s> <= 0; under MG <θ_g - θ, q> = 0."""
+    case = REG["mg" if mg else "fedreg"]
+    discover()
+    rule, seen = CLIENTS[case.settings["name"]], []
+    original = rule.step
+
+    def step(self, shared, state, batch, task):
+        after = original(self, shared, state, batch, task)
+        seen.append(tuple(v.detach().clone().numpy() for v in (shared["x"], state["w"], after["w"])))
+        return after
+
+    monkeypatch.setattr(rule, "step", step)
+    run, _ = engine({**case.config("loop", ragged), "block": {"mode": "loop", "size": 1}})
+    theirs = fedreg.trace(*given(run, case.net), **case.hyper)
+    steps = [s for of_round in theirs.rounds for s in of_round]
+    assert len(seen) == len(steps)
+    bound = free = 0
+    for s in steps:
+        theta0, start, end = min(seen, key=lambda o: np.abs(o[2] - s.end).max())
+        assert distance([start, theta0, end], [s.start, s.theta0, s.end]) < 1e-8
+        moved = end - theta0
+        scale = np.linalg.norm(s.theta - theta0)
+        assert moved @ s.g_p <= 1e-8 * scale * np.linalg.norm(s.g_p)
+        if s.w_p > 0:
+            assert abs(moved @ s.g_p) <= 1e-8 * scale * np.linalg.norm(s.g_p)
+        bound, free = bound + (s.w_p > 0), free + (s.w_p == 0)
+        before_w_p = moved + s.w_p * s.g_p
+        assert before_w_p @ s.g_s <= 1e-8 * scale * np.linalg.norm(s.g_s)
+        assert np.linalg.norm(moved) <= scale * (1 + 1e-9)
+        if mg:
+            of_g = before_w_p + s.w_s * s.g_s - (start - theta0)
+            assert abs(of_g @ s.q) <= 1e-8 * np.linalg.norm(of_g) * np.linalg.norm(s.q)
+    assert bound and free
+
+
+# --- FedCurv
+
+
+def curv(settings: dict[str, Any], matters: list[dict[str, Any]], **more: Any) -> Case:
+    local = more.pop("local", {"lr": 0.3, "epochs": 2})
+    hyper = {"server_lr" if k == "lr" else k: by_round(v) if isinstance(v, list) else v for k, v in settings.items()}
+    hyper = {**hyper, "lr": by_round(local["lr"]) if isinstance(local["lr"], list) else local["lr"]}
+    return Case({"name": "fedcurv", **settings}, hyper, matters, local, **{"cohort": 9, **more})
+
+
+CURV_MISTAKES = [{"mistake": "half"}, {"lam": 0.0}]
+OWN, MEAN = {"own": False}, {"over": "mean"}
+CURV: dict[str, Case] = {
+    "sum": curv({"lam": 0.1}, [*CURV_MISTAKES, {"lam": 0.09}, OWN, MEAN, SAMPLES]),
+    "sum others": curv({"lam": 0.1, **OWN}, [*CURV_MISTAKES, {"own": True}, MEAN, {"mistake": "stale"}]),
+    "few": curv({"lam": 0.1, **OWN}, [{"own": True}, {"mistake": "stale"}], cohort=5, rounds=8),
+    "samples": curv({"lam": 0.1, **SAMPLES}, [UNIFORM, OWN]),
+    "samples others": curv({"lam": 0.1, **SAMPLES, **OWN}, [UNIFORM, {"own": True}]),
+    "schedules": curv({"lam": 0.1, "lr": [[0, 1.0], [3, 0.6]]}, [{"lr": 0.2}, {"server_lr": 1.0}, {"lam": 0.0}],
+                      local={"lr": STEPS, "steps": 3}),
+    "default": curv({}, [{"lam": 2e-4}, {"own": False}], rounds=8, least=1e-8),
+    "logistic": curv({"lam": 0.1}, [*CURV_MISTAKES, OWN, MEAN], hidden=[]),
+    "sevens": curv({"lam": 0.1, **OWN}, [*CURV_MISTAKES, {"own": True}], sizes=SEVENS,
+                   local={"lr": 0.2, "epochs": 2, "batch": 7}),
+    "full": curv({"lam": 0.1}, [*CURV_MISTAKES, OWN], local={"lr": 0.3, "steps": 2, "batch": "full"}),
+}  # fmt: skip
+CURV["default"].hyper["lam"] = 1e-4
+
+
+def fisher_of(f: Feed, net: Any) -> Callable:
+    return lambda w, client: fedcurv.diagonal(net, w, *f.data[client])
+
+
+def plain(case: Case) -> Any:
+    """The net by its other name, for plain gradients."""
+    return case.net if case.hidden else NETS["logistic"][1]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", CURV)
+def test_fedcurv(name, mode, engine, ragged):
+    """x_1 .. x_T of the engine and of the oracle; and the metric 2 λ η max A."""
+    case = CURV[name]
+    run, records = engine(case.config(mode, ragged))
+    f, net = feed(run), plain(case)
+    args = (*f.args(net.grad), fisher_of(f, net))
+    theirs = fedcurv.trace(*args, **case.hyper)
+    returned = [set(a) & set(b) for a, b in zip(f.cohorts, f.cohorts[1:], strict=False)]
+    assert any(returned) and any(set(b) - both for b, both in zip(f.cohorts[1:], returned, strict=True))
+    assert np.abs(theirs.x[-1] - theirs.x[0]).max() > 1e-4
+    assert np.abs(theirs.x[-1]).max() < 1e2
+    assert distance(run.executor.xs, theirs.x) < 1e-9
+    for other in case.matters:
+        assert distance(run.executor.xs, fedcurv.run(*args, **{**case.hyper, **other})) > case.least, other
+    stiffness = [2 * case.hyper["lam"] * fedavg.at(case.hyper["lr"], t) * A.max() for t, A in enumerate(theirs.A)]
+    close([r["client/stiffness"] for r in records if "client/stiffness" in r], stiffness)
+
+
+# --- DP-SGD
+
+
+def private(settings: dict[str, Any], hyper: dict[str, Any], privacy: dict[str, Any], matters: list[dict[str, Any]],
+            **more: Any) -> Case:  # fmt: skip
+    local = more.pop("local", {"lr": 0.3, "epochs": 2})
+    if settings["name"] in ("fedsgd", "dpsgd"):
+        local = {"lr": 0.5}
+    lr = by_round(local["lr"]) if isinstance(local["lr"], list) else local["lr"]
+    return Case(settings, {"lr": lr, **hyper, **privacy}, matters, local, **more)
+
+
+NOISY, QUIET = {"clip": 1.85, "sigma": 0.1}, {"clip": 1.85, "sigma": 0.0}
+NOISY_LOGISTIC, QUIET_LOGISTIC = {"clip": 3.7, "sigma": 0.1}, {"clip": 3.7, "sigma": 0.0}
+"""About the median of the samples' gradients in these runs."""
+CLIPPING = [{"clip": 1.9}, {"clip": None, "sigma": 0.0}, {"mistake": "mean"}, {"mistake": "per tensor"}]
+NOISE = [{"sigma": 0.11}, {"sigma": 0.0}, {"mistake": "unscaled"}, {"mistake": "over n"}]
+PROX, CURVED = {"mu": 0.7}, {"lam": 0.1}
+DP: dict[str, Case] = {
+    "fedavg": private({"name": "fedavg"}, {}, NOISY, [*CLIPPING, *NOISE, SAMPLES]),
+    "fedavg quiet": private({"name": "fedavg"}, {}, QUIET, CLIPPING),
+    "fedavg samples steps": private({"name": "fedavg", **SAMPLES}, SAMPLES, NOISY, [UNIFORM, *NOISE],
+                                    local={"lr": STEPS, "steps": 3}),
+    "fedavg sevens": private({"name": "fedavg"}, {}, NOISY, [*CLIPPING, *NOISE], sizes=SEVENS,
+                             local={"lr": 0.2, "epochs": 2, "batch": 7}),
+    "fedavg free": private({"name": "fedavg"}, {}, {"clip": None, "sigma": 0.0}, [{"clip": 1.2}]),
+    "fedprox": private({"name": "fedprox", **PROX}, PROX, NOISY, [*CLIPPING, *NOISE, {"mu": 0.6}]),
+    "fedprox quiet": private({"name": "fedprox", **PROX}, PROX, QUIET_LOGISTIC, [*CLIPPING, {"mu": 0.0}],
+                             hidden=[]),
+    "fedsgd": private({"name": "fedsgd"}, {}, NOISY, [*CLIPPING, {"sigma": 0.11}, {"mistake": "unscaled"}]),
+    "fedsgd quiet": private({"name": "fedsgd"}, {}, QUIET_LOGISTIC, CLIPPING, hidden=[]),
+    "dpsgd": private({"name": "dpsgd"}, {}, NOISY, [*CLIPPING, {"sigma": 0.11}, {"mistake": "unscaled"}, SAMPLES]),
+    "dpsgd samples": private({"name": "dpsgd", **SAMPLES}, SAMPLES, NOISY_LOGISTIC, [UNIFORM], hidden=[]),
+    "fedcurv": private({"name": "fedcurv", **CURVED}, CURVED, NOISY, [*CLIPPING, *NOISE, {"lam": 0.09}, OWN],
+                       cohort=9),
+    "fedcurv others": private({"name": "fedcurv", **CURVED, **OWN}, {**CURVED, **OWN}, NOISY, [{"own": True}, *NOISE],
+                              cohort=9),
+    "fedcurv quiet": private({"name": "fedcurv", **CURVED}, CURVED, QUIET, [*CLIPPING, {"lam": 0.0}], cohort=9),
+}  # fmt: skip
+
+
+def dp_config(case: Case, mode: str, ragged: Callable) -> dict[str, Any]:
+    return {**case.config(mode, ragged), "privacy": {k: case.hyper[k] for k in ("clip", "sigma")}}
+
+
+def dp_run(case: Case, run, f: Feed, **other: Any) -> list[np.ndarray]:
+    """The oracle's x_0 .. x_T, with other hyper-parameters if wanted."""
+    hyper = {**case.hyper, **other}
+    net = plain(case)
+    of_privacy = {k: hyper.pop(k) for k in ("clip", "sigma", "mistake") if k in hyper}
+    grad = dpsgd.private(net, f.data, **of_privacy)
+    args = (f.x0, f.cohorts, f.sizes, noisy(run, f), grad)
+    if case.settings["name"] == "fedcurv":
+        return fedcurv.run(*args, fisher_of(f, net), **hyper)
+    if case.settings["name"] in ("fedsgd", "dpsgd"):
+        return fedavg.fedsgd(*args, **hyper)
+    return fedavg.run(*args, **hyper)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", DP)
+def test_private_gradients(name, mode, engine, ragged):
+    case = DP[name]
+    run, _ = engine(dp_config(case, mode, ragged))
+    f = feed(run)
+    theirs = dp_run(case, run, f)
+    assert np.abs(theirs[-1] - theirs[0]).max() > 1e-4
+    assert distance(run.executor.xs, theirs) < 1e-9
+    for other in case.matters:
+        assert distance(run.executor.xs, dp_run(case, run, f, **other)) > 1e-5, other
+    if case.hyper["clip"] is not None:
+        net = plain(case)
+        lengths = [
+            np.linalg.norm(dpsgd.each(net, x, *f.data[i]), axis=1) for x, cohort in zip(theirs, f.cohorts, strict=False)
+            for i in cohort
+        ]  # fmt: skip
+        assert 0.1 < np.mean(np.concatenate(lengths) > case.hyper["clip"]) < 0.9
+
+
+BASES: dict[str, dict[str, Any]] = {
+    "fedavg": {"name": "fedavg"},
+    "fedprox": {"name": "fedprox", **PROX},
+    "fedsgd": {"name": "fedsgd"},
+    "fedcurv": {"name": "fedcurv", **CURVED},
+    "fedcurv others": {"name": "fedcurv", **CURVED, **OWN},
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", BASES)
+def test_without_clip_and_noise_it_is_the_base(name, mode, engine, ragged):
+    """σ = 0 and no clip, and σ = 0 and a clip that nothing reaches."""
+    local = {"lr": 0.5} if name == "fedsgd" else {"lr": 0.3, "epochs": 2}
+    config = Case(BASES[name], {}, local=local, cohort=9).config(mode, ragged)
+    base, _ = engine(config)
+    for clip in (None, 1e6):
+        run, _ = engine({**config, "privacy": {"clip": clip, "sigma": 0.0}})
+        assert distance(run.executor.xs, base.executor.xs) < 1e-12
+    run, _ = engine({**config, "privacy": {"clip": 1.0, "sigma": 0.0}})
+    assert distance(run.executor.xs, base.executor.xs) > 1e-3
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_no_sample_moves_the_model_by_more_than_clip(mode, engine, ragged):
+    """Steps of one sample each, lr 1, one step a round of one client: |x_{t+1} - x_t| = min(C, |g|). For a batch of
+    more of them it is no more than C either."""
+    sizes, C = [6, 5, 4, 7, 3, 6], 1.85
+    config = {
+        "rounds": 12, "dtype": "float64", "model": {"name": "mlp", "hidden": [8]}, "partition": ragged(sizes),
+        "algorithm": "fedavg", "schedule": {"cohort": 1}, "block": {"mode": mode},
+        "local": {"batch": 1, "steps": 1, "lr": 1.0}, "privacy": {"clip": C, "sigma": 0.0},
+    }  # fmt: skip
+    run, _ = engine(config)
+    f, xs = feed(run), run.executor.xs
+    net = NETS["mlp"][1]
+    reached = []
+    for t, (i,) in enumerate(f.cohorts):
+        x, y = f.data[i]
+        (batch,) = f.batches[t][i]
+        g = net.grad(xs[t], x[batch], y[batch])
+        length = np.linalg.norm(xs[t + 1] - xs[t])
+        assert length <= C * (1 + 1e-12)
+        close(length, min(C, np.linalg.norm(g)))
+        reached.append(np.linalg.norm(g) > C)
+    assert 0 < sum(reached) < len(reached)
+    run, _ = engine({**config, "local": {"batch": 4, "steps": 1, "lr": 1.0}, "privacy": {"clip": 0.5, "sigma": 0.0}})
+    lengths = [np.linalg.norm(b - a) for a, b in zip(run.executor.xs, run.executor.xs[1:], strict=False)]
+    assert max(lengths) <= 0.5 * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_noise_is_normal_and_of_the_right_size(mode, engine, ragged):
+    """What is left of the first round without the same one without noise: lr σ C / B times a standard normal vector for
+    each client. Measured, not computed: mean, variance, kurtosis; and seeds, rounds and steps do not share it."""
+    sizes, sigma, C, lr = [20, 20, 32, 32, 9, 9], 0.5, 1.2, 0.3
+    config = {
+        "rounds": 1, "dtype": "float64", "model": {"name": "mlp", "hidden": [8]}, "partition": ragged(sizes),
+        "schedule": {"cohort": 1}, "block": {"mode": mode}, "algorithm": "fedavg",
+        "local": {"batch": 16, "steps": 1, "lr": lr},
+    }  # fmt: skip
+    vectors = {}
+    for seed in range(6):
+        loud, _ = engine({**config, "seed": seed, "privacy": {"clip": C, "sigma": sigma}})
+        still, _ = engine({**config, "seed": seed, "privacy": {"clip": C, "sigma": 0.0}})
+        f = feed(loud)
+        ((i,),) = f.cohorts
+        B = len(f.batches[0][i][0])
+        vectors[seed] = (loud.executor.xs[1] - still.executor.xs[1]) / (lr * sigma * C / B)
+    z = np.concatenate(list(vectors.values()))
+    assert len(z) == 6 * 610
+    assert abs(z.mean()) < 4 / np.sqrt(len(z))
+    assert abs(z.var() - 1) < 4 * np.sqrt(2 / len(z))
+    assert abs((z**4).mean() - 3) < 4 * np.sqrt(96 / len(z))
+    for a in vectors:
+        for b in vectors:
+            if a < b:
+                assert abs(vectors[a] @ vectors[b]) / 610 < 5 / np.sqrt(610)
+    # steps: two on one batch of all samples with a tiny lr. If they had the same noise, the variance would be 4
+    config = {**config, "local": {"batch": "full", "steps": 2, "lr": 1e-6}}
+    loud, _ = engine({**config, "privacy": {"clip": C, "sigma": sigma}})
+    still, _ = engine({**config, "privacy": {"clip": C, "sigma": 0.0}})
+    f = feed(loud)
+    ((i,),) = f.cohorts
+    both = (loud.executor.xs[1] - still.executor.xs[1]) / (1e-6 * sigma * C / f.sizes[i])
+    assert abs(both.var() - 2) < 2 * 5 * np.sqrt(2 / 610)
+    # rounds: the second one's against the first one's
+    config = {**config, "rounds": 2, "local": {"batch": "full", "steps": 1, "lr": 1e-6}}
+    loud, _ = engine({**config, "privacy": {"clip": C, "sigma": sigma}})
+    still, _ = engine({**config, "privacy": {"clip": C, "sigma": 0.0}})
+    moved = [b - a for a, b in zip(loud.executor.xs, loud.executor.xs[1:], strict=False)]
+    quiet = [b - a for a, b in zip(still.executor.xs, still.executor.xs[1:], strict=False)]
+    u, v = (a - b for a, b in zip(moved, quiet, strict=True))
+    assert abs(u @ v) / np.linalg.norm(u) / np.linalg.norm(v) < 5 / np.sqrt(610)

@@ -1,0 +1,226 @@
+"""Record of what short runs compute, so that a change of the code's structure cannot change a result unseen.
+
+`digests.json` holds two things for each run. `digests` maps a platform (torch build, CPU capability, CPU vendor) to the
+sha256 of the final parameters: on a platform that is recorded the bits must be the same. `projections` holds four
+numbers, the final parameters times fixed random vectors: they must agree on every platform, to a tolerance.
+
+A change that is meant to change results records them anew, and says so in its message:
+
+    python tests/runs/test_digests.py
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import re
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import raysim
+from raysim.rules.contract import ALGORITHMS, discover
+from raysim.runs.run import resume
+
+discover()
+
+FILE = Path(__file__).with_name("digests.json")
+TOLERANCE = 1e-6
+"""Difference of projections between platforms, as a share of the parameters' norm. Between vector instruction sets
+1e-7 was seen at most, in float32 without BatchNorm. The gradient through BatchNorm over two examples amplifies rounding
+without bound, so nets with BatchNorm run in float64."""
+TOLERANCE_OF_TIES = 1e-3
+"""The same where max-pooling follows BatchNorm: rounding decides which of two equal values passes the gradient."""
+
+RULES = """
+from dataclasses import dataclass
+
+import torch
+
+from raysim.rules import ClientRule, ServerRule
+
+
+@dataclass(frozen=True)
+class Sluggish(ClientRule):
+    decay: float = 0.5
+
+    def state(self, task):
+        return {"v": torch.zeros(task.x0.numel())}
+
+    def init(self, shared, row, data, task):
+        return {"v": row["v"]}
+
+    def step(self, shared, state, batch, task):
+        v = self.decay * state["v"] + task.grad(state["w"], batch)
+        return {**state, "v": v, "w": state["w"] - task.lr * v}
+
+    def finish(self, shared, state, row, data, task):
+        report, row = super().finish(shared, state, row, data, task)
+        return report, {"v": state["v"]}
+
+
+@dataclass(frozen=True)
+class Halfway(ServerRule):
+    def update(self, state, reports):
+        return {"x": state["x"] - 0.5 * self.lr * reports.mean("delta")}
+"""
+NET = """
+from torch import nn
+
+
+class Net(nn.Sequential):
+    def __init__(self, shape, classes):
+        layers = nn.Linear(64, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Dropout(0.2), nn.Linear(12, classes)
+        super().__init__(nn.Flatten(), *layers)
+"""
+FLOAT64 = {"dtype": "float64"}
+SMALL: dict[str, Any] = {
+    "data": "digits",
+    "partition": {"name": "dirichlet", "clients": 20, "alpha": 0.3},
+    "model": {"name": "mlp", "hidden": [12]},
+    "local": {"batch": 8, "lr": 0.2},
+    "resources": {"executor": "inline", "threads": 1},
+    "evaluate": {"every": 0},
+    "rounds": 5,
+    "seed": 3,
+}
+KASYNC = {"name": "kasync", "arrivals": 4, "concurrency": 12, "speeds": {"name": "lognormal"}}
+BUFFERED = {"name": "buffered", "arrivals": 4, "concurrency": 8, "speeds": "two_speed"}
+
+
+def cases() -> dict[str, dict[str, Any]]:
+    """The runs by name: changes to SMALL."""
+    sync = {"schedule": {"cohort": 5}}
+    own_schedule = {name for name, one in ALGORITHMS.items() if "schedule" in one.defaults}
+    found = {
+        f"method {name}": {"algorithm": name} | ({} if name in own_schedule else sync)
+        for name, one in sorted(ALGORITHMS.items())
+    }
+    found |= {
+        "kasync gradma": {"algorithm": "gradma", "schedule": KASYNC},
+        "kasync scaffold": {"algorithm": "scaffold", "schedule": KASYNC | {"dropouts": {"rate": 0.2}}},
+        "buffered fedreg": {"algorithm": "fedreg", "schedule": BUFFERED},
+        "buffered fedbuff": {"algorithm": "fedbuff", "schedule": BUFFERED | {"max_staleness": 2}},
+        "sync deadline": {
+            "algorithm": "mifa",
+            "schedule": {"cohort": 8, "deadline": 1.2, "speeds": {"name": "lognormal"}},
+        },
+        "loop tinynn gradma": {"algorithm": "gradma", "model": "tinynn", "dtype": "float64", "block": {"mode": "loop"}}
+        | sync,
+        "vmap tinynn gradma": {
+            "algorithm": "gradma",
+            "model": "tinynn",
+            "dtype": "float64",
+            "block": {"mode": "vmap", "size": 3},
+        }
+        | sync,
+        "loop lenet": {"algorithm": "fedavgm", "model": "lenet", "block": {"mode": "loop"}} | sync,
+        "vmap lenet": {"algorithm": "fedavgm", "model": "lenet", "block": {"mode": "vmap", "size": 4}} | sync,
+        "vmap fedreg": {"algorithm": "fedreg", "block": {"mode": "vmap", "size": 5}} | sync,
+        "pooled fedsgd": {"algorithm": "fedsgd", "block": {"mode": "pooled"}} | sync,
+        "own rules": {"client": "{rules}:Sluggish", "server": "{rules}:Halfway"} | sync,
+        "own net": {"algorithm": "scaffold", "model": "{net}:Net", "dtype": "float64"} | sync,
+        "private": {"algorithm": "fedavg", "privacy": {"clip": 1.0, "sigma": 0.5}} | sync,
+        "rounded uploads": {"algorithm": "fedavg", "local": {"batch": 8, "lr": 0.05, "upload_dtype": "bfloat16"}}
+        | sync,
+        "epochs and schedule": {
+            "algorithm": "fedprox",
+            "local": {"epochs": 2, "batch": "full", "lr": [[0, 0.1], [2, 0.01]], "weight_decay": 0.01, "clip": 1.0},
+        }
+        | sync,
+        "float64": {"algorithm": "gradma", "dtype": "float64"} | sync,
+        "virtual": {"algorithm": "fedavg", "partition": {"name": "virtual", "clients": 1000, "samples": 11}} | sync,
+    }
+    return found
+
+
+CASES = cases()
+
+
+def configuration(case: dict[str, Any], folder: Path, run_dir: Path) -> dict[str, Any]:
+    """Return a case's whole configuration; its files and the MLflow database that all cases share are in `folder`."""
+    files = {"rules": folder / "digest_rules.py", "net": folder / "digest_net.py"}
+    files["rules"].write_text(RULES)
+    files["net"].write_text(NET)
+    named = {k: v.format(**files) if isinstance(v, str) else v for k, v in case.items()}
+    tracking = {"uri": f"sqlite:///{folder}/mlflow.db"}
+    return {**SMALL, "checkpoint": {"every": 0}, "run_dir": str(run_dir), "tracking": tracking, **named}
+
+
+def this_platform() -> str:
+    """The kind of machine on which bits are promised to be the same."""
+    file = Path("/proc/cpuinfo")
+    pairs = re.findall(r"^([^\t:]+)\s*: (.*)$", file.read_text() if file.exists() else "", re.MULTILINE)
+    cpu = dict(reversed(pairs))  # the first core's
+    kind = " ".join(cpu[key] for key in ("vendor_id", "cpu family") if key in cpu) or platform.machine()
+    return f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}, {kind}"
+
+
+def projection(x: torch.Tensor) -> list[float]:
+    """Four inner products with fixed random vectors of length one."""
+    z = np.random.default_rng(0).standard_normal((4, len(x)))
+    return [float(v) for v in (z / np.linalg.norm(z, axis=1, keepdims=True)) @ x.double().numpy()]
+
+
+def check(name: str, result: Any) -> None:
+    """Compares a run with what is recorded for the case of this name."""
+    recorded = json.loads(FILE.read_text())
+    known = recorded["digests"].get(this_platform())
+    if known is not None:
+        assert result.digest == known[name], f"'{name}' computes other bits than recorded"
+    scale = float(result.parameters.double().norm())
+    differences = np.subtract(projection(result.parameters), recorded["projections"][name])
+    tolerance = TOLERANCE_OF_TIES if "tinynn" in name else TOLERANCE
+    assert np.abs(differences).max() <= tolerance * scale, f"'{name}' computes something else than recorded"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for the files and the MLflow database that all cases share."""
+    return tmp_path_factory.mktemp("digests")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_run_computes_what_is_recorded(name: str, folder: Path, tmp_path: Path):
+    check(name, raysim.run(configuration(CASES[name], folder, tmp_path / "run")))
+
+
+def test_a_resumed_run_computes_what_is_recorded(folder: Path, tmp_path: Path):
+    config = configuration(CASES["method gradma"], folder, tmp_path / "run") | {"checkpoint": {"every": 1}}
+    stopped = raysim.run(config | {"rounds": 2})
+    check("method gradma", resume(stopped.run_dir, {"rounds": SMALL["rounds"]}))
+
+
+def test_two_actors_compute_what_is_recorded(folder: Path, tmp_path: Path, local_ray: None):
+    config = configuration(CASES["method gradma"], folder, tmp_path / "run")
+    check("method gradma", raysim.run(config | {"resources": {"executor": "ray", "actors": 2, "threads": 1}}))
+
+
+def test_every_case_is_recorded():
+    recorded = json.loads(FILE.read_text())
+    assert set(recorded["projections"]) == set(CASES)
+    for platform_name, digests in recorded["digests"].items():
+        assert set(digests) == set(CASES), platform_name
+
+
+def record() -> None:
+    """Run all cases and write what they compute. Other platforms' digests stay where the projections have not moved."""
+    before = json.loads(FILE.read_text()) if FILE.exists() else {"digests": {}, "projections": {}}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        results = {k: raysim.run(configuration(case, folder, folder / k)) for k, case in CASES.items()}
+    projections = {name: projection(result.parameters) for name, result in results.items()}
+    same = set(projections) == set(before["projections"]) and all(
+        np.allclose(projections[k], before["projections"][k], rtol=0, atol=1e-12) for k in projections
+    )
+    digests = before["digests"] if same else {}
+    digests[this_platform()] = {name: result.digest for name, result in results.items()}
+    FILE.write_text(json.dumps({"digests": digests, "projections": projections}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    record()

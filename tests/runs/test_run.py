@@ -1,0 +1,828 @@
+"""What must hold of a run from beginning to end: what it says and leaves behind, that it goes on where it was stopped
+as if nothing had been, that it ends in order when told to, and that lost workers do not show in the result.
+
+All runs here share one MLflow database (its making takes seconds), each test with an experiment of its own.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import logging
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+import raysim
+from raysim.distributed.block_scheduler import Dealing
+from raysim.engine import checkpoint
+from raysim.engine.executor import Inline
+from raysim.engine.plan import prepare
+from raysim.engine.server import first_broadcast, shapes_of_first_broadcast
+from raysim.errors import ClientError, ConfigError, Lost, RaysimError
+from raysim.models.flat import Bound
+from raysim.rules.contract import CLIENTS, SERVERS, discover
+from raysim.runs import run as experiment
+from raysim.runs.run import Finished, reopen, resume
+from raysim.tracking import mlflow as tracking
+
+discover()
+
+ALWAYS = {
+    *("round", "clients", "clients_dropped", "bytes_down", "bytes_up", "train_loss", "seconds", "clients_per_second"),
+    *("client_loss/q10", "client_loss/q50", "client_loss/q90", "train_seconds", "overhead_seconds"),
+    *("client/state_bytes", "client/state_bytes_disk", "server/uploads", "server/state_bytes"),
+}
+"""What the record of every round holds."""
+TIMES = {"seconds", "clients_per_second", "train_seconds", "overhead_seconds", "busy_share"}
+KEEPSAKES = ["config.yaml", "history.csv", "learning_curve.png", "parameters.safetensors", "partition.png"]
+
+
+@pytest.fixture(scope="module")
+def uri(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return f"sqlite:///{tmp_path_factory.getbasetemp()}/shared-mlflow.db"
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracking, "FLUSH", 0.05)
+
+
+def basic(folder: Path, uri: str) -> dict[str, Any]:
+    """A run of few parameters with BatchNorm, of unequal clients."""
+    return {
+        "rounds": 4,
+        "data": "digits",
+        "partition": {"name": "dirichlet", "clients": 16, "alpha": 0.5, "min_samples": 2},
+        "model": "tinynn",
+        "algorithm": {"name": "fedavgm"},
+        "local": {"steps": 2, "batch": 8, "lr": 0.05},
+        "schedule": {"cohort": 6},
+        "resources": {"executor": "inline", "threads": 1},
+        "checkpoint": {"every": 0},
+        "run_dir": str(folder / "run"),
+        "tracking": {"uri": uri, "experiment": folder.name},
+    }
+
+
+@pytest.fixture
+def config(tmp_path: Path, uri: str) -> dict[str, Any]:
+    return basic(tmp_path, uri)
+
+
+def mlflow(uri: str) -> Any:
+    return tracking._mlflow(uri).MlflowClient(tracking_uri=uri)
+
+
+def logged(uri: str, run_id: str, key: str) -> list[tuple[int, float]]:
+    """What MLflow has of a metric: (step, value), repetitions and all."""
+    return sorted((m.step, m.value) for m in mlflow(uri).get_metric_history(run_id, key))
+
+
+def table(run_dir: Path) -> list[dict[str, str]]:
+    """Its history.csv."""
+    return list(csv.DictReader((run_dir / "history.csv").read_text().splitlines()))
+
+
+def same(one: list[dict[str, float]], other: list[dict[str, float]]) -> bool:
+    """Equal histories, but for how long things took."""
+
+    def timeless(history: list[dict[str, float]]) -> list[dict[str, float]]:
+        return [{k: v for k, v in record.items() if k not in TIMES} for record in history]
+
+    return timeless(one) == timeless(other)
+
+
+# -- uploads of fewer bits ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "float16"])
+@pytest.mark.parametrize("mode", ["loop", "vmap"])
+def test_what_goes_up_may_be_rounded(config, mode, kind):
+    """One round of one client with a step of 1: the server has moved by what came, which is what there was, rounded."""
+    config |= {"rounds": 1, "algorithm": "fedavg", "schedule": {"cohort": 1}, "block": {"mode": mode}}
+    x0 = prepare(config).initial[0]
+    whole = raysim.run({**config, "run_dir": f"{config['run_dir']}-whole"})
+    rounded = raysim.run(config | {"local": config["local"] | {"upload_dtype": kind}})
+    dtype = getattr(torch, kind)
+    assert torch.allclose(rounded.parameters, x0 - (x0 - whole.parameters).to(dtype).float(), rtol=0, atol=1e-7)
+    assert not torch.allclose(rounded.parameters, whole.parameters, rtol=0, atol=1e-6)
+    statistics = whole.history[-1]["bytes_up"] - 4 * len(x0)
+    assert statistics > 0 and rounded.history[-1]["bytes_up"] == 2 * len(x0) + statistics
+
+
+# -- what is said and left behind --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, uri: str) -> tuple[Finished, list[dict[str, float]], str]:
+    seen: list[dict[str, float]] = []
+    folder = tmp_path_factory.mktemp("finished")
+    done = raysim.run({**basic(folder, uri), "name": "mine"}, progress=lambda record: seen.append(dict(record)))
+    return done, seen, uri
+
+
+def test_a_record_for_each_round(finished):
+    done, seen, _ = finished
+    assert [record["round"] for record in done.history] == [0, 1, 2, 3, 4] == [record["round"] for record in seen]
+    assert done.history == seen and done.rounds == 4
+    first, *others = done.history
+    assert set(first) == {"round", "virtual_time", "accuracy", "loss"} and first["virtual_time"] == 0
+    for record in others:
+        assert ALWAYS | {"accuracy", "loss"} <= set(record)
+        assert all(np.isfinite(list(record.values())))
+        assert 0 <= record["accuracy"] <= 1 and record["clients"] == 6 and record["clients_dropped"] == 0
+        assert record["client_loss/q10"] <= record["client_loss/q50"] <= record["client_loss/q90"]
+        assert record["client_loss/q10"] <= record["train_loss"] <= record["client_loss/q90"] * 6
+        assert record["seconds"] > 0 and record["clients_per_second"] == pytest.approx(6 / record["seconds"])
+        assert record["train_seconds"] + record["overhead_seconds"] <= record["seconds"]
+
+
+def test_traffic_is_counted_to_the_byte(finished):
+    """P floats and the BatchNorm statistics, down and up, for each client, from the beginning on."""
+    done = finished[0]
+    one = 4 * (len(done.parameters) + 2 * (200 + 100))
+    for record in done.history[1:]:
+        assert record["bytes_down"] == record["bytes_up"] == record["round"] * 6 * one
+
+
+def test_gradma_sends_one_vector_down_and_one_up(config):
+    done = raysim.run(config, ["algorithm=gradma", "algorithm.memory=8", "rounds=2", "model={name: mlp, hidden: [5]}"])
+    assert done.history[-1]["bytes_down"] == done.history[-1]["bytes_up"] == 2 * 6 * 4 * len(done.parameters)
+
+
+BROADCASTS = """
+from dataclasses import dataclass
+
+import torch
+
+from raysim.algorithms.fedavg import FedAvgServer
+
+
+@dataclass(frozen=True)
+class Clip(FedAvgServer):
+    provides = ("x", "clip")
+
+    def broadcast(self, state):
+        return {"x": state["x"], "clip": torch.tensor(0.5)}
+
+
+@dataclass(frozen=True)
+class Gossip(FedAvgServer):
+    provides = ("x", "models")
+
+    def init(self, x0, problem):
+        return {"x": x0, "models": x0.double().repeat(problem.n_clients, 1)}
+
+    def broadcast(self, state):
+        return {"x": state["x"], "models": state["models"]}
+
+    def update(self, state, reports):
+        return {**super().update(state, reports), "models": state["models"]}
+
+
+@dataclass(frozen=True)
+class Growing(FedAvgServer):
+    def init(self, x0, problem):  # one more number is broadcast in every round
+        return {"x": x0, "round": torch.tensor(0)}
+
+    def broadcast(self, state):
+        return {"x": state["x"], "more": torch.zeros(int(state["round"]), dtype=torch.float16)}
+
+    def update(self, state, reports):
+        return {**super().update({"x": state["x"]}, reports), "round": state["round"] + 1}
+"""
+
+
+@pytest.mark.parametrize(
+    ("rule", "more"),
+    [("Clip", lambda P, t: 4), ("Gossip", lambda P, t: 8 * 16 * P), ("Growing", lambda P, t: 2 * t)],
+)
+def test_traffic_down_counts_the_tensors_that_are_broadcast(rule, more, config, source):
+    """By shape and type, in every round: a number is 4 bytes and no vector, and 16 models are no two vectors."""
+    given = {k: v for k, v in config.items() if k != "algorithm"} | {"rounds": 3, "client": "fedavg"}
+    given |= {"server": source("broadcasts", BROADCASTS) + f":{rule}", "evaluate": {"every": 0}}
+    plan = prepare(given)
+    P, Q = (len(vector) for vector in plan.initial)
+    assert plan.bytes_down == 4 * (P + Q) + more(P, 0)
+    records = raysim.run(given).history[1:]
+    expected = [6 * (4 * (P + Q) + more(P, t)) for t in range(3)]
+    assert np.diff([0.0, *(record["bytes_down"] for record in records)]).tolist() == expected
+    assert [record["versions/bytes"] for record in records] == [n / 6 for n in expected]
+
+
+@pytest.mark.parametrize("server", sorted(SERVERS))
+def test_the_first_broadcast_is_measured_without_memory(server, config, monkeypatch):
+    """On tensors without memory every shipped server rule gives the shapes and types that the run then broadcasts."""
+    client = next(name for name in sorted(CLIENTS) if set(SERVERS[server]().uploads) <= set(CLIENTS[name].sends))
+    plan = prepare({**{k: v for k, v in config.items() if k != "algorithm"}, "client": client, "server": server})
+    real = first_broadcast(plan.server, *plan.initial, plan.problem)
+    measured = shapes_of_first_broadcast(plan.server, *plan.initial, plan.problem)
+    assert {k: (v.shape, v.dtype) for k, v in measured.shared.items()} == {
+        k: (v.shape, v.dtype) for k, v in real.shared.items()
+    }
+    assert measured.shared["x"].is_meta and measured.nbytes == real.nbytes == plan.bytes_down
+
+
+def test_what_a_run_leaves_in_its_folder(finished):
+    done = finished[0]
+    assert sorted(p.name for p in done.run_dir.iterdir() if p.name in KEEPSAKES) == KEEPSAKES
+    rows = table(done.run_dir)
+    read = [{k: float(v) for k, v in row.items() if v != ""} for row in rows]
+    assert read == done.history
+    for picture in ("learning_curve.png", "partition.png"):
+        content = (done.run_dir / picture).read_bytes()
+        assert content.startswith(b"\x89PNG\r\n") and len(content) > 2000
+    again = prepare(done.run_dir / "config.yaml")
+    assert again.config.fingerprint == prepare(done.run_dir / "config.yaml").config.fingerprint
+    assert again.config.rounds == 4 and again.client.name == "fedavg" and again.server.name == "fedavgm"
+
+
+def test_parameters_and_digest(finished):
+    from raysim.models import zoo
+
+    done = finished[0]
+    saved = load_file(done.run_dir / "parameters.safetensors")
+    assert set(saved) == set(done.state_dict) and all(torch.equal(saved[k], v) for k, v in done.state_dict.items())
+    net = zoo.tinynn((1, 8, 8), 10)
+    net.load_state_dict(saved, strict=True)
+    flat = torch.cat([p.detach().reshape(-1) for p in net.parameters()])
+    assert torch.equal(flat, done.parameters)
+    assert done.digest == hashlib.sha256(flat.numpy().tobytes()).hexdigest()
+
+    from raysim.data import Examples
+
+    plan = prepare(done.run_dir / "config.yaml")
+    examples = Examples.of(plan.dataset, "test", "cpu", torch.float32)
+    x, y = examples.batch(torch.arange(len(examples)))
+    with torch.no_grad():
+        right = (net.eval()(x).argmax(1) == y).float().mean()
+    assert float(right) == pytest.approx(done.history[-1]["accuracy"], abs=1e-6)
+
+
+def test_what_mlflow_has(finished):
+    done, _, uri = finished
+    run = mlflow(uri).get_run(done.run_id)
+    assert run.info.status == "FINISHED" and run.info.run_name == "mine"
+    assert sorted(a.path for a in mlflow(uri).list_artifacts(done.run_id)) == KEEPSAKES
+    for key in sorted(ALWAYS - {"round"} | {"accuracy", "loss"}):
+        wanted = [(int(r["round"]), r[key]) for r in done.history if key in r]
+        got = logged(uri, done.run_id, key)
+        assert [step for step, _ in got] == [step for step, _ in wanted], key
+        assert [value for _, value in got] == pytest.approx([value for _, value in wanted]), key
+    assert run.data.params["local.lr"] == "0.05" and run.data.params["server.beta1"] == "0.9"
+    assert run.data.tags["client_rule"] == "fedavg" and len(run.data.tags["fingerprint"]) == 64
+    assert {i.dataset.name for i in run.inputs.dataset_inputs} == {"digits", "partition-dirichlet"}
+
+
+def test_best_and_last(finished):
+    done = finished[0]
+    accuracy = [r["accuracy"] for r in done.history]
+    assert done.metrics["accuracy"] == {"last": accuracy[-1], "best": max(accuracy)}
+    losses = [r["train_loss"] for r in done.history[1:]]
+    assert done.metrics["train_loss"] == {"last": losses[-1], "best": min(losses)}
+
+
+def test_run_takes_keywords(config, tmp_path):
+    spelled = {
+        "keywords": lambda d: raysim.run(config, rounds=2, run_dir=d, **{"local.lr": 0.25}),
+        "texts": lambda d: raysim.run(config, ["rounds=2", f"run_dir={d}", "local.lr=0.25"]),
+        "both": lambda d: raysim.run(config, {"rounds": 9, "local.lr": 0.25}, rounds=2, run_dir=d),
+    }
+    found = {name: run(str(tmp_path / name)) for name, run in spelled.items()}
+    for name, done in found.items():
+        assert isinstance(done, Finished) and done.rounds == 2 and done.run_dir == tmp_path / name
+        assert len(done.history) == 3 and done.parameters.ndim == 1 and done.run_id
+        assert yaml.safe_load((done.run_dir / "config.yaml").read_text())["local"]["lr"] == 0.25
+    assert len({done.digest for done in found.values()}) == 1 and len({done.run_id for done in found.values()}) == 3
+
+
+@pytest.mark.parametrize(
+    ("every", "rounds", "expected"),
+    [(3, 7, [0, 3, 6, 7]), (3, 6, [0, 3, 6]), (1, 2, [0, 1, 2]), (10, 3, [0, 3]), (0, 3, [])],
+)
+def test_when_the_test_set_is_seen(config, engine, every, rounds, expected):
+    _, history = engine({**config, "rounds": rounds, "evaluate": {"every": every}, "local": {"steps": 1, "batch": 4}})
+    assert [r["round"] for r in history] == list(range(rounds + 1))
+    for key in ("accuracy", "loss"):
+        assert [r["round"] for r in history if key in r] == expected
+
+
+def test_what_is_held_out_is_measured_beside_the_test_set(config, engine):
+    """On the images as they are stored, however training augments them; and nobody trains on them."""
+    changes = {
+        "rounds": 2,
+        "data": {"name": "digits", "augment": True},
+        "partition": {"name": "iid", "clients": 20, "val_fraction": 0.3},
+        "model": "logistic",
+        "evaluate": {"every": 1, "batch": 100, "per_class": True},
+    }
+    run, history = engine({**config, **changes})
+    plan = run.plan
+    held_out = plan.clients.validation
+    assert 350 < len(held_out) < 510
+    x = torch.from_numpy(plan.dataset.x[held_out] / 16).float()
+    y = torch.from_numpy(plan.dataset.y[held_out])
+    bound = Bound(plan.model())
+    for record, parameters in zip(history, run.executor.xs, strict=True):
+        bound.flat.copy_(torch.from_numpy(parameters))
+        with torch.no_grad():
+            logits = bound.forward(x, "eval", None)
+        assert record["val/accuracy"] == pytest.approx(float((logits.argmax(1) == y).float().mean()))
+        assert record["val/loss"] == pytest.approx(float(torch.nn.functional.cross_entropy(logits, y)), rel=1e-5)
+        assert not any(key.startswith("val/accuracy/") for key in record)
+    _, plain = engine({**config, "rounds": 1, "evaluate": {"every": 1}})
+    assert not any(key.startswith("val/") for record in plain for key in record)
+
+
+# -- when it goes wrong ------------------------------------------------------------------------------------------------
+
+
+def test_a_failed_run_keeps_what_was_done(config, uri, tmp_path):
+    lr = [[0, 0.05], [2, 1e30]]
+    with pytest.raises(ClientError, match=r"client \d+ failed in round 2: non-finite"):
+        raysim.run(config, {"local.lr": lr, "checkpoint.every": 1})
+    run = mlflow(uri).search_runs([mlflow(uri).get_experiment_by_name(tmp_path.name).experiment_id])[0]
+    assert run.info.status == "FAILED"
+    rows = table(tmp_path / "run")
+    assert [row["round"] for row in rows][:2] == ["0.0", "1.0"]
+
+
+def test_a_mistake_leaves_nothing_behind(config, tmp_path):
+    with pytest.raises(ConfigError, match=r"tracking\.uri"):
+        raysim.run(config, {"tracking.uri": "./mlruns"})
+    assert not (tmp_path / "run").exists(), "the same command, corrected, must not find its run_dir taken"
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+def stop_at(number: int) -> Callable[[dict[str, float]], None]:
+    def progress(record: dict[str, float]) -> None:
+        if record["round"] == number:
+            raise KeyboardInterrupt
+
+    return progress
+
+
+REMEMBERING = """
+from dataclasses import dataclass
+
+import torch
+
+from raysim.algorithms.fedavg import FedAvgClient
+
+
+@dataclass(frozen=True)
+class Remembering(FedAvgClient):
+    def state(self, task):
+        return {"last": task.zeros()}
+
+    def init(self, shared, row, data, task):
+        return {"pull": torch.where(row["seen"], 0.1 * row["last"], 0.01 * shared["x"])}
+
+    def direction(self, shared, state, batch, task):
+        return task.grad(state["w"], batch) + state["pull"]
+
+    def finish(self, shared, state, row, data, task):
+        return {"delta": shared["x"] - state["w"]}, {"last": state["w"].clone()}
+"""
+"""What a client kept, and whether it was there before, shows in every step (GradMA's x' seldom does)."""
+
+
+@pytest.mark.parametrize("algorithm", ["fedavgm", "gradma_w", "gradma", "Remembering"])
+def test_resumed_is_uninterrupted(config, uri, tmp_path, source, algorithm):
+    """Stopped in round 7, after the checkpoint of round 6: resumed in the same MLflow run, to the bit."""
+    if algorithm == "Remembering":
+        algorithm = f"{source('remembering', REMEMBERING)}:Remembering"
+    config = {**config, "rounds": 10, "algorithm": {"name": algorithm}, "checkpoint": {"every": 3}}
+    if algorithm == "gradma":
+        config["algorithm"]["memory"] = 9  # rows are taken from others
+    whole = raysim.run(config, run_dir=str(tmp_path / "whole"))
+    with pytest.raises(KeyboardInterrupt):
+        raysim.run(config, progress=stop_at(7))
+    assert [p.name for p in checkpoint.available(tmp_path / "run")] == ["round-000003", "round-000006"]
+    _, _, saved = reopen(tmp_path / "run")
+    assert saved is not None and saved.facts["round"] == 6
+    assert mlflow(uri).get_run(saved.facts["run_id"]).info.status == "KILLED"
+    seen: list[float] = []
+    done = resume(tmp_path / "run", progress=lambda record: seen.append(record["round"]))
+    assert seen == [7, 8, 9, 10]
+    assert done.digest == whole.digest and torch.equal(done.parameters, whole.parameters)
+    assert all(torch.equal(done.state_dict[k], v) for k, v in whole.state_dict.items())
+    assert same(done.history, whole.history)
+    assert done.run_id == saved.facts["run_id"] and mlflow(uri).get_run(done.run_id).info.status == "FINISHED"
+    for key in ("accuracy", "train_loss", "bytes_up"):
+        assert logged(uri, done.run_id, key) == logged(uri, whole.run_id, key)
+    rows = table(tmp_path / "run")
+    assert [float(row["round"]) for row in rows] == list(range(11))
+
+
+def test_a_run_that_ends_says_why_even_if_its_state_is_lost_then(config, tmp_path, monkeypatch, caplog):
+    """A client fails, and the server's state cannot be had any more: the one is the error, the other a warning."""
+
+    def lost(self: Inline) -> Any:
+        raise Lost("the server's state failed")
+
+    monkeypatch.setattr(Inline, "snapshot", lost)
+    config |= {"checkpoint": {"every": 100}, "local": {**config["local"], "lr": [[0, 0.05], [2, 1e30]]}}
+    with pytest.raises(ClientError, match="in round 2"), caplog.at_level(logging.WARNING):
+        raysim.run(config)
+    assert "not saved: the server's state failed; `raysim resume`" in caplog.text
+
+
+def test_a_finished_run_goes_on_to_more_rounds(config, tmp_path):
+    config["checkpoint"] = {"every": 5}
+    whole = raysim.run(config, rounds=6, run_dir=str(tmp_path / "whole"))
+    first = raysim.run(config, rounds=3)
+    with pytest.raises(ConfigError, match=r"rounds: 3 rounds are done.*rounds=N"):
+        resume(tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"rounds: 3 rounds are done"):
+        resume(tmp_path / "run", {"rounds": 2})
+    done = resume(tmp_path / "run", {"rounds": 6})
+    assert done.digest == whole.digest != first.digest and done.run_id == first.run_id
+
+
+@pytest.fixture(scope="module")
+def halfway(tmp_path_factory: pytest.TempPathFactory, uri: str) -> Path:
+    """A run of six rounds that was stopped in the fifth; checkpoints of 2 and 4."""
+    folder = tmp_path_factory.mktemp("halfway")
+    with pytest.raises(KeyboardInterrupt):
+        raysim.run({**basic(folder, uri), "rounds": 6, "checkpoint": {"every": 2}}, progress=stop_at(5))
+    return folder / "run"
+
+
+@pytest.fixture
+def stopped(halfway: Path, tmp_path: Path) -> Path:
+    copy = tmp_path / "stopped"
+    shutil.copytree(halfway, copy)
+    return copy
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+@pytest.mark.parametrize(
+    ("damage", "name"),
+    [
+        (d, n)
+        for d in (flip, empty, Path.unlink)
+        for n in (*checkpoint.FILES, "sums.json")
+        if (d, n) != (flip, "sums.json")
+    ],
+)
+def test_a_damaged_checkpoint_is_passed_over_and_named(stopped, caplog, damage, name):
+    newest = checkpoint.available(stopped)[-1]
+    damage(newest / name)
+    with caplog.at_level(logging.WARNING):
+        _, _, saved = reopen(stopped)
+    assert saved is not None and saved.facts["round"] == 2
+    said = [record.getMessage() for record in caplog.records if "damaged" in record.getMessage()]
+    assert len(said) == 1 and str(newest) in said[0] and "trying the one before" in said[0]
+
+
+def test_a_run_goes_on_from_the_checkpoint_before_the_damaged_one(stopped, tmp_path, uri):
+    whole = raysim.run({**basic(tmp_path, uri), "rounds": 6})
+    flip(checkpoint.available(stopped)[-1] / "server.safetensors")
+    assert resume(stopped).digest == whole.digest
+
+
+def test_all_checkpoints_damaged(stopped):
+    for path in checkpoint.available(stopped):
+        flip(path / "clients.safetensors")
+    with pytest.raises(RaysimError, match=r"none of the 2 checkpoints in .* can be used") as caught:
+        reopen(stopped)
+    assert not isinstance(caught.value, ConfigError)
+
+
+def test_what_a_crash_in_the_middle_of_writing_leaves(stopped):
+    """Only whole folders have the name of a checkpoint."""
+    torn = checkpoint.folder(stopped) / ".round-000006.partial"
+    torn.mkdir()
+    (torn / "server.safetensors").write_bytes(b"half")
+    _, _, saved = reopen(stopped)
+    assert saved is not None and saved.facts["round"] == 4
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("local.lr=0.1", "local"),
+        ("seed=1", "seed"),
+        ("server.beta1=0.5", "server"),
+        ("algorithm=fedprox", "client"),
+        ("partition.alpha=0.1", "partition"),
+        ("resources.threads=2", "resources"),
+        ("dtype=float64", "dtype"),
+        ("data.augment=true", "data"),
+    ],
+)
+def test_resume_refuses_another_experiment(halfway, override, key):
+    with pytest.raises(ConfigError, match=rf"\b{key}\b.*would change the result"):
+        reopen(halfway, [override])
+
+
+@pytest.mark.parametrize(
+    "override", ["rounds=9", "resources.actors=3", "checkpoint.every=1", "evaluate.every=2", "tracking.required=false"]
+)
+def test_resume_takes_what_does_not_touch_the_result(halfway, override):
+    assert reopen(halfway, [override])[2] is not None
+
+
+def test_resume_refuses_a_tampered_configuration(stopped):
+    text = (stopped / "config.yaml").read_text()
+    (stopped / "config.yaml").write_text(text.replace("lr: 0.05", "lr: 0.06"))
+    with pytest.raises(ConfigError, match=r"another configuration than its config\.yaml"):
+        reopen(stopped)
+
+
+def test_resume_where_no_run_is(tmp_path):
+    with pytest.raises(ConfigError, match=r"holds no run"):
+        resume(tmp_path)
+
+
+def test_a_run_without_a_checkpoint_begins_again(config, tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        raysim.run(config, progress=stop_at(2))
+    done = resume(tmp_path / "run")
+    assert done.digest == raysim.run(config, run_dir=str(tmp_path / "whole")).digest
+    assert [r["round"] for r in done.history] == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("keep", [1, 3])
+def test_as_many_checkpoints_are_kept_as_asked_for(config, tmp_path, keep):
+    raysim.run(config, {"rounds": 5, "checkpoint": {"every": 1, "keep": keep}})
+    kept = [int(p.name.removeprefix("round-")) for p in checkpoint.available(tmp_path / "run")]
+    assert kept == list(range(6 - keep, 6))
+    assert sorted(p.name for p in checkpoint.folder(tmp_path / "run").iterdir()) == [f"round-{n:06d}" for n in kept]
+
+
+@pytest.mark.parametrize(("every", "expected"), [(0, []), (2, [2, 4, 5]), (50, [5])])
+def test_when_checkpoints_are_written(config, tmp_path, every, expected):
+    raysim.run(config, {"rounds": 5, "checkpoint": {"every": every, "keep": 9}})
+    assert [int(p.name.removeprefix("round-")) for p in checkpoint.available(tmp_path / "run")] == expected
+
+
+# -- told to end -------------------------------------------------------------------------------------------------------
+
+
+def until(condition: Callable[[], Any], seconds: float, what: str) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, what
+        time.sleep(0.05)
+
+
+def with_mark(mark: str) -> list[int]:
+    """Processes that inherited this mark in their environment, zombies not counted."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark.encode() in (folder / "environ").read_bytes():
+                found.append(int(folder.name))
+        except OSError:
+            continue
+    return found
+
+
+@dataclass
+class Signalled:
+    """A run on the command line that got a signal, and what came of it."""
+
+    folder: Path
+    mark: str
+    process: subprocess.Popen[str]
+    said: str = ""
+
+
+SIGNALS = {"inline-SIGINT": 130, "inline-SIGTERM": 143, "ray-SIGINT": 130}
+
+
+@pytest.fixture(scope="module")
+def signalled(tmp_path_factory: pytest.TempPathFactory, uri: str) -> dict[str, Signalled]:
+    """Three endless runs at once; each is sent its signal when it is well on its way. The signal goes to the whole
+    process group, as Ctrl-C in a terminal does."""
+    mlflow(uri).search_experiments()  # the database is made
+    runs = {}
+    for name in SIGNALS:
+        folder, mark = tmp_path_factory.mktemp(name), uuid.uuid4().hex
+        config = basic(folder, uri) | {"rounds": 1_000_000, "checkpoint": {"every": 20}, "evaluate": {"every": 10}}
+        config["resources"] = {"executor": name.partition("-")[0], "actors": 1, "cpus": 0.5}
+        (folder / "config.yaml").write_text(yaml.safe_dump(config))
+        process = subprocess.Popen(
+            [sys.executable, "-m", "raysim.cli", "run", str(folder / "config.yaml")],
+            env={**os.environ, "RAYSIM_TEST_MARK": mark, "RAY_ADDRESS": ""},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+            cwd=folder,
+        )
+        runs[name] = Signalled(folder, mark, process)
+    try:
+        for name, run in runs.items():
+            gone = run.process.poll
+            until(lambda: checkpoint.available(run.folder / "run") or gone() is not None, 100, name)  # noqa: B023
+            if gone() is None:
+                os.killpg(run.process.pid, getattr(signal, name.partition("-")[2]))
+        for run in runs.values():
+            run.said = run.process.communicate(timeout=60)[0]
+    finally:
+        for run in runs.values():
+            if run.process.poll() is None:
+                os.killpg(run.process.pid, signal.SIGKILL)
+    return runs
+
+
+@pytest.mark.parametrize("name", SIGNALS)
+def test_a_signal_ends_a_run_with_its_code_and_one_line(signalled, name):
+    run = signalled[name]
+    assert run.process.returncode == SIGNALS[name], run.said
+    *_, last = run.said.rstrip().splitlines()
+    assert "Traceback" not in run.said and last.startswith("stopped; what was done is kept"), run.said
+    assert f"`raysim resume {run.folder / 'run'}` goes on from round " in last
+
+
+@pytest.mark.parametrize("name", SIGNALS)
+def test_a_signal_leaves_a_killed_run_that_can_go_on(signalled, name, uri):
+    run = signalled[name]
+    (found,) = mlflow(uri).search_runs([mlflow(uri).get_experiment_by_name(run.folder.name).experiment_id])
+    assert found.info.status == "KILLED"
+    assert "history.csv" in [a.path for a in mlflow(uri).list_artifacts(found.info.run_id)]
+    _, _, saved = reopen(run.folder / "run")
+    assert saved is not None and saved.facts["run_id"] == found.info.run_id
+
+
+@pytest.mark.parametrize("name", SIGNALS)
+def test_a_signal_leaves_no_process_behind(signalled, name):
+    mark = signalled[name].mark
+    until(lambda: not with_mark(mark), 10, f"still alive: {with_mark(mark)}")
+
+
+# -- lost and slow workers ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def on_ray(local_ray: None, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+    """on_ray(config, hook): a run on two actors of the Ray that is there. `hook(executor, t)` is called when the
+    blocks of round t have just been sent off. Gives what the run gave, and what it logged."""
+    from raysim.distributed.executor import RayExecutor
+
+    class Hooked(RayExecutor):
+        hook: Callable[[Any, int], None]
+
+        def training(self, t: int) -> Any:
+            training, hook = super().training(t), type(self).hook
+            add = training.add
+            training.add = lambda downs, blocks: (add(downs, blocks), hook(self, t))
+            return training
+
+    def run(config: dict[str, Any], hook: Callable[[Any, int], None]) -> tuple[Finished, list[str]]:
+        said: list[str] = []
+        Hooked.hook = staticmethod(hook)
+        monkeypatch.setattr(experiment, "choose", lambda plan, log: Hooked(log))
+        config = {**config, "resources": {"executor": "ray", "actors": 2, "cpus": 1, "timeout": 300}}
+        return experiment.execute(prepare(config), log=said.append), said
+
+    yield run
+
+
+def clients(executor: Any) -> list[Any]:
+    return [worker.actor for worker in executor.workers.values()]
+
+
+def pid(actor: Any) -> int:
+    import ray
+
+    return ray.get(actor.__ray_call__.remote(lambda self: os.getpid()), timeout=30)
+
+
+def test_a_killed_actor_does_not_show(on_ray, config, tmp_path):
+    """Nor does anything of it stay in a Ray that was there before the run."""
+    import ray
+
+    config = {**config, "rounds": 5, "algorithm": {"name": "gradma"}, "block": {"mode": "loop", "size": 1}}
+    undisturbed = raysim.run({**config, "run_dir": str(tmp_path / "undisturbed")})
+    everyone: list[int] = []
+
+    def kill(executor: Any, t: int) -> None:
+        if t == 0:
+            everyone.extend(map(pid, (*clients(executor), executor.server, executor.eval)))
+        if t == 2:
+            os.kill(everyone[0], signal.SIGKILL)
+
+    done, said = on_ray(config, kill)
+    assert done.digest == undisturbed.digest
+    mended = ("actors_lost", "retried_blocks", "server_restarts")
+    shared = [{k: v for k, v in r.items() if k not in mended} for r in done.history]
+    assert same(shared, undisturbed.history)
+    lost, retried, restarts = ([r.get(k) for r in done.history[1:]] for k in mended)
+    assert lost == [0, 0, 1, 1, 1] and retried[:2] == [0, 0] and 1 <= retried[-1] <= 6 and set(restarts) == {0}
+    assert len(said) == 1 and "ClientActor 0 is lost (in round 2" in said[0] and "1 are left" in said[0]
+    assert ray.is_initialized() and len(set(everyone)) == 4
+    until(lambda: not [p for p in everyone if Path(f"/proc/{p}").exists()], 15, "an actor lives on")
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_work_that_is_kept_back_does_not_show(on_ray, config, tmp_path, monkeypatch, killed):
+    """From the second round on, when paces are known, half of the blocks go to who is done first; also while one of
+    the two dies."""
+    monkeypatch.setattr("raysim.distributed.block_scheduler.LONG", 0.0)
+    monkeypatch.setattr("raysim.distributed.block_scheduler.FEW", 1)
+    monkeypatch.setattr("raysim.distributed.block_scheduler.BRIEF", 0.0)
+    config = {**config, "rounds": 5, "algorithm": {"name": "gradma"}, "block": {"mode": "loop", "size": 1}}
+    undisturbed = raysim.run({**config, "run_dir": str(tmp_path / "undisturbed")})
+
+    def look(executor: Any, t: int) -> None:
+        if killed and t == 2:
+            os.kill(pid(clients(executor)[0]), signal.SIGKILL)
+
+    helped: list[int] = []
+    helping = Dealing.helping
+    monkeypatch.setattr(Dealing, "helping", lambda self, n: helped.append(len(self.left)) or helping(self, n))
+    done, _ = on_ray(config, look)
+    assert done.digest == undisturbed.digest and max(helped) >= 2
+    assert (done.history[-1]["actors_lost"] == 1) == killed
+
+
+SLOW = """
+import time
+from dataclasses import dataclass
+
+from raysim.algorithms.fedavg import FedAvgClient
+
+
+@dataclass(frozen=True)
+class Slow(FedAvgClient):
+    def init(self, shared, row, data, task):
+        time.sleep(20)
+        return {}
+"""
+
+
+def test_who_takes_too_long_or_is_lost_is_named(local_ray, config, source, monkeypatch):
+    from raysim.distributed.executor import RayExecutor
+    from raysim.distributed.heartbeats import Monitor
+    from raysim.engine.loop import Engine
+    from raysim.engine.schedule import in_step
+    from raysim.training.messages import cut
+
+    resources = {"executor": "ray", "actors": 2, "cpus": 1, "timeout": 300, "call_timeout": 2}
+    slow = {**config, "algorithm": f"{source('slow', SLOW)}:Slow", "evaluate": {"every": 0}, "resources": resources}
+    said: list[str] = []
+    plan, executor = prepare(slow), RayExecutor(said.append)
+    try:
+        executor.open(plan)
+        engine = Engine(plan, executor)
+        round = engine.round(in_step(7, list(range(4))))
+        training = executor.training(7)
+        training.add({7: executor.broadcast(round)}, cut(engine.jobs(round), 1))
+        executor.wanted = 0  # nobody comes in their place
+        monkeypatch.setattr(Monitor, "start_s", 2.0)
+        with pytest.raises(RaysimError, match=r"waited 2 s for a new ClientActor in the place of the last one"):
+            training.get()
+        why = r"in round 7, with 2 blocks: it has worked on one call for 2 s \(resources\.call_timeout\)"
+        for number in (0, 1):
+            assert re.search(rf"ClientActor {number} is lost \({why}\)", "\n".join(said)), said
+        ray_kill(executor.server)
+        with pytest.raises(RaysimError, match=r"the server's state failed"):
+            executor.snapshot().get()
+    finally:
+        executor.close()
+
+
+def ray_kill(actor: Any) -> None:
+    import ray
+
+    ray.kill(actor)
+
+
+def test_a_timeout_at_the_start(local_ray, config, monkeypatch):
+    from raysim.distributed.heartbeats import Monitor
+
+    monkeypatch.setattr(Monitor, "start_s", 0.001)
+    late = "the ServerActor, ClientActor 0, ClientActor 1"
+    with pytest.raises(RaysimError, match=rf"waited 0\.001 s for the start of {late}.*resources\.timeout"):
+        raysim.run(config, {"resources": {"executor": "ray", "actors": 2, "cpus": 0.5}})

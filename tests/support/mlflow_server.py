@@ -1,0 +1,60 @@
+"""An MLflow server for tests."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from support.processes import until
+
+
+class Server:
+    """`mlflow server` on a port of its own; it can be stopped and started again."""
+
+    def __init__(self, folder: Path):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.folder, self.process = folder, None
+
+    def start(self, store: str = "") -> None:
+        """`store`: the database that it serves, instead of its own."""
+        with (self.folder / "server.txt").open("a") as said:
+            self.process: Any = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(self.port)),
+                    *("--backend-store-uri", store or f"sqlite:///{self.folder}/server.db", "--workers", "1"),
+                    *("--artifacts-destination", str(self.folder / "artifacts")),
+                ],
+                cwd=self.folder,
+                stdout=said,
+                stderr=said,
+                start_new_session=True,
+                env={**os.environ, "MLFLOW_DISABLE_TELEMETRY": "true"},
+            )
+
+    def stop(self) -> None:
+        if self.process is not None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait(30)
+            self.process = None
+
+    def up(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5) as answer:
+                return answer.status == 200
+        except OSError:
+            return False
+
+    def wait(self) -> None:
+        until(self.up, 120, (self.folder / "server.txt").read_text())
+
+    @property
+    def uri(self) -> str:
+        return f"http://127.0.0.1:{self.port}"

@@ -1,0 +1,114 @@
+"""What the fault tests share: small runs, processes on the command line, and how histories are compared."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+MENDED = ("actors_lost", "retried_blocks", "server_restarts", "checkpoints_failed")
+"""Counters of what was put right: what an undisturbed run does not have."""
+
+Record = Mapping[str, float]
+
+
+def basic(folder: Path, uri: str) -> dict[str, Any]:
+    """A run of few parameters, of unequal clients, six blocks to a round."""
+    return {
+        "rounds": 60,
+        "data": "digits",
+        "partition": {"name": "dirichlet", "clients": 20, "alpha": 0.5, "min_samples": 2},
+        "model": {"name": "mlp", "hidden": [16]},
+        "algorithm": {"name": "fedavgm"},
+        "local": {"steps": 2, "batch": 8, "lr": 0.05},
+        "schedule": {"cohort": 6},
+        "block": {"mode": "loop", "size": 1},
+        "resources": {"executor": "inline", "threads": 1},
+        "checkpoint": {"every": 5},
+        "run_dir": str(folder / "run"),
+        "tracking": {"uri": uri, "experiment": folder.name},
+    }
+
+
+def timeless(history: Iterable[Record]) -> list[dict[str, float]]:
+    """A history without how long things took and without what was put right."""
+    times = ("seconds", "train_seconds", "overhead_seconds", "clients_per_second", "busy_share", *MENDED)
+    return [{k: v for k, v in record.items() if k not in times} for record in history]
+
+
+def until(condition: Callable[[], Any], seconds: float, what: str) -> None:
+    """A guard against hanging."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, what
+        time.sleep(0.02)
+
+
+def client_of(uri: str) -> Any:
+    from raysim.tracking import mlflow as tracking
+
+    return tracking._mlflow(uri).MlflowClient(tracking_uri=uri)
+
+
+def run_in(uri: str, experiment: str) -> Any:
+    """The only run of an experiment."""
+    found = client_of(uri).get_experiment_by_name(experiment)
+    (run,) = client_of(uri).search_runs([found.experiment_id])
+    return run
+
+
+def steps_of(uri: str, run_id: str) -> dict[str, list[int]]:
+    """What MLflow has of each metric: the steps, in order, repetitions and all."""
+    client = client_of(uri)
+    keys = client.get_run(run_id).data.metrics
+    return {key: sorted(m.step for m in client.get_metric_history(run_id, key)) for key in keys}
+
+
+def each_step_once(uri: str, run_id: str, history: Iterable[Record]) -> None:
+    """MLflow has what the history has: each figure of each round, none twice."""
+    history, found = list(history), steps_of(uri, run_id)
+    wanted = {key: [int(r["round"]) for r in history if key in r] for r in history for key in r if key != "round"}
+    assert found == wanted
+
+
+def start(*arguments: object, cwd: Path, **environment: str) -> subprocess.Popen[str]:
+    """`raysim ...` in a process group of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "raysim.cli", *map(str, arguments)],
+        env={**os.environ, "RAY_ADDRESS": "", **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        cwd=cwd,
+    )
+
+
+def call(*arguments: object, cwd: Path, seconds: float = 200, **environment: str) -> tuple[int, str]:
+    """`raysim ...` to its end: the exit code and what it said."""
+    process = start(*arguments, cwd=cwd, **environment)
+    try:
+        said = process.communicate(timeout=seconds)[0]
+    finally:
+        kill(process)
+    return process.returncode, said
+
+
+def kill(process: subprocess.Popen[str]) -> None:
+    """Its whole process group, if it is still there."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait(30)
+
+
+def written(folder: Path, config: Mapping[str, Any], name: str = "config.yaml") -> Path:
+    path = folder / name
+    path.write_text(yaml.safe_dump(dict(config), sort_keys=False))
+    return path

@@ -1,0 +1,314 @@
+"""What must hold of what varies: it is what was written, on the command line as in a file, and mistakes come before
+anything starts."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.sweeps import SMALL, values, written
+
+import raysim
+from raysim import cli, sweep
+from raysim.errors import ConfigError
+from raysim.runs import run as experiment
+from raysim.sweep import prepare, runner, search_space
+
+# -- the grid ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["seed=0..2"], [{"seed": 0}, {"seed": 1}, {"seed": 2}]),
+        (["seed=0..1,7"], [{"seed": 0}, {"seed": 1}, {"seed": 7}]),
+        (["seed=3..3"], [{}]),
+        (
+            ["algorithm=fedavg,fedavgm", "local.lr=0.1,1e-2", "rounds=2"],
+            [{"algorithm": a, "local.lr": lr} for a in ("fedavg", "fedavgm") for lr in (0.1, 0.01)],
+        ),
+        (
+            ["local.lr=[[0,0.1],[50,0.01]],0.2", "model.hidden=[8]"],
+            [{"local.lr": [[0, 0.1], [50, 0.01]]}, {"local.lr": 0.2}],
+        ),
+        (
+            ["partition={name: iid, clients: 20},{name: shards, clients: 20}"],
+            [{"partition": {"name": name, "clients": 20}} for name in ("iid", "shards")],
+        ),
+        (["name='a,b',c"], [{"name": "a,b"}, {"name": "c"}]),
+    ],
+)
+def test_axes_on_the_command_line(here, overrides, expected):
+    planned = prepare(SMALL, overrides)
+    assert values(planned) == expected
+    for trial, wanted in zip(planned.trials, expected, strict=True):
+        c = trial.config
+        assert c.seed == wanted.get("seed", c.seed) and c.rounds == (2 if "rounds=2" in overrides else 3)
+        assert c.algorithm and c.algorithm.name == wanted.get("algorithm", "fedavg")
+        if isinstance(wanted.get("local.lr"), list):
+            assert c.local.lr == [(0, 0.1), (50, 0.01)]
+
+
+def test_one_value_with_commas_is_not_an_axis():
+    with pytest.raises(ConfigError, match="nothing varies"):
+        prepare(SMALL, ["local.lr=[[0,0.1],[50,0.01]]"])
+
+
+GRIDS = [
+    {"algorithm": ["fedavg", "fedavgm"], "local.lr": [0.1, 0.01]},
+    {"algorithm": "fedprox", "algorithm.mu": [0.001, 0.1], "local.lr": 0.01, "evaluate.every": 2},
+]
+
+
+def test_the_union_of_grids(here):
+    planned = prepare(written(here / "union.yaml", sweep=GRIDS), ["seed=0..1"])
+    assert planned.name == "union" and len(planned.trials) == (2 * 2 + 2) * 2 and planned.merged == 0
+    assert list(planned.axes) == ["algorithm", "local.lr", "seed", "algorithm.mu"], "a scalar is no axis"
+    assert values(planned)[-1] == {"algorithm": "fedprox", "algorithm.mu": 0.1, "local.lr": 0.01, "seed": 1}
+    assert [trial.config.evaluate.every for trial in planned.trials] == [1] * 8 + [2] * 4
+    assert all("sweep" not in trial.config.model_dump() for trial in planned.trials)
+
+
+def test_the_command_line_replaces_what_the_file_says_of_a_key(here):
+    path = written(here / "union.yaml", sweep=GRIDS)
+    lrs = [trial.config.local.lr for trial in prepare(path, ["local.lr=0.5,0.6"]).trials]
+    assert lrs == [0.5, 0.6] * 4
+    (only,) = {trial.config.local.lr for trial in prepare(path, ["local.lr=0.7"]).trials}
+    assert only == 0.7
+    chosen = prepare({**SMALL, "sweep": GRIDS[:1]}, ["algorithm.name=fedavgm"])
+    assert {trial.label for trial in chosen.trials} == {"fedavgm"}
+
+
+def test_what_computes_the_same_is_run_once(here):
+    planned = prepare(SMALL, ["seed=0..1,1", "resources.executor=inline,ray"])
+    assert [trial.config.seed for trial in planned.trials] == [0, 1] and planned.merged == 4
+
+
+def test_extends(here):
+    written(here / "below.yaml", sweep={"seed": "0..1", "local.lr": [0.1, 0.2]})
+    (here / "above.yaml").write_text("extends: below.yaml\nsweep: {local.lr: [0.3]}\n")
+    assert [(t.config.seed, t.config.local.lr) for t in prepare("above.yaml").trials] == [(0, 0.3), (1, 0.3)]
+    (here / "none.yaml").write_text("extends: below.yaml\nsweep: null\n")
+    assert experiment.prepare("none.yaml").config.local.lr == 0.05
+
+
+def test_a_trial_is_known_by_what_it_computes(here):
+    def folders(*overrides: str) -> list[Path]:
+        return [trial.folder for trial in prepare(SMALL, overrides).trials]
+
+    assert folders("seed=0..1") == folders("seed=1,0")[::-1] == folders("seed=0..2")[:2]
+    assert folders("seed=0..1", "checkpoint.every=7", "resources.timeout=5") == folders("seed=0..1")
+    for other in ("rounds=4", "evaluate.every=2", "local.lr=0.1", "tracking.uri=sqlite:///other.db"):
+        assert not set(folders("seed=0..1", other)) & set(folders("seed=0..1"))
+    assert prepare(SMALL, ["seed=0..1"]).folder == prepare(SMALL, ["seed=1,0"]).folder
+    assert prepare(SMALL, ["seed=0..1"], "elsewhere").trials[0].folder.parents[1] == here / "elsewhere" / "swept"
+
+
+def test_small_trials_by_default():
+    (trial, _) = prepare(SMALL, ["seed=0..1"]).trials
+    r = trial.config.resources
+    assert (r.executor, r.threads, r.server_threads) == ("inline", 1, 1) and runner._bundles(trial.config) == [
+        {"CPU": 1}
+    ]
+    (trial, _) = prepare(SMALL, ["seed=0..1", "resources.executor=ray", "resources.actors=2"]).trials
+    assert trial.config.resources.server_threads is None
+    assert runner._bundles(trial.config) == [{}, {"CPU": 1.0}, {"CPU": 1.0}]
+
+
+@pytest.mark.parametrize(
+    ("section", "overrides", "said"),
+    [
+        (None, [], "nothing varies"),
+        (None, ["algorithm=fedavg,gradm", "seed=1"], "trial algorithm=gradm: .*gradm.*did you mean 'gradma'"),
+        (None, ["local.lr=0.1,-1"], "trial local.lr=-1: local.lr: .*greater than 0"),
+        (None, ["seed=0..1", "algoritm=fedavg"], "algoritm: unknown key; did you mean 'algorithm'"),
+        (None, ["seed=0,,1"], "override 'seed=0,,1': a value is empty"),
+        (None, ["seed=0..x"], r"0\.\.x is no range; give two whole numbers"),
+        (None, ["seed=0..1000000"], r"seed: .* 1,000,001 values; a sweep has 10,000 trials at most"),
+        (None, ["seed=0..9000", "local.lr=0.1,0.2"], r"18,002 trials, and seed alone has 9,001 values"),
+        (None, ["seed=4..0"], r"seed: the range 4\.\.0 is empty; write 0\.\.4"),
+        (None, ["seed=0..1", "run_dir=x"], "run_dir: each trial"),
+        (None, ["tracking.experiment=a,b"], "tracking.experiment cannot vary"),
+        ({"seed": []}, [], "seed: the list of values is empty"),
+        ([{"seed": [0]}, "x"], [], "sweep: expected a mapping"),
+        ([], [], "sweep: expected a mapping"),
+        ({"run_dir": ["a", "b"]}, [], "run_dir cannot vary"),
+        ({"model.hidde": [[8], [9]]}, [], r"trial model.hidde=\[8\]: .*hidde"),
+        (None, ["local.lr=uniform(0.1,0.01)"], r"local.lr: uniform\(0.1, 0.01\): .*write uniform\(0.01, 0.1\)"),
+        (None, ["local.lr=uniform(0.1,0.1)"], "low must be below high; write local.lr=0.1"),
+        (None, ["local.lr=loguniform(0,1)"], "local.lr: .*low must be above 0"),
+        (None, ["local.lr=loguniform(0.1)"], r"local.lr: .*write loguniform\(low, high\)"),
+        (None, ["local.steps=randint(1,2.5)"], "local.steps: .*whole numbers"),
+        (None, ["local.lr=choice()"], r"local.lr: .*write choice\(a, b\)"),
+        (None, ["local.lr=unifrom(0,1)"], "local.lr: there is no unifrom.*did you mean 'uniform'"),
+        (None, ["local.lr=uniform(0.1,1),0.3"], "local.lr: .*stands beside other values"),
+        (None, ["local.lr=uniform(0.1,1)"], "sweep.samples: local.lr is drawn .*sweep.samples=20"),
+        (None, ["seed=0..1", "sweep.samples=3"], "sweep.samples: nothing is drawn"),
+        (None, ["local.lr=uniform(0.1,1)", "sweep.samples=0"], "sweep.samples: .*greater than or equal to 1"),
+        (None, ["local.lrr=uniform(0.1,1)", "sweep.samples=2"], "trial local.lrr=0.*unknown key; did you mean 'lr'"),
+        (None, ["local.lr=uniform(-2,-1)", "sweep.samples=2"], "trial local.lr=-1.*greater than 0"),
+        (None, ["seed=range(5,0)"], r"seed: range\(5, 0\) is empty; write range\(0, 5\)"),
+        (None, ["seed=range(0,5,0)"], "seed: .*a step of 0"),
+        (None, ["seed=0..1", "sweep.sampels=3"], "sweep.sampels: unknown key; did you mean 'samples'"),
+        ({"retrys": 1, "seed": "0..1"}, [], "sweep.retrys: unknown key; did you mean 'retries'"),
+        ({"local.lr": "uniform(0.1"}, [], "local.lr: .*quotes"),
+        ({"local.lr": {"uniform": [1, 0.1]}, "samples": 2}, [], r"local.lr: uniform\(1, 0.1\)"),
+        (None, ["seed=0..1", "sweep.retries=-1"], "sweep.retries: .*greater than or equal to 0"),
+        (None, ["seed=0..1", "sweep.early_stopping=true"], "sweep.early_stopping: true is no section"),
+        (
+            None,
+            ["seed=0..1", "sweep.early_stopping.grace_period=3"],
+            "grace_period: 3 rounds, and no trial has more than 3",
+        ),
+        (
+            None,
+            ["seed=0..1", *(f"sweep.early_stopping.{key}=1" for key in ("grace_period", "reduction_factor"))],
+            "sweep.early_stopping.reduction_factor: .*greater than 1",
+        ),
+        (
+            None,
+            ["seed=0..1", "sweep.early_stopping={grace_period: 1, metric: acuracy}"],
+            "sweep.early_stopping.metric: .*did you mean 'accuracy'",
+        ),
+        (
+            None,
+            ["seed=0..1", "sweep.early_stopping={grace_period: 1, mode: up}"],
+            "sweep.early_stopping.mode: .*'max' or 'min'",
+        ),
+        (None, ["seed=0..1", "sweep.early_stopping={grace_period: 1}", "evaluate.every=0"], "metric: evaluate.every=0"),
+        (
+            None,
+            ["seed=0..1", "sweep.early_stopping={grace_period: 1, metric: val/loss}"],
+            "give partition.val_fraction",
+        ),
+    ],
+)
+def test_mistakes_come_before_anything_starts(here, section, overrides, said, capsys, monkeypatch):
+    config = written(here / "config.yaml", **({} if section is None else {"sweep": section}))
+    monkeypatch.setattr(sys, "argv", ["raysim", "sweep", str(config), *overrides])
+    monkeypatch.setattr(sweep, "run", lambda *given: pytest.fail("it was started"))
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    err = capsys.readouterr().err
+    assert end.value.code == 2 and err.startswith("error: ") and "Traceback" not in err
+    with pytest.raises(ConfigError, match=said):
+        prepare(config, overrides)
+    assert sorted(path.name for path in here.iterdir()) == ["config.yaml"]
+
+
+def test_a_sweep_is_not_a_run(here, capsys, monkeypatch):
+    written(here / "many.yaml", sweep={"seed": "0..4"})
+    monkeypatch.setattr(sys, "argv", ["raysim", "run", "many.yaml"])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert end.value.code == 2 and "raysim sweep many.yaml" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="many runs, not one"):
+        raysim.run({**SMALL, "sweep": {"seed": [1]}})
+
+
+# -- draws -------------------------------------------------------------------------------------------------------------
+
+
+def drawn(text: str, count: int, key: str = "local.lr", seed: int = 0) -> list[Any]:
+    """The first values of a key that is drawn."""
+    draw = search_space.axis(key, text)
+    assert isinstance(draw, search_space.Draw)
+    return [draw.value(seed, key, number) for number in range(count)]
+
+
+def test_draws_have_the_distribution_that_was_asked_for():
+    """Each quantile of 4000 draws lies within 4 standard errors of the distribution's own."""
+    at, count = np.array([0.1, 0.25, 0.5, 0.75, 0.9]), 4000
+    errors = 4 * np.sqrt(at * (1 - at) / count)
+    for text, cumulative in (
+        ("uniform(-1,3)", lambda x: (x + 1) / 4),
+        ("loguniform(0.001,10)", lambda x: np.log(x / 0.001) / np.log(10 / 0.001)),
+    ):
+        assert (np.abs(cumulative(np.quantile(drawn(text, count), at)) - at) < errors).all(), text
+    whole = drawn("randint(-2,3)", count)
+    assert {type(each) for each in whole} == {int}
+    for given, expected in (
+        (whole, [-2, -1, 0, 1, 2]),
+        (drawn("choice(a,[1,2],0.5,x,y)", count), ["a", [1, 2], 0.5, "x", "y"]),
+    ):
+        shares = [sum(each == value for each in given) / count for value in expected]
+        assert sum(shares) == 1 and np.allclose(shares, 0.2, atol=4 * np.sqrt(0.2 * 0.8 / count))
+
+
+def test_a_draw_depends_on_seed_key_and_number_alone(here):
+    def lrs(*overrides: str) -> list[float]:
+        return [trial.config.local.lr for trial in prepare(SMALL, ["local.lr=loguniform(1e-3,1)", *overrides]).trials]
+
+    five = lrs("sweep.samples=5")
+    assert len(set(five)) == 5 and lrs("sweep.samples=8")[:5] == five, "more samples leave the first as they are"
+    assert lrs("sweep.samples=5", "local.steps=randint(1,9)") == five, "and so does another key"
+    assert not set(lrs("sweep.samples=5", "sweep.sample_seed=1")) & set(five)
+    assert prepare(SMALL, ["local.lr=loguniform(1e-3,1)", "sweep.samples=5"]).folder == (
+        prepare(SMALL, ["local.lr=loguniform(1e-3,1)", "sweep.samples=5"]).folder
+    ), "so a sweep that is started again is the same one"
+
+
+def test_each_draw_meets_the_whole_grid(here):
+    planned = prepare(SMALL, ["local.lr=uniform(0.1,0.9)", "local.steps=randint(1,9)", "seed=0..2", "sweep.samples=4"])
+    points = [(v["local.lr"], v["local.steps"], v["seed"]) for v in values(planned)]
+    assert len(points) == 12 and len({point[:2] for point in points}) == 4
+    assert [point[2] for point in points] == [0, 1, 2] * 4
+    assert [str(draw) for draw in planned.drawn.values()] == ["uniform(0.1, 0.9)", "randint(1, 9)"]
+
+
+@pytest.mark.parametrize(
+    ("text", "mapping"),
+    [
+        ("uniform(0.01, 0.1)", {"uniform": [0.01, 0.1]}),
+        ("loguniform(1e-3,1)", {"loguniform": [0.001, 1]}),
+        ("choice([[0,0.1],[2,0.01]],0.2)", {"choice": [[[0, 0.1], [2, 0.01]], 0.2]}),
+        ("range(0.1,0.5,0.1)", {"range": [0.1, 0.5, 0.1]}),
+    ],
+)
+def test_the_command_line_and_both_forms_in_a_file_say_the_same(here, text, mapping):
+    samples = [] if "range" in mapping else ["sweep.samples=3"]
+    said = values(prepare(SMALL, [f"local.lr={text}", "seed=0..1", *samples]))
+    for form in (text, mapping):
+        section = {"local.lr": form, "seed": "0..1", **({"samples": 3} if samples else {})}
+        assert values(prepare(written(here / "file.yaml", sweep=section))) == said
+    if not samples:
+        assert [v["local.lr"] for v in said[::2]] == [0.1, 0.2, 0.3, 0.4]
+
+
+def test_python_ranges(here):
+    assert [t.config.seed for t in prepare(SMALL, ["seed=range(0,50,10)"]).trials] == [0, 10, 20, 30, 40]
+    assert [t.config.seed for t in prepare(SMALL, ["seed=range(3),7,9..10"]).trials] == [0, 1, 2, 7, 9, 10]
+    assert [t.config.seed for t in prepare(SMALL, ["seed=range(6,0,-2)"]).trials] == [6, 4, 2]
+
+
+def test_settings_stand_beside_keys_or_grids_and_the_command_line_wins(here):
+    section = {"grids": [{"local.lr": [0.1, 0.2]}, {"local.lr": {"uniform": [0.3, 0.4]}}], "samples": 2, "retries": 1}
+    planned = prepare(written(here / "grids.yaml", sweep={**section, "seed": "0..1"}), ["sweep.retries=3"])
+    assert len(planned.trials) == 8 and planned.settings.retries == 3 and planned.settings.samples == 2
+    assert [v["seed"] for v in values(planned)] == [0, 1] * 4, "a key beside the grids is every grid's"
+    stopping = prepare(SMALL, ["seed=0..1", "sweep.early_stopping.grace_period=1"]).settings.early_stopping
+    assert stopping and (stopping.metric, stopping.lower) == ("accuracy", False)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("seed=range(0,1,1e-9)", "1,000,000,000 values; a sweep has 10,000 trials at most"),
+        ("seed=range(1e9)", "1,000,000,000 values"),
+        ("seed=range(1e400)", "must be finite"),
+        ("seed=range(0,1,.nan)", "must be finite"),
+        ("seed=range(0,1e308,1e-308)", "must be finite"),
+        (f"seed=range({'9' * 400})", "must be finite"),
+        (f"seed=0..{'9' * 5000}", "more than 500 digits"),
+        (f"seed=0..{'9' * 400}", "trials at most"),
+        (f"seed=1,{'9' * 5000}", "a number of 5,000 characters"),
+    ],
+    ids=lambda text: text[:30],
+)
+def test_a_range_is_refused_before_its_values_are_laid_out(given, said):
+    with pytest.raises(ConfigError, match=r"^seed: ") as caught:
+        search_space.split([given])
+    assert said in str(caught.value) and len(str(caught.value)) < 2000

@@ -1,0 +1,193 @@
+"""Steps that are recorded and run again, as CUDA graphs are, give what they give as they stand. There is a CPU here, so
+what is recorded is run again by calling it, into the tensors that it gave first: as a graph would."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch.utils._pytree import tree_leaves
+
+from raysim.engine.executor import make_trainer
+from raysim.engine.plan import prepare
+from raysim.rules import contract
+from raysim.training.cuda_graphs import Replayer
+from raysim.training.trainer import Trainer
+
+contract.discover()
+
+NET = """
+from torch import nn
+
+def net(shape, classes, norm: bool = True):
+    return nn.Sequential(
+        nn.Sequential(nn.Flatten(), nn.Linear(64, 12), nn.BatchNorm1d(12) if norm else nn.Tanh(), nn.Dropout(0.2)),
+        nn.Sequential(nn.ReLU(), nn.Linear(12, 8), nn.ReLU()),
+        nn.Linear(8, classes),
+    )
+"""
+
+
+def again(run):
+    """As a graph: what it reads and what it writes stays where it is, and may be one and the same."""
+    given = run()
+
+    def repeat() -> None:
+        for place, new in zip(tree_leaves(given), tree_leaves(run()), strict=True):
+            place.copy_(new)
+
+    for leaf in tree_leaves(given):
+        leaf.fill_(torch.nan if leaf.is_floating_point() else 7)  # nothing has run when it is made
+    return given, repeat
+
+
+class Counting(Replayer):
+    made: ClassVar[list[Counting]] = []
+
+    def __init__(self) -> None:
+        super().__init__(again)
+        self.made.append(self)
+        self.runs = 0
+
+    def run(self, key: Any, function: Any, *given: Any) -> Any:
+        self.runs += 1
+        return super().run(key, function, *given)
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    monkeypatch.setattr("raysim.training.trainer.Replayer", Counting)
+    monkeypatch.setattr(Trainer, "_records", lambda self: self.mode == "vmap")
+    monkeypatch.setattr(Counting, "made", [])
+
+
+def digests(run) -> list[bytes]:
+    return [x.tobytes() for x in run.executor.xs]
+
+
+def config(algorithm: str, net: str, norm: bool = True, **more: Any) -> dict[str, Any]:
+    return {
+        "algorithm": {"name": algorithm}, "model": {"name": f"{net}:net", "norm": norm}, "rounds": 4,
+        "local": {"steps": 3, "batch": 6, "lr": 0.05}, "block": {"mode": "vmap", "size": 3},
+        "schedule": {"name": "sync", "cohort": 8}, "checkpoint": {"every": 0}, **more,
+    }  # fmt: skip
+
+
+EQUAL = {"name": "iid", "clients": 20}
+
+
+@pytest.fixture
+def both(engine, source, request):
+    """both(algorithm, ...): runs it as it stands and recorded, finds the same bits, and gives the replayer."""
+
+    def run(algorithm: str, **more: Any) -> Counting:
+        given = config(algorithm, source("net", NET), **more)
+        as_it_stands, _ = engine(given)
+        request.getfixturevalue("recorded")
+        run, _ = engine(given)
+        assert digests(run) == digests(as_it_stands)
+        (replayer,) = Counting.made
+        return replayer
+
+    return run
+
+
+@pytest.mark.parametrize("algorithm", sorted(contract.ALGORITHMS))
+def test_every_method_recorded_gives_the_same_bits(algorithm, both):
+    replayer = both(algorithm, norm=algorithm != "dpsgd")
+    assert 0 < len(replayer.recorded) < replayer.runs / 3, "steps are recorded once and run again"
+
+
+def test_what_is_passed_on_as_it_was_given_is_not_written_over_before_it_is_read():
+    """As GradMA's y_{τ-1}: the step before's vector goes on under another name."""
+
+    def step(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        w, last = state["w"], state["last"]
+        return {"w": w + 1, "last": w, "way": state["way"] + (w - last), "view": w[:1]}
+
+    start = {k: torch.zeros(3) for k in ("w", "last", "way")} | {"view": torch.zeros(1)}
+    plain, recorded, replayer = start, start, Replayer(again)
+    for _ in range(5):
+        plain, recorded = step(plain), replayer.run("key", step, recorded)
+    assert replayer.recorded
+    assert all(torch.equal(plain[k], recorded[k]) for k in plain) and plain["way"].tolist() == [4.0] * 3
+
+
+@pytest.mark.parametrize("qp_scope", ["whole", "per_tensor"])
+def test_gradma_where_its_last_gradient_binds(qp_scope, both):
+    more = {"local": {"steps": 5, "batch": 6, "lr": 0.5}, "rounds": 6}
+    both("gradma_w", client={"name": "gradma", "qp_scope": qp_scope}, **more)
+
+
+@pytest.mark.parametrize("algorithm", ["gradma", "fedreg", "scaffold"])
+def test_clients_that_began_at_different_times(algorithm, both):
+    schedule = {"name": "kasync", "arrivals": 3, "concurrency": 8, "speeds": {"name": "lognormal", "sigma": 1.0}}
+    assert both(algorithm, schedule=schedule, rounds=8).runs > 20
+
+
+def test_batches_of_different_sizes_are_kinds_of_their_own(both, ragged):
+    assert len(both("fedavg", partition=ragged([20, 1, 9, 14, 2, 7, 17, 3, 30, 6])).recorded) > 2
+
+
+def test_a_learning_rate_of_other_rounds_is_a_kind_of_its_own(both):
+    more = {"local": {"steps": 3, "batch": 6, "lr": [[0, 0.1], [2, 0.01]]}}
+    replayer = both("fedprox", partition=EQUAL, **more)
+    assert len(replayer.recorded) == 4, "two rates, and blocks of three and of two clients"
+
+
+def test_more_kinds_than_are_kept_run_as_they_stand(both, monkeypatch):
+    monkeypatch.setattr("raysim.training.cuda_graphs.KEPT", 1)
+    assert len(both("fedavg").recorded) == 1
+
+
+def test_kinds_of_past_rounds_make_room(both, monkeypatch):
+    monkeypatch.setattr("raysim.training.cuda_graphs.KEPT", 2)
+    more = {"local": {"steps": 3, "batch": 6, "lr": [[0, 0.1], [2, 0.01]]}}
+    assert {kind[0][2] for kind in both("fedprox", partition=EQUAL, **more).recorded} == {0.01}
+
+
+def test_what_cannot_be_recorded_runs_as_it_stands_and_says_so_once(both, monkeypatch, caplog):
+    def waiting(run: Any) -> Any:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr("test_replay.again", waiting)
+    assert len(both("fedavg").recorded) == 0
+    assert ["not permitted" in message and "run as they stand" in message for message in caplog.messages] == [True]
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [({}, True), ({"block.graphs": False}, False), ({"local.steps": None, "local.epochs": 1}, False),
+     ({"local.batch": "full"}, False), ({"block.mode": "loop"}, False)],
+)  # fmt: skip
+def test_steps_are_recorded_on_a_gpu_where_their_kinds_come_again(change, expected):
+    plan = prepare("quickstart", {"block.mode": "vmap", "local.epochs": None, "local.steps": 2, **change})
+    trainer = make_trainer(plan, "cpu")
+    assert not trainer._records()
+    trainer.model.device = torch.device("cuda:0")
+    assert trainer._records() == expected
+
+
+def test_graphs_are_no_part_of_what_a_run_is():
+    one, other = (prepare("quickstart", {"block.graphs": graphs}).config.fingerprint for graphs in (True, False))
+    assert one == other
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("algorithm", ["fedavg", "gradma", "fedreg", "scaffold"])
+def test_cuda_graphs_give_the_same_bits(algorithm, engine, source):
+    more = {"resources": {"executor": "inline", "gpus": 1.0, "threads": 1}}
+    more["local"] = {"steps": 5, "batch": 6, "lr": 0.5}
+    given = config(algorithm, source("net", NET), **more)
+    runs = [engine({**given, "block": {**given["block"], "graphs": graphs}})[0] for graphs in (False, True)]
+    assert digests(runs[0]) == digests(runs[1])
+    replayer = runs[1].executor.trainer.replayer
+    assert replayer is not None and replayer.recorded
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_what_waits_for_the_gpu_runs_as_it_stands(caplog):
+    replayer, x, here = Replayer(), torch.ones(3, device="cuda"), torch.cuda.current_stream()
+    assert replayer.run("key", lambda x: x + x.sum().item(), x).tolist() == [4.0] * 3
+    assert not replayer.recorded and "run as they stand" in caplog.text and torch.cuda.current_stream() == here

@@ -1,0 +1,795 @@
+"""Gradients of chains of modules without autograd are autograd's, bit for bit, on batches of any size; a net for which
+they are not keeps to autograd; and either way a step is the one that PyTorch makes of the user's own module."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
+from types import MethodType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from raysim.config.schema import Privacy
+from raysim.models import zoo
+from raysim.models.flat import Bound, Mode, Model
+from raysim.training.fast_gradient import LARGEST, Chain, agrees, by_autograd
+from raysim.training.task import Batch, Facts, LoopTask, Net, cross_entropy
+
+SHAPE, CLASSES, LR = (1, 16, 16), 5, 0.1
+MODES: tuple[Mode, ...] = ("train", "frozen", "eval")
+
+
+class Given(nn.Module):
+    """Dropout by a mask that was made elsewhere."""
+
+    mask: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.mask
+
+
+class Free(nn.Module):
+    """Any function as a module; `unused` is a parameter that it does without."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor], unused: bool = False):
+        super().__init__()
+        self.function = function
+        if unused:
+            self.unused = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+class Wrapped(nn.Module):
+    """A net that is no `nn.Sequential`, and does more than one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Flatten(), nn.Linear(256, 7), nn.ReLU(), nn.Linear(7, CLASSES))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x).tanh()
+
+
+class Doubled(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+class Halved(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) / 2
+
+
+class Reused(nn.Module):
+    """x Wᵀ W with the weight of a layer that comes later; `known` as a child of this module, or behind its back."""
+
+    def __init__(self, layer: nn.Linear, known: bool):
+        super().__init__()
+        self.held = nn.ModuleList([layer]) if known else [layer]
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.held[0].weight
+        return x.flatten(1) @ weight.T @ weight
+
+
+class Careful(nn.Module):
+    """Known to the user alone: a branch with a parameter, BatchNorm and dropout inside."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((width,), 0.7))
+        self.norm, self.drop = nn.BatchNorm1d(width), nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.drop(self.norm(x * self.scale))
+
+
+def head(*modules: nn.Module, **how: Any) -> nn.Sequential:
+    """256 -> 7 -> what is given -> CLASSES."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(256, 7, **how), *modules, nn.Linear(7, CLASSES, **how))
+
+
+def images(*modules: nn.Module) -> nn.Sequential:
+    """What is given, then a classifier on all that it makes of an image."""
+    with torch.no_grad():
+        width = nn.Sequential(*copy.deepcopy(modules))(torch.zeros(2, *SHAPE)).flatten(1).shape[1]
+    return nn.Sequential(*modules, nn.Flatten(), nn.Linear(width, CLASSES))
+
+
+def convolutional() -> nn.Module:
+    body = nn.Sequential(nn.Conv2d(1, 3, 3, stride=3), nn.BatchNorm2d(3), nn.ReLU(), nn.Dropout2d(0.4))
+    return nn.Sequential(body, nn.Flatten(), nn.Sequential(nn.Linear(75, 9), nn.ReLU()), nn.Linear(9, CLASSES))
+
+
+def with_gaps() -> nn.Module:
+    """Other activations and dropout between dense layers, and a ReLU on top."""
+    return nn.Sequential(
+        *[nn.Flatten(), nn.Linear(256, 9), nn.Tanh(), nn.Linear(9, 8), nn.ReLU(), nn.Dropout(0.3)],
+        *[nn.Linear(8, 7), nn.ReLU(), nn.ReLU(), nn.Linear(7, CLASSES), nn.ReLU()],
+    )
+
+
+def frozen(*which: str) -> nn.Module:
+    net = nn.Sequential(nn.Flatten(), nn.Linear(256, 9), nn.ReLU(), nn.Linear(9, 7), nn.ReLU(), nn.Linear(7, CLASSES))
+    for name in which:
+        net.get_parameter(name).requires_grad_(False)
+    return net
+
+
+def shared_layer() -> nn.Module:
+    layer = nn.Linear(7, 7)
+    return head(layer, nn.ReLU(), layer, nn.ReLU())
+
+
+def shared_activation() -> nn.Module:
+    relu = nn.ReLU()
+    return head(relu, nn.Linear(7, 7), relu, nn.Linear(7, 7), relu)
+
+
+def patched(kind: type[nn.Module], change: Callable[[Tensor], Tensor] = torch.neg) -> nn.Module:
+    """The first module of this kind inside is given another `forward`, which changes its output."""
+    net = nn.Sequential(nn.Flatten(), nn.Sequential(nn.Linear(256, 7), nn.ReLU()), nn.Linear(7, CLASSES))
+    module = next(m for m in list(net.modules())[1:] if type(m) is kind)
+    module.forward = MethodType(lambda self, x: change(kind.forward(self, x)), module)
+    return net
+
+
+def tied(bias: bool) -> nn.Module:
+    net = head(nn.ReLU(), nn.Linear(7, 7, bias=bias), nn.ReLU(), nn.Linear(7, 7, bias=bias), bias=bias)
+    net[5].weight = net[3].weight
+    return net
+
+
+def tied_biases() -> nn.Module:
+    net = head(nn.ReLU(), nn.Linear(7, 7), nn.Linear(7, 7))
+    net[4].bias = net[1].bias
+    return net
+
+
+def reused(known: bool) -> nn.Module:
+    layer = nn.Linear(256, CLASSES)
+    return nn.Sequential(Reused(layer, known), nn.ReLU(), nn.Flatten(), layer)
+
+
+def rows_of_logits() -> nn.Module:
+    """Dense layers on [B, 16, 16], the mean of whose outputs are the logits."""
+    return nn.Sequential(
+        nn.Flatten(1, 2), nn.Linear(16, 6), nn.ReLU(), nn.Linear(6, CLASSES), Free(lambda x: x.mean(1))
+    )
+
+
+def other_flattens() -> nn.Module:
+    return nn.Sequential(
+        *[nn.Flatten(1, 2), nn.Conv1d(16, 3, 1), nn.Flatten(start_dim=-2), nn.ReLU(), nn.Linear(48, 6)],
+        *[nn.Flatten(0, 0), nn.Linear(6, CLASSES)],
+    )
+
+
+def flattened_batch() -> nn.Module:
+    return nn.Sequential(
+        nn.Flatten(0), Free(lambda x: x.view(-1, 256)), nn.Linear(256, 7), nn.ReLU(), nn.Linear(7, CLASSES)
+    )
+
+
+CONV = {"stride": 2, "padding": 2, "dilation": 2}
+CHAINS: dict[str, Callable[[], nn.Module]] = {
+    "mlp": lambda: zoo.mlp(SHAPE, CLASSES, (9, 7)),
+    "logistic": lambda: zoo.logistic(SHAPE, CLASSES),
+    "tinynn": lambda: zoo.tinynn(SHAPE, CLASSES),
+    "lenet": lambda: zoo.lenet(SHAPE, CLASSES),
+    "lenet5": lambda: zoo.lenet5(SHAPE, CLASSES, 0.4),
+    "ct_cnn": lambda: zoo.ct_cnn(SHAPE, CLASSES, width=3),
+    "no bias": lambda: head(nn.ReLU(), bias=False),
+    "no ReLU": lambda: head(nn.Linear(7, 7), nn.Linear(7, 7)),
+    "no bias, no ReLU": lambda: head(nn.Linear(7, 7, bias=False), nn.ReLU(), nn.Linear(7, 7, bias=False), bias=False),
+    "no bias below a bias": lambda: head(nn.Linear(7, 9, bias=False), nn.ReLU(), nn.Linear(9, 7)),
+    "convolutional": convolutional,
+    "ReLU in place": lambda: head(nn.ReLU(inplace=True), nn.Linear(7, 7), nn.ReLU(inplace=True)),
+    "gaps": with_gaps,
+    "one ReLU for all": shared_activation,
+    "LeakyReLU": lambda: head(nn.LeakyReLU(0.3)),
+    "a layer of its own": lambda: nn.Sequential(
+        nn.Flatten(), nn.Linear(256, 7), nn.ReLU(), Halved(7, 7), nn.ReLU(), nn.Linear(7, CLASSES)
+    ),
+    "a classifier of its own": lambda: nn.Sequential(nn.Flatten(), nn.Linear(256, 7), nn.ReLU(), Halved(7, CLASSES)),
+    "a sequence of its own inside": lambda: nn.Sequential(
+        nn.Flatten(), Doubled(nn.Linear(256, 7), nn.ReLU()), nn.Linear(7, CLASSES)
+    ),
+    "its own layers in the middle": lambda: head(nn.ReLU(), Careful(7), nn.Tanh(), nn.ReLU(), nn.Linear(7, 7)),
+    "an unused parameter": lambda: head(Free(torch.tanh, unused=True)),
+    "a scale on top": lambda: nn.Sequential(*head(nn.ReLU()), Free(lambda x: 3 * x)),
+    "ReLU on top": lambda: nn.Sequential(*head(nn.ReLU()), nn.ReLU()),
+    "softmax on top": lambda: nn.Sequential(*head(nn.ReLU()), nn.Softmax(1)),
+    "dropout first and last": lambda: nn.Sequential(
+        nn.Dropout(0.3), *head(nn.ReLU(), nn.Dropout(0.2)), nn.Dropout(0.1)
+    ),
+    "an activation first": lambda: nn.Sequential(nn.Tanh(), *head(nn.ReLU())),
+    "BatchNorm first and last": lambda: nn.Sequential(nn.BatchNorm2d(1), *head(nn.ReLU()), nn.BatchNorm1d(CLASSES)),
+    "BatchNorm without weights": lambda: head(nn.BatchNorm1d(7, affine=False), nn.ReLU()),
+    "BatchNorm untracked": lambda: head(nn.BatchNorm1d(7, track_running_stats=False), nn.ReLU()),
+    "BatchNorm untracked without weights": lambda: images(
+        nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3, affine=False, track_running_stats=False), nn.ReLU()
+    ),
+    "BatchNorm's other numbers": lambda: images(
+        nn.Conv2d(1, 3, 3, bias=False), nn.BatchNorm2d(3, eps=0.1, momentum=0.7), nn.ReLU(), nn.MaxPool2d(2)
+    ),
+    "GroupNorm": lambda: images(nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.ReLU()),
+    "convolutions of all kinds": lambda: images(
+        *[nn.Conv2d(1, 4, (3, 2), stride=(1, 2), padding=(0, 1), bias=False), nn.ReLU()],
+        *[nn.Conv2d(4, 4, 3, groups=2, **CONV), nn.ReLU(), nn.Conv2d(4, 8, 1, groups=4, bias=False)],
+    ),
+    "padding by name": lambda: images(nn.Conv2d(1, 3, 3, padding="same"), nn.ReLU(), nn.MaxPool2d(2)),
+    "reflections": lambda: images(
+        nn.Conv2d(1, 3, 3, padding=1, padding_mode="reflect"), nn.ReLU(), nn.MaxPool2d(2), nn.Dropout2d(0.3)
+    ),
+    "pooled after ReLU": lambda: images(nn.Conv2d(1, 3, 3), nn.ReLU(), nn.MaxPool2d(2)),
+    "pooled before ReLU": lambda: images(nn.Conv2d(1, 3, 3), nn.MaxPool2d(2), nn.ReLU()),
+    "pooled over and over": lambda: images(
+        *[nn.Conv2d(1, 3, 3), nn.ReLU(), nn.ReLU(), nn.MaxPool2d(2), nn.MaxPool2d(2, 1), nn.ReLU(), nn.MaxPool2d(2, 1)]
+    ),
+    "pools of all kinds": lambda: images(
+        *[nn.Conv2d(1, 3, 3), nn.ReLU(), nn.MaxPool2d(3, 1, 1), nn.MaxPool2d((2, 3), (1, 2), (1, 0), ceil_mode=True)],
+        *[nn.ReLU(), nn.MaxPool2d(2, 2, dilation=3, ceil_mode=True), nn.ReLU()],
+    ),
+    "a pool that tells where": lambda: images(
+        nn.Conv2d(1, 3, 3), nn.ReLU(), nn.MaxPool2d(2, return_indices=True), Free(lambda pair: pair[0]), nn.ReLU()
+    ),
+    "pixels pooled at first": lambda: nn.Sequential(nn.ReLU(), nn.MaxPool2d(2), *images(nn.MaxPool2d(1))[1:-1],
+                                                    nn.Linear(64, 7), nn.ReLU(), nn.Linear(7, CLASSES)),
+    "other flattens": other_flattens,
+    "a flattened batch": flattened_batch,
+    "straight from ReLU": lambda: images(nn.Conv2d(1, 6, 3), nn.ReLU(), nn.Conv2d(6, 5, 3, padding=1), nn.ReLU()),
+    "one channel, one place": lambda: images(nn.Conv2d(1, 1, 16), nn.BatchNorm2d(1), nn.ReLU()),
+}  # fmt: skip
+ODD: dict[str, Callable[[], nn.Module]] = {
+    "shared layer": shared_layer,
+    "tied": lambda: tied(True),
+    "tied, no bias": lambda: tied(False),
+    "tied biases": tied_biases,
+    "reused": lambda: reused(True),
+    "reused behind its back": lambda: reused(False),
+    "frozen first": lambda: frozen("1.weight", "1.bias"),
+    "frozen middle": lambda: frozen("3.weight", "3.bias"),
+    "frozen last": lambda: frozen("5.weight", "5.bias"),
+    "frozen weight": lambda: frozen("3.weight"),
+    "frozen bias": lambda: frozen("5.bias"),
+    "frozen weights only": lambda: frozen("1.weight", "3.weight", "5.weight"),
+    "rows of logits": rows_of_logits,
+    "not a sequence": Wrapped,
+    "a sequence of its own": lambda: Doubled(*head(nn.ReLU())),
+    "a patched stage": lambda: patched(nn.Sequential),
+    "a stage patched for large numbers": lambda: patched(nn.Sequential, lambda x: x.clamp(max=30)),
+    "a layer patched for large numbers": lambda: patched(nn.Linear, lambda x: x.clamp(max=30)),
+    "a ReLU patched for large numbers": lambda: patched(nn.ReLU, lambda x: x.clamp(max=30)),
+    "a patched layer": lambda: patched(nn.Linear),
+    "a patched ReLU": lambda: patched(nn.ReLU),
+    "LeakyReLU in place": lambda: head(nn.LeakyReLU(0.3, inplace=True)),
+    "an unused parameter alone": lambda: nn.Sequential(
+        Free(lambda x: x.flatten(1), unused=True), nn.Linear(256, CLASSES)
+    ),
+}
+
+
+def seeded(make: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(3)
+    return make().double()
+
+
+def model_of(make: Callable[[], nn.Module], dtype: torch.dtype = torch.float64) -> Model:
+    return Model(seeded(make), SHAPE, CLASSES, dtype)
+
+
+def drawn(model: Model, n: int, seed: int = 5, sets: int = 1) -> Batch:
+    """n random images with their dropout masks."""
+    rng = np.random.default_rng((seed, n))
+    drops = tuple(
+        tuple(
+            torch.from_numpy((rng.random((n, *s)) >= rate) / (1 - rate)).to(model.dtype) for s, rate in model.dropouts
+        )
+        for _ in range(sets)
+    )
+    x = torch.from_numpy(2 * rng.standard_normal((n, *model.shape))).to(model.dtype)
+    return Batch(x, torch.from_numpy(rng.integers(0, model.classes, n)), None, drops)
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """The same numbers; NaN is one."""
+    return a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
+def same_bits(model: Model, sizes: tuple[int, ...], change: Callable[[Tensor], Tensor] = lambda x: x) -> None:
+    """By the chain and by autograd: gradients and running statistics are the same bits, losses the same to rounding;
+    over several steps, in every mode and memory format. Nothing given is changed, nothing of `out` left as it was."""
+    bound = Bound(model)
+    chain = Chain(bound)
+    assert chain.links
+    bound.flat.copy_(model.initial()[0])
+    statistics = model.initial()[1]
+    formats = [torch.contiguous_format, torch.channels_last] if model.convolutional else [torch.contiguous_format]
+    for n, memory_format in ((n, f) for n in sizes for f in formats):
+        batch = drawn(model, n)
+        x = change(batch.x).contiguous(memory_format=memory_format)
+        kept, masks = x.clone(), [m.clone() for m in batch.drop]
+        for mode in MODES:
+            ours, theirs, w = statistics.clone(), statistics.clone(), bound.flat.clone()
+            out = torch.full_like(bound.flat, 12345.0)
+            loss = chain.gradient(x, batch.y, mode, ours, batch.drop, list(model.views(out).values()))
+            assert bound.frame.features is None
+            wanted, parts = by_autograd(bound, x, batch.y, mode, theirs, batch.drop)
+            where = f"{n} images, {memory_format}, {mode}"
+            for (name, found), part in zip(model.views(out).items(), parts, strict=True):
+                assert same(found, part), f"{name}: {where}"
+            assert same(ours, theirs), where
+            assert mode == "train" or same(ours, statistics), where
+            assert float(loss) == pytest.approx(float(wanted), rel=1e-5, nan_ok=True), where
+            assert not loss.requires_grad
+            assert same(x, kept) and same(bound.flat, w)
+            assert all(torch.equal(m, k) for m, k in zip(batch.drop, masks, strict=True))
+            if mode == "train" and out.isfinite().all():
+                statistics = ours
+                following = out
+        if out.isfinite().all():
+            bound.flat.sub_(following, alpha=0.05)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("net", CHAINS)
+def test_the_gradient_of_a_chain_is_autograds_to_the_bit(net, dtype):
+    model = model_of(CHAINS[net], dtype)
+    assert agrees(model)
+    same_bits(model, (1, 2, 5, 16, 33))
+
+
+SPOILT = [
+    *["mlp", "lenet5", "BatchNorm first and last", "pooled over and over", "pools of all kinds"],
+    *["softmax on top", "reflections", "its own layers in the middle", "GroupNorm"],
+]
+
+
+@pytest.mark.parametrize("net", SPOILT)
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf, 1e30, 0.0, -0.0])
+def test_the_gradient_of_odd_numbers_is_autograds(net, value):
+    def spoilt(x: Tensor) -> Tensor:
+        x = x.clone()
+        x[0, :, 3:9, 3:9] = value
+        return x
+
+    same_bits(model_of(CHAINS[net], torch.float32), (2, 5), spoilt)
+
+
+@pytest.mark.parametrize("net", ["pooled over and over", "pools of all kinds", "convolutional", "mlp"])
+def test_the_gradient_where_values_tie_is_autograds(net):
+    """Max-pooling and ReLU are exchanged, so equal and negative values in a window must not show."""
+    same_bits(model_of(CHAINS[net]), (2, 7), lambda x: x.round())
+    same_bits(model_of(CHAINS[net]), (2, 7), lambda x: torch.zeros_like(x) - 1)
+
+
+SHIPPED = {
+    "logistic": (1, 28, 28), "mlp": (1, 28, 28), "tinynn": (1, 28, 28), "lenet": (1, 28, 28), "lenet5": (3, 32, 32),
+    "mnist_cnn": (1, 28, 28), "ct_cnn": (3, 24, 24),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("net", SHIPPED)
+def test_the_gradient_of_a_shipped_net_is_autograds(net):
+    torch.manual_seed(1)
+    width = {"width": 8} if net == "ct_cnn" else {}
+    model = Model(zoo.NETS[net](SHIPPED[net], 10, **width), SHIPPED[net], 10)
+    assert agrees(model)
+    same_bits(model, (1, 10, 32))
+
+
+@pytest.mark.parametrize("net", ["resnet20", "vgg11", "fixup_resnet9"])
+def test_other_shipped_nets_keep_to_autograd(net):
+    assert not agrees(Model(zoo.NETS[net]((3, 32, 32), 10), (3, 32, 32), 10))
+
+
+def test_large_nets_keep_to_autograd(monkeypatch):
+    model = model_of(CHAINS["mlp"])
+    assert model.size <= LARGEST and agrees(model)
+    monkeypatch.setattr("raysim.training.fast_gradient.LARGEST", model.size)
+    assert agrees(model)
+    monkeypatch.setattr("raysim.training.fast_gradient.LARGEST", model.size - 1)
+    assert not agrees(model)
+
+
+@pytest.mark.parametrize("net", ODD)
+def test_an_odd_net_keeps_to_autograd(net):
+    assert not agrees(model_of(ODD[net]))
+
+
+def test_a_classifier_of_zeros_hides_nothing():
+    """It passes no gradient on at first, right or wrong."""
+    net = nn.Sequential(*reused(False), nn.Linear(CLASSES, CLASSES))
+    for p in net[-1].parameters():
+        nn.init.zeros_(p)
+    assert Chain(Bound(model_of(lambda: net))).links and not agrees(model_of(lambda: net))
+
+
+def test_a_chain_that_is_wrong_anywhere_is_none(monkeypatch):
+    """In any parameter, any statistic, any mode, for one image or for several; also where it fails."""
+    model = model_of(CHAINS["tinynn"])
+    right = Chain.gradient
+
+    def wrong(part: str, in_mode: str, several: bool) -> Callable[..., Tensor]:
+        def gradient(self: Chain, x: Any, y: Any, mode: Mode, buffers: Any, drop: Any, out: list[Tensor]) -> Tensor:
+            loss = right(self, x, y, mode, buffers, drop, out)
+            if mode == in_mode and (len(x) > 1) == several:
+                if part == "fails":
+                    raise RuntimeError("no such kernel")
+                spoilt = {"first": out[0], "last": out[-1], "statistics": buffers}[part].view(-1)
+                spoilt[-1] = torch.nextafter(spoilt[-1], spoilt[-1] + 1)
+            return loss
+
+        return gradient
+
+    assert agrees(model)
+    for part, mode, several in product(("first", "last", "statistics", "fails"), MODES, (False, True)):
+        monkeypatch.setattr(Chain, "gradient", wrong(part, mode, several))
+        assert not agrees(model), f"{part}, {mode}, {several}"
+
+
+def test_the_layout_that_is_checked_is_that_of_training(monkeypatch):
+    model, right = Model(zoo.lenet((3, 16, 16), CLASSES), (3, 16, 16), CLASSES), Chain.gradient
+
+    def gradient(self: Chain, x: Tensor, *given: Any) -> Tensor:
+        loss = right(self, x, *given)
+        if x.is_contiguous(memory_format=torch.channels_last):
+            given[-1][0].zero_()
+        return loss
+
+    assert agrees(model)
+    monkeypatch.setattr(Chain, "gradient", gradient)
+    assert not agrees(model)
+
+
+# -- steps
+
+
+def with_given_masks(net: nn.Module) -> list[Given]:
+    """Puts modules that are given their masks in the place of the net's dropouts, in order."""
+    found = []
+    for parent in list(net.modules()):
+        for name, child in parent.named_children():
+            if isinstance(child, nn.Dropout | nn.Dropout2d):
+                setattr(parent, name, Given())
+                found.append(getattr(parent, name))
+    return found
+
+
+def compared(net: nn.Module, steps: int = 4, lr: float = LR, watched: Callable[[], None] = lambda: None) -> None:
+    """Takes steps on batches of several sizes with a `LoopTask` and with autograd on the user's own module, and finds
+    the same losses, parameters and running statistics after every step. `watched` is called before each of PyTorch's
+    steps and before and after each of ours. No small batches under BatchNorm, whose gradient they make chaotic."""
+    model = Model(copy.deepcopy(net), SHAPE, CLASSES, torch.float64)
+    task = LoopTask(model, Facts(lr=lr), chained=agrees(model))
+    x0, statistics = model.initial()
+    task.start(task.facts, x0, statistics, steps)
+    theirs = copy.deepcopy(net).train()
+    given = with_given_masks(theirs)
+    assert len(given) == len(model.dropouts)
+    trained = [p for p in theirs.parameters() if p.requires_grad]
+    norms = [m for m in theirs.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    for i, n in enumerate([6, 9 if norms else 1, 11, 6][:steps]):
+        batch = drawn(model, n, seed=i)
+        for module, mask in zip(given, batch.drop, strict=True):
+            module.mask = mask
+        watched()
+        loss = F.cross_entropy(theirs(batch.x), batch.y)
+        grads = torch.autograd.grad(loss, trained, allow_unused=True)
+        with torch.no_grad():
+            for p, g in zip(trained, grads, strict=True):
+                p -= 0 if g is None else lr * g
+        watched()
+        task.descend_plainly(batch)
+        watched()
+        assert len(task.losses) == i + 1 and (task.losses[-1] - loss).abs() < 1e-11
+        ours = model.views(task.trained.flat)
+        for name, p in zip(model.names, trained, strict=True):
+            assert (ours[name] - p).abs().max() < 1e-10, f"{name} after step {i + 1}"
+        tracked = [part for m in norms if m.track_running_stats for part in (m.running_mean, m.running_var)]
+        if tracked:
+            assert (task.buffers - torch.cat(tracked)).abs().max() < 1e-10
+    assert (task.trained.flat - x0).abs().max() > 1e-4
+    assert torch.equal(model.initial()[0], x0) and torch.equal(model.initial()[1], statistics)
+
+
+@pytest.mark.parametrize("net", [*CHAINS, *ODD])
+def test_a_step_is_that_of_the_users_own_net(net):
+    compared(seeded({**CHAINS, **ODD}[net]))
+
+
+@pytest.mark.parametrize("net", ["mlp", "lenet5", "convolutional"])
+def test_a_large_step_with_dead_units(net):
+    """Many units give exactly 0, whose gradient is 0 in PyTorch too; the step size is no factor of the loss."""
+    made = seeded(CHAINS[net])
+    with torch.no_grad():
+        for name, p in made.named_parameters():
+            if "bias" in name and p.numel() != CLASSES:
+                p[::2] = -100
+    compared(made, lr=0.37)
+
+
+def test_exact_zeros_below_a_relu_have_no_gradient():
+    made = seeded(lambda: head(nn.ReLU(), nn.Linear(7, 7), nn.ReLU()))
+    with torch.no_grad():
+        made[1].weight[2:4], made[1].bias[2:4] = 0, 0
+        made[3].weight[0], made[3].bias[0] = 0, 0
+    compared(made)
+
+
+PLACES = ["0", "1", "1.0", "1.1", "2", "3", "3.0", "3.1", "4", "5", ""]
+"""In `hooked`: stages, dense layers, ReLUs, a flatten, the net as a whole."""
+
+
+def hooked(place: str, kind: str, calls: list[str], first: nn.Module) -> nn.Module:
+    """A net with a user's hook, which changes what passes by."""
+    net = seeded(
+        lambda: nn.Sequential(
+            first,
+            nn.Sequential(nn.Flatten(), nn.Linear(256, 8)),
+            nn.ReLU(),
+            nn.Sequential(nn.Linear(8, 7), nn.ReLU()),
+            nn.Linear(7, 7),
+            nn.Linear(7, CLASSES),
+        )
+    )
+
+    def changed(*args: Any) -> Any:
+        calls.append(kind)
+        value = args[-1] if kind != "full_backward" else args[-2]
+        return tuple(None if v is None else 3 * v for v in value) if isinstance(value, tuple) else 3 * value
+
+    module = net.get_submodule(place)
+    if kind == "forward":
+        module.register_forward_hook(lambda module, given, out: changed(out))
+    elif kind == "forward_pre":
+        module.register_forward_pre_hook(lambda module, given: changed(given))
+    elif kind == "full_backward":
+        module.register_full_backward_hook(lambda module, below, above: changed(below, above))
+    else:
+        module.register_full_backward_pre_hook(lambda module, grad: changed(grad))
+    return net
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward_pre", "full_backward"])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("first", [nn.Tanh, nn.ReLU])
+def test_a_users_hook_is_called_and_heeded(place, kind, first):
+    calls: list[str] = []
+    net = hooked(place, kind, calls, first())
+    counts: list[int] = []
+    compared(net, watched=lambda: counts.append(len(calls)))
+    theirs, ours = np.diff(counts)[::3].tolist(), np.diff(counts)[1::3].tolist()
+    assert ours == theirs and sum(theirs) in (0, 4)
+    assert not agrees(Model(net, SHAPE, CLASSES, torch.float64))
+
+
+# -- tasks
+
+
+def begun(chained: bool, make: Callable[[], nn.Module] = convolutional, lr: float = LR) -> tuple[LoopTask, Tensor]:
+    """A task at x (the initial parameters), and x. Both kinds of task stand at the same place."""
+    model = model_of(make, torch.float32)
+    task = LoopTask(model, Facts(lr=lr), chained=chained)
+    x, statistics = model.initial()
+    task.start(task.facts, x, statistics, 4)
+    return task, x
+
+
+def soft(net: Net, batch: Batch) -> Tensor:
+    return F.cross_entropy(net.logits, batch.y, reduction="none", label_smoothing=0.1)
+
+
+@pytest.mark.parametrize("net", ["convolutional", "tinynn", "lenet5", "its own layers in the middle"])
+def test_every_gradient_of_a_task_is_that_of_one_without_a_chain(net):
+    """In all modes, at the vector in training and at others, of one image or many, of other losses and soft labels."""
+    (ours, x), (theirs, same_x) = begun(True, CHAINS[net]), begun(False, CHAINS[net])
+    assert ours.chain is not None and ours.chain.links and theirs.chain is None
+    for i, n in enumerate((6, 1, 9, 1)):
+        batch = drawn(ours.model, n, seed=i)
+        likely = torch.softmax(torch.randn(n, CLASSES, generator=torch.Generator().manual_seed(i)), 1)
+        found = []
+        for task, start in ((ours, x), (theirs, same_x)):
+            w, elsewhere = task.trained.flat, start * 0.9
+            grads = [
+                task.grad(w, batch, mode="frozen"),
+                task.grad(elsewhere, batch, mode="eval", buffers=task.buffers),
+                task.grad(start, batch, mode="frozen"),
+                task.grad(elsewhere, batch, soft, mode="frozen"),
+                task.grad(w, replace(batch, y=likely), mode="frozen"),
+                task.grad(w, batch, soft if i == 2 else cross_entropy),
+                task.grad(start, batch, mode="frozen"),
+            ]
+            before = w.clone()
+            task.descend_in_place(w, grads[-2])
+            assert not torch.equal(w, before)
+            found.append([*grads, w.clone(), task.buffers.clone()])
+        assert all(map(torch.equal, *found))
+        assert [float(loss) for loss in ours.losses] == pytest.approx([float(loss) for loss in theirs.losses], rel=1e-5)
+
+
+@pytest.mark.parametrize("chained", [True, False])
+def test_a_plain_step_is_one_along_the_gradient(chained):
+    """Also the next client's, and by a chain as by autograd."""
+    (plain, x), (other, _) = begun(chained), begun(not chained)
+    for client in range(2):
+        for task in (plain, other):
+            task.start(task.facts, x, task.model.initial()[1], 3)
+        for i in range(3):
+            batch = drawn(plain.model, 6 - i, seed=client)
+            plain.descend_plainly(batch)
+            other.descend_in_place(other.trained.flat, other.grad(other.trained.flat, batch))
+            assert torch.equal(plain.trained.flat, other.trained.flat)
+            assert torch.equal(plain.buffers, other.buffers)
+        assert len(plain.losses) == 3
+
+
+@pytest.mark.parametrize("net", ["mlp", "its own layers in the middle", "an activation first"])
+def test_images_that_want_gradients_of_their_own(net):
+    """A rule may have made them so; the gradient is the same."""
+    (task, _), (other, _) = begun(True, CHAINS[net]), begun(False, CHAINS[net])
+    batch = drawn(task.model, 4)
+    wanting = replace(batch, x=batch.x.clone().requires_grad_())
+    assert torch.equal(task.grad(task.trained.flat, wanting), other.grad(other.trained.flat, batch))
+    assert not task.losses[0].requires_grad and wanting.x.grad is None
+
+
+def test_labels_that_are_none_are_an_error_either_way():
+    for chained in (True, False):
+        task, _ = begun(chained)
+        batch = drawn(task.model, 4)
+        with pytest.raises(IndexError, match="out of bounds"):
+            task.grad(task.trained.flat, replace(batch, y=batch.y + CLASSES))
+
+
+# -- the first gradient, which two places share
+
+
+class Counted:
+    """A loss that counts how often it is looked at."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, net: Net, batch: Batch) -> Tensor:
+        self.calls += 1
+        return soft(net, batch)
+
+
+def alone(x: Tensor, batch: Batch, mode: Mode = "frozen") -> Tensor:
+    """The gradient of `soft` at x, by a task that has done nothing else."""
+    task, _ = begun(False)
+    return task.grad(x.clone(), batch, soft, mode, task.model.initial()[1])
+
+
+@pytest.mark.parametrize("chained", [True, False])
+def test_the_first_gradient_at_the_start_is_found_once(chained):
+    (task, x), loss = begun(chained), Counted()
+    batch = drawn(task.model, 6)
+    g = task.grad(task.trained.flat, batch, loss)
+    h = task.grad(x, batch, loss, mode="frozen")
+    assert loss.calls == 1 and torch.equal(g, h) and torch.equal(h, alone(x, batch))
+    g.zero_()  # a rule may do with a gradient what it likes
+    again = task.grad(x, batch, loss, mode="frozen")
+    assert torch.equal(again, h) and loss.calls == 2
+
+
+def test_the_shared_gradient_is_not_the_first_itself():
+    (task, x), batch = begun(True), drawn(begun(True)[0].model, 6)
+    g = task.grad(task.trained.flat, batch)
+    kept = g.clone()
+    task.grad(x, batch, mode="frozen").zero_()
+    assert torch.equal(g, kept)
+
+
+NOT_SHARED = [
+    *["batch", "masks", "loss", "mode", "vector", "trained", "other start", "step", "plain step", "moved before"],
+    *["elsewhere first", "frozen first", "next client", "same vector, changed"],
+]
+
+
+@pytest.mark.parametrize("chained", [True, False])
+@pytest.mark.parametrize("case", NOT_SHARED)
+def test_the_first_gradient_is_not_shared_where_it_is_another(case, chained):
+    (task, x), loss = begun(chained), Counted()
+    w, batch = task.trained.flat, drawn(task.model, 6, sets=2)
+    where, on, of, mode = x, batch, loss, "frozen"
+    if case == "moved before":
+        w.add_(0.1)
+    if case == "elsewhere first":
+        task.grad(x * 1.1, batch, loss)
+    elif case == "frozen first":
+        task.grad(w, batch, loss, mode="frozen")
+        w.add_(0.1)
+    else:
+        g = task.grad(w, batch, loss)
+    if case == "batch":
+        on = replace(batch)
+    elif case == "masks":
+        on = batch.masked(1)
+    elif case == "loss":
+        of = Counted()
+    elif case == "mode":
+        mode = "eval"
+    elif case == "vector":
+        where = x.clone()
+    elif case == "trained":
+        where = w
+    elif case == "other start":
+        where = x * 1.1
+    elif case in ("step", "plain step"):
+        if case == "step":
+            task.descend_in_place(w, g)
+        else:
+            task.start(task.facts, x, task.model.initial()[1], 4)
+            task.descend_plainly(batch)
+        on = drawn(task.model, 6, seed=8)
+        task.grad(w, on, loss)
+    elif case in ("next client", "same vector, changed"):
+        if case == "next client":
+            where = x * 1.1
+        else:
+            x.mul_(1.1)
+        task.start(task.facts, where, task.model.initial()[1], 4)
+    before = loss.calls + (of.calls if of is not loss else 0)
+    found = task.grad(where, on, of, mode, task.model.initial()[1])
+    assert loss.calls + (of.calls if of is not loss else 0) == before + 1
+    assert torch.equal(found, alone(where, on, mode))
+
+
+def test_a_private_gradient_is_never_shared():
+    model = model_of(CHAINS["mlp"], torch.float32)
+    task, (x, statistics), batch = LoopTask(model, Facts(), chained=True), model.initial(), drawn(model, 6)
+    w = task.start(Facts(privacy=Privacy(clip=0.01, sigma=0.0)), x, statistics, 2)
+    private = task.grad(w, batch)
+    with pytest.raises(ValueError, match="privacy"):
+        task.grad(x, batch, mode="frozen")
+    task.facts = Facts()
+    assert not torch.allclose(task.grad(x, batch, mode="frozen"), private)
+
+
+# -- runs
+
+
+RUNS: dict[str, dict[str, Any]] = {
+    "fedavg": {},
+    "fedprox": {"algorithm": "fedprox"},
+    "gradma": {"algorithm": "gradma"},
+    "gradma's authors": {"algorithm": {"name": "gradma", "preset": "reference"}},
+    "gradma, with statistics": {"algorithm": "gradma", "model": {"name": "tinynn"}},
+    "scaffold": {"algorithm": "scaffold"},
+    "moon": {"algorithm": "moon"},
+    "clipped": {"local": {"steps": 3, "batch": 8, "lr": 0.1, "clip": 0.1, "weight_decay": 0.01}},
+    "asynchronous": {"schedule": {"name": "kasync", "arrivals": 2, "concurrency": 4}},
+}
+
+
+@pytest.mark.parametrize("case", RUNS)
+def test_a_run_by_chains_is_one_by_autograd(case, engine, monkeypatch):
+    given = {
+        "rounds": 4, "partition": {"name": "dirichlet", "clients": 8, "alpha": 0.5}, "algorithm": "fedavg",
+        "model": {"name": "lenet"}, "local": {"steps": 3, "batch": 8, "lr": 0.1}, "schedule": {"cohort": 4},
+        "block": {"mode": "loop"}, **RUNS[case],
+    }  # fmt: skip
+    ours, records = engine(given)
+    with monkeypatch.context() as patch:
+        patch.setattr("raysim.training.trainer.agrees", lambda model: False)
+        theirs, wanted = engine(given)
+    with monkeypatch.context() as patch:
+        patch.setattr(LoopTask, "first", property(lambda self: None, lambda self, value: None), raising=False)
+        never, _ = engine(given)
+    for a, b, c in zip(ours.executor.xs, theirs.executor.xs, never.executor.xs, strict=True):
+        assert np.array_equal(a, b) and np.array_equal(a, c)
+    assert not np.array_equal(ours.executor.xs[0], ours.executor.xs[-1])
+    assert records[-1]["train_loss"] == pytest.approx(wanted[-1]["train_loss"], rel=1e-5)
