@@ -34,6 +34,7 @@ from pydantic import Field
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
+from raysim.attacks.plots import recovered_images
 from raysim.config.explain import checked
 from raysim.config.loading import parse_overrides
 from raysim.config.schema import Section, at_round
@@ -45,7 +46,6 @@ from raysim.engine.plan import Plan, prepare
 from raysim.errors import ConfigError, RaysimError, in_a_line
 from raysim.models.flat import Model
 from raysim.randomness import generator
-from raysim.reports.plots import recovered_images
 from raysim.rules.contract import ClientRule
 from raysim.signals import reraise_stop
 from raysim.tracking.mlflow import add_to

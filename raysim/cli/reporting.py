@@ -170,8 +170,8 @@ def report_speedup(
     out: Annotated[Path, typer.Option(help="the picture to write")] = Path("speedup.png"),
 ) -> None:
     """How many rounds a target takes over a parameter, on log axes, from runs of several lengths; and the slope."""
-    from raysim.diagnostics import convergence
-    from raysim.reports import aggregate, plots
+    from raysim.diagnostics import convergence, plots
+    from raysim.reports import aggregate
 
     found = aggregate.finished_runs(runs, uri, metric, _aside)
     if missing := [run.run_id for run in found if over not in run.params]:

@@ -22,8 +22,8 @@ from raysim.engine.loop import Engine
 from raysim.engine.plan import Plan
 from raysim.engine.plan import prepare as plan_of
 from raysim.errors import ConfigError
+from raysim.planning import plots
 from raysim.planning.simulated_executor import Costs, Summary, simulate
-from raysim.reports import plots
 from raysim.training.messages import cut
 
 MEASURED_STEPS = 100

@@ -116,7 +116,7 @@ def _members(results: Sequence[float], groups: Sequence[T]) -> dict[T, list[floa
 
 
 def clouds(found: Sequence[Effect]) -> dict[str, Cloud]:
-    """For `pictures.scatter`."""
+    """For `plots.scatter`."""
     drawn = [effect for effect in found if effect.points]
     return {f"{e.name} ({e.share:.0%})": Cloud([(*point, True) for point in e.points], False) for e in drawn}
 

@@ -583,7 +583,8 @@ def without_secrets(config: Config) -> Config:
 
 def _keepsakes(plan: Plan, run_dir: Path, history: list[Record], closing: _Closing) -> list[Path]:
     """Write the tables and pictures of a run, one independently of the other; return the files that are there."""
-    from raysim.reports import plots  # matplotlib is imported when there is something to draw
+    from raysim.diagnostics.plots import forgetting as forgetting_plot  # matplotlib is imported when it is needed
+    from raysim.runs.plots import arrivals, learning_curve
 
     def draw(name: str, picture: Callable[[Path], object]) -> None:
         def whole() -> None:
@@ -594,14 +595,14 @@ def _keepsakes(plan: Plan, run_dir: Path, history: list[Record], closing: _Closi
 
     if history:
         draw("history.csv", lambda path: _write_table(history, path))
-        draw("learning_curve.png", lambda path: plots.learning_curve(history, path))
+        draw("learning_curve.png", lambda path: learning_curve(history, path))
     draw("partition.png", lambda path: partition_plot(plan.clients, plan.dataset.y, plan.dataset.n_classes, path))
     if turns := schedule.preview(plan.config, plan.clients.sizes, min(plan.config.rounds, ROUNDS_SHOWN)):
-        draw("arrivals.png", lambda path: plots.arrivals(turns, path))
+        draw("arrivals.png", lambda path: arrivals(turns, path))
     forgotten: dict[int, dict[str, list[float]]] = {}
     closing.attempt("what was forgotten cannot be read", lambda: forgotten.update(forgetting.read(run_dir)))
     if forgotten:
-        draw("forgetting.png", lambda path: plots.forgetting(forgotten, path))
+        draw("forgetting.png", lambda path: forgetting_plot(forgotten, path))
     return [path for name in KEPT if (path := run_dir / name).exists()]
 
 

@@ -20,9 +20,9 @@ from raysim.config.explain import checked
 from raysim.distributed.block_scheduler import FEW, Dealing, Paces, steps
 from raysim.engine.plan import prepare
 from raysim.errors import ConfigError
+from raysim.planning import plots
 from raysim.planning.forecast import Cluster, run
 from raysim.planning.simulated_executor import Costs, Moment, Summary, after, path, simulate
-from raysim.reports import plots
 from raysim.training.messages import Block, Job
 
 P = 64 * 10 + 10  # of a linear net on the digits

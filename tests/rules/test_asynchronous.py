@@ -14,7 +14,7 @@ from raysim.engine.executor import make_trainer
 from raysim.engine.plan import prepare
 from raysim.engine.schedule import in_step, preview
 from raysim.errors import ConfigError, RaysimError
-from raysim.reports.plots import arrivals
+from raysim.runs.plots import arrivals
 from raysim.training.messages import Block, Broadcast
 
 STALE = {"name": "kasync", "arrivals": 4}

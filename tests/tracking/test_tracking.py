@@ -25,7 +25,7 @@ import pytest
 
 from raysim.config.schema import Tracking
 from raysim.errors import ConfigError, RaysimError
-from raysim.reports.plots import learning_curve
+from raysim.runs.plots import learning_curve
 from raysim.tracking import mlflow as tracking
 from raysim.tracking.mlflow import Tracker, absolute, replay, ui_hint
 from raysim.tracking.spool import Spool, flatten

@@ -1,0 +1,51 @@
+"""Plot of a simulated cluster: what its actors do, and what its rounds wait for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from raysim.planning.simulated_executor import Summary
+
+LANES = 40
+"""Actors of a simulated cluster that are drawn."""
+
+
+def simulation(added: Sequence[Summary], alone: Sequence[Summary], path: Path) -> None:
+    """A simulated cluster, as one PNG of 1500 × 500 pixels: when the actors of some nodes train in the last round, what
+    the rounds' critical path is made of, and the bytes that come to the server.
+
+    Args:
+        added, alone: the rounds with sums that are added up on their nodes, and without; one or more.
+        path: the file to write; its folder must exist.
+    """
+    figure = Figure(figsize=(15, 5), dpi=100, layout="constrained")
+    FigureCanvasAgg(figure)
+    lanes, critical, traffic = figure.subplots(1, 3, width_ratios=(3, 2, 1))
+    last = added[-1]
+    actors = sorted({(node, actor) for node, actor, _, _ in last.trained})
+    lane = {actor: i for i, (_, actor) in enumerate(actors[:: -(-len(actors) // LANES)])}
+    for node, actor, begin, end in last.trained:
+        if actor in lane:
+            lanes.barh(lane[actor], end - begin, left=begin - last.begin, color=f"C{node % 10}", edgecolor="white")
+    lanes.set(xlabel="seconds since the end of the last round's training", ylabel="actor, coloured by its node")
+    lanes.set(yticks=[], xlim=(0, last.seconds))
+    which = f"{len(lane)} of {len(actors)} actors, helping by helping"
+    lanes.set_title(f"round {len(added)}: {which}; busy {last.busy:.1%}")
+    names = ("added up on nodes", "alone")
+    courses = [rounds[1:] or rounds for rounds in (added, alone)]
+    floor = np.zeros(2)
+    for kind in dict.fromkeys(kind for rounds in courses for one in rounds for kind in one.path):
+        mean = np.array([np.mean([one.path.get(kind, 0.0) for one in rounds]) for rounds in courses])
+        critical.bar(names, mean, bottom=floor, label=kind)
+        floor += mean
+    critical.set(ylabel="seconds of a round's critical path")
+    critical.set_ylim(0, 1.5 * floor.max() or None)
+    critical.legend(fontsize=8)
+    traffic.bar(names, [np.mean([one.bytes_up for one in rounds]) / 1e6 for rounds in courses], color="tab:gray")
+    traffic.set(ylabel="MB a round to the server's node")
+    figure.savefig(path, format="png")
