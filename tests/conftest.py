@@ -14,41 +14,27 @@ os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 import numpy as np
 import pytest
 import torch
+from support.command_line import raysim_  # noqa: F401  # a fixture
+from support.watched import Watched
 
 from raysim.config.schema import Data
 from raysim.data import load
-from raysim.engine.executor import Inline, Next, Trained
 from raysim.engine.loop import Engine
 from raysim.engine.plan import Plan, prepare
-from raysim.engine.server import Round
 
 torch.set_num_threads(1)
 
 
-class Watched(Inline):
-    """The inline executor; beside working it keeps x_0 .. x_T and the BatchNorm statistics 0 .. T, as broadcast, and
-    the server's whole state at each of these times (after the cohort was admitted)."""
+SLOW_FOLDERS = ("distributed", "faults")
 
-    def open(self, plan: Plan) -> None:
-        super().open(plan)
-        self.xs: list[np.ndarray] = []
-        self.statistics: list[np.ndarray] = []
-        self.states: list[dict[str, torch.Tensor]] = []
 
-    def broadcast(self, following: Round) -> Any:
-        down = super().broadcast(following)
-        self._remember()
-        return down
-
-    def advance(self, round: Round, trained: Trained, bases: Mapping[int, Any], following: Round) -> Next:
-        after = super().advance(round, trained, bases, following)
-        self._remember()
-        return after
-
-    def _remember(self) -> None:
-        self.xs.append(self.server.state["x"].clone().numpy())
-        self.statistics.append(self.server.buffers.clone().numpy())
-        self.states.append(self.server.snapshot())
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What starts Ray, or kills processes and waits for them, is of the tier `ray`."""
+    for item in items:
+        folder = item.path.relative_to(Path(__file__).parent).parts[0]
+        if folder in SLOW_FOLDERS or "local_ray" in getattr(item, "fixturenames", ()):
+            item.add_marker("ray")
 
 
 @pytest.fixture

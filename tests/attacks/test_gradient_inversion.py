@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cli.test_cli import Said, assert_one_message, raysim_  # noqa: F401
+from support.command_line import Said, assert_one_message
 
 from raysim.attacks import gradient_inversion
 from raysim.attacks.gradient_inversion import Options, Pixels, Simulation, invert
@@ -449,7 +449,7 @@ def test_several_steps_and_other_uploads_are_refused(observe):
 
 
 @pytest.fixture
-def attacked(raysim_, tmp_path, base, monkeypatch) -> Callable[..., Said]:  # noqa: F811
+def attacked(raysim_, tmp_path, base, monkeypatch) -> Callable[..., Said]:
     """attacked(...): the command on a small run. The run is in tmp_path/run."""
     config = {"name": "small", **base, "observe": {"rounds": [0], "clients": 3}, "checkpoint": {"every": 0}}
     config |= {"rounds": 1, "algorithm": "fedavg", "model": "logistic", "local": {"steps": 1, "batch": 1, "lr": 0.1}}
@@ -498,7 +498,7 @@ def test_the_command_writes_shows_and_tracks(attacked, tmp_path, caplog, monkeyp
     assert files == ["attack/l2-oblivious", "attack/l2-oblivious-2"] and set(points) == {1, 2}
 
 
-def test_mistakes_are_one_message(attacked, raysim_, tmp_path):  # noqa: F811
+def test_mistakes_are_one_message(attacked, raysim_, tmp_path):
     for argument, hint in (
         ("iteration=5", "did you mean 'iterations'?"),
         ("cost=l3", "cost: "),

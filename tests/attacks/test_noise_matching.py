@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from cli.test_cli import Said, assert_one_message, raysim_  # noqa: F401
+from support.command_line import Said, assert_one_message
 
 from raysim.attacks import noise_matching
 from raysim.attacks.noise_matching import Try, bisect
@@ -84,7 +84,7 @@ def file(tmp_path: Path, **change: Any) -> Path:
     return path
 
 
-def test_the_noise_that_was_put_in_is_found(raysim_, tmp_path):  # noqa: F811
+def test_the_noise_that_was_put_in_is_found(raysim_, tmp_path):
     said = raysim_("match", file(tmp_path), "--json")
     assert said.code == 0, said.err
     found = said.last
@@ -123,13 +123,13 @@ def assert_refused(said: Said, *words: str) -> None:
         ({"images": 21}, ("schedule.cohort", "20")),
     ],
 )
-def test_a_mistake_is_one_message_before_anything_runs(change, words, raysim_, tmp_path):  # noqa: F811
+def test_a_mistake_is_one_message_before_anything_runs(change, words, raysim_, tmp_path):
     said = raysim_("match", file(tmp_path, **change))
     assert_refused(said, *words)
     assert not Path("runs").exists()
 
 
-def test_other_files_and_other_commands_are_told_apart(raysim_, tmp_path):  # noqa: F811
+def test_other_files_and_other_commands_are_told_apart(raysim_, tmp_path):
     path = file(tmp_path)
     assert_refused(raysim_("run", path), "match", f"raysim match {path}")
     assert_refused(raysim_("match", "quickstart"), "match", "no such section")

@@ -145,8 +145,8 @@ def test_actors_that_hang_are_replaced(config, tmp_path, name):
     last, said = found["history"][-1], "\n".join(found["said"])
     assert last["actors_lost"] == 3 and last["server_restarts"] == 1 and last["retried_blocks"] >= 2, said
     hung = r"no sign of life for 5 s \(resources\.timeout\)"
-    assert re.search(rf"^ClientActor \d is lost \(in round 1, with \d+ blocks: {hung}\)", said, re.M), said
-    assert re.search(rf"^the Adder of node third is lost \(in round 2, with \d+ blocks: {hung}\)", said, re.M), said
+    assert re.search(rf"^ClientActor \d is lost \(in round \d, with \d+ blocks: {hung}\)", said, re.M), said
+    assert re.search(rf"^the Adder of node third is lost \(in round \d, with \d+ blocks: {hung}\)", said, re.M), said
     assert re.search(rf"^the EvalActor is lost \(.*{hung}\)", said, re.M), said
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rules.test_battery import NETS, SIZES
+from support.batteries import NETS, SIZES
 
 from raysim.engine import rehearsal
 from raysim.engine.plan import Plan, prepare

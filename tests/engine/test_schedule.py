@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import Watched
-from runs.test_run import same, stop_at
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
+from support.stopped_runs import same, stop_at
+from support.watched import Watched
 
 import raysim
 from raysim.config.explain import validate

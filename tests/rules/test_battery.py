@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.batteries import BAD, NETS, SIZES, poisoned, without
 
 from raysim.engine.executor import Inline, make_trainer
 from raysim.engine.loop import Engine
@@ -31,54 +32,6 @@ from raysim.training.messages import Block, Broadcast, cut
 
 contract.discover()
 
-SIZES = [20, 1, 9, 0, 14, 2, 7, 17]
-"""Beside batches of 6: partial batches, a dropped last sample, one sample, two, none."""
-BAD = 4
-"""The client that is made to fail; the only one of its size."""
-
-NETS = """
-import torch
-from torch import nn
-
-
-class Bright(nn.Module):
-    def __init__(self, limit):
-        super().__init__()
-        self.limit = limit
-
-    def forward(self, x):
-        return x * torch.where(x[:, :1, :1, :1] > self.limit, torch.inf, 1.0).to(x.dtype)
-
-
-class Net(nn.Sequential):
-    def __init__(self, shape, classes, dropout: float = 0.3, limit: float = 10.0, norm: bool = True):
-        super().__init__(
-            nn.Sequential(
-                Bright(limit), nn.Flatten(), nn.Linear(64, 6), nn.BatchNorm1d(6) if norm else nn.Identity(), nn.ReLU()
-            ),
-            nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Dropout(dropout)),
-            nn.Linear(5, classes),
-        )
-
-
-class Single(nn.Module):
-    def __init__(self, shape, classes):
-        super().__init__()
-        self.contrast = nn.Parameter(torch.tensor(0.5))
-
-    def forward(self, x):
-        return x.flatten(1)[:, 20:30] * self.contrast
-
-
-class Masked(nn.Module):
-    def __init__(self, shape, classes):
-        super().__init__()
-        self.weight, self.dropout = nn.Parameter(torch.zeros(64)), nn.Dropout(0.25)
-
-    def forward(self, x):
-        score = self.dropout(torch.ones_like(x.flatten(1))) @ self.weight
-        return torch.stack([score, *[0 * score] * 9], 1)
-"""
 
 FAILING = """
 from dataclasses import dataclass
@@ -168,20 +121,6 @@ def config(ragged, source) -> Callable[..., dict[str, Any]]:
         }  # fmt: skip
 
     return make
-
-
-def poisoned(plan: Plan) -> Plan:
-    """The plan, with images of client `BAD` whose first pixel is 255 / 16; digits end at 1."""
-    x = plan.dataset.x.copy()
-    assert not x[:, 0, 0, 0].any()
-    x[plan.clients.client(BAD), 0, 0, 0] = 255
-    return replace(plan, dataset=replace(plan.dataset, x=x))
-
-
-def without(engine: Engine) -> None:
-    """Leaves client `BAD` out of every cohort."""
-    cohort = engine.schedule.cohort
-    engine.schedule.cohort = lambda t: [i for i in cohort(t) if i != BAD]
 
 
 def distance(ours: list[np.ndarray], theirs: list[np.ndarray]) -> float:

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 from oracle import fednova
+from support.quadratics import Federation, Quadratics, far
 
 from raysim.algorithms.fedavg import FedAvgClient, FedAvgServer
 from raysim.rules.contract import CLIENTS, SERVERS
-from rules.test_fixed_points import Federation, Quadratics, far
 
 START = np.ones(4)
 WEIGHTS = pytest.mark.parametrize("how", ["uniform", "samples"])

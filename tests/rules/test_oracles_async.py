@@ -17,22 +17,11 @@ from oracle import asynchronous as A
 from oracle.batches import batch_sizes
 from oracle.batchnorm import MOMENTUM
 from oracle.nets import Blocks, MLPBatchNorm
+from support.oracle_cases import BATCH_NORM, MODES, NETS, ROOMY, SAMPLES, SIZES, STEPS, UNIFORM, by_round, distance
 
 from raysim.engine import schedule
 from raysim.training.batches import order
-from rules.test_oracles import (
-    BATCH_NORM,
-    MODES,
-    NETS,
-    ROOMY,
-    SAMPLES,
-    SIZES,
-    STEPS,
-    UNIFORM,
-    Watching,
-    by_round,
-    distance,
-)
+from rules.test_oracles import Watching
 
 KASYNC = {"name": "kasync", "arrivals": 3}
 SPREAD = {"name": "lognormal", "sigma": 1.0, "jitter": 0.3}

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from oracle import averaging, fedavg, feddyn, fedmlb, fednova, fedopt, mifa, mimelite, moon, scaffold
 from oracle.nets import Blocks
+from support.oracle_cases import MODES, NETS, SAMPLES, SIZES, STEPS, UNIFORM, Case, by_round, distance, feed
 
 from raysim.engine.plan import prepare
 from raysim.errors import ConfigError
-from rules.test_oracles import MODES, NETS, SAMPLES, SIZES, STEPS, UNIFORM, Case, by_round, distance, feed
 
 SERVER_STEPS = [[0, 1.0], [3, 0.6], [6, 0.8]]
 BY_ROUND = {"lr": by_round(STEPS), "server_lr": by_round(SERVER_STEPS)}

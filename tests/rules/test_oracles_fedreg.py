@@ -17,11 +17,11 @@ import pytest
 from oracle import dpsgd, fedavg, fedcurv, fedreg
 from oracle.batches import batch_sizes
 from oracle.nets import Blocks
+from support.oracle_cases import MODES, NETS, SAMPLES, SIZES, STEPS, UNIFORM, Feed, by_round, distance, feed
 
 from raysim.algorithms import fedreg as fedreg_rules
 from raysim.randomness import generator
 from raysim.rules.contract import CLIENTS, discover
-from rules.test_oracles import MODES, NETS, SAMPLES, SIZES, STEPS, UNIFORM, Feed, by_round, distance, feed
 
 SEVENS = [29, 1, 17, 2, 22, 0, 8, 23, 16, 5, 15, 7]
 """Beside batches of 7, in one pass: a partial one of 1 left out (29, 22, 8, 15), others kept (17, 23, 16), none (7)."""

@@ -331,7 +331,7 @@ SCHEDULES = {
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("executor", ["inline", "ray"])
+@pytest.mark.parametrize("executor", ["inline", pytest.param("ray", marks=pytest.mark.ray)])
 def test_progress_that_returns_true_ends_the_run_with_its_result(config, tmp_path, schedule, executor, request):
     config |= {"rounds": 9, "schedule": SCHEDULES[schedule], "checkpoint": {"every": 50}}
     whole = raysim.run(config, run_dir=str(tmp_path / "whole"))

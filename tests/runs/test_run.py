@@ -27,6 +27,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
+from support.stopped_runs import same, stop_at
 
 import raysim
 from raysim.distributed.block_scheduler import Dealing
@@ -49,7 +50,6 @@ ALWAYS = {
     *("client/state_bytes", "client/state_bytes_disk", "server/uploads", "server/state_bytes"),
 }
 """What the record of every round holds."""
-TIMES = {"seconds", "clients_per_second", "train_seconds", "overhead_seconds", "busy_share"}
 KEEPSAKES = ["config.yaml", "history.csv", "learning_curve.png", "parameters.safetensors", "partition.png"]
 
 
@@ -97,15 +97,6 @@ def logged(uri: str, run_id: str, key: str) -> list[tuple[int, float]]:
 def table(run_dir: Path) -> list[dict[str, str]]:
     """Its history.csv."""
     return list(csv.DictReader((run_dir / "history.csv").read_text().splitlines()))
-
-
-def same(one: list[dict[str, float]], other: list[dict[str, float]]) -> bool:
-    """Equal histories, but for how long things took."""
-
-    def timeless(history: list[dict[str, float]]) -> list[dict[str, float]]:
-        return [{k: v for k, v in record.items() if k not in TIMES} for record in history]
-
-    return timeless(one) == timeless(other)
 
 
 # -- uploads of fewer bits ---------------------------------------------------------------------------------------------
@@ -370,14 +361,6 @@ def test_a_mistake_leaves_nothing_behind(config, tmp_path):
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------
-
-
-def stop_at(number: int) -> Callable[[dict[str, float]], None]:
-    def progress(record: dict[str, float]) -> None:
-        if record["round"] == number:
-            raise KeyboardInterrupt
-
-    return progress
 
 
 REMEMBERING = """

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rules.test_battery import BAD, poisoned, without
+from support.batteries import BAD, poisoned, without
 from torch import Tensor, nn
 
 from raysim.data import Examples

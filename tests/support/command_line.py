@@ -1,0 +1,57 @@
+"""The command line called in this process."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raysim import cli
+from raysim.tracking import mlflow as tracking
+
+
+@dataclass
+class Said:
+    code: int
+    out: str
+    err: str
+
+    @property
+    def last(self) -> dict[str, Any]:
+        """The JSON object in the last line of standard output."""
+        return json.loads(self.out.splitlines()[-1])
+
+
+@pytest.fixture
+def raysim_(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Said]:
+    """raysim_("run", ...): the console script, in an empty folder."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setattr(tracking, "FLUSH", 0.05)
+    monkeypatch.setattr(logging, "basicConfig", lambda **options: None)
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def call(*arguments: object) -> Said:
+        monkeypatch.setattr(sys, "argv", ["raysim", *map(str, arguments)])
+        capsys.readouterr()
+        code: Any = 0
+        try:
+            cli.main()
+        except SystemExit as end:
+            code = end.code or 0
+        out, err = capsys.readouterr()
+        return Said(code, out, err)
+
+    return call
+
+
+def assert_one_message(said: Said) -> None:
+    assert said.code == 2 and said.out == "", said
+    assert said.err.startswith("error: ") and said.err.count("error:") == 1
+    assert "Traceback" not in said.err and 1 <= len(said.err.splitlines()) <= 2

@@ -1,0 +1,24 @@
+"""Runs that are stopped, and what must be the same of two runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+TIMES = {"seconds", "clients_per_second", "train_seconds", "overhead_seconds", "busy_share"}
+
+
+def same(one: list[dict[str, float]], other: list[dict[str, float]]) -> bool:
+    """Equal histories, but for how long things took."""
+
+    def timeless(history: list[dict[str, float]]) -> list[dict[str, float]]:
+        return [{k: v for k, v in record.items() if k not in TIMES} for record in history]
+
+    return timeless(one) == timeless(other)
+
+
+def stop_at(number: int) -> Callable[[dict[str, float]], None]:
+    def progress(record: dict[str, float]) -> None:
+        if record["round"] == number:
+            raise KeyboardInterrupt
+
+    return progress

@@ -1,0 +1,39 @@
+"""The inline executor that remembers every broadcast."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from raysim.engine.executor import Inline, Next, Trained
+from raysim.engine.plan import Plan
+from raysim.engine.server import Round
+
+
+class Watched(Inline):
+    """The inline executor; beside working it keeps x_0 .. x_T and the BatchNorm statistics 0 .. T, as broadcast, and
+    the server's whole state at each of these times (after the cohort was admitted)."""
+
+    def open(self, plan: Plan) -> None:
+        super().open(plan)
+        self.xs: list[np.ndarray] = []
+        self.statistics: list[np.ndarray] = []
+        self.states: list[dict[str, torch.Tensor]] = []
+
+    def broadcast(self, following: Round) -> Any:
+        down = super().broadcast(following)
+        self._remember()
+        return down
+
+    def advance(self, round: Round, trained: Trained, bases: Mapping[int, Any], following: Round) -> Next:
+        after = super().advance(round, trained, bases, following)
+        self._remember()
+        return after
+
+    def _remember(self) -> None:
+        self.xs.append(self.server.state["x"].clone().numpy())
+        self.statistics.append(self.server.buffers.clone().numpy())
+        self.states.append(self.server.snapshot())
