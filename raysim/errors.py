@@ -37,6 +37,10 @@ class ContractError(RaysimError):
     """A rule does other than its class promises or the engine allows; the message names rule, method and key."""
 
 
+class ProbeError(RaysimError):
+    """A probe failed; the message names the probe, its method and the client or the round."""
+
+
 class Lost(RaysimError):
     """What only a checkpoint brings back is gone: the central server, or a vector on its way to it."""
 

@@ -489,6 +489,11 @@ class Theory(Section):
     f_star: float = 0.0
 
 
+def is_due(every: int, rounds_done: int, rounds: int) -> bool:
+    """Return whether something that is done after `every` so many rounds (0: never), and after the last one, is due."""
+    return bool(every) and (rounds_done % every == 0 or rounds_done >= rounds)
+
+
 class Evaluate(Section):
     """How often the global model meets the test set (0: never; the last round always, if ever); `per_class`: with the
     accuracy on each class's examples. `forgetting` costs a pass over the cohort's data for each client, `theory` one
@@ -500,13 +505,9 @@ class Evaluate(Section):
     forgetting: Forgetting | None = None
     theory: Theory | None = None
 
-    def due(self, done: int, rounds: int) -> tuple[Literal["test", "theory"], ...]:
-        """What is measured after so many of the rounds."""
-        every: dict[Literal["test", "theory"], int] = {
-            "test": self.every,
-            "theory": self.theory.every if self.theory else 0,
-        }
-        return tuple(part for part, k in every.items() if k and (done % k == 0 or done >= rounds))
+    def due(self, rounds_done: int, rounds: int) -> bool:
+        """Return whether the test set is due after so many of the rounds."""
+        return is_due(self.every, rounds_done, rounds)
 
 
 class Observe(Section):

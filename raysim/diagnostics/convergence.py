@@ -9,8 +9,8 @@ x <- x - η_g m̃ with ‖m - m̃‖² ≤ ε_g² / (1 - β2). With κ = (N - S)
     (iii)  320 I² η_l² L² + 64 I η_g η_l L (1 + A) κ / (1 - β1)² ≤ 1
 
 then (1/T) Σ_t E‖∇f(x_t)‖² ≤ 8 (1 - β1) (f(x_0) - f*) / (I η_g η_l T) + C1 ε_l² + C2 ε_g² + C3 ρ². Averaging is the case
-β1 = ε_l = ε_g = 0, momentum that of ε_l = ε_g = 0. All here are pure functions of these numbers, but for `Course`,
-which follows a run by its records.
+β1 = ε_l = ε_g = 0, momentum that of ε_l = ε_g = 0. All here are pure functions of these numbers, except the
+probe `Convergence`, which follows a run by its records.
 """
 
 from __future__ import annotations
@@ -19,17 +19,22 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from raysim.config.schema import Sync, at_round
+from raysim.config.schema import Sync, at_round, is_due
+from raysim.diagnostics import full_gradients
+from raysim.diagnostics.full_gradients import FullGradients
+from raysim.engine.probes import Probe, ProbedRun
 from raysim.errors import ConfigError
-from raysim.rules.contract import PLAIN_STEP, Cohort, ServerRule, overridden
+from raysim.rules.contract import PLAIN_STEP, SERVERS, Cohort, ServerRule, overridden
 from raysim.training.batches import local_steps
 
 if TYPE_CHECKING:
     from raysim.engine.plan import Plan
+    from raysim.training.messages import Broadcast
+    from raysim.training.trainer import Trainer
 
 logger = logging.getLogger("raysim")
 
@@ -163,10 +168,20 @@ def departures(plan: Plan) -> list[str]:
     return found
 
 
+HEAVY_BALL: Mapping[str, Callable[[Any], tuple[float, float]]] = {
+    "fedavg": lambda rule: (0.0, 0.0),
+    "fedavgm": lambda rule: (rule.beta1, 0.0),
+    "gradma": lambda rule: (rule.beta1, rule.beta2),
+}
+"""β1 and β2 of the server rules whose update is the theorem's: x <- x - lr m̃ with m̃ = β1 m̃ + mean(delta), or that with
+an error ε_g which they report as the metric `eps_g`."""
+
+
 def _heavy_ball(server: ServerRule) -> tuple[float, float] | None:
-    """What the rule says of itself, unless it inherits that from a class with another `update`."""
-    says, does = (next(c for c in type(server).__mro__ if name in vars(c)) for name in ("heavy_ball", "update"))
-    return server.at(0).heavy_ball if issubclass(says, does) else None
+    """Return β1 and β2 of a server rule whose update, of its own or inherited, is the theorem's; None of any other."""
+    updates = next(cls for cls in type(server).__mro__ if "update" in vars(cls))
+    known = next((name for name in HEAVY_BALL if SERVERS.get(name) is updates), None)
+    return HEAVY_BALL[known](server.at(0)) if known else None
 
 
 def _weighs(plan: Plan) -> bool:
@@ -201,14 +216,50 @@ def _steps(plan: Plan) -> list[int]:
     return sorted({local_steps(n, n if batch == "full" else batch, local.steps, local.epochs) for n in sizes})
 
 
-class Course:
-    """What Theorem 1 says beside what happens, from a run's records in their order. The run's evaluations measure the
-    gradients, its rules ε_l and ε_g (as client/eps_l, client/eps_l_max and server/eps_g); what only adds up over rounds
-    is found here, so that a run that is resumed says the same."""
+@dataclass
+class Convergence(Probe):
+    """What Theorem 1 says beside what happens.
 
-    def __init__(self, plan: Plan):
-        asked = plan.config.evaluate.theory
-        self.asked, self.setting = asked, None if asked is None or why_not(plan) else setting(plan)
+    Every so many rounds, and at the end, `evaluate` measures the clients' full gradients. The rules report ε_l and ε_g
+    as client/eps_l, client/eps_l_max and server/eps_g. What adds up over rounds is found from the records in their
+    order, so that a run that is resumed finds the same.
+    """
+
+    name: ClassVar = "theory"
+    every: int = 10
+    sample: int | None = None
+    """The number of clients whose gradients are taken; None: all."""
+    L: float | None = None
+    """The smoothness; None: it is estimated."""
+    f_star: float = 0.0
+    """The least value of the training loss, or what it is not below."""
+
+    def check(self, plan: Plan) -> None:
+        config, model = plan.config, plan.model()
+        passes = full_gradients.GRADIENT + (full_gradients.CURVATURE if self.L is None else 0)
+        one = full_gradients.price(config, plan.clients, model, self.sample, passes)
+        times = sum(is_due(self.every, t, config.rounds) for t in range(config.rounds + 1))
+        at_once, in_all, cost = full_gradients.AT_ONCE, full_gradients.IN_ALL, one.operations
+        if one.too_much(at_once):
+            raise ConfigError(
+                f"evaluate.theory: one evaluation looks at {one.what}: {cost:.1e} floating-point operations and "
+                f"{one.room / 1e9:.1f} GB; set evaluate.theory.sample={one.fits(at_once)} or so, a number of clients"
+            )
+        if times * cost > in_all * one.most:
+            every = math.ceil(config.rounds * cost / (in_all * one.most - 2 * cost))
+            raise ConfigError(
+                f"evaluate.theory: {times} evaluations look at {one.what}: {times * cost:.1e} floating-point "
+                f"operations; set evaluate.theory.every={every} or so, or evaluate.theory.sample, a number of clients"
+            )
+        if self.L is None and (why := full_gradients.why_no_curvature(model)):
+            raise ConfigError(
+                f"evaluate.theory.L: cannot be estimated for model '{config.model.name}' ({why}); give it"
+            )
+
+    def begin(self, run: ProbedRun) -> None:
+        super().begin(run)
+        plan = run.plan
+        self.setting = None if why_not(plan) else setting(plan)
         exact = None if _heavy_ball(plan.server) is None else 0.0
         self.unsaid = {"client": None if overridden(plan.client, PLAIN_STEP) else 0.0, "server": exact}
         """ε_l and ε_g of rules that do not report them: 0 where steps are plain, and averages; else not known."""
@@ -217,25 +268,35 @@ class Course:
         self.norms: list[float] = []
         self.gap: float | None = None
         self.largest: dict[str, float | None] = {"eps_l_max": 0.0, "eps_g": 0.0, "rho2_max": 0.0, "L": 0.0}
+        for record in run.history:
+            self.follow(record)
 
-    def add(self, record: Mapping[str, float]) -> dict[str, float]:
-        """What there is to say of a round, as metrics; nothing where its model was not evaluated."""
-        if self.asked is None:
-            return {}
+    def evaluates(self, rounds_done: int) -> bool:
+        return is_due(self.every, rounds_done, self.run.plan.config.rounds)
+
+    def evaluate(self, trainer: Trainer, down: Broadcast) -> dict[str, float]:
+        """Return f, ‖∇f‖², ρ² and the curvature at the model's parameters."""
+        if not hasattr(self, "gradients"):  # the evaluator's copy of the probe evaluates again and again
+            clients = full_gradients.chosen(trainer.clients.sizes, self.sample, trainer.config.seed)
+            self.gradients = FullGradients(trainer, clients, trainer.server.weights)
+        return self.gradients.measure(down.shared["x"], curvature=self.L is None).metrics()
+
+    def follow(self, record: Mapping[str, float]) -> dict[str, float]:
+        """Return the theorem's conditions and its bound; nothing where the model was not evaluated."""
         eps = {} if record["round"] == 0 or not record.get("clients") else self._eps(record)
         measured = {k.removeprefix("theory/"): v for k, v in record.items() if k.startswith("theory/")}
         self._note({k: eps[k] for k in ("eps_l_max", "eps_g") if k in eps})
         if "grad_norm2" not in measured:
             return {}
-        self._note({"rho2_max": measured["rho2_max"], "L": self.asked.L or measured.get("curvature", 0.0)})
+        self._note({"rho2_max": measured["rho2_max"], "L": self.L or measured.get("curvature", 0.0)})
         if record["round"] == 0:
-            self.gap = measured["f"] - self.asked.f_star
+            self.gap = measured["f"] - self.f_star
         found = {**{k: v for k, v in eps.items() if v is not None}, "L": self.largest["L"]}
         if self.norms:
             found["grad_norm2_mean"] = sum(self.norms) / len(self.norms)
         self.norms.append(measured["grad_norm2"])
         found |= self._theorem(int(record["round"]))
-        return {f"theory/{k}": float(v) for k, v in found.items() if v is not None}
+        return {k: float(v) for k, v in found.items() if v is not None}
 
     def _eps(self, record: Mapping[str, float]) -> dict[str, float | None]:
         client, server = self.unsaid["client"], self.unsaid["server"]

@@ -8,20 +8,26 @@ information of the pseudo data it made and that of the data of the last rounds' 
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from raysim.config.schema import Sync
+from raysim.engine import schedule
+from raysim.engine.probes import Probe, ProbedRun
+from raysim.errors import ConfigError
 from raysim.training.task import Batch, cross_entropy
 
 if TYPE_CHECKING:
-    from raysim.rules.contract import ClientRule
-    from raysim.training.trainer import Arrived, Trainer
+    from raysim.engine.plan import Plan
+    from raysim.engine.server import Round
+    from raysim.training.trainer import ClientUpdate, PreparedClient, Trainer
 
 SINGLE = 64
 """Examples of past clients whose single gradients are taken at a time."""
@@ -37,17 +43,64 @@ class Past:
     before: bool = False
 
 
-def measure(trainer: Trainer, rule: ClientRule, here: Arrived, w: Tensor, buffers: Tensor) -> dict[str, list[float]]:
-    """What a client with the parameters w [P] and statistics [Q] has forgotten: the mean losses on past clients' data
-    `after` (and `before`) its training, in their order; the one correlation as `fisher`."""
-    past = here.job.past
-    assert past is not None
-    down, found = here.down, {"after": [_loss(trainer, w, buffers, client) for client in past.clients]}
-    if past.before:
-        found["before"] = [_loss(trainer, down.shared["x"], down.buffers, client) for client in past.clients]
-    if past.window:
-        found["fisher"] = [_fisher_correlation(trainer, rule, here, past.window)]
-    return found
+@dataclass
+class Forgetting(Probe):
+    """Every so many rounds: what the round's clients, by training, forget of the data of the round before's."""
+
+    name: ClassVar = "forgetting"
+    every: int = 1
+    fisher: bool = False
+    """Whether to correlate the Fisher information of pseudo data with that of past clients' data."""
+    window: int = 10
+    """The number of past rounds whose clients' data counts for the correlation."""
+
+    def check(self, plan: Plan) -> None:
+        if not isinstance(plan.config.schedule, Sync):
+            raise ConfigError(
+                "evaluate.forgetting: speaks of one round's clients and the next one's; use schedule.name=sync"
+            )
+        if self.fisher and not plan.client.makes:
+            raise ConfigError(
+                f"evaluate.forgetting.fisher: client rule '{plan.client.name}' makes no pseudo data; use fedreg or "
+                "fedreg_mg with pairing=index, or set it to false"
+            )
+
+    def begin(self, run: ProbedRun) -> None:
+        super().begin(run)
+        self.past: dict[int, list[int]] = {}
+        """The clients whose data the clients of a round are tested on, by the round."""
+        self.cohorts: deque[list[int]] = deque(maxlen=self.window)
+        before = schedule.make(run.plan.config, run.plan.clients.sizes)
+        self.cohorts.extend(before.turn(t).ids for t in range(run.rounds_done))
+
+    def request(self, round: Round) -> dict[int, Past]:
+        requests = {}
+        if round.t % self.every == 0 and self.cohorts and self.cohorts[-1]:
+            window = sorted(set().union(*self.cohorts)) if self.fisher else []
+            past = self.past[round.t] = self.cohorts[-1]
+            requests = {client: Past(past, window, before=client == round.ids[0]) for client in round.ids}
+        self.cohorts.append(round.ids)
+        return requests
+
+    def measure(
+        self, trainer: Trainer, client: PreparedClient, update: ClientUpdate, request: Past
+    ) -> dict[str, list[float]]:
+        """Return the mean losses on past clients' data `after` (and `before`) training, in their order; the one
+        correlation as `fisher`."""
+        down, past = client.down, request.clients
+        assert update.params is not None
+        found = {"after": [_loss(trainer, update.params, update.report["buffers"], i) for i in past]}
+        if request.before:
+            found["before"] = [_loss(trainer, down.shared["x"], down.buffers, i) for i in past]
+        if request.window:
+            found["fisher"] = [_fisher_correlation(trainer, client, request.window)]
+        return found
+
+    def metrics(self, round: Round, results: Mapping[int, dict[str, list[float]]]) -> dict[str, float]:
+        found = gather(self.past.pop(round.t, []), results)
+        if found and self.run.folder is not None:
+            write(self.run.folder, round.t, found)
+        return figures(found)
 
 
 @torch.no_grad()
@@ -57,9 +110,9 @@ def _loss(trainer: Trainer, w: Tensor, buffers: Tensor, client: int) -> float:
     return float(cross_entropy(trainer.loop.net(w, batch, "eval", buffers), batch).double().mean())
 
 
-def _fisher_correlation(trainer: Trainer, rule: ClientRule, here: Arrived, window: list[int]) -> float:
+def _fisher_correlation(trainer: Trainer, here: PreparedClient, window: list[int]) -> float:
     """Pearson's, of the client's pseudo data (the first that its rule makes of each batch) and past clients' data."""
-    job = replace(here.job, steps=1, past=None, observed=False)
+    rule, job = here.rule, replace(here.job, steps=1, requests={})
     again = trainer.arrive(rule, here.down, job)
     batch = replace(next(trainer.feed.batches(job, here.mine)), made=again.made[0])
     w = rule.step(here.down.shared, again.state, batch, trainer.loop)["w"].clone()
@@ -78,7 +131,6 @@ def correlation(a: Tensor, b: Tensor) -> float:
 def gather(past: Sequence[int], measured: Mapping[int, dict[str, list[float]]]) -> dict[str, list[float]]:
     """Of one round: the losses `before` and `after` of each past client, the latter the mean over the round's clients;
     the correlations `fisher`, one for each of these, by their numbers. {} where nobody measured anything."""
-    measured = {client: measured[client] for client in sorted(measured)}
     if not any("before" in one for one in measured.values()):
         return {}
     before = next(one["before"] for one in measured.values() if "before" in one)
@@ -88,7 +140,7 @@ def gather(past: Sequence[int], measured: Mapping[int, dict[str, list[float]]]) 
 
 
 def figures(found: Mapping[str, list[float]]) -> dict[str, float]:
-    """The metrics of a round."""
+    """The metrics of a round, by name."""
     if not found:
         return {}
     more = np.array(found["after"]) - np.array(found["before"])
@@ -96,7 +148,7 @@ def figures(found: Mapping[str, list[float]]) -> dict[str, float]:
     metrics |= {f"increase_q{q}": np.quantile(more, q / 100) for q in (10, 50, 90)}
     if found["fisher"]:
         metrics["fisher_correlation"] = np.nanmean(found["fisher"])
-    return {f"forgetting/{key}": float(value) for key, value in metrics.items()}
+    return {key: float(value) for key, value in metrics.items()}
 
 
 def write(run_dir: Path, t: int, found: Mapping[str, list[float]]) -> None:

@@ -79,7 +79,8 @@ class Measured:
     curvature: float | None
 
     def metrics(self) -> dict[str, float]:
-        return {f"theory/{k}": v for k, v in vars(self).items() if v is not None}
+        """Return what was measured, by name."""
+        return {k: v for k, v in vars(self).items() if v is not None}
 
 
 class FullGradients:

@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import torch
@@ -17,8 +18,48 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from raysim.engine.probes import Probe
 from raysim.errors import ConfigError
-from raysim.training.messages import Broadcast, Job
+from raysim.training.messages import Broadcast
+
+if TYPE_CHECKING:
+    from raysim.engine.plan import Plan
+    from raysim.engine.server import Round
+    from raysim.training.trainer import ClientUpdate, PreparedClient, Trainer
+
+
+@dataclass
+class RecordedUpdates(Probe):
+    """Keep what the first clients of some rounds' cohorts send, what they received, and the examples behind it."""
+
+    name: ClassVar = "observe"
+    rounds: tuple[int, ...] = (0,)
+    clients: int = 8
+
+    def check(self, plan: Plan) -> None:
+        last = plan.config.rounds - 1
+        if min(self.rounds) > last:
+            raise ConfigError(f"observe.rounds: the run's rounds are 0 to {last}, none of them is to be observed")
+
+    def request(self, round: Round) -> dict[int, bool]:
+        return dict.fromkeys(round.ids[: self.clients], True) if round.t in self.rounds else {}
+
+    def measure(
+        self, trainer: Trainer, client: PreparedClient, update: ClientUpdate, request: bool
+    ) -> dict[str, np.ndarray]:
+        """Return what goes up, and the examples of the round's batches as the client saw them."""
+        batches = list(trainer.feed.batches(client.job, client.mine))
+        seen = {"x": torch.cat([b.x for b in batches]), "y": torch.cat([b.y for b in batches])}
+        sent = {key: update.report[key] for key in trainer.sent}
+        return {k: v.detach().cpu().contiguous().numpy() for k, v in {**sent, **seen}.items()}
+
+    def metrics(self, round: Round, results: Mapping[int, dict[str, np.ndarray]]) -> dict[str, float]:
+        if results and self.run.folder is not None:
+            facts = zip(round.ids, round.bases, round.steps, strict=True)
+            clients = [{"client": i, "base": base, "steps": steps} for i, base, steps in facts if i in results]
+            downs = {base: self.run.broadcast(base) for base in {one["base"] for one in clients}}
+            write(self.run.folder, round.t, clients, results, downs)
+        return {}
 
 
 @dataclass
@@ -37,13 +78,23 @@ class Observation:
 
 
 def write(
-    run_dir: Path, t: int, jobs: list[Job], seen: Mapping[int, dict[str, np.ndarray]], downs: Mapping[int, Broadcast]
+    run_dir: Path,
+    t: int,
+    clients: list[dict[str, int]],
+    seen: Mapping[int, dict[str, np.ndarray]],
+    downs: Mapping[int, Broadcast],
 ) -> None:
-    """Keeps what was seen of these jobs' clients, who began with the versions `downs`."""
+    """Keep what was seen of clients.
+
+    Args:
+        run_dir: the run's folder.
+        t: the round.
+        clients: for each of them its number `client`, the version `base` that it started from, and its `steps`.
+        seen: what each of them sent, and the examples behind it as `x` and `y`.
+        downs: the versions of the model by number.
+    """
     tensors: dict[str, Tensor] = {}
-    clients = [{"client": job.client, "base": job.base, "steps": job.steps} for job in jobs if job.client in seen]
-    for base in {one["base"] for one in clients}:
-        down = downs[base]
+    for base, down in downs.items():
         tensors |= {f"down/{base}/{k}": v.detach().cpu().clone() for k, v in down.shared.items()}
         tensors[f"buffers/{base}"] = down.buffers.detach().cpu().clone()
     for one in clients:

@@ -92,7 +92,7 @@ class RayExecutor:
         self._connect(plan)
         self.monitor = Monitor(r.timeout, r.call_timeout)
         self.plan = ray.put(plan)
-        self.wanted, self.evaluates = r.actors, bool(plan.config.evaluate.due(0, 1))
+        self.wanted, self.evaluates = r.actors, plan.evaluates
         self.server = self._start_server()
         self._hire()
         if self.evaluates and not r.server_gpus:  # nobody has to wait for it

@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional as F
 
 from raysim.data import Examples
-from raysim.diagnostics.full_gradients import FullGradients, chosen
+from raysim.engine import probes
 from raysim.engine.plan import Plan
 from raysim.engine.server import Round, Server
 from raysim.errors import RaysimError, in_a_line
@@ -112,7 +112,8 @@ def make_trainer(plan: Plan, device: str) -> Trainer:
     examples = Examples.of(plan.dataset, "train", device, plan.dtype)
     model = plan.model(device, unfold=plan.config.block.convolutions == "unfold")
     x0 = plan.initial[0].to(device)
-    return Trainer(plan.config, plan.client, plan.server, model, x0, examples, plan.clients, plan.mode)
+    measures = probes.measures(plan)
+    return Trainer(plan.config, plan.client, plan.server, model, x0, examples, plan.clients, plan.mode, measures)
 
 
 def make_server(plan: Plan, device: str) -> Server:
@@ -125,7 +126,7 @@ def make_server(plan: Plan, device: str) -> Server:
 class Evaluator:
     """What there is to measure of a model. "test": accuracy (on each class too, if asked for) and mean cross-entropy on
     the whole test set, in eval mode; with val/ before them, both on the examples that were held out for validation, if
-    any. "theory": the full gradients of all clients, or of a sample of them."""
+    any. The name of a probe: what it evaluates."""
 
     def __init__(self, plan: Plan, device: str):
         data, held_out = plan.dataset, plan.clients.validation
@@ -136,17 +137,16 @@ class Evaluator:
         self.name = plan.config.model.name
         self.net, self.size = Bound(plan.model(device)), plan.config.evaluate.batch
         self.classes = plan.dataset.n_classes if plan.config.evaluate.per_class else 0
-        self.theory = plan.config.evaluate.theory
-        if self.theory:
-            ids = chosen(plan.clients.sizes, self.theory.sample, plan.config.seed)
-            self.gradients = FullGradients(make_trainer(plan, device), ids, plan.server.weights)
+        self.probes = probes.evaluations(plan)
+        self.trainer = make_trainer(plan, device) if self.probes else None
 
     def evaluate(self, down: Broadcast, parts: Sequence[str]) -> dict[str, float]:
         """Return the metrics of a model. Raises RaysimError where its net fails: it may be a user's."""
         try:
             found = self._test(down) if "test" in parts else {}
-            if "theory" in parts and self.theory:
-                found |= self.gradients.measure(down.shared["x"], curvature=self.theory.L is None).metrics()
+            for name, evaluate in self.probes.items():
+                if name in parts and self.trainer is not None:
+                    found |= evaluate(self.trainer, down)
         except RaysimError:
             raise
         except BaseException as error:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -18,17 +19,16 @@ import torch
 from torch import Tensor
 
 from raysim.data import digest
-from raysim.diagnostics import convergence, forgetting, recorded_updates
-from raysim.diagnostics.forgetting import Past
 from raysim.engine import checkpoint, client_store, schedule
 from raysim.engine.executor import Executor, Result, Trained, Training
 from raysim.engine.plan import Plan
+from raysim.engine.probes import ProbedRun, Probes
 from raysim.engine.schedule import StandStill, Turn
 from raysim.engine.server import Round, blamed
-from raysim.errors import ClientError, Lost, RaysimError
+from raysim.errors import ClientError, Lost, ProbeError, RaysimError
 from raysim.signals import Signals, Stopped
 from raysim.training.batches import batches_per_pass, local_steps
-from raysim.training.messages import Job, cut
+from raysim.training.messages import Broadcast, Job, cut
 from raysim.training.privacy import epsilon, passes
 from raysim.version import __version__
 
@@ -62,10 +62,12 @@ class Pending:
 
 @dataclass
 class Work:
-    """A round on its way: its turn, what the server will hear of it, and the jobs that were sent off."""
+    """A round on its way: its turn, what the server will hear of it, what probes ask of its clients, and the jobs that
+    were sent off."""
 
     turn: Turn
     round: Round
+    requests: dict[int, dict[str, Any]]
     training: Training
     jobs: list[Job] = field(default_factory=list)
 
@@ -111,10 +113,6 @@ class Engine:
         self.done = self.bytes_down = self.bytes_up = 0
         self.sizes: dict[int, int] = {}
         """The bytes of the versions that clients have received and that somebody still needs."""
-        asked = self.config.evaluate.forgetting
-        self.cohorts: deque[list[int]] = deque(maxlen=asked.window if asked else 0)
-        """The clients of the last rounds, for who measures what is forgotten of their data."""
-        self.course = convergence.Course(self.plan)
 
     def end_early(self, reason: str) -> None:
         """End the run after the rounds that are done, with a checkpoint from which it can be resumed."""
@@ -141,7 +139,7 @@ class Engine:
                 lost, losses = again, losses + 1
                 if losses > LOSSES:
                     raise RaysimError(f"{lost}; that was the {losses}th time since a round was done") from None
-            except (Stopped, ClientError):
+            except (Stopped, ClientError, ProbeError):
                 try:
                     yield from (record for record in self._arrived(keep=0) if record["round"] > told)
                     self._save_what_is_done()
@@ -157,6 +155,7 @@ class Engine:
         found out while clients train, they are sent off as soon as the server is told to move on, and what is to be
         said of a round is gathered while the next one trains.
         """
+        self.probes = Probes(ProbedRun(self.plan, self.run_dir, self.done, self.history, self._version))
         work = self._draw(self.done)
         self._send_off(work)  # the blocks of a resumed run are those of one that never stopped
         self.versions[self.done] = down = self.executor.broadcast(work.round)
@@ -169,9 +168,9 @@ class Engine:
             with self.signals.allowed():
                 trained = work.training.get()
             seconds = stopwatch.lap()
-            self.judge(work.round, work.jobs, trained)
-            self._keep_observed(work, trained)
-            self.cohorts.append(work.round.ids)
+            work.round.dropped = self._failed(work.round, work.jobs, trained)
+            measured = self.probes.metrics(work.round, trained.done)
+            self._keep_rows(work.jobs, trained, work.round.dropped)
             self.done += 1
             finished, work = work, upcoming
             self._send_off(work)
@@ -180,7 +179,7 @@ class Engine:
             self.versions[self.done] = after.down
             self._send_off(work)
             self._forget(work)
-            record = {**self._record(finished, trained), **seconds(trained)}
+            record = {**self._record(finished, trained), **measured, **seconds(trained)}
             self.pending.append(Pending(record, [after.metrics, *self._evaluation(self.done, after.down, stopwatch)]))
             yield from self._arrived(keep=0 if snapshot else self._lag)
             if snapshot:
@@ -214,13 +213,16 @@ class Engine:
             turn = self.schedule.turn(t) if t < self.config.rounds else schedule.in_step(t, [])
         except StandStill as end:
             turn = Turn(t, [], self.schedule.now, stands_still=str(end))
-        return Work(turn, self.round(turn), self.executor.training(t))
+        round = self.round(turn)
+        requests = self.probes.requests(round) if t < self.config.rounds else {}
+        return Work(turn, round, requests, self.executor.training(t))
 
     def _send_off(self, work: Work) -> None:
         """Of a round those who are not yet at work and whose version is there."""
         sent = {job.client for job in work.jobs}
         facts = zip(work.round.ids, work.round.bases, strict=True)
-        jobs = self.jobs(work.round, [base in self.versions and client not in sent for client, base in facts])
+        chosen = [base in self.versions and client not in sent for client, base in facts]
+        jobs = self.jobs(work.round, chosen, work.requests)
         if jobs:
             work.training.add(self._of(jobs), cut(jobs, self.plan.block_size))
             work.jobs += jobs
@@ -230,6 +232,10 @@ class Engine:
         needed = {self.done, *self.schedule.held(), *work.round.bases}
         self.versions = {v: down for v, down in self.versions.items() if v in needed}
 
+    def _version(self, number: int) -> Broadcast:
+        """A version of the model that somebody still needs."""
+        return self.executor.fetch(self.versions[number])
+
     def _of(self, jobs: list[Job]) -> dict[int, Any]:
         """The versions that these begin with."""
         return {job.base: self.versions[job.base] for job in jobs}
@@ -238,7 +244,8 @@ class Engine:
     """Rounds whose metrics may still be out while the next one trains."""
 
     def _evaluation(self, done: int, down: Any, stopwatch: Stopwatch) -> list[Result[dict[str, float]]]:
-        parts = self.config.evaluate.due(done, self.config.rounds)
+        parts = ["test"] if self.config.evaluate.due(done, self.config.rounds) else []
+        parts += self.probes.due(done)
         if not parts:
             return []
         with stopwatch.aside():  # inline it takes its time here; on actors it goes on beside the next round
@@ -248,11 +255,11 @@ class Engine:
         """Records whose figures are all there, in order; waits while more than `keep` are out."""
         pending = self.pending
         while pending and (len(pending) > keep or (len(pending) > 1 and all(r.ready() for r in pending[0].results))):
-            first = pending.popleft()
+            first = pending[0]
             for result in first.results:
                 first.record.update(result.get())
-            first.record.update(self.course.add(first.record))
-            self.history.append(first.record)
+            first.record.update(self.probes.follow(first.record))
+            self.history.append(pending.popleft().record)
             yield first.record
 
     def _due(self, done: int) -> bool:
@@ -328,13 +335,8 @@ class Engine:
         self.versions = {v: self.executor.hold(version) for v, version in saved.versions.items()}
         self.sizes = {v: version.nbytes for v, version in saved.versions.items()}
         self.done, self.history = saved.facts["round"], saved.facts["history"]
-        for record in self.history:
-            self.course.add(record)
         self.bytes_down, self.bytes_up = saved.facts["bytes_down"], saved.facts["bytes_up"]
         self.mended = Counter(saved.facts["mended"])
-        if self.cohorts.maxlen:
-            before = schedule.make(self.config, self.plan.clients.sizes)
-            self.cohorts.extend(before.turn(t).ids for t in range(self.done))
 
     def close(self) -> None:
         """Removes the rows on disk, unless a checkpoint needs them."""
@@ -360,8 +362,13 @@ class Engine:
                 )
         return round
 
-    def jobs(self, round: Round, which: Iterable[bool] | None = None) -> list[Job]:
-        """The work of a round's clients, or of some of them."""
+    def jobs(
+        self,
+        round: Round,
+        which: Iterable[bool] | None = None,
+        requests: Mapping[int, dict[str, Any]] = MappingProxyType({}),
+    ) -> list[Job]:
+        """The work of a round's clients, or of some of them; with what probes ask of them."""
         by_samples, N = self.plan.server.weights == "samples", len(self.plan.clients)
         chosen = [True] * len(round.ids) if which is None else which
         facts = zip(round.ids, round.bases, round.weights, round.samples, round.steps, chosen, strict=True)
@@ -369,37 +376,9 @@ class Engine:
         for client, base, weight, n, steps, _ in (one for one in facts if one[-1]):
             share = n * N / self.n_samples if by_samples else 1.0
             row, seen = self.store.get(client), bool(self.store.seen[client])
-            jobs.append(Job(client, base, int(self.store.cursors[client]), weight, steps, share, seen, row))
-        self._ask_more(round, jobs)
+            cursor, asked = int(self.store.cursors[client]), requests.get(client, {})
+            jobs.append(Job(client, base, cursor, weight, steps, share, seen, row, asked))
         return jobs
-
-    def _ask_more(self, round: Round, jobs: list[Job]) -> None:
-        """Of some rounds' clients more is wanted than their uploads: what they have seen, what they have forgotten."""
-        observe, asked = self.config.observe, self.config.evaluate.forgetting
-        if observe and round.t in observe.rounds:
-            chosen = set(round.ids[: observe.clients])
-            for job in jobs:
-                job.observed = job.client in chosen
-        if asked and self.cohorts and self.cohorts[-1] and round.t % asked.every == 0:
-            window = sorted(set().union(*self.cohorts)) if asked.fisher else []
-            for job in jobs:
-                job.past = Past(self.cohorts[-1], window, before=job is jobs[0])
-
-    def _keep_observed(self, work: Work, trained: Trained) -> None:
-        seen = {d.client: d.observed for outcome in trained.done for d in outcome.done if d.observed}
-        if seen and self.run_dir is not None:
-            jobs = [job for job in work.jobs if job.client in seen]
-            downs = {base: self.executor.fetch(self.versions[base]) for base in {job.base for job in jobs}}
-            recorded_updates.write(self.run_dir, work.turn.t, jobs, seen, downs)
-
-    def _forgotten(self, work: Work, trained: Trained) -> Record:
-        """What this round's clients have forgotten of the data of the round before's."""
-        measured = {d.client: d.forgotten for outcome in trained.done for d in outcome.done if d.forgotten}
-        past = next((job.past.clients for job in work.jobs if job.past), [])
-        found = forgetting.gather(past, measured)
-        if found and self.run_dir is not None:
-            forgetting.write(self.run_dir, work.turn.t, found)
-        return forgetting.figures(found)
 
     def _count_bytes_down(self, turn: Turn, trained: Trained) -> None:
         """Add what the clients of a round received, as the workers measured it.
@@ -438,6 +417,11 @@ class Engine:
 
     def judge(self, round: Round, jobs: list[Job], trained: Trained) -> None:
         """Who is in and who is out: keeps the rows of accepted clients, stops at a failed one or drops it."""
+        round.dropped = self._failed(round, jobs, trained)
+        self._keep_rows(jobs, trained, round.dropped)
+
+    def _failed(self, round: Round, jobs: list[Job], trained: Trained) -> set[int]:
+        """Return the clients whose updates are not used, because they failed; or raise ClientError."""
         done = {d.client: d for outcome in trained.done for d in outcome.done}
         failed = {job.client: done[job.client].error for job in jobs if done[job.client].error}
         for client, error in failed.items():
@@ -448,13 +432,17 @@ class Engine:
                 )
             self.first_failure = self.first_failure or f"client {client} in round {round.t}: {_last_line(error)}"
             logger.warning("round %d: client %d is dropped: %s", round.t, client, _last_line(error))
+        if not jobs:
+            logger.warning("round %d: nobody arrived", round.t)
+        return set(failed)
+
+    def _keep_rows(self, jobs: list[Job], trained: Trained, failed: set[int]) -> None:
+        """Keep what the clients of a round keep until their next one, except those that failed."""
+        done = {d.client: d for outcome in trained.done for d in outcome.done}
         for job in jobs:
             self.store.cursors[job.client] += job.steps
             if job.client not in failed:
                 self.store.put(job.client, done[job.client].row)
-        round.dropped = set(failed)
-        if not jobs:
-            logger.warning("round %d: nobody arrived", round.t)
 
     def _record(self, work: Work, trained: Trained) -> Record:
         """What is to be said of a round, but for the server's and the evaluation's part."""
@@ -480,7 +468,6 @@ class Engine:
             **staleness(turn),
             **trained.metrics,
             **self._mended(),
-            **self._forgotten(work, trained),
             **self._spent(),
         }
         if good:

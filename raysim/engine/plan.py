@@ -20,8 +20,8 @@ from raysim.config.references import Code, reading_once
 from raysim.config.schema import Config, Data, InFlight, Named, Sync, Trace
 from raysim.data import Dataset, load, split
 from raysim.data.partitions import Clients, VirtualClients
-from raysim.diagnostics import full_gradients
-from raysim.engine import file_digests, rehearsal, schedule
+from raysim.engine import file_digests, probes, rehearsal, schedule
+from raysim.engine.probes import Probe
 from raysim.engine.server import shapes_of_first_broadcast
 from raysim.errors import ConfigError, in_a_line
 from raysim.models import flat
@@ -61,6 +61,9 @@ class Plan:
     sources: Mapping[str, Mapping[str, bytes]] = field(default_factory=dict)
     """By section, the text of each file of code that is not raysim's, to be kept with the run."""
 
+    probes: tuple[Probe, ...] = ()
+    """Measurements that the configuration asks for. They are copied before use."""
+
     def __getstate__(self) -> dict[str, Any]:
         """What is pickled, the code first: the classes that follow are unpickled by its help."""
         return {"code": self.code, **self.__dict__}
@@ -80,6 +83,11 @@ class Plan:
     def file_label(self) -> str:
         """The run's short name as a part of a path."""
         return self.label.replace("/", "_")
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether the global model is ever evaluated."""
+        return bool(self.config.evaluate.every) or any(map(probes.evaluates_models, self.probes))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -164,9 +172,8 @@ def resolve(raw: Mapping[str, Any], load: Callable[[Data], Dataset] = load) -> P
             reraise_stop(error)
             raise ConfigError(f"{section}: check of {half} rule '{rule.name}' failed: {in_a_line(error)}") from None
     _check_privacy(config, client, net)
-    _check_watching(config, client)
-    _check_theory(config, clients, model)
-    mode, size = _block(config, client, server, model)
+    asked = probes.attached(config)
+    mode, size = _block(config, client, server, model, any(map(probes.looks_at_clients, asked)))
     given = config.client
     config = config.model_copy(
         update={
@@ -193,7 +200,9 @@ def resolve(raw: Mapping[str, Any], load: Callable[[Data], Dataset] = load) -> P
         size,
         file_digests.code(config),
         file_digests.sources(config),
+        asked,
     )
+    probes.check(plan)
     if not recorded:  # else the same code has been rehearsed before
         rehearsal.check(plan, "client.name" if given else "algorithm.name")
     return plan
@@ -261,48 +270,6 @@ def _check_privacy(config: Config, client: ClientRule, net: nn.Module) -> None:
         )
 
 
-def _check_watching(config: Config, client: ClientRule) -> None:
-    asked = config.evaluate.forgetting
-    if config.observe and min(config.observe.rounds) >= config.rounds:
-        raise ConfigError(
-            f"observe.rounds: the run's rounds are 0 to {config.rounds - 1}, none of them is to be observed"
-        )
-    if asked is None:
-        return
-    if not isinstance(config.schedule, Sync):
-        raise ConfigError(
-            "evaluate.forgetting: speaks of one round's clients and the next one's; use schedule.name=sync"
-        )
-    if asked.fisher and not client.makes:
-        raise ConfigError(
-            f"evaluate.forgetting.fisher: client rule '{client.name}' makes no pseudo data; use fedreg or fedreg_mg "
-            "with pairing=index, or set it to false"
-        )
-
-
-def _check_theory(config: Config, clients: Clients | VirtualClients, model: Model) -> None:
-    asked, at_once, in_all = config.evaluate.theory, full_gradients.AT_ONCE, full_gradients.IN_ALL
-    if asked is None:
-        return
-    passes = full_gradients.GRADIENT + (full_gradients.CURVATURE if asked.L is None else 0)
-    one = full_gradients.price(config, clients, model, asked.sample, passes)
-    times = sum("theory" in config.evaluate.due(t, config.rounds) for t in range(config.rounds + 1))
-    cost = one.operations
-    if one.too_much(at_once):
-        raise ConfigError(
-            f"evaluate.theory: one evaluation looks at {one.what}: {cost:.1e} floating-point operations and "
-            f"{one.room / 1e9:.1f} GB; set evaluate.theory.sample={one.fits(at_once)} or so, a number of clients"
-        )
-    if times * cost > in_all * one.most:
-        every = ceil(config.rounds * cost / (in_all * one.most - 2 * cost))
-        raise ConfigError(
-            f"evaluate.theory: {times} evaluations look at {one.what}: {times * cost:.1e} floating-point operations; "
-            f"set evaluate.theory.every={every} or so, or evaluate.theory.sample, a number of clients"
-        )
-    if asked.L is None and (why := full_gradients.why_no_curvature(model)):
-        raise ConfigError(f"evaluate.theory.L: cannot be estimated for model '{config.model.name}' ({why}); give it")
-
-
 def _check_store(config: Config) -> None:
     if config.store.dir is None:
         return
@@ -332,15 +299,15 @@ def _check_resources(config: Config) -> None:
         )
 
 
-def _block(config: Config, client: ClientRule, server: ServerRule, model: Model) -> tuple[Mode, int]:
-    """Mode and size of blocks, from the configuration alone."""
+def _block(config: Config, client: ClientRule, server: ServerRule, model: Model, probed: bool) -> tuple[Mode, int]:
+    """Mode and size of blocks, from the configuration alone; `probed`: single clients are measured."""
     cohort, block = config.schedule.size, config.block
     wide = min(64, ceil(cohort / 4))
     small = model.size <= VMAP_BELOW and not model.convolutional and wide >= 8
     looped = min(16, ceil(cohort / 16))  # large cohorts in many blocks, so that many actors end at one time
     sizes = {"pooled": min(128, ceil(cohort / 16)), "vmap": wide, "loop": looped}
     reasons: dict[Mode, Callable[[], str | None]] = {
-        "pooled": lambda: why_not_pooled(config, client, server, model),
+        "pooled": lambda: why_not_pooled(config, client, server, model, probed),
         "vmap": lambda: (why := why_not_vmap(model)) and f"model '{config.model.name}' cannot run so ({why})",
         "loop": lambda: None,
     }

@@ -258,12 +258,6 @@ class ServerRule(_Rule):
         """
         return {"delta": "mean"}
 
-    @property
-    def heavy_ball(self) -> tuple[float, float] | None:
-        """(beta1, beta2) where the update is x <- x - lr m̃ with m̃ = beta1 m̃ + mean(delta), or that corrected by what
-        the metric `eps_g` says: the updates of which raysim.diagnostics.convergence speaks. None for any other."""
-        return None
-
     def weigh(self, cohort: Cohort) -> list[float]:
         """The weights of a round's means, from what is known before anybody has trained: samples, steps, staleness.
 

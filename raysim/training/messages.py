@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from raysim.diagnostics.forgetting import Past
     from raysim.rules.contract import State
 
 
@@ -41,9 +40,8 @@ class Job:
     share: float = 0.0
     seen: bool = False
     row: dict[str, np.ndarray] | None = None
-    observed: bool = False
-    """Whether what it sends is to be kept, with the images behind it."""
-    past: Past | None = None
+    requests: dict[str, Any] = field(default_factory=dict)
+    """What probes ask of this client, by the name of the probe."""
 
 
 @dataclass
@@ -65,10 +63,8 @@ class Done:
     row: dict[str, np.ndarray] | None = None
     bytes: int = 0
     """What was sent up."""
-    observed: dict[str, np.ndarray] = field(default_factory=dict)
-    """What was sent, by its key, and the examples behind it as `x` and `y`."""
-    forgotten: dict[str, list[float]] = field(default_factory=dict)
-    """The mean losses `before` and `after` on the data of past clients, and the correlation `fisher`."""
+    measured: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """What probes measured, by the name of the probe."""
 
 
 @dataclass

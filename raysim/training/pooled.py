@@ -60,8 +60,10 @@ def gradient(bound: Bound, pool: Pool) -> tuple[Tensor, list[float]]:
     return total, [found[start:stop].sum() / (stop - start or np.nan) for start, stop in pairwise(ends)]
 
 
-def why_not_pooled(config: Config, client: ClientRule, server: ServerRule, model: Model) -> str | None:
-    """None if a block's clients can be trained as one, else the reason."""
+def why_not_pooled(
+    config: Config, client: ClientRule, server: ServerRule, model: Model, probed: bool = False
+) -> str | None:
+    """None if a block's clients can be trained as one, else the reason; `probed`: single clients are measured."""
     local = config.local
     if own := overridden(client, PLAIN):
         return f"client rule '{client.name}' has a {own[0]} of its own"
@@ -71,7 +73,7 @@ def why_not_pooled(config: Config, client: ClientRule, server: ServerRule, model
         return f"server rule '{server.name}' takes more than the mean of delta"
     if not config.takes_bare_gradients or local.upload_dtype:
         return "each client's gradient is changed before its step, or what it sends after it"
-    if config.observe or config.evaluate.forgetting:
+    if probed:
         return "what each client does is looked at"
     if _examples_meet(model):
         return "examples meet in the net (BatchNorm?), so that clients are not the same together"

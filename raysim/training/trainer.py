@@ -14,7 +14,7 @@ import logging
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, Literal
@@ -26,7 +26,6 @@ from torch import Tensor
 from raysim.config.schema import Config, at_round
 from raysim.data import Examples
 from raysim.data.partitions import Clients, VirtualClients
-from raysim.diagnostics import forgetting
 from raysim.errors import ContractError
 from raysim.models.flat import Model, make_net
 from raysim.numerics.fixed_point import LIMIT, BlockSum, FixedSum
@@ -58,8 +57,10 @@ class Trainer:
         examples: Examples,
         clients: Clients | VirtualClients,
         mode: Mode,
+        measures: Mapping[str, Measure] | None = None,
     ):
         self.config, self.rule, self.mode = config, client, mode
+        self.server, self.measures = server, measures or {}
         self.sums = sums(server.uploads) + ([("mean", "buffers")] if model.buffer_size else [])
         self.sent = list(dict.fromkeys(key for _, key in self.sums))
         self.each, self.change = with_mode(server.uploads, "each"), with_mode(server.uploads, "change")
@@ -88,13 +89,15 @@ class Trainer:
         parts = {f"{mode} {key}": FixedSum() for mode, key in self.sums}
         for block in blocks:
             if self.mode != "pooled" or not self._add_pooled(total, parts, downs, block):
-                self._add(total, parts, self.clients_of(downs, block, "vmap" if self.mode == "vmap" else "loop"))
+                updates = self.clients_of(downs, block, "vmap" if self.mode == "vmap" else "loop")
+                self._measure(updates)
+                self._add(total, parts, updates)
         total.sums = {name: part.total for name, part in parts.items() if part.total is not None}
         total.bound = max((part.bound for part in parts.values()), default=0.0)
         total.seconds = time.perf_counter() - began
         return total
 
-    def clients_of(self, downs: Mapping[int, Broadcast], block: Block, mode: Mode) -> list[_Trained]:
+    def clients_of(self, downs: Mapping[int, Broadcast], block: Block, mode: Mode) -> list[ClientUpdate]:
         """Train a block's clients one after the other or side by side; what each of them sends and keeps, not added
         up."""
         return (self._vmap if mode == "vmap" else self._loop)(downs, block)
@@ -108,7 +111,7 @@ class Trainer:
 
     # -- one after the other ---------------------------------------------------------------------------------------
 
-    def _loop(self, downs: Mapping[int, Broadcast], block: Block) -> list[_Trained]:
+    def _loop(self, downs: Mapping[int, Broadcast], block: Block) -> list[ClientUpdate]:
         rules = {base: self.rule.at(base) for base in {job.base for job in block.jobs}}
         gathered = Gathered(self.feed, block.jobs, [self.clients.client(job.client) for job in block.jobs])
         return [
@@ -116,7 +119,7 @@ class Trainer:
             for k, job in enumerate(block.jobs)
         ]
 
-    def _loop_one(self, rule: ClientRule, down: Broadcast, job: Job, batches: Iterator[Batch]) -> _Trained:
+    def _loop_one(self, rule: ClientRule, down: Broadcast, job: Job, batches: Iterator[Batch]) -> ClientUpdate:
         task, shared, in_place = self.loop, down.shared, not overridden(rule, ["step"])
         try:
             here = self.arrive(rule, down, job)
@@ -140,7 +143,7 @@ class Trainer:
             reraise_stop(error)
             return _failed(job)
 
-    def arrive(self, rule: ClientRule, down: Broadcast, job: Job) -> Arrived:
+    def arrive(self, rule: ClientRule, down: Broadcast, job: Job) -> PreparedClient:
         """The broadcast reaches a client: what it kept, and what its steps begin with. Makes `self.loop` its task."""
         mine, facts = self.clients.client(job.client), self._facts(job.base)
         data = LocalData(len(mine), self.average, lambda augment=False: self.feed.whole(mine, job if augment else None))
@@ -155,13 +158,13 @@ class Trainer:
             )
         state = {"w": w, **state}
         made = islice(self.made(rule, down, job, mine), job.steps) if rule.makes else ()
-        return Arrived(job, down, mine, data, row, state, list(made))
+        return PreparedClient(job, rule, down, mine, data, row, state, list(made))
 
     def made(self, rule: ClientRule, down: Broadcast, job: Job, mine: np.ndarray) -> Iterator[tuple[Batch, ...]]:
         """What the rule makes of each batch of one pass; the client's task is `self.loop`."""
         return (rule.make(down.shared, batch, self.loop) for batch in self.feed.one_pass(job, mine))
 
-    def _leave(self, rule: ClientRule, state: State, here: Arrived, loss: Tensor) -> _Trained:
+    def _leave(self, rule: ClientRule, state: State, here: PreparedClient, loss: Tensor) -> ClientUpdate:
         """The client, whose task is `self.loop`, has made its steps: what it sends and what it keeps."""
         task = self.loop
         assert task.buffers is not None
@@ -171,20 +174,17 @@ class Trainer:
         own = task.trained.flat.data_ptr()  # the vector in training is the next client's too
         report, kept = ({k: v.clone() if v.data_ptr() == own else v for k, v in d.items()} for d in (report, kept))
         row = {k: v for k, v in kept.items() if k != "seen"} | {_last(key): report[key] for key in self.change}
-        trained = _Trained(here.job, {**report, "buffers": task.buffers}, row, loss)
-        if here.job.observed:
-            trained.observed = self._observed(here, trained.report)
-        if here.job.past is not None:
-            trained.forgotten = forgetting.measure(self, rule, here, state["w"].clone(), task.buffers)
-        return trained
+        update = ClientUpdate(here.job, {**report, "buffers": task.buffers}, row, loss)
+        if here.job.requests:  # the task is the next client's soon
+            update.client, update.params = here, state["w"].clone()
+        return update
 
-    def _observed(self, here: Arrived, report: Report) -> dict[str, np.ndarray]:
-        """What goes up, and the examples of the round's batches as the client saw them."""
-        batches = list(self.feed.batches(here.job, here.mine))
-        seen = {"x": torch.cat([b.x for b in batches]), "y": torch.cat([b.y for b in batches])}
-        return {
-            k: v.detach().cpu().contiguous().numpy() for k, v in {**{k: report[k] for k in self.sent}, **seen}.items()
-        }
+    def _measure(self, updates: list[ClientUpdate]) -> None:
+        """Let probes look at the clients that they ask for. What a probe raises ends the run, whoever was trained."""
+        for update in updates:
+            if update.client is not None and update.error is None:
+                for name, request in update.job.requests.items():
+                    update.measured[name] = self.measures[name](self, update.client, update, request)
 
     def _fresh(self, client: int) -> tuple[Tensor, Tensor]:
         """A net of this client's own, initialised anew."""
@@ -195,7 +195,7 @@ class Trainer:
 
     # -- side by side ----------------------------------------------------------------------------------------------
 
-    def _vmap(self, downs: Mapping[int, Broadcast], block: Block) -> list[_Trained]:
+    def _vmap(self, downs: Mapping[int, Broadcast], block: Block) -> list[ClientUpdate]:
         """Side by side goes who has the same constants: schedules over rounds may set apart who began at different
         times."""
 
@@ -211,10 +211,10 @@ class Trainer:
         trained = {one.job.client: one for jobs in alike for one in self._vmap_alike(downs, jobs)}
         return [trained[job.client] for job in block.jobs]
 
-    def _vmap_alike(self, downs: Mapping[int, Broadcast], jobs: list[Job]) -> list[_Trained]:
+    def _vmap_alike(self, downs: Mapping[int, Broadcast], jobs: list[Job]) -> list[ClientUpdate]:
         rule, facts = self.rule.at(jobs[0].base), self._facts(jobs[0].base)
-        trained: list[_Trained] = []
-        arrived: list[Arrived] = []
+        trained: list[ClientUpdate] = []
+        arrived: list[PreparedClient] = []
         for job in sorted(jobs, key=lambda job: -job.steps):
             try:
                 arrived.append(self.arrive(rule, downs[job.base], job))
@@ -288,7 +288,7 @@ class Trainer:
             row = {k: torch.tensor(job.row[k]).to(v.device, v.dtype).reshape(v.shape) for k, v in row.items()}
         return {**row, "seen": torch.tensor(job.seen, device=self.x0.device)}
 
-    def _add(self, total: Outcome, parts: dict[str, FixedSum], trained: list[_Trained]) -> None:
+    def _add(self, total: Outcome, parts: dict[str, FixedSum], trained: list[ClientUpdate]) -> None:
         """Adds a block to what this worker sends; an upload that is not finite goes no further, nor does its row."""
         good, sums = self._judged(trained)
         total.done += [self._done(one) for one in trained]
@@ -298,7 +298,7 @@ class Trainer:
         for key in self.each if good else ():
             total.rows.setdefault(key, []).extend(one.report[key] for one in good)
 
-    def _judged(self, trained: list[_Trained]) -> tuple[list[_Trained], dict[tuple[str, str], BlockSum]]:
+    def _judged(self, trained: list[ClientUpdate]) -> tuple[list[ClientUpdate], dict[tuple[str, str], BlockSum]]:
         """Who is in, and what they send, added up. Only where the sums are not sound does anybody's upload have to be
         looked at by itself. Whoever is out is told why in its `error`."""
         good = [one for one in trained if one.error is None]
@@ -315,7 +315,7 @@ class Trainer:
         good = [one for one in good if one.error is None]
         return good, self._sums(good)
 
-    def _done(self, one: _Trained) -> Done:
+    def _done(self, one: ClientUpdate) -> Done:
         if one.error is not None:
             return Done(one.job.client, float(one.loss), one.error)
         return Done(
@@ -324,8 +324,7 @@ class Trainer:
             metrics={k.removeprefix("metric/"): float(v) for k, v in one.report.items() if k.startswith("metric/")},
             row=_kept(one.row),
             bytes=sum(self._bytes(k, one.report[k]) for k in self.sent if k not in self.rule.free),
-            observed=one.observed,
-            forgotten=one.forgotten,
+            measured=one.measured,
         )
 
     def _rounded(self, key: str, value: Tensor) -> bool:
@@ -336,7 +335,7 @@ class Trainer:
         width = (self.upload_dtype or value.dtype).itemsize if self._rounded(key, value) else value.element_size()
         return value.numel() * width
 
-    def _sums(self, trained: list[_Trained]) -> dict[tuple[str, str], BlockSum]:
+    def _sums(self, trained: list[ClientUpdate]) -> dict[tuple[str, str], BlockSum]:
         """What is sent, added up, by mode and key; nothing of nobody."""
         sums = {}
         for mode, key in self.sums if trained else ():
@@ -363,38 +362,57 @@ class Trainer:
 
 
 @dataclass
-class Arrived:
-    """A client about to train: its job, what it was sent, the positions of its examples, what it kept, what its steps
-    begin with, and what was made of its batches."""
+class PreparedClient:
+    """A client that is ready to train."""
 
     job: Job
+    rule: ClientRule
+    """The client rule in the round of the version that the client starts from."""
     down: Broadcast
+    """The version of the model that the client received."""
     mine: np.ndarray
+    """Positions of its examples in the training set [n]."""
     data: LocalData
     row: State
+    """What the client kept from its earlier rounds."""
     state: State
+    """What its local steps start with."""
     made: list[tuple[Batch, ...]]
+    """What the rule prepared of each batch."""
 
 
 @dataclass
-class _Trained:
+class ClientUpdate:
+    """What local training made of one client."""
+
     job: Job
     report: Report = field(default_factory=dict)
+    """What it sends by key, such as `delta` [P], its metrics, and its BatchNorm statistics as `buffers` [Q]."""
     row: State = field(default_factory=dict)
+    """What it keeps until its next round."""
     loss: Tensor = field(default_factory=lambda: torch.tensor(float("nan")))
+    """The mean training loss of its local steps."""
     error: str | None = None
     broken: str | None = None
     """The error, if it is that the rule breaks its contract."""
-    observed: dict[str, np.ndarray] = field(default_factory=dict)
-    forgotten: dict[str, list[float]] = field(default_factory=dict)
+    client: PreparedClient | None = None
+    """The client as it was before its steps; kept where a probe asks for it."""
+    params: Tensor | None = None
+    """Its parameters after its local steps [P]; kept where a probe asks for them."""
+    measured: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """What probes measured, by the name of the probe."""
 
 
-def _failed(job: Job) -> _Trained:
+Measure = Callable[[Trainer, PreparedClient, ClientUpdate, Any], dict[str, Any]]
+"""Measures something of a client that has trained; the last argument is the probe's request for it."""
+
+
+def _failed(job: Job) -> ClientUpdate:
     """For an `except`: a rule or net is a user's code and may raise anything. The engine judges it by client and round,
     and the run stops or goes on without the client (`faults.on_client_error`)."""
     error = sys.exc_info()[1]
     broken = str(error) if isinstance(error, ContractError) else None
-    return _Trained(job, error=traceback.format_exc(limit=-8), broken=broken)
+    return ClientUpdate(job, error=traceback.format_exc(limit=-8), broken=broken)
 
 
 def _refuse_what_was_not_promised(rule: ClientRule, sent: list[str], report: Report, row: State, kept: State) -> None:

@@ -187,4 +187,4 @@ def test_files_are_one_for_each_round(tmp_path):
     forgetting.write(tmp_path, 12, found)
     assert [path.name for path in (tmp_path / "forgetting").iterdir()] == ["round-000012.json"]
     assert json.loads((tmp_path / "forgetting" / "round-000012.json").read_text()) == forgetting.read(tmp_path)[12]
-    assert forgetting.figures(found)["forgetting/increase_q50"] == 1.75
+    assert forgetting.figures(found)["increase_q50"] == 1.75
