@@ -6,14 +6,14 @@ import re
 from pathlib import Path
 
 import raysim
-from raysim.rules import contract
+from raysim.rules import contract, registry
 
 PACKAGE = Path(raysim.__file__).parent
 
 
 def test_a_method_costs_its_file_only():
     """No file of the engine knows a method by name: neither compares one with a name nor imports one."""
-    contract.discover()
+    registry.discover()
     names = sorted({*contract.ALGORITHMS, *contract.CLIENTS, *contract.SERVERS} - {"fedavg"}, key=len, reverse=True)
     quoted = re.compile(rf"""["']({"|".join(names)})["']""")
     compared = re.compile(r"""\b(algorithm|client|server)(\.name|_name)?\s*(==|!=|\bin\b)\s*[\[({"']""")

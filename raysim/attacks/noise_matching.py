@@ -33,7 +33,7 @@ from raysim.config.explain import checked
 from raysim.config.schema import Section
 from raysim.engine import plan
 from raysim.errors import ConfigError, RaysimError
-from raysim.rules import contract
+from raysim.rules import registry
 from raysim.runs.run import execute
 
 LOOKED_ON = {
@@ -171,7 +171,7 @@ def match(
     Raises:
         ConfigError: a mistake in the configuration, or the PSNR to be matched is not between those at the ends.
     """
-    raw = loading.read(source, overrides, plan.keys, contract.defaults)
+    raw = loading.read(source, overrides, plan.keys, registry.defaults)
     if "match" not in raw:
         raise ConfigError(f"match: {source} has no such section; see configs/fedreg/match_mnist.yaml for one")
     asked = checked(_File, {"match": raw.pop("match")}).match

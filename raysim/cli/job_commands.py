@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from raysim.config import explain
-from raysim.config.credentials import masked, redacted
 from raysim.config.loading import parse_overrides
 from raysim.config.schema import Config
+from raysim.config.tracking_uri import masked, redacted
 from raysim.engine import plan
 from raysim.errors import ConfigError, did_you_mean
-from raysim.rules import contract
+from raysim.rules import registry
 from raysim.sweep.definition import describe
 
 COMMANDS = ("run", "sweep", "resume")
@@ -45,7 +45,7 @@ def checked(command: Sequence[str], working_dir: Path, requirements: Path | None
     with _inside(working_dir):
         for raw in _configurations(name, source, overrides):
             config = explain.validate(raw)
-            contract.resolve(config)
+            registry.resolve(config)
             _check_places(config)
     return [name, *(_seen_from(working_dir, each) if each == source else each for each in arguments)]
 

@@ -44,7 +44,7 @@ def list_(
 def _catalogue(what: str) -> list[dict[str, str]]:
     from raysim.config.explain import choices
     from raysim.models import zoo
-    from raysim.rules import contract
+    from raysim.rules import registry
 
     def first_line(thing: Any) -> str:
         return " ".join((thing.__doc__ or "").split("\n\n")[0].split())
@@ -61,12 +61,12 @@ def _catalogue(what: str) -> list[dict[str, str]]:
                 "traffic": a.traffic,
                 "presets": " ".join(a.presets),
             }
-            for name, a, origin in contract.catalogue("algorithm")
+            for name, a, origin in registry.catalogue("algorithm")
         ]
     if what in ("clients", "servers"):
         return [
-            {"name": name, "from": origin, "what": first_line(c), "keys": " ".join(contract.fields(c))}
-            for name, c, origin in contract.catalogue("client" if what == "clients" else "server")
+            {"name": name, "from": origin, "what": first_line(c), "keys": " ".join(registry.fields(c))}
+            for name, c, origin in registry.catalogue("client" if what == "clients" else "server")
         ]
     if what == "pairs":
         return _pairs()
@@ -92,16 +92,16 @@ def _catalogue(what: str) -> list[dict[str, str]]:
 
 def _pairs() -> list[dict[str, str]]:
     """Server rules down, client rules across: what each pair is called ("x": nothing; "": it is refused)."""
-    from raysim.rules import contract
+    from raysim.rules import contract, registry
 
-    contract.discover()
+    registry.discover()
     named: dict[tuple[str, str], str] = {}
     for a in contract.ALGORITHMS.values():
         named.setdefault((a.client.name, a.server.name), a.name)
 
     def word(client: str, server: str) -> str:
         try:
-            contract.refuse_pair(contract.CLIENTS[client](), contract.SERVERS[server]())
+            registry.refuse_pair(contract.CLIENTS[client](), contract.SERVERS[server]())
         except ConfigError:
             return ""
         return named.get((client, server), "x")

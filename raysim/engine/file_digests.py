@@ -24,7 +24,7 @@ from raysim.config.schema import Config, FromFile, Named, Trace
 from raysim.data import Dataset
 from raysim.errors import ConfigError
 from raysim.models import flat
-from raysim.rules import contract
+from raysim.rules import registry
 
 Files = dict[str, dict[str, str]]
 EMPTY = hashlib.sha256().hexdigest()
@@ -127,7 +127,7 @@ def _references(config: Config) -> Iterator[tuple[str, str]]:
             continue
         if ":" in section.name:
             yield key, section.name
-        elif key != "model" and (point := contract.entry_point(section.name)) is not None:
+        elif key != "model" and (point := registry.entry_point(section.name)) is not None:
             yield key, point
 
 
@@ -167,7 +167,7 @@ def _kinds(key: str, name: str) -> Mapping[str, Any]:
     """The annotations of the parameters of a rule or a net."""
     if key == "model":
         return {k: str if (a := p.annotation) is p.empty else a for k, p in flat.parameters(name).items()}
-    return get_type_hints(contract.find(key, name))
+    return get_type_hints(registry.find(key, name))
 
 
 def _any_text(kind: Any) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from raysim.config import explain, loading
+from raysim.config import explain, loading, tracking_uri
 from raysim.config.references import Code, reading_once
 from raysim.config.schema import Config, Data, InFlight, Named, Sync, Trace
 from raysim.data import Dataset, load, split
@@ -26,10 +26,9 @@ from raysim.engine.server import shapes_of_first_broadcast
 from raysim.errors import ConfigError, in_a_line
 from raysim.models import flat
 from raysim.models.flat import Model, unfoldable
-from raysim.rules import contract
+from raysim.rules import contract, registry
 from raysim.rules.contract import ClientRule, Problem, ServerRule
 from raysim.signals import reraise_stop
-from raysim.tracking import mlflow as tracking
 from raysim.training.pooled import why_not_pooled
 from raysim.training.task import why_not_vmap
 from raysim.training.trainer import Mode
@@ -116,7 +115,7 @@ def prepare(source: str | Path | Mapping[str, Any], overrides: Iterable[str] | M
 
 def read(source: str | Path | Mapping[str, Any], overrides: Iterable[str] | Mapping[str, Any] = ()) -> dict[str, Any]:
     """The configuration of one run, not yet checked. Raises ConfigError if it is of many."""
-    raw = loading.read(source, overrides, keys, contract.defaults)
+    raw = loading.read(source, overrides, keys, registry.defaults)
     if alien := [key for key in loading.parse_overrides(overrides) if key.partition(".")[0] == "sweep"]:
         raise ConfigError(f"{alien[0]}: is for a sweep, and this is one run; leave it out, or use raysim sweep")
     if raw.pop("sweep", None) is not None:
@@ -132,10 +131,10 @@ def resolve(raw: Mapping[str, Any], load: Callable[[Data], Dataset] = load) -> P
     """The plan of a configuration that was read; `load` gives the data set. Raises ConfigError as `prepare` does."""
     config = explain.validate(raw)
     file_digests.check(config.files, file_digests.of_code(config))
-    client, server = contract.resolve(config)
+    client, server = registry.resolve(config)
     _check_resources(config)
     _check_store(config)
-    tracking.absolute(config.tracking.uri)
+    tracking_uri.absolute(config.tracking.uri)
     known = getattr(config.partition, "clients", None)
     if known is not None:
         _check_cohort(config.schedule, known)
@@ -211,7 +210,7 @@ def resolve(raw: Mapping[str, Any], load: Callable[[Data], Dataset] = load) -> P
 def keys(section: str, before: str, name: str) -> set[str]:
     """The keys that mean the same under both names of a section: see `layers.read`. A net's are its own."""
     if section in ("algorithm", "client", "server"):
-        return contract.shared_keys(section, before, name)
+        return registry.shared_keys(section, before, name)
     if section == "model":
         return set()
     known = [explain.section_keys(section, n) or set() for n in (before, name)]
@@ -220,7 +219,7 @@ def keys(section: str, before: str, name: str) -> set[str]:
 
 def _section(section: Named | None, rule: ClientRule | ServerRule, algorithm: Named | None) -> Named:
     """A rule with every hyper-parameter written out, under the name that finds it again."""
-    name = section.name if section else contract.reference(type(rule), algorithm.name if algorithm else "")
+    name = section.name if section else registry.reference(type(rule), algorithm.name if algorithm else "")
     return Named.model_validate({"name": name, **{f.name: asdict(rule)[f.name] for f in fields(rule)}})
 
 
@@ -249,7 +248,7 @@ def _absolute(config: Config) -> Config:
 
 def _check_privacy(config: Config, client: ClientRule, net: nn.Module) -> None:
     if config.privacy is None:
-        if config.algorithm and "privacy" in contract.defaults(config.algorithm.name):
+        if config.algorithm and "privacy" in registry.defaults(config.algorithm.name):
             logger.warning("privacy: null leaves nothing private in algorithm '%s'", config.algorithm.name)
         return
     if not config.privacy.sigma:

@@ -24,7 +24,7 @@ from raysim.data import Dataset, load
 from raysim.engine.loop import Engine
 from raysim.engine.plan import Plan, keys, resolve
 from raysim.errors import ConfigError, RaysimError
-from raysim.rules import contract
+from raysim.rules import registry
 from raysim.runs.run import choose
 
 WARM_UP = 2
@@ -81,7 +81,7 @@ def bench(
         ConfigError: a mistake in the configuration, or none of the candidates can run it.
     """
     quiet = {"evaluate": {"every": 0}, "checkpoint": {"every": 0}, "observe": None, "rounds": ENDLESS}
-    raw = loading.read(source, overrides, keys, contract.defaults)
+    raw = loading.read(source, overrides, keys, registry.defaults)
     raw.pop("sweep", None)
     explain.validate(raw)  # also what is not used
     raw |= quiet

@@ -13,10 +13,9 @@ from dataclasses import dataclass, replace
 
 from raysim.config.schema import NAMED
 from raysim.errors import ConfigError, did_you_mean
-from raysim.reports import published
+from raysim.reports import published, sides
 from raysim.reports.runs import NOT_THE_RESULT, Run, Spent, finished_runs
 from raysim.reports.tables import Figure, Rank, Row, as_csv, latex, markdown, order, short
-from raysim.rules import contract
 
 __all__ = ["Figure", "Row", "Run", "Spent", "as_csv", "finished_runs", "latex", "markdown", "order"]  # from rooms below
 
@@ -108,7 +107,7 @@ def value_of(params: Mapping[str, str], key: str) -> str | None:
     if key != SIDE:
         return params.get(key)
     client, server = params.get("client.name"), params.get("server.name")
-    return contract.side(client, server) if client and server else None
+    return sides.side(client, server) if client and server else None
 
 
 def ranked(table: Sequence[Row], metric: str = "accuracy", say: Callable[[str], None] = lambda line: None) -> list[Row]:
@@ -367,8 +366,8 @@ def resolved(runs: Sequence[Run], keys: Iterable[str], option: str) -> list[str]
 
 def _by_size(text: str | None) -> tuple:
     """Numbers by size, then sides in their order, then text."""
-    if text in contract.SIDES:
-        return (1, contract.SIDES.index(text) - len(contract.SIDES), "")
+    if text in sides.SIDES:
+        return (1, sides.SIDES.index(text) - len(sides.SIDES), "")
     try:
         return (0, float(text or ""), "")
     except ValueError:

@@ -18,10 +18,10 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
-from raysim.config.credentials import masked
 from raysim.config.schema import Tracking
+from raysim.config.tracking_uri import absolute, masked
 from raysim.errors import ConfigError, RaysimError, did_you_mean
-from raysim.tracking.mlflow import absolute, connected, finish_abandoned
+from raysim.tracking.mlflow import connected, finish_abandoned
 from raysim.tracking.spool import Tail
 
 Spent = Literal["rounds", "bytes", "virtual time", "seconds"]

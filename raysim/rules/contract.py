@@ -1,4 +1,4 @@
-"""The contract of a federated method: a client rule × a server rule, and the registry that finds them.
+"""The contract of a federated method: a client rule × a server rule.
 
 A `ClientRule` is the maths of ONE client, a `ServerRule` that of the server, an `Algorithm` a named pair of them.
 Rules are frozen dataclasses: their fields are hyper-parameters, set from the configuration under the same names.
@@ -10,30 +10,18 @@ calls `.item()` or changes in place what it was given.
 from __future__ import annotations
 
 import dataclasses
-import importlib
-import inspect
 import logging
-import os
-import pkgutil
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
-from importlib import metadata
-from importlib.metadata import EntryPoint, EntryPoints
-from itertools import groupby
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import torch
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict
 from torch import Tensor
 
-from raysim.config.explain import explain, flatten
-from raysim.config.references import load_object, place_of
-from raysim.config.schema import Config, Named, PositiveScheduled, at_round
-from raysim.errors import ConfigError, RaysimError, did_you_mean, in_a_line
-from raysim.signals import reraise_stop
-from raysim.version import __version__
+from raysim.config.schema import PositiveScheduled, at_round
+from raysim.errors import RaysimError
 
 if TYPE_CHECKING:
     from raysim.training.task import Batch, LocalData, Task
@@ -337,8 +325,6 @@ class Algorithm:
             ALGORITHMS[self.name] = self
 
 
-PLAIN = "fedavg"
-"""The name of the client rule that is local SGD, and of the server rule that averages."""
 CLIENTS: dict[str, type[ClientRule]] = {}
 SERVERS: dict[str, type[ServerRule]] = {}
 ALGORITHMS: dict[str, Algorithm] = {}
@@ -356,272 +342,3 @@ def _register(cls: type, family: type, registry: dict, suffix: str) -> None:
         cls.name = cls.__name__.removesuffix(suffix).lower()  # type: ignore[attr-defined]
     if cls.__module__.startswith(f"{SHIPPED}.") and not cls.__name__.startswith("_"):
         registry[cls.name] = cls  # type: ignore[attr-defined]
-
-
-def discover() -> None:
-    """Import the shipped methods, which enter their rules and algorithms into the registries."""
-    for module in pkgutil.iter_modules(importlib.import_module(SHIPPED).__path__):
-        importlib.import_module(f"{SHIPPED}.{module.name}")
-
-
-def entry_points(name: str | None = None) -> list[EntryPoint]:
-    """Return what other distributions offer in the entry-point group `raysim.algorithms`, nothing of it imported.
-
-    The name of an entry point is the name of the method in a configuration. Its value is an Algorithm, a ClientRule or
-    a ServerRule.
-    """
-    found = [point for point in _entry_points(tuple(sys.path)) if name in (None, point.name)]
-    return sorted(found, key=lambda point: (point.name, _distribution(point)))
-
-
-@lru_cache(maxsize=4)
-def _entry_points(path: tuple[str, ...]) -> EntryPoints:
-    return metadata.entry_points(group=SHIPPED)
-
-
-def entry_point(name: str) -> str | None:
-    """Return the reference that an entry point of this name stands for, None if there is none."""
-    return next((f"{point.module}:{point.attr}" for point in entry_points(name)), None)
-
-
-def _distribution(point: EntryPoint) -> str:
-    return f"{point.dist.name} {point.dist.version}" if point.dist else point.value
-
-
-def _installed(section: str, name: str) -> Any:
-    """Return what another distribution offers under a name, None if none does.
-
-    Only the method that is asked for is imported, so a broken or clashing one stops no run but its own.
-
-    Raises:
-        ConfigError: several distributions, one of which may be raysim, have a method of this name; or it cannot be
-            imported.
-    """
-    points = entry_points(name)
-    owners = [_distribution(point) for point in points]
-    if points and any(name in registry for registry in (CLIENTS, SERVERS, ALGORITHMS)):
-        owners.insert(0, f"raysim {__version__}")
-    if len(owners) > 1:
-        raise ConfigError(
-            f"{section}.name: '{name}' is a method of {' and of '.join(owners)}; uninstall all but one of them"
-            f", or give one as {points[0].value}"
-        )
-    if not points:
-        return None
-    if not points[0].attr:
-        raise ConfigError(
-            f"{section}.name: entry point '{name}' of {owners[0]} names the module {points[0].value}; it must name an "
-            "Algorithm or a rule in it, as module:NAME"
-        )
-    return load_object(f"{points[0].module}:{points[0].attr}", f"{section}.name")
-
-
-def reference(rule: type, given: str) -> str:
-    """Return the name by which a configuration finds the class of a rule again.
-
-    Args:
-        rule: the class.
-        given: the name of the algorithm that brought it.
-
-    Raises:
-        ConfigError: it is defined inside a function, where nothing finds it.
-    """
-    registry: Mapping[str, type] = CLIENTS if issubclass(rule, ClientRule) else SERVERS
-    name: str = rule.name  # type: ignore[attr-defined]
-    if registry.get(name) is rule:
-        return name
-    if "<locals>" in rule.__qualname__:
-        raise ConfigError(
-            f"algorithm.name: {rule.__qualname__} of '{given}' is defined inside a function, where a resumed run could "
-            "not find it; define it at the top of its module"
-        )
-    where, place = given.rpartition(":")[0], place_of(rule.__module__)
-    if place is None:
-        return f"{rule.__module__}:{rule.__qualname__}"
-    home = os.path.dirname(where)
-    beside = os.path.relpath(place, os.path.abspath(os.path.expanduser(home)))
-    return f"{where if os.path.basename(where) == beside else os.path.join(home, beside)}:{rule.__qualname__}"
-
-
-KINDS = {"client": "client rule", "server": "server rule", "algorithm": "algorithm"}
-
-
-def find(section: str, name: str) -> Any:
-    """Return the class (or Algorithm) that a section's name means.
-
-    Raises:
-        ConfigError: nothing has that name, or it is no such class.
-    """
-    discover()
-    registry: Mapping[str, Any] = {"client": CLIENTS, "server": SERVERS, "algorithm": ALGORITHMS}[section]
-    if ":" in name:
-        return _as_part(section, name, load_object(name, f"{section}.name"))
-    if name.endswith(".py"):
-        raise ConfigError(f"{section}.name: which class of {name}? Give it as {name}:NAME")
-    if (found := _installed(section, name)) is not None:
-        return _as_part(section, name, found)
-    if name in registry:
-        return registry[name]
-    known = [*registry, *(point.name for point in entry_points())]
-    raise ConfigError(
-        f"{section}.name: unknown {KINDS[section]} '{name}'{did_you_mean(name, known)}; "
-        "your own is given as path.py:Class"
-    )
-
-
-def _as_part(section: str, name: str, found: Any) -> Any:
-    """Return a user's object as this section needs it: a single rule is an algorithm with FedAvg's other half.
-
-    Raises:
-        ConfigError: it is something else.
-    """
-    if section == "algorithm" and isinstance(found, type):
-        if issubclass(found, ClientRule):
-            return Algorithm(name, found, SERVERS[PLAIN], name)
-        if issubclass(found, ServerRule):
-            return Algorithm(name, CLIENTS[PLAIN], found, name)
-    for rule in (found.client, found.server) if isinstance(found, Algorithm) else (found,):
-        if isinstance(rule, type) and issubclass(rule, _Rule) and "__dataclass_params__" not in rule.__dict__:
-            raise ConfigError(f"{section}.name: put @dataclass(frozen=True) above class {rule.__name__}")
-    family = {"client": ClientRule, "server": ServerRule}.get(section)
-    if not (isinstance(found, Algorithm) if family is None else isinstance(found, type) and issubclass(found, family)):
-        wanted = "an Algorithm, a ClientRule or a ServerRule" if family is None else f"a {family.__name__}"
-        raise ConfigError(f"{section}.name: '{name}' is not {wanted}")
-    return found
-
-
-def catalogue(section: Literal["client", "server", "algorithm"]) -> Iterator[tuple[str, Any, str]]:
-    """Yield the name, the class (or Algorithm) and the distribution of every method that a section can name.
-
-    What other distributions offer but cannot be used (it fails on import, or its name is taken) is logged and left out.
-    """
-    discover()
-    registry: Mapping[str, Any] = {"client": CLIENTS, "server": SERVERS, "algorithm": ALGORITHMS}[section]
-    kind = {"client": ClientRule, "server": ServerRule}.get(section, Algorithm)
-    for name, found in registry.items():
-        yield name, found, "raysim"
-    for name, points in groupby(entry_points(), key=lambda point: point.name):
-        try:
-            found = _installed(section, name)
-        except ConfigError as error:
-            logger.warning("%s", error)
-            continue
-        if isinstance(found, kind) or (isinstance(found, type) and issubclass(found, kind)):
-            yield name, found, _distribution(next(points))
-
-
-def fields(rule: type) -> list[str]:
-    """Names of a rule's hyper-parameters."""
-    return [f.name for f in dataclasses.fields(rule)]
-
-
-def shared_keys(section: str, before: str, name: str) -> set[str]:
-    """The keys that both algorithms (client rules, server rules) of these names have from the same class, so that they
-    mean the same: every server's `weights`, but not GradMA's beta2 and FedAdam's."""
-    try:
-        old, new = (_owners(find(section, n)) for n in (before, name))
-    except ConfigError:
-        return set()
-    return {"preset"} | {key for key, owners in new.items() if owners <= old.get(key, set())}
-
-
-def _owners(found: Any) -> dict[str, set[type]]:
-    """For each hyper-parameter the classes that brought it in, or gave it another meaning."""
-    owners: dict[str, set[type]] = {}
-    for rule in [found.client, found.server] if isinstance(found, Algorithm) else [found]:
-        for key in fields(rule):
-            owners.setdefault(key, set()).add(next(c for c in rule.__mro__ if key in inspect.get_annotations(c)))
-    return owners
-
-
-def defaults(name: str) -> Mapping[str, Any]:
-    """What the algorithm of this name sets in other sections ({} if there is none of that name)."""
-    try:
-        return find("algorithm", name).defaults
-    except ConfigError:  # said by `resolve`, with all the rest
-        return {}
-
-
-def _build(section: str, cls: type, given: Mapping[str, Any]) -> Any:
-    for key in given:
-        if key not in fields(cls):
-            raise ConfigError(f"{section}.{key}: unknown key of {cls.__name__}{did_you_mean(key, fields(cls))}")
-    kinds = get_type_hints(cls)
-    for key, value in given.items():
-        if isinstance(value, bool) and bool not in flatten(kinds[key]):  # pydantic would take true for 1
-            raise ConfigError(f"{section}.{key}: {str(value).lower()} is neither a number nor a word")
-    try:
-        return TypeAdapter(cls).validate_python(dict(given))
-    except ValidationError as error:
-        raise ConfigError(explain(error, given, cls, f"{section}.")) from None
-    except BaseException as error:
-        reraise_stop(error)
-        raise ConfigError(f"{section}.name: {cls.__name__} cannot be built: {in_a_line(error)}") from None
-
-
-def resolve(config: Config) -> tuple[ClientRule, ServerRule]:
-    """The two rules of a configuration. Explicit `client` and `server` sections replace the algorithm's halves."""
-    discover()
-    parts: dict[str, Any] = {}
-    if config.algorithm is not None:
-        algorithm: Algorithm = find("algorithm", config.algorithm.name)
-        halves = {"client": algorithm.client, "server": algorithm.server}
-        halves = {k: v for k, v in halves.items() if getattr(config, k) is None}
-        given = config.algorithm.parameters
-        preset = given.pop("preset", None)
-        if preset is not None and preset not in algorithm.presets:
-            known = did_you_mean(preset, algorithm.presets) or f" ({algorithm.name} has no presets)"
-            raise ConfigError(f"algorithm.preset: unknown preset '{preset}'{known}")
-        known = {f for cls in halves.values() for f in fields(cls)}
-        for key in given:
-            if key not in known:
-                raise ConfigError(f"algorithm.{key}: unknown key of '{algorithm.name}'{did_you_mean(key, known)}")
-        values = {**algorithm.settings, **(algorithm.presets[preset] if preset else {}), **given}
-        for half, cls in halves.items():
-            parts[half] = _build("algorithm", cls, {k: v for k, v in values.items() if k in fields(cls)})
-    for half in ("client", "server"):
-        section: Named | None = getattr(config, half)
-        if section is not None:
-            parts[half] = _build(half, find(half, section.name), section.parameters)
-        elif half not in parts:
-            raise ConfigError(
-                f"{half}: missing; give an algorithm (algorithm=fedavg), or both a client and a server rule"
-            )
-    client, server = parts["client"], parts["server"]
-    refuse_pair(client, server)
-    return client, server
-
-
-SIDES = ("client side", "server side", "both sides")
-
-
-def side(client: str, server: str) -> str:
-    """Where a pair of rules, given by their names, differs from local SGD and averaging, which are FedAvg's: one of
-    SIDES. FedAvg itself counts as client side, as in Luo 2023's tables."""
-    if server == PLAIN:
-        return SIDES[0]
-    return SIDES[1] if client == PLAIN else SIDES[2]
-
-
-def refuse_pair(client: ClientRule, server: ServerRule) -> None:
-    """Raises ConfigError where one rule needs what the other does not give; names both."""
-    for key, modes in server.uploads.items():
-        for mode in (modes,) if isinstance(modes, str) else modes:
-            if mode not in get_args(Mode):
-                hint = did_you_mean(mode, get_args(Mode))
-                raise ConfigError(f"server rule '{server.name}': uploads '{key}' in an unknown mode '{mode}'{hint}")
-    pair = f"client rule '{client.name}' with server rule '{server.name}'"
-    if missing := [k for k in client.needs if k not in server.provides]:
-        raise ConfigError(
-            f"{pair}: the client needs {_quoted(missing)}, which the server does not broadcast; "
-            f"pair it with a server rule that does"
-        )
-    if missing := [k for k in server.uploads if k not in client.sends]:
-        raise ConfigError(
-            f"{pair}: the server takes {_quoted(missing)}, which the client does not send; "
-            f"pair it with a client rule that does"
-        )
-
-
-def _quoted(words: Iterable[str]) -> str:
-    return ", ".join(f"'{w}'" for w in words)

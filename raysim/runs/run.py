@@ -24,9 +24,9 @@ from torch import Tensor
 
 from raysim import files, lock, processes, startup
 from raysim.config import loading
-from raysim.config.credentials import redacted
 from raysim.config.loading import parse_overrides
 from raysim.config.schema import Config
+from raysim.config.tracking_uri import redacted
 from raysim.data import partition_plot, partitions, summary
 from raysim.diagnostics import forgetting
 from raysim.engine import checkpoint, client_store, schedule

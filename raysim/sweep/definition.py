@@ -19,12 +19,12 @@ from pydantic import Field
 
 from raysim import data
 from raysim.config import explain, loading, schema
-from raysim.config.credentials import redacted
 from raysim.config.schema import Config, Section
+from raysim.config.tracking_uri import redacted
 from raysim.engine import plan
 from raysim.errors import ConfigError, did_you_mean
 from raysim.reports import claims
-from raysim.rules import contract
+from raysim.rules import registry
 from raysim.sweep import search_space
 from raysim.sweep.search_space import Axis, Draw, as_text
 
@@ -153,7 +153,7 @@ class Described:
     def raw(self, point: Mapping[str, Any]) -> dict[str, Any]:
         """The configuration at a point, not yet checked: where it does not say otherwise, small, in one process, on one
         core."""
-        raw = loading.read(self.source, {**self.given, **point}, plan.keys, contract.defaults)
+        raw = loading.read(self.source, {**self.given, **point}, plan.keys, registry.defaults)
         raw.pop("sweep", None)
         if raw.get("run_dir") is not None:
             raise ConfigError("run_dir: each trial of a sweep has a folder of its own; leave it out (--dir is for all)")
@@ -168,7 +168,7 @@ def describe(source: str | Path | Mapping[str, Any], overrides: Iterable[str] = 
     claims.read(source)  # a mistake there is told before anything runs
     given, axes = search_space.split(overrides)
     said = {key: given.pop(key) for key in list(given) if key.partition(".")[0] == "sweep"}
-    section = loading.read(source, (), plan.keys, contract.defaults).get("sweep")
+    section = loading.read(source, (), plan.keys, registry.defaults).get("sweep")
     grids, settings = _section(section, said)
     grids = [search_space.laid_over(grid, given, axes) for grid in grids]
     drawn = {key: each for grid in grids for key, each in grid.items() if isinstance(each, Draw)}

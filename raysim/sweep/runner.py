@@ -19,15 +19,15 @@ from types import SimpleNamespace
 from typing import Any
 
 from raysim import files
-from raysim.config.credentials import redacted, restored
 from raysim.config.schema import Config
+from raysim.config.tracking_uri import absolute, redacted, restored
 from raysim.errors import ConfigError, RaysimError
 from raysim.signals import stoppable
 from raysim.sweep import summary
 from raysim.sweep.definition import EarlyStopping, Sweep, Trial
 from raysim.sweep.summary import Outcome
 from raysim.sweep.trial import WORST, Ladder, labels_of, train
-from raysim.tracking.mlflow import Forwarder, Tracker, absolute
+from raysim.tracking.mlflow import Forwarder, Tracker
 from raysim.tracking.spool import Recorder
 
 logger = logging.getLogger("raysim")

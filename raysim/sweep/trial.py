@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from raysim import files, lock
-from raysim.config.credentials import masked
+from raysim.config.tracking_uri import masked
 from raysim.data import digest
 from raysim.engine import checkpoint, client_store, plan
 from raysim.engine.loop import Record

@@ -31,8 +31,8 @@ from pathlib import Path
 from typing import Any
 
 from raysim import lock
-from raysim.config.credentials import checked, masked, restored
 from raysim.config.schema import Tracking
+from raysim.config.tracking_uri import absolute, masked, restored
 from raysim.errors import ConfigError, RaysimError
 from raysim.tracking.spool import FILE, Clock, Recorder, Spool, Status, Tail, legal, plain
 
@@ -57,40 +57,6 @@ _QUIET = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
 }
 _KEY = "raysim.key"
-
-
-SCHEMES = {"sqlite", "file", "http", "https", "postgresql", "mysql", "mssql", "databricks", "databricks-uc"}
-"""Where MLflow keeps runs."""
-
-
-def absolute(uri: str) -> str:
-    """The tracking URI with a relative SQLite path resolved against the current directory.
-
-    Raises:
-        ConfigError: the URI names no database or server that MLflow can write to.
-    """
-    scheme, separator, rest = uri.partition("://")
-    if scheme == "sqlite":
-        path, mark, query = rest.removeprefix("/").partition("?")
-        if not rest.startswith("/") or path in ("", ":memory:"):
-            raise ConfigError(
-                f"tracking.uri: '{uri}' names no file; write sqlite:///mlflow.db or sqlite:////tmp/mlflow.db"
-            )
-        file = str(Path(path).expanduser().absolute())
-        if odd := {"%", "?", "#"} & set(file):
-            raise ConfigError(
-                f"tracking.uri: the path {file} has a '{min(odd)}', which MLflow takes for a part of an address; keep "
-                "the database in another folder"
-            )
-        return f"sqlite:///{file}{mark}{query}"
-    if separator and scheme.partition("+")[0] not in SCHEMES:
-        raise ConfigError(f"tracking.uri: MLflow knows no '{scheme}://'; use one of {', '.join(sorted(SCHEMES))}")
-    if scheme == "file" or not (separator or uri.startswith("databricks")):
-        raise ConfigError(
-            f"tracking.uri: '{masked(uri)}' is a folder, which MLflow no longer writes to; "
-            "use sqlite:///mlflow.db or the address of a server, http://HOST:5000"
-        )
-    return checked(uri).rstrip("/")
 
 
 def ui_hint(tracking: Tracking) -> str:

@@ -27,7 +27,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from raysim import files
-from raysim.config.credentials import masked, redacted
+from raysim.config.tracking_uri import masked, redacted
 from raysim.errors import RaysimError
 
 logger = logging.getLogger("raysim.tracking")

@@ -13,7 +13,8 @@ import yaml
 from support.command_line import assert_one_message
 
 from raysim.engine.plan import prepare
-from raysim.rules.contract import ALGORITHMS, CLIENTS, SERVERS, discover
+from raysim.rules.contract import ALGORITHMS, CLIENTS, SERVERS
+from raysim.rules.registry import discover
 from raysim.tracking import mlflow as tracking
 
 discover()

@@ -21,7 +21,8 @@ from raysim.config.loading import read, shipped
 from raysim.config.schema import at_round
 from raysim.engine.plan import Plan, keys, prepare
 from raysim.errors import ConfigError
-from raysim.rules.contract import ALGORITHMS, defaults, discover, resolve
+from raysim.rules.contract import ALGORITHMS
+from raysim.rules.registry import defaults, discover, resolve
 from raysim.sweep.definition import describe
 
 discover()

@@ -31,7 +31,8 @@ from raysim import algorithms, cli, sweep  # noqa: F401
 from raysim.config.explain import flatten
 from raysim.config.loading import shipped
 from raysim.config.schema import Config
-from raysim.rules.contract import ALGORITHMS, discover, fields
+from raysim.rules.contract import ALGORITHMS
+from raysim.rules.registry import discover, fields
 
 MAX_SECONDS, MAX_WALL_SECONDS, MAX_BYTES, MAX_MESSAGE = 20, 150, 2 * 2**30, 20_000
 """Of one command. The second is against commands that wait for ever, on a machine that is busy with others."""

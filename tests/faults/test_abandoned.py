@@ -28,8 +28,9 @@ HOURS = 5 * 3600
 DYING = """
     import os, signal, sys, time
     from pathlib import Path
-    from raysim import lock, tracking
-    from raysim.config import Tracking
+    from raysim import lock
+    from raysim.config.schema import Tracking
+    from raysim.tracking import mlflow as tracking
     folder = Path(sys.argv[3])
     folder.mkdir(parents=True)
     with lock.alone(folder):

@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from raysim.rules import contract
+from raysim.rules import contract, registry
 
-contract.discover()
+registry.discover()
 
 STARTS = [0, 4, 9, 13, 18, 24]
 """Where clients begin in the list of 24 images: sizes 4, 5, 4, 5, 6."""

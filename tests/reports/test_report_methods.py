@@ -16,10 +16,10 @@ from raysim.config import explain
 from raysim.config.loading import read, shipped
 from raysim.engine.plan import keys
 from raysim.errors import ConfigError
-from raysim.reports import aggregate, plots, published
+from raysim.reports import aggregate, plots, published, sides
 from raysim.reports.aggregate import Run, rows
-from raysim.rules import contract
-from raysim.rules.contract import defaults
+from raysim.rules import contract, registry
+from raysim.rules.registry import defaults
 from raysim.tracking import mlflow as tracking
 from raysim.tracking.spool import flatten
 
@@ -44,14 +44,14 @@ def run(value: float | list[float], **params: object) -> Run:
 
 def test_sides_are_those_of_luo_2023_but_for_scaffold():
     """SCAFFOLD, whose server keeps c, is on both sides; the paper counts it among the client's."""
-    contract.discover()
+    registry.discover()
     client = ["fedavg", "fedprox", "fedmlb", "moon", "gradma_w"]
     server = ["fedavgm", "mifa", "mifam", "gradma_s"]
     both = ["fedproxm", "fedmlbm", "moonm", "feddyn", "mimelite", "gradma", "scaffold"]
-    for side, names in zip(contract.SIDES, (client, server, both), strict=True):
+    for side, names in zip(sides.SIDES, (client, server, both), strict=True):
         for name in names:
             pair = contract.ALGORITHMS[name]
-            assert contract.side(pair.client.name, pair.server.name) == side, name
+            assert sides.side(pair.client.name, pair.server.name) == side, name
 
 
 def test_rows_by_side():

@@ -26,11 +26,11 @@ from raysim.engine.loop import Engine
 from raysim.engine.plan import Plan, prepare
 from raysim.engine.schedule import in_step, make
 from raysim.errors import ClientError, ConfigError
-from raysim.rules import contract
+from raysim.rules import registry
 from raysim.rules.contract import CLIENTS, SERVERS, ServerRule
 from raysim.training.messages import Block, Broadcast, cut
 
-contract.discover()
+registry.discover()
 
 
 FAILING = """
@@ -62,7 +62,7 @@ def pairs() -> list[tuple[str, str]]:
     for client in sorted(CLIENTS):
         for server in sorted(SERVERS):
             try:
-                contract.refuse_pair(CLIENTS[client](), SERVERS[server]())
+                registry.refuse_pair(CLIENTS[client](), SERVERS[server]())
             except ConfigError:
                 continue
             found.append((client, server))

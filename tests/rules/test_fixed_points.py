@@ -23,10 +23,10 @@ from raysim.algorithms.fedavgm import FedAvgMServer
 from raysim.algorithms.fedprox import FedProxClient
 from raysim.algorithms.gradma import GradMAClient, GradMAServer
 from raysim.errors import ConfigError
-from raysim.rules import contract
+from raysim.rules import registry
 from raysim.rules.contract import CLIENTS, SERVERS
 
-contract.discover()
+registry.discover()
 
 
 # --- averaging: the optimum, or a closed form that is not
@@ -253,7 +253,7 @@ def pairs() -> list[tuple[str, str]]:
     for client in sorted(set(CLIENTS) - set(INSIDE)):
         for server in sorted(SERVERS):
             try:
-                contract.refuse_pair(CLIENTS[client](), SERVERS[server]())
+                registry.refuse_pair(CLIENTS[client](), SERVERS[server]())
             except ConfigError:
                 continue
             if (client == "feddyn") == (server == "feddyn"):

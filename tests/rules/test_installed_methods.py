@@ -16,7 +16,7 @@ import raysim
 from raysim import cli
 from raysim.engine.plan import prepare
 from raysim.errors import ConfigError
-from raysim.rules import contract
+from raysim.rules import contract, registry
 from raysim.runs import run as experiment
 
 HALF = """
@@ -92,8 +92,8 @@ def test_the_methods_are_found_in_a_plain_checkout(tmp_path):
     script = (
         "import sys; sys.meta_path[:] = [f for f in sys.meta_path if 'Editable' not in repr(f)]\n"
         "import algorithms, raysim\n"
-        "from raysim.rules import contract\n"
-        "contract.discover()\n"
+        "from raysim.rules import contract, registry\n"
+        "registry.discover()\n"
         "print(raysim.__file__, contract.CLIENTS['fedprox'].__module__, len(contract.ALGORITHMS))"
     )
     done = subprocess.run(
@@ -103,7 +103,7 @@ def test_the_methods_are_found_in_a_plain_checkout(tmp_path):
         capture_output=True,
         text=True,
     )
-    contract.discover()
+    registry.discover()
     file, module, count = done.stdout.split() or pytest.fail(done.stderr)
     assert Path(file) == checkout / "raysim" / "__init__.py"
     assert (module, int(count)) == ("raysim.algorithms.fedprox", len(contract.ALGORITHMS))

@@ -23,7 +23,8 @@ import pytest
 import torch
 
 import raysim
-from raysim.rules.contract import ALGORITHMS, discover
+from raysim.rules.contract import ALGORITHMS
+from raysim.rules.registry import discover
 from raysim.runs.run import resume
 
 discover()

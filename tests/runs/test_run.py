@@ -37,7 +37,8 @@ from raysim.engine.plan import prepare
 from raysim.engine.server import first_broadcast, shapes_of_first_broadcast
 from raysim.errors import ClientError, ConfigError, Lost, RaysimError
 from raysim.models.flat import Bound
-from raysim.rules.contract import CLIENTS, SERVERS, discover
+from raysim.rules.contract import CLIENTS, SERVERS
+from raysim.rules.registry import discover
 from raysim.runs import run as experiment
 from raysim.runs.run import Finished, reopen, resume
 from raysim.tracking import mlflow as tracking

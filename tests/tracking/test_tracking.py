@@ -24,10 +24,11 @@ from typing import Any
 import pytest
 
 from raysim.config.schema import Tracking
+from raysim.config.tracking_uri import absolute
 from raysim.errors import ConfigError, RaysimError
 from raysim.runs.plots import learning_curve
 from raysim.tracking import mlflow as tracking
-from raysim.tracking.mlflow import Tracker, absolute, replay, ui_hint
+from raysim.tracking.mlflow import Tracker, replay, ui_hint
 from raysim.tracking.spool import Spool, flatten
 
 
@@ -249,8 +250,8 @@ def test_crash_before_acknowledgement(settings: Tracking, tmp_path: Path) -> Non
         """
         import os, signal, sys, time
         from pathlib import Path
-        from raysim import tracking
-        from raysim.config import Tracking
+        from raysim.config.schema import Tracking
+        from raysim.tracking import mlflow as tracking
         tracking.FLUSH = 0.05
         tracker = tracking.Tracker(Tracking(uri=sys.argv[1], experiment=sys.argv[2]), Path(sys.argv[3]))
         print(tracker.start("run", {"a": 1}, {}), flush=True)
@@ -312,8 +313,8 @@ def test_two_processes_on_a_fresh_database(tmp_path: Path) -> None:
     code = """
         import sys
         from pathlib import Path
-        from raysim.config import Tracking
-        from raysim.tracking import Tracker
+        from raysim.config.schema import Tracking
+        from raysim.tracking.mlflow import Tracker
         assert "mlflow" not in sys.modules
         tracker = Tracker(Tracking(), Path(sys.argv[1]))
         print(tracker.start(sys.argv[1], {}, {}))

@@ -11,11 +11,11 @@ from torch.utils._pytree import tree_leaves
 
 from raysim.engine.executor import make_trainer
 from raysim.engine.plan import prepare
-from raysim.rules import contract
+from raysim.rules import contract, registry
 from raysim.training.cuda_graphs import Replayer
 from raysim.training.trainer import Trainer
 
-contract.discover()
+registry.discover()
 
 NET = """
 from torch import nn

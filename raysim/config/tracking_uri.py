@@ -1,4 +1,6 @@
-"""Passwords and tokens in the addresses of tracking stores: used in memory, never written to a file.
+"""The addresses of tracking stores: which ones can be used, and how their passwords stay out of files.
+
+Passwords and tokens are used in memory and never written to a file.
 
 A run's folder keeps its address with *** in the place of each secret. A run that is resumed or replayed takes the
 secrets from the environment:
@@ -19,6 +21,9 @@ from urllib.parse import SplitResult, urlsplit, urlunsplit
 
 from raysim.errors import ConfigError
 
+SCHEMES = {"sqlite", "file", "http", "https", "postgresql", "mysql", "mssql", "databricks", "databricks-uc"}
+"""Where MLflow keeps runs."""
+
 HIDDEN = "***"
 
 _PLAIN = ("sqlite", "file")
@@ -30,6 +35,36 @@ _PAIR = re.compile(
 )
 """name=value, as in a query; or name%3Dvalue, as in the connection string of ODBC within one."""
 _ADDRESS = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]*)://(?P<rest>\S*)", re.IGNORECASE)
+
+
+def absolute(uri: str) -> str:
+    """The tracking URI with a relative SQLite path resolved against the current directory.
+
+    Raises:
+        ConfigError: the URI names no database or server that MLflow can write to.
+    """
+    scheme, separator, rest = uri.partition("://")
+    if scheme == "sqlite":
+        path, mark, query = rest.removeprefix("/").partition("?")
+        if not rest.startswith("/") or path in ("", ":memory:"):
+            raise ConfigError(
+                f"tracking.uri: '{uri}' names no file; write sqlite:///mlflow.db or sqlite:////tmp/mlflow.db"
+            )
+        file = str(Path(path).expanduser().absolute())
+        if odd := {"%", "?", "#"} & set(file):
+            raise ConfigError(
+                f"tracking.uri: the path {file} has a '{min(odd)}', which MLflow takes for a part of an address; keep "
+                "the database in another folder"
+            )
+        return f"sqlite:///{file}{mark}{query}"
+    if separator and scheme.partition("+")[0] not in SCHEMES:
+        raise ConfigError(f"tracking.uri: MLflow knows no '{scheme}://'; use one of {', '.join(sorted(SCHEMES))}")
+    if scheme == "file" or not (separator or uri.startswith("databricks")):
+        raise ConfigError(
+            f"tracking.uri: '{masked(uri)}' is a folder, which MLflow no longer writes to; "
+            "use sqlite:///mlflow.db or the address of a server, http://HOST:5000"
+        )
+    return checked(uri).rstrip("/")
 
 
 def masked(text: str) -> str:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import raysim
-from raysim.config.credentials import checked, masked, redacted, restored
 from raysim.config.schema import Tracking
+from raysim.config.tracking_uri import absolute, checked, masked, redacted, restored
 from raysim.distributed import jobs
 from raysim.errors import ConfigError
 from raysim.runs.run import reopen
@@ -68,7 +68,7 @@ def test_no_secret_is_shown_or_written(address, monkeypatch):
 def test_an_address_whose_password_cannot_be_told_is_refused(address):
     assert " " in address or "pass1" not in masked(address)
     with pytest.raises(ConfigError, match="percent-encode") as refused:
-        tracking.absolute(address)
+        absolute(address)
     assert "pass1" not in str(refused.value)
 
 
@@ -164,7 +164,7 @@ def test_a_database_in_a_folder_that_is_no_address_is_refused(tmp_path, monkeypa
     (tmp_path / folder).mkdir()
     monkeypatch.chdir(tmp_path / folder)
     with pytest.raises(ConfigError, match=r"tracking\.uri: the path .* has a"):
-        tracking.absolute("sqlite:///mlflow.db")
+        absolute("sqlite:///mlflow.db")
 
 
 def test_a_database_in_a_folder_with_a_quote_works(base, tmp_path, monkeypatch):
