@@ -617,8 +617,8 @@ client=fedprx server=fedavg                         | client.name         | 'fed
 client=fedavg server=fedavgmm                       | server.name         | 'fedavgm'
 algorithm=./missing.py:X                            | algorithm.name      | ./missing.py
 algorithm=RULES                                     | algorithm.name      | RULES:NAME
-seed=0..2                                           | seed                | integer | raysim sweep
-local.lr=0.1,0.2                                    | local.lr            | finite number | raysim sweep
+seed=0..2                                           | seed                | integer
+local.lr=0.1,0.2                                    | local.lr            | finite number
 sweep.samples=2                                     | sweep.samples       | raysim sweep
 algorithm=RULES:Mein                                | algorithm.name      | 'Mine'
 algorithm=RULES:Other                               | algorithm.name      | Algorithm | ClientRule | ServerRule

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 import raysim
+from raysim.cli import job_commands
 from raysim.config.schema import Tracking
 from raysim.config.tracking_uri import absolute, checked, masked, redacted, restored
-from raysim.distributed import jobs
 from raysim.errors import ConfigError
 from raysim.runs.run import reopen
 from raysim.tracking import mlflow as tracking
@@ -121,7 +121,7 @@ def test_a_job_is_refused_with_a_password(tmp_path):
     (tmp_path / "run.yaml").write_text("rounds: 1\ndata: digits\nalgorithm: fedavg\n")
     for command in (["run", "run.yaml"], ["resume", "/runs/x"]):
         with pytest.raises(ConfigError, match="MLFLOW_TRACKING_PASSWORD") as refused:
-            jobs.checked([*command, "tracking.uri=http://u:pass1@h:5000"], tmp_path)
+            job_commands.checked([*command, "tracking.uri=http://u:pass1@h:5000"], tmp_path)
         assert "pass1" not in str(refused.value)
 
 
