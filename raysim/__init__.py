@@ -14,9 +14,10 @@ from raysim.errors import ClientError, ConfigError, RaysimError
 from raysim.version import __version__
 
 if TYPE_CHECKING:
+    from raysim.reports.frames import report
     from raysim.runs.run import Finished, run
 
-__all__ = ["ClientError", "ConfigError", "Finished", "RaysimError", "__version__", "run"]
+__all__ = ["ClientError", "ConfigError", "Finished", "RaysimError", "__version__", "report", "run"]
 
 
 def __getattr__(name: str):
@@ -24,4 +25,8 @@ def __getattr__(name: str):
         from raysim.runs import run as experiment
 
         return getattr(experiment, name)
+    if name == "report":
+        from raysim.reports import frames
+
+        return frames.report
     raise AttributeError(f"module 'raysim' has no attribute '{name}'")

@@ -50,36 +50,15 @@ def report_table(
     log: Log = False,
 ) -> None:
     """What runs reached, mean ± std over seeds; rows by the parameters that differ."""
-    from raysim.reports import aggregate
-    from raysim.reports.published import read
-    from raysim.reports.published import target as printed_target
+    from raysim.reports import frames, tables
 
     _one_of("--format", form, ("markdown", "csv", "latex"))
-    unit, printed = _unit(spent), read(paper) if paper else []
-    value = _number(target, bool(paper))
-    if of and value is None:
-        raise ConfigError("--of: says whose best --target is a share of; give --target too, as a number")
-    if paper and metric != "accuracy":
-        raise ConfigError(f"--paper: its figures are of the accuracy, not of {metric}; leave one of the two out")
-    found = aggregate.finished_runs(runs, uri, metric, _aside, unit)
-    goal: Any = value
-    if of and value is not None:
-        goal = aggregate.share_of(found, of, value, metric, _aside)
-    elif target == "paper":
-        goal = lambda members: printed_target(printed, members[0].params)  # noqa: E731
-    rows = aggregate.rows(found, metric, target=goal, group=_keys(group), best_of=_keys(best_of), say=_aside)
-    if paper:
-        rows = aggregate.beside(rows, printed, value, of)
-        if not any(row.printed for row in rows):
-            _aside(
-                f"--paper: {paper} says nothing of such runs; a row must have one algorithm and one scenario: --group"
-            )
-    if ranks:
-        rows = aggregate.ranked(rows, metric, _aside)
+    unit, keys = frames.spent_in(spent), (_keys(group), _keys(best_of))
+    found, rows, goal = frames.table_rows(runs, uri, metric, target, *keys, of, unit, ranks, paper, _aside)
     if form == "csv":
-        text = aggregate.as_csv(rows, unit)
+        text = tables.as_csv(rows, unit)
     else:
-        text = (aggregate.latex if form == "latex" else aggregate.markdown)(rows, metric, None if of else value, unit)
+        text = (tables.latex if form == "latex" else tables.markdown)(rows, metric, goal, unit)
     _say(text, out)
     if log:
         _keep_text(f"table.{ ({'markdown': 'md', 'latex': 'tex'}.get(form, form)) }", text, [], found, runs, uri)
@@ -98,8 +77,9 @@ def report_curves(
 ) -> None:
     """How runs went, mean and a band of one std over seeds, over what they spent, as a picture."""
     from raysim.reports import aggregate
+    from raysim.reports.frames import spent_in
 
-    unit = _unit(spent)
+    unit = spent_in(spent)
     check_picture(out)
     found = aggregate.finished_runs(runs, uri, metric, _aside, unit)
     print(_draw_curves(found, metric, unit, _keys(group), _keys(panels) or (), out))
@@ -170,22 +150,11 @@ def report_speedup(
     out: Annotated[Path, typer.Option(help="the picture to write")] = Path("speedup.png"),
 ) -> None:
     """How many rounds a target takes over a parameter, on log axes, from runs of several lengths; and the slope."""
-    from raysim.diagnostics import convergence, plots
-    from raysim.reports import aggregate
+    from raysim.reports import aggregate, plots, speedup
 
     found = aggregate.finished_runs(runs, uri, metric, _aside)
-    if missing := [run.run_id for run in found if over not in run.params]:
-        raise ConfigError(
-            f"--over: {len(missing)} runs have no parameter '{over}'{did_you_mean(over, found[0].params)}"
-        )
-    try:
-        ends = [
-            (int(r.params["seed"]), float(r.params[over]), int(r.params["rounds"]), r.history[-1][1]) for r in found
-        ]
-    except ValueError:
-        raise ConfigError(f"--over: the values of {over} are no numbers, so they have no place on log axes") from None
-    lines = convergence.speedup(ends, target, _aside)
-    slope = convergence.slope(lines)
+    lines = speedup.speedup(speedup.ends(found, over), target, _aside)
+    slope = speedup.slope(lines)
     _write(out, lambda: plots.speedup(lines, slope, f"{metric} {target:g}", over, out))
     print(f"| {over} | rounds to {target:g} (each seed) |\n| --- | --- |")
     for x in sorted({x for line in lines.values() for x in line}):
@@ -207,19 +176,15 @@ def report_claims(
     """What a paper claims of a configuration's runs, with what came out, a verdict, and the pictures that show it."""
     from functools import cache
 
-    from raysim.config import explain, loading
-    from raysim.config.schema import Tracking
     from raysim.reports import aggregate, claims
+    from raysim.reports.frames import spent_in
 
-    asked = claims.read(config)
-    if not asked:
-        raise ConfigError(f"claims: {config} has no such section, a list of claims with says, left, is and right")
+    asked = claims.asked(config)
     try:
         figures.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"--figures: {figures} cannot be made: {error.strerror}; name another folder") from None
-    tracking = explain.checked(Tracking, loading.read(config).get("tracking") or {})
-    wanted, store = runs or [tracking.experiment], uri or tracking.uri
+    wanted, store = claims.stored(config, runs, uri)
 
     @cache
     def runs_of(metric: str, spent: Any = "rounds") -> list[Run]:
@@ -229,7 +194,7 @@ def report_claims(
     text = claims.markdown(lines)
     shown = {claim.figure.file: (i, claim.figure) for i, claim in enumerate(asked) if claim.figure}
     for i, figure in shown.values():
-        unit, path = _unit(figure.spent), figures / figure.file
+        unit, path = spent_in(figure.spent), figures / figure.file
         found = aggregate.having(runs_of(figure.metric, unit), figure.where, f"claims.{i}.figure.where")
         if figure.kind == "curves":
             _aside(_draw_curves(found, figure.metric, unit, figure.group, figure.panels, path))
@@ -274,26 +239,9 @@ def _keys(text: str | None) -> list[str] | None:
     return text.split(",") if text else None
 
 
-def _number(target: str | None, with_paper: bool) -> float | None:
-    """The target as a number; None if there is none, or it is the paper's own."""
-    if target is None or (target == "paper" and with_paper):
-        return None
-    if target == "paper":
-        raise ConfigError("--target: paper means the targets of a paper; say which, --paper gradma")
-    try:
-        return float(target)
-    except ValueError:
-        raise ConfigError(f"--target: '{target}' is no number, and not the word paper") from None
-
-
 def _one_of(option: str, given: str, known: tuple[str, ...]) -> None:
     if given not in known:
         raise ConfigError(f"{option}: nothing called '{given}'{did_you_mean(given, known)}")
-
-
-def _unit(spent: str) -> Any:
-    _one_of("--spent", spent, ("rounds", "bytes", "virtual-time", "seconds"))
-    return spent.replace("-", " ")
 
 
 def _say(text: str, out: Path | None) -> None:

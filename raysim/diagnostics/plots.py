@@ -1,4 +1,4 @@
-"""Plots of diagnostics: what local training forgets, and linear speedup in a parameter."""
+"""Plots of diagnostics: what local training forgets."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
-
-from raysim.diagnostics.convergence import Lines, Slope
 
 
 def forgetting(rounds: Mapping[int, Mapping[str, Sequence[float]]], path: Path) -> None:
@@ -42,29 +40,4 @@ def forgetting(rounds: Mapping[int, Mapping[str, Sequence[float]]], path: Path) 
     fisher.hist(found[np.isfinite(found)], bins=40, range=(-1, 1), color="tab:gray")
     fisher.set(xlabel="correlation of Fisher information: pseudo and past data", ylabel="clients, in all rounds")
     figure.suptitle("what local training forgets of the data of the round before's clients", fontsize=10)
-    figure.savefig(path, format="png")
-
-
-def speedup(lines: Lines, found: Slope, target: str, over: str, path: Path) -> None:
-    """Rounds to a target against what is on log axes, a point for each seed, beside a line of slope -1, as one PNG of
-    700 × 500 pixels.
-
-    Args:
-        lines: from `raysim.diagnostics.convergence.speedup`.
-        found: their slope.
-        target: in words; `over` what is on the abscissa.
-        path: the file to write; its folder must exist.
-    """
-    figure = Figure(figsize=(7, 5), dpi=100, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    for seed, line in lines.items():
-        axes.loglog(list(line), list(line.values()), "o", alpha=0.6, label=f"seed {seed}")
-    xs = np.array(sorted({x for line in lines.values() for x in line}))
-    mean = np.array([np.exp(np.mean([np.log(line[x]) for line in lines.values() if x in line])) for x in xs])
-    axes.plot(xs, mean, color="tab:red", label=f"slope {found.mean:.3f}, 95 % [{found.low:.3f}, {found.high:.3f}]")
-    axes.plot(xs, mean[0] * xs[0] / xs, "--", color="0.5", label="slope -1")
-    axes.set(xlabel=over, ylabel=f"rounds to {target}")
-    axes.grid(alpha=0.3, which="both")
-    axes.legend()
     figure.savefig(path, format="png")

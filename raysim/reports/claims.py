@@ -26,8 +26,8 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 
 from raysim.config import loading
-from raysim.config.explain import explain
-from raysim.config.schema import Section
+from raysim.config.explain import checked, explain
+from raysim.config.schema import Section, Tracking
 from raysim.errors import ConfigError, did_you_mean
 from raysim.reports import aggregate
 from raysim.reports.runs import Run, Unmeasured
@@ -164,6 +164,25 @@ def read(source: str | Path | Mapping[str, Any]) -> list[Claim]:
                 f"claims.{i}.figure.file: {claim.figure.file} is another picture above; give another name"
             )
     return found
+
+
+def asked(source: str | Path | Mapping[str, Any]) -> list[Claim]:
+    """The claims of a configuration, as of `read`.
+
+    Raises:
+        ConfigError: it has none, too.
+    """
+    if not (found := read(source)):
+        raise ConfigError(f"claims: {source} has no such section, a list of claims with says, left, is and right")
+    return found
+
+
+def stored(
+    source: str | Path | Mapping[str, Any], runs: Sequence[str] | None, uri: str | None
+) -> tuple[list[str], str]:
+    """Return the runs that claims are about and the address of their store, by default the configuration's own."""
+    tracking = checked(Tracking, loading.read(source).get("tracking") or {})
+    return list(runs or [tracking.experiment]), uri or tracking.uri
 
 
 def _claim(given: Any, place: str) -> Claim:

@@ -18,6 +18,7 @@ from matplotlib.ticker import MaxNLocator
 
 if TYPE_CHECKING:
     from raysim.reports.aggregate import Curve
+    from raysim.reports.speedup import Lines, Slope
 
 WIDEST = 48
 """Letters in a line above a panel."""
@@ -125,3 +126,28 @@ def scatter(found: Mapping[str, Cloud], label: str, path: Path) -> None:
         axes.set(xlabel=name, ylabel=label)
         axes.grid(alpha=0.3)
     figure.savefig(path)
+
+
+def speedup(lines: Lines, found: Slope, target: str, over: str, path: Path) -> None:
+    """Rounds to a target against what is on log axes, a point for each seed, beside a line of slope -1, as one PNG of
+    700 × 500 pixels.
+
+    Args:
+        lines: from `raysim.reports.speedup`.
+        found: their slope.
+        target: in words; `over` what is on the abscissa.
+        path: the file to write; its folder must exist.
+    """
+    figure = Figure(figsize=(7, 5), dpi=100, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    for seed, line in lines.items():
+        axes.loglog(list(line), list(line.values()), "o", alpha=0.6, label=f"seed {seed}")
+    xs = np.array(sorted({x for line in lines.values() for x in line}))
+    mean = np.array([np.exp(np.mean([np.log(line[x]) for line in lines.values() if x in line])) for x in xs])
+    axes.plot(xs, mean, color="tab:red", label=f"slope {found.mean:.3f}, 95 % [{found.low:.3f}, {found.high:.3f}]")
+    axes.plot(xs, mean[0] * xs[0] / xs, "--", color="0.5", label="slope -1")
+    axes.set(xlabel=over, ylabel=f"rounds to {target}")
+    axes.grid(alpha=0.3, which="both")
+    axes.legend()
+    figure.savefig(path, format="png")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+
+import pandas as pd
 
 from raysim.config.schema import NAMED
 from raysim.reports import published
@@ -136,58 +135,61 @@ def latex(table: Sequence[Row], metric: str = "accuracy", target: float | None =
 
 
 def _cells(table: Sequence[Row], metric: str, target: float | None, spent: Spent) -> list[list[str]]:
-    """The head and the lines of a table for people."""
+    """Return the head and the lines of a table for people. Columns in which nothing would stand are left out."""
     percent = metric.endswith("accuracy")
     unit = " %" if percent else ""
-
-    def figure(mean: float | None, std: float | None) -> str:
-        return number(mean, std, percent)
-
-    def mean(f: Figure | None) -> str:
-        return figure(f.mean, f.std) if f else NONE
-
-    def arrival(row: Row) -> str:
-        if row.to_target is None:
-            return NONE
-        missed = f" ({row.to_target.n}/{row.seeds})" if row.to_target.n < row.seeds else ""
-        return f"{row.to_target.mean:.4g}{missed}"
-
-    scenarios = {row.rank.scenarios for row in table if row.rank}
-
-    def place(row: Row) -> str:
-        if row.rank is None:
-            return NONE
-        return f"{row.rank.mean:.3g}" + (f" (of {row.rank.scenarios})" if len(scenarios) > 1 else "")
-
     targets = {row.target for row in table if row.target is not None} or ({target} if target is not None else set())
     aim = f"{min(targets):.4g}" if len(targets) == 1 else "target"
-    parts: list[tuple[str, Callable[[Row], str]]] = []
-    for key in _columns(table):
-        parts.append((short(key), lambda row, key=key: row.parameters.get(key, NONE)))
-    parts.append(("seeds", lambda row: str(row.seeds)))
-    parts.append((f"best {metric}{unit}", lambda row: mean(row.best)))
+    columns = {short(key): [row.parameters.get(key, NONE) for row in table] for key in _columns(table)}
+    columns["seeds"] = [str(row.seeds) for row in table]
+    columns[f"best {metric}{unit}"] = [_figure(row.best, percent) for row in table]
     if any(row.printed for row in table):
-        parts.append(
-            (f"paper: best{unit}", lambda row: figure(row.printed.best, row.printed.std) if row.printed else NONE)
-        )
-        parts.append(
-            ("difference / paper's std", lambda row: NONE if row.difference is None else f"{row.difference:+.2f}")
-        )
-    parts.append((f"mean of last {LAST}{unit}", lambda row: mean(row.last)))
+        columns[f"paper: best{unit}"] = [
+            number(row.printed.best, row.printed.std, percent) if row.printed else NONE for row in table
+        ]
+        columns["difference / paper's std"] = [
+            NONE if row.difference is None else f"{row.difference:+.2f}" for row in table
+        ]
+    columns[f"mean of last {LAST}{unit}"] = [_figure(row.last, percent) for row in table]
     if len(targets) > 1:
-        parts.append((f"target{unit}", lambda row: figure(row.target, None)))
+        columns[f"target{unit}"] = [number(row.target, None, percent) for row in table]
     if targets:
-        parts.append((f"{spent} to {aim}", arrival))
+        columns[f"{spent} to {aim}"] = [_arrival(row) for row in table]
     if any(row.printed and row.printed.rounds for row in table) and spent == "rounds":
-        parts.append((f"paper: rounds to {aim}", lambda row: _rounds(row.printed)))
-    if scenarios:
-        parts.append(("rank", lambda row: f"{row.rank.place:.3g}" if row.rank else NONE))
-    if max(scenarios, default=1) > 1:
-        parts.append(("mean rank" + (f" of {min(scenarios)}" if len(scenarios) == 1 else ""), place))
-    parts.append(("rounds done", lambda row: "–".join(map(str, dict.fromkeys(row.rounds)))))
+        columns[f"paper: rounds to {aim}"] = [_rounds(row.printed) for row in table]
+    columns |= _ranks(table)
+    columns["rounds done"] = ["–".join(map(str, dict.fromkeys(row.rounds))) for row in table]
     if any(row.unfinished for row in table):
-        parts.append(("not finished", lambda row: row.unfinished))
-    return [[head for head, _ in parts], *([cell(row) for _, cell in parts] for row in table)]
+        columns["not finished"] = [row.unfinished for row in table]
+    return [list(columns), *map(list, zip(*columns.values(), strict=True))]
+
+
+def _figure(figure: Figure | None, percent: bool) -> str:
+    return number(figure.mean, figure.std, percent) if figure else NONE
+
+
+def _arrival(row: Row) -> str:
+    """Return what was spent on the way to the target, and how many runs reached it if not all did."""
+    if row.to_target is None:
+        return NONE
+    missed = f" ({row.to_target.n}/{row.seeds})" if row.to_target.n < row.seeds else ""
+    return f"{row.to_target.mean:.4g}{missed}"
+
+
+def _ranks(table: Sequence[Row]) -> dict[str, list[str]]:
+    """Return the columns of ranks: none without ranks, and no mean rank where there is one scenario."""
+    ranks = [row.rank for row in table]
+    scenarios = {rank.scenarios for rank in ranks if rank}
+    if not scenarios:
+        return {}
+    columns = {"rank": [f"{rank.place:.3g}" if rank else NONE for rank in ranks]}
+    if max(scenarios) == 1:
+        return columns
+    if len(scenarios) == 1:
+        columns[f"mean rank of {min(scenarios)}"] = [f"{rank.mean:.3g}" if rank else NONE for rank in ranks]
+    else:
+        columns["mean rank"] = [f"{rank.mean:.3g} (of {rank.scenarios})" if rank else NONE for rank in ranks]
+    return columns
 
 
 def _rounds(printed: published.Printed | None) -> str:
@@ -196,34 +198,38 @@ def _rounds(printed: published.Printed | None) -> str:
     return "never" if printed.rounds == float("inf") else f"{printed.rounds:g}"
 
 
+def frame(table: Sequence[Row], spent: Spent = "rounds") -> pd.DataFrame:
+    """Return rows as a data frame: parameters as text, every number in full, None for what nobody asked for."""
+    keys = _columns(table)
+    records = [
+        {short(key): row.parameters.get(key) for key in keys}
+        | {
+            "seeds": row.seeds,
+            "best": row.best and row.best.mean,
+            "best_std": row.best and row.best.std,
+            "last": row.last and row.last.mean,
+            "last_std": row.last and row.last.std,
+            "target": row.target,
+            f"{spent.replace(' ', '_')}_to_target": row.to_target and row.to_target.mean,
+            "reached": row.to_target.n if row.to_target else 0,
+            "rounds_min": row.rounds[0],
+            "rounds_max": row.rounds[1],
+            "not_finished": row.unfinished,
+            "rank": row.rank and row.rank.place,
+            "mean_rank": row.rank and row.rank.mean,
+            "paper_best": row.printed and row.printed.best,
+            "paper_std": row.printed and row.printed.std,
+            "difference_in_paper_stds": row.difference,
+            "paper_rounds_to_target": row.printed and row.printed.rounds,
+        }
+        for row in table
+    ]
+    return pd.DataFrame(records)
+
+
 def as_csv(table: Sequence[Row], spent: Spent = "rounds") -> str:
     """Rows as CSV, every number in full; what nobody asked for is empty."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    keys = _columns(table)
-    figures: dict[str, Callable[[Row], Any]] = {
-        "seeds": lambda row: row.seeds,
-        "best": lambda row: row.best and row.best.mean,
-        "best_std": lambda row: row.best and row.best.std,
-        "last": lambda row: row.last and row.last.mean,
-        "last_std": lambda row: row.last and row.last.std,
-        "target": lambda row: row.target,
-        f"{spent.replace(' ', '_')}_to_target": lambda row: row.to_target and row.to_target.mean,
-        "reached": lambda row: row.to_target.n if row.to_target else 0,
-        "rounds_min": lambda row: row.rounds[0],
-        "rounds_max": lambda row: row.rounds[1],
-        "not_finished": lambda row: row.unfinished,
-        "rank": lambda row: row.rank and row.rank.place,
-        "mean_rank": lambda row: row.rank and row.rank.mean,
-        "paper_best": lambda row: row.printed and row.printed.best,
-        "paper_std": lambda row: row.printed and row.printed.std,
-        "difference_in_paper_stds": lambda row: row.difference,
-        "paper_rounds_to_target": lambda row: row.printed and row.printed.rounds,
-    }
-    writer.writerow([*map(short, keys), *figures])
-    for row in table:
-        writer.writerow([*(row.parameters.get(key) for key in keys), *(of(row) for of in figures.values())])
-    return text.getvalue().rstrip("\n")
+    return frame(table, spent).to_csv(index=False, lineterminator="\n").rstrip("\n")
 
 
 def _columns(table: Sequence[Row]) -> list[str]:

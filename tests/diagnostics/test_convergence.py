@@ -25,6 +25,7 @@ from raysim.diagnostics.full_gradients import FullGradients
 from raysim.engine.executor import make_trainer
 from raysim.engine.plan import Plan, prepare
 from raysim.errors import ConfigError
+from raysim.reports import speedup
 from raysim.runs.run import resume
 from raysim.training.task import Facts, LoopTask
 
@@ -531,16 +532,16 @@ def test_the_slope_of_a_law_is_found():
     """The mean of squared norms falls as c √(1 / (S T)), so that T = (c / target)² / S."""
     ends = [(seed, S, T, (1 + seed / 10) * (S * T) ** -0.5)
             for seed in range(3) for S in (1, 2, 5, 10) for T in (50 // S, 500 // S)]  # fmt: skip
-    lines = convergence.speedup(ends, 0.1, print)
+    lines = speedup.speedup(ends, 0.1, print)
     for seed, line in lines.items():
         assert line == {S: pytest.approx(((1 + seed / 10) / 0.1) ** 2 / S) for S in (1, 2, 5, 10)}
-    found = convergence.slope(lines)
+    found = speedup.slope(lines)
     assert (found.mean, found.low, found.high, found.n) == pytest.approx((-1, -1, -1, 3))
 
 
 def test_the_interval_is_students():
     lines = {seed: {1.0: 1.0, 10.0: 10.0**k} for seed, k in enumerate((-0.9, -1.0, -1.2))}
-    found, t = convergence.slope(lines), 4.302653  # of two degrees of freedom, 97.5 %
+    found, t = speedup.slope(lines), 4.302653  # of two degrees of freedom, 97.5 %
     mean = -3.1 / 3
     half = t * np.std([-0.9, -1.0, -1.2], ddof=1) / 3**0.5
     assert (found.mean, found.low, found.high) == pytest.approx((mean, mean - half, mean + half))
@@ -549,12 +550,12 @@ def test_the_interval_is_students():
 def test_a_target_must_lie_between_two_lengths():
     told: list[str] = []
     ends = [(s, S, T, T**-0.5) for s in (0, 1) for S in (1, 2, 4) for T in (4, 16)] + [(0, 8, 100, 0.1), (0, 9, 4, 0.1)]
-    assert set(convergence.speedup(ends, 0.3, told.append)[0]) == {1, 2, 4}
+    assert set(speedup.speedup(ends, 0.3, told.append)[0]) == {1, 2, 4}
     assert len(told) == 2 and "seed 0, 8" in told[0]
     with pytest.raises(ConfigError, match="two seeds or more"):
-        convergence.speedup(ends, 0.9, told.append)
+        speedup.speedup(ends, 0.9, told.append)
     with pytest.raises(ConfigError, match="two runs of 4 rounds"):
-        convergence.speedup([*ends, (0, 1, 4, 0.3)], 0.3, told.append)
+        speedup.speedup([*ends, (0, 1, 4, 0.3)], 0.3, told.append)
 
 
 def test_the_shipped_experiment_has_the_step_sizes_of_the_corollary():

@@ -97,6 +97,22 @@ class Trace:
     previous: list[dict] = field(default_factory=list)  # last local models after the round, id -> [P]
 
 
+def _refuse(variant, qp_scope, previous, first_previous, segments, small_tensor_rule) -> None:
+    """Refuse options that do not exist, or do not go together."""
+    for option, value, legal in [
+        ("variant", variant, ("gradma_w", "gradma_s", "gradma")),
+        ("qp_scope", qp_scope, ("whole", "per_tensor")),
+        ("previous", previous, ("memory", "reset")),
+        ("first_previous", first_previous, ("x0", "global")),
+    ]:
+        if value not in legal:
+            raise ValueError(f"{option}={value!r}, expected one of {legal}")
+    if qp_scope == "per_tensor" and segments is None:
+        raise ValueError("qp_scope='per_tensor' needs segments")
+    if small_tensor_rule is not None and qp_scope != "per_tensor":
+        raise ValueError("small_tensor_rule belongs to qp_scope='per_tensor'")
+
+
 def trace(
     x0,
     cohorts,
@@ -118,21 +134,10 @@ def trace(
     first_previous="x0",
 ) -> Trace:
     """3.4. A round in which nobody is present changes nothing."""
-    for option, value, legal in [
-        ("variant", variant, ("gradma_w", "gradma_s", "gradma")),
-        ("qp_scope", qp_scope, ("whole", "per_tensor")),
-        ("previous", previous, ("memory", "reset")),
-        ("first_previous", first_previous, ("x0", "global")),
-    ]:
-        if value not in legal:
-            raise ValueError(f"{option}={value!r}, expected one of {legal}")
+    _refuse(variant, qp_scope, previous, first_previous, segments, small_tensor_rule)
     on_server = variant in ("gradma_s", "gradma")
     if on_server and 0 < memory < max((len(cohort) for cohort in cohorts), default=0):
         raise ValueError(f"memory={memory} is smaller than the largest cohort")
-    if qp_scope == "per_tensor" and segments is None:
-        raise ValueError("qp_scope='per_tensor' needs segments")
-    if small_tensor_rule is not None and qp_scope != "per_tensor":
-        raise ValueError("small_tensor_rule belongs to qp_scope='per_tensor'")
 
     def qp(p, M):
         if qp_scope == "whole":

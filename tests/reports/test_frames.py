@@ -1,0 +1,158 @@
+"""What must hold of reports as data frames: the figures that can be worked out by hand, under the documented columns,
+and the same as on the command line."""
+
+from __future__ import annotations
+
+import io
+import logging
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import yaml
+from mlflow.entities import Metric, Param
+
+import raysim
+from raysim import cli
+from raysim.errors import ConfigError
+from raysim.tracking import mlflow as tracking
+
+BYTES = 100
+"""Sent in each round, either way."""
+
+
+@pytest.fixture(scope="module")
+def uri(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Two methods with two values of beta1 and two seeds each, one failed run; and runs of a law with slope -1."""
+    folder = tmp_path_factory.mktemp("store")
+    uri = f"sqlite:///{folder}/mlflow.db"
+    client = tracking.connected(uri)
+
+    def run(experiment: str, metrics: dict[str, list[float]], status: str = "FINISHED", **params: Any) -> None:
+        run_id = client.create_run(experiment).info.run_id
+        points = [Metric(key, value, 0, t) for key, values in metrics.items() for t, value in enumerate(values)]
+        given = [Param(key.replace("__", "."), str(value)) for key, value in params.items()]
+        client.log_batch(run_id, metrics=points, params=given)
+        client.set_terminated(run_id, status)
+
+    place = (folder / "artifacts").as_uri()
+    methods = client.create_experiment("methods", artifact_location=place)
+    for name, best in (("a", 0.5), ("b", 0.25)):
+        for beta1 in (0.0, 0.9):
+            for seed in (0, 1):
+                values = [0.1, best + beta1 / 10 + seed / 8, 0.2]
+                sent = {key: [math.nan, BYTES, BYTES * 2] for key in ("bytes_down", "bytes_up")}
+                given = {"algorithm__name": name, "server__beta1": beta1, "seed": seed, "rounds": 2}
+                run(methods, {"accuracy": values, **sent}, **given)
+    run(methods, {"accuracy": [0.9]}, "FAILED", algorithm__name="a", seed=7)
+    law = client.create_experiment("law", artifact_location=place)
+    for seed in (0, 1):
+        for cohort in (1, 10):
+            for rounds in (50 // cohort, 500 // cohort):
+                value = (1 + seed / 10) * (cohort * rounds) ** -0.5
+                given = {"schedule__cohort": cohort, "seed": seed, "rounds": rounds}
+                run(law, {"theory/grad_norm2_mean": [value]}, **given)
+    return uri
+
+
+def test_a_table(uri, caplog):
+    with caplog.at_level(logging.WARNING, "raysim"):
+        frame = raysim.report("table", "methods", uri=uri, target=0.5)
+    assert "1 run left out: unfinished or failed" in caplog.text
+    assert list(frame)[:4] == ["algorithm", "server.beta1", "seeds", "best"]
+    assert frame.algorithm.tolist() == ["a", "a", "b", "b"] and frame["server.beta1"].tolist() == [0.0, 0.9, 0.0, 0.9]
+    assert frame.seeds.tolist() == [2] * 4
+    assert frame.best.tolist() == pytest.approx([0.5625, 0.6525, 0.3125, 0.4025])
+    assert frame.best_std.tolist() == pytest.approx([0.125 / math.sqrt(2)] * 4)
+    assert frame["rounds_to_target"].tolist() == pytest.approx([1.0, 1.0, math.nan, math.nan], nan_ok=True)
+    assert frame.reached.tolist() == [2, 2, 0, 0] and frame.paper_best.isna().all()
+    wide = raysim.report("table", ["methods"], uri=uri, best_of="algorithm", ranks=True)
+    assert wide["server.beta1"].tolist() == [0.9, 0.9] and wide["rank"].tolist() == [1, 2]
+
+
+def test_a_table_is_the_command_lines(uri, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", f"raysim report table methods --uri {uri} --target 0.5 --format csv".split())
+    with pytest.raises(SystemExit):
+        cli.main()
+    printed = pd.read_csv(io.StringIO(capsys.readouterr().out), dtype={"not_finished": str}, keep_default_na=True)
+    frame = raysim.report("table", "methods", uri=uri, target=0.5)
+    pd.testing.assert_frame_equal(frame.drop(columns="not_finished"), printed.drop(columns="not_finished"))
+
+
+def test_curves(uri):
+    frame = raysim.report("curves", "methods", uri=uri, group=["algorithm"], panels="server.beta1", spent="bytes")
+    assert list(frame) == ["panel", "curve", "bytes", "mean", "std", "n"] and len(frame) == 2 * 2 * 3
+    course = frame[(frame.panel == "server.beta1 0.9") & (frame.curve == "b")]
+    assert course.bytes.tolist() == [0, 2 * BYTES, 4 * BYTES]
+    assert course["mean"].tolist() == pytest.approx([0.1, 0.4025, 0.2]) and course.n.tolist() == [2, 2, 2]
+
+
+def test_a_sweep_over_one_parameter_and_over_two(uri):
+    line = raysim.report("sweep", "methods", uri=uri, x="server.beta1")
+    assert list(line) == ["curve", "server.beta1", "mean", "std", "n"]
+    assert line[line.curve == "a"]["mean"].tolist() == pytest.approx([0.5625, 0.6525])
+    cells = raysim.report("sweep", "methods", uri=uri, x="server.beta1", y="algorithm")
+    grid = cells.pivot(index="algorithm", columns="server.beta1", values="mean")
+    assert grid.loc["b", 0.9] == pytest.approx(0.4025) and grid.shape == (2, 2)
+    with pytest.raises(ConfigError, match="--target: a heatmap is of the best"):
+        raysim.report("sweep", "methods", uri=uri, x="server.beta1", y="algorithm", target=0.5)
+
+
+def test_sensitivity(uri):
+    """Within-group deviations are those of the seeds and of the other parameter; worked out by hand for `algorithm`:
+    SS_between = 8 (0.125)², SS_within = 8 (0.045² + 0.0625²)."""
+    frame = raysim.report("sensitivity", "methods", uri=uri, keys="algorithm,server.beta1")
+    assert list(frame) == ["parameter", "share", "group", "mean"]
+    between, within = 8 * 0.125**2, 8 * (0.045**2 + 0.0625**2)
+    first = frame[frame.parameter == "algorithm"]
+    assert first.share.iloc[0] == pytest.approx((between - within / 6) / (between + within))
+    assert dict(zip(first.group, first["mean"], strict=True)) == pytest.approx({"a": 0.6075, "b": 0.3575})
+    assert frame.parameter.iloc[-1] == "all together" and frame["mean"].isna().iloc[-1]
+
+
+def test_speedup(uri):
+    """The value falls as c √(1 / (S T)), so the rounds to a target are (c / target)² / S."""
+    frame = raysim.report("speedup", "law", uri=uri, target=0.1)
+    assert list(frame) == ["seed", "schedule.cohort", "rounds"] and len(frame) == 4
+    expected = ((1 + frame.seed / 10) / 0.1) ** 2 / frame["schedule.cohort"]
+    assert frame.rounds.tolist() == pytest.approx(expected.tolist())
+    assert frame.attrs["slope"] == pytest.approx(-1) and frame.attrs["seeds"] == 2
+
+
+def test_claims(uri, tmp_path: Path):
+    claim = {"says": "a is better", "left": {"where": {"algorithm": "a"}}, "is": "above"}
+    asked = {
+        "data": "digits",
+        "algorithm": "fedavg",
+        "tracking": {"uri": uri, "experiment": "methods"},
+        "claims": [{**claim, "right": {"where": {"algorithm": "b"}}, "each": ["server.beta1"]}],
+    }
+    path = tmp_path / "asked.yaml"
+    path.write_text(yaml.safe_dump(asked))
+    frame = raysim.report("claims", config=str(path))
+    assert list(frame) == ["claim", "each", "left", "right", "seeds_for", "seeds_against", "verdict"]
+    assert frame["each"].tolist() == ["server.beta1 0.0", "server.beta1 0.9"]
+    assert frame.seeds_for.tolist() == [2, 2] and frame.verdict.tolist() == ["confirmed"] * 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "runs", "options", "said"),
+    [
+        ("tabel", "methods", {}, "no kind 'tabel'.*'table'"),
+        ("table", "methods", {"targt": 1}, "'table' has no option 'targt'.*'target'"),
+        ("table", None, {}, "which runs"),
+        ("table", "method", {}, "no experiment, and no run, is called 'method'"),
+        ("curves", "methods", {"spent": "hours"}, "--spent: nothing called 'hours'"),
+        ("table", "methods", {"of": "algorithm=a"}, "--of: says whose best"),
+        ("speedup", "methods", {"target": 0.5, "metric": "accuracy", "over": "algorithm.name"}, "--over"),
+        ("sweep", "methods", {}, "'sweep' needs x"),
+        ("claims", None, {}, "'claims' needs config"),
+    ],
+)
+def test_a_wrong_report_is_refused(uri, kind, runs, options, said):
+    given = {"uri": uri, **options}
+    with pytest.raises(ConfigError, match=said):
+        raysim.report(kind, runs, **given)
