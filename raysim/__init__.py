@@ -14,13 +14,18 @@ from raysim.errors import ClientError, ConfigError, RaysimError
 from raysim.version import __version__
 
 if TYPE_CHECKING:
+    from raysim.engine.probes import Probe
     from raysim.reports.frames import report
     from raysim.runs.run import Finished, run
 
-__all__ = ["ClientError", "ConfigError", "Finished", "RaysimError", "__version__", "report", "run"]
+__all__ = ["ClientError", "ConfigError", "Finished", "Probe", "RaysimError", "__version__", "report", "run"]
 
 
 def __getattr__(name: str):
+    if name == "Probe":
+        from raysim.engine.probes import Probe
+
+        return Probe
     if name in ("run", "Finished"):
         from raysim.runs import run as experiment
 

@@ -43,6 +43,7 @@ LOOKED_ON = {
     "observe.rounds": [0],
     "evaluate.every": 0,
     "evaluate.forgetting": None,
+    "evaluate.probes": (),
     "checkpoint.every": 0,
 }
 """What is different in runs that are attacked."""

@@ -489,6 +489,11 @@ class Theory(Section):
     f_star: float = 0.0
 
 
+def _several(value: Any) -> Any:
+    """A list, where one item may stand for itself."""
+    return [value] if isinstance(value, str | Mapping) else value
+
+
 def is_due(every: int, rounds_done: int, rounds: int) -> bool:
     """Return whether something that is done after `every` so many rounds (0: never), and after the last one, is due."""
     return bool(every) and (rounds_done % every == 0 or rounds_done >= rounds)
@@ -504,6 +509,12 @@ class Evaluate(Section):
     per_class: bool = False
     forgetting: Forgetting | None = None
     theory: Theory | None = None
+    probes: Annotated[tuple[Annotated[Named, BeforeValidator(named)], ...], BeforeValidator(_several)] = ()
+    """Probes of one's own, each as path.py:Class, or as a mapping of that `name` and the probe's parameters."""
+
+    def named_probes(self) -> dict[str, Named]:
+        """Return the probes of one's own, by the keys that name them."""
+        return {f"evaluate.probes.{i}": probe for i, probe in enumerate(self.probes)}
 
     def due(self, rounds_done: int, rounds: int) -> bool:
         """Return whether the test set is due after so many of the rounds."""
@@ -639,6 +650,11 @@ class Config(Section):
         """Whether nothing comes between a client's gradient and its step."""
         return not (self.local.clip or self.local.weight_decay or self.privacy)
 
+    @classmethod
+    def determines_result(cls, key: str) -> bool:
+        """Return whether a key can change the parameters after a round."""
+        return key.partition(".")[0] not in cls._NOT_THE_RESULT
+
     def identity(self) -> dict[str, Any]:
         """The part of the configuration that determines the parameters after each round."""
         whole = self.model_dump(mode="json", exclude=set(self._NOT_THE_RESULT))
@@ -654,7 +670,7 @@ class Config(Section):
         whole["block"].pop("graphs")
         if whole["schedule"]["speeds"]["name"] == "trace":
             whole["schedule"]["speeds"].pop("path")
-        files = whole.pop("files")
+        files = {k: v for k, v in (whole.pop("files") or {}).items() if self.determines_result(k)}
         if files:  # their contents determine the result, and not where they lie
             whole["files"] = {key: list(contents.values()) for key, contents in files.items()}
         return whole

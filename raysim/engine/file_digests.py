@@ -3,7 +3,8 @@
 `Config.files` holds them by the key that names them: the sha256 of each file, by its path, and the version of an
 installed distribution. It is filled when a run is prepared, and checked when its config.yaml is read again.
 
-- Code (`algorithm`, `client`, `server` and `model`): the file, and what it imports from its own folder or package.
+- Code (`algorithm`, `client`, `server`, `model` and `evaluate.probes`): the file, and what it imports from its own
+  folder or package. Probes change no result, so theirs is recorded and may change.
 - A parameter of a user's rule or of a net that names a file or a folder, such as weights.
 - `schedule.speeds.path` and `partition.path`.
 - `data.path`: a digest of the decoded examples, which are read in any case. No image is read for it.
@@ -97,6 +98,8 @@ def check(recorded: Mapping[str, Mapping[str, str]] | None, found: Files) -> Non
         ConfigError: a file or a distribution has changed; names it.
     """
     for key, now in found.items():
+        if not Config.determines_result(key):
+            continue
         before = (recorded or {}).get(key, {})
         if next(iter(before), None) != next(iter(now), None):
             continue
@@ -120,7 +123,7 @@ def _distributions(*contents: Mapping[str, str]) -> set[str]:
 
 
 def _references(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield the sections that name code which is not raysim's, with the reference to it."""
+    """Yield the keys that name code which is not raysim's, with the reference to it."""
     for key in SECTIONS:
         section: Named | None = getattr(config, key)
         if section is None:
@@ -129,6 +132,9 @@ def _references(config: Config) -> Iterator[tuple[str, str]]:
             yield key, section.name
         elif key != "model" and (point := registry.entry_point(section.name)) is not None:
             yield key, point
+    for key, probe in config.evaluate.named_probes().items():
+        if ":" in probe.name:
+            yield key, probe.name
 
 
 def _path_parameters(config: Config, recorded: Mapping[str, Mapping[str, str]]) -> Iterator[tuple[str, str]]:

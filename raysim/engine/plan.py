@@ -164,7 +164,7 @@ def resolve(raw: Mapping[str, Any], load: Callable[[Data], Dataset] = load) -> P
     attached = probes.attached(config)
     batching = choose_batching(config, rules, workload.model, any(map(probes.looks_at_clients, attached)))
 
-    resolved = _written_out(config, rules, batching)
+    resolved = probes.written_out(_written_out(config, rules, batching), attached)
     files = {**file_digests.of_code(resolved), **file_digests.of_data(resolved, workload.dataset)}
     file_digests.check(config.files, files)
     resolved = resolved.model_copy(update={"files": files or None})

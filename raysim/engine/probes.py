@@ -1,25 +1,30 @@
 """Probes: measurements about training that no method needs.
 
 The engine, the trainer and the evaluator know only the class `Probe`. Which probes a run has, its configuration says:
-each key of `BUILT_IN` that is set attaches the probe of that key.
+each key of `BUILT_IN` that is set attaches the probe of that key, and `evaluate.probes` names a user's own.
 """
 
 from __future__ import annotations
 
 import copy
+import dataclasses
+import inspect
 import operator
 import re
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from pydantic import ConfigDict
+
 from raysim.config.references import load_object
-from raysim.config.schema import Config
+from raysim.config.schema import Config, Named
 from raysim.engine.server import Round
-from raysim.errors import ProbeError, RaysimError
+from raysim.errors import ConfigError, ProbeError, RaysimError, in_a_line
+from raysim.rules import registry
 from raysim.signals import reraise_stop
 from raysim.training.messages import Broadcast, Outcome
 
@@ -34,6 +39,15 @@ BUILT_IN = {
 }
 """The probe that each section of the configuration attaches; the section's keys are the probe's parameters."""
 
+RESERVED = (
+    *("accuracy", "client", "client_loss", "clients", "forgetting", "gpu", "loss", "network", "node", "observe"),
+    *("privacy", "server", "staleness", "system", "test", "theory", "val", "versions"),
+)
+"""The first parts of the names of other metrics."""
+
+RESUMABLE = "; the run can be resumed without this probe, or with it corrected"
+
+NAME = re.compile(r"[\w\-.]+", re.ASCII)
 METRIC = re.compile(r"[\w\-. /]+", re.ASCII)
 """The names of metrics that a tracker accepts."""
 
@@ -69,6 +83,8 @@ class Probe:
     Each process has a copy of its own, so what `measure` stores in `self` is not there in `metrics`. An exception ends
     the run with a ProbeError; it can be resumed.
     """
+
+    __pydantic_config__: ClassVar = ConfigDict(extra="forbid", allow_inf_nan=False, arbitrary_types_allowed=True)
 
     name: ClassVar[str] = ""
     """The first part of its metrics' names; the name of the class if it is empty."""
@@ -165,25 +181,74 @@ class Probe:
 
 
 def attached(config: Config) -> tuple[Probe, ...]:
-    """Return the probes that a configuration asks for."""
+    """Return the probes that a configuration asks for.
+
+    Raises:
+        ConfigError: one of a user's own cannot be found or built, or its name is taken.
+    """
     found: list[Probe] = []
     for key, reference in BUILT_IN.items():
         section = operator.attrgetter(key)(config)
         if section is not None:
             found.append(load_object(reference, key)(**dict(section)))
+    taken = set(RESERVED)
+    for key, named in config.evaluate.named_probes().items():
+        found.append(probe := _users(key, named))
+        name = name_of(probe)
+        if name in taken or not NAME.fullmatch(name):
+            why = "is the name of other metrics" if name in taken else "may have letters, digits, '_', '-' and '.' only"
+            raise ConfigError(f"{key}.name: the probe's name '{name}' {why}; set name = \"...\" in the class")
+        taken.add(name)
     return tuple(found)
+
+
+def _users(key: str, named: Named) -> Probe:
+    """Return a user's own probe with its parameters."""
+    where, _, _ = named.name.rpartition(":")
+    if not where:
+        hint = f"which class of {named.name}? Give it as {named.name}:NAME" if named.name.endswith(".py") else None
+        raise ConfigError(f"{key}.name: {hint or f'unknown probe {named.name!r}; give it as path.py:Class'}")
+    cls = load_object(named.name, f"{key}.name")
+    if not (isinstance(cls, type) and issubclass(cls, Probe)):
+        raise ConfigError(f"{key}.name: '{named.name}' is not a Probe; derive it from raysim.Probe")
+    fields = [kind for kind in inspect.get_annotations(cls).values() if "ClassVar" not in str(kind)]
+    if fields and "__dataclass_params__" not in vars(cls):
+        raise ConfigError(f"{key}.name: put @dataclass above class {cls.__name__}")
+    if cls.request is not Probe.request and cls.measure is Probe.measure:
+        raise ConfigError(f"{key}.name: {cls.__name__} requests measurements of clients; define its method measure")
+    checked = registry.build(key, cls, named.parameters)
+    try:
+        return cls(**parameters(checked))  # pydantic leaves out an __init__ of its own
+    except BaseException as error:
+        reraise_stop(error)
+        raise ConfigError(f"{key}.name: {cls.__name__} cannot be built: {in_a_line(error)}") from None
+
+
+def parameters(probe: Probe) -> dict[str, Any]:
+    """Return a probe's parameters."""
+    return {f.name: getattr(probe, f.name) for f in dataclasses.fields(probe) if f.init}
 
 
 def check(plan: Plan) -> None:
     """Check that a plan's probes can measure its run.
 
     Raises:
-        ConfigError: one of them cannot.
-        ProbeError: one of them fails.
+        ConfigError: one of them cannot, or its check fails.
     """
     for probe in plan.probes:
-        with _guarded(probe, "check"):
-            probe.check(plan)
+        try:
+            with _guarded(probe, "check"):
+                probe.check(plan)
+        except ProbeError as error:
+            raise ConfigError(f"evaluate.probes: {error}") from None
+
+
+def written_out(config: Config, found: Sequence[Probe]) -> Config:
+    """Return the configuration with every parameter of a user's own probes."""
+    own = found[len(found) - len(config.evaluate.probes) :]
+    sections = zip(config.evaluate.probes, own, strict=True)
+    probes = tuple(Named.model_validate({"name": named.name, **parameters(probe)}) for named, probe in sections)
+    return config.model_copy(update={"evaluate": config.evaluate.model_copy(update={"probes": probes})})
 
 
 def name_of(probe: Probe) -> str:
@@ -219,6 +284,8 @@ class Probes:
         for probe in self.probes:
             with _guarded(probe, "request", f"round {round.t}: "):
                 for client, request in probe.request(round).items():
+                    if client not in round.ids:
+                        raise ValueError(f"client {client} is not in the round's cohort {round.ids}")
                     requests.setdefault(client, {})[name_of(probe)] = request
         return requests
 
@@ -295,7 +362,7 @@ def _guarded(probe: Probe, method: str, where: str = "") -> Iterator[None]:
         last = traceback.extract_tb(error.__traceback__)[-1]
         raise ProbeError(
             f"{where}{method} of probe '{name_of(probe)}' failed: {type(error).__name__}: {error} "
-            f"({last.filename}, line {last.lineno})"
+            f"({last.filename}, line {last.lineno}){'' if method == 'check' else RESUMABLE}"
         ) from error
 
 

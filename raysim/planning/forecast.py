@@ -111,7 +111,13 @@ def _on(cluster: Cluster, source: Any, overrides: Any, rounds: int) -> tuple[Pla
     """The plan of the configuration with as many actors as the cluster has room for, and how many that is on a node."""
     given = parse_overrides(overrides)
     away = {"resources.executor": "ray", "resources.address": "simulated", "resources.server_node": None}
-    rest = {"rounds": rounds, "checkpoint.every": 0, "observe": None, "evaluate.forgetting": None}
+    rest = {
+        "rounds": rounds,
+        "checkpoint.every": 0,
+        "observe": None,
+        "evaluate.forgetting": None,
+        "evaluate.probes": (),
+    }
     if cluster.gpus and "resources.gpus" not in given:
         rest["resources.gpus"] = 1
     plan = plan_of(source, {**given, **away, **rest})

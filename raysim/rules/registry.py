@@ -221,7 +221,12 @@ def defaults(name: str) -> Mapping[str, Any]:
         return {}
 
 
-def _build(section: str, cls: type, given: Mapping[str, Any]) -> Any:
+def build(section: str, cls: type, given: Mapping[str, Any]) -> Any:
+    """Return an object of a dataclass with the parameters that a section gives, checked against its annotations.
+
+    Raises:
+        ConfigError: a parameter is unknown, or has a wrong value; names its key.
+    """
     for key in given:
         if key not in fields(cls):
             raise ConfigError(f"{section}.{key}: unknown key of {cls.__name__}{did_you_mean(key, fields(cls))}")
@@ -257,11 +262,11 @@ def resolve(config: Config) -> tuple[ClientRule, ServerRule]:
                 raise ConfigError(f"algorithm.{key}: unknown key of '{algorithm.name}'{did_you_mean(key, known)}")
         values = {**algorithm.settings, **(algorithm.presets[preset] if preset else {}), **given}
         for half, cls in halves.items():
-            parts[half] = _build("algorithm", cls, {k: v for k, v in values.items() if k in fields(cls)})
+            parts[half] = build("algorithm", cls, {k: v for k, v in values.items() if k in fields(cls)})
     for half in ("client", "server"):
         section: Named | None = getattr(config, half)
         if section is not None:
-            parts[half] = _build(half, find(half, section.name), section.parameters)
+            parts[half] = build(half, find(half, section.name), section.parameters)
         elif half not in parts:
             raise ConfigError(
                 f"{half}: missing; give an algorithm (algorithm=fedavg), or both a client and a server rule"

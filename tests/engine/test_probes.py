@@ -1,0 +1,305 @@
+"""A user's own probe: what it measures, that it changes nothing, and what happens where it is wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlflow import MlflowClient
+
+import raysim
+from raysim.diagnostics import recorded_updates
+from raysim.engine.checkpoint import available
+from raysim.engine.plan import prepare
+from raysim.errors import ConfigError, ProbeError
+from raysim.planning import forecast
+from raysim.runs.run import resume
+
+DRIFT = """
+from dataclasses import dataclass
+
+from raysim import Probe
+
+
+@dataclass
+class Drift(Probe):
+    "The distance that local training moves each client, and the norm of the global model."
+
+    every: int = 1
+    largest: bool = False
+
+    def begin(self, run):
+        super().begin(run)
+        self.rounds = run.rounds_done
+
+    def request(self, round):
+        return dict.fromkeys(round.ids, 2.0) if round.t % self.every == 0 else {}
+
+    def measure(self, trainer, client, update, request):
+        return {"distance": request * (update.params - client.down.shared["x"]).norm()}
+
+    def metrics(self, round, results):
+        self.rounds += 1
+        distances = [float(result["distance"]) for result in results.values()]
+        if not distances:
+            return {"rounds": self.rounds}
+        found = max(distances) if self.largest else sum(distances) / len(distances)
+        return {"rounds": self.rounds, "distance": found}
+
+    def evaluates(self, rounds_done):
+        return rounds_done % 2 == 1
+
+    def evaluate(self, trainer, down):
+        return {"norm": float(down.shared["x"].norm())}
+
+    def follow(self, record):
+        return {"half norm": record["Drift/norm"] / 2} if "Drift/norm" in record else {}
+"""
+BROKEN = """
+from raysim import Probe
+
+
+class Broken(Probe):
+    def at(self, method):
+        if method == "{method}":
+            raise KeyError("what I look for")
+
+    def check(self, plan):
+        self.at("check")
+
+    def begin(self, run):
+        self.at("begin")
+
+    def request(self, round):
+        if round.t == 2:
+            self.at("request")
+        return {{round.ids[0]: round.t}}
+
+    def measure(self, trainer, client, update, request):
+        if request == 2:
+            self.at("measure")
+        return {{}}
+
+    def metrics(self, round, results):
+        if round.t == 2:
+            self.at("metrics")
+        return {{}}
+
+    def evaluates(self, rounds_done):
+        return rounds_done == 2
+
+    def evaluate(self, trainer, down):
+        self.at("evaluate")
+        return {{}}
+
+    def follow(self, record):
+        if record["round"] == 2:
+            self.at("follow")
+        return {{}}
+"""
+
+
+@pytest.fixture
+def config(base: dict[str, Any]) -> dict[str, Any]:
+    return {
+        **base,
+        "algorithm": "fedprox",
+        "rounds": 3,
+        "partition": {"name": "iid", "clients": 12},
+        "model": {"name": "mlp", "hidden": [6]},
+        "schedule": {"cohort": 4},
+        "local": {"steps": 2, "batch": 8, "lr": 0.2},
+        "block": {"mode": "loop", "size": 2},
+        "evaluate": {"every": 0},
+    }
+
+
+def with_probes(config: dict[str, Any], *probes: Any) -> dict[str, Any]:
+    return {**config, "evaluate": {**config["evaluate"], "probes": list(probes)}}
+
+
+ON_RAY = {"executor": "ray", "actors": 2, "threads": 1}
+
+
+@pytest.mark.parametrize("where", ["loop", "vmap", "ray", "buffered"])
+def test_it_sees_what_clients_do_and_changes_nothing(where, config, source, tmp_path, request):
+    if where == "ray":
+        request.getfixturevalue("local_ray")
+        config |= {"resources": ON_RAY}
+    elif where == "vmap":
+        config |= {"block": {"mode": "vmap", "size": 2}}
+    elif where == "buffered":
+        config |= {"schedule": {"name": "buffered", "arrivals": 3, "concurrency": 6, "speeds": "two_speed"}}
+    drift = {"name": f"{source('mine', DRIFT)}:Drift", "every": 2}
+    observed = {**config, "run_dir": str(tmp_path / "with"), "observe": {"rounds": [0, 2], "clients": 4}}
+    done = raysim.run(with_probes(observed, drift))
+    without = raysim.run({**config, "run_dir": str(tmp_path / "without")})
+    assert done.digest == without.digest
+    for t in (0, 2):
+        deltas = [one.uploads["delta"] for one in recorded_updates.read(done.run_dir, t)]
+        expected = sum(2 * float(delta.norm()) for delta in deltas) / len(deltas)
+        assert done.history[t + 1]["Drift/distance"] == pytest.approx(expected, rel=1e-5)
+    assert "Drift/distance" not in done.history[2] and done.history[3]["Drift/rounds"] == 3
+    assert done.history[3]["Drift/norm"] == pytest.approx(float(done.parameters.norm()), rel=1e-6)
+    assert done.history[3]["Drift/half norm"] == done.history[3]["Drift/norm"] / 2
+    assert "Drift/norm" not in done.history[0] and "Drift/norm" not in done.history[2]
+
+
+def test_its_metrics_are_tracked_and_its_file_is_kept_and_no_part_of_the_identity(config, source):
+    path = source("mine", DRIFT)
+    done = raysim.run(with_probes(config, f"{path}:Drift"))
+    history = MlflowClient(config["tracking"]["uri"]).get_metric_history(done.run_id, "Drift/distance")
+    assert [m.value for m in history] == [r["Drift/distance"] for r in done.history[1:]]
+    assert (done.run_dir / "source/evaluate.probes.0/mine.py").read_text() == DRIFT
+    plan, plain = prepare(done.run_dir / "config.yaml"), prepare(config)
+    assert plan.config.fingerprint == plain.config.fingerprint
+    assert list(plan.config.files or {}) == ["evaluate.probes.0"]
+    assert plan.config.evaluate.probes[0].parameters == {"every": 1, "largest": False}
+
+
+def test_a_run_is_resumed_with_another_text_of_its_probe(config, source):
+    path = source("mine", DRIFT)
+    first = raysim.run(with_probes({**config, "checkpoint": {"every": 1}, "rounds": 2}, f"{path}:Drift"))
+    Path(path).write_text(DRIFT.replace("request * (", "10 * request * ("))
+    done = resume(first.run_dir, {"rounds": 3})
+    assert [record["Drift/rounds"] for record in done.history[1:]] == [1, 2, 3]
+    assert done.history[3]["Drift/distance"] > 3 * done.history[2]["Drift/distance"]
+
+
+@pytest.mark.parametrize("method", ["request", "measure", "metrics", "evaluate", "follow"])
+@pytest.mark.parametrize("mode", ["loop", "vmap"])
+def test_one_that_raises_ends_the_run_in_one_message_and_nothing_is_lost(method, mode, config, source, tmp_path):
+    config |= {"block": {"mode": mode, "size": 2}, "faults": {"on_client_error": "drop"}, "rounds": 4}
+    plain = raysim.run({**config, "run_dir": str(tmp_path / "plain")})
+    folder, path = tmp_path / "broken", source("broken", BROKEN.format(method=method))
+    broken = with_probes({**config, "run_dir": str(folder), "checkpoint": {"every": 50}}, f"{path}:Broken")
+    with pytest.raises(ProbeError, match=f"{method} of probe 'Broken' failed: KeyError: .*broken.py, line") as error:
+        raysim.run(broken)
+    assert "\n" not in str(error.value)
+    if method in ("request", "measure", "metrics"):
+        assert available(folder), "the rounds that were done are not saved"
+    done = resume(folder, {"evaluate.probes": []})
+    assert done.digest == plain.digest and [r["round"] for r in done.history] == [0, 1, 2, 3, 4]
+
+
+def test_one_that_raises_on_an_actor_is_named(config, source, local_ray):
+    path = source("broken", BROKEN.format(method="measure"))
+    with pytest.raises(ProbeError, match=r"^client \d+: measure of probe 'Broken' failed: KeyError"):
+        raysim.run(with_probes({**config, "resources": ON_RAY}, f"{path}:Broken"))
+
+
+MANY = """
+from dataclasses import dataclass
+
+from raysim import Probe
+
+
+@dataclass
+class Odd(Probe):
+    every: int = 1
+
+    def metrics(self, round, results):
+        return {"loss #1": 1.0}
+
+
+@dataclass
+class Stranger(Probe):
+    def request(self, round):
+        return {10**6: True}
+
+    def measure(self, trainer, client, update, request):
+        return {}
+
+
+class Bare(Probe):
+    every: int = 1
+
+
+@dataclass
+class Blind(Probe):
+    def request(self, round):
+        return {}
+
+
+@dataclass
+class Taken(Probe):
+    name = "server"
+
+
+class WithInit(Probe):
+    def __init__(self):
+        self.seen = 0
+
+    def metrics(self, round, results):
+        self.seen += 1
+        return {"seen": self.seen}
+
+
+class NoProbe:
+    pass
+
+
+class Refuses(Probe):
+    def check(self, plan):
+        raise ValueError("only for two classes")
+"""
+
+
+@pytest.mark.parametrize(
+    ("probe", "words"),
+    [
+        ("drift", ("evaluate.probes.0.name", "path.py:Class")),
+        ("{many}", ("evaluate.probes.0.name", "{many}:NAME")),
+        ("{many}:Nobody", ("evaluate.probes.0.name", "Nobody")),
+        ("./nowhere.py:Drift", ("evaluate.probes.0.name", "nowhere.py")),
+        ("{many}:NoProbe", ("evaluate.probes.0.name", "raysim.Probe")),
+        ("{many}:Bare", ("evaluate.probes.0.name", "@dataclass", "Bare")),
+        ("{many}:Blind", ("evaluate.probes.0.name", "measure")),
+        ("{many}:Taken", ("evaluate.probes.0.name", "'server'")),
+        ("{many}:Refuses", ("evaluate.probes", "only for two classes")),
+        ({"name": "{many}:Odd", "evry": 2}, ("evaluate.probes.0.evry", "every")),
+        ({"name": "{many}:Odd", "every": "often"}, ("evaluate.probes.0.every",)),
+        ({"every": 2}, ("evaluate.probes.0.name",)),
+    ],
+)
+def test_what_is_no_probe_is_refused(probe, words, config, source):
+    many = source("many", MANY)
+    if isinstance(probe, str):
+        probe = probe.format(many=many)
+    elif "name" in probe:
+        probe = {**probe, "name": probe["name"].format(many=many)}
+    with pytest.raises(ConfigError) as refused:
+        prepare(with_probes(config, probe))
+    assert all(word.format(many=many) in str(refused.value) for word in words), str(refused.value)
+
+
+def test_two_of_one_name_are_refused(config, source):
+    path = source("many", MANY)
+    with pytest.raises(ConfigError, match=r"evaluate\.probes\.1\.name.*'Odd'"):
+        prepare(with_probes(config, f"{path}:Odd", {"name": f"{path}:Odd", "every": 2}))
+
+
+@pytest.mark.parametrize(("cls", "words"), [("Odd", "'loss #1'"), ("Stranger", "1000000")])
+def test_results_that_cannot_be_used_are_refused(cls, words, config, source):
+    with pytest.raises(ProbeError, match=words):
+        raysim.run(with_probes(config, f"{source('many', MANY)}:{cls}"))
+
+
+def test_one_without_parameters_may_have_an_init_and_stand_for_itself(config, source):
+    config["evaluate"]["probes"] = f"{source('many', MANY)}:WithInit"
+    assert [r.get("WithInit/seen") for r in raysim.run(config).history] == [None, 1, 2, 3]
+
+
+def test_clients_that_are_looked_at_are_not_pooled(config, source):
+    path = source("mine", DRIFT + "\n\nclass Global(Drift):\n    request = Probe.request\n")
+    fedsgd = {**config, "algorithm": "fedsgd", "local": {"steps": 1, "batch": "full"}, "block": {"mode": "auto"}}
+    assert prepare(fedsgd).mode == prepare(with_probes(fedsgd, f"{path}:Global")).mode == "pooled"
+    assert prepare(with_probes(fedsgd, f"{path}:Drift")).mode == "loop"
+    with pytest.raises(ConfigError, match=r"block\.mode.*looked at"):
+        prepare(with_probes({**fedsgd, "block": {"mode": "pooled"}}, f"{path}:Drift"))
+
+
+def test_a_simulated_cluster_has_no_probes(config, source):
+    asked = with_probes(config, f"{source('mine', DRIFT)}:Drift")
+    assert forecast.run(asked, rounds=2).plan.probes == ()
