@@ -173,7 +173,7 @@ def _rehearse(plan: Plan, console: Console) -> None:
         training.add({0: down}, cut(jobs[:1], 1))
         trained = training.get()
         took, bytes_up = trained.metrics["train_seconds"], trained.done[0].done[0].bytes
-        engine.judge(first, jobs[:1], trained)
+        engine.failed_clients(first, jobs[:1], trained)
     inline.close()
     c, sizes = plan.config, plan.clients.sizes
     blocks = -(-c.schedule.size // plan.block_size)

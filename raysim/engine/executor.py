@@ -1,4 +1,7 @@
-"""Where a run's work is done. `Inline` does it in this process; `actors.RayExecutor` on Ray actors. Same bits."""
+"""Where a run is computed: the interface that the engine uses, and `Inline`, which computes in this process.
+
+`raysim.distributed` has the executor over Ray. Both compute the same bits.
+"""
 
 from __future__ import annotations
 
@@ -24,18 +27,26 @@ from raysim.training.messages import Block, Broadcast, Outcome
 from raysim.training.trainer import Trainer
 
 T = TypeVar("T", covariant=True)
+Handle = TypeVar("Handle")
+"""How an executor refers to a version of the model."""
+GivenHandle = TypeVar("GivenHandle", contravariant=True)
 
 
 class Result(Protocol[T]):
-    """Something that is ready, or will be."""
+    """A value that is there, or on its way."""
 
-    def ready(self) -> bool: ...
-    def get(self) -> T: ...
+    def ready(self) -> bool:
+        """Return whether `get` returns without waiting."""
+        ...
+
+    def get(self) -> T:
+        """Wait for the value and return it."""
+        ...
 
 
 @dataclass
 class Ready(Generic[T]):
-    """A result that needs no waiting."""
+    """A result that is there already."""
 
     value: T
 
@@ -47,50 +58,147 @@ class Ready(Generic[T]):
 
 
 @dataclass
-class Trained:
-    """A round's outcomes: `uploads` stays where it was made (in the object store, say); `done` speaks of each job."""
+class Failed:
+    """A result that never comes, because computing it has failed."""
 
-    uploads: list[Any]
-    done: list[Outcome]
-    metrics: dict[str, float]
+    error: RaysimError
+
+    def ready(self) -> bool:
+        return True
+
+    def get(self) -> Any:
+        raise self.error
 
 
 @dataclass
-class Next:
-    """The server has moved on, or will have: its metrics and the handle of the next broadcast."""
+class Trained:
+    """What came of a round's clients."""
+
+    uploads: list[Any]
+    """What goes to the server. It stays where it was computed (in the object store, say); only the executor that made
+    it looks inside."""
+    done: list[Outcome]
+    """What became of each client, without its vectors."""
+    metrics: dict[str, float]
+    """Seconds of training, and what else the executor measured in this round."""
+
+
+@dataclass
+class Next(Generic[Handle]):
+    """A server update that is done, or on its way."""
 
     metrics: Result[dict[str, float]]
-    down: Any
+    """The server rule's metrics of the round that was aggregated."""
+    down: Handle
+    """The version of the model that it made."""
 
 
-class Training(Protocol):
-    """The work of one round. `add` sends blocks off, with the versions that their clients begin with; `get` waits for
-    all of it."""
+class Training(Protocol[GivenHandle]):
+    """One round's local training."""
 
-    def add(self, downs: Mapping[int, Any], blocks: list[Block]) -> None: ...
-    def get(self) -> Trained: ...
+    def add(self, downs: Mapping[int, GivenHandle], blocks: list[Block]) -> None:
+        """Dispatch blocks of clients. May be called several times before `get`.
+
+        Args:
+            downs: the versions of the model that these clients start from, by number.
+            blocks: the clients, in the blocks that are trained together.
+        """
+        ...
+
+    def get(self) -> Trained:
+        """Wait until all clients that were dispatched have trained, or failed.
+
+        Raises:
+            ClientError: a client cannot be trained at all, and `faults.on_client_error` is "stop".
+            ProbeError: a probe failed.
+            Lost: something that a worker needed is lost, or the server.
+        """
+        ...
 
 
-class Executor(Protocol):
-    """What the engine asks for. A version of the model is a handle: it need not be in this process.
+class Executor(Protocol[Handle]):
+    """Where a run is computed.
 
-    Whatever waits may raise `Lost`: what the server knew is gone. Then `recover`, and begin again from a checkpoint.
+    A version of the model is known to the engine by a `Handle` only, which need not hold it in this process: the engine
+    stores handles and passes them back. No method waits for training, the server or the evaluator, except where it
+    says so. All executors compute the same bits.
+
+    Every method may raise Lost: what the server knew is gone. Then the engine calls `recover`, and begins again from a
+    checkpoint.
     """
 
     mended: Counter[str]
-    """How often something was put right that had gone wrong, by its kind."""
+    """The number of failures that were recovered from, by kind."""
 
-    def open(self, plan: Plan) -> None: ...
-    def broadcast(self, following: Round) -> Any: ...
-    def training(self, t: int) -> Training: ...
-    def advance(self, round: Round, trained: Trained, bases: Mapping[int, Any], following: Round) -> Next: ...
-    def evaluate(self, down: Any, parts: Sequence[str]) -> Result[dict[str, float]]: ...
-    def snapshot(self) -> Result[State]: ...
-    def restore(self, snapshot: State) -> None: ...
-    def fetch(self, down: Any) -> Broadcast: ...
-    def hold(self, version: Broadcast) -> Any: ...
-    def recover(self) -> None: ...
-    def close(self) -> None: ...
+    def open(self, plan: Plan) -> None:
+        """Start the workers, the server and the evaluator of a run, and wait until they are ready.
+
+        Raises:
+            ConfigError: the resources that the plan asks for cannot be had.
+        """
+        ...
+
+    def broadcast(self, following: Round) -> Handle:
+        """Return the model as the server has it, for the clients of a round.
+
+        Called at the start and after `restore`; the versions after that come from `advance`.
+
+        Args:
+            following: the round whose clients receive it. The server rule admits them.
+        """
+        ...
+
+    def training(self, t: int) -> Training[Handle]:
+        """Return the local training of round t, with no client yet."""
+        ...
+
+    def advance(self, round: Round, trained: Trained, bases: Mapping[int, Handle], following: Round) -> Next[Handle]:
+        """Aggregate a round's updates and make the next version of the model.
+
+        Args:
+            round: the round that has trained; updates of its `dropped` clients are not used.
+            trained: what `Training.get` returned for it.
+            bases: the versions of the model that its clients started from, by number.
+            following: the next round, whose clients the server rule admits.
+        """
+        ...
+
+    def evaluate(self, down: Handle, parts: Sequence[str]) -> Result[dict[str, float]]:
+        """Evaluate the newest version of the model, beside the training of the next round.
+
+        Args:
+            down: the version.
+            parts: what to measure: "test" for the test set, or names of probes.
+        """
+        ...
+
+    def snapshot(self) -> Result[State]:
+        """Return all that the server knows as of now, on the CPU, for a checkpoint."""
+        ...
+
+    def restore(self, snapshot: State) -> None:
+        """Set the server to a snapshot, and wait for that.
+
+        Raises:
+            RaysimError: the snapshot is that of another rule or model.
+        """
+        ...
+
+    def fetch(self, down: Handle) -> Broadcast:
+        """Return the tensors of a version of the model, on this machine; waits for them."""
+        ...
+
+    def hold(self, version: Broadcast) -> Handle:
+        """Return a handle for a version of the model that a checkpoint kept: the inverse of `fetch`."""
+        ...
+
+    def recover(self) -> None:
+        """Start a new server, in its first state, after Lost was raised; wait until it is ready."""
+        ...
+
+    def close(self) -> None:
+        """Release all that was opened. Works after any failure, and does not wait without end."""
+        ...
 
 
 def settle(threads: int) -> None:
@@ -183,7 +291,10 @@ class Evaluator:
 
 
 class Inline:
-    """Everything in this process, one block after the other; needs no Ray."""
+    """The executor that computes everything in this process, one block after the other. It needs no Ray.
+
+    A handle is the version itself.
+    """
 
     def __init__(self) -> None:
         self.mended: Counter[str] = Counter()
@@ -201,12 +312,17 @@ class Inline:
     def training(self, t: int) -> _Here:
         return _Here(self.trainer)
 
-    def advance(self, round: Round, trained: Trained, bases: Mapping[int, Broadcast], following: Round) -> Next:
+    def advance(
+        self, round: Round, trained: Trained, bases: Mapping[int, Broadcast], following: Round
+    ) -> Next[Broadcast]:
         done = self.server.advance(round, trained.uploads, bases, following)
         return Next(Ready(done.metrics), done.down)
 
-    def evaluate(self, down: Broadcast, parts: Sequence[str]) -> Ready[dict[str, float]]:
-        return Ready(self.evaluator.evaluate(down, parts))
+    def evaluate(self, down: Broadcast, parts: Sequence[str]) -> Result[dict[str, float]]:
+        try:
+            return Ready(self.evaluator.evaluate(down, parts))
+        except RaysimError as error:  # raised where the engine asks for the metrics, as by an evaluator on an actor
+            return Failed(error)
 
     def snapshot(self) -> Ready[State]:
         return Ready(self.server.snapshot())

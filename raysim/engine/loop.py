@@ -12,7 +12,7 @@ from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Generic
 
 import numpy as np
 import torch
@@ -20,12 +20,13 @@ from torch import Tensor
 
 from raysim.data import digest
 from raysim.engine import checkpoint, client_store, schedule
-from raysim.engine.executor import Executor, Result, Trained, Training
+from raysim.engine.executor import Executor, Handle, Next, Result, Trained, Training
 from raysim.engine.plan import Plan
 from raysim.engine.probes import ProbedRun, Probes
 from raysim.engine.schedule import StandStill, Turn
 from raysim.engine.server import Round, blamed
 from raysim.errors import ClientError, Lost, ProbeError, RaysimError
+from raysim.rules.contract import State
 from raysim.signals import Signals, Stopped
 from raysim.training.batches import batches_per_pass, local_steps
 from raysim.training.messages import Broadcast, Job, cut
@@ -36,6 +37,9 @@ logger = logging.getLogger("raysim")
 
 LOSSES = 3
 """Times that the server may be lost between two rounds that were done."""
+
+MAX_PENDING = 2
+"""Records that may be open, because metrics of theirs are still on their way, while the next round trains."""
 
 QUANTILES = (0.1, 0.5, 0.9)
 """Of the clients' losses."""
@@ -61,24 +65,33 @@ class Pending:
 
 
 @dataclass
-class Work:
+class Work(Generic[Handle]):
     """A round on its way: its turn, what the server will hear of it, what probes ask of its clients, and the jobs that
     were sent off."""
 
     turn: Turn
     round: Round
     requests: dict[int, dict[str, Any]]
-    training: Training
+    training: Training[Handle]
     jobs: list[Job] = field(default_factory=list)
+    probed: Record = field(default_factory=dict)
+    """The metrics of probes."""
+    timing: Record = field(default_factory=dict)
+    """What the round took, in seconds."""
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether no client will ever arrive any more, so that the round cannot be held."""
+        return bool(self.turn.stands_still)
 
 
-class Engine:
+class Engine(Generic[Handle]):
     """One run: a plan, an executor, what clients keep, and the history so far."""
 
     def __init__(
         self,
         plan: Plan,
-        executor: Executor,
+        executor: Executor[Handle],
         run_dir: Path | None = None,
         run_id: str = "",
         signals: Signals | None = None,
@@ -106,8 +119,8 @@ class Engine:
         self.schedule = schedule.make(self.config, self.plan.clients.sizes)
         self.clocks = deque([(0, self.schedule.pack())], maxlen=2)
         """The virtual clock before some round's turn was drawn; one drawn ahead may be past what is done."""
-        self.versions: dict[int, Any] = {}
-        """The versions of the model that somebody still needs, as handles."""
+        self.versions: dict[int, Handle] = {}
+        """The versions of the model that some client, or the evaluator, still needs."""
         self.history: list[Record] = []
         self.pending: deque[Pending] = deque()
         self.done = self.bytes_down = self.bytes_up = 0
@@ -141,53 +154,57 @@ class Engine:
                     raise RaysimError(f"{lost}; that was the {losses}th time since a round was done") from None
             except (Stopped, ClientError, ProbeError):
                 try:
-                    yield from (record for record in self._arrived(keep=0) if record["round"] > told)
+                    yield from (record for record in self._completed_records(max_pending=0) if record["round"] > told)
                     self._save_what_is_done()
                 except RaysimError as error:  # of the two, why the run ends matters more
                     logger.warning("the last rounds are not saved: %s; `raysim resume` does them again", error)
                 raise
 
     def _train(self) -> Iterator[Record]:
-        """The rounds that are still to be done.
+        """Train the rounds that are still to be done; yield their records.
 
-        A round in step is one in which everybody began with the newest version; else some began with older ones, and
-        these train while the server is still busy with the round before. Nothing waits that need not: who comes next is
-        found out while clients train, they are sent off as soon as the server is told to move on, and what is to be
-        said of a round is gathered while the next one trains.
+        In a synchronous round all clients start from the newest version of the model, so they are dispatched when the
+        server has published it. In an asynchronous round some start from older versions; these are dispatched before
+        the server updates the model, and train meanwhile. The driver waits only for the clients of a round: the next
+        round is scheduled while they train, and metrics follow up to MAX_PENDING rounds later.
         """
-        self.probes = Probes(ProbedRun(self.plan, self.run_dir, self.done, self.history, self._version))
-        work = self._draw(self.done)
-        self._send_off(work)  # the blocks of a resumed run are those of one that never stopped
-        self.versions[self.done] = down = self.executor.broadcast(work.round)
-        stopwatch = Stopwatch()
-        self._send_off(work)
-        if not self.history:
-            self.pending.append(Pending({"round": 0.0, "virtual_time": 0.0}, self._evaluation(0, down, stopwatch)))
-        while self.done < self.last_round and not work.turn.stands_still:
-            upcoming = self._draw(self.done + 1)
-            with self.signals.allowed():
-                trained = work.training.get()
-            seconds = stopwatch.lap()
-            work.round.dropped = self._failed(work.round, work.jobs, trained)
-            measured = self.probes.metrics(work.round, trained.done)
-            self._keep_rows(work.jobs, trained, work.round.dropped)
-            self.done += 1
-            finished, work = work, upcoming
-            self._send_off(work)
-            after = self.executor.advance(finished.round, trained, self._of(finished.jobs), work.round)
-            snapshot = self.executor.snapshot() if self._due(self.done) else None
-            self.versions[self.done] = after.down
-            self._send_off(work)
-            self._forget(work)
-            record = {**self._record(finished, trained), **measured, **seconds(trained)}
-            self.pending.append(Pending(record, [after.metrics, *self._evaluation(self.done, after.down, stopwatch)]))
-            yield from self._arrived(keep=0 if snapshot else self._lag)
-            if snapshot:
-                self._save(snapshot.get())
+        self._start_probes_and_clock()
+        current = self._schedule_round(self.done)
+        self._dispatch_ready(current)  # resumed and asynchronous: the same blocks as in a run that was never stopped
+        self._publish(self.done, self.executor.broadcast(current.round))
+        self._dispatch_ready(current)
+        self._log_initial_model()
+        while self.done < self.last_round and not current.exhausted:
+            upcoming = self._schedule_round(self.done + 1)  # while clients train
+            results = self._wait(current)
+            self._accept_or_drop(current, results)
+            self._dispatch_ready(upcoming)  # asynchronous: the clients that start from an older version
+            step = self.executor.advance(current.round, results, self._versions_of(current.jobs), upcoming.round)
+            checkpoint = self._begin_checkpoint_if_due(self.done + 1)
+            self._publish(self.done + 1, step.down)
+            self._dispatch_ready(upcoming)  # synchronous: all clients; asynchronous: the others
+            self._release_unused_versions(upcoming)
+            self._log(current, results, step)
+            yield from self._completed_records(max_pending=0 if checkpoint else MAX_PENDING)
+            self._finish_checkpoint(checkpoint)
+            current = upcoming
         self.final = self.executor.snapshot().get()
-        yield from self._arrived(keep=0)
+        yield from self._completed_records(max_pending=0)
+        self._end(current)
+
+    def _start_probes_and_clock(self) -> None:
+        """Attach the probes, to the rounds that are done by now, and start to measure time."""
+        self.probes = Probes(ProbedRun(self.plan, self.run_dir, self.done, self.history, self._download))
+        self.stopwatch = Stopwatch()
+
+    def _end(self, last: Work[Handle]) -> None:
+        """End a run whose loop is left.
+
+        Raises:
+            RaysimError: its schedule is exhausted before the last round, or no client took part.
+        """
         if self.done < self.last_round:
-            raise RaysimError(work.turn.stands_still)
+            raise RaysimError(last.turn.stands_still)
         if self.stopped:
             self._save_what_is_done()
         else:
@@ -205,8 +222,8 @@ class Engine:
             raise RaysimError(f"{said}, so nothing was trained (faults.on_empty_run=finish accepts such a run)")
         logger.warning("%s", said)
 
-    def _draw(self, t: int) -> Work:
-        """Who arrives in round t, and what the server will hear of them."""
+    def _schedule_round(self, t: int) -> Work[Handle]:
+        """Return round t, with the clients whose updates the server will receive in it."""
         if self._due(t):
             self.clocks.append((t, self.schedule.pack()))
         try:
@@ -217,50 +234,105 @@ class Engine:
         requests = self.probes.requests(round) if t < self.config.rounds else {}
         return Work(turn, round, requests, self.executor.training(t))
 
-    def _send_off(self, work: Work) -> None:
-        """Of a round those who are not yet at work and whose version is there."""
-        sent = {job.client for job in work.jobs}
+    def _dispatch_ready(self, work: Work[Handle]) -> None:
+        """Dispatch the clients of a round that are not training yet and whose version of the model is there."""
+        dispatched = {job.client for job in work.jobs}
         facts = zip(work.round.ids, work.round.bases, strict=True)
-        chosen = [base in self.versions and client not in sent for client, base in facts]
-        jobs = self.jobs(work.round, chosen, work.requests)
+        ready = [base in self.versions and client not in dispatched for client, base in facts]
+        jobs = self.jobs(work.round, ready, work.requests)
         if jobs:
-            work.training.add(self._of(jobs), cut(jobs, self.plan.block_size))
+            work.training.add(self._versions_of(jobs), cut(jobs, self.plan.block_size))
             work.jobs += jobs
 
-    def _forget(self, work: Work) -> None:
-        """Lets go of the versions that nobody will need any more."""
-        needed = {self.done, *self.schedule.held(), *work.round.bases}
+    def _publish(self, version: int, down: Handle) -> None:
+        """Make a version of the model available to clients; so many rounds are done."""
+        self.versions[version] = down
+        self.done = version
+
+    def _wait(self, work: Work[Handle]) -> Trained:
+        """Wait until all clients of a round have trained. A signal may end the run here."""
+        with self.signals.allowed():
+            results = work.training.get()
+        work.timing = self.stopwatch.lap(results)
+        return results
+
+    def _accept_or_drop(self, work: Work[Handle], results: Trained) -> None:
+        """Accept the updates of a round's clients, or drop those that failed; keep what accepted clients keep.
+
+        Probes see the results before anything is kept, so that a run whose probe fails is still as it was after the
+        round before.
+
+        Raises:
+            ClientError: a client failed, and `faults.on_client_error` is "stop".
+            ProbeError: a probe failed.
+        """
+        work.round.dropped = self.failed_clients(work.round, work.jobs, results)
+        work.probed = self.probes.metrics(work.round, results.done)
+        done = {d.client: d for outcome in results.done for d in outcome.done}
+        for job in work.jobs:
+            self.store.cursors[job.client] += job.steps
+            if job.client not in work.round.dropped:
+                self.store.put(job.client, done[job.client].row)
+
+    def _release_unused_versions(self, upcoming: Work[Handle]) -> None:
+        """Release the versions of the model that no client needs any more."""
+        needed = {self.done, *self.schedule.held(), *upcoming.round.bases}
         self.versions = {v: down for v, down in self.versions.items() if v in needed}
 
-    def _version(self, number: int) -> Broadcast:
-        """A version of the model that somebody still needs."""
-        return self.executor.fetch(self.versions[number])
+    def _download(self, version: int) -> Broadcast:
+        """Return a version of the model that has not been released."""
+        return self.executor.fetch(self.versions[version])
 
-    def _of(self, jobs: list[Job]) -> dict[int, Any]:
-        """The versions that these begin with."""
+    def _versions_of(self, jobs: list[Job]) -> dict[int, Handle]:
+        """Return the versions of the model that clients start from, by number."""
         return {job.base: self.versions[job.base] for job in jobs}
 
-    _lag = 2
-    """Rounds whose metrics may still be out while the next one trains."""
+    # -- metrics ---------------------------------------------------------------------------------------------------
 
-    def _evaluation(self, done: int, down: Any, stopwatch: Stopwatch) -> list[Result[dict[str, float]]]:
-        parts = ["test"] if self.config.evaluate.due(done, self.config.rounds) else []
-        parts += self.probes.due(done)
-        if not parts:
-            return []
-        with stopwatch.aside():  # inline it takes its time here; on actors it goes on beside the next round
-            return [self.executor.evaluate(down, parts)]
+    def _log_initial_model(self) -> None:
+        """Begin the record of the model before training, unless the run was resumed."""
+        if not self.history:
+            self.pending.append(Pending({"round": 0.0, "virtual_time": 0.0}))
+            self._evaluate_if_due(self.pending[-1])
 
-    def _arrived(self, keep: int) -> Iterator[Record]:
-        """Records whose figures are all there, in order; waits while more than `keep` are out."""
+    def _log(self, work: Work[Handle], results: Trained, step: Next[Handle]) -> None:
+        """Begin the record of a round. The metrics of server and evaluation are added when they arrive."""
+        record = {**self._record(work, results), **work.probed, **work.timing}
+        self.pending.append(Pending(record, [step.metrics]))
+        self._evaluate_if_due(self.pending[-1])
+
+    def _evaluate_if_due(self, pending: Pending) -> None:
+        """Evaluate the newest version of the model for a record."""
+        parts = ["test"] if self.config.evaluate.due(self.done, self.config.rounds) else []
+        parts += self.probes.due(self.done)
+        if parts:
+            with self.stopwatch.aside():  # inline it is done here; on actors beside the next round
+                pending.results.append(self.executor.evaluate(self.versions[self.done], parts))
+
+    def _completed_records(self, max_pending: int) -> Iterator[Record]:
+        """Yield the records whose metrics have arrived, in order; wait while more than `max_pending` are open."""
         pending = self.pending
-        while pending and (len(pending) > keep or (len(pending) > 1 and all(r.ready() for r in pending[0].results))):
-            first = pending[0]
-            for result in first.results:
-                first.record.update(result.get())
-            first.record.update(self.probes.follow(first.record))
-            self.history.append(pending.popleft().record)
-            yield first.record
+        while pending and (
+            len(pending) > max_pending or (len(pending) > 1 and all(r.ready() for r in pending[0].results))
+        ):
+            record = pending[0].record
+            for result in pending[0].results:
+                record.update(result.get())
+            record.update(self.probes.follow(record))
+            pending.popleft()
+            self.history.append(record)
+            yield record
+
+    # -- checkpoints -----------------------------------------------------------------------------------------------
+
+    def _begin_checkpoint_if_due(self, rounds_done: int) -> Result[State] | None:
+        """Ask for the server's state if a checkpoint is due, before the server goes on."""
+        return self.executor.snapshot() if self._due(rounds_done) else None
+
+    def _finish_checkpoint(self, server: Result[State] | None) -> None:
+        """Write the checkpoint that was begun, if any."""
+        if server is not None:
+            self._save(server.get())
 
     def _due(self, done: int) -> bool:
         """Whether a checkpoint is written after so many rounds."""
@@ -415,13 +487,12 @@ class Engine:
         known = {int(n): batches_per_pass(int(n), int(n) if batch == "full" else batch) for n in np.unique(sizes)}
         return np.array([known[int(n)] for n in sizes])
 
-    def judge(self, round: Round, jobs: list[Job], trained: Trained) -> None:
-        """Who is in and who is out: keeps the rows of accepted clients, stops at a failed one or drops it."""
-        round.dropped = self._failed(round, jobs, trained)
-        self._keep_rows(jobs, trained, round.dropped)
+    def failed_clients(self, round: Round, jobs: list[Job], trained: Trained) -> set[int]:
+        """Return the clients of a round that failed, and log them.
 
-    def _failed(self, round: Round, jobs: list[Job], trained: Trained) -> set[int]:
-        """Return the clients whose updates are not used, because they failed; or raise ClientError."""
+        Raises:
+            ClientError: there are such clients, and `faults.on_client_error` is "stop".
+        """
         done = {d.client: d for outcome in trained.done for d in outcome.done}
         failed = {job.client: done[job.client].error for job in jobs if done[job.client].error}
         for client, error in failed.items():
@@ -435,14 +506,6 @@ class Engine:
         if not jobs:
             logger.warning("round %d: nobody arrived", round.t)
         return set(failed)
-
-    def _keep_rows(self, jobs: list[Job], trained: Trained, failed: set[int]) -> None:
-        """Keep what the clients of a round keep until their next one, except those that failed."""
-        done = {d.client: d for outcome in trained.done for d in outcome.done}
-        for job in jobs:
-            self.store.cursors[job.client] += job.steps
-            if job.client not in failed:
-                self.store.put(job.client, done[job.client].row)
 
     def _record(self, work: Work, trained: Trained) -> Record:
         """What is to be said of a round, but for the server's and the evaluation's part."""
@@ -506,18 +569,14 @@ class Stopwatch:
         yield
         self.apart += time.perf_counter() - began
 
-    def lap(self) -> Callable[[Trained], Record]:
-        """Ends a round; gives what it took, and what of that was neither training nor evaluation."""
+    def lap(self, results: Trained) -> Record:
+        """End a round; return what it took, and what of that was neither training nor evaluation."""
         now = time.perf_counter()
         seconds, apart = now - self.mark, self.apart
         self.mark, self.apart = now, 0.0
-
-        def figures(trained: Trained) -> Record:
-            clients = sum(d.error is None for outcome in trained.done for d in outcome.done)
-            engine = seconds - apart - trained.metrics.get("train_seconds", 0.0)
-            return {"seconds": seconds, "clients_per_second": clients / seconds, "overhead_seconds": engine}
-
-        return figures
+        clients = sum(d.error is None for outcome in results.done for d in outcome.done)
+        engine = seconds - apart - results.metrics.get("train_seconds", 0.0)
+        return {"seconds": seconds, "clients_per_second": clients / seconds, "overhead_seconds": engine}
 
 
 def _last_line(error: str | None) -> str:

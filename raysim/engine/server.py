@@ -100,52 +100,85 @@ class Server:
             return Broadcast(rule.broadcast(self.state), self.buffers)
 
     def update(self, round: Round, outcomes: list[Outcome], bases: Mapping[int, Broadcast]) -> dict[str, float]:
-        """Applies what arrived and gives the rule's metrics. With no upload left the round changes nothing. `bases` are
-        the versions that clients began with, for a rule that wants them."""
+        """Apply a round's updates to the model. A round whose updates were all dropped changes nothing.
+
+        Args:
+            round: the round, with the clients that are `dropped`.
+            outcomes: the updates, as the workers added them up.
+            bases: the versions of the model that the clients started from, for a rule that wants them.
+
+        Returns:
+            The server rule's metrics.
+
+        Raises:
+            RaysimError: the rule fails, breaks its contract, or its parameters are not finite.
+        """
+        rule = self.rule.at(round.t)
+        reports = self._reports(rule, round, outcomes, bases)
+        if reports is None:
+            return {"server/uploads": 0.0, **self._named(self.cohort.metrics)}
+        mean, each = reports.totals.pop(("mean", "buffers"), None), reports.rows.pop("buffers", [])
+        with blamed(rule, "update", round.t):
+            state = rule.update(self.state, reports)
+            self._refuse_bad_update(rule, round.t, state, reports)
+        self.state = state
+        self._average_statistics(mean, each, reports.weighed)
+        reports.report(weights_entropy=_entropy(reports.weighed or reports.weights))
+        return {
+            **self._named(reports.metrics),
+            "server/uploads": float(len(reports.ids)),
+            "server/state_bytes": float(self.bytes),
+        }
+
+    def _reports(
+        self, rule: ServerRule, round: Round, outcomes: list[Outcome], bases: Mapping[int, Broadcast]
+    ) -> Reports | None:
+        """Return what the rule sees of a round's updates; None where too little is left of them."""
         stay = [i for i, client in enumerate(round.ids) if client not in round.dropped]
         outcomes = [o for o in outcomes if o.ids]
         if not stay or not outcomes:
-            return {"server/uploads": 0.0, **self._named(self.cohort.metrics)}
-        rule, here = self.rule.at(round.t), round.cohort(self.problem.n_clients, stay)
+            return None
+        cohort = round.cohort(self.problem.n_clients, stay)
         weights, left = [round.weights[i] for i in stay], 1.0
         if round.dropped:
             with blamed(rule, "weigh", round.t):
-                given, weights = sum(weights), rule.weigh(here)
+                given, weights = sum(weights), rule.weigh(cohort)
             left = given / sum(weights)
             if left < FAINT:
-                return {"server/uploads": 0.0, **self._named(self.cohort.metrics)}
-        reports = Reports(
-            **{**vars(here), "metrics": dict(self.cohort.metrics)},
+                return None
+        return Reports(
+            **{**vars(cohort), "metrics": dict(self.cohort.metrics)},
             weights=weights,
             versions=[round.bases[i] for i in stay],
             bases=[bases[round.bases[i]].shared["x"] for i in stay] if rule.wants_bases else NOT_ASKED_FOR,
             totals=self._totals(outcomes, left, sum(weights)),
             rows=self._rows(outcomes, [round.ids[i] for i in stay]),
         )
-        mean, each = reports.totals.pop(("mean", "buffers"), None), reports.rows.pop("buffers", [])
-        with blamed(rule, "update", round.t):
-            state = rule.update(self.state, reports)
-            odd = ", ".join(sorted(state.keys() ^ self.state.keys()))
-        if odd:
+
+    def _refuse_bad_update(self, rule: ServerRule, t: int, state: State, reports: Reports) -> None:
+        """Check what a rule's update returned, and the weights that it reported.
+
+        Raises:
+            RaysimError: the state has other keys, the parameters are not finite, or the weights do not fit.
+        """
+        if odd := ", ".join(sorted(state.keys() ^ self.state.keys())):
             raise RaysimError(f"server rule '{rule.name}': update must give back the keys of init; differs in {odd}")
-        self.state = state
-        if not torch.isfinite(self.state["x"].sum()):
+        if not torch.isfinite(state["x"].sum()):
             raise RaysimError(
-                f"round {round.t}: server rule '{rule.name}' made non-finite parameters; lower server lr or local.lr"
+                f"round {t}: server rule '{rule.name}' made non-finite parameters; lower server lr or local.lr"
             )
-        if reports.weighed is not None and (not rule.weighs_late or len(reports.weighed) != len(stay)):
+        weighed = reports.weighed
+        if weighed is not None and (not rule.weighs_late or len(weighed) != len(reports.ids)):
             raise RaysimError(
-                f"server rule '{rule.name}': update gave {len(reports.weighed)} weights for {len(stay)} clients by "
+                f"server rule '{rule.name}': update gave {len(weighed)} weights for {len(reports.ids)} clients by "
                 "reports.weigh; give one for each, and set weighs_late = True in the class"
             )
+
+    def _average_statistics(self, mean: Tensor | None, each: list[Tensor], weighed: list[float] | None) -> None:
+        """Average the clients' BatchNorm statistics [Q], with the weights of the round's means or those that the rule
+        gave after it had seen the updates."""
         if mean is not None:
-            self.buffers = mean if reports.weighed is None else _mixed(self.buffers, each, reports.weighed)
-        reports.report(weights_entropy=_entropy(reports.weighed or weights))
-        return {
-            **self._named(reports.metrics),
-            "server/uploads": float(len(stay)),
-            "server/state_bytes": float(self.bytes),
-        }
+            self.buffers = mean if weighed is None else _mixed(self.buffers, each, weighed)
 
     def _totals(self, outcomes: list[Outcome], left: float, weight: float) -> dict[tuple[str, str], Tensor]:
         """The sums over all workers; those of means divided by the part of the weights that is `left`. BatchNorm's
