@@ -1,4 +1,7 @@
-"""The run. `Engine.rounds` is the loop, and reads like the algorithm in a paper; the rest opens and closes things."""
+"""The training loop of a run: `Engine._train`, from the first round to the last, for every schedule.
+
+Around it: `Engine.rounds` recovers from failures, and the methods below the loop are its steps.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +61,7 @@ Progress = Callable[[Record], None]
 
 @dataclass
 class Pending:
-    """A round whose metrics are still on their way."""
+    """The record of a round, some of whose metrics are still on their way (`results`)."""
 
     record: Record
     results: list[Result[dict[str, float]]] = field(default_factory=list)
@@ -66,14 +69,18 @@ class Pending:
 
 @dataclass
 class Work(Generic[Handle]):
-    """A round on its way: its turn, what the server will hear of it, what probes ask of its clients, and the jobs that
-    were sent off."""
+    """A round from its schedule to its record."""
 
     turn: Turn
+    """The clients whose updates arrive in it, by the virtual clock."""
     round: Round
+    """What the server receives of it."""
     requests: dict[int, dict[str, Any]]
+    """What probes ask of its clients, by client and by probe."""
     training: Training[Handle]
+    """Its local training, wherever that is computed."""
     jobs: list[Job] = field(default_factory=list)
+    """Its clients that were dispatched."""
     probed: Record = field(default_factory=dict)
     """The metrics of probes."""
     timing: Record = field(default_factory=dict)
@@ -81,12 +88,12 @@ class Work(Generic[Handle]):
 
     @property
     def exhausted(self) -> bool:
-        """Whether no client will ever arrive any more, so that the round cannot be held."""
+        """Whether the round cannot take place, because no client will ever arrive again."""
         return bool(self.turn.stands_still)
 
 
 class Engine(Generic[Handle]):
-    """One run: a plan, an executor, what clients keep, and the history so far."""
+    """A run: its plan, an executor, the state that clients keep, and the records of the rounds so far."""
 
     def __init__(
         self,
@@ -101,24 +108,25 @@ class Engine(Generic[Handle]):
         self.signals = signals or Signals()
         self.n_samples = int(plan.clients.sizes.sum())
         self.mended: Counter[str] = Counter()
-        """How often something was put right that had gone wrong, by its kind, before this process took over."""
+        """The number of failures that earlier processes of this run recovered from, by kind."""
         self.final: dict[str, Tensor] = {}
         """The server's state after the last round."""
         self.last_round = self.config.rounds
         """The number of rounds after which the run ends."""
         self.stopped = ""
-        """Why it ends before `config.rounds`; empty if it does not."""
+        """The reason for which it ends before `config.rounds`; empty if it does not."""
         self.first_failure = ""
         """The first client that failed in this process, and why."""
         self.rows = client_store.folder(run_dir, plan.config.store.dir)
         self._begin()
 
     def _begin(self) -> None:
-        """As it is before the first round."""
+        """Reset everything to the state before the first round."""
         self.store = client_store.Store(len(self.plan.clients), self.config.store.memory, self.rows)
         self.schedule = schedule.make(self.config, self.plan.clients.sizes)
         self.clocks = deque([(0, self.schedule.pack())], maxlen=2)
-        """The virtual clock before some round's turn was drawn; one drawn ahead may be past what is done."""
+        """The virtual clock before the last rounds for which a checkpoint is due, by round. The newest of them may be
+        scheduled already and not done."""
         self.versions: dict[int, Handle] = {}
         """The versions of the model that some client, or the evaluator, still needs."""
         self.history: list[Record] = []
@@ -133,10 +141,16 @@ class Engine(Generic[Handle]):
             self.last_round, self.stopped = self.done, reason
 
     def rounds(self) -> Iterator[Record]:
-        """Trains round after round; yields the record of each once its evaluation has come in.
+        """Train all rounds; yield the record of each when its metrics are complete.
 
-        Where the server, or what it knew, is lost, the run goes back to its last checkpoint; the rounds come out the
-        same, and are not told twice. A signal, or a client that fails, ends the run with a checkpoint of what is done.
+        If the server is lost, the run starts again from its last checkpoint. The repeated rounds compute the same bits,
+        and their records are yielded once.
+
+        Raises:
+            Stopped: a signal came. A checkpoint of the rounds that are done is written first.
+            ClientError: a client failed, and `faults.on_client_error` is "stop". A checkpoint is written first.
+            ProbeError: a probe failed. A checkpoint is written first.
+            RaysimError: anything else that ends the run, such as a server that is lost again and again.
         """
         told, losses, lost = int(self.history[-1]["round"]) if self.history else -1, 0, None
         while True:
