@@ -30,8 +30,7 @@ import torch
 from pydantic import Field
 
 from raysim.algorithms.fedavg import FedAvgServer
-from raysim.rules import Algorithm, ClientRule
-from raysim.training.task import Batch, soft_cross_entropy
+from raysim.rules import Algorithm, Batch, ClientRule, soft_cross_entropy
 
 Share = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0)]

@@ -23,8 +23,7 @@ from torch.nn import functional as F
 
 from raysim.algorithms.fedavg import REFERENCE, FedAvgServer
 from raysim.algorithms.fedavgm import FedAvgMServer
-from raysim.rules import Algorithm, ClientRule
-from raysim.training.task import cross_entropy
+from raysim.rules import Algorithm, ClientRule, cross_entropy
 
 
 @dataclass(frozen=True)

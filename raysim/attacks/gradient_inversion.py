@@ -46,11 +46,12 @@ from raysim.engine.plan import Plan, prepare
 from raysim.errors import ConfigError, RaysimError, in_a_line
 from raysim.models.flat import Model
 from raysim.randomness import generator
-from raysim.rules.contract import ClientRule
+from raysim.rules import Batch, ClientRule, LocalData, Loss, cross_entropy
 from raysim.signals import reraise_stop
 from raysim.tracking.mlflow import add_to
 from raysim.training.messages import Broadcast
-from raysim.training.task import Batch, Facts, LocalData, Loss, VmapTask, cross_entropy, why_not_vmap
+from raysim.training.task import Facts
+from raysim.training.vmap import VmapTask, why_not_vmap
 
 logger = logging.getLogger("raysim")
 

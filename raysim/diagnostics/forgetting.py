@@ -22,7 +22,8 @@ from raysim.config.schema import Sync
 from raysim.engine import schedule
 from raysim.engine.probes import Probe, ProbedRun
 from raysim.errors import ConfigError
-from raysim.training.task import Batch, cross_entropy
+from raysim.rules.batch import Batch
+from raysim.rules.losses import cross_entropy
 
 if TYPE_CHECKING:
     from raysim.engine.plan import Plan

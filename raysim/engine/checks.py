@@ -14,7 +14,7 @@ from torch import nn
 
 from raysim.config.schema import Config, InFlight, Sync
 from raysim.errors import ConfigError, in_a_line
-from raysim.models import flat
+from raysim.models import build
 from raysim.rules import registry
 from raysim.rules.contract import ClientRule, Problem, ServerRule
 from raysim.signals import reraise_stop
@@ -78,7 +78,7 @@ def check_cohort(schedule: Sync | InFlight, clients: int, source: str = "partiti
 
 def check_model_fits_data(config: Config) -> None:
     """Refuse to train a classifier on quadratics, which have no classes."""
-    if config.data.name == "quadratics" and config.model.name in flat.NETS and config.model.name != "quadratic":
+    if config.data.name == "quadratics" and config.model.name in build.NETS and config.model.name != "quadratic":
         raise ConfigError(f"model.name: '{config.model.name}' sees only labels 0 in quadratics; use model=quadratic")
 
 

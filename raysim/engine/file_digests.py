@@ -24,7 +24,7 @@ from raysim.config.references import Code, distribution_of, module_files, read_c
 from raysim.config.schema import Config, FromFile, Named, Trace
 from raysim.data import Dataset
 from raysim.errors import ConfigError
-from raysim.models import flat
+from raysim.models import build
 from raysim.rules import registry
 
 Files = dict[str, dict[str, str]]
@@ -172,7 +172,7 @@ def _texts(place: str, value: Any) -> Iterator[tuple[str, str]]:
 def _kinds(key: str, name: str) -> Mapping[str, Any]:
     """The annotations of the parameters of a rule or a net."""
     if key == "model":
-        return {k: str if (a := p.annotation) is p.empty else a for k, p in flat.parameters(name).items()}
+        return {k: str if (a := p.annotation) is p.empty else a for k, p in build.parameters(name).items()}
     return get_type_hints(registry.find(key, name))
 
 

@@ -22,13 +22,14 @@ from raysim.engine import checks, file_digests, probes, rehearsal, schedule
 from raysim.engine.probes import Probe
 from raysim.engine.server import shapes_of_first_broadcast
 from raysim.errors import ConfigError
-from raysim.models import flat
-from raysim.models.flat import Model, unfoldable
+from raysim.models import build
+from raysim.models.flat import Model
+from raysim.models.keyed_layers import unfoldable
 from raysim.rules import contract, registry
 from raysim.rules.contract import ClientRule, Problem, ServerRule
 from raysim.training.pooled import why_not_pooled
-from raysim.training.task import why_not_vmap
 from raysim.training.trainer import Mode
+from raysim.training.vmap import why_not_vmap
 
 VMAP_BELOW = 10_000
 """Parameters up to which vmap beats the loop on a CPU (for nets without convolutions)."""
@@ -219,7 +220,7 @@ def build_problem(config: Config, rules: Rules, load: Callable[[Data], Dataset] 
         checks.check_cohort(config.schedule, nonempty, "there is data for")
     schedule.make(config, clients.sizes)  # reads a trace, and finds what is wrong with it
     checks.check_model_fits_data(config)
-    net = flat.make_net(config, dataset.shape, dataset.n_classes)
+    net = build.make_net(config, dataset.shape, dataset.n_classes)
     model = Model(copy.deepcopy(net), dataset.shape, dataset.n_classes, getattr(torch, config.dtype))
     local_lr = config.local.lr
     problem = Problem(
@@ -285,7 +286,7 @@ def _written_out(config: Config, rules: Rules, batching: Batching) -> Config:
             "client": _section(config.client, rules.client, config.algorithm),
             "server": _section(config.server, rules.server, config.algorithm),
             "algorithm": None if config.algorithm is None else Named(name=config.algorithm.name),
-            "model": Named.model_validate({"name": config.model.name, **flat.arguments(config.model)}),
+            "model": Named.model_validate({"name": config.model.name, **build.arguments(config.model)}),
             "block": config.block.model_copy(update={"size": batching.size, "mode": batching.mode}),
         }
     )

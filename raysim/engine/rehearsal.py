@@ -33,8 +33,8 @@ from raysim.randomness import generator
 from raysim.rules.contract import CLIENTS
 from raysim.training.batches import local_steps
 from raysim.training.messages import Block, Broadcast, Job
-from raysim.training.task import why_not_vmap
 from raysim.training.trainer import Trainer
+from raysim.training.vmap import why_not_vmap
 
 if TYPE_CHECKING:
     from raysim.engine.plan import Plan

@@ -1,195 +1,23 @@
 """A net as a flat vector of parameters.
 
-The engine owns everything in a net that is not a pure function of parameters and input. BatchNorm and Dropout
-modules are swapped for versions that take batch statistics of real examples only, read and write their running
-statistics in a flat buffer vector, and use dropout masks drawn outside from keyed generators. Each forward pass is
-told how to behave by a `Frame`. Two ways of running it exist: `Bound` (a copy of the net whose parameters are views
-of one flat vector, the fast way for one client) and `functional` (for `torch.func.vmap` over many clients).
+The layers of raysim.models.keyed_layers take the place of those that keep or draw numbers of their own. A net then runs
+in two ways: `Bound` (a copy of the net whose parameters are views of one flat vector, the fast way for one client) and
+`torch.func.functional_call` on the views of any vector (for `torch.func.vmap` over many clients).
 """
 
 from __future__ import annotations
 
 import copy
-import inspect
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, Literal, TypeGuard
 
 import torch
-from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from raysim.config.explain import explain
-from raysim.config.references import load_object
-from raysim.config.schema import Config, Named
-from raysim.errors import ConfigError, did_you_mean, in_a_line
-from raysim.models.zoo import NETS
+from raysim.errors import ConfigError, in_a_line
+from raysim.models.keyed_layers import Frame, KeyedBatchNorm, KeyedDropout, note_features, swap, unfold_convolutions
 from raysim.randomness import generator
+from raysim.rules.task import PassMode
 from raysim.signals import reraise_stop
-
-Mode = Literal["train", "frozen", "eval"]
-
-
-@dataclass
-class Frame:
-    """What one forward pass is told, and what it leaves behind.
-
-    train: batch statistics, dropout, running statistics move on. frozen: the same, nothing kept.
-    eval: running statistics, no dropout.
-    """
-
-    mode: Mode = "eval"
-    in_place: bool = True
-    """Running statistics move on inside `buffers`; otherwise new ones are left in `moved`."""
-    mask: Tensor | None = None
-    """[B], 1 for real examples; None if all are."""
-    drop: tuple[Tensor, ...] = ()
-    buffers: Tensor | None = None
-    moved: dict[int, Tensor] = field(default_factory=dict)
-    probe: list[tuple[tuple[int, ...], float]] | None = None
-    """Collects the shape and rate of every dropout instead of applying it."""
-    calls: int = 0
-    features: Tensor | None = None
-    """What went into the classifier, [B, F]."""
-
-
-class KeyedBatchNorm(nn.Module):
-    """BatchNorm over the real examples of a batch, with its running statistics in `frame.buffers`."""
-
-    def __init__(self, old: nn.modules.batchnorm._BatchNorm, start: int, frame: Frame):
-        super().__init__()
-        self.weight, self.bias, self.eps = old.weight, old.bias, old.eps
-        self.channels, self.tracked, self.start, self.frame = old.num_features, old.track_running_stats, start, frame
-        self.momentum = float(old.momentum or 0.0)
-        mean = torch.zeros(self.channels) if old.running_mean is None else old.running_mean
-        var = torch.ones(self.channels) if old.running_var is None else old.running_var
-        self.initial = torch.cat([mean, var]).detach()
-        """The statistics that the net came with, [2 * channels]: loaded ones, or means 0 and variances 1."""
-
-    def _running(self) -> tuple[Tensor, Tensor]:
-        assert self.frame.buffers is not None
-        return self.frame.buffers.narrow(-1, self.start, 2 * self.channels).split(self.channels, -1)  # type: ignore[return-value]
-
-    def how(self, x: Tensor) -> tuple[Tensor | None, Tensor | None, bool, float] | None:
-        """What torch's own kernel is to be told: running mean, running variance, whether the batch's statistics are
-        taken, momentum. None where it cannot do what is wanted."""
-        frame = self.frame
-        if frame.mode == "eval" and self.tracked:
-            return *self._running(), False, 0.0
-        if not frame.in_place or frame.mask is not None or x.numel() <= self.channels:
-            return None
-        mean, var = self._running() if frame.mode == "train" and self.tracked else (None, None)
-        return mean, var, True, self.momentum
-
-    def forward(self, x: Tensor) -> Tensor:
-        frame, how = self.frame, self.how(x)
-        if how is not None:
-            mean, var, here, momentum = how
-            return F.batch_norm(x, mean, var, self.weight, self.bias, here, momentum, self.eps)
-        keep = frame.mode == "train" and self.tracked
-        axes, shape = [0, *range(2, x.ndim)], (1, -1, *[1] * (x.ndim - 2))
-        mask = x.new_ones(x.shape[0]) if frame.mask is None else frame.mask
-        real = mask.reshape(-1, *[1] * (x.ndim - 1))
-        count = mask.sum() * (x[0, 0].numel())
-        mean = (x * real).sum(axes) / count
-        centred = x - mean.reshape(shape)
-        var = (centred * centred * real).sum(axes) / count
-        if keep:
-            now = torch.cat([mean, var * count / (count - 1).clamp(min=1)]).detach()  # the unbiased one is kept
-            old = torch.cat(self._running())
-            new = (1 - self.momentum) * old + self.momentum * now
-            if frame.in_place:
-                frame.buffers.data.narrow(-1, self.start, 2 * self.channels).copy_(new)  # type: ignore[union-attr]
-            else:
-                frame.moved[self.start] = new
-        out = centred * torch.rsqrt(var + self.eps).reshape(shape)
-        return out if self.weight is None else out * self.weight.reshape(shape) + self.bias.reshape(shape)
-
-
-class KeyedDropout(nn.Module):
-    """Dropout by the masks in `frame.drop`, taken in the order of calls; `channels` drops whole channels."""
-
-    def __init__(self, rate: float, channels: bool, frame: Frame):
-        super().__init__()
-        self.rate, self.channels, self.frame = rate, channels, frame
-
-    def forward(self, x: Tensor) -> Tensor:
-        frame = self.frame
-        if frame.probe is not None:
-            shape = tuple(x.shape[1:])
-            frame.probe.append((shape[:1] + (1,) * len(shape[1:]) if self.channels else shape, self.rate))
-            return x
-        mask = self.mask()
-        return x if mask is None else x * mask
-
-    def mask(self) -> Tensor | None:
-        """The mask of this call; None where nothing is dropped."""
-        frame = self.frame
-        if frame.mode == "eval" or not frame.drop:
-            return None
-        frame.calls += 1
-        return frame.drop[frame.calls - 1]
-
-
-class UnfoldedConv2d(nn.Conv2d):
-    """A convolution as a product of its weights with the columns of the unfolded images. Under vmap, where everybody
-    has weights of their own, that is one batched matrix product; a plain one becomes a grouped convolution."""
-
-    @classmethod
-    def of(cls, old: nn.Conv2d) -> UnfoldedConv2d:
-        new = cls.__new__(cls)
-        new.__dict__ = old.__dict__
-        return new
-
-    def forward(self, input: Tensor) -> Tensor:
-        padding: Any = self.padding
-        columns = F.unfold(input, self.kernel_size, self.dilation, padding, self.stride)  # [B, C k k, L]
-        out = self.weight.flatten(1) @ columns.transpose(0, 1).flatten(1)  # [O, B L]
-        out = out.unflatten(1, (len(input), -1)).transpose(0, 1)
-        facts = zip(input.shape[2:], padding, self.dilation, self.kernel_size, self.stride, strict=True)
-        size = [(n + 2 * p - d * (k - 1) - 1) // s + 1 for n, p, d, k, s in facts]
-        return (out if self.bias is None else out + self.bias[:, None]).unflatten(2, size)
-
-
-def unfoldable(module: nn.Module) -> TypeGuard[nn.Conv2d]:
-    """Whether it is a convolution of the usual kind: without groups, padded by a number of zeros."""
-    usual = type(module) is nn.Conv2d and module.groups == 1 and module.padding_mode == "zeros"
-    return usual and not isinstance(module.padding, str)
-
-
-def _unfold(module: nn.Module) -> None:
-    """Exchanges the convolutions that are `unfoldable`."""
-    for name, child in module.named_children():
-        if unfoldable(child):
-            setattr(module, name, UnfoldedConv2d.of(child))
-        else:
-            _unfold(child)
-
-
-_UNKEYED = (nn.AlphaDropout, nn.FeatureAlphaDropout, nn.SyncBatchNorm)
-
-
-def _swap(module: nn.Module, frame: Frame, start: int = 0, path: str = "") -> int:
-    """Puts the keyed modules in place, in the order of the net; returns the length of the buffer vector."""
-    for name, child in module.named_children():
-        where = f"{path}.{name}".lstrip(".")
-        if isinstance(child, _UNKEYED) or (getattr(child, "dropout", 0) and isinstance(child, nn.RNNBase)):
-            raise ConfigError(
-                f"model: {where} ({type(child).__name__}) draws or keeps numbers of its own; "
-                "raysim keys BatchNorm1d-3d and Dropout, Dropout1d-3d"
-            )
-        if isinstance(child, nn.modules.batchnorm._BatchNorm):
-            if child.momentum is None:
-                raise ConfigError(f"model: {where} is a BatchNorm with momentum=None; give it a number, say 0.1")
-            setattr(module, name, KeyedBatchNorm(child, start, frame))
-            start += 2 * child.num_features if child.track_running_stats else 0
-        elif isinstance(child, nn.modules.dropout._DropoutNd):
-            setattr(module, name, KeyedDropout(child.p, not isinstance(child, nn.Dropout), frame))
-        else:
-            start = _swap(child, frame, start, where)
-    return start
 
 
 class Root(nn.Sequential):
@@ -212,10 +40,6 @@ class Root(nn.Sequential):
         return x
 
 
-def note_features(classifier: nn.Module, args: tuple[Tensor, ...]) -> None:
-    classifier.frame.features = args[0]  # type: ignore[union-attr]
-
-
 class Model:
     """A net as a function of a flat parameter vector [P] and a flat buffer vector [Q].
 
@@ -232,12 +56,12 @@ class Model:
         device: str | torch.device = "cpu",
         unfold: bool = False,
     ):
-        """`unfold`: convolutions are made as `UnfoldedConv2d` does."""
+        """`unfold`: replaces convolutions by `UnfoldedConv2d`."""
         root = Root(net)  # so that a net which is itself a Dropout or BatchNorm is swapped too
         self.frame = Frame()
-        self.buffer_size = _swap(root, self.frame)
+        self.buffer_size = swap(root, self.frame)
         if unfold:
-            _unfold(root)
+            unfold_convolutions(root)
         self.module = root.to(dtype=dtype, device=device)
         self.levels = max(len(root.stages) - 1, 0)
         """L: the outputs of all stages but the last, the classifier; 0 for a net that is not made of stages."""
@@ -358,7 +182,7 @@ class Bound:
     def forward(
         self,
         x: Tensor,
-        mode: Mode,
+        mode: PassMode,
         buffers: Tensor | None,
         drop: tuple[Tensor, ...] = (),
         first: int = 0,
@@ -368,102 +192,8 @@ class Bound:
         self.tell(mode, buffers, drop, first)
         return self.module(x, first, levels)
 
-    def tell(self, mode: Mode, buffers: Tensor | None, drop: tuple[Tensor, ...], first: int = 0) -> None:
+    def tell(self, mode: PassMode, buffers: Tensor | None, drop: tuple[Tensor, ...], first: int = 0) -> None:
         """How the modules are to behave in the next pass, from stage `first` on."""
         frame = self.frame
         frame.mode, frame.buffers, frame.drop = mode, buffers, drop
         frame.calls = self.model.dropouts_before[first]
-
-
-def _find(name: str) -> Callable:
-    """The class or function that makes the net of this name."""
-    make: Any = NETS[name] if name in NETS else load_object(name, "model.name") if ":" in name else None
-    if make is None:
-        hint = did_you_mean(name, NETS)
-        raise ConfigError(f"model.name: unknown model '{name}'{hint}; your own is given as path.py:Class")
-    if not callable(make):
-        raise ConfigError(f"model.name: '{name}' is not a torch.nn.Module, nor a function that makes one")
-    return make
-
-
-PROJECTION = "projection"
-"""A key that every net with a linear classifier has: the width of a projection head below it (Li Q. 2021)."""
-
-
-def parameters(name: str) -> dict[str, inspect.Parameter]:
-    """Return the parameters that the net of this name has, beside those that the data set decides."""
-    return _parameters(_find(name))
-
-
-def _parameters(make: Callable) -> dict[str, inspect.Parameter]:
-    return {
-        k: p
-        for k, p in inspect.signature(make, eval_str=True).parameters.items()
-        if k not in ("shape", "classes", "self") and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
-    }
-
-
-def arguments(model: Named) -> dict[str, Any]:
-    """The net's parameters, checked, with the defaults of those not given.
-
-    Raises ConfigError, which names the key, for one that is unknown or of the wrong type.
-    """
-    make, given = _find(model.name), model.parameters
-    known = _parameters(make)
-    free = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(make).parameters.values())
-    checked: dict[str, Any] = {
-        k: p.default for k, p in known.items() if isinstance(p.default, bool | int | float | str | tuple | list)
-    }
-    for key, value in given.items():
-        if key == PROJECTION and key not in known:
-            if type(value) is not int or value < 1:
-                raise ConfigError(f"model.{key}: the width of the projection, a whole number of at least 1")
-            checked[key] = value
-            continue
-        if key not in known and not free:
-            raise ConfigError(f"model.{key}: unknown key of '{model.name}'{did_you_mean(key, known)}")
-        annotation = known[key].annotation if key in known else inspect.Parameter.empty
-        try:
-            bare = annotation is inspect.Parameter.empty
-            checked[key] = value if bare else TypeAdapter(annotation).validate_python(value)
-        except ValidationError as error:
-            raise ConfigError(explain(error, value, dict, f"model.{key}")) from None
-    return checked
-
-
-def make_net(config: Config, shape: tuple[int, int, int], classes: int) -> nn.Module:
-    """The configured net with keyed initial values: one x_0 for all algorithms of a seed."""
-    name, make, given = config.model.name, _find(config.model.name), arguments(config.model)
-    width = None if PROJECTION in _parameters(make) else given.pop(PROJECTION, None)
-    wanted = {k: v for k, v in {"shape": shape, "classes": classes}.items() if k in inspect.signature(make).parameters}
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(int(generator(config.seed, "init").integers(2**63)))
-        try:
-            net = make(**wanted, **given)
-            if width is not None:
-                _add_projection(net, width, classes)
-        except ConfigError:
-            raise
-        except BaseException as error:
-            reraise_stop(error)
-            raise ConfigError(f"model.name: '{name}' cannot be built: {in_a_line(error)}") from None
-    if not isinstance(net, nn.Module):
-        raise ConfigError(f"model.name: '{name}' is not a torch.nn.Module")
-    return net
-
-
-def _add_projection(net: nn.Module, width: int, classes: int) -> None:
-    """Puts Li Q. 2021's head in the place of a linear classifier F -> C: F -> F, ReLU, F -> width, and a classifier
-    on that."""
-    places = [
-        (parent, name, child)
-        for parent in net.modules()
-        for name, child in parent.named_children()
-        if isinstance(child, nn.Linear) and child.out_features == classes
-    ]
-    if not places:
-        raise ConfigError(f"model.{PROJECTION}: the net has no linear classifier of {classes} classes to put it below")
-    parent, name, old = places[-1]
-    size = old.in_features
-    head = (nn.Linear(size, size), nn.ReLU(), nn.Linear(size, width), nn.Linear(width, classes))
-    setattr(parent, name, nn.Sequential(*head))

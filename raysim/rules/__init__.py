@@ -1,29 +1,42 @@
 """The contract of a federated method. Everything that a method's file imports comes from here and `raysim.numerics`."""
 
 from raysim.config.schema import PositiveScheduled, Scheduled, UnitScheduled
+from raysim.rules.batch import Batch
 from raysim.rules.contract import (
     Algorithm,
     ClientRule,
     Cohort,
     Problem,
+    Report,
     Reports,
     ServerRule,
     State,
     Uploads,
     normalised,
 )
+from raysim.rules.losses import Loss, Net, cross_entropy, soft_cross_entropy
+from raysim.rules.task import LocalData, PassMode, Task
 
 __all__ = [
     "Algorithm",
+    "Batch",
     "ClientRule",
     "Cohort",
+    "LocalData",
+    "Loss",
+    "Net",
+    "PassMode",
     "PositiveScheduled",
     "Problem",
+    "Report",
     "Reports",
     "Scheduled",
     "ServerRule",
     "State",
+    "Task",
     "UnitScheduled",
     "Uploads",
+    "cross_entropy",
     "normalised",
+    "soft_cross_entropy",
 ]

@@ -14,7 +14,7 @@ import logging
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from pydantic import ConfigDict
@@ -22,9 +22,8 @@ from torch import Tensor
 
 from raysim.config.schema import PositiveScheduled, at_round
 from raysim.errors import RaysimError
-
-if TYPE_CHECKING:
-    from raysim.training.task import Batch, LocalData, Task
+from raysim.rules.batch import Batch
+from raysim.rules.task import LocalData, Task
 
 logger = logging.getLogger("raysim")
 

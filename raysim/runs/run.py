@@ -40,7 +40,8 @@ from raysim.signals import Signals, Stopped, stoppable
 from raysim.tracking import mlflow as tracking
 from raysim.tracking.mlflow import Tracker
 from raysim.tracking.spool import FILE, Recorder, Status, flatten
-from raysim.training.task import Facts, Task
+from raysim.training.task import Facts
+from raysim.training.vmap import VmapTask
 from raysim.version import __version__
 
 logger = logging.getLogger("raysim")
@@ -234,7 +235,7 @@ def _check_fork(before: Plan, plan: Plan, saved: checkpoint.Checkpoint) -> None:
     except RaysimError as error:
         raise ConfigError(f"algorithm: {error}; fork to a method that keeps the same, or start a new run") from None
     kept = {k.removeprefix("rows/") for k in saved.clients if k.startswith("rows/")}
-    wanted = set(plan.client.state(Task(plan.model(), Facts())))
+    wanted = set(plan.client.state(VmapTask(plan.model(), Facts())))
     if kept and wanted and kept != wanted:
         raise ConfigError(
             f"algorithm: clients have kept {', '.join(sorted(kept))} for client rule '{before.client.name}', where "

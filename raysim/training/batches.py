@@ -19,9 +19,9 @@ from raysim.data.examples import DRAWS
 from raysim.models.flat import Model
 from raysim.numerics.inner_products import LANES
 from raysim.randomness import generator
+from raysim.rules.batch import Batch
 from raysim.training.messages import Job
 from raysim.training.pooled import Pool
-from raysim.training.task import Batch
 
 GATHER = 1024
 """Examples gathered and normalised at a time when looping: as many whole batches as fit."""

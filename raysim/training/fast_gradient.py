@@ -16,8 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from raysim.models.flat import Bound, KeyedBatchNorm, KeyedDropout, Mode, Model, note_features
+from raysim.models.flat import Bound, Model
+from raysim.models.keyed_layers import KeyedBatchNorm, KeyedDropout, note_features
 from raysim.randomness import generator
+from raysim.rules.task import PassMode
 from raysim.signals import reraise_stop
 
 aten = torch.ops.aten
@@ -49,7 +51,7 @@ class Chain:
         self,
         x: Tensor,
         y: Tensor,
-        mode: Mode,
+        mode: PassMode,
         buffers: Tensor | None,
         drop: tuple[Tensor, ...],
         out: list[Tensor],
@@ -90,7 +92,7 @@ def agrees(model: Model) -> bool:
     if not chain.links:
         return False
     bound.flat.copy_(model.initial()[0]).add_(random(model.size), alpha=0.1)  # what begins with zeros says nothing
-    modes: tuple[Mode, ...] = ("train", "frozen", "eval")
+    modes: tuple[PassMode, ...] = ("train", "frozen", "eval")
     for mode, n in product(modes, (1, 3)):  # one image has a layout of its own
         x, y = random(n, *model.shape), torch.arange(n, device=model.device) % model.classes
         last = model.convolutional and model.device.type == "cpu"  # as in training
@@ -109,7 +111,7 @@ def agrees(model: Model) -> bool:
 
 
 def by_autograd(
-    bound: Bound, x: Tensor, y: Tensor, mode: Mode, buffers: Tensor | None, drop: tuple[Tensor, ...]
+    bound: Bound, x: Tensor, y: Tensor, mode: PassMode, buffers: Tensor | None, drop: tuple[Tensor, ...]
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The same for any net, in tensors of its own."""
     loss = F.cross_entropy(bound.forward(x, mode, buffers, drop), y)

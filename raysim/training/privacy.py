@@ -10,14 +10,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 from math import inf
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from raysim.training.task import Batch
+from raysim.rules.batch import Batch
 
 ROOM = 2**25
 """Numbers in a block of single examples' gradients."""

@@ -27,17 +27,21 @@ from raysim.config.schema import Config, at_round
 from raysim.data import Examples
 from raysim.data.partitions import Clients, VirtualClients
 from raysim.errors import ContractError
-from raysim.models.flat import Model, make_net
+from raysim.models.build import make_net
+from raysim.models.flat import Model
 from raysim.numerics.fixed_point import LIMIT, BlockSum, FixedSum
 from raysim.randomness import generator
+from raysim.rules.batch import Batch
 from raysim.rules.contract import PLAIN_STEP, ClientRule, Report, ServerRule, State, overridden, sums, with_mode
+from raysim.rules.task import LocalData, Task
 from raysim.signals import reraise_stop
 from raysim.training import pooled, vmap
 from raysim.training.batches import Feed, Gathered
 from raysim.training.cuda_graphs import Replayer
 from raysim.training.fast_gradient import agrees
+from raysim.training.loop import LoopTask
 from raysim.training.messages import Block, Broadcast, Done, Job, Outcome
-from raysim.training.task import Batch, Facts, LocalData, LoopTask, Task
+from raysim.training.task import Facts
 
 logger = logging.getLogger("raysim")
 

@@ -6,6 +6,7 @@ client axis too, unless all were sent the same.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -13,11 +14,62 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from raysim.errors import ContractError
+from raysim.errors import ContractError, in_a_line
 from raysim.models.flat import Model
+from raysim.randomness import generator
+from raysim.rules.batch import Batch
 from raysim.rules.contract import ClientRule, State
+from raysim.rules.losses import Loss, Net, cross_entropy
+from raysim.rules.task import PassMode
+from raysim.signals import reraise_stop
 from raysim.training.cuda_graphs import Replayer
-from raysim.training.task import Batch, Facts, VmapTask
+from raysim.training.loop import LoopTask
+from raysim.training.task import Facts, ForwardPass, ModelTask, forward_pass
+
+
+class VmapTask(ModelTask):
+    """One client of many, inside `torch.func.vmap`: everything is a pure function."""
+
+    def _grad(self, w: Tensor, batch: Batch, loss: Loss, mode: PassMode, buffers: Tensor | None) -> Tensor:
+        statistics = self.buffers if mode == "train" else buffers
+
+        def mean_loss(w: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+            moved: list[Tensor] = []
+            net = self._net(w, batch, mode, statistics, True, moved)
+            value = batch.mean(loss(net, batch))
+            plain = value if loss is cross_entropy or mode != "train" else batch.mean(cross_entropy(net, batch))
+            return value, (moved[0] if moved else value.new_zeros(0), plain.detach())
+
+        grad, (moved, value) = torch.func.grad(mean_loss, has_aux=True)(w)
+        if mode == "train":
+            self.buffers = moved
+            self.losses.append(value)
+        return grad
+
+    def input_grad(self, w: Tensor, batch: Batch, loss: Loss = cross_entropy, buffers: Tensor | None = None) -> Tensor:
+        self._guard("input_grad")
+
+        def total(x: Tensor) -> Tensor:
+            return loss(self.net(w, replace(batch, x=x), "eval", buffers), batch).sum()
+
+        return torch.func.grad(total)(batch.x)
+
+    def net(
+        self, w: Tensor, batch: Batch, mode: PassMode = "frozen", buffers: Tensor | None = None, dropout: bool = True
+    ) -> Net:
+        return self._net(w, batch, mode, buffers, dropout, [])
+
+    def _net(
+        self, w: Tensor, batch: Batch, mode: PassMode, buffers: Tensor | None, dropout: bool, moved: list[Tensor]
+    ) -> ForwardPass:
+        """In mode "train" the new statistics are left in `moved`."""
+
+        def call(x: Tensor, first: int, levels: list[Tensor] | None) -> tuple[Tensor, Tensor | None]:
+            drop = batch.drop if dropout else ()
+            return forward_pass(self.model, w, x, first, levels, mode, buffers, batch.mask, drop, moved)
+
+        return ForwardPass(self.model, batch.x, call)
+
 
 Sent = tuple[int | Tensor, State, Tensor]
 """What a client was sent: the version's number, the server rule's tensors, the BatchNorm statistics."""
@@ -103,3 +155,30 @@ def _of_the_first(sent: Sent, count: int) -> Sent:
     t, shared, buffers = sent
     assert isinstance(t, Tensor)
     return t[:count], {k: v[:count] for k, v in shared.items()}, buffers[:count]
+
+
+def why_not_vmap(model: Model) -> str | None:
+    """None if clients can train side by side under vmap, else the reason. Compares with one-by-one training."""
+    x = torch.from_numpy(generator(0, "dry run").standard_normal((2, 3, *model.shape), dtype="float32"))
+    x, y = x.to(model.device, model.dtype), torch.zeros(2, 3, dtype=torch.long, device=model.device)
+    w, buffers = model.initial()
+    mask, drops = x.new_ones(2, 3), tuple(x.new_ones(2, 3, *shape) for shape, _ in model.dropouts)
+
+    def side_by_side(x: Tensor, y: Tensor, mask: Tensor, *drop: Tensor) -> Tensor:
+        return VmapTask(model, Facts(), buffers).grad(w, Batch(x, y, mask, (drop,)))
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # torch warns where it would fall back to a slow loop of its own
+            many = torch.func.vmap(side_by_side)(x, y, mask, *drops)
+        one = LoopTask(model, Facts())
+        one.buffers = buffers
+        alone = torch.stack([one.grad(w, Batch(x[i], y[i], None, (tuple(d[i] for d in drops),))) for i in (0, 1)])
+    except BaseException as error:
+        reraise_stop(error)
+        return in_a_line(error)
+    if not (torch.isfinite(many).all() and torch.isfinite(alone).all()):
+        return "its gradients on random images are not finite, so the two ways cannot be compared"
+    if not torch.allclose(many, alone, rtol=1e-2, atol=1e-3 * float(alone.abs().max())):
+        return "it computes other gradients under vmap than alone"
+    return None

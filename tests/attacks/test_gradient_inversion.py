@@ -25,7 +25,7 @@ from raysim.engine.plan import Plan, prepare
 from raysim.errors import ConfigError
 from raysim.tracking import mlflow as tracking
 from raysim.training.messages import Broadcast
-from raysim.training.task import VmapTask
+from raysim.training.vmap import VmapTask
 
 SMOOTH = """
 from torch import nn

@@ -27,7 +27,8 @@ from raysim.engine.plan import Plan, prepare
 from raysim.errors import ConfigError
 from raysim.reports import speedup
 from raysim.runs.run import resume
-from raysim.training.task import Facts, LoopTask
+from raysim.training.loop import LoopTask
+from raysim.training.task import Facts
 
 LOG2 = math.log(2)
 GIVEN = {"clients": 12, "dimensions": 6, "mu": 0.2, "L": 2.0, "spread": 2.0, "distance": 1.5, "seed": 3}

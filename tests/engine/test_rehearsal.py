@@ -14,9 +14,9 @@ from raysim.engine import rehearsal
 from raysim.engine.plan import Plan, prepare
 from raysim.engine.rehearsal import Rehearsal, batch_sizes, compared
 from raysim.errors import ConfigError
+from raysim.rules import Batch
 from raysim.rules.contract import CLIENTS, SERVERS
 from raysim.rules.registry import discover, refuse_pair
-from raysim.training.task import Batch
 
 discover()
 

@@ -17,8 +17,12 @@ from torch.nn import functional as F
 from raysim.engine.plan import prepare
 from raysim.errors import ConfigError
 from raysim.models import zoo
-from raysim.models.flat import Bound, Model, UnfoldedConv2d
-from raysim.training.task import Batch, Facts, LoopTask, Net, VmapTask
+from raysim.models.flat import Bound, Model
+from raysim.models.keyed_layers import UnfoldedConv2d
+from raysim.rules import Batch, Net
+from raysim.training.loop import LoopTask
+from raysim.training.task import Facts
+from raysim.training.vmap import VmapTask
 
 SHAPE, CLASSES = (3, 8, 8), 5
 

@@ -16,7 +16,10 @@ from raysim.engine.plan import prepare
 from raysim.errors import ConfigError, RaysimError
 from raysim.models import zoo
 from raysim.models.flat import Model
-from raysim.training.task import Batch, Facts, LocalData, LoopTask, VmapTask
+from raysim.rules import Batch, LocalData
+from raysim.training.loop import LoopTask
+from raysim.training.task import Facts
+from raysim.training.vmap import VmapTask
 
 SHAPE, CLASSES = (2, 4, 4), 5
 
@@ -133,10 +136,10 @@ def test_a_net_keeps_its_vector_as_long_as_somebody_has_it(way):
         _ = task.net(w + k, batch, "frozen", dropout=False).logits
     assert torch.equal(first.logits, together[0])
     if way == "loop":
-        assert len(task.constants) == 6
+        assert len(task.constants._copies) == 6
         for k in range(4):
             _ = task.net(w - k, batch, "frozen", dropout=False).logits
-        assert len(task.constants) == 6
+        assert len(task.constants._copies) == 6
 
 
 @pytest.mark.parametrize("way", ["loop", "vmap"])

@@ -14,8 +14,12 @@ from raysim.config.schema import Named
 from raysim.engine.plan import prepare
 from raysim.errors import ConfigError
 from raysim.models import zoo
-from raysim.models.flat import Model, arguments
-from raysim.training.task import Batch, Facts, LoopTask, VmapTask, why_not_vmap
+from raysim.models.build import arguments
+from raysim.models.flat import Model
+from raysim.rules import Batch
+from raysim.training.loop import LoopTask
+from raysim.training.task import Facts
+from raysim.training.vmap import VmapTask, why_not_vmap
 
 
 def kinds(net: nn.Module) -> list[str]:
@@ -257,7 +261,7 @@ def test_vit_refuses_wrong_weights(content, said, tmp_path, monkeypatch):
     elif content is not None:
         torch.save(content, path)
     config = {"rounds": 1, "data": "digits", "algorithm": "fedavg", "model": "vit_b_32"}
-    monkeypatch.setattr("raysim.models.make_net", lambda *a: zoo.vit_b_32((3, 32, 32), 10, weights=str(path)))
+    monkeypatch.setattr("raysim.models.build.make_net", lambda *a: zoo.vit_b_32((3, 32, 32), 10, weights=str(path)))
     with pytest.raises(ConfigError, match=rf"^model\.weights: .*weights\.pt {said}"):
         prepare(config)
 

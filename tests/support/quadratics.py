@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from raysim.rules import LocalData
 from raysim.rules.contract import Cohort, Problem, Reports
-from raysim.training.task import LocalData
 
 
 class Quadratics:

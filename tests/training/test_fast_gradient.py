@@ -18,12 +18,14 @@ from torch.nn import functional as F
 
 from raysim.config.schema import Privacy
 from raysim.models import zoo
-from raysim.models.flat import Bound, Mode, Model
+from raysim.models.flat import Bound, Model
+from raysim.rules import Batch, Net, PassMode, cross_entropy
 from raysim.training.fast_gradient import LARGEST, Chain, agrees, by_autograd
-from raysim.training.task import Batch, Facts, LoopTask, Net, cross_entropy
+from raysim.training.loop import LoopTask
+from raysim.training.task import Facts
 
 SHAPE, CLASSES, LR = (1, 16, 16), 5, 0.1
-MODES: tuple[Mode, ...] = ("train", "frozen", "eval")
+MODES: tuple[PassMode, ...] = ("train", "frozen", "eval")
 
 
 class Given(nn.Module):
@@ -421,7 +423,7 @@ def test_a_chain_that_is_wrong_anywhere_is_none(monkeypatch):
     right = Chain.gradient
 
     def wrong(part: str, in_mode: str, several: bool) -> Callable[..., Tensor]:
-        def gradient(self: Chain, x: Any, y: Any, mode: Mode, buffers: Any, drop: Any, out: list[Tensor]) -> Tensor:
+        def gradient(self: Chain, x: Any, y: Any, mode: PassMode, buffers: Any, drop: Any, out: list[Tensor]) -> Tensor:
             loss = right(self, x, y, mode, buffers, drop, out)
             if mode == in_mode and (len(x) > 1) == several:
                 if part == "fails":
@@ -667,7 +669,7 @@ class Counted:
         return soft(net, batch)
 
 
-def alone(x: Tensor, batch: Batch, mode: Mode = "frozen") -> Tensor:
+def alone(x: Tensor, batch: Batch, mode: PassMode = "frozen") -> Tensor:
     """The gradient of `soft` at x, by a task that has done nothing else."""
     task, _ = begun(False)
     return task.grad(x.clone(), batch, soft, mode, task.model.initial()[1])

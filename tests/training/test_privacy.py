@@ -15,10 +15,13 @@ from raysim.engine.plan import prepare
 from raysim.errors import ClientError, ConfigError
 from raysim.models.flat import Model
 from raysim.models.zoo import lenet, mlp
+from raysim.rules import Batch, soft_cross_entropy
 from raysim.runs.run import resume
 from raysim.training import privacy
+from raysim.training.loop import LoopTask
 from raysim.training.privacy import clipped_sum, epsilon, in_parts, passes
-from raysim.training.task import Batch, Facts, LoopTask, VmapTask, soft_cross_entropy
+from raysim.training.task import Facts
+from raysim.training.vmap import VmapTask
 
 
 def batch(model: Model, n: int, seed: int = 0) -> Batch:

@@ -1,0 +1,57 @@
+"""A mini-batch as a method sees it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One mini-batch of one client.
+
+    Under vmap the batches of several clients are padded to the size of the largest one. `size` and `mean` leave the
+    padding out.
+    """
+
+    x: Tensor
+    """[B, C, H, W], images."""
+    y: Tensor
+    """[B] labels, or [B, classes] probabilities."""
+    mask: Tensor | None = None
+    """[B], 1 for real examples and 0 for padding; None if every example is real."""
+    drops: tuple[tuple[Tensor, ...], ...] = ()
+    """Independent sets of dropout masks, as many as the rule's `masks`."""
+    chosen: int = 0
+    """The number of the set in use; see `masked`."""
+    made: tuple[Batch, ...] = ()
+    """The batches that the rule's `make` prepared to go with this step."""
+    noise: Tensor | None = None
+    """[P], standard normal; for private steps only."""
+
+    @property
+    def drop(self) -> tuple[Tensor, ...]:
+        """The dropout masks in use, one for each dropout layer, [B, ...] each."""
+        return self.drops[self.chosen] if self.drops else ()
+
+    @property
+    def size(self) -> int | Tensor:
+        """The number of real examples: an int, or a scalar tensor where the batch is padded, under vmap.
+
+        `len(batch.y)` counts the padding as well.
+        """
+        return len(self.y) if self.mask is None else self.mask.sum()
+
+    def mean(self, values: Tensor) -> Tensor:
+        """Return the mean over the real examples of values [B, ...], as [...].
+
+        `values.mean()` averages over the padding as well.
+        """
+        if self.mask is None:
+            return values.mean(0)
+        return (values * self.mask.reshape(-1, *[1] * (values.ndim - 1))).sum(0) / self.mask.sum()
+
+    def masked(self, k: int) -> Batch:
+        """Return the same batch under the k-th set of dropout masks."""
+        return replace(self, chosen=k)

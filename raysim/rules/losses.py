@@ -1,0 +1,74 @@
+"""Loss functions, and the forward pass that they are given.
+
+A loss takes a `Net` and a `Batch` and returns one value for each example. A method's own loss is written the same way.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from raysim.rules.batch import Batch
+
+
+class Net(ABC):
+    """A forward pass on one batch. It runs when one of its outputs is first read, and only once."""
+
+    @property
+    @abstractmethod
+    def logits(self) -> Tensor:
+        """[B, classes]."""
+
+    @property
+    @abstractmethod
+    def features(self) -> Tensor:
+        """The representation, that is the classifier's input, [B, F].
+
+        Raises:
+            ValueError: the net does not end in a linear classifier.
+        """
+
+    @property
+    @abstractmethod
+    def levels(self) -> list[Tensor]:
+        """[h_1, ..., h_L, logits]: the output of each stage.
+
+        Raises:
+            ValueError: the net is not made of stages.
+        """
+
+    @abstractmethod
+    def tail(self, level: int, h: Tensor) -> Tensor:
+        """Run the stages after `level` on other activations.
+
+        Args:
+            level: 1..L, the number of the last stage that is left out.
+            h: the activations in the place of h_level, [B, ...].
+
+        Returns:
+            The logits, [B, classes].
+        """
+
+
+Loss = Callable[[Net, Batch], Tensor]
+"""Returns one value for each example, [B]."""
+
+
+def cross_entropy(net: Net, batch: Batch) -> Tensor:
+    """Return the cross-entropy of each example, [B]."""
+    return F.cross_entropy(net.logits, batch.y, reduction="none")
+
+
+def soft_cross_entropy(net: Net, batch: Batch) -> Tensor:
+    """Return -Σ_c y_c log(p_c + 1e-12) of each example, [B] (Xu 2022).
+
+    The batch has probabilities [B, classes] or labels [B] as its y.
+    """
+    log_p = torch.log(torch.softmax(net.logits, -1) + 1e-12)
+    if batch.y.is_floating_point():
+        return -(batch.y * log_p).sum(-1)
+    return -log_p.gather(-1, batch.y[:, None])[:, 0]

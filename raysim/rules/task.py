@@ -1,0 +1,220 @@
+"""The `Task`: a client's training problem in one round, as its rule sees it.
+
+A rule calls these methods and nothing else of raysim. The same rule then trains one client after the other or many at
+once under `torch.func.vmap`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from raysim.rules.batch import Batch
+from raysim.rules.losses import Loss, Net, cross_entropy
+
+PassMode = Literal["train", "frozen", "eval"]
+"""How a forward pass treats BatchNorm and dropout.
+
+train: batch statistics and dropout; the running statistics are updated. frozen: the same, but nothing is updated.
+eval: running statistics, no dropout.
+"""
+
+
+@dataclass(frozen=True)
+class LocalData:
+    """All of a client's data, as `init` and `finish` see them.
+
+    `task.full_grad` and `task.fisher` compute on the examples themselves.
+    """
+
+    n: int
+    """The number of this client's examples."""
+    average: float = 0.0
+    """The mean number of examples over all clients."""
+    batches: Callable[..., Iterator[Batch]] = lambda augment=False: iter(())
+    """One pass over all examples, not shuffled, without dropout; `batches(augment=True)` augments them."""
+
+
+class Task(ABC):
+    """The training problem of one client in one round."""
+
+    segments: tuple[int, ...]
+    """The lengths of the named tensors in the flat parameter vector; they add up to P."""
+    steps: int | Tensor
+    """The number of local steps of this client in this round; a tensor inside a step under vmap."""
+    buffers: Tensor | None
+    """[Q], this client's BatchNorm statistics. The engine updates them; a rule never writes them."""
+    received: Tensor | None
+    """[Q], the BatchNorm statistics that came with the broadcast."""
+
+    @property
+    @abstractmethod
+    def lr(self) -> float:
+        """η_l, the local learning rate of this round."""
+
+    @property
+    @abstractmethod
+    def t(self) -> int | Tensor:
+        """The round in which the client started.
+
+        It is a tensor inside a step under vmap if clients started in different rounds, or on a GPU.
+        """
+
+    @property
+    @abstractmethod
+    def x0(self) -> Tensor:
+        """[P], the run's initial parameters."""
+
+    @abstractmethod
+    def grad(
+        self,
+        w: Tensor,
+        batch: Batch,
+        loss: Loss = cross_entropy,
+        mode: PassMode = "train",
+        buffers: Tensor | None = None,
+    ) -> Tensor:
+        """Compute the gradient of the mean loss over the batch's real examples.
+
+        Under `privacy` it is 1/B (Σ_k g_k min(1, C/‖g_k‖) + C sigma z), where g_k is the gradient of example k
+        (Abadi 2016), and only mode "train" is allowed.
+
+        Args:
+            w: [P], the point.
+            batch: the mini-batch.
+            loss: gives one value for each example.
+            mode: exactly one pass of a step has mode "train".
+            buffers: [Q], the BatchNorm statistics for mode "eval".
+
+        Returns:
+            The gradient, [P].
+
+        Raises:
+            ValueError: under `privacy`, mode is not "train".
+        """
+
+    @abstractmethod
+    def sample_grads(
+        self,
+        w: Tensor,
+        batch: Batch,
+        loss: Loss = cross_entropy,
+        mode: PassMode = "eval",
+        buffers: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Compute the gradient of each example's loss, for nets in which examples do not meet.
+
+        They meet in BatchNorm in mode "train".
+
+        Args:
+            w: [P], the point.
+            batch: the mini-batch.
+            loss: gives one value for each example.
+            mode: see `PassMode`.
+            buffers: [Q], the BatchNorm statistics for mode "eval"; the client's own by default.
+
+        Returns:
+            The gradients, [B, P], and each example's cross-entropy, [B].
+
+        Raises:
+            ValueError: under `privacy`, the rule names nothing in `exposes`.
+        """
+
+    @abstractmethod
+    def input_grad(self, w: Tensor, batch: Batch, loss: Loss = cross_entropy, buffers: Tensor | None = None) -> Tensor:
+        """Compute the gradient of each example's loss with respect to its pixels, in mode "eval".
+
+        Args:
+            w: [P], the parameters.
+            batch: the mini-batch.
+            loss: gives one value for each example.
+            buffers: [Q], the BatchNorm statistics.
+
+        Returns:
+            The gradients, [B, C, H, W].
+
+        Raises:
+            ValueError: under `privacy`, the rule names nothing in `exposes`.
+        """
+
+    @abstractmethod
+    def full_grad(self, w: Tensor, data: LocalData) -> Tensor:
+        """Compute ∇f_i(w), the mean gradient over all of the client's examples. For `init` and `finish`.
+
+        The examples are neither augmented nor subject to dropout. BatchNorm uses the statistics of each batch and keeps
+        nothing.
+
+        Args:
+            w: [P], the point.
+            data: the argument of `init` or `finish`.
+
+        Returns:
+            The gradient, [P].
+
+        Raises:
+            ValueError: under `privacy`, the rule names nothing in `exposes`.
+        """
+
+    @abstractmethod
+    def fisher(self, w: Tensor, data: LocalData, augment: bool = False) -> Tensor:
+        """Compute the diagonal of the empirical Fisher information. For `init` and `finish`.
+
+        It is the mean over all of the client's examples of the squared gradient of log p(y | x), in mode "eval" with
+        the client's own BatchNorm statistics.
+
+        Args:
+            w: [P], the point.
+            data: the argument of `init` or `finish`.
+            augment: augments the examples.
+
+        Returns:
+            The diagonal, [P].
+
+        Raises:
+            ValueError: under `privacy`, the rule names nothing in `exposes`.
+        """
+
+    @abstractmethod
+    def net(
+        self, w: Tensor, batch: Batch, mode: PassMode = "frozen", buffers: Tensor | None = None, dropout: bool = True
+    ) -> Net:
+        """Return a forward pass with constant parameters: gradients flow only into what `Net.tail` is given.
+
+        Args:
+            w: [P], the parameters.
+            batch: the mini-batch.
+            mode: "frozen" or "eval".
+            buffers: [Q], the BatchNorm statistics for mode "eval".
+            dropout: False leaves dropout out in mode "frozen".
+        """
+
+    @abstractmethod
+    def fresh_model(self) -> tuple[Tensor, Tensor]:
+        """Return the parameters [P] and BatchNorm statistics [Q] of a newly initialised net. For `init`.
+
+        Each client always gets the same one.
+        """
+
+    @abstractmethod
+    def zeros(self) -> Tensor:
+        """Return a zero vector [P] for a rule's state."""
+
+    @abstractmethod
+    def zero_buffers(self) -> Tensor:
+        """Return a zero vector [Q] for BatchNorm statistics in a rule's state."""
+
+    @abstractmethod
+    def descend(self, w: Tensor, direction: Tensor) -> Tensor:
+        """Return w - lr * direction. The direction is clipped to `local.clip` first; then weight decay is added.
+
+        Args:
+            w: [P], the parameters.
+            direction: [P], the descent direction.
+
+        Returns:
+            The next parameters, [P].
+        """
