@@ -36,7 +36,7 @@ import torch
 from pydantic import Field
 
 from raysim.algorithms.fedavg import FedAvgClient, FedAvgServer
-from raysim.numerics import absorb, admit, memory_init, project3
+from raysim.numerics import admit, check_finite, memory_init, project3, project_on_memory, remember
 from raysim.rules import Algorithm, ClientRule, ServerRule, UnitScheduled, Uploads
 
 
@@ -137,24 +137,24 @@ class GradMAServer(ServerRule):
         return {**state, **_prefixed(memory)}
 
     def update(self, state, reports):
-        memory = _memory(state)
-        rows = reports.rows["delta"] if self.memory else []
-        m, metrics = absorb(
-            memory,
-            reports.ids,
-            rows,
-            reports.weights,
-            reports.mean("delta"),
-            state["m"],
-            self.beta1,
-            self.beta2,
+        x, m, D = state["x"], state["m"], _memory(state)
+        uploads = reports.rows["delta"] if self.memory else []
+        d = reports.mean("delta")  # d = Σ w_i d_i
+        p = self.beta1 * m + d
+        check_finite(p, "the aggregated update or the momentum")
+        written = remember(D, reports.ids, uploads, self.beta2)  # D_i <- d_i | beta2 D_i + d_i | beta2 D_i
+        m, metrics = project_on_memory(  # m̃ <- QP(p, D)
+            D,
+            p,
+            written,
             solver=self.solver,
             small_tensor_rule=self.small_tensor_rule,
             max_age=self.max_age,
             norm_floor=self.norm_floor,
         )
+        x = x - self.lr * m
         reports.report(**metrics, eps_g=metrics["qp_moved"] * sqrt(1 - self.beta2))
-        return {"x": state["x"] - self.lr * m, "m": m, **_prefixed(memory)}
+        return {"x": x, "m": m, **_prefixed(D)}
 
 
 def _memory(state):

@@ -22,7 +22,7 @@ from raysim.engine.executor import Inline
 from raysim.engine.loop import Engine
 from raysim.engine.plan import resolve
 from raysim.numerics import gram, use_threads
-from raysim.numerics.gradient_memory import absorb, admit, memory_init
+from raysim.numerics.gradient_memory import admit, memory_init, project_on_memory, remember
 
 METHODS = ("fedavg", "gradma_s", "gradma_w", "gradma")
 SHAPES = {"tinynn": (1, 28, 28), "lenet5": (3, 32, 32), "mlp": (1, 28, 28), "lenet": (3, 32, 32)}
@@ -78,7 +78,7 @@ def methods(model: str, repeats: int, n: int, warm_up: int) -> None:
 
 
 def server(m: int, P: int, repeats: int) -> None:
-    """absorb for S uploads beside the product of all rows with all."""
+    """The server's update for S uploads beside the product of all rows with all."""
     use_threads(None)
     rng = torch.Generator().manual_seed(0)
     memory, momentum = memory_init(m, P), torch.zeros(P)
@@ -90,7 +90,8 @@ def server(m: int, P: int, repeats: int) -> None:
         nonlocal momentum
         cohort = ids[t % len(ids)]
         admit(memory, cohort, t)
-        momentum, _ = absorb(memory, cohort, uploads, [1 / S] * S, mean, momentum, 0.5, 0.5)
+        p = 0.5 * momentum + mean
+        momentum, _ = project_on_memory(memory, p, remember(memory, cohort, uploads, 0.5))
 
     for t in range(len(ids) + 1):
         update(t)

@@ -74,7 +74,7 @@ def admit(memory: Memory, cohort: Sequence[int], round: int) -> int:
 
     Clients come in sampling order. Who is in memory counts one participation more. Who is not takes a free row, or that
     of the client outside the cohort with the fewest participations (on ties the row that entered first), whose count
-    is forgotten. A new row is zero, and constrains nothing, until `absorb` writes it.
+    is forgotten. A new row is zero, and constrains nothing, until `remember` writes it.
     Raises `ValueError` if 0 < m < |cohort|: nobody could be evicted.
     """
     m = len(memory["owner"])
@@ -109,55 +109,103 @@ def admit(memory: Memory, cohort: Sequence[int], round: int) -> int:
     return int(memory["evicted"])
 
 
-def absorb(
+def remember(memory: Memory, ids: Sequence[int], deltas: Sequence[Tensor] | Tensor, beta2: float) -> list[int]:
+    """Decay all rows and add the round's updates to theirs, in place (Server_Update, Luo 2023).
+
+        D_i <- d_i            for a client of the round that is new in memory
+        D_i <- β2 D_i + d_i   for the other clients of the round
+        D_i <- β2 D_i         for every other row
+
+    An admitted client without an update keeps its row. An update without a row (its client was evicted meanwhile) is
+    left out. The Gram matrix is not yet that of the new rows; `project_on_memory` brings it up to date.
+
+    Args:
+        memory: the memory.
+        ids: the clients of the updates.
+        deltas: their updates d_i, [K, P].
+        beta2: the decay, in [0, 1].
+
+    Returns:
+        The numbers of the rows that were written.
+
+    Raises:
+        NonFiniteError: an update is not finite; the memory is as before.
+    """
+    if len(memory["owner"]) == 0:
+        return []
+    bad = [client for client, delta in zip(ids, deltas, strict=True) if not torch.isfinite(torch.dot(delta, delta))]
+    if bad:
+        raise NonFiniteError(
+            f"the updates of clients {bad} are not finite (or too large to be squared in {deltas[0].dtype})"
+        )
+    if memory["rows"].data_ptr() % 64:  # restored from a file that was mapped: not on the boundary that fixes the bits
+        memory["rows"] = memory["rows"].clone()
+    rows = memory["rows"][:, : _length(memory)]
+    slot_of = {client: slot for slot, client in enumerate(memory["owner"].tolist())}
+    scale = _decayed(memory["scale"].numpy(), beta2)
+    written = []
+    for client, delta in zip(ids, deltas, strict=True):
+        if (slot := slot_of.get(client, -1)) >= 0:
+            scale[slot] = _add(rows[slot], float(scale[slot]), delta.to(rows.device))
+            written.append(slot)
+    memory["scale"].copy_(torch.from_numpy(scale))
+    return written
+
+
+def _add(row: Tensor, scale: float, delta: Tensor) -> float:
+    """Replace a row by scale * row + delta, in place. Returns its new scale."""
+    if row.dtype == delta.dtype:
+        torch.add(delta, row, alpha=scale, out=row)
+        return 1.0
+    total = torch.add(delta, row.to(delta.dtype), alpha=scale)
+    unit = _near(total) if row.dtype == torch.float16 else 1.0
+    row.copy_(total if unit == 1.0 else total / unit)
+    return unit
+
+
+def project_on_memory(
     memory: Memory,
-    ids: Sequence[int],
-    deltas: Tensor | Sequence[Tensor],
-    weights: Sequence[float],
-    d_mean: Tensor,
-    momentum: Tensor,
-    beta1: float,
-    beta2: float,
+    p: Tensor,
+    written: list[int],
     *,
     solver: Solver = "exact",
     small_tensor_rule: SmallTensorRule = "exact",
     max_age: int | None = None,
     norm_floor: float | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
-    """Server_Update (Luo 2023): m̃' [P] = QP(β1 m̃ + d, D') and metrics; the memory changes in place. `qp_moved` is how
-    far the QP has moved what it was given.
+    """Compute QP(p, D), the vector nearest to p that has no negative inner product with any row (Luo 2023).
 
-    `deltas` [K, P] are the updates of the clients `ids`, `weights` [K] their weights (sum 1), `d_mean` [P] the weighted
-    sum d, `momentum` [P] the m̃ that the last call returned (zeros at first). An admitted client without an upload
-    keeps its row, an upload without a row (its client was evicted meanwhile) counts in d only.
-    `max_age`: rows not sampled for that many rounds are left out of the QP; `norm_floor`: rows whose norm is below that
-    fraction of the largest. Neither is in the paper, where with an exact QP rows do not fade at all.
-    Raises `NonFiniteError`, and changes nothing, if an upload, `d_mean` or `momentum` is not finite.
+    Args:
+        memory: the memory; its Gram matrix and active set change in place.
+        p: [P], the vector to project.
+        written: the rows that `remember` has written since the last call.
+        solver: see raysim.numerics.qp.
+        small_tensor_rule: see raysim.numerics.qp.
+        max_age: leaves rows out whose client was not sampled for that many rounds. Not in the paper, where with an
+            exact QP rows do not fade at all.
+        norm_floor: leaves rows out whose norm is below that fraction of the largest. Not in the paper.
+
+    Returns:
+        The projected vector [P], and metrics. `qp_moved` is its distance from p.
+
+    Raises:
+        NonFiniteError: p is not finite.
     """
     segments = memory["segments"].tolist()
-    p = beta1 * momentum + d_mean
     p_norms = gram([p], segments)[:, 0, 0].cpu().numpy() ** 0.5  # [T]
     if not np.isfinite(p_norms).all():
-        raise NonFiniteError("the aggregated update or the momentum is not finite")
+        raise NonFiniteError("the vector to project is not finite")
     if len(memory["owner"]) == 0:
         return p, _metrics(memory) | {"qp_moved": 0.0}
-    if memory["rows"].data_ptr() % 64:  # restored from a file that was mapped: not on the boundary that fixes the bits
-        memory["rows"] = memory["rows"].clone()
     rows = memory["rows"][:, : len(p)]
-    slots = _write(memory, rows, ids, deltas, beta2)
-    b = _multiply(memory, rows, slots, p, segments)
+    b = _multiply(memory, rows, written, p, segments)
 
-    Q, scale = memory["gram"].numpy(), memory["scale"].numpy()
-    norms = scale * np.sqrt(np.einsum("tii->ti", Q).clip(min=0.0))  # [T, m]; float32 rows that cancel may round below 0
-    used = np.broadcast_to(scale > 0.0, norms.shape)
-    if max_age is not None:
-        used = used & (int(memory["round"]) - memory["last_seen"].numpy() < max_age)
-    if norm_floor is not None:
-        used = used & (norms >= norm_floor * norms.max(axis=1, keepdims=True))
-    z, infos = np.zeros(norms.shape), []
+    scale = memory["scale"].numpy()
+    used = _rows_in_use(memory, max_age, norm_floor)
+    z, infos = np.zeros(used.shape), []
     for t, kept in enumerate(used):
         z[t, kept], info = solve_segment(
-            Q[t][np.ix_(kept, kept)],
+            memory["gram"].numpy()[t][np.ix_(kept, kept)],
             b[t, kept],
             p_norms[t],
             solver,
@@ -183,31 +231,17 @@ def absorb(
     }
 
 
-def _write(
-    memory: Memory, rows: Tensor, ids: Sequence[int], deltas: Tensor | Sequence[Tensor], beta2: float
-) -> list[int]:
-    """Decays all rows and adds the uploads to theirs; gives the rows that were written."""
-    bad = [client for client, delta in zip(ids, deltas, strict=True) if not torch.isfinite(torch.dot(delta, delta))]
-    if bad:
-        raise NonFiniteError(
-            f"the updates of clients {bad} are not finite (or too large to be squared in {deltas[0].dtype})"
-        )
-    slot_of = {client: slot for slot, client in enumerate(memory["owner"].tolist())}
-    scale = _decayed(memory["scale"].numpy(), beta2)
-    written = []
-    for client, delta in zip(ids, deltas, strict=True):
-        if (slot := slot_of.get(client, -1)) >= 0:
-            delta, row = delta.to(rows.device), rows[slot]
-            alpha, scale[slot] = float(scale[slot]), 1.0
-            if row.dtype == delta.dtype:
-                torch.add(delta, row, alpha=alpha, out=row)
-            else:
-                total = torch.add(delta, row.to(delta.dtype), alpha=alpha)
-                scale[slot] = _near(total) if row.dtype == torch.float16 else 1.0
-                row.copy_(total if scale[slot] == 1.0 else total / scale[slot])
-            written.append(slot)
-    memory["scale"].copy_(torch.from_numpy(scale))
-    return written
+def _rows_in_use(memory: Memory, max_age: int | None, norm_floor: float | None) -> Array:
+    """[T, m] bool, the rows that constrain."""
+    scale = memory["scale"].numpy()
+    diagonal = np.einsum("tii->ti", memory["gram"].numpy())
+    norms = scale * np.sqrt(diagonal.clip(min=0.0))  # [T, m]; float32 rows that cancel may round below 0
+    used = np.broadcast_to(scale > 0.0, norms.shape)
+    if max_age is not None:
+        used = used & (int(memory["round"]) - memory["last_seen"].numpy() < max_age)
+    if norm_floor is not None:
+        used = used & (norms >= norm_floor * norms.max(axis=1, keepdims=True))
+    return used
 
 
 def _multiply(memory: Memory, rows: Tensor, slots: list[int], p: Tensor, segments: list[int]) -> Array:
@@ -230,6 +264,11 @@ def _refresh_short(memory: Memory, rows: Tensor, p: Tensor, b: Array, segments: 
             memory["gram"][t] = (part @ part.T).cpu()
             b[t] = (part @ p[start : start + length].to(part)).cpu().numpy()
         start += length
+
+
+def _length(memory: Memory) -> int:
+    """P, the length of a row without its padding."""
+    return int(memory["segments"].sum())
 
 
 def _near(row: Tensor) -> float:

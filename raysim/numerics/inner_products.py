@@ -10,9 +10,12 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
+from math import isfinite
 
 import torch
 from torch import Tensor
+
+from raysim.numerics.fixed_point import NonFiniteError
 
 LANES = 16  # a row stride in multiples of 16 elements keeps every row on a 64-byte boundary
 CHUNK = 4096  # columns that `cross` may add up in the storage dtype before it goes on in float64
@@ -104,6 +107,20 @@ def dot(u: Tensor, v: Tensor) -> float:
 def norm(v: Tensor) -> float:
     """The Euclidean norm of a vector [P], summed in float64."""
     return float(gram([v])[0, 0]) ** 0.5
+
+
+def check_finite(v: Tensor, what: str) -> None:
+    """Refuse a vector [P] with an entry that is not finite.
+
+    Args:
+        v: the vector.
+        what: its name in the error.
+
+    Raises:
+        NonFiniteError: an entry is NaN or infinite, or so large that the norm is.
+    """
+    if not isfinite(norm(v)):
+        raise NonFiniteError(f"{what} is not finite")
 
 
 def weighted_sum(rows: Sequence[Tensor], weights: Sequence[float]) -> Tensor:

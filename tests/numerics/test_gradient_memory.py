@@ -10,7 +10,16 @@ import pytest
 import torch
 from scipy.optimize import nnls
 
-from raysim.numerics import NonFiniteError, absorb, admit, memory_bytes, memory_init, project
+from raysim.numerics import (
+    NonFiniteError,
+    admit,
+    check_finite,
+    memory_bytes,
+    memory_init,
+    project,
+    project_on_memory,
+    remember,
+)
 
 
 class Literal:
@@ -68,6 +77,13 @@ def contents(memory) -> dict[int, np.ndarray]:
     return {client: D[slot] for slot, client in enumerate(memory["owner"].tolist()) if client >= 0}
 
 
+def absorb(memory, ids, deltas, d_mean, momentum, beta1, beta2, **options):
+    """The server's update as GradMA's rule composes it."""
+    p = beta1 * momentum + d_mean
+    check_finite(p, "the aggregated update or the momentum")
+    return project_on_memory(memory, p, remember(memory, ids, deltas, beta2), **options)
+
+
 def play(
     memory,
     rounds: int,
@@ -94,7 +110,7 @@ def play(
         deltas = torch.from_numpy(0.01 * rng.standard_normal((len(arrived), P)) + 0.001 * common).to(dtype)
         weights = rng.dirichlet(np.ones(len(arrived))).tolist()
         d_mean = torch.tensor(weights, dtype=dtype) @ deltas
-        momentum, metrics = absorb(memory, arrived, deltas, weights, d_mean, momentum, beta1, beta2, **options)
+        momentum, metrics = absorb(memory, arrived, deltas, d_mean, momentum, beta1, beta2, **options)
         exact = {i: d.double().numpy() for i, d in zip(arrived, deltas, strict=True)}
         expected = literal.update(exact, dict(zip(arrived, weights, strict=True)))
         everything.append(metrics)
@@ -160,7 +176,7 @@ def test_rows_in_half_precision_are_rounded_once_and_the_qp_is_that_of_what_is_s
         kept = memory["scale"][:, None] * memory["rows"].double()
         before = dict(zip(memory["owner"].tolist(), kept, strict=True))
         p = 0.9 * momentum + deltas.mean(0)
-        momentum, metrics = absorb(memory, cohort, deltas, [0.25] * 4, deltas.mean(0), momentum, 0.9, 0.5)
+        momentum, metrics = absorb(memory, cohort, deltas, deltas.mean(0), momentum, 0.9, 0.5)
         stored = memory["rows"][:, :5000].to(torch.float64)
         slots = {client: slot for slot, client in enumerate(memory["owner"].tolist())}
         for client, delta in zip(cohort, deltas, strict=True):
@@ -188,7 +204,7 @@ def test_no_rows_is_fedavgm():
     memory = memory_init(0, 6)
     assert admit(memory, [1, 2, 3], 0) == 0
     d, momentum = torch.randn(2, 6).unbind()
-    p, metrics = absorb(memory, [1], d[None], [1.0], d, momentum, 0.9, 0.5)
+    p, metrics = absorb(memory, [1], d[None], d, momentum, 0.9, 0.5)
     assert torch.equal(p, 0.9 * momentum + d)
     assert metrics["memory_rows"] == 0
 
@@ -202,13 +218,13 @@ def test_a_dropped_client_constrains_nothing_until_it_delivers():
     memory = memory_init(3, 4, dtype=torch.float64)
     admit(memory, [7, 8], 0)
     up = torch.tensor([[1.0, 0, 0, 0]], dtype=torch.float64)
-    m1, metrics = absorb(memory, [7], up, [1.0], up[0], torch.zeros(4, dtype=torch.float64), 0.9, 0.5)
+    m1, metrics = absorb(memory, [7], up, up[0], torch.zeros(4, dtype=torch.float64), 0.9, 0.5)
     assert torch.equal(m1, up[0])
     assert (metrics["memory_rows"], metrics["qp_active"]) == (2, 0)
     assert contents(memory)[8].tolist() == [0, 0, 0, 0]
     admit(memory, [8], 1)
     late = torch.tensor([[-1.0, 1, 0, 0]], dtype=torch.float64)
-    m2, metrics = absorb(memory, [8], late, [1.0], late[0], m1, 0.0, 0.5)
+    m2, metrics = absorb(memory, [8], late, late[0], m1, 0.0, 0.5)
     assert contents(memory)[8].tolist() == late[0].tolist()
     assert contents(memory)[7].tolist() == [0.5, 0, 0, 0]
     assert torch.allclose(m2, torch.tensor([0.0, 1, 0, 0], dtype=torch.float64))
@@ -219,11 +235,11 @@ def test_nobody_arrived_and_an_upload_without_a_row():
     memory = memory_init(2, 3, dtype=torch.float64)
     admit(memory, [1, 2], 0)
     d, zero = torch.eye(3, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
-    momentum, _ = absorb(memory, [1, 2], d[:2], [0.5, 0.5], d[:2].mean(0), zero, 0.9, 0.5)
+    momentum, _ = absorb(memory, [1, 2], d[:2], d[:2].mean(0), zero, 0.9, 0.5)
     before = momentum
-    momentum, _ = absorb(memory, [], d[:0], [], zero, momentum, 0.9, 0.5)
+    momentum, _ = absorb(memory, [], d[:0], zero, momentum, 0.9, 0.5)
     assert torch.allclose(momentum, 0.9 * before)
-    momentum, _ = absorb(memory, [99], -d[:1], [1.0], -d[0], momentum, 0.9, 0.5)  # pushes against client 1
+    momentum, _ = absorb(memory, [99], -d[:1], -d[0], momentum, 0.9, 0.5)  # pushes against client 1
     assert sorted(contents(memory)) == [1, 2]
     assert torch.allclose(momentum, torch.tensor([0.0, 0.81 / 2, 0.0], dtype=torch.float64))
 
@@ -238,7 +254,7 @@ def test_what_is_not_finite_never_gets_in(value, where):
     mean = deltas.mean(0)
     {"delta": deltas[1], "mean": mean, "momentum": momentum}[where][2] = value
     with pytest.raises(NonFiniteError, match=r"\[5\]" if where == "delta" else "aggregated"):
-        absorb(memory, [4, 5], deltas, [0.5, 0.5], mean, momentum, 0.9, 0.5)
+        absorb(memory, [4, 5], deltas, mean, momentum, 0.9, 0.5)
     assert all(torch.equal(memory[key], before[key]) for key in memory)
 
 
@@ -249,12 +265,12 @@ def test_rows_do_not_fade_unless_asked():
     def after(rounds: int, **options) -> torch.Tensor:
         memory = memory_init(2, P, dtype=torch.float64)
         admit(memory, [0], 0)
-        absorb(memory, [0], up[:1], [1.0], up[0], zero, 0.0, 0.5)
+        absorb(memory, [0], up[:1], up[0], zero, 0.0, 0.5)
         for t in range(1, rounds):
             admit(memory, [1], t)
-            absorb(memory, [1], up[1:2], [1.0], up[1], zero, 0.0, 0.5)
+            absorb(memory, [1], up[1:2], up[1], zero, 0.0, 0.5)
         admit(memory, [1], rounds)
-        return absorb(memory, [1], -up[:1] + up[1:2], [1.0], -up[0] + up[1], zero, 0.0, 0.5, **options)[0]
+        return absorb(memory, [1], -up[:1] + up[1:2], -up[0] + up[1], zero, 0.0, 0.5, **options)[0]
 
     assert torch.allclose(after(2000), up[1])  # 0.5^2000 is far below the smallest float
     assert not torch.allclose(after(10, max_age=10), up[1])
@@ -269,8 +285,8 @@ def test_small_tensors_become_sums_when_asked():
     deltas = torch.randn(2, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     deltas[:, :2] *= 1e-6
     zero, mean = torch.zeros(6, dtype=torch.float64), deltas.mean(0)
-    absorb(memory, [0, 1], deltas, [0.5, 0.5], mean, zero, 0.0, 0.5)
-    momentum, _ = absorb(memory, [0], -deltas[:1], [1.0], -deltas[0], zero, 0.0, 0.5, small_tensor_rule="sum")
+    absorb(memory, [0, 1], deltas, mean, zero, 0.0, 0.5)
+    momentum, _ = absorb(memory, [0], -deltas[:1], -deltas[0], zero, 0.0, 0.5, small_tensor_rule="sum")
     rows = torch.stack([-0.5 * deltas[0], 0.5 * deltas[1]])
     options = {"segments": [2, 4], "small_tensor_rule": "sum"}
     assert torch.allclose(momentum, project(-deltas[0], rows, **options)[0], rtol=1e-12, atol=0)
@@ -290,7 +306,7 @@ def test_bits_do_not_see_alignment(P, S):
             admit(memory, cohort, t)
             rows = [torch.empty(P + offset + i)[offset + i :].copy_(d) for i, d in enumerate(deltas)]
             shifted = torch.empty(P + offset)[offset:].copy_(momentum)
-            momentum, _ = absorb(memory, cohort, rows, [1 / S] * S, deltas.mean(0), shifted, 0.9, 0.5)
+            momentum, _ = absorb(memory, cohort, rows, deltas.mean(0), shifted, 0.9, 0.5)
             if offset:  # as if restored from a mapped file
                 memory["rows"] = (
                     torch.empty(memory["rows"].numel() + offset)[offset:].view_as(memory["rows"]).copy_(memory["rows"])
@@ -308,10 +324,10 @@ def test_updates_that_cancel_leave_a_row_that_constrains_nothing():
     d = torch.randn(1, 900, generator=torch.Generator().manual_seed(1))
     for t, sign in enumerate((1.0, -0.5)):
         admit(memory, [3], t)
-        absorb(memory, [3], sign * d, [1.0], sign * d[0], zero, 0.9, 0.5, norm_floor=0.0)
+        absorb(memory, [3], sign * d, sign * d[0], zero, 0.9, 0.5, norm_floor=0.0)
     assert contents(memory)[3].tolist() == [0.0] * 900
     memory["gram"][0, 0, 0] = -1e-7  # what rounding may leave of it
-    momentum, _ = absorb(memory, [], d[:0], [], zero, -d[0], 1.0, 0.5)
+    momentum, _ = absorb(memory, [], d[:0], zero, -d[0], 1.0, 0.5)
     assert torch.equal(momentum, -d[0])
     assert memory["gram"][0, 0, 0] == 0
 
@@ -351,6 +367,6 @@ def test_half_precision_has_room_for_updates_of_any_size(size):
     memory, p = memory_init(2, 64, dtype=torch.float16), size * (2 * ones + across)
     for round, client in enumerate([0, 1, 0, 2]):  # at last client 1 gives its row to another
         admit(memory, [client], round)
-        m, metrics = absorb(memory, [client], [-size * ones], [1.0], p, torch.zeros(64), 0.5, 0.5)
+        m, metrics = absorb(memory, [client], [-size * ones], p, torch.zeros(64), 0.5, 0.5)
         assert m.numpy() == pytest.approx(size * across.numpy(), rel=1e-6) and metrics["qp_active"] >= 1
     assert torch.isfinite(memory["rows"]).all() and metrics["memory_evictions"] == 1
