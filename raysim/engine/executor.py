@@ -23,8 +23,11 @@ from raysim.models.flat import Bound
 from raysim.numerics import use_threads
 from raysim.rules.contract import State
 from raysim.signals import reraise_stop
+from raysim.training.loop import LoopTrainer
 from raysim.training.messages import Block, Broadcast, Outcome
-from raysim.training.trainer import Trainer
+from raysim.training.pooled import PooledTrainer
+from raysim.training.trainer import Mode, Trainer
+from raysim.training.vmap import VmapTrainer
 
 T = TypeVar("T", covariant=True)
 Handle = TypeVar("Handle")
@@ -215,13 +218,18 @@ def settle(threads: int) -> None:
         return
 
 
+TRAINERS: dict[Mode, type[Trainer]] = {"loop": LoopTrainer, "vmap": VmapTrainer, "pooled": PooledTrainer}
+"""The trainer of each `block.mode`."""
+
+
 def make_trainer(plan: Plan, device: str) -> Trainer:
     """What trains blocks of clients on a device."""
     examples = Examples.of(plan.dataset, "train", device, plan.dtype)
     model = plan.model(device, unfold=plan.config.block.convolutions == "unfold")
     x0 = plan.initial[0].to(device)
     measures = probes.measures(plan)
-    return Trainer(plan.config, plan.client, plan.server, model, x0, examples, plan.clients, plan.mode, measures)
+    kind = TRAINERS[plan.mode]
+    return kind(plan.config, plan.client, plan.server, model, x0, examples, plan.clients, measures)
 
 
 def make_server(plan: Plan, device: str) -> Server:

@@ -32,13 +32,13 @@ from raysim.processes import limited
 from raysim.randomness import generator
 from raysim.rules.contract import CLIENTS
 from raysim.training.batches import local_steps
+from raysim.training.loop import LoopTrainer
 from raysim.training.messages import Block, Broadcast, Job
 from raysim.training.trainer import Trainer
-from raysim.training.vmap import why_not_vmap
+from raysim.training.vmap import VmapTrainer, why_not_vmap
 
 if TYPE_CHECKING:
     from raysim.engine.plan import Plan
-    from raysim.training.trainer import Mode
 
 logger = logging.getLogger("raysim")
 
@@ -144,7 +144,7 @@ class Rehearsal:
         trainer, down, jobs = self._stage(self.plan.dtype, steps=1)
         if self.large:
             jobs = jobs[1:]
-        trained = trainer.clients_of({0: down}, Block(0, jobs), "loop")
+        trained = trainer.train_block({0: down}, Block(0, jobs))
         if broken := [one.broken for one in trained if one.broken is not None]:
             return broken[0]
         if any(one.error for one in trained):
@@ -167,10 +167,10 @@ class Rehearsal:
         single = self.plan.dtype == torch.float32
         for precision in (SINGLE,) if single and self.large else (DOUBLE, SINGLE) if single else (DOUBLE,):
             stage = trainer, down, jobs = self._stage(precision.dtype, MAX_STEPS)
-            looped, error = self._train(trainer, down, jobs, "loop")
+            looped, error = self._train(trainer, down, jobs)
             if error is not None:
                 continue
-            several, failure = self._train(trainer, down, jobs, "vmap")
+            several, failure = self._train(self._under_vmap(trainer), down, jobs)
             if failure is not None:
                 continue
             floor = 10 * torch.finfo(precision.dtype).eps / precision.tolerance * (1 + float(down.shared["x"].norm()))
@@ -201,7 +201,7 @@ class Rehearsal:
         x = down.shared["x"]
         noise = torch.from_numpy(generator(0, "nudge").standard_normal(len(x))).to(x)
         nudged = Broadcast({**down.shared, "x": x * (1 + precision.nudge * noise)}, down.buffers)
-        return self._train(trainer, nudged, jobs, "loop")[0]
+        return self._train(trainer, nudged, jobs)[0]
 
     @property
     def _advice(self) -> str:
@@ -212,7 +212,7 @@ class Rehearsal:
             "examples"
         )
 
-    def _stage(self, dtype: torch.dtype, steps: int) -> tuple[Trainer, Broadcast, list[Job]]:
+    def _stage(self, dtype: torch.dtype, steps: int) -> tuple[LoopTrainer, Broadcast, list[Job]]:
         """Return all that training takes, in a precision; uploads are not rounded further."""
         plan, data = self.plan, self.plan.dataset
         local = self.config.local.model_copy(update={"upload_dtype": None})
@@ -221,8 +221,16 @@ class Rehearsal:
         model = plan.model(unfold=config.block.convolutions == "unfold")
         x0, buffers = model.initial()
         examples = Examples.of(data, "train", "cpu", dtype)
-        trainer = Trainer(config, plan.client, plan.server, model, x0, examples, self.clients, "loop")
+        trainer = LoopTrainer(config, plan.client, plan.server, model, x0, examples, self.clients)
         return trainer, first_broadcast(plan.server, x0, buffers, plan.problem), self._jobs(steps)
+
+    @staticmethod
+    def _under_vmap(trainer: LoopTrainer) -> VmapTrainer:
+        """Return a trainer for the same problem that trains its clients side by side."""
+        examples = trainer.feed.examples
+        return VmapTrainer(
+            trainer.config, trainer.rule, trainer.server, trainer.model, trainer.x0, examples, trainer.clients
+        )
 
     def _jobs(self, most: int) -> list[Job]:
         local, jobs = self.config.local, []
@@ -233,9 +241,9 @@ class Rehearsal:
         return jobs
 
     @staticmethod
-    def _train(trainer: Trainer, down: Broadcast, jobs: list[Job], mode: Mode) -> tuple[list[Found], str | None]:
+    def _train(trainer: Trainer, down: Broadcast, jobs: list[Job]) -> tuple[list[Found], str | None]:
         """Return what each client sends and keeps; or the last line of the first error."""
-        trained = sorted(trainer.clients_of({0: down}, Block(0, jobs), mode), key=lambda one: one.job.client)
+        trained = sorted(trainer.train_block({0: down}, Block(0, jobs)), key=lambda one: one.job.client)
         if errors := [one.error for one in trained if one.error]:
             return [], errors[0].strip().splitlines()[-1]
         return [

@@ -231,7 +231,7 @@ def project_on_memory(
     }
 
 
-def _rows_in_use(memory: Memory, max_age: int | None, norm_floor: float | None) -> Array:
+def _rows_in_use(memory: Memory, max_age: int | None, norm_floor: float | None) -> np.ndarray:
     """[T, m] bool, the rows that constrain."""
     scale = memory["scale"].numpy()
     diagonal = np.einsum("tii->ti", memory["gram"].numpy())

@@ -105,13 +105,27 @@ class ClientRule(_Rule):
 
     @property
     def makes(self) -> bool:
-        """Whether `make` is to be called: by default, if the rule has one."""
+        """True if `make` is called: by default, if the rule defines it."""
         return type(self).make is not ClientRule.make
 
     def make(self, shared: State, batch: Batch, task: Task) -> tuple[Batch, ...]:
-        """On arrival, for each batch of one shuffled pass over the client's data that a step will meet: batches of as
-        many examples to go along with the steps. Step i of the round finds what was made of batch i (from the first one
-        again, where there are fewer batches than steps) as `batch.made`."""
+        """Prepare batches that go with the local steps, from one of the client's batches at the received parameters.
+
+        This is for a method whose steps need data that is computed once a round: pseudo examples (FedReg), labels of
+        the global model, replayed examples. It is called after `init` and before the first step, for the batches of one
+        shuffled and augmented pass over the client's data, at most once for each local step. Step i finds the result
+        for batch i as `batch.made`, from the first one again where the pass has fewer batches than the round has steps.
+        The pass is not that of the steps, so `batch.made` comes of other examples than `batch.x`. Under vmap the
+        prepared batches are padded as all others are.
+
+        Args:
+            shared: the server's broadcast.
+            batch: a batch of that pass, without dropout masks.
+            task: the client's task. A pass in mode "train" is not allowed here.
+
+        Returns:
+            Batches of labels or probabilities as y, as many for every batch; () for none.
+        """
         return ()
 
     def state(self, task: Task) -> State:

@@ -4,7 +4,7 @@ all of which follow from the run's seed, the client and the round alone."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby, pairwise
 from typing import Any
@@ -21,10 +21,13 @@ from raysim.numerics.inner_products import LANES
 from raysim.randomness import generator
 from raysim.rules.batch import Batch
 from raysim.training.messages import Job
-from raysim.training.pooled import Pool
 
 GATHER = 1024
 """Examples gathered and normalised at a time when looping: as many whole batches as fit."""
+
+
+AT_ONCE = 1024
+"""Examples in one pass."""
 
 
 def batches_per_pass(n: int, size: int) -> int:
@@ -104,38 +107,59 @@ class Feed:
 
     def stacked(
         self, jobs: list[Job], mine: list[np.ndarray], made: list[list[tuple[Batch, ...]]]
-    ) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Step by step: how many of these jobs, those with most steps first, still train, and what they are given,
-        padded to one size, [K, B, ...]. `made`: what each one's rule has made of its batches."""
+    ) -> Iterator[PaddedBatch]:
+        """Yield the batches of several clients side by side, step by step.
+
+        Args:
+            jobs: the clients, those with most steps first, so that those still training are always the first ones.
+            mine: the positions of each one's examples.
+            made: what each one's rule has prepared of its batches.
+
+        Yields:
+            The batches of the clients that still train.
+        """
         draws = [self.draws(job) for job in jobs]
         streams = [self.positions(job, own) for job, own in zip(jobs, mine, strict=True)]
-        for i in range(jobs[0].steps):
-            live = sum(job.steps > i for job in jobs)
+        for step in range(jobs[0].steps):
+            live = sum(job.steps > step for job in jobs)
             indices = [mine[k][next(streams[k])] for k in range(live)]
             sizes = [len(part) for part in indices]
-            width = max(sizes)
-            padded = np.stack([np.pad(part, (0, width - len(part)), mode="edge") for part in indices])
-            x, y = self.examples.batch(padded.reshape(-1), _crops(draws, sizes, width))
-            masks = [self.masks(d, n, width) for d, n in zip(draws, sizes, strict=False)]
-            drops = tuple(
-                tuple(torch.stack([m[s][i] for m in masks]) for i in range(len(one))) for s, one in enumerate(masks[0])
-            )
-            given: dict[str, Any] = {"x": x.view(live, width, *x.shape[1:]), "y": y.view(live, width), "drops": drops}
-            if (mask := self._real(sizes)) is not None:
-                given["mask"] = mask
-            if self.noisy:
-                noise = [self.noise(d) for d in draws[:live]]
-                given["noise"] = torch.stack([z for z in noise if z is not None])
-            due = [own[i % len(own)] for own in made[:live] if own]
-            given["made"] = tuple(
-                (_padded([b.x for b in same]), _padded([b.y for b in same])) for same in zip(*due, strict=True)
-            )
-            if due and (mask := self._real([len(batches[0].y) for batches in due])) is not None:
-                given["made_mask"] = mask
-            yield live, given
+            x, y = self._padded_examples(indices, draws)
+            drops = self._padded_drops(draws[:live], sizes)
+            noise = self._noise_of_all(draws[:live])
+            due = [own[step % len(own)] for own in made[:live] if own]
+            yield PaddedBatch(x, y, self._real(sizes), drops, noise, *self._padded_made(due))
+
+    def _padded_examples(self, indices: list[np.ndarray], draws: list[Draws]) -> tuple[Tensor, Tensor]:
+        """Gather the examples: x [K, B, C, H, W] and y [K, B], filled up with each client's last one."""
+        sizes = [len(part) for part in indices]
+        width = max(sizes)
+        padded = np.stack([np.pad(part, (0, width - len(part)), mode="edge") for part in indices])
+        x, y = self.examples.batch(padded.reshape(-1), _crops(draws, sizes, width))
+        return x.view(len(indices), width, *x.shape[1:]), y.view(len(indices), width)
+
+    def _padded_drops(self, draws: list[Draws], sizes: list[int]) -> tuple[tuple[Tensor, ...], ...]:
+        """Draw the dropout masks, [K, B, ...] each, as sets of one mask for each layer."""
+        of_clients = [self.masks(d, n, max(sizes)) for d, n in zip(draws, sizes, strict=True)]
+        return tuple(
+            tuple(torch.stack(masks) for masks in zip(*same_set, strict=True))
+            for same_set in zip(*of_clients, strict=True)
+        )
+
+    def _noise_of_all(self, draws: list[Draws]) -> Tensor | None:
+        """Draw the noise of private steps, [K, P]; None without it."""
+        if not self.noisy:
+            return None
+        noise = [self.noise(d) for d in draws]
+        return torch.stack([z for z in noise if z is not None])
+
+    def _padded_made(self, due: list[tuple[Batch, ...]]) -> tuple[tuple[tuple[Tensor, Tensor], ...], Tensor | None]:
+        """Stack the batches that rules prepared for a step: the x and y of each, and the mask of all."""
+        made = tuple((_padded([b.x for b in same]), _padded([b.y for b in same])) for same in zip(*due, strict=True))
+        return made, self._real([len(batches[0].y) for batches in due]) if due else None
 
     def _real(self, sizes: list[int]) -> Tensor | None:
-        """[K, B], 1 where an example is none that only fills up; None where none is."""
+        """Return the mask [K, B], 1 for real examples and 0 for padding; None if nothing is padded."""
         if min(sizes) == max(sizes):
             return None
         real = np.arange(max(sizes)) < np.array(sizes)[:, None]
@@ -190,6 +214,53 @@ class Feed:
                 masks.append(torch.from_numpy(kept).to(self.model.device, self.model.dtype))
             sets.append(tuple(masks))
         return tuple(sets)
+
+
+@dataclass
+class PaddedBatch:
+    """The mini-batches of K clients in one step, padded to one size. The first axis is that of the clients."""
+
+    x: Tensor
+    """[K, B, C, H, W]."""
+    y: Tensor
+    """[K, B]."""
+    mask: Tensor | None
+    """[K, B], 1 for real examples; None if nothing is padded."""
+    drops: tuple[tuple[Tensor, ...], ...]
+    """Dropout masks, [K, B, ...] each; see `Batch.drops`."""
+    noise: Tensor | None
+    """[K, P], for private steps."""
+    made: tuple[tuple[Tensor, Tensor], ...]
+    """The x and y of each batch that the rules prepared for this step."""
+    made_mask: Tensor | None
+    """Their mask."""
+
+    def tensors(self) -> dict[str, Any]:
+        """Return what `torch.func.vmap` maps over: a tree of tensors, without what is None."""
+        return {key: value for key, value in vars(self).items() if value is not None}
+
+    @staticmethod
+    def of_one(tensors: Mapping[str, Any]) -> Batch:
+        """Return one client's batch, from its part of `tensors` inside `torch.func.vmap`."""
+        made = tuple(Batch(x, y, tensors.get("made_mask")) for x, y in tensors["made"])
+        mask, noise = tensors.get("mask"), tensors.get("noise")
+        return Batch(tensors["x"], tensors["y"], mask, tensors["drops"], made=made, noise=noise)
+
+
+@dataclass
+class Pool:
+    """The examples of several clients, one client after the other: n of each, and its weight."""
+
+    x: Tensor
+    y: Tensor
+    sizes: Sequence[int]
+    weights: Sequence[float]
+    drop: tuple[Tensor, ...] = ()
+
+    def parts(self) -> Iterator[tuple[Tensor, Tensor, tuple[Tensor, ...], slice]]:
+        for start in range(0, len(self.y), AT_ONCE):
+            at = slice(start, start + AT_ONCE)
+            yield self.x[at], self.y[at], tuple(mask[at] for mask in self.drop), at
 
 
 class Gathered:

@@ -7,8 +7,8 @@ i's n_i examples. Equal but for rounding, where examples do not meet in the net;
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import logging
+from collections.abc import Mapping
 from itertools import pairwise
 
 import numpy as np
@@ -16,32 +16,48 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from raysim.config.schema import Config
+from raysim.config.schema import Config, at_round
 from raysim.models.flat import Bound, Model
 from raysim.randomness import generator
 from raysim.rules.contract import PLAIN_STEP, ClientRule, ServerRule, overridden
+from raysim.signals import reraise_stop
+from raysim.training.batches import Pool
+from raysim.training.loop import LoopTrainer
+from raysim.training.messages import Block, Broadcast
+from raysim.training.upload_sum import UploadSum
 
-AT_ONCE = 1024
-"""Examples in one pass."""
+logger = logging.getLogger("raysim")
 
 PLAIN = (*PLAIN_STEP, "init", "finish", "make", "state", "masks")
 """What a client rule must leave as it is."""
 
 
-@dataclass
-class Pool:
-    """The examples of several clients, one client after the other: n of each, and its weight."""
+class PooledTrainer(LoopTrainer):
+    """Trains the clients of a block as one; one after the other where something is wrong with one of them."""
 
-    x: Tensor
-    y: Tensor
-    sizes: Sequence[int]
-    weights: Sequence[float]
-    drop: tuple[Tensor, ...] = ()
+    def add_block(self, downs: Mapping[int, Broadcast], block: Block, total: UploadSum) -> None:
+        if not self._add_as_one(downs, block, total):
+            super().add_block(downs, block, total)
 
-    def parts(self) -> Iterator[tuple[Tensor, Tensor, tuple[Tensor, ...], slice]]:
-        for start in range(0, len(self.y), AT_ONCE):
-            at = slice(start, start + AT_ONCE)
-            yield self.x[at], self.y[at], tuple(mask[at] for mask in self.drop), at
+    def _add_as_one(self, downs: Mapping[int, Broadcast], block: Block, total: UploadSum) -> bool:
+        """Add the block as one gradient. Returns False, and adds nothing, where it cannot be computed.
+
+        Trained one after the other, the clients then show whose fault it is.
+        """
+        delta, losses = torch.zeros_like(self.x0, dtype=torch.float64), {}
+        try:
+            for base in sorted({job.base for job in block.jobs}):
+                jobs = [job for job in block.jobs if job.base == base]
+                pool = self.feed.pool(jobs, [self.clients.client(job.client) for job in jobs])
+                self.loop.trained.flat.copy_(downs[base].shared["x"])
+                direction, found = gradient(self.loop.trained, pool)
+                delta.add_(direction, alpha=at_round(self.config.local.lr, base))
+                losses |= {job.client: loss for job, loss in zip(jobs, found, strict=True)}
+        except BaseException as error:
+            reraise_stop(error)
+            logger.debug("block %d is trained client by client: %s", block.index, error)
+            return False
+        return total.add_mean_delta(delta, {job.client: losses[job.client] for job in block.jobs}, self.x0.nbytes)
 
 
 def gradient(bound: Bound, pool: Pool) -> tuple[Tensor, list[float]]:

@@ -7,13 +7,14 @@ client axis too, unless all were sent the same.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from raysim.config.schema import at_round
 from raysim.errors import ContractError, in_a_line
 from raysim.models.flat import Model
 from raysim.randomness import generator
@@ -22,9 +23,13 @@ from raysim.rules.contract import ClientRule, State
 from raysim.rules.losses import Loss, Net, cross_entropy
 from raysim.rules.task import PassMode
 from raysim.signals import reraise_stop
+from raysim.training.batches import PaddedBatch
+from raysim.training.client_update import ClientUpdate, PreparedClient, failed
 from raysim.training.cuda_graphs import Replayer
-from raysim.training.loop import LoopTask
+from raysim.training.loop_task import LoopTask
+from raysim.training.messages import Block, Broadcast, Job
 from raysim.training.task import Facts, ForwardPass, ModelTask, forward_pass
+from raysim.training.trainer import Trainer
 
 
 class VmapTask(ModelTask):
@@ -71,8 +76,81 @@ class VmapTask(ModelTask):
         return ForwardPass(self.model, batch.x, call)
 
 
+class VmapTrainer(Trainer):
+    """Trains the clients of a block side by side, as one under vmap."""
+
+    channels_last = False
+
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **options)
+        self.replayer = Replayer() if self._records() else None
+
+    def _records(self) -> bool:
+        """Return True if steps are recorded as CUDA graphs.
+
+        That is on a GPU, if steps are alike: else every block brings kinds of steps that never come again.
+        """
+        return self.config.block.graphs and self.config.steps_are_alike and self.model.device.type == "cuda"
+
+    def train_block(self, downs: Mapping[int, Broadcast], block: Block) -> list[ClientUpdate]:
+        """Side by side goes who has the same constants: schedules over rounds may set apart who began at different
+        times."""
+
+        def constants(job: Job) -> tuple:
+            return at_round(self.config.local.lr, job.base), self.rule.at(job.base)
+
+        alike: list[list[Job]] = []
+        for job in block.jobs:
+            group = next((jobs for jobs in alike if constants(jobs[0]) == constants(job)), None)
+            if group is None:
+                alike.append(group := [])
+            group.append(job)
+        trained = {one.job.client: one for jobs in alike for one in self._train_alike(downs, jobs)}
+        return [trained[job.client] for job in block.jobs]
+
+    def _train_alike(self, downs: Mapping[int, Broadcast], jobs: list[Job]) -> list[ClientUpdate]:
+        rule, facts = self.rule.at(jobs[0].base), self._facts(jobs[0].base)
+        trained: list[ClientUpdate] = []
+        arrived: list[PreparedClient] = []
+        for job in sorted(jobs, key=lambda job: -job.steps):
+            try:
+                arrived.append(self.arrive(rule, downs[job.base], job))
+                arrived[-1].state["w"] = downs[job.base].shared["x"]
+            except BaseException as error:
+                reraise_stop(error)
+                trained.append(failed(job))
+        if not arrived:
+            return trained
+        jobs = [here.job for here in arrived]
+        try:
+            state, moved, losses = train(
+                self.model,
+                rule,
+                facts,
+                [(here.job.base, here.down.shared, here.down.buffers) for here in arrived],
+                [here.state for here in arrived],
+                [job.steps for job in jobs],
+                self.feed.stacked(jobs, [here.mine for here in arrived], [here.made for here in arrived]),
+                self.replayer,
+            )
+        except BaseException as error:
+            reraise_stop(error)
+            return trained + [failed(job) for job in jobs]
+        for i, here in enumerate(arrived):
+            try:
+                self.loop.start(
+                    self._facts(here.job.base), here.down.shared["x"], here.down.buffers, here.job.steps, moved[i]
+                )
+                own = {k: v[i] for k, v in state.items()}
+                trained.append(self._leave(rule, own, here, losses[i]))
+            except BaseException as error:
+                reraise_stop(error)
+                trained.append(failed(here.job))
+        return trained
+
+
 Sent = tuple[int | Tensor, State, Tensor]
-"""What a client was sent: the version's number, the server rule's tensors, the BatchNorm statistics."""
+"""What a client received: the version's number, the server rule's tensors, the BatchNorm statistics [Q]."""
 
 
 def train(
@@ -82,30 +160,62 @@ def train(
     received: list[tuple[int, State, Tensor]],
     states: list[State],
     counts: list[int],
-    stacked: Iterator[tuple[int, dict[str, Any]]],
+    batches: Iterator[PaddedBatch],
     replayer: Replayer | None = None,
 ) -> tuple[State, Tensor, Tensor]:
-    """Local training of K clients, who make `counts` steps each: the most first.
+    """Train K clients side by side.
 
     Args:
-        received: what each one was sent.
-        states: what each one's steps begin with.
-        stacked: for each step how many clients still train, and what they are given; see `Feed.stacked`.
-        replayer: runs the steps, if there is one.
+        model: the net.
+        rule: the client rule.
+        facts: the constants of their training.
+        received: what each one received.
+        states: what each one's steps start with.
+        counts: the steps of each one, the most first.
+        batches: for each step the batches of those that still train; see `Feed.stacked`.
+        replayer: runs the steps as CUDA graphs.
 
     Returns:
-        Their states in the end, [K, ...] each, their statistics [K, Q], and their mean losses [K].
+        Their states after the last step, [K, ...] each, their BatchNorm statistics [K, Q], and their mean losses [K].
     """
+    device, size = model.device, len(states)
+    state = {k: torch.stack([one[k] for one in states]) for k in states[0]}
+    steps = torch.tensor(counts, device=device)
+    buffers = torch.stack([own for _, _, own in received])
+    losses = torch.zeros(size, dtype=model.dtype, device=device)
+    together = len({base for base, _, _ in received}) == 1
+    sent = _sent_to_all(received[0], device, replayer) if together else _sent_to_each(received, device)
+    step = torch.func.vmap(_step_of(model, rule, facts), in_dims=(None if together else 0, 0, 0, 0, 0))
+    key = repr(rule), together, *_constants(facts)
+    for i, batch in enumerate(batches):
+        live = len(batch.x)
+        now = sent if together else _to_the_first(sent, live)
+        part = now, {k: v[:live] for k, v in state.items()}, buffers[:live], steps[:live], batch.tensors()
+        after, moved, loss = replayer.run(key, step, *part) if replayer else step(*part)
+        state = after if live == size else {k: torch.cat([after[k], v[live:]]) for k, v in state.items()}
+        buffers = torch.cat([moved, buffers[live:]])
+        losses[:live] += (loss - losses[:live]) / (i + 1)
+    if replayer is not None:  # what a recorded step gave is the next one's too
+        state = {k: v.clone() for k, v in state.items()}
+    return state, buffers, losses
+
+
+Step = Callable[[Sent, State, Tensor, Tensor, dict[str, Any]], tuple[State, Tensor, Tensor]]
+"""Takes what a client received, its state, its BatchNorm statistics [Q], its number of steps and its batch's tensors.
+
+It returns the next state, the next statistics and the loss."""
+
+
+def _step_of(model: Model, rule: ClientRule, facts: Facts) -> Step:
+    """Return one client's local step as a pure function."""
 
     def step(
-        sent: Sent, state: State, moved: Tensor, steps: Tensor, given: dict[str, Any]
+        sent: Sent, state: State, buffers: Tensor, steps: Tensor, tensors: dict[str, Any]
     ) -> tuple[State, Tensor, Tensor]:
-        t, shared, buffers = sent
-        task = VmapTask(model, replace(facts, t=t), buffers, steps)
-        task.buffers = moved
-        made = tuple(Batch(x, y, given.get("made_mask")) for x, y in given["made"])
-        batch = Batch(given["x"], given["y"], given.get("mask"), given["drops"], 0, made, given.get("noise"))
-        state = rule.step(shared, state, batch, task)
+        t, shared, received = sent
+        task = VmapTask(model, replace(facts, t=t), received, steps)
+        task.buffers = buffers
+        state = rule.step(shared, state, PaddedBatch.of_one(tensors), task)
         if len(task.losses) != 1 or task.buffers is None:
             raise ContractError(
                 f"client rule '{rule.name}' makes {len(task.losses)} passes in mode 'train' in one "
@@ -113,27 +223,7 @@ def train(
             )
         return state, task.buffers, task.losses[0]
 
-    device = model.device
-    state = {k: torch.stack([one[k] for one in states]) for k in states[0]}
-    steps = torch.tensor(counts, device=device)
-    moved = torch.stack([buffers for _, _, buffers in received])
-    losses = torch.zeros(len(states), dtype=model.dtype, device=device)
-    together = len({base for base, _, _ in received}) == 1
-    sent = received[0] if together else _each(received, device)
-    steps_of_all = torch.func.vmap(step, in_dims=(None if together else 0, 0, 0, 0, 0))
-    if replayer is not None and together:  # as a number it would be a constant of what is recorded
-        sent = torch.tensor(sent[0], device=device), *sent[1:]
-    key = repr(rule), together, *_constants(facts)
-    for i, (live, given) in enumerate(stacked):
-        now = sent if together else _of_the_first(sent, live)
-        part = now, {k: v[:live] for k, v in state.items()}, moved[:live], steps[:live], given
-        mine, new, loss = replayer.run(key, steps_of_all, *part) if replayer else steps_of_all(*part)
-        state = mine if live == len(states) else {k: torch.cat([mine[k], v[live:]]) for k, v in state.items()}
-        moved = torch.cat([new, moved[live:]])
-        losses[:live] += (loss - losses[:live]) / (i + 1)
-    if replayer is not None:  # what a recorded step gave is the next one's too
-        state = {k: v.clone() for k, v in state.items()}
-    return state, moved, losses
+    return step
 
 
 def _constants(facts: Facts) -> tuple:
@@ -142,7 +232,15 @@ def _constants(facts: Facts) -> tuple:
     return facts.lr, facts.weight_decay, facts.clip, privacy, facts.guarded
 
 
-def _each(received: list[tuple[int, State, Tensor]], device: torch.device) -> Sent:
+def _sent_to_all(received: tuple[int, State, Tensor], device: torch.device, replayer: Replayer | None) -> Sent:
+    """Return what all clients received, without a client axis."""
+    base, shared, buffers = received
+    if replayer is None:
+        return received
+    return torch.tensor(base, device=device), shared, buffers  # as a number it would be a constant of what is recorded
+
+
+def _sent_to_each(received: list[tuple[int, State, Tensor]], device: torch.device) -> Sent:
     bases, shared, buffers = zip(*received, strict=True)
     return (
         torch.tensor(bases, device=device),
@@ -151,7 +249,7 @@ def _each(received: list[tuple[int, State, Tensor]], device: torch.device) -> Se
     )
 
 
-def _of_the_first(sent: Sent, count: int) -> Sent:
+def _to_the_first(sent: Sent, count: int) -> Sent:
     t, shared, buffers = sent
     assert isinstance(t, Tensor)
     return t[:count], {k: v[:count] for k, v in shared.items()}, buffers[:count]

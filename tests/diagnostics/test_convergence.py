@@ -27,7 +27,7 @@ from raysim.engine.plan import Plan, prepare
 from raysim.errors import ConfigError
 from raysim.reports import speedup
 from raysim.runs.run import resume
-from raysim.training.loop import LoopTask
+from raysim.training.loop_task import LoopTask
 from raysim.training.task import Facts
 
 LOG2 = math.log(2)

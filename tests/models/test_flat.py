@@ -20,7 +20,7 @@ from raysim.models import zoo
 from raysim.models.flat import Bound, Model
 from raysim.models.keyed_layers import UnfoldedConv2d
 from raysim.rules import Batch, Net
-from raysim.training.loop import LoopTask
+from raysim.training.loop_task import LoopTask
 from raysim.training.task import Facts
 from raysim.training.vmap import VmapTask
 

@@ -17,7 +17,7 @@ from raysim.errors import ConfigError, RaysimError
 from raysim.models import zoo
 from raysim.models.flat import Model
 from raysim.rules import Batch, LocalData
-from raysim.training.loop import LoopTask
+from raysim.training.loop_task import LoopTask
 from raysim.training.task import Facts
 from raysim.training.vmap import VmapTask
 

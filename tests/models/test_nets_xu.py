@@ -17,7 +17,7 @@ from raysim.models import zoo
 from raysim.models.build import arguments
 from raysim.models.flat import Model
 from raysim.rules import Batch
-from raysim.training.loop import LoopTask
+from raysim.training.loop_task import LoopTask
 from raysim.training.task import Facts
 from raysim.training.vmap import VmapTask, why_not_vmap
 

@@ -13,7 +13,7 @@ from raysim.engine.executor import make_trainer
 from raysim.engine.plan import prepare
 from raysim.rules import contract, registry
 from raysim.training.cuda_graphs import Replayer
-from raysim.training.trainer import Trainer
+from raysim.training.vmap import VmapTrainer
 
 registry.discover()
 
@@ -57,8 +57,8 @@ class Counting(Replayer):
 
 @pytest.fixture
 def recorded(monkeypatch):
-    monkeypatch.setattr("raysim.training.trainer.Replayer", Counting)
-    monkeypatch.setattr(Trainer, "_records", lambda self: self.mode == "vmap")
+    monkeypatch.setattr("raysim.training.vmap.Replayer", Counting)
+    monkeypatch.setattr(VmapTrainer, "_records", lambda self: True)
     monkeypatch.setattr(Counting, "made", [])
 
 
@@ -151,7 +151,7 @@ def test_what_cannot_be_recorded_runs_as_it_stands_and_says_so_once(both, monkey
     def waiting(run: Any) -> Any:
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    monkeypatch.setattr("test_replay.again", waiting)
+    monkeypatch.setitem(globals(), "again", waiting)
     assert len(both("fedavg").recorded) == 0
     assert ["not permitted" in message and "run as they stand" in message for message in caplog.messages] == [True]
 
@@ -159,12 +159,12 @@ def test_what_cannot_be_recorded_runs_as_it_stands_and_says_so_once(both, monkey
 @pytest.mark.parametrize(
     ("change", "expected"),
     [({}, True), ({"block.graphs": False}, False), ({"local.steps": None, "local.epochs": 1}, False),
-     ({"local.batch": "full"}, False), ({"block.mode": "loop"}, False)],
+     ({"local.batch": "full"}, False)],
 )  # fmt: skip
 def test_steps_are_recorded_on_a_gpu_where_their_kinds_come_again(change, expected):
     plan = prepare("quickstart", {"block.mode": "vmap", "local.epochs": None, "local.steps": 2, **change})
     trainer = make_trainer(plan, "cpu")
-    assert not trainer._records()
+    assert isinstance(trainer, VmapTrainer) and not trainer._records()
     trainer.model.device = torch.device("cuda:0")
     assert trainer._records() == expected
 

@@ -21,7 +21,7 @@ from raysim.models import zoo
 from raysim.models.flat import Bound, Model
 from raysim.rules import Batch, Net, PassMode, cross_entropy
 from raysim.training.fast_gradient import LARGEST, Chain, agrees, by_autograd
-from raysim.training.loop import LoopTask
+from raysim.training.loop_task import LoopTask
 from raysim.training.task import Facts
 
 SHAPE, CLASSES, LR = (1, 16, 16), 5, 0.1

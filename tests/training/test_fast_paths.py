@@ -27,8 +27,9 @@ from raysim.numerics.fixed_point import BlockSum, FixedSum
 from raysim.randomness import generator
 from raysim.training import batches as feeding
 from raysim.training.batches import Feed, Gathered
+from raysim.training.loop import LoopTrainer
 from raysim.training.messages import Block, Broadcast, Job, cut
-from raysim.training.trainer import Trainer
+from raysim.training.pooled import PooledTrainer
 
 # -- blocks as one gradient
 
@@ -212,7 +213,7 @@ def both(engine: Any, config: Any, monkeypatch: Any, change: Any = lambda plan: 
     """The same run looped and pooled, found alike. While pooled, nobody is trained alone."""
     looped, records = engine(config(**given, block={"mode": "loop", "size": 3}), change=change)
     with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "_loop", no_loop)
+        patch.setattr(LoopTrainer, "train_block", no_loop)
         pooled, records_pooled = engine(config(**given), change=change)
     assert looped.plan.mode == "loop" and pooled.plan.mode == "pooled"
     alike(pooled, looped)
@@ -315,13 +316,13 @@ def test_pooled_clients_that_began_with_different_versions(name, weights, engine
         "algorithm": {"name": "fedavg", "weights": weights}, "local": {**SOME, "lr": [[0, 0.3], [3, 0.1]]},
     }  # fmt: skip
     mixed = []
-    pooled = Trainer._add_pooled
+    pooled = PooledTrainer._add_as_one
 
-    def seen(self: Trainer, total: Any, parts: Any, downs: Any, block: Block) -> bool:
+    def seen(self: PooledTrainer, downs: Any, block: Block, total: Any) -> bool:
         mixed.append(len({job.base for job in block.jobs}))
-        return pooled(self, total, parts, downs, block)
+        return pooled(self, downs, block, total)
 
-    monkeypatch.setattr(Trainer, "_add_pooled", seen)
+    monkeypatch.setattr(PooledTrainer, "_add_as_one", seen)
     looped, _ = both(engine, config, monkeypatch, **given)
     assert max(record["staleness/max"] for record in looped.history[1:]) >= 2
     assert max(mixed) >= 2

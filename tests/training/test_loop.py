@@ -10,7 +10,7 @@ from torch import nn
 
 from raysim.models.flat import Model
 from raysim.rules import Batch, Net, cross_entropy
-from raysim.training.loop import LoopTask
+from raysim.training.loop_task import LoopTask
 from raysim.training.task import Facts
 
 

@@ -18,7 +18,7 @@ from raysim.models.zoo import lenet, mlp
 from raysim.rules import Batch, soft_cross_entropy
 from raysim.runs.run import resume
 from raysim.training import privacy
-from raysim.training.loop import LoopTask
+from raysim.training.loop_task import LoopTask
 from raysim.training.privacy import clipped_sum, epsilon, in_parts, passes
 from raysim.training.task import Facts
 from raysim.training.vmap import VmapTask

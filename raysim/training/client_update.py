@@ -1,0 +1,97 @@
+"""A client before and after its local training, and what its rule's `finish` may give."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from raysim.errors import ContractError
+from raysim.rules.batch import Batch
+from raysim.rules.contract import ClientRule, Report, State
+from raysim.rules.task import LocalData
+from raysim.training.messages import Broadcast, Job
+
+
+@dataclass
+class PreparedClient:
+    """A client that is ready to train."""
+
+    job: Job
+    rule: ClientRule
+    """The client rule in the round of the version that the client starts from."""
+    down: Broadcast
+    """The version of the model that the client received."""
+    mine: np.ndarray
+    """Positions of its examples in the training set [n]."""
+    data: LocalData
+    row: State
+    """What the client kept from its earlier rounds."""
+    state: State
+    """What its local steps start with."""
+    made: list[tuple[Batch, ...]]
+    """What the rule prepared of each batch."""
+
+
+@dataclass
+class ClientUpdate:
+    """What local training made of one client."""
+
+    job: Job
+    report: Report = field(default_factory=dict)
+    """What it sends by key, such as `delta` [P], its metrics, and its BatchNorm statistics as `buffers` [Q]."""
+    row: State = field(default_factory=dict)
+    """What it keeps until its next round."""
+    loss: Tensor = field(default_factory=lambda: torch.tensor(float("nan")))
+    """The mean training loss of its local steps."""
+    error: str | None = None
+    broken: str | None = None
+    """The error, if it is that the rule breaks its contract."""
+    client: PreparedClient | None = None
+    """The client as it was before its steps; kept where a probe asks for it."""
+    params: Tensor | None = None
+    """Its parameters after its local steps [P]; kept where a probe asks for them."""
+    measured: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """What probes measured, by the name of the probe."""
+
+
+def failed(job: Job) -> ClientUpdate:
+    """For an `except`: a rule or net is a user's code and may raise anything. The engine judges it by client and round,
+    and the run stops or goes on without the client (`faults.on_client_error`)."""
+    error = sys.exc_info()[1]
+    broken = str(error) if isinstance(error, ContractError) else None
+    return ClientUpdate(job, error=traceback.format_exc(limit=-8), broken=broken)
+
+
+def refuse_what_was_not_promised(rule: ClientRule, sent: list[str], report: Report, row: State, kept: State) -> None:
+    """Raises ContractError where `finish` leaves out what the rule's class says it sends, sends what cannot be added
+    up, or keeps other things than `state` says."""
+    finish = f"finish of client rule '{rule.name}'"
+    for key in sent:
+        if key == "buffers":
+            continue
+        if key not in report:
+            raise ContractError(f"{finish} sends no '{key}', which its `sends` promises")
+        _refuse_what_cannot_be_added_up(f"{finish} sends '{key}'", report[key])
+    promised = {k: tuple(v.shape) for k, v in row.items() if k != "seen"}
+    given = {k: tuple(v.shape) for k, v in kept.items() if k != "seen"}
+    if promised != given:
+        raise ContractError(f"{finish} keeps {given}, but its `state` says {promised}")
+
+
+def _refuse_what_cannot_be_added_up(what: str, value: Any) -> None:
+    if not isinstance(value, Tensor):
+        raise ContractError(f"{what} as {type(value).__name__}; an upload is a vector, a float tensor of one dimension")
+    kind, shape = str(value.dtype).removeprefix("torch."), list(value.shape)
+    if not value.is_floating_point():
+        raise ContractError(f'{what} as {kind} {shape}; uploads are added up as floats: send .to(shared["x"].dtype)')
+    if value.ndim != 1:
+        raise ContractError(
+            f"{what} as a tensor of shape {shape}; uploads are vectors: send .reshape(-1), and let the server rule "
+            "give it its shape back"
+        )

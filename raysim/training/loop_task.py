@@ -1,0 +1,262 @@
+"""Local training of one client after the other, on nets that are bound to flat vectors."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from raysim.models.flat import Bound, Model
+from raysim.rules.batch import Batch
+from raysim.rules.losses import Loss, Net, cross_entropy
+from raysim.rules.task import PassMode
+from raysim.training.fast_gradient import Chain, by_autograd
+from raysim.training.task import Facts, ForwardPass, ModelTask
+
+
+class LoopTask(ModelTask):
+    """The task of one client at a time.
+
+    It computes on nets that are bound to flat vectors: one net for the vector in training, and a few for other vectors.
+    Those that `net` returns have constant parameters.
+    """
+
+    def __init__(self, model: Model, facts: Facts, chained: bool = False):
+        """Prepare the nets.
+
+        Args:
+            model: the net.
+            facts: the constants of a client's training; `start` replaces them.
+            chained: the model passes `fast_gradient.agrees`, so that its gradients need no autograd.
+        """
+        super().__init__(model, facts)
+        self.trained = Bound(model)
+        self.chain = Chain(self.trained) if chained else None
+        self.slopes = list(map(torch.empty_like, model.views(self.zeros()).values())) if chained else []
+        self.memo = GradientMemo()
+        self.others = BoundCopies(model, chained)
+        self.constants = BoundCopies(model, chained, constant=True)
+
+    def start(
+        self,
+        facts: Facts,
+        x: Tensor,
+        received: Tensor,
+        steps: int,
+        buffers: Tensor | None = None,
+        fresh: Callable[[], tuple[Tensor, Tensor]] | None = None,
+    ) -> Tensor:
+        """Begin with the next client.
+
+        Args:
+            facts: the constants of its training.
+            x: [P], the parameters that it received.
+            received: [Q], the BatchNorm statistics that it received.
+            steps: the number of its local steps.
+            buffers: [Q], its own BatchNorm statistics; by default those received.
+            fresh: initialises a net of its own; see `fresh_model`.
+
+        Returns:
+            The vector in training [P], a copy of x. It is the same tensor for every client.
+        """
+        self.facts, self.steps, self.losses, self.received = facts, steps, [], received
+        self.buffers = (received if buffers is None else buffers).clone()
+        self._fresh = fresh
+        w = self.trained.flat.copy_(x)
+        self.memo.start(w, x)
+        return w
+
+    def fresh_model(self) -> tuple[Tensor, Tensor]:
+        return super().fresh_model() if self._fresh is None else self._fresh()
+
+    def descend_in_place(self, w: Tensor, direction: Tensor) -> None:
+        w.add_(self._downhill(w, direction), alpha=-self.lr)
+
+    def descend_plainly(self, batch: Batch) -> None:
+        """`descend_in_place` along the gradient of the cross-entropy, unclipped and without decay: the same bits, but
+        the gradient is never put together to one vector."""
+        given = batch.x, batch.y, "train", self.buffers, batch.drop
+        if self.chain is not None:
+            loss, parts = self.chain.gradient(*given, self.slopes), self.slopes
+        else:
+            loss, parts = by_autograd(self.trained, *given)
+        torch._foreach_add_(self.trained.views, parts, alpha=-self.lr)  # pyright: ignore[reportPrivateImportUsage]
+        self.losses.append(loss)
+
+    def _grad(self, w: Tensor, batch: Batch, loss: Loss, mode: PassMode, buffers: Tensor | None) -> Tensor:
+        if mode == "frozen" and (known := self.memo.find(w, batch, loss)) is not None:
+            return known
+        bound, chain = self.trained, self.chain
+        if w is not bound.flat:
+            copy = self.others.at(w)
+            bound, chain = copy.bound, copy.chain
+        statistics = self.buffers if mode == "train" else buffers
+        if chain is not None and loss is cross_entropy and not batch.y.is_floating_point():
+            gradient, plain = self._by_chain(chain, batch, mode, statistics)
+        else:
+            gradient, plain = self._by_autograd(bound, batch, loss, mode, statistics)
+        if mode == "train":
+            self.losses.append(plain.detach())
+            self.memo.keep(w, batch, loss, gradient)
+        return gradient
+
+    def _by_chain(self, chain: Chain, batch: Batch, mode: PassMode, statistics: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the gradient [P] of the mean cross-entropy, and that mean."""
+        gradient = torch.empty_like(self.trained.flat)
+        parts = list(self.model.views(gradient).values())
+        return gradient, chain.gradient(batch.x, batch.y, mode, statistics, batch.drop, parts)
+
+    def _by_autograd(
+        self, bound: Bound, batch: Batch, loss: Loss, mode: PassMode, statistics: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the gradient [P] of the mean loss, and the mean cross-entropy if mode is "train" (else the loss)."""
+        net = self._net(bound, batch, mode, statistics)
+        value = loss(net, batch).mean()
+        parts = torch.autograd.grad(value, bound.parameters, materialize_grads=True)
+        plain = value if loss is cross_entropy or mode != "train" else cross_entropy(net, batch).mean()
+        return torch.cat([part.reshape(-1) for part in parts]), plain
+
+    def input_grad(self, w: Tensor, batch: Batch, loss: Loss = cross_entropy, buffers: Tensor | None = None) -> Tensor:
+        self._guard("input_grad")
+        x = batch.x.detach().requires_grad_()
+        net = self.net(w, replace(batch, x=x), "eval", buffers)
+        return torch.autograd.grad(loss(net, batch).sum(), x)[0]
+
+    def net(
+        self, w: Tensor, batch: Batch, mode: PassMode = "frozen", buffers: Tensor | None = None, dropout: bool = True
+    ) -> Net:
+        copy = self.constants.at(w)
+        net = self._net(copy.bound, batch, mode, buffers, dropout)
+        copy.given_to.add(net)
+        return net
+
+    def _net(
+        self, bound: Bound, batch: Batch, mode: PassMode, buffers: Tensor | None, dropout: bool = True
+    ) -> ForwardPass:
+        def call(x: Tensor, first: int, levels: list[Tensor] | None) -> tuple[Tensor, Tensor | None]:
+            out = bound.forward(x, mode, buffers, batch.drop if dropout else (), first, levels)
+            features, bound.frame.features = bound.frame.features, None
+            return out, None if features is None else features.flatten(1)
+
+        return ForwardPass(self.model, batch.x, call)
+
+
+class GradientMemo:
+    """Remembers the last gradient of a pass in mode "train", for a rule that asks for it again in mode "frozen".
+
+    Both modes have the same gradient at the same point, on the same batch, of the same loss. The vector in training and
+    the parameters received are the same point until the first local step: a rule that compares its gradient with that
+    at the global model (GradMA) would compute it twice there.
+
+    A gradient is remembered as long as the rule itself keeps it, and neither it nor its point has changed in place.
+    """
+
+    def __init__(self) -> None:
+        self._start: tuple[_Version, ...] = ()
+        """The vector in training and the parameters received: one point."""
+        self._at_start = False
+        self._point: _Version | None = None
+        self._gradient: _Version | None = None
+        self._batch: Batch | None = None
+        self._loss: Loss | None = None
+
+    def start(self, w: Tensor, x: Tensor) -> None:
+        """Begin with a client whose vector in training w [P] holds a copy of x [P]."""
+        self._start = _Version(w), _Version(x)
+        self._point = self._gradient = self._batch = self._loss = None
+
+    def keep(self, w: Tensor, batch: Batch, loss: Loss, gradient: Tensor) -> None:
+        """Remember the gradient [P] at w [P]."""
+        self._point, self._gradient, self._batch, self._loss = _Version(w), _Version(gradient), batch, loss
+        self._at_start = self._is_start(w)
+
+    def find(self, w: Tensor, batch: Batch, loss: Loss) -> Tensor | None:
+        """Return a copy of the gradient [P] at w [P], None if it is not known."""
+        if batch is not self._batch or loss is not self._loss or self._point is None or self._gradient is None:
+            return None
+        gradient = self._gradient.tensor
+        if gradient is None or not (self._point.is_of(w) or (self._at_start and self._is_start(w))):
+            return None
+        return gradient.clone()
+
+    def _is_start(self, w: Tensor) -> bool:
+        return any(version.is_of(w) for version in self._start)
+
+
+class _Version:
+    """A tensor as it is now: gone once it is changed in place, or nobody else has it."""
+
+    __slots__ = ("_number", "_reference")
+
+    def __init__(self, tensor: Tensor):
+        self._reference, self._number = weakref.ref(tensor), tensor._version
+
+    @property
+    def tensor(self) -> Tensor | None:
+        tensor = self._reference()
+        return tensor if tensor is not None and tensor._version == self._number else None
+
+    def is_of(self, tensor: Tensor) -> bool:
+        return self._reference() is tensor and tensor._version == self._number
+
+
+MAX_BOUND_COPIES = 3
+"""Nets that are kept beside the one in training: GradMA's y, y_prev and x."""
+
+
+class BoundCopies:
+    """Nets at a few vectors beside the one in training.
+
+    The vectors used last stay bound, so that one that does not change needs no copy at each step. A net whose forward
+    pass a rule still has keeps its vector.
+    """
+
+    def __init__(self, model: Model, chained: bool, constant: bool = False):
+        """Begin without any.
+
+        Args:
+            model: the net.
+            chained: their gradients need no autograd; see `LoopTask`.
+            constant: no gradient flows into their parameters.
+        """
+        self.model, self.chained, self.constant = model, chained, constant
+        self._copies: list[BoundCopy] = []
+        """The last used one is the last."""
+
+    def at(self, w: Tensor) -> BoundCopy:
+        """Return a net with the parameters w [P]."""
+        copy = next((copy for copy in self._copies if copy.w is w and copy.version == w._version), None)
+        if copy is None:
+            copy = self._idle() or self._new()
+            copy.bound.flat.copy_(w)
+            copy.w, copy.version = w, w._version
+        self._copies = [other for other in self._copies if other is not copy] + [copy]
+        return copy
+
+    def _idle(self) -> BoundCopy | None:
+        """Return the one that was not used for longest, None if there is room for another."""
+        if len(self._copies) < MAX_BOUND_COPIES:
+            return None
+        return next((copy for copy in self._copies if not copy.given_to), None)
+
+    def _new(self) -> BoundCopy:
+        bound = Bound(self.model)
+        if self.constant:
+            bound.module.requires_grad_(False)
+        return BoundCopy(bound, Chain(bound) if self.chained else None)
+
+
+@dataclass
+class BoundCopy:
+    """A net at a vector."""
+
+    bound: Bound
+    chain: Chain | None
+    w: Tensor | None = None
+    """The vector. Keeping it makes sure that no other tensor takes its identity."""
+    version: int = -1
+    given_to: weakref.WeakSet[Net] = field(default_factory=weakref.WeakSet)
+    """The forward passes that a rule still has."""
