@@ -1,0 +1,43 @@
+"""What a method's author imports, and may call."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from pathlib import Path
+
+import pytest
+
+import raysim.algorithms
+import raysim.numerics
+import raysim.rules
+from raysim.rules import Task
+from raysim.training.loop_task import LoopTask
+from raysim.training.vmap import VmapTask
+
+FILES = sorted(Path(raysim.algorithms.__path__[0]).glob("*.py"))
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_a_methods_file_imports_what_the_rules_and_the_numerics_offer(file):
+    for node in ast.walk(ast.parse(file.read_text())):
+        assert not (isinstance(node, ast.Import) and any(name.name.startswith("raysim") for name in node.names))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("raysim"):
+            if node.module.startswith("raysim.algorithms."):
+                continue
+            offered = {"raysim.rules": raysim.rules, "raysim.numerics": raysim.numerics}[node.module].__all__
+            assert {name.name for name in node.names} <= set(offered)
+
+
+def test_what_a_rule_may_call_is_documented_and_the_same_in_each_mode():
+    for name, member in inspect.getmembers(Task):
+        if name.startswith("_"):
+            continue
+        assert inspect.getdoc(member), name
+        if not callable(member):
+            continue
+        for parameter in [p for p in inspect.signature(member).parameters if p != "self"]:
+            assert f"{parameter}:" in (inspect.getdoc(member) or ""), (name, parameter)
+        for task in (LoopTask, VmapTask):
+            ours, wanted = inspect.signature(getattr(task, name)), inspect.signature(member)
+            assert ours.parameters == wanted.parameters, (task, name)
