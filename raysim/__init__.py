@@ -3,12 +3,20 @@
     result = raysim.run("quickstart", algorithm="fedavg", rounds=50)
     result.history, result.parameters, result.run_id
 
-Importing raysim is cheap: Ray, MLflow and torchvision are imported when first needed.
+Running:        run, resume, fork, sweep
+Looking:        load, report
+A method:       ClientRule, ServerRule, Algorithm; the rest of its contract is in `raysim.rules` and `raysim.numerics`
+A measurement:  Probe
+Results:        RunResult
+Errors:         RaysimError, with ConfigError and ClientError
+
+Importing raysim is cheap: torch, Ray and MLflow are imported when a name that needs them is first used.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from raysim.errors import ClientError, ConfigError, RaysimError
 from raysim.version import __version__
@@ -16,22 +24,50 @@ from raysim.version import __version__
 if TYPE_CHECKING:
     from raysim.engine.probes import Probe
     from raysim.reports.frames import report
-    from raysim.runs.run import Finished, run
+    from raysim.rules import Algorithm, ClientRule, ServerRule
+    from raysim.runs.result import RunResult, load
+    from raysim.runs.resume import fork, resume
+    from raysim.runs.run import run
+    from raysim.sweeps.runner import sweep
 
-__all__ = ["ClientError", "ConfigError", "Finished", "Probe", "RaysimError", "__version__", "report", "run"]
+__all__ = [
+    "Algorithm",
+    "ClientError",
+    "ClientRule",
+    "ConfigError",
+    "Probe",
+    "RaysimError",
+    "RunResult",
+    "ServerRule",
+    "__version__",
+    "fork",
+    "load",
+    "report",
+    "resume",
+    "run",
+    "sweep",
+]
+
+_IMPORTED_WHEN_USED = {
+    "Algorithm": "raysim.rules",
+    "ClientRule": "raysim.rules",
+    "Probe": "raysim.engine.probes",
+    "RunResult": "raysim.runs.result",
+    "ServerRule": "raysim.rules",
+    "fork": "raysim.runs.resume",
+    "load": "raysim.runs.result",
+    "report": "raysim.reports.frames",
+    "resume": "raysim.runs.resume",
+    "run": "raysim.runs.run",
+    "sweep": "raysim.sweeps.runner",
+}
 
 
-def __getattr__(name: str):
-    if name == "Probe":
-        from raysim.engine.probes import Probe
-
-        return Probe
-    if name in ("run", "Finished"):
-        from raysim.runs import run as experiment
-
-        return getattr(experiment, name)
-    if name == "report":
-        from raysim.reports import frames
-
-        return frames.report
+def __getattr__(name: str) -> Any:
+    if name in _IMPORTED_WHEN_USED:
+        return getattr(import_module(_IMPORTED_WHEN_USED[name]), name)
     raise AttributeError(f"module 'raysim' has no attribute '{name}'")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -15,7 +15,7 @@ from raysim.config.tracking_uri import masked, redacted
 from raysim.engine import plan
 from raysim.errors import ConfigError, did_you_mean
 from raysim.rules import registry
-from raysim.sweep.definition import describe
+from raysim.sweeps.definition import describe
 
 COMMANDS = ("run", "sweep", "resume")
 

@@ -59,7 +59,7 @@ def resume(
     as_json: Annotated[bool, typer.Option("--json", help="last line of standard output: one JSON object")] = False,
 ) -> None:
     """Go on with a run that was stopped, from its last checkpoint."""
-    from raysim.runs.run import forked, reopen
+    from raysim.runs.resume import forked, reopen
 
     console = Console(stderr=as_json, highlight=False)
     reopened = forked(run, overrides or []) if fork else (*reopen(run, overrides or []), None)
@@ -92,7 +92,7 @@ def _execute(as_json: bool, console: Console, plan: Plan, *reopened: Any) -> Non
 def _what_is_left(plan: Plan, reopened: tuple) -> str:
     """Where a stopped run can be taken up again."""
     from raysim.engine import checkpoint
-    from raysim.runs.run import latest_run_dir
+    from raysim.runs.run_dir import latest_run_dir
 
     folder = reopened[0] if reopened else latest_run_dir(plan)
     if folder is None:
@@ -198,7 +198,7 @@ def _rehearse(plan: Plan, console: Console) -> None:
 
 def _several(overrides: Iterable[str]) -> list[str]:
     """The keys that are given as a sweep's would be."""
-    from raysim.sweep import search_space
+    from raysim.sweeps import search_space
 
     try:
         return list(search_space.split(overrides)[1])

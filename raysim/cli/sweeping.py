@@ -18,7 +18,7 @@ from rich.table import Table
 from raysim.cli.base import app
 
 if TYPE_CHECKING:
-    from raysim.sweep import Outcome, Sweep, Trial
+    from raysim.sweeps import Outcome, Sweep, Trial
 
 
 @app.command()
@@ -38,7 +38,7 @@ def sweep(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="check and list the trials, stop")] = False,
 ) -> None:
     """Run an experiment for many values of its keys. The same command again does what is still missing."""
-    from raysim import sweep as sweeps
+    from raysim import sweeps
 
     console = Console(stderr=as_json, highlight=False)
     with console.status("checking the trials"):
@@ -61,7 +61,7 @@ def sweep(
 
 
 def _list_trials(planned: Sweep, console: Console) -> None:
-    from raysim.sweep.search_space import as_text
+    from raysim.sweeps.search_space import as_text
 
     table = Table("", *planned.axes, "folder", box=None)
     for trial in planned.trials:

@@ -2,7 +2,7 @@
 
 What the engine says goes to a spool in the run's folder (`raysim.tracking.spool`). One writer thread follows that file
 and sends: many rounds in one batch, about once a second, backing off while the server is down. Where many runs go on in
-many processes (`raysim.sweep`), each only spools, and one `Forwarder` follows them all.
+many processes (`raysim.sweeps`), each only spools, and one `Forwarder` follows them all.
 
 Nothing is forgotten on the way: after a crash, or when the server died in the middle, `replay` (on the command line:
 raysim track replay RUN_DIR) sends exactly the rest. Sending twice does no harm: records carry their time, a run

@@ -60,7 +60,8 @@ assert not heavy & set(sys.modules), "raysim.cli"
 from raysim.engine.plan import prepare
 prepare("quickstart")
 assert not heavy & set(sys.modules), "prepare"
-raysim.run, raysim.Finished
+for name in raysim.__all__:
+    getattr(raysim, name)
 assert not {"ray", "mlflow", "torchvision"} & set(sys.modules), "run"
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)

@@ -23,7 +23,7 @@ from raysim.engine.plan import Plan, keys, prepare
 from raysim.errors import ConfigError
 from raysim.rules.contract import ALGORITHMS
 from raysim.rules.registry import defaults, discover, resolve
-from raysim.sweep.definition import describe
+from raysim.sweeps.definition import describe
 
 discover()
 
@@ -772,7 +772,7 @@ def test_every_shipped_configuration_is_installed():
 
 
 def test_a_run_dir_that_is_taken(small, tmp_path):
-    from raysim.runs.run import make_run_dir
+    from raysim.runs.run_dir import make_run_dir
 
     plan: Plan = prepare(small)
     taken = make_run_dir(plan)
@@ -783,7 +783,7 @@ def test_a_run_dir_that_is_taken(small, tmp_path):
 
 
 def test_run_dirs_without_a_name_are_numbered(small, files):
-    from raysim.runs.run import make_run_dir
+    from raysim.runs.run_dir import make_run_dir
 
     home = files()
     small.pop("run_dir")

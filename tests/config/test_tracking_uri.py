@@ -13,7 +13,7 @@ from raysim.cli import job_commands
 from raysim.config.schema import Tracking
 from raysim.config.tracking_uri import absolute, checked, masked, redacted, restored
 from raysim.errors import ConfigError
-from raysim.runs.run import reopen
+from raysim.runs.resume import reopen
 from raysim.tracking import mlflow as tracking
 
 SECRETS = ("pass1", "pass2", "t0ken")

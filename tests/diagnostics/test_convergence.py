@@ -26,7 +26,7 @@ from raysim.engine.executor import make_trainer
 from raysim.engine.plan import Plan, prepare
 from raysim.errors import ConfigError
 from raysim.reports import speedup
-from raysim.runs.run import resume
+from raysim.runs.resume import resume
 from raysim.training.loop_task import LoopTask
 from raysim.training.task import Facts
 

@@ -14,7 +14,7 @@ import raysim
 from raysim.diagnostics import forgetting, recorded_updates
 from raysim.engine.plan import Plan, prepare
 from raysim.errors import ConfigError
-from raysim.runs.run import resume
+from raysim.runs.resume import resume
 
 CONFIG = {
     "dtype": "float64",

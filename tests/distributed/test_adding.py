@@ -36,7 +36,7 @@ def config() -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def whole(config, tmp_path_factory) -> raysim.Finished:
+def whole(config, tmp_path_factory) -> raysim.RunResult:
     return raysim.run({**config, **places(tmp_path_factory.mktemp("inline"))})
 
 

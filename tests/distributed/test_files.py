@@ -18,7 +18,7 @@ import pytest
 import yaml
 from support.processes import until
 
-from raysim.runs.run import resume
+from raysim.runs.resume import resume
 
 FOLDER = Path(__file__).resolve().parents[2] / "cluster"
 

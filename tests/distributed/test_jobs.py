@@ -28,7 +28,7 @@ from raysim.cli.job_commands import checked
 from raysim.distributed import versions
 from raysim.distributed.jobs import Cluster
 from raysim.errors import ConfigError
-from raysim.runs.run import resume
+from raysim.runs.resume import resume
 
 TOKEN = "0123456789" * 4
 

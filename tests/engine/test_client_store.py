@@ -26,8 +26,8 @@ from raysim.engine import checkpoint, client_store
 from raysim.engine.client_store import FILE, Row, Store
 from raysim.engine.plan import prepare
 from raysim.errors import ConfigError, RaysimError
-from raysim.runs import run as experiment
-from raysim.runs.run import Finished, reopen, resume
+from raysim.runs.result import RunResult
+from raysim.runs.resume import reopen, resume
 from raysim.tracking import mlflow as tracking
 
 N = 6
@@ -518,7 +518,7 @@ def config(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch
 
 
 @pytest.fixture
-def whole(config: dict[str, Any], tmp_path: Path) -> Finished:
+def whole(config: dict[str, Any], tmp_path: Path) -> RunResult:
     """The same run, with all rows in memory and never stopped."""
     return raysim.run(config, run_dir=str(tmp_path / "whole"), **{"store.memory": "1GB"})
 
@@ -531,7 +531,7 @@ def stop_at(number: int) -> Callable[[dict[str, float]], None]:
     return progress
 
 
-def history(done: Finished, but: set[str]) -> list[dict[str, float]]:
+def history(done: RunResult, but: set[str]) -> list[dict[str, float]]:
     return [{k: v for k, v in record.items() if k not in but} for record in done.history]
 
 
@@ -618,7 +618,7 @@ def test_a_full_disk_stops_a_run_that_can_go_on(config, whole, tmp_path):
 
 
 def test_a_run_without_checkpoints_leaves_no_rows(config, tmp_path):
-    done = experiment.run(config, {"checkpoint.every": 0})
+    done = raysim.run(config, {"checkpoint.every": 0})
     assert done.history[-1]["client/state_bytes_disk"] > 0 and not (tmp_path / "run" / "rows").exists()
 
 

@@ -14,11 +14,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
+import raysim
 from raysim.config import references
 from raysim.engine.plan import prepare
 from raysim.errors import ConfigError
 from raysim.runs import run as experiment
-from raysim.sweep.definition import prepare as prepare_sweep
+from raysim.runs.resume import forked
+from raysim.sweeps.definition import prepare as prepare_sweep
 
 RULE = """
 from dataclasses import dataclass
@@ -100,7 +102,7 @@ EDITS = [
 @pytest.fixture
 def stopped(files: Path, small: dict[str, Any]) -> tuple[Path, str]:
     """A run of everything after one of its two rounds, and its fingerprint."""
-    done = experiment.run(small, {**EVERYTHING, "rounds": 1})
+    done = raysim.run(small, {**EVERYTHING, "rounds": 1})
     return done.run_dir, prepare(small, EVERYTHING).config.fingerprint
 
 
@@ -111,10 +113,10 @@ def test_each_file_is_part_of_the_identity_and_resume_names_it(stopped, files, s
         (files / name).write_text(edited)
         assert prepare(small, EVERYTHING).config.fingerprint != before, name
         with pytest.raises(ConfigError, match=rf"^{said}\S* has changed since this run began; put the old one back"):
-            experiment.resume(run_dir, {"rounds": 2})
+            raysim.resume(run_dir, {"rounds": 2})
         (files / name).write_text(FILES[name])
     (files / "parts" / "unused.py").write_text("# nobody imports it")
-    assert experiment.resume(run_dir, {"rounds": 2}).rounds == 2
+    assert raysim.resume(run_dir, {"rounds": 2}).rounds == 2
     assert prepare(small, EVERYTHING).config.fingerprint == before
 
 
@@ -207,11 +209,11 @@ def test_the_source_is_kept(stopped, files):
 
 def test_a_fork_may_have_the_edited_rule(stopped, files):
     (files / "helper.py").write_text("SHARE = 0.25")
-    plan, _, _, origin = experiment.forked(stopped[0], {"rounds": 2})
+    plan, _, _, origin = forked(stopped[0], {"rounds": 2})
     assert plan.config.rounds == 2 and "files.algorithm" in origin.changes
     (files / "net.py").write_text(NET + "\n# a comment")
     with pytest.raises(ConfigError, match=r"^model: a fork keeps its run's data, partition and model"):
-        experiment.forked(stopped[0], {"rounds": 2})
+        forked(stopped[0], {"rounds": 2})
 
 
 def test_a_configuration_with_contents_may_be_given_another_method(stopped):
@@ -268,17 +270,17 @@ def test_a_file_that_was_empty_may_be_written_to(gone, files, small):
     log = files / "log.txt"
     log.touch()
     rule = {"algorithm": None, "client": {"name": "./writer.py:Writer", "log": "log.txt"}, "server": "fedavg"}
-    done = experiment.run(small, {**rule, "rounds": 1})
+    done = raysim.run(small, {**rule, "rounds": 1})
     assert log.read_text()
     if gone:
         log.unlink()
-    assert experiment.resume(done.run_dir, {"rounds": 2}).rounds == 2
+    assert raysim.resume(done.run_dir, {"rounds": 2}).rounds == 2
 
 
 def test_a_file_that_is_gone_is_named(stopped, files):
     (files / "bias.txt").unlink()
     with pytest.raises(ConfigError, match=r"bias\.txt"):
-        experiment.resume(stopped[0], {"rounds": 2})
+        raysim.resume(stopped[0], {"rounds": 2})
 
 
 def test_paths_inside_lists_and_mappings_count(files, small):
@@ -440,7 +442,7 @@ def test_a_rule_with_caches_runs_on_actors_without_its_folder(here, base, small)
     for name, text in texts.items():
         (here / f"{name}.py").write_text(text)
     config = {**small, "algorithm": f"{here}/m.py:Caching", "partition": {"clients": 10}}
-    inline = experiment.run(config)
+    inline = raysim.run(config)
     ray = prepare(config, {"resources.executor": "ray", "resources.actors": 2, "run_dir": f"{small['run_dir']}-ray"})
     for name in texts:
         (here / f"{name}.py").unlink()

@@ -36,7 +36,7 @@ from raysim.engine.plan import Plan, prepare
 from raysim.engine.server import Round
 from raysim.errors import ConfigError, RaysimError
 from raysim.randomness import generator
-from raysim.runs.run import resume
+from raysim.runs.resume import resume
 from raysim.tracking import mlflow as tracking
 from raysim.training.batches import local_steps
 from raysim.training.messages import Block, Job

@@ -22,8 +22,8 @@ from raysim.engine import checkpoint
 from raysim.engine.executor import Inline
 from raysim.engine.loop import Engine
 from raysim.errors import ConfigError, RaysimError
-from raysim.runs import run as experiment
-from raysim.runs.run import resume
+from raysim.runs import artifacts, result
+from raysim.runs.resume import resume
 
 
 def stop_at(number: int) -> Callable[[dict[str, float]], None]:
@@ -272,7 +272,7 @@ def test_what_fails_at_the_end_hides_nothing(uri, tmp_path, monkeypatch, caplog,
     def broken(*arguments: Any, **options: Any) -> None:
         raise OSError(5, "Input/output error")
 
-    for place, name in ((experiment, "partition_plot"), (Inline, "close"), (Engine, "close")):
+    for place, name in ((artifacts, "partition_plot"), (Inline, "close"), (Engine, "close")):
         monkeypatch.setattr(place, name, broken)
 
     def progress(record: dict[str, float]) -> None:
@@ -297,17 +297,17 @@ def test_what_fails_at_the_end_hides_nothing(uri, tmp_path, monkeypatch, caplog,
 
 def test_a_run_whose_parameters_could_not_be_written_is_resumed_for_them(uri, tmp_path, monkeypatch):
     config = basic(tmp_path, uri) | {"rounds": 4}
-    save = experiment.save_file
+    save = result.save_file
 
-    def full(tensors: Any, path: Path) -> None:
+    def full(tensors: Any, path: Path, metadata: Any) -> None:
         path.write_bytes(b"torn")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(experiment, "save_file", full)
+    monkeypatch.setattr(result, "save_file", full)
     with pytest.raises(checkpoint.Unwritable, match=r"parameters\.safetensors cannot be written: .*No space"):
         raysim.run(config)
     assert not (tmp_path / "run" / "parameters.safetensors").exists()
-    monkeypatch.setattr(experiment, "save_file", save)
+    monkeypatch.setattr(result, "save_file", save)
     done = resume(tmp_path / "run")
     assert done.rounds == 4 and (tmp_path / "run" / "parameters.safetensors").exists()
     run = run_in(uri, tmp_path.name)

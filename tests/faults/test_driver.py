@@ -22,7 +22,7 @@ from support.processes import basic, each_step_once, kill, run_in, start, timele
 import raysim
 from raysim import lock
 from raysim.engine import checkpoint
-from raysim.runs.run import resume
+from raysim.runs.resume import resume
 
 MOMENTS = ("files", "rename", "renamed", "remove")
 """In the writing of a checkpoint, where a process kills itself: see `zygote.py`."""

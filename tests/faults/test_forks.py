@@ -15,7 +15,7 @@ from support.processes import basic, call, client_of, each_step_once, timeless, 
 import raysim
 from raysim.engine import checkpoint
 from raysim.errors import ConfigError
-from raysim.runs.run import resume
+from raysim.runs.resume import fork, resume
 
 
 def stopped(config: dict[str, Any], number: int) -> None:
@@ -70,7 +70,7 @@ def test_a_fork_is_a_new_run_under_the_old_one(config, uri, tmp_path, monkeypatc
     before = {p: p.read_bytes() for p in checkpoint.folder(tmp_path / "run").rglob("*") if p.is_file()}
     old = id_of(tmp_path / "run")
     told: list[float] = []
-    done = resume("run", {"local.lr": 0.2}, fork=True, progress=lambda record: told.append(record["round"]))
+    done = fork("run", {"local.lr": 0.2}, progress=lambda record: told.append(record["round"]))
     assert done.run_dir.resolve() != tmp_path / "run" and done.run_id != old
     assert done.digest == wanted.digest and timeless(done.history) == timeless(wanted.history)
     assert told == list(range(10))
@@ -87,14 +87,14 @@ def test_a_fork_is_a_new_run_under_the_old_one(config, uri, tmp_path, monkeypatc
 def test_a_fork_that_is_killed_goes_on_under_its_own_id(config, uri, tmp_path, monkeypatch):
     stopped(config, 7)
     monkeypatch.chdir(tmp_path)
-    whole = resume("run", {"local.lr": 0.2, "run_dir": "whole"}, fork=True)
+    whole = fork("run", {"local.lr": 0.2, "run_dir": "whole"})
 
     def progress(record: dict[str, float]) -> None:
         if record["round"] == 8:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        resume("run", {"local.lr": 0.2, "run_dir": "half"}, fork=True, progress=progress)
+        fork("run", {"local.lr": 0.2, "run_dir": "half"}, progress=progress)
     done = resume("half")
     assert done.digest == whole.digest and done.run_id not in (whole.run_id, id_of(tmp_path / "run"))
     each_step_once(uri, done.run_id, done.history)
@@ -117,7 +117,7 @@ def test_what_a_fork_cannot_change_is_refused(config, tmp_path, monkeypatch, ove
     stopped(config, 7)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=key):
-        resume("run", override, fork=True)
+        fork("run", override)
     assert not (tmp_path / "runs").exists()
 
 
@@ -125,8 +125,8 @@ def test_a_fork_takes_up_what_clients_have_kept_or_nothing(config, tmp_path, mon
     stopped(config | {"algorithm": "scaffold"}, 7)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=r"algorithm.*c_i.*x_prev"):
-        resume("run", {"algorithm": "gradma_w"}, fork=True)
-    done = resume("run", {"algorithm": "fedavg"}, fork=True)
+        fork("run", {"algorithm": "gradma_w"})
+    done = fork("run", {"algorithm": "fedavg"})
     assert done.rounds == 9
 
 

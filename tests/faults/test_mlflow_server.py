@@ -110,7 +110,7 @@ def test_a_password_lands_nowhere_on_the_server(server, only, tmp_path, caplog, 
     done = raysim.run(config)
     monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "user")  # no run keeps them in its folder
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", SECRET)
-    fork = raysim.runs.run.resume("run", {"local.lr": 0.2, "rounds": 6}, fork=True)
+    fork = raysim.fork("run", {"local.lr": 0.2, "rounds": 6})
     for run_id in (done.run_id, fork.run_id):
         run = client_of(server.uri).get_run(run_id)
         facts = [*run.data.params.items(), *run.data.tags.items()]

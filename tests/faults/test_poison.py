@@ -59,7 +59,7 @@ def test_the_run_stops_and_names_client_and_round(poisoned, local_ray):
     with pytest.raises(ClientError, match=r"round [23]: the actor that trained client 3 died, 3 times in turn") as stop:
         raysim.run(config, {"resources": RAY, "seed": 2})
     t = int(str(stop.value).split("round ")[1][0])
-    going_on = raysim.runs.run.resume(config["run_dir"], {"faults.on_client_error": "drop", "rounds": t + 1})
+    going_on = raysim.resume(config["run_dir"], {"faults.on_client_error": "drop", "rounds": t + 1})
     dropped = [record["clients_dropped"] for record in going_on.history[1:]]
     assert dropped[:t] == [0] * t and dropped[t] == 1
 

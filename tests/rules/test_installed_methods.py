@@ -17,7 +17,6 @@ from raysim import cli
 from raysim.engine.plan import prepare
 from raysim.errors import ConfigError
 from raysim.rules import contract, registry
-from raysim.runs import run as experiment
 
 HALF = """
 from dataclasses import dataclass
@@ -172,11 +171,11 @@ def test_list_shows_where_a_method_is_from(install, monkeypatch, capsys, caplog)
 def test_a_run_of_an_installed_method_is_resumed(small, install, given):
     """Its config.yaml names the rule by its module, whatever the algorithm was called."""
     install("half-client", "halfpkg", HALF, half="halfpkg:HALF")
-    whole = experiment.run(small, algorithm=given, run_dir=f"{small['run_dir']}-whole")
-    stopped = experiment.run(small, algorithm=given, rounds=1)
+    whole = raysim.run(small, algorithm=given, run_dir=f"{small['run_dir']}-whole")
+    stopped = raysim.run(small, algorithm=given, rounds=1)
     config = yaml.safe_load((stopped.run_dir / "config.yaml").read_text())
     assert config["client"]["name"] == "halfpkg:HalfClient"
-    assert experiment.resume(stopped.run_dir, {"rounds": 2}).digest == whole.digest
+    assert raysim.resume(stopped.run_dir, {"rounds": 2}).digest == whole.digest
 
 
 def test_a_rule_that_no_name_finds_is_refused(small, install):

@@ -16,7 +16,8 @@ from raysim import cli
 from raysim.engine.checkpoint import available
 from raysim.engine.plan import prepare
 from raysim.errors import ClientError, ConfigError, RaysimError
-from raysim.runs.run import FINAL, resume
+from raysim.runs.resume import resume
+from raysim.runs.run_dir import FINAL
 from raysim.signals import Stopped, reraise_stop, stoppable
 from raysim.tracking import mlflow as tracking
 

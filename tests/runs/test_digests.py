@@ -25,7 +25,7 @@ import torch
 import raysim
 from raysim.rules.contract import ALGORITHMS
 from raysim.rules.registry import discover
-from raysim.runs.run import resume
+from raysim.runs.resume import resume
 
 discover()
 

@@ -83,10 +83,9 @@ def test_the_commit_is_raysims_or_nobodys(tmp_path, project):
 
 
 def test_without_git_a_run_runs(here, fake, base):
-    from raysim.runs import run as experiment
 
     fake("")
-    done = experiment.run({**base, "rounds": 1, "algorithm": "fedavg", "partition": {"clients": 10}})
+    done = raysim.run({**base, "rounds": 1, "algorithm": "fedavg", "partition": {"clients": 10}})
     assert done.rounds == 1
 
 

@@ -40,7 +40,8 @@ from raysim.models.flat import Bound
 from raysim.rules.contract import CLIENTS, SERVERS
 from raysim.rules.registry import discover
 from raysim.runs import run as experiment
-from raysim.runs.run import Finished, reopen, resume
+from raysim.runs.result import RunResult
+from raysim.runs.resume import reopen, resume
 from raysim.tracking import mlflow as tracking
 
 discover()
@@ -122,7 +123,7 @@ def test_what_goes_up_may_be_rounded(config, mode, kind):
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory, uri: str) -> tuple[Finished, list[dict[str, float]], str]:
+def finished(tmp_path_factory: pytest.TempPathFactory, uri: str) -> tuple[RunResult, list[dict[str, float]], str]:
     seen: list[dict[str, float]] = []
     folder = tmp_path_factory.mktemp("finished")
     done = raysim.run({**basic(folder, uri), "name": "mine"}, progress=lambda record: seen.append(dict(record)))
@@ -298,7 +299,7 @@ def test_run_takes_keywords(config, tmp_path):
     }
     found = {name: run(str(tmp_path / name)) for name, run in spelled.items()}
     for name, done in found.items():
-        assert isinstance(done, Finished) and done.rounds == 2 and done.run_dir == tmp_path / name
+        assert isinstance(done, RunResult) and done.rounds == 2 and done.run_dir == tmp_path / name
         assert len(done.history) == 3 and done.parameters.ndim == 1 and done.run_id
         assert yaml.safe_load((done.run_dir / "config.yaml").read_text())["local"]["lr"] == 0.25
     assert len({done.digest for done in found.values()}) == 1 and len({done.run_id for done in found.values()}) == 3
@@ -683,7 +684,7 @@ def on_ray(local_ray: None, config: dict[str, Any], monkeypatch: pytest.MonkeyPa
             training.add = lambda downs, blocks: (add(downs, blocks), hook(self, t))
             return training
 
-    def run(config: dict[str, Any], hook: Callable[[Any, int], None]) -> tuple[Finished, list[str]]:
+    def run(config: dict[str, Any], hook: Callable[[Any, int], None]) -> tuple[RunResult, list[str]]:
         said: list[str] = []
         Hooked.hook = staticmethod(hook)
         monkeypatch.setattr(experiment, "choose", lambda plan, log: Hooked(log))

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from raysim.sweep import Sweep
+from raysim.sweeps import Sweep
 
 SMALL = {
     "rounds": 3,

@@ -16,7 +16,7 @@ from raysim.errors import ClientError, ConfigError
 from raysim.models.flat import Model
 from raysim.models.zoo import lenet, mlp
 from raysim.rules import Batch, soft_cross_entropy
-from raysim.runs.run import resume
+from raysim.runs.resume import resume
 from raysim.training import privacy
 from raysim.training.loop_task import LoopTask
 from raysim.training.privacy import clipped_sum, epsilon, in_parts, passes

@@ -1,10 +1,10 @@
 """Many runs as one: what varies, its trials on Ray Tune, one MLflow parent run above them.
 
-    space.py        the values that a key may take, and the points that several keys make together
-    definition.py   a sweep: read, checked, every trial of it resolved; nothing has started yet
-    running.py      its trials on Ray Tune: placed, followed, stopped early, tried again
-    trial.py        one trial, in a process of its own
-    results.py      what it leaves: tables and pictures
+    search_space.py   the values that a key may take, and the points that several keys make together
+    definition.py     a sweep: read, checked, every trial of it resolved; nothing has started yet
+    runner.py         its trials on Ray Tune: placed, followed, stopped early, tried again
+    trial.py          one trial, in a process of its own
+    summary.py        what it leaves: tables and pictures
 
 Every trial is an ordinary run. Its folder is named after what it computes (its configuration's fingerprint and its
 rounds), not after its place in the sweep:
@@ -17,8 +17,8 @@ processes of Ray's and say what they do to the spools in their folders (which al
 process alone sends that to MLflow.
 """
 
-from raysim.sweep.definition import Sweep, Trial, prepare
-from raysim.sweep.runner import run
-from raysim.sweep.summary import Outcome
+from raysim.sweeps.definition import Sweep, Trial, prepare
+from raysim.sweeps.runner import run
+from raysim.sweeps.summary import Outcome
 
 __all__ = ["Outcome", "Sweep", "Trial", "prepare", "run"]

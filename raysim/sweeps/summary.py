@@ -17,8 +17,8 @@ from typing import Any
 
 from raysim.reports import aggregate, plots
 from raysim.reports.tables import short
-from raysim.sweep.definition import Sweep, Trial
-from raysim.sweep.search_space import as_text
+from raysim.sweeps.definition import Sweep, Trial
+from raysim.sweeps.search_space import as_text
 from raysim.tracking.spool import Tail, flatten
 
 CURVES = 12

@@ -22,13 +22,14 @@ from typing import Any
 import pytest
 from support.sweeps import SMALL, written
 
-from raysim import cli, sweep
+from raysim import cli, sweeps
+from raysim.engine import plan
 from raysim.errors import RaysimError
 from raysim.runs import run as experiment
 from raysim.signals import stoppable
-from raysim.sweep import Outcome, Sweep, Trial, prepare, runner
-from raysim.sweep import trial as one
-from raysim.sweep.search_space import as_text
+from raysim.sweeps import Outcome, Sweep, Trial, prepare, runner
+from raysim.sweeps import trial as one
+from raysim.sweeps.search_space import as_text
 from raysim.tracking import mlflow as tracking
 from raysim.tracking.mlflow import Forwarder
 from raysim.tracking.spool import Recorder, Spool
@@ -82,7 +83,7 @@ def half_way(trial: Trial) -> None:
     recorder = Recorder(tracking.absolute("sqlite:///mlflow.db"), "swept", trial.folder)
     with pytest.raises(KeyboardInterrupt):
         experiment.execute(
-            experiment.prepare(trial.config.model_dump(mode="json")), trial.folder, progress=stop, tracker=recorder
+            plan.prepare(trial.config.model_dump(mode="json")), trial.folder, progress=stop, tracker=recorder
         )
 
 
@@ -95,7 +96,7 @@ def swept(place: Path, local_ray: None) -> Outcome:
     told: list[tuple[str, str]] = []
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        done = sweep.run(planned, parallel=2, watch=lambda trial, state, facts: told.append((trial.title, state)))
+        done = sweeps.run(planned, parallel=2, watch=lambda trial, state, facts: told.append((trial.title, state)))
     assert not [line for line in printed.getvalue().splitlines() if "(raylet)" not in line], "Tune says nothing"
     assert sorted(state for _, state in told if state != "running") == ["failed"] * 2 + ["finished"] * 6
     return done
@@ -113,7 +114,7 @@ def runs_of(mlflow: Any) -> list[Any]:
 def test_each_trial_is_the_run_it_would_be_alone(swept: Outcome, tmp_path: Path):
     for trial in swept.sweep.trials:
         if trial.result:
-            alone = experiment.prepare(
+            alone = plan.prepare(
                 trial.config.model_dump(mode="json"),
                 {
                     "run_dir": str(tmp_path / trial.folder.name),
@@ -207,7 +208,7 @@ def test_again_only_what_is_missing_is_done(swept: Outcome, mlflow: Any, started
     """The failed ones are tried again, in the same MLflow runs; then, in a larger sweep, nothing of the smaller one."""
     Path("spared").touch()
     before = {run.info.run_id for run in runs_of(mlflow)}
-    again = sweep.run(prepare(SWEPT))
+    again = sweeps.run(prepare(SWEPT))
     assert [trial.label for trial in started] == ["fedavg", "Deadly"]
     assert again.run_id == swept.run_id and again.reused == 6 and len(again.failed) == 1
     assert {run.info.run_id for run in runs_of(mlflow)} == before
@@ -215,21 +216,21 @@ def test_again_only_what_is_missing_is_done(swept: Outcome, mlflow: Any, started
     assert mlflow.get_run(deadly["run_id"]).info.status == "FINISHED"
 
     started.clear()
-    larger = sweep.run(prepare({**SMALL, "sweep": {"local.lr": [0.1, 0.05], "seed": "0..2"}}))
+    larger = sweeps.run(prepare({**SMALL, "sweep": {"local.lr": [0.1, 0.05], "seed": "0..2"}}))
     assert [(t.config.local.lr, t.config.seed) for t in started] == [(0.1, 2), (0.05, 2)] and larger.reused == 4
     children = [r for r in runs_of(mlflow) if r.data.tags.get("mlflow.parentRunId") == larger.run_id]
     assert len(children) == 6 and larger.run_id != swept.run_id
 
     started.clear()
     shutil.rmtree(larger.sweep.trials[0].folder)
-    sweep.run(prepare({**SMALL, "sweep": {"local.lr": [0.1, 0.05], "seed": "0..2"}}))
+    sweeps.run(prepare({**SMALL, "sweep": {"local.lr": [0.1, 0.05], "seed": "0..2"}}))
     assert started == larger.sweep.trials[:1]
 
 
 def test_one_sweep_at_a_time_in_a_folder(place: Path):
     planned = prepare(SMALL, ["seed=8..9"])
     with runner._alone(planned.folder), pytest.raises(RaysimError, match="another sweep is at work"):
-        sweep.run(planned)
+        sweeps.run(planned)
 
 
 def test_the_command(
@@ -287,7 +288,7 @@ def test_stopped(
     parent = max(runs_of(mlflow), key=lambda run: run.info.start_time)
     assert parent.info.run_name == "stopped" and parent.info.status == "KILLED"
     monkeypatch.setattr(one, "train", train)
-    again = sweep.run(prepare("stopped.yaml", ["seed=0,1,9"]))
+    again = sweeps.run(prepare("stopped.yaml", ["seed=0,1,9"]))
     assert again.run_id == parent.info.run_id and again.reused == 2 and not again.failed
     assert [trial.config.seed for trial in started] == [9, 9]
 

@@ -23,8 +23,8 @@ from raysim.engine import checkpoint, client_store, plan
 from raysim.engine.loop import Record
 from raysim.errors import RaysimError, did_you_mean
 from raysim.runs import run as experiment
-from raysim.sweep.definition import EarlyStopping, Trial, load_once
-from raysim.sweep.search_space import as_text
+from raysim.sweeps.definition import EarlyStopping, Trial, load_once
+from raysim.sweeps.search_space import as_text
 from raysim.tracking.spool import Recorder
 
 logger = logging.getLogger("raysim")

@@ -12,10 +12,10 @@ import pytest
 from support.sweeps import SMALL, values, written
 
 import raysim
-from raysim import cli, sweep
+from raysim import cli, sweeps
+from raysim.engine import plan
 from raysim.errors import ConfigError
-from raysim.runs import run as experiment
-from raysim.sweep import prepare, runner, search_space
+from raysim.sweeps import prepare, runner, search_space
 
 # -- the grid ----------------------------------------------------------------------------------------------------------
 
@@ -92,7 +92,7 @@ def test_extends(here):
     (here / "above.yaml").write_text("extends: below.yaml\nsweep: {local.lr: [0.3]}\n")
     assert [(t.config.seed, t.config.local.lr) for t in prepare("above.yaml").trials] == [(0, 0.3), (1, 0.3)]
     (here / "none.yaml").write_text("extends: below.yaml\nsweep: null\n")
-    assert experiment.prepare("none.yaml").config.local.lr == 0.05
+    assert plan.prepare("none.yaml").config.local.lr == 0.05
 
 
 def test_a_trial_is_known_by_what_it_computes(here):
@@ -189,7 +189,7 @@ def test_small_trials_by_default():
 def test_mistakes_come_before_anything_starts(here, section, overrides, said, capsys, monkeypatch):
     config = written(here / "config.yaml", **({} if section is None else {"sweep": section}))
     monkeypatch.setattr(sys, "argv", ["raysim", "sweep", str(config), *overrides])
-    monkeypatch.setattr(sweep, "run", lambda *given: pytest.fail("it was started"))
+    monkeypatch.setattr(sweeps, "run", lambda *given: pytest.fail("it was started"))
     with pytest.raises(SystemExit) as end:
         cli.main()
     err = capsys.readouterr().err

@@ -13,7 +13,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,10 +23,10 @@ from raysim.config.schema import Config
 from raysim.config.tracking_uri import absolute, redacted, restored
 from raysim.errors import ConfigError, RaysimError
 from raysim.signals import stoppable
-from raysim.sweep import summary
-from raysim.sweep.definition import EarlyStopping, Sweep, Trial
-from raysim.sweep.summary import Outcome
-from raysim.sweep.trial import WORST, Ladder, labels_of, train
+from raysim.sweeps import summary
+from raysim.sweeps.definition import EarlyStopping, Sweep, Trial, prepare
+from raysim.sweeps.summary import Outcome
+from raysim.sweeps.trial import WORST, Ladder, labels_of, train
 from raysim.tracking.mlflow import Forwarder, Tracker
 from raysim.tracking.spool import Recorder
 
@@ -35,6 +35,34 @@ logger = logging.getLogger("raysim")
 Watch = Callable[[Trial, str, Mapping[str, Any]], None]
 """Told of a trial: "running" with its latest record; "finished" or "stopped" with its result; "failed" with its
 "error", and "again" with that if it is tried once more."""
+
+
+def sweep(
+    source: str | Path | Mapping[str, Any],
+    overrides: Iterable[str] | Mapping[str, Any] = (),
+    *,
+    parallel: int | None = None,
+    folder: str | Path | None = None,
+    watch: Watch = lambda trial, state, facts: None,
+) -> Outcome:
+    """Run an experiment for many values of its keys; the same call again runs what is still missing.
+
+    Args:
+        source: a configuration file, the name of a shipped one, or a mapping; its section `sweep` says what varies.
+        overrides: "key=value" as on the command line ("seed=0..4"), or a mapping in which a list holds several values
+            ({"local.lr": [0.1, 0.01]}). They replace what the file says of the same keys.
+        parallel: trials at once; the default is as many as the machine or the cluster has room for.
+        folder: where the trials are; the default is `runs`.
+        watch: called with each trial, its state and the facts of it.
+
+    Returns:
+        The trials with their results, those that failed, and a table of what was reached.
+
+    Raises:
+        ConfigError: a trial cannot run; nothing has started.
+        RaysimError: the tracking store cannot be used, or another sweep is running in the same folder.
+    """
+    return run(prepare(source, overrides, folder), parallel, watch)
 
 
 def run(sweep: Sweep, parallel: int | None = None, watch: Watch = lambda trial, state, facts: None) -> Outcome:

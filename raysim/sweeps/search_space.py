@@ -77,10 +77,21 @@ def as_text(value: Any) -> str:
 # -- a key's values ----------------------------------------------------------------------------------------------------
 
 
-def split(overrides: Iterable[str]) -> tuple[dict[str, Any], dict[str, Axis]]:
-    """Overrides of one value, and those that vary."""
+def split(overrides: Iterable[str] | Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Axis]]:
+    """Return the overrides of one value, and those that vary.
+
+    In a mapping a list holds several values, as it does in the section `sweep` of a file.
+    """
     given: dict[str, Any] = {}
     axes: dict[str, Axis] = {}
+    if isinstance(overrides, Mapping):
+        for key, value in overrides.items():
+            several = isinstance(value, list | tuple) or _is_range(value) or _called(key, value)
+            if several and key.partition(".")[0] != "sweep":
+                axes[key] = axis(key, list(value) if isinstance(value, list | tuple) else value)
+            else:
+                given[key] = value
+        return given, axes
     for text in overrides:
         key, equals, value = text.partition("=")
         pieces = _pieces(value) if equals else []

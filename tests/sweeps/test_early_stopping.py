@@ -12,12 +12,14 @@ import numpy as np
 import pytest
 from support.sweeps import SMALL
 
-from raysim import sweep
+import raysim
+from raysim import sweeps
+from raysim.engine import plan
 from raysim.errors import RaysimError
 from raysim.runs import run as experiment
-from raysim.sweep import Outcome, Trial, prepare
-from raysim.sweep.definition import EarlyStopping
-from raysim.sweep.trial import WORST, Ladder
+from raysim.sweeps import Outcome, Trial, prepare
+from raysim.sweeps.definition import EarlyStopping
+from raysim.sweeps.trial import WORST, Ladder
 from raysim.tracking import mlflow as tracking
 
 URI = "sqlite:///mlflow.db"
@@ -58,10 +60,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     os.chdir(before)
 
 
-def alone(trial: Trial, tmp_path: Path) -> experiment.Finished:
+def alone(trial: Trial, tmp_path: Path) -> raysim.RunResult:
     """The same run by itself, to its end."""
     changes = {"run_dir": str(tmp_path / trial.folder.name), "tracking.experiment": "alone"}
-    return experiment.execute(experiment.prepare(trial.config.model_dump(mode="json"), changes))
+    return experiment.execute(plan.prepare(trial.config.model_dump(mode="json"), changes))
 
 
 def halved(curves: Sequence[dict[int, float]], rungs: Sequence[int], factor: float) -> list[int | None]:
@@ -84,7 +86,7 @@ def halved(curves: Sequence[dict[int, float]], rungs: Sequence[int], factor: flo
 @pytest.fixture(scope="module")
 def halving(place: Path, local_ray: None) -> Outcome:
     """Six step sizes, one trial at a time, so that their order is known."""
-    return sweep.run(prepare({**LONGER, "sweep": {"local.lr": LRS, "early_stopping": STOPPING}}), parallel=1)
+    return sweeps.run(prepare({**LONGER, "sweep": {"local.lr": LRS, "early_stopping": STOPPING}}), parallel=1)
 
 
 def test_asha_stops_whom_it_must_and_says_so(halving: Outcome, tmp_path: Path):
@@ -113,7 +115,7 @@ def test_asha_stops_whom_it_must_and_says_so(halving: Outcome, tmp_path: Path):
 
 def test_a_stopped_trial_counts_as_done_and_a_larger_sweep_knows_what_was_reached(halving: Outcome):
     """The first trial of a fresh rung is never stopped; this one meets those of the sweep before."""
-    larger = sweep.run(prepare({**LONGER, "sweep": {"local.lr": [*LRS, 1e-4], "early_stopping": STOPPING}}))
+    larger = sweeps.run(prepare({**LONGER, "sweep": {"local.lr": [*LRS, 1e-4], "early_stopping": STOPPING}}))
     assert larger.reused == 6 and larger.run_id != halving.run_id
     assert [trial.config.local.lr for trial, why in larger.stopped if why.startswith("round 2")][-1] == 1e-4
 
@@ -121,11 +123,11 @@ def test_a_stopped_trial_counts_as_done_and_a_larger_sweep_knows_what_was_reache
 def test_a_stopped_trial_goes_on_to_the_bit(halving: Outcome, tmp_path: Path):
     """By hand, and in a sweep that stops nobody."""
     (first, _), *others = halving.stopped
-    done = experiment.resume(first.folder)
+    done = raysim.resume(first.folder)
     assert done.digest == alone(first, tmp_path).digest and done.rounds == 12
     whole = prepare({**LONGER, "sweep": {"local.lr": LRS}})
     assert [whole.done(trial) for trial in whole.trials].count(False) == len(halving.stopped)
-    after = sweep.run(whole)
+    after = sweeps.run(whole)
     assert after.run_id == halving.run_id and after.counts["finished"] == 6 and "stopped" not in after.table
     client = tracking.connected(tracking.absolute(URI))
     told = {each["run_dir"]: each for each in after.as_object()["trials"]}
@@ -142,7 +144,7 @@ def test_trials_that_fail_are_tried_again(place: Path, local_ray: None):
     varied = {"algorithm": "./flaky.py:Flaky", "algorithm.how": ["once", "kill", "ever"], "checkpoint.every": 1}
     told: list[str] = []
     planned = prepare({**LONGER, "rounds": 6, "sweep": {**varied, "retries": 1}})
-    done = sweep.run(planned, watch=lambda trial, state, facts: told.append(state))
+    done = sweeps.run(planned, watch=lambda trial, state, facts: told.append(state))
     assert done.counts == {"finished": 2, "stopped_early": 0, "failed": 1} and told.count("again") == 3
     ((ever, why),) = done.failed
     assert "no room today" in why and ever.failures == 1 and (ever.folder / "error.txt").exists()

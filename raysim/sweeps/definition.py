@@ -25,8 +25,8 @@ from raysim.engine import plan
 from raysim.errors import ConfigError, did_you_mean
 from raysim.reports import claims
 from raysim.rules import registry
-from raysim.sweep import search_space
-from raysim.sweep.search_space import Axis, Draw, as_text
+from raysim.sweeps import search_space
+from raysim.sweeps.search_space import Axis, Draw, as_text
 
 
 class EarlyStopping(Section):
@@ -163,7 +163,7 @@ class Described:
         return raw
 
 
-def describe(source: str | Path | Mapping[str, Any], overrides: Iterable[str] = ()) -> Described:
+def describe(source: str | Path | Mapping[str, Any], overrides: Iterable[str] | Mapping[str, Any] = ()) -> Described:
     """Reads a sweep. Arguments and errors are those of `prepare`; the trials themselves are not looked at."""
     claims.read(source)  # a mistake there is told before anything runs
     given, axes = search_space.split(overrides)
@@ -208,14 +208,16 @@ def _is_strange(key: str) -> bool:
 
 
 def prepare(
-    source: str | Path | Mapping[str, Any], overrides: Iterable[str] = (), folder: str | Path | None = None
+    source: str | Path | Mapping[str, Any],
+    overrides: Iterable[str] | Mapping[str, Any] = (),
+    folder: str | Path | None = None,
 ) -> Sweep:
-    """Reads a sweep and checks every one of its trials; nothing is started or written.
+    """Read a sweep and check every one of its trials; nothing is started or written.
 
     Args:
         source: a configuration file, the name of a shipped one, or a mapping; its section `sweep` says what varies.
-        overrides: "key=value"; those with several values or a draw (see `space`) vary the key, in every grid of the
-            file, and replace what the file has to say of it.
+        overrides: "key=value", or a mapping; those with several values or a draw (see `search_space`) vary the key, in
+            every grid of the file, and replace what the file has to say of it. In a mapping a list holds the values.
         folder: instead of `runs`.
 
     Raises:

@@ -1,0 +1,59 @@
+"""Tables and pictures that a run leaves in its folder, and MLflow as artifacts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from raysim import files
+from raysim.data import partition_plot
+from raysim.diagnostics import forgetting
+from raysim.engine import schedule
+from raysim.engine.loop import Record
+from raysim.engine.plan import Plan
+from raysim.runs.result import write_history
+from raysim.runs.run_dir import FINAL, HISTORY
+
+KEPT = ("config.yaml", FINAL, HISTORY, "learning_curve.png", "partition.png", "arrivals.png", "forgetting.png")
+"""Files of the run's folder that MLflow gets."""
+
+ROUNDS_SHOWN = 60
+"""Rounds of the virtual clock that are drawn."""
+
+Attempt = Callable[[str, Callable[[], object]], None]
+"""Calls a function; where that fails, reports it under a title and returns."""
+
+
+def write_artifacts(plan: Plan, run_dir: Path, history: list[Record], attempt: Attempt) -> list[Path]:
+    """Write the tables and pictures of a run.
+
+    Args:
+        plan: the run's.
+        run_dir: its folder.
+        history: its records; without any there is no table.
+        attempt: writes each of them independently of the others.
+
+    Returns:
+        The files that MLflow gets, as far as they exist.
+    """
+    from raysim.diagnostics.plots import forgetting as forgetting_plot  # matplotlib is imported when it is needed
+    from raysim.runs.plots import arrivals, learning_curve
+
+    def write(name: str, writer: Callable[[Path], object]) -> None:
+        def whole() -> None:
+            with files.whole(run_dir / name) as partial:
+                writer(partial)
+
+        attempt(f"{run_dir / name} is not written", whole)
+
+    if history:
+        write(HISTORY, lambda path: write_history(history, path))
+        write("learning_curve.png", lambda path: learning_curve(history, path))
+    write("partition.png", lambda path: partition_plot(plan.clients, plan.dataset.y, plan.dataset.n_classes, path))
+    if turns := schedule.preview(plan.config, plan.clients.sizes, min(plan.config.rounds, ROUNDS_SHOWN)):
+        write("arrivals.png", lambda path: arrivals(turns, path))
+    forgotten: dict[int, dict[str, list[float]]] = {}
+    attempt("what was forgotten cannot be read", lambda: forgotten.update(forgetting.read(run_dir)))
+    if forgotten:
+        write("forgetting.png", lambda path: forgetting_plot(forgotten, path))
+    return [path for name in KEPT if (path := run_dir / name).exists()]

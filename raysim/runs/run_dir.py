@@ -1,0 +1,141 @@
+"""A run's folder: where it lies, and what is written there before the first round."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from raysim import files, lock
+from raysim.config.schema import Config
+from raysim.config.tracking_uri import redacted
+from raysim.engine.plan import Plan
+from raysim.errors import ConfigError
+from raysim.tracking import mlflow as tracking
+from raysim.tracking import spool
+
+FINAL = "parameters.safetensors"
+"""Final parameters: a folder that holds them holds a finished run."""
+
+HISTORY = "history.csv"
+"""Table of the metrics, a row for each round."""
+
+SOURCES = "source"
+"""The folder, in that of a run and among its artifacts, of the code that is not raysim's: a folder for each section
+that names some."""
+
+
+def find(run: str | Path, tracking_uri: str | None = None) -> Path:
+    """Return the folder of a run that nobody is running.
+
+    Args:
+        run: the folder, or the run's MLflow id.
+        tracking_uri: the MLflow store in which an id is looked up; the default is a configuration's.
+
+    Raises:
+        ConfigError: there is no run, or a process is at work on it.
+    """
+    folder = Path(run)
+    if not folder.exists() and re.fullmatch("[0-9a-f]{32}", str(run)):
+        folder = Path(tracking.where(str(run), tracking_uri))
+    if not (folder / "config.yaml").is_file():
+        raise ConfigError(f"{folder} holds no run (no config.yaml); give the folder that `raysim run` printed")
+    if other := lock.running(folder):
+        raise ConfigError(f"{folder}: {other} is at work on this run; wait for it or end it")
+    return folder
+
+
+def latest_run_dir(plan: Plan) -> Path | None:
+    """Return the folder that the last run of this plan made; None if there is none."""
+    if plan.config.run_dir is not None:
+        return Path(plan.config.run_dir) if (Path(plan.config.run_dir) / "config.yaml").exists() else None
+    stem = _stem(plan)
+    return max(stem.parent.glob(f"{stem.name}*"), key=lambda path: path.stat().st_ctime, default=None)
+
+
+def _stem(plan: Plan) -> Path:
+    c = plan.config
+    return Path("runs", c.tracking.folder, f"{plan.file_label}-{c.seed}-{c.fingerprint[:8]}")
+
+
+def make_run_dir(plan: Plan) -> Path:
+    """Make a new folder for the run.
+
+    It is the configured one, or runs/<experiment>/<label>-<seed>-<hash>, numbered if that is taken. Raises ConfigError.
+    """
+    if plan.config.run_dir is not None:
+        path = Path(plan.config.run_dir)
+        if (path / "config.yaml").exists():
+            if other := lock.running(path):
+                raise ConfigError(f"run_dir: {other} is at work on a run in {path}; choose another folder")
+            end, more = (" that is finished", " rounds=N") if (path / FINAL).exists() else (" that was stopped", "")
+            raise ConfigError(
+                f"run_dir: {path} already holds a run{end}; `raysim resume {path}{more}` goes on with it, or choose "
+                "another folder"
+            )
+        _make(path, exist_ok=True)
+        return path
+    stem = _stem(plan)
+    for number in range(1, 10_000):
+        path = stem if number == 1 else stem.with_name(f"{stem.name}-{number}")
+        if not path.exists():
+            with suppress(FileExistsError):  # somebody was quicker
+                _make(path)
+                return path
+    raise ConfigError(f"run_dir: {stem} and its numbered followers are all taken; give run_dir")
+
+
+def _make(path: Path, exist_ok: bool = False) -> None:
+    try:
+        path.mkdir(files.PRIVATE, parents=True, exist_ok=exist_ok)
+    except OSError as error:
+        if isinstance(error, FileExistsError) and not exist_ok:
+            raise
+        raise ConfigError(f"run_dir: {path} cannot be made: {error.strerror}; choose another folder") from None
+
+
+def write_config(plan: Plan, run_dir: Path) -> None:
+    """Write what the run can be resumed by, without passwords, and the code that its methods and net consist of."""
+    path = run_dir / "config.yaml"
+    try:
+        files.write(path, without_secrets(plan.config).dump())
+        for path, text in _sources(plan, run_dir / SOURCES):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with files.whole(path) as partial:
+                partial.write_bytes(text)
+    except OSError as error:
+        raise ConfigError(
+            f"run_dir: {path} cannot be written: {error.strerror} ({free(run_dir)}); choose another folder"
+        ) from None
+
+
+def _sources(plan: Plan, folder: Path) -> Iterator[tuple[Path, bytes]]:
+    """Yield where the code of a run is kept, and its text; what two sections share is kept once."""
+    kept: list[Mapping[str, bytes]] = []
+    for section, texts in plan.sources.items():
+        if texts not in kept:
+            kept.append(texts)
+            for file, text in texts.items():
+                yield folder / section / file.replace("..", "above"), text
+
+
+def without_secrets(config: Config) -> Config:
+    """Return a configuration as it is written to files."""
+    section = config.tracking.model_copy(update={"uri": redacted(config.tracking.uri)})
+    return config.model_copy(update={"tracking": section})
+
+
+def forget(run_dir: Path) -> None:
+    """Remove a run that was refused before anything was recorded, by the cluster, say."""
+    records = run_dir / spool.FILE
+    if not records.exists() or not records.stat().st_size:
+        records.unlink(missing_ok=True)
+        (run_dir / "config.yaml").unlink(missing_ok=True)
+        shutil.rmtree(run_dir / SOURCES, ignore_errors=True)
+
+
+def free(folder: Path) -> str:
+    """Return the space that is left on the disk of a folder, in words."""
+    return f"{shutil.disk_usage(folder).free / 1e6:.0f} MB free there"
