@@ -1,13 +1,14 @@
 """One process at a time in a run's folder: `<run_dir>/lock` names it, by its number and its host.
 
-On one machine the kernel knows whether that process still lives (the file is flocked). From another machine that may
-not be visible; there the process counts as alive as long as it touches the file. Clocks of two machines may differ, and
-may jump: a file that looks old is watched for a while, by a clock that does not.
+On one machine filelock decides: it locks the open file in the kernel, which releases it when the process ends, however
+that happens. Two things are added here. The file is removed at the end, and one that remains shows that a process has
+died. And a kernel's lock may not be visible from another machine of a network file system; there the process counts as
+alive as long as it touches the file. Clocks of two machines may differ, and may jump: a file that looks old is watched
+for a while, by a clock that does not.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import platform
@@ -17,6 +18,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+from filelock import lock_descriptor, unlock_descriptor
 
 from raysim import files
 from raysim.errors import ConfigError
@@ -51,7 +54,7 @@ def alone(run_dir: Path) -> Iterator[None]:
     finally:
         with suppress(OSError):  # a disk that is gone; what the run ended by matters more
             (run_dir / FILE).unlink(missing_ok=True)
-        fcntl.flock(handle, fcntl.LOCK_UN)
+        unlock_descriptor(handle)
         ended.set()
 
 
@@ -68,7 +71,7 @@ def running(run_dir: Path) -> str | None:
 
 
 def left_behind(run_dir: Path) -> bool:
-    """Whether there is a lock file; unless a process is `running`, one has died there."""
+    """Return whether there is a lock file; unless a process is `running`, one has died there."""
     return (run_dir / FILE).exists()
 
 
@@ -101,7 +104,7 @@ def _holder(handle: int, path: Path) -> str | None:
         return process
     if host == platform.node():
         return None
-    fcntl.flock(handle, fcntl.LOCK_UN)
+    unlock_descriptor(handle)
     if _touched(path):
         return f"{process} (seen from here by its heartbeat)"
     return None if _lock(handle) else process
@@ -117,14 +120,11 @@ def _facts(handle: int) -> dict[str, Any]:
 
 def _lock(handle: int) -> bool:
     end = time.monotonic() + RETRY
-    while True:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            if time.monotonic() > end:
-                return False
-            time.sleep(0.02)
+    while not lock_descriptor(handle, blocking=False):
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.02)
+    return True
 
 
 def _touched(path: Path) -> bool:

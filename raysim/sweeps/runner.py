@@ -8,7 +8,6 @@ process, this one, writes to the tracking store.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import os
 import shutil
@@ -17,6 +16,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+from filelock import FileLock, Timeout
 
 from raysim import files
 from raysim.config.schema import Config
@@ -116,18 +117,19 @@ def run(sweep: Sweep, parallel: int | None = None, watch: Watch = lambda trial, 
 def _alone(folder: Path) -> Iterator[None]:
     """No other sweep shares the trials' folder meanwhile."""
     files.make_private(folder)
-    with open(folder.parent / ".lock", "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise RaysimError(
-                f"{folder.parents[1]}: another sweep is at work there; wait for it, or give this one another --dir"
-            ) from None
-        try:
-            yield
-        finally:
-            with contextlib.suppress(OSError):  # it is not empty, unless the sweep was refused
-                folder.rmdir()
+    alone = FileLock(folder.parent / ".lock", timeout=0)
+    try:
+        alone.acquire()
+    except Timeout:
+        raise RaysimError(
+            f"{folder.parents[1]}: another sweep is at work there; wait for it, or give this one another --dir"
+        ) from None
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):  # it is not empty, unless the sweep was refused
+            folder.rmdir()
+        alone.release()
 
 
 @contextlib.contextmanager

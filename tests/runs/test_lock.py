@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from filelock import lock_descriptor
 
 from raysim import lock
 from raysim.errors import ConfigError
@@ -76,7 +77,7 @@ def test_a_lock_is_touched_while_it_is_held(tmp_path, brisk):
 def test_to_look_at_a_lock_does_not_keep_a_run_from_starting(tmp_path):
     """Whoever looks holds the file for a moment."""
     handle = os.open(foreign(tmp_path), os.O_RDWR)
-    lock.fcntl.flock(handle, lock.fcntl.LOCK_EX)
+    assert lock_descriptor(handle)
     (tmp_path / lock.FILE).write_text("")
     threading.Timer(0.1, os.close, (handle,)).start()
     with lock.alone(tmp_path):
