@@ -30,6 +30,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from raysim.config.explain import checked
 from raysim.distributed.executor import RayExecutor
 from raysim.distributed.heartbeats import Address, Heartbeat
+from raysim.distributed.worker_pool import WorkerPool
 from raysim.engine.executor import make_trainer, settle
 from raysim.engine.loop import Engine
 from raysim.engine.plan import Plan, prepare
@@ -104,8 +105,8 @@ class Sleeper:
         return {"sums": sums}, {"rows": {}}, word
 
 
-class Sleeping(RayExecutor):
-    """The executor over Ray, whose ClientActors sleep."""
+class Sleeping(WorkerPool):
+    """Actors, whose ClientActors sleep."""
 
     times: list[float]
     size: int
@@ -193,7 +194,7 @@ def main() -> None:
         cluster.add_node(num_cpus=8, num_gpus=8, node_name=f"node{i}", **small)
     ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
     Sleeping.times, Sleeping.size = times, plan.problem.size
-    executor = Sleeping(print)
+    executor = RayExecutor(print, Sleeping(print))
     try:
         known = costs(plan, times)
         executor.open(plan)

@@ -159,16 +159,18 @@ os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
 from raysim.engine import Engine
 from raysim.engine.plan import prepare
 from raysim.distributed.executor import RayExecutor
+from raysim.distributed.worker_pool import WorkerPool
 
 def counted():
     read = open("/proc/net/dev").read().partition("wire:")[2].split()
     return int(read[0]), int(read[8])
 
-class Counted(RayExecutor):
+class Counted(WorkerPool):
     def adds_up(self, node, uploads):
         return sys.argv[2] == "added" and super().adds_up(node, uploads)
 
-executor = Counted(lambda text: print(text, file=sys.stderr))
+say = lambda text: print(text, file=sys.stderr)
+executor = RayExecutor(say, Counted(say))
 plan = prepare(json.loads(sys.argv[1]))
 executor.open(plan)
 before = counted()

@@ -1,9 +1,9 @@
 """Ray actors: ClientActors pinned to CPUs or a share of a GPU, one ServerActor, one EvalActor, Adders between nodes.
 
-What they do; how they are started, given work and replaced is `ray_executor`'s matter. The run's plan (data,
-partition, net) comes out of the object store, where the actors of a node share it without a copy. Vectors go from
-actor to actor, through mailboxes on one machine and through the object store else; never through the driver. What the
-ClientActors of a node send to a server on another one is added up before it travels.
+What they do; `worker_pool` starts and replaces them, `round` gives them work. The run's plan (data, partition, net)
+comes out of the object store, where the actors of a node share it without a copy. Vectors go from actor to actor,
+through mailboxes on one machine and through the object store else; never through the driver. What the ClientActors of a
+node send to a server on another one is added up before it travels.
 """
 
 from __future__ import annotations

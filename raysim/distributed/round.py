@@ -4,40 +4,24 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from enum import Enum
+from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 
 from raysim.distributed.block_scheduler import Dealing, steps
 from raysim.distributed.traffic import Traffic
+from raysim.distributed.waiting import LOOK, first_line
+from raysim.distributed.worker_pool import WorkerPool
 from raysim.engine.executor import Trained
 from raysim.errors import ClientError, Lost, RaysimError
 from raysim.training.messages import Block, Done, Outcome
 
-if TYPE_CHECKING:
-    from raysim.distributed.executor import RayExecutor
-
-LOOK = 1.0
-"""Seconds after which a wait looks around: for actors that have failed, and for nodes that are gone."""
-
 ATTEMPTS = 3
 """Actors that may die over a block before its clients are to blame."""
-
-
-class Gone(Lost):
-    """An actor that was waited for is gone."""
-
-
-@dataclass
-class Worker:
-    """A ClientActor at work, the node that it lives on, and the GPUs that it has a share of."""
-
-    actor: Any
-    node: str
-    gpus: list[str]
 
 
 @dataclass
@@ -79,18 +63,33 @@ class _Sum:
         return f"the Adder of node {self.name}"
 
 
+class Phase(Enum):
+    """State of a round."""
+
+    TRAINING = "blocks are trained, or wait for an actor"
+    AGGREGATING = "all blocks are trained; Adders sum what the actors of their nodes have sent"
+    UPLOADING = "all blocks are trained, and some of their sums have not gone up yet"
+    DONE = "everything has gone up to the server"
+
+
 class RayTraining:
     """A round on its way: its blocks are dealt out, and where they were trained on other nodes than the server's, each
     node's sums are added up there when all is trained.
 
     What a lost actor had is given to the others, block by block, and to each of them one at a time: so it is known over
     which block an actor died. What a lost Adder was to add up is lost likewise.
+
+    Args:
+        pool: the actors.
+        t: the round's number.
+        sends_rows: whether clients also send what is not added up.
+        on_client_error: what happens to clients over which actors die again and again, "stop" or "drop".
     """
 
-    def __init__(self, executor: RayExecutor, t: int):
-        self.executor, self.t = executor, t
-        self.dealing = Dealing(executor.paces)
-        self.traffic = Traffic(executor.network)
+    def __init__(self, pool: WorkerPool, t: int, sends_rows: bool, on_client_error: str):
+        self.pool, self.t, self.sends_rows, self.on_client_error = pool, t, sends_rows, on_client_error
+        self.dealing = Dealing(pool.paces)
+        self.traffic = Traffic(pool.network)
         self.downs: dict[int, Any] = {}
         self.waiting: dict[Any, _Share | _Sum] = {}  # in the order of the calls
         self.again: deque[Block] = deque()
@@ -107,50 +106,70 @@ class RayTraining:
     def add(self, downs: Mapping[int, Any], blocks: list[Block]) -> None:
         """Deals blocks out to the actors that are there."""
         self.downs |= downs
-        for worker, share in self.dealing.deal(blocks, self.executor.staff()).items():
+        for worker, share in self.dealing.deal(blocks, self.pool.staff()).items():
             self._send(worker, share)
 
     def get(self) -> Trained:
-        """Waits for all of it.
+        """Wait until everything is trained and has gone up.
+
+        A lost sum brings a round that aggregates back to training.
 
         Raises:
             ClientError: actors died over a block, again and again.
             Lost: something that an actor needed is gone, or the server.
             RaysimError: Ray itself has failed.
         """
-        last = looked = time.monotonic()
-        while self.waiting or self.again or self.dealing.left or self._add_up():
-            self._send_more()
-            enough = 1 if self.again or self.dealing.left else len(self.waiting)
-            ready, late = ray.wait(list(self.waiting), num_returns=enough, timeout=LOOK)
-            for word in ready:
-                self._take(word)
-            now = time.monotonic()
-            last = now if ready else last
-            if late and now - looked >= LOOK:
-                looked = now
-                self._look_around(now - last)
+        self.answered = self.looked = time.monotonic()
+        while (phase := self.phase) is not Phase.DONE:
+            match phase:
+                case Phase.TRAINING:
+                    self._send_more()
+                    self._receive()
+                case Phase.AGGREGATING:
+                    self._receive()
+                case Phase.UPLOADING:
+                    self._upload()
         found = {
             "train_seconds": float(max(self.seconds.values(), default=0.0)),
-            **self.traffic.figures(self.executor.actors),
+            **self.traffic.figures(self.pool.actors),
         }
         return Trained(self.uploads, self.done, found)
 
+    @property
+    def phase(self) -> Phase:
+        """What the round is doing."""
+        if self.again or self.dealing.left or any(isinstance(call, _Share) for call in self.waiting.values()):
+            return Phase.TRAINING
+        if self.waiting:
+            return Phase.AGGREGATING
+        return Phase.UPLOADING if self.trained else Phase.DONE
+
+    def _receive(self) -> None:
+        """Wait for answers, a second at most; without all of them, look for failures from time to time."""
+        enough = 1 if self.again or self.dealing.left else len(self.waiting)
+        ready, late = ray.wait(list(self.waiting), num_returns=enough, timeout=LOOK)
+        for word in ready:
+            self._take(word)
+        now = time.monotonic()
+        if ready:
+            self.answered = now
+        if late and now - self.looked >= LOOK:
+            self.looked = now
+            self._look_around(now - self.answered)
+
     def _send(self, worker: int, blocks: list[Block], again: bool = False) -> None:
         needed = {job.base: self.downs[job.base] for block in blocks for job in block.jobs}
-        one = self.executor.workers[worker]
+        one = self.pool.workers[worker]
         *vectors, word = one.actor.train.remote(blocks, again, list(needed), *needed.values())
-        self.waiting[word] = _Share(
-            vectors[: 1 + self.executor.sends_rows], worker, one.node, one.gpus, blocks, Outcome()
-        )
+        self.waiting[word] = _Share(vectors[: 1 + self.sends_rows], worker, one.node, one.gpus, blocks, Outcome())
         self.traffic.sent(one.node, needed)
 
     def _send_more(self) -> None:
         """Gives the blocks of lost actors, and those that were kept back, to actors that have nothing else to do."""
         if self.again or self.dealing.left:
             busy = {call.worker for call in self.waiting.values() if isinstance(call, _Share)}
-            for worker in sorted(set(self.executor.staff()) - busy):
-                blocks = [self.again.popleft()] if self.again else self.dealing.helping(self.executor.actors)
+            for worker in sorted(set(self.pool.staff()) - busy):
+                blocks = [self.again.popleft()] if self.again else self.dealing.helping(self.pool.actors)
                 if blocks:
                     self._send(worker, blocks, again=True)
 
@@ -159,7 +178,7 @@ class RayTraining:
         if (call := self.waiting.get(word)) is None:  # lost, with its actor
             return
         try:
-            found: Any = ray.get(word, timeout=self.executor.timeout)
+            found: Any = ray.get(word, timeout=self.pool.timeout)
         except RayError as error:
             self._failed(word, call, error)
             return
@@ -171,26 +190,25 @@ class RayTraining:
             return
         call.outcome = found
         self.seconds[call.worker] += found.seconds
-        self.executor.paces.saw(call.worker, steps(call.blocks), found.seconds)
+        self.pool.paces.saw(call.worker, steps(call.blocks), found.seconds)
         self.trained.append(call)
 
     # -- on the way up ---------------------------------------------------------------------------------------------
 
-    def _add_up(self) -> bool:
-        """When all is trained, it goes up: a node's sums as they are, or added up. Whether that is waited for."""
+    def _upload(self) -> None:
+        """Send up what is trained: a node's sums as they are, or to its Adder first."""
         trained, self.trained = self.trained, []
         for node in sorted({share.node for share in trained}):
             shares = [share for share in trained if share.node == node]
             sums = [share for share in shares if share.outcome.ids]
-            if node not in self.alone and self.executor.adds_up(node, len(sums)):
+            if node not in self.alone and self.pool.adds_up(node, len(sums)):
                 bound = sum(share.outcome.bound for share in sums)
                 vectors = [share.vectors[0] for share in sums]
-                vector, word = self.executor.adder(node).add.remote(bound, *vectors)
-                self.waiting[word] = _Sum(vector, node, self.executor.network.name(node), shares)
+                vector, word = self.pool.adder(node).add.remote(bound, *vectors)
+                self.waiting[word] = _Sum(vector, node, self.pool.network.name(node), shares)
             else:
                 for share in shares:
                     self._send_up(share.vectors, [share], sum(share.outcome.bytes))
-        return bool(self.waiting)
 
     def _send_up(self, vectors: list[Any], shares: list[_Share], size: int) -> None:
         ids = [client for share in shares for client in share.outcome.ids]
@@ -221,12 +239,12 @@ class RayTraining:
     def _look_around(self, waited: float) -> None:
         """Looks for failures that do not make calls fail: actors that hang, and nodes that are gone. `waited`: seconds
         without an answer."""
-        self.executor.check_server(f"round {self.t}")
-        gone = self.executor.watch.dead_nodes()
+        self.pool.check_server(f"round {self.t}")
+        gone = self.pool.watch.dead_nodes()
         for word, call in list(self.waiting.items()):
             if word not in self.waiting:  # lost just now
                 continue
-            why = "its node is gone" if call.node in gone else self.executor.failure(self._actor(call))
+            why = "its node is gone" if call.node in gone else self.pool.failure(self._actor(call))
             if why and isinstance(call, _Sum):
                 self._lose_sum(word, why)
             elif why and isinstance(call, _Share):
@@ -235,22 +253,22 @@ class RayTraining:
 
     def _look_for_work(self, waited: float) -> None:
         """Raises Lost where nobody has failed and nobody works: then what they need does not come."""
-        executor, busy = self.executor, [self._actor(call) for call in self.waiting.values()]
-        if not busy or min(executor.idle_s([executor.server, *busy]), waited) < executor.timeout:
+        pool, busy = self.pool, [self._actor(call) for call in self.waiting.values()]
+        if not busy or min(pool.idle_s([pool.server, *busy]), waited) < pool.timeout:
             return
         who = sorted({call.who for call in self.waiting.values()})
         for worker in {call.worker for call in self.waiting.values() if isinstance(call, _Share)}:
-            executor.lose(worker, f"in round {self.t}: nothing arrives there")
+            pool.lose(worker, f"in round {self.t}: nothing arrives there")
         raise Lost(
-            f"round {self.t}: {', '.join(who)} and the ServerActor have had nothing to do for {executor.timeout:g} s; "
+            f"round {self.t}: {', '.join(who)} and the ServerActor have had nothing to do for {pool.timeout:g} s; "
             "Ray does not deliver what they need (resources.timeout)"
         )
 
     def _actor(self, call: _Share | _Sum) -> Any:
         """Who works on a call."""
         if isinstance(call, _Sum):
-            return self.executor.adders.get(call.node)
-        worker = self.executor.workers.get(call.worker)
+            return self.pool.adders.get(call.node)
+        worker = self.pool.workers.get(call.worker)
         return worker and worker.actor
 
     def _lose_sum(self, word: Any, why: str) -> None:
@@ -258,8 +276,8 @@ class RayTraining:
         found = self.waiting.pop(word)
         assert isinstance(found, _Sum)
         blocks = [block for share in found.shares for block in share.blocks]
-        self.executor.lose_adder(found.node, f"in round {self.t}, with {len(blocks)} blocks: {why}")
-        self.executor.mended["retried_blocks"] += len(blocks)
+        self.pool.lose_adder(found.node, f"in round {self.t}, with {len(blocks)} blocks: {why}")
+        self.pool.mended["retried_blocks"] += len(blocks)
         self.alone.add(found.node)
         self.again.extend(blocks)
 
@@ -273,8 +291,8 @@ class RayTraining:
             clients = tuple(job.client for job in block.jobs)
             self.deaths.setdefault(clients, []).append(why)
         blocks = [block for share in shares for block in share.blocks]
-        self.executor.lose(worker, f"in round {self.t}, with {len(blocks)} blocks: {first_line(why)}")
-        self.executor.mended["retried_blocks"] += len(blocks)
+        self.pool.lose(worker, f"in round {self.t}, with {len(blocks)} blocks: {first_line(why)}")
+        self.pool.mended["retried_blocks"] += len(blocks)
         for block in blocks:
             clients = tuple(job.client for job in block.jobs)
             if len(self.deaths.get(clients, ())) < ATTEMPTS:
@@ -285,49 +303,6 @@ class RayTraining:
     def _give_up(self, clients: tuple[int, ...], why: str) -> None:
         who = ("client " if len(clients) == 1 else "clients ") + ", ".join(map(str, clients))
         said = f"the actor that trained {who} died, {ATTEMPTS} times in turn; the first time: {why.strip()}"
-        if self.executor.on_client_error == "stop":
+        if self.on_client_error == "stop":
             raise ClientError(f"round {self.t}: {said}\n(faults.on_client_error=drop goes on without such clients)")
         self.done.append(Outcome([Done(client, error=said) for client in clients]))
-
-
-class Awaited:
-    """A result on its way from an actor."""
-
-    def __init__(
-        self,
-        executor: RayExecutor,
-        reference: Any,
-        what: str,
-        *actors: Any,
-        read: Callable[[Any], Any] = lambda value: value,
-    ):
-        self.executor, self.reference, self.what, self.actors, self.read = executor, reference, what, actors, read
-
-    def ready(self) -> bool:
-        return bool(ray.wait([self.reference], timeout=0)[0])
-
-    def get(self) -> Any:
-        return self.read(self.executor.wait(self.reference, self.what, *self.actors))
-
-
-def get(reference: Any, what: str, timeout: float) -> Any:
-    """`ray.get` that says what it waits for, and passes on raysim's own errors as they were raised."""
-    try:
-        return ray.get(reference, timeout=timeout)
-    except GetTimeoutError:
-        raise RaysimError(
-            f"waited {timeout:g} s for {what}; it may be overloaded, or its node lost (resources.timeout is the limit)"
-        ) from None
-    except RayTaskError as error:
-        if isinstance(error.cause, RaysimError):
-            raise error.cause from None
-        kind = Lost if isinstance(error.cause, RayError) else RaysimError
-        raise kind(f"{what} failed: {error}") from None
-    except RayError as error:
-        raise Gone(f"{what} failed: {first_line(error)}") from None
-
-
-def first_line(said: object) -> str:
-    """Of what Ray says at length; of an actor that failed at its start the last line, which says why."""
-    lines = [line.strip() for line in str(said).splitlines() if line.strip()] or [type(said).__name__]
-    return lines[-1] if "creation task" in lines[0] else lines[0]

@@ -88,7 +88,7 @@ assert seen == {{usual}} == {{gc.get_threshold()}}, "a run"
 from raysim.engine.plan import prepare
 executor.open(prepare({str(small)!r}, {{"resources.executor": "ray", "resources.actors": 1}}))
 import ray
-for actor in (executor.workers[0].actor, executor.server):
+for actor in (executor.pool.workers[0].actor, executor.pool.server):
     assert ray.get(actor.__ray_call__.remote(lambda self: gc.get_threshold())) == usual, "an actor"
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)

@@ -29,6 +29,7 @@ from ray.cluster_utils import Cluster
 from raysim.distributed.actors import Adder
 from raysim.distributed.executor import RayExecutor
 from raysim.distributed.heartbeats import Address
+from raysim.distributed.worker_pool import WorkerPool
 from raysim.engine.plan import prepare
 from raysim.runs import run as experiment
 
@@ -52,11 +53,13 @@ class Doomed(Adder):
         return super().add(bound, *posts)
 
 
-class Struck(RayExecutor):
-    """The executor over Ray, to which the case happens."""
+class StruckPool(WorkerPool):
+    """Actors, to whose Adders the case happens."""
 
     case: str
     third: Any
+    t = -1
+    """Round that is trained."""
 
     def _start(self, kind: Any, *arguments: Any, **more: Any) -> Any:
         if kind is Adder and self.case == "node" and more["scheduling_strategy"].node_id == self.third.node_id:
@@ -64,8 +67,33 @@ class Struck(RayExecutor):
             return super()._start(Doomed, *arguments, raylet.process.pid, **more)
         return super()._start(kind, *arguments, **more)
 
+    def adds_up(self, node: str, uploads: int) -> bool:
+        return self.case != "alone" and super().adds_up(node, uploads)
+
+    def adder(self, node: str) -> Any:
+        adder = super().adder(node)
+        if self.workers and self.t >= STRUCK and node == self.third.node_id and self.case == "adder":
+            self.case = "sums"
+            ray.kill(adder)
+        return adder
+
+    def stop(self, actor: Any) -> None:
+        there = self.watch.process(self.heartbeats[actor])
+        assert there is not None
+        os.kill(there[1].pid, signal.SIGSTOP)
+
+
+class Struck(RayExecutor):
+    """The executor over Ray, to which the case happens."""
+
+    victims = ((1, "client"), (2, "adder"), (3, "server"), (5, "eval"))
+    """By the rounds in which they are stopped."""
+
+    def __init__(self, log: Any):
+        super().__init__(log, StruckPool(log))
+
     def training(self, t: int) -> Any:
-        self.t = t - 1  # a round's training is made while the one before it is still trained
+        self.pool.t = t - 1  # a round's training is made while the one before it is still trained
         training = super().training(t)
         add = training.add
 
@@ -78,38 +106,19 @@ class Struck(RayExecutor):
 
     def strike(self, t: int) -> None:
         """The blocks of round t are on their way."""
-        (raylet,) = self.third.all_processes["raylet"]
-        if self.case == "raylet" and t == STRUCK:
-            self.case = "sums"
+        pool = self.pool
+        (raylet,) = pool.third.all_processes["raylet"]
+        if pool.case == "raylet" and t == STRUCK:
+            pool.case = "sums"
             os.kill(raylet.process.pid, signal.SIGSTOP)
-            while self.third.node_id not in self.watch.dead_nodes():  # the run is not over before Ray knows of it
+            while pool.third.node_id not in pool.watch.dead_nodes():  # the run is not over before Ray knows of it
                 time.sleep(0.1)
-        elif self.case == "hang" and self.victims and t >= self.victims[0][0]:
+        elif pool.case == "hang" and self.victims and t >= self.victims[0][0]:
             (_, victim), *self.victims = self.victims
             if victim == "client":
-                self.stop(next(one.actor for one in self.workers.values() if one.node == self.third.node_id))
+                pool.stop(next(one.actor for one in pool.workers.values() if one.node == pool.third.node_id))
             else:
-                self.stop(self.adders[self.third.node_id] if victim == "adder" else getattr(self, victim))
-
-    def stop(self, actor: Any) -> None:
-        there = self.watch.process(self.heartbeats[actor])
-        assert there is not None
-        os.kill(there[1].pid, signal.SIGSTOP)
-
-    victims = ((1, "client"), (2, "adder"), (3, "server"), (5, "eval"))
-    """By the rounds in which they are stopped."""
-
-    def adds_up(self, node: str, uploads: int) -> bool:
-        return self.case != "alone" and super().adds_up(node, uploads)
-
-    def adder(self, node: str) -> Any:
-        adder = super().adder(node)
-        if self.workers and self.t >= STRUCK and node == self.third.node_id and self.case == "adder":
-            self.case = "sums"
-            ray.kill(adder)
-        return adder
-
-    t = -1
+                pool.stop(pool.adders[pool.third.node_id] if victim == "adder" else getattr(pool, victim))
 
 
 def main(config: dict[str, Any], case: str) -> None:
@@ -117,8 +126,8 @@ def main(config: dict[str, Any], case: str) -> None:
         initialize_head=True, head_node_args={"num_cpus": 0, "node_name": "head", "include_dashboard": False}
     )
     cluster.add_node(num_cpus=2, node_name="second")
-    Struck.third = cluster.add_node(num_cpus=2, node_name="third")
-    Struck.case = case
+    StruckPool.third = cluster.add_node(num_cpus=2, node_name="third")
+    StruckPool.case = case
     ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
     made: list[Struck] = []
     said: list[str] = []

@@ -20,6 +20,7 @@ from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raysim.distributed.executor import RayExecutor
+from raysim.distributed.worker_pool import WorkerPool
 from raysim.engine.plan import prepare
 from raysim.runs import run as experiment
 
@@ -27,18 +28,12 @@ LOST, ADDED = 4, 8
 """Rounds in which a node is lost, and one is added."""
 
 
-class Spread(RayExecutor):
-    """The executor over Ray on a cluster that changes. At the start the victim is put on the second node."""
+class SpreadPool(WorkerPool):
+    """Actors; at the start the victim is put on the second node."""
 
-    cluster: Cluster
     second: Any
     victim: str
-
-    def __init__(self, log: Callable[[str], None]):
-        super().__init__(log)
-        self.lost = self.added = False
-        self.at_first: list[str] = []
-        self.at_last: list[str] = []
+    lost = False
 
     def _start(self, kind: Any, *arguments: Any, **more: Any) -> Any:
         server = kind.__name__ == "ServerActor"
@@ -47,23 +42,37 @@ class Spread(RayExecutor):
             more["scheduling_strategy"] = NodeAffinitySchedulingStrategy(there, soft=False)
         return super()._start(kind, *arguments, **more)
 
+
+class Spread(RayExecutor):
+    """The executor over Ray on a cluster that changes."""
+
+    cluster: Cluster
+
+    def __init__(self, log: Callable[[str], None]):
+        super().__init__(log, SpreadPool(log))
+        self.added = False
+        self.at_first: list[str] = []
+        self.at_last: list[str] = []
+
     def training(self, t: int) -> Any:
         training = super().training(t)
         add = training.add
 
         def watched(downs: Any, blocks: Any) -> None:
             add(downs, blocks)
-            if t == LOST and not self.lost:
-                self.at_first = [worker.node for worker in self.workers.values()]
-                self.lost = True
-                self.cluster.remove_node(self.second, allow_graceful=False)
+            if t == LOST and not self.pool.lost:
+                self.at_first = [worker.node for worker in self.pool.workers.values()]
+                self.pool.lost = True
+                self.cluster.remove_node(self.pool.second, allow_graceful=False)
             if t == ADDED and not self.added:
                 self.added = True
                 self.third = self.cluster.add_node(num_cpus=1)
                 self.cluster.wait_for_nodes()
-            if self.added and self.joining:  # the run is not over before they are there
-                ray.wait([word for _, word in self.joining.values()], num_returns=len(self.joining), timeout=60)
-            self.at_last = [worker.node for worker in self.workers.values()]
+            if self.added and self.pool.joining:  # the run is not over before they are there
+                ray.wait(
+                    [word for _, word in self.pool.joining.values()], num_returns=len(self.pool.joining), timeout=60
+                )
+            self.at_last = [worker.node for worker in self.pool.workers.values()]
 
         training.add = watched
         return training
@@ -73,7 +82,7 @@ def main(folder: Path, config: dict[str, Any], victim: str) -> None:
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
     second = cluster.add_node(num_cpus=1)
     ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
-    Spread.cluster, Spread.second, Spread.victim = cluster, second, victim
+    Spread.cluster, SpreadPool.second, SpreadPool.victim = cluster, second, victim
     made: list[Spread] = []
     said: list[str] = []
 
@@ -92,7 +101,7 @@ def main(folder: Path, config: dict[str, Any], victim: str) -> None:
             "history": done.history,
             "told": told,
             "said": said,
-            "home": made[0].home,
+            "home": made[0].pool.home,
             "second": second.node_id,
             "third": made[0].third.node_id,
             "at_first": made[0].at_first,

@@ -123,7 +123,7 @@ def test_it_is_said_before_an_actor_starts(local_ray, base, monkeypatch, given, 
     monkeypatch.setenv("RAY_ADDRESS", "the one that is there")  # so that it is not this machine that is asked
     config = {**base, "rounds": 1, "algorithm": "fedavg", "resources": {"executor": "ray", "actors": 1, **given}}
     plan, executor = prepare(config), RayExecutor(lambda text: None)
-    monkeypatch.setattr(executor, "_start", None)
+    monkeypatch.setattr(executor.pool, "_start", None)
     with pytest.raises(ConfigError, match=said):
         executor.open(plan)
     executor.close()

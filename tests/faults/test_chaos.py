@@ -17,6 +17,7 @@ from support.processes import basic, timeless
 import raysim
 from raysim.distributed.executor import RayExecutor
 from raysim.distributed.shared_memory import Mailbox
+from raysim.distributed.worker_pool import WorkerPool
 from raysim.engine.plan import prepare
 from raysim.runs import run as experiment
 
@@ -62,19 +63,16 @@ class Chaos:
         with self.lock:
             kind = self.kinds[t]
             if kind == "client":
-                there = [worker.actor for worker in list(executor.workers.values())]
+                there = [worker.actor for worker in list(executor.pool.workers.values())]
             else:
-                there = [getattr(executor, kind)]
+                there = [getattr(executor.pool, kind)]
             self.random.shuffle(there)
-            if any(executor.kill(actor) for actor in there):
+            if any(executor.pool.kill(actor) for actor in there):
                 self.struck.append((t, moment, kind))
 
 
-class Chaotic(RayExecutor):
-    """The executor over Ray, with somebody who kills."""
-
-    chaos: Chaos
-    last: int
+class ChaoticPool(WorkerPool):
+    """Actors, with somebody who kills."""
 
     def __init__(self, log: Callable[[str], None]):
         super().__init__(log)
@@ -84,6 +82,29 @@ class Chaotic(RayExecutor):
         actor = super()._start(kind, *arguments, **more)
         self.pids[actor._ray_actor_id] = actor.__ray_call__.remote(lambda self: os.getpid())
         return actor
+
+    def kill(self, actor: Any) -> bool:
+        """Whether it was there to be killed."""
+        import ray
+
+        try:
+            pid = ray.get(self.pids[actor._ray_actor_id], timeout=60)
+            if b"ray::" not in Path(f"/proc/{pid}/cmdline").read_bytes():
+                return False
+            os.kill(pid, signal.SIGKILL)
+        except (ray.exceptions.RayError, OSError):
+            return False
+        return True
+
+
+class Chaotic(RayExecutor):
+    """The executor over Ray, whose actors are killed."""
+
+    chaos: Chaos
+    last: int
+
+    def __init__(self, log: Callable[[str], None]):
+        super().__init__(log, ChaoticPool(log))
 
     def training(self, t: int) -> Any:
         training = super().training(t)
@@ -102,19 +123,6 @@ class Chaotic(RayExecutor):
 
         training.add, training.get = watched_add, watched_get
         return training
-
-    def kill(self, actor: Any) -> bool:
-        """Whether it was there to be killed."""
-        import ray
-
-        try:
-            pid = ray.get(self.pids[actor._ray_actor_id], timeout=60)
-            if b"ray::" not in Path(f"/proc/{pid}/cmdline").read_bytes():
-                return False
-            os.kill(pid, signal.SIGKILL)
-        except (ray.exceptions.RayError, OSError):
-            return False
-        return True
 
 
 def chaotic(config: dict[str, Any], chaos: Chaos, monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -203,9 +211,8 @@ def test_thirty_kills_do_not_show_without_mailboxes(uri, tmp_path, monkeypatch, 
 # -- killed while another one is being replaced ------------------------------------------------------------------------
 
 
-class Stalked(Chaotic):
-    """The server is killed in round 3; then, once, whoever is made anew is killed too, at its start or when it has
-    said that it is there."""
+class StalkedPool(ChaoticPool):
+    """Actors, one of whose successors is killed too, at its start or when it has said that it is there."""
 
     kind: str
     late: bool
@@ -227,19 +234,26 @@ class Stalked(Chaotic):
             self.late = False
         super()._share(actor)
 
+
+class Stalked(RayExecutor):
+    """The executor over Ray, an actor of which is killed in round 3, and then who takes its place."""
+
+    def __init__(self, log: Callable[[str], None]):
+        super().__init__(log, StalkedPool(log))
+
     def training(self, t: int) -> Any:
         import ray
 
-        training = RayExecutor.training(self, t)
+        training, pool = super().training(t), self.pool
         add = training.add
 
         def watched_add(downs: Any, blocks: Any) -> None:
             add(downs, blocks)
-            if t == 3 and not self.begun:
-                self.begun = True
-                assert self.kill(self.server if self.kind == "ServerActor" else self.workers[0].actor)
-            if t >= 5 and self.joining:  # the run is not over before they are there
-                ray.wait([word for _, word in self.joining.values()], num_returns=len(self.joining), timeout=60)
+            if t == 3 and not pool.begun:
+                pool.begun = True
+                assert pool.kill(pool.server if pool.kind == "ServerActor" else pool.workers[0].actor)
+            if t >= 5 and pool.joining:  # the run is not over before they are there
+                ray.wait([word for _, word in pool.joining.values()], num_returns=len(pool.joining), timeout=60)
 
         training.add = watched_add
         return training
@@ -250,8 +264,8 @@ class Stalked(Chaotic):
 def test_an_actor_killed_while_it_takes_another_ones_place_does_not_show(uri, tmp_path, monkeypatch, kind, late):
     config = basic(tmp_path, uri) | {"rounds": 12}
     whole = raysim.run({**config, "run_dir": f"{config['run_dir']}-inline"})
-    monkeypatch.setattr(Stalked, "kind", kind, raising=False)
-    monkeypatch.setattr(Stalked, "late", late, raising=False)
+    monkeypatch.setattr(StalkedPool, "kind", kind, raising=False)
+    monkeypatch.setattr(StalkedPool, "late", late, raising=False)
     monkeypatch.setattr(experiment, "choose", lambda plan, log: Stalked(log))
     resources = {"executor": "ray", "actors": 2, "cpus": 0.5, "timeout": 120}
     done = experiment.execute(prepare({**config, "resources": resources}), log=lambda text: None)

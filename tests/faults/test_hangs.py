@@ -14,6 +14,7 @@ from support.processes import basic, timeless
 
 import raysim
 from raysim.distributed.executor import RayExecutor
+from raysim.distributed.worker_pool import WorkerPool
 from raysim.engine.plan import prepare
 from raysim.runs import run as experiment
 
@@ -25,6 +26,21 @@ TIMEOUT = 4
 HUNG = rf"no sign of life for {TIMEOUT} s \(resources\.timeout\)"
 
 
+class HangingPool(WorkerPool):
+    """Actors, some of which are stopped."""
+
+    def process(self, actor: Any) -> Any:
+        there = self.watch.process(self.heartbeats[actor])
+        assert there is not None
+        return there[1]
+
+    def end(self, actor: Any) -> None:
+        """Who was stopped may be continued at any time, so nothing of it may be left when another takes its place."""
+        process = self.process(actor)
+        super().end(actor)
+        assert not process.alive
+
+
 class Hanging(RayExecutor):
     """The executor over Ray, some of whose actors are stopped."""
 
@@ -32,7 +48,7 @@ class Hanging(RayExecutor):
     """By the round in which they are stopped: the server before that round's blocks are sent off, the others after."""
 
     def __init__(self, log: Callable[[str], None]):
-        super().__init__(log)
+        super().__init__(log, HangingPool(log))
         self.left = dict(self.victims)
 
     def training(self, t: int) -> Any:
@@ -50,19 +66,8 @@ class Hanging(RayExecutor):
         return training
 
     def stop(self, kind: str) -> None:
-        actor = min(self.workers.items())[1].actor if kind == "client" else getattr(self, kind)
-        os.kill(self.process(actor).pid, signal.SIGSTOP)
-
-    def process(self, actor: Any) -> Any:
-        there = self.watch.process(self.heartbeats[actor])
-        assert there is not None
-        return there[1]
-
-    def end(self, actor: Any) -> None:
-        """Who was stopped may be continued at any time, so nothing of it may be left when another takes its place."""
-        process = self.process(actor)
-        super().end(actor)
-        assert not process.alive
+        actor = min(self.pool.workers.items())[1].actor if kind == "client" else getattr(self.pool, kind)
+        os.kill(self.pool.process(actor).pid, signal.SIGSTOP)
 
 
 SCHEDULES: dict[str, dict[str, Any]] = {

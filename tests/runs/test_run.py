@@ -695,7 +695,7 @@ def on_ray(local_ray: None, config: dict[str, Any], monkeypatch: pytest.MonkeyPa
 
 
 def clients(executor: Any) -> list[Any]:
-    return [worker.actor for worker in executor.workers.values()]
+    return [worker.actor for worker in executor.pool.workers.values()]
 
 
 def pid(actor: Any) -> int:
@@ -714,7 +714,7 @@ def test_a_killed_actor_does_not_show(on_ray, config, tmp_path):
 
     def kill(executor: Any, t: int) -> None:
         if t == 0:
-            everyone.extend(map(pid, (*clients(executor), executor.server, executor.eval)))
+            everyone.extend(map(pid, (*clients(executor), executor.pool.server, executor.pool.eval)))
         if t == 2:
             os.kill(everyone[0], signal.SIGKILL)
 
@@ -784,14 +784,14 @@ def test_who_takes_too_long_or_is_lost_is_named(local_ray, config, source, monke
         round = engine.round(in_step(7, list(range(4))))
         training = executor.training(7)
         training.add({7: executor.broadcast(round)}, cut(engine.jobs(round), 1))
-        executor.wanted = 0  # nobody comes in their place
+        executor.pool.wanted = 0  # nobody comes in their place
         monkeypatch.setattr(Monitor, "start_s", 2.0)
         with pytest.raises(RaysimError, match=r"waited 2 s for a new ClientActor in the place of the last one"):
             training.get()
         why = r"in round 7, with 2 blocks: it has worked on one call for 2 s \(resources\.call_timeout\)"
         for number in (0, 1):
             assert re.search(rf"ClientActor {number} is lost \({why}\)", "\n".join(said)), said
-        ray_kill(executor.server)
+        ray_kill(executor.pool.server)
         with pytest.raises(RaysimError, match=r"the server's state failed"):
             executor.snapshot().get()
     finally:

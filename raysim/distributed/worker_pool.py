@@ -1,0 +1,372 @@
+"""The Ray actors of a run: started, placed on nodes and GPUs, watched, and replaced when they die or hang.
+
+Actors do not restart by themselves (`max_restarts=0`). A ClientActor or the EvalActor that fails is replaced here, and
+what it was to do is done again by whoever waits for it. An actor that hangs is killed and then counts as failed too:
+see `heartbeats`. No wait is without end: each one looks around every second, and names what it waits for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from raysim import processes
+from raysim.config.schema import Sync
+from raysim.distributed import nodes
+from raysim.distributed.actors import Adder, ClientActor, EvalActor, ServerActor
+from raysim.distributed.block_scheduler import Paces
+from raysim.distributed.heartbeats import Address, Monitor
+from raysim.distributed.shared_memory import Mailbox
+from raysim.distributed.traffic import Network
+from raysim.distributed.waiting import LOOK, Gone, first_line, get
+from raysim.engine.plan import Plan
+from raysim.errors import Lost, RaysimError
+from raysim.rules.contract import sums, with_mode
+
+LARGEST_BOX = 64 * 2**20
+"""Bytes of a mailbox at most; what does not fit goes through the object store."""
+
+STARTS = 10
+"""Times that a new server is started in the place of a lost one, over half a minute."""
+
+
+@dataclass
+class Worker:
+    """A ClientActor at work, the node that it lives on, and the GPUs that it has a share of."""
+
+    actor: Any
+    node: str
+    gpus: list[str]
+
+
+class WorkerPool:
+    """The actors of a run.
+
+    ClientActors are known by their numbers (`workers`), Adders by their nodes (`adders`); there is one ServerActor
+    (`server`) and, in a run that evaluates, one EvalActor (`eval`).
+
+    Args:
+        log: called with a line on each actor that is lost.
+    """
+
+    def __init__(self, log: Callable[[str], None]):
+        self.log, self.wanted, self.ours = log, 0, False
+        self.mended: Counter[str] = Counter(actors_lost=0, retried_blocks=0, server_restarts=0)
+        self.workers: dict[int, Worker] = {}
+        self.joining: dict[int, tuple[Any, Any]] = {}
+        """Actors on their way, by their number: each with the word that it is there."""
+        self.server: Any = None
+        self.eval: Any = None
+        self.adders: dict[str, Any] = {}
+        """By their node."""
+        self.monitor: Monitor | None = None
+        self.heartbeats: dict[Any, Address] = {}
+        """Of each actor."""
+        self.paces = Paces()
+        self.boxes: dict[str, Mailbox] = {}
+
+    @property
+    def actors(self) -> int:
+        """ClientActors at work."""
+        return len(self.workers)
+
+    def start(self, plan: Plan) -> None:
+        """Join the cluster and start all actors.
+
+        Raises:
+            ConfigError: the cluster has less than the configuration asks for.
+            RaysimError: an actor does not start.
+        """
+        r = plan.config.resources
+        self.resources, self.timeout = r, r.timeout
+        self.sends_sums = bool(sums(plan.server.uploads) or plan.initial[1].numel())
+        self._connect(plan)
+        self.monitor = Monitor(r.timeout, r.call_timeout)
+        self.plan = ray.put(plan)
+        self.wanted, evaluates = r.actors, plan.evaluates
+        self.server = self._start_server()
+        self._hire()
+        if evaluates and not r.server_gpus:  # nobody has to wait for it
+            self.eval = self._start_evaluator()
+        found = self._started([self.server.where.remote(), *(word for _, word in self.joining.values())])
+        self.network.server, there = found[0][0], {node for node, _ in found}
+        in_step = isinstance(plan.config.schedule, Sync)  # else several versions and rounds are out at one time
+        if in_step and there == {self.home}:
+            self._make_boxes(plan)
+            self._share(self.server)
+        self._welcome(self.watch.start_s)
+        if evaluates and r.server_gpus:  # ClientActors come first where GPUs are shared out
+            self.eval = self._start_evaluator()
+        for node, actors in Counter(worker.node for worker in self.workers.values()).items():
+            if self.adds_up(node, actors):
+                self.adder(node)
+        self.network.mark = time.monotonic()
+
+    def _connect(self, plan: Plan) -> None:
+        """Joins the cluster, sees that it has what is asked for, and finds the server's node."""
+        r = plan.config.resources
+        self.ours = nodes.connect(r.address, r.actors * r.cpus, self.log)
+        there = nodes.alive()
+        nodes.check(r, there)
+        if (idle := nodes.idle_gpus(r, there)) > 0 and r.gpus < 1:
+            self.log(f"resources.gpus: {r.actors} actors of {r.gpus:g} GPUs each leave {idle} GPUs idle")
+        self.home = ray.get_runtime_context().get_node_id()
+        self.server_node = self.home if r.server_node is None else nodes.called(r.server_node, there).id
+        self.network = Network({node.id: node.names[0] for node in there})
+
+    # -- actors ----------------------------------------------------------------------------------------------------
+
+    def _start(self, kind: Any, *arguments: Any, **more: Any) -> Any:
+        """A new actor; where mailboxes are in use it must be on this node, and in a placement group where that says."""
+        how = {"num_cpus": 0, "num_gpus": 0, "max_restarts": 0, **more}
+        if self.boxes:
+            how["scheduling_strategy"] = NodeAffinitySchedulingStrategy(self.home, soft=False)
+        elif ray.util.get_current_placement_group() is not None and (how["num_cpus"] or how["num_gpus"]):
+            how.pop("scheduling_strategy", None)
+        heartbeat = self.watch.add()
+        actor = cast(Any, ray.remote(kind)).options(**how).remote(heartbeat, *arguments)
+        self.heartbeats[actor] = heartbeat
+        return actor
+
+    def _started(self, words: list[Any]) -> list[tuple[str, list[str]]]:
+        """What the actors that are started first say of where they are, the server before the others."""
+        limit = self.watch.start_s
+        end, late = time.monotonic() + limit, words
+        while late and time.monotonic() < end:
+            ready, late = ray.wait(late, num_returns=len(late), timeout=LOOK)
+            get(ready, f"the start of {len(words)} actors", limit)
+            self.watch.check()
+        if late:
+            who = ["the ServerActor", *(f"ClientActor {number}" for number in self.joining)]
+            raise RaysimError(
+                f"waited {limit:g} s for the start of {', '.join(who[words.index(word)] for word in late)}; the "
+                "machine may be overloaded, or a node lost (resources.timeout is the limit)"
+            )
+        return get(words, f"the start of {len(words)} actors", limit)
+
+    def end(self, actor: Any) -> None:
+        """Kills an actor, even one that is stopped. On this machine it has ended when this returns: it could still
+        write into its mailbox, which another one is going to use."""
+        heartbeat = self.heartbeats.pop(actor, None)
+        ray.kill(actor)
+        if heartbeat is not None:
+            there = self.watch.process(heartbeat)
+            self.watch.forget(heartbeat)
+            if there is not None and there[0] == self.home and not processes.kill([there[1]]):
+                self.log(f"process {there[1].pid} does not end, although it was killed")
+
+    # -- waiting ---------------------------------------------------------------------------------------------------
+
+    @property
+    def watch(self) -> Monitor:
+        """Who listens to the actors' heartbeats."""
+        assert self.monitor is not None
+        return self.monitor
+
+    def failure(self, actor: Any) -> str:
+        """Why an actor counts as failed; "" if it does not."""
+        heartbeat = self.heartbeats.get(actor)
+        return self.watch.failure(heartbeat) if heartbeat is not None else "another one has taken its place"
+
+    def idle_s(self, actors: Iterable[Any]) -> float:
+        """Seconds for which none of these actors has worked."""
+        known = [self.heartbeats[actor] for actor in actors if actor in self.heartbeats]
+        return min(map(self.watch.idle_s, known), default=0.0)
+
+    def check_server(self, what: str) -> None:
+        """Raises Gone if the server has failed, RaysimError if Ray itself has."""
+        self.watch.check()
+        if why := self.failure(self.server):
+            raise Gone(f"{what}: {self._called(self.server)} has failed: {why}")
+
+    def wait(self, reference: Any, what: str, *actors: Any) -> Any:
+        """The value of a reference, on which the first of these actors works as soon as the others have done their
+        part; who waits for anything waits for the server as well.
+
+        Raises:
+            Gone: the first one has failed.
+            Lost: another one has, or what they need does not come.
+            RaysimError: Ray itself has failed, or raysim in an actor.
+        """
+        began = time.monotonic()
+        while not ray.wait([reference], timeout=LOOK)[0]:
+            self.watch.check()
+            if why := self.failure(actors[0]):
+                raise Gone(f"{what}: {self._called(actors[0])} has failed: {why}")
+            for actor in actors[1:]:
+                if why := self.failure(actor):
+                    raise Lost(f"{what}: {self._called(actor)} has failed: {why}")
+            if min(self.idle_s(actors), time.monotonic() - began) >= self.timeout:
+                raise Lost(f"waited {self.timeout:g} s for {what}, and nobody works on it (resources.timeout)")
+        return get(reference, what, self.timeout)
+
+    def _called(self, actor: Any) -> str:
+        if actor is self.server:
+            return f"the ServerActor on node {self.network.name(self.network.server)}"
+        return "the EvalActor" if actor is self.eval else "a ClientActor"
+
+    # -- who is at work --------------------------------------------------------------------------------------------
+
+    def _start_server(self) -> Any:
+        """On its node, if that is still there and offers what it needs: the one that was chosen, or this one."""
+        gpus, how = self.resources.server_gpus, {}
+        if any(node.id == self.server_node and node.room(0, gpus) for node in nodes.alive()):
+            how["scheduling_strategy"] = NodeAffinitySchedulingStrategy(self.server_node, soft=False)
+        return self._start(ServerActor, self.plan, num_gpus=gpus, **how)
+
+    def _start_evaluator(self) -> Any:
+        """Beside the server, unless it needs a GPU, of which there may be none left there."""
+        gpus, how = self.resources.server_gpus, {}
+        if not gpus:
+            how["scheduling_strategy"] = NodeAffinitySchedulingStrategy(self.server_node, soft=True)
+        return self._start(EvalActor, self.plan, num_gpus=gpus, **how)
+
+    def client(self, number: int) -> Any:
+        """A new ClientActor, on a node that has fewer than others."""
+        r = self.resources
+        how = {"num_cpus": r.cpus, "num_gpus": r.gpus, "scheduling_strategy": "SPREAD"}
+        return self._start(ClientActor, self.plan, f"client {number}", **how)
+
+    def adds_up(self, node: str, uploads: int) -> bool:
+        """Whether so many uploads of a node are added up before they travel."""
+        return self.sends_sums and uploads > 1 and node != self.network.server
+
+    def adder(self, node: str) -> Any:
+        """The node's Adder."""
+        if node not in self.adders:
+            here = NodeAffinitySchedulingStrategy(node, soft=False)
+            self.adders[node] = self._start(Adder, self.plan, scheduling_strategy=here)
+        return self.adders[node]
+
+    def lose_adder(self, node: str, why: str) -> None:
+        """A node's Adder is gone, or what it was to add up."""
+        if (adder := self.adders.pop(node, None)) is not None:
+            self.end(adder)
+            self.mended["actors_lost"] += 1
+            self.log(f"the Adder of node {self.network.name(node)} is lost ({why}); its blocks are trained again")
+
+    def _hire(self) -> None:
+        """Starts actors until as many are there, or on their way, as are wanted."""
+        for number in set(range(self.wanted)) - set(self.workers) - set(self.joining):
+            actor = self.client(number)
+            self.joining[number] = actor, actor.where.remote()
+
+    def _welcome(self, timeout: float = 0.0, least: int | None = None) -> None:
+        """Who is ready is at work from now on; waits so long for so many (None: all that are on their way)."""
+        if not self.joining:
+            return
+        words = {word: number for number, (_, word) in self.joining.items()}
+        for word in ray.wait(list(words), num_returns=least or len(words), timeout=timeout)[0]:
+            number = words[word]
+            actor, _ = self.joining.pop(number)
+            try:
+                node, gpus = ray.get(word, timeout=self.timeout)
+                self._share(actor)
+            except (RayError, Gone) as error:
+                self._lose_at_start(number, actor, first_line(error))
+                continue
+            self.workers[number] = Worker(actor, node, gpus)
+        for number, (actor, _) in list(self.joining.items()):
+            # One that has not begun may have to wait for room.
+            if self.watch.started(self.heartbeats[actor]) and (why := self.failure(actor)):
+                del self.joining[number]
+                self._lose_at_start(number, actor, why)
+
+    def _lose_at_start(self, number: int, actor: Any, why: str) -> None:
+        self.end(actor)
+        self.mended["actors_lost"] += 1
+        self.log(f"ClientActor {number} is lost at its start: {why}")
+
+    def staff(self) -> dict[int, Worker]:
+        """Who is at work. In the place of who was lost new actors are sent for, and join as they are ready."""
+        if len(self.workers) < self.wanted:
+            self._hire()
+            self._welcome()
+        limit = self.watch.start_s
+        end = time.monotonic() + limit
+        while not self.workers:
+            self._hire()
+            self._welcome(LOOK, least=1)
+            self.watch.check()
+            if time.monotonic() > end:
+                raise RaysimError(
+                    f"waited {limit:g} s for a new ClientActor in the place of the last one, which is lost (out "
+                    "of memory, or no room for another one?)"
+                )
+        return self.workers
+
+    def lose(self, number: int, why: str) -> None:
+        """A ClientActor is gone, or cannot be reached."""
+        worker = self.workers.pop(number, None)
+        if worker is not None:
+            self.end(worker.actor)
+            self.paces.forget(number)
+            self.mended["actors_lost"] += 1
+            self.log(f"ClientActor {number} is lost ({why}); {len(self.workers)} are left, a new one is sent for")
+
+    # -- mailboxes -------------------------------------------------------------------------------------------------
+
+    def _make_boxes(self, plan: Plan) -> None:
+        """Mailboxes for the server and every ClientActor; without room for them the object store does it all."""
+        P, Q = plan.problem.size, plan.initial[1].numel()
+        up = (len(sums(plan.server.uploads)) * P + 2 * Q) * 8
+        rows = len(with_mode(plan.server.uploads, "each")) * plan.config.schedule.size * (P + Q) * 8
+        sizes = {f"client {i}": up + rows for i in range(self.wanted)}
+        sizes["server"] = plan.bytes_down
+        try:
+            self.boxes = {name: Mailbox.new(min(size, LARGEST_BOX) + 4096) for name, size in sizes.items()}
+        except OSError as error:
+            self.log(f"no shared memory for mailboxes ({error}); the object store is used instead")
+
+    def _share(self, actor: Any) -> None:
+        if self.boxes:
+            paths = {name: box.path for name, box in self.boxes.items()}
+            self.wait(actor.share.remote(paths), "an actor to open the mailboxes", actor)
+
+    def restart_server(self) -> None:
+        """A new server, as it is at first, in the place of the one there was. Ray may put it on a node that is gone but
+        not yet known to be; then there is another one a little later."""
+        end = time.monotonic() + self.watch.start_s
+        for left in reversed(range(STARTS)):
+            self.mended["server_restarts"] += 1
+            self.end(self.server)
+            self.server = self._start_server()
+            try:
+                self.network.server, _ = self.wait(self.server.where.remote(), "the start of a new server", self.server)
+                self._share(self.server)
+                return
+            except Gone as gone:
+                if not left or time.monotonic() > end:
+                    raise
+                self.log(f"{gone}; trying again")
+                time.sleep(3 * LOOK)
+
+    def another_evaluator(self, old: Any, why: str) -> None:
+        """In the place of one that is lost, if nobody has seen to it yet."""
+        if old is self.eval:
+            self.mended["actors_lost"] += 1
+            self.log(f"the EvalActor is lost ({why}); a new one takes its place")
+            self.end(old)
+            self.eval = self._start_evaluator()
+
+    def close(self) -> None:
+        """Ends the actors, and Ray if it was started here. Nothing of it is waited for without end."""
+        if not ray.is_initialized():
+            return
+        broken = self.monitor is not None and bool(self.monitor.broken)
+        if self.monitor is not None:
+            self.monitor.stop()
+        clients = [*(worker.actor for worker in self.workers.values()), *(actor for actor, _ in self.joining.values())]
+        there = list(filter(None, (*clients, *self.adders.values(), self.server, self.eval)))
+        if not broken and not processes.limited(lambda: [ray.kill(actor) for actor in there], nodes.SHUTDOWN_S):
+            broken = True
+        self.boxes, self.adders, self.heartbeats = {}, {}, {}
+        if self.ours:
+            nodes.leave(broken)

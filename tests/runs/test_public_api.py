@@ -1,0 +1,103 @@
+"""The names that a user imports from raysim, and a run's result when it is loaded again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.sweeps import SMALL
+
+import raysim
+from raysim.errors import ConfigError
+from raysim.sweeps import definition, search_space
+
+
+@pytest.fixture
+def config(base: dict[str, Any]) -> dict[str, Any]:
+    """Three rounds on a net with BatchNorm statistics, with a checkpoint after the second."""
+    return {
+        **base,
+        "algorithm": "fedavgm",
+        "partition": {"name": "dirichlet", "alpha": 0.5, "clients": 6},
+        "schedule": {"cohort": 3},
+        "local": {"epochs": 1, "batch": 32},
+        "rounds": 3,
+        "evaluate": {"every": 2},
+        "checkpoint": {"every": 2},
+    }
+
+
+def stopped(config: dict[str, Any]) -> raysim.RunResult:
+    return raysim.run(config, progress=lambda record: "enough" if record["round"] == 1 else None)
+
+
+def test_the_public_names_and_the_rooms_beside_them():
+    """`raysim.sweep` is a function whatever was imported; the package of sweeps has another name."""
+    for name in ("run", "resume", "fork", "sweep", "load"):
+        assert callable(getattr(raysim, name)) and name in raysim.__all__ and name in dir(raysim)
+    for name in ("ClientRule", "ServerRule", "Algorithm", "Probe", "RunResult"):
+        assert isinstance(getattr(raysim, name), type) and name in raysim.__all__
+    assert raysim.sweeps.search_space is search_space
+    with pytest.raises(AttributeError, match="simulate"):
+        raysim.simulate  # noqa: B018  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_a_finished_run_is_loaded_as_it_was_returned(config):
+    done = raysim.run(config)
+    for loaded in (raysim.load(done.run_dir), raysim.load(done.run_id, tracking_uri=config["tracking"]["uri"])):
+        assert torch.equal(loaded.parameters, done.parameters) and loaded.digest == done.digest
+        assert loaded.state_dict.keys() == done.state_dict.keys()
+        assert all(torch.equal(loaded.state_dict[name], value) for name, value in done.state_dict.items())
+        assert loaded.history == done.history and loaded.rounds == 3 and loaded.metrics == done.metrics
+        assert loaded.config.dump() == done.config.dump() and loaded.config.rounds == 3
+        assert (loaded.run_id, loaded.run_dir.resolve()) == (done.run_id, done.run_dir.resolve())
+        assert not loaded.stopped
+
+
+def test_a_stopped_run_is_loaded_from_its_checkpoint_and_resumed(config):
+    first = stopped(config)
+    loaded = raysim.load(first.run_dir)
+    assert loaded.rounds == first.rounds < 3 and "of 3" in loaded.stopped
+    assert torch.equal(loaded.parameters, first.parameters) and loaded.history == first.history
+    assert all(torch.equal(loaded.state_dict[name], value) for name, value in first.state_dict.items())
+    whole = raysim.run({**config, "run_dir": config["run_dir"] + "-whole"})
+    forked = raysim.fork(first.run_dir, {"run_dir": config["run_dir"] + "-fork"})
+    assert raysim.resume(first.run_dir).digest == whole.digest == forked.digest
+    assert forked.run_id != first.run_id
+
+
+def test_a_run_without_a_result_is_refused(config, tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"nowhere holds no run"):
+        raysim.load(tmp_path / "nowhere")
+    done = raysim.run(config)
+    (done.run_dir / "history.csv").unlink()
+    with pytest.raises(ConfigError, match=r"history\.csv cannot be read"):
+        raysim.load(done.run_dir)
+    (done.run_dir / "parameters.safetensors").write_bytes(b"torn")
+    with pytest.raises(ConfigError, match=r"parameters\.safetensors cannot be read"):
+        raysim.load(done.run_dir)
+
+
+def test_a_stopped_run_without_a_checkpoint_is_refused(config):
+    def interrupt(record: dict[str, float]) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        raysim.run({**config, "checkpoint": {"every": 0}}, progress=interrupt)
+    with pytest.raises(ConfigError, match="before its first checkpoint"):
+        raysim.load(config["run_dir"])
+
+
+def test_overrides_of_a_sweep_are_texts_or_a_mapping(here: Path):
+    texts = definition.prepare(SMALL, ["seed=0..1", "local.lr=0.1,0.2", "rounds=1"])
+    mapping = definition.prepare(SMALL, {"seed": "0..1", "local.lr": [0.1, 0.2], "rounds": 1})
+    assert [trial.folder for trial in mapping.trials] == [trial.folder for trial in texts.trials]
+    assert mapping.axes == {"seed": [0, 1], "local.lr": [0.1, 0.2]}
+
+
+def test_a_sweep_from_python(here: Path, local_ray: None):
+    done = raysim.sweep(SMALL, {"local.lr": [0.1, 0.2], "rounds": 1}, parallel=1)
+    assert done.counts == {"finished": 2, "stopped_early": 0, "failed": 0}
+    assert raysim.load(done.sweep.trials[0].folder).config.local.lr == 0.1
