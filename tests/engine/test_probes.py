@@ -14,7 +14,7 @@ from raysim.engine.checkpoint import available
 from raysim.engine.plan import prepare
 from raysim.errors import ConfigError, ProbeError
 from raysim.planning import forecast
-from raysim.runs.run import resume
+from raysim.runs.resume import resume
 
 DRIFT = """
 from dataclasses import dataclass
