@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import typing
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
@@ -73,49 +72,69 @@ def _is_section(annotation: Any) -> bool:
 
 
 def explain(error: ValidationError, raw: Any, model: type, prefix: str = "") -> str:
-    """One line for each mistake that pydantic found in `raw`, in the words of someone editing the file."""
-    lines: dict[str, str] = {}
+    """Return one line for each mistake that pydantic found in `raw`, in the words of someone editing the file.
+
+    Args:
+        error: from the validation of `raw`.
+        raw: what was validated, as it stands in the file.
+        model: the section, or another type, that it was validated as.
+        prefix: where in the file it stands.
+    """
+    texts: dict[str, list[str]] = {}
     for item in error.errors():
-        parts = [str(part) for part in item["loc"]]
-        branch = next((i for i, part in enumerate(parts) if part.startswith(("list[", "function-after[_check"))), None)
-        parents = [part for i, part in enumerate(parts[:branch]) if not _is_branch(part, parts[i - 1] if i else "")]
-        key = ".".join([*filter(None, [prefix.rstrip(".")]), *parents])
-        *above, last = parents or [""]
-        given, kind = item["input"], item["type"]
-        if branch is not None:
-            message = item["msg"].removeprefix("Value error, ") if kind == "value_error" else ""
-            text = message or "expected a finite number, or a list of [first round, value] with rounds ascending from 0"
-            given = _at(raw, parents) if not message else given
-        elif kind in ("extra_forbidden", "unexpected_keyword_argument"):
-            text = _whose(above, raw) + did_you_mean(last, _keys_at(model, above, raw))
-            given = {}
-        elif kind in ("missing", "missing_argument"):
-            text, given = f"missing; give it in the file or as {key}=…", {}
-        elif kind == "union_tag_invalid":
-            context = item.get("ctx", {})
-            names = re.findall(r"'(\w+)'", context["expected_tags"])
-            key, text, given = (
-                f"{key}.name",
-                f"unknown name '{context['tag']}'{did_you_mean(context['tag'], names)}",
-                {},
-            )
-        elif kind == "union_tag_not_found":
-            names = ", ".join(choices(last)) if last in ("partition", "schedule", "speeds") else ""
-            key, text, given = f"{key}.name", "missing; give it a name" + (f": {names}" if names else ""), {}
-        elif kind in ("model_type", "model_attributes_type", "dict_type", "dataclass_type"):
-            text = "expected a section, a mapping of keys"
-        elif kind == "invalid_key":
-            text, given = "a key must be a word", {}
-        else:
-            message = item["msg"].removeprefix("Value error, ")
-            text = (message[:1].lower() + message[1:]).replace("valid tuple", "list").replace("valid list", "list")
-        if given is None or isinstance(given, str | int | float | list | tuple):
-            text += f" (given: {given!r})"
-        if key not in lines or branch is not None:
-            lines[key] = f"{key}: {text}"
-        elif "expected a finite number" not in lines[key] and text not in lines[key]:
-            lines[key] += f", or {text}"
-    return "\n".join(lines.values())
+        path = _path(item, raw)
+        place, text = _mistake(item, path, raw, model)
+        key = ".".join(filter(None, [prefix.rstrip("."), *path, *place]))
+        text = text.format(key=key) if item["type"] in _MISSING else text
+        if text not in texts.setdefault(key, []):  # each branch of a union has its own mistake
+            texts[key].append(text)
+    return "\n".join(f"{key}: {', or '.join(branches)}" for key, branches in texts.items())
+
+
+_UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
+_MISSING = ("missing", "missing_argument")
+_NO_SECTION = ("model_type", "model_attributes_type", "dict_type", "dataclass_type")
+_NO_LIST = ("list_type", "tuple_type")
+
+
+def _path(item: Any, raw: Any) -> list[str]:
+    """Return the keys that lead to a mistake: pydantic also names the branches of unions, which no file has."""
+    path: list[str] = []
+    for part in item["loc"]:
+        raw = named(raw)
+        if (isinstance(raw, Mapping) and part in raw) or (isinstance(raw, list | tuple) and isinstance(part, int)):
+            path.append(str(part))
+            raw = raw[part]
+    if item["type"] in _MISSING:
+        path.append(str(item["loc"][-1]))
+    return path
+
+
+def _mistake(item: Any, path: list[str], raw: Any, model: type) -> tuple[list[str], str]:
+    """Return the key below `path` that a mistake is about, if it is not about the path itself, and what is wrong."""
+    kind, given = item["type"], item["input"]
+    *above, last = path or [""]
+    if kind in _UNKNOWN:
+        return [], _whose(above, raw) + did_you_mean(last, _keys_at(model, above, raw))
+    if kind in _MISSING:
+        return [], "missing; give it in the file or as {key}=…"
+    if kind == "union_tag_invalid":
+        name = item["ctx"]["tag"]
+        return ["name"], f"unknown name '{name}'{did_you_mean(name, choices(last))}"
+    if kind == "union_tag_not_found":
+        return ["name"], f"missing; give it a name: {', '.join(choices(last))}"
+    if kind == "invalid_key":
+        return [], "a key must be a word"
+    if kind in _NO_SECTION:
+        text = "expected a section, a mapping of keys"
+    elif kind in _NO_LIST:
+        text = "input should be a list"
+    elif kind == "value_error":  # of a validator of ours
+        text = str(item["ctx"]["error"])
+    else:
+        text = item["msg"]
+    shown = given is None or isinstance(given, str | int | float | list | tuple)
+    return [], text[:1].lower() + text[1:] + (f" (given: {given!r})" if shown else "")
 
 
 def _whose(path: list[str], raw: Any) -> str:
@@ -129,12 +148,6 @@ def _at(raw: Any, path: list[str]) -> Any:
     for part in path:
         raw = raw.get(part, {}) if isinstance(raw, Mapping) else {}
     return raw
-
-
-def _is_branch(part: str, above: str) -> bool:
-    """Pydantic puts the branch of a union into the path of an error; a user does not know it."""
-    choice = above in ("partition", "schedule", "speeds") and any(part in _names(m) for m in _options(above))
-    return choice or part in ("int", "float", "constrained-int") or "[" in part or "(" in part
 
 
 def _keys_at(model: Any, path: list[str], raw: Any) -> list[str]:

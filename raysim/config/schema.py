@@ -1,6 +1,6 @@
 """The whole configuration of a run: typed, frozen, resolved once.
 
-`layers` reads it from files and overrides into one plain mapping, `validation` turns that into a `Config`, and nothing
+`loading` reads it from files and overrides into one plain mapping, `explain` turns that into a `Config`, and nothing
 changes afterwards. Sections with a `name` (data, partition, model, algorithm, client, server, schedule, speeds) may be
 shortened to it: `model=lenet` is `model.name=lenet`.
 """
@@ -20,19 +20,29 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
     field_validator,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
 NAMED = ("data", "partition", "model", "algorithm", "client", "server", "schedule", "speeds")
 
 
-def _check_schedule(value: float | list[tuple[int, float]]) -> float | list[tuple[int, float]]:
-    if isinstance(value, list):
-        starts = [start for start, _ in value]
+def _scheduled(value: Any, validate: ValidatorFunctionWrapHandler) -> float | list[tuple[int, float]]:
+    try:
+        found = validate(value)
+    except ValidationError:
+        raise PydanticCustomError(
+            "schedule", "expected a finite number, or a list of [first round, value] with rounds ascending from 0"
+        ) from None
+    if isinstance(found, list):
+        starts = [start for start, _ in found]
         if not starts or starts[0] != 0 or starts != sorted(set(starts)):
             raise ValueError("a schedule is a list of [first round, value], rounds ascending from 0")
-    return value
+    return found
 
 
 Positive = Annotated[float, Field(gt=0)]
@@ -62,7 +72,7 @@ if TYPE_CHECKING:  # a rule sees the number that is due in its round
     PositiveScheduled = float
     UnitScheduled = float
 else:
-    Scheduled = Annotated[float | list[tuple[int, float]], AfterValidator(_check_schedule)]
+    Scheduled = Annotated[float | list[tuple[int, float]], WrapValidator(_scheduled)]
     """A number, or a piecewise-constant schedule over rounds: a list of [first round, value]."""
     PositiveScheduled = Annotated[Scheduled, AfterValidator(_positive_throughout)]
     UnitScheduled = Annotated[Scheduled, AfterValidator(_unit_throughout)]

@@ -308,7 +308,7 @@ def _with_absolute_trace(config: Config) -> Config:
 
 
 def keys(section: str, before: str, name: str) -> set[str]:
-    """The keys that mean the same under both names of a section: see `layers.read`. A net's are its own."""
+    """The keys that mean the same under both names of a section: see `loading.read`. A net's are its own."""
     if section in ("algorithm", "client", "server"):
         return registry.shared_keys(section, before, name)
     if section == "model":
