@@ -21,6 +21,10 @@ class FedAvgClient(ClientRule):
 class FedAvgServer(ServerRule):
     """Averaging."""
 
+    @property
+    def heavy_ball(self):
+        return 0.0, 0.0
+
     def update(self, state, reports):
         return {**state, "x": state["x"] - self.lr * reports.mean("delta")}
 

@@ -21,6 +21,10 @@ class FedAvgMServer(ServerRule):
 
     beta1: UnitScheduled = 0.9
 
+    @property
+    def heavy_ball(self):
+        return self.beta1, 0.0
+
     def init(self, x0, problem):
         return {"x": x0, "m": torch.zeros_like(x0)}
 

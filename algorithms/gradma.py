@@ -120,6 +120,10 @@ class GradMAServer(ServerRule):
         _check_small_tensor_rule(self)
 
     @property
+    def heavy_ball(self):
+        return self.beta1, self.beta2
+
+    @property
     def uploads(self) -> Uploads:
         return {"delta": "each" if self.memory else "mean"}
 

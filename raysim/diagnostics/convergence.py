@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
@@ -28,7 +28,7 @@ from raysim.diagnostics import full_gradients
 from raysim.diagnostics.full_gradients import FullGradients
 from raysim.engine.probes import Probe, ProbedRun
 from raysim.errors import ConfigError
-from raysim.rules.contract import PLAIN_STEP, SERVERS, Cohort, ServerRule, overridden
+from raysim.rules.contract import PLAIN_STEP, Cohort, ServerRule, overridden
 from raysim.training.batches import local_steps
 
 if TYPE_CHECKING:
@@ -168,20 +168,17 @@ def departures(plan: Plan) -> list[str]:
     return found
 
 
-HEAVY_BALL: Mapping[str, Callable[[Any], tuple[float, float]]] = {
-    "fedavg": lambda rule: (0.0, 0.0),
-    "fedavgm": lambda rule: (rule.beta1, 0.0),
-    "gradma": lambda rule: (rule.beta1, rule.beta2),
-}
-"""β1 and β2 of the server rules whose update is the theorem's: x <- x - lr m̃ with m̃ = β1 m̃ + mean(delta), or that with
-an error ε_g which they report as the metric `eps_g`."""
-
-
 def _heavy_ball(server: ServerRule) -> tuple[float, float] | None:
-    """Return β1 and β2 of a server rule whose update, of its own or inherited, is the theorem's; None of any other."""
-    updates = next(cls for cls in type(server).__mro__ if "update" in vars(cls))
-    known = next((name for name in HEAVY_BALL if SERVERS.get(name) is updates), None)
-    return HEAVY_BALL[known](server.at(0)) if known else None
+    """Return (beta1, beta2) of a server rule whose update is the theorem's; None for any other.
+
+    Such a rule says so by a property `heavy_ball`: its update is x <- x - lr m̃ with m̃ = beta1 m̃ + mean(delta), or that
+    with an error which the rule reports as the metric `eps_g`. It holds for a rule that inherits the property unless
+    the rule has another `update`.
+    """
+    mro = type(server).__mro__
+    says = next((cls for cls in mro if "heavy_ball" in vars(cls)), None)
+    does = next(cls for cls in mro if "update" in vars(cls))
+    return getattr(server.at(0), "heavy_ball", None) if says is not None and issubclass(says, does) else None
 
 
 def _weighs(plan: Plan) -> bool:
