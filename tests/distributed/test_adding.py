@@ -57,7 +57,7 @@ def run(config: dict[str, Any], folder: Path, case: str, timeout: float = 120) -
         env={**os.environ, "RAY_ADDRESS": "", **SOON},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
     )
     assert ran.returncode == 0, ran.stderr
     return json.loads(ran.stdout.splitlines()[-1])

@@ -13,7 +13,7 @@ from raysim.distributed import loopback
 LISTENING = """
     import sys
     from pathlib import Path
-    from raysim import loopback, nodes
+    from raysim.distributed import loopback, nodes
 
     def listening(pids):
         '''The local addresses, in hexadecimal, of the sockets on which these processes listen.'''
