@@ -27,7 +27,7 @@ import torch
 import yaml
 
 import raysim
-from raysim import algorithms, cli, sweep  # noqa: F401
+from raysim import algorithms, cli, sweeps  # noqa: F401
 from raysim.config.explain import flatten
 from raysim.config.loading import shipped
 from raysim.config.schema import Config

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from support.sweeps import SMALL
 
-from raysim import cli, sweep
+from raysim import cli, sweeps
 from raysim.config.loading import shipped
 from raysim.engine import plan
 from raysim.errors import ConfigError
@@ -258,7 +258,7 @@ def test_a_wrong_section_is_refused_by_the_sweep_and_the_report(section, said, t
     path = tmp_path / "wrong.yaml"
     path.write_text(yaml.safe_dump({**SMALL, "sweep": {"seed": [0, 1]}, "claims": section}))
     with pytest.raises(ConfigError, match=said):
-        sweep.prepare(path)
+        sweeps.prepare(path)
     monkeypatch.setattr(sys, "argv", ["raysim", "report", "claims", str(path)])
     with pytest.raises(SystemExit) as end:
         cli.main()
@@ -269,9 +269,11 @@ def test_a_wrong_section_is_refused_by_the_sweep_and_the_report(section, said, t
 
 def test_claims_change_nothing_of_what_is_computed(tmp_path):
     plain = {**SMALL, "sweep": {"seed": [0, 1]}}
-    folders = [[trial.folder for trial in sweep.prepare(each).trials] for each in (plain, {**plain, "claims": [RIGHT]})]
+    folders = [
+        [trial.folder for trial in sweeps.prepare(each).trials] for each in (plain, {**plain, "claims": [RIGHT]})
+    ]
     assert folders[0] == folders[1]
-    assert sweep.prepare({**plain, "claims": [RIGHT]}).base == sweep.prepare(plain).base
+    assert sweeps.prepare({**plain, "claims": [RIGHT]}).base == sweeps.prepare(plain).base
     assert plan.prepare({**SMALL, "claims": [RIGHT]}).config == plan.prepare(SMALL).config
     with pytest.raises(ConfigError, match="claims: what is claimed of runs stands in the file"):
         plan.prepare(SMALL, ["claims=3"])

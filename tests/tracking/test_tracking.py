@@ -291,7 +291,7 @@ def test_a_database_that_was_deleted_gets_the_whole_run_again(tmp_path: Path) ->
         tracker.metrics({"loss": float(t)}, t)
     tracker.finish("FINISHED")
     (tmp_path / "own.db").unlink()
-    code = "import sys; from raysim import tracking; print(*(tracking.replay(sys.argv[1]) for _ in range(2)))"
+    code = "import sys; from raysim.tracking.mlflow import replay; print(*(replay(sys.argv[1]) for _ in range(2)))"
     said, error = python(code, tmp_path / "run").communicate(timeout=100)
     assert said.split() == ["9", "0"], error  # start, params, tags, 5 rounds, finish
     with contextlib.closing(sqlite3.connect(tmp_path / "own.db")) as database:

@@ -696,7 +696,7 @@ def test_the_shared_gradient_is_not_the_first_itself():
 
 
 NOT_SHARED = [
-    *["batch", "masks", "loss", "mode", "vector", "trained", "other start", "step", "plain step", "moved before"],
+    *["batch", "masks", "loss", "mode", "vector", "other start", "step", "plain step", "moved before"],
     *["elsewhere first", "frozen first", "next client", "same vector, changed"],
 ]
 
@@ -726,8 +726,6 @@ def test_the_first_gradient_is_not_shared_where_it_is_another(case, chained):
         mode = "eval"
     elif case == "vector":
         where = x.clone()
-    elif case == "trained":
-        where = w
     elif case == "other start":
         where = x * 1.1
     elif case in ("step", "plain step"):
