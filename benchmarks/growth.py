@@ -24,7 +24,7 @@ COHORTS, CLIENTS = (10, 30, 100, 300, 1_000), (1_000, 10_000, 100_000, 1_000_000
 MEMORY = """
 import os, sys
 from dataclasses import replace
-from raysim.engine import Engine
+from raysim.engine.loop import Engine
 from raysim.engine.executor import Inline
 from run_raysim import plan
 from workloads import WORKLOADS

@@ -156,7 +156,7 @@ def counted(host: int) -> tuple[int, int]:
 DRIVER = """
 import json, os, sys
 os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
-from raysim.engine import Engine
+from raysim.engine.loop import Engine
 from raysim.engine.plan import prepare
 from raysim.distributed.executor import RayExecutor
 from raysim.distributed.worker_pool import WorkerPool
