@@ -275,7 +275,11 @@ main()
 @pytest.mark.parametrize(
     ("older", "more", "said"),
     [
-        ("raysim.__version__ = '0.0.1'", {}, "it has raysim .*, here is 0.0.1; install the same on both"),
+        (
+            "from raysim.distributed import versions; versions.__version__ = '0.0.1'",
+            {},
+            "it has raysim .*, here is 0.0.1; install the same on both",
+        ),
         ("ray.__version__ = '0.0.1'", {}, "Ray: .* Ray: 0.0.1 .*; install the same on both"),
         ("", {"RAY_AUTH_TOKEN": "9" * 40}, "RAY_AUTH_MODE=token and its ~/.ray/auth_token"),
         ("", {"RAY_ADDRESS": "127.0.0.1:1"}, "is it running"),
