@@ -14,7 +14,7 @@ import time
 from typing import Any
 
 from raysim.engine.executor import configure_process, make_trainer
-from raysim.engine.plan import prepare
+from raysim.engine.resolve import prepare
 from raysim.training.messages import Block, Broadcast, ClientTask
 
 CONFIG = {

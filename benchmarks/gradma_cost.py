@@ -20,7 +20,7 @@ import torch
 from raysim.data import Dataset
 from raysim.engine.executor import Inline
 from raysim.engine.loop import Engine
-from raysim.engine.plan import resolve_plan
+from raysim.engine.resolve import resolve_plan
 from raysim.numerics import gram, use_threads
 from raysim.numerics.gradient_memory import admit, memory_init, project_on_memory, remember
 

@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 import raysim
-from raysim.engine.plan import prepare
+from raysim.engine.resolve import prepare
 from raysim.engine.schedule import make_schedule
 
 CLIENTS, ARRIVALS = 10_000, 100

@@ -32,7 +32,8 @@ from raysim.attacks.gradient_inversion import AttackOptions, attack
 from raysim.config import loading
 from raysim.config.explain import checked_section
 from raysim.config.sections.base import Section
-from raysim.engine import plan
+from raysim.engine import resolve
+from raysim.engine.run_plan import Plan
 from raysim.errors import ConfigError, RaysimError
 from raysim.rules import registry
 from raysim.runs.run import execute
@@ -217,7 +218,7 @@ def match(
         ConfigError: the configuration is invalid, or the PSNR to match is not between those at the
             ends.
     """
-    raw = loading.read_config(source, overrides, plan.keys, registry.algorithm_defaults)
+    raw = loading.read_config(source, overrides, resolve.keys, registry.algorithm_defaults)
     if "match" not in raw:
         raise ConfigError(
             f"match: {source} has no such section; see configs/fedreg/match_mnist.yaml for one"
@@ -271,7 +272,7 @@ class MethodComparison:
         seen = {"schedule.cohort": asked.images, "record_updates.clients": asked.images}
         self.looked_on = {**ATTACK_OVERRIDES, **seen, **asked.attacked}
         for sigma in (None, asked.noise_multiplier[0]):
-            experiment = plan.prepare(raw, self._who(sigma)).config.tracking.experiment
+            experiment = resolve.prepare(raw, self._who(sigma)).config.tracking.experiment
             self.looked_on["tracking.experiment"] = f"{experiment}-attacked"
             self._watched_plan(sigma)
 
@@ -279,9 +280,9 @@ class MethodComparison:
         """Return the keys of a method."""
         return {} if sigma is None else {**self.asked.rival, "privacy.noise_multiplier": sigma}
 
-    def _watched_plan(self, sigma: float | None) -> plan.Plan:
+    def _watched_plan(self, sigma: float | None) -> Plan:
         """Return the plan of an attacked run."""
-        return plan.prepare(self.raw, {**self._who(sigma), **self.looked_on})
+        return resolve.prepare(self.raw, {**self._who(sigma), **self.looked_on})
 
     def watched(self, sigma: float | None) -> Path:
         """Execute a run that records its updates for the attack; return its folder.
@@ -312,7 +313,7 @@ class MethodComparison:
             sigma: the noise multiplier; None for a method without noise.
             attacks: the summaries by attacker.
         """
-        ready = plan.prepare(self.raw, self._who(sigma))
+        ready = resolve.prepare(self.raw, self._who(sigma))
         done = execute(ready)
         accuracy = done.metrics.get("accuracy", {"best": math.nan})["best"]
         return MatchedMethod(ready.label, sigma, attacks, accuracy, str(done.run_dir))

@@ -88,7 +88,7 @@ def check_convergence(
     Nothing is trained.
     """
     from raysim.diagnostics import convergence as theorems
-    from raysim.engine.plan import prepare
+    from raysim.engine.resolve import prepare
 
     console = Console(stderr=as_json, highlight=False)
     constants = [text.removeprefix("L=") for text in overrides or [] if text.startswith("L=")]

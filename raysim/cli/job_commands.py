@@ -12,7 +12,7 @@ from raysim.config import explain
 from raysim.config.loading import parse_overrides
 from raysim.config.schema import Config
 from raysim.config.tracking_uri import mask_secrets, redacted_uri
-from raysim.engine import plan
+from raysim.engine import resolve
 from raysim.errors import ConfigError, did_you_mean
 from raysim.rules import registry
 from raysim.sweeps.definition import read_sweep
@@ -70,7 +70,7 @@ def _configurations(name: str, source: str, overrides: Sequence[str]) -> list[di
     if name == "sweep":
         described = read_sweep(source, overrides)
         return [described.raw(point) for point in described.points]
-    return [plan.read_run_config(source, overrides)]
+    return [resolve.read_run_config(source, overrides)]
 
 
 def _check_places(config: Config) -> None:

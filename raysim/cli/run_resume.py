@@ -35,7 +35,7 @@ def run(
     ] = False,
 ) -> None:
     """Run one experiment."""
-    from raysim.engine.plan import prepare
+    from raysim.engine.resolve import prepare
 
     console = Console(stderr=as_json, highlight=False)
     try:

@@ -15,7 +15,7 @@ import torch
 
 from raysim.engine.executor import Inline
 from raysim.engine.loop import Engine
-from raysim.engine.plan import prepare
+from raysim.engine.resolve import prepare
 
 WARM_UP_ROUNDS = 2
 """Rounds that are not timed."""

@@ -13,7 +13,7 @@ import torch
 
 from raysim.config import explain
 from raysim.config.schema import Config
-from raysim.engine.plan import prepare
+from raysim.engine.resolve import prepare
 from raysim.engine.run_plan import Plan
 from raysim.errors import ConfigError, in_a_line
 from raysim.runs.run import execute

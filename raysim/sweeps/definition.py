@@ -25,7 +25,7 @@ from raysim.config.sections.base import Section
 from raysim.config.sections.data import AnyData
 from raysim.config.sections.storage import Tracking
 from raysim.config.tracking_uri import redacted_uri
-from raysim.engine import plan
+from raysim.engine import resolve
 from raysim.errors import ConfigError, did_you_mean
 from raysim.metrics import lower_is_better
 from raysim.reports import claims
@@ -274,7 +274,7 @@ class SweepSpec:
             ConfigError: The configuration cannot be read, or sets `run_dir`.
         """
         raw = loading.read_config(
-            self.source, {**self.given, **point}, plan.keys, registry.algorithm_defaults
+            self.source, {**self.given, **point}, resolve.keys, registry.algorithm_defaults
         )
         raw.pop("sweep", None)
         if raw.get("run_dir") is not None:
@@ -311,7 +311,8 @@ def read_sweep(
     settings_overrides = {
         key: given.pop(key) for key in list(given) if key.partition(".")[0] == "sweep"
     }
-    section = loading.read_config(source, (), plan.keys, registry.algorithm_defaults).get("sweep")
+    raw = loading.read_config(source, (), resolve.keys, registry.algorithm_defaults)
+    section = raw.get("sweep")
     grids, settings = _parse_sweep_section(section, settings_overrides)
     grids = [search_space.laid_over(grid, given, axes) for grid in grids]
     drawn = {key: axis for grid in grids for key, axis in grid.items() if isinstance(axis, Draw)}
@@ -397,7 +398,7 @@ def prepare_sweep(
     for point in described.points:
         values = {key: point[key] for key in axes if key in point}
         try:
-            ready = plan.resolve_plan(described.raw(point), load_once)
+            ready = resolve.resolve_plan(described.raw(point), load_once)
         except ConfigError as error:
             where = " ".join(f"{k}={as_text(v)}" for k, v in point.items())
             advice = _advice(str(error), axes)

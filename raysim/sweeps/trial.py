@@ -20,8 +20,9 @@ from raysim import files, lock
 from raysim.config.sections.evaluation import DEFAULT_BEST
 from raysim.config.tracking_uri import mask_secrets
 from raysim.data import partition_digest
-from raysim.engine import checkpoint, client_store, plan
+from raysim.engine import checkpoint, client_store, resolve
 from raysim.engine.loop import Record
+from raysim.engine.run_plan import Plan
 from raysim.errors import RaysimError, did_you_mean
 from raysim.runs import run as experiment
 from raysim.sweeps.definition import EarlyStopping, Trial, load_once
@@ -77,7 +78,7 @@ def train_trial(
     logging.getLogger("raysim").addHandler(log)
     try:
         _await_end(trial.folder)
-        ready = plan.resolve_plan(trial.config.model_dump(mode="json"), load_once)
+        ready = resolve.resolve_plan(trial.config.model_dump(mode="json"), load_once)
         saved = _where_it_stopped(trial, ready)
         recorder = Recorder(uri, name, trial.folder, parent, labels)
         reporter = TrialReporter(
@@ -124,7 +125,7 @@ def _await_end(folder: Path) -> None:
         time.sleep(0.1)
 
 
-def _where_it_stopped(trial: Trial, ready: plan.Plan) -> checkpoint.Checkpoint | None:
+def _where_it_stopped(trial: Trial, ready: Plan) -> checkpoint.Checkpoint | None:
     """Return the last checkpoint of a trial if it is intact and of the same data, else None."""
     try:
         saved = checkpoint.read_latest(trial.folder, logger.warning)

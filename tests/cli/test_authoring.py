@@ -20,7 +20,7 @@ from support.command_line import assert_one_message
 from raysim.cli.completion import complete_configuration, complete_experiment, complete_override
 from raysim.cli.json_schema import configuration_schema
 from raysim.config import limited_yaml, loading
-from raysim.engine.plan import prepare
+from raysim.engine.resolve import prepare
 from raysim.rules.contract import ALGORITHMS
 from raysim.rules.registry import discover
 

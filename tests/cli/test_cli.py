@@ -13,7 +13,7 @@ import yaml
 from support.command_line import assert_one_message
 from support.sweeps import written
 
-from raysim.engine.plan import prepare
+from raysim.engine.resolve import prepare
 from raysim.rules.contract import ALGORITHMS, CLIENT_RULES, SERVER_RULES
 from raysim.rules.registry import discover
 from raysim.tracking import mlflow as tracking
@@ -46,7 +46,7 @@ heavy = {"ray", "mlflow", "torchvision", "matplotlib"}
 assert not (heavy | {"torch"}) & set(sys.modules), "raysim"
 import raysim.cli
 assert not heavy & set(sys.modules), "raysim.cli"
-from raysim.engine.plan import prepare
+from raysim.engine.resolve import prepare
 prepare("quickstart")
 assert not heavy & set(sys.modules), "prepare"
 for name in raysim.__all__:

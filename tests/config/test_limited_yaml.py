@@ -10,7 +10,7 @@ import yaml
 from raysim.config import limited_yaml
 from raysim.config.loading import parse_overrides
 from raysim.config.loading import read_config as layers
-from raysim.engine.plan import prepare
+from raysim.engine.resolve import prepare
 from raysim.errors import ConfigError, shortened
 
 BILLION = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(

@@ -12,7 +12,7 @@ from raysim.config import renamed
 from raysim.config.explain import section_keys
 from raysim.config.renamed import refuse_former_command
 from raysim.config.schema import Config
-from raysim.engine.plan import prepare
+from raysim.engine.resolve import prepare
 from raysim.errors import ConfigError
 
 

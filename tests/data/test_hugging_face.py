@@ -16,7 +16,7 @@ import raysim
 from raysim.config.sections.base import named
 from raysim.config.sections.data import AnyData
 from raysim.data import import_torchvision, load_dataset
-from raysim.engine.plan import prepare
+from raysim.engine.resolve import prepare
 from raysim.errors import ConfigError
 
 import_torchvision()  # datasets imports it, and its operators may not load

@@ -25,7 +25,7 @@ from raysim.data import (
     split_dataset,
 )
 from raysim.data.own import make_dataset
-from raysim.engine.plan import prepare
+from raysim.engine.resolve import prepare
 from raysim.errors import ConfigError
 from raysim.randomness import generator
 

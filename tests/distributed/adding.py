@@ -34,7 +34,7 @@ from raysim.distributed.actors import NodeAggregator
 from raysim.distributed.executor import RayExecutor
 from raysim.distributed.heartbeats import Address
 from raysim.distributed.worker_pool import WorkerPool
-from raysim.engine.plan import prepare
+from raysim.engine.resolve import prepare
 from raysim.runs import run as experiment
 
 STRUCK = 3

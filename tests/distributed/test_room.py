@@ -11,7 +11,7 @@ from raysim.config.explain import checked_section
 from raysim.config.sections.execution import Resources
 from raysim.distributed.executor import RayExecutor
 from raysim.distributed.nodes import Node, check_cluster_resources, find_node, idle_gpus
-from raysim.engine.plan import prepare
+from raysim.engine.resolve import prepare
 from raysim.errors import ConfigError
 
 

@@ -26,7 +26,7 @@ from raysim import cli
 from raysim.attacks import noise_matching
 from raysim.config import explain, loading
 from raysim.config.schema import Config
-from raysim.engine import plan
+from raysim.engine import resolve
 from raysim.errors import ConfigError
 from raysim.planning import forecast
 from raysim.rules import Task, contract, registry
@@ -158,7 +158,7 @@ def _can_run(block: Block, words: list[str], given: Mapping[str, Any]) -> bool:
 def _needs_no_download(block: Block, config: str, overrides: list[str]) -> bool:
     """Validate a configuration; return whether its data need no download."""
     try:
-        raw = loading.read_config(config, overrides, plan.keys, registry.algorithm_defaults)
+        raw = loading.read_config(config, overrides, resolve.keys, registry.algorithm_defaults)
         varied = raw.pop("sweep", None) is not None
         raw.pop("privacy-match", None)
         if not varied and not any("," in text or ".." in text for text in overrides):
@@ -180,7 +180,7 @@ def _yaml(block: Block, run: Callable, namespace: dict[str, Any]) -> None:
             forecast._read_costs(block.file)
         elif block.file:
             path = Path(block.file)
-            varied = loading.read_config(path, (), plan.keys, registry.algorithm_defaults).get(
+            varied = loading.read_config(path, (), resolve.keys, registry.algorithm_defaults).get(
                 "sweep"
             )
             (definition.prepare_sweep if varied else _validate)(path)
@@ -191,7 +191,7 @@ def _yaml(block: Block, run: Callable, namespace: dict[str, Any]) -> None:
 
 
 def _validate(source: Path | str, sections: Mapping[str, Any] | None = None) -> None:
-    raw = loading.read_config(source, sections or {}, plan.keys, registry.algorithm_defaults)
+    raw = loading.read_config(source, sections or {}, resolve.keys, registry.algorithm_defaults)
     if "match" in raw:
         explain.checked_section(noise_matching.MatchOptions, raw.pop("match"))
     explain.validate(raw)

@@ -10,7 +10,7 @@ import pytest
 from support.documents import blocks
 
 import raysim
-from raysim.engine.plan import prepare
+from raysim.engine.resolve import prepare
 from raysim.engine.schedule import Arrival, ScheduledRound
 from raysim.engine.selection import ClientHistory
 from raysim.errors import ClientError, ConfigError, RaysimError

@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 import raysim
 from raysim.engine import checkpoint, client_store
 from raysim.engine.client_store import ROWS_FILE, ClientStateStore, StoredState
-from raysim.engine.plan import prepare
+from raysim.engine.resolve import prepare
 from raysim.errors import ConfigError, RaysimError
 from raysim.runs.result import RunResult
 from raysim.runs.resume import reopen, resume

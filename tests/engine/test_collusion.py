@@ -13,7 +13,7 @@ from support.documents import blocks
 from support.softmax_regression import SIZES, local_models
 
 import raysim
-from raysim.engine.plan import prepare
+from raysim.engine.resolve import prepare
 from raysim.errors import ConfigError, RaysimError
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "groups.md"

@@ -16,7 +16,7 @@ from support.oracle_cases import MODES, NETS, distance, feed
 import raysim
 from raysim.config import explain
 from raysim.data.groups import group_members
-from raysim.engine.plan import prepare
+from raysim.engine.resolve import prepare
 from raysim.errors import ConfigError
 from raysim.rules import registry
 from raysim.rules.contract import CLIENT_RULES, SERVER_RULES

@@ -11,7 +11,7 @@ from mlflow import MlflowClient
 import raysim
 from raysim.diagnostics import recorded_updates
 from raysim.engine.checkpoint import available_checkpoints
-from raysim.engine.plan import prepare
+from raysim.engine.resolve import prepare
 from raysim.errors import ConfigError, ProbeError
 from raysim.planning import forecast
 from raysim.runs.resume import resume

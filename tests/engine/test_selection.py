@@ -10,7 +10,7 @@ import pytest
 from support.documents import blocks
 
 import raysim
-from raysim.engine.plan import prepare
+from raysim.engine.resolve import prepare
 from raysim.errors import ConfigError, RaysimError
 from raysim.planning.forecast import ClusterShape, run_forecast
 from raysim.randomness import generator

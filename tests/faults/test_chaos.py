@@ -18,7 +18,7 @@ import raysim
 from raysim.distributed.executor import RayExecutor
 from raysim.distributed.shared_memory import SharedBuffer
 from raysim.distributed.worker_pool import WorkerPool
-from raysim.engine.plan import prepare
+from raysim.engine.resolve import prepare
 from raysim.runs import run as experiment
 
 pytestmark = pytest.mark.usefixtures("recycled_actors")

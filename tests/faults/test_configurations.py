@@ -22,7 +22,7 @@ from rich.console import Console
 from support.configurations import NAMES, TO_CHANGE
 
 from raysim.cli.run_resume import _dry_run
-from raysim.engine.plan import prepare
+from raysim.engine.resolve import prepare
 from raysim.errors import ConfigError, RaysimError
 
 Path_ = tuple[Any, ...]

@@ -15,7 +15,7 @@ from support.processes import basic, timeless
 import raysim
 from raysim.distributed.executor import RayExecutor
 from raysim.distributed.worker_pool import WorkerPool
-from raysim.engine.plan import prepare
+from raysim.engine.resolve import prepare
 from raysim.runs import run as experiment
 
 pytestmark = pytest.mark.usefixtures("recycled_actors")

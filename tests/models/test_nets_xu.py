@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from raysim.config.sections.base import Named
-from raysim.engine.plan import prepare
+from raysim.engine.resolve import prepare
 from raysim.errors import ConfigError
 from raysim.models import zoo
 from raysim.models.build import net_arguments

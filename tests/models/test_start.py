@@ -12,7 +12,7 @@ from torch import nn
 
 import raysim
 from raysim.data import import_torchvision
-from raysim.engine.plan import prepare
+from raysim.engine.resolve import prepare
 from raysim.errors import ConfigError
 from raysim.models.start import freeze, load_weights
 

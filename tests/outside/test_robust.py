@@ -11,7 +11,7 @@ from support.examples import gallery
 from support.server_rules import noise, rule, step
 from support.softmax_regression import local_models
 
-from raysim.engine.plan import prepare
+from raysim.engine.resolve import prepare
 from raysim.errors import ConfigError
 
 DELTAS = np.random.default_rng(36).normal(size=(11, 7)) * np.arange(1, 12)[:, None] ** 0.5

@@ -14,7 +14,7 @@ from support.examples import gallery
 from support.oracle_cases import NETS
 
 from raysim.config.references import load_object
-from raysim.engine.plan import prepare
+from raysim.engine.resolve import prepare
 from raysim.errors import ConfigError
 from raysim.rules import SelectionPool
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from raysim.engine.plan import prepare
+from raysim.engine.resolve import prepare
 from raysim.errors import ConfigError
 from raysim.planning.bench import bench, candidates
 

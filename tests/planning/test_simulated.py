@@ -23,7 +23,7 @@ from raysim.distributed.block_scheduler import (
     WorkerSpeeds,
     count_local_steps,
 )
-from raysim.engine.plan import prepare
+from raysim.engine.resolve import prepare
 from raysim.errors import ConfigError
 from raysim.planning import plots
 from raysim.planning.forecast import ClusterShape, run_forecast

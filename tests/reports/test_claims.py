@@ -14,7 +14,7 @@ from support.sweeps import SMALL
 
 from raysim import cli, sweeps
 from raysim.config.loading import shipped
-from raysim.engine import plan
+from raysim.engine import resolve
 from raysim.errors import ConfigError
 from raysim.reports import claims
 from raysim.reports.tracked import TrackedRun
@@ -364,9 +364,9 @@ def test_claims_change_nothing_of_what_is_computed(tmp_path):
     assert (
         sweeps.prepare_sweep({**plain, "claims": [RIGHT]}).base == sweeps.prepare_sweep(plain).base
     )
-    assert plan.prepare({**SMALL, "claims": [RIGHT]}).config == plan.prepare(SMALL).config
+    assert resolve.prepare({**SMALL, "claims": [RIGHT]}).config == resolve.prepare(SMALL).config
     with pytest.raises(ConfigError, match="claims: what is claimed of runs stands in the file"):
-        plan.prepare(SMALL, ["claims=3"])
+        resolve.prepare(SMALL, ["claims=3"])
     below = tmp_path / "below.yaml"
     below.write_text(yaml.safe_dump({**SMALL, "claims": [RIGHT]}))
     (tmp_path / "above.yaml").write_text("extends: below.yaml\nrounds: 4")

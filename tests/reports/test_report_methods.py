@@ -14,7 +14,7 @@ import pytest
 from raysim import cli
 from raysim.config import explain
 from raysim.config.loading import read_config, shipped
-from raysim.engine.plan import keys
+from raysim.engine.resolve import keys
 from raysim.errors import ConfigError
 from raysim.reports import aggregate, method_sides, plots, published
 from raysim.reports.aggregate import rows

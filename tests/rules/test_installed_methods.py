@@ -14,7 +14,7 @@ import yaml
 
 import raysim
 from raysim import cli
-from raysim.engine.plan import prepare
+from raysim.engine.resolve import prepare
 from raysim.errors import ConfigError
 from raysim.rules import contract, registry
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.oracle_cases import MODES, NETS, distance, feed
 
-from raysim.engine.plan import prepare
+from raysim.engine.resolve import prepare
 from raysim.errors import ClientError, ConfigError
 from raysim.rules import Upload
 from raysim.rules.rule import Problem

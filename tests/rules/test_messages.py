@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from raysim.engine.plan import prepare
+from raysim.engine.resolve import prepare
 from raysim.errors import ClientError, ConfigError, RaysimError
 
 CLIENT = """

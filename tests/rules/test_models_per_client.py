@@ -7,7 +7,7 @@ import pytest
 from support.oracle_cases import MODES, NETS, distance, feed
 
 import raysim
-from raysim.engine.plan import prepare
+from raysim.engine.resolve import prepare
 from raysim.errors import ConfigError, RaysimError
 from raysim.randomness import generator
 

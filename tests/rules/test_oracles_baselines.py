@@ -40,7 +40,7 @@ from support.oracle_cases import (
     feed,
 )
 
-from raysim.engine.plan import prepare
+from raysim.engine.resolve import prepare
 from raysim.errors import ConfigError
 
 SERVER_STEPS = [[0, 1.0], [3, 0.6], [6, 0.8]]

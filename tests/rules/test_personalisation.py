@@ -17,7 +17,7 @@ from support.documents import blocks
 from support.oracle_cases import BATCH_NORM, MODES, NETS, distance, feed
 
 import raysim
-from raysim.engine.plan import prepare
+from raysim.engine.resolve import prepare
 from raysim.errors import ConfigError, RaysimError
 from raysim.rules import registry
 

@@ -23,7 +23,7 @@ from support.softmax_regression import (
 )
 
 import raysim
-from raysim.engine.plan import prepare
+from raysim.engine.resolve import prepare
 from raysim.errors import ConfigError, RaysimError
 from raysim.randomness import generator
 

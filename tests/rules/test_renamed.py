@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from raysim.engine.plan import prepare
+from raysim.engine.resolve import prepare
 from raysim.errors import ConfigError
 from raysim.rules import Batch, ClientRule, Reports, ServerRule
 from raysim.rules.contract import Cohort

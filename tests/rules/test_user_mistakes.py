@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import raysim
-from raysim.engine.plan import prepare, read_run_config
+from raysim.engine.resolve import prepare, read_run_config
 from raysim.errors import ClientError, ConfigError
 
 HEADER = """

@@ -14,7 +14,7 @@ import torch
 import raysim
 from raysim import cli
 from raysim.engine.checkpoint import available_checkpoints
-from raysim.engine.plan import prepare
+from raysim.engine.resolve import prepare
 from raysim.errors import ClientError, ConfigError, RaysimError
 from raysim.runs.resume import resume
 from raysim.runs.run_dir import PARAMETERS_FILE

@@ -14,7 +14,7 @@ from support.configurations import DIGITS_MLP
 import raysim
 from raysim.cli import main
 from raysim.data.examples import Examples
-from raysim.engine.plan import prepare
+from raysim.engine.resolve import prepare
 from raysim.errors import ConfigError
 from raysim.runs.export import export
 from raysim.runs.result import RunResult

@@ -17,7 +17,7 @@ from torch import nn
 
 import raysim
 from raysim.config import python_objects
-from raysim.engine.plan import prepare
+from raysim.engine.resolve import prepare
 from raysim.errors import ConfigError
 from raysim.models import build
 from raysim.rules import Algorithm

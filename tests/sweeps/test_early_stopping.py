@@ -14,7 +14,7 @@ from support.sweeps import SMALL
 
 import raysim
 from raysim import sweeps
-from raysim.engine import plan
+from raysim.engine import resolve
 from raysim.errors import RaysimError
 from raysim.runs import run as experiment
 from raysim.sweeps import SweepResult, Trial, prepare_sweep
@@ -64,7 +64,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def alone(trial: Trial, tmp_path: Path) -> raysim.RunResult:
     """The same run by itself, to its end."""
     changes = {"run_dir": str(tmp_path / trial.folder.name), "tracking.experiment": "alone"}
-    return experiment.execute(plan.prepare(trial.config.model_dump(mode="json"), changes))
+    return experiment.execute(resolve.prepare(trial.config.model_dump(mode="json"), changes))
 
 
 def halved(

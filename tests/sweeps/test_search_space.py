@@ -13,7 +13,7 @@ from support.sweeps import SMALL, values, written
 
 import raysim
 from raysim import cli, sweeps
-from raysim.engine import plan
+from raysim.engine import resolve
 from raysim.errors import ConfigError
 from raysim.sweeps import prepare_sweep, runner, search_space
 
@@ -106,7 +106,7 @@ def test_extends(here):
         (1, 0.3),
     ]
     (here / "none.yaml").write_text("extends: below.yaml\nsweep: null\n")
-    assert plan.prepare("none.yaml").config.local.lr == 0.05
+    assert resolve.prepare("none.yaml").config.local.lr == 0.05
 
 
 def test_a_trial_is_known_by_what_it_computes(here):

@@ -23,7 +23,7 @@ import pytest
 from support.sweeps import SMALL, written
 
 from raysim import cli, sweeps
-from raysim.engine import plan
+from raysim.engine import resolve
 from raysim.errors import RaysimError
 from raysim.runs import run as experiment
 from raysim.signals import stoppable
@@ -84,7 +84,7 @@ def half_way(trial: Trial) -> None:
     recorder = Recorder(tracking.absolute_uri("sqlite:///mlflow.db"), "swept", trial.folder)
     with pytest.raises(KeyboardInterrupt):
         experiment.execute(
-            plan.prepare(trial.config.model_dump(mode="json")),
+            resolve.prepare(trial.config.model_dump(mode="json")),
             trial.folder,
             progress=stop,
             tracker=recorder,
@@ -125,7 +125,7 @@ def runs_of(mlflow: Any) -> list[Any]:
 def test_each_trial_is_the_run_it_would_be_alone(swept: SweepResult, tmp_path: Path):
     for trial in swept.sweep.trials:
         if trial.result:
-            alone = plan.prepare(
+            alone = resolve.prepare(
                 trial.config.model_dump(mode="json"),
                 {
                     "run_dir": str(tmp_path / trial.folder.name),

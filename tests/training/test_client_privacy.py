@@ -13,7 +13,7 @@ from dp_accounting.rdp import RdpAccountant
 
 import raysim
 from raysim.config.sections.privacy import AdaptiveClipping, ClientPrivacy
-from raysim.engine.plan import prepare
+from raysim.engine.resolve import prepare
 from raysim.errors import ConfigError
 from raysim.training.client_privacy import client_epsilon
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import raysim
-from raysim.engine.plan import prepare
+from raysim.engine.resolve import prepare
 from raysim.errors import ConfigError
 from raysim.rules import Upload
 

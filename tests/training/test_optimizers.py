@@ -18,7 +18,8 @@ from torch.optim import lr_scheduler
 import raysim
 from raysim.config import explain
 from raysim.config.sections.learning_rate import mean_step_size, step_size
-from raysim.engine.plan import Plan, prepare
+from raysim.engine.resolve import prepare
+from raysim.engine.run_plan import Plan
 from raysim.engine.trainers import make_trainer
 from raysim.errors import ClientError, ConfigError
 from raysim.training.messages import Block, Broadcast, ClientTask
@@ -460,7 +461,7 @@ def test_plain_sgd_is_the_same_however_it_is_written():
 
 
 def test_a_schedule_replaces_another_one_in_an_override():
-    from raysim.engine.plan import read_run_config
+    from raysim.engine.resolve import read_run_config
 
     given = {
         "data": "digits",

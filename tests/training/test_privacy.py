@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional as F
 
 import raysim
-from raysim.engine.plan import prepare
+from raysim.engine.resolve import prepare
 from raysim.errors import ClientError, ConfigError
 from raysim.models.flat import Model
 from raysim.models.zoo import lenet, mlp

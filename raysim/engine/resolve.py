@@ -1,4 +1,4 @@
-"""Resolve a configuration into a plan, the immutable description of a run (`run_plan`).
+"""Resolve a configuration into a plan, the immutable description of a run (`raysim.engine.run_plan`).
 
 Everything is resolved once, and every mistake is reported before Ray starts.
 """
