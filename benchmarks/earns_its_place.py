@@ -33,8 +33,8 @@ from workloads import WORKLOADS
 
 from raysim.engine.executor import Inline
 from raysim.engine.loop import Engine
+from raysim.engine.plan import Plan
 from raysim.engine.resolve import resolve_plan
-from raysim.engine.run_plan import Plan
 
 WARM_UP = 3
 """Rounds in this process that are not counted."""

@@ -24,8 +24,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from raysim.data import Dataset
 from raysim.engine.executor import Inline
 from raysim.engine.loop import Engine
+from raysim.engine.plan import Plan
 from raysim.engine.resolve import resolve_plan
-from raysim.engine.run_plan import Plan
 from raysim.errors import RaysimError
 
 STEPS, BATCH, SHAPE = 5, 64, (3, 32, 32)

@@ -34,8 +34,8 @@ from raysim.distributed.worker_pool import WorkerPool
 from raysim.engine.cohorts import make_cohort, make_tasks
 from raysim.engine.executor import Inline, configure_process, make_trainer
 from raysim.engine.loop import Engine
+from raysim.engine.plan import Plan
 from raysim.engine.resolve import prepare
-from raysim.engine.run_plan import Plan
 from raysim.planning.forecast import means
 from raysim.planning.simulated_executor import Costs, simulate_rounds
 from raysim.training.messages import Block, Broadcast, ClientResult, WorkerResult, cut_blocks

@@ -23,7 +23,7 @@ from raysim.errors import ClientError, ConfigError, RaysimError
 from raysim.version import __version__
 
 if TYPE_CHECKING:
-    from raysim.engine.run_plan import Probe
+    from raysim.engine.plan import Probe
     from raysim.reports.frames import report
     from raysim.rules import Algorithm, ClientRule, ServerRule
     from raysim.runs.result import RunResult, load
@@ -52,7 +52,7 @@ __all__ = [
 _IMPORTED_WHEN_USED = {
     "Algorithm": "raysim.rules",
     "ClientRule": "raysim.rules",
-    "Probe": "raysim.engine.run_plan",
+    "Probe": "raysim.engine.plan",
     "RunResult": "raysim.runs.result",
     "ServerRule": "raysim.rules",
     "fork": "raysim.runs.resume",

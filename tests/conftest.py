@@ -23,8 +23,8 @@ from support.watched import Watched
 from raysim.config.sections.data import Data
 from raysim.data import load_dataset
 from raysim.engine.loop import Engine
+from raysim.engine.plan import Plan
 from raysim.engine.resolve import prepare
-from raysim.engine.run_plan import Plan
 from raysim.tracking import mlflow as tracking
 from raysim.tracking import mlflow_client
 

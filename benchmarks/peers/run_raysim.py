@@ -16,8 +16,8 @@ import raysim
 from raysim.data import Dataset
 from raysim.engine.executor import Inline
 from raysim.engine.loop import Engine
+from raysim.engine.plan import Plan
 from raysim.engine.resolve import resolve_plan
-from raysim.engine.run_plan import Plan
 
 
 def dataset(work: Workload) -> Dataset:

@@ -47,8 +47,8 @@ from raysim.data import Dataset
 from raysim.data.dataset import MAX_PIXEL_VALUES
 from raysim.diagnostics import recorded_updates
 from raysim.diagnostics.recorded_updates import Observation
+from raysim.engine.plan import Plan
 from raysim.engine.resolve import prepare
-from raysim.engine.run_plan import Plan
 from raysim.errors import ConfigError, RaysimError, in_a_line
 from raysim.models.flat import Model
 from raysim.randomness import generator

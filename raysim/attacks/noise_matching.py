@@ -33,7 +33,7 @@ from raysim.config import loading
 from raysim.config.explain import checked_section
 from raysim.config.sections.base import Section
 from raysim.engine import resolve
-from raysim.engine.run_plan import Plan
+from raysim.engine.plan import Plan
 from raysim.errors import ConfigError, RaysimError
 from raysim.rules import registry
 from raysim.runs.run import execute

@@ -23,7 +23,7 @@ from raysim.errors import ConfigError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from raysim.engine.run_plan import Plan
+    from raysim.engine.plan import Plan
 
 
 @app.command()

@@ -21,7 +21,7 @@ from raysim import stages
 
 if TYPE_CHECKING:
     from raysim.engine.loop import Record
-    from raysim.engine.run_plan import Plan
+    from raysim.engine.plan import Plan
     from raysim.runs.result import RunResult
 
 WIDE_COLUMNS = 100

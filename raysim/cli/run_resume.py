@@ -17,7 +17,7 @@ from raysim.cli.progress import RunProgress, preparing, summary
 from raysim.errors import ClientError, ConfigError
 
 if TYPE_CHECKING:
-    from raysim.engine.run_plan import Plan
+    from raysim.engine.plan import Plan
 
 
 @app.command()

@@ -32,13 +32,13 @@ from raysim.config.sections.optimizer import PLAIN_SGD
 from raysim.config.sections.schedule import Sync
 from raysim.diagnostics import full_gradients
 from raysim.diagnostics.full_gradients import FullGradients
-from raysim.engine.run_plan import Probe, ProbedRun
+from raysim.engine.plan import Probe, ProbedRun
 from raysim.errors import ConfigError
 from raysim.rules.contract import PLAIN_STEP, Cohort, ServerRule, overridden
 from raysim.training.batches import local_steps
 
 if TYPE_CHECKING:
-    from raysim.engine.run_plan import Plan
+    from raysim.engine.plan import Plan
     from raysim.training.messages import Broadcast
     from raysim.training.trainer import Trainer
 

@@ -23,14 +23,14 @@ from torch import Tensor
 
 from raysim.config.sections.schedule import Sync
 from raysim.engine import schedule
-from raysim.engine.run_plan import Probe, ProbedRun
+from raysim.engine.plan import Probe, ProbedRun
 from raysim.errors import ConfigError
 from raysim.rules.batch import Batch
 from raysim.rules.contract import overridden
 from raysim.rules.losses import task_loss
 
 if TYPE_CHECKING:
-    from raysim.engine.run_plan import Plan
+    from raysim.engine.plan import Plan
     from raysim.engine.server import RoundCohort
     from raysim.training.trainer import ClientUpdate, PreparedClient, Trainer
 

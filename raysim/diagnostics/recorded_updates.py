@@ -19,13 +19,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from raysim.engine.run_plan import Probe
+from raysim.engine.plan import Probe
 from raysim.errors import ConfigError
 from raysim.rules.contract import overridden
 from raysim.training.messages import Broadcast
 
 if TYPE_CHECKING:
-    from raysim.engine.run_plan import Plan
+    from raysim.engine.plan import Plan
     from raysim.engine.server import RoundCohort
     from raysim.training.trainer import ClientUpdate, PreparedClient, Trainer
 

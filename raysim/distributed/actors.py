@@ -28,7 +28,7 @@ from raysim.data.examples import shared_tensor
 from raysim.distributed.heartbeats import Address, Heartbeat
 from raysim.distributed.shared_memory import SharedBuffer, SharedBufferRef
 from raysim.engine.executor import Evaluator, configure_process, make_server
-from raysim.engine.run_plan import Plan
+from raysim.engine.plan import Plan
 from raysim.engine.selection import Candidates
 from raysim.engine.server import RoundCohort
 from raysim.engine.trainers import make_trainer

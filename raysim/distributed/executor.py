@@ -26,7 +26,7 @@ from raysim.distributed.shared_memory import SharedBufferRef
 from raysim.distributed.waiting import ActorDied, first_line
 from raysim.distributed.worker_pool import WorkerPool
 from raysim.engine.executor import CompletedResult, PendingServerStep, RoundResults
-from raysim.engine.run_plan import Plan
+from raysim.engine.plan import Plan
 from raysim.engine.server import RoundCohort
 from raysim.errors import RaysimError
 from raysim.rules.contract import State

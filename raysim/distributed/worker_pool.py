@@ -27,7 +27,7 @@ from raysim.distributed.heartbeats import Address, Monitor
 from raysim.distributed.shared_memory import SharedBuffer
 from raysim.distributed.traffic import ClusterTopology
 from raysim.distributed.waiting import POLL_INTERVAL_S, ActorDied, first_line, get
-from raysim.engine.run_plan import Plan
+from raysim.engine.plan import Plan
 from raysim.errors import RaysimError, ServerStateLost
 from raysim.rules.uploads import sums
 

@@ -11,8 +11,8 @@ from raysim.engine.client_evaluation import evaluation_blocks, have_own_models
 from raysim.engine.client_store import ClientStateStore
 from raysim.engine.cohorts import make_cohort
 from raysim.engine.executor import Executor, ModelHandle, RoundResults
+from raysim.engine.plan import Plan
 from raysim.engine.round_metrics import Record
-from raysim.engine.run_plan import Plan
 from raysim.engine.schedule import synchronous_round
 from raysim.errors import ClientError, RaysimError
 from raysim.randomness import generator

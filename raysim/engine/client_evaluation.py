@@ -15,7 +15,7 @@ from raysim import files
 from raysim.data import Clients
 from raysim.engine.client_store import ClientStateStore
 from raysim.engine.executor import Executor, Future, ModelHandle, RoundResults
-from raysim.engine.run_plan import Plan
+from raysim.engine.plan import Plan
 from raysim.errors import ClientError, ConfigError
 from raysim.randomness import generator
 from raysim.training.client_evaluation import uses_own_models

@@ -13,8 +13,8 @@ import numpy as np
 from raysim.config.sections.local import Local
 from raysim.engine.client_store import ClientStateStore
 from raysim.engine.executor import ModelHandle, RoundHandle, RoundResults
+from raysim.engine.plan import Plan
 from raysim.engine.round_metrics import UPDATES_NOT_USED, Record
-from raysim.engine.run_plan import Plan
 from raysim.engine.schedule import ScheduledRound
 from raysim.engine.server import RoundCohort, errors_name_rule
 from raysim.errors import ClientError, RaysimError

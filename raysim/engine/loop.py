@@ -32,10 +32,10 @@ from raysim.engine.executor import (
     PendingServerStep,
     RoundResults,
 )
+from raysim.engine.plan import Plan, ProbedRun
 from raysim.engine.probes import Probes
 from raysim.engine.records import Records
 from raysim.engine.round_metrics import Record
-from raysim.engine.run_plan import Plan, ProbedRun
 from raysim.engine.run_state import RunState
 from raysim.engine.schedule import (
     RoundSchedule,

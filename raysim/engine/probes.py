@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from raysim.config.references import load_object
 from raysim.config.schema import Config
 from raysim.config.sections.base import Named
-from raysim.engine.run_plan import Plan, Probe, ProbedRun, evaluates_models, measures_clients
+from raysim.engine.plan import Plan, Probe, ProbedRun, evaluates_models, measures_clients
 from raysim.engine.server import RoundCohort
 from raysim.errors import ConfigError, ProbeError, in_a_line
 from raysim.metrics import reserved_prefixes

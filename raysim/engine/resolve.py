@@ -1,4 +1,4 @@
-"""Resolve a configuration into a plan, the immutable description of a run (`raysim.engine.run_plan`).
+"""Resolve a configuration into a plan, the immutable description of a run (`raysim.engine.plan`).
 
 Everything is resolved once, and every mistake is reported before Ray starts.
 """
@@ -36,7 +36,7 @@ from raysim.engine import (
     upload_stages,
 )
 from raysim.engine.collusion import check_collusion
-from raysim.engine.run_plan import Plan, measures_clients
+from raysim.engine.plan import Plan, measures_clients
 from raysim.errors import ConfigError
 from raysim.models import build
 from raysim.models.flat import Model

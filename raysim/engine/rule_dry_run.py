@@ -30,7 +30,7 @@ from raysim.config.schema import Config
 from raysim.data import Examples
 from raysim.data.clients import Clients, VirtualClients
 from raysim.engine import learning
-from raysim.engine.run_plan import Plan
+from raysim.engine.plan import Plan
 from raysim.engine.server import first_broadcast, shapes_of_first_broadcast
 from raysim.engine.watched_rules import watched
 from raysim.errors import ConfigError, ContractError, RaysimError

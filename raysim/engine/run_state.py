@@ -17,8 +17,8 @@ from raysim.engine import checkpoint
 from raysim.engine.checkpoint import Checkpoint
 from raysim.engine.client_store import ClientStateStore
 from raysim.engine.executor import Executor, ModelHandle
+from raysim.engine.plan import Plan
 from raysim.engine.round_metrics import Record
-from raysim.engine.run_plan import Plan
 from raysim.engine.schedule import clock_before, make_schedule
 from raysim.engine.schedule.sampling import Sampler
 from raysim.engine.selection import ClientHistory

@@ -18,13 +18,13 @@ import numpy as np
 from numpy.random import Generator
 
 from raysim.engine.executor import make_server
+from raysim.engine.plan import Plan
 from raysim.engine.rule_dry_run import (
     DRY_RUN_TIMEOUT_S,
     LARGE_NET_PARAMETERS,
     RuleDryRun,
     is_shipped,
 )
-from raysim.engine.run_plan import Plan
 from raysim.engine.schedule import make_schedule
 from raysim.engine.selection import ClientHistory
 from raysim.engine.server import RoundCohort, Server

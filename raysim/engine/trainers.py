@@ -9,7 +9,7 @@ from raysim.config.sections.evaluation import FineTune
 from raysim.config.sections.local import Local
 from raysim.data import Clients, Examples, VirtualClients
 from raysim.engine import learning, probes
-from raysim.engine.run_plan import Plan
+from raysim.engine.plan import Plan
 from raysim.randomness import generator
 from raysim.rules.contract import ClientRule, ServerRule, overridden
 from raysim.training.client_evaluation import ClientEvaluator

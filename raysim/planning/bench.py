@@ -22,8 +22,8 @@ from raysim.config import explain, loading
 from raysim.config.sections.data import AnyData
 from raysim.data import Dataset, load_dataset
 from raysim.engine.loop import Engine
+from raysim.engine.plan import Plan
 from raysim.engine.resolve import keys, resolve_plan
-from raysim.engine.run_plan import Plan
 from raysim.errors import ConfigError, RaysimError
 from raysim.rules import registry
 from raysim.runs.run import choose

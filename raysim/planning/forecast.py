@@ -20,8 +20,8 @@ from raysim.distributed import nodes
 from raysim.engine.cohorts import make_cohort, make_tasks
 from raysim.engine.executor import Inline
 from raysim.engine.loop import Engine
+from raysim.engine.plan import Plan
 from raysim.engine.resolve import prepare as plan_of
-from raysim.engine.run_plan import Plan
 from raysim.errors import ConfigError
 from raysim.planning import plots
 from raysim.planning.simulated_executor import Costs, RoundSummary, simulate_rounds

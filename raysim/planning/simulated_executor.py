@@ -29,7 +29,7 @@ from raysim.config.sections.base import Section
 from raysim.distributed.block_scheduler import BlockScheduler, WorkerSpeeds, count_local_steps
 from raysim.engine.executor import CompletedResult, PendingServerStep, RoundResults
 from raysim.engine.loop import Engine
-from raysim.engine.run_plan import Plan
+from raysim.engine.plan import Plan
 from raysim.engine.selection import Candidates
 from raysim.engine.server import RoundCohort
 from raysim.randomness import generator

@@ -10,7 +10,7 @@ from raysim.data import plot_partition
 from raysim.diagnostics import forgetting
 from raysim.engine import client_evaluation, schedule
 from raysim.engine.loop import Record
-from raysim.engine.run_plan import Plan
+from raysim.engine.plan import Plan
 from raysim.rules.contract import overridden
 from raysim.runs.result import write_history
 from raysim.runs.run_dir import HISTORY_FILE, PARAMETERS_FILE

@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from raysim.engine.run_plan import Plan
+from raysim.engine.plan import Plan
 from raysim.rules import ClientRule, ServerRule
 from raysim.runs.provenance import command_line
 

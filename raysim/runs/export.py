@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from raysim.config.sections.evaluation import DEFAULT_BEST
 from raysim.data.examples import Examples
 from raysim.engine import checkpoint
+from raysim.engine.plan import Plan
 from raysim.engine.resolve import prepare
-from raysim.engine.run_plan import Plan
 from raysim.errors import ConfigError, RaysimError, in_a_line
 from raysim.runs import result, run_dir
 from raysim.tracking.models import log_model

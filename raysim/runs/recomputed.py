@@ -13,8 +13,8 @@ import torch
 
 from raysim.config import explain
 from raysim.config.schema import Config
+from raysim.engine.plan import Plan
 from raysim.engine.resolve import prepare
-from raysim.engine.run_plan import Plan
 from raysim.errors import ConfigError, in_a_line
 from raysim.runs.run import execute
 from raysim.tracking.ledger_row import Row, kept_config

@@ -25,8 +25,8 @@ from raysim.config.sections.evaluation import BestBy
 from raysim.engine import checkpoint
 from raysim.engine.client_evaluation import read_clients
 from raysim.engine.loop import Record
+from raysim.engine.plan import Plan
 from raysim.engine.resolve import prepare, read_run_config
-from raysim.engine.run_plan import Plan
 from raysim.errors import ConfigError
 from raysim.metrics import has_direction, lower_is_better
 from raysim.runs import run_dir

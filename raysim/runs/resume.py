@@ -14,8 +14,8 @@ from raysim.config import loading
 from raysim.config.loading import parse_overrides
 from raysim.data import partition_digest
 from raysim.engine import checkpoint, client_store
+from raysim.engine.plan import Plan
 from raysim.engine.resolve import prepare
-from raysim.engine.run_plan import Plan
 from raysim.engine.server import Server
 from raysim.errors import ConfigError, RaysimError
 from raysim.rules.uploads import with_mode

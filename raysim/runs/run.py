@@ -26,8 +26,8 @@ from raysim.data import dataset_summary, partition_digest
 from raysim.engine import checkpoint, client_store
 from raysim.engine.executor import Executor, Inline
 from raysim.engine.loop import Engine, Record
+from raysim.engine.plan import Plan
 from raysim.engine.resolve import prepare
-from raysim.engine.run_plan import Plan
 from raysim.errors import ConfigError, RaysimError, in_a_line
 from raysim.runs import git
 from raysim.runs.artifacts import write_artifacts

@@ -11,7 +11,7 @@ from pathlib import Path
 from raysim import files, lock
 from raysim.config.schema import Config
 from raysim.config.tracking_uri import absolute_uri, redacted_uri
-from raysim.engine.run_plan import Plan
+from raysim.engine.plan import Plan
 from raysim.errors import ConfigError
 from raysim.runs.provenance import REQUIREMENTS_FILE, installed_packages
 from raysim.tracking import mlflow_client, spool

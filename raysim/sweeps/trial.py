@@ -22,7 +22,7 @@ from raysim.config.tracking_uri import mask_secrets
 from raysim.data import partition_digest
 from raysim.engine import checkpoint, client_store, resolve
 from raysim.engine.loop import Record
-from raysim.engine.run_plan import Plan
+from raysim.engine.plan import Plan
 from raysim.errors import RaysimError, did_you_mean
 from raysim.runs import run as experiment
 from raysim.sweeps.definition import EarlyStopping, Trial, load_once

@@ -21,8 +21,8 @@ from support.command_line import Said, assert_one_message
 from raysim.attacks import gradient_inversion
 from raysim.attacks.gradient_inversion import AttackOptions, GradientSimulator, PixelRange, invert
 from raysim.diagnostics import recorded_updates
+from raysim.engine.plan import Plan
 from raysim.engine.resolve import prepare
-from raysim.engine.run_plan import Plan
 from raysim.errors import ConfigError
 from raysim.tracking import mlflow as tracking
 from raysim.tracking import mlflow_client

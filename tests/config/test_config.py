@@ -20,8 +20,8 @@ from raysim.attacks.noise_matching import MatchOptions
 from raysim.config import explain
 from raysim.config.loading import read_config, shipped
 from raysim.config.sections.base import at_round
+from raysim.engine.plan import Plan
 from raysim.engine.resolve import keys, prepare
-from raysim.engine.run_plan import Plan
 from raysim.errors import ConfigError
 from raysim.rules.contract import ALGORITHMS
 from raysim.rules.registry import algorithm_defaults, discover, resolve_rules

@@ -23,8 +23,8 @@ from raysim.diagnostics import convergence, recorded_updates
 from raysim.diagnostics.convergence import TheoremInputs
 from raysim.diagnostics.full_gradients import FullGradients
 from raysim.engine.executor import make_trainer
+from raysim.engine.plan import Plan
 from raysim.engine.resolve import prepare
-from raysim.engine.run_plan import Plan
 from raysim.errors import ConfigError
 from raysim.reports import speedup
 from raysim.runs.resume import resume

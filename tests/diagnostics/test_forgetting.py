@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 import raysim
 from raysim.diagnostics import forgetting, recorded_updates
+from raysim.engine.plan import Plan
 from raysim.engine.resolve import prepare
-from raysim.engine.run_plan import Plan
 from raysim.errors import ConfigError
 from raysim.runs.resume import resume
 

@@ -15,8 +15,8 @@ import raysim
 from raysim import metrics
 from raysim.data import Clients
 from raysim.engine.client_evaluation import figures
+from raysim.engine.plan import Plan
 from raysim.engine.resolve import prepare
-from raysim.engine.run_plan import Plan
 from raysim.errors import ClientError, ConfigError
 
 N = 12

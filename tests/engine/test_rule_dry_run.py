@@ -11,9 +11,9 @@ import torch
 from support.batteries import NETS, SIZES
 
 from raysim.engine import rule_dry_run
+from raysim.engine.plan import Plan
 from raysim.engine.resolve import prepare
 from raysim.engine.rule_dry_run import RuleDryRun, batch_sizes, compare_loop_and_vmap
-from raysim.engine.run_plan import Plan
 from raysim.engine.server_dry_run import broken_contract
 from raysim.errors import ConfigError, RaysimError
 from raysim.rules import Batch

@@ -34,8 +34,8 @@ from raysim.data import load_dataset
 from raysim.engine import checkpoint, schedule
 from raysim.engine.executor import make_server, make_trainer
 from raysim.engine.loop import Engine
+from raysim.engine.plan import Plan
 from raysim.engine.resolve import prepare
-from raysim.engine.run_plan import Plan
 from raysim.engine.schedule.client_times import ClientTimes
 from raysim.engine.schedule.stragglers import Stragglers
 from raysim.engine.server import RoundCohort

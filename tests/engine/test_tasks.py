@@ -21,8 +21,8 @@ from raysim.distributed.executor import RayExecutor
 from raysim.engine.checkpoint import available_checkpoints
 from raysim.engine.executor import Inline
 from raysim.engine.loop import Engine
+from raysim.engine.plan import Plan
 from raysim.engine.resolve import resolve_plan
-from raysim.engine.run_plan import Plan
 from raysim.errors import ConfigError, RaysimError
 from raysim.metrics import find_metric
 from raysim.sweeps.definition import EarlyStopping, prepare_sweep

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from raysim.engine.loop import Engine
-from raysim.engine.run_plan import Plan
+from raysim.engine.plan import Plan
 from raysim.rules import contract, registry
 
 SIZES = [20, 1, 9, 0, 14, 2, 7, 17]

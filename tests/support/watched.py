@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from raysim.engine.executor import Inline, PendingServerStep, RoundResults
-from raysim.engine.run_plan import Plan
+from raysim.engine.plan import Plan
 from raysim.engine.server import RoundCohort
 
 

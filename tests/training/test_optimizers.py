@@ -18,8 +18,8 @@ from torch.optim import lr_scheduler
 import raysim
 from raysim.config import explain
 from raysim.config.sections.learning_rate import mean_step_size, step_size
+from raysim.engine.plan import Plan
 from raysim.engine.resolve import prepare
-from raysim.engine.run_plan import Plan
 from raysim.engine.trainers import make_trainer
 from raysim.errors import ClientError, ConfigError
 from raysim.training.messages import Block, Broadcast, ClientTask
