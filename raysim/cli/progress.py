@@ -17,7 +17,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from raysim import stages
+from raysim import startup_stages
 
 if TYPE_CHECKING:
     from raysim.engine.loop import Record
@@ -67,12 +67,14 @@ def preparing(console: Console, title: str) -> Iterator[None]:
         title: what is prepared.
     """
     if not console.is_terminal:
-        with stages.shown_by(lambda stage: console.print(stage, soft_wrap=True, markup=False)):
+        with startup_stages.shown_by(
+            lambda stage: console.print(stage, soft_wrap=True, markup=False)
+        ):
             yield
         return
     with (
         console.status(title) as status,
-        stages.shown_by(lambda stage: status.update(f"{title}: {stage}")),
+        startup_stages.shown_by(lambda stage: status.update(f"{title}: {stage}")),
     ):
         yield
 
@@ -105,7 +107,7 @@ class RunProgress:
             transient=True,
         )
         self.task = self.bar.add_task(self.title, total=self.rounds, status="")
-        self.stages = stages.shown_by(self._show_stage)
+        self.stages = startup_stages.shown_by(self._show_stage)
 
     def __enter__(self) -> RunProgress:
         if self.console.is_terminal:

@@ -16,7 +16,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 
-from raysim import stages
+from raysim import startup_stages
 from raysim.cli.base import app, print_table
 from raysim.cli.completion import complete_configuration, complete_override
 from raysim.cli.progress import preparing, times
@@ -175,7 +175,7 @@ class _SweepProgress:
         )
         self.missing = self.total - self.ended
         self.began = self.last_line = time.monotonic()
-        self.stages = stages.shown_by(self._show_stage)
+        self.stages = startup_stages.shown_by(self._show_stage)
         console.print(_size(planned, taken))
 
     def __enter__(self) -> _SweepProgress:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from raysim import stages
+from raysim import startup_stages
 from raysim.config.references import read_code
 from raysim.config.sections.data import AnyData, Arrays, Data, HuggingFace, OwnData, TorchvisionData
 from raysim.data import built_in, own
@@ -74,7 +74,7 @@ def load_dataset(data: AnyData) -> Dataset:
         ConfigError: the name is unknown, the files are missing or damaged, the download failed, or
             the examples cannot be used; the message names the file or the function.
     """
-    stages.begin(f"loading {data.name}")
+    startup_stages.begin(f"loading {data.name}")
     match data:
         case OwnData():
             dataset = own.from_function(data)

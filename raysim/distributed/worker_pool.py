@@ -18,7 +18,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raysim import processes, stages
+from raysim import processes, startup_stages
 from raysim.config.sections.schedule import Sync
 from raysim.distributed import nodes
 from raysim.distributed.actors import ClientActor, EvalActor, NodeAggregator, ServerActor
@@ -108,11 +108,11 @@ class WorkerPool:
         self.resources = resources
         self.timeout = resources.timeout
         self.sends_sums = bool(sums(plan.server.uploads) or plan.initial[1].numel())
-        stages.begin("joining the Ray cluster" if resources.address else "starting Ray")
+        startup_stages.begin("joining the Ray cluster" if resources.address else "starting Ray")
         self._connect(plan)
         self.monitor = Monitor(resources.timeout, resources.call_timeout)
         n_actors = resources.actors
-        stages.begin(f"starting {n_actors} actor{'s'[: n_actors != 1]}")
+        startup_stages.begin(f"starting {n_actors} actor{'s'[: n_actors != 1]}")
         self.plan = ray.put(plan)
         self.wanted = resources.actors
         evaluates = plan.evaluates

@@ -16,7 +16,7 @@ from numpy.random import Generator
 
 from raysim.data import Examples
 from raysim.engine import learning, probes
-from raysim.engine.client_privacy import NoisyMean
+from raysim.engine.dp_noise import NoisyMean
 from raysim.engine.plan import Plan
 from raysim.engine.selection import Candidates
 from raysim.engine.server import RoundCohort, Server

@@ -12,8 +12,8 @@ import torch
 from numpy.random import Generator
 from torch import Tensor
 
-from raysim.engine.client_privacy import NoisyMean
 from raysim.engine.collusion import Collusion
+from raysim.engine.dp_noise import NoisyMean
 from raysim.engine.selection import Candidates, candidates, selected_clients
 from raysim.errors import RaysimError
 from raysim.numerics.fixed_point import NonFiniteError, combine, to_float

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from raysim import files, lock, processes, stages
+from raysim import files, lock, processes, startup_stages
 from raysim.data import dataset_summary, partition_digest
 from raysim.engine import checkpoint, client_store
 from raysim.engine.executor import Executor, Inline
@@ -186,7 +186,7 @@ def execute(
             # The start of Ray has replaced the handlers.
             signals.install()
             if recorder.tracks:
-                stages.begin("opening MLflow")
+                startup_stages.begin("opening MLflow")
             run_id = _start_tracking(recorder, plan, run_dir, saved, origin)
             followed = FollowedRun(also, run_dir)
             engine = Engine(plan, executor, run_dir, run_id, signals)
@@ -196,7 +196,7 @@ def execute(
                 # The history of a fork begins with that of the forked run.
                 for record in engine.history:
                     _log_record(record, recorder, progress, engine)
-            stages.begin(f"round {saved.facts['round'] if saved else 0}")
+            startup_stages.begin(f"round {saved.facts['round'] if saved else 0}")
             with signals.held():
                 for record in engine.rounds():
                     _log_record(record, recorder, progress, engine)

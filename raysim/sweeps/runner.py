@@ -19,7 +19,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from raysim import files, stages
+from raysim import files, startup_stages
 from raysim.config.schema import Config
 from raysim.config.tracking_uri import absolute_uri, redacted_uri, restored_uri
 from raysim.errors import ConfigError, RaysimError
@@ -224,7 +224,7 @@ def _room(trials: list[Trial]) -> Iterator[None]:
         {kind: sum(b.get(kind, 0) for b in _bundles(t.config)) for kind in ("CPU", "GPU")}
         for t in trials
     ]
-    stages.begin("starting Ray")
+    startup_stages.begin("starting Ray")
     ours = connect(
         trials[0].config.resources.address, max(w["CPU"] for w in wanted), logger.warning
     )

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from raysim import stages
+from raysim import startup_stages
 from raysim.cli import progress
 from raysim.cli.progress import RunProgress, duration, preparing, summary, times
 
@@ -30,12 +30,12 @@ def test_times():
 
 def test_stages_are_shown_inside_the_block_only(caplog):
     seen: list[str] = []
-    stages.begin("before")
-    with stages.shown_by(seen.append):
-        stages.begin("loading mnist")
-    stages.begin("after")
+    startup_stages.begin("before")
+    with startup_stages.shown_by(seen.append):
+        startup_stages.begin("loading mnist")
+    startup_stages.begin("after")
     assert seen == ["loading mnist"] and not caplog.records
-    assert not logging.getLogger("raysim.stages").handlers
+    assert not logging.getLogger("raysim.startup_stages").handlers
 
 
 def plan(rounds: int) -> Any:
@@ -55,9 +55,9 @@ def shown(terminal: bool, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(progress.time, "monotonic", lambda: float(next(clock)))
     console = Console(file=io.StringIO(), force_terminal=terminal, width=120, highlight=False)
     with preparing(console, "quickstart"):
-        stages.begin("loading mnist")
+        startup_stages.begin("loading mnist")
     with RunProgress(plan(6), console) as run:
-        stages.begin("starting Ray")
+        startup_stages.begin("starting Ray")
         for t in range(7):
             run({"round": t, "accuracy": t / 10, "clients_per_second": 50.0})
     return console.file.getvalue()  # type: ignore[attr-defined]
