@@ -4,7 +4,7 @@
 #   sbatch --nodes=4 --gpus-per-node=4 cluster/slurm.sh run my.yaml resources.actors=64 resources.gpus=0.25
 #
 # The folder must be on a disk that all nodes see; there the run, and an MLflow database, are left. SLURM's time limit
-# sends SIGTERM 60 s before the end, upon which the run keeps what is done: `raysim resume` in another job goes on.
+# sends SIGTERM 60 s before the end, upon which the run saves what is done. `raysim resume` continues it in another job.
 #SBATCH --job-name=raysim
 #SBATCH --ntasks-per-node=1
 #SBATCH --exclusive
