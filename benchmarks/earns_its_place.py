@@ -1,13 +1,20 @@
 """Gain of each remaining optimisation alone: rounds with it beside rounds without it.
 
-    python benchmarks/earns_its_place.py gradient [--workloads w1 w3 tinynn gradma mlp5e5]
-    python benchmarks/earns_its_place.py memory [--workloads w1 w3 gradma trip2e5 trip1e6]
+    python benchmarks/earns_its_place.py [gradient memory im2col graphs] [--workloads w1 w2 w5 gradma]
 
-`gradient`: CPU time of a round in loop mode in this process, by autograd over that by
-`raysim.training.fast_gradient`. `memory`: CPU time of a round of all processes (this one, Ray's and
-its two actors), through Ray's object store over that through `raysim.distributed.shared_memory`. In
-`trip…` two clients make one step on one example, so that a round is little but its round trip from
-the server to the actors and back.
+All four are measured by default, each on W1, W2, LeNet-5 (w5) and GradMA:
+
+- `gradient`: the hand-written backward pass (`raysim.training.fast_gradient`) beside autograd, CPU
+  time of a round in loop mode in this process. It exists for chains of dense layers only.
+- `memory`: `raysim.distributed.shared_memory` beside Ray's object store, CPU time of a round of all
+  processes (this one, Ray's and its two actors).
+- `im2col`: convolutions as matrix products beside torch's grouped ones, CPU time of a round under
+  vmap in this process.
+- `graphs`: CUDA graphs. They need a GPU, on which `benchmarks/gpu.py` compares them.
+
+Further workloads: `w3`; `tinynn` and `mlp5e5`, other dense nets; `trip2e5` and `trip1e6`, in which two
+clients make one step on one example, so that a round is little but its round trip from the server
+to the actors and back.
 
 Both ways take turns. Prints the median of the ratios, the smallest and the largest; asserts none.
 """
@@ -20,6 +27,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -29,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).parent / "peers"))
 
 from measure import tree
 from run_raysim import dataset
-from workloads import WORKLOADS
+from workloads import WORKLOADS, Workload
 
 from raysim.engine.executor import Inline
 from raysim.engine.loop import Engine
@@ -39,15 +47,10 @@ from raysim.engine.resolve import resolve_plan
 WARM_UP = 3
 """Rounds in this process that are not counted."""
 
-ROUNDS = 20
-"""Rounds of a turn on two actors."""
-
-DEFAULTS = {
-    "gradient": ["w1", "w3", "tinynn", "gradma", "mlp5e5"],
-    "memory": ["w1", "w3", "gradma", "trip2e5", "trip1e6"],
-}
+DEFAULT_WORKLOADS = ("w1", "w2", "w5", "gradma")
 
 MODELS: dict[str, dict[str, Any]] = {
+    "w5": {"name": "lenet5", "dropout": 0.0},
     "mlp5e5": {"name": "mlp", "hidden": [550, 150]},
     "trip2e5": {"name": "mlp", "hidden": [200, 200]},
     "trip1e6": {"name": "mlp", "hidden": [1000, 210]},
@@ -55,20 +58,38 @@ MODELS: dict[str, dict[str, Any]] = {
     "gradma": {"name": "tinynn"},
 }
 
+INLINE = {"resources": {"executor": "inline"}}
 
-def plan(name: str, **more: Any) -> Plan:
-    """Return the run of a workload of the peers' benchmark, or of one of `MODELS`."""
-    work = WORKLOADS.get(name, WORKLOADS["w1"])
+VARIANTS: dict[str, list[dict[str, Any]]] = {
+    "gradient": [{**INLINE, "batching": {"mode": "loop"}}],
+    "memory": [{"resources": {"executor": "ray", "actors": 2, "cpus": 0.5, "threads": 1}}],
+    "im2col": [
+        {**INLINE, "batching": {"mode": "vmap", "convolutions": convolutions}}
+        for convolutions in ("im2col", "direct")
+    ],
+}
+"""The configurations of each optimisation, first with it; one if something else switches it off."""
+
+Rounds = Iterator[dict[str, float]]
+
+
+class NotMeasured(Exception):
+    """The optimisation cannot be measured; the message says why."""
+
+
+def configuration(name: str, **more: Any) -> dict[str, Any]:
+    """Return a run of a workload of the peers' benchmark, or of one of `MODELS`."""
+    work = work_of(name)
     trip = name.startswith("trip")
-    config = {
-        "data": {"name": "digits"},  # the loader below returns the workload's images
+    return {
+        "data": {"name": "digits"},  # the loader returns the workload's images
         "rounds": 1_000_000,
         "partition": {"name": "iid", "clients": work.clients},
         "model": MODELS.get(name, {"name": work.net}),
         "algorithm": "gradma" if name == "gradma" else "fedavg",
         "local": {
             "steps": 1 if trip else work.steps,
-            "batch": 1 if trip else work.batch,
+            "batch_size": 1 if trip else work.batch,
             "lr": 0.01,
         },
         "schedule": {"name": "sync", "cohort": 2 if trip else work.cohort},
@@ -76,15 +97,35 @@ def plan(name: str, **more: Any) -> Plan:
         "checkpoint": {"every": 0},
         **more,
     }
-    return resolve_plan(config, load=lambda _: dataset(work))
 
 
-def report(name: str, size: int, ours: list[float], theirs: list[float]) -> None:
+def work_of(name: str) -> Workload:
+    return WORKLOADS.get(name, WORKLOADS["w1"])
+
+
+def configurations() -> Iterator[tuple[tuple[int, int, int], dict[str, Any]]]:
+    """Yield image shape and configuration of each run; of im2col those that can be measured."""
+    for what, variants in VARIANTS.items():
+        for name in ("w2", "w5") if what == "im2col" else (*DEFAULT_WORKLOADS, "trip2e5"):
+            for variant in variants:
+                yield work_of(name).shape, configuration(name, **variant)
+
+
+def plans(name: str, what: str, **more: Any) -> list[Plan]:
+    """Return the runs of a workload for an optimisation."""
+    data = dataset(work_of(name))
+    return [
+        resolve_plan(configuration(name, **variant, **more), load=lambda _: data)
+        for variant in VARIANTS[what]
+    ]
+
+
+def report(what: str, name: str, size: int, ours: list[float], theirs: list[float]) -> None:
     """Print one line of the table; `ours` and `theirs` are seconds of a round, turn by turn."""
     ratios = [b / a for a, b in zip(ours, theirs, strict=True)]
     milliseconds = [f"{1e3 * statistics.median(seconds):.4g}" for seconds in (ours, theirs)]
     spread = f"{statistics.median(ratios):.3f} | {min(ratios):.3f} | {max(ratios):.3f}"
-    print(f"| {name} | {size:,} | {' | '.join(milliseconds)} | {spread} |", flush=True)
+    print(f"| {what} | {name} | {size:,} | {' | '.join(milliseconds)} | {spread} |", flush=True)
 
 
 def take_turns(repeats: int, ways: list[Callable[[], float]]) -> list[list[float]]:
@@ -109,86 +150,124 @@ def cpu_seconds() -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
-def measure_gradient(name: str, repeats: int) -> None:
-    """Compare CPU times of rounds in this process."""
-    one = plan(name, resources={"executor": "inline"}, block={"mode": "loop"})
+def started(plan: Plan, executor: Inline) -> Rounds:
+    """Return the rounds of a run in this process, after its first ones."""
+    rounds = Engine(plan, executor).rounds()
+    for _ in range(WARM_UP):
+        next(rounds)
+    return rounds
 
-    def rounds(fast: bool) -> Iterator[dict[str, float]]:
-        executor = Inline()
-        if fast:
-            executor.open(one)
-        else:
-            with mock.patch("raysim.training.trainer.matches_autograd", lambda model: False):
-                executor.open(one)
-        assert (executor.trainer.loop.fast is not None) is fast
-        running = Engine(one, executor).rounds()
-        for _ in range(WARM_UP):
-            next(running)
-        return running
 
-    def timed(running: Iterator[dict[str, float]]) -> float:
+def take_turns_inline(given: argparse.Namespace, ours: Rounds, theirs: Rounds) -> list[list[float]]:
+    """Return the CPU seconds of a round of two runs in this process, turn by turn."""
+
+    def timed(rounds: Rounds) -> float:
         count, began, wall = 0, time.process_time(), time.perf_counter()
-        while time.perf_counter() - wall < 0.3:
-            next(running)
+        while not count or time.perf_counter() - wall < given.seconds:
+            next(rounds)
             count += 1
         return (time.process_time() - began) / count
 
-    ours, theirs = rounds(True), rounds(False)
-    report(
-        name, one.problem.size, *take_turns(repeats, [lambda: timed(ours), lambda: timed(theirs)])
-    )
+    return take_turns(given.repeats, [lambda: timed(ours), lambda: timed(theirs)])
 
 
-def measure_memory(name: str, repeats: int) -> None:
-    """Compare CPU times of rounds on two actors."""
+def measure_gradient(name: str, given: argparse.Namespace) -> None:
+    """Compare the hand-written backward pass with autograd."""
+    (plan,) = plans(name, "gradient")
+    ours, theirs = Inline(), Inline()
+    ours.open(plan)
+    if ours.trainer.loop.fast is None:
+        raise NotMeasured("this net is not a chain of dense layers, so autograd computes it")
+    with mock.patch("raysim.training.trainer.matches_autograd", lambda model: False):
+        theirs.open(plan)
+    assert theirs.trainer.loop.fast is None
+    taken = take_turns_inline(given, started(plan, ours), started(plan, theirs))
+    report("gradient", name, plan.problem.size, *taken)
+
+
+def measure_im2col(name: str, given: argparse.Namespace) -> None:
+    """Compare convolutions as matrix products with grouped convolutions, under vmap."""
+    if work_of(name).net == "mlp":  # as those of `MODELS` are dense
+        raise NotMeasured("this net has no convolutions")
+    runs = []
+    for plan in plans(name, "im2col"):
+        executor = Inline()
+        executor.open(plan)
+        runs.append(started(plan, executor))
+    report("im2col", name, plan.problem.size, *take_turns_inline(given, *runs))
+
+
+def measure_memory(name: str, given: argparse.Namespace) -> None:
+    """Compare shared buffers with the object store, on two actors."""
     from raysim.distributed.executor import RayExecutor
     from raysim.distributed.shared_memory import SharedBuffer
 
-    one = plan(
-        name, rounds=ROUNDS, resources={"executor": "ray", "actors": 2, "cpus": 0.5, "threads": 1}
-    )
+    (plan,) = plans(name, "memory", rounds=given.rounds)
+
+    def no_memory(size: int) -> None:
+        raise OSError("switched off")
 
     def opened(shared: bool) -> RayExecutor:
         executor = RayExecutor(lambda line: None)
-        with mock.patch.object(SharedBuffer, "new", SharedBuffer.new if shared else _no_memory):
-            executor.open(one)
+        stack.callback(executor.close)
+        new = SharedBuffer.new if shared else no_memory
+        with mock.patch.object(SharedBuffer, "new", new):
+            executor.open(plan)
         assert bool(executor.pool.shared_buffers) is shared
         return executor
 
     def timed(executor: RayExecutor) -> float:
         began = cpu_seconds()
-        for _ in Engine(one, executor).rounds():
+        for _ in Engine(plan, executor).rounds():
             pass
-        return (cpu_seconds() - began) / ROUNDS
+        return (cpu_seconds() - began) / given.rounds
 
-    ours, theirs = opened(True), opened(False)
-    timed(ours)
-    timed(theirs)
-    try:
-        ways = [lambda: timed(ours), lambda: timed(theirs)]
-        report(name, one.problem.size, *take_turns(repeats, ways))
-    finally:
-        ours.close()
-        theirs.close()
+    with ExitStack() as stack:
+        ours, theirs = opened(True), opened(False)
+        timed(ours)
+        timed(theirs)
+        taken = take_turns(given.repeats, [lambda: timed(ours), lambda: timed(theirs)])
+        report("memory", name, plan.problem.size, *taken)
 
 
-def _no_memory(size: int) -> None:
-    raise OSError("switched off")
+def measure_graphs(name: str, given: argparse.Namespace) -> None:
+    """Say where CUDA graphs are measured."""
+    raise NotMeasured("needs a GPU; `python benchmarks/gpu.py` compares CUDA graphs on one")
+
+
+MEASURES = {
+    "gradient": measure_gradient,
+    "memory": measure_memory,
+    "im2col": measure_im2col,
+    "graphs": measure_graphs,
+}
 
 
 def main() -> None:
     arguments = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    arguments.add_argument("what", choices=DEFAULTS)
-    arguments.add_argument("--workloads", nargs="*")
+    arguments.add_argument("what", nargs="*", metavar="WHAT", help=", ".join(MEASURES))
+    arguments.add_argument(
+        "--workloads",
+        nargs="*",
+        choices=sorted({*WORKLOADS, *MODELS} - {"w4"}),
+        default=DEFAULT_WORKLOADS,
+    )
     arguments.add_argument("--repeats", type=int, default=11)
+    arguments.add_argument("--seconds", type=float, default=0.3, help="of a turn in this process")
+    arguments.add_argument("--rounds", type=int, default=20, help="of a turn on two actors")
     given = arguments.parse_args()
-    print("| workload | P | ms | ms without | ratio | smallest | largest |")
-    print("|---|---:|---:|---:|---:|---:|---:|")
-    measure = {"gradient": measure_gradient, "memory": measure_memory}[given.what]
-    for name in given.workloads or DEFAULTS[given.what]:
-        measure(name, given.repeats)
+    if unknown := set(given.what) - set(MEASURES):
+        arguments.error(f"{', '.join(sorted(unknown))}: choose from {', '.join(MEASURES)}")
+    print("| optimisation | workload | P | ms | ms without | ratio | smallest | largest |")
+    print("|---|---|---:|---:|---:|---:|---:|---:|")
+    for what in given.what or MEASURES:
+        for name in given.workloads:
+            try:
+                MEASURES[what](name, given)
+            except NotMeasured as why:
+                print(f"| {what} | {name} | {why} |||||", flush=True)
 
 
 if __name__ == "__main__":

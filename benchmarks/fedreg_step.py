@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from raysim.engine.executor import configure_process, make_trainer
@@ -29,13 +30,23 @@ CONFIG = {
 METHODS = {"fedavg": {}, "fedreg": {}, "fedreg_mg": {}, "fedreg_mg, fresh": {"fresh": True}}
 
 
+def configuration(algorithm: str, options: dict[str, Any]) -> dict[str, Any]:
+    name = algorithm.partition(",")[0]
+    local = {"epochs": 1, "batch_size": 10, "lr": 0.1}
+    return {**CONFIG, "algorithm": {"name": name, **options}, "local": local}
+
+
+def configurations() -> Iterator[tuple[tuple[int, int, int], dict[str, Any]]]:
+    """Yield image shape and configuration of each run."""
+    for name, options in METHODS.items():
+        yield (1, 28, 28), configuration(name, options)
+
+
 class Client:
     """One client's local training, again and again."""
 
     def __init__(self, algorithm: str, options: dict[str, Any]):
-        name = algorithm.partition(",")[0]
-        local = {"epochs": 1, "batch_size": 10, "lr": 0.1}
-        plan = prepare({**CONFIG, "algorithm": {"name": name, **options}, "local": local})
+        plan = prepare(configuration(algorithm, options))
         self.trainer = make_trainer(plan, "cpu")
         x, buffers = plan.initial
         self.broadcast = Broadcast({"x": x}, buffers)

@@ -31,9 +31,9 @@ from raysim.errors import RaysimError
 STEPS, BATCH, SHAPE = 5, 64, (3, 32, 32)
 
 
-def plan(model: str, cohort: int, block: dict[str, Any], device: str, data: Dataset) -> Plan:
-    config = {
-        "data": {"name": "digits"},  # the loader below has something else
+def configuration(model: str, cohort: int, block: dict[str, Any], device: str) -> dict[str, Any]:
+    return {
+        "data": {"name": "digits"},  # the loader has something else
         "rounds": 1_000_000,
         "partition": {"name": "virtual", "clients": 1000, "samples": 400},
         "model": {"name": model, **({"dropout": 0.0} if model == "lenet5" else {})},
@@ -45,7 +45,17 @@ def plan(model: str, cohort: int, block: dict[str, Any], device: str, data: Data
         "evaluate": {"every": 0},
         "checkpoint": {"every": 0},
     }
-    return resolve_plan(config, load=lambda _: data)
+
+
+def configurations() -> Iterator[tuple[tuple[int, int, int], dict[str, Any]]]:
+    """Yield image shape and configuration of each kind of run."""
+    for model in ("lenet5", "resnet20"):
+        for block in ways([8], "cuda").values():
+            yield SHAPE, configuration(model, 128, block, "cpu")
+
+
+def plan(model: str, cohort: int, block: dict[str, Any], device: str, data: Dataset) -> Plan:
+    return resolve_plan(configuration(model, cohort, block, device), load=lambda _: data)
 
 
 def ways(sizes: list[int], device: str) -> dict[str, dict[str, Any]]:

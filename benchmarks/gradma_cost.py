@@ -13,6 +13,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,10 +37,9 @@ def dataset(shape: tuple[int, int, int]) -> Dataset:
     return Dataset("random", x, y, x[:100], y[:100], tuple(map(str, range(10))), scale, shift)
 
 
-def rounds(model: str, method: str, data: Dataset) -> Iterator[dict[str, float]]:
-    """An endless run; its rounds, as they are asked for."""
-    config = {
-        "data": {"name": "digits"},  # the loader below has something else
+def configuration(model: str, method: str) -> dict[str, Any]:
+    return {
+        "data": {"name": "digits"},  # the loader has something else
         "rounds": 1_000_000,
         "partition": {"name": "iid", "clients": N},
         "model": model,
@@ -53,7 +53,20 @@ def rounds(model: str, method: str, data: Dataset) -> Iterator[dict[str, float]]
         "evaluate": {"every": 0},
         "checkpoint": {"every": 0},
     }
-    plan, executor = resolve_plan(config, load=lambda _: data), Inline()
+
+
+def configurations() -> Iterator[tuple[tuple[int, int, int], dict[str, Any]]]:
+    """Yield image shape and configuration of each run."""
+    for method in METHODS:
+        yield SHAPES["tinynn"], configuration("tinynn", method)
+    for model in ("mlp", "lenet", "lenet5"):
+        yield SHAPES[model], configuration(model, "gradma")
+
+
+def rounds(model: str, method: str, data: Dataset) -> Iterator[dict[str, float]]:
+    """An endless run; its rounds, as they are asked for."""
+    plan = resolve_plan(configuration(model, method), load=lambda _: data)
+    executor = Inline()
     executor.open(plan)
     return Engine(plan, executor).rounds()
 

@@ -16,6 +16,7 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
@@ -54,6 +55,11 @@ CONFIG: dict[str, Any] = {
     "evaluate": {"every": 0},
     "checkpoint": {"every": 0},
 }
+
+
+def configurations() -> Iterator[tuple[tuple[int, int, int], dict[str, Any]]]:
+    """Yield image shape and configuration of the run."""
+    yield (1, 28, 28), CONFIG
 
 
 def measure(plan: Plan, count: int) -> list[float]:

@@ -16,7 +16,9 @@ import resource
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -54,10 +56,20 @@ CLOCKS = {
 }
 
 
-def clock(how: dict, rounds: int) -> float:
-    """Seconds for each event."""
+def configuration(how: dict[str, Any]) -> dict[str, Any]:
     schedule = {**CONFIG["schedule"], **how}
-    plan = prepare({**CONFIG, "schedule": {k: v for k, v in schedule.items() if v is not None}})
+    return {**CONFIG, "schedule": {k: v for k, v in schedule.items() if v is not None}}
+
+
+def configurations() -> Iterator[tuple[tuple[int, int, int], dict[str, Any]]]:
+    """Yield image shape and configuration of each run."""
+    for how in CLOCKS.values():
+        yield (1, 28, 28), configuration(how)
+
+
+def clock(how: dict[str, Any], rounds: int) -> float:
+    """Seconds for each event."""
+    plan = prepare(configuration(how))
     made = make_schedule(plan.config, plan.clients.sizes)
     before, began = made._events_added, time.perf_counter()
     for t in range(rounds):

@@ -25,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,11 @@ ENVIRONMENT = {
 CLONE_NEWNET = 0x40000000
 TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x400454CA, 1, 0x1000
 MTU = 9000
+
+
+def configurations() -> Iterator[tuple[tuple[int, int, int], dict[str, Any]]]:
+    """Yield image shape and configuration of the run."""
+    yield (1, 28, 28), {**CONFIG, "rounds": 5}
 
 
 def name(host: int) -> str:
@@ -264,10 +270,9 @@ def main() -> None:
             rounds = given.rounds
             for how in ("alone", "added"):
                 records, (came, went) = run(how, config)
-                seconds, up, down = (
-                    sum(record[key] for record in records) / rounds
-                    for key in ("seconds", "system/network/bytes_up", "system/network/bytes_down")
-                )
+                seconds = sum(record["round_seconds"] for record in records) / rounds
+                up = sum(record["system/network/bytes_up"] for record in records) / rounds
+                down = sum(record["system/network/bytes_down"] for record in records) / rounds
                 print(
                     f"sums {'added up' if how == 'added' else 'alone':10s} {seconds:14.2f} {came / rounds / 1e6:18.2f} "
                     f"{up / 1e6:12.2f} {went / rounds / 1e6:12.2f} {down / 1e6:12.2f}"

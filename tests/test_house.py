@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
+
+import pytest
 
 import raysim
+from raysim import metrics
+from raysim.engine.plan import build_rules, load_config
+from raysim.models.build import make_net
 from raysim.rules import contract, registry
 
 PACKAGE = Path(raysim.__file__).parent
@@ -44,11 +52,53 @@ def test_a_method_file_says_what_it_keeps_sends_and_where_it_is_from():
         assert cls.__doc__ and cls.__doc__.strip().endswith("."), cls
 
 
+BENCHMARKS = sorted((PACKAGE.parent / "benchmarks").rglob("*.py"))
+
+
+def trees(path: Path) -> Iterator[ast.AST]:
+    """Yield the code of a file, and the programs in its texts, which it runs in other processes."""
+    tree = ast.parse(path.read_text())
+    yield tree
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and "\nfrom raysim." in str(node.value):
+            yield ast.parse(str(node.value))
+
+
 def test_benchmarks_import_what_there_is():
     """No test runs them, so a name that has moved would be found by a user."""
-    for path in sorted((PACKAGE.parent / "benchmarks").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+    for path in BENCHMARKS:
+        for node in (node for tree in trees(path) for node in ast.walk(tree)):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("raysim"):
                 module = import_module(str(node.module))
                 missing = [one.name for one in node.names if not hasattr(module, one.name)]
                 assert not missing, f"{path.name}: {node.module} has no {missing}"
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "mock.patch":
+                assert isinstance(node.args[0], ast.Constant)
+                resolve_name(str(node.args[0].value))
+
+
+def test_benchmarks_read_metrics_that_are_logged():
+    records = re.compile(r"""\b(?:record|last|foreseen)(?:\[|\.get\()f?["']([\w/{}]+)["']""")
+    for path in BENCHMARKS:
+        for name in records.findall(path.read_text()):
+            metric = metrics.find_metric(name)
+            assert name == "round" or (metric and not metric.users_own), f"{path.name}: {name}"
+
+
+CONFIGURED = [path for path in BENCHMARKS if '"algorithm"' in path.read_text()]
+
+
+@pytest.mark.parametrize("path", CONFIGURED, ids=lambda path: path.stem)
+def test_configurations_of_benchmarks_resolve(path, monkeypatch):
+    """Every key, value, rule and net of what a benchmark runs is accepted."""
+    for folder in {PACKAGE.parent / "benchmarks", path.parent}:
+        monkeypatch.syspath_prepend(folder)
+    monkeypatch.setattr(os, "environ", {**os.environ, "RAY_ADDRESS": "of another machine's GPUs"})
+    nets = {}
+    for shape, raw in import_module(path.stem).configurations():
+        config = load_config(raw)
+        build_rules(config)
+        nets[config.model.name, shape] = config
+    assert nets
+    for (_, shape), config in nets.items():
+        make_net(config, shape, 10)

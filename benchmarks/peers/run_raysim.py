@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import statistics
 import sys
+from collections.abc import Iterator
+from typing import Any
 
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 
 import numpy as np
 from measure import Meter
-from workloads import CLASSES, LR, Workload, arguments, pixels
+from workloads import CLASSES, LR, WORKLOADS, Workload, arguments, pixels
 
 import raysim
 from raysim.data import Dataset
@@ -27,10 +29,10 @@ def dataset(work: Workload) -> Dataset:
     return Dataset("random", x, y, x[:100], y[:100], tuple(map(str, range(CLASSES))), scale, shift)
 
 
-def plan(work: Workload, actors: int, mode: str | None = None) -> Plan:
+def configuration(work: Workload, actors: int, mode: str | None = None) -> dict[str, Any]:
     split = {"name": "virtual", "samples": work.samples} if work.virtual else {"name": "iid"}
-    config = {
-        "data": {"name": "digits"},  # the loader below has something else
+    return {
+        "data": {"name": "digits"},  # the loader has something else
         "rounds": 1_000_000,
         "partition": {**split, "clients": work.clients},
         "model": {"name": work.net, **({"dropout": 0.0} if work.net == "lenet5" else {})},
@@ -44,7 +46,17 @@ def plan(work: Workload, actors: int, mode: str | None = None) -> Plan:
         "evaluate": {"every": 0},
         "checkpoint": {"every": 0},
     }
-    return resolve_plan(config, load=lambda _: dataset(work))
+
+
+def configurations() -> Iterator[tuple[tuple[int, int, int], dict[str, Any]]]:
+    """Yield image shape and configuration of each run."""
+    for work in WORKLOADS.values():
+        yield work.shape, configuration(work, actors=0)
+    yield WORKLOADS["w3"].shape, configuration(WORKLOADS["w3"], actors=2, mode="loop")
+
+
+def plan(work: Workload, actors: int, mode: str | None = None) -> Plan:
+    return resolve_plan(configuration(work, actors, mode), load=lambda _: dataset(work))
 
 
 def main() -> None:
