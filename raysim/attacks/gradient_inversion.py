@@ -41,7 +41,6 @@ from raysim.attacks.plots import plot_reconstructions
 from raysim.config.explain import checked_section
 from raysim.config.loading import parse_overrides
 from raysim.config.sections.base import Section
-from raysim.config.sections.learning_rate import step_size
 from raysim.config.sections.optimizer import PLAIN_SGD
 from raysim.data import Dataset
 from raysim.data.dataset import MAX_PIXEL_VALUES
@@ -432,7 +431,7 @@ class GradientSimulator:
         )
         local = config.local
         decayed = self.model.decayed() if local.weight_decay else None
-        lr, x0 = step_size(local.lr, base), plan.initial[0].to(device)
+        lr, x0 = local.step_sizes.of_step(base), plan.initial[0].to(device)
         self.settings = LocalSettings(
             base,
             lr,

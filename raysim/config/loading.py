@@ -112,7 +112,14 @@ def read_config(
             f"{CLAIMS}: what is claimed of runs stands in the file, and is not given with ="
         )
     renamed.refuse_former_keys(given)
-    merged = _merged(_layers(source), given, keys, defaults)
+    layers = [*_layers(source), _nested(given)]
+    merged: dict[str, Any] = {}
+    for i, layer in enumerate(layers):
+        algorithm = named(layer.get("algorithm"))
+        name = algorithm.get("name") if isinstance(algorithm, Mapping) else None
+        replaced = any(_names_method(above) for above in layers[i + 1 :])
+        brought = defaults(name) if isinstance(name, str) and not replaced else {}
+        merged = merge(merged, merge(brought, layer, keys), keys)
     merged.pop(CLAIMS, None)
     return merged
 
@@ -145,23 +152,6 @@ def _layers(source: str | Path | Mapping[str, Any]) -> list[dict[str, Any]]:
                 )
             layers.insert(0, below)
     return layers
-
-
-def _merged(
-    layers: list[dict[str, Any]],
-    given: Mapping[str, Any],
-    keys: KeysOfBoth | None,
-    defaults: Callable[[str], Mapping[str, Any]],
-) -> dict[str, Any]:
-    layers = [*layers, _nested(given)]
-    merged: dict[str, Any] = {}
-    for i, layer in enumerate(layers):
-        algorithm = named(layer.get("algorithm"))
-        name = algorithm.get("name") if isinstance(algorithm, Mapping) else None
-        replaced = any(_names_method(above) for above in layers[i + 1 :])
-        brought = defaults(name) if isinstance(name, str) and not replaced else {}
-        merged = merge(merged, merge(brought, layer, keys), keys)
-    return merged
 
 
 def _yaml(path: Path) -> dict[str, Any]:
@@ -251,38 +241,50 @@ def _nested(overrides: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def merge(
-    below: Mapping[str, Any], above: Mapping[str, Any], keys: KeysOfBoth | None = None
+    below: Mapping[str, Any],
+    above: Mapping[str, Any],
+    keys: KeysOfBoth | None = None,
+    section: str | None = None,
 ) -> dict[str, Any]:
-    """One layer over another, section by section.
+    """Merge a layer over another, section by section; other values replace those below.
 
     Args:
-        below: the lower layer.
-        above: the upper layer.
+        below: the lower layer, or a section of it.
+        above: the upper layer, or the same section of it.
         keys: the keys that two names of a section share.
+        section: name of the section; None for whole layers.
     """
-    result = dict(below)
-    if above.get("algorithm") is not None:
-        result = {k: v for k, v in result.items() if k not in ("client", "server")}
-    elif _names_method(above):
-        result.pop("algorithm", None)
+    dropped = _dropped_keys(below, above, keys, section)
+    merged = {key: value for key, value in below.items() if key not in dropped}
     for key, value in above.items():
-        result[key] = _laid_over(key, result.get(key), value, keys)
-    return result
+        old = merged.get(key)
+        if key in SECTIONS_WITH_NAME:
+            old, value = named(old), named(value)
+        if isinstance(old, dict) and isinstance(value, dict):
+            value = merge(old, value, keys, key)
+        merged[key] = value
+    return merged
 
 
-def _laid_over(key: str, old: Any, value: Any, keys: KeysOfBoth | None) -> Any:
-    """Merge a section over an older one; any other value replaces the older one."""
-    if key in SECTIONS_WITH_NAME:
-        old, value = named(old), named(value)
-    if not isinstance(old, dict) or not isinstance(value, dict):
-        return value
-    if key in (*SECTIONS_WITH_NAME, "lr") and value.get("name", old.get("name")) != old.get("name"):
-        same = keys(key, str(old.get("name")), str(value["name"])) if keys else ()
-        old = {k: v for k, v in old.items() if k in same}
-    if key == "local":
-        rival = {"steps": "epochs", "epochs": "steps"}
-        old = {k: v for k, v in old.items() if rival.get(k) not in value}
-    return {**old, **{k: _laid_over(k, old.get(k), v, keys) for k, v in value.items()}}
+def _dropped_keys(
+    below: Mapping[str, Any],
+    above: Mapping[str, Any],
+    keys: KeysOfBoth | None,
+    section: str | None,
+) -> set[str]:
+    """Return the keys of the lower layer that have no meaning under the upper one."""
+    if section is None:
+        if above.get("algorithm") is not None:
+            return {"client", "server"}
+        return {"algorithm"} if _names_method(above) else set()
+    if section == "local":
+        rivals = {"steps": "epochs", "epochs": "steps"}
+        return {rivals[key] for key in above if key in rivals}
+    if section in (*SECTIONS_WITH_NAME, "lr") and "name" in above:
+        before, after = below.get("name"), above["name"]
+        if before != after:
+            return set(below) - set(keys(section, str(before), str(after)) if keys else ())
+    return set()
 
 
 def _names_method(layer: Mapping[str, Any]) -> bool:

@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from raysim.config.sections.base import is_due
-from raysim.config.sections.learning_rate import step_size
 from raysim.config.sections.optimizer import PLAIN_SGD
 from raysim.config.sections.schedule import Sync
 from raysim.diagnostics import full_gradients
@@ -315,7 +314,7 @@ def theorem_inputs(plan: Plan) -> TheoremInputs:
     N = plan.problem.n_nonempty
     cohort = min(c.schedule.size, N)
     return TheoremInputs(
-        step_size(c.local.lr, 0), plan.server.lr, beta1, beta2, steps, cohort, N, c.rounds
+        c.local.step_sizes.of_step(0), plan.server.lr, beta1, beta2, steps, cohort, N, c.rounds
     )
 
 

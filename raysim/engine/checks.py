@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from raysim.config.schema import Config
-from raysim.config.sections.learning_rate import step_size, varies_in_a_round
 from raysim.config.sections.optimizer import PLAIN_SGD
 from raysim.config.sections.privacy import ClientPrivacy
 from raysim.config.sections.schedule import (
@@ -351,7 +350,7 @@ def check_local_steps(config: Config, client: ClientRule) -> None:
                 f"local.optimizer: client rule '{client.name}' needs plain SGD, not "
                 f"'{local.optimizer.name}': {reason}; leave local.optimizer out"
             )
-        if varies_in_a_round(local.lr):
+        if local.step_sizes.varies_in_a_round:
             raise ConfigError(
                 f"local.lr.over: client rule '{client.name}' needs one step size in a round: "
                 f"{reason}; use local.lr.over=rounds"
@@ -363,7 +362,7 @@ def check_local_steps(config: Config, client: ClientRule) -> None:
             "local.batch_size instead"
         )
     last = config.rounds - 1
-    if not varies_in_a_round(local.lr) and step_size(local.lr, last) <= 0:
+    if not local.step_sizes.varies_in_a_round and local.step_sizes.of_step(last) <= 0:
         raise ConfigError(
             f"local.lr: is 0 in round {last}; raise local.lr.eta_min, or give local.lr.T_max at "
             f"least the number of rounds ({config.rounds})"

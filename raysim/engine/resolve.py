@@ -20,7 +20,6 @@ from raysim.config.references import reading_once
 from raysim.config.schema import Config
 from raysim.config.sections.base import Named
 from raysim.config.sections.data import AnyData
-from raysim.config.sections.learning_rate import largest_step_size
 from raysim.config.sections.schedule import InFlight, Trace
 from raysim.data import Dataset, load_dataset, split_dataset
 from raysim.data.clients import Clients, VirtualClients
@@ -326,7 +325,7 @@ def build_problem(
         seed=config.seed,
         n_held_out=len(clients) - clients.n_training,
         n_public=0 if dataset.public_x is None else len(dataset.public_x),
-        lr=max(largest_step_size(local.lr) for local in local_of_groups(config)),
+        lr=max(local.step_sizes.largest for local in local_of_groups(config)),
     )
     learning.check_rules(task, rules.client, rules.server)
     learning.check_public_data(dataset, rules.client, rules.server)

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from raysim.config.sections.learning_rate import step_size, varies_in_a_round
 from raysim.errors import ContractError
 from raysim.rules.batch import Batch
 from raysim.rules.contract import PLAIN_STEP, ClientRule, overridden
@@ -59,7 +58,7 @@ class LoopTrainer(Trainer):
         task = self.loop
         in_place = not overridden(rule, ["step"])
         local = self.config.local
-        varies = varies_in_a_round(local.lr)
+        step_sizes = local.step_sizes
         try:
             client = self.arrive(rule, broadcast, client_task)
             settings = task.settings
@@ -68,8 +67,8 @@ class LoopTrainer(Trainer):
             local_params = state["w"]
             task.in_steps = True
             for passes, batch in enumerate(batches):
-                if varies:
-                    lr = step_size(local.lr, client_task.base, passes // local.accumulate)
+                if step_sizes.varies_in_a_round:
+                    lr = step_sizes.of_step(client_task.base, passes // local.accumulate)
                     task.settings = replace(settings, lr=lr)
                 if client.prepared:
                     prepared = client.prepared[passes % len(client.prepared)]

@@ -123,7 +123,7 @@ class LoopTask(ModelTask):
             loss, parts = self.fast.gradient(*given, self.parts), self.parts
         else:
             loss, parts = by_autograd(self.trained, *given)
-        torch._foreach_add_(self.trained.views, parts, alpha=-self.lr)  # pyright: ignore[reportPrivateImportUsage]  # torch exports it, untyped
+        torch._foreach_add_(self.trained.views, parts, alpha=-self.settings.lr)  # pyright: ignore[reportPrivateImportUsage]  # torch exports it, untyped
         self.losses.append(loss)
 
     def _grad(

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from raysim.config.schema import Config
-from raysim.config.sections.learning_rate import step_size
 from raysim.config.sections.optimizer import PLAIN_SGD
 from raysim.models.flat import BoundModel, Model
 from raysim.randomness import generator
@@ -76,7 +75,7 @@ class PooledTrainer(LoopTrainer):
                 )
                 self.loop.local_params.copy_(broadcasts[base].global_params)
                 direction, client_losses = gradient(self.loop.trained, pool)
-                delta.add_(direction, alpha=step_size(self.config.local.lr, base))
+                delta.add_(direction, alpha=self.config.local.step_sizes.of_step(base))
                 for task, loss in zip(tasks, client_losses, strict=True):
                     losses[task.client] = loss
         except BaseException as error:

@@ -6,7 +6,6 @@ from numpy.random import Generator
 from torch import Tensor
 
 from raysim.config.schema import Config
-from raysim.config.sections.learning_rate import mean_step_size
 from raysim.models.flat import Model
 from raysim.rules.public import PublicData
 from raysim.training.loop_task import LoopTask
@@ -43,7 +42,7 @@ class ServerTask(LoopTask):
         local = self.config.local
         settings = LocalSettings(
             t=t,
-            lr=mean_step_size(local.lr, t, local.n_updates(0)),
+            lr=local.step_sizes.mean(t, 0),
             weight_decay=local.weight_decay,
             clip=local.max_grad_norm,
             x0=self.x0,

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from raysim.config.schema import Config
-from raysim.config.sections.learning_rate import mean_step_size
 from raysim.config.sections.privacy import ClientPrivacy
 from raysim.data import Examples
 from raysim.data.clients import Clients, VirtualClients
@@ -282,7 +281,7 @@ class Trainer(ABC):
         guarded = private is not None and not self.rule.unprotected_uploads
         return LocalSettings(
             t,
-            mean_step_size(local.lr, t, local.n_updates(batches)),
+            local.step_sizes.mean(t, local.n_updates(batches)),
             local.weight_decay,
             local.max_grad_norm,
             private,

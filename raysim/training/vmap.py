@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from raysim.config.sections.learning_rate import step_size, varies_in_a_round
 from raysim.config.sections.local import Local
 from raysim.errors import ContractError, in_a_line
 from raysim.models.flat import Model
@@ -125,9 +124,10 @@ class VmapTrainer(Trainer):
 
         Schedules over rounds may separate clients that started from different versions.
         """
+        step_sizes = self.config.local.step_sizes
 
         def constants(client_task: ClientTask) -> tuple:
-            return step_size(self.config.local.lr, client_task.base), self.rule.at(client_task.base)
+            return step_sizes.of_step(client_task.base), self.rule.at(client_task.base)
 
         alike: list[list[ClientTask]] = []
         for client_task in block.tasks:
@@ -259,7 +259,7 @@ def train_under_vmap(
     step = torch.func.vmap(
         _step_of(model, rule, settings), in_dims=(None if together else 0, 0, 0, 0, 0, None)
     )
-    if varies_in_a_round(local.lr):
+    if local.step_sizes.varies_in_a_round:
         settings = replace(settings, lr=0.0)  # each step gets its own
     key = repr(rule), together, *_constants(settings)
     for i, batch in enumerate(batches):
@@ -360,8 +360,8 @@ def _numbers_of_step(model: Model, local: Local, t: int, i: int) -> State:
     They are tensors, so that all steps have the same constants.
     """
     numbers = {}
-    if varies_in_a_round(local.lr):
-        numbers["lr"] = step_size(local.lr, t, i // local.accumulate)
+    if local.step_sizes.varies_in_a_round:
+        numbers["lr"] = local.step_sizes.of_step(t, i // local.accumulate)
     if local.accumulate > 1:
         numbers["count"] = i % local.accumulate + 1
     return {

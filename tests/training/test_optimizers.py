@@ -17,7 +17,6 @@ from torch.optim import lr_scheduler
 
 import raysim
 from raysim.config import explain
-from raysim.config.sections.learning_rate import mean_step_size, step_size
 from raysim.engine.plan import Plan
 from raysim.engine.resolve import prepare
 from raysim.engine.trainers import make_trainer
@@ -211,21 +210,21 @@ def test_schedules_have_the_values_of_torch(name):
     section, schedule = SCHEDULES[name]
     made = explain.validate({
         "data": "digits", "rounds": 9, "algorithm": "fedavg", "local": {"lr": {**section, "base_lr": LR}}
-    }).local.lr  # fmt: skip
+    }).local.step_sizes  # fmt: skip
     optimizer = optim.SGD([nn.Parameter(torch.zeros(1))], LR)
     scheduler = schedule(optimizer)
     end = section.get("T_max", 7 if "then" in section else 12)  # torch's cosine goes up again
     for t in range(end + 1):
-        assert step_size(made, t) == pytest.approx(
+        assert made.of_step(t) == pytest.approx(
             optimizer.param_groups[0]["lr"], rel=1e-12, abs=1e-17
         )
         optimizer.step()
         scheduler.step()
     if "T_max" in section:
-        assert step_size(made, end + 5) == section.get("eta_min", 0)
+        assert made.of_step(end + 5) == section.get("eta_min", 0)
     over_steps = made.model_copy(update={"over": "steps"})
-    assert step_size(over_steps, 7, 2) == step_size(made, 2)
-    assert mean_step_size(over_steps, 7, 3) == pytest.approx(sum(made.at(i) for i in range(3)) / 3)
+    assert over_steps.of_step(7, 2) == made.of_step(2)
+    assert over_steps.mean(7, 3) == pytest.approx(sum(made.at(i) for i in range(3)) / 3)
 
 
 # -- the state between rounds

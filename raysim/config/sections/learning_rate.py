@@ -6,6 +6,7 @@ The schedules have the parameters and values of those in torch.optim.lr_schedule
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from math import cos, pi
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -14,13 +15,8 @@ from pydantic import Discriminator, Field, Tag, model_validator
 from raysim.config.sections.base import Positive, PositiveScheduled, Section, at_round
 
 
-class LearningRateSchedule(Section):
-    """Keys that all schedules have. Their length is a key: it does not follow `rounds`."""
-
-    base_lr: Positive
-    """Step size that the schedule multiplies."""
-    over: Literal["rounds", "steps"] = "rounds"
-    """Whether it counts rounds, or the steps of a client in a round (anew in each round)."""
+class StepSizes:
+    """The step sizes of all local steps of a run."""
 
     def at(self, i: int) -> float:
         """Return the step size in a round or step.
@@ -29,6 +25,88 @@ class LearningRateSchedule(Section):
             i: number of the round or step, from 0.
         """
         raise NotImplementedError(f"{type(self).__name__} defines no at")
+
+    @property
+    def largest(self) -> float:
+        """The largest step size."""
+        raise NotImplementedError(f"{type(self).__name__} defines no largest")
+
+    @property
+    def varies_in_a_round(self) -> bool:
+        """Whether the steps of a round have different step sizes."""
+        return False
+
+    def of_step(self, t: int, step: int = 0) -> float:
+        """Return the step size of a local step.
+
+        Args:
+            t: the round in which the client started.
+            step: number of the step in its round, from 0.
+        """
+        return self.at(step if self.varies_in_a_round else t)
+
+    def mean(self, t: int, steps: int) -> float:
+        """Return the mean step size of the local steps of a client in a round.
+
+        Args:
+            t: the round in which the client started.
+            steps: number of its steps.
+        """
+        if not self.varies_in_a_round or not steps:
+            return self.of_step(t)
+        return sum(self.at(step) for step in range(steps)) / steps
+
+
+@dataclass(frozen=True)
+class ConstantStepSize(StepSizes):
+    """One step size for all steps."""
+
+    value: float
+    """The step size."""
+
+    def at(self, i: int) -> float:
+        """Return the step size; see `StepSizes`."""
+        return self.value
+
+    def mean(self, t: int, steps: int) -> float:
+        """Return the step size; see `StepSizes`."""
+        return self.value
+
+    @property
+    def largest(self) -> float:
+        """The step size."""
+        return self.value
+
+
+@dataclass(frozen=True)
+class StepSizesByRound(StepSizes):
+    """A step size for each part of a run."""
+
+    values: list[tuple[int, float]]
+    """Pairs of a first round and the step size from there on, by ascending rounds."""
+
+    def at(self, i: int) -> float:
+        """Return the step size; see `StepSizes`."""
+        return at_round(self.values, i)
+
+    @property
+    def largest(self) -> float:
+        """The largest step size."""
+        return max(value for _, value in self.values)
+
+
+class LearningRateSchedule(Section, StepSizes):
+    """Keys that all schedules have. Their length is a key: it does not follow `rounds`."""
+
+    base_lr: Positive
+    """Step size that the schedule multiplies."""
+    over: Literal["rounds", "steps"] = "rounds"
+    """Whether it counts rounds, or the steps of a client in a round (anew in each round)."""
+
+    @property
+    def varies_in_a_round(self) -> bool:
+        """Whether the steps of a round have different step sizes."""
+        return self.over == "steps"
 
     @property
     def largest(self) -> float:
@@ -52,7 +130,7 @@ class CosineSchedule(LearningRateSchedule):
         return self
 
     def at(self, i: int) -> float:
-        """Return the step size; see `LearningRateSchedule`."""
+        """Return the step size; see `StepSizes`."""
         share = min(i, self.T_max) / self.T_max
         return self.eta_min + (self.base_lr - self.eta_min) * (1 + cos(pi * share)) / 2
 
@@ -67,7 +145,7 @@ class StepSchedule(LearningRateSchedule):
     """Factor of a reduction."""
 
     def at(self, i: int) -> float:
-        """Return the step size; see `LearningRateSchedule`."""
+        """Return the step size; see `StepSizes`."""
         return self.base_lr * self.gamma ** (i // self.step_size)
 
 
@@ -100,7 +178,7 @@ class WarmupSchedule(LearningRateSchedule):
         return self
 
     def at(self, i: int) -> float:
-        """Return the step size; see `LearningRateSchedule`."""
+        """Return the step size; see `StepSizes`."""
         if self.then and i >= self.total_iters:
             return self.then.at(i - self.total_iters)
         share = min(i, self.total_iters) / self.total_iters
@@ -132,49 +210,3 @@ else:
         | Annotated[WarmupSchedule, Tag("warmup")],
         Discriminator(_kind),
     ]
-
-
-def varies_in_a_round(lr: LearningRate) -> bool:
-    """Return whether the steps of a round have different step sizes.
-
-    Args:
-        lr: the key `local.lr`.
-    """
-    return isinstance(lr, LearningRateSchedule) and lr.over == "steps"
-
-
-def step_size(lr: LearningRate, t: int, step: int = 0) -> float:
-    """Return the step size of a local step.
-
-    Args:
-        lr: the key `local.lr`.
-        t: the round in which the client started.
-        step: number of the step in its round, from 0.
-    """
-    if isinstance(lr, LearningRateSchedule):
-        return lr.at(t if lr.over == "rounds" else step)
-    return at_round(lr, t)
-
-
-def mean_step_size(lr: LearningRate, t: int, steps: int) -> float:
-    """Return the mean step size of the local steps of a client in a round.
-
-    Args:
-        lr: the key `local.lr`.
-        t: the round in which the client started.
-        steps: number of its steps.
-    """
-    if not varies_in_a_round(lr) or not steps:
-        return step_size(lr, t)
-    return sum(step_size(lr, t, step) for step in range(steps)) / steps
-
-
-def largest_step_size(lr: LearningRate) -> float:
-    """Return the largest step size of a run.
-
-    Args:
-        lr: the key `local.lr`.
-    """
-    if isinstance(lr, LearningRateSchedule):
-        return lr.largest
-    return max(value for _, value in lr) if isinstance(lr, list) else lr

@@ -15,7 +15,12 @@ from raysim.config.sections.base import (
     default_name,
     named,
 )
-from raysim.config.sections.learning_rate import LearningRate
+from raysim.config.sections.learning_rate import (
+    ConstantStepSize,
+    LearningRate,
+    StepSizes,
+    StepSizesByRound,
+)
 from raysim.config.sections.optimizer import PLAIN_SGD, Optimizer
 
 
@@ -59,6 +64,13 @@ class Local(Section):
     buffers: Literal["averaged", "personal", "frozen"] = "averaged"
     """BatchNorm statistics: `averaged` by the server, `personal` to each client, or `frozen`, which
     normalises with those of the initial model."""
+
+    @property
+    def step_sizes(self) -> StepSizes:
+        """The step sizes that `lr` describes."""
+        if isinstance(self.lr, StepSizes):
+            return self.lr
+        return StepSizesByRound(self.lr) if isinstance(self.lr, list) else ConstantStepSize(self.lr)
 
     def named_stages(self) -> dict[str, Named]:
         """Return the stages of `upload` by their keys."""
