@@ -2,7 +2,8 @@
 
 Every function builds a net for images of a shape (C, H, W) and a number of classes. Every net
 except ViT is a sequence of stages; the last stage is the classifier. Initialisation is PyTorch's
-default unless the docstring names another. `d` is the number of trainable parameters. A user's own
+default unless the docstring names another. `d` is the number of trainable parameters. Max pooling
+comes before ReLU: the numbers are the same, and ReLU has fewer of them to do. A user's own
 `nn.Module`, configured by its path, does not need stages.
 """
 
@@ -126,8 +127,8 @@ def lenet5(shape: Shape, classes: int, dropout: float = 0.5) -> nn.Module:
         dropout: dropout rate.
     """
     convolutions: list[nn.Module] = [
-        nn.Sequential(nn.Conv2d(shape[0], 32, 5), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2)),
-        nn.Sequential(nn.Conv2d(32, 64, 5), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(2)),
+        nn.Sequential(nn.Conv2d(shape[0], 32, 5), nn.BatchNorm2d(32), nn.MaxPool2d(2), nn.ReLU()),
+        nn.Sequential(nn.Conv2d(32, 64, 5), nn.BatchNorm2d(64), nn.MaxPool2d(2), nn.ReLU()),
     ]
     width = _features(convolutions, shape, "lenet5")
     return nn.Sequential(
@@ -157,7 +158,7 @@ def vgg11(shape: Shape, classes: int, dropout: float = 0.5) -> nn.Module:
         for size in group:
             layers += [nn.Conv2d(width, size, 3, padding=1), nn.BatchNorm2d(size), nn.ReLU()]
             width = size
-        stages.append(nn.Sequential(*layers, nn.MaxPool2d(2)))
+        stages.append(nn.Sequential(*layers[:-1], nn.MaxPool2d(2), layers[-1]))
     width = _features(stages, shape, "vgg11")
     head = nn.Sequential(nn.Flatten(), nn.Linear(width, 128), nn.ReLU(), nn.Dropout(dropout))
     return nn.Sequential(*stages, head, nn.Linear(128, classes))
@@ -220,8 +221,8 @@ def lenet(shape: Shape, classes: int) -> nn.Module:
     padding_1 = 2 if shape[1] < 32 else 0
     padding_2 = 2 if shape[1] < 16 else 0
     convolutions: list[nn.Module] = [
-        nn.Sequential(nn.Conv2d(shape[0], 6, 5, padding=padding_1), nn.ReLU(), nn.MaxPool2d(2)),
-        nn.Sequential(nn.Conv2d(6, 16, 5, padding=padding_2), nn.ReLU(), nn.MaxPool2d(2)),
+        nn.Sequential(nn.Conv2d(shape[0], 6, 5, padding=padding_1), nn.MaxPool2d(2), nn.ReLU()),
+        nn.Sequential(nn.Conv2d(6, 16, 5, padding=padding_2), nn.MaxPool2d(2), nn.ReLU()),
     ]
     width = _features(convolutions, shape, "lenet")
     return nn.Sequential(

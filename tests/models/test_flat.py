@@ -136,28 +136,44 @@ def test_sizes_of_the_papers_nets(name, shape, classes, d):
 
 
 def test_layers_of_the_papers_nets():
-    """Section 10.1: where BatchNorm and dropout are, which d does not tell (dropout has no parameters)."""
+    """Section 10.1: where BatchNorm and dropout are, which d does not tell (dropout has no parameters).
+
+    The papers have ReLU before max pooling; `test_relu_after_max_pooling_is_relu_before_it`.
+    """
 
     def kinds(name: str, shape: tuple[int, int, int], classes: int) -> list[str]:
         found = [type(m).__name__ for m in zoo.NETS[name](shape, classes).modules()]
         return [k for k in found if k not in ("Sequential", "Flatten")]
 
     assert kinds("tinynn", (1, 28, 28), 10) == ["Linear", "BatchNorm1d", "ReLU"] * 2 + ["Linear"]
-    convolution = ["Conv2d", "BatchNorm2d", "ReLU"]
+    pooled = ["Conv2d", "BatchNorm2d", "MaxPool2d", "ReLU"]
     assert kinds("lenet5", (3, 32, 32), 10) == [
-        *[*convolution, "MaxPool2d"] * 2,
+        *pooled * 2,
         *["Linear", "BatchNorm1d", "ReLU", "Dropout"] * 2,
         "Linear",
     ]
     assert kinds("vgg11", (3, 32, 32), 100) == [
-        *[*convolution, "MaxPool2d"] * 2,
-        *[*convolution * 2, "MaxPool2d"] * 3,
+        *pooled * 2,
+        *["Conv2d", "BatchNorm2d", "ReLU", *pooled] * 3,
         *["Linear", "ReLU", "Dropout", "Linear"],
     ]
     resnet = kinds("resnet20", (3, 64, 64), 200)
     assert resnet.count("Conv2d") == 1 + 18 + 2 and "Dropout" not in resnet
     lenet = zoo.lenet((1, 28, 28), 10)
     assert lenet[0][0].padding == (2, 2) and zoo.lenet((3, 32, 32), 10)[0][0].padding == (0, 0)
+
+
+def test_relu_after_max_pooling_is_relu_before_it():
+    """To the bit, gradients too, with ties and windows in which nothing is positive."""
+    torch.manual_seed(0)
+    x = torch.randn(4, 3, 8, 8).mul(2).round().div(2).requires_grad_()
+    assert (x == 0.5).sum() > 20 and (F.max_pool2d(x, 2) <= 0).any()
+    weight = torch.randn(4, 3, 4, 4)
+    results = [
+        (y, *torch.autograd.grad((y * weight).sum(), x))
+        for y in (F.max_pool2d(x.relu(), 2), F.max_pool2d(x, 2).relu())
+    ]
+    assert all(torch.equal(papers, ours) for papers, ours in zip(*results, strict=True))
 
 
 @pytest.fixture
