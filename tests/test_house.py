@@ -14,7 +14,7 @@ import pytest
 
 import raysim
 from raysim import metrics
-from raysim.engine.plan import build_rules, load_config
+from raysim.engine.resolve import build_rules, load_config
 from raysim.models.build import make_net
 from raysim.rules import contract, registry
 
