@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 import os
 import re
-from collections.abc import Iterator
+import tomllib
+from collections.abc import Iterable, Iterator
 from importlib import import_module
 from pathlib import Path
 from pkgutil import resolve_name
@@ -50,6 +51,46 @@ def test_a_method_file_says_what_it_keeps_sends_and_where_it_is_from():
         assert algorithm.traffic.startswith("down ") and ", up " in algorithm.traffic, name
     for cls in {*contract.CLIENT_RULES.values(), *contract.SERVER_RULES.values()}:
         assert cls.__doc__ and cls.__doc__.strip().endswith("."), cls
+
+
+PROJECT = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())
+CONTRACTS = {
+    contract["name"]: contract for contract in PROJECT["tool"]["importlinter"]["contracts"]
+}
+
+
+def modules(names: Iterable[str]) -> set[str]:
+    return {f"raysim.{name}" for name in names}
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "exceptions"),
+    [
+        (
+            "a method's file knows the rules, the numerics, and other methods",
+            "forbidden_modules",
+            {"algorithms", "rules", "numerics"},
+        ),
+        (
+            "Ray is imported where something is distributed",
+            "source_modules",
+            {"distributed", "planning", "sweeps"},
+        ),
+        ("MLflow is imported where runs are tracked", "source_modules", {"tracking"}),
+    ],
+)
+def test_contracts_of_imports_name_every_module(name, key, exceptions):
+    there = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py"}
+    there |= {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    assert set(CONTRACTS[name][key]) == modules(there - {"__init__"} - exceptions)
+
+
+def test_the_page_on_the_architecture_shows_the_layers_of_the_contract():
+    page = (PACKAGE.parent / "docs/explanation/architecture.md").read_text()
+    rows = re.findall(r"^\| (`raysim\.[^|]+) \|", page, re.MULTILINE)
+    shown = [set(re.findall(r"`([\w.]+)`", row)) for row in rows]
+    layers = CONTRACTS["a room knows only the rooms below it"]["layers"]
+    assert shown == [modules(layer.split(" | ")) for layer in layers]
 
 
 BENCHMARKS = sorted((PACKAGE.parent / "benchmarks").rglob("*.py"))
