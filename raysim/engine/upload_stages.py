@@ -73,11 +73,12 @@ def check_stages(
     for i, (stage, (key, named)) in enumerate(
         zip(stages, config.local.named_stages().items(), strict=True)
     ):
+        stage = stage.at_shapes(model.shapes)
         if stage.error_feedback and not stage.contracts:
             raise ConfigError(
                 f"{key}.error_feedback: not with stage '{named.name}', whose error can be larger "
-                "than the update, so that the memory would grow; leave it out, or use topk, "
-                "signsgd, or randk without unbiased"
+                "than the update, so that the memory would grow; leave it out, or leave out "
+                "unbiased, or use topk or signsgd"
             )
         if stage.of is not None and stage.of not in server.uploads:
             raise ConfigError(
@@ -92,7 +93,6 @@ def check_stages(
             )
         if ":" in named.name:
             rng = generator(0, "dry run")
-            stage = stage.at_shapes(model.shapes)
             update = torch.from_numpy(rng.standard_normal(model.size)).to(model.dtype)
             failed = f"{key}.name: {type(stage).__name__} failed on a random update: "
             try:

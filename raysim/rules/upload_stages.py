@@ -7,6 +7,7 @@ the wire is counted as `bytes_up`, by the `WireFormat` that each stage derives f
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Literal, Self
@@ -176,25 +177,54 @@ class RandK(UploadStage):
 
 @dataclass(frozen=True)
 class QSGD(UploadStage):
-    """Round each entry at random to one of s levels of the norm, unbiased (Alistarh 2017)."""
+    """Round each entry at random to one of s levels of the norm (Alistarh 2017).
+
+    The rounded vector Q(v) has the expected value v and the variance E ‖Q(v) - v‖² <= ω ‖v‖², with
+    ω = min(n / s², √n / s) for the n entries of v that are not 0 (lemma 3.1). With error feedback,
+    Q(v) / (1 + ω) is sent, as Beznosikov 2020 does. It contracts for every ω, because
+    E ‖v - c Q(v)‖² <= (1 - 2 c + c² (1 + ω)) ‖v‖², which is ω / (1 + ω) ‖v‖² for c = 1 / (1 + ω).
+    """
 
     bits: Annotated[int, Field(ge=2, le=16)] = 8
     """Bits of an entry: its sign, and one of s = 2^(bits - 1) - 1 levels or zero."""
+    unbiased: bool | None = None
+    """Whether the entries are not divided by 1 + ω, so that the expected value is the update; null:
+    unless error_feedback."""
 
     @property
     def contracts(self) -> bool:
-        """False: rounding without bias adds a variance of up to √P ‖v‖² / s."""
-        return False
+        """False if the entries are not divided by 1 + ω, and ω can be 1 or more."""
+        return self.unbiased is not True or self.variance(sum(map(math.prod, self.shapes))) < 1
+
+    def variance(self, n: int) -> float:
+        """Return ω, the largest variance of Q(v) in units of ‖v‖².
+
+        Args:
+            n: number of entries that are not 0.
+        """
+        levels = self._levels
+        return min(n / levels**2, math.sqrt(n) / levels)
+
+    @property
+    def _levels(self) -> int:
+        """The number of levels s."""
+        return 2 ** (self.bits - 1) - 1
 
     def encode(self, update: Tensor, rng: np.random.Generator) -> Tensor:
-        """Return ‖v‖ sign(v_i) ξ_i, where ξ_i is one of the two levels around |v_i| / ‖v‖."""
-        levels = 2 ** (self.bits - 1) - 1
+        """Return ‖v‖ sign(v_i) ξ_i, where ξ_i is one of the two levels around |v_i| / ‖v‖.
+
+        It is divided by 1 + ω for error feedback; ‖v‖ / (1 + ω) is then sent in place of ‖v‖.
+        """
+        levels = self._levels
         exact = update.double()
         norm = (exact * exact).sum().sqrt()
         if norm == 0:
             return torch.zeros_like(update)
         draws = torch.from_numpy(rng.random(update.numel())).to(update.device)
         chosen = (exact.abs() * (levels / norm) + draws).floor_().clamp_(max=levels)
+        unbiased = not self.error_feedback if self.unbiased is None else self.unbiased
+        if not unbiased:
+            norm = norm / (1 + self.variance(int(torch.count_nonzero(update))))
         return (exact.sign() * chosen * (norm / levels)).to(update.dtype)
 
     def wire_format(self, before: WireFormat, encoded: Tensor) -> WireFormat:

@@ -56,6 +56,9 @@ class UploadChain:
     def encode(self, report: Report, task: ClientTask) -> EncodedReport:
         """Return the report after all stages.
 
+        After a stage that leaves entries out, error feedback adds the memory of the entries that
+        are sent. The memory of the others waits, so the size of the upload stays.
+
         A report with an upload that is not finite is returned as it is. The client is then refused
         as without stages, and keeps its memory.
 
@@ -74,14 +77,18 @@ class UploadChain:
             update = encoded[key].reshape(-1)
             if not torch.isfinite(update.sum()):
                 return EncodedReport(report)
+            before = formats.get(key) or WireFormat(update.numel(), 8 * update.element_size())
+            kept = sent = update
             if stage.error_feedback:
-                update = update + _memory(task, i, update)
+                kept = _memory(task, i, update)
+                is_sparse = before.values < update.numel()
+                sent = update != 0 if is_sparse else torch.ones_like(update, dtype=torch.bool)
+                update = torch.where(sent, update + kept, 0.0)
             rng = generator(self._seed, "upload", task.base, task.client, i)
             decoded = stage.encode(update, rng)
             check_encoded(stage, i, update, decoded)
             if stage.error_feedback:
-                memory[_memory_key(i)] = update - decoded
-            before = formats.get(key) or WireFormat(update.numel(), 8 * update.element_size())
+                memory[_memory_key(i)] = torch.where(sent, update - decoded, kept)
             formats[key] = stage.wire_format(before, decoded)
             encoded[key] = decoded.reshape(report[key].shape)
         sizes = {key: wire_format.nbytes for key, wire_format in formats.items()}

@@ -138,6 +138,18 @@ def test_qsgd_is_unbiased_and_its_variance_is_bounded(bits):
     assert 0 < error <= 1.05 * min(20 / s**2, np.sqrt(20) / s) * float(v @ v)
 
 
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_qsgd_with_error_feedback_contracts(bits):
+    """E‖v - Q(v) / (1 + w)‖² <= w / (1 + w) ‖v‖² with w = min(n / s², sqrt(n) / s), n the entries that are not 0."""
+    v = torch.tensor(np.random.default_rng(1).standard_normal(20))
+    v[:4], s = 0.0, 2 ** (bits - 1) - 1
+    omega = min(16 / s**2, 4 / s)
+    found = draws(QSGD(bits=bits, error_feedback=True), v)
+    assert_unbiased(found * (1 + omega), v)
+    error = ((found - v.numpy()) ** 2).sum(1).mean() / float(v @ v)
+    assert 0 < error <= 1.05 * omega / (1 + omega)
+
+
 def test_rand_k_is_unbiased_and_with_error_feedback_unscaled():
     v = torch.tensor(np.random.default_rng(1).standard_normal(20))
     found = draws(RandK(share=0.25), v)
@@ -197,6 +209,31 @@ def test_top_k_with_error_feedback_is_that_of_the_paper(mode, waves, engine):
     assert failed == 1 and np.abs(memory).max() > 0.1
 
 
+def test_after_a_sparse_stage_the_memory_of_entries_that_are_not_sent_waits(waves, engine):
+    """v = m + delta, u = top_k(v), m <- v - u; of the second memory n the places of u enter, and the others stay.
+    In every round k values are sent, so the bytes stay k (16 + 32) / 8."""
+    upload = [
+        {"name": "topk", "share": 0.05, "error_feedback": True},
+        {"name": "cast", "error_feedback": True},
+    ]
+    run, records = engine(waves(upload, schedule={"cohort": 3}))
+    P, k, m, n = 310, 16, np.zeros((3, 310)), np.zeros((3, 310))
+    for t in range(4):
+        sent = []
+        for i, size in enumerate(SIZES):
+            v = m[i] + wave(size, t, P)
+            u = top_k(v, k)
+            m[i] = v - u
+            with_memory = np.where(u != 0, u + n[i], 0.0)
+            sent.append(torch.from_numpy(with_memory).bfloat16().double().numpy())
+            assert np.count_nonzero(sent[-1]) == k
+            n[i] = np.where(u != 0, with_memory - sent[-1], n[i])
+        step = run.executor.xs[t] - run.executor.xs[t + 1]
+        assert np.allclose(step, np.mean(sent, 0), rtol=0, atol=1e-12)
+        assert records[t + 1]["bytes_up"] == (t + 1) * 3 * k * 6
+    assert all(np.count_nonzero(row) > k for row in n)
+
+
 BYTES = [
     ([{"name": "topk", "share": 0.05}], 16 * (4 + 4)),
     ([{"name": "randk", "share": 0.05}], 16 * 4 + 8),
@@ -205,6 +242,7 @@ BYTES = [
     (["cast"], 620),
     (["clip"], 1240),
     ([{"name": "topk", "share": 0.05}, {"name": "qsgd", "bits": 4}], 76),  # 16 (4 + 32) + 32 bits
+    ([{"name": "qsgd", "bits": 8, "error_feedback": True}], 310 + 4),
     (["FILE:Half"], 1240),
 ]
 
@@ -343,8 +381,15 @@ def test_two_roundings_are_refused(waves):
         prepare(config)
 
 
-@pytest.mark.parametrize("stage", [{"name": "qsgd"}, {"name": "randk", "unbiased": True}])
+UNBIASED = [{"name": "qsgd", "bits": 4}, {"name": "randk"}]
+
+
+@pytest.mark.parametrize("stage", UNBIASED)
 def test_error_feedback_needs_a_contraction(stage, waves):
+    """Of 310 entries, 7 levels have the variance min(310 / 49, sqrt(310) / 7) > 1, and 127 levels less than 1."""
+    prepare(waves([{"name": "qsgd", "bits": 8, "unbiased": True, "error_feedback": True}]))
+    prepare(waves([{**stage, "error_feedback": True}]))
+    stage = {**stage, "unbiased": True}
     with pytest.raises(ConfigError, match=r"local\.upload\.0\.error_feedback: .*memory would grow"):
         prepare(waves([{**stage, "error_feedback": True}]))
 
