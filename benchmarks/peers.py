@@ -1,15 +1,15 @@
-"""FedAvg rounds per second: raysim beside a hand-written loop, Flower, pfl-research and FedLab.
+"""FedAvg rounds per second of raysim, a hand-written loop, Flower, pfl-research and FedLab.
 
     python benchmarks/peers.py [--workloads w1 w2 w3 w4] [--repeats 5] [--peers NAME ...] [--out FILE.md]
 
-Five workloads on random data (`peers/workloads.py`), without evaluation. Each measurement is a process of its own which
-trains for `--seconds` after its first round, at least one round more; contestants take turns, `--repeats` times.
+Five workloads on random data (`peers/workloads.py`), without evaluation. Each measurement is a process of its own that
+trains for `--seconds` after its first round, at least one round more. The frameworks take turns, `--repeats` times.
 Prints Markdown: medians and ratios, the time to the first round and memory, and how raysim grows with the number of
 clients. Asserts nothing.
 
-Peers live in virtual environments under `--envs`, made here with pip when they are missing. Who cannot be installed, or
-fails, is left out, with a line that says why. Workers have one thread each. The hand-written loops and raysim set
-glibc's allocator alike; the peers run as they come.
+Other frameworks are installed with pip in virtual environments under `--envs`, if missing. Frameworks that cannot be
+installed, or fail, are left out, with a line that names the reason. Workers have one thread each. The hand-written
+loops and raysim set glibc's allocator alike; other frameworks run with their defaults.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from peers.workloads import WORKLOADS
 
 ROOT = Path(__file__).resolve().parents[1]
 CONSTRAINTS = "torch>=2.9,<2.14\n"
-"""So that pip takes the build for CPUs, where there is one at hand."""
+"""Makes pip prefer the build for CPUs, if there is one."""
 
 
 @dataclass(frozen=True)
 class Contestant:
-    """Somebody who trains: a script, on so many processes, with the packages that it needs in an environment."""
+    """One framework in the comparison: a script, its number of processes, and the packages that it needs."""
 
     title: str
     script: str
@@ -48,9 +48,9 @@ class Contestant:
     packages: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
     workloads: tuple[str, ...] = ("w1", "w2", "w3", "w4")
-    """Those that it takes part in."""
+    """Workloads that it can run."""
     checkout: Path = ROOT
-    """raysim's own: the tree whose code and script run."""
+    """For raysim: the tree whose code and script run."""
 
 
 FLOWER, PFL, FEDLAB = ("flwr[simulation]", "torch"), ("pfl[pytorch]", "torch"), ("fedlab", "torch")
@@ -93,14 +93,14 @@ GROWTH = [(10_000, 10), (10_000, 100), (10_000, 1_000), (100_000, 100), (1_000_0
 
 
 class Failed(Exception):
-    """A contestant cannot take part; the message says why in one line."""
+    """A framework cannot take part; the message gives the reason in one line."""
 
 
 # -- environments ------------------------------------------------------------------------------------------------------
 
 
 def interpreter(one: Contestant, envs: Path) -> str:
-    """The Python that runs a contestant; makes its environment if that is not there."""
+    """Return the Python that runs a framework; install its environment if it is missing."""
     if not one.env:
         own = one.checkout / ".venv" / "bin" / "python"
         return sys.executable if one.checkout == ROOT else str(own)
@@ -128,7 +128,7 @@ Found = dict[str, float]
 
 @dataclass
 class Bench:
-    """Runs contestants, and keeps what they found."""
+    """Runs the frameworks and keeps their measurements."""
 
     envs: Path
     seconds: float
@@ -139,7 +139,7 @@ class Bench:
         self.failed: dict[tuple, str] = {}
 
     def run(self, name: str, workload: str, *more: str) -> None:
-        """One measurement of a contestant; who has failed at a workload is not asked again."""
+        """Measure a framework once. Frameworks that have failed at a workload are skipped."""
         place = (name, workload, *more)
         if place in self.failed or (name,) in self.failed:
             return

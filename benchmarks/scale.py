@@ -1,12 +1,12 @@
-"""Does the engine keep 32 actors busy with 10,000 clients a round, and does `raysim forecast` say so beforehand?
+"""Does the engine keep 32 actors busy with 10,000 clients per round, and does `raysim forecast` predict it?
 
     python benchmarks/scale.py [--rounds 6] [--blocks 12] [key=value ...]
 
-Four nodes on this machine (Ray's processes for each of them, 8 CPUs and 8 GPUs that are not there), 32 actors that
-import no torch. First real blocks are trained here, one after the other; then every block of every round takes the
-time of one of these, asleep. All else is as in a real run: the engine, the dealing, sums of the model's size through
-the object stores, a NodeAggregator for each node, the server's update. Prints what part of the time the actors were busy, what
-a round took, and what the simulated executor says of both; asserts nothing.
+Four nodes on this machine (Ray's processes for each of them, with 8 CPUs and 8 GPUs that do not exist), 32 actors
+that import no torch. First real blocks are trained here, one after the other. Then every block of every round sleeps
+for the time of one of these. All else is as in a real run: the engine, the block scheduling, sums of the model's size
+through the object stores, a NodeAggregator for each node, the server's update. Prints the utilization of the actors,
+the time of a round, and the forecast of both. Asserts nothing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How a contestant is measured, from inside: it tells the meter of each round, and prints what that found.
+"""How a framework is measured, from inside: it reports each round to the meter, and prints the results.
 
 Needs nothing but the standard library and Linux's /proc.
 """

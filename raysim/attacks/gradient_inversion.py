@@ -103,7 +103,7 @@ class AttackOptions(Section):
 
     @property
     def weight(self) -> float:
-        """Of TV."""
+        """Weight of the TV term."""
         return DEFAULT_TV_WEIGHTS[self.cost] if self.tv is None else self.tv
 
 
@@ -293,7 +293,7 @@ def invert(
 
 
 def _alike(observation: Observation) -> tuple[int, int]:
-    """Side by side goes who began with the same model and has as many images."""
+    """Return a key that is equal for observations that can share one batch."""
     return observation.base, len(observation.y)
 
 
@@ -310,7 +310,7 @@ def _refuse(plan: Plan, observations: Sequence[Observation]) -> None:
         )
     if not observations:
         raise ConfigError(
-            "attack: nobody was observed in this round; run it again with another "
+            "attack: no client was recorded in this round; run it again with another "
             "'record_updates.rounds'"
         )
     if "delta" not in plan.server.uploads:

@@ -14,7 +14,7 @@ import typer
 from raysim.cli.base import app
 from raysim.errors import ConfigError
 
-new_app = typer.Typer(no_args_is_help=True, help="New files to begin with.")
+new_app = typer.Typer(no_args_is_help=True, help="Create files to start from.")
 app.add_typer(new_app, name="new")
 
 TEMPLATES = Path(__file__).with_name("templates")
@@ -38,8 +38,8 @@ def schema(
 
 @new_app.command("method")
 def new_method(
-    name: Annotated[str, typer.Argument(help="of the method and its files, such as fedpull")],
-    folder: Annotated[Path, typer.Option("--dir", help="where the two files go")] = Path(),
+    name: Annotated[str, typer.Argument(help="name of the method and its files, such as fedpull")],
+    folder: Annotated[Path, typer.Option("--dir", help="folder for the two files")] = Path(),
 ) -> None:
     """Write NAME.py, a working method to edit, and test_NAME.py, which compares it with NumPy."""
     if not name.isidentifier() or keyword.iskeyword(name) or name != name.lower():

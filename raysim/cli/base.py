@@ -21,11 +21,13 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Federated-learning simulation on Ray.",
 )
-report_app = typer.Typer(no_args_is_help=True, help="What runs have reached, from MLflow.")
+report_app = typer.Typer(no_args_is_help=True, help="Reports on runs: tables, plots, claims.")
 job_app = typer.Typer(no_args_is_help=True, help="Jobs of a cluster: list, logs, stop.")
 data_app = typer.Typer(no_args_is_help=True, help="Data sets: fetch them, look at them.")
-ledger_app = typer.Typer(no_args_is_help=True, help="Ledgers: merge, check, carry over.")
-tracking_app = typer.Typer(no_args_is_help=True, help="Records on their way to MLflow.")
+ledger_app = typer.Typer(
+    no_args_is_help=True, help="Ledgers: merge, check, carry over to new keys."
+)
+tracking_app = typer.Typer(no_args_is_help=True, help="Records that are not yet in MLflow.")
 for name, group in (
     ("report", report_app),
     ("job", job_app),
@@ -110,4 +112,6 @@ def check_picture(path: Path) -> None:
         path: the file that the user named.
     """
     if path.suffix not in (".png", ".svg", ".pdf"):
-        raise ConfigError(f"--out: '{path}' is no kind of picture; name a .png, .svg or .pdf")
+        raise ConfigError(
+            f"--out: '{path}' is not a plot's name; it must end in .png, .svg or .pdf"
+        )

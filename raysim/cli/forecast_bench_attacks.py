@@ -1,7 +1,7 @@
 """Commands `bench`, `forecast`, `check-convergence`, `attack` and `privacy-match`.
 
-They show the cost of a configuration here and on a cluster, the theory behind it, and the data that
-a run gives away.
+They measure the cost of a configuration here, forecast it on a cluster, check the conditions of a
+theorem, and attack the updates of a run.
 """
 
 from __future__ import annotations
@@ -32,18 +32,21 @@ def bench(
     overrides: Annotated[
         list[str] | None,
         typer.Argument(
-            help="key=value; what is given is not varied", autocompletion=complete_override
+            help="key=value; keys given here are not varied", autocompletion=complete_override
         ),
     ] = None,
-    seconds: Annotated[float, typer.Option(min=0.1, help="for each candidate")] = 5.0,
+    seconds: Annotated[float, typer.Option(min=0.1, help="seconds for each candidate")] = 5.0,
     blocks: Annotated[
-        bool, typer.Option("--blocks", help="also vary batching.mode and size (other last bits)")
+        bool,
+        typer.Option(
+            "--blocks", help="also vary batching.mode and size (changes the last bits of results)"
+        ),
     ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="last line of standard output: one JSON object")
     ] = False,
 ) -> None:
-    """Try out where a configuration runs fastest here: executor, actors, shares of GPUs, blocks."""
+    """Measure which executor, actors, GPU shares and blocks run a configuration fastest here."""
     from raysim.planning import bench as benches
 
     console = Console(stderr=as_json, highlight=False)
@@ -72,12 +75,13 @@ def check_convergence(
     overrides: Annotated[
         list[str] | None,
         typer.Argument(
-            help="key=value of the configuration; L=1.5: the smoothness, if it is known",
+            help="key=value of the configuration; L=1.5: the smoothness constant, if known",
             autocompletion=complete_override,
         ),
     ] = None,
     sample: Annotated[
-        int | None, typer.Option(min=1, help="estimate L from so many clients, drawn by the seed")
+        int | None,
+        typer.Option(min=1, help="number of clients to estimate L from, drawn by the seed"),
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="last line of standard output: one JSON object")
@@ -93,10 +97,10 @@ def check_convergence(
     console = Console(stderr=as_json, highlight=False)
     constants = [text.removeprefix("L=") for text in overrides or [] if text.startswith("L=")]
     if constants and sample:
-        raise ConfigError("--sample: L is given, so nothing is estimated; leave one of the two out")
+        raise ConfigError("--sample: L is given, so it is not estimated; leave out one of the two")
     plan = prepare(config, [text for text in overrides or [] if not text.startswith("L=")])
     if why := theorems.why_not(plan):
-        raise ConfigError(f"Theorem 1 does not speak of this run: {why}")
+        raise ConfigError(f"Theorem 1 does not apply to this run: {why}")
     L, source = (
         (_parse_number(constants[-1]), "given") if constants else _smoothness(plan, sample, console)
     )
@@ -107,9 +111,9 @@ def check_convergence(
                   soft_wrap=True, markup=False)  # fmt: skip
     departures = theorems.departures(plan)
     for departure in departures:
-        console.print(f"not as the theorem supposes: {departure}", soft_wrap=True, markup=False)
+        console.print(f"differs from the theorem: {departure}", soft_wrap=True, markup=False)
     table, conditions = (
-        Table("condition of Theorem 1", "is", "at most", "of what is allowed", "", box=None),
+        Table("condition of Theorem 1", "is", "at most", "share of the limit", "", box=None),
         [],
     )
     for c in theorems.conditions(s, L):
@@ -141,7 +145,7 @@ def check_convergence(
 
 
 def _smoothness(plan: Plan, sample: int | None, console: Console) -> tuple[float, str]:
-    """L of a configuration: what it says itself, or the power method's at x_0."""
+    """Return L and its source: configured, or estimated by the power method at x_0."""
     from raysim.diagnostics import full_gradients
     from raysim.engine.executor import configure_process, make_trainer
 
@@ -158,10 +162,9 @@ def _smoothness(plan: Plan, sample: int | None, console: Console) -> tuple[float
     if cost.too_much(full_gradients.MAX_OPERATIONS_PER_RUN, vectors=2):
         fits = cost.fits(full_gradients.MAX_OPERATIONS_PER_RUN, vectors=2)
         raise ConfigError(
-            f"L: to estimate it is to look {full_gradients.MAX_POWER_ITERATIONS} times at "
-            f"{cost.what}: {cost.operations:.1e} "
-            f"floating-point operations and {2 * cost.room / 1e9:.1f} GB; give L=…, or --sample "
-            f"{fits} (clients)"
+            f"L: an estimate would pass {full_gradients.MAX_POWER_ITERATIONS} times over "
+            f"{cost.what}: {cost.operations:.1e} floating-point operations and "
+            f"{2 * cost.room / 1e9:.1f} GB; give L=…, or --sample {fits} (clients)"
         )
     if why := full_gradients.why_no_curvature(model):
         raise ConfigError(
@@ -174,7 +177,7 @@ def _smoothness(plan: Plan, sample: int | None, console: Console) -> tuple[float
         L = gradients.largest_curvature(plan.initial[0].to(device))
     if not L:
         raise ConfigError(
-            "L: no client's loss is curved at x_0, so it cannot be estimated there; give L=…"
+            "L: no client's loss is curved at x_0, so L cannot be estimated there; give L=…"
         )
     return L, f"power method at x_0, the largest of {len(ids)} clients; no less than this"
 
@@ -186,14 +189,13 @@ def _parse_number(text: str) -> float:
         value = 0.0
     if not 0 < value < float("inf"):
         raise ConfigError(
-            f"L: '{text}' is no smoothness; give a number above 0, or leave it out to have it "
-            "estimated"
+            f"L: '{text}' is not a positive number; give one, or leave L out to estimate it"
         )
     return value
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no infinity."""
+    """Return a value with None for infinity, which JSON lacks."""
     if isinstance(value, list):
         return [_finite(item) for item in value]
     if isinstance(value, dict):
@@ -205,28 +207,28 @@ def _finite(value: Any) -> Any:
 def forecast_cluster(
     config: Configuration,
     overrides: Overrides = None,
-    nodes: Annotated[int, typer.Option(min=1, max=100_000, help="of the cluster")] = 4,
-    cpus: Annotated[int, typer.Option(min=0, max=10_000, help="of each node")] = 8,
+    nodes: Annotated[int, typer.Option(min=1, max=100_000, help="number of nodes")] = 4,
+    cpus: Annotated[int, typer.Option(min=0, max=10_000, help="CPUs per node")] = 8,
     gpus: Annotated[
         int,
-        typer.Option(min=0, help="of each node; with some, an actor has one, or resources.gpus"),
+        typer.Option(min=0, help="GPUs per node; each actor uses one, or resources.gpus"),
     ] = 0,
     costs: Annotated[
-        str | None, typer.Option(help="a YAML file: what steps, bytes and messages cost")
+        str | None, typer.Option(help="YAML file with the costs of steps, bytes and messages")
     ] = None,
-    rounds: Annotated[int, typer.Option(min=1, max=100_000, help="to simulate")] = 4,
-    out: Annotated[Path, typer.Option(help="the picture")] = Path("simulation.png"),
+    rounds: Annotated[int, typer.Option(min=1, max=100_000, help="rounds to simulate")] = 4,
+    out: Annotated[Path, typer.Option(help="plot to write")] = Path("simulation.png"),
     as_json: Annotated[
         bool, typer.Option("--json", help="last line of standard output: one JSON object")
     ] = False,
 ) -> None:
-    """Forecast a configuration on a cluster that is not there: waiting times and traffic."""
+    """Forecast waiting times and traffic on a cluster that you do not have."""
     from raysim.planning import forecast
 
     check_picture(out)
     if not out.absolute().parent.is_dir():
         raise ConfigError(
-            f"--out: there is no folder {out.absolute().parent}; make it, or give another one"
+            f"--out: there is no folder {out.absolute().parent}; create it, or name another one"
         )
     console = Console(stderr=as_json, highlight=False)
     forecasted = forecast.run_forecast(
@@ -237,18 +239,22 @@ def forecast_cluster(
     blocks = -(-c.schedule.size // forecasted.plan.block_size)
     console.print(
         f"{nodes} nodes of {forecasted.actors} actors; {c.schedule.size:,} of "
-        f"{len(forecasted.plan.clients):,} clients a round "
-        f"in {blocks} blocks ({forecasted.plan.mode}), {step:.3g} s for each local step; "
-        f"{forecasted.seconds:.1f} s to find out"
+        f"{len(forecasted.plan.clients):,} clients per round "
+        f"in {blocks} blocks ({forecasted.plan.mode}), {step:.3g} s per local step; "
+        f"the forecast took {forecasted.seconds:.1f} s"
     )
-    table = Table("of a round, on average", "sums added up on nodes", "each alone", box=None)
+    table = Table("mean of a round", "sums added up on nodes", "each sum sent", box=None)
     table.add_row("seconds", *(f"{means['round_seconds']:.3f}" for means in compared))
     table.add_row(
-        "clients a second", *(f"{means['clients_per_second']:,.0f}" for means in compared)
+        "clients per second", *(f"{means['clients_per_second']:,.0f}" for means in compared)
     )
-    table.add_row("actors are busy", *(f"{means['worker_utilization']:.1%}" for means in compared))
+    table.add_row(
+        "actor utilization", *(f"{means['worker_utilization']:.1%}" for means in compared)
+    )
     table.add_row("MB to the server", *(f"{means['bytes_up'] / 1e6:,.1f}" for means in compared))
-    table.add_row("MB from it", *(f"{means['bytes_down'] / 1e6:,.1f}" for means in compared))
+    table.add_row(
+        "MB from the server", *(f"{means['bytes_down'] / 1e6:,.1f}" for means in compared)
+    )
     for kind in dict.fromkeys(kind for means in compared for kind in means["critical_path"]):
         table.add_row(
             f"critical path: {kind}",
@@ -257,7 +263,7 @@ def forecast_cluster(
     print_table(table, console)
     for part in forecasted.not_counted:
         console.print(f"not counted    {part}", soft_wrap=True)
-    console.print(f"look at it     {out}", soft_wrap=True)
+    console.print(f"plot           {out}", soft_wrap=True)
     if as_json:
         print(json.dumps({**forecasted.as_object(), "picture": str(out)}))
 
@@ -267,7 +273,7 @@ def attack(
     run_dir: Annotated[
         str,
         typer.Argument(
-            help="the folder of a run with record_updates.rounds=[0], say, and local.steps=1"
+            help="folder of a run with recorded updates, e.g. of record_updates.rounds=[0]"
         ),
     ],
     overrides: Annotated[
@@ -278,7 +284,7 @@ def attack(
         bool, typer.Option("--json", help="last line of standard output: one JSON object")
     ] = False,
 ) -> None:
-    """Try to recover clients' images from the updates that a run has kept (gradient inversion)."""
+    """Try to recover clients' images from recorded updates (gradient inversion)."""
     from raysim.attacks import gradient_inversion as attacks
 
     console = Console(stderr=as_json, highlight=False)
@@ -292,12 +298,12 @@ def attack(
         )
         table.add_row(str(client.client), labels, f"{client.cost:.4g}", quality)
     print_table(table, console)
-    exact = f", {result.exact} recovered exactly and not counted" if result.exact else ""
+    exact = f", {result.exact} recovered exactly (not counted)" if result.exact else ""
     console.print(
         f"mean PSNR      {result.psnr:.2f} dB{exact}, median {result.median:.2f}, in "
         f"{result.seconds:.1f} s"
     )
-    console.print(f"look at it     {folder / 'attack.png'}", soft_wrap=True)
+    console.print(f"images         {folder / 'attack.png'}", soft_wrap=True)
     if result.failed:
         clients = ", ".join(map(str, result.failed))
         print(
@@ -348,11 +354,10 @@ def privacy_match(
     print_table(table, console)
     for one in comparison.sides:
         for made in one.attacks.values():
-            console.print(f"look at it     {Path(made.folder) / 'attack.png'}", soft_wrap=True)
+            console.print(f"images         {Path(made.folder) / 'attack.png'}", soft_wrap=True)
     if not comparison.within:
         print("no noise multiplier that was tried is within match.tolerance; this is the nearest "
-              "one. Give more match.tries, or "
-              "more match.images", file=sys.stderr)  # fmt: skip
+              "one. Increase match.tries or match.images", file=sys.stderr)  # fmt: skip
     if as_json:
         print(json.dumps(comparison.as_object()))
 
@@ -376,7 +381,7 @@ class _AttackProgress:
 
     def __call__(self, done: int, total: int, costs: Tensor) -> None:
         now = time.monotonic()
-        if done == 1:  # what came before is not the iterations' time
+        if done == 1:  # time before the first iteration does not count
             self.began = now
         if now - self.last < (0.5 if self.status else 5) and done not in (1, total):
             return

@@ -41,12 +41,12 @@ def checked_command(
     name, *arguments = command or ("",)
     if name not in SUBMITTABLE_COMMANDS:
         raise ConfigError(
-            f"submit: '{name}' is no command for a job{did_you_mean(name, SUBMITTABLE_COMMANDS)}; "
+            f"submit: '{name}' cannot run as a job{did_you_mean(name, SUBMITTABLE_COMMANDS)}; "
             "write: submit -- run my.yaml"
         )
     words = [argument for argument in arguments if not argument.startswith("-")]
     if not words:
-        raise ConfigError(f"submit: raysim {name} wants a configuration, or a run's folder")
+        raise ConfigError(f"submit: raysim {name} needs a configuration, or a run's folder")
     if not working_dir.is_dir():
         raise ConfigError(f"--working-dir: there is no folder {working_dir}")
     if requirements is not None and not requirements.is_file():
@@ -79,8 +79,8 @@ def _check_places(config: Config) -> None:
     _refuse_secrets(uri)
     if uri.startswith("sqlite:///") and not uri.startswith("sqlite:////"):
         raise ConfigError(
-            f"tracking.uri: {uri} would be lost with the job's folder; give a server, "
-            "http://HOST:5000, or a file that stays, sqlite:////shared/mlflow.db"
+            f"tracking.uri: {uri} would be deleted with the job's folder; use a server, "
+            "http://HOST:5000, or a file on a shared disk, sqlite:////shared/mlflow.db"
         )
     for section in ("algorithm", "client", "server", "model"):
         named = getattr(config, section)
@@ -91,8 +91,8 @@ def _check_places(config: Config) -> None:
         )
         if path is not None and (path.is_absolute() or ".." in path.parts):
             raise ConfigError(
-                f"{section}: {path} does not travel; put it into --working-dir and name it from "
-                "there"
+                f"{section}: {path} is not uploaded with the job; put it into --working-dir "
+                "and name it relative to that folder"
             )
 
 
@@ -116,7 +116,7 @@ def _relative_to(working_dir: Path, source: str) -> str:
         return str(path.relative_to(working_dir.resolve()))
     except ValueError:
         raise ConfigError(
-            f"{source}: lies outside of --working-dir {working_dir}, so it would not travel"
+            f"{source}: is outside of --working-dir {working_dir}, so it would not be uploaded"
         ) from None
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _Address = Annotated[
     str | None,
     typer.Option(
-        help="the cluster's dashboard; default $RAY_API_SERVER_ADDRESS, else http://127.0.0.1:8265"
+        help="address of the cluster's dashboard; default $RAY_API_SERVER_ADDRESS, else http://127.0.0.1:8265"
     ),
 ]
 
@@ -25,18 +25,19 @@ _Address = Annotated[
 @app.command()
 def submit(
     command: Annotated[
-        list[str], typer.Argument(help="after --: run, sweep or resume, and what belongs to it")
+        list[str], typer.Argument(help="after --: run, sweep or resume, with its arguments")
     ],
     address: _Address = None,
-    working_dir: Annotated[Path, typer.Option(help="the folder that travels along")] = Path(),
+    working_dir: Annotated[Path, typer.Option(help="folder to upload with the job")] = Path(),
     requirements: Annotated[
-        Path | None, typer.Option(help="pip's file of what nodes are to install for it")
+        Path | None,
+        typer.Option(help="requirements file for pip; the nodes install it for the job"),
     ] = None,
     wait: Annotated[
-        bool, typer.Option("--wait", help="follow the job, and end with its exit code")
+        bool, typer.Option("--wait", help="follow the job and exit with its exit code")
     ] = False,
 ) -> None:
-    """Send a command to a Ray cluster, as a job: raysim submit --wait -- run my.yaml rounds=100."""
+    """Submit a command to a cluster as a job: raysim submit --wait -- run my.yaml rounds=100."""
     from raysim.cli.job_commands import checked_command
     from raysim.distributed.jobs import JobClient
 
@@ -50,7 +51,7 @@ def submit(
 
 @job_app.command("list")
 def job_list(address: _Address = None) -> None:
-    """List the jobs of a cluster, the newest first."""
+    """List the jobs of a cluster, newest first."""
     from raysim.distributed.jobs import JobClient
 
     table = Table("job", "state", "command", box=None)
@@ -61,7 +62,8 @@ def job_list(address: _Address = None) -> None:
 
 @job_app.command("logs")
 def job_logs(
-    job: Annotated[str, typer.Argument(help="as `raysim submit` said")], address: _Address = None
+    job: Annotated[str, typer.Argument(help="id printed by raysim submit")],
+    address: _Address = None,
 ) -> None:
     """Print the output of a job until it ends, and exit with its exit code."""
     from raysim.distributed.jobs import JobClient
@@ -71,9 +73,10 @@ def job_logs(
 
 @job_app.command("stop")
 def job_stop(
-    job: Annotated[str, typer.Argument(help="as `raysim submit` said")], address: _Address = None
+    job: Annotated[str, typer.Argument(help="id printed by raysim submit")],
+    address: _Address = None,
 ) -> None:
-    """End a job gracefully: a run keeps its completed rounds."""
+    """Stop a job gracefully: a run keeps its completed rounds."""
     from raysim.distributed.jobs import JobClient
 
     JobClient(address).stop(job)

@@ -1,4 +1,4 @@
-"""`raysim ledger`: merge ledgers, check them, and carry them over to other keys."""
+"""`raysim ledger`: merge ledgers, check them, and carry them over to new keys."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from raysim.errors import ConfigError
 
 _MISSING = "FILE"
 
-File = Annotated[Path, typer.Argument(help="a ledger that raysim sweep --ledger wrote")]
+File = Annotated[Path, typer.Argument(help="a ledger written by raysim sweep --ledger")]
 Out = Annotated[Path, typer.Option("--out", "-o", help="the ledger to write")]
 Keys = Annotated[
     list[str] | None,
@@ -26,7 +26,7 @@ def merge(
     files: Annotated[list[Path], typer.Argument(help="ledgers; the first row of a run counts")],
     out: Out,
 ) -> None:
-    """Write the rows of several ledgers into one; rows that say the same become one."""
+    """Merge several ledgers into one; equal rows are written once."""
     from raysim.tracking import ledger
 
     if out.exists() and out.resolve() not in [file.resolve() for file in files]:
@@ -45,7 +45,7 @@ def check(
         int, typer.Option(min=0, help="rows to train again, to compare their digests")
     ] = 0,
 ) -> None:
-    """Name bad and contradicting rows, and rows of other keys; exit with 1 if there are any."""
+    """List damaged, contradicting and outdated rows; exit with 1 if there are any."""
     from raysim.config.loading import parse_overrides
     from raysim.runs import recomputed
     from raysim.tracking import ledger
@@ -80,7 +80,7 @@ def carry(
         list[str] | None, typer.Option(help="OLD=NEW: a configuration key that was renamed")
     ] = None,
 ) -> None:
-    """Write a ledger with today's keys, once rows computed again have given the same digests."""
+    """Write a ledger with current keys, after rows trained again have given the same digests."""
     from raysim.config.loading import parse_overrides
     from raysim.runs import recomputed
     from raysim.tracking import ledger

@@ -32,7 +32,7 @@ LISTABLE = (
 @app.command(name="list")
 def list_(
     what: Annotated[
-        str | None, typer.Argument(help=f"{', '.join(LISTABLE)}; without it, these words")
+        str | None, typer.Argument(help=f"{', '.join(LISTABLE)}; without it, print these words")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
@@ -172,10 +172,10 @@ def sync(
     run_dir: Annotated[Path, typer.Argument(help="the run's folder")],
     also: Annotated[
         list[str] | None,
-        typer.Option(help="send them to this tracker too: tensorboard, wandb"),
+        typer.Option(help="send them to this tracker too: tensorboard or wandb"),
     ] = None,
 ) -> None:
-    """Send what a run could not send while its tracking server was down."""
+    """Send the records that a run could not send while its tracking server was down."""
     from raysim.tracking import followers
     from raysim.tracking.mlflow import replay_spool
 
@@ -232,14 +232,14 @@ def show(
     name: str,
     root: Annotated[str | None, typer.Option(help="folder; default $RAYSIM_DATA")] = None,
     path: Annotated[
-        str | None, typer.Option(help="for folder, users, arrays, and your own: where they are")
+        str | None, typer.Option(help="path of the data, for folder, users, arrays and your own")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="where to draw the sample grid; default NAME.png")
+        Path | None, typer.Option(help="file for the grid of samples; default NAME.png")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
-    """Print sizes and classes of a data set, and draw a grid of its images as PNG."""
+    """Print the sizes and classes of a data set, and plot a grid of its images."""
     from raysim import data
     from raysim.config.explain import checked_section
     from raysim.config.sections.data import DataOnly

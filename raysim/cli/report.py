@@ -1,4 +1,4 @@
-"""`raysim report`: tables and pictures of what is in MLflow."""
+"""`raysim report`: tables and plots of runs in MLflow or in a ledger."""
 
 from __future__ import annotations
 
@@ -23,31 +23,32 @@ _SPENT = "rounds, bytes, virtual-time or seconds"
 Runs = Annotated[
     list[str] | None,
     typer.Argument(
-        help="experiments, or ids of runs; that of a sweep is for its trials; with --ledger: "
+        help="experiments, or ids of runs (a sweep's id: its trials); with --ledger: "
         "experiments, default all",
         autocompletion=complete_experiment,
     ),
 ]
 Ledger = Annotated[
     list[Path] | None,
-    typer.Option(help="a ledger to read, not MLflow; several: --ledger A --ledger B"),
+    typer.Option(help="a ledger to read instead of MLflow; several: --ledger A --ledger B"),
 ]
-Uri = Annotated[str | None, typer.Option(help="of the tracking store; default sqlite:///mlflow.db")]
+Uri = Annotated[str | None, typer.Option(help="tracking store; default sqlite:///mlflow.db")]
 MetricOption = Annotated[
     str | None,
-    typer.Option(help="what to tell of; default: that by which the runs select their best model"),
+    typer.Option(help="metric to report; default: the one that selects the runs' best model"),
 ]
 Group = Annotated[
     str | None,
     typer.Option(
-        help="KEY,KEY: rows (lines) by these parameters, not by all that differ; also side"
+        help="KEY,KEY: one row (line) for each value of these parameters, instead of all that "
+        "differ; also side"
     ),
 ]
 Log = Annotated[
     bool,
     typer.Option(
         "--to-mlflow",
-        help="keep it in MLflow too: with the sweep, or in a run of the experiment's own",
+        help="also store the report in MLflow: in the sweep's run, or in a run of its own",
     ),
 ]
 
@@ -61,26 +62,28 @@ def report_table(
     target: Annotated[
         str | None,
         typer.Option(
-            help="tell the first round that reached this value, or the paper's own: paper"
+            help="report the first round that reached this value; paper: the paper's own target"
         ),
     ] = None,
     group: Group = None,
     best_of: Annotated[
-        str | None, typer.Option(help="KEY,KEY: for each of these values only the best row")
+        str | None,
+        typer.Option(help="KEY,KEY: only the best row for each value of these parameters"),
     ] = None,
     relative_to: Annotated[
-        str | None, typer.Option(help="KEY=VALUE: --target is a share of what these runs reached")
+        str | None,
+        typer.Option(help="KEY=VALUE: --target is a share of the best value of these runs"),
     ] = None,
-    x_axis: Annotated[str, typer.Option(help=f"the way to the target in {_SPENT}")] = "rounds",
+    x_axis: Annotated[str, typer.Option(help=f"unit of the cost: {_SPENT}")] = "rounds",
     ranks: Annotated[
-        bool, typer.Option("--ranks", help="rank the methods in each scenario, and on the mean")
+        bool, typer.Option("--ranks", help="rank the methods in each scenario and on average")
     ] = False,
     paper: Annotated[
         str | None,
-        typer.Option(help="a paper's figures beside ours: gradma, fedreg, fedhist or a FILE.csv"),
+        typer.Option(help="add a paper's figures: gradma, fedreg, fedhist or a FILE.csv"),
     ] = None,
     form: Annotated[str, typer.Option("--format", help="markdown, csv or latex")] = "markdown",
-    out: Annotated[Path | None, typer.Option(help="a file to write, instead of printing")] = None,
+    out: Annotated[Path | None, typer.Option(help="file to write instead of printing")] = None,
     log: Log = False,
 ) -> None:
     """Print a table of results, mean ± std over seeds, by the parameters that differ."""
@@ -117,15 +120,16 @@ def report_curves(
     metric: MetricOption = None,
     group: Group = None,
     panels: Annotated[
-        str | None, typer.Option(help="KEY,KEY: a panel for each of their values; also side")
+        str | None,
+        typer.Option(help="KEY,KEY: one panel for each value of these parameters; also side"),
     ] = None,
-    x_axis: Annotated[str, typer.Option(help=f"over {_SPENT}")] = "rounds",
-    out: Annotated[Path, typer.Option(help="the picture to write: .png, .svg or .pdf")] = Path(
+    x_axis: Annotated[str, typer.Option(help=f"x-axis: {_SPENT}")] = "rounds",
+    out: Annotated[Path, typer.Option(help="plot to write: .png, .svg or .pdf")] = Path(
         "curves.png"
     ),
     log: Log = False,
 ) -> None:
-    """How runs went, mean and a band of one std over seeds, over what they spent, as a picture."""
+    """Plot learning curves: mean and one standard deviation over seeds."""
     from raysim.reports.table_rows import spent_in
 
     unit = spent_in(x_axis)
@@ -139,34 +143,35 @@ def report_curves(
 
 @report_app.command("sweep")
 def report_sweep(
-    x: Annotated[str, typer.Option(help="the parameter of the abscissa, e.g. server.memory")],
+    x: Annotated[str, typer.Option(help="parameter of the x-axis, e.g. server.memory")],
     y: Annotated[
-        str | None, typer.Option(help="a second one, for a heatmap, e.g. server.beta2")
+        str | None, typer.Option(help="second parameter, for a heatmap, e.g. server.beta2")
     ] = None,
     runs: Runs = None,
     uri: Uri = None,
     ledger: Ledger = None,
     metric: MetricOption = None,
-    log_x: Annotated[bool, typer.Option("--log-x", help="a logarithmic abscissa")] = False,
+    log_x: Annotated[bool, typer.Option("--log-x", help="logarithmic x-axis")] = False,
     target: Annotated[
-        float | None, typer.Option(help="lines of the first round at this value, not of the best")
+        float | None,
+        typer.Option(
+            help="plot the first round that reached this value, instead of the best value"
+        ),
     ] = None,
-    out: Annotated[Path, typer.Option(help="the picture to write: .png, .svg or .pdf")] = Path(
+    out: Annotated[Path, typer.Option(help="plot to write: .png, .svg or .pdf")] = Path(
         "sweep.png"
     ),
     log: Log = False,
 ) -> None:
-    """Plot the best of runs, mean over seeds, over one parameter (lines) or two (heatmaps).
+    """Plot the best value, mean over seeds, over one parameter (lines) or two (heatmaps).
 
     Other differing parameters make further lines or panels.
     """
     check_picture(out)
     if y and log_x:
-        raise ConfigError(
-            "--log-x: a heatmap has a column for each value; leave out --log-x or --y"
-        )
+        raise ConfigError("--log-x: a heatmap has one column per value; leave out --log-x or --y")
     if y and target is not None:
-        raise ConfigError("--target: a heatmap is of the best; leave out --target or --y")
+        raise ConfigError("--target: a heatmap shows the best values; leave out --target or --y")
     source = _source(runs, uri, ledger, log)
     found = source.finished(metric, _aside)
     print(_draw_sweep(found, found[0].metric, x, y, log_x, out, target))
@@ -176,22 +181,22 @@ def report_sweep(
 
 @report_app.command("sensitivity")
 def report_sensitivity(
-    keys: Annotated[str, typer.Option(help="KEY,KEY: the parameters in question")],
+    keys: Annotated[str, typer.Option(help="KEY,KEY: the parameters to compare")],
     runs: Runs = None,
     uri: Uri = None,
     ledger: Ledger = None,
     metric: MetricOption = None,
     statistic: Annotated[
-        str, typer.Option(help="what counts of a run: best or last10 (evaluations, mean)")
+        str, typer.Option(help="result of a run: best, or last10 (mean of the last 10 evaluations)")
     ] = "best",
-    out: Annotated[Path, typer.Option(help="the picture to write: .png, .svg or .pdf")] = Path(
+    out: Annotated[Path, typer.Option(help="plot to write: .png, .svg or .pdf")] = Path(
         "sensitivity.png"
     ),
     log: Log = False,
 ) -> None:
     """Show how much of the spread of runs each parameter explains, as a table and a plot.
 
-    It is made for random search, where the parameters are independent.
+    Meant for random search, where the parameters are independent.
     """
     from raysim.reports import plots, sensitivity
 
@@ -213,15 +218,15 @@ def report_sensitivity(
 
 @report_app.command("speedup")
 def report_speedup(
-    target: Annotated[float, typer.Option(help="the value of the metric that is wanted")],
+    target: Annotated[float, typer.Option(help="value of the metric to reach")],
     runs: Runs = None,
     uri: Uri = None,
     ledger: Ledger = None,
     metric: Annotated[
-        str, typer.Option(help="of which a run's last value counts")
+        str, typer.Option(help="metric whose last value in a run counts")
     ] = "theory/grad_norm2_mean",
-    over: Annotated[str, typer.Option(help="the parameter of the abscissa")] = "schedule.cohort",
-    out: Annotated[Path, typer.Option(help="the picture to write")] = Path("speedup.png"),
+    over: Annotated[str, typer.Option(help="parameter of the x-axis")] = "schedule.cohort",
+    out: Annotated[Path, typer.Option(help="plot to write")] = Path("speedup.png"),
 ) -> None:
     """Plot the rounds to a target over a parameter on log axes, with the slope."""
     from raysim.reports import plots, speedup
@@ -245,7 +250,7 @@ def report_claims(
     config: Annotated[
         str,
         typer.Argument(
-            help="a YAML file, or the name of a shipped one, with a section claims",
+            help="a YAML file, or the name of a shipped one, with a section 'claims'",
             autocompletion=complete_configuration,
         ),
     ],
@@ -257,16 +262,16 @@ def report_claims(
         ),
     ] = None,
     uri: Annotated[
-        str | None, typer.Option(help="of the tracking store; default: the configuration's")
+        str | None, typer.Option(help="tracking store; default: the configuration's")
     ] = None,
     ledger: Ledger = None,
-    figures: Annotated[Path, typer.Option(help="the folder for the pictures")] = Path(),
+    figures: Annotated[Path, typer.Option(help="folder for the plots")] = Path(),
     out: Annotated[
-        Path | None, typer.Option(help="a file to write the table to, instead of printing it")
+        Path | None, typer.Option(help="file to write the table to, instead of printing it")
     ] = None,
     log: Log = False,
 ) -> None:
-    """Print a paper's claims with this configuration's results, verdicts and pictures."""
+    """Check a paper's claims against runs: results of both sides, verdicts and plots."""
     from functools import cache
 
     from raysim.reports import claims, grouping
@@ -277,7 +282,7 @@ def report_claims(
         figures.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"--figures: {figures} cannot be made: {error.strerror}; name another folder"
+            f"--figures: cannot create {figures}: {error.strerror}; name another folder"
         ) from None
     _refuse_to_keep(ledger, log)
     source = claims.runs_of_claims(config, runs, uri, ledger or ())
@@ -354,7 +359,9 @@ def _source(
 
 def _refuse_to_keep(ledger: Sequence[Path] | None, log: bool) -> None:
     if ledger and log:
-        raise ConfigError("--to-mlflow: a report from a ledger reads no MLflow; leave one out")
+        raise ConfigError(
+            "--to-mlflow: a report from a ledger does not use MLflow; leave out one of the two"
+        )
 
 
 def _aside(line: str) -> None:
@@ -389,7 +396,7 @@ def _keep_report(files: list[Path], found: Sequence[TrackedRun], source: RunSour
     from raysim.reports.runs import keep
 
     names = ", ".join(f"report/{file.name}" for file in files)
-    _aside(f"kept in MLflow: {names} of run {keep(files, found, source.names, source.uri)}")
+    _aside(f"stored in MLflow: {names} of run {keep(files, found, source.names, source.uri)}")
 
 
 def _keep_text(

@@ -58,11 +58,11 @@ def run(
 
 @app.command()
 def resume(
-    run: Annotated[str, typer.Argument(help="the run's folder, or its MLflow id")],
+    run: Annotated[str, typer.Argument(help="folder of the run, or its MLflow id")],
     overrides: Overrides = None,
     fork: Annotated[
         bool,
-        typer.Option("--fork", help="continue as a new run under the old one, with any other keys"),
+        typer.Option("--fork", help="continue as a new run below the old one; any key may change"),
     ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="last line of standard output: one JSON object")
@@ -98,7 +98,7 @@ def _execute_and_print(as_json: bool, console: Console, plan: Plan, *reopened: A
     saved = reopened[1] if reopened else None
     console.print(summary(done, saved.facts["round"] if saved else 0), soft_wrap=True)
     console.print(f"run directory  {done.run_dir}", soft_wrap=True)
-    console.print(f"look at it     {ui.hint(plan.config.tracking, done.run_id)}", soft_wrap=True)
+    console.print(f"open in MLflow {ui.hint(plan.config.tracking, done.run_id)}", soft_wrap=True)
     if as_json:
         print(json.dumps(done.as_object()))
 

@@ -31,14 +31,14 @@ def sweep(
     config: Annotated[
         str,
         typer.Argument(
-            help="a YAML file, or the name of a shipped one; its section sweep varies",
+            help="a YAML file, or the name of a shipped one; its section 'sweep' holds the values",
             autocompletion=complete_configuration,
         ),
     ],
     overrides: Annotated[
         list[str] | None,
         typer.Argument(
-            help="key=value, or what varies: local.lr=0.1,0.01 seed=0..4 (both ends included) "
+            help="key=value, or several values: local.lr=0.1,0.01 seed=0..4 (both ends included) "
             "'rounds=range(10,50,20)'; at random: 'local.lr=loguniform(1e-3,1)', uniform, randint, "
             "choice, with sweep.samples=20; and sweep.retries=1 "
             "sweep.early_stopping.metric=accuracy",
@@ -46,16 +46,16 @@ def sweep(
         ),
     ] = None,
     parallel: Annotated[
-        int | None, typer.Option(min=1, help="trials at once; default: as many as have room")
+        int | None, typer.Option(min=1, help="trials that run at once; default: as many as fit")
     ] = None,
     folder: Annotated[
-        str | None, typer.Option("--dir", help="where the trials are; default runs")
+        str | None, typer.Option("--dir", help="folder of the trials; default runs")
     ] = None,
     ledger: Annotated[
         Path | None,
         typer.Option(
-            help="a file with a row for each finished run: what is there is not trained, and what "
-            "is trained is added"
+            help="file with one row per finished run; runs with a row are not trained, and new "
+            "rows are appended"
         ),
     ] = None,
     as_json: Annotated[
@@ -82,7 +82,7 @@ def sweep(
             done = sweeps.run_sweep(planned, parallel, progress, book)
     except KeyboardInterrupt as stop:
         print(
-            "stopped; what is finished is kept, and the same command runs the rest",
+            "stopped; finished trials are kept, and the same command runs the rest",
             file=sys.stderr,
         )
         raise typer.Exit(128 + getattr(stop, "signal", 2)) from None
@@ -140,7 +140,7 @@ def _sum_up(done: SweepResult, console: Console) -> None:
     earlier = f", {before} in an earlier sweep" if before else ""
     console.print(f"{counts['finished']} of {trials} trials finished{stopped}{earlier}{rows}")
     console.print(f"tables, plots  {os.path.relpath(done.sweep.folder)}", soft_wrap=True)
-    console.print(f"look at it     {ui.hint(done.sweep.tracking, done.run_id)}", soft_wrap=True)
+    console.print(f"open in MLflow {ui.hint(done.sweep.tracking, done.run_id)}", soft_wrap=True)
 
 
 SUMMARY_INTERVAL_S = 10.0

@@ -19,16 +19,16 @@ def ui(
     experiment: Annotated[
         str,
         typer.Argument(
-            help="the experiment to open; default: the list of all",
+            help="experiment to open; default: the list of all",
             autocompletion=complete_experiment,
         ),
     ] = "",
     uri: Annotated[
-        str | None, typer.Option(help="of the tracking store; default sqlite:///mlflow.db")
+        str | None, typer.Option(help="tracking store; default sqlite:///mlflow.db")
     ] = None,
     port: Annotated[
         int | None,
-        typer.Option(min=1, max=65535, help="of the server; default 5000, or a free one"),
+        typer.Option(min=1, max=65535, help="port of the server; default 5000, or a free one"),
     ] = None,
     browser: Annotated[bool, typer.Option(help="open a browser")] = True,
 ) -> None:

@@ -42,7 +42,7 @@ SCHEMA_LINE = "# yaml-language-server: "
 
 
 def shipped() -> dict[str, str]:
-    """Name and first sentence of comment of every configuration that comes with raysim."""
+    """Return the name and the comment's first sentence of each shipped configuration."""
     return {name: _first_sentence(path.read_text()) for name, path in shipped_files().items()}
 
 

@@ -76,7 +76,7 @@ def decode_images(
     images, paths = [], list(paths)
     for path, place in zip(paths, places or map(str, paths), strict=True):
         try:
-            with _large_ones_allowed(), Image.open(path) as image:
+            with _large_images_allowed(), Image.open(path) as image:
                 images.append(np.asarray(square(image.convert(mode))))
         except Exception as error:  # a damaged image may raise nearly anything
             raise _unreadable(place, error) from None
@@ -112,8 +112,8 @@ def as_squares(images: Sequence[Any], side: int | None, mode: str) -> np.ndarray
 
 
 @contextlib.contextmanager
-def _large_ones_allowed() -> Iterator[None]:
-    """Pillow warns of large images, and refuses those of twice that size."""
+def _large_images_allowed() -> Iterator[None]:
+    """Allow images for which Pillow warns, and those of twice that size, which it refuses."""
     from PIL import Image
 
     with warnings.catch_warnings():
@@ -246,7 +246,7 @@ def _common_form(
     shapes = []
     for path, place in zip(paths, places or map(str, paths), strict=True):
         try:
-            with _large_ones_allowed(), Image.open(path) as image:
+            with _large_images_allowed(), Image.open(path) as image:
                 shapes.append((min(image.size), image.mode))
         except Exception as error:  # likewise
             raise _unreadable(place, error) from None

@@ -52,11 +52,10 @@ from raysim.training.messages import Broadcast, cut_blocks
 logger = logging.getLogger("raysim")
 
 MAX_SERVER_FAILURES = 3
-"""Times that the server may be lost between two rounds that were done."""
+"""Server failures tolerated between two completed rounds."""
 
 MAX_PENDING_RECORDS = 2
-"""Records that may be open, because metrics of theirs are still on their way, while the next round
-trains."""
+"""Records that may still wait for metrics while the next round trains."""
 
 
 class Engine(Generic[ModelHandle]):
@@ -133,33 +132,36 @@ class Engine(Generic[ModelHandle]):
             RaysimError: anything else that ends the run, such as a server that is lost again and
                 again.
         """
-        told, failures, lost = int(self.history[-1]["round"]) if self.history else -1, 0, None
+        last_reported = int(self.history[-1]["round"]) if self.history else -1
+        failures, failure = 0, None
         while True:
             try:
-                if lost is not None:
-                    self._recover_from_checkpoint(lost)
+                if failure is not None:
+                    self._recover_from_checkpoint(failure)
                 for record in self._train():
-                    if record["round"] > told:
-                        told, failures = int(record["round"]), 0
+                    if record["round"] > last_reported:
+                        last_reported, failures = int(record["round"]), 0
                         yield record
                 return
             except ServerStateLost as again:
-                lost, failures = again, failures + 1
+                failure, failures = again, failures + 1
                 if failures > MAX_SERVER_FAILURES:
                     raise RaysimError(
-                        f"{lost}; that was the {failures}th time since a round was done"
+                        f"{failure}; that was failure {failures} of the server since the last "
+                        "completed round"
                     ) from None
             except (Stopped, ClientError, ProbeError):
                 try:
                     yield from (
                         record
                         for record in self.records.completed(max_pending=0)
-                        if record["round"] > told
+                        if record["round"] > last_reported
                     )
                     self._save_what_is_done()
-                except RaysimError as error:  # of the two, why the run ends matters more
+                except RaysimError as error:  # why the run ends matters more
                     logger.warning(
-                        "the last rounds are not saved: %s; `raysim resume` does them again", error
+                        "the last rounds are not saved: %s; `raysim resume` trains them again",
+                        error,
                     )
                 raise
 
@@ -359,9 +361,9 @@ class Engine(Generic[ModelHandle]):
         ]:
             self._save(self.executor.snapshot().get())
 
-    def _recover_from_checkpoint(self, lost: ServerStateLost) -> None:
+    def _recover_from_checkpoint(self, failure: ServerStateLost) -> None:
         """Start a new server from the last checkpoint, or from round 0 if there is none."""
-        logger.warning("%s", lost)
+        logger.warning("%s", failure)
         self.executor.recover()
         saved = (
             checkpoint.read_latest(self.run_dir, logger.warning)
@@ -374,7 +376,7 @@ class Engine(Generic[ModelHandle]):
             self.restore(saved)
         # What this process has put right is counted by the executor.
         self.state.recoveries = recoveries
-        logger.warning("the server is made anew and begins again after round %d", self.state.done)
+        logger.warning("the server is restarted; resuming after round %d", self.state.done)
 
     def restore(self, saved: checkpoint.Checkpoint) -> None:
         """Set the engine to a checkpoint of this run, before `rounds`.

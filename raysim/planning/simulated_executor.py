@@ -70,17 +70,21 @@ class DriverCosts(Section):
 
 
 class ObjectStoreCosts(Section):
-    """A node's object store: seconds to put or get anything, and bytes a second."""
+    """Costs of a node's object store."""
 
     latency: float = Field(default=1e-3, ge=0)
+    """Seconds to put or get an object, whatever its size."""
     bandwidth: float = Field(default=1e9, gt=0)
+    """Bytes that are written or read in a second."""
 
 
 class NetworkCosts(Section):
-    """A node's link: seconds on the way to another node, and bytes a second in each direction."""
+    """Costs of a node's link."""
 
     latency: float = Field(default=2e-4, ge=0)
+    """Seconds of a message to another node, whatever its size."""
     bandwidth: float = Field(default=1.25e9, gt=0)
+    """Bytes in a second, in each direction."""
 
 
 class ServerCosts(Section):
@@ -98,10 +102,15 @@ class Costs(Section):
     """Costs of a round's parts. Only `training.step` has no default."""
 
     training: TrainingCosts
+    """Costs of training."""
     driver: DriverCosts = DriverCosts()
+    """Costs of the driver's work."""
     store: ObjectStoreCosts = ObjectStoreCosts()
+    """Costs of a node's object store."""
     network: NetworkCosts = NetworkCosts()
+    """Costs of a node's link."""
     server: ServerCosts = ServerCosts()
+    """Costs of the server's work."""
 
 
 @dataclass(frozen=True)
@@ -241,7 +250,7 @@ class SimulatedExecutor:
         self.driver = after("driver", seconds, self.driver, *milestones)
 
     def call(self, node: int) -> Milestone:
-        """The driver calls somebody on a node.
+        """Return the milestone at which a call of the driver reaches a node.
 
         Args:
             node: id of the node.
@@ -408,7 +417,7 @@ class SimulatedExecutor:
         return CompletedResult({})
 
     def restore(self, snapshot: State) -> None:
-        """There is nothing to go back to."""
+        """Do nothing: a simulated run has no state to restore."""
 
     def download_version(self, broadcast: SimulatedVersion) -> Broadcast:
         """Refuse: a simulated version has no tensors."""
@@ -419,10 +428,10 @@ class SimulatedExecutor:
         raise NotImplementedError("a simulated cluster has no model")
 
     def recover(self) -> None:
-        """Nothing is lost."""
+        """Do nothing: a simulated server cannot fail."""
 
     def close(self) -> None:
-        """There is nothing to end."""
+        """Do nothing: no process was started."""
 
 
 @dataclass
@@ -476,7 +485,7 @@ class SimulatedRound:
         c.trained.append((actor.node, number, ready.time, trained.time))
 
     def _arrives(self, version: SimulatedVersion, node: int, called: Milestone) -> Milestone:
-        """On its node, which fetches a version once."""
+        """Return when a version is on a node, which downloads each version once."""
         c = self.cluster
         if node not in version.there:
             version.there[node] = c.moved(c.bytes_down, 0, node, called, version.ready)

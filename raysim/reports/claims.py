@@ -69,12 +69,12 @@ def _statistic(given: Any) -> Any:
 
 
 def _value_texts(given: dict[str, Any]) -> dict[str, list[str]]:
-    """A parameter's value, or several of which any will do, as MLflow has them."""
+    """Return the accepted values of each parameter, as the texts that MLflow stores."""
     found = {}
     for key, value in given.items():
         values = value if isinstance(value, list) else [value]
         if not values or any(isinstance(each, Mapping | list) for each in values):
-            raise ValueError(f"{key} must have a value, or a list of values of which any will do")
+            raise ValueError(f"{key} must have a value, or a list of values of which any matches")
         found[key] = [flatten_parameters({"": each})[""] for each in values]
     return found
 
@@ -86,11 +86,16 @@ KeyList = Annotated[
 
 
 class ClaimSide(Section):
-    """Which runs, and what of them."""
+    """One side of a claim: a statistic of a metric of the selected runs."""
 
     where: Where = Field(default_factory=dict)
+    """Parameters of the runs: for each key a value, or a list of values of which any matches.
+    Default: all runs."""
     metric: str = "accuracy"
+    """Metric to compare."""
     statistic: Annotated[Any, AfterValidator(_statistic)] = "best"
+    """Statistic over a run's rounds: `best`, `last`, `first`, `mean`, `last10` (mean of the last
+    ten evaluations), or `{rounds_to: VALUE}`."""
 
     @property
     def lower(self) -> bool:
@@ -99,14 +104,15 @@ class ClaimSide(Section):
 
 
 class RightSide(ClaimSide):
-    """The right side, which may be a number. What is not given is as on the left."""
+    """Right side of a claim: runs, or a number. Keys that are not set equal those of the left."""
 
     value: float | None = None
+    """Number to compare with, instead of runs. `right: 0.5` is short for `right: {value: 0.5}`."""
 
     @model_validator(mode="after")
     def _is_one_of_both(self) -> RightSide:
         if self.value is not None and len(self.model_fields_set) > 1:
-            raise ValueError("a value is of no runs; leave it out, or where, metric and statistic")
+            raise ValueError("'value' excludes where, metric and statistic; leave one of them out")
         return self
 
 
@@ -119,18 +125,28 @@ def _right_side(given: Any) -> Any:
 
 
 class Figure(Section):
-    """A plot as `raysim report curves` or `sweep` makes it, possibly of a part of the runs."""
+    """Plot of a claim's runs, as `raysim report curves` or `raysim report sweep` draws it."""
 
     kind: Literal["curves", "sweep"]
+    """`curves`: a metric over the rounds. `sweep`: the best value over one or two parameters."""
     where: Where = Field(default_factory=dict)
+    """Parameters of the runs to plot. Default: all runs."""
     metric: str = ""
+    """Metric to plot. Default: that of the claim's left side."""
     group: KeyList | None = None
+    """Parameters by which `curves` draws one line each. Default: all that differ."""
     panels: KeyList = Field(default_factory=list)
+    """Parameters by which `curves` draws one panel each."""
     spent: Literal["rounds", "bytes", "virtual-time", "seconds"] = "rounds"
+    """Unit of the x-axis of `curves`."""
     x: str = ""
+    """Parameter on the x-axis of `sweep`."""
     y: str | None = None
+    """Second parameter of `sweep`, which makes the plot a heatmap."""
     log_x: bool = False
+    """Whether the x-axis of `sweep` is logarithmic. Not for heatmaps."""
     file: str = ""
+    """File name of the plot: .png, .svg or .pdf. Default: `claim-NUMBER.png`."""
 
     @model_validator(mode="after")
     def _agrees(self) -> Figure:
@@ -138,11 +154,13 @@ class Figure(Section):
         if strange := [key for key in others if key in self.model_fields_set]:
             raise ValueError(f"kind {self.kind} has no {strange[0]}; leave it out")
         if self.kind == "sweep" and not self.x:
-            raise ValueError("kind sweep needs x, the parameter of the abscissa")
+            raise ValueError("kind sweep needs x, the parameter of the x-axis")
         if self.y is not None and self.log_x:
             raise ValueError("a heatmap has a column for each value; leave out log_x or y")
         if self.file and Path(self.file).suffix not in (".png", ".svg", ".pdf"):
-            raise ValueError(f"file '{self.file}' is no kind of picture; name a .png, .svg or .pdf")
+            raise ValueError(
+                f"file '{self.file}' is not a plot's name; it must end in .png, .svg or .pdf"
+            )
         return self
 
 
@@ -150,22 +168,29 @@ class Claim(Section):
     """A claim about runs: a relation between a left and a right side."""
 
     says: str
+    """The claim in words, for the report."""
     left: ClaimSide
+    """Left side of the comparison."""
     relation: Literal["below", "above", "near"] = Field(alias="is")
+    """How the left side compares with the right: `below`, `above`, or `near` (within `margin`)."""
     right: Annotated[RightSide, BeforeValidator(_right_side)]
+    """Right side of the comparison: runs, or a number."""
     margin: float = Field(default=0, ge=0)
+    """Smallest difference for `below` and `above`, largest difference for `near`."""
     each: KeyList = Field(default_factory=list)
+    """Parameters for whose values the claim is checked separately."""
     figure: Figure | None = None
+    """Plot to draw with the claim."""
 
     @model_validator(mode="after")
     def _has_a_distance(self) -> Claim:
         if self.relation == "near" and not self.margin:
-            raise ValueError("near needs a margin, by how much the sides may differ at most")
+            raise ValueError("near needs a margin, the largest difference of the sides")
         return self
 
 
 def read_claims(source: str | Path | Mapping[str, Any]) -> list[Claim]:
-    """The claims of a configuration; [] if it has none. Pictures without a name get one.
+    """Return the claims of a configuration; [] if it has none. Name figures that have no name.
 
     Args:
         source: a configuration file, the name of a shipped one, or a mapping.
@@ -190,13 +215,13 @@ def read_claims(source: str | Path | Mapping[str, Any]) -> list[Claim]:
 
 
 def require_claims(source: str | Path | Mapping[str, Any]) -> list[Claim]:
-    """The claims of a configuration, as of `read_claims`.
+    """Return the claims of a configuration, as `read_claims` does.
 
     Args:
         source: a configuration file, the name of a shipped one, or a mapping.
 
     Raises:
-        ConfigError: it has none, too.
+        ConfigError: the configuration has no claims, or the section is wrong.
     """
     if not (found := read_claims(source)):
         raise ConfigError(
@@ -326,7 +351,7 @@ def _lines(claim: Claim, runs_of: RunsOf, place: str) -> list[ClaimResult]:
 
 
 def _sides(claim: Claim) -> dict[str, ClaimSide]:
-    """Those that are of runs."""
+    """Return the sides that compare runs."""
     return {"left": claim.left} | ({"right": claim.right} if claim.right.value is None else {})
 
 
@@ -366,7 +391,7 @@ def _verdict(claim: Claim, apart: Sequence[Span], votes: Sequence[bool | None]) 
         return REFUTED + one
     if False in votes:
         return f"{OPEN} (seeds disagree)"
-    return f"{OPEN} ({'not every seed' if True in votes else 'nobody'} reached the target)"
+    return f"{OPEN} ({'not every seed' if True in votes else 'no run'} reached the target)"
 
 
 def _missing_runs(found: Sequence[Sequence[TrackedRun]], sides: Sequence[ClaimSide]) -> str:
@@ -437,7 +462,7 @@ def _seed(run: TrackedRun) -> str:
 
 
 def _text(spans: Mapping[str, Span], side: ClaimSide) -> str:
-    """Mean ± std over seeds, with what it is in."""
+    """Return mean ± std over seeds, with the unit."""
     known = MeanStd.of([low for low, high in spans.values() if low == high])
     rounds = isinstance(side.statistic, RoundsTo)
     percent = side.metric.endswith("accuracy") and not rounds

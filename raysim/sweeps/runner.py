@@ -100,7 +100,7 @@ def run_sweep(
     missing = [
         trial for trial in sweep.trials if trial.folder not in taken and not sweep.done(trial)
     ]
-    with stoppable(), _alone(sweep.folder), _room(missing):
+    with stoppable(), _lock_trials(sweep.folder), _ray_with_resources(missing):
         parent = Tracker(tracking, sweep.folder)
         forwarder: Forwarder | None = None
         status: Any = "FAILED"
@@ -193,8 +193,8 @@ class _Tally:
 
 
 @contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """No other sweep shares the trials' folder meanwhile."""
+def _lock_trials(folder: Path) -> Iterator[None]:
+    """Lock the trials' folder against other sweeps, and remove it at the end if it is empty."""
     files.make_private(folder)
     alone = FileLock(folder.parent / ".lock", timeout=0)
     try:
@@ -213,8 +213,8 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _room(trials: list[Trial]) -> Iterator[None]:
-    """Ray with room for each of these trials; one that fits nowhere would wait for ever."""
+def _ray_with_resources(trials: list[Trial]) -> Iterator[None]:
+    """Connect to Ray, and refuse a trial that needs more than the cluster has."""
     if not trials:
         yield
         return
@@ -236,9 +236,8 @@ def _room(trials: list[Trial]) -> Iterator[None]:
             for kind, share in kinds.items():
                 if share > have.get(kind, 0) + 1e-9:
                     raise ConfigError(
-                        f"trial {trial.title}: resources: it wants {share:g} {kind}s, there are "
-                        f"{have.get(kind, 0):g}; "
-                        "lower resources.actors or the share of each"
+                        f"trial {trial.title}: resources: it needs {share:g} {kind}s, the cluster "
+                        f"has {have.get(kind, 0):g}; lower resources.actors or the share of each"
                     )
         yield
     finally:
@@ -257,7 +256,7 @@ def _bundles(c: Config) -> list[dict[str, float]]:
 
 
 def _adopt(trial: Trial, parent: str) -> None:
-    """A trial that is finished already is shown under this sweep's run."""
+    """Show a trial that was finished before as a child of this sweep's run."""
     recorder = Recorder("", "", trial.folder)
     recorder.adopt(parent, labels_of(trial))
     recorder.close()

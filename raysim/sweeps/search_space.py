@@ -221,9 +221,7 @@ def _range(key: str, draw: Draw) -> list[Any]:
     first, end = (0, numbers[0]) if len(numbers) == 1 else numbers[:2]
     step = numbers[2] if len(numbers) == 3 else 1
     if step == 0:
-        raise ConfigError(
-            f"{key}: {draw}: a step of 0 comes to no end; leave it out for steps of 1"
-        )
+        raise ConfigError(f"{key}: {draw}: a step of 0 never ends; leave it out for steps of 1")
     try:
         count = ceil((end - first) / step - 1e-9)
     except (OverflowError, ValueError):  # infinite, not a number, or larger than a float

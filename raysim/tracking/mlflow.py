@@ -1,14 +1,14 @@
 """MLflow, without the engine ever waiting for it.
 
-What the engine says goes to a spool in the run's folder (`raysim.tracking.spool`). One writer
-thread follows that file and sends: many rounds in one batch, about once a second, backing off while
-the server is down. Where many processes train runs (`raysim.sweeps`), each only spools, and
-one `Forwarder` follows them all.
+The engine writes its records to a spool in the run's folder (`raysim.tracking.spool`). One writer
+thread follows that file and sends the records: many rounds in one batch, about once a second, with
+increasing pauses while the server is down. In a sweep each trial's process only spools, and one
+`Forwarder` sends the records of all.
 
-Nothing is forgotten on the way: after a crash, or when the server died in the middle,
-`replay_spool` (on the command line: raysim tracking sync RUN_DIR) sends exactly the rest. Sending
-twice does no harm: records carry their time, a run carries the key it was created under, and a run
-that is reopened is asked which steps it has.
+No record is lost: after a crash of the run or of the server, `replay_spool` (on the command line:
+raysim tracking sync RUN_DIR) sends exactly the records that are missing. Records may be sent twice
+without harm: each has its time, a run has the key under which it was created, and a reopened run
+is asked which steps it has.
 """
 
 from __future__ import annotations
@@ -302,7 +302,7 @@ class Forwarder:
             self._hurry.clear()
 
     def _send(self) -> bool:
-        """One pass over all runs; whether there was anything to send."""
+        """Send the pending records of all runs once; return whether there were any."""
         before = self._sent
         for tail, server in list(self._followed.values()):
             while not self._stop.is_set() and (count := _advance(tail, server)):

@@ -420,7 +420,7 @@ def _under(parent: str) -> dict[str, str]:
 
 
 def _final(error: Exception) -> bool:
-    """Is it the record's fault, so that trying again is no use?"""
+    """Return whether retrying is useless, because the server rejects the record itself."""
     codes = ("INVALID_PARAMETER_VALUE", "RESOURCE_DOES_NOT_EXIST")
     return isinstance(error, Refused) or getattr(error, "error_code", None) in codes
 

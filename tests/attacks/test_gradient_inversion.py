@@ -501,7 +501,7 @@ def test_several_steps_and_other_uploads_are_refused(observe):
     nova = observe(algorithm="fednova")
     with pytest.raises(ConfigError, match="server rule 'fednova' takes normalised"):
         invert(nova.plan, nova.observations, AttackOptions())
-    with pytest.raises(ConfigError, match="nobody was observed"):
+    with pytest.raises(ConfigError, match="no client was recorded"):
         invert(nova.plan, [], AttackOptions())
 
 

@@ -394,7 +394,7 @@ def test_a_job_that_others_sent_off_is_refused(monkeypatch, name):
     ("command", "said"),
     [
         ("rnu mine.yaml", "did you mean 'run'"),
-        ("run", "wants a configuration"),
+        ("run", "needs a configuration"),
         ("run mine.yaml tracking.uri=sqlite:///mlflow.db", "tracking.uri: .*would be lost"),
         ("run nosuch.yaml", "nosuch"),
         ("run mine.yaml roudns=3", "did you mean 'rounds'"),

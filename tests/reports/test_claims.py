@@ -135,7 +135,7 @@ def test_rounds_to_a_target():
     assert verdict(of([never, never], [early, late]), **rounds_to(0.5)) == (REFUTED, (0, 2))
     assert verdict(of([late], [never]), **rounds_to(0.5)) == (f"{CONFIRMED} (one seed)", (1, 0))
     assert verdict(of([early, late], [early, late]), **rounds_to(0.95)) == (
-        f"{OPEN} (nobody reached the target)",
+        f"{OPEN} (no run reached the target)",
         (0, 0),
     )
     said = f"{OPEN} (not every seed reached the target)"
@@ -146,7 +146,7 @@ def test_rounds_to_a_target():
         (1, 0),
     )
     assert verdict(of([early], [never]), **rounds_to(0.5, 12)) == (
-        f"{OPEN} (nobody reached the target)",
+        f"{OPEN} (no run reached the target)",
         (0, 0),
     )
     (line,) = lines(of([early, late], [late, never]), **rounds_to(0.5))
@@ -314,7 +314,10 @@ WRONG = [
         "claims.0.left.where: algorithm must have a value",
     ),
     ([{**RIGHT, "right": "a"}], "claims.0.right: expected a section"),
-    ([{**RIGHT, "right": {"value": 1, "metric": "loss"}}], "claims.0.right: a value is of no runs"),
+    (
+        [{**RIGHT, "right": {"value": 1, "metric": "loss"}}],
+        "claims.0.right: 'value' excludes where",
+    ),
     ([{**RIGHT, "margin": -1}], "claims.0.margin: "),
     ([{**RIGHT, "is": "near"}], "claims.0: near needs a margin"),
     ([{**RIGHT, "figure": {"kind": "sweep"}}], "claims.0.figure: kind sweep needs x"),
@@ -325,7 +328,7 @@ WRONG = [
     ([{**RIGHT, "figure": {"kind": "bars"}}], "claims.0.figure.kind: "),
     (
         [{**RIGHT, "figure": {"kind": "curves", "file": "a.txt"}}],
-        "claims.0.figure: file 'a.txt' is no kind of picture",
+        "claims.0.figure: file 'a.txt' is not a plot's name",
     ),
     (
         [
@@ -444,7 +447,7 @@ def test_the_command(store, tmp_path: Path, capsys: Any, monkeypatch: pytest.Mon
     code, out, err = call([beats], "--figures", "pictures", "--out", "claims.md", "--to-mlflow")
     assert code == 0 and out == "" and Path("pictures/beats.svg").is_file()
     assert "| confirmed | beats.svg |" in Path("claims.md").read_text()
-    assert "kept in MLflow: report/claims.md, report/beats.svg of run " in err
+    assert "stored in MLflow: report/claims.md, report/beats.svg of run " in err
     for section, arguments, said in (
         (None, [], "claims: asked.yaml has no such section"),
         ([beats], ["other"], "no experiment, and no run, is called 'other'"),
@@ -461,7 +464,7 @@ def test_the_command(store, tmp_path: Path, capsys: Any, monkeypatch: pytest.Mon
         (
             [beats],
             ["--figures", "claims.md/in"],
-            "--figures: claims.md/in cannot be made: Not a directory",
+            "--figures: cannot create claims.md/in: Not a directory",
         ),
     ):
         code, out, err = call(section, *arguments)

@@ -558,7 +558,7 @@ def test_pictures_by_the_commands(
             ["curves", "other", "--x-axis", "byte"],
             "(--x-axis): unknown unit 'byte'; did you mean 'bytes'",
         ),
-        (["curves", "other", "--out", str(tmp_path / "x.txt")], "name a .png, .svg or .pdf"),
+        (["curves", "other", "--out", str(tmp_path / "x.txt")], "must end in .png, .svg or .pdf"),
         (["curves", "other", "--x-axis", "bytes"], "no run is left"),
         (["sweep", "other", "--x", "lr", "--y", "seed"], "no run has a parameter 'lr'"),
         (["sweep", "other", "--x", "seed", "--y", "local.lr", "--log-x"], "--log-x: a heatmap"),

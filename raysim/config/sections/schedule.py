@@ -86,9 +86,9 @@ class ClientDropout(Section):
     never."""
 
     @model_validator(mode="after")
-    def _somebody_arrives(self) -> ClientDropout:
+    def _some_clients_arrive(self) -> ClientDropout:
         if self.rate == 1 and self.rejoin_after is not None:
-            raise ValueError("with a 'rate' of 1 every task is lost, for ever; lower it")
+            raise ValueError("a 'rate' of 1 loses every task forever; lower it")
         return self
 
 
