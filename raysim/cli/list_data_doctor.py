@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -14,19 +16,8 @@ from rich.table import Table
 from raysim.cli.base import app, data_app, print_table, tracking_app
 from raysim.errors import ConfigError, did_you_mean
 
-SECTIONS_WITH_CHOICES = {
-    "partitions": "partition",
-    "schedules": "schedule",
-    "client_speeds": "client_speeds",
-}
-"""Section of the configuration for each listable word whose entries are its choices."""
-
-LISTABLE = (
-    *("algorithms", "clients", "servers", "pairs", "models", "tasks", "datasets"),
-    *SECTIONS_WITH_CHOICES,
-    *("metrics", "configs"),
-)
-"""Words that `raysim list` accepts."""
+Row = dict[str, str]
+"""Texts of one line of a list, by column."""
 
 
 @app.command(name="list")
@@ -51,84 +42,109 @@ def list_(
     print_table(table)
 
 
-def _catalogue(what: str) -> list[dict[str, str]]:
+def _catalogue(what: str) -> list[Row]:
     """Return the rows of a list."""
-    from raysim.config.explain import choices
-    from raysim.models import zoo
+    if what not in LISTABLE:
+        raise ConfigError(f"list: nothing called '{what}'{did_you_mean(what, LISTABLE)}")
+    return LISTABLE[what]()
+
+
+def _algorithms() -> list[Row]:
     from raysim.rules import registry
 
-    def first_line(thing: Any) -> str:
-        return " ".join((thing.__doc__ or "").split("\n\n")[0].split())
-
-    if what == "algorithms":
-        return [
-            {
-                "name": name,
-                "from": origin,
-                "paper": a.paper,
-                "client": a.client.name,
-                "server": a.server.name,
-                "state": a.state,
-                "traffic": a.traffic,
-                "presets": " ".join(a.presets),
-            }
-            for name, a, origin in registry.catalogue("algorithm")
-        ]
-    if what in ("clients", "servers"):
-        return [
-            {
-                "name": name,
-                "from": origin,
-                "what": first_line(c),
-                "keys": " ".join(registry.hyperparameter_names(c)),
-            }
-            for name, c, origin in registry.catalogue("client" if what == "clients" else "server")
-        ]
-    if what == "pairs":
-        return _rule_pairs()
-    if what == "metrics":
-        from raysim.metrics import METRICS
-
-        return [
-            {"name": m.name, "unit": m.unit, "what": m.meaning, "logged": m.logged} for m in METRICS
-        ]
-    if what == "configs":
-        from raysim.config.loading import shipped
-
-        return [{"name": name, "what": text} for name, text in shipped().items()]
-    if what == "models":
-        return [{"name": n, "what": first_line(f)} for n, f in zoo.NETS.items()]
-    if what == "tasks":
-        from raysim.rules.learning_tasks import TASKS
-
-        return [
-            {
-                "name": n,
-                "what": first_line(t),
-                "metrics": " ".join(t.metric_classes),
-                "keys": " ".join(registry.hyperparameter_names(t)),
-            }
-            for n, t in TASKS.items()
-        ]
-    if what == "datasets":
-        from raysim import data
-
-        return [
-            {"name": n, "here": "yes" if data.is_present(n) else "no"} for n in data.dataset_names()
-        ]
-    if what in SECTIONS_WITH_CHOICES:
-        return [
-            {
-                "name": n,
-                "what": first_line(m),
-                "keys": " ".join(k for k in m.model_fields if k != "name"),
-            }
-            for n, m in choices(SECTIONS_WITH_CHOICES[what]).items()
-        ]
-    raise ConfigError(f"list: nothing called '{what}'{did_you_mean(what, LISTABLE)}")
+    return [
+        {
+            "name": name,
+            "from": origin,
+            "paper": a.paper,
+            "client": a.client.name,
+            "server": a.server.name,
+            "state": a.state,
+            "traffic": a.traffic,
+            "presets": " ".join(a.presets),
+        }
+        for name, a, origin in registry.catalogue("algorithm")
+    ]
 
 
-def _rule_pairs() -> list[dict[str, str]]:
+def _rules(side: Literal["client", "server"]) -> list[Row]:
+    from raysim.rules import registry
+
+    return [
+        {
+            "name": name,
+            "from": origin,
+            "what": _first_line(rule),
+            "keys": " ".join(registry.hyperparameter_names(rule)),
+        }
+        for name, rule, origin in registry.catalogue(side)
+    ]
+
+
+def _models() -> list[Row]:
+    from raysim.models import zoo
+
+    return [{"name": name, "what": _first_line(net)} for name, net in zoo.NETS.items()]
+
+
+def _tasks() -> list[Row]:
+    from raysim.rules import registry
+    from raysim.rules.learning_tasks import TASKS
+
+    return [
+        {
+            "name": name,
+            "what": _first_line(task),
+            "metrics": " ".join(task.metric_classes),
+            "keys": " ".join(registry.hyperparameter_names(task)),
+        }
+        for name, task in TASKS.items()
+    ]
+
+
+def _datasets() -> list[Row]:
+    from raysim import data
+
+    return [
+        {"name": name, "here": "yes" if data.is_present(name) else "no"}
+        for name in data.dataset_names()
+    ]
+
+
+def _choices(section: str) -> list[Row]:
+    """Return the choices of a section of the configuration."""
+    from raysim.config.explain import choices
+
+    return [
+        {
+            "name": name,
+            "what": _first_line(model),
+            "keys": " ".join(key for key in model.model_fields if key != "name"),
+        }
+        for name, model in choices(section).items()
+    ]
+
+
+def _metrics() -> list[Row]:
+    from raysim.metrics import METRICS
+
+    return [
+        {"name": m.name, "unit": m.unit, "what": m.meaning, "logged": m.logged} for m in METRICS
+    ]
+
+
+def _configs() -> list[Row]:
+    from raysim.config.loading import shipped
+
+    return [{"name": name, "what": text} for name, text in shipped().items()]
+
+
+def _first_line(documented: Any) -> str:
+    """Return the first paragraph of a docstring in one line."""
+    return " ".join((documented.__doc__ or "").split("\n\n")[0].split())
+
+
+def _rule_pairs() -> list[Row]:
     """Return a row per server rule with the name of each pair ("x": unnamed, "": refused)."""
     from raysim.rules import contract, registry
 
@@ -150,7 +166,24 @@ def _rule_pairs() -> list[dict[str, str]]:
     ]
 
 
-def _print_pairs(rows: list[dict[str, str]]) -> None:
+LISTABLE: dict[str, Callable[[], list[Row]]] = {
+    "algorithms": _algorithms,
+    "clients": partial(_rules, "client"),
+    "servers": partial(_rules, "server"),
+    "pairs": _rule_pairs,
+    "models": _models,
+    "tasks": _tasks,
+    "datasets": _datasets,
+    "partitions": partial(_choices, "partition"),
+    "schedules": partial(_choices, "schedule"),
+    "client_speeds": partial(_choices, "client_speeds"),
+    "metrics": _metrics,
+    "configs": _configs,
+}
+"""Functions that return the rows of a list, by the word that `raysim list` accepts."""
+
+
+def _print_pairs(rows: list[Row]) -> None:
     """Print the matrix of server rules (rows) and client rules (columns)."""
     widths = {"server": max(len(row["server"]) for row in rows)} | {
         c: len(c) for c in rows[0] if c != "server"

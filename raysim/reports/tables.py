@@ -223,45 +223,100 @@ def latex(
     return "\n".join([*top, *body, r"\bottomrule", r"\end{tabular}"])
 
 
+Columns = dict[str, list[str]]
+"""Text of every row, by the header of its column."""
+
+
 def _cells(
     table: Sequence[TableRow], metric: str, target: float | None, spent: Spent
 ) -> list[list[str]]:
     """Return the header and the lines of a table for readers, without empty columns."""
     percent = metric.endswith("accuracy")
-    unit = " %" if percent else ""
-    targets = {row.target for row in table if row.target is not None} or (
-        {target} if target is not None else set()
-    )
-    aim = f"{min(targets):.4g}" if len(targets) == 1 else "target"
     columns = {
+        **_parameters(table),
+        **_number_of_runs(table),
+        **_best_values(table, metric, percent),
+        **_published_best_values(table, percent),
+        **_last_values(table, percent),
+        **_costs_of_target(table, target, spent, percent),
+        **_ranks(table),
+        **_progress(table),
+    }
+    return [list(columns), *map(list, zip(*columns.values(), strict=True))]
+
+
+def _parameters(table: Sequence[TableRow]) -> Columns:
+    """Return a column for each parameter that distinguishes rows."""
+    return {
         short(key): [row.parameters.get(key, MISSING_TEXT) for row in table]
         for key in _columns(table)
     }
-    runs = "runs" if any(row.pooled for row in table) else "seeds"
-    columns[runs] = [str(row.seeds) for row in table]
-    columns[f"best {metric}{unit}"] = [_mean_std_text(row.best, percent) for row in table]
-    if any(row.printed for row in table):
-        columns[f"paper: best{unit}"] = [
+
+
+def _number_of_runs(table: Sequence[TableRow]) -> Columns:
+    """Return the column of numbers of runs, which are seeds unless rows are pooled."""
+    header = "runs" if any(row.pooled for row in table) else "seeds"
+    return {header: [str(row.seeds) for row in table]}
+
+
+def _best_values(table: Sequence[TableRow], metric: str, percent: bool) -> Columns:
+    """Return the column of best values."""
+    return {f"best {metric}{_unit(percent)}": [_mean_std_text(row.best, percent) for row in table]}
+
+
+def _published_best_values(table: Sequence[TableRow], percent: bool) -> Columns:
+    """Return the columns of published values and of the differences; none without any."""
+    if not any(row.printed for row in table):
+        return {}
+    return {
+        f"paper: best{_unit(percent)}": [
             number(row.printed.best, row.printed.std, percent) if row.printed else MISSING_TEXT
             for row in table
-        ]
-        columns["difference / paper's std"] = [
+        ],
+        "difference / paper's std": [
             MISSING_TEXT if row.difference is None else f"{row.difference:+.2f}" for row in table
-        ]
-    columns[f"mean of last {LAST_EVALUATIONS} evaluations{unit}"] = [
-        _mean_std_text(row.last, percent) for row in table
-    ]
+        ],
+    }
+
+
+def _last_values(table: Sequence[TableRow], percent: bool) -> Columns:
+    """Return the column of the means of the last evaluations."""
+    header = f"mean of last {LAST_EVALUATIONS} evaluations{_unit(percent)}"
+    return {header: [_mean_std_text(row.last, percent) for row in table]}
+
+
+def _costs_of_target(
+    table: Sequence[TableRow], common_target: float | None, spent: Spent, percent: bool
+) -> Columns:
+    """Return the columns of costs of reaching the target; none without a target.
+
+    Targets have a column of their own if they differ.
+    """
+    targets = {row.target for row in table if row.target is not None}
+    if not targets and common_target is not None:
+        targets = {common_target}
+    aim = f"{min(targets):.4g}" if len(targets) == 1 else "target"
+    columns: Columns = {}
     if len(targets) > 1:
-        columns[f"target{unit}"] = [number(row.target, None, percent) for row in table]
+        columns[f"target{_unit(percent)}"] = [number(row.target, None, percent) for row in table]
     if targets:
         columns[f"{spent} to {aim}"] = [_arrival(row) for row in table]
-    if any(row.printed and row.printed.rounds for row in table) and spent == "rounds":
+    if spent == "rounds" and any(row.printed and row.printed.rounds for row in table):
         columns[f"paper: rounds to {aim}"] = [_rounds(row.printed) for row in table]
-    columns |= _ranks(table)
-    columns["rounds done"] = ["–".join(map(str, dict.fromkeys(row.rounds))) for row in table]
+    return columns
+
+
+def _progress(table: Sequence[TableRow]) -> Columns:
+    """Return the column of completed rounds, and that of unfinished runs if there are any."""
+    columns = {"rounds done": ["–".join(map(str, dict.fromkeys(row.rounds))) for row in table]}
     if any(row.unfinished for row in table):
         columns["not finished"] = [row.unfinished for row in table]
-    return [list(columns), *map(list, zip(*columns.values(), strict=True))]
+    return columns
+
+
+def _unit(percent: bool) -> str:
+    """Return the unit of a metric as the end of a header."""
+    return " %" if percent else ""
 
 
 def _mean_std_text(figure: MeanStd | None, percent: bool) -> str:
@@ -280,7 +335,7 @@ def _arrival(row: TableRow) -> str:
     return number(row.to_target.mean, row.to_target.std, percent=False) + missed
 
 
-def _ranks(table: Sequence[TableRow]) -> dict[str, list[str]]:
+def _ranks(table: Sequence[TableRow]) -> Columns:
     """Return the columns of ranks: none without ranks, no mean rank for a single scenario."""
     ranks = [row.rank for row in table]
     scenarios = {rank.scenarios for rank in ranks if rank}
