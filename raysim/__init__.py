@@ -7,6 +7,7 @@ Running:        run, resume, fork, sweep
 Results:        load, report, RunResult
 A method:       ClientRule, ServerRule, Algorithm; the rest of the contract is in `raysim.rules`
                 and `raysim.numerics`
+Its test:       quadratic_problem
 A measurement:  Probe
 Errors:         RaysimError, with ConfigError and ClientError
 
@@ -23,6 +24,7 @@ from raysim.errors import ClientError, ConfigError, RaysimError
 from raysim.version import __version__
 
 if TYPE_CHECKING:
+    from raysim.data.quadratics import quadratic_problem
     from raysim.engine.plan import Probe
     from raysim.reports.frames import report
     from raysim.rules import Algorithm, ClientRule, ServerRule
@@ -43,6 +45,7 @@ __all__ = [
     "__version__",
     "fork",
     "load",
+    "quadratic_problem",
     "report",
     "resume",
     "run",
@@ -57,6 +60,7 @@ _IMPORTED_WHEN_USED = {
     "ServerRule": "raysim.rules",
     "fork": "raysim.runs.resume",
     "load": "raysim.runs.result",
+    "quadratic_problem": "raysim.data.quadratics",
     "report": "raysim.reports.frames",
     "resume": "raysim.runs.resume",
     "run": "raysim.runs.run",

@@ -1,4 +1,4 @@
-"""The reference of the configuration, from the schema."""
+"""The reference of the configuration and of other YAML files, from their schemas."""
 
 from __future__ import annotations
 
@@ -10,16 +10,31 @@ from fields import Field, attribute_text, default_text, definition_list, values_
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
+from raysim.attacks.gradient_inversion import AttackOptions
+from raysim.attacks.noise_matching import MatchOptions
 from raysim.config.explain import annotation_types
 from raysim.config.schema import Config
+from raysim.planning.simulated_executor import Costs
+from raysim.reports.claims import Claim
+from raysim.sweeps.definition import SweepSettings
 
 TAGS = ("name", "unit")
 """Keys by which a section's kind is chosen."""
 
 
+OTHER_SECTIONS = {"sweep": SweepSettings, "claims": Claim, "match": MatchOptions}
+"""Sections of a file that are not part of a run's configuration."""
+
+
 def pages() -> dict[str, str]:
-    """Return the page `configuration`."""
-    return {"configuration": "\n".join(_config())}
+    """Return the pages that describe the keys of a configuration and of other files."""
+    sections = [line for key, model in OTHER_SECTIONS.items() for line in _keys(key, model, 3)]
+    return {
+        "configuration": "\n".join(_config()),
+        "other_sections": "\n".join(sections),
+        "attack_options": "\n".join(_keys("", AttackOptions, 3)),
+        "costs": "\n".join(_keys("", Costs, 3)),
+    }
 
 
 def _config() -> Iterator[str]:
@@ -29,6 +44,19 @@ def _config() -> Iterator[str]:
     for key, models in sections.items():
         if models:
             yield from _section(key, models, level=2)
+
+
+def _keys(path: str, model: type[BaseModel], level: int) -> Iterator[str]:
+    """Yield the keys of a model: those of a section, or with path "" those of a whole file."""
+    if path:
+        yield from _section(path, [model], level)
+        return
+    yield f"{inspect.cleandoc(model.__doc__ or '')}\n"
+    plain = [key for key in model.model_fields if not _models(model, key)]
+    yield definition_list(_field(model, key, "") for key in plain)
+    for key in model.model_fields:
+        if models := _models(model, key):
+            yield from _section(key, models, level)
 
 
 def _section(path: str, models: list[type[BaseModel]], level: int) -> Iterator[str]:
@@ -48,7 +76,7 @@ def _section(path: str, models: list[type[BaseModel]], level: int) -> Iterator[s
             if (found := _models(model, key)) and key not in inner:
                 inner[key] = found
     for key, found in inner.items():
-        yield from _section(f"{path}.{key}", found, level + 1)
+        yield from _section(f"{path}.{key}", found, min(level + 1, 6))
 
 
 def _models(owner: type[BaseModel], key: str) -> list[type[BaseModel]]:
@@ -70,10 +98,12 @@ def _name(model: type[BaseModel]) -> str:
 def _field(model: type[BaseModel], key: str, prefix: str) -> Field:
     schema = _schema(model)
     field = model.model_fields[key]
-    default = "" if field.default is PydanticUndefined else default_text(_jsonable(field.default))
+    name = field.alias or key
+    value = field.get_default(call_default_factory=True)
+    default = "" if value is PydanticUndefined else default_text(_jsonable(value))
     return Field(
-        prefix + key,
-        values_text(schema["properties"][key], schema.get("$defs", {})),
+        prefix + name,
+        values_text(schema["properties"][name], schema.get("$defs", {})),
         default,
         attribute_text(model, key),
     )

@@ -60,13 +60,12 @@ def values_text(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> st
         return _alternatives(dict.fromkeys(values_text(one, definitions) for one in choices))
     kind = schema.get("type", "any value")
     if kind == "array":
-        if "prefixItems" in schema:
-            return "[first round, value]"
-        return "a list"
+        first = schema.get("prefixItems", [{}])[0].get("type")
+        return {"integer": "[first round, value]", "number": "two numbers"}.get(first, "a list")
     name = {
         "integer": "an integer",
         "number": "a number",
-        "string": "a text",
+        "string": "a string",
         "boolean": "`true` or `false`",
         "null": "`null`",
         "object": "a mapping",
@@ -88,7 +87,7 @@ def values_text(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> st
 
 def default_text(value: Any) -> str:
     """Return a default as it is written in a configuration."""
-    return f"`{_plain(value)}`"
+    return "" if value == "" else f"`{_plain(value)}`"
 
 
 def _plain(value: Any) -> str:

@@ -15,6 +15,7 @@ from fields import Field, attribute_text, default_text, definition_list, values_
 from pydantic import TypeAdapter
 from result_pages import CONFIGS, REPOSITORY, about
 
+from raysim.algorithms.fedavg import AUTHORS_CODE
 from raysim.config.loading import shipped
 from raysim.rules import contract, registry
 from raysim.rules.contract import Algorithm
@@ -83,7 +84,11 @@ def _settings(method: Algorithm) -> Iterator[str]:
         yield f"```yaml\n{yaml.safe_dump(_plain(method.defaults), sort_keys=False)}```\n"
     for name, values in method.presets.items():
         yield f"## Preset `{name}`\n"
-        yield f"`algorithm.preset={name}` follows the code that Luo 2023 published where it differs from the text. It sets:\n"
+        author = "Luo 2023" if AUTHORS_CODE[name].items() <= values.items() else method.paper
+        yield (
+            f"`algorithm.preset={name}` follows the code that {author} published where it differs "
+            "from the text. It sets:\n"
+        )
         yield f"```yaml\n{yaml.safe_dump({'algorithm': _plain(values)}, sort_keys=False)}```\n"
 
 

@@ -18,9 +18,11 @@ exactly f_i. A mini-batch contains only some of the directions. The parameters o
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
+from raysim.config.explain import checked_section
 from raysim.config.sections.data import Quadratics
 from raysim.randomness import generator
 
@@ -67,6 +69,22 @@ class QuadraticProblem:
             w: [P], the parameters.
         """
         return np.einsum("ijk,ik->ij", self.H, w - self.a)
+
+
+def quadratic_problem(**keys: Any) -> QuadraticProblem:
+    """Return the quadratics of a run, for the oracle of a method's test.
+
+    Args:
+        **keys: the keys of the configuration's `data.problem`, such as `clients` and `dimensions`.
+
+    Returns:
+        The problem: the Hessian `H[i]` [P, P] and the minimizer `a[i]` [P] of each client, and the
+        optimum of their mean.
+
+    Raises:
+        ConfigError: a key is unknown, or its value is invalid.
+    """
+    return problem(checked_section(Quadratics, keys))
 
 
 def examples(config: Quadratics) -> tuple[np.ndarray, np.ndarray]:

@@ -160,7 +160,7 @@ def _needs_no_download(block: Block, config: str, overrides: list[str]) -> bool:
     try:
         raw = loading.read_config(config, overrides, resolve.keys, registry.algorithm_defaults)
         varied = raw.pop("sweep", None) is not None
-        raw.pop("privacy-match", None)
+        raw.pop("match", None)
         if not varied and not any("," in text or ".." in text for text in overrides):
             explain.validate(raw)
     except ConfigError as error:

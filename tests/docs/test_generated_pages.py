@@ -43,6 +43,33 @@ def test_the_configuration_page_has_every_key(extension):
                 assert key == "name" or f"`{section}.{key}`" in page, key
 
 
+def test_keys_outside_of_a_run_are_on_a_page(extension):
+    pages = extension("configuration_page").pages()
+    for page, keys in {
+        "other_sections": [
+            "sweep.samples",
+            "sweep.early_stopping.metric",
+            "claims.is",
+            "match.tries",
+        ],
+        "attack_options": ["cost", "restarts"],
+        "costs": ["training.step", "network.bandwidth"],
+    }.items():
+        for key in keys:
+            entry = pages[page].partition(f"`{key}`\n: ")[2].partition("\n\n")[2]
+            assert entry.startswith("  "), f"{key} has no line of its own"
+
+
+def test_a_preset_names_whose_code_it_follows(extension):
+    pages = extension("method_pages").pages()
+    for name, author in {
+        "fedreg_mg": "Xu 2022",
+        "fedavg": "Luo 2023",
+        "gradma": "Luo 2023",
+    }.items():
+        assert f"the code that {author} published" in pages[name]
+
+
 def test_every_method_has_a_page_with_its_hyperparameters(extension):
     registry.discover()
     pages = extension("method_pages").pages()

@@ -37,13 +37,23 @@ def stopped(config: dict[str, Any]) -> raysim.RunResult:
 
 def test_the_public_names_and_the_rooms_beside_them():
     """`raysim.sweep` is a function whatever was imported; the package of sweeps has another name."""
-    for name in ("run", "resume", "fork", "sweep", "load"):
+    for name in ("run", "resume", "fork", "sweep", "load", "quadratic_problem"):
         assert callable(getattr(raysim, name)) and name in raysim.__all__ and name in dir(raysim)
     for name in ("ClientRule", "ServerRule", "Algorithm", "Probe", "RunResult"):
         assert isinstance(getattr(raysim, name), type) and name in raysim.__all__
     assert raysim.sweeps.search_space is search_space
     with pytest.raises(AttributeError, match="simulate"):
         raysim.simulate  # noqa: B018  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_the_quadratics_of_a_methods_test():
+    """H_i and a_i come with the shapes of the keys; the mean's gradient vanishes at its optimum."""
+    f = raysim.quadratic_problem(clients=3, dimensions=2)
+    assert f.H.shape == (3, 2, 2) and f.a.shape == (3, 2)
+    at_optimum = sum(H @ (f.optimum - a) for H, a in zip(f.H, f.a, strict=True))
+    assert abs(at_optimum).max() < 1e-12
+    with pytest.raises(ConfigError, match="dimension"):
+        raysim.quadratic_problem(dimension=2)
 
 
 def test_a_finished_run_is_loaded_as_it_was_returned(config):

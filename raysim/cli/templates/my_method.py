@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from pydantic import Field
+from torch import Tensor
 
-from raysim.rules import Algorithm, ClientRule, ServerRule
+from raysim.rules import Algorithm, Batch, ClientRule, Reports, ServerRule, State, Task
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class MyMethodClient(ClientRule):
     # Every field is a hyper-parameter: algorithm.mu=0.5. Its annotation is checked before a run
     # starts.
 
-    def direction(self, shared, state, batch, task):
+    def direction(self, shared: State, state: State, batch: Batch, task: Task) -> Tensor:
         """Return the direction [P] of one local step; then w <- w - lr * direction.
 
         `shared["x"]` are the received parameters [P], `state["w"]` the client's own [P]. Do not
@@ -45,7 +46,7 @@ class MyMethodServer(ServerRule):
     `lr` and `weights` are fields of every server rule.
     """
 
-    def update(self, state, reports):
+    def update(self, state: State, reports: Reports) -> State:
         """Return the next state of the server.
 
         `reports.mean("delta")` is the weighted mean [P] of the clients' d_i = x - y.

@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 
 import raysim
-from raysim.config.sections.data import Quadratics
-from raysim.data import quadratics
 
 CLIENTS = 5
 DIMENSIONS = 4
@@ -23,7 +21,7 @@ PROBLEM = {"clients": CLIENTS, "dimensions": DIMENSIONS}
 
 def transcription(mu: float) -> np.ndarray:
     """Return the global parameters [P] after the last round, step by step as the paper has them."""
-    f = quadratics.problem(Quadratics(**PROBLEM))
+    f = raysim.quadratic_problem(**PROBLEM)
     x = np.zeros(DIMENSIONS)
     for _ in range(ROUNDS):
         updates = []
@@ -55,11 +53,11 @@ def trained(mu: float) -> np.ndarray:
 
 
 @pytest.mark.parametrize("mu", [0.0, 0.5])
-def test_rounds_follow_the_paper(mu):
+def test_rounds_follow_the_paper(mu: float) -> None:
     """Compare the parameters after all rounds with the transcription."""
     np.testing.assert_allclose(trained(mu), transcription(mu), rtol=1e-9)
 
 
-def test_the_hyper_parameter_has_an_effect():
+def test_the_hyper_parameter_has_an_effect() -> None:
     """Check that mu changes the result."""
     assert not np.allclose(trained(0.5), trained(0.0))
