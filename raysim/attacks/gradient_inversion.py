@@ -81,12 +81,13 @@ class AttackOptions(Section):
     """Distance of gradients that the attack minimizes. Xu 2022: l2 on EMNIST and CT, cosine on
     CIFAR-10."""
     tv: Annotated[float, Field(ge=0)] | None = None
-    """Weight of the total variation (TV). Default: 1e-8 with l2, 1e-6 with cosine (Xu 2022). Zhu 2019
-    has none."""
+    """Weight of the total variation (TV). Default: 1e-8 with l2, 1e-6 with cosine (Xu 2022). Zhu
+    2019 has none."""
     attacker: Literal["oblivious", "adaptive"] = "oblivious"
     """`oblivious` assumes a plain gradient step, `adaptive` simulates the client's rule."""
     iterations: int = Field(default=2000, ge=1)
-    """Steps of the attack. Xu 2022: 32 000; Geiping 2020: 4800. 2000 show the ranking on nets of LeNet's size."""
+    """Steps of the attack. Xu 2022: 32 000; Geiping 2020: 4800. 2000 show the ranking on nets of
+    LeNet's size."""
     lr: float = Field(default=1.0, gt=0)
     """Initial step size of Adam. Xu 2022: 1; Geiping 2020: 0.1."""
     signed: bool = False
