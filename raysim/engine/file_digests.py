@@ -10,7 +10,8 @@ The digests cover:
   `evaluate.metrics` and `evaluate.probes`): the file and the modules that it imports from its
   folder or package. Metrics and probes do not change a result, so their digests are recorded but
   not checked.
-- Parameters of a user's rule or of a net that name a file or a folder, for example weights.
+- Parameters of a user's rule or of a net that name a file or a folder.
+- `model.init_from`: the weights, wherever they come from.
 - `schedule.client_speeds.path` and `partition.path`.
 - `data` and `partition` of your own: the code of a function, and the files that its arguments
   name.
@@ -47,6 +48,7 @@ from raysim.config.sections.schedule import OwnSampling, Trace
 from raysim.data import Dataset
 from raysim.errors import ConfigError
 from raysim.models import build
+from raysim.models.weights import weight_files
 from raysim.rules import registry
 
 FileDigests = dict[str, dict[str, str]]
@@ -146,6 +148,10 @@ def of_data(config: Config, dataset: Dataset) -> FileDigests:
         was_empty = recorded.get(key, {}).get(path) == EMPTY_FILE_SHA256
         digest = EMPTY_FILE_SHA256 if was_empty else _of_path(Path(path).expanduser(), key)
         digests[key] = {path: digest}
+    if (source := build.initial_weights(config.model)) is not None:
+        contents = [_of_path(file, "model.init_from") for file in weight_files(source)]
+        whole = contents[0] if len(contents) == 1 else _sha256("\n".join(contents).encode())
+        digests["model.init_from"] = {source: whole}
     match config.data:
         case OwnData():
             digests["data.examples"] = {f"what {config.data.name} returns": _of_examples(dataset)}
@@ -283,7 +289,7 @@ def _path_parameters(
         of_rule = key.rpartition(".")[2]
         kinds = {} if key in ("data", "partition") else _kinds(of_rule, section.name)
         for name, value in section.parameters.items():
-            if key == "model" and name not in kinds and name in build.KEYS_WITHOUT_FILES:
+            if key == "model" and name not in kinds and name in build.COMMON_KEYS:
                 continue
             if not isinstance(value, str):
                 texts = list(_nested_texts(f"{key}.{name}", value))

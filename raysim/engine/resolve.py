@@ -37,7 +37,7 @@ from raysim.engine import (
 from raysim.engine.collusion import check_collusion
 from raysim.engine.plan import Plan, measures_clients
 from raysim.errors import ConfigError
-from raysim.models import build
+from raysim.models import build, weights
 from raysim.models.flat import Model
 from raysim.models.keyed_layers import unfoldable
 from raysim.rules import registry
@@ -245,7 +245,7 @@ def load_config(raw: Mapping[str, Any]) -> Config:
     clients = getattr(config.partition, "clients", None)
     if clients is not None:
         checks.check_cohort(config.schedule, clients)
-    return _with_absolute_paths(config)
+    return _with_absolute_paths(_with_run_folder(config))
 
 
 def _with_full_reference(config: Config) -> Config:
@@ -451,6 +451,19 @@ def _rule_section(
     )
     return Named.model_validate(
         {"name": name, **{f.name: asdict(rule)[f.name] for f in fields(rule)}}
+    )
+
+
+def _with_run_folder(config: Config) -> Config:
+    """Return the configuration with the folder of the run with whose weights the net starts."""
+    given = config.model.parameters.get("init_from")
+    if not isinstance(given, str) or not weights.is_run_id(given):
+        return config
+    if build.initial_weights(config.model) is None:
+        return config
+    folder = weights.run_folder(given, config.tracking.uri)
+    return config.model_copy(
+        update={"model": config.model.model_copy(update={"init_from": folder})}
     )
 
 

@@ -53,8 +53,8 @@ COMMON_KEYS: dict[str, tuple[Any, str]] = {
     ),
     "init_from": (
         str,
-        "File with the weights from which training starts: the parameters.safetensors of a run, or "
-        "a state_dict.",
+        "Weights from which training starts: the folder or MLflow id of a run, a state_dict, "
+        "torchvision:NET.WEIGHTS, hf:NAME@REVISION, or a folder of Hugging Face.",
     ),
     "init_skip": (
         PATTERNS,
@@ -69,8 +69,19 @@ COMMON_KEYS: dict[str, tuple[Any, str]] = {
 }
 """Type and meaning of the keys that every net has."""
 
-KEYS_WITHOUT_FILES = tuple(key for key in COMMON_KEYS if key != "init_from")
-"""Those of them whose texts are never the path of a file."""
+
+def initial_weights(model: Named) -> str | None:
+    """Return the value of `init_from`; None if it is not set, or belongs to the net itself.
+
+    Args:
+        model: the section `model` of the configuration.
+
+    Raises:
+        ConfigError: the net is unknown or cannot be loaded.
+    """
+    source = model.parameters.get("init_from")
+    is_common = isinstance(source, str) and "init_from" not in net_parameters(model.name)
+    return source if is_common else None
 
 
 def net_parameters(name: str) -> dict[str, inspect.Parameter]:
@@ -180,6 +191,7 @@ def make_net(config: Config, shape: tuple[int, ...], classes: int) -> nn.Module:
     if not isinstance(net, nn.Module):
         raise ConfigError(f"model.name: '{name}' is not a torch.nn.Module")
     if "init_from" in common:
+        net.to(getattr(torch, config.dtype))  # before, so that no weight is rounded
         load_weights(net, common["init_from"], common.get("init_skip", ()))
     elif "init_skip" in common:
         raise ConfigError("model.init_skip: there is no model.init_from that could set tensors")

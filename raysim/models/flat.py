@@ -271,14 +271,16 @@ class Model:
 
         Loaded weights include their statistics. A new net has means 0 and variances 1.
         """
-        flat = torch.cat(
-            [p.detach().reshape(-1) for p in self.module.parameters() if p.requires_grad]
-        )
+        flat = torch.cat([p.detach().reshape(-1) for p in self._trained()])
         buffers = torch.zeros(self.buffer_size, dtype=self.dtype, device=self.device)
         for m in self.module.modules():
             if isinstance(m, KeyedBatchNorm) and m.tracked:
                 buffers[m.start : m.start + 2 * m.channels] = m.initial
         return flat, buffers
+
+    def _trained(self) -> list[nn.Parameter]:
+        """Return the parameters that are trained, each once, in the order of the flat vector."""
+        return [p for p in self.module.parameters() if p.requires_grad]
 
     def views(self, w: Tensor) -> dict[str, Tensor]:
         """Return the tensors inside a flat vector `w` [P], by their names in the container.
@@ -301,10 +303,16 @@ class Model:
             buffers: running statistics [Q].
 
         Returns:
-            The tensors by their names in the net as the user wrote it.
+            The tensors by their names in the net as the user wrote it. A tensor that two layers
+            share has two names.
         """
-        named = {n.removeprefix("0."): v.clone() for n, v in self.views(x).items()}
-        for name, m in self.module.named_modules():
+        values = dict(zip(map(id, self._trained()), self.views(x).values(), strict=True))
+        named = {
+            n.removeprefix("0."): values[id(p)].clone()
+            for n, p in self.module.named_parameters(remove_duplicate=False)
+            if id(p) in values
+        }
+        for name, m in self.module.named_modules(remove_duplicate=False):
             if isinstance(m, KeyedBatchNorm) and m.tracked:
                 path = name.removeprefix("0").removeprefix(".")
                 mean, var = buffers[m.start : m.start + 2 * m.channels].split(m.channels)

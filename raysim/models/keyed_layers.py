@@ -123,7 +123,8 @@ class KeyedBatchNorm(nn.Module):
             # Running statistics use the unbiased variance, as in PyTorch.
             unbiased_var = var * count / (count - 1).clamp(min=1)
             of_batch = torch.cat([mean, unbiased_var]).detach()
-            old = torch.cat(self._running())
+            old = frame.moved.get(self.start)
+            old = torch.cat(self._running()) if old is None else old
             new = (1 - self.momentum) * old + self.momentum * of_batch
             if frame.in_place:
                 assert frame.buffers is not None
@@ -240,7 +241,13 @@ _UNKEYED = (nn.AlphaDropout, nn.FeatureAlphaDropout, nn.SyncBatchNorm)
 """Layers with random numbers or state that have no keyed version."""
 
 
-def swap(module: nn.Module, frame: ForwardContext, start: int = 0, path: str = "") -> int:
+def swap(
+    module: nn.Module,
+    frame: ForwardContext,
+    start: int = 0,
+    path: str = "",
+    swapped: dict[nn.Module, nn.Module] | None = None,
+) -> int:
     """Replace the BatchNorm and Dropout layers inside `module` by keyed layers, in its order.
 
     Args:
@@ -248,6 +255,7 @@ def swap(module: nn.Module, frame: ForwardContext, start: int = 0, path: str = "
         frame: the context that all keyed layers of the net share.
         start: length of the buffer vector before this module.
         path: name of this module inside the net, for messages.
+        swapped: the keyed layer of each BatchNorm that was replaced; it may be in several places.
 
     Returns:
         Q, the length of the buffer vector after this module.
@@ -255,27 +263,33 @@ def swap(module: nn.Module, frame: ForwardContext, start: int = 0, path: str = "
     Raises:
         ConfigError: a layer draws random numbers or keeps state, and has no keyed version.
     """
-    for name, child in module.named_children():
+    swapped = {} if swapped is None else swapped
+    for name, child in list(module._modules.items()):
         child_path = f"{path}.{name}".lstrip(".")
-        if isinstance(child, _UNKEYED) or (
+        if child is None:
+            continue
+        if child in swapped:
+            setattr(module, name, swapped[child])
+        elif isinstance(child, _UNKEYED) or (
             getattr(child, "dropout", 0) and isinstance(child, nn.RNNBase)
         ):
             raise ConfigError(
                 f"model: {child_path} ({type(child).__name__}) draws random numbers or keeps "
                 "state; use BatchNorm1d-3d, Dropout or Dropout1d-3d, which raysim keys"
             )
-        if isinstance(child, nn.modules.batchnorm._BatchNorm):
+        elif isinstance(child, nn.modules.batchnorm._BatchNorm):
             if child.momentum is None:
                 raise ConfigError(
                     f"model: {child_path} is a BatchNorm with momentum=None; "
                     "set it to a number, for example 0.1"
                 )
-            setattr(module, name, KeyedBatchNorm(child, start, frame))
+            swapped[child] = KeyedBatchNorm(child, start, frame)
+            setattr(module, name, swapped[child])
             start += 2 * child.num_features if child.track_running_stats else 0
         elif isinstance(child, nn.modules.dropout._DropoutNd):
             setattr(module, name, KeyedDropout(child.p, not isinstance(child, nn.Dropout), frame))
         else:
-            start = swap(child, frame, start, child_path)
+            start = swap(child, frame, start, child_path, swapped)
     return start
 
 

@@ -41,6 +41,8 @@ def parameters_in_part(
 ) -> list[bool]:
     """Return which parameters belong to a part of a net.
 
+    A parameter that two layers share is in the parts of both.
+
     Args:
         net: the net.
         pattern: "classifier" (the last linear layer with one output per class), "norm" (the
@@ -55,13 +57,19 @@ def parameters_in_part(
     Raises:
         ValueError: no parameter matches.
     """
-    owners = [net.get_submodule(name.rpartition(".")[0]) for name in names]
-    if pattern == "classifier":
-        chosen = [owner is classifier for owner in owners]
-    elif pattern == "norm":
-        chosen = [isinstance(owner, NORMALISATION) for owner in owners]
-    else:
-        chosen = [fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*") for name in names]
+    parameters = dict(net.named_parameters(remove_duplicate=False))
+
+    def is_in_part(name: str) -> bool:
+        owner = net.get_submodule(name.rpartition(".")[0])
+        if pattern == "classifier":
+            return owner is classifier
+        if pattern == "norm":
+            return isinstance(owner, NORMALISATION)
+        return fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")
+
+    # A tensor that two layers share has two names.
+    in_part = {id(p) for name, p in parameters.items() if is_in_part(name)}
+    chosen = [id(parameters[name]) in in_part for name in names]
     if not any(chosen):
         raise ValueError(
             f"no parameter of the net matches '{pattern}'; give classifier, norm, or a pattern "

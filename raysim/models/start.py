@@ -1,18 +1,16 @@
-"""Weights from a file and frozen parts: the start of a net, and the part that is trained."""
+"""The start of a net from given weights, and the part of it that is trained."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from raysim.errors import ConfigError
 from raysim.models.parts import MAX_NAMES, classifier_of, listed, parameters_in_part
+from raysim.models.weights import in_part, read_weights
 
 
 def freeze(net: nn.Module, patterns: Iterable[str], classes: int) -> None:
@@ -44,78 +42,76 @@ def freeze(net: nn.Module, patterns: Iterable[str], classes: int) -> None:
         )
 
 
-def load_weights(net: nn.Module, file: str, skip: Sequence[str] = ()) -> None:
-    """Load the weights of a net, with its BatchNorm statistics, from a file.
+def load_weights(net: nn.Module, source: str, skip: Sequence[str] = ()) -> None:
+    """Load the weights of a net, with its BatchNorm statistics.
+
+    A tensor that two layers share may have any of its names. The weights may be those of one part
+    of the net, whose names then begin with the part's.
 
     Args:
         net: the net; changed in place.
-        file: a state_dict: the `parameters.safetensors` of a run, another .safetensors file, or a
-            file that torch.save wrote.
-        skip: patterns of names that keep their new values, such as a classifier of another size.
+        source: where the weights are, as for `weights.weight_files`.
+        skip: patterns of names that keep their new values, such as a classifier of another size,
+            or of tensors that only the file has.
 
     Raises:
-        ConfigError: the file cannot be read, or does not fit the net.
+        ConfigError: the weights cannot be read, or do not fit the net.
     """
-    loaded, own = read_state_dict(file, "model.init_from"), net.state_dict()
+    own = net.state_dict(keep_vars=True)
+    loaded = read_weights(source)
     for pattern in skip:
-        if not any(_matches(name, [pattern]) for name in own):
+        if not any(_matches(name, [pattern]) for name in [*own, *loaded]):
             raise ConfigError(
                 f"model.init_skip: no tensor of the net matches '{pattern}'; its tensors are "
                 f"{listed(list(own))}"
             )
-    wanted = {name: tensor for name, tensor in own.items() if not _matches(name, skip)}
-    missing = [name for name in wanted if name not in loaded]
+    loaded = {name: tensor for name, tensor in loaded.items() if not _matches(name, skip)}
+    loaded = in_part(loaded, own)
+    names: dict[int, list[str]] = {}
+    for name, tensor in own.items():
+        names.setdefault(id(tensor), []).append(name)
+    wanted = [aliases for aliases in names.values() if not any(_matches(n, skip) for n in aliases)]
+    problems = _misfits(own, loaded, wanted)
+    if problems:
+        raise ConfigError(
+            f"model.init_from: {source} does not fit the net: {'; '.join(problems)}; give the same "
+            "net, or leave tensors out by model.init_skip"
+        )
+    with torch.no_grad():
+        for aliases in wanted:
+            for name in aliases:
+                if name in loaded:
+                    own[name].copy_(loaded[name])
+
+
+def _misfits(
+    own: Mapping[str, Tensor], loaded: Mapping[str, Tensor], wanted: Iterable[Sequence[str]]
+) -> list[str]:
+    """Return what keeps weights from being those of a net, as texts.
+
+    Args:
+        own: the tensors of the net by name.
+        loaded: the weights by name.
+        wanted: the names of each tensor that the weights have to give.
+    """
+    missing, misfits = [], []
+    for aliases in wanted:
+        values = [loaded[name] for name in aliases if name in loaded]
+        if not values and not aliases[0].endswith("num_batches_tracked"):
+            missing.append(aliases[0])
+        misfits += [
+            f"{name} is {list(loaded[name].shape)} there, {list(own[name].shape)} in the net"
+            for name in aliases
+            if name in loaded and loaded[name].shape != own[name].shape
+        ]
+        if any(not torch.equal(values[0], value) for value in values[1:]):
+            misfits.append(f"{' and '.join(aliases)} are one tensor in the net, and differ there")
     unknown = [name for name in loaded if name not in own]
-    misfits = [
-        f"{name} is {list(loaded[name].shape)} there, {list(tensor.shape)} in the net"
-        for name, tensor in wanted.items()
-        if name in loaded and loaded[name].shape != tensor.shape
-    ]
-    problems = [
+    return [
         *([f"it lacks {listed(missing)}"] if missing else []),
         *([f"the net lacks {listed(unknown)}"] if unknown else []),
         *misfits[:MAX_NAMES],
     ]
-    if problems:
-        raise ConfigError(
-            f"model.init_from: {file} does not fit the net: {'; '.join(problems)}; give the same "
-            "net, or leave tensors out by model.init_skip"
-        )
-    net.load_state_dict({**own, **{name: loaded[name] for name in wanted}})
-
-
-def read_state_dict(file: str, key: str) -> dict[str, Tensor]:
-    """Read a state_dict without executing code from its file.
-
-    Args:
-        file: a .safetensors file, or one that torch.save wrote.
-        key: the key of the configuration that names the file.
-
-    Raises:
-        ConfigError: the file cannot be read, or holds something else.
-    """
-    path = Path(file).expanduser()
-    if path.is_dir():
-        raise ConfigError(
-            f"{key}: {file} is a folder; give a file, such as the parameters.safetensors of a run"
-        )
-    try:
-        if path.suffix == ".safetensors":
-            return load_file(path)
-        loaded = torch.load(path, map_location="cpu", weights_only=True)
-    except OSError as error:
-        raise ConfigError(f"{key}: {file} cannot be read: {error.strerror or error}") from None
-    except SafetensorError as error:
-        raise ConfigError(f"{key}: {file} cannot be read: {error}") from None
-    except Exception:
-        # A file that is not a pickle can fail with any error.
-        loaded = None
-    is_dict = isinstance(loaded, dict)
-    if not is_dict or not all(isinstance(value, Tensor) for value in loaded.values()):
-        raise ConfigError(
-            f"{key}: {file} is not a state_dict; write it with torch.save(net.state_dict(), file)"
-        )
-    return loaded
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:

@@ -20,7 +20,7 @@ from torch import nn
 
 from raysim.errors import ConfigError
 from raysim.models.sequence import lstm, transformer
-from raysim.models.start import read_state_dict
+from raysim.models.weights import read_state_dict
 
 Shape = tuple[int, int, int]
 """Shape (C, H, W) of an image."""

@@ -13,11 +13,9 @@ from raysim.config.schema import Config
 from raysim.config.tracking_uri import absolute_uri, redacted_uri
 from raysim.engine.plan import Plan
 from raysim.errors import ConfigError
+from raysim.models.weights import PARAMETERS_FILE
 from raysim.runs.provenance import REQUIREMENTS_FILE, installed_packages
 from raysim.tracking import mlflow_client, spool
-
-PARAMETERS_FILE = "parameters.safetensors"
-"""File of the final parameters, which a run writes when all its rounds are done."""
 
 HISTORY_FILE = "history.csv"
 """Table of the metrics, one row per round."""

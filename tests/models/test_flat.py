@@ -752,6 +752,53 @@ def test_buffers_that_stay_come_back_with_the_rest():
     fresh.load_state_dict(model.state_dict(*model.initial()), strict=True)
 
 
+class Tied(nn.Module):
+    """The classifier is the embedding, one BatchNorm is used twice, and a frozen bias has two names as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(CLASSES, 6, bias=False)
+        self.norm, self.inner = nn.BatchNorm1d(6), nn.Sequential(nn.Linear(6, 6))
+        self.inner.append(self.norm)
+        self.last = nn.Linear(CLASSES, 6)
+        self.last.weight = self.first.weight
+        self.inner[0].bias = self.last.bias
+        self.last.bias.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.first(x.flatten(1)[:, :CLASSES]))
+        return F.linear(self.inner(x), self.last.weight.T)
+
+
+def test_shared_tensors_come_back_under_each_of_their_names():
+    torch.manual_seed(0)
+    net = Tied().double()
+    model, again = Model(copy.deepcopy(net), SHAPE, CLASSES, torch.float64), Tied().double()
+    assert model.size == 30 + 36 + 6 + 6 and model.buffer_size == 12
+    x, y, _ = example(4)
+    optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], 0.1)
+    F.cross_entropy(net(x), y).backward()
+    optimizer.step()
+    for way in ("loop", "vmap"):
+        w, buffers = model.initial()
+        if way == "loop":
+            task = loop(model, w, buffers)
+            w, buffers = w - 0.1 * task.grad(w, Batch(x, y)), task.buffers
+        else:
+
+            def step(x: Tensor, y: Tensor, w: Tensor = w, buffers: Tensor = buffers) -> Any:
+                task = VmapTask(model, LocalSettings(), buffers)
+                return w - 0.1 * task.grad(w, Batch(x, y)), task.buffers
+
+            w, buffers = (part[0] for part in torch.func.vmap(step)(x[None], y[None]))
+        again.load_state_dict(model.state_dict(w, buffers), strict=True)
+        for name, value in net.state_dict().items():
+            if value.is_floating_point():
+                torch.testing.assert_close(again.state_dict()[name], value, rtol=1e-9, atol=1e-11)
+        assert again.last.weight is again.first.weight
+    assert bool(model.part("last.weight").equal(model.part("first"))), "a tensor of both parts"
+
+
 def test_a_net_that_ends_in_a_swapped_module():
     model = Model(nn.Sequential(nn.Flatten(), nn.Linear(64, 10), nn.BatchNorm1d(10)), (1, 8, 8), 10)
     assert model.buffer_size == 20

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.configurations import DIGITS_MLP
@@ -27,12 +29,160 @@ def normed() -> nn.Sequential:
     return nn.Sequential(nn.Flatten(), nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
 
 
-def test_a_run_starts_where_another_one_ended():
-    first = raysim.run(DIGITS_MLP, run_dir="first")
-    model = DIGITS_MLP["model"] | {"init_from": "first/parameters.safetensors"}
-    second = raysim.run(DIGITS_MLP | {"model": model}, run_dir="second")
+def test_a_run_starts_where_another_one_ended(uri: str):
+    first = raysim.run(DIGITS_MLP, run_dir="first", **{"tracking.uri": uri})
+    contents = set()
+    for source in ("first/parameters.safetensors", "first", first.run_id):
+        model = DIGITS_MLP["model"] | {"init_from": source}
+        plan = prepare(DIGITS_MLP | {"model": model}, {"tracking.uri": uri})
+        assert torch.equal(plan.initial[0], first.parameters), source
+        contents |= set((plan.config.files or {})["model.init_from"].values())
+    assert len(contents) == 1, "the weights are the identity, not the run's other files"
+    second = raysim.run(DIGITS_MLP | {"model": model}, run_dir="second", **{"tracking.uri": uri})
     assert second.history[0]["accuracy"] == first.history[-1]["accuracy"]
-    assert torch.equal(prepare("second/config.yaml").initial[0], first.parameters)
+    Path("first/parameters.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"raysim resume first finishes it"):
+        load_weights(normed(), "first")
+    with pytest.raises(ConfigError, match=r"model\.init_from: run 0{32} is not found"):
+        model = {"name": "mlp", "init_from": "0" * 32}
+        prepare(DIGITS_MLP | {"model": model}, {"tracking.uri": uri})
+
+
+def test_weights_of_torchvision_are_those_in_the_cache_of_torch(monkeypatch: Any):
+    net: Any = normed()
+    monkeypatch.setattr(torch.hub, "get_dir", lambda: "hub")
+    Path("hub/checkpoints").mkdir(parents=True)
+    torch.save(normed().state_dict(), "hub/checkpoints/resnet18-f37072fd.pth")
+    for source in ("torchvision:resnet18", "torchvision:resnet18.IMAGENET1K_V1"):
+        load_weights(net, source)
+        assert torch.equal(
+            net[1].weight, torch.load("hub/checkpoints/resnet18-f37072fd.pth")["1.weight"]
+        )
+    for source, said in {
+        "torchvision:resnet19": "torchvision has no net 'resnet19'.*did you mean 'resnet1",
+        "torchvision:resnet18.V3": "no weights 'V3' of resnet18; it has IMAGENET1K_V1",
+    }.items():
+        with pytest.raises(ConfigError, match=said):
+            load_weights(net, source)
+
+    def offline(url: str, *arguments: Any, **named: Any) -> None:
+        raise OSError("no network")
+
+    monkeypatch.setattr(torch.hub, "download_url_to_file", offline)
+    with pytest.raises(
+        ConfigError, match=r"resnet34 cannot be downloaded from https.*no network.*put the file at"
+    ):
+        load_weights(net, "torchvision:resnet34")
+
+
+def test_weights_of_hugging_face_may_be_those_of_a_part(monkeypatch: Any):
+    """A folder of the hub; names without the net around; tensors in several files; one that is to be left out."""
+    hub: Any = pytest.importorskip("huggingface_hub")
+    from safetensors.torch import save_file
+
+    class Wrapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = normed(), nn.Linear(2, 5)
+
+    source, net = normed().state_dict(), Wrapped()
+    Path("folder").mkdir()
+    shards = [dict(list(source.items())[:2]), dict(list(source.items())[2:])]
+    for i, shard in enumerate(shards, 1):
+        save_file(
+            shard | ({"pooler.bias": torch.ones(2)} if i == 2 else {}),
+            f"folder/model-0000{i}-of-00002.safetensors",
+        )
+    index = {
+        name: f"model-0000{i}-of-00002.safetensors"
+        for i, shard in enumerate(shards, 1)
+        for name in shard
+    }
+    Path("folder/model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    with pytest.raises(
+        ConfigError,
+        match=r"does not fit the net: it lacks head\.weight, head\.bias; .* lacks pooler\.bias;",
+    ):
+        load_weights(net, "folder")
+    load_weights(net, "folder", ["head", "pooler"])
+    assert all(torch.equal(net.body.state_dict()[name], value) for name, value in source.items())
+    asked = []
+    monkeypatch.setattr(
+        hub,
+        "snapshot_download",
+        lambda name, **options: asked.append((name, options["revision"])) or "folder",
+    )
+    load_weights(Wrapped(), "hf:me/net@v1", ["head", "pooler"])
+    load_weights(Wrapped(), "hf:net", ["head", "pooler"])
+    assert asked == [("me/net", "v1"), ("net", None)]
+    monkeypatch.setattr(hub, "snapshot_download", lambda name, **options: 1 / 0)
+    with pytest.raises(
+        ConfigError, match=r"hf:net cannot be read from the Hugging Face hub: .*zero"
+    ):
+        load_weights(net, "hf:net")
+
+
+TIED = """
+from raysim.models.sequence import transformer
+
+def tied(shape, classes):
+    net = transformer(shape, classes, width=8, heads=2, layers=1)
+    net[-1][-1].weight = net[0].tokens.weight
+    return net
+"""
+
+
+def sentences() -> tuple[Any, ...]:
+    tokens = np.random.default_rng(0).integers(0, 7, (40, 6))
+    return tokens[:32, :-1], tokens[:32, 1:], tokens[32:, :-1], tokens[32:, 1:]
+
+
+def test_a_head_that_is_the_embedding_survives_the_run_and_the_file():
+    """One vector holds the shared tensor once; net, file and a run from it have it under both names."""
+    Path("tied.py").write_text(TIED)
+    keys = {**DIGITS_MLP, "task": "next_token", "model": "./tied.py:tied", "dtype": "float64"}
+    results = [
+        raysim.run(keys, data=sentences(), run_dir=mode, tracking=False, **{"batching.mode": mode})
+        for mode in ("loop", "vmap")
+    ]
+    torch.testing.assert_close(*(result.parameters for result in results), rtol=1e-10, atol=1e-12)
+    first = results[0]
+    net: Any = first.net()
+    assert net[-1][-1].weight is net[0].tokens.weight
+    x = torch.arange(5)[None]
+    again = raysim.load("loop").net()
+    plan = prepare("loop/config.yaml")
+    start: Any = plan.net
+    assert len(first.parameters) == sum(p.numel() for p in net.parameters())
+    assert not torch.equal(net[0].tokens.weight, start.double()[0].tokens.weight)
+    bound = plan.model().state_dict(*plan.initial)  # the head's value is not that of the start
+    assert torch.equal(first.state_dict["2.1.weight"], first.state_dict["0.tokens.weight"])
+    assert bound.keys() == first.state_dict.keys()
+    flat = torch.cat([p.detach().flatten() for p in net.parameters()])
+    assert torch.equal(flat, first.parameters)
+    with torch.no_grad():
+        assert torch.equal(net(x), again(x))
+    model = {"name": "./tied.py:tied", "init_from": "loop"}
+    from_run = prepare({**keys, "model": model}, {"data": plan.config.data.model_dump()})
+    assert torch.equal(from_run.initial[0], first.parameters)
+    assert torch.equal(from_run.net[-1][-1].weight, from_run.net[0].tokens.weight)  # type: ignore[index]
+
+
+def test_a_file_may_have_either_name_of_a_shared_tensor_but_not_two_values():
+    def tied() -> Any:
+        net = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+        net[1].weight = net[0].weight
+        return net
+
+    value = torch.arange(9.0).view(3, 3)
+    for name in ("0.weight", "1.weight"):
+        net = tied()
+        torch.save({name: value}, "w.pt")
+        load_weights(net, "w.pt")
+        assert torch.equal(net[0].weight, value) and net[1].weight is net[0].weight
+    torch.save({"0.weight": value, "1.weight": value + 1}, "w.pt")
+    with pytest.raises(ConfigError, match=r"0\.weight and 1\.weight are one tensor in the net"):
+        load_weights(tied(), "w.pt")
 
 
 def test_the_result_gives_the_net():
@@ -142,7 +292,10 @@ def test_a_frozen_part_may_train_again_and_names_are_patterns():
             r"model\.freeze: no parameter of the net matches 'body'.*0\.1\.weight",
         ),
         ({"init_from": "none.pt"}, r"model\.init_from: none\.pt cannot be read: No such file"),
-        ({"init_from": "."}, r"model\.init_from: \. is a folder; .*parameters\.safetensors"),
+        (
+            {"init_from": "."},
+            r"model\.init_from: \. is a folder without weights.*parameters\.safetensors",
+        ),
         ({"init_from": "text.pt"}, r"model\.init_from: text\.pt is not a state_dict"),
         ({"init_from": "text.safetensors"}, r"model\.init_from: text\.safetensors cannot be read"),
         ({"init_skip": "1"}, r"model\.init_skip: there is no model\.init_from"),
