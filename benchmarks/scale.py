@@ -218,7 +218,7 @@ def main() -> None:
             if record["round"]:
                 records.append(record)
                 print(
-                    f"round {record['round']:.0f}: {record['round_seconds']:.2f} s, busy {100 * record['worker_utilization']:.1f} %, "
+                    f"round {record['round']:.0f}: {record['system/round_seconds']:.2f} s, busy {100 * record['system/worker_utilization']:.1f} %, "
                     f"longest actor {record['system/train_seconds']:.2f} s, to the server "
                     f"{record['system/network/bytes_up'] / 1e6:.1f} MB, "
                     + ", ".join(
@@ -231,8 +231,8 @@ def main() -> None:
         ray.shutdown()
         cluster.shutdown()
     later = records[1:]
-    took = statistics.fmean(record["round_seconds"] for record in later)
-    busy = statistics.fmean(record["worker_utilization"] for record in later)
+    took = statistics.fmean(record["system/round_seconds"] for record in later)
+    busy = statistics.fmean(record["system/worker_utilization"] for record in later)
     foreseen = means(simulate_rounds(plan, known, NODES, ACTORS))
     print(f"rounds 2 to {given.rounds}           seconds     busy")
     print(f"measured          {took:11.3f} {busy:8.1%}")

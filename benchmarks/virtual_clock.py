@@ -107,11 +107,11 @@ def main() -> None:
         }
         done = raysim.run(CONFIG, {"rounds": args.rounds, **quiet})
     after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
-    alive = [record["async/versions_in_memory"] for record in done.history[1:]]
+    alive = [record["system/versions_in_memory"] for record in done.history[1:]]
     last = done.history[-1]
     print(
         f"{CLIENTS} clients in flight, {args.rounds} rounds of {ARRIVALS}: {after:.0f} MB at most ({before:.0f} MB "
-        f"before the run); versions alive: {max(alive):.0f} at most, {last['async/versions_bytes'] / 1e6:.0f} MB at the end"
+        f"before the run); versions alive: {max(alive):.0f} at most, {last['system/versions_bytes'] / 1e6:.0f} MB at the end"
     )
 
 

@@ -11,6 +11,7 @@ EVALUATION = "where the model is evaluated"
 METRICS_KEY = "evaluate.metrics"
 MULTILABEL = "evaluate.metrics, task: multilabel"
 ASYNCHRONOUS = "every round, kasync and buffered"
+TIMED = "every round, unless it is always the number of rounds"
 RAY = "every round, executor ray"
 NODES = "every round, on more than one node"
 CANDIDATES = "every round, server rules with `candidates`"
@@ -177,7 +178,7 @@ METRICS = (
         "virtual_time",
         "virtual units",
         "time on the virtual clock at the end of the round",
-        EVERY_ROUND,
+        TIMED,
     ),
     Metric(
         "bytes_down", "bytes", "bytes that clients have received since the first round", EVERY_ROUND
@@ -249,10 +250,6 @@ METRICS = (
         ASYNCHRONOUS,
     ),
     Metric(
-        "async/versions_in_memory", "versions", "versions of the model that are kept", ASYNCHRONOUS
-    ),
-    Metric("async/versions_bytes", "bytes", "memory of the kept versions", ASYNCHRONOUS),
-    Metric(
         "privacy/epsilon",
         "",
         "privacy spent at privacy.delta: by the client with most passes, or of all clients",
@@ -265,19 +262,6 @@ METRICS = (
         "share of the clients whose updates were clipped, without noise",
         "privacy.unit: client",
     ),
-    Metric(
-        "round_seconds",
-        "s",
-        "wall-clock time from the end of one round's training to that of the next",
-        EVERY_ROUND,
-    ),
-    Metric(
-        "clients_per_second",
-        "clients/s",
-        "clients trained a second of wall-clock time",
-        EVERY_ROUND,
-    ),
-    Metric("worker_utilization", "share", "part of the round in which workers train", RAY),
     Metric("server/uploads", "updates", "updates that the server rule received", EVERY_ROUND),
     Metric("server/weights_entropy", "nats", "entropy of the updates' weights", EVERY_ROUND),
     Metric(
@@ -290,7 +274,6 @@ METRICS = (
         "clients that were evicted from it, since the start",
         SOLVER,
     ),
-    Metric("server/memory_bytes", "bytes", "size of it", SOLVER),
     Metric(
         "server/qp_{figure}",
         "",
@@ -323,12 +306,6 @@ METRICS = (
         "server/utility_q{q}",
         "",
         "quantile q (in percent) of the clients' utility",
-        "every round, fedhist",
-    ),
-    Metric(
-        "server/buffer_bytes",
-        "bytes",
-        "memory of the buffer of past gradients",
         "every round, fedhist",
     ),
     Metric(
@@ -420,6 +397,19 @@ METRICS = (
         "evaluate.forgetting.fisher",
     ),
     Metric(
+        "system/round_seconds",
+        "s",
+        "wall-clock time from the end of one round's training to that of the next",
+        EVERY_ROUND,
+    ),
+    Metric(
+        "system/clients_per_second",
+        "clients/s",
+        "clients trained a second of wall-clock time",
+        EVERY_ROUND,
+    ),
+    Metric("system/worker_utilization", "share", "part of the round in which workers train", RAY),
+    Metric(
         "system/train_seconds",
         "s",
         "longest worker's training time; of one process its sum",
@@ -428,7 +418,7 @@ METRICS = (
     Metric(
         "system/overhead_seconds",
         "s",
-        "round_seconds that are neither training nor evaluation",
+        "system/round_seconds that are neither training nor evaluation",
         EVERY_ROUND,
     ),
     Metric(
@@ -448,6 +438,17 @@ METRICS = (
         "system/client_state_bytes_on_disk", "bytes", "disk space of what clients keep", EVERY_ROUND
     ),
     Metric("system/server_state_bytes", "bytes", "memory of the server's state", EVERY_ROUND),
+    Metric(
+        "system/versions_in_memory", "versions", "versions of the model that are kept", ASYNCHRONOUS
+    ),
+    Metric("system/versions_bytes", "bytes", "memory of the kept versions", ASYNCHRONOUS),
+    Metric("system/server_memory_bytes", "bytes", "memory of the server's past updates", SOLVER),
+    Metric(
+        "system/server_buffer_bytes",
+        "bytes",
+        "memory of the buffer of past gradients",
+        "every round, fedhist",
+    ),
     Metric(
         "system/actors_failed",
         "processes",
@@ -506,6 +507,13 @@ METRICS = (
         users_own=True,
     ),
     Metric("server/{name}", "", "what a server rule logs", EVERY_ROUND, users_own=True),
+    Metric(
+        "system/server_{name}_bytes",
+        "bytes",
+        "size that a server rule logs under a name that ends in _bytes",
+        EVERY_ROUND,
+        users_own=True,
+    ),
     Metric("{probe}/{name}", "", "what a probe measures", "evaluate.probes", users_own=True),
     Metric(
         "best_{metric}",
@@ -525,6 +533,18 @@ def find_metric(name: str) -> Metric | None:
         name: name of the metric.
     """
     return next((metric for metric in METRICS if metric.matches(name)), None)
+
+
+def name_taken(name: str) -> str | None:
+    """Return the metric of raysim that a user's metric of this name would collide with, or None.
+
+    Args:
+        name: name of the user's metric. Evaluated on clients it is logged as "clients/NAME" too.
+    """
+    entry = find_metric(name)
+    if entry is not None and not entry.users_own:
+        return name
+    return next((metric.name for metric in METRICS if metric.name == f"clients/{name}"), None)
 
 
 def has_direction(name: str) -> bool:

@@ -73,7 +73,7 @@ def main() -> None:
     overhead = []
     for record in Engine(made, executor).rounds():  # record 0 comes when round 1 is trained
         overhead.append(record.get("system/overhead_seconds", 0.0))
-        if record["round"] != 1 and not meter.round(record.get("round_seconds")):
+        if record["round"] != 1 and not meter.round(record.get("system/round_seconds")):
             break
     meter.report(f"raysim {raysim.__version__}", overhead=statistics.median(overhead))
     executor.close()

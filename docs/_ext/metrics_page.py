@@ -17,7 +17,9 @@ def _group(metric: Metric) -> str:
     """Return the title under which a metric stands."""
     if metric.users_own:
         return "Your own code"
-    first, slash, _ = metric.name.partition("/")
+    first, slash, rest = metric.name.partition("/")
+    if first == "clients":
+        return f"`clients/`: {'evaluation' if rest.startswith('{metric}') else 'counts'}"
     return f"`{first}/`" if slash and first not in ("accuracy", "val") else "Training"
 
 

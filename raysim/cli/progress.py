@@ -130,8 +130,8 @@ class RunProgress:
             self.first_round = done
             self.began = now
         figures = [f"{key} {record[key]:.4f}" for key in self.metrics if key in record]
-        if "clients_per_second" in record:
-            figures.append(f"{record['clients_per_second']:.0f} clients/s")
+        if "system/clients_per_second" in record:
+            figures.append(f"{record['system/clients_per_second']:.0f} clients/s")
         if self.console.is_terminal:
             self.bar.update(self.task, completed=done, status=" · ".join(figures))
         elif done and (now - self.last_line > LINE_INTERVAL_S or done in (1, self.rounds)):
@@ -158,7 +158,7 @@ def summary(result: RunResult, done_before: int = 0) -> str:
 
     parts = [f"{result.rounds} rounds in {result.seconds:.1f} s"]
     training = sum(
-        record.get("round_seconds", 0.0)
+        record.get("system/round_seconds", 0.0)
         for record in result.history
         if record["round"] > done_before
     )

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from raysim.errors import ConfigError
+
+Value = TypeVar("Value")
 
 KEYS = {
     "local.batch": "local.batch_size",
@@ -34,10 +36,17 @@ RENAMED_METRICS = {
     "clients_late": "clients/missed_deadline",
     "clients_too_stale": "clients/discarded_stale",
     "server/unheard": "clients/never_seen",
-    "seconds": "round_seconds",
-    "busy_share": "worker_utilization",
-    "versions/alive": "async/versions_in_memory",
-    "versions/bytes": "async/versions_bytes",
+    "seconds": "system/round_seconds",
+    "busy_share": "system/worker_utilization",
+    "versions/alive": "system/versions_in_memory",
+    "versions/bytes": "system/versions_bytes",
+    "round_seconds": "system/round_seconds",
+    "clients_per_second": "system/clients_per_second",
+    "worker_utilization": "system/worker_utilization",
+    "async/versions_in_memory": "system/versions_in_memory",
+    "async/versions_bytes": "system/versions_bytes",
+    "server/memory_bytes": "system/server_memory_bytes",
+    "server/buffer_bytes": "system/server_buffer_bytes",
     "train_seconds": "system/train_seconds",
     "overhead_seconds": "system/overhead_seconds",
     "client/state_bytes": "system/client_state_bytes",
@@ -89,6 +98,19 @@ def now_called(kind: Mapping[str, str], name: str) -> str | None:
         if former in kind:
             return f"{name} is now called {'.'.join([kind[former], *parts[count:]])}"
     return None
+
+
+def with_present_metrics(values: Mapping[str, Value]) -> dict[str, Value]:
+    """Return what an older version wrote of metrics, under the metrics' present names.
+
+    Args:
+        values: values by name of a metric. A former name stays if its present name is there too:
+            then it is a metric of the user's own.
+    """
+    present = {name: RENAMED_METRICS.get(name, name) for name in values}
+    return {
+        name if present[name] in values else present[name]: value for name, value in values.items()
+    }
 
 
 def refuse_former_keys(given: Mapping[str, Any], source: str = "") -> None:

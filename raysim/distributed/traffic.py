@@ -111,7 +111,7 @@ class RoundTraffic:
         """
         now = time.monotonic()
         busy = sum(counter["busy_seconds"] for counter in self.nodes.values())
-        metrics = {"worker_utilization": busy / (now - self.topology.mark) / max(actors, 1)}
+        metrics = {"system/worker_utilization": busy / (now - self.topology.mark) / max(actors, 1)}
         self.topology.mark = now
         if len(self.topology.names) > 1:
             metrics["system/network/bytes_down"] = float(

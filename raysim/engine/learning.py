@@ -15,7 +15,7 @@ from raysim.config.sections.base import Named
 from raysim.config.sections.evaluation import BestBy, Evaluate
 from raysim.data import Dataset, Examples
 from raysim.errors import ConfigError, did_you_mean, in_a_line
-from raysim.metrics import find_metric
+from raysim.metrics import name_taken
 from raysim.rules.batch import Batch
 from raysim.rules.contract import ClientRule, ServerRule
 from raysim.rules.learning_task import LearningTask, TaskData, TaskMetric
@@ -215,9 +215,9 @@ def _make_metric(name: str, task: LearningTask, outputs: int) -> TaskMetric:
         if not (isinstance(cls, type) and issubclass(cls, TaskMetric)):
             raise ConfigError(f"{key}: '{name}' is not a subclass of raysim.rules.TaskMetric")
         logged = cls.metric_name or cls.__name__.lower()
-        if (entry := find_metric(logged)) is not None and not entry.users_own:
+        if taken := name_taken(logged):
             raise ConfigError(
-                f"{key}: '{name}' has the name of raysim's metric '{logged}'; set metric_name to "
+                f"{key}: '{name}' has the name of raysim's metric '{taken}'; set metric_name to "
                 "another name"
             )
     else:

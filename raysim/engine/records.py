@@ -30,6 +30,7 @@ from raysim.engine.round_metrics import (
     participation_metrics,
     privacy_metrics,
     staleness_metrics,
+    virtual_time_metric,
 )
 from raysim.engine.run_state import RunState
 from raysim.engine.schedule import ScheduledRound
@@ -71,7 +72,7 @@ class Records(Generic[ModelHandle]):
     def begin_initial(self) -> None:
         """Begin the record of the model before training, unless the run was resumed."""
         if not self.state.history:
-            self._begin({"round": 0.0, "virtual_time": 0.0}, [])
+            self._begin({"round": 0.0, **virtual_time_metric(self.config, 0.0)}, [])
 
     def begin(
         self,
@@ -162,7 +163,7 @@ class Records(Generic[ModelHandle]):
             return {}
         versions, bytes_of = self.state.versions, self.state.traffic.version_bytes
         return {
-            "async/versions_in_memory": float(len(versions)),
-            "async/versions_bytes": float(sum(map(bytes_of, versions))),
+            "system/versions_in_memory": float(len(versions)),
+            "system/versions_bytes": float(sum(map(bytes_of, versions))),
             **staleness_metrics(scheduled),
         }

@@ -40,7 +40,8 @@ def participation_metrics(
 ) -> Record:
     """Return the virtual time of a round and the numbers of clients by what became of them.
 
-    What the configuration rules out is not counted.
+    What the configuration rules out is not counted. A virtual time that is always the number of
+    rounds is not logged.
 
     Args:
         config: the configuration of the run.
@@ -66,11 +67,21 @@ def participation_metrics(
     }
     return {
         "round": float(scheduled.t + 1),
-        "virtual_time": float(scheduled.time),
+        **virtual_time_metric(config, scheduled.time),
         "clients/used": float(n_used),
         "clients/never_seen": float(n_never_seen),
         **{name: float(count) for name, count in not_used.items() if possible[name]},
     }
+
+
+def virtual_time_metric(config: Config, time: float) -> Record:
+    """Return the virtual time; {} where it is always the number of rounds.
+
+    Args:
+        config: the configuration of the run.
+        time: the virtual time.
+    """
+    return {} if config.schedule.time_is_rounds else {"virtual_time": float(time)}
 
 
 def staleness_metrics(scheduled: ScheduledRound) -> Record:
@@ -196,7 +207,7 @@ class Stopwatch:
         self._evaluation_seconds = 0.0
         trained = sum(done.error is None for outcome in results.workers for done in outcome.clients)
         return {
-            "round_seconds": seconds,
-            "clients_per_second": trained / seconds,
+            "system/round_seconds": seconds,
+            "system/clients_per_second": trained / seconds,
             "system/overhead_seconds": overhead,
         }

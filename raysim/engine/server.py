@@ -419,8 +419,11 @@ class Server:
 
     @staticmethod
     def _named(metrics: dict[str, float]) -> dict[str, float]:
-        """Return a rule's metrics with the prefix `server/`."""
-        return {f"server/{k}": v for k, v in metrics.items()}
+        """Return a rule's metrics with the prefix `server/`, sizes in bytes `system/server_`."""
+        return {
+            f"system/server_{name}" if name.endswith("_bytes") else f"server/{name}": value
+            for name, value in metrics.items()
+        }
 
     def advance(
         self,

@@ -184,7 +184,7 @@ def _measure_candidate(plan: Plan, candidate: Candidate, seconds: float) -> None
             if record["round"] == WARM_UP_ROUNDS:
                 end = time.perf_counter() + seconds
             elif record["round"] > WARM_UP_ROUNDS:
-                rates.append(record["clients_per_second"])
+                rates.append(record["system/clients_per_second"])
                 if time.perf_counter() >= end:
                     break
     finally:

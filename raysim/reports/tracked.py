@@ -250,11 +250,14 @@ def _spent(run: FinishedRun, kind: Spent) -> dict[int, float]:
     if kind == "rounds":
         return {}
     if kind == "seconds":
-        round_seconds = run.history("round_seconds")
+        round_seconds = run.history("system/round_seconds")
         rounds = [0, *(t for t, _ in round_seconds)]
         seconds = [0.0, *(value for _, value in round_seconds)]
         return dict(zip(rounds, accumulate(seconds), strict=True)) if round_seconds else {}
     if kind == "virtual time":
-        return dict(run.history("virtual_time"))
+        logged = dict(run.history("virtual_time"))
+        if not logged and run.params.get("schedule.name") == "sync":  # it is the number of rounds
+            return {0: 0.0} | {t: float(t) for t, _ in run.history(CLIENTS_USED)}
+        return logged
     down, up = (dict(run.history(key)) for key in ("bytes_down", "bytes_up"))
     return {0: 0.0} | {t: down[t] + up[t] for t in down if t in up} if down and up else {}

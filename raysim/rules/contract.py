@@ -345,6 +345,8 @@ class Cohort(TellsPresentNames):
     def log(self, **metrics: float | Tensor) -> None:
         """Log metrics of this round, as server/NAME.
 
+        A size, whose name ends in _bytes, is logged as system/server_NAME.
+
         Args:
             metrics: numbers, or tensors of one number, by name.
         """

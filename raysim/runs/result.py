@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from raysim import files
 from raysim.config import explain
+from raysim.config.renamed import with_present_metrics
 from raysim.config.schema import Config
 from raysim.config.sections.evaluation import BestBy
 from raysim.engine import checkpoint
@@ -110,7 +111,7 @@ class RunResult:
     def clients_per_second(self) -> float:
         """Trained clients per second of wall-clock time, over all rounds."""
         clients = sum(record.get("clients/used", 0.0) for record in self.history)
-        seconds = sum(record.get("round_seconds", 0.0) for record in self.history)
+        seconds = sum(record.get("system/round_seconds", 0.0) for record in self.history)
         return clients / seconds if seconds else 0.0
 
     def as_object(self) -> dict[str, Any]:
@@ -238,7 +239,7 @@ def load(run: str | Path, *, tracking_uri: str | None = None) -> RunResult:
         history = saved.facts["history"]
         named = prepare(folder / "config.yaml").model().state_dict(x, saved.server["buffers"])
         stopped = f"stopped after round {saved.facts['round']} of {config.rounds}"
-    seconds = sum(record.get("round_seconds", 0.0) for record in history)
+    seconds = sum(record.get("system/round_seconds", 0.0) for record in history)
     return RunResult(
         run_id, folder, config, history, x, named, parameters_digest(x), seconds, stopped
     )
@@ -307,7 +308,8 @@ def read_history(path: Path) -> list[Record]:
     """
     try:
         with path.open(newline="") as file:
-            return [{k: float(v) for k, v in row.items() if v} for row in csv.DictReader(file)]
+            rows = [with_present_metrics(row) for row in csv.DictReader(file)]
+            return [{k: float(v) for k, v in row.items() if v} for row in rows]
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"{path} cannot be read ({error}); put it back, or run it again"

@@ -120,9 +120,8 @@ ROUND_METRICS = (
     "clients/used",
     "bytes_up",
     "bytes_down",
-    "virtual_time",
-    "clients_per_second",
-    "round_seconds",
+    "system/clients_per_second",
+    "system/round_seconds",
 )
 """Metrics that every round logs; other metrics with a / in their name depend on the method."""
 

@@ -27,6 +27,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
+from raysim.config.renamed import with_present_metrics
 from raysim.config.schema import Config
 from raysim.metrics import find_metric
 from raysim.tracking.spool import flatten_parameters
@@ -42,7 +43,7 @@ KEPT_OF_EVERY_ROUND = (
     "bytes_down",
     "bytes_up",
     "virtual_time",
-    "round_seconds",
+    "system/round_seconds",
     "clients/used",
     "staleness/mean",
     "staleness/max",
@@ -231,20 +232,20 @@ def _is_cut(name: str) -> bool:
 
 def _cumulated(history: Mapping[str, Series]) -> dict[str, Series]:
     """Replace the seconds of each round by those since the start."""
-    seconds = history.get("round_seconds", {})
+    seconds = history.get("system/round_seconds", {})
     total = dict(zip(seconds, accumulate(seconds.values()), strict=True))
-    return {**history, "round_seconds": total} if total else dict(history)
+    return {**history, "system/round_seconds": total} if total else dict(history)
 
 
 def _uncumulated(history: Mapping[str, Series]) -> dict[str, Series]:
     """Replace the seconds since the start by those since the last round that is kept."""
-    total = history.get("round_seconds", {})
+    total = history.get("system/round_seconds", {})
     before = [0.0, *total.values()]
     seconds = {
         t: round(value - former, 4)
         for (t, value), former in zip(total.items(), before, strict=False)
     }
-    return {**history, "round_seconds": seconds} if seconds else dict(history)
+    return {**history, "system/round_seconds": seconds} if seconds else dict(history)
 
 
 # -- a row as a line of text -----------------------------------------------------------------------
@@ -354,7 +355,7 @@ def _decoded(groups: Any) -> dict[str, Series]:
             if name != "rounds":
                 values = zip(rounds, _values(numbers), strict=True)
                 history[name] = dict(values)
-    return history
+    return with_present_metrics(history)
 
 
 def _numbers(values: Sequence[float]) -> Any:

@@ -259,7 +259,7 @@ def test_ones_own_method_by_path(raysim_, small, source):
         (
             "metrics",
             {"name", "unit", "what", "logged"},
-            {"accuracy", "clients/used", "round_seconds", "worker_utilization"},
+            {"accuracy", "clients/used", "system/round_seconds", "system/worker_utilization"},
         ),
     ],
 )

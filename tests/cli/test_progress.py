@@ -59,7 +59,7 @@ def shown(terminal: bool, monkeypatch: pytest.MonkeyPatch) -> str:
     with RunProgress(plan(6), console) as run:
         startup_stages.begin("starting Ray")
         for t in range(7):
-            run({"round": t, "accuracy": t / 10, "clients_per_second": 50.0})
+            run({"round": t, "accuracy": t / 10, "system/clients_per_second": 50.0})
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
@@ -92,7 +92,7 @@ def test_summary():
         "3 rounds in 4.0 s · accuracy 0.8000, best accuracy 0.9000 in round 1 · 12 clients/s"
     )
     for record in history[1:]:
-        record["round_seconds"] = 0.5
+        record["system/round_seconds"] = 0.5
     assert summary(result).startswith("3 rounds in 4.0 s, of which 1.5 s training · accuracy")
     assert summary(result, done_before=2).startswith("3 rounds in 4.0 s, of which 0.5 s training")
     result.history = [{"round": 0.0}]

@@ -97,7 +97,7 @@ def test_a_node_sends_one_sum(found, whole):
             record["system/node/second/clients"] + record["system/node/third/clients"]
             == record["clients/used"]
         )
-        assert 0 < record["worker_utilization"] <= 1
+        assert 0 < record["system/worker_utilization"] <= 1
 
 
 def test_without_that_every_actor_sends_one(found, whole):

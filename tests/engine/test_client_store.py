@@ -542,11 +542,11 @@ def test_where_rows_lie_is_no_part_of_the_experiment(base):
 
 WHERE = {"system/client_state_bytes", "system/client_state_bytes_on_disk"}
 TIMES = {
-    "round_seconds",
-    "clients_per_second",
+    "system/round_seconds",
+    "system/clients_per_second",
     "system/train_seconds",
     "system/overhead_seconds",
-    "worker_utilization",
+    "system/worker_utilization",
 }
 P = 64 * 4 + 4 + 4 * 10 + 10
 

@@ -3,10 +3,14 @@
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 
 import raysim
 from raysim.config import renamed
+from raysim.config.explain import validate
+from raysim.engine.round_metrics import virtual_time_metric
+from raysim.engine.schedule import make_schedule
 from raysim.metrics import METRICS, find_metric, lower_is_better
 
 ASYNCHRONOUS = {"name": "kasync", "k": 2, "concurrency": 4}
@@ -53,17 +57,39 @@ def test_runs_log_nothing_unlisted(kind, base):
 def test_a_run_on_ray_logs_nothing_unlisted(base, recycled_actors):
     history = finished(base, resources={"executor": "ray", "actors": 2, "cpus": 1})
     assert_listed(history)
-    assert "system/actors_failed" in history[-1] and 0 < history[-1]["worker_utilization"] <= 1
+    assert (
+        "system/actors_failed" in history[-1] and 0 < history[-1]["system/worker_utilization"] <= 1
+    )
 
 
 def test_what_cannot_happen_is_not_counted(base):
     names = set(finished(base)[-1])
-    assert {"clients/used", "clients/never_seen", "round_seconds"} <= names
+    assert {"clients/used", "clients/never_seen", "system/round_seconds"} <= names
     parts = {name.partition("/")[0] for name in names}
-    assert not {"staleness", "async"} & parts
+    assert "staleness" not in parts and "virtual_time" not in names
+    machinery = {name for name in names if name.endswith(("_seconds", "_second", "_utilization"))}
+    assert machinery and all(name.startswith("system/") for name in machinery)
     assert not {name for name in names if "state_bytes" in name} - {"system/server_state_bytes"}
     counts = {metric.name for metric in METRICS if metric.is_count}
     assert counts and not counts & names
+
+
+@pytest.mark.parametrize(
+    ("schedule", "is_rounds"),
+    [
+        ({}, True), ({"sampling": "samples"}, True), ({"sampling": "poisson"}, False),
+        ({"deadline": 0.5}, False), ({"client_speeds": "lognormal"}, False),
+        ({"client_dropout": {"rate": 0.9, "rejoin_after": 3.5}}, False),
+        ({"availability": {"period": 9.0, "open": 0.5}}, False),
+    ],
+)  # fmt: skip
+def test_virtual_time_is_logged_unless_it_is_the_number_of_rounds(base, schedule, is_rounds):
+    config = validate({**base, "rounds": 20, "schedule": {"name": "sync", "cohort": 2, **schedule}})
+    clock = make_schedule(config, np.array([5, 6, 7, 8]))
+    times = [clock.next_round(t).time for t in range(20)]
+    assert (times == [t + 1 for t in range(20)]) == is_rounds
+    logged = virtual_time_metric(config, times[-1])
+    assert logged == ({} if is_rounds else {"virtual_time": times[-1]})
 
 
 def test_clients_that_were_never_seen_become_fewer(base):

@@ -346,6 +346,10 @@ class Accuracy(Bias):
     metric_name = "accuracy"
 
 
+class Used(Bias):
+    metric_name = "used"
+
+
 class NoTask:
     pass
 '''
@@ -396,6 +400,7 @@ MISTAKES: list[tuple[str, dict[str, Any], str]] = [
     ("classification", {"evaluate": {"metrics": ["top4"]}}, "evaluate.metrics: 'top4' does not fit the data: there are 4 classes"),
     ("classification", {"evaluate": {"metrics": ["f1", "f1"]}}, "'f1' occurs twice"),
     ("regression", {"evaluate": {"metrics": ["OWN:Accuracy"]}}, "has the name of raysim's metric 'accuracy'"),
+    ("regression", {"evaluate": {"metrics": ["OWN:Used"]}}, "has the name of raysim's metric 'clients/used'"),
     ("regression", {"evaluate": {"metrics": ["OWN:NoTask"]}}, "is not a subclass of raysim.rules.TaskMetric"),
     ("regression", {"evaluate": {"per_class": True}}, "evaluate.per_class: task 'regression' has no class labels"),
     ("regression", {"algorithm": "fedreg"}, "client rule 'fedreg' needs class labels, which task 'regression' has not"),

@@ -487,7 +487,7 @@ def test_what_runs_spent_comes_from_their_metrics(tmp_path: Path):
             "virtual_time": 7.0 * t,
             "bytes_up": 100.0 * t,
             "bytes_down": 10.0 * t,
-            "round_seconds": 2.0 + t,
+            "system/round_seconds": 2.0 + t,
         }
         one.metrics({"accuracy": 0.1 + t / 10, **costs}, t)
     one.finish("FINISHED")

@@ -168,7 +168,9 @@ def test_fedhist_in_half_precision(engine, ragged):
             "local": {"steps": 2, "batch_size": 16, "lr": 1e-6}, "seed": 2,
         })  # fmt: skip
     P, K, L = 650, 4, 3
-    buffers = [runs[history][1][-1]["server/buffer_bytes"] for history in ("float32", "float16")]
+    buffers = [
+        runs[history][1][-1]["system/server_buffer_bytes"] for history in ("float32", "float16")
+    ]
     assert buffers == [4 * L * P * (K + 1), 4 * L * P + 2 * L * P * K]
     utilities = [
         runs[history][0].executor.server.state["utility"] for history in ("float32", "float16")

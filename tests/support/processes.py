@@ -53,11 +53,11 @@ def basic(folder: Path, uri: str) -> dict[str, Any]:
 def timeless(history: Iterable[Record]) -> list[dict[str, float]]:
     """A history without how long things took and without what was put right."""
     times = (
-        "round_seconds",
+        "system/round_seconds",
         "system/train_seconds",
         "system/overhead_seconds",
-        "clients_per_second",
-        "worker_utilization",
+        "system/clients_per_second",
+        "system/worker_utilization",
         *MENDED,
     )
     return [{k: v for k, v in record.items() if k not in times} for record in history]

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 TIMES = {
-    "round_seconds",
-    "clients_per_second",
+    "system/round_seconds",
+    "system/clients_per_second",
     "system/train_seconds",
     "system/overhead_seconds",
-    "worker_utilization",
+    "system/worker_utilization",
 }
 
 

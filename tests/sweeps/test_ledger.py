@@ -149,7 +149,7 @@ def test_a_longer_run_stands_for_a_shorter_one_with_the_same_metrics(rows):
     forget_all_but_the_ledger()
     assert len(train(planned)) == 2
     for fresh, cut in zip(read_rows([LEDGER], fail), added, strict=True):
-        timeless = [name for name in fresh.history if name != "round_seconds"]
+        timeless = [name for name in fresh.history if name != "system/round_seconds"]
         assert {n: fresh.history[n] for n in timeless} == {n: cut.history[n] for n in timeless}
 
 
@@ -263,13 +263,22 @@ def test_processes_append_at_the_same_time(rows):
     assert len(read_rows(["many.jsonl"], fail)) == 80
 
 
+def test_a_row_with_former_names_is_read_under_the_present_ones(rows):
+    series = {1: 0.5, 2: 0.25}
+    content = json.loads(as_line(Row(**{**vars(rows[0]), "history": {"round_seconds": series}})))
+    assert from_line(json.dumps(content)).history == {"system/round_seconds": series}
+    both = {"system/round_seconds": series, "seconds": {1: 3.0}}  # a metric of the user's own
+    assert from_line(as_line(Row(**{**vars(rows[0]), "history": both}))).history == both
+
+
 def test_metrics_of_every_round_are_kept_where_the_model_is_evaluated():
     records = [
-        (t, {"train_loss": t / 7, "round_seconds": 0.5, "server/alpha": 1.0}) for t in range(1, 7)
+        (t, {"train_loss": t / 7, "system/round_seconds": 0.5, "server/alpha": 1.0})
+        for t in range(1, 7)
     ]
     assert kept_history(records) == {
         "train_loss": {t: t / 7 for t in range(1, 7)},
-        "round_seconds": dict.fromkeys(range(1, 7), 0.5),
+        "system/round_seconds": dict.fromkeys(range(1, 7), 0.5),
     }
     for t, record in records:
         record |= {"loss": 0.1} if t in (2, 4) else {}
@@ -277,7 +286,7 @@ def test_metrics_of_every_round_are_kept_where_the_model_is_evaluated():
         record |= {"server/mine": float(t)} if t > 1 else {}
     assert kept_history(records) == {
         "train_loss": {t: t / 7 for t in (2, 4, 6)},
-        "round_seconds": dict.fromkeys((2, 4, 6), 1.0),
+        "system/round_seconds": dict.fromkeys((2, 4, 6), 1.0),
         "loss": {2: 0.1, 4: 0.1},
         "theory/f": {3: 2.0},
         "server/mine": {2: 2.0, 4: 4.0, 6: 6.0},
@@ -296,6 +305,8 @@ def test_curves_are_those_of_mlflow(trained, rows, x_axis):
     ]
     column = x_axis.replace("-", "_")
     assert [*read[0]["curve"]] == [*read[1]["curve"]] and len(read[0]) == 10
+    if x_axis in ("rounds", "virtual-time"):  # equal speeds: a round takes one unit
+        assert [*read[0][column]] == [0, 1, 2, 3, 4] * 2
     assert read[0][["mean", "std", "n"]].equals(read[1][["mean", "std", "n"]])
     assert read[1][column].to_numpy() == pytest.approx(read[0][column].to_numpy(), abs=1e-3)
 

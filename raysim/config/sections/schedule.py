@@ -128,6 +128,11 @@ class Clocked(Section):
         """Number of clients in a round; the expected number under Poisson sampling."""
         return getattr(self, self.SIZE_KEY)
 
+    @property
+    def time_is_rounds(self) -> bool:
+        """Whether the virtual time is always the number of rounds."""
+        return False
+
     def largest_round(self, n_clients: int) -> int:
         """Return the largest number of clients that a round can have, of `n_clients`.
 
@@ -193,6 +198,16 @@ class Sync(Clocked):
     """Virtual time after which stragglers are dropped; null: all are awaited."""
 
     SIZE_KEY = "cohort"
+
+    @property
+    def time_is_rounds(self) -> bool:
+        """Whether every round takes one unit: equal speeds, everybody available and awaited.
+
+        Rounds of Poisson sampling may be empty; these take no time.
+        """
+        all_alike = isinstance(self.client_speeds, Constant) and self.deadline is None
+        nobody_away = self.client_dropout is None and self.availability is None
+        return all_alike and nobody_away and not isinstance(self.sampling, PoissonSampling)
 
     def largest_round(self, n_clients: int) -> int:
         """Return the largest number of clients that a round can have, of `n_clients`.
