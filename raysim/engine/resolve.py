@@ -6,12 +6,13 @@ Everything is resolved once, and every mistake is reported before Ray starts.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from math import ceil
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -35,7 +36,7 @@ from raysim.engine import (
     upload_stages,
 )
 from raysim.engine.collusion import check_collusion
-from raysim.engine.plan import Plan, measures_clients
+from raysim.engine.plan import Plan, Probe, measures_clients
 from raysim.errors import ConfigError
 from raysim.models import build, weights
 from raysim.models.flat import Model
@@ -43,6 +44,7 @@ from raysim.models.keyed_layers import unfoldable
 from raysim.rules import registry
 from raysim.rules.contract import ClientRule, Problem, ServerRule
 from raysim.rules.learning_task import LearningTask, TaskMetric
+from raysim.rules.upload_stages import UploadStage
 from raysim.training.groups import ClientGroup
 from raysim.training.personal import personal_parts
 from raysim.training.pooled import why_not_pooled
@@ -107,14 +109,21 @@ def read_run_config(
     return raw
 
 
-class Rules(NamedTuple):
-    """The two rules of a run's algorithm."""
+@dataclass(frozen=True)
+class Rules:
+    """The rules of a run, with the stages of its uploads."""
 
     client: ClientRule
     """The client rule, with its hyper-parameters."""
 
     server: ServerRule
     """The server rule, with its hyper-parameters."""
+
+    groups: Mapping[str, ClientRule]
+    """The client rule of each group, by the name of the group."""
+
+    stages: tuple[UploadStage, ...]
+    """The stages of `local.upload`, with their parameters."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +135,9 @@ class Workload:
 
     clients: Clients | VirtualClients
     """The partition of the training examples over the clients."""
+
+    members: np.ndarray | None
+    """[N], the group of each client from 1, 0 for none; None without groups."""
 
     net: nn.Module
     """The net with its initial parameters."""
@@ -157,9 +169,7 @@ class BlockChoice(NamedTuple):
 def resolve_plan(raw: Mapping[str, Any], load: Callable[[AnyData], Dataset] = load_dataset) -> Plan:
     """Resolve a configuration into a plan.
 
-    The steps are `load_config`, `build_rules`, `build_problem` and `choose_batching`, then the
-    digests of the files that the configuration names, and the dry run of users' rules. Each step
-    raises ConfigError at the first mistake.
+    Each step raises ConfigError at the first mistake.
 
     Args:
         raw: the configuration, as `read_run_config` returns it.
@@ -173,26 +183,12 @@ def resolve_plan(raw: Mapping[str, Any], load: Callable[[AnyData], Dataset] = lo
     """
     config = load_config(raw)
     rules = build_rules(config)
-    group_rules = registry.resolve_group_rules(config, *rules)
     workload = build_problem(config, rules, load)
-    members = group_members(config, len(workload.clients))
-    checks.check_groups(config, rules, group_rules, workload.problem, workload.model)
-    learning.check_rules(workload.learning_task, *group_rules.values())
-    learning.check_public_data(workload.dataset, *group_rules.values())
-    of_groups = {f"groups.{name}.client": rule for name, rule in group_rules.items()}
-    check_collusion(config, {"client": rules.client, **of_groups}, rules.server)
-    stages = upload_stages.make_stages(config)
-    upload_stages.check_stages(config, *rules, stages, workload.model)
     attached = probes.attached(config)
     batching = choose_batching(config, rules, workload.model, any(map(measures_clients, attached)))
 
-    resolved = probes.with_probe_parameters(
-        _written_out(config, rules, group_rules, workload, batching), attached
-    )
-    resolved = upload_stages.with_stage_parameters(resolved, stages)
-    files = {**file_digests.of_code(resolved), **file_digests.of_data(resolved, workload.dataset)}
-    file_digests.check_file_digests(config.files, files)
-    resolved = resolved.model_copy(update={"files": files or None})
+    written_out = _written_out(config, rules, workload, batching, attached)
+    resolved = record_files(written_out, workload.dataset)
     plan = Plan(
         config=resolved,
         client=rules.client,
@@ -207,18 +203,15 @@ def resolve_plan(raw: Mapping[str, Any], load: Callable[[AnyData], Dataset] = lo
         metrics=workload.metrics,
         code=file_digests.code(resolved),
         sources=file_digests.sources(resolved),
-        stages=stages,
-        groups=_groups(resolved, group_rules),
-        members=members,
+        stages=rules.stages,
+        groups=_groups(resolved, rules.groups),
+        members=workload.members,
         probes=attached,
     )
     probes.check_probes(plan)
     if config.files is None:
         # With recorded digests, the same code passed the dry run when the run first started.
-        client_key = "client.name" if config.client else "algorithm.name"
-        server_key = "server.name" if config.server else "algorithm.name"
-        rule_dry_run.dry_run_rules(plan, client_key, server_key)
-        server_dry_run.dry_run_server_rule(plan, server_key)
+        try_rules(plan, config)
     return plan
 
 
@@ -259,15 +252,17 @@ def _with_full_reference(config: Config) -> Config:
 
 
 def build_rules(config: Config) -> Rules:
-    """Return the client rule and the server rule that a configuration names.
+    """Return the rules and the upload stages that a configuration names.
 
     Args:
         config: the configuration of the run.
 
     Raises:
-        ConfigError: a name or a hyper-parameter is wrong, or the two rules do not fit together.
+        ConfigError: a name or a hyper-parameter is wrong, or the rules do not fit together.
     """
-    return Rules(*registry.resolve_rules(config))
+    client, server = registry.resolve_rules(config)
+    groups = registry.resolve_group_rules(config, client, server)
+    return Rules(client, server, groups, upload_stages.make_stages(config))
 
 
 def build_problem(
@@ -291,13 +286,7 @@ def build_problem(
     outputs = learning.check_data(config, task, dataset)
     metrics = learning.make_metrics(config, task, outputs)
     clients = split_dataset(config.partition, dataset, config.seed, config.held_out)
-    nonempty = int((clients.sizes > 0).sum())
-    checks.check_cohort(config.schedule, len(clients))
-    checks.check_cohort(config.schedule, clients.n_training, "evaluate.clients.held_out leaves")
-    if isinstance(config.schedule, InFlight):
-        checks.check_cohort(config.schedule, nonempty, "there is data for")
-    # Building the schedule validates it, including the trace file that it may name.
-    schedule.make_schedule(config, clients.sizes)
+    _check_schedule(config, clients)
     checks.check_model_fits_data(config)
     net = build.make_net(config, dataset.shape, outputs)
     dtype = getattr(torch, config.dtype)
@@ -316,7 +305,7 @@ def build_problem(
         cohort=config.schedule.size,
         size=model.size,
         segments=model.segments,
-        n_nonempty=nonempty,
+        n_nonempty=_count_nonempty(clients),
         model=config.model.name,
         levels=model.levels,
         has_features=model.has_features,
@@ -327,14 +316,42 @@ def build_problem(
         n_public=0 if dataset.public_x is None else len(dataset.public_x),
         lr=max(local.step_sizes.largest for local in local_of_groups(config)),
     )
-    learning.check_rules(task, rules.client, rules.server)
-    learning.check_public_data(dataset, rules.client, rules.server)
-    checks.check_rules(config, rules.client, rules.server, problem)
-    checks.check_selection(config, rules.server)
-    checks.check_privacy(config, rules.client, rules.server, net)
-    personal_parts(config, rules.client, model)  # refuses masks that are none
-    checks.check_local_steps(config, rules.client)
-    return Workload(dataset, clients, net, model, problem, task, metrics)
+    members = group_members(config, len(clients))
+    workload = Workload(dataset, clients, members, net, model, problem, task, metrics)
+    _check_rules(config, rules, workload)
+    return workload
+
+
+def _check_schedule(config: Config, clients: Clients | VirtualClients) -> None:
+    """Check that the schedule fits the partition."""
+    checks.check_cohort(config.schedule, len(clients))
+    checks.check_cohort(config.schedule, clients.n_training, "evaluate.clients.held_out leaves")
+    if isinstance(config.schedule, InFlight):
+        checks.check_cohort(config.schedule, _count_nonempty(clients), "there is data for")
+    # Building the schedule validates it, including the trace file that it may name.
+    schedule.make_schedule(config, clients.sizes)
+
+
+def _count_nonempty(clients: Clients | VirtualClients) -> int:
+    """Return the number of clients that have examples."""
+    return int((clients.sizes > 0).sum())
+
+
+def _check_rules(config: Config, rules: Rules, workload: Workload) -> None:
+    """Check that the rules of all clients, and the stages of uploads, fit the problem."""
+    client, server, model = rules.client, rules.server, workload.model
+    all_rules = (client, server, *rules.groups.values())
+    learning.check_rules(workload.learning_task, *all_rules)
+    learning.check_public_data(workload.dataset, *all_rules)
+    checks.check_rules(config, client, server, workload.problem)
+    checks.check_selection(config, server)
+    checks.check_privacy(config, client, server, workload.net)
+    personal_parts(config, client, model)  # refuses masks that are none
+    checks.check_local_steps(config, client)
+    checks.check_groups(config, (client, server), rules.groups, workload.problem, model)
+    by_key = {f"groups.{name}.client": rule for name, rule in rules.groups.items()}
+    check_collusion(config, {"client": client, **by_key}, server)
+    upload_stages.check_stages(config, client, server, rules.stages, model)
 
 
 def choose_batching(config: Config, rules: Rules, model: Model, probed: bool) -> BlockChoice:
@@ -396,6 +413,38 @@ def choose_batching(config: Config, rules: Rules, model: Model, probed: bool) ->
     return BlockChoice(mode, sizes[mode] if batching.size == "auto" else batching.size)
 
 
+def record_files(config: Config, dataset: Dataset) -> Config:
+    """Return the configuration with the digests of all files that it names.
+
+    Args:
+        config: the configuration, with the digests of an earlier resolution in `files` if there are
+            any.
+        dataset: its data set.
+
+    Raises:
+        ConfigError: a file has changed since its digest was recorded.
+    """
+    files = {**file_digests.of_code(config), **file_digests.of_data(config, dataset)}
+    file_digests.check_file_digests(config.files, files)
+    return config.model_copy(update={"files": files or None})
+
+
+def try_rules(plan: Plan, config: Config) -> None:
+    """Run users' rules on a few clients.
+
+    Args:
+        plan: the plan of the run.
+        config: the configuration before its defaults were written out; messages name its keys.
+
+    Raises:
+        ConfigError: a rule fails, or computes different values in loop and vmap mode.
+    """
+    client_key = "client.name" if config.client else "algorithm.name"
+    server_key = "server.name" if config.server else "algorithm.name"
+    rule_dry_run.dry_run_rules(plan, client_key, server_key)
+    server_dry_run.dry_run_server_rule(plan, server_key)
+
+
 def _groups(config: Config, rules: Mapping[str, ClientRule]) -> tuple[ClientGroup, ...]:
     """Return the groups of a run, with the configuration of each."""
     return tuple(
@@ -407,22 +456,22 @@ def _groups(config: Config, rules: Mapping[str, ClientRule]) -> tuple[ClientGrou
 def _written_out(
     config: Config,
     rules: Rules,
-    group_rules: Mapping[str, ClientRule],
     workload: Workload,
     batching: BlockChoice,
+    attached: Sequence[Probe],
 ) -> Config:
     """Return the configuration with every default and automatic choice written out.
 
     A configuration that is written out means the same in later versions.
     """
-    return config.model_copy(
+    written_out = config.model_copy(
         update={
             "client": _rule_section(config.client, rules.client, config.algorithm),
             "server": _rule_section(config.server, rules.server, config.algorithm),
             "groups": {
                 name: group.model_copy(
                     update={
-                        "client": group.client and _rule_section(group.client, group_rules[name])
+                        "client": group.client and _rule_section(group.client, rules.groups[name])
                     }
                 )
                 for name, group in config.groups.items()
@@ -438,6 +487,8 @@ def _written_out(
             "evaluate": learning.written_out(config, workload.learning_task, workload.metrics),
         }
     )
+    written_out = probes.with_probe_parameters(written_out, attached)
+    return upload_stages.with_stage_parameters(written_out, rules.stages)
 
 
 def _rule_section(
