@@ -1,4 +1,4 @@
-"""What the tests share: one thread, a quiet Ray, and runs of the real engine that leave every x_t behind."""
+"""Shared fixtures: one thread, a quiet Ray, and runs of the real engine that record every x_t."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SLOW_FOLDERS = ("distributed", "faults")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What starts Ray, or kills processes and waits for them, is of the tier `ray`. Folders of long tests come first."""
+    """Mark tests that start Ray or kill processes as tier `ray`, and run the slow folders first."""
     for item in items:
         folder = item.path.relative_to(Path(__file__).parent).parts[0]
         if folder in SLOW_FOLDERS or "local_ray" in getattr(item, "fixturenames", ()):
@@ -46,7 +46,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def tables_made_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """MLflow takes seconds to make the tables of a fresh database, and keeps megabytes of each; here it makes one."""
+    """Create the tables of an MLflow database once, and copy them: creating them takes MLflow seconds."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             mlflow_client,
@@ -66,12 +66,12 @@ def uri(tables_made_once: None, tmp_path_factory: pytest.TempPathFactory) -> str
 
 @pytest.fixture
 def pictures() -> None:
-    """For tests that look at the pictures that they draw."""
+    """Draw the pictures of this test's runs."""
 
 
 @pytest.fixture(autouse=True)
 def impatient(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Metrics are sent at once, and pictures are laid out but not drawn: that takes longer than a test's whole run."""
+    """Send metrics at once, and lay pictures out without drawing them, which takes longer than a test's run."""
     monkeypatch.setattr(tracking, "FLUSH_INTERVAL_S", 0.05)
     if "pictures" not in request.fixturenames:
         monkeypatch.setattr(Figure, "savefig", lambda figure, path, **how: Path(path).touch())
@@ -79,7 +79,7 @@ def impatient(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder to work in."""
+    """Change to an empty folder."""
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     return tmp_path / "here"
@@ -87,7 +87,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def base(tmp_path: Path) -> dict[str, Any]:
-    """What every run here has in common: this process, no evaluation, and nothing written outside of tmp_path."""
+    """Sections that all runs share: inline, without evaluation, everything written below tmp_path."""
     return {
         "data": "digits",
         "resources": {"executor": "inline", "threads": 1},
@@ -101,8 +101,8 @@ def base(tmp_path: Path) -> dict[str, Any]:
 def engine(base: dict[str, Any]) -> Iterator[Callable[..., tuple[Engine, list[dict[str, float]]]]]:
     """engine(config) -> (engine, records): a whole run. `engine.executor` is `Watched`, with .xs and .server.
 
-    `change` may exchange parts of the plan before the run, `before` may touch the engine; with `states` .states holds
-    the server's whole state of every round.
+    `change` may replace parts of the plan before the run, `before` may change the engine. With `states`,
+    .states holds the server's whole state of every round.
     """
     opened: list[Watched] = []
 
@@ -126,7 +126,7 @@ def engine(base: dict[str, Any]) -> Iterator[Callable[..., tuple[Engine, list[di
 
 @pytest.fixture
 def source(tmp_path: Path) -> Callable[[str, str], str]:
-    """source(name, code): writes a user's own file, and gives its path."""
+    """source(name, code): write a user's own file and return its path."""
 
     def write(name: str, code: str) -> str:
         path = tmp_path / f"{name}.py"
@@ -138,8 +138,10 @@ def source(tmp_path: Path) -> Callable[[str, str], str]:
 
 @pytest.fixture
 def ragged(tmp_path: Path) -> Callable[[Sequence[int]], dict[str, str]]:
-    """ragged(sizes): a partition of the digits into clients of these sizes. Client k has digit k for the most part
-    (two thirds, rounded up) and digit k + 3 beside it, so that clients disagree."""
+    """ragged(sizes): a partition of the digits into clients of these sizes.
+
+    Two thirds (rounded up) of client k's examples are digit k, the others digit k + 3, so that clients disagree.
+    """
 
     def write(sizes: Sequence[int]) -> dict[str, str]:
         y = load_dataset(Data(name="digits")).y
@@ -157,7 +159,7 @@ def ragged(tmp_path: Path) -> Callable[[Sequence[int]], dict[str, str]]:
 
 @pytest.fixture(scope="session")
 def local_ray() -> Iterator[None]:
-    """Ray on this machine, started once; `RayExecutor` takes the Ray that it finds."""
+    """Start Ray on this machine once. `RayExecutor` uses the Ray that it finds."""
     import ray
 
     ray.init(
@@ -182,5 +184,5 @@ def recycling(local_ray: None) -> Iterator[Any]:
 
 @pytest.fixture
 def recycled_actors(recycling: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test's runs begin with the actors with which earlier ones ended."""
+    """Let the test's runs reuse the actors of earlier runs."""
     recycling.begin(monkeypatch.setattr)

@@ -1,4 +1,4 @@
-"""What holds of the source itself."""
+"""Properties of the source itself."""
 
 from __future__ import annotations
 
@@ -143,3 +143,10 @@ def test_configurations_of_benchmarks_resolve(path, monkeypatch):
     assert nets
     for (_, shape), config in nets.items():
         make_net(config, shape, 10)
+
+
+def test_no_test_file_imports_another():
+    """Shared helpers live in tests/support/."""
+    imported = re.compile(r"^ *(from|import) .*\b(test_\w+|conftest)\b", re.MULTILINE)
+    for path in Path(__file__).parent.rglob("*.py"):
+        assert not imported.search(path.read_text()), path

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.processes import SOON, basic, written
+from support.processes import SOON, SUPPORT, basic, written
 
 import raysim
 
@@ -39,7 +39,7 @@ KASYNC = {"name": "kasync", "k": 8, "concurrency": 20, "client_speeds": {"name":
 
 @pytest.fixture(scope="module")
 def configs(tmp_path_factory, uri) -> dict[str, dict[str, Any]]:
-    """The runs, by what befalls them: see `adding.py`."""
+    """The runs, by what befalls them: see `support/three_nodes.py`."""
     folder = tmp_path_factory.mktemp("nodes")
     hanging = {"rounds": 8, "checkpoint": {"every": 1}, "schedule": KASYNC}
     more = {
@@ -74,7 +74,7 @@ def found(configs, tmp_path_factory) -> dict[str, dict[str, Any]]:
     ]
     cases = [{"mixed": "sums"}.get(case, case) for case in configs]
     ran = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("adding.py")), *map(str, files), *cases],
+        [sys.executable, str(SUPPORT / "three_nodes.py"), *map(str, files), *cases],
         env={**os.environ, "RAY_ADDRESS": "", **SOON},
         capture_output=True,
         text=True,

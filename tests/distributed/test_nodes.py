@@ -7,11 +7,10 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
-from support.processes import SOON, basic, written
+from support.processes import SOON, SUPPORT, basic, written
 
 import raysim
 
@@ -39,7 +38,7 @@ def results(config, tmp_path_factory) -> dict[str, dict[str, Any]]:
     resources = {"executor": "ray", "actors": 2, "cpus": 1, "timeout": 120}
     path = written(tmp_path_factory.mktemp("config"), config | {"resources": resources})
     ran = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("nodes.py")), str(path), *VICTIMS],
+        [sys.executable, str(SUPPORT / "two_nodes.py"), str(path), *VICTIMS],
         env={**os.environ, "RAY_ADDRESS": "", **SOON},
         capture_output=True,
         text=True,

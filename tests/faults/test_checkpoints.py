@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from support.forked import Forked, call
-from support.processes import basic, client_of, each_step_once, run_in, timeless, written
+from support.processes import SUPPORT, basic, client_of, each_step_once, run_in, timeless, written
 
 import raysim
 from raysim.engine import checkpoint
@@ -208,7 +208,7 @@ def on_a_full_disk(
     folder: Path, what: str, first: int, *arguments: object
 ) -> tuple[int, list[str]]:
     """The exit code, and the lines of what was said."""
-    script = Path(__file__).with_name("full_disk.py")
+    script = SUPPORT / "full_disk.py"
     code, said = Forked(script, what, first, *arguments, cwd=folder).ended()
     return code, said.rstrip().splitlines()
 

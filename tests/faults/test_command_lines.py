@@ -9,13 +9,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.processes import SUPPORT
 
 from raysim.errors import ConfigError
 from raysim.planning.forecast import _read_costs
 
 
 def explored(cases: int, seed: int, folder: Path) -> dict:
-    script = Path(__file__).with_name("command_lines.py")
+    script = SUPPORT / "command_lines.py"
     done = subprocess.run(
         [sys.executable, str(script), str(cases), str(seed), str(folder)], stdout=subprocess.PIPE
     )

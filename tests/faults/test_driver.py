@@ -15,7 +15,17 @@ from typing import Any
 
 import pytest
 from support.forked import Forked
-from support.processes import basic, each_step_once, kill, run_in, start, timeless, until, written
+from support.processes import (
+    SUPPORT,
+    basic,
+    each_step_once,
+    kill,
+    run_in,
+    start,
+    timeless,
+    until,
+    written,
+)
 
 import raysim
 from raysim import lock
@@ -23,7 +33,7 @@ from raysim.engine import checkpoint
 from raysim.runs.resume import resume
 
 MOMENTS = ("files", "rename", "renamed", "remove")
-"""In the writing of a checkpoint, where a process kills itself: see `dying.py`."""
+"""In the writing of a checkpoint, where a process kills itself: see `support/dying.py`."""
 
 
 def marked(mark: str) -> list[int]:
@@ -40,7 +50,7 @@ def marked(mark: str) -> list[int]:
 
 def raysim_(folder: Path, *arguments: object, die: str = "", **environment: str) -> Forked:
     """`raysim ...`, which may kill itself in a checkpoint's writing."""
-    dying = Path(__file__).with_name("dying.py")
+    dying = SUPPORT / "dying.py"
     program: tuple[object, ...] = (dying, die) if die else ("-m", "raysim")
     return Forked(*program, *arguments, cwd=folder, **environment)
 

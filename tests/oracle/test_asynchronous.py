@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from support.oracle_problems import problem, quadratic
 
 from . import asynchronous as A
 from . import fedavg, moon
 from .nets import Blocks
-from .test_oracles import problem, quadratic
 
 FRESH, ONCE, TWICE = 1.0, 0.7357588823428847, 0.5413411329464508
 """(e/2)^-s for s = 0, 1, 2."""

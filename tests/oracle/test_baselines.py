@@ -3,10 +3,10 @@ formulas of PyTorch's, and the methods against cases worked by hand, invariants,
 
 import numpy as np
 import pytest
+from support.oracle_problems import CENTRES, problem, quadratic, rounds
 
 from . import averaging, fedavg, feddyn, fedmlb, fednova, fedopt, mifa, mimelite, moon, scaffold
 from .nets import MLP, Blocks, MLPBatchNorm
-from .test_oracles import CENTRES, problem, quadratic, rounds
 
 NETS = [
     Blocks(4, [5], 3),

@@ -1,37 +1,28 @@
-"""What `raysim bench` must do: try what may be tried, leave alone what is given, and name the fastest."""
+"""`raysim bench` tries candidates, leaves given settings alone, and names the fastest."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
+from support.configurations import IID_MLP
 
 from raysim.engine.resolve import prepare
 from raysim.errors import ConfigError
 from raysim.planning.bench import bench, candidates
 
-SMALL: dict[str, Any] = {
-    "rounds": 5,
-    "data": "digits",
-    "partition": {"name": "iid", "clients": 20},
-    "model": {"name": "mlp", "hidden": [8]},
-    "algorithm": "fedavg",
-    "local": {"steps": 1, "batch_size": 8, "lr": 0.05},
-    "schedule": {"cohort": 4},
-}
-
 
 def settings(
     given: set[str] = frozenset(), blocks: bool = False, **more: Any
 ) -> list[dict[str, Any]]:
-    return list(candidates(prepare({**SMALL, **more}), given, blocks))
+    return list(candidates(prepare({**IID_MLP, **more}), given, blocks))
 
 
 def test_only_the_place_is_varied_unless_blocks_are_asked_for(monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: 8)
     places = settings()
     assert [p.get("resources.actors") for p in places] == [None, 1, 2, 4, 8]
-    assert not any(key.startswith("block.") for p in places for key in p)
+    assert not any(key.startswith("batching.") for p in places for key in p)
     ways = settings(blocks=True)
     assert {w["batching.mode"] for w in ways} == {"loop", "pooled", "vmap"}
     assert len(ways) == 5 * 4  # vmap with 1 and 4
@@ -90,17 +81,46 @@ def test_steps_that_can_be_cuda_graphs_are_tried_as_such_too(monkeypatch):
     assert plain() == []
 
 
-def test_the_fastest_is_named_and_what_cannot_run_says_why():
+def test_the_fastest_is_named(monkeypatch):
+    """Rates in clients per second. The pooled mode has the largest single rate, vmap of one the most rounds."""
+    rates = {
+        "loop": [5.0, 5.0, 5.0],
+        "pooled": [3.0, 90.0, 4.0],
+        ("vmap", 1): [6.0, 6.0, 6.0, 6.0],
+        ("vmap", 4): [8.0, 2.0, 7.0],
+    }
+
+    class Rounds:
+        def __init__(self, plan, executor):
+            batching = plan.config.batching
+            mode = batching.mode
+            self.rates = rates[(mode, batching.size) if mode == "vmap" else mode]
+
+        def rounds(self):
+            yield from ({"round": t, "clients_per_second": 1e9} for t in range(3))
+            yield from (
+                {"round": t, "clients_per_second": rate} for t, rate in enumerate(self.rates, 3)
+            )
+
+    monkeypatch.setattr("raysim.planning.bench.Engine", Rounds)
     told = []
-    found = bench(
-        SMALL, {"resources.executor": "inline"}, seconds=0.2, blocks=True, tell=told.append
-    )
-    assert told == found.candidates and all(one.rounds > 0 for one in told)
-    assert found.best is max(told, key=lambda one: one.clients_per_second)
-    told.clear()
-    stateful = {**SMALL, "resources": {"executor": "inline"}, "model": {"name": "rnn_of_nobody"}}
+    found = bench(IID_MLP, {"resources.executor": "inline"}, blocks=True, tell=told.append)
+    assert told == found.candidates
+    assert [(one.clients_per_second, one.rounds) for one in told] == [
+        (5, 3),
+        (4, 3),
+        (6, 4),
+        (7, 3),
+    ]
+    assert found.best.settings == {"batching.mode": "vmap", "batching.size": 4}
     with pytest.raises(ConfigError, match="rnn_of_nobody"):
-        bench(stateful, seconds=0.1)
+        bench({**IID_MLP, "model": {"name": "rnn_of_nobody"}}, {"resources.executor": "inline"})
+
+
+def test_every_candidate_is_measured():
+    found = bench(IID_MLP, {"resources.executor": "inline"}, seconds=0.01, blocks=True)
+    assert len(found.candidates) == 4
+    assert all(one.rounds > 0 and one.clients_per_second > 0 for one in found.candidates)
 
 
 def test_a_run_with_its_own_sweep_evaluation_and_checkpoints_is_measured_without_them(
@@ -108,10 +128,10 @@ def test_a_run_with_its_own_sweep_evaluation_and_checkpoints_is_measured_without
 ):
     monkeypatch.chdir(tmp_path)
     config = {
-        **SMALL,
+        **IID_MLP,
         "resources": {"executor": "inline"},
         "sweep": {"seed": [0, 1]},
         "checkpoint": {"every": 1},
     }
-    assert bench({**config, "run_dir": str(tmp_path / "run")}, seconds=0.1).best is not None
+    assert bench({**config, "run_dir": str(tmp_path / "run")}, seconds=0.01).best is not None
     assert not list(tmp_path.iterdir())

@@ -31,6 +31,7 @@ from support.oracle_cases import (
     UNIFORM,
     Case,
     Feed,
+    Watching,
     by_round,
     differs,
     distance,
@@ -336,18 +337,6 @@ def test_small_tensors_of_a_client_are_amplified_if_asked(mode, engine, ragged, 
 
 
 # --- BatchNorm
-
-
-class Watching:
-    """A net's gradient that notes the statistics of every batch it has seen, call by call."""
-
-    def __init__(self, net: MLPBatchNorm):
-        self.net, self.seen = net, []
-
-    def __call__(self, w, x, y):
-        gradient, mean, var = self.net.grad_and_statistics(w, x, y)
-        self.seen.append((mean, var))
-        return gradient
 
 
 def statistics_of(

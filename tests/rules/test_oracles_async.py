@@ -26,12 +26,12 @@ from support.oracle_cases import (
     SIZES,
     STEPS,
     UNIFORM,
+    Watching,
     by_round,
     distance,
 )
 
 from raysim.engine import schedule
-from rules.test_oracles import Watching
 
 KASYNC = {"name": "kasync", "k": 3}
 SPREAD = {"name": "lognormal", "sigma": 1.0, "jitter": 0.3}

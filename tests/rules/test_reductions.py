@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-SMALL = """
+BATCH_NORM = """
 from torch import nn
 
 
@@ -116,7 +116,7 @@ def digest(engine, ragged, source, known):
         name, mode = net.split("-")
         models = {
             "tinynn": {"name": "tinynn"}, "mlp": {"name": "mlp", "hidden": [16]},
-            "small": {"name": source("small", SMALL) + ":Net"},
+            "small": {"name": source("small", BATCH_NORM) + ":Net"},
             "dropout": {"name": source("dropout", DROPOUT) + ":Net"},
         }  # fmt: skip
         done, _ = engine({
@@ -355,7 +355,7 @@ def test_k_async_with_everybody_is_in_step(net, engine, ragged, source):
     model = {
         "tinynn": "tinynn",
         "mlp": {"name": "mlp", "hidden": [16]},
-        "small": source("small", SMALL) + ":Net",
+        "small": source("small", BATCH_NORM) + ":Net",
     }[name]
     for algorithm in ("fedavg", "moon", "gradma"):
         bits = []

@@ -80,7 +80,7 @@ class Net(nn.Sequential):
         super().__init__(nn.Flatten(), *layers)
 """
 FLOAT64 = {"dtype": "float64"}
-SMALL: dict[str, Any] = {
+BASE: dict[str, Any] = {
     "data": "digits",
     "partition": {"name": "dirichlet", "clients": 20, "alpha": 0.3},
     "model": {"name": "mlp", "hidden": [12]},
@@ -95,7 +95,7 @@ BUFFERED = {"name": "buffered", "buffer_size": 4, "concurrency": 8, "client_spee
 
 
 def cases() -> dict[str, dict[str, Any]]:
-    """The runs by name: changes to SMALL."""
+    """The runs by name: changes to BASE."""
     sync = {"schedule": {"cohort": 5}}
     own_schedule = {name for name, one in ALGORITHMS.items() if "schedule" in one.defaults}
     found = {
@@ -182,7 +182,7 @@ def configuration(case: dict[str, Any], folder: Path, run_dir: Path) -> dict[str
     named = {k: v.format(**files) if isinstance(v, str) else v for k, v in case.items()}
     tracking = {"uri": f"sqlite:///{folder}/mlflow.db"}
     return {
-        **SMALL,
+        **BASE,
         "checkpoint": {"every": 0},
         "run_dir": str(run_dir),
         "tracking": tracking,
@@ -247,7 +247,7 @@ def test_a_resumed_run_computes_what_is_recorded(folder: Path, tmp_path: Path):
         "checkpoint": {"every": 1}
     }
     stopped = raysim.run(config | {"rounds": 2})
-    check("method gradma", resume(stopped.run_dir, {"rounds": SMALL["rounds"]}).parameters)
+    check("method gradma", resume(stopped.run_dir, {"rounds": BASE["rounds"]}).parameters)
 
 
 def test_two_actors_compute_what_is_recorded(folder: Path, tmp_path: Path, recycled_actors: None):

@@ -304,7 +304,7 @@ def test_the_first_broadcast_is_measured_without_memory(server, config, monkeypa
 
 
 def test_what_a_run_leaves_in_its_folder(finished):
-    done = finished[0]
+    done, _, uri = finished
     assert sorted(p.name for p in done.run_dir.iterdir() if p.name in KEEPSAKES) == KEEPSAKES
     rows = table(done.run_dir)
     read = [{k: float(v) for k, v in row.items() if v != ""} for row in rows]
@@ -313,7 +313,8 @@ def test_what_a_run_leaves_in_its_folder(finished):
         content = (done.run_dir / picture).read_bytes()
         assert content.startswith(b"\x89PNG\r\n") and len(content) > 2000
     again = prepare(done.run_dir / "config.yaml")
-    assert again.config.fingerprint == prepare(done.run_dir / "config.yaml").config.fingerprint
+    given = prepare({**basic(done.run_dir.parent, uri), "name": "mine"})
+    assert again.config.fingerprint == given.config.fingerprint
     assert (
         again.config.rounds == 4
         and again.client.name == "fedavg"

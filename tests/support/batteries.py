@@ -1,4 +1,4 @@
-"""Nets, ragged sizes and poisoned clients that the tests of all rules share."""
+"""Shared by the tests of all rules: nets, ragged sizes and poisoned clients."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Masked(nn.Module):
 
 
 def poisoned(plan: Plan) -> Plan:
-    """The plan, with images of client `BAD` whose first pixel is 255 / 16; digits end at 1."""
+    """Return the plan with images of client `BAD` whose first pixel is 255 / 16; digits end at 1."""
     x = plan.dataset.x.copy()
     assert not x[:, 0, 0, 0].any()
     x[plan.clients.client(BAD), 0, 0, 0] = 255
@@ -71,18 +71,18 @@ def poisoned(plan: Plan) -> Plan:
 
 
 def without(engine: Engine) -> None:
-    """Leaves client `BAD` out of every cohort."""
+    """Leave client `BAD` out of every cohort."""
     cohort = engine.schedule.sample_cohort
     engine.schedule.sample_cohort = lambda t: {i: n for i, n in cohort(t).items() if i != BAD}
 
 
 def small(name: str) -> dict[str, Any]:
-    """A client rule or an algorithm by its name, with little work: FedReg makes its images in 10 steps by default."""
+    """Return the settings of a client rule or an algorithm with little work; FedReg makes its images in 10 steps by default."""
     return {"name": name, "ascent": 2} if name.startswith("fedreg") else {"name": name}
 
 
 def algorithm_of_each_client_rule() -> list[str]:
-    """Algorithms, none of them private by default, in which every client rule that they have occurs once."""
+    """Return algorithms that together use every client rule once; none is private by default."""
     registry.discover()
     found: dict[type, str] = {}
     for name, algorithm in sorted(contract.ALGORITHMS.items()):

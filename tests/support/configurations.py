@@ -1,4 +1,4 @@
-"""Small configurations that several tests begin from, and the names that a configuration may hold."""
+"""Shared small configurations, and the names that a configuration may hold."""
 
 from __future__ import annotations
 
@@ -16,6 +16,17 @@ DIGITS_MLP: dict[str, Any] = {
 }
 """FedAvg on the digits, with a net that learns something in a few rounds."""
 
+IID_MLP: dict[str, Any] = {
+    "rounds": 3,
+    "data": "digits",
+    "partition": {"name": "iid", "clients": 20},
+    "model": {"name": "mlp", "hidden": [8]},
+    "algorithm": "fedavg",
+    "local": {"steps": 1, "batch_size": 8, "lr": 0.05},
+    "schedule": {"cohort": 4},
+}
+"""FedAvg on the digits, for tests of what stands around a run."""
+
 TO_CHANGE: dict[str, Any] = {
     "rounds": 1,
     "data": "digits",
@@ -26,7 +37,7 @@ TO_CHANGE: dict[str, Any] = {
     "schedule": {"cohort": 4},
     "resources": {"executor": "inline"},
 }
-"""A valid configuration for tests that put anything in the place of its keys and values."""
+"""A valid configuration whose keys and values tests replace."""
 
 NAMES = [
     *("sync", "kasync", "buffered"),

@@ -1,4 +1,4 @@
-"""Code blocks of Markdown files, and what can be checked of a command without running it."""
+"""Code blocks of Markdown files, and checks of commands that do not run them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Block:
 
     @property
     def reason_not_to_run(self) -> str:
-        """Why the block is only parsed: the marker `not run: REASON`."""
+        """The reason why the block is only parsed: the marker `not run: REASON`."""
         return self.marker.removeprefix("not run: ") if self.marker.startswith("not run: ") else ""
 
     @property

@@ -1,4 +1,4 @@
-"""`python ...` in processes that are ready at once: see `zygote.py`."""
+"""Start `python ...` by a fork of a process that has imported everything: see `zygote.py`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from support.processes import until
 
 
 class Zygote:
-    """The process that the others are forked from. It ends with this one."""
+    """The process that others are forked from. It ends with this one."""
 
     def __init__(self) -> None:
         self.folder = tempfile.TemporaryDirectory()
@@ -42,7 +42,7 @@ class Zygote:
         return json.loads(self.process.stdout.readline())
 
     def file(self) -> Path:
-        """A file for what a process says."""
+        """Return a new file for the output of a process."""
         self.number += 1
         return Path(self.folder.name, f"{self.number}.txt")
 
@@ -70,29 +70,29 @@ class Forked:
 
     @property
     def said(self) -> str:
-        """What it wrote to standard output and standard error."""
+        """Its output on standard output and standard error."""
         return self.file.read_text()
 
     def alive(self) -> bool:
-        """Not even a zombie."""
+        """Return whether the process runs and is no zombie."""
         try:
             return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
         except OSError:
             return False
 
     def signal(self, number: int) -> None:
-        """To the whole group."""
+        """Send a signal to the whole process group."""
         os.killpg(self.pid, number)
 
     def wait(self, seconds: float = 120) -> int:
-        """The exit code."""
+        """Wait for the end, and return the exit code."""
         until(lambda: not self.alive(), seconds, "still at work")
         if self.code is None:
             self.code = zygote().ask(wait=self.pid)["code"]
         return self.code
 
     def ended(self, seconds: float = 200) -> tuple[int, str]:
-        """The exit code and what it said; it is killed if it does not end in time."""
+        """Return the exit code and the output; kill the process if it does not end in time."""
         try:
             return self.wait(seconds), self.said
         finally:
@@ -104,5 +104,5 @@ class Forked:
 def call(
     *arguments: object, cwd: Path, seconds: float = 200, **environment: str
 ) -> tuple[int, str]:
-    """`raysim ...` to its end: the exit code and what it said."""
+    """Run `raysim ...` to its end, and return the exit code and the output."""
     return Forked("-m", "raysim", *arguments, cwd=cwd, **environment).ended(seconds)

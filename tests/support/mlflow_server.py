@@ -15,7 +15,7 @@ from support.processes import until
 
 
 class Server:
-    """`mlflow server` on a port of its own; it can be stopped and started again."""
+    """An `mlflow server` on a port of its own, which can be stopped and restarted."""
 
     def __init__(self, folder: Path):
         with socket.socket() as free:
@@ -24,7 +24,7 @@ class Server:
         self.folder, self.process = folder, None
 
     def start(self, store: str = "") -> None:
-        """`store`: the database that it serves, instead of its own."""
+        """Start the server; `store` is a database to serve instead of its own."""
         with (self.folder / "server.txt").open("a") as said:
             self.process: Any = subprocess.Popen(
                 [

@@ -1,4 +1,4 @@
-"""The tables of MLflow's databases, made once."""
+"""The tables of MLflow's databases, created once."""
 
 from __future__ import annotations
 

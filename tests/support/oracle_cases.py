@@ -1,4 +1,4 @@
-"""Cases in which the engine and the oracles train the same clients: nets, sizes, feeds, distances."""
+"""Shared by the oracle tests, in which engine and oracle train the same clients: nets, sizes, feeds, distances."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 from oracle.batches import batch_sizes
-from oracle.nets import MLP, Softmax
+from oracle.nets import MLP, MLPBatchNorm, Softmax
 
 from raysim.training.batches import batch_positions
 
@@ -36,13 +36,13 @@ STEPS = [[0, 0.2], [2, 0.8], [5, 0.5]]
 
 
 def by_round(schedule: list) -> Callable[[int], float]:
-    """The same schedule as the oracles take it."""
+    """Return the schedule as a function of the round, as the oracles expect it."""
     return lambda t: next(value for start, value in reversed(schedule) if start <= t)
 
 
 @dataclass
 class Feed:
-    """What an oracle needs of a run: run(x0, cohorts, sizes, batches, grad)."""
+    """The inputs of an oracle: run(x0, cohorts, sizes, batches, grad)."""
 
     x0: np.ndarray
     cohorts: list[list[int]]
@@ -51,7 +51,7 @@ class Feed:
     data: list[tuple[np.ndarray, np.ndarray]]
 
     def of_clients(self, grad: Callable) -> Callable:
-        """`grad(w, x, y)` is a net's; an oracle asks for (w, client, batch)."""
+        """Convert a net's `grad(w, x, y)` to an oracle's `grad(w, client, batch)`."""
 
         def of_client(w, client, batch):
             x, y = self.data[client]
@@ -64,8 +64,10 @@ class Feed:
 
 
 def feed(engine: Any, cohorts: list[list[int]] | None = None) -> Feed:
-    """Cohorts, if they are not given, and batches as the engine draws them; each client goes on where its last round
-    stopped."""
+    """Return the oracle's inputs, with cohorts (by default) and batches as the engine draws them.
+
+    A client's stream of batches continues where its last round stopped.
+    """
     plan, local = engine.plan, engine.config.local
     d = plan.dataset
     scale, shift = (np.float64(v)[:, None, None] for v in (d.scale, d.shift))
@@ -86,8 +88,20 @@ def feed(engine: Any, cohorts: list[list[int]] | None = None) -> Feed:
     return Feed(engine.executor.xs[0], cohorts, sizes, batches, [(x[m], d.y[m]) for m in mine])
 
 
+class Watching:
+    """A net's gradient that records the BatchNorm statistics of each batch, call by call."""
+
+    def __init__(self, net: MLPBatchNorm):
+        self.net, self.seen = net, []
+
+    def __call__(self, w, x, y):
+        gradient, mean, var = self.net.grad_and_statistics(w, x, y)
+        self.seen.append((mean, var))
+        return gradient
+
+
 def distance(ours, theirs) -> float:
-    """The largest difference of any round, relative to the largest entry of that round."""
+    """Return the largest difference of any round, relative to the largest entry of that round."""
     assert len(ours) == len(theirs)
     return max(np.abs(a - b).max() / np.abs(b).max() for a, b in zip(ours, theirs, strict=True))
 
@@ -95,7 +109,7 @@ def distance(ours, theirs) -> float:
 def differs(
     theirs: list[np.ndarray], other: Callable[[Feed], list[np.ndarray]], f: Feed, least=1e-5
 ) -> bool:
-    """Whether another oracle is further than `least` from x_0 .. x_T in some round. Two rounds often tell."""
+    """Return whether another oracle differs from x_0 .. x_T by more than `least` in some round. Two rounds often suffice."""
     for rounds in (2, len(f.cohorts)):
         xs = other(replace(f, cohorts=f.cohorts[:rounds]))
         if distance(theirs[: rounds + 1], xs) > least:

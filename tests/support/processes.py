@@ -1,4 +1,4 @@
-"""What the fault tests share: small runs, processes on the command line, and how histories are compared."""
+"""Shared by the fault tests: small runs, processes on the command line, and the comparison of histories."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ from typing import Any
 
 import yaml
 
+SUPPORT = Path(__file__).parent
+"""Where the scripts are that tests start as processes of their own."""
+
 MENDED = (
     "system/actors_failed",
     "system/blocks_retried",
     "system/server_restarts",
     "system/checkpoints_failed",
 )
-"""Counters of what was put right: what an undisturbed run does not have."""
+"""Counters of recoveries, which an undisturbed run does not have."""
 
 Record = Mapping[str, float]
 
@@ -29,11 +32,11 @@ SOON = {
     "RAY_health_check_period_ms": "1000",
     "RAY_health_check_failure_threshold": "3",
 }
-"""Ray takes a node for dead after some seconds without an answer, not after a minute."""
+"""Settings by which Ray declares a node dead after seconds without an answer, not after a minute."""
 
 
 def basic(folder: Path, uri: str) -> dict[str, Any]:
-    """A run of few parameters, of unequal clients, six blocks to a round."""
+    """Return the configuration of a run with few parameters, unequal clients and six blocks a round."""
     return {
         "rounds": 60,
         "data": "digits",
@@ -51,7 +54,7 @@ def basic(folder: Path, uri: str) -> dict[str, Any]:
 
 
 def timeless(history: Iterable[Record]) -> list[dict[str, float]]:
-    """A history without how long things took and without what was put right."""
+    """Return a history without times and without counters of recoveries."""
     times = (
         "system/round_seconds",
         "system/train_seconds",
@@ -64,7 +67,7 @@ def timeless(history: Iterable[Record]) -> list[dict[str, float]]:
 
 
 def until(condition: Callable[[], Any], seconds: float, what: str) -> None:
-    """A guard against hanging."""
+    """Wait until a condition holds; fail after the given seconds."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, what
@@ -78,21 +81,21 @@ def client_of(uri: str) -> Any:
 
 
 def run_in(uri: str, experiment: str) -> Any:
-    """The only run of an experiment."""
+    """Return the only run of an experiment."""
     found = client_of(uri).get_experiment_by_name(experiment)
     (run,) = client_of(uri).search_runs([found.experiment_id])
     return run
 
 
 def steps_of(uri: str, run_id: str) -> dict[str, list[int]]:
-    """What MLflow has of each metric of rounds: the steps, in order, repetitions and all."""
+    """Return the steps of each round metric in MLflow, in order, with repetitions."""
     client = client_of(uri)
     keys = [key for key in client.get_run(run_id).data.metrics if not key.startswith("best_")]
     return {key: sorted(m.step for m in client.get_metric_history(run_id, key)) for key in keys}
 
 
 def each_step_once(uri: str, run_id: str, history: Iterable[Record]) -> None:
-    """MLflow has what the history has: each figure of each round, none twice."""
+    """Assert that MLflow has each figure of each round of the history once."""
     history, found = list(history), steps_of(uri, run_id)
     wanted = {
         key: [int(r["round"]) for r in history if key in r]
@@ -104,7 +107,7 @@ def each_step_once(uri: str, run_id: str, history: Iterable[Record]) -> None:
 
 
 def start(*arguments: object, cwd: Path, **environment: str) -> subprocess.Popen[str]:
-    """`raysim ...` in a process group of its own, from its first import on."""
+    """Start `raysim ...` in a new process and process group."""
     return subprocess.Popen(
         [sys.executable, "-m", "raysim", *map(str, arguments)],
         env={**os.environ, "RAY_ADDRESS": "", **environment},
@@ -117,7 +120,7 @@ def start(*arguments: object, cwd: Path, **environment: str) -> subprocess.Popen
 
 
 def kill(process: subprocess.Popen[str]) -> None:
-    """Its whole process group, if it is still there."""
+    """Kill the whole process group, if it still exists."""
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait(30)

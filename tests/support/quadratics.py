@@ -13,7 +13,7 @@ from raysim.rules.contract import Cohort, Problem, Reports
 
 
 class Quadratics:
-    """The problem: H [N, P, P] positive definite, a [N, P], weights from the sizes n [N]."""
+    """Losses (w - a)ᵀ H (w - a) / 2, with H [N, P, P] positive definite, a [N, P] and sizes n [N] for the weights."""
 
     def __init__(self, H: np.ndarray, a: np.ndarray, n: list[int] | None = None):
         self.H, self.a, self.n = np.asarray(H, float), np.asarray(a, float), n or [1] * len(a)
@@ -22,7 +22,7 @@ class Quadratics:
     def random(
         cls, clients: int, size: int, seed: int, equal_curvature: bool = False
     ) -> Quadratics:
-        """Eigenvalues from 0.2 to 2 in random directions; minima some units apart; sizes 1, 2, 3, .."""
+        """Draw eigenvalues from 0.2 to 2 in random directions, minima some units apart, and sizes 1, 2, 3, .."""
         rng = np.random.default_rng(seed)
         H = []
         for _ in range(clients):
@@ -39,7 +39,7 @@ class Quadratics:
         return self.H[i] @ (w - self.a[i])
 
     def balance(self, A: np.ndarray, how: str) -> np.ndarray:
-        """The x where Σ w_i A_i (x - a_i) = 0."""
+        """Return the x where Σ w_i A_i (x - a_i) = 0."""
         w = self.weights(how)
         return np.linalg.solve(np.einsum("i,ijk->jk", w, A), np.einsum("i,ijk,ik->j", w, A, self.a))
 
@@ -47,12 +47,12 @@ class Quadratics:
         return self.balance(self.H, how)
 
     def local_map(self, lr: float, steps: int) -> np.ndarray:
-        """A_i of I steps of gradient descent, [N, P, P]."""
+        """Return A_i of I steps of gradient descent, [N, P, P]."""
         eye = np.eye(self.H.shape[1])
         return np.stack([eye - np.linalg.matrix_power(eye - lr * H, steps) for H in self.H])
 
     def proximal_map(self, lr: float, steps: int, mu: float) -> np.ndarray:
-        """The same for FedProx. With K = H + mu, a step is y <- y - η (K y - H a - mu x), which leaves y* =
+        """Return the same for FedProx. With K = H + mu, a step is y <- y - η (K y - H a - mu x), which leaves y* =
         K⁻¹ (H a + mu x) in place. So x - y_I = (I - (I - η K)^I) (x - y*), and x - y* = K⁻¹ H (x - a)."""
         eye = np.eye(self.H.shape[1])
         K = [H + mu * eye for H in self.H]

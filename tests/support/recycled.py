@@ -13,10 +13,9 @@ from raysim.distributed.worker_pool import WorkerPool
 
 
 class Recycling:
-    """The actors that a pool ends at its close; the next pool begins with them.
+    """Keeps the actors of a closed pool for the next pool.
 
-    Their `__init__` runs again in the same process. Who takes the place of an actor that failed is
-    always new, and everything else is the pool's own doing.
+    Their `__init__` runs again in the same process. A failed actor is always replaced by a new one.
 
     Args:
         reserve: whether actors reserve their CPUs, also between two runs.
@@ -28,10 +27,10 @@ class Recycling:
         self.starting = self.closing = False
         self.idle: dict[Any, list[Any]] = {}
         self.kinds: dict[Any, Any] = {}
-        """What each actor is, and where."""
+        """The class and the node of each actor."""
 
     def begin(self, patch: Callable[[Any, str, Any], None]) -> None:
-        """Take the place of `ray.remote` and `ray.kill` while a pool starts and closes."""
+        """Replace `ray.remote` and `ray.kill` while a pool starts and closes."""
         patch(ray, "remote", self._of)
         patch(ray, "kill", self._end)
         patch(WorkerPool, "start", self._within("starting", WorkerPool.start))

@@ -1,4 +1,4 @@
-"""Rules of the gallery by path, and the uploads of a round that an oracle sees too."""
+"""Rules of the gallery by path, and uploads of a round for rule and oracle."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ LR, STEPS, SEED = 0.3, 2, 4
 def config(
     folder: Path, base: dict[str, Any], without: Sequence[str] = (), **sections: Any
 ) -> dict[str, Any]:
-    """The clients of SIZES with full batches, in float64."""
+    """Return the configuration of clients of SIZES with full batches, in float64."""
     rest = {"x_test": X[:3], "y_test": Y[:3], "user": np.repeat(np.arange(len(SIZES)), SIZES)}
     arrays = {"x": X[:N], "y": Y[:N], **rest, "public_x": X[N:], "public_y": Y[N:]}
     np.savez(folder / "arrays.npz", **{k: v for k, v in arrays.items() if k not in without})
@@ -33,7 +33,7 @@ def config(
 
 
 def logits(w: np.ndarray, x: np.ndarray) -> np.ndarray:
-    """[n, 3], of w = (W [3, 5], b [3])."""
+    """Return the logits [n, 3] of w = (W [3, 5], b [3])."""
     return x @ w[:-3].reshape(3, -1).T + w[-3:]
 
 
@@ -43,7 +43,7 @@ def softmax(z: np.ndarray) -> np.ndarray:
 
 
 def gradient(w: np.ndarray, x: np.ndarray, target: np.ndarray) -> np.ndarray:
-    """Of the mean cross-entropy with the probabilities `target` [n, 3]."""
+    """Return the gradient of the mean cross-entropy with the probabilities `target` [n, 3]."""
     g = (softmax(logits(w, x)) - target) / len(x)
     return np.concatenate([(g.T @ x).ravel(), g.sum(0)])
 
@@ -53,7 +53,7 @@ def examples_of(client: int) -> np.ndarray:
 
 
 def local_models(w0: np.ndarray, pull: Callable[[np.ndarray], Any] = lambda w: 0.0) -> np.ndarray:
-    """Each client's parameters after its local steps, [6, P]; `pull` is added to its gradients."""
+    """Return each client's parameters after its local steps, [6, P]; `pull` is added to its gradients."""
     ends = []
     for rows in map(examples_of, range(len(SIZES))):
         w = w0

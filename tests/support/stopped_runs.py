@@ -1,4 +1,4 @@
-"""Runs that are stopped, and what must be the same of two runs."""
+"""Helpers to stop runs and compare histories."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TIMES = {
 
 
 def same(one: list[dict[str, float]], other: list[dict[str, float]]) -> bool:
-    """Equal histories, but for how long things took."""
+    """Return whether two histories are equal except for times."""
 
     def timeless(history: list[dict[str, float]]) -> list[dict[str, float]]:
         return [{k: v for k, v in record.items() if k not in TIMES} for record in history]

@@ -1,4 +1,4 @@
-"""What tests of sweeps share: a run of a second, files of it, and what trials are."""
+"""Shared by the tests of sweeps: a run of a second, files of it, and the values of trials."""
 
 from __future__ import annotations
 
@@ -8,15 +8,11 @@ from typing import Any
 import yaml
 
 from raysim.sweeps import Sweep
+from support.configurations import IID_MLP
 
 SMALL = {
-    "rounds": 3,
-    "data": "digits",
-    "partition": {"name": "iid", "clients": 20},
-    "model": {"name": "mlp", "hidden": [8]},
-    "algorithm": "fedavg",
+    **IID_MLP,
     "local": {"steps": 2, "batch_size": 8, "lr": 0.05},
-    "schedule": {"cohort": 4},
     "checkpoint": {"every": 0},
     "tracking": {"experiment": "swept"},
 }

@@ -1,4 +1,4 @@
-"""The inline executor that remembers every broadcast."""
+"""The inline executor, which records every broadcast."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from raysim.engine.server import RoundCohort
 
 
 class Watched(Inline):
-    """The inline executor; beside working it keeps x_0 .. x_T and the BatchNorm statistics 0 .. T, as broadcast, and
-    if asked for the server's whole state at each of these times (after the cohort was admitted)."""
+    """The inline executor, which also records x_0 .. x_T and the BatchNorm statistics 0 .. T as broadcast.
+
+    With `keeps_states` it records the server's whole state at each of these times, after `before_round`.
+    """
 
     def __init__(self, keeps_states: bool = False):
         super().__init__()

@@ -1,4 +1,4 @@
-"""A Python that is ready at once: each request forks a process that has imported the world already.
+"""A Python that starts at once: each request forks a process that has imported everything.
 
 Each line of standard input is a request in JSON, and is answered by one: {"arguments": those of
 `python`, "cwd", "environment", "said": a file} -> {"pid"}; {"wait": pid} -> {"code"}.
@@ -27,7 +27,7 @@ from support.mlflow_tables import made_once
 
 
 def run(arguments: list[str]) -> None:
-    """Do what `python ARGUMENTS` does."""
+    """Run `python ARGUMENTS`."""
     match arguments:
         case ["-m", module, *rest]:
             sys.path[0], sys.argv = "", [module, *rest]
@@ -41,7 +41,7 @@ def run(arguments: list[str]) -> None:
 
 
 def become(request: dict[str, Any]) -> None:
-    """Make a process group of this process, with the folder, environment and file that are asked for."""
+    """Turn this process into a process group with the requested folder, environment and output file."""
     os.setsid()
     os.chdir(request["cwd"])
     os.environ.clear()

@@ -17,7 +17,7 @@ from raysim.tracking import followers
 from raysim.tracking.followers import Follower, catch_up, send
 from raysim.tracking.spool import Recorder, Tail
 
-SMALL = {
+OVERRIDES = {
     "partition.clients": 8,
     "schedule.cohort": 4,
     "local.steps": 1,
@@ -70,14 +70,14 @@ def accuracies(history: list[dict[str, float]]) -> list[tuple[int, float]]:
 
 def test_tensorboard_gets_every_round_of_a_run(folder: Path):
     result = raysim.run(
-        "quickstart", SMALL, rounds=3, run_dir="r", **{"tracking.also": ["tensorboard"]}
+        "quickstart", OVERRIDES, rounds=3, run_dir="r", **{"tracking.also": ["tensorboard"]}
     )
     assert scalars(folder / "r", "accuracy") == accuracies(result.history)
 
 
 def test_wandb_gets_every_round_of_a_run(folder: Path):
     """In a process of its own, because W&B starts a server and takes the process's signals."""
-    keys = {**SMALL, "rounds": 3, "run_dir": "r", "tracking.also": "wandb"}
+    keys = {**OVERRIDES, "rounds": 3, "run_dir": "r", "tracking.also": "wandb"}
     code = f"import raysim; raysim.run('quickstart', {keys!r})"
     ended = subprocess.run(
         [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=200
@@ -98,7 +98,7 @@ def test_wandb_gets_every_round_of_a_run(folder: Path):
 
 
 def test_a_resumed_run_shows_each_round_once(folder: Path):
-    raysim.run("quickstart", SMALL, rounds=2, run_dir="r", **{"tracking.also": "tensorboard"})
+    raysim.run("quickstart", OVERRIDES, rounds=2, run_dir="r", **{"tracking.also": "tensorboard"})
     result = raysim.resume("r", ["rounds=4"])
     assert scalars(folder / "r", "accuracy") == accuracies(result.history)
 
@@ -106,7 +106,7 @@ def test_a_resumed_run_shows_each_round_once(folder: Path):
 def test_sync_shows_an_old_run_in_tensorboard(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    result = raysim.run("quickstart", SMALL, rounds=2, run_dir="r")
+    result = raysim.run("quickstart", OVERRIDES, rounds=2, run_dir="r")
     assert not (folder / "r" / "tensorboard").exists()
     assert catch_up(folder / "r", ["tensorboard"])["tensorboard"] > 5
     assert scalars(folder / "r", "accuracy") == accuracies(result.history)
@@ -147,12 +147,12 @@ class Memory(Follower):
 def test_a_follower_that_fails_is_reported_and_harms_nothing(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    expected = raysim.run("quickstart", SMALL, rounds=2, run_dir="alone")
+    expected = raysim.run("quickstart", OVERRIDES, rounds=2, run_dir="alone")
     monkeypatch.setitem(followers.FOLLOWERS, "tensorboard", Memory)
     monkeypatch.setattr(Memory, "fails", True)
     with caplog.at_level(logging.WARNING):
         result = raysim.run(
-            "quickstart", SMALL, rounds=2, run_dir="r", **{"tracking.also": "tensorboard"}
+            "quickstart", OVERRIDES, rounds=2, run_dir="r", **{"tracking.also": "tensorboard"}
         )
     assert result.digest == expected.digest
     assert caplog.text.count("tensorboard does not follow this run any more") == 1
@@ -176,5 +176,5 @@ def test_what_was_sent_is_not_sent_again(folder: Path):
 def test_a_package_that_is_missing_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(followers.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"wandb is not installed.*raysim\[wandb\]"):
-        raysim.run("quickstart", SMALL, run_dir="r", **{"tracking.also": "wandb"})
+        raysim.run("quickstart", OVERRIDES, run_dir="r", **{"tracking.also": "wandb"})
     assert not (folder / "r").exists()

@@ -1,4 +1,4 @@
-"""Two nodes on this machine: one is lost in the middle of a round, another one comes later. `python nodes.py CONFIG
+"""Two nodes on this machine: one fails in the middle of a round, another one joins later. `python two_nodes.py CONFIG
 VICTIM ...`, where VICTIM, client or server, says who must live on the node that is lost. The last line of standard output
 is a JSON list with what came of each."""
 
@@ -29,7 +29,7 @@ LOST, ADDED = 4, 8
 
 
 class SpreadPool(WorkerPool):
-    """Actors; at the start the victim is put on the second node."""
+    """A worker pool that starts the victim on the second node."""
 
     second: Any
     victim: str
@@ -44,7 +44,7 @@ class SpreadPool(WorkerPool):
 
 
 class Spread(RayExecutor):
-    """The executor over Ray on a cluster that changes."""
+    """The Ray executor on a cluster that changes."""
 
     cluster: Cluster
 
@@ -96,7 +96,7 @@ def main(config: dict[str, Any], victims: list[str]) -> None:
 
 
 def lost_and_added(config: dict[str, Any], victim: str) -> dict[str, Any]:
-    """A run. The node that comes in it is the second one of the next."""
+    """Run once. The node that joins is the second node of the next run."""
     SpreadPool.victim = victim
     made: list[Spread] = []
     said: list[str] = []

@@ -6,15 +6,13 @@ import numpy as np
 import pytest
 import torch
 from oracle.nets import split
-from support import softmax_regression
+from support import gallery_runs, softmax_regression
 from support.examples import gallery
 from support.oracle_cases import MODES, distance
 from support.server_rules import rule
 from support.softmax_regression import LR, SEED, STEPS, X, Y, examples_of, gradient, local_models
 
 from raysim.randomness import generator
-
-from . import conftest
 
 ATTACKERS, HONEST = [1, 4], [0, 2, 3, 5]
 
@@ -83,7 +81,7 @@ def test_model_replacement(mode, train):
                 poisoned = np.arange(len(y)) < 0.4 * len(y)
                 X_ = np.where(poisoned[:, None], triggered(X_), X_)
                 y = np.where(poisoned, 0, y)
-            w = w - conftest.LR * conftest.NET.grad(w, X_, y)
+            w = w - gallery_runs.LR * gallery_runs.NET.grad(w, X_, y)
         return x + 4.0 * (w - x) if i in (1, 4) else w
 
     xs = done.averaged(local)
@@ -91,7 +89,7 @@ def test_model_replacement(mode, train):
     data = done.engine.plan.dataset
     images = data.x_test.reshape(len(data.y_test), -1) * data.scale[0] + data.shift[0]
     others = triggered(images.astype(np.float64)[data.y_test != 0])
-    W1, b1, W2, b2 = split(xs[-1], conftest.NET.shapes)
+    W1, b1, W2, b2 = split(xs[-1], gallery_runs.NET.shapes)
     predicted = (np.maximum(others @ W1.T + b1, 0) @ W2.T + b2).argmax(1)
     assert done.records[-1]["backdoor"] == pytest.approx(np.mean(predicted == 0))
 

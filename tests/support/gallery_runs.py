@@ -1,20 +1,18 @@
-"""Runs of the gallery's methods that their oracles are compared with."""
+"""Shared by the tests of the gallery: the net, and a run as an oracle sees it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import cycle, islice, pairwise
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from oracle.batches import batch_sizes
-from support.examples import gallery
-from support.oracle_cases import NETS, Feed, feed
 
 from raysim.randomness import generator
+from support.oracle_cases import NETS, Feed
 
 SIZES = [30, 9, 17, 12, 45, 8]
 LR = 0.2
@@ -24,21 +22,21 @@ BODY = 64 * 8 + 8
 
 
 def net(w: torch.Tensor, X: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-    """The features [n, 8] and the logits [n, 10] of the MLP, in torch."""
+    """Return the features [n, 8] and the logits [n, 10] of the MLP, in torch."""
     W1, b1, W2, b2 = w.split(NET.segments)
     features = torch.relu(torch.from_numpy(X) @ W1.reshape(8, 64).T + b1)
     return features, features @ W2.reshape(10, 8).T + b2
 
 
 def gradient(loss: Callable[[torch.Tensor], torch.Tensor], w: np.ndarray) -> np.ndarray:
-    """The gradient of a function of the parameters [P], by autograd."""
+    """Return the gradient of a function of the parameters [P], by autograd."""
     leaf = torch.from_numpy(w).clone().requires_grad_()
     return torch.autograd.grad(loss(leaf), leaf)[0].numpy()
 
 
 @dataclass
 class Done:
-    """A run, and what an oracle needs of it."""
+    """A run as an oracle sees it."""
 
     engine: Any
     records: list[dict[str, float]]
@@ -59,16 +57,16 @@ class Done:
         ]
 
     def kept(self, client: int) -> dict[str, np.ndarray]:
-        """The client state after the last round."""
+        """Return the client state after the last round."""
         return self.engine.store.get(client)
 
     def batches(self, t: int, client: int) -> list[tuple[np.ndarray, np.ndarray]]:
-        """The mini-batches (X, y) of a client's steps in round t."""
+        """Return the mini-batches (X, y) of a client's steps in round t."""
         x, y = self.feed.data[client]
         return [(x[b], y[b]) for b in self.feed.batches[t][client]]
 
     def prepared_batches(self, t: int, client: int) -> list[tuple[np.ndarray, np.ndarray]]:
-        """The batches (X, y) of round t that the client's rule prepares from, one for each local step."""
+        """Return the batches (X, y) of round t that the client's rule prepares from, one for each local step."""
         x, y = self.feed.data[client]
         size = self.engine.config.local.batch_size
         order = np.arange(len(y))
@@ -79,7 +77,7 @@ class Done:
         return [(x[p], y[p]) for p in islice(cycle(parts), len(self.feed.batches[t][client]))]
 
     def mean_test_loss(self, model: Callable[[int], np.ndarray]) -> float:
-        """The mean over all clients of the test loss of `model(client)`."""
+        """Return the mean over all clients of the test loss of `model(client)`."""
         data, tests = self.engine.plan.dataset, self.engine.plan.clients.test
         scale, shift = (v.astype(np.float64)[:, None, None] for v in (data.scale, data.shift))
         losses = []
@@ -93,38 +91,8 @@ class Done:
     def averaged(
         self, local: Callable[[np.ndarray, int, list[tuple[np.ndarray, np.ndarray]]], np.ndarray]
     ) -> list[np.ndarray]:
-        """x_0 .. x_T of uniform averaging, where `local(x, client, batches)` gives the client's last w."""
+        """Return x_0 .. x_T of uniform averaging, where `local(x, client, batches)` gives the client's last w."""
         xs = [self.feed.x0]
         for t, cohort in enumerate(self.feed.cohorts):
             xs.append(np.mean([local(xs[-1], i, self.batches(t, i)) for i in cohort], axis=0))
         return xs
-
-
-@pytest.fixture
-def train(engine: Callable, ragged: Callable) -> Callable[..., Done]:
-    """train(client="FAMILY/METHOD.py:Class", ...): three rounds of an MLP on the digits in float64."""
-
-    def located(rule: Any) -> Any:
-        if isinstance(rule, dict):
-            return {**rule, "name": located(rule["name"])}
-        return f"{gallery.FOLDER}/{rule}" if ".py:" in rule else rule
-
-    def run(mode: str = "loop", sizes: Sequence[int] = SIZES, **sections: Any) -> Done:
-        sections = {"client": "fedavg", "server": "fedavg", **sections}
-        sections |= {key: located(sections[key]) for key in ("client", "server")}
-        config = {
-            "rounds": 3,
-            "seed": 2,
-            "dtype": "float64",
-            "partition": {**ragged(sizes), "test": {"matched": True}},
-            "evaluate": {"every": 0, "clients": {"every": 3}},
-            "schedule": {"cohort": 4},
-            "model": NETS["mlp"][0],
-            "batching": {"mode": mode, "size": 2},
-            **sections,
-            "local": {"steps": 3, "batch_size": 16, "lr": LR, **sections.get("local", {})},
-        }
-        made, records = engine(config, states=True)
-        return Done(made, records, feed(made))
-
-    return run

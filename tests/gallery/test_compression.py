@@ -7,12 +7,11 @@ import pytest
 import torch
 from oracle.nets import join, split
 from support.examples import gallery
+from support.gallery_runs import LR, NET
 from support.oracle_cases import distance
 
 from raysim.config.references import load_object
 from raysim.randomness import generator
-
-from .conftest import LR, NET
 
 SHAPES = [(8, 64), (8,), (10, 8), (10,)]
 RANK = 2

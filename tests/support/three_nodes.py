@@ -1,4 +1,4 @@
-"""Three nodes on this machine, the server on one of its own: `python adding.py CONFIG ... CASE ...`, as many cases as
+"""Three nodes on this machine, the server on one of its own: `python three_nodes.py CONFIG ... CASE ...`, as many cases as
 configurations. The last line of standard output is a JSON list with what came of each. A node that is lost is followed
 by another third one. CASE says what happens:
 
@@ -28,7 +28,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import ray
 import yaml
 from ray.cluster_utils import Cluster
-from support.recycled import Recycling
 
 from raysim.distributed.actors import NodeAggregator
 from raysim.distributed.executor import RayExecutor
@@ -36,13 +35,14 @@ from raysim.distributed.heartbeats import Address
 from raysim.distributed.worker_pool import WorkerPool
 from raysim.engine.resolve import prepare
 from raysim.runs import run as experiment
+from support.recycled import Recycling
 
 STRUCK = 3
 """The round whose sums are lost, by their number."""
 
 
 class Doomed(NodeAggregator):
-    """Takes its node along when it adds up for the `STRUCK`-th time: it ends the node's raylet, and is never done."""
+    """Kills its node's raylet when it aggregates for the `STRUCK`-th time, and never returns."""
 
     def __init__(self, heartbeat: Address, plan: Any, raylet: int):
         super().__init__(heartbeat, plan)
@@ -58,7 +58,7 @@ class Doomed(NodeAggregator):
 
 
 class StruckPool(WorkerPool):
-    """Actors, to whose NodeAggregators the case happens."""
+    """A worker pool in which the case happens to NodeAggregators."""
 
     case: str
     third: Any
@@ -97,7 +97,7 @@ class StruckPool(WorkerPool):
 
 
 class Struck(RayExecutor):
-    """The executor over Ray, to which the case happens."""
+    """The Ray executor to which the case happens."""
 
     victims = ((1, "client"), (2, "adder"), (3, "server"), (5, "eval"))
     """By the rounds in which they are stopped."""
@@ -118,7 +118,7 @@ class Struck(RayExecutor):
         return training
 
     def strike(self, t: int) -> None:
-        """The blocks of round t are on their way."""
+        """Called when the blocks of round t have been dispatched."""
         pool = self.pool
         (raylet,) = pool.third.all_processes["raylet"]
         if pool.case == "raylet" and t == STRUCK:

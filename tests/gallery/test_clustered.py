@@ -6,9 +6,8 @@ from itertools import product
 
 import numpy as np
 import pytest
+from support.gallery_runs import LR, NET, SIZES
 from support.oracle_cases import MODES
-
-from .conftest import LR, NET, SIZES
 
 
 @pytest.mark.parametrize("mode", MODES)

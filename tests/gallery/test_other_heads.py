@@ -5,10 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from support.gallery_runs import BODY, LR, NET, gradient, net
 from support.oracle_cases import MODES, distance
 from torch.nn.functional import cross_entropy
-
-from .conftest import BODY, LR, NET, gradient, net
 
 
 @pytest.mark.parametrize("mode", MODES)

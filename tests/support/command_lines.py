@@ -1,9 +1,9 @@
 # ruff: noqa: RUF005
-"""Command lines that nobody would write, each in a process of its own: `python command_lines.py CASES SEED FOLDER`.
+"""Run odd command lines, each in a process of its own: `python command_lines.py CASES SEED FOLDER`.
 
-Prints one JSON object: how the cases ended, and those in which something is wrong, with their arguments. Wrong is a
-traceback, an exit code that is not documented, more than `MAX_SECONDS` of computing or `MAX_BYTES` of memory, a message
-of more than `MAX_MESSAGE` characters, and a file that a refused command leaves behind.
+Prints one JSON object: how the cases ended, and the wrong ones with their arguments. Wrong is a traceback, an exit code
+that is not documented, more than `MAX_SECONDS` of computing or `MAX_BYTES` of memory, a message of more than
+`MAX_MESSAGE` characters, and a file that a refused command leaves behind.
 """
 
 from __future__ import annotations
@@ -28,8 +28,6 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from support.configurations import NAMES, TO_CHANGE
-
 import raysim
 from raysim import algorithms, cli, sweeps  # noqa: F401
 from raysim.config.explain import annotation_types
@@ -37,6 +35,7 @@ from raysim.config.loading import shipped
 from raysim.config.schema import Config
 from raysim.rules.contract import ALGORITHMS
 from raysim.rules.registry import discover, hyperparameter_names
+from support.configurations import NAMES, TO_CHANGE
 
 MAX_SECONDS, MAX_WALL_SECONDS, MAX_BYTES, MAX_MESSAGE = 20, 150, 2 * 2**30, 20_000
 """Of one command. The second is against commands that wait for ever, on a machine that is busy with others."""
@@ -437,7 +436,7 @@ FLAGS = {
 
 
 def keys_of(model: Any, above: str = "") -> list[str]:
-    """The dotted keys of a section and of those inside it."""
+    """Yield the dotted keys of a section and its subsections."""
     found = []
     for name, field in model.model_fields.items():
         found.append(above + name)
@@ -469,7 +468,7 @@ class Cases:
         return self.rng.choice(NASTY)
 
     def fitting(self, key: str) -> str:
-        """A value of a kind that the key may have, so that a command comes further."""
+        """Draw a value of a type that the key may have, so that a command gets further."""
         if key.rpartition(".")[2] in ("path", "root", "dir", "run_dir", "uri"):
             return self.rng.choice(
                 [
@@ -541,7 +540,7 @@ class Cases:
         ]
 
     def tree(self) -> dict[str, Any]:
-        """A configuration with some values replaced."""
+        """Draw a configuration with some values replaced."""
         tree: dict[str, Any] = json.loads(json.dumps(VALID))
         odd: list[Any] = [
             None,
@@ -573,7 +572,7 @@ class Cases:
         return tree
 
     def config(self, folder: Path) -> str:
-        """A configuration's name: a valid file, one of strange content, or what is none."""
+        """Draw the name of a configuration: a valid file, one of strange content, or no file."""
         draw, path = self.rng.random(), folder / "mine.yaml"
         if draw < 0.3:
             return str(self.shared / "valid.yaml")
@@ -654,7 +653,7 @@ class Cases:
         return ["resume", run, *self.overrides(2), *self.options("resume"), *last]
 
     def damaged(self, folder: Path) -> str:
-        """A copy of the run, most often with a byte changed, or a file cut off or taken away."""
+        """Copy the run, most often with a byte changed, or a file cut off or removed."""
         run = folder / "run"
         shutil.copytree(self.shared / "run", run)
         files = sorted(path for path in run.rglob("*") if path.is_file() and path.suffix != ".png")
@@ -785,7 +784,7 @@ class Cases:
 
 
 def lay_out(shared: Path) -> None:
-    """The files that command lines name: a valid configuration, a run of it, and what is neither."""
+    """Write the files that command lines name: a valid configuration, a run of it, and invalid ones."""
     (shared / "folder").mkdir(parents=True)
     (shared / "binary").write_bytes(bytes(range(256)) * 10)
     os.mkfifo(shared / "pipe")
@@ -823,7 +822,7 @@ def child(line: list[str], folder: Path) -> None:
 
 
 def watched(pid: int) -> tuple[int, str, float]:
-    """Wait for a process: its exit code, the limit that it passed, and the seconds that it computed."""
+    """Wait for a process, and return its exit code, the limit that it passed, and its CPU seconds."""
     ticks, began, over, seconds = os.sysconf("SC_CLK_TCK"), time.monotonic(), "", 0.0
     while True:
         done, status, usage = os.wait4(pid, os.WNOHANG)
@@ -843,7 +842,7 @@ def watched(pid: int) -> tuple[int, str, float]:
 
 
 def judged(line: list[str], folder: Path) -> tuple[int, str, str, float]:
-    """Run one command line: its exit code, what is wrong ("" if nothing is), its output and the seconds it computed."""
+    """Run one command line, and return its exit code, the problem ("" if none), its output and its CPU seconds."""
     before = sorted(path for path in folder.rglob("*"))
     pid = os.fork()
     if pid == 0:

@@ -9,10 +9,9 @@ import pytest
 import torch
 from oracle.nets import join, split
 from support.examples import gallery
+from support.gallery_runs import LR
 from support.oracle_cases import MODES, distance
 from torch.nn import functional as F
-
-from .conftest import LR
 
 DECAY = 0.1
 

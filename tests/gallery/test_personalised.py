@@ -6,9 +6,8 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from support.gallery_runs import BODY, LR, NET
 from support.oracle_cases import MODES, distance
-
-from .conftest import BODY, LR, NET
 
 
 @pytest.mark.parametrize("mode", MODES)

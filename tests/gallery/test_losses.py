@@ -7,10 +7,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from support.gallery_runs import LR, NET
 from support.oracle_cases import MODES, distance
 from torch import Tensor
-
-from .conftest import LR, NET
 
 CLASSES = 10
 
