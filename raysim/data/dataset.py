@@ -79,7 +79,7 @@ class Dataset:
     @property
     def are_labelled(self) -> bool:
         """Whether each target is one integer from 0, as the label of a class is."""
-        return bool(self.classes)
+        return bool(self.classes) and self.y.ndim == 1 and self.y.dtype.kind in "iu"
 
     @cached_property
     def digest(self) -> str:
@@ -117,6 +117,11 @@ class Dataset:
                     f"{key}: {reader} needs labels from 0 to {n_classes - 1}, but {name}[{k}] of "
                     f"{self.name} is {y[k]}"
                 )
+        if not self.n_classes:
+            raise ConfigError(
+                f"{key}: {reader} needs classes, but the labels of {self.name} go up to "
+                f"{n_classes - 1}; number them from 0, or give the number of classes"
+            )
 
 
 def data_root(root: str | Path | None = None) -> Path:

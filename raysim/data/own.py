@@ -44,6 +44,13 @@ MAPPING_KEYS = (*REQUIRED_ARRAYS, "train", "test", "users", "public", "classes")
 MAX_VALUES_CHECKED_AT_ONCE = 10_000_000
 """Numbers that are looked through for NaN in one pass; it bounds the memory that this takes."""
 
+MAX_INFERRED_CLASSES = 100_000
+"""Largest number of classes that is taken from integer targets; larger ones are quantities, such as
+prices and times, unless the user gives the number of classes."""
+
+MAX_CLASSES = 1_000_000
+"""Largest number of classes that a user can give; each has a name."""
+
 
 def from_function(data: OwnData) -> Dataset:
     """Call the user's function and make a data set of what it returns.
@@ -290,14 +297,15 @@ class _Reader:
             return self.examples(x, np.zeros(len(x), np.int64), " of public")[0], None
         return self.examples(x, y, " of public")
 
-    def classes(self, given: Any, y: np.ndarray) -> tuple[str, ...]:
+    def classes(self, given: Any, y: np.ndarray, y_test: np.ndarray) -> tuple[str, ...]:
         """Return the names of the classes; () if the targets are not labels from 0."""
         if isinstance(given, Sequence) and not isinstance(given, str):
             return tuple(map(str, given))
         if given is not None and (type(given) is not int or given < 1):
             raise self.error(f"classes is {given!r}; give their number or their names")
-        is_label = y.ndim == 1 and y.dtype.kind == "i" and y.min() >= 0
-        n = given if given is not None else int(y.max()) + 1 if is_label else 0
+        if given is not None and given > MAX_CLASSES:
+            raise self.error(f"classes is {given}; at most {MAX_CLASSES} are possible")
+        n = given if given is not None else _number_of_labels(y, y_test)
         return tuple(str(c) for c in range(n))
 
 
@@ -345,7 +353,7 @@ def make_dataset(name: str, content: Any, place: str) -> Dataset:
         y,
         x_test,
         y_test,
-        reader.classes(others.get("classes"), y),
+        reader.classes(others.get("classes"), y, y_test),
         scale,
         shift,
         groups=groups,
@@ -353,6 +361,14 @@ def make_dataset(name: str, content: Any, place: str) -> Dataset:
         public_x=public_x,
         public_y=public_y,
     )
+
+
+def _number_of_labels(y: np.ndarray, y_test: np.ndarray) -> int:
+    """Return one more than the largest label; 0 if the targets are not labels from 0."""
+    if any(half.ndim != 1 or half.dtype.kind != "i" or half.min() < 0 for half in (y, y_test)):
+        return 0
+    n = int(y.max()) + 1
+    return n if n <= MAX_INFERRED_CLASSES else 0
 
 
 def _as_images(x: np.ndarray) -> np.ndarray:

@@ -17,6 +17,9 @@ from raysim.errors import ConfigError
 MAX_CLIENTS_SHOWN = 100
 """Clients of a partition plot."""
 
+MAX_CLASSES_SHOWN = 1000
+"""Classes of a partition plot, and of the counts in a summary."""
+
 MAX_CIRCLE_AREA_PT2 = 250
 """Area of the largest circle of a partition plot, in square points."""
 
@@ -111,13 +114,17 @@ def plot_samples(dataset: Dataset, path: str | Path, columns: int = 10, rows: in
 def dataset_summary(dataset: Dataset) -> dict[str, Any]:
     """Return the figures that `raysim data show` prints, as plain types for JSON.
 
-    `counts` maps each class to [training examples, test examples].
+    `counts` maps each class to [training examples, test examples]; it is empty if there are more
+    than `MAX_CLASSES_SHOWN` classes.
 
     Args:
         dataset: the data set.
     """
+    counted = dataset.n_classes <= MAX_CLASSES_SHOWN
     train, test = (
-        np.bincount(y, minlength=dataset.n_classes).tolist() if dataset.are_labelled else []
+        np.bincount(y, minlength=dataset.n_classes).tolist()
+        if dataset.are_labelled and counted
+        else []
         for y in (dataset.y, dataset.y_test)
     )
     crop = (

@@ -134,6 +134,9 @@ class Model:
         self.segments = tuple(p.numel() for p in parameters.values())
         self.size = sum(self.segments)
         self.convolutional = any(isinstance(m, nn.Conv2d) for m in self.module.modules())
+        self.channels_last = self.convolutional and len(shape) == 3
+        """Whether inputs [B, C, H, W] are faster in the memory format of this name. Inputs of other
+        ranks, which a net reshapes by itself, do not have it."""
         if self.size == 0:
             raise ConfigError("model: the net has no trainable parameters")
         self.classifier = classifier_of(self.module, classes)

@@ -43,6 +43,9 @@ class Classification(LearningTask):
                     "expected one integer label for each example, [n]; "
                     "see task=multilabel, regression, next_token"
                 )
+        if not data.n_classes:
+            _refuse_unnumbered(data)
+        for half, _, y in data.halves():
             _refuse_outside(y, self.outputs(data), f"{half} example", "label")
 
     def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
@@ -213,6 +216,24 @@ TASKS: dict[str, type[LearningTask]] = {
     task.config_name: task for task in (Classification, Multilabel, Regression, NextToken)
 }
 """The shipped learning tasks by name."""
+
+
+RENUMBER = "number the labels from 0, as np.unique(y, return_inverse=True)[1] does"
+"""The fix for labels that are no numbers of classes."""
+
+
+def _refuse_unnumbered(data: TaskData) -> None:
+    """Raise ValueError for labels from which no number of classes follows."""
+    for half, _, y in data.halves():
+        if (negative := np.flatnonzero(y < 0)).size:
+            k = negative[0]
+            raise ValueError(f"{half} example {k} has the label {y[k]}; {RENUMBER}")
+    k = int(data.y.argmax())
+    raise ValueError(
+        f"training example {k} has the label {data.y[k]}, so that the net would need "
+        f"{int(data.y[k]) + 1} outputs; {RENUMBER}, give the number of classes, or set "
+        "task=regression"
+    )
 
 
 def _refuse_outside(

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from raysim import files
 from raysim.data import plot_partition
+from raysim.data.plots import MAX_CLASSES_SHOWN
 from raysim.diagnostics import forgetting
 from raysim.engine import client_evaluation, schedule
 from raysim.engine.loop import Record
@@ -92,7 +93,7 @@ def _draw(
     if history:
         write("learning_curve.png", lambda path: plot_learning_curve(history, path))
     data = plan.dataset
-    if data.are_labelled:
+    if data.are_labelled and data.n_classes <= MAX_CLASSES_SHOWN:
         write(
             "partition.png",
             lambda path: plot_partition(plan.clients, data.y, data.n_classes, path),

@@ -68,7 +68,7 @@ def measure(
 
 def _outputs(net: BoundModel, buffers: Tensor, x: Tensor) -> Tensor:
     """Return the net's outputs for inputs x [B, ...], in mode "eval"."""
-    if net.model.convolutional:
+    if net.model.channels_last:
         x = x.contiguous(memory_format=torch.channels_last)
     return net.forward(x, "eval", buffers)
 

@@ -163,7 +163,7 @@ class Trainer(ABC):
         """Evaluate the clients of a block, by the examples on which they are evaluated."""
         self.optimizer = make_optimizer(config.local.optimizer)
         self.loop = LoopTask(model, LocalSettings(), fast=matches_autograd(model))
-        channels_last = model.convolutional and model.device.type == "cpu" and self.channels_last
+        channels_last = model.channels_last and model.device.type == "cpu" and self.channels_last
         self.loop.settings = self._settings(0)
         with translate_errors(ContractError):
             noise = declared_noise(client, client.noise(self.loop))

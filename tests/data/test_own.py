@@ -351,6 +351,25 @@ def test_what_is_no_image_has_no_picture_but_a_summary(tmp_path):
     assert (summary["train"], summary["test"], summary["counts"]) == (24, 9, {})
 
 
+def test_large_integers_are_quantities_and_no_classes(tmp_path):
+    """A name for each of 10**9 classes would fill the memory."""
+    y, y_test = 10**9 + Y, 10**9 + Y_TEST
+    dataset = made((X, y, X_TEST, y_test))
+    assert (dataset.n_classes, dataset_summary(dataset)["counts"]) == (0, {})
+    with pytest.raises(ConfigError, match="needs classes, but the labels of mine go up to 1000000"):
+        dataset.check_labels("partition.name", "'shards' divides by class and")
+    with pytest.raises(ConfigError, match="classes is 1000000000; at most 1000000 are possible"):
+        made({"train": (X, Y), "test": (X_TEST, Y_TEST), "classes": 10**9})
+    summary = dataset_summary(made((X, Y, X_TEST, Y_TEST - 1)))
+    assert (summary["classes"], summary["counts"]) == (0, {})
+
+
+def test_names_of_labels_are_no_classes_of_targets_of_another_shape():
+    dataset = made({"train": (X, X), "test": (X_TEST, X_TEST), "classes": ["a", "b"]})
+    assert dataset.n_classes == 2 and not dataset.are_labelled
+    assert dataset_summary(dataset)["counts"] == {}
+
+
 # -- runs, and what identifies them ----------------------------------------------------------------
 
 
