@@ -1,20 +1,13 @@
 """Users' own examples: from a function, an .npz file, or objects in Python.
 
-Whatever they come as, `make_dataset` turns them into arrays and checks them. These forms are read:
-
-- x, y, x_test, y_test in a row, or in a mapping with these keys;
-- (x, y) and (x_test, y_test) in a row, or in a mapping with the keys train and test;
-- two map-style torch data sets, or two Hugging Face data sets with the columns x and y, likewise.
-
-A mapping may also have `users`, `public` and `classes`.
+`own_forms` takes them apart, `own_arrays` makes arrays of them, and `make_dataset` checks these.
 """
 
 from __future__ import annotations
 
 import hashlib
 import zipfile
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +24,12 @@ from raysim.data.dataset import (
     data_root,
     normalise,
 )
+from raysim.data.own_forms import REQUIRED_ARRAYS, USER_KEYS, FormReader
 from raysim.data.users_function import call_function
 from raysim.errors import ConfigError, did_you_mean, in_a_line
 
-REQUIRED_ARRAYS = ("x", "y", "x_test", "y_test")
-OPTIONAL_ARRAYS = ("user", "public_x", "public_y")
-"""Arrays of an .npz file."""
-
-MAPPING_KEYS = (*REQUIRED_ARRAYS, "train", "test", "users", "public", "classes")
-"""Keys of a mapping."""
+OPTIONAL_ARRAYS = (*USER_KEYS, "public_x", "public_y")
+"""Arrays that an .npz file may have."""
 
 MAX_VALUES_CHECKED_AT_ONCE = 10_000_000
 """Numbers that are looked through for NaN in one pass; it bounds the memory that this takes."""
@@ -101,8 +91,11 @@ def from_npz(data: Arrays) -> Dataset:
             ) from None
         raise ConfigError(f"data.path: {path} is not an .npz file: {in_a_line(error)}") from None
     content = {name: arrays[name] for name in REQUIRED_ARRAYS}
-    if "user" in arrays:
-        content["users"] = arrays["user"]
+    if all(key in arrays for key in USER_KEYS):
+        raise ConfigError(f"data.path: {path} has both an array user and users; leave one out")
+    for key in USER_KEYS:
+        if key in arrays:
+            content["users"] = arrays[key]
     if "public_x" in arrays:
         content["public"] = (arrays["public_x"], arrays.get("public_y"))
     if data.classes is not None:
@@ -110,125 +103,11 @@ def from_npz(data: Arrays) -> Dataset:
     return make_dataset(path.stem, content, f"data.path: {path}")
 
 
-# -- the forms in which examples come ----------------------------------------------------------
+# -- checks ---------------------------------------------------------------------------------------
 
 
-@dataclass
-class _Reader:
-    """Reads one user's examples. Its errors begin with `place`, the key and the source."""
-
-    place: str
-
-    def error(self, text: str) -> ConfigError:
-        return ConfigError(f"{self.place}: {text}")
-
-    def halves(self, content: Any) -> tuple[Any, Any, dict[str, Any]]:
-        """Return the training examples, the test examples, and the other entries."""
-        if isinstance(content, Mapping):
-            if unknown := [key for key in content if key not in MAPPING_KEYS]:
-                raise self.error(
-                    f"unknown key {unknown[0]!r}{did_you_mean(str(unknown[0]), MAPPING_KEYS)}"
-                )
-            others = {k: content[k] for k in ("users", "public", "classes") if k in content}
-            wanted = ("train", "test") if "train" in content else REQUIRED_ARRAYS
-            if missing := [key for key in wanted if key not in content]:
-                raise self.error(f"the mapping has no {' and no '.join(missing)}")
-            if surplus := [key for key in content if key not in (*wanted, *others)]:
-                raise self.error(f"give either {surplus[0]} or {wanted[0]}")
-            if wanted == REQUIRED_ARRAYS:
-                x, y, x_test, y_test = (content[key] for key in wanted)
-                return (x, y), (x_test, y_test), others
-            return content["train"], content["test"], others
-        if isinstance(content, tuple | list) and len(content) == len(REQUIRED_ARRAYS):
-            return tuple(content[:2]), tuple(content[2:]), {}
-        if isinstance(content, tuple | list) and len(content) == 2:
-            return content[0], content[1], {}
-        found = type(content).__name__
-        if isinstance(content, tuple | list):
-            found += f" of {len(content)}"
-        raise self.error(
-            f"expected x, y, x_test, y_test, or a mapping of them, or a train and a test set; got "
-            f"a {found}"
-        )
-
-    def pair(self, half: Any, what: str) -> tuple[Any, Any, Any]:
-        """Return x, y and users (None if there are none) of one half."""
-        if isinstance(half, torch.utils.data.Dataset):
-            return (*self.torch_examples(half, what), None)
-        if hasattr(half, "column_names") and hasattr(half, "with_format"):
-            return self.columns(half, what)
-        if isinstance(half, tuple | list) and len(half) == 2:
-            return half[0], half[1], None
-        raise self.error(
-            f"the {what} examples are a {type(half).__name__}; expected (x, y), a torch Dataset or "
-            "a Hugging Face dataset"
-        )
-
-    def torch_examples(self, half: Any, what: str) -> tuple[Any, Any]:
-        """Return the stacked examples of a map-style torch data set."""
-        if isinstance(half, torch.utils.data.IterableDataset):
-            raise self.error(
-                f"the {what} examples are an IterableDataset, which has no length; give a "
-                "map-style Dataset"
-            )
-        if type(half) is torch.utils.data.TensorDataset and len(half.tensors) == 2:
-            return half.tensors
-        x, y = [], []
-        for k in range(len(half)):
-            example = half[k]
-            if not isinstance(example, tuple | list) or len(example) != 2:
-                raise self.error(
-                    f"{what} example {k} is a {type(example).__name__}; expected a pair (x, y)"
-                )
-            x.append(np.asarray(example[0]))
-            y.append(np.asarray(example[1]))
-        return self.stacked(x, f"x of the {what} examples"), self.stacked(
-            y, f"y of the {what} examples"
-        )
-
-    def stacked(self, rows: list[np.ndarray], what: str) -> np.ndarray:
-        """Return rows of one shape as an array."""
-        for k, row in enumerate(rows):
-            if row.shape != rows[0].shape:
-                raise self.error(
-                    f"{what}: number {k} has shape {list(row.shape)}, number 0 "
-                    f"{list(rows[0].shape)}; crop or pad them to one shape"
-                )
-        return np.stack(rows) if rows else np.empty(0)
-
-    def columns(self, half: Any, what: str) -> tuple[Any, Any, Any]:
-        """Return the columns x, y and user (None without it) of a Hugging Face data set."""
-        names = list(half.column_names)
-        if missing := [name for name in ("x", "y") if name not in names]:
-            raise self.error(
-                f"the {what} examples have no column {' and no '.join(missing)} but "
-                f"{', '.join(names)}; rename them with rename_column"
-            )
-        table = half.with_format("numpy")
-        user = table["user"][:] if "user" in names else None
-        return table["x"][:], table["y"][:], user
-
-    def array(self, values: Any, what: str) -> np.ndarray:
-        """Return numbers as a contiguous array of a type that torch has."""
-        if isinstance(values, torch.Tensor):
-            values = values.detach().cpu().numpy()
-        try:
-            array = np.asarray(values)
-        except ValueError:  # rows of different lengths
-            array = np.empty(0, dtype=object)
-        if array.dtype.kind == "O":
-            raise self.error(
-                f"{what} is an array of Python objects, or has rows of different lengths; give an "
-                "array of numbers"
-            )
-        if array.dtype.kind not in "biuf":
-            raise self.error(f"{what} is of type {array.dtype}; give numbers")
-        kind, size = array.dtype.kind, array.dtype.itemsize
-        if kind == "u" and size > 1:
-            array = array.astype(np.int64)
-        if kind == "f" and size > 8:
-            array = array.astype(np.float64)
-        return np.asarray(array, dtype=array.dtype.newbyteorder("="), order="C")
+class _Reader(FormReader):
+    """Reads and checks one user's examples."""
 
     def check_finite(self, array: np.ndarray, what: str) -> None:
         """Refuse NaN and infinite numbers, and name the first example with one."""
@@ -243,25 +122,33 @@ class _Reader:
                 value = part[k][~np.isfinite(part[k])].reshape(-1)[0]
                 raise self.error(f"{what}[{start + k}] holds {value}; remove or replace it")
 
-    def examples(self, x: Any, y: Any, suffix: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return x and y of one half as checked arrays."""
+    def arrays(self, x: Any, y: Any, suffix: str, y_may_lack: bool = False) -> tuple[Any, Any]:
+        """Return x and y of one half as arrays or sequences of one number of examples."""
         x_name, y_name = f"x{suffix}", f"y{suffix}"
-        x, y = self.array(x, x_name), self.array(y, y_name)
+        x = self.array(x, x_name)
+        y = None if y is None and y_may_lack else self.array(y, y_name)
         for name, array in ((x_name, x), (y_name, y)):
-            if array.ndim == 0:
+            if isinstance(array, np.ndarray) and array.ndim == 0:
                 raise self.error(f"{name} is a single number; give one entry for each example")
-        if len(x) != len(y):
+        if y is not None and len(x) != len(y):
             raise self.error(f"{x_name} has {len(x)} examples, {y_name} has {len(y)}")
         if not len(x):
             raise self.error(f"{x_name} has no examples")
+        return x, y
+
+    def examples(
+        self, x: np.ndarray, y: np.ndarray | None, suffix: str
+    ) -> tuple[np.ndarray, np.ndarray | None]:
+        """Return x and y of one half in the types of a data set."""
         if x.ndim == 1:
             x = x[:, None]
         if x.dtype == bool:
             x = x.astype(np.float32)
-        if y.dtype.kind in "biu" and y.ndim == 1:
-            y = y.astype(np.int64)
-        self.check_finite(x, x_name)
-        self.check_finite(y, y_name)
+        self.check_finite(x, f"x{suffix}")
+        if y is not None:
+            if y.dtype.kind in "biu" and y.ndim == 1:
+                y = y.astype(np.int64)
+            self.check_finite(y, f"y{suffix}")
         return _as_images(x), y
 
     def check_alike(self, train: np.ndarray, other: np.ndarray, name: str, other_name: str) -> None:
@@ -276,7 +163,17 @@ class _Reader:
 
     def groups(self, users: Any, n: int) -> tuple[np.ndarray, tuple[str, ...]]:
         """Return the number of each example's user, and the users' names."""
-        users = users.numpy() if isinstance(users, torch.Tensor) else np.asarray(users)
+        users = users.numpy() if isinstance(users, torch.Tensor) else users
+        # NumPy would turn a missing word of a list into the word "nan".
+        users = np.asarray(users, dtype=object if isinstance(users, list | tuple) else None)
+        if users.dtype.kind == "O" and users.ndim == 1:  # a column of a table
+            for k, user in enumerate(users):
+                if not isinstance(user, str | int | np.integer):
+                    raise self.error(
+                        f"users[{k}] is {user!r}, a {type(user).__name__}; give one integer or "
+                        "text for each training example"
+                    )
+            users = np.array(users.tolist())
         if users.dtype.kind not in "biuUS" or users.ndim != 1:
             raise self.error(
                 f"users is {users.dtype} {list(users.shape)}; give one integer or text for each "
@@ -286,16 +183,6 @@ class _Reader:
             raise self.error(f"users has {len(users)} entries for {n} training examples")
         names, groups = np.unique(users, return_inverse=True)
         return groups.astype(np.int32), tuple(map(str, names))
-
-    def public(self, content: Any) -> tuple[np.ndarray, np.ndarray | None]:
-        """Return the public examples and their targets, if there are any."""
-        x, y = (
-            content if isinstance(content, tuple | list) and len(content) == 2 else (content, None)
-        )
-        if y is None:
-            x = self.array(x, "public x")
-            return self.examples(x, np.zeros(len(x), np.int64), " of public")[0], None
-        return self.examples(x, y, " of public")
 
     def classes(self, given: Any, y: np.ndarray, y_test: np.ndarray) -> tuple[str, ...]:
         """Return the names of the classes; () if the targets are not labels from 0."""
@@ -318,7 +205,7 @@ def make_dataset(name: str, content: Any, place: str) -> Dataset:
 
     Args:
         name: name of the data set.
-        content: the examples, see the module.
+        content: the examples, see `own_forms`.
         place: key and source, with which errors begin.
 
     Raises:
@@ -326,15 +213,22 @@ def make_dataset(name: str, content: Any, place: str) -> Dataset:
     """
     reader = _Reader(place)
     train, test, others = reader.halves(content)
-    x, y, users = reader.pair(train, "training")
-    x_test, y_test, _ = reader.pair(test, "test")
-    x, y = reader.examples(x, y, "")
-    x_test, y_test = reader.examples(x_test, y_test, "_test")
+    x, y, users = reader.half(train, "training")
+    x_test, y_test, _ = reader.half(test, "test")
+    halves = {"": reader.arrays(x, y, ""), "_test": reader.arrays(x_test, y_test, "_test")}
+    if (public := others.get("public")) is not None:
+        is_pair = isinstance(public, tuple | list) and len(public) == 2
+        public_x, public_y = public if is_pair else (public, None)
+        halves[" of public"] = reader.arrays(public_x, public_y, " of public", y_may_lack=True)
+    arrays = reader.padded(halves)
+    x, y = reader.examples(*arrays[""], "")
+    x_test, y_test = reader.examples(*arrays["_test"], "_test")
+    assert y is not None and y_test is not None
     reader.check_alike(x, x_test, "x", "x_test")
     reader.check_alike(y, y_test, "y", "y_test")
     public_x = public_y = groups = None
-    if others.get("public") is not None:
-        public_x, public_y = reader.public(others["public"])
+    if " of public" in arrays:
+        public_x, public_y = reader.examples(*arrays[" of public"], " of public")
         reader.check_alike(x, public_x, "x", "public x")
         if public_y is not None:
             reader.check_alike(y, public_y, "y", "public y")
@@ -391,7 +285,8 @@ def is_content(value: Any) -> bool:
     Args:
         value: the mapping.
     """
-    return "name" not in value and bool({"x", "y", "train", "test"} & set(value))
+    examples = [value[key] for key in ("x", "y", "train", "test") if key in value]
+    return "name" not in value and any(not isinstance(part, str) for part in examples)
 
 
 def stored(content: Any) -> dict[str, Any]:
@@ -400,7 +295,7 @@ def stored(content: Any) -> dict[str, Any]:
     The file lies in the folder of the data sets, where `raysim resume` finds it.
 
     Args:
-        content: the examples, see the module.
+        content: the examples, see `own_forms`.
 
     Returns:
         The section `data` that reads them.

@@ -142,7 +142,6 @@ def test_a_folder_of_parquet_files_is_read_as_load_dataset_does(tmp_path, monkey
         ({"test": "validation"}, r"test: .*/a has no split 'validation' \(known: test, train\)"),
         ({"x": "text"}, "x: .* has texts in its column 'text'; turn it into lists of token numb"),
         ({"y": "text"}, "y: .* has texts in its column 'text'; use class_encode_column"),
-        ({"x": "ragged"}, "path: .*: x is an array of Python objects, or has rows of different"),
         ({"y": "gap"}, r"path: .*: y\[5\] holds nan"),
         ({"user": "gap"}, "path: .*: users is float"),
         ({"size": 4}, "size: the column 'tokens' of .* holds no images"),

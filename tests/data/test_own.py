@@ -216,7 +216,7 @@ def with_nan(value: float) -> np.ndarray:
 
 
 OBJECTS = np.array([{}, 1], dtype=object)
-RAGGED = [[1], [1, 2]]
+RAGGED = [[1.0], [1.0, 2.0]]
 
 
 @pytest.mark.parametrize(
@@ -232,7 +232,10 @@ RAGGED = [[1], [1, 2]]
         ((X, Y, X_TEST[:, :4], Y_TEST), r"x has examples of shape \[5\], x_test of shape \[4\]"),
         ((X, Y, X_TEST, X_TEST[:, 0]), "y is int64, y_test is float64"),
         ((OBJECTS, Y[:2], X_TEST, Y_TEST), "x is an array of Python objects"),
-        ((RAGGED, Y[:2], X_TEST, Y_TEST), "x is an array of Python objects, or has rows of"),
+        (
+            (RAGGED, Y[:2], X_TEST, Y_TEST),
+            r"x: number 1 has shape \[2\], number 0 \[1\]; crop or pad",
+        ),
         ((np.array(["a"]), Y[:1], X_TEST, Y_TEST), "x is of type <U1; give numbers"),
         ((X + 1j, Y, X_TEST, Y_TEST), "x is of type complex128"),
         ((X, 3, X_TEST, Y_TEST), "y is a single number"),
@@ -311,7 +314,8 @@ def test_an_npz_file_that_cannot_be_used_is_refused(tmp_path):
 
     refused(tmp_path / "none.npz", "cannot be read: No such file")
     refused(saved(tmp_path / "a.npz", y=None), "has no array y; it has x, x_test, y_test")
-    refused(saved(tmp_path / "b.npz", users=Y), "unknown array users; did you mean 'user'")
+    refused(saved(tmp_path / "b.npz", usrs=Y), "unknown array usrs; did you mean 'users'")
+    refused(saved(tmp_path / "g.npz", user=Y, users=Y), "has both an array user and users")
     refused(saved(tmp_path / "c.npz", x=OBJECTS), "holds an array of Python objects")
     refused(saved(tmp_path / "d.npz", user=Y[:3]), "users has 3 entries for 24")
     (tmp_path / "e.npz").write_text("no zip")

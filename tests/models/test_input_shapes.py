@@ -68,9 +68,7 @@ def trained(config: dict[str, Any], mode: str, x: np.ndarray) -> raysim.RunResul
 
 
 @pytest.mark.parametrize("shape", [(8, 8), (64,), (4, 1, 4, 4)])
-def test_inputs_of_any_rank_train_and_are_evaluated_like_images(
-    base, tmp_path, monkeypatch, shape
-):
+def test_inputs_of_any_rank_train_and_are_evaluated_like_images(base, tmp_path, monkeypatch, shape):
     monkeypatch.setenv("RAYSIM_DATA", str(tmp_path / "data"))
     x = X.reshape(len(X), *shape)
     for mode in ("loop", "vmap"):
@@ -78,5 +76,3 @@ def test_inputs_of_any_rank_train_and_are_evaluated_like_images(
         torch.testing.assert_close(given.parameters, images.parameters, rtol=1e-5, atol=1e-6)
         assert given.history[-1]["loss"] == pytest.approx(images.history[-1]["loss"], rel=1e-5)
         assert given.clients.loss.tolist() == pytest.approx(images.clients.loss.tolist(), rel=1e-5)
-
-

@@ -1,0 +1,187 @@
+"""Arrays of the numbers that a user gives: arrays, tensors, lists of both, and columns of tables.
+
+Sequences of whole numbers may differ in length. They are padded at their ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from raysim.errors import ConfigError, in_a_line
+from raysim.signals import reraise_stop
+
+PADDING_X = 0
+"""Token that pads sequences of inputs."""
+
+PADDING_Y = -100
+"""Token that pads sequences of targets; the task `next_token` leaves it out (`ignore_index`)."""
+
+NUMPY_FLOATS = (torch.float16, torch.float32, torch.float64)
+"""Types of torch that NumPy has."""
+
+Sequences = list[np.ndarray]
+"""Rows of whole numbers, int64 [T_k], of different lengths."""
+
+Half = tuple[np.ndarray | Sequences, np.ndarray | Sequences | None]
+"""Inputs and targets of a half."""
+
+
+@dataclass(frozen=True)
+class ArrayReader:
+    """Reads arrays. Its errors begin with `place`, the key and the source."""
+
+    place: str
+
+    def error(self, text: str) -> ConfigError:
+        """Return the error with this text.
+
+        Args:
+            text: what is wrong, and the fix.
+        """
+        return ConfigError(f"{self.place}: {text}")
+
+    def array(self, values: Any, what: str) -> np.ndarray | Sequences:
+        """Return numbers as a contiguous array of a type that torch has, or sequences.
+
+        Args:
+            values: an array, a tensor, a list of them, a column of a table.
+            what: name of the array in errors.
+
+        Raises:
+            ConfigError: they are no numbers, or have rows of different shapes.
+        """
+        try:
+            array = _to_numpy(values) if isinstance(values, torch.Tensor) else _from_rows(values)
+        except BaseException as error:
+            reraise_stop(error)
+            raise self.error(f"{what} cannot be read as an array: {in_a_line(error)}") from None
+        if isinstance(array, list):
+            return self.stacked(array, what)
+        if array.dtype.kind == "O" and not array.ndim:
+            raise self.error(f"{what} is a {type(values).__name__}; give numbers")
+        if array.dtype.kind == "O":
+            raise self.error(f"{what} is an array of Python objects{_first(array)}; give numbers")
+        if array.dtype.kind not in "biuf":
+            raise self.error(f"{what} is of type {array.dtype}; give numbers")
+        kind, size = array.dtype.kind, array.dtype.itemsize
+        if kind == "u" and size > 1:
+            array = array.astype(np.int64)
+        if kind == "f" and size > 8:
+            array = array.astype(np.float64)
+        return np.asarray(array, dtype=array.dtype.newbyteorder("="), order="C")
+
+    def stacked(self, rows: Sequence[np.ndarray], what: str) -> np.ndarray | Sequences:
+        """Return rows of one shape as an array, and sequences of different lengths as they are.
+
+        Args:
+            rows: the rows.
+            what: name of the array in errors.
+
+        Raises:
+            ConfigError: the rows differ in shape and are no sequences of whole numbers.
+        """
+        if len({row.shape for row in rows}) < 2:
+            return np.stack(rows) if rows else np.empty(0)
+        if all(row.ndim == 1 and (row.dtype.kind in "iu" or not row.size) for row in rows):
+            return [row.astype(np.int64) for row in rows]
+        k = next(k for k, row in enumerate(rows) if row.shape != rows[0].shape)
+        raise self.error(
+            f"{what}: number {k} has shape {list(rows[k].shape)}, number 0 "
+            f"{list(rows[0].shape)}; crop or pad them to one shape"
+        )
+
+    def padded(self, halves: Mapping[str, Half]) -> dict[str, tuple[np.ndarray, np.ndarray | None]]:
+        """Return x and y of all halves, with sequences of different lengths padded to one length.
+
+        Inputs are padded with `PADDING_X`, targets with `PADDING_Y`.
+
+        Args:
+            halves: x and y by the suffix of their names in errors; y may be None.
+
+        Raises:
+            ConfigError: an example has more or fewer targets than tokens, or sequences occur in
+                some halves only.
+        """
+        pads_x = any(isinstance(x, list) for x, _ in halves.values())
+        pads_y = any(isinstance(y, list) for _, y in halves.values())
+        longest = 0
+        for suffix, (x, y) in halves.items():
+            lengths = {}
+            if pads_x or pads_y:
+                lengths["x"] = self._lengths(x, f"x{suffix}", "x" if pads_x else "y")
+            if pads_y and y is not None:
+                lengths["y"] = self._lengths(y, f"y{suffix}", "y")
+                differ = [
+                    k for k, (a, b) in enumerate(zip(*lengths.values(), strict=False)) if a != b
+                ]
+                if differ:
+                    k = differ[0]
+                    raise self.error(
+                        f"x{suffix}[{k}] has {lengths['x'][k]} tokens, y{suffix}[{k}] has "
+                        f"{lengths['y'][k]}; give one target for each token"
+                    )
+            longest = max([longest, *(n for part in lengths.values() for n in part)])
+        return {
+            suffix: (
+                _pad(x, longest, PADDING_X) if pads_x else np.asarray(x),
+                _pad(y, longest, PADDING_Y) if pads_y and y is not None else y,
+            )
+            for suffix, (x, y) in halves.items()
+        }  # pyright: ignore[reportReturnType]  # y is a list only if pads_y
+
+    def _lengths(self, part: np.ndarray | Sequences, name: str, ragged: str) -> list[int]:
+        """Return the length of each sequence."""
+        if isinstance(part, list):
+            return [len(row) for row in part]
+        if part.ndim != 2 or part.dtype.kind not in "iu":
+            raise self.error(
+                f"{ragged} has sequences of different lengths, but {name} is {part.dtype} "
+                f"{list(part.shape)}; give whole numbers, one sequence for each example"
+            )
+        return [part.shape[1]] * len(part)
+
+
+def _pad(part: np.ndarray | Sequences, length: int, padding: int) -> np.ndarray:
+    """Return sequences as an array [n, length]."""
+    padded = np.full((len(part), length), padding, np.int64)
+    for row, values in zip(padded, part, strict=True):
+        row[: len(values)] = values
+    return padded
+
+
+def _to_numpy(tensor: torch.Tensor) -> np.ndarray:
+    """Return a tensor of any layout and type as an array."""
+    tensor = tensor.detach()
+    if tensor.is_quantized:
+        tensor = tensor.dequantize()
+    if tensor.layout is not torch.strided:
+        tensor = tensor.to_dense()
+    if tensor.is_floating_point() and tensor.dtype not in NUMPY_FLOATS:  # bfloat16 and smaller
+        tensor = tensor.float()
+    return tensor.cpu().resolve_conj().resolve_neg().numpy()
+
+
+def _from_rows(values: Any) -> np.ndarray | list[np.ndarray]:
+    """Return anything but a tensor as an array, or as rows of different shapes."""
+    if isinstance(values, list | tuple) and any(isinstance(v, torch.Tensor) for v in values):
+        values = [_to_numpy(v) if isinstance(v, torch.Tensor) else v for v in values]
+    try:
+        array = np.asarray(values)
+        if array.dtype.kind == "O" and array.ndim:  # of numbers, or of rows
+            array = np.asarray(array.tolist())
+    except ValueError:  # rows of different lengths
+        return [np.asarray(row) for row in values]
+    return array
+
+
+def _first(array: np.ndarray) -> str:
+    """Return " (number 3 is a str)" for the first object of an array that is no number."""
+    for k, value in enumerate(array):
+        if not isinstance(value, int | float | np.number):
+            return f" (number {k} is a {type(value).__name__})"
+    return ""

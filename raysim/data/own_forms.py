@@ -1,0 +1,197 @@
+"""The forms in which a user gives examples: pairs, mappings, data sets of torch and Hugging Face.
+
+These are read:
+
+- x, y, x_test, y_test in a row, or in a mapping with these keys;
+- a training and a test half in a row, or in a mapping with the keys train and test. A half is a
+  pair (x, y), a mapping with the keys x and y, a map-style torch data set, or a Hugging Face data
+  set with the columns x and y.
+
+A mapping may also have `users`, `public` and `classes`. The examples of a torch data set are pairs
+or mappings likewise. A third entry of an example, and the entry `user` of a mapping, is its user.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from raysim.data.own_arrays import ArrayReader, Sequences
+from raysim.errors import ConfigError, did_you_mean, in_a_line
+from raysim.signals import reraise_stop
+
+logger = logging.getLogger("raysim")
+
+REQUIRED_ARRAYS = ("x", "y", "x_test", "y_test")
+"""Arrays of a data set."""
+
+MAPPING_KEYS = (*REQUIRED_ARRAYS, "train", "test", "users", "public", "classes")
+"""Keys of a mapping."""
+
+USER_KEYS = ("user", "users")
+"""Names of the users in a half or an example, which are the same."""
+
+Half = tuple[Any, Any, Any]
+"""x, y and users (None if there are none) of a half, or of an example."""
+
+
+class FormReader(ArrayReader):
+    """Takes examples apart, in whatever form they come."""
+
+    def halves(self, content: Any) -> tuple[Any, Any, dict[str, Any]]:
+        """Return the training examples, the test examples, and the other entries.
+
+        Args:
+            content: what the user gives.
+
+        Raises:
+            ConfigError: it has none of the known forms.
+        """
+        if isinstance(content, Mapping):
+            return self._of_mapping(content)
+        if isinstance(content, tuple | list) and len(content) == len(REQUIRED_ARRAYS):
+            return tuple(content[:2]), tuple(content[2:]), {}
+        if isinstance(content, tuple | list) and len(content) == 2:
+            return content[0], content[1], {}
+        found = type(content).__name__
+        if isinstance(content, tuple | list):
+            found += f" of {len(content)}"
+        raise self.error(
+            f"expected x, y, x_test, y_test, or a mapping of them, or a train and a test set; got "
+            f"a {found}"
+        )
+
+    def _of_mapping(self, content: Mapping[Any, Any]) -> tuple[Any, Any, dict[str, Any]]:
+        """Return both halves and the other entries of a mapping."""
+        surplus = [key for key in content if key not in MAPPING_KEYS]
+        for key in surplus:
+            if not _is_table(content[key]):
+                raise self.error(f"unknown key {key!r}{did_you_mean(str(key), MAPPING_KEYS)}")
+            logger.warning("%s: the split %r is not used", self.place, key)
+        others = {k: content[k] for k in ("users", "public", "classes") if k in content}
+        wanted = ("train", "test") if "train" in content else REQUIRED_ARRAYS
+        if missing := [key for key in wanted if key not in content]:
+            raise self.error(f"the mapping has no {' and no '.join(missing)}")
+        if doubled := [key for key in content if key not in (*wanted, *others, *surplus)]:
+            raise self.error(f"give either {doubled[0]} or {wanted[0]}")
+        if wanted == REQUIRED_ARRAYS:
+            x, y, x_test, y_test = (content[key] for key in wanted)
+            return (x, y), (x_test, y_test), others
+        return content["train"], content["test"], others
+
+    def half(self, half: Any, what: str) -> Half:
+        """Return x, y and users (None if there are none) of one half.
+
+        Args:
+            half: the half, in one of the known forms.
+            what: "training" or "test", for errors.
+
+        Raises:
+            ConfigError: it has another form, or a data set of the user fails.
+        """
+        if _is_table(half):
+            return self._columns(half, what)
+        if isinstance(half, torch.utils.data.Dataset):
+            return self._torch_examples(half, what)
+        if isinstance(half, Mapping):
+            return self._entries(half, f"the {what} half")
+        if isinstance(half, tuple | list) and len(half) == 2:
+            return half[0], half[1], None
+        found = type(half).__name__
+        if isinstance(half, tuple | list):
+            found += f" of {len(half)}"
+        raise self.error(
+            f"the {what} examples are a {found}; expected (x, y), a mapping of x and y, a torch "
+            "Dataset or a Hugging Face dataset"
+        )
+
+    def _entries(self, entries: Mapping[Any, Any], what: str) -> Half:
+        """Return x, y and user of a mapping."""
+        for key in entries:
+            if key not in ("x", "y", *USER_KEYS):
+                hint = did_you_mean(str(key), ("x", "y", "user"))
+                raise self.error(f"{what} has the unknown key {key!r}{hint}")
+        if missing := [key for key in ("x", "y") if key not in entries]:
+            raise self.error(f"{what} has no {' and no '.join(missing)}")
+        user = next((entries[key] for key in USER_KEYS if key in entries), None)
+        return entries["x"], entries["y"], user
+
+    def _torch_examples(self, half: Any, what: str) -> Half:
+        """Return the stacked examples of a map-style torch data set."""
+        if isinstance(half, torch.utils.data.IterableDataset):
+            raise self._no_length(what)
+        if type(half) is torch.utils.data.TensorDataset and len(half.tensors) == 2:
+            return *half.tensors, None
+        try:
+            n = len(half)
+        except BaseException as error:
+            reraise_stop(error)
+            raise self.error(
+                f"the {what} examples have no length ({in_a_line(error)}); define __len__"
+            ) from None
+        examples = [self._example(half, k, f"{what} example {k}") for k in range(n)]
+        x, y = (
+            self._stacked([example[i] for example in examples], name, what)
+            for i, name in enumerate("xy")
+        )
+        users = [user for _, _, user in examples if user is not None]
+        if users and len(users) < n:
+            raise self.error(f"only {len(users)} of the {n} {what} examples have a user")
+        users = [u.tolist() if isinstance(u, torch.Tensor | np.generic) else u for u in users]
+        return x, y, users or None
+
+    def _example(self, half: Any, k: int, place: str) -> Half:
+        """Return x, y and user of one example of a torch data set."""
+        try:
+            example = half[k]
+        except BaseException as error:
+            reraise_stop(error)
+            raise self.error(f"{place} fails: {in_a_line(error)}") from None
+        if isinstance(example, Mapping):
+            return self._entries(example, place)
+        if isinstance(example, tuple | list) and len(example) in (2, 3):
+            return *example[:2], example[2] if len(example) == 3 else None
+        found = type(example).__name__
+        if isinstance(example, tuple | list):
+            found += f" of {len(example)}"
+        raise self.error(
+            f"{place} is a {found}; expected a pair (x, y), (x, y, user) or a mapping of these"
+        )
+
+    def _stacked(self, rows: list[Any], name: str, what: str) -> np.ndarray | Sequences:
+        """Return the x or the y of all examples."""
+        arrays = [self.array(row, f"{name} of {what} example {k}") for k, row in enumerate(rows)]
+        lists = [k for k, array in enumerate(arrays) if isinstance(array, list)]
+        if lists:
+            raise self.error(f"{name} of {what} example {lists[0]} has rows of different lengths")
+        return self.stacked(arrays, f"{name} of the {what} examples")  # pyright: ignore[reportArgumentType]
+
+    def _columns(self, half: Any, what: str) -> Half:
+        """Return the columns x, y and user (None without it) of a Hugging Face data set."""
+        if not hasattr(half, "__len__"):
+            raise self._no_length(what)
+        names = list(half.column_names)
+        if missing := [name for name in ("x", "y") if name not in names]:
+            raise self.error(
+                f"the {what} examples have no column {' and no '.join(missing)} but "
+                f"{', '.join(names)}; rename them with rename_column"
+            )
+        user = next((name for name in USER_KEYS if name in names), None)
+        table = half.with_format("numpy")
+        return table["x"][:], table["y"][:], user and table[user][:]
+
+    def _no_length(self, what: str) -> ConfigError:
+        """Return the error for a stream of examples."""
+        return self.error(
+            f"the {what} examples are an IterableDataset, which has no length; give a map-style "
+            "Dataset, or arrays"
+        )
+
+
+def _is_table(value: Any) -> bool:
+    """Return whether an object is a Hugging Face data set."""
+    return hasattr(value, "column_names") and hasattr(value, "with_format")

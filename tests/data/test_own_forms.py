@@ -1,0 +1,171 @@
+"""The forms in which users give examples, the tensors that are read, and users' data sets that fail."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
+
+from raysim.data import import_torchvision
+from raysim.data.own import make_dataset
+from raysim.errors import ConfigError
+
+RNG = np.random.default_rng(2)
+X, Y, USERS = RNG.normal(size=(6, 3)), np.arange(6) % 2, list("abacba")
+PLAIN = make_dataset("mine", (X, Y, X, Y), "data")
+
+
+def made(content: Any) -> Any:
+    return make_dataset("mine", content, "data")
+
+
+class Listed(Dataset):
+    """Examples as they are given; an exception among them is raised."""
+
+    def __init__(self, *examples: Any):
+        self.examples = examples
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def __getitem__(self, k: int) -> Any:
+        if isinstance(self.examples[k], BaseException):
+            raise self.examples[k]
+        return self.examples[k]
+
+
+# -- forms -----------------------------------------------------------------------------------------
+
+TENSORS = TensorDataset(torch.tensor(X), torch.tensor(Y))
+PAIRS = list(zip(X, Y, strict=True))
+
+
+@pytest.mark.parametrize(
+    "half",
+    [
+        {"x": X, "y": Y},
+        Listed(*({"x": x, "y": y} for x, y in PAIRS)),
+        Listed(*map(list, PAIRS)),
+        ConcatDataset([Subset(TENSORS, range(2)), Subset(TENSORS, range(2, 6))]),
+    ],
+)
+def test_halves_of_each_form_hold_the_same_examples(half):
+    assert made({"train": half, "test": half}).digest == PLAIN.digest
+
+
+@pytest.mark.parametrize(
+    "half",
+    [
+        {"x": X, "y": Y, "user": USERS},
+        {"x": X, "y": Y, "users": np.array(USERS, dtype=object)},
+        Listed(*((x, y, u) for (x, y), u in zip(PAIRS, USERS, strict=True))),
+        Listed(*({"x": x, "y": y, "user": u} for (x, y), u in zip(PAIRS, USERS, strict=True))),
+        TensorDataset(torch.tensor(X), torch.tensor(Y), torch.tensor([0, 1, 0, 2, 1, 0])),
+    ],
+)
+def test_a_half_may_bring_the_users_of_its_examples(half):
+    dataset = made({"train": half, "test": (X, Y)})
+    assert dataset.groups.tolist() == [0, 1, 0, 2, 1, 0] and len(dataset.group_names) == 3
+
+
+def test_a_third_split_is_named_and_not_used(caplog):
+    import_torchvision()  # datasets imports it, and its operators may not load
+    datasets = pytest.importorskip("datasets")
+    half = datasets.Dataset.from_dict({"x": X.tolist(), "y": Y.tolist()})
+    content = datasets.DatasetDict(train=half, validation=half, test=half)
+    with caplog.at_level(logging.WARNING, "raysim"):
+        np.testing.assert_allclose(made(content).x_test, X, rtol=1e-6)
+    assert "data: the split 'validation' is not used" in caplog.text
+    with pytest.raises(ConfigError, match=r"^data: the training examples are an IterableDataset"):
+        made((half.to_iterable_dataset(), half))
+
+
+# -- arrays ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        torch.tensor(X, requires_grad=True),
+        torch.tensor(X).to_sparse(),
+        [torch.tensor(row, requires_grad=True) for row in X],
+        tuple(X),
+        X.astype(object),
+        np.array([*X, None], dtype=object)[:-1],
+    ],
+)
+def test_tensors_and_lists_of_each_kind_are_read(x):
+    assert made((x, Y, X, Y)).digest == PLAIN.digest
+
+
+def test_bfloat16_is_read_without_loss():
+    x = torch.tensor(X).bfloat16()
+    dataset = made((x, torch.tensor(Y), list(x), Y))
+    assert (
+        dataset.x.dtype == np.float32
+        and dataset.digest == made((dataset.x, Y, dataset.x, Y)).digest
+    )
+    np.testing.assert_array_equal(dataset.x, x.double().numpy())
+
+
+# -- sequences -------------------------------------------------------------------------------------
+
+
+def test_sequences_of_whole_numbers_are_padded_to_the_longest():
+    x, y = [[1, 2, 3], [4], []], [[2, 3, 4], [5], []]
+    x_test, y_test = np.array([[7, 8, 9, 1]]), torch.tensor([[8, 9, 1, 2]])
+    dataset = made({"train": (x, y), "test": (x_test, y_test), "public": [[3, 1], [2], [5]]})
+    assert dataset.x.tolist() == [[1, 2, 3, 0], [4, 0, 0, 0], [0, 0, 0, 0]]
+    assert dataset.y.tolist() == [[2, 3, 4, -100], [5, -100, -100, -100], [-100] * 4]
+    assert (dataset.x_test.tolist(), dataset.y_test.tolist()) == ([[7, 8, 9, 1]], [[8, 9, 1, 2]])
+    assert dataset.public_x.tolist() == [[3, 1, 0, 0], [2, 0, 0, 0], [5, 0, 0, 0]]
+    own_padding = ((dataset.x, dataset.y), (dataset.x_test, dataset.y_test))
+    assert made(((x, y), (x_test, y_test))).digest == made(own_padding).digest
+    rows = Listed(*((np.array(a), np.array(b, dtype=int)) for a, b in zip(x, y, strict=True)))
+    assert made({"train": rows, "test": (x_test, y_test)}).x.tolist() == dataset.x.tolist()
+
+
+def test_sequences_may_have_one_label_each():
+    dataset = made(([[1, 2], [3]], [0, 1], [[4], [5]], [1, 1]))
+    assert dataset.x.tolist() == [[1, 2], [3, 0]] and dataset.x_test.tolist() == [[4, 0], [5, 0]]
+    assert dataset.y.tolist() == [0, 1] and dataset.n_classes == 2
+
+
+# -- refusals --------------------------------------------------------------------------------------
+
+TWO = (X[0], 0), (X[1], 1)
+SEQUENCES = [[1, 2], [3]]
+
+
+@pytest.mark.parametrize(
+    ("train", "message"),
+    [
+        (Listed(*TWO, KeyError("label")), "training example 2 fails: KeyError: 'label'"),
+        (Listed(*TWO, (X[2], None)), "y of training example 2 is a NoneType; give numbers"),
+        (Listed(*TWO, (X[2],)), r"training example 2 is a tuple of 1; expected a pair \(x, y\)"),
+        (Listed(*TWO, {"x": X[2], "label": 1}), "training example 2 has the unknown key 'label'"),
+        (Listed(*TWO, {"x": X[2]}), "training example 2 has no y"),
+        (Listed(TWO[0], (X[1], 1, "ann")), "only 1 of the 2 training examples have a user"),
+        (Dataset(), "the training examples have no length .*; define __len__"),
+        (X, "the training examples are a ndarray; expected"),
+        ([X, Y, Y], "the training examples are a list of 3; expected"),
+        ({"x": X, "Y": Y}, "the training half has the unknown key 'Y'"),
+        ((X, np.array(["a", 1, None, 2, 3, 4], dtype=object)), "y is an array of Python objects"),
+        ((X, None), "y is a NoneType; give numbers"),
+        ((iter(X), Y), "x is a .*iterator; give numbers"),
+        ((torch.tensor(X) + 1j, Y), "x is of type complex128; give numbers"),
+        ({"x": X, "y": Y, "user": [*"abcab", float("nan")]}, r"users\[5\] is nan, a float; give"),
+        ((SEQUENCES, [[1, 2], [3, 4]]), "x has sequences of different lengths, but x_test is flo"),
+        ((SEQUENCES, [[1], [2, 3]]), r"x\[0\] has 2 tokens, y\[0\] has 1; give one target for each"),
+        (([[1, 2], [3, 4]], [[1, 2], [3]]), r"x\[1\] has 2 tokens, y\[1\] has 1; give one target"),
+        (([[1.5, 2], [3.0]], [0, 1]), r"x: number 1 has shape \[1\], number 0 \[2\]; crop or pad"),
+        ((["a b", "c"], [0, 1]), "x is of type <U3; give numbers"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_read_is_one_error_that_names_it(train, message):
+    with pytest.raises(ConfigError, match=f"^data: {message}"):
+        made({"train": train, "test": (X, Y)})
