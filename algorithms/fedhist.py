@@ -3,7 +3,7 @@
     EGS      k* = argmin_k cos(g_i, LG_k);    g'_i = (1 - a) g_i + a LG_{k*};  g_i if LG is empty  R
     HAA      w_i = (1 - b) (e/2)^-s_i + b u_i;    p_i ~ max(w_i, 0), 1/K if all are 0              R
              G = sum p_i g'_i
-    INA      G <- rho^t (mean_i |g_i| / |G|) G                                                     R
+    INA      c = mean_i |g_i| / |G|;  G <- rho^t c G                                               R
              x <- x - server.lr G;    append G to LG and the round to LL; drop rounds older than L
     utility  once LL has L rounds, with r the oldest: F = {g in LL computed on version r},
              ghat = mean(F), and for each (i, s_i, g_i) of round r                                 R
@@ -22,11 +22,14 @@ Under `history: float16` LL is stored in half precision, each vector scaled by i
 Ablations: a = 0 is "without EGS", b = 0 "without HAA", ina = false "without INA"; length = 0 leaves
 TWAFL without n_i, and INA. K in |F|/K is the schedule's K (K clients receive each version), even if
 fewer arrived. F contains a client's own gradient unless `leave_one_out`. `weights: samples`
-multiplies max(w_i, 0) by n_i.
+multiplies max(w_i, 0) by n_i. Other readings of INA: `ina_norm` takes the median or the largest
+|g_i|; under `ina_decay: factor` the factor is 1 + rho^t (c - 1), which tends to 1; with
+`ina_only_up` it is at least 1.
 """
 
 from dataclasses import dataclass
 from math import e
+from statistics import median
 from typing import Annotated, Literal
 
 import numpy as np
@@ -59,7 +62,13 @@ class FedHistServer(ServerRule):
     length: Annotated[int, Field(ge=0, le=100_000)] = 15
     """L, rounds that are remembered; 0: none."""
     ina: bool = True
-    """Scale the aggregate to the mean norm of the updates."""
+    """Scale the aggregate to the norm of the updates."""
+    ina_norm: Literal["mean", "median", "largest"] = "mean"
+    """Norm of the updates to which the aggregate is scaled."""
+    ina_decay: Literal["norm", "factor"] = "norm"
+    """What decays by rho: the norm of the aggregate, or the distance of the factor to 1."""
+    ina_only_up: bool = False
+    """Never make the aggregate shorter: the factor is at least 1."""
     leave_one_out: bool = False
     """Leave a client's own update out of the mean it is compared with."""
     history: Literal["float32", "float16"] = "float32"
@@ -95,9 +104,8 @@ class FedHistServer(ServerRule):
         G = weighted_sum(g, p)
         if past and self.a:
             G = self._fused(g, p, past)
-        lengths = [norm(v) for v in g]
         if self.ina and (length := norm(G)) > 0:
-            factor = self.rho**reports.round * (sum(lengths) / len(lengths)) / length
+            factor = self._amplification([norm(v) for v in g], length, reports.round)
             reports.log(ina_factor=factor)
             G = factor * G
         reports.set_weights(p)
@@ -137,6 +145,18 @@ class FedHistServer(ServerRule):
         )
         weights = [(1 - self.a) * v for v in p] + [self.a * v for v in p]
         return weighted_sum([*g, *(past[k] for k in nearest)], weights)
+
+    def _amplification(self, norms: list[float], length: float, t: int) -> float:
+        """Return the factor of an aggregate of this length, for updates of these norms (INA)."""
+        if self.ina_norm == "mean":
+            wanted = sum(norms) / len(norms)
+        else:
+            wanted = max(norms) if self.ina_norm == "largest" else median(norms)
+        decay = self.rho**t
+        factor = decay * wanted / length
+        if self.ina_decay == "factor":
+            factor = 1 + decay * (wanted / length - 1)
+        return max(factor, 1.0) if self.ina_only_up else factor
 
     def _remembered(self, state: State, reports: Reports, G: Tensor) -> State:
         """Return the state with this round in LG and LL, in the slot of the oldest round."""

@@ -273,6 +273,9 @@ class FedHist:
     rho: float = 0.9995
     length: int = 15
     ina: bool = True
+    ina_norm: str = "mean"
+    ina_decay: str = "norm"
+    ina_only_up: bool = False
     leave_one_out: bool = False
     lg: list[np.ndarray] = field(default_factory=list)
     ll: list[tuple[int, list[Upload]]] = field(default_factory=list)
@@ -315,16 +318,24 @@ class FedHist:
                 self.kappa * self.utility.get(u.client, 0.0) + (1 - self.kappa) * new
             )
 
+    def matched(self, t, G, norms):
+        """3: INA, in its readings. The target norm decays, or the distance of the factor to 1."""
+        order = sorted(norms)
+        target = {
+            "mean": sum(norms) / len(norms),
+            "median": (order[(len(order) - 1) // 2] + order[len(order) // 2]) / 2,
+            "largest": order[-1],
+        }[self.ina_norm]
+        fading = self.rho**t
+        c = target / np.linalg.norm(G)
+        by = {"norm": fading * c, "factor": fading * c + (1 - fading)}[self.ina_decay]
+        return G if self.ina_only_up and by < 1 else by * G
+
     def __call__(self, t, x, uploads):
         self.p = self.shares(uploads)
         G = total(self.p, [self.fused(u.d) for u in uploads])
         if self.ina and G.any():
-            G = (
-                self.rho**t
-                * np.mean([np.linalg.norm(u.d) for u in uploads])
-                / np.linalg.norm(G)
-                * G
-            )
+            G = self.matched(t, G, [np.linalg.norm(u.d) for u in uploads])
         if self.length > 0:
             self.lg = [*self.lg, G][-self.length :]
             self.ll = [*self.ll, (t, uploads)][-self.length :]

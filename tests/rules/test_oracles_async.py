@@ -225,6 +225,14 @@ CASES: dict[str, Case] = {
     "fedhist without norm matching": Case(
         {"name": "fedhist", **RECALL, "ina": False, "lr": 1.5}, [{"ina": True}, {"lr": 1.0}, {"a": 0.3}]
     ),
+    "fedhist median norm": Case(
+        {"name": "fedhist", **RECALL, "ina_norm": "median"}, [{"ina_norm": "mean"}, {"ina_norm": "largest"}]
+    ),
+    "fedhist largest norm, factor decays": Case(
+        {"name": "fedhist", **RECALL, "ina_norm": "largest", "ina_decay": "factor"},
+        [{"ina_norm": "mean"}, {"ina_decay": "norm"}, {"rho": 1.0}],
+    ),
+    "fedhist only up": Case({"name": "fedhist", **RECALL, "rho": 0.8, "ina_only_up": True}, [{"ina_only_up": False}]),
     "fedhist length 0": Case({"name": "fedhist", **RECALL, "length": 0}, [{"length": 1}, {"rho": 0.9}, SAMPLES]),
     "fedhist length 1": Case({"name": "fedhist", **RECALL, "length": 1}, [{"length": 0}, {"length": 2}]),
     "fedhist penalties": Case(  # utilities rule, and all of them are penalties: round after round nobody has any weight
