@@ -82,6 +82,10 @@ def report_table(
         str | None,
         typer.Option(help="add a paper's figures: gradma, fedreg, fedhist or a FILE.csv"),
     ] = None,
+    compare_with: Annotated[
+        str | None,
+        typer.Option(help="KEY=VALUE: difference to this method over equal seeds, 95 % interval"),
+    ] = None,
     form: Annotated[str, typer.Option("--format", help="markdown, csv or latex")] = "markdown",
     out: Annotated[Path | None, typer.Option(help="file to write instead of printing")] = None,
     log: Log = False,
@@ -93,7 +97,7 @@ def report_table(
     unit, keys = table_rows.spent_in(x_axis), (_keys(group), _keys(best_of))
     source = _source(runs, uri, ledger, log)
     found, rows, goal = table_rows.table_rows(
-        source, metric, target, *keys, relative_to, unit, ranks, paper, _aside
+        source, metric, target, *keys, relative_to, unit, ranks, paper, compare_with, _aside
     )
     if form == "csv":
         text = tables.as_csv(rows, unit)

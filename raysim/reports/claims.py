@@ -34,8 +34,9 @@ from raysim.config.sections.storage import Tracking
 from raysim.errors import ConfigError, did_you_mean
 from raysim.metrics import lower_is_better
 from raysim.reports import grouping
+from raysim.reports.comparisons import paired_difference
 from raysim.reports.runs import RunSource
-from raysim.reports.tables import MeanStd, as_markdown, number
+from raysim.reports.tables import MISSING_TEXT, MeanStd, as_markdown, difference_text, number
 from raysim.reports.tracked import MetricMissing, TrackedRun
 from raysim.tracking.spool import flatten_parameters
 
@@ -287,6 +288,8 @@ class ClaimResult:
     """Result of the left side, in words."""
     right: str
     """Result of the right side, in words."""
+    difference: str
+    """Left minus right over the seeds of both, with the 95 % interval of its mean, in words."""
     seeds: tuple[int, int]
     """Number of seeds for and against the claim."""
     verdict: str
@@ -380,7 +383,18 @@ def _line(
     count = (votes.count(True), votes.count(False))
     missing = _missing_runs(found, sides)
     verdict = f"{OPEN} ({missing})" if missing else _verdict(claim, apart, votes)
-    return ClaimResult(claim, named, texts[0], texts[1], count, verdict)
+    left, right = texts
+    difference = _difference_text(claim, apart)
+    return ClaimResult(claim, named, left, right, difference, count, verdict)
+
+
+def _difference_text(claim: Claim, apart: Sequence[Span]) -> str:
+    """Return left minus right over seeds in words; only of seeds that all have a value."""
+    exact = [low for low, high in apart if low == high]
+    if not exact or len(exact) < len(apart):
+        return MISSING_TEXT
+    difference = paired_difference(exact, [0.0] * len(exact), claim.says)
+    return difference_text(difference, _is_percent(claim.left))
 
 
 def _verdict(claim: Claim, apart: Sequence[Span], votes: Sequence[bool | None]) -> str:
@@ -461,11 +475,15 @@ def _seed(run: TrackedRun) -> str:
     return run.params.get("seed", "0")
 
 
+def _is_percent(side: ClaimSide) -> bool:
+    """Return whether the values of a side are shown in percent."""
+    return side.metric.endswith("accuracy") and not isinstance(side.statistic, RoundsTo)
+
+
 def _text(spans: Mapping[str, Span], side: ClaimSide) -> str:
     """Return mean ± std over seeds, with the unit."""
     known = MeanStd.of([low for low, high in spans.values() if low == high])
-    rounds = isinstance(side.statistic, RoundsTo)
-    percent = side.metric.endswith("accuracy") and not rounds
+    rounds, percent = isinstance(side.statistic, RoundsTo), _is_percent(side)
     if known is None:
         return (
             f"> {_mean(list(spans.values()))[0] - 1:.4g} rounds"
@@ -486,10 +504,12 @@ def claims_markdown(lines: Sequence[ClaimResult]) -> str:
     Args:
         lines: Results, as from `check_claims`.
     """
-    cells = [["claim", "left", "right", "seeds for : against", "verdict"]]
+    header = ["claim", "left", "right", "difference [95 % interval]", "seeds for : against"]
+    cells = [[*header, "verdict"]]
     for line in lines:
         says = line.claim.says + (f" ({grouping.label(line.named)})" if line.named else "")
-        cells.append([says, line.left, line.right, "{} : {}".format(*line.seeds), line.verdict])
+        votes = "{} : {}".format(*line.seeds)
+        cells.append([says, line.left, line.right, line.difference, votes, line.verdict])
     if any(line.claim.figure for line in lines):
         files = [line.claim.figure.file if line.claim.figure else "" for line in lines]
         cells = [[*row, last] for row, last in zip(cells, ["figure", *files], strict=True)]

@@ -96,6 +96,7 @@ def table_frame(
     x_axis: str = "rounds",
     ranks: bool = False,
     paper: str | None = None,
+    compare_with: str | None = None,
 ) -> pd.DataFrame:
     """Return a table of results, one row for all runs that differ only in their seed.
 
@@ -113,6 +114,8 @@ def table_frame(
         x_axis: Unit of the cost of reaching the target: rounds, bytes, virtual-time or seconds.
         ranks: Rank the methods in each scenario, and by their mean rank.
         paper: Published results to show beside the runs: gradma, fedreg, fedhist or a FILE.csv.
+        compare_with: KEY=VALUE, the method with which each row is compared in the same scenario,
+            seed by seed.
 
     Returns:
         A frame with these columns: the parameters that differ; seeds (number of runs); best,
@@ -120,7 +123,10 @@ def table_frame(
         bytes_, virtual_time_, seconds_to_target) with its _std over the runs that reached the
         target, reached (their number);
         rounds_min, rounds_max; not_finished; rank, mean_rank; paper_best, paper_std,
-        difference_in_paper_stds, paper_rounds_to_target. Figures that were not requested are NaN.
+        difference_in_paper_stds, difference_in_own_stds, paper_rounds_to_target; versus (mean
+        difference to `compare_with` over the seeds of both), versus_low, versus_high (its 95 %
+        interval), versus_p (of the paired t-test), versus_seeds. Figures that were not requested
+        are NaN.
 
     Raises:
         ConfigError: An option is invalid, or a run, the metric or a parameter does not exist.
@@ -136,6 +142,7 @@ def table_frame(
         unit,
         ranks,
         paper,
+        compare_with,
         _log_line,
     )
     return _numeric(tables.frame(rows, unit), rows)
@@ -324,7 +331,8 @@ def claims_frame(
     Returns:
         A frame with one row for each claim and combination of the values of its `each`. Columns:
         claim, each (label of these values), left, right (results of the two sides, as text),
-        seeds_for, seeds_against, verdict.
+        difference (left minus right over seeds, with its 95 % interval, as text), seeds_for,
+        seeds_against, verdict.
 
     Raises:
         ConfigError: The configuration has no valid section `claims`, or a run or metric does not
@@ -341,13 +349,14 @@ def claims_frame(
             label(line.named),
             line.left,
             line.right,
+            line.difference,
             *line.seeds,
             line.verdict,
         )
         for line in lines
     ]
-    columns = ["claim", "each", "left", "right", "seeds_for", "seeds_against", "verdict"]
-    return pd.DataFrame(records, columns=columns)
+    columns = ["claim", "each", "left", "right", "difference", "seeds_for", "seeds_against"]
+    return pd.DataFrame(records, columns=[*columns, "verdict"])
 
 
 REPORT_KINDS: dict[str, Callable[..., pd.DataFrame]] = {

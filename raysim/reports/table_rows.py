@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from raysim.errors import ConfigError, did_you_mean
-from raysim.reports import aggregate, published, targets
+from raysim.reports import aggregate, comparisons, published, targets
 from raysim.reports.runs import RunSource
 from raysim.reports.tables import TableRow
 from raysim.reports.tracked import Spent, TrackedRun
@@ -22,6 +22,7 @@ def table_rows(
     spent: Spent,
     ranks: bool,
     paper: str | None,
+    compare_with: str | None,
     say: Callable[[str], None],
 ) -> tuple[list[TrackedRun], list[TableRow], float | None]:
     """Return the data of a table; `frames.table_frame` describes the arguments.
@@ -36,6 +37,7 @@ def table_rows(
         spent: Unit of the cost, as `spent_in` returns it.
         ranks: See `frames.table_frame`.
         paper: See `frames.table_frame`.
+        compare_with: See `frames.table_frame`.
         say: Called with one line for each group of omitted runs.
 
     Returns:
@@ -65,11 +67,17 @@ def table_rows(
     rows = aggregate.rows(tracked_runs, metric, target=goal, group=group, best_of=best_of, say=say)
     if paper:
         rows = aggregate.add_published(rows, printed, value, relative_to)
+        differences = [row.difference for row in rows if row.difference is not None]
+        if differences:
+            near = sum(abs(difference) <= 2 for difference in differences)
+            say(f"{near} of {len(differences)} rows lie within two of the paper's deviations")
         if not any(row.printed for row in rows):
             say(
                 f"paper (--paper): {paper} has no result for these runs; use group (--group) so "
                 "that each row has one algorithm and one scenario"
             )
+    if compare_with:
+        rows = comparisons.compared(rows, tracked_runs, compare_with, metric, say)
     if ranks:
         rows = aggregate.ranked(rows, metric, say)
     return tracked_runs, rows, None if relative_to else value

@@ -55,6 +55,29 @@ class MeanStd:
 
 
 @dataclass(frozen=True)
+class PairedDifference:
+    """Difference to another method over the seeds of both; see `raysim.reports.comparisons`."""
+
+    reference: str
+    """The other method's parameter, as KEY=VALUE."""
+
+    mean: float
+    """Mean difference of the best values."""
+
+    low: float | None
+    """Lower end of the 95 % interval of the mean; None for one seed."""
+
+    high: float | None
+    """Upper end."""
+
+    p_value: float | None
+    """Two-sided p-value of the paired t-test; None for one seed."""
+
+    n: int
+    """Number of seeds."""
+
+
+@dataclass(frozen=True)
 class Rank:
     """Rank of a method in a scenario."""
 
@@ -115,15 +138,25 @@ class TableRow:
     printed: published.PublishedResult | None = None
     """Published result of such runs, if requested."""
 
+    versus: PairedDifference | None = None
+    """Difference to the reference method, if requested; None for the reference itself."""
+
     pooled: bool = False
     """Whether its runs differ in more than their seed."""
 
     @property
     def difference(self) -> float | None:
         """Mean best value minus the published one, in published standard deviations."""
-        p = self.printed
-        if self.best and p and p.best is not None and p.std:
-            return (self.best.mean - p.best) / p.std
+        return self._difference_over(self.printed.std if self.printed else None)
+
+    @property
+    def difference_in_own_stds(self) -> float | None:
+        """The same in standard deviations over these runs."""
+        return self._difference_over(self.best.std if self.best else None)
+
+    def _difference_over(self, std: float | None) -> float | None:
+        if self.best and self.printed and self.printed.best is not None and std:
+            return (self.best.mean - self.printed.best) / std
         return None
 
 
@@ -237,6 +270,7 @@ def _cells(
         **_number_of_runs(table),
         **_best_values(table, metric, percent),
         **_published_best_values(table, percent),
+        **_paired_differences(table, percent),
         **_last_values(table, percent),
         **_costs_of_target(table, target, spent, percent),
         **_ranks(table),
@@ -268,15 +302,47 @@ def _published_best_values(table: Sequence[TableRow], percent: bool) -> Columns:
     """Return the columns of published values and of the differences; none without any."""
     if not any(row.printed for row in table):
         return {}
-    return {
+    columns = {
         f"paper: best{_unit(percent)}": [
             number(row.printed.best, row.printed.std, percent) if row.printed else MISSING_TEXT
             for row in table
         ],
-        "difference / paper's std": [
-            MISSING_TEXT if row.difference is None else f"{row.difference:+.2f}" for row in table
-        ],
+        "difference / paper's std": [_signed(row.difference) for row in table],
     }
+    if any(row.difference_in_own_stds is not None for row in table):
+        columns["difference / our std"] = [_signed(row.difference_in_own_stds) for row in table]
+    return columns
+
+
+def _paired_differences(table: Sequence[TableRow], percent: bool) -> Columns:
+    """Return the column of differences to a reference method; none without any."""
+    references = {row.versus.reference for row in table if row.versus}
+    if not references:
+        return {}
+    header = f"difference to {references.pop()}{_unit(percent)} [95 % interval]"
+    return {header: [difference_text(row.versus, percent) for row in table]}
+
+
+def difference_text(difference: PairedDifference | None, percent: bool) -> str:
+    """Return a paired difference with its interval and p-value as text.
+
+    Args:
+        difference: Difference, or None for a missing one.
+        percent: True to multiply it by 100.
+    """
+    if difference is None:
+        return MISSING_TEXT
+    scale, form = (100, "+.2f") if percent else (1, "+.4g")
+    text = f"{difference.mean * scale:{form}}"
+    if difference.low is None or difference.high is None:
+        return f"{text} (one seed)"
+    ends = f"{difference.low * scale:{form}}, {difference.high * scale:{form}}"
+    return f"{text} [{ends}], p {difference.p_value:.2g}"
+
+
+def _signed(number: float | None) -> str:
+    """Return a number with its sign as text."""
+    return MISSING_TEXT if number is None else f"{number:+.2f}"
 
 
 def _last_values(table: Sequence[TableRow], percent: bool) -> Columns:
@@ -394,6 +460,12 @@ def frame(table: Sequence[TableRow], spent: Spent = "rounds") -> pd.DataFrame:
             "paper_best": row.printed and row.printed.best,
             "paper_std": row.printed and row.printed.std,
             "difference_in_paper_stds": row.difference,
+            "difference_in_own_stds": row.difference_in_own_stds,
+            "versus": row.versus and row.versus.mean,
+            "versus_low": row.versus and row.versus.low,
+            "versus_high": row.versus and row.versus.high,
+            "versus_p": row.versus and row.versus.p_value,
+            "versus_seeds": row.versus and row.versus.n,
             "paper_rounds_to_target": row.printed and row.printed.rounds,
         }
         for row in table

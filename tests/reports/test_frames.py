@@ -186,6 +186,7 @@ def test_claims(uri, tmp_path: Path):
         "each",
         "left",
         "right",
+        "difference",
         "seeds_for",
         "seeds_against",
         "verdict",

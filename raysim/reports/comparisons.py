@@ -1,0 +1,119 @@
+"""Paired comparisons: how much better a method is than a reference method with the same seeds.
+
+Runs with the same seed share their data split, their initial model and their cohorts. So the
+difference of two methods is taken seed by seed, which removes what both have in common. The
+interval and the p-value are those of the paired t-test (`scipy.stats.ttest_rel`).
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from raysim.errors import ConfigError
+from raysim.metrics import lower_is_better
+from raysim.reports.grouping import having, split_scenario
+from raysim.reports.tables import PairedDifference, TableRow, sort_key
+from raysim.reports.tracked import TrackedRun
+
+CONFIDENCE = 0.95
+"""Confidence level of the intervals."""
+
+OPTION = "compare_with (--compare-with)"
+
+
+def paired_difference(
+    values: Sequence[float], references: Sequence[float], reference: str
+) -> PairedDifference:
+    """Return the mean of value minus reference over seeds, with its interval.
+
+    Args:
+        values: One value for each seed.
+        references: The reference's values with the same seeds, in the same order.
+        reference: Name of the reference, as KEY=VALUE.
+
+    Returns:
+        The difference. A single seed has neither an interval nor a p-value. If all differences are
+        equal, the interval is that value, and the p-value is 0, or 1 for no difference.
+    """
+    differences = [value - reference for value, reference in zip(values, references, strict=True)]
+    mean = statistics.fmean(differences)
+    if len(differences) < 2:
+        return PairedDifference(reference, mean, None, None, None, len(differences))
+    if len(set(differences)) == 1:
+        return PairedDifference(reference, mean, mean, mean, float(mean == 0), len(differences))
+    from scipy import stats  # takes half a second, which other reports save
+
+    test = stats.ttest_rel(values, references)
+    low, high = test.confidence_interval(CONFIDENCE)
+    return PairedDifference(
+        reference, mean, float(low), float(high), float(test.pvalue), len(differences)
+    )
+
+
+def compared(
+    table: Sequence[TableRow],
+    runs: Sequence[TrackedRun],
+    reference: str,
+    metric: str = "accuracy",
+    say: Callable[[str], None] = lambda line: None,
+) -> list[TableRow]:
+    """Return rows with their difference to the reference row of the same scenario.
+
+    The scenario of a row are its parameters of the data, partition, model, schedule and privacy. If
+    it has several reference rows (of several step sizes, say), the best one is the reference.
+
+    Args:
+        table: Rows, as from `aggregate.rows`.
+        runs: The runs of the rows.
+        reference: Parameter of the reference rows as KEY=VALUE.
+        metric: Metric of the rows. The best values are compared.
+        say: Called with one line if seeds are left out because only one of both has them.
+
+    Raises:
+        ConfigError: `reference` is not KEY=VALUE, or no row has this parameter and value.
+    """
+    key, equals, value = reference.partition("=")
+    if not equals:
+        raise ConfigError(
+            f"{OPTION}: '{reference}' is not KEY=VALUE; write, for example, algorithm=fedavg"
+        )
+    lower = lower_is_better(metric)
+    chosen = {run.run_id for run in having(runs, {key: [value]}, OPTION)}
+    references: dict[tuple, TableRow] = {}
+    for row in sorted(table, key=lambda row: sort_key(row, lower)):
+        if row.best and not row.pooled and chosen.issuperset(row.run_ids):
+            references.setdefault(split_scenario(row.parameters)[0], row)
+    if not references:
+        raise ConfigError(
+            f"{OPTION}: no row has only runs with {reference}; name a value that runs have, and "
+            "use group (--group) so that it has a row of its own"
+        )
+    best_of = {
+        run.run_id: (run.params.get("seed", "0"), run.best(lower)) for run in runs if run.history
+    }
+
+    def by_seed(row: TableRow) -> dict[str, float]:
+        found = dict(best_of[run_id] for run_id in row.run_ids if run_id in best_of)
+        return {seed: best for seed, best in found.items() if math.isfinite(best)}
+
+    compared_rows, unpaired = [], 0
+    for row in table:
+        partner = references.get(split_scenario(row.parameters)[0])
+        if partner is None or row is partner or row.pooled:
+            compared_rows.append(row)
+            continue
+        values, others = by_seed(row), by_seed(partner)
+        seeds = sorted(values.keys() & others.keys())
+        unpaired += len(values.keys() ^ others.keys())
+        difference = None
+        if seeds:
+            difference = paired_difference(
+                [values[s] for s in seeds], [others[s] for s in seeds], reference
+            )
+        compared_rows.append(replace(row, versus=difference))
+    if unpaired:
+        say(f"differences leave out {unpaired} runs whose seed the other method does not have")
+    return compared_rows
