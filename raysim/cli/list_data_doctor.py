@@ -20,35 +20,6 @@ Row = dict[str, str]
 """Texts of one line of a list, by column."""
 
 
-@app.command(name="list")
-def list_(
-    what: Annotated[
-        str | None, typer.Argument(help=f"{', '.join(LISTABLE)}; without it, print these words")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json")] = False,
-) -> None:
-    """List methods, models, data sets, metrics and configurations."""
-    rows = _catalogue(what) if what else [{"raysim list": word} for word in LISTABLE]
-    if as_json:
-        print(json.dumps(rows))
-        return
-    if what == "pairs":
-        return _print_pairs(rows)
-    if all(row.get("from") == "raysim" for row in rows):  # of interest beside other packages only
-        rows = [{key: text for key, text in row.items() if key != "from"} for row in rows]
-    table = Table(*rows[0], box=None)
-    for row in rows:
-        table.add_row(*map(str, row.values()))
-    print_table(table)
-
-
-def _catalogue(what: str) -> list[Row]:
-    """Return the rows of a list."""
-    if what not in LISTABLE:
-        raise ConfigError(f"list: nothing called '{what}'{did_you_mean(what, LISTABLE)}")
-    return LISTABLE[what]()
-
-
 def _algorithms() -> list[Row]:
     from raysim.rules import registry
 
@@ -181,6 +152,35 @@ LISTABLE: dict[str, Callable[[], list[Row]]] = {
     "configs": _configs,
 }
 """Functions that return the rows of a list, by the word that `raysim list` accepts."""
+
+
+@app.command(name="list")
+def list_(
+    what: Annotated[
+        str | None, typer.Argument(help=f"{', '.join(LISTABLE)}; without it, print these words")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json")] = False,
+) -> None:
+    """List methods, models, data sets, metrics and configurations."""
+    rows = _catalogue(what) if what else [{"raysim list": word} for word in LISTABLE]
+    if as_json:
+        print(json.dumps(rows))
+        return
+    if what == "pairs":
+        return _print_pairs(rows)
+    if all(row.get("from") == "raysim" for row in rows):  # of interest beside other packages only
+        rows = [{key: text for key, text in row.items() if key != "from"} for row in rows]
+    table = Table(*rows[0], box=None)
+    for row in rows:
+        table.add_row(*map(str, row.values()))
+    print_table(table)
+
+
+def _catalogue(what: str) -> list[Row]:
+    """Return the rows of a list."""
+    if what not in LISTABLE:
+        raise ConfigError(f"list: nothing called '{what}'{did_you_mean(what, LISTABLE)}")
+    return LISTABLE[what]()
 
 
 def _print_pairs(rows: list[Row]) -> None:

@@ -13,6 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +34,15 @@ WARM_UP_ROUNDS = 2
 
 ENDLESS_ROUNDS = 1_000_000
 
+Settings = dict[str, Any]
+"""Values of the configuration by dotted key."""
+
 
 @dataclass
 class Candidate:
     """Settings with their speed in clients per second (median of rounds), or why they failed."""
 
-    settings: dict[str, Any]
+    settings: Settings
     clients_per_second: float = 0.0
     rounds: int = 0
     problem: str = ""
@@ -124,54 +128,71 @@ def bench(
     return found
 
 
-def candidates(plan: Plan, given: Iterable[str], blocks: bool) -> Iterator[dict[str, Any]]:
-    """Return the settings to try on this machine, except for keys that are `given`.
+def candidates(plan: Plan, given: Iterable[str], blocks: bool) -> Iterator[Settings]:
+    """Yield the settings to try on this machine, except for keys that are `given`.
 
     Args:
         plan: the configuration that is tried out.
         given: keys that the user has set; these are not changed.
         blocks: whether to try batching modes and sizes too, beside executors and actors.
     """
-    r, cohort, cores, gpus = (
-        plan.config.resources,
-        plan.config.schedule.size,
-        os.cpu_count() or 1,
-        _count_gpus(),
-    )
-    counts = sorted({1, 2, max(1, cores // 2), cores})
-    places = [
-        {"resources.executor": "inline"},
-        *(
-            {"resources.executor": "ray", "resources.actors": n, "resources.cpus": 1}
-            for n in counts
-        ),
-    ]
-    if gpus or r.gpus:
-        places = [{"resources.executor": "inline", "resources.gpus": 1}]
-        for share in (1, 2, 4, 8):
-            actors = {"resources.actors": share * max(gpus, 1), "resources.gpus": 1 / share}
-            cpus = min(1.0, cores / (share * max(gpus, 1)))
-            places.append({"resources.executor": "ray", "resources.cpus": cpus, **actors})
+    places = _places(plan)
     if "resources.executor" in given:
-        places = [place for place in places if place["resources.executor"] == r.executor]
-    ways: list[dict[str, Any]] = [{}]
+        executor = plan.config.resources.executor
+        places = [place for place in places if place["resources.executor"] == executor]
+    batchings: list[Settings] = [{}]
     if blocks:
-        sizes = sorted({size for size in (1, 8, 32, 128, cohort) if size <= cohort})
-        ways = [{"batching.mode": mode} for mode in ("loop", "pooled")]
-        together = [{"batching.mode": "vmap", "batching.size": size} for size in sizes]
-        if "batching.mode" not in given or plan.mode == "vmap":
-            if plan.model().convolutional:
-                together += [{**way, "batching.convolutions": "im2col"} for way in together]
-            if plan.config.steps_are_alike and any("resources.gpus" in place for place in places):
-                together += [{**way, "batching.cuda_graphs": True} for way in together]
-        ways += together
-    seen = []
-    for place in places:
-        for way in ways:
-            settings = {key: value for key, value in {**place, **way}.items() if key not in given}
-            if settings not in seen:
-                seen.append(settings)
-                yield settings
+        on_gpus = any("resources.gpus" in place for place in places)
+        batchings = _batchings(plan, on_gpus, "batching.mode" not in given or plan.mode == "vmap")
+    tried: list[Settings] = []
+    for place, batching in product(places, batchings):
+        settings = {k: value for k, value in {**place, **batching}.items() if k not in given}
+        if settings not in tried:
+            tried.append(settings)
+            yield settings
+
+
+def _places(plan: Plan) -> list[Settings]:
+    """Return the executors and numbers of actors to try: with GPUs if there are any."""
+    cores, gpus = os.cpu_count() or 1, _count_gpus()
+    if not gpus and not plan.config.resources.gpus:
+        return [
+            {"resources.executor": "inline"},
+            *(
+                {"resources.executor": "ray", "resources.actors": actors, "resources.cpus": 1}
+                for actors in sorted({1, 2, max(1, cores // 2), cores})
+            ),
+        ]
+    places: list[Settings] = [{"resources.executor": "inline", "resources.gpus": 1}]
+    for actors_per_gpu in (1, 2, 4, 8):
+        actors = actors_per_gpu * max(gpus, 1)
+        places.append(
+            {
+                "resources.executor": "ray",
+                "resources.cpus": min(1.0, cores / actors),
+                "resources.actors": actors,
+                "resources.gpus": 1 / actors_per_gpu,
+            }
+        )
+    return places
+
+
+def _batchings(plan: Plan, on_gpus: bool, with_variants: bool) -> list[Settings]:
+    """Return the modes and sizes of blocks to try.
+
+    Args:
+        plan: the configuration that is tried out.
+        on_gpus: whether any place has GPUs.
+        with_variants: whether to vary convolutions and CUDA graphs under vmap too.
+    """
+    cohort = plan.config.schedule.size
+    sizes = sorted({size for size in (1, 8, 32, 128, cohort) if size <= cohort})
+    vmap: list[Settings] = [{"batching.mode": "vmap", "batching.size": size} for size in sizes]
+    if with_variants and plan.model().convolutional:
+        vmap += [{**batching, "batching.convolutions": "im2col"} for batching in vmap]
+    if with_variants and plan.config.steps_are_alike and on_gpus:
+        vmap += [{**batching, "batching.cuda_graphs": True} for batching in vmap]
+    return [{"batching.mode": "loop"}, {"batching.mode": "pooled"}, *vmap]
 
 
 def _measure_candidate(plan: Plan, candidate: Candidate, seconds: float) -> None:
