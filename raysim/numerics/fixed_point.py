@@ -135,11 +135,9 @@ class FixedSum:
             self._add_waiting()
 
     def _add_waiting(self) -> None:
-        """Add the small blocks that wait.
+        """Add the small blocks that wait: `in_units` of each, with the same bits but faster.
 
-        Several blocks are added in one pass over the total, which is larger than their pieces. An
-        entry v becomes round(v / FIXED_POINT_UNIT) by adding `ROUNDING_SHIFT` in float64 and
-        reading the result's bits as an integer, from which `ROUNDING_SHIFT_BITS` is subtracted.
+        Several blocks are added in one pass over the total, which is larger than their pieces.
         """
         while self._waiting:
             blocks = self._waiting[:MAX_BLOCKS_PER_PASS]
@@ -173,6 +171,21 @@ class FixedSum:
 def _cache_sized_pieces(vector: Tensor) -> tuple[Tensor, ...]:
     """Split a vector on a CPU into pieces that stay in its cache; leave others whole."""
     return vector.split(ENTRIES_PER_PIECE) if vector.device.type == "cpu" else (vector,)
+
+
+def in_units(block: BlockSum) -> Tensor:
+    """Return a small block as multiples of `FIXED_POINT_UNIT`, rounded half to even, int64 [P].
+
+    Adding `ROUNDING_SHIFT` in float64 rounds. The bits of the sum, read as an integer, count units
+    from `ROUNDING_SHIFT_BITS` on.
+
+    Args:
+        block: a block below `HIGH_LIMB_UNIT`.
+    """
+    value = block.value.to(torch.float64)
+    shift = value.new_tensor(ROUNDING_SHIFT)
+    shifted = torch.add(shift, value, alpha=block.weight / FIXED_POINT_UNIT)
+    return shifted.view(torch.int64) - ROUNDING_SHIFT_BITS
 
 
 def _low_and_high(value: Tensor, weight: float) -> Tensor:

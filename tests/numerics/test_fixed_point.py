@@ -17,6 +17,7 @@ from raysim.numerics.fixed_point import (
     SMALL_SUM,
     BlockSum,
     FixedSum,
+    in_units,
 )
 from raysim.numerics.inner_products import LazyGram, aligned, cross
 
@@ -167,6 +168,23 @@ def test_waiting_does_not_show(given, P, together, random):
         exact = sum(one.value.double() * one.weight for one in single)
         error = (to_float(expected, torch.float64) - exact).abs().max()
         assert error <= len(given) * 2.0**-41 + 1e-15 * sum(one.size for one in single)
+
+
+def test_a_small_block_is_rounded_to_units_half_to_even():
+    units = [0.0, 0.49, 0.5, 1.5, 2.5, -0.5, -1.5, -2.51, 2.0**49 - 0.5, 1.0 - 2.0**49]
+    value = torch.tensor(units, dtype=torch.float64) * 2.0**-37  # with the weight 2**-40 each
+    assert in_units(BlockSum([value], [0.125])).tolist() == list(map(round, units))
+
+
+@pytest.mark.parametrize("n", [1, 2, 8, 9])
+@pytest.mark.parametrize("P", [1, 2**15 + 3])
+def test_waiting_blocks_are_added_in_units(n, P):
+    blocks = [block(i, P, ("one float32", "three", "one bfloat16")[i % 3]) for i in range(n)]
+    total = FixedSum()
+    for one in blocks:
+        total.add(one)
+    assert len(total._waiting) == n
+    assert torch.equal(total.total, sum(map(in_units, blocks))[None])
 
 
 @pytest.mark.parametrize("times", [1 - 2**-40, 1, 3, 7.9, 100, 1e9])
