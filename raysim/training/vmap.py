@@ -152,58 +152,65 @@ class VmapTrainer(Trainer):
     def _train_alike(
         self, broadcasts: Mapping[int, Broadcast], client_tasks: list[ClientTask]
     ) -> list[ClientUpdate]:
-        rule, settings = self.rule.at(client_tasks[0].base), self._settings(client_tasks[0].base)
-        trained: list[ClientUpdate] = []
-        arrived: list[PreparedClient] = []
-        for client_task in sorted(client_tasks, key=lambda client_task: -client_task.steps):
-            try:
-                arrived.append(self.arrive(rule, broadcasts[client_task.base], client_task))
-                arrived[-1].state["w"] = arrived[-1].start[0]
-            except BaseException as error:
-                reraise_stop(error)
-                trained.append(failed_update(client_task))
-        if not arrived:
-            return trained
-        client_tasks = [here.task for here in arrived]
+        """Train clients with equal constants; the update of one that raised has an `error`."""
+        version = client_tasks[0].base
+        rule, settings = self.rule.at(version), self._settings(version)
+        clients, failed = self._arrive_all(rule, broadcasts, client_tasks)
+        if not clients:
+            return failed
         try:
-            state, moved, losses = train_under_vmap(
-                self.model,
-                rule,
-                settings,
-                [
-                    (here.task.base, here.broadcast.shared, here.broadcast.buffers)
-                    for here in arrived
-                ],
-                [here.state | _of_engine(here.optimizer_state) for here in arrived],
-                [here.start[1] for here in arrived],
-                [(client_task.steps, client_task.client) for client_task in client_tasks],
+            block = VmapBlock(
+                self.model, rule, settings, self.config.local, clients, self.cuda_graphs
+            )
+            block.train(
                 self.client_batches.stacked(
-                    client_tasks,
-                    [here.mine for here in arrived],
-                    [here.prepared for here in arrived],
-                ),
-                self.config.local,
-                self.cuda_graphs,
+                    [client.task for client in clients],
+                    [client.mine for client in clients],
+                    [client.prepared for client in clients],
+                )
             )
         except BaseException as error:
             reraise_stop(error)
-            return trained + [failed_update(client_task) for client_task in client_tasks]
-        for i, here in enumerate(arrived):
+            return failed + [failed_update(client.task) for client in clients]
+        return failed + [self._finish(rule, block, k) for k in range(len(clients))]
+
+    def _arrive_all(
+        self,
+        rule: ClientRule,
+        broadcasts: Mapping[int, Broadcast],
+        client_tasks: list[ClientTask],
+    ) -> tuple[list[PreparedClient], list[ClientUpdate]]:
+        """Prepare clients, those with most mini-batches first; also return those that raised."""
+        clients: list[PreparedClient] = []
+        failed: list[ClientUpdate] = []
+        for client_task in sorted(client_tasks, key=lambda client_task: -client_task.steps):
             try:
-                self.loop.start(
-                    self._settings(here.task.base, here.task.steps),
-                    here.broadcast.global_params,
-                    here.broadcast.buffers,
-                    self.config.local.n_updates(here.task.steps),
-                    moved[i],
-                    client=here.task.client,
-                )
-                own, self.loop.optimizer_state = _divided({k: v[i] for k, v in state.items()})
-                trained.append(self._leave(rule, own, here, losses[i]))
+                client = self.arrive(rule, broadcasts[client_task.base], client_task)
+                client.state["w"] = client.start[0]
+                clients.append(client)
             except BaseException as error:
                 reraise_stop(error)
-                trained.append(failed_update(here.task))
-        return trained
+                failed.append(failed_update(client_task))
+        return clients, failed
+
+    def _finish(self, rule: ClientRule, block: VmapBlock, k: int) -> ClientUpdate:
+        """Return the update of client `k` of a trained block."""
+        client = block.clients[k]
+        try:
+            self.loop.start(
+                self._settings(client.task.base, client.task.steps),
+                client.broadcast.global_params,
+                client.broadcast.buffers,
+                self.config.local.n_updates(client.task.steps),
+                block.buffers[k],
+                client=client.task.client,
+            )
+            state = {key: value[k] for key, value in block.state.items()}
+            own, self.loop.optimizer_state = _divided(state)
+            return self._leave(rule, own, client, block.losses[k])
+        except BaseException as error:
+            reraise_stop(error)
+            return failed_update(client.task)
 
 
 Sent = tuple[int | Tensor, State, Tensor]
@@ -211,79 +218,105 @@ Sent = tuple[int | Tensor, State, Tensor]
 statistics [Q]."""
 
 
-def train_under_vmap(
-    model: Model,
-    rule: ClientRule,
-    settings: LocalSettings,
-    received: list[tuple[int, State, Tensor]],
-    states: list[State],
-    statistics: list[Tensor],
-    facts: list[tuple[int, int]],
-    batches: Iterator[PaddedBatch],
-    local: Local,
-    cuda_graphs: CudaGraphCache | None = None,
-) -> tuple[State, Tensor, Tensor]:
-    """Train K clients side by side.
+class VmapBlock:
+    """K clients that train side by side: what they carry, and a local step of those that still do.
 
-    Args:
-        model: the net.
-        rule: the client rule.
-        settings: the constants of their training.
-        received: what each one received.
-        states: what each one's steps start with, with the optimizer's state (`_of_engine`).
-        statistics: the BatchNorm statistics [Q] that each one's steps start with.
-        facts: number of mini-batches and number of each one, the most mini-batches first.
-        batches: for each step the batches of those that still train; see `ClientBatches.stacked`.
-        local: step sizes and accumulation.
-        cuda_graphs: runs the steps as CUDA graphs.
-
-    Returns: Their states after the last step, [K, ...] each, their BatchNorm statistics [K, Q], and
-        their mean losses [K].
+    The client with most mini-batches is the first one, so those that still train are the first
+    ones too.
     """
-    device, size = model.device, len(states)
-    state = {k: torch.stack([one[k] for one in states]) for k in states[0]}
-    counts = [batches_of_client for batches_of_client, _ in facts]
-    facts_of_all = torch.tensor(
-        [(local.n_updates(count), client) for count, client in facts], device=device
-    )
-    buffers = torch.stack(statistics)
-    losses = torch.zeros(size, dtype=model.dtype, device=device)
-    together = len({id(shared) for _, shared, _ in received}) == 1
-    sent = (
-        _sent_to_all(received[0], device, cuda_graphs)
-        if together
-        else _sent_to_each(received, device)
-    )
-    if local.accumulate > 1:
-        state[ACCUMULATED] = torch.zeros_like(state["w"])
-    step = torch.func.vmap(
-        _step_of(model, rule, settings), in_dims=(None if together else 0, 0, 0, 0, 0, None)
-    )
-    if local.step_sizes.varies_in_a_round:
-        settings = replace(settings, lr=0.0)  # each step gets its own
-    key = repr(rule), together, *_constants(settings)
-    for i, batch in enumerate(batches):
+
+    def __init__(
+        self,
+        model: Model,
+        rule: ClientRule,
+        settings: LocalSettings,
+        local: Local,
+        clients: list[PreparedClient],
+        cuda_graphs: CudaGraphCache | None = None,
+    ):
+        """Stack what the clients start with.
+
+        Args:
+            model: the net.
+            rule: the client rule.
+            settings: the constants of their training.
+            local: step sizes and accumulation.
+            clients: the clients, in decreasing order of mini-batches.
+            cuda_graphs: runs the steps as CUDA graphs.
+        """
+        self.model = model
+        self.local = local
+        self.clients = clients
+        self.cuda_graphs = cuda_graphs
+        states = [client.state | _of_engine(client.optimizer_state) for client in clients]
+        self.state = {key: torch.stack([state[key] for state in states]) for key in states[0]}
+        """State of the rule and of the optimizer (`_of_engine`), [K, ...] each."""
+        if local.accumulate > 1:
+            self.state[ACCUMULATED] = torch.zeros_like(self.state["w"])
+        self.buffers = torch.stack([client.start[1] for client in clients])
+        """BatchNorm statistics [K, Q]."""
+        self.losses = torch.zeros(len(clients), dtype=model.dtype, device=model.device)
+        """Mean loss [K] of each client's mini-batches so far."""
+        self.counts = [client.task.steps for client in clients]
+        """Number of mini-batches of each client."""
+        self.facts = torch.tensor(
+            [(local.n_updates(client.task.steps), client.task.client) for client in clients],
+            device=model.device,
+        )
+        """[K, 2], number of steps and number of each client."""
+        self.same_broadcast = len({id(client.broadcast.shared) for client in clients}) == 1
+        """Whether all clients received the same tensors, which then have no client axis."""
+        self.sent: Sent = (
+            _sent_to_all(clients[0], model.device, cuda_graphs)
+            if self.same_broadcast
+            else _sent_to_each(clients, model.device)
+        )
+        if local.step_sizes.varies_in_a_round:
+            settings = replace(settings, lr=0.0)  # each step gets its own
+        self._step = torch.func.vmap(
+            _step_of(model, rule, settings),
+            in_dims=(None if self.same_broadcast else 0, 0, 0, 0, 0, None),
+        )
+        self._kind = repr(rule), self.same_broadcast, *_constants(settings)
+
+    def train(self, batches: Iterator[PaddedBatch]) -> None:
+        """Make all local steps.
+
+        Args:
+            batches: for each mini-batch those of the clients that still train; see
+                `ClientBatches.stacked`.
+        """
+        for i, batch in enumerate(batches):
+            self.step(i, batch)
+        if self.cuda_graphs is not None:  # a recorded step's output is that of the next one too
+            self.state = {key: value.clone() for key, value in self.state.items()}
+
+    def step(self, i: int, batch: PaddedBatch) -> None:
+        """Train the clients that still do on their mini-batch `i`.
+
+        Args:
+            i: number of the mini-batch.
+            batch: mini-batches of the first clients.
+        """
         live = len(batch.x)
-        now = sent if together else _to_the_first(sent, live)
-        part = (
-            now,
-            {k: v[:live] for k, v in state.items()},
-            buffers[:live],
-            facts_of_all[:live],
-            batch.tensors() | _due(local, counts[:live], i, device),
-            _numbers_of_step(model, local, received[0][0], i),
+        arguments = (
+            self.sent if self.same_broadcast else _to_the_first(self.sent, live),
+            {key: value[:live] for key, value in self.state.items()},
+            self.buffers[:live],
+            self.facts[:live],
+            batch.tensors() | _due(self.local, self.counts[:live], i, self.model.device),
+            _numbers_of_step(self.model, self.local, self.clients[0].task.base, i),
         )
-        after, moved, loss = cuda_graphs.run(key, step, *part) if cuda_graphs else step(*part)
-        state = (
-            after
-            if live == size
-            else {k: torch.cat([after[k], v[live:]]) for k, v in state.items()}
+        state, buffers, losses = (
+            self.cuda_graphs.run(self._kind, self._step, *arguments)
+            if self.cuda_graphs
+            else self._step(*arguments)
         )
-        buffers = torch.cat([moved, buffers[live:]])
-        losses[:live] += (loss - losses[:live]) / (i + 1)
-    if cuda_graphs is not None:  # what a recorded step gave is the next one's too
-        state = {k: v.clone() for k, v in state.items()}
-    return state, buffers, losses
+        if live < len(self.clients):
+            state = {key: torch.cat([state[key], v[live:]]) for key, v in self.state.items()}
+        self.state = state
+        self.buffers = torch.cat([buffers, self.buffers[live:]])
+        self.losses[:live] += (losses - self.losses[:live]) / (i + 1)
 
 
 Step = Callable[[Sent, State, Tensor, Tensor, dict[str, Any], State], tuple[State, Tensor, Tensor]]
@@ -402,25 +435,22 @@ def _constants(settings: LocalSettings) -> tuple:
 
 
 def _sent_to_all(
-    received: tuple[int, State, Tensor], device: torch.device, cuda_graphs: CudaGraphCache | None
+    client: PreparedClient, device: torch.device, cuda_graphs: CudaGraphCache | None
 ) -> Sent:
     """Return what all clients received, without a client axis."""
-    base, shared, buffers = received
-    if cuda_graphs is None:
-        return received
-    return (
-        torch.tensor(base, device=device),
-        shared,
-        buffers,
-    )  # as a number it would be a constant of what is recorded
+    # As a number, the version would be a constant of a recorded step.
+    version = client.task.base
+    recorded = version if cuda_graphs is None else torch.tensor(version, device=device)
+    return recorded, client.broadcast.shared, client.broadcast.buffers
 
 
-def _sent_to_each(received: list[tuple[int, State, Tensor]], device: torch.device) -> Sent:
-    bases, shared, buffers = zip(*received, strict=True)
+def _sent_to_each(clients: list[PreparedClient], device: torch.device) -> Sent:
+    """Return what each client received, [K, ...]."""
+    shared = [client.broadcast.shared for client in clients]
     return (
-        torch.tensor(bases, device=device),
-        {k: torch.stack([one[k] for one in shared]) for k in shared[0]},
-        torch.stack(buffers),
+        torch.tensor([client.task.base for client in clients], device=device),
+        {key: torch.stack([tensors[key] for tensors in shared]) for key in shared[0]},
+        torch.stack([client.broadcast.buffers for client in clients]),
     )
 
 
