@@ -75,8 +75,9 @@ def configuration_schema(distribution: str | None = None) -> JsonSchema:
     sections["schedule"] = _union(sections["schedule"])
     units = sections["privacy"]["anyOf"]
     sections["privacy"]["anyOf"] = [kind for unit in units for kind in unit.get("oneOf", [unit])]
-    local = definitions["Local"]["properties"]
-    local["optimizer"] = _union(local["optimizer"])
+    for model in ("Local", "GroupLocal"):
+        local = definitions[model]["properties"]
+        local["optimizer"] = _union(local["optimizer"])
     for clocked in Clocked.__subclasses__():
         for model in (clocked, *clocked.__subclasses__()):
             if model.__name__ in definitions:
@@ -99,11 +100,12 @@ def configuration_schema(distribution: str | None = None) -> JsonSchema:
     stage["anyOf"].remove({"type": "null"})
     definitions["UploadStage"] = stage
     one = {"$ref": "#/$defs/UploadStage"}
-    local = definitions["Local"]["properties"]
-    local["upload"] = {
-        "description": local["upload"].get("description", ""),
-        "anyOf": [one, {"type": "array", "items": one}],
-    }
+    for model in ("Local", "GroupLocal"):
+        local = definitions[model]["properties"]
+        local["upload"] = {
+            "description": local["upload"].get("description", ""),
+            "anyOf": [one, {"type": "array", "items": one}],
+        }
 
     settings = SweepSettings.model_json_schema()
     definitions |= settings["$defs"]
@@ -199,9 +201,11 @@ def _by_name(variants: Mapping[str, JsonSchema]) -> JsonSchema:
 
 def _union(section: JsonSchema) -> JsonSchema:
     """Return the schema of a discriminated union; a plain name is allowed for its members."""
-    names = list(section["discriminator"]["mapping"])
+    kinds = section.get("anyOf", [section])  # with null, if that is allowed
+    union = next(kind for kind in kinds if "discriminator" in kind)
+    others = [kind for kind in kinds if kind is not union]
     return {
-        "anyOf": [{"enum": names}, *section["oneOf"]],
+        "anyOf": [{"enum": list(union["discriminator"]["mapping"])}, *union["oneOf"], *others],
         **{key: section[key] for key in ("default", "description") if key in section},
     }
 

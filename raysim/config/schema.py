@@ -123,6 +123,24 @@ class Config(Section):
         "tracking",
     )
 
+    def upload_key(self, group: str) -> str:
+        """Return the key of the stages that change the uploads of a group's clients.
+
+        Args:
+            group: name of the group; "" for clients of no group.
+        """
+        has_own = group and self.groups[group].local.upload is not None
+        return f"groups.{group}.local.upload" if has_own else "local.upload"
+
+    @property
+    def uploads(self) -> dict[str, tuple[Named, ...]]:
+        """The stages of uploads by configuration key, with those of groups that have their own."""
+        chains = {"local.upload": self.local.upload}
+        for name, group in self.groups.items():
+            if group.local.upload is not None:
+                chains[self.upload_key(name)] = group.local.upload
+        return chains
+
     @property
     def steps_are_alike(self) -> bool:
         """Whether all clients make equally many steps on batches of one size, given enough data."""
@@ -186,6 +204,7 @@ class Config(Section):
             whole["data"].pop(key)
         for group in whole["groups"].values():
             group.pop("file")  # its content counts
+            _leave_out_new_keys(group["local"])
         if not whole["groups"]:
             whole.pop("groups")
         for section, key, default in DEFAULTS_LEFT_OUT:
@@ -199,6 +218,7 @@ class Config(Section):
         for key in ("upload", "optimizer", "accumulate", "autocast"):
             if getattr(self.local, key) == Local.model_fields[key].default:
                 whole["local"].pop(key)
+        _leave_out_new_keys(whole["local"])
         if whole["task"] == {"name": "classification"}:
             whole.pop("task")
         if whole["schedule"]["client_speeds"]["name"] == "trace":
@@ -216,3 +236,13 @@ class Config(Section):
     def dump(self) -> str:
         """Return YAML that reads back to this configuration."""
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+
+
+def _leave_out_new_keys(local: dict[str, Any]) -> None:
+    """Remove keys of local settings that change nothing, so that older runs keep their identity."""
+    for key in ("optimizer", "accumulate", "autocast", "upload"):
+        if local.get(key, ...) is None:
+            local.pop(key)
+    optimizer = local.get("optimizer", {})
+    if optimizer.get("name") == "sgd" and not optimizer["weight_decay"]:
+        optimizer.pop("weight_decay")

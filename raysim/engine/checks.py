@@ -340,15 +340,18 @@ def check_local_steps(config: Config, client: ClientRule) -> None:
         client: the client rule.
 
     Raises:
-        ConfigError: the rule needs plain SGD or makes its own steps, a step size becomes 0, or
-            autocast has no effect.
+        ConfigError: two settings exclude each other, the rule needs plain SGD or makes its own
+            steps, a step size becomes 0, or autocast has no effect.
     """
     local = config.local
+    if local.conflict is not None:
+        raise ConfigError(f"local: {local.conflict}")
     if reason := client.needs_plain_sgd:
         if local.optimizer != PLAIN_SGD:
             raise ConfigError(
                 f"local.optimizer: client rule '{client.name}' needs plain SGD, not "
                 f"'{local.optimizer.name}': {reason}; leave local.optimizer out"
+                + ("; local.weight_decay fits" if local.optimizer.weight_decay else "")
             )
         if local.step_sizes.varies_in_a_round:
             raise ConfigError(

@@ -212,7 +212,7 @@ def check_file_digests(
         if changed:
             sections = (*SECTIONS_WITH_CODE, "data", "partition")
             is_code = key in sections or key.startswith(PARTS_WITH_CODE)
-            is_code = is_code or (key.startswith("groups.") and key.endswith(".client"))
+            is_code = is_code or (key.startswith("groups.") and not key.endswith(".file"))
             place = f"{key}.name" if is_code else key
             version = before.get(changed[0], "")
             is_distribution = changed[0] in _distribution_names(before, now)
@@ -252,9 +252,10 @@ def _references(config: Config) -> Iterator[tuple[str, str]]:
     sampling = getattr(config.schedule, "sampling", None)
     if isinstance(sampling, OwnSampling):
         yield "schedule.sampling", sampling.name
-    for key, stage in config.local.named_stages().items():
-        if ":" in stage.name:
-            yield key, stage.name
+    for key, stages in config.uploads.items():
+        for i, stage in enumerate(stages):
+            if ":" in stage.name:
+                yield f"{key}.{i}", stage.name
 
 
 def _sections_with_code(config: Config) -> Iterator[tuple[str, Named]]:

@@ -122,8 +122,8 @@ class Rules:
     groups: Mapping[str, ClientRule]
     """The client rule of each group, by the name of the group."""
 
-    stages: tuple[UploadStage, ...]
-    """The stages of `local.upload`, with their parameters."""
+    stages: Mapping[str, tuple[UploadStage, ...]]
+    """The stages of uploads with their parameters, by key: `local.upload`, and those of groups."""
 
 
 @dataclass(frozen=True)
@@ -203,8 +203,8 @@ def resolve_plan(raw: Mapping[str, Any], load: Callable[[AnyData], Dataset] = lo
         metrics=workload.metrics,
         code=file_digests.code(resolved),
         sources=file_digests.sources(resolved),
-        stages=rules.stages,
-        groups=_groups(resolved, rules.groups),
+        stages=rules.stages["local.upload"],
+        groups=_groups(resolved, rules),
         members=workload.members,
         probes=attached,
     )
@@ -262,7 +262,10 @@ def build_rules(config: Config) -> Rules:
     """
     client, server = registry.resolve_rules(config)
     groups = registry.resolve_group_rules(config, client, server)
-    return Rules(client, server, groups, upload_stages.make_stages(config))
+    stages = {
+        key: upload_stages.make_stages(key, section) for key, section in config.uploads.items()
+    }
+    return Rules(client, server, groups, stages)
 
 
 def build_problem(
@@ -351,7 +354,10 @@ def _check_rules(config: Config, rules: Rules, workload: Workload) -> None:
     checks.check_groups(config, (client, server), rules.groups, workload.problem, model)
     by_key = {f"groups.{name}.client": rule for name, rule in rules.groups.items()}
     check_collusion(config, {"client": client, **by_key}, server)
-    upload_stages.check_stages(config, client, server, rules.stages, model)
+    for name, rule in {"": client, **rules.groups}.items():
+        key = config.upload_key(name)
+        section = config.uploads[key]
+        upload_stages.check_stages(key, section, rule, server, rules.stages[key], model)
 
 
 def choose_batching(config: Config, rules: Rules, model: Model, probed: bool) -> BlockChoice:
@@ -445,10 +451,15 @@ def try_rules(plan: Plan, config: Config) -> None:
     server_dry_run.dry_run_server_rule(plan, server_key)
 
 
-def _groups(config: Config, rules: Mapping[str, ClientRule]) -> tuple[ClientGroup, ...]:
-    """Return the groups of a run, with the configuration of each."""
+def _groups(config: Config, rules: Rules) -> tuple[ClientGroup, ...]:
+    """Return the groups of a run, with configuration and stages of each."""
     return tuple(
-        ClientGroup(name, rules[name], config.model_copy(update={"local": local}))
+        ClientGroup(
+            name,
+            rules.groups[name],
+            config.model_copy(update={"local": local}),
+            rules.stages[config.upload_key(name)],
+        )
         for name, local in zip(config.groups, local_of_groups(config)[1:], strict=True)
     )
 

@@ -111,7 +111,7 @@ def dry_run_rules(plan: Plan, client_key: str, server_key: str) -> None:
     _dry_run_client_rule(plan, client_key)
     for group in plan.groups:
         if plan.config.groups[group.name].client is not None:
-            of_group = replace(plan, config=group.config, client=group.rule)
+            of_group = replace(plan, config=group.config, client=group.rule, stages=group.stages)
             _dry_run_client_rule(of_group, f"groups.{group.name}.client.name")
 
 
@@ -249,7 +249,13 @@ class RuleDryRun:
                 )
         if any(stage.of is None for stage in self.plan.stages):
             try:
-                first_of_size(trainer.rule, trainer.sent, trained[0].report, trainer.model.size)
+                first_of_size(
+                    trainer.rule,
+                    trainer.sent,
+                    trained[0].report,
+                    trainer.model.size,
+                    self.config.upload_key(""),
+                )
             except ContractError as error:
                 return str(error)
         return None

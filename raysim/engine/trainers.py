@@ -40,7 +40,6 @@ def make_trainer(plan: Plan, device: str) -> Trainer:
     """
     examples = Examples.of(plan.dataset, "train", device, plan.dtype)
     model = plan.model(device, unfold=plan.config.batching.convolutions == "im2col")
-    model.autocast = getattr(torch, plan.config.local.autocast or "", None)
     x0 = plan.initial[0].to(device)
     measures = probes.measures(plan)
     kind = TRAINERS[plan.mode]
@@ -52,19 +51,19 @@ def make_trainer(plan: Plan, device: str) -> Trainer:
             group.config,
             group.rule,
             plan.server,
-            model,
+            model.with_autocast(getattr(torch, group.config.local.autocast or "", None)),
             x0,
             examples,
             plan.clients,
             measures,
-            plan.stages,
+            group.stages,
             plan.personal.to(device),
             group.name,
             public,
             plan.collusion is not None,
         )
 
-    trainer = trainer_of(ClientGroup("", plan.client, plan.config))
+    trainer = trainer_of(ClientGroup("", plan.client, plan.config, plan.stages))
     if plan.members is not None:
         trainer.add_groups([trainer_of(group) for group in plan.groups], plan.members)
     if evaluator := make_client_evaluator(plan, trainer):
@@ -102,7 +101,7 @@ def make_client_evaluator(plan: Plan, trainer: Trainer) -> ClientEvaluator | Non
         tuned = Clients(own.indices, own.offsets)
         config = _fine_tuning(plan.config, asked.fine_tune)
         kind = VmapTrainer if plan.mode == "vmap" else LoopTrainer
-        model = trainer.model.without_autocast()
+        model = trainer.model.with_autocast(None)
         tuner = kind(config, ClientRule(), ServerRule(), model, trainer.x0, examples, tuned)
     if clients.test_half == "test":
         examples = Examples.of(plan.dataset, "test", trainer.x0.device, plan.dtype)

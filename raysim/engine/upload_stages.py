@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 
 import torch
 
 from raysim.config.references import load_object
 from raysim.config.schema import Config
-from raysim.config.sections.base import Named
+from raysim.config.sections.base import Named, Section
 from raysim.errors import ConfigError, ContractError, did_you_mean
 from raysim.models.flat import Model
 from raysim.randomness import generator
@@ -21,18 +21,19 @@ from raysim.rules.user_code import translate_errors
 from raysim.training.upload_chain import check_encoded
 
 
-def make_stages(config: Config) -> tuple[UploadStage, ...]:
+def make_stages(key: str, section: Sequence[Named]) -> tuple[UploadStage, ...]:
     """Return the stages that a configuration names, in order.
 
     Args:
-        config: the configuration of the run.
+        key: configuration key of the stages, such as `local.upload`.
+        section: their section.
 
     Raises:
         ConfigError: a name is unknown, or a parameter is wrong; names the key.
     """
     return tuple(
-        build_part(key, _stage_class(key, named.name), named.parameters)
-        for key, named in config.local.named_stages().items()
+        build_part(f"{key}.{i}", _stage_class(f"{key}.{i}", named.name), named.parameters)
+        for i, named in enumerate(section)
     )
 
 
@@ -52,7 +53,8 @@ def _stage_class(key: str, name: str) -> type[UploadStage]:
 
 
 def check_stages(
-    config: Config,
+    upload_key: str,
+    section: Sequence[Named],
     client: ClientRule,
     server: ServerRule,
     stages: Sequence[UploadStage],
@@ -61,7 +63,8 @@ def check_stages(
     """Check that the stages fit the rules, and run users' stages on a random update.
 
     Args:
-        config: the configuration of the run.
+        upload_key: configuration key of the stages, such as `local.upload`.
+        section: their section.
         client: the client rule.
         server: the server rule.
         stages: the stages.
@@ -70,9 +73,8 @@ def check_stages(
     Raises:
         ConfigError: a stage names an upload that it cannot change, or fails; names the key.
     """
-    for i, (stage, (key, named)) in enumerate(
-        zip(stages, config.local.named_stages().items(), strict=True)
-    ):
+    for i, (stage, named) in enumerate(zip(stages, section, strict=True)):
+        key = f"{upload_key}.{i}"
         stage = stage.at_shapes(model.shapes)
         if stage.error_feedback and not stage.contracts:
             raise ConfigError(
@@ -98,25 +100,38 @@ def check_stages(
             try:
                 with translate_errors(lambda text, failed=failed: ConfigError(failed + text)):
                     decoded = stage.encode(update, rng)
-                    check_encoded(stage, i, update, decoded)
+                    check_encoded(stage, key, update, decoded)
                     stage.wire_format(WireFormat(model.size, 8 * update.element_size()), decoded)
             except ContractError as error:
                 raise ConfigError(str(error)) from None
 
 
-def with_stage_parameters(config: Config, stages: Sequence[UploadStage]) -> Config:
+def with_stage_parameters(config: Config, stages: Mapping[str, Sequence[UploadStage]]) -> Config:
     """Return the configuration with every parameter of its stages written out.
 
     Args:
         config: the configuration.
-        stages: its stages.
+        stages: its stages, by their configuration keys.
     """
-    if not stages:
-        return config
-    sections = tuple(
-        Named.model_validate(
-            {"name": named.name, **{f.name: asdict(stage)[f.name] for f in fields(stage)}}
+
+    def written(local: Section, key: str) -> Section:
+        named = config.uploads.get(key, ())
+        if not named:
+            return local
+        sections = tuple(
+            Named.model_validate(
+                {"name": section.name, **{f.name: asdict(stage)[f.name] for f in fields(stage)}}
+            )
+            for section, stage in zip(named, stages[key], strict=True)
         )
-        for named, stage in zip(config.local.upload, stages, strict=True)
+        return local.model_copy(update={"upload": sections})
+
+    groups = {
+        name: group.model_copy(
+            update={"local": written(group.local, f"groups.{name}.local.upload")}
+        )
+        for name, group in config.groups.items()
+    }
+    return config.model_copy(
+        update={"local": written(config.local, "local.upload"), "groups": groups}
     )
-    return config.model_copy(update={"local": config.local.model_copy(update={"upload": sections})})

@@ -362,10 +362,14 @@ class Model:
         parts = [torch.full((n,), c) for c, n in zip(chosen, self.segments, strict=True)]
         return torch.cat(parts).to(self.device)
 
-    def without_autocast(self) -> Model:
-        """Return this model in the precision of its parameters."""
+    def with_autocast(self, dtype: torch.dtype | None) -> Model:
+        """Return this model with passes that compute in a type by torch.autocast.
+
+        Args:
+            dtype: the type; None: that of the parameters.
+        """
         model = copy.copy(self)
-        model.autocast = None
+        model.autocast = dtype
         return model
 
     def in_precision(

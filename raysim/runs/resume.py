@@ -26,6 +26,7 @@ from raysim.runs.run_dir import find_run_dir, is_closed, make_run_dir
 from raysim.tracking.abandoned import finish_abandoned
 from raysim.tracking.mlflow_client import check_database
 from raysim.tracking.spool import flatten_parameters
+from raysim.training.groups import ClientGroup
 from raysim.training.optimizers import kept, make_optimizer
 from raysim.training.task import LocalSettings
 from raysim.training.upload_chain import memory_keys
@@ -200,15 +201,15 @@ def _check_fork(before: Plan, plan: Plan, saved: checkpoint.Checkpoint) -> None:
 def _kept_tensors(plan: Plan) -> set[str]:
     """Return the names of what a client keeps between rounds."""
     model = plan.model()
-    names = set(plan.client.state(VmapTask(model, LocalSettings())))
-    for group in plan.groups:
-        names |= set(group.rule.state(VmapTask(model, LocalSettings())))
-    names |= memory_keys(plan.stages) | set(plan.personal.keys)
+    names = set(plan.personal.keys)
     names |= set(map(last_upload_key, with_mode(plan.server.uploads, "difference")))
-    section = plan.config.local.optimizer
-    optimizer = make_optimizer(section)
-    if optimizer is not None and section.state == "keep":
-        names |= set(kept(optimizer.start(model.initial()[0])))
+    for group in (ClientGroup("", plan.client, plan.config, plan.stages), *plan.groups):
+        names |= set(group.rule.state(VmapTask(model, LocalSettings())))
+        names |= set(memory_keys(group.stages, plan.config.upload_key(group.name)))
+        section = group.config.local.optimizer
+        optimizer = make_optimizer(section)
+        if optimizer is not None and section.state == "keep":
+            names |= set(kept(optimizer.start(model.initial()[0])))
     return names
 
 

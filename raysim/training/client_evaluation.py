@@ -60,7 +60,7 @@ class ClientEvaluator:
             uses_own_models(one.config, one.rule, trainer.server)
             for one in trainer.groups or [trainer]
         )
-        self.net = BoundModel(trainer.model.without_autocast())
+        self.net = BoundModel(trainer.model.with_autocast(None))
 
     def evaluate_block(
         self, broadcasts: Mapping[int, Broadcast], block: Block

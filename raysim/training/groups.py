@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from raysim.config.schema import Config
 from raysim.rules.contract import ClientRule
+from raysim.rules.upload_stages import UploadStage
 
 
 @dataclass(frozen=True)
@@ -18,3 +19,5 @@ class ClientGroup:
     """The client rule of its clients."""
     config: Config
     """The configuration of the run, with the local settings of its clients."""
+    stages: tuple[UploadStage, ...] = ()
+    """The stages that change its clients' uploads, with their parameters."""

@@ -43,8 +43,11 @@ class Optimizer(ABC):
 
 
 @dataclass(frozen=True)
-class Momentum(Optimizer):
-    """SGD with momentum: b <- momentum b + (1 - dampening) g, and b = g at the first step."""
+class SGD(Optimizer):
+    """SGD with momentum: b <- momentum b + (1 - dampening) g, and b = g at the first step.
+
+    Weight decay makes g the direction plus weight_decay w. Without momentum u is g.
+    """
 
     momentum: float
     """Factor of the buffer b."""
@@ -52,14 +55,22 @@ class Momentum(Optimizer):
     """Share of a direction that does not enter the buffer."""
     nesterov: bool
     """Whether u is g + momentum b instead of b."""
+    weight_decay: float
+    """Factor of the parameters in g."""
 
     def start(self, w: Tensor) -> State:
         """Return an empty buffer, and whether there was a step if dampening needs it."""
+        if not self.momentum:
+            return {}
         started = {"started": w.new_zeros(())} if self.dampening else {}
         return {"momentum_buffer": torch.zeros_like(w), **started}
 
     def direction(self, direction: Tensor, w: Tensor, state: State) -> tuple[Tensor, State]:
         """Return the direction of the step, and the next state; see `Optimizer`."""
+        if self.weight_decay:
+            direction = direction + self.weight_decay * w
+        if not self.momentum:
+            return direction, state
         new = direction
         if self.dampening:
             new = direction * (1 - self.dampening * state["started"])
@@ -113,9 +124,9 @@ def make_optimizer(section: sections.SGD | sections.Adam) -> Optimizer | None:
         section: the section `local.optimizer`.
     """
     if isinstance(section, sections.SGD):
-        if not section.momentum:
+        if not section.momentum and not section.weight_decay:
             return None
-        return Momentum(section.momentum, section.dampening, section.nesterov)
+        return SGD(section.momentum, section.dampening, section.nesterov, section.weight_decay)
     decoupled = isinstance(section, sections.AdamW)
     return Adam(section.betas, section.eps, section.weight_decay, decoupled)
 

@@ -153,6 +153,7 @@ class Trainer(ABC):
                 self.sent,
                 self.personal.compacted_shapes(model.shapes),
                 config.seed,
+                config.upload_key(group),
             )
             if stages
             else None
@@ -180,7 +181,7 @@ class Trainer(ABC):
         """
         self.groups = [self, *groups]
         self.members = members
-        states = [trainer.rule.state(trainer.loop) for trainer in self.groups]
+        states = [trainer._new_state() for trainer in self.groups]
         for trainer, own in zip(self.groups, states, strict=True):
             trainer.padding = {
                 key: torch.zeros_like(value)
@@ -188,6 +189,15 @@ class Trainer(ABC):
                 for key, value in state.items()
                 if key not in own
             }
+
+    def _new_state(self) -> State:
+        """Return what rule, optimizer and stages keep of a client that has not trained yet."""
+        state = dict(self.rule.state(self.loop))
+        if self.optimizer is not None and self.config.local.optimizer.state == "keep":
+            state |= kept(self.optimizer.start(self.x0))
+        if self.chain is not None:
+            state |= self.chain.new_memory(self.uploads.declared, self.x0)
+        return state
 
     def of_client(self, client: int) -> Trainer:
         """Return the trainer of a client's group.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -13,6 +13,7 @@ from raysim.errors import ContractError
 from raysim.randomness import generator
 from raysim.rules.contract import ClientRule, Report, State
 from raysim.rules.upload_stages import UploadStage, WireFormat
+from raysim.rules.uploads import Kind
 from raysim.training.messages import ClientTask
 
 
@@ -37,6 +38,7 @@ class UploadChain:
         sent: keys of the uploads that the server receives.
         shapes: shapes of the tensors in an update; their sizes add up to P.
         seed: the run's seed.
+        key: configuration key of the stages.
     """
 
     def __init__(
@@ -46,12 +48,14 @@ class UploadChain:
         sent: Sequence[str],
         shapes: Sequence[tuple[int, ...]],
         seed: int,
+        key: str = "local.upload",
     ):
         self._stages = [stage.at_shapes(shapes) for stage in stages]
         self._rule = rule
         self._sent = [key for key in rule.sends if key in sent]
         self._size = sum(map(math.prod, shapes))
         self._seed = seed
+        self._key = key
 
     def encode(self, report: Report, task: ClientTask) -> EncodedReport:
         """Return the report after all stages.
@@ -73,29 +77,47 @@ class UploadChain:
         formats: dict[str, WireFormat] = {}
         encoded = dict(report)
         for i, stage in enumerate(self._stages):
-            key = stage.of or first_of_size(self._rule, self._sent, report, self._size)
+            key = stage.of or first_of_size(self._rule, self._sent, report, self._size, self._key)
             update = encoded[key].reshape(-1)
             if not torch.isfinite(update.sum()):
                 return EncodedReport(report)
             before = formats.get(key) or WireFormat(update.numel(), 8 * update.element_size())
             kept = sent = update
             if stage.error_feedback:
-                kept = _memory(task, i, update)
+                kept = _memory(task, _memory_key(self._key, i), update)
                 is_sparse = before.values < update.numel()
                 sent = update != 0 if is_sparse else torch.ones_like(update, dtype=torch.bool)
                 update = torch.where(sent, update + kept, 0.0)
             rng = generator(self._seed, "upload", task.base, task.client, i)
             decoded = stage.encode(update, rng)
-            check_encoded(stage, i, update, decoded)
+            check_encoded(stage, f"{self._key}.{i}", update, decoded)
             if stage.error_feedback:
-                memory[_memory_key(i)] = torch.where(sent, update - decoded, kept)
+                memory[_memory_key(self._key, i)] = torch.where(sent, update - decoded, kept)
             formats[key] = stage.wire_format(before, decoded)
             encoded[key] = decoded.reshape(report[key].shape)
         sizes = {key: wire_format.nbytes for key, wire_format in formats.items()}
         return EncodedReport(encoded, memory, sizes)
 
+    def new_memory(self, declared: Mapping[str, Kind], like: Tensor) -> State:
+        """Return what a client keeps that has not removed anything yet.
 
-def first_of_size(rule: ClientRule, sent: Sequence[str], report: Report, size: int) -> str:
+        Args:
+            declared: shape and type of each upload that the client rule declares.
+            like: a tensor of the type and on the device of the parameters.
+        """
+        memory: State = {}
+        for i, stage in enumerate(self._stages):
+            if stage.error_feedback:
+                kind = declared.get(stage.of or "", Kind((self._size,), like.dtype))
+                size = math.prod(kind.shape)
+                size = self._size if size == like.numel() else size
+                memory[_memory_key(self._key, i)] = like.new_zeros(size, dtype=kind.dtype)
+        return memory
+
+
+def first_of_size(
+    rule: ClientRule, sent: Sequence[str], report: Report, size: int, upload_key: str
+) -> str:
     """Return the key of the first upload of the model's size.
 
     Args:
@@ -103,6 +125,7 @@ def first_of_size(rule: ClientRule, sent: Sequence[str], report: Report, size: i
         sent: keys of the uploads, in the order of the rule's `sends`.
         report: the uploads.
         size: P, the number of parameters.
+        upload_key: configuration key of the stages.
 
     Raises:
         ContractError: there is none.
@@ -111,24 +134,24 @@ def first_of_size(rule: ClientRule, sent: Sequence[str], report: Report, size: i
         if report[key].shape == (size,):
             return key
     raise ContractError(
-        f"local.upload: client rule '{rule.name}' sends no upload of the model's size "
+        f"{upload_key}: client rule '{rule.name}' sends no upload of the model's size "
         f"({size:,} numbers); name another with the key `of`"
     )
 
 
-def check_encoded(stage: UploadStage, i: int, update: Tensor, decoded: Tensor) -> None:
+def check_encoded(stage: UploadStage, key: str, update: Tensor, decoded: Tensor) -> None:
     """Check that a stage kept the shape and the type of an update.
 
     Args:
         stage: the stage.
-        i: its position in `local.upload`.
+        key: its key in the configuration.
         update: the update.
         decoded: the stage's result.
 
     Raises:
         ContractError: it did not.
     """
-    name = f"local.upload.{i}: encode of {type(stage).__name__}"
+    name = f"{key}: encode of {type(stage).__name__}"
     if not isinstance(decoded, Tensor):
         raise ContractError(f"{name} returns a {type(decoded).__name__}; return a tensor")
     if (decoded.shape, decoded.dtype) != (update.shape, update.dtype):
@@ -143,21 +166,22 @@ def _text(value: Tensor) -> str:
     return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
 
 
-def memory_keys(stages: Sequence[UploadStage]) -> set[str]:
+def memory_keys(stages: Sequence[UploadStage], key: str) -> list[str]:
     """Return the keys under which a client keeps what stages with error feedback removed.
 
     Args:
-        stages: the stages of a run.
+        stages: the stages of the client.
+        key: configuration key of the stages.
     """
-    return {_memory_key(i) for i, stage in enumerate(stages) if stage.error_feedback}
+    return [_memory_key(key, i) for i, stage in enumerate(stages) if stage.error_feedback]
 
 
-def _memory_key(i: int) -> str:
+def _memory_key(key: str, i: int) -> str:
     """Return the key under which a client keeps what stage `i` removed."""
-    return f"memory of local.upload.{i}"
+    return f"memory of {key}.{i}"
 
 
-def _memory(task: ClientTask, i: int, like: Tensor) -> Tensor:
-    """Return what stage `i` removed from the client's earlier updates."""
-    memory = None if task.client_state is None else task.client_state.get(_memory_key(i))
+def _memory(task: ClientTask, key: str, like: Tensor) -> Tensor:
+    """Return what a stage removed from the client's earlier updates."""
+    memory = None if task.client_state is None else task.client_state.get(key)
     return torch.zeros_like(like) if memory is None else torch.tensor(memory).to(like)

@@ -298,6 +298,20 @@ def test_privacy_counts_the_passes_of_each_group(config, engine):
             {"a": {"ids": [1], "client": "OWN:Counting"}, "b": {"ids": [2], "client": "OWN:OtherShape"}},
             r"groups\.b\.client: .*'othershape' keeps 'rounds'",
         ),
+        ({"a": {"share": 0.5, "local": {"upload": "topq"}}}, r"groups\.a\.local\.upload\.0\.name: .*'topq'"),
+        (
+            {"a": {"share": 0.5, "local": {"upload": ["clip", {"name": "qsgd", "unbiased": True, "error_feedback": True, "bits": 2}]}}},
+            r"groups\.a\.local\.upload\.1\.error_feedback: .*'qsgd'",
+        ),
+        ({"a": {"share": 0.5, "local": {"optimizer": "adma"}}}, r"groups\.a\.local\.optimizer\.name: .*'adma'"),
+        (
+            {"a": {"share": 0.5, "client": "gradma", "local": {"optimizer": "adam"}}},
+            r"groups\.a: local\.optimizer: client rule 'gradma' needs plain SGD",
+        ),
+        (
+            {"a": {"share": 0.5, "local": {"optimizer": "adamw", "weight_decay": 0.1}}},
+            r"groups\.a: local: both 'weight_decay' and that of optimizer 'adamw'",
+        ),
         ({"a.b": {"share": 0.5}}, r"groups\.a\.b"),
     ],
 )  # fmt: skip

@@ -35,6 +35,11 @@ OPTIMIZERS: dict[str, tuple[dict[str, Any], Callable[[Any], optim.Optimizer]]] =
     "momentum": (SGD, lambda p: optim.SGD(p, LR, 0.9)),
     "dampening": ({**SGD, "dampening": 0.4}, lambda p: optim.SGD(p, LR, 0.9, 0.4)),
     "nesterov": ({**SGD, "nesterov": True}, lambda p: optim.SGD(p, LR, 0.9, nesterov=True)),
+    "decay": ({"weight_decay": 0.1}, lambda p: optim.SGD(p, LR, weight_decay=0.1)),
+    "all of sgd": (
+        {**SGD, "nesterov": True, "weight_decay": 5e-2},
+        lambda p: optim.SGD(p, LR, 0.9, weight_decay=5e-2, nesterov=True),
+    ),
     "adam": ({"name": "adam"}, lambda p: optim.Adam(p, LR)),
     "adam with decay": (
         {"name": "adam", "betas": [0.8, 0.99], "eps": 1e-3, "weight_decay": 0.1},
@@ -231,6 +236,44 @@ def test_schedules_have_the_values_of_torch(name):
 
 
 @both_modes
+def test_groups_have_optimizers_of_their_own(mode, planned):
+    """Each client follows torch's optimizer of its group over three rounds, with kept moments or new ones.
+    Clients of all groups keep the same tensors."""
+    own = {0: "adam", 2: "adam", 3: "dampening", 4: "decay"}
+    kinds = {
+        "adams": {"ids": [0, 2], "local": {"optimizer": {"name": "adam", "state": "keep"}, "accumulate": 2}},
+        "damped": {"ids": [3], "local": {"optimizer": {**OPTIMIZERS["dampening"][0], "state": "keep"}}},
+        "decayed": {"ids": [4], "local": {"optimizer": OPTIMIZERS["decay"][0]}},
+    }  # fmt: skip
+    plan = planned(mode, {}, groups=kinds)
+    trainer, x = make_trainer(plan, "cpu"), plan.initial[0]
+    clients = [Torch(plan, OPTIMIZERS[own.get(i, "plain")][1]) for i in range(len(SIZES))]
+    rows: list[Any] = [None] * len(SIZES)
+    for t in range(3):
+        tasks = [
+            replace(task, client_state=row)
+            for task, row in zip(tasks_of(BATCHES[t:] + BATCHES[:t], t), rows, strict=True)
+        ]
+        broadcast = Broadcast({"x": x}, torch.zeros(0, dtype=x.dtype))
+        updates = trainer._train_groups({t: broadcast}, Block(0, tasks))
+        for task, update in zip(tasks, updates, strict=True):
+            assert update.error is None, update.error
+            of_group = trainer.of_client(task.client)
+            batches = of_group.client_batches.batches(task, plan.clients.client(task.client))
+            k = 2 if task.client in (0, 2) else 1
+            assert close(x - update.report["delta"], clients[task.client].train(x, batches, k))
+        rows = [{k: v.numpy() for k, v in u.client_state.items()} for u in updates]
+        assert all(
+            {k: v.shape for k, v in row.items()} == {k: v.shape for k, v in rows[0].items()}
+            for row in rows
+        )
+        x = x - 0.2 * sum(update.report["delta"] for update in updates)
+    assert set(rows[1]) == {
+        f"optimizer {k}" for k in ("exp_avg", "exp_avg_sq", "step", "momentum_buffer", "started")
+    }
+
+
+@both_modes
 @pytest.mark.parametrize("name", ["momentum", "dampening", "adamw"])
 def test_moments_are_kept_or_begin_anew(name, mode, planned):
     """Kept: one optimizer of torch for all rounds of a client. Anew: one for each round."""
@@ -409,6 +452,8 @@ STEPS = {**COSINE, "over": "steps"}
         ("fedavg", {"lr": COSINE}, r"^local\.lr: is 0 in round 5; raise local\.lr\.eta_min"),
         ("fedavg", {"autocast": "bfloat16"}, r"^local\.autocast: has no effect on float64"),
         ("fedavg", {"optimizer": "adamw", "weight_decay": 0.1}, r"^local: both 'weight_decay'"),
+        ("fedavg", {"optimizer": {"weight_decay": 0.1}, "weight_decay": 0.1}, r"^local: both 'weight_decay'.*'sgd'"),
+        ("scaffold", {"optimizer": {"weight_decay": 0.1}}, r"^local\.optimizer: .*local\.weight_decay fits"),
         ("fedavg", {"optimizer": "adagrad"}, r"^local\.optimizer\.name: unknown name 'adagrad'"),
         ("fedavg", {"optimizer": {"name": "sgd", "nesterov": True}}, r"^local\.optimizer: 'nesterov' has no effect"),
         ("fedavg", {"optimizer": {"name": "sgd", "state": "keep"}}, r"^local\.optimizer: 'state' has no effect"),

@@ -234,6 +234,30 @@ def test_after_a_sparse_stage_the_memory_of_entries_that_are_not_sent_waits(wave
     assert all(np.count_nonzero(row) > k for row in n)
 
 
+def test_groups_have_stages_of_their_own(waves, engine):
+    """Client 1 sends its 16 largest entries with error feedback, client 2 halves, client 0 clips like `local`."""
+    groups = {
+        "few": {"ids": [1], "local": {"upload": {"name": "topk", "share": 0.05, "error_feedback": True}}},
+        "halved": {"ids": [2], "local": {"upload": eval(repr(["FILE:Half"]).replace("FILE", waves("x")["client"]["name"].split(":")[0]))}},
+    }  # fmt: skip
+    config = waves([{"name": "clip", "norm": 2.0}], schedule={"cohort": 3}, groups=groups)
+    run, records = engine(config)
+    memory = np.zeros(310)
+    for t in range(4):
+        first, second, third = (wave(size, t, 310) for size in SIZES)
+        sent = top_k(memory + second, 16)
+        memory += second - sent
+        mean = (first * min(1.0, 2.0 / np.linalg.norm(first)) + sent + third / 2) / 3
+        step = run.executor.xs[t] - run.executor.xs[t + 1]
+        assert np.allclose(step, mean, rtol=0, atol=1e-12)
+    assert records[-1]["bytes_up"] == 4 * (2 * 310 * 8 + 16 * (8 + 4))
+    assert {k: v.shape for k, v in run.store.get(0).items()} == {
+        "memory of groups.few.local.upload.0": (310,)
+    }
+    assert not run.store.get(0)["memory of groups.few.local.upload.0"].any()
+    assert np.allclose(run.store.get(1)["memory of groups.few.local.upload.0"], memory)
+
+
 BYTES = [
     ([{"name": "topk", "share": 0.05}], 16 * (4 + 4)),
     ([{"name": "randk", "share": 0.05}], 16 * 4 + 8),

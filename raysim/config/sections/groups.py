@@ -6,9 +6,10 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from raysim.config.sections.base import Named, Positive, Section, named
+from raysim.config.sections.base import Named, Positive, Section, default_name, named
 from raysim.config.sections.learning_rate import LearningRate
-from raysim.config.sections.local import Local
+from raysim.config.sections.local import Local, UploadStages
+from raysim.config.sections.optimizer import Optimizer
 
 
 class GroupLocal(Section):
@@ -22,10 +23,19 @@ class GroupLocal(Section):
     """Examples in a mini-batch, or `full` for all of the client's data."""
     lr: LearningRate | None = None
     """Step size, a list [[first round, value], ...], or a schedule `cosine`, `step` or `warmup`."""
+    optimizer: Annotated[Optimizer, default_name("sgd")] | None = None
+    """Optimizer of the local steps: `sgd`, `adam` or `adamw`."""
+    accumulate: int | None = Field(default=None, ge=1)
+    """Mini-batches for one step."""
+    autocast: Literal["bfloat16"] | None = None
+    """Type in which the net's passes in local training compute."""
     weight_decay: float | None = Field(default=None, ge=0)
     """Factor of each parameter in the direction of a step."""
     max_grad_norm: Positive | None = None
     """Largest norm of a step's direction."""
+    upload: UploadStages | None = None
+    """Stages that change a client's update before it is sent, in place of those of `local`; [] for
+    none."""
 
     @model_validator(mode="after")
     def _steps_or_epochs(self) -> GroupLocal:

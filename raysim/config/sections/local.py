@@ -23,6 +23,11 @@ from raysim.config.sections.learning_rate import (
 )
 from raysim.config.sections.optimizer import PLAIN_SGD, Optimizer
 
+UploadStages = Annotated[
+    tuple[Annotated[Named, BeforeValidator(named)], ...], BeforeValidator(as_list)
+]
+"""Stages of uploads, in order; one may be given without a list."""
+
 
 class Local(Section):
     """Local training."""
@@ -53,9 +58,7 @@ class Local(Section):
     upload_dtype: Literal["bfloat16", "float16"] | None = None
     """Type to which uploads of the model's size are rounded; they count with its bytes. null: not
     rounded."""
-    upload: Annotated[
-        tuple[Annotated[Named, BeforeValidator(named)], ...], BeforeValidator(as_list)
-    ] = ()
+    upload: UploadStages = ()
     """Stages that change a client's update before it is sent, in order: `clip`, `topk`, `randk`,
     `qsgd`, `signsgd`, `cast`, or path.py:Class, each with its parameters."""
     personal: Annotated[tuple[str, ...], BeforeValidator(as_list)] = ()
@@ -72,17 +75,25 @@ class Local(Section):
             return self.lr
         return StepSizesByRound(self.lr) if isinstance(self.lr, list) else ConstantStepSize(self.lr)
 
-    def named_stages(self) -> dict[str, Named]:
-        """Return the stages of `upload` by their keys."""
-        return {f"local.upload.{i}": stage for i, stage in enumerate(self.upload)}
-
-    @model_validator(mode="after")
-    def _one_rounding(self) -> Local:
+    @property
+    def conflict(self) -> str | None:
+        """Two settings that exclude each other, and the fix; None if there are none."""
         if self.upload and self.upload_dtype:
-            raise ValueError(
+            return (
                 "'upload_dtype' cannot be combined with 'upload'; leave it out and add the stage "
                 f"{{name: cast, dtype: {self.upload_dtype}}} to 'upload'"
             )
+        if self.weight_decay and self.optimizer.weight_decay:
+            return (
+                f"both 'weight_decay' and that of optimizer '{self.optimizer.name}' are set; set "
+                "one of them to 0"
+            )
+        return None
+
+    @model_validator(mode="after")
+    def _without_conflict(self) -> Local:
+        if self.conflict is not None:
+            raise ValueError(self.conflict)
         return self
 
     @model_validator(mode="before")
@@ -94,15 +105,6 @@ class Local(Section):
             if values.get("steps") is None and values.get("epochs") is None:
                 values = {**values, "steps": 5}
         return values
-
-    @model_validator(mode="after")
-    def _decays_once(self) -> Local:
-        if self.weight_decay and getattr(self.optimizer, "weight_decay", 0):
-            raise ValueError(
-                f"both 'weight_decay' and that of optimizer '{self.optimizer.name}' are set; set "
-                "one of them to 0"
-            )
-        return self
 
     def n_updates(self, batches: int) -> int:
         """Return the number of steps that a client makes.

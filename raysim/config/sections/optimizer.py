@@ -20,7 +20,7 @@ class OptimizerSection(Section):
 
 
 class SGD(OptimizerSection):
-    """Stochastic gradient descent; plain without `momentum`."""
+    """Stochastic gradient descent; plain without `momentum` and `weight_decay`."""
 
     name: Literal["sgd"] = "sgd"
     momentum: UnitFactor = 0.0
@@ -29,6 +29,9 @@ class SGD(OptimizerSection):
     """The direction enters the buffer times 1 - dampening, except at the first step."""
     nesterov: bool = False
     """Use Nesterov's momentum."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Factor of each parameter, with biases, in the direction. `local.weight_decay` leaves biases
+    out."""
 
     @model_validator(mode="after")
     def _belongs_to_momentum(self) -> SGD:
