@@ -13,6 +13,8 @@ from typing import Any
 
 from pydantic import Field, TypeAdapter, create_model
 
+from raysim.config import entry_points
+
 JsonSchema = dict[str, Any]
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
@@ -47,7 +49,7 @@ def configuration_schema(distribution: str | None = None) -> JsonSchema:
     No key is required, because a file may extend another one.
 
     Args:
-        distribution: list the methods of this distribution only, such as "raysim"; None lists all
+        distribution: list the names of this distribution only, such as "raysim"; None lists all
             that are installed.
     """
     from raysim import data
@@ -89,7 +91,11 @@ def configuration_schema(distribution: str | None = None) -> JsonSchema:
     definitions["OwnData"]["properties"]["name"] = OWN_CODE
     variants = [{"$ref": f"#/$defs/{model.__name__}"} for model in kinds]
     sections["data"] = {"anyOf": [{"enum": list(data.dataset_names())}, OWN_CODE, *variants]}
-    probe = {"anyOf": [OWN_CODE, {"$ref": "#/$defs/Named"}]}
+    probe: JsonSchema = {"anyOf": [OWN_CODE, {"$ref": "#/$defs/Named"}]}
+    if distribution is None:
+        sections["model"]["anyOf"] += _installed(entry_points.MODELS)
+        sections["data"]["anyOf"] += _installed(entry_points.DATA)
+        probe["anyOf"] += _installed(entry_points.PROBES)
     evaluate = definitions["Evaluate"]["properties"]
     evaluate["probes"] = {
         "description": evaluate["probes"].get("description", ""),
@@ -123,6 +129,15 @@ def configuration_schema(distribution: str | None = None) -> JsonSchema:
         "$defs": definitions,
     }
     return _without_noise(whole)
+
+
+def _installed(group: entry_points.Group) -> list[JsonSchema]:
+    """Return the schemas of what installed packages offer by name, alone or with its keys."""
+    names = sorted({point.name for point in entry_points.entry_points(group)})
+    if not names:
+        return []
+    name = {"enum": names}
+    return [name, {"type": "object", "properties": {"name": name}, "required": ["name"]}]
 
 
 def _algorithms(distribution: str | None) -> dict[str, JsonSchema]:

@@ -53,9 +53,27 @@ def _rules(side: Literal["client", "server"]) -> list[Row]:
 
 
 def _models() -> list[Row]:
-    from raysim.models import zoo
+    from raysim.models import build
 
-    return [{"name": name, "what": _first_line(net)} for name, net in zoo.NETS.items()]
+    return [
+        {"name": name, "from": origin, "what": _first_line(net)}
+        for name, net, origin in build.catalogue()
+    ]
+
+
+def _probes() -> list[Row]:
+    from raysim.engine import probes
+    from raysim.rules import registry
+
+    return [
+        {
+            "name": name,
+            "from": origin,
+            "what": _first_line(probe),
+            "keys": " ".join(registry.hyperparameter_names(probe)),
+        }
+        for name, probe, origin in probes.catalogue()
+    ]
 
 
 def _tasks() -> list[Row]:
@@ -77,8 +95,8 @@ def _datasets() -> list[Row]:
     from raysim import data
 
     return [
-        {"name": name, "here": "yes" if data.is_present(name) else "no"}
-        for name in data.dataset_names()
+        {"name": name, "from": origin, "here": "yes" if is_present else "no"}
+        for name, origin, is_present in data.catalogue()
     ]
 
 
@@ -144,7 +162,8 @@ LISTABLE: dict[str, Callable[[], list[Row]]] = {
     "pairs": _rule_pairs,
     "models": _models,
     "tasks": _tasks,
-    "datasets": _datasets,
+    "probes": _probes,
+    "data": _datasets,
     "partitions": partial(_choices, "partition"),
     "schedules": partial(_choices, "schedule"),
     "client_speeds": partial(_choices, "client_speeds"),
@@ -152,6 +171,9 @@ LISTABLE: dict[str, Callable[[], list[Row]]] = {
     "configs": _configs,
 }
 """Functions that return the rows of a list, by the word that `raysim list` accepts."""
+
+FORMER_WORDS = {"datasets": "data"}
+"""Earlier words, which are accepted."""
 
 
 @app.command(name="list")
@@ -168,8 +190,6 @@ def list_(
         return
     if what == "pairs":
         return _print_pairs(rows)
-    if all(row.get("from") == "raysim" for row in rows):  # of interest beside other packages only
-        rows = [{key: text for key, text in row.items() if key != "from"} for row in rows]
     table = Table(*rows[0], box=None)
     for row in rows:
         table.add_row(*map(str, row.values()))
@@ -178,6 +198,7 @@ def list_(
 
 def _catalogue(what: str) -> list[Row]:
     """Return the rows of a list."""
+    what = FORMER_WORDS.get(what, what)
     if what not in LISTABLE:
         raise ConfigError(f"list: nothing called '{what}'{did_you_mean(what, LISTABLE)}")
     return LISTABLE[what]()

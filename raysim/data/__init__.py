@@ -3,6 +3,7 @@
 from raysim.data.clients import Clients, VirtualClients, partition_digest
 from raysim.data.dataset import Dataset, data_root
 from raysim.data.datasets import (
+    catalogue,
     dataset_names,
     download_dataset,
     is_present,
@@ -19,6 +20,7 @@ __all__ = [
     "Dataset",
     "Examples",
     "VirtualClients",
+    "catalogue",
     "data_root",
     "dataset_names",
     "dataset_summary",

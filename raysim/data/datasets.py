@@ -8,10 +8,12 @@ same for every seed.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from raysim import startup_stages
+from raysim.config import entry_points
 from raysim.config.references import read_code
 from raysim.config.sections.data import AnyData, Arrays, Data, HuggingFace, OwnData, TorchvisionData
 from raysim.data import built_in, own
@@ -35,9 +37,25 @@ USER_FORMATS = {"folder": load_folder, "users": load_users}
 """Images of one's own."""
 
 
+OTHER_KINDS = ("arrays", "torchvision", "hf")
+"""Names that need further keys."""
+
+
 def dataset_names() -> tuple[str, ...]:
     """Return the names of the data sets that need no code, file or further key of the user's."""
     return tuple(sorted((*TORCHVISION_SOURCES, *built_in.LOADERS, *USER_FORMATS)))
+
+
+def catalogue() -> Iterator[tuple[str, str, bool]]:
+    """Yield name and distribution of every data set that has a name, and whether it is present.
+
+    The examples of an installed package are present as far as raysim knows.
+    """
+    for name in dataset_names():
+        yield name, "raysim", is_present(name)
+    taken = (*dataset_names(), *OTHER_KINDS)
+    for name, _, origin in entry_points.offered(entry_points.DATA, "data.name", taken):
+        yield name, origin, True
 
 
 def is_present(name: str, root: str | Path | None = None) -> bool:
@@ -77,7 +95,7 @@ def load_dataset(data: AnyData) -> Dataset:
     startup_stages.begin(f"loading {data.name}")
     match data:
         case OwnData():
-            dataset = own.from_function(data)
+            dataset = own.from_function(data, _function_of(data))
         case Arrays():
             dataset = own.from_npz(data)
         case TorchvisionData():
@@ -102,6 +120,18 @@ def load_dataset(data: AnyData) -> Dataset:
     return replace(dataset, pad=dataset.pad or dataset.shape[1] // 8, flip=True)
 
 
+def _function_of(data: OwnData) -> str:
+    """Return the reference to the function that returns a user's examples."""
+    if ":" in data.name:
+        return data.name
+    taken = (*dataset_names(), *OTHER_KINDS)
+    found = entry_points.offered_reference(
+        entry_points.DATA, "data.name", data.name, data.name in taken
+    )
+    assert found is not None  # the section is OwnData because there is an entry point
+    return found
+
+
 def version_of(data: AnyData) -> str:
     """Return a text that changes when the files change that hold a user's own examples.
 
@@ -124,7 +154,8 @@ def version_of(data: AnyData) -> str:
 def _load_known(data: Data) -> Dataset:
     """Load a data set by its name."""
     if data.name not in dataset_names():
-        known = (*dataset_names(), "arrays", "torchvision", "hf")
+        installed = (point.name for point in entry_points.entry_points(entry_points.DATA))
+        known = (*dataset_names(), *OTHER_KINDS, *installed)
         raise ConfigError(
             f"data.name: unknown name '{data.name}'{did_you_mean(data.name, known)}; "
             "your own is given as path.py:function"

@@ -42,17 +42,18 @@ MAX_CLASSES = 1_000_000
 """Largest number of classes that a user can give; each has a name."""
 
 
-def from_function(data: OwnData) -> Dataset:
+def from_function(data: OwnData, function: str) -> Dataset:
     """Call the user's function and make a data set of what it returns.
 
     Args:
-        data: the section `data`, which names the function and holds its arguments.
+        data: the section `data`, which holds the function's arguments.
+        function: the reference to the function.
 
     Raises:
         ConfigError: the function is missing or fails, an argument is wrong, or what it returns
             cannot be used.
     """
-    content = call_function("data", data.name, data.parameters)
+    content = call_function("data", function, data.parameters)
     return make_dataset(data.name.rpartition(":")[2], content, f"data.name: {data.name}")
 
 

@@ -28,7 +28,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from raysim.config import python_objects
+from raysim.config import entry_points, python_objects
 from raysim.config.distributions import distribution_of
 from raysim.config.explain import annotation_types
 from raysim.config.python_objects import PythonObject
@@ -59,6 +59,9 @@ EMPTY_FILE_SHA256 = hashlib.sha256().hexdigest()
 
 RULES = ("algorithm", "client", "server")
 """Sections of the configuration that name rules."""
+
+GROUPS = {**dict.fromkeys(RULES, entry_points.ALGORITHMS), "model": entry_points.MODELS}
+"""The group of entry points whose names a section may have."""
 
 SECTIONS_WITH_CODE = (*RULES, "task", "model")
 """Sections of the configuration whose `name` can refer to code."""
@@ -234,19 +237,20 @@ def _distribution_names(*digests: Mapping[str, str]) -> set[str]:
 def _references(config: Config) -> Iterator[tuple[str, str]]:
     """Yield each key that names code outside raysim, with the reference to that code."""
     for key, section in _sections_with_code(config):
-        is_rule = key.rpartition(".")[2] in RULES
-        if ":" in section.name:
-            yield key, section.name
-        elif is_rule and (point := registry.entry_point(section.name)) is not None:
-            yield key, point
+        kind = key.rpartition(".")[2]
+        group = GROUPS.get(kind)
+        if (reference := _reference(section.name, group)) is not None:
+            yield key, reference
     for i, metric in enumerate(config.evaluate.metrics or ()):
         if ":" in metric:
             yield f"evaluate.metrics.{i}", metric
     for key, probe in config.evaluate.named_probes().items():
-        if ":" in probe.name:
-            yield key, probe.name
+        if (reference := _reference(probe.name, entry_points.PROBES)) is not None:
+            yield key, reference
     if isinstance(config.data, OwnData):
-        yield "data", config.data.name
+        reference = _reference(config.data.name, entry_points.DATA)
+        if reference is not None:
+            yield "data", reference
     if isinstance(config.partition, OwnPartition):
         yield "partition", config.partition.name
     sampling = getattr(config.schedule, "sampling", None)
@@ -256,6 +260,13 @@ def _references(config: Config) -> Iterator[tuple[str, str]]:
         for i, stage in enumerate(stages):
             if ":" in stage.name:
                 yield f"{key}.{i}", stage.name
+
+
+def _reference(name: str, group: entry_points.Group | None) -> str | None:
+    """Return the reference to code that a name means; None for what raysim has."""
+    if ":" in name or group is None:
+        return name if ":" in name else None
+    return entry_points.reference(group, name)
 
 
 def _sections_with_code(config: Config) -> Iterator[tuple[str, Named]]:

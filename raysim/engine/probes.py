@@ -16,12 +16,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from raysim.config import entry_points
 from raysim.config.references import load_object
 from raysim.config.schema import Config
 from raysim.config.sections.base import Named
 from raysim.engine.plan import Plan, Probe, ProbedRun, evaluates_models, measures_clients
 from raysim.engine.server import RoundCohort
-from raysim.errors import ConfigError, ProbeError, in_a_line
+from raysim.errors import ConfigError, ProbeError, did_you_mean, in_a_line
 from raysim.metrics import reserved_prefixes
 from raysim.rules import registry
 from raysim.rules.user_code import translate_errors
@@ -50,6 +51,16 @@ PROBE_NAME_PATTERN = re.compile(r"[\w\-.]+", re.ASCII)
 
 METRIC_NAME_PATTERN = re.compile(r"[\w\-. /]+", re.ASCII)
 """Names of metrics that a tracker accepts."""
+
+
+def catalogue() -> Iterator[tuple[str, Any, str]]:
+    """Yield name, class and distribution of every probe that has a name.
+
+    The name of one of raysim's own is the key of the configuration that attaches it.
+    """
+    for key, reference in BUILT_IN_PROBES.items():
+        yield key, load_object(reference, key), "raysim"
+    yield from entry_points.offered(entry_points.PROBES, "evaluate.probes", ())
 
 
 def attached(config: Config) -> tuple[Probe, ...]:
@@ -86,17 +97,26 @@ def attached(config: Config) -> tuple[Probe, ...]:
 
 def _user_probe(key: str, named: Named) -> Probe:
     """Return a user's probe with its parameters."""
-    where, _, _ = named.name.rpartition(":")
-    if not where:
+    reference = named.name
+    if ":" not in reference:
+        found = entry_points.offered_reference(entry_points.PROBES, f"{key}.name", reference, False)
+        reference = found or reference
+    if ":" not in reference:
+        known = [point.name for point in entry_points.entry_points(entry_points.PROBES)]
         hint = (
             f"which class of {named.name}? Give it as {named.name}:NAME"
             if named.name.endswith(".py")
             else None
         )
         raise ConfigError(
-            f"{key}.name: {hint or f'unknown probe {named.name!r}; give it as path.py:Class'}"
+            f"{key}.name: "
+            + (
+                hint
+                or f"unknown probe '{named.name}'{did_you_mean(named.name, known)}; give it as "
+                "path.py:Class"
+            )
         )
-    cls = load_object(named.name, f"{key}.name")
+    cls = load_object(reference, f"{key}.name")
     if not (isinstance(cls, type) and issubclass(cls, Probe)):
         raise ConfigError(f"{key}.name: '{named.name}' is not a Probe; derive it from raysim.Probe")
     fields = [kind for kind in inspect.get_annotations(cls).values() if "ClassVar" not in str(kind)]

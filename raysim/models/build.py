@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any
 
 import torch
 from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 from torch import nn
 
+from raysim.config import entry_points
 from raysim.config.explain import explain_validation_error
 from raysim.config.references import load_object
 from raysim.config.schema import Config
@@ -22,15 +23,25 @@ from raysim.randomness import generator
 from raysim.signals import reraise_stop
 
 
+def catalogue() -> Iterator[tuple[str, Any, str]]:
+    """Yield name, factory and distribution of every net that has a name."""
+    for name, factory in NETS.items():
+        yield name, factory, "raysim"
+    yield from entry_points.offered(entry_points.MODELS, "model.name", NETS)
+
+
 def _find_factory(name: str) -> Callable:
     """Return the class or function that builds the net `name`."""
-    factory: Any = None
-    if name in NETS:
-        factory = NETS[name]
-    elif ":" in name:
+    factory: Any
+    if ":" in name:
         factory = load_object(name, "model.name")
+    else:
+        factory = entry_points.load_offered(
+            entry_points.MODELS, "model.name", name, name in NETS
+        ) or NETS.get(name)
     if factory is None:
-        hint = did_you_mean(name, NETS)
+        installed = (point.name for point in entry_points.entry_points(entry_points.MODELS))
+        hint = did_you_mean(name, [*NETS, *installed])
         raise ConfigError(
             f"model.name: unknown model '{name}'{hint}; write your own net as path.py:Class"
         )

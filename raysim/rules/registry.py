@@ -9,21 +9,15 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
-import logging
 import os
 import pkgutil
-import sys
 from collections.abc import Iterable, Iterator, Mapping
-from functools import lru_cache
-from importlib import metadata
-from importlib.metadata import EntryPoint, EntryPoints
-from itertools import groupby
 from types import ModuleType
 from typing import Any, Literal, get_args, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
-from raysim.config import python_objects
+from raysim.config import entry_points, python_objects
 from raysim.config.explain import annotation_types, explain_validation_error
 from raysim.config.references import load_file, load_object, place_of
 from raysim.config.schema import Config
@@ -44,9 +38,6 @@ from raysim.rules.rule import Rule
 from raysim.rules.uploads import UploadMode, why_not_declared
 from raysim.rules.user_code import class_defined_at
 from raysim.signals import reraise_stop
-from raysim.version import __version__
-
-logger = logging.getLogger("raysim")
 
 FEDAVG = "fedavg"
 """The name of the client rule that is local SGD, and of the server rule that averages."""
@@ -58,73 +49,20 @@ def discover() -> None:
         importlib.import_module(f"{SHIPPED_PACKAGE}.{module.name}")
 
 
-def entry_points(name: str | None = None) -> list[EntryPoint]:
-    """Return the entry points of the group `raysim.algorithms`, without importing them.
-
-    The name of an entry point is the name of the method in a configuration. Its value is an
-    Algorithm, a ClientRule or a ServerRule.
-
-    Args:
-        name: only the entry points of this name, one for each distribution that offers it; None:
-            all.
-
-    Returns:
-        They are sorted by name, then by distribution.
-    """
-    points = [point for point in _entry_points(tuple(sys.path)) if name in (None, point.name)]
-    return sorted(points, key=lambda point: (point.name, _distribution(point)))
+def _is_shipped(name: str) -> bool:
+    return any(name in registry for registry in (CLIENT_RULES, SERVER_RULES, ALGORITHMS))
 
 
-@lru_cache(maxsize=4)
-def _entry_points(path: tuple[str, ...]) -> EntryPoints:
-    return metadata.entry_points(group=SHIPPED_PACKAGE)
-
-
-def entry_point(name: str) -> str | None:
-    """Return the reference that an entry point of this name stands for.
-
-    Args:
-        name: a method's name in a configuration.
-
-    Returns:
-        "module:ATTRIBUTE"; None if no installed distribution offers the name.
-    """
-    return next((f"{point.module}:{point.attr}" for point in entry_points(name)), None)
-
-
-def _distribution(point: EntryPoint) -> str:
-    return f"{point.dist.name} {point.dist.version}" if point.dist else point.value
+def _is_offered(name: str) -> bool:
+    """Return whether another distribution has a method of this name."""
+    return entry_points.reference(entry_points.ALGORITHMS, name) is not None
 
 
 def _installed(section: str, name: str) -> Any:
-    """Return what another distribution offers under a name, None if none does.
-
-    Only the method that is asked for is imported, so a broken or clashing one stops no run but its
-    own.
-
-    Raises:
-        ConfigError: several distributions, one of which may be raysim, have a method of this name;
-            or it cannot be imported.
-    """
-    points = entry_points(name)
-    owners = [_distribution(point) for point in points]
-    if points and any(name in registry for registry in (CLIENT_RULES, SERVER_RULES, ALGORITHMS)):
-        owners.insert(0, f"raysim {__version__}")
-    if len(owners) > 1:
-        raise ConfigError(
-            f"{section}.name: '{name}' is a method of {' and of '.join(owners)}; "
-            "uninstall all but one of them"
-            f", or give one as {points[0].value}"
-        )
-    if not points:
-        return None
-    if not points[0].attr:
-        raise ConfigError(
-            f"{section}.name: entry point '{name}' of {owners[0]} names the module "
-            f"{points[0].value}; it must name an "
-            "Algorithm or a rule in it, as module:NAME"
-        )
-    return load_object(f"{points[0].module}:{points[0].attr}", f"{section}.name")
+    """Return what another distribution offers under a name, None if none does."""
+    return entry_points.load_offered(
+        entry_points.ALGORITHMS, f"{section}.name", name, _is_shipped(name)
+    )
 
 
 def rule_reference(rule: type[Rule], given: str) -> str:
@@ -142,7 +80,7 @@ def rule_reference(rule: type[Rule], given: str) -> str:
     registry: Mapping[str, type] = CLIENT_RULES if issubclass(rule, ClientRule) else SERVER_RULES
     name = rule.name
     if registry.get(name) is rule:
-        return f"{rule.__module__}:{rule.__qualname__}" if entry_points(name) else name
+        return f"{rule.__module__}:{rule.__qualname__}" if _is_offered(name) else name
     if given.startswith(python_objects.PREFIX):
         return python_objects.reference(rule)
     if "<locals>" in rule.__qualname__:
@@ -188,7 +126,7 @@ def find_rule(section: str, name: str) -> Any:
         return _as_part(section, name, found)
     if name in registry:
         return registry[name]
-    known = [*registry, *(point.name for point in entry_points())]
+    known = [*registry, *(p.name for p in entry_points.entry_points(entry_points.ALGORITHMS))]
     raise ConfigError(
         f"{section}.name: unknown {PART_NAMES[section]} '{name}'{did_you_mean(name, known)}; "
         "your own is given as path.py:Class"
@@ -287,14 +225,12 @@ def catalogue(section: Literal["client", "server", "algorithm"]) -> Iterator[tup
     kind = {"client": ClientRule, "server": ServerRule}.get(section, Algorithm)
     for name, part in registry.items():
         yield name, part, "raysim"
-    for name, points in groupby(entry_points(), key=lambda point: point.name):
-        try:
-            part = _installed(section, name)
-        except ConfigError as error:
-            logger.warning("%s", error)
-            continue
+    taken = {*CLIENT_RULES, *SERVER_RULES, *ALGORITHMS}
+    for name, part, origin in entry_points.offered(
+        entry_points.ALGORITHMS, f"{section}.name", taken
+    ):
         if isinstance(part, kind) or (isinstance(part, type) and issubclass(part, kind)):
-            yield name, part, _distribution(next(points))
+            yield name, part, origin
 
 
 def hyperparameter_names(rule: type) -> list[str]:

@@ -247,10 +247,11 @@ def test_ones_own_method_by_path(raysim_, small, source):
         ("servers", {"name", "from", "what", "keys"}, set(SERVER_RULES)),
         (
             "models",
-            {"name", "what"},
+            {"name", "from", "what"},
             {"logistic", "mlp", "tinynn", "lenet5", "vgg11", "resnet20", "lenet"},
         ),
-        ("datasets", {"name", "here"}, {"digits", "mnist", "cifar10"}),
+        ("data", {"name", "from", "here"}, {"digits", "mnist", "cifar10"}),
+        ("probes", {"name", "from", "what", "keys"}, {"evaluate.theory", "record_updates"}),
         (
             "partitions",
             {"name", "what", "keys"},

@@ -1,4 +1,5 @@
-"""Methods of installed packages: raysim's own under any other `algorithms`, and other distributions' entry points."""
+"""What installed packages offer: raysim's own methods under any other `algorithms`, and the entry points of other
+distributions: methods, data sets, nets and probes."""
 
 from __future__ import annotations
 
@@ -46,8 +47,9 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
     before = set(sys.modules)
 
     def lay(
-        distribution: str, module: str, source: str, version: str = "1.0", **points: str
-    ) -> Path:
+        distribution: str, module: str, source: str, version: str = "1.0",
+        group: str = "raysim.algorithms", **points: str,
+    ) -> Path:  # fmt: skip
         site = tmp_path / distribution
         facts = site / f"{distribution.replace('-', '_')}-{version}.dist-info"
         facts.mkdir(parents=True)
@@ -57,8 +59,8 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
         )
         (facts / "top_level.txt").write_text(f"{module}\n")
         (facts / "RECORD").write_text(f"{module}.py,,\n")
-        lines = "\n".join(f"{name} = {value}" for name, value in points.items())
-        (facts / "entry_points.txt").write_text(f"[raysim.algorithms]\n{lines}\n")
+        lines = [f"[{group}]\n{name} = {value}\n" for name, value in points.items()]
+        (facts / "entry_points.txt").write_text("\n".join(lines))
         monkeypatch.syspath_prepend(str(site))
         return site
 
@@ -235,3 +237,112 @@ def test_a_rule_that_no_name_finds_is_refused(small, install):
         ConfigError, match=r"make.<locals>.Inner .* define it at the top of its module"
     ):
         prepare(small, ["algorithm=halflocal:LOCAL"])
+
+
+# -- data sets, nets and probes ----------------------------------------------------------------------------------------
+
+OTHERS = '''
+from dataclasses import dataclass
+
+import numpy as np
+from torch import nn
+
+from raysim import Probe
+
+
+def blobs(n: int = 24):
+    """Two blobs."""
+    y = np.arange(n) % 2
+    x = np.random.default_rng(0).normal(y[:, None], 0.1, (n, 3)).astype("float32")
+    return x, y, x, y
+
+
+def flat(shape, classes, width: int = 4):
+    """A net with one hidden layer."""
+    return nn.Sequential(nn.Linear(3, width), nn.ReLU(), nn.Linear(width, classes))
+
+
+@dataclass
+class Twice(Probe):
+    """Twice the loss of each round."""
+
+    factor: float = 2.0
+
+    def follow(self, record):
+        return {"loss": self.factor * record["train_loss"]} if "train_loss" in record else {}
+'''
+
+
+@pytest.fixture
+def others(install: Install) -> Install:
+    """A package with a data set, a net and a probe."""
+    for group, name, value in (
+        ("data", "blobs", "blobs"),
+        ("models", "flat", "flat"),
+        ("probes", "twice", "Twice"),
+    ):
+        source = OTHERS if group == "data" else ""
+        module = "halfothers" if source else f"half{group}"
+        install(
+            f"half-{group}",
+            module,
+            source,
+            group=f"raysim.{group}",
+            **{name: f"halfothers:{value}"},
+        )
+    return install
+
+
+def test_data_nets_and_probes_of_a_package_are_used_by_their_names(small, others):
+    keys = {
+        **small, "algorithm": "fedavg", "data": {"name": "blobs", "n": 32}, "model": {"name": "flat", "width": 5},
+        "partition": {"clients": 4}, "schedule": {"cohort": 2},
+        "evaluate": {"every": 1, "probes": [{"name": "twice", "factor": 3}]},
+    }  # fmt: skip
+    done = raysim.run(keys, tracking=False, **{"checkpoint.every": 1})
+    assert len(done.parameters) == 3 * 5 + 5 + 5 * 2 + 2 and len(prepare(keys).dataset.y) == 32
+    assert done.history[1]["Twice/loss"] == 3 * done.history[1]["train_loss"]
+    again = yaml.safe_load((done.run_dir / "config.yaml").read_text())
+    assert (again["data"]["name"], again["model"]["name"]) == ("blobs", "flat")
+    assert again["files"]["data"]["half-data"] == again["files"]["model"]["half-data"] == "1.0"
+    assert raysim.resume(done.run_dir, {"rounds": 3}).rounds == 3
+    (Path(sys.modules["halfothers"].__file__)).write_text(OTHERS.replace("0.1", "0.2"))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"halfothers\.py has changed since this run began"):
+        prepare(done.run_dir / "config.yaml")
+
+
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [
+        ("data=digits", "data.name: 'digits' is a data set of raysim .* and of half-clash 1.0"),
+        ("model=mlp", "model.name: 'mlp' is a net of raysim .* and of half-clash 1.0"),
+        ("data=blob", r"data.name: unknown name 'blob'; did you mean 'blobs'"),
+        ("model=fla", r"model.name: unknown model 'fla'; did you mean 'flat'"),
+        ("evaluate.probes=twic", r"unknown probe 'twic'; did you mean 'twice'"),
+        ("data.m=3", r"data\.m: unknown key"),
+    ],
+)
+def test_mistakes_in_names_of_packages(small, others, key, said):
+    if "half-clash" in said:
+        group, name = ("data", "digits") if "data" in key else ("models", "mlp")
+        others("half-clash", "halfclash", "", group=f"raysim.{group}", **{name: "halfothers:blobs"})
+    with pytest.raises(ConfigError, match=said):
+        prepare(
+            {**small, "data": "blobs", "model": "flat", "algorithm": "fedavg"},
+            [key, "partition.clients=4", "schedule.cohort=2"],
+        )
+
+
+def test_lists_have_what_packages_offer(others, monkeypatch, capsys):
+    for what, name, own in (
+        ("data", "blobs", "digits"),
+        ("models", "flat", "mlp"),
+        ("probes", "twice", "evaluate.theory"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["raysim", "list", what])
+        with pytest.raises(SystemExit):
+            cli.main()
+        lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.strip()]
+        assert lines[0][:2] == ["name", "from"]
+        origins = {line[0]: line[1:3] for line in lines}
+        assert origins[name] == [f"half-{what}", "1.0"], what and origins[own][0] == "raysim"

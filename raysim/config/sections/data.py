@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
+from raysim.config import entry_points
 from raysim.config.sections.base import Named, Positive, Section, kind_or_own
 
 
@@ -59,7 +60,7 @@ class Data(Inputs):
     """A data set that raysim knows by name, or a folder of your own images."""
 
     name: str
-    """A data set that `raysim list datasets` names: mnist, cifar10, digits, users, folder, ..."""
+    """A data set that `raysim list data` names: mnist, cifar10, digits, users, folder, ..."""
     root: str | None = None
     """Folder of the data sets; null: $RAYSIM_DATA, or ~/.cache/raysim."""
     path: str | None = None
@@ -135,8 +136,8 @@ class HuggingFace(Inputs):
 class OwnData(Named):
     """Your own function that returns the examples; all keys but these are its arguments."""
 
-    name: str = Field(pattern=":")
-    """path.py:function"""
+    name: str
+    """path.py:function, or the name of an installed package's data set."""
     augment: bool | None = None
     """Random crop and flip of images; null: none."""
     scaling: Literal["standard", "unit"] = "standard"
@@ -146,10 +147,12 @@ class OwnData(Named):
 
 
 def _data_kind(value: Any) -> str:
-    """Return the tag of a data set: its name, "own" for path.py:function, else "known"."""
+    """Return the tag of a data set: its name, "own" for functions, else "known"."""
     name = value.get("name") if isinstance(value, Mapping) else getattr(value, "name", value)
-    kinds = ("arrays", "torchvision", "hf")
-    return "own" if ":" in str(name) else str(name) if name in kinds else "known"
+    if name in ("arrays", "torchvision", "hf"):
+        return str(name)
+    is_own = ":" in str(name) or entry_points.entry_points(entry_points.DATA, str(name))
+    return "own" if is_own else "known"
 
 
 AnyData = Annotated[
