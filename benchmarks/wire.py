@@ -270,7 +270,7 @@ def main() -> None:
             rounds = given.rounds
             for how in ("alone", "added"):
                 records, (came, went) = run(how, config)
-                seconds = sum(record["round_seconds"] for record in records) / rounds
+                seconds = sum(record["system/round_seconds"] for record in records) / rounds
                 up = sum(record["system/network/bytes_up"] for record in records) / rounds
                 down = sum(record["system/network/bytes_down"] for record in records) / rounds
                 print(

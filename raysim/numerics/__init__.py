@@ -1,5 +1,6 @@
 """Order-independent sums, inner products, and the QPs and gradient memory of GradMA."""
 
+from raysim.numerics.closed_form_qp import project3
 from raysim.numerics.fixed_point import NonFiniteError, combine, fixed_sum, to_float
 from raysim.numerics.gradient_memory import (
     admit,
@@ -18,7 +19,7 @@ from raysim.numerics.inner_products import (
     use_threads,
     weighted_sum,
 )
-from raysim.numerics.qp import QPInfo, project, project3, project_gram, solve_dual
+from raysim.numerics.qp import QPInfo, project, project_gram, solve_dual
 
 __all__ = [
     "NonFiniteError",
