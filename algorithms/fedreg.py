@@ -78,7 +78,7 @@ class FedRegClient(ClientRule):
         return self.pairing == "index"
 
     def prepare(self, shared: State, batch: Batch, task: Task) -> tuple[Batch, ...]:
-        """Return pseudo and perturbed data of a batch."""
+        """Return pseudo and perturbed data of a batch. See `ClientRule.prepare`."""
         pseudo = self._ascend(self.eta_s, shared["x"], batch, task)
         perturbed = self._ascend(
             self.eta_s / 100 if self.eta_p is None else self.eta_p, shared["x"], batch, task

@@ -298,6 +298,9 @@ class MethodComparison:
         Args:
             run_dir: the folder of the run.
             attacker: name of the attacker.
+
+        Raises:
+            RaysimError: no recovered image has a finite PSNR.
         """
         result, folder = attack(run_dir, {**self.asked.attack.model_dump(), "attacker": attacker})
         if not math.isfinite(result.psnr):

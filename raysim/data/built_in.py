@@ -75,6 +75,9 @@ def load_torchvision(name: str, root: Path) -> Dataset:
     Args:
         name: a key of `TORCHVISION_SOURCES`.
         root: the folder of the data sets.
+
+    Raises:
+        ConfigError: files are missing or damaged.
     """
     source = TORCHVISION_SOURCES[name]
     try:

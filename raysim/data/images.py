@@ -202,6 +202,9 @@ def load_folder(data: Data) -> Dataset:
 
     Args:
         data: the section `data`.
+
+    Raises:
+        ConfigError: the path is missing, or its folders or images cannot be used.
     """
     if data.path is None:
         raise ConfigError(
@@ -270,6 +273,9 @@ def load_users(data: Data) -> Dataset:
 
     Args:
         data: the section `data`.
+
+    Raises:
+        ConfigError: the path is missing, or its tables or images cannot be used.
     """
     if data.path is None:
         raise ConfigError(

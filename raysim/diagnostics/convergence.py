@@ -353,7 +353,7 @@ class ConvergenceMonitor(Probe):
     """Minimum of the training loss, or a lower bound of it."""
 
     def check(self, plan: Plan) -> None:
-        """Check that the theorem's terms can be measured; see `Probe`."""
+        """Check that the theorem's terms can be measured. See `Probe.check`."""
         config = plan.config
         model = plan.model()
         passes = full_gradients.GRADIENT_FORWARD_PASSES + (
@@ -386,7 +386,7 @@ class ConvergenceMonitor(Probe):
             )
 
     def begin(self, run: ProbedRun) -> None:
-        """Start with a new run; see `Probe`."""
+        """Start with a new run. See `Probe.begin`."""
         super().begin(run)
         plan = run.plan
         self.setting = None if why_not(plan) else theorem_inputs(plan)
@@ -417,11 +417,11 @@ class ConvergenceMonitor(Probe):
             self.follow(record)
 
     def evaluates(self, rounds_done: int) -> bool:
-        """Return whether a round is measured; see `Probe`."""
+        """Return whether a round is measured. See `Probe.evaluates`."""
         return is_due(self.every, rounds_done, self.run.plan.config.rounds)
 
     def evaluate(self, trainer: Trainer, broadcast: Broadcast) -> dict[str, float]:
-        """Return f, ‖∇f‖², ρ² and the curvature at the model's parameters."""
+        """Return f, ‖∇f‖², ρ² and the curvature at the model's parameters. See `Probe.evaluate`."""
         # The evaluator keeps its copy of the probe for all evaluations.
         if not hasattr(self, "gradients"):
             clients = full_gradients.chosen_clients(
@@ -431,7 +431,10 @@ class ConvergenceMonitor(Probe):
         return self.gradients.measure(broadcast.global_params, curvature=self.L is None).metrics()
 
     def follow(self, record: Mapping[str, float]) -> dict[str, float]:
-        """Return the conditions and the bound of the theorem; {} if the model was not evaluated."""
+        """Return the conditions and the bound of the theorem; {} if the model was not evaluated.
+
+        See `Probe.follow`.
+        """
         eps = {} if record["round"] == 0 or not record.get("clients/used") else self._eps(record)
         measured = {
             k.removeprefix("theory/"): v for k, v in record.items() if k.startswith("theory/")

@@ -69,7 +69,7 @@ class ForgettingProbe(Probe):
     """Past rounds whose clients' data enters the correlation."""
 
     def check(self, plan: Plan) -> None:
-        """Check that forgetting can be measured; see `Probe`."""
+        """Check that forgetting can be measured. See `Probe.check`."""
         if not isinstance(plan.config.schedule, Sync):
             raise ConfigError(
                 "evaluate.forgetting: compares the clients of consecutive synchronous rounds; use "
@@ -87,7 +87,7 @@ class ForgettingProbe(Probe):
             )
 
     def begin(self, run: ProbedRun) -> None:
-        """Start with a new run; see `Probe`."""
+        """Start with a new run. See `Probe.begin`."""
         super().begin(run)
         self.past: dict[int, list[int]] = {}
         """Clients of the previous round, by the round in which their data is evaluated."""
@@ -97,7 +97,7 @@ class ForgettingProbe(Probe):
         self.cohorts.extend(before.next_round(t).ids for t in range(run.rounds_done))
 
     def request(self, round: RoundCohort) -> dict[int, ForgettingRequest]:
-        """Return the requests of a round's clients."""
+        """Return the requests of a round's clients. See `Probe.request`."""
         requests = {}
         if round.t % self.every == 0 and self.cohorts and self.cohorts[-1]:
             window = sorted(set().union(*self.cohorts)) if self.fisher else []
@@ -122,6 +122,8 @@ class ForgettingProbe(Probe):
             `after`, and `before` if requested: the mean loss on the data of each client of
             `request.clients`, after and before local training. `fisher`, if requested: the
             correlation, as the only entry.
+
+        See `Probe.measure`.
         """
         broadcast = client.broadcast
         past = request.clients
@@ -140,7 +142,7 @@ class ForgettingProbe(Probe):
     def metrics(
         self, round: RoundCohort, results: Mapping[int, dict[str, list[float]]]
     ) -> dict[str, float]:
-        """Return the metrics of a round; see `Probe`."""
+        """Return the metrics of a round. See `Probe.metrics`."""
         measured = gather_losses(self.past.pop(round.t, []), results)
         if measured and self.run.folder is not None:
             write_forgetting(self.run.folder, round.t, measured)

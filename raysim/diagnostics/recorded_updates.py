@@ -44,7 +44,7 @@ class RecordedUpdates(Probe):
     """Clients to record in a round: the first of the cohort."""
 
     def check(self, plan: Plan) -> None:
-        """Check that updates can be recorded; see `Probe`."""
+        """Check that updates can be recorded. See `Probe.check`."""
         if not plan.learning_task.class_labels:
             raise ConfigError(
                 "record_updates: the attacks that read it need class labels, which task "
@@ -66,13 +66,16 @@ class RecordedUpdates(Probe):
             )
 
     def request(self, round: RoundCohort) -> dict[int, bool]:
-        """Request the clients of a recorded round; see `Probe`."""
+        """Request the clients of a recorded round. See `Probe.request`."""
         return dict.fromkeys(round.ids[: self.clients], True) if round.t in self.rounds else {}
 
     def measure(
         self, trainer: Trainer, client: PreparedClient, update: ClientUpdate, request: bool
     ) -> dict[str, np.ndarray]:
-        """Return the upload, and the augmented examples of the client's batches as `x` and `y`."""
+        """Return the upload, and the augmented examples of the client's batches as `x` and `y`.
+
+        See `Probe.measure`.
+        """
         batches = list(trainer.client_batches.batches(client.task, client.mine))
         examples = {"x": torch.cat([b.x for b in batches]), "y": torch.cat([b.y for b in batches])}
         upload = {key: update.report[key] for key in trainer.sent}
@@ -82,7 +85,7 @@ class RecordedUpdates(Probe):
     def metrics(
         self, round: RoundCohort, results: Mapping[int, dict[str, np.ndarray]]
     ) -> dict[str, float]:
-        """Write the recorded updates of a round, and return no metrics; see `Probe`."""
+        """Write the recorded updates of a round, and return no metrics. See `Probe.metrics`."""
         if results and self.run.folder is not None:
             cohort = zip(round.ids, round.bases, round.steps, strict=True)
             clients = [

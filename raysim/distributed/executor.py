@@ -64,7 +64,10 @@ class RayExecutor:
         self.pool.start(plan)
 
     def broadcast(self, following: RoundCohort) -> Any:
-        """Return a reference to the first model version, for the cohort `following`."""
+        """Return a reference to the first model version, for the cohort `following`.
+
+        See `Executor.broadcast`.
+        """
         return self.pool.server.broadcast.remote(following)
 
     def training(self, t: int) -> RayRound:
@@ -221,7 +224,10 @@ class RayExecutor:
         return read_broadcast(unpacked(version, "cpu"))
 
     def upload_version(self, version: Broadcast) -> Any:
-        """Put a model version into the object store and return its reference."""
+        """Put a model version into the object store and return its reference.
+
+        See `Executor.upload_version`.
+        """
         return ray.put(packed(as_groups(version)))
 
     def recover(self) -> None:

@@ -415,7 +415,7 @@ class Inline:
         self.recoveries: Counter[str] = Counter()
 
     def open(self, plan: Plan) -> None:
-        """Create trainer, server and evaluator in this process."""
+        """Create trainer, server and evaluator in this process. See `Executor.open`."""
         device = "cuda:0" if plan.config.resources.gpus else "cpu"
         self.threads = torch.get_num_threads()
         configure_process(plan.config.resources.threads)
@@ -423,7 +423,7 @@ class Inline:
         self.evaluator = Evaluator(plan, device)
 
     def broadcast(self, following: RoundCohort) -> Broadcast:
-        """Return the server's model for the clients of a round."""
+        """Return the server's model for the clients of a round. See `Executor.broadcast`."""
         return self.server.broadcast(following)
 
     def training(self, t: int) -> InlineRound:
@@ -441,26 +441,29 @@ class Inline:
         bases: Mapping[int, Broadcast],
         following: RoundCohort,
     ) -> PendingServerStep[Broadcast]:
-        """Aggregate a round's updates and return the next version."""
+        """Aggregate a round's updates and return the next version. See `Executor.advance`."""
         done = self.server.advance(round, trained.uploads, bases, following)
         return PendingServerStep(CompletedResult(done.metrics), done.broadcast)
 
     def update(
         self, round: RoundCohort, trained: RoundResults, bases: Mapping[int, Broadcast]
     ) -> CompletedResult[dict[str, float]]:
-        """Aggregate a round's updates."""
+        """Aggregate a round's updates. See `Executor.update`."""
         return CompletedResult(self.server.update(round, trained.uploads, bases))
 
     def candidates(self, pool: SelectionPool, rng: Generator) -> CompletedResult[Candidates]:
-        """Return the clients whose loss the server rule asks for."""
+        """Return the clients whose loss the server rule asks for. See `Executor.candidates`."""
         return CompletedResult(self.server.candidates(pool, rng))
 
     def select(self, pool: SelectionPool, rng: Generator) -> CompletedResult[list[int]]:
-        """Return the clients that the server rule selects."""
+        """Return the clients that the server rule selects. See `Executor.select`."""
         return CompletedResult(self.server.select(pool, rng))
 
     def evaluate(self, broadcast: Broadcast, parts: Sequence[str]) -> Future[dict[str, float]]:
-        """Evaluate a version now; an error is raised where the metrics are read, as on actors."""
+        """Evaluate a version now; an error is raised where the metrics are read, as on actors.
+
+        See `Executor.evaluate`.
+        """
         try:
             return CompletedResult(self.evaluator.evaluate(broadcast, parts))
         except (
@@ -471,7 +474,7 @@ class Inline:
     def evaluate_clients(
         self, version: int, broadcast: Broadcast, blocks: list[Block]
     ) -> CompletedResult[RoundResults]:
-        """Evaluate clients now."""
+        """Evaluate clients now. See `Executor.evaluate_clients`."""
         outcome = self.trainer.train({version: broadcast}, blocks)
         return CompletedResult(RoundResults([], [outcome], {}))
 
@@ -480,15 +483,15 @@ class Inline:
         return CompletedResult(self.server.snapshot())
 
     def restore(self, snapshot: State) -> None:
-        """Set the server's state."""
+        """Set the server's state. See `Executor.restore`."""
         self.server.restore(snapshot)
 
     def download_version(self, broadcast: Broadcast) -> Broadcast:
-        """Return the version itself."""
+        """Return the version itself. See `Executor.download_version`."""
         return broadcast
 
     def upload_version(self, version: Broadcast) -> Broadcast:
-        """Return the version on the training device."""
+        """Return the version on the training device. See `Executor.upload_version`."""
         device = self.trainer.x0.device
         shared = {k: v.to(device, copy=True) for k, v in version.shared.items()}
         return Broadcast(shared, version.buffers.to(device, copy=True))
@@ -508,7 +511,7 @@ class InlineRound:
         self.trainer, self.work = trainer, []
 
     def add(self, broadcasts: Mapping[int, Broadcast], blocks: list[Block]) -> None:
-        """Add blocks; nothing is trained yet."""
+        """Add blocks; nothing is trained yet. See `RoundHandle.add`."""
         self.work.append((broadcasts, blocks))
 
     def get(self) -> RoundResults:

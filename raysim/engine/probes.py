@@ -215,6 +215,9 @@ class Probes:
 
         Args:
             round: the round.
+
+        Raises:
+            ProbeError: a probe fails, or requests a client that is not in the round.
         """
         requests: dict[int, dict[str, Any]] = {}
         for probe in self.probes:

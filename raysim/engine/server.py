@@ -45,6 +45,9 @@ def errors_name_rule(
         what: words for the event.
         t: the round.
         details: returns what else the message should say at its end.
+
+    Raises:
+        RaysimError: the block inside raised; the message names rule and round.
     """
     failed = f"round {t}: {what} of server rule '{rule.name}' failed: "
     with translate_errors(lambda text: RaysimError(failed + text + details())):

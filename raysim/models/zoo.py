@@ -74,6 +74,9 @@ def quadratic(shape: Shape, classes: int) -> nn.Module:
     Args:
         shape: shape (C, H, W) of one example.
         classes: ignored.
+
+    Raises:
+        ConfigError: the data are not quadratics.
     """
     if shape[:2] != (1, 1) or classes != 2:
         raise ConfigError(

@@ -214,7 +214,7 @@ class SimulatedExecutor:
         self.rounds: list[RoundSummary] = []
 
     def open(self, plan: Plan) -> None:
-        """Place actors and server on the simulated nodes."""
+        """Place actors and server on the simulated nodes. See `Executor.open`."""
         seed, self.cohort, (nodes, each) = plan.config.seed, plan.config.schedule.size, self.shape
         noise = generator(seed, "simulated nodes").standard_normal(nodes)
         speeds = np.exp(self.costs.training.nodes * noise)
@@ -325,7 +325,7 @@ class SimulatedExecutor:
     # -- the engine's methods ----------------------------------------------------------------------
 
     def broadcast(self, following: RoundCohort) -> SimulatedVersion:
-        """Return the milestone of the first version."""
+        """Return the milestone of the first version. See `Executor.broadcast`."""
         self.server = self.put(self.bytes_down, self.call(0), self.server)
         return SimulatedVersion(self.server)
 
@@ -363,7 +363,10 @@ class SimulatedExecutor:
         bases: Mapping[int, SimulatedVersion],
         following: RoundCohort,
     ) -> PendingServerStep:
-        """Simulate the server's update of a round, and the publication of the next version."""
+        """Simulate the server's update of a round, and the publication of the next version.
+
+        See `Executor.advance`.
+        """
         metrics = self.update(round, trained, bases)
         self.server = self.put(self.bytes_down, self.server)
         return PendingServerStep(
@@ -376,7 +379,7 @@ class SimulatedExecutor:
         trained: RoundResults,
         bases: Mapping[int, SimulatedVersion],
     ) -> VirtualFuture[dict[str, float]]:
-        """Simulate the server's update of a round."""
+        """Simulate the server's update of a round. See `Executor.update`."""
         self.works(self.costs.driver.judge * len(round.ids))
         called, size = self.call(0), sum(sums for _, sums, _, _ in trained.uploads)
         there = [
@@ -388,11 +391,17 @@ class SimulatedExecutor:
         return VirtualFuture(self, self.server, {})
 
     def candidates(self, pool: SelectionPool, rng: Generator) -> CompletedResult[Candidates]:
-        """Name no candidates; a forecast does not count the time of their evaluation."""
+        """Name no candidates; a forecast does not count the time of their evaluation.
+
+        See `Executor.candidates`.
+        """
         return CompletedResult(Candidates([], False))
 
     def select(self, pool: SelectionPool, rng: Generator) -> VirtualFuture[list[int]]:
-        """Simulate a selection: uniform, because simulated clients have no losses."""
+        """Simulate a selection: uniform, because simulated clients have no losses.
+
+        See `Executor.select`.
+        """
         self.server = after("server", 0.0, self.server, self.call(0))
         selected = rng.choice(pool.ids, min(pool.size, len(pool.ids)), replace=False)
         return VirtualFuture(self, self.server, selected.tolist())
@@ -400,7 +409,7 @@ class SimulatedExecutor:
     def evaluate(
         self, broadcast: SimulatedVersion, parts: Sequence[str]
     ) -> VirtualFuture[dict[str, float]]:
-        """Simulate an evaluation beside the next round."""
+        """Simulate an evaluation beside the next round. See `Executor.evaluate`."""
         self.eval = after(
             "evaluation", self.costs.server.evaluate, self.call(0), broadcast.ready, self.eval
         )
@@ -409,7 +418,10 @@ class SimulatedExecutor:
     def evaluate_clients(
         self, version: int, broadcast: SimulatedVersion, blocks: list[Block]
     ) -> CompletedResult[RoundResults]:
-        """Leave the evaluation of clients out; a forecast does not count its time."""
+        """Leave the evaluation of clients out; a forecast does not count its time.
+
+        See `Executor.evaluate_clients`.
+        """
         return CompletedResult(RoundResults([], [], {}))
 
     def snapshot(self) -> CompletedResult[State]:
@@ -417,14 +429,14 @@ class SimulatedExecutor:
         return CompletedResult({})
 
     def restore(self, snapshot: State) -> None:
-        """Do nothing: a simulated run has no state to restore."""
+        """Do nothing: a simulated run has no state to restore. See `Executor.restore`."""
 
     def download_version(self, broadcast: SimulatedVersion) -> Broadcast:
-        """Refuse: a simulated version has no tensors."""
+        """Refuse: a simulated version has no tensors. See `Executor.download_version`."""
         raise NotImplementedError("a simulated cluster has no model")
 
     def upload_version(self, version: Broadcast) -> Any:
-        """Refuse: a simulated version has no tensors."""
+        """Refuse: a simulated version has no tensors. See `Executor.upload_version`."""
         raise NotImplementedError("a simulated cluster has no model")
 
     def recover(self) -> None:
@@ -458,7 +470,7 @@ class SimulatedRound:
         self.shares: list[SimulatedCall] = []
 
     def add(self, broadcasts: Mapping[int, SimulatedVersion], blocks: list[Block]) -> None:
-        """Add blocks; nothing is simulated yet."""
+        """Add blocks; nothing is simulated yet. See `RoundHandle.add`."""
         c, self.broadcasts = self.cluster, {**self.broadcasts, **broadcasts}
         c.works(c.costs.driver.deal * sum(len(block.tasks) for block in blocks))
         for number, share in self.scheduler.assign(blocks, c.actors).items():

@@ -35,7 +35,10 @@ class Classification(LearningTask):
     class_labels: ClassVar = True
 
     def check(self, data: TaskData) -> None:
-        """Check that the labels are integers from 0 below the number of classes."""
+        """Check that the labels are integers from 0 below the number of classes.
+
+        See `LearningTask.check`.
+        """
         for half, _, y in data.halves():
             if y.ndim != 1 or y.dtype.kind not in "iu":
                 raise ValueError(
@@ -49,7 +52,7 @@ class Classification(LearningTask):
             _refuse_outside(y, self.outputs(data), f"{half} example", "label")
 
     def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
-        """Return the cross-entropy of each example, [B]."""
+        """Return the cross-entropy of each example, [B]. See `LearningTask.loss`."""
         return F.cross_entropy(outputs, batch.y, reduction="none")
 
 
@@ -70,7 +73,7 @@ class Multilabel(LearningTask):
     }
 
     def check(self, data: TaskData) -> None:
-        """Check that the targets are zeros and ones, [n, labels]."""
+        """Check that the targets are zeros and ones, [n, labels]. See `LearningTask.check`."""
         for half, _, y in data.halves():
             if y.ndim != 2 or y.shape[1:] != data.y.shape[1:]:
                 raise ValueError(
@@ -86,11 +89,14 @@ class Multilabel(LearningTask):
                 )
 
     def outputs(self, data: TaskData) -> int:
-        """Return the number of labels."""
+        """Return the number of labels. See `LearningTask.outputs`."""
         return data.y.shape[1]
 
     def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
-        """Return the binary cross-entropy of each example, averaged over the labels, [B]."""
+        """Return the binary cross-entropy of each example, averaged over the labels, [B].
+
+        See `LearningTask.loss`.
+        """
         y = batch.y.to(outputs.dtype)
         return F.binary_cross_entropy_with_logits(outputs, y, reduction="none").mean(1)
 
@@ -111,7 +117,10 @@ class Regression(LearningTask):
     }
 
     def check(self, data: TaskData) -> None:
-        """Check that the targets are finite numbers, [n] or [n, columns]."""
+        """Check that the targets are finite numbers, [n] or [n, columns].
+
+        See `LearningTask.check`.
+        """
         for half, _, y in data.halves():
             if y.ndim not in (1, 2) or y.shape[1:] != data.y.shape[1:] or y.dtype.kind not in "iuf":
                 raise ValueError(
@@ -126,11 +135,14 @@ class Regression(LearningTask):
                 )
 
     def outputs(self, data: TaskData) -> int:
-        """Return the number of columns."""
+        """Return the number of columns. See `LearningTask.outputs`."""
         return data.y.shape[1] if data.y.ndim == 2 else 1
 
     def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
-        """Return the squared error of each example, averaged over the columns, [B]."""
+        """Return the squared error of each example, averaged over the columns, [B].
+
+        See `LearningTask.loss`.
+        """
         y = batch.y.to(outputs.dtype).reshape(outputs.shape)
         return (outputs - y).square().mean(1)
 
@@ -157,7 +169,10 @@ class NextToken(LearningTask):
     }
 
     def check(self, data: TaskData) -> None:
-        """Check that x and y are tokens of the vocabulary, of the same shape [n, T]."""
+        """Check that x and y are tokens of the vocabulary, of the same shape [n, T].
+
+        See `LearningTask.check`.
+        """
         size = self.outputs(data)
         for half, x, y in data.halves():
             if x.ndim != 2 or x.shape != y.shape or {x.dtype.kind, y.dtype.kind} - {*"iu"}:
@@ -177,17 +192,20 @@ class NextToken(LearningTask):
             _refuse_outside(kept, size, f"y of {half} example", "token", vocabulary)
 
     def outputs(self, data: TaskData) -> int:
-        """Return the size of the vocabulary."""
+        """Return the size of the vocabulary. See `LearningTask.outputs`."""
         arrays = (data.x, data.y, data.x_test, data.y_test)
         largest = max((int(array.max()) for array in arrays if array.size), default=0)
         return self.vocabulary or data.n_classes or largest + 1
 
     def output_shape(self, x_shape: tuple[int, ...], outputs: int) -> tuple[int, ...]:
-        """Return (T, vocabulary)."""
+        """Return (T, vocabulary). See `LearningTask.output_shape`."""
         return (*x_shape, outputs)
 
     def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
-        """Return the mean cross-entropy over the real positions of each sequence, [B]."""
+        """Return the mean cross-entropy over the real positions of each sequence, [B].
+
+        See `LearningTask.loss`.
+        """
         values = self.token_losses(outputs, batch.y)
         return values.sum(1) / self.real(batch.y).sum(1).clamp(min=1)
 

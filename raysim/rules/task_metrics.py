@@ -15,7 +15,7 @@ class Accuracy(TaskMetric):
     """Share of the examples whose largest logit is that of their label."""
 
     def rows(self, outputs: Tensor, y: Tensor) -> Tensor:
-        """Return hits, [B]."""
+        """Return hits, [B]. See `TaskMetric.rows`."""
         return outputs.argmax(1) == y
 
 
@@ -33,7 +33,7 @@ class TopK(TaskMetric):
             raise ValueError(f"there are {self.outputs} classes; use top1 to top{self.outputs - 1}")
 
     def rows(self, outputs: Tensor, y: Tensor) -> Tensor:
-        """Return hits, [B]."""
+        """Return hits, [B]. See `TaskMetric.rows`."""
         own = outputs.gather(1, y[:, None])
         tied_before = (outputs == own) & (torch.arange(self.outputs, device=y.device) < y[:, None])
         return ((outputs > own) | tied_before).sum(1) < self.k
@@ -58,7 +58,7 @@ class MacroF1(_Confusion):
     """Mean F1 over the classes that occur among labels or predictions."""
 
     def value(self, rows: np.ndarray) -> float:
-        """Return the mean of 2 TP / (predictions + labels)."""
+        """Return the mean of 2 TP / (predictions + labels). See `TaskMetric.value`."""
         tp, p, t = self._counts(rows)
         present = p + t > 0
         return float(np.mean(2 * tp[present] / (p + t)[present])) if present.any() else np.nan
@@ -68,7 +68,7 @@ class MicroF1(_Confusion):
     """F1 of all classes' counts together; for one label each it is the accuracy."""
 
     def value(self, rows: np.ndarray) -> float:
-        """Return 2 Σ TP / Σ (predictions + labels)."""
+        """Return 2 Σ TP / Σ (predictions + labels). See `TaskMetric.value`."""
         tp, p, t = self._counts(rows)
         return float(2 * tp.sum() / (p + t).sum()) if len(rows) else np.nan
 
@@ -77,11 +77,14 @@ class Auc(TaskMetric):
     """Area under the ROC curve of each class against all others, mean over the classes."""
 
     def rows(self, outputs: Tensor, y: Tensor) -> Tensor:
-        """Return probabilities and label, [B, classes + 1]."""
+        """Return probabilities and label, [B, classes + 1]. See `TaskMetric.rows`."""
         return torch.cat([torch.softmax(outputs.double(), 1), y[:, None].double()], 1)
 
     def value(self, rows: np.ndarray) -> float:
-        """Return the mean over the classes that some, but not all examples have."""
+        """Return the mean over the classes that some, but not all examples have.
+
+        See `TaskMetric.value`.
+        """
         return mean_auc(rows[:, :-1], rows[:, -1:] == np.arange(self.outputs))
 
 
@@ -107,7 +110,7 @@ class SubsetAccuracy(TaskMetric):
     """Share of the examples of which every label is right."""
 
     def rows(self, outputs: Tensor, y: Tensor) -> Tensor:
-        """Return hits, [B]."""
+        """Return hits, [B]. See `TaskMetric.rows`."""
         return ((outputs > 0) == (y > 0)).all(1)
 
 
@@ -127,7 +130,7 @@ class MultilabelMacroF1(_MultilabelCounts):
     """Mean F1 over the labels; 0 for a label that is neither predicted nor true."""
 
     def value(self, rows: np.ndarray) -> float:
-        """Return the mean of 2 TP / (predictions + true labels)."""
+        """Return the mean of 2 TP / (predictions + true labels). See `TaskMetric.value`."""
         tp, total = self._counts(rows)
         return float(np.mean(2 * tp / np.maximum(total, 1)))
 
@@ -136,7 +139,7 @@ class MultilabelMicroF1(_MultilabelCounts):
     """F1 of all labels' counts together."""
 
     def value(self, rows: np.ndarray) -> float:
-        """Return 2 Σ TP / Σ (predictions + true labels)."""
+        """Return 2 Σ TP / Σ (predictions + true labels). See `TaskMetric.value`."""
         tp, total = self._counts(rows)
         return float(2 * tp.sum() / max(total.sum(), 1))
 
@@ -145,11 +148,11 @@ class MultilabelAuc(TaskMetric):
     """Area under the ROC curve of each label, mean over the labels that have both kinds."""
 
     def rows(self, outputs: Tensor, y: Tensor) -> Tensor:
-        """Return logits and truth, [B, 2, labels]."""
+        """Return logits and truth, [B, 2, labels]. See `TaskMetric.rows`."""
         return torch.stack([outputs, (y > 0).to(outputs.dtype)], 1)
 
     def value(self, rows: np.ndarray) -> float:
-        """Return the mean area."""
+        """Return the mean area. See `TaskMetric.value`."""
         return mean_auc(rows[:, 0], rows[:, 1] > 0)
 
 
@@ -167,7 +170,7 @@ class MeanSquaredError(_Errors):
     """Mean squared error over examples and columns."""
 
     def value(self, rows: np.ndarray) -> float:
-        """Return the mean of (prediction - target)²."""
+        """Return the mean of (prediction - target)². See `TaskMetric.value`."""
         return float(np.mean((rows[:, 0] - rows[:, 1]) ** 2))
 
 
@@ -175,7 +178,7 @@ class MeanAbsoluteError(_Errors):
     """Mean absolute error over examples and columns."""
 
     def value(self, rows: np.ndarray) -> float:
-        """Return the mean of |prediction - target|."""
+        """Return the mean of |prediction - target|. See `TaskMetric.value`."""
         return float(np.mean(np.abs(rows[:, 0] - rows[:, 1])))
 
 
@@ -185,7 +188,10 @@ class R2(_Errors):
     larger_is_better = True
 
     def value(self, rows: np.ndarray) -> float:
-        """Return the mean over the columns; NaN if all targets of a column are equal."""
+        """Return the mean over the columns; NaN if all targets of a column are equal.
+
+        See `TaskMetric.value`.
+        """
         predicted, y = rows[:, 0], rows[:, 1]
         residual = ((y - predicted) ** 2).sum(0)
         total = ((y - y.mean(0)) ** 2).sum(0)
@@ -208,12 +214,12 @@ class TokenAccuracy(_OverTokens):
     """Share of the positions whose largest logit is that of the next token."""
 
     def rows(self, outputs: Tensor, y: Tensor) -> Tensor:
-        """Return hits and real positions of each sequence, [B, 2]."""
+        """Return hits and real positions of each sequence, [B, 2]. See `TaskMetric.rows`."""
         real = self.task.real(y)
         return torch.stack([((outputs.argmax(-1) == y) & real).sum(1), real.sum(1)], 1)
 
     def value(self, rows: np.ndarray) -> float:
-        """Return the share of hits."""
+        """Return the share of hits. See `TaskMetric.value`."""
         return self._mean(rows)
 
 
@@ -223,11 +229,14 @@ class Perplexity(_OverTokens):
     larger_is_better = False
 
     def rows(self, outputs: Tensor, y: Tensor) -> Tensor:
-        """Return the summed cross-entropy and the real positions of each sequence, [B, 2]."""
+        """Return the summed cross-entropy and the real positions of each sequence, [B, 2].
+
+        See `TaskMetric.rows`.
+        """
         losses = self.task.token_losses(outputs.double(), y).sum(1)
         return torch.stack([losses, self.task.real(y).sum(1).double()], 1)
 
     def value(self, rows: np.ndarray) -> float:
-        """Return the perplexity."""
+        """Return the perplexity. See `TaskMetric.value`."""
         with np.errstate(over="ignore"):
             return float(np.exp(self._mean(rows)))

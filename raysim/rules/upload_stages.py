@@ -117,7 +117,7 @@ class Clip(UploadStage):
     """Largest L2 norm of the update."""
 
     def encode(self, update: Tensor, rng: np.random.Generator) -> Tensor:
-        """Return the update times min(1, norm / ‖update‖)."""
+        """Return the update times min(1, norm / ‖update‖). See `UploadStage.encode`."""
         return clipped(update, self.norm)
 
 
@@ -129,7 +129,10 @@ class TopK(UploadStage):
     """k as a share of P; k is rounded, and at least 1."""
 
     def encode(self, update: Tensor, rng: np.random.Generator) -> Tensor:
-        """Return the update with all other entries 0; of equal magnitudes the first are kept."""
+        """Return the update with all other entries 0; of equal magnitudes the first are kept.
+
+        See `UploadStage.encode`.
+        """
         k = kept_entries(self.share, update.numel())
         magnitudes = update.abs()
         threshold = torch.topk(magnitudes, k).values.min()
@@ -139,7 +142,7 @@ class TopK(UploadStage):
         return torch.where(keep, update, 0.0)
 
     def wire_format(self, before: WireFormat, encoded: Tensor) -> WireFormat:
-        """Return the size of k values, each with its position."""
+        """Return the size of k values, each with its position. See `UploadStage.wire_format`."""
         k = min(before.values, kept_entries(self.share, encoded.numel()))
         return replace(before, values=k, index_bits=INDEX_BITS)
 
@@ -160,7 +163,7 @@ class RandK(UploadStage):
         return self.unbiased is not True
 
     def encode(self, update: Tensor, rng: np.random.Generator) -> Tensor:
-        """Return the update with all other entries 0."""
+        """Return the update with all other entries 0. See `UploadStage.encode`."""
         P = update.numel()
         k = kept_entries(self.share, P)
         positions = torch.from_numpy(rng.choice(P, k, replace=False)).to(update.device)
@@ -170,7 +173,7 @@ class RandK(UploadStage):
         return encoded
 
     def wire_format(self, before: WireFormat, encoded: Tensor) -> WireFormat:
-        """Return the size of k values and a seed."""
+        """Return the size of k values and a seed. See `UploadStage.wire_format`."""
         k = min(before.values, kept_entries(self.share, encoded.numel()))
         return replace(before, values=k, other_bits=before.other_bits + SEED_BITS)
 
@@ -214,6 +217,8 @@ class QSGD(UploadStage):
         """Return ‖v‖ sign(v_i) ξ_i, where ξ_i is one of the two levels around |v_i| / ‖v‖.
 
         It is divided by 1 + ω for error feedback; ‖v‖ / (1 + ω) is then sent in place of ‖v‖.
+
+        See `UploadStage.encode`.
         """
         levels = self._levels
         exact = update.double()
@@ -228,7 +233,7 @@ class QSGD(UploadStage):
         return (exact.sign() * chosen * (norm / levels)).to(update.dtype)
 
     def wire_format(self, before: WireFormat, encoded: Tensor) -> WireFormat:
-        """Return the size of `bits` for each value, and the norm."""
+        """Return the size of `bits` for each value, and the norm. See `UploadStage.wire_format`."""
         norm_bits = 8 * encoded.element_size()
         return replace(before, value_bits=self.bits, other_bits=before.other_bits + norm_bits)
 
@@ -242,7 +247,7 @@ class SignSGD(UploadStage):
     Karimireddy 2019, who divides by all P entries); false: plain signs."""
 
     def encode(self, update: Tensor, rng: np.random.Generator) -> Tensor:
-        """Return the signs, scaled if configured; a zero stays zero."""
+        """Return the signs, scaled if configured; a zero stays zero. See `UploadStage.encode`."""
         signs = update.sign()
         if not self.scaled:
             return signs
@@ -250,7 +255,10 @@ class SignSGD(UploadStage):
         return signs * (update.double().abs().sum() / count).to(update.dtype)
 
     def wire_format(self, before: WireFormat, encoded: Tensor) -> WireFormat:
-        """Return the size of one bit for each value, two if there are zeros, and the scale."""
+        """Return the size of one bit for each value, two if there are zeros, and the scale.
+
+        See `UploadStage.wire_format`.
+        """
         scale_bits = 8 * encoded.element_size() if self.scaled else 0
         has_zeros = int(torch.count_nonzero(encoded)) < before.values
         return replace(
@@ -266,11 +274,11 @@ class Cast(UploadStage):
     """The type."""
 
     def encode(self, update: Tensor, rng: np.random.Generator) -> Tensor:
-        """Return the rounded update."""
+        """Return the rounded update. See `UploadStage.encode`."""
         return update.to(getattr(torch, self.dtype)).to(update.dtype)
 
     def wire_format(self, before: WireFormat, encoded: Tensor) -> WireFormat:
-        """Return the size of 16 bits for each value."""
+        """Return the size of 16 bits for each value. See `UploadStage.wire_format`."""
         return replace(before, value_bits=min(before.value_bits, 16))
 
 

@@ -24,11 +24,19 @@ class ModelSizes(Protocol):
     """The sizes that `SYMBOLS` names; a model has them, and a rule's `Problem`."""
 
     @property
-    def size(self) -> int: ...  # noqa: D102
+    def size(self) -> int:
+        """The number of parameters."""
+        ...
+
     @property
-    def classes(self) -> int: ...  # noqa: D102
+    def classes(self) -> int:
+        """The number of classes."""
+        ...
+
     @property
-    def features(self) -> int: ...  # noqa: D102
+    def features(self) -> int:
+        """The number of features below the classifier."""
+        ...
 
 
 class Kind(NamedTuple):

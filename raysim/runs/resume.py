@@ -105,6 +105,9 @@ def reopen(
     Args:
         run: folder or MLflow id of the run.
         overrides: "key=value" texts, or a mapping.
+
+    Raises:
+        ConfigError: a key would change the result, or the run cannot be resumed.
     """
     folder = find_run_dir(run, parse_overrides(overrides).get("tracking.uri"))
     if "run_dir" in parse_overrides(overrides):
@@ -141,6 +144,9 @@ def forked(
     Args:
         run: folder or MLflow id of the run.
         overrides: "key=value" texts, or a mapping.
+
+    Raises:
+        ConfigError: a key cannot change, or the run has no checkpoint.
     """
     folder = find_run_dir(run, parse_overrides(overrides).get("tracking.uri"))
     finish_abandoned([folder])

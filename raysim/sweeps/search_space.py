@@ -100,6 +100,9 @@ def split_overrides(
 
     Args:
         overrides: "key=value" texts, or a mapping.
+
+    Raises:
+        ConfigError: a value or a range is invalid.
     """
     fixed: dict[str, Any] = {}
     axes: dict[str, Axis] = {}

@@ -108,7 +108,8 @@ class TensorBoard(Follower):
 
     name = "tensorboard"
 
-    def open(self, start: Mapping[str, Any]) -> None:  # noqa: D102
+    def open(self, start: Mapping[str, Any]) -> None:
+        """Create the writer of the event files. See `Follower.open`."""
         from torch.utils.tensorboard import SummaryWriter
 
         self._make_writer = lambda step: SummaryWriter(
@@ -117,35 +118,40 @@ class TensorBoard(Follower):
         self._writer = self._make_writer(None)
         self._resumed = start["run_id"] is not None
 
-    def parameters(self, values: Mapping[str, str]) -> None:  # noqa: D102
+    def parameters(self, values: Mapping[str, str]) -> None:
+        """Log the configuration as a table. See `Follower.parameters`."""
         self._text("configuration", values)
 
-    def metrics(self, values: Mapping[str, float], step: int, time: float) -> None:  # noqa: D102
+    def metrics(self, values: Mapping[str, float], step: int, time: float) -> None:
+        """Write each metric as a scalar. See `Follower.metrics`."""
         if self._resumed:  # rounds after the checkpoint are logged again and replace the old ones
             self._writer.close()
             self._writer, self._resumed = self._make_writer(step), False
         for key, value in values.items():
             self._writer.add_scalar(key, value, step, walltime=time)
 
-    def tags(self, values: Mapping[str, str]) -> None:  # noqa: D102
+    def tags(self, values: Mapping[str, str]) -> None:
+        """Log tags as a table, and the description as text. See `Follower.tags`."""
         values = dict(values)
         if note := values.pop(NOTE_TAG, None):
             self._writer.add_text("description", note)
         if values:
             self._text("tags", values)
 
-    def artifact(self, path: Path) -> None:  # noqa: D102
-        pass  # it stays in the run's folder
+    def artifact(self, path: Path) -> None:
+        """Do nothing: the file stays in the folder of the run. See `Follower.artifact`."""
 
     def _text(self, title: str, values: Mapping[str, str]) -> None:
         """Log a table of keys and values, in Markdown."""
         lines = [f"| {key} | {value} |".replace("\n", " ") for key, value in values.items()]
         self._writer.add_text(title, "\n".join(["| key | value |", "| --- | --- |", *lines]))
 
-    def flush(self) -> None:  # noqa: D102
+    def flush(self) -> None:
+        """Write what was logged so far."""
         self._writer.flush()
 
-    def close(self, status: str) -> None:  # noqa: D102
+    def close(self, status: str) -> None:
+        """Close the event files. See `Follower.close`."""
         self._writer.close()
 
 
@@ -158,7 +164,8 @@ class WandB(Follower):
 
     name = "wandb"
 
-    def open(self, start: Mapping[str, Any]) -> None:  # noqa: D102
+    def open(self, start: Mapping[str, Any]) -> None:
+        """Create or continue the run. See `Follower.open`."""
         import wandb
 
         self._files = wandb.Artifact(f"run-{start['key']}", type="run")
@@ -172,32 +179,37 @@ class WandB(Follower):
             settings=wandb.Settings(console="off", silent=True),
         )
 
-    def parameters(self, values: Mapping[str, str]) -> None:  # noqa: D102
+    def parameters(self, values: Mapping[str, str]) -> None:
+        """Update the configuration of the run. See `Follower.parameters`."""
         self._run.config.update(
             {key: _as_json(value) for key, value in values.items()}, allow_val_change=True
         )
 
-    def metrics(self, values: Mapping[str, float], step: int, time: float) -> None:  # noqa: D102
+    def metrics(self, values: Mapping[str, float], step: int, time: float) -> None:
+        """Log the finite metrics. See `Follower.metrics`."""
         finite = {key: value for key, value in values.items() if math.isfinite(value)}
         self._run.log({**finite, "time": time}, step=step)
 
-    def tags(self, values: Mapping[str, str]) -> None:  # noqa: D102
+    def tags(self, values: Mapping[str, str]) -> None:
+        """Log tags as the summary, and the description as the notes. See `Follower.tags`."""
         values = dict(values)
         if note := values.pop(NOTE_TAG, None):
             self._run.notes = note
         self._run.summary.update(values)
 
-    def artifact(self, path: Path) -> None:  # noqa: D102
+    def artifact(self, path: Path) -> None:
+        """Add a file or folder to the artifact of the run. See `Follower.artifact`."""
         if path.exists():
             if path.is_dir():
                 self._files.add_dir(str(path), name=path.name)
             else:
                 self._files.add_file(str(path), overwrite=True)
 
-    def flush(self) -> None:  # noqa: D102
-        pass  # its own process sends what it has
+    def flush(self) -> None:
+        """Do nothing: a process of W&B sends the records."""
 
-    def close(self, status: str) -> None:  # noqa: D102
+    def close(self, status: str) -> None:
+        """Log the artifact and end the run. See `Follower.close`."""
         if len(self._files.manifest.entries):
             self._run.log_artifact(self._files)
         self._run.finish(exit_code=0 if status == "FINISHED" else 1)

@@ -109,6 +109,8 @@ class Tracker(Recorder):
         Raises:
             RaysimError: `tracking.required` is true, and the server has no such run or cannot be
                 reached within 10 seconds.
+
+        See `Recorder.start`.
         """
         begin = self._spool.size
         super().start(name, params, tags, run_id)
@@ -129,7 +131,10 @@ class Tracker(Recorder):
         return self.run_id
 
     def finish(self, status: Status) -> None:
-        """Send the remaining records and end the run, in 20 s (5 s if the server is down)."""
+        """Send the remaining records and end the run, in 20 s (5 s if the server is down).
+
+        See `Recorder.finish`.
+        """
         if self._closing.is_set():
             return
         if self._started.is_set() and not self._stop.is_set():

@@ -316,7 +316,7 @@ class Untracked(Recorder):
         tags: Mapping[str, str],
         run_id: str | None = None,
     ) -> str:
-        """Return "", the id of a run that is not tracked."""
+        """Return "", the id of a run that is not tracked. See `Recorder.start`."""
         return ""
 
     def close(self) -> None:
@@ -504,7 +504,10 @@ class Spool(Tail):
         return [json.loads(line) for line in lines]
 
     def acknowledge(self, count: int, run_id: str | None) -> None:
-        """Mark the first `count` records of the last `head` as received by this run."""
+        """Mark the first `count` records of the last `head` as received by this run.
+
+        See `Tail.acknowledge`.
+        """
         with self._lock:
             if self._file.closed:
                 return

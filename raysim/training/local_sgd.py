@@ -28,7 +28,7 @@ class LoopTrainer(Trainer):
         self.plain = self.config.takes_bare_gradients and not overridden(self.rule, PLAIN_STEP)
 
     def train_block(self, broadcasts: Mapping[int, Broadcast], block: Block) -> list[ClientUpdate]:
-        """Train the clients of a block one after the other."""
+        """Train the clients of a block one after the other. See `Trainer.train_block`."""
         rules = {
             base: self.rule.at(base) for base in {client_task.base for client_task in block.tasks}
         }

@@ -96,7 +96,7 @@ class LoopTask(ModelTask):
         return super().fresh_model() if self._fresh is None else self._fresh()
 
     def rng(self, stream: str) -> Generator:
-        """Return a keyed generator; see `Task`."""
+        """Return a keyed generator. See `Task.rng`."""
         if self.in_steps:
             return super().rng(stream)
         return generator(self.settings.seed, f"client rule {stream}", int(self.t), self.facts[1])
@@ -171,7 +171,10 @@ class LoopTask(ModelTask):
     def input_grad(
         self, w: Tensor, batch: Batch, loss: Loss = task_loss, buffers: Tensor | None = None
     ) -> Tensor:
-        """Compute the gradient of each example's loss with respect to its input; see `Task`."""
+        """Compute the gradient of each example's loss with respect to its input.
+
+        See `Task.input_grad`.
+        """
         self._guard("input_grad")
         x = batch.x.detach().requires_grad_()
         net = self.net(w, replace(batch, x=x), "eval", buffers)
@@ -185,7 +188,7 @@ class LoopTask(ModelTask):
         buffers: Tensor | None = None,
         dropout: bool = True,
     ) -> Net:
-        """Return a forward pass with constant parameters; see `Task`."""
+        """Return a forward pass with constant parameters. See `Task.net`."""
         copy = self.constants.at(w)
         net = self._net(copy.bound, batch, mode, self._statistics(mode, buffers), dropout)
         copy.given_to.add(net)

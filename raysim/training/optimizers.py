@@ -59,14 +59,17 @@ class SGD(Optimizer):
     """Factor of the parameters in g."""
 
     def start(self, w: Tensor) -> State:
-        """Return an empty buffer, and whether there was a step if dampening needs it."""
+        """Return an empty buffer, and whether there was a step if dampening needs it.
+
+        See `Optimizer.start`.
+        """
         if not self.momentum:
             return {}
         started = {"started": w.new_zeros(())} if self.dampening else {}
         return {"momentum_buffer": torch.zeros_like(w), **started}
 
     def direction(self, direction: Tensor, w: Tensor, state: State) -> tuple[Tensor, State]:
-        """Return the direction of the step, and the next state; see `Optimizer`."""
+        """Return the direction of the step, and the next state. See `Optimizer.direction`."""
         if self.weight_decay:
             direction = direction + self.weight_decay * w
         if not self.momentum:
@@ -94,7 +97,7 @@ class Adam(Optimizer):
     """Whether weight decay enters u itself (AdamW) instead of the direction (Adam)."""
 
     def start(self, w: Tensor) -> State:
-        """Return means of zero, and the number of steps."""
+        """Return means of zero, and the number of steps. See `Optimizer.start`."""
         return {
             "exp_avg": torch.zeros_like(w),
             "exp_avg_sq": torch.zeros_like(w),
@@ -102,7 +105,7 @@ class Adam(Optimizer):
         }
 
     def direction(self, direction: Tensor, w: Tensor, state: State) -> tuple[Tensor, State]:
-        """Return the direction of the step, and the next state; see `Optimizer`."""
+        """Return the direction of the step, and the next state. See `Optimizer.direction`."""
         if self.weight_decay and not self.decoupled:
             direction = direction + self.weight_decay * w
         beta1, beta2 = self.betas

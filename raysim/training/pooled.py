@@ -54,7 +54,7 @@ class PooledTrainer(LoopTrainer):
     def add_block(
         self, broadcasts: Mapping[int, Broadcast], block: Block, total: UploadSum
     ) -> None:
-        """Train the clients of a block as one gradient."""
+        """Train the clients of a block as one gradient. See `Trainer.add_block`."""
         if not self._add_as_one(broadcasts, block, total):
             super().add_block(broadcasts, block, total)
 

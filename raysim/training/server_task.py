@@ -55,5 +55,5 @@ class ServerTask(LoopTask):
         return self
 
     def rng(self, stream: str) -> Generator:
-        """Refuse: the server has generators of its own."""
+        """Refuse: the server has generators of its own. See `Task.rng`."""
         raise ValueError(f"task.rng('{stream}'): on the server use reports.rng('{stream}')")

@@ -126,7 +126,7 @@ class ModelTask(Task):
         return self.settings.public
 
     def rng(self, stream: str) -> Generator:
-        """Refuse: a client has a generator outside of local steps only."""
+        """Refuse: a client has a generator outside of local steps only. See `Task.rng`."""
         raise ValueError(
             f"task.rng('{stream}'): not available in local steps, which may run for many clients "
             "at once; declare the numbers in `noise`, and read them from batch.noise"
@@ -140,7 +140,7 @@ class ModelTask(Task):
         mode: PassMode = "train",
         buffers: Tensor | None = None,
     ) -> Tensor:
-        """Compute the gradient of the mean loss, private if configured; see `Task`."""
+        """Compute the gradient of the mean loss, private if configured. See `Task.grad`."""
         if self.settings.privacy is None:
             return self._grad(w, batch, loss, mode, buffers)
         if mode != "train":
@@ -183,7 +183,7 @@ class ModelTask(Task):
         mode: PassMode = "eval",
         buffers: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Compute the gradient of each example's loss; see `Task`."""
+        """Compute the gradient of each example's loss. See `Task.sample_grads`."""
         self._guard("sample_grads")
         return self._sample_grads(
             w, batch, loss, mode, self.buffers if buffers is None else buffers
@@ -214,7 +214,7 @@ class ModelTask(Task):
         return torch.func.grad(total, has_aux=True)(w.expand(len(batch.y), -1))
 
     def fisher(self, w: Tensor, data: LocalData, augment: bool = False) -> Tensor:
-        """Compute the diagonal of the empirical Fisher information; see `Task`."""
+        """Compute the diagonal of the empirical Fisher information. See `Task.fisher`."""
         self._guard("fisher")
         return self.mean_squared_gradients(w, data.batches(augment=augment))
 
@@ -238,7 +238,7 @@ class ModelTask(Task):
         return total / max(count, 1)
 
     def full_grad(self, w: Tensor, data: LocalData) -> Tensor:
-        """Compute the mean gradient over the client's examples; see `Task`."""
+        """Compute the mean gradient over the client's examples. See `Task.full_grad`."""
         self._guard("full_grad")
         total = torch.zeros_like(w)
         for batch in data.batches():
@@ -246,7 +246,7 @@ class ModelTask(Task):
         return total
 
     def full_loss(self, w: Tensor, data: LocalData) -> Tensor:
-        """Compute the mean loss over the client's examples; see `Task`."""
+        """Compute the mean loss over the client's examples. See `Task.full_loss`."""
         self._guard("full_loss")
         total = w.new_zeros(())
         for batch in data.batches():
@@ -260,7 +260,7 @@ class ModelTask(Task):
         )
 
     def part(self, pattern: str) -> Tensor:
-        """Return a mask of the parameters in a part of the net; see `Task`."""
+        """Return a mask of the parameters in a part of the net. See `Task.part`."""
         return self.model.part(pattern)
 
     def _statistics(self, mode: PassMode, buffers: Tensor | None) -> Tensor | None:
@@ -294,7 +294,7 @@ class ModelTask(Task):
         return direction
 
     def descend(self, w: Tensor, direction: Tensor) -> Tensor:
-        """Return the parameters after one step of the optimizer; see `Task`."""
+        """Return the parameters after one step of the optimizer. See `Task.descend`."""
         downhill = self._downhill(w, direction)
         if isinstance(self.lr, Tensor):
             return w - self.lr * downhill
@@ -365,7 +365,7 @@ class ForwardPass(Net):
         return self._levels
 
     def tail(self, level: int, h: Tensor) -> Tensor:
-        """Run the stages after `level` on the activations h."""
+        """Run the stages after `level` on the activations h. See `Net.tail`."""
         return self._call(h, level, None)[0]
 
 

@@ -57,7 +57,10 @@ class VmapTask(ModelTask):
     def input_grad(
         self, w: Tensor, batch: Batch, loss: Loss = task_loss, buffers: Tensor | None = None
     ) -> Tensor:
-        """Compute the gradient of each example's loss with respect to its input; see `Task`."""
+        """Compute the gradient of each example's loss with respect to its input.
+
+        See `Task.input_grad`.
+        """
         self._guard("input_grad")
 
         def total(x: Tensor) -> Tensor:
@@ -73,7 +76,7 @@ class VmapTask(ModelTask):
         buffers: Tensor | None = None,
         dropout: bool = True,
     ) -> Net:
-        """Return a forward pass with constant parameters; see `Task`."""
+        """Return a forward pass with constant parameters. See `Task.net`."""
         return self._net(w, batch, mode, self._statistics(mode, buffers), dropout, [])
 
     def _net(
@@ -123,6 +126,8 @@ class VmapTrainer(Trainer):
         """Train clients with equal constants side by side.
 
         Schedules over rounds may separate clients that started from different versions.
+
+        See `Trainer.train_block`.
         """
         step_sizes = self.config.local.step_sizes
 

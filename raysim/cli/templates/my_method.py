@@ -34,6 +34,8 @@ class MyMethodClient(ClientRule):
         `shared["x"]` are the received parameters [P], `state["w"]` the client's own [P]. Do not
         change either in place, and do not branch on a tensor's value: many clients may run at once
         under torch.func.vmap.
+
+        See `ClientRule.direction`.
         """
         gradient = task.grad(state["w"], batch)
         return gradient + self.mu * (state["w"] - shared["x"])
@@ -50,6 +52,8 @@ class MyMethodServer(ServerRule):
         """Return the next state of the server.
 
         `reports.mean("delta")` is the weighted mean [P] of the clients' d_i = x - y.
+
+        See `ServerRule.update`.
         """
         return {**state, "x": state["x"] - self.lr * reports.mean("delta")}
 

@@ -65,11 +65,11 @@ class ConstantStepSize(StepSizes):
     """The step size."""
 
     def at(self, i: int) -> float:
-        """Return the step size; see `StepSizes`."""
+        """Return the step size. See `StepSizes.at`."""
         return self.value
 
     def mean(self, t: int, steps: int) -> float:
-        """Return the step size; see `StepSizes`."""
+        """Return the step size. See `StepSizes.mean`."""
         return self.value
 
     @property
@@ -86,7 +86,7 @@ class StepSizesByRound(StepSizes):
     """Pairs of a first round and the step size from there on, by ascending rounds."""
 
     def at(self, i: int) -> float:
-        """Return the step size; see `StepSizes`."""
+        """Return the step size. See `StepSizes.at`."""
         return at_round(self.values, i)
 
     @property
@@ -130,7 +130,7 @@ class CosineSchedule(LearningRateSchedule):
         return self
 
     def at(self, i: int) -> float:
-        """Return the step size; see `StepSizes`."""
+        """Return the step size. See `StepSizes.at`."""
         share = min(i, self.T_max) / self.T_max
         return self.eta_min + (self.base_lr - self.eta_min) * (1 + cos(pi * share)) / 2
 
@@ -145,7 +145,7 @@ class StepSchedule(LearningRateSchedule):
     """Factor of a reduction."""
 
     def at(self, i: int) -> float:
-        """Return the step size; see `StepSizes`."""
+        """Return the step size. See `StepSizes.at`."""
         return self.base_lr * self.gamma ** (i // self.step_size)
 
 
@@ -178,7 +178,7 @@ class WarmupSchedule(LearningRateSchedule):
         return self
 
     def at(self, i: int) -> float:
-        """Return the step size; see `StepSizes`."""
+        """Return the step size. See `StepSizes.at`."""
         if self.then and i >= self.total_iters:
             return self.then.at(i - self.total_iters)
         share = min(i, self.total_iters) / self.total_iters
