@@ -233,15 +233,12 @@ def main() -> None:
     later = records[1:]
     took = statistics.fmean(record["system/round_seconds"] for record in later)
     busy = statistics.fmean(record["system/worker_utilization"] for record in later)
-    foreseen = means(simulate_rounds(plan, known, NODES, ACTORS))
+    forecast = means(simulate_rounds(plan, known, NODES, ACTORS))
+    seconds, utilization = forecast["round_seconds"], forecast["worker_utilization"]
     print(f"rounds 2 to {given.rounds}           seconds     busy")
     print(f"measured          {took:11.3f} {busy:8.1%}")
-    print(
-        f"foreseen          {foreseen['round_seconds']:11.3f} {foreseen['worker_utilization']:8.1%}"
-    )
-    print(
-        f"difference        {foreseen['round_seconds'] / took - 1:11.1%} {foreseen['worker_utilization'] / busy - 1:8.1%}"
-    )
+    print(f"forecast          {seconds:11.3f} {utilization:8.1%}")
+    print(f"difference        {seconds / took - 1:11.1%} {utilization / busy - 1:8.1%}")
 
 
 if __name__ == "__main__":
