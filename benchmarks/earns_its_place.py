@@ -1,6 +1,7 @@
 """Gain of each remaining optimisation alone: rounds with it beside rounds without it.
 
-    python benchmarks/earns_its_place.py [gradient memory im2col graphs] [--workloads w1 w2 w5 gradma]
+    python benchmarks/earns_its_place.py [gradient memory im2col graphs]
+        [--workloads w1 w2 w5 gradma]
 
 All four are measured by default, each on W1, W2, LeNet-5 (w5) and GradMA:
 
@@ -12,9 +13,9 @@ All four are measured by default, each on W1, W2, LeNet-5 (w5) and GradMA:
   vmap in this process.
 - `graphs`: CUDA graphs. They need a GPU, on which `benchmarks/gpu.py` compares them.
 
-Further workloads: `w3`; `tinynn` and `mlp5e5`, other dense nets; `trip2e5` and `trip1e6`, in which two
-clients make one step on one example, so that a round is little but its round trip from the server
-to the actors and back.
+Further workloads: `w3`; `tinynn` and `mlp5e5`, other dense nets; `trip2e5` and `trip1e6`, in which
+two clients make one step on one example, so that a round is little but its round trip from the
+server to the actors and back.
 
 Both ways take turns. Prints the median of the ratios, the smallest and the largest; asserts none.
 """

@@ -1,9 +1,11 @@
-"""What FedReg's local step costs beside FedAvg's, and what making its data costs: MNIST, its CNN, batches of 10.
+"""What FedReg's local step costs beside FedAvg's, and what making its data costs: MNIST, its CNN,
+batches of 10.
 
     python benchmarks/fedreg_step.py [--repeats 5]
 
-One client with 100 examples trains one local epoch and three in this process: the difference is that of the steps
-alone, what is left of the shorter run that of the arrival. Prints medians and ratios; asserts none.
+One client with 100 examples trains one local epoch and three in this process: the difference is
+that of the steps alone, what is left of the shorter run that of the arrival. Prints medians and
+ratios; asserts none.
 """
 
 from __future__ import annotations
@@ -78,8 +80,9 @@ def main() -> None:
     for name, t in taken.items():
         arrival = statistics.median(short for short, _ in t) - 10 * steps[name]
         print(
-            f"{name:18}  {1e3 * steps[name]:6.1f} ms a step, {steps[name] / steps['fedavg']:.2f} times FedAvg's; "
-            f"arrival {1e3 * arrival:6.0f} ms, as much as {arrival / steps['fedavg']:.0f} of its steps"
+            f"{name:18}  {1e3 * steps[name]:6.1f} ms a step, "
+            f"{steps[name] / steps['fedavg']:.2f} times FedAvg's; arrival {1e3 * arrival:6.0f} ms, "
+            f"as much as {arrival / steps['fedavg']:.0f} of its steps"
         )
 
 

@@ -1,11 +1,13 @@
-"""Blocks of clients on a GPU: rounds a second beside one client after the other, and the part of the device's peak.
+"""Blocks of clients on a GPU: rounds a second beside one client after the other, and the part of
+the device's peak.
 
     python benchmarks/gpu.py [--models lenet5 resnet20] [--blocks 1 8 32 128] [--repeats 5]
 
-FedAvg on random 3×32×32 images, 128 of 1,000 clients, five steps of 64, all in this process. Each size of blocks is
-trained under vmap with torch's own convolutions and with unfolded ones, as CUDA graphs and not. The peak is what a
-product of two large float32 matrices reaches in the same run. `--device cpu` tries the script without a GPU; there are
-no graphs then. Ways take turns; prints medians and ratios, asserts none.
+FedAvg on random 3×32×32 images, 128 of 1,000 clients, five steps of 64, all in this process. Each
+size of blocks is trained under vmap with torch's own convolutions and with unfolded ones, as CUDA
+graphs and not. The peak is what a product of two large float32 matrices reaches in the same run.
+`--device cpu` tries the script without a GPU; there are no graphs then. Ways take turns; prints
+medians and ratios, asserts none.
 """
 
 from __future__ import annotations

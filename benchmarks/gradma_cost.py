@@ -1,10 +1,11 @@
-"""What GradMA costs beside FedAvg: a round of each method, and the server's update beside a full Gram product.
+"""What GradMA costs beside FedAvg: a round of each method, and the server's update beside a full
+Gram product.
 
     python benchmarks/gradma_cost.py [--models tinynn lenet5] [--repeats 5]
 
-Random images; 10 of 100 clients, five steps of 64, inline, on one core but for the server's inner products (both). The
-memory has a row for every client, and is nearly full before the clock starts. Methods take turns; prints medians and
-ratios, asserts none.
+Random images; 10 of 100 clients, five steps of 64, inline, on one core but for the server's inner
+products (both). The memory has a row for every client, and is nearly full before the clock starts.
+Methods take turns; prints medians and ratios, asserts none.
 """
 
 from __future__ import annotations
@@ -119,7 +120,8 @@ def server(m: int, P: int, repeats: int) -> None:
         products.append(timed(lambda: gram(rows)))
     ratio = statistics.median(a / b for a, b in zip(updates, products, strict=True))
     print(
-        f"server   P = {P:,}, m = {m}, S = {S}: update {1e3 * statistics.median(updates):.0f} ms, full Gram product "
+        f"server   P = {P:,}, m = {m}, S = {S}: update "
+        f"{1e3 * statistics.median(updates):.0f} ms, full Gram product "
         f"{1e3 * statistics.median(products):.0f} ms: {ratio:.2f} of it"
     )
 

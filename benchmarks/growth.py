@@ -2,9 +2,9 @@
 
     python benchmarks/growth.py [--seconds 3] [--rounds 1000] [--out growth.png]
 
-Inline, on workload w4 of `peers/workloads.py`: seconds a round for S = 10 to 1,000 (N = 10,000) and for N = 1,000 to
-1,000,000 (S = 100), each run in a process of its own; and a process's memory (RSS) over many rounds. Prints Markdown
-and draws the figure; asserts nothing.
+Inline, on workload w4 of `peers/workloads.py`: seconds a round for S = 10 to 1,000 (N = 10,000) and
+for N = 1,000 to 1,000,000 (S = 100), each run in a process of its own; and a process's memory (RSS)
+over many rounds. Prints Markdown and draws the figure; asserts nothing.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ executor.open(made)
 for record in Engine(made, executor).rounds():
     t = int(record["round"])
     if t % 10 == 0:
-        print(t, int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6, flush=True)
+        pages = int(open("/proc/self/statm").read().split()[1])
+        print(t, pages * os.sysconf("SC_PAGE_SIZE") / 1e6, flush=True)
     if t >= int(sys.argv[1]):
         break
 executor.close()

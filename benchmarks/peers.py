@@ -1,15 +1,17 @@
 """FedAvg rounds per second of raysim, a hand-written loop, Flower, pfl-research and FedLab.
 
-    python benchmarks/peers.py [--workloads w1 w2 w3 w4] [--repeats 5] [--peers NAME ...] [--out FILE.md]
+    python benchmarks/peers.py [--workloads w1 w2 w3 w4] [--repeats 5] [--peers NAME ...]
+        [--out FILE.md]
 
-Five workloads on random data (`peers/workloads.py`), without evaluation. Each measurement is a process of its own that
-trains for `--seconds` after its first round, at least one round more. The frameworks take turns, `--repeats` times.
-Prints Markdown: medians and ratios, the time to the first round and memory, and how raysim grows with the number of
-clients. Asserts nothing.
+Five workloads on random data (`peers/workloads.py`), without evaluation. Each measurement is a
+process of its own that trains for `--seconds` after its first round, at least one round more. The
+frameworks take turns, `--repeats` times. Prints Markdown: medians and ratios, the time to the first
+round and memory, and how raysim grows with the number of clients. Asserts nothing.
 
-Other frameworks are installed with pip in virtual environments under `--envs`, if missing. Frameworks that cannot be
-installed, or fail, are left out, with a line that names the reason. Workers have one thread each. The hand-written
-loops and raysim set glibc's allocator alike; other frameworks run with their defaults.
+Other frameworks are installed with pip in virtual environments under `--envs`, if missing.
+Frameworks that cannot be installed, or fail, are left out, with a line that names the reason.
+Workers have one thread each. The hand-written loops and raysim set glibc's allocator alike; other
+frameworks run with their defaults.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ CONSTRAINTS = "torch>=2.9,<2.14\n"
 
 @dataclass(frozen=True)
 class Contestant:
-    """One framework in the comparison: a script, its number of processes, and the packages that it needs."""
+    """One framework in the comparison: a script, its number of processes, and the packages that it
+    needs."""
 
     title: str
     script: str
@@ -96,7 +99,7 @@ class Failed(Exception):
     """A framework cannot take part; the message gives the reason in one line."""
 
 
-# -- environments ------------------------------------------------------------------------------------------------------
+# -- environments ----------------------------------------------------------------------------------
 
 
 def interpreter(one: Contestant, envs: Path) -> str:
@@ -121,7 +124,7 @@ def interpreter(one: Contestant, envs: Path) -> str:
     return str(python)
 
 
-# -- measurements ------------------------------------------------------------------------------------------------------
+# -- measurements ----------------------------------------------------------------------------------
 
 Found = dict[str, float]
 
@@ -196,7 +199,8 @@ class Bench:
 
 
 def _end(process: subprocess.Popen) -> str:
-    """Ends a process and all that came from it, politely at first; gives what it had written to stderr."""
+    """Ends a process and all that came from it, politely at first; gives what it had written to
+    stderr."""
     others = tree(process.pid)[1:]
     process.send_signal(signal.SIGINT)
     try:
@@ -217,7 +221,7 @@ def _last_line(text: str) -> str:
     return (lines or ["it said nothing"])[-1][:200]
 
 
-# -- tables ------------------------------------------------------------------------------------------------------------
+# -- tables ----------------------------------------------------------------------------------------
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
@@ -228,8 +232,9 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 
 def rates(bench: Bench, workloads: list[str], names: list[str]) -> str:
-    """Medians with their range, what of a round raysim itself takes beside training (Ray's messages, the server, the
-    driver), and each one's ratio to those that others are compared with."""
+    """Medians with their range, what of a round raysim itself takes beside training (Ray's
+    messages, the server, the driver), and each one's ratio to those that others are compared with.
+    """
     rivals = [name for name in names if name.startswith("hand") or CONTESTANTS[name].env]
     rows = []
     for workload in workloads:
@@ -331,7 +336,8 @@ def machine() -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
     busy = os.getloadavg()[2]
-    return f"{(names or [platform.machine()])[0]}, {os.cpu_count()} cores, load {busy:.1f} over the last 15 minutes"
+    name = (names or [platform.machine()])[0]
+    return f"{name}, {os.cpu_count()} cores, load {busy:.1f} over the last 15 minutes"
 
 
 def main() -> None:
@@ -369,7 +375,10 @@ def main() -> None:
         given.peers += [name for name in others if name.removesuffix("@") in given.peers]
 
     bench = Bench(given.envs.expanduser().absolute(), given.seconds, given.limit)
-    how = f"Medians of {given.repeats} runs of {given.seconds:g} s, taking turns, {date.today()}; {machine()} before."
+    how = (
+        f"Medians of {given.repeats} runs of {given.seconds:g} s, taking turns, {date.today()}; "
+        f"{machine()} before."
+    )
     for _ in range(given.repeats):
         for workload in given.workloads:
             for name in given.peers:

@@ -3,9 +3,9 @@
     python benchmarks/qp_solvers.py [--repeats 51]
 
 Random columns with a part against the vector; in the last case every column is there twice, once
-rounded to float32. nnls needs a square root of Q: a Cholesky factor,
-or that of the eigenvalues if columns are dependent; it is part of its time. One thread. The ways take
-turns. Prints medians and the distance of the two projections of a unit vector; asserts none.
+rounded to float32. nnls needs a square root of Q: a Cholesky factor, or that of the eigenvalues if
+columns are dependent; it is part of its time. One thread. The ways take turns. Prints medians and
+the distance of the two projections of a unit vector; asserts none.
 """
 
 from __future__ import annotations

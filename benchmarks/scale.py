@@ -1,12 +1,14 @@
-"""Does the engine keep 32 actors busy with 10,000 clients per round, and does `raysim forecast` predict it?
+"""Does the engine keep 32 actors busy with 10,000 clients per round, and does `raysim forecast`
+predict it?
 
     python benchmarks/scale.py [--rounds 6] [--blocks 12] [key=value ...]
 
-Four nodes on this machine (Ray's processes for each of them, with 8 CPUs and 8 GPUs that do not exist), 32 actors
-that import no torch. First real blocks are trained here, one after the other. Then every block of every round sleeps
-for the time of one of these. All else is as in a real run: the engine, the block scheduling, sums of the model's size
-through the object stores, a NodeAggregator for each node, the server's update. Prints the utilization of the actors,
-the time of a round, and the forecast of both. Asserts nothing.
+Four nodes on this machine (Ray's processes for each of them, with 8 CPUs and 8 GPUs that do not
+exist), 32 actors that import no torch. First real blocks are trained here, one after the other.
+Then every block of every round sleeps for the time of one of these. All else is as in a real run:
+the engine, the block scheduling, sums of the model's size through the object stores, a
+NodeAggregator for each node, the server's update. Prints the utilization of the actors, the time of
+a round, and the forecast of both. Asserts nothing.
 """
 
 from __future__ import annotations
@@ -132,8 +134,9 @@ class Echo:
 
 
 def costs(plan: Plan, times: list[float]) -> Costs:
-    """What `raysim forecast` needs to know: of blocks the mean and the spread, of messages and objects between two of
-    these nodes what is measured here and now; the rest as it is by default."""
+    """What `raysim forecast` needs to know: of blocks the mean and the spread, of messages and
+    objects between two of these nodes what is measured here and now; the rest as it is by default.
+    """
     ids = [node["NodeID"] for node in ray.nodes()][:2]
     here, there = (
         ray.remote(Echo)
@@ -190,8 +193,9 @@ def main() -> None:
     times = given.times or measure(plan, given.blocks)
     spread = statistics.pstdev(times) / statistics.fmean(times)
     print(
-        f"{plan.config.model.name}, {plan.problem.size:,} parameters; {plan.config.schedule.size} clients a round in "
-        f"blocks of {plan.block_size} ({plan.mode}), {statistics.fmean(times):.3f} s ± {100 * spread:.1f} % each"
+        f"{plan.config.model.name}, {plan.problem.size:,} parameters; "
+        f"{plan.config.schedule.size} clients a round in blocks of {plan.block_size} "
+        f"({plan.mode}), {statistics.fmean(times):.3f} s ± {100 * spread:.1f} % each"
     )
     del os.environ["RAY_ADDRESS"]
     small = {"object_store_memory": 400 * 2**20}
@@ -218,7 +222,8 @@ def main() -> None:
             if record["round"]:
                 records.append(record)
                 print(
-                    f"round {record['round']:.0f}: {record['system/round_seconds']:.2f} s, busy {100 * record['system/worker_utilization']:.1f} %, "
+                    f"round {record['round']:.0f}: {record['system/round_seconds']:.2f} s, "
+                    f"busy {100 * record['system/worker_utilization']:.1f} %, "
                     f"longest actor {record['system/train_seconds']:.2f} s, to the server "
                     f"{record['system/network/bytes_up'] / 1e6:.1f} MB, "
                     + ", ".join(

@@ -1,11 +1,13 @@
-"""What the virtual clock costs: microseconds for each event, and the memory of a run with 10,000 clients in flight.
+"""What the virtual clock costs: microseconds for each event, and the memory of a run with 10,000
+clients in flight.
 
     python benchmarks/virtual_clock.py [--rounds 400] [--repeats 5]
 
-Events: a task's end with all that it causes (its successor's draw and place in the heap), over 10,000 concurrent
-clients of which 100 arrive in a round; medians, beside a heap that pops and pushes as often and does nothing else.
-Memory: the largest resident size of a process that runs K-async FedAvg on 10,000 clients of MNIST with a net of 13,525
-parameters, and how many versions of the model are alive. Prints; asserts nothing.
+Events: a task's end with all that it causes (its successor's draw and place in the heap), over
+10,000 concurrent clients of which 100 arrive in a round; medians, beside a heap that pops and
+pushes as often and does nothing else. Memory: the largest resident size of a process that runs
+K-async FedAvg on 10,000 clients of MNIST with a net of 13,525 parameters, and how many versions of
+the model are alive. Prints; asserts nothing.
 """
 
 from __future__ import annotations
@@ -110,8 +112,9 @@ def main() -> None:
     alive = [record["system/versions_in_memory"] for record in done.history[1:]]
     last = done.history[-1]
     print(
-        f"{CLIENTS} clients in flight, {args.rounds} rounds of {ARRIVALS}: {after:.0f} MB at most ({before:.0f} MB "
-        f"before the run); versions alive: {max(alive):.0f} at most, {last['system/versions_bytes'] / 1e6:.0f} MB at the end"
+        f"{CLIENTS} clients in flight, {args.rounds} rounds of {ARRIVALS}: {after:.0f} MB at most "
+        f"({before:.0f} MB before the run); versions alive: {max(alive):.0f} at most, "
+        f"{last['system/versions_bytes'] / 1e6:.0f} MB at the end"
     )
 
 

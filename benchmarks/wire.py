@@ -1,12 +1,15 @@
-"""Bytes over the wire, measured: FedAvg on three hosts with 50 ms and 100 Mbit/s between them, each client actor's sum
-travelling alone, and added up on its host first.
+"""Bytes over the wire, measured: FedAvg on three hosts with 50 ms and 100 Mbit/s between them, each
+client actor's sum travelling alone, and added up on its host first.
 
-    python benchmarks/wire.py [--rounds 5] [--delay 0.05] [--rate 100e6] [key=value ...]       (as root, on Linux)
+    python benchmarks/wire.py [--rounds 5] [--delay 0.05] [--rate 100e6] [key=value ...]
 
-Hosts are network namespaces. Where the kernel has it, `tc netem` delays their packets; otherwise (or with --relay)
-they are joined by TUN devices whose packets a process of this script hands on, late and no faster than the rate. Ray is
-started in each of them, a real cluster: the driver and the server on the first host, four ClientActors on each other
-one. Counted are the bytes of the interfaces' own counters, so with all that Ray says beside; next to them what
+Run it as root, on Linux.
+
+Hosts are network namespaces. Where the kernel has it, `tc netem` delays their packets; otherwise
+(or with --relay) they are joined by TUN devices whose packets a process of this script hands on,
+late and no faster than the rate. Ray is started in each of them, a real cluster: the driver and the
+server on the first host, four ClientActors on each other one. Counted are the bytes of the
+interfaces' own counters, so with all that Ray says beside; next to them what
 `system/network/bytes_up` and `system/network/bytes_down` say. Prints; asserts nothing.
 """
 
@@ -98,7 +101,8 @@ def tun(host: int) -> int:
 
 
 def relay(files: list[int], delay: float, rate: float) -> None:
-    """Hands packets on for ever: each waits for its host's link, which carries so many bits a second, then `delay`."""
+    """Hands packets on for ever: each waits for its host's link, which carries so many bits a
+    second, then `delay`."""
     free, late, number = [0.0] * len(files), [], 0
     while True:
         wait = max(0.0, late[0][0] - time.monotonic()) if late else 1.0
@@ -169,7 +173,8 @@ def has_netem() -> bool:
         )
         if tried.returncode:
             print(
-                f"tc netem is refused: {tried.stderr.strip()}; packets go through a relay of this script's instead"
+                f"tc netem is refused: {tried.stderr.strip()}; packets go through a relay of this "
+                "script's instead"
             )
         return not tried.returncode
     finally:
@@ -211,7 +216,8 @@ print(json.dumps([records, [b - a for a, b in zip(before, after)]]))
 
 
 def run(how: str, config: dict[str, Any]) -> tuple[list[dict[str, float]], list[int]]:
-    """The records of a run whose driver is on the first host, and the bytes that came there and left it meanwhile."""
+    """The records of a run whose driver is on the first host, and the bytes that came there and
+    left it meanwhile."""
     command = inside(0, sys.executable, "-c", DRIVER, json.dumps(config), how)
     ran = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True)
     if ran.returncode:
@@ -262,10 +268,12 @@ def main() -> None:
                 time.sleep(15)
             config = {**CONFIG, "rounds": given.rounds}
             print(
-                f"{HOSTS} hosts, {given.delay * 1e3:g} ms and {given.rate / 1e6:g} Mbit/s; a round, on average:"
+                f"{HOSTS} hosts, {given.delay * 1e3:g} ms and {given.rate / 1e6:g} Mbit/s; "
+                "a round, on average:"
             )
             print(
-                "                     s a round   MB to the server  (sums: MB)   MB from it  (models: MB)"
+                "                     s a round   MB to the server  (sums: MB)   MB from it"
+                "  (models: MB)"
             )
             rounds = given.rounds
             for how in ("alone", "added"):
@@ -274,7 +282,8 @@ def main() -> None:
                 up = sum(record["system/network/bytes_up"] for record in records) / rounds
                 down = sum(record["system/network/bytes_down"] for record in records) / rounds
                 print(
-                    f"sums {'added up' if how == 'added' else 'alone':10s} {seconds:14.2f} {came / rounds / 1e6:18.2f} "
+                    f"sums {'added up' if how == 'added' else 'alone':10s} {seconds:14.2f} "
+                    f"{came / rounds / 1e6:18.2f} "
                     f"{up / 1e6:12.2f} {went / rounds / 1e6:12.2f} {down / 1e6:12.2f}"
                 )
     finally:

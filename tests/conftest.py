@@ -46,7 +46,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def tables_made_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Create the tables of an MLflow database once, and copy them: creating them takes MLflow seconds."""
+    """Create the tables of an MLflow database once, and copy them: creating them takes MLflow
+    seconds."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             mlflow_client,
@@ -71,7 +72,8 @@ def pictures() -> None:
 
 @pytest.fixture(autouse=True)
 def impatient(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Send metrics at once, and lay pictures out without drawing them, which takes longer than a test's run."""
+    """Send metrics at once, and lay pictures out without drawing them, which takes longer than a
+    test's run."""
     monkeypatch.setattr(tracking, "FLUSH_INTERVAL_S", 0.05)
     if "pictures" not in request.fixturenames:
         monkeypatch.setattr(Figure, "savefig", lambda figure, path, **how: Path(path).touch())
@@ -99,10 +101,11 @@ def base(tmp_path: Path) -> dict[str, Any]:
 
 @pytest.fixture
 def engine(base: dict[str, Any]) -> Iterator[Callable[..., tuple[Engine, list[dict[str, float]]]]]:
-    """engine(config) -> (engine, records): a whole run. `engine.executor` is `Watched`, with .xs and .server.
+    """engine(config) -> (engine, records): a whole run. `engine.executor` is `Watched`, with .xs
+    and .server.
 
-    `change` may replace parts of the plan before the run, `before` may change the engine. With `states`,
-    .states holds the server's whole state of every round.
+    `change` may replace parts of the plan before the run, `before` may change the engine. With
+    `states`, .states holds the server's whole state of every round.
     """
     opened: list[Watched] = []
 
@@ -140,7 +143,8 @@ def source(tmp_path: Path) -> Callable[[str, str], str]:
 def ragged(tmp_path: Path) -> Callable[[Sequence[int]], dict[str, str]]:
     """ragged(sizes): a partition of the digits into clients of these sizes.
 
-    Two thirds (rounded up) of client k's examples are digit k, the others digit k + 3, so that clients disagree.
+    Two thirds (rounded up) of client k's examples are digit k, the others digit k + 3, so that
+    clients disagree.
     """
 
     def write(sizes: Sequence[int]) -> dict[str, str]:

@@ -23,7 +23,8 @@ PACKAGE = Path(raysim.__file__).parent
 
 
 def test_a_method_costs_its_file_only():
-    """No file of the engine knows a method by name: neither compares one with a name nor imports one."""
+    """No file of the engine knows a method by name: neither compares one with a name nor imports
+    one."""
     registry.discover()
     names = sorted(
         {*contract.ALGORITHMS, *contract.CLIENT_RULES, *contract.SERVER_RULES} - {"fedavg"},

@@ -1,4 +1,5 @@
-"""How a framework is measured, from inside: it reports each round to the meter, and prints the results.
+"""How a framework is measured, from inside: it reports each round to the meter, and prints the
+results.
 
 Needs nothing but the standard library and Linux's /proc.
 """
@@ -24,7 +25,8 @@ class Meter:
         self.took: list[float] = []
 
     def round(self, took: float | None = None) -> bool:
-        """A round is done, which took the time since the one before unless said otherwise. Is there time for more?"""
+        """A round is done, which took the time since the one before unless said otherwise. Is there
+        time for more?"""
         now = time.perf_counter()
         if not self.first:
             self.first, self.ends = _age(), now + self.seconds
@@ -34,7 +36,8 @@ class Meter:
         return now < self.ends or not self.took
 
     def report(self, version: str, **more: float) -> None:
-        """Prints one line of JSON, with what else was found. To be called while all processes are still there."""
+        """Prints one line of JSON, with what else was found. To be called while all processes are
+        still there."""
         counted = self.took[min(WARM_UP, len(self.took) - 1) :]
         found = {
             "rate": 1 / statistics.median(counted),

@@ -1,7 +1,7 @@
 """Flower: FedAvg over its message API on the Ray backend, one CPU for each actor.
 
-Every actor keeps the data in memory. What the workload asks for is Flower's own strategy; local training is the plain
-loop that its tutorials have.
+Every actor keeps the data in memory. What the workload asks for is Flower's own strategy; local
+training is the plain loop that its tutorials have.
 """
 
 from __future__ import annotations

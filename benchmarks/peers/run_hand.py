@@ -1,8 +1,9 @@
-"""The hand-written loop: what a careful person would write for this one experiment, in one process or in more.
+"""The hand-written loop: what a careful person would write for this one experiment, in one process
+or in more.
 
-Parameters are views of one flat vector, data lies in memory as floats, a step is `autograd.grad` and one in-place
-update, and what is averaged is added up as it comes. Forked workers share the parameters, and each has a sum of its
-own; the process that hands the clients out adds the sums up.
+Parameters are views of one flat vector, data lies in memory as floats, a step is `autograd.grad`
+and one in-place update, and what is averaged is added up as it comes. Forked workers share the
+parameters, and each has a sum of its own; the process that hands the clients out adds the sums up.
 """
 
 from __future__ import annotations

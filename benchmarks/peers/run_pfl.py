@@ -1,7 +1,7 @@
 """pfl-research: its simulated backend in one process, or in more over torch.distributed (gloo).
 
-Users come as its documentation advises, with as little reuse as possible. Evaluation, which pfl has in its first round
-at the least, looks at nothing.
+Users come as its documentation advises, with as little reuse as possible. Evaluation, which pfl has
+in its first round at the least, looks at nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ RANK, ADDRESSES = "PFL_WORKER_RANK", "PFL_WORKER_ADDRESSES"
 
 
 def start_others(processes: int) -> list[subprocess.Popen]:
-    """Makes this process the first of so many, and starts the others. pfl reads both variables when it is imported."""
+    """Makes this process the first of so many, and starts the others. pfl reads both variables when
+    it is imported."""
     if processes == 1 or RANK in os.environ:
         return []
     with socket.socket() as free:

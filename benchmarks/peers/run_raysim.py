@@ -1,4 +1,5 @@
-"""raysim: the engine on an open executor, as `raysim.run` has it, without the tracker. `--processes 0`: inline."""
+"""raysim: the engine on an open executor, as `raysim.run` has it, without the tracker. `--processes
+0`: inline."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """What the contestants train: five workloads on random data, the same for all of them.
 
-Client i has `samples` of 60,000 examples, from number i * samples on (modulo 60,000). A round is FedAvg with uniform
-weights: `cohort` clients make `steps` steps of plain SGD on batches of `batch` examples, shuffled anew each round.
+Client i has `samples` of 60,000 examples, from number i * samples on (modulo 60,000). A round is
+FedAvg with uniform weights: `cohort` clients make `steps` steps of plain SGD on batches of `batch`
+examples, shuffled anew each round.
 """
 
 from __future__ import annotations
@@ -91,7 +92,8 @@ class Clients:
 
 @cache
 def clients(work: Workload) -> Clients:
-    """One for each process: a peer's workers call this, and find the data there from the second time on."""
+    """One for each process: a peer's workers call this, and find the data there from the second
+    time on."""
     torch.set_num_threads(1)
     return Clients(work)
 

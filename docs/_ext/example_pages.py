@@ -20,8 +20,11 @@ FOLDER = Path(__file__).resolve().parents[1] / "examples"
 
 MAX_LINES_OF_CODE = 25
 
-_DOCSTRING = re.compile(r"(?P<name>[^(]+) \((?P<paper>.+ (?:19|20)\d\d)\)\.\n\n(?P<text>.+)\n\nRun: "
-                        r"(?P<command>.+)", re.DOTALL)  # fmt: skip
+_DOCSTRING = re.compile(
+    r"(?P<name>[^(]+) \((?P<paper>.+ (?:19|20)\d\d)\)\.\n\n"
+    r"(?P<text>.+)\n\nRun: (?P<command>.+)",
+    re.DOTALL,
+)
 
 _NO_CODE = {
     token.COMMENT,

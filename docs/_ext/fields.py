@@ -14,7 +14,7 @@ from sphinx.pycode import ModuleAnalyzer
 
 @dataclass(frozen=True)
 class Field:
-    """One key of a section: its name, what values it takes, its default, and one sentence about it."""
+    """One key of a section: name, accepted values, default, and one sentence about it."""
 
     key: str
     values: str
@@ -34,7 +34,7 @@ def definition_list(fields: Iterable[Field]) -> str:
 
 
 def attribute_text(owner: type, name: str) -> str:
-    """Return the docstring below a field, from the class that defines the field; "" if it has none."""
+    """Return the docstring below a field, from the class that defines it; "" if it has none."""
     for cls in owner.__mro__:
         if name in inspect.get_annotations(cls):
             lines = _attribute_texts(cls.__module__).get((cls.__qualname__, name), [])

@@ -1,4 +1,4 @@
-"""A page for each shipped method: paper, update, hyper-parameters, configuration, figures, source."""
+"""A page for each shipped method: paper, update, hyper-parameters, figures, source."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Results: the READMEs beside the shipped configurations, as pages, and what they say of one method."""
+"""Results: the READMEs beside the shipped configurations, as pages, and what they say of one
+method."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ def pages() -> dict[str, str]:
 
 
 def _with_links_from_here(path: Path) -> str:
-    """Return a file's text for docs/results/: links lead from there, and figures stay on one line."""
+    """Return a file's text for docs/results/, with links from there and figures on one line."""
 
     def link(found: re.Match[str]) -> str:
         target, hash_, anchor = found[1].partition("#")

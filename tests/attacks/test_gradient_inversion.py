@@ -1,5 +1,6 @@
-"""What must hold of gradient inversion: its costs are the formulas, what it simulates is what a client sends, it finds
-images that a gradient determines, and a run that cannot be attacked is one clear message."""
+"""What must hold of gradient inversion: its costs are the formulas, what it simulates is what a
+client sends, it finds images that a gradient determines, and a run that cannot be attacked is one
+clear message."""
 
 from __future__ import annotations
 
@@ -63,7 +64,8 @@ class Seen:
 
 @pytest.fixture
 def observe(engine, tmp_path) -> Callable[..., Seen]:
-    """observe(**config): four clients of one image each, or as the configuration says, observed by the real engine."""
+    """observe(**config): four clients of one image each, or as the configuration says, observed by
+    the real engine."""
 
     def run(local: dict[str, Any] | None = None, **config: Any) -> Seen:
         folder = tmp_path / "observed"
@@ -87,7 +89,7 @@ def observe(engine, tmp_path) -> Callable[..., Seen]:
     return run
 
 
-# -- formulas ----------------------------------------------------------------------------------------------------------
+# -- formulas --------------------------------------------------------------------------------------
 
 
 def test_costs_and_total_variation_are_their_formulas():
@@ -116,7 +118,8 @@ def test_a_cosine_with_nothing_is_one_and_has_a_gradient():
 
 
 def test_psnr_is_of_images_in_the_unit_range():
-    """Digits have pixels 0..16: input 0 -> 0, input of pixel 16 -> 1, so an error of 4 pixels is a quarter."""
+    """Digits have pixels 0..16: input 0 -> 0, input of pixel 16 -> 1, so an error of 4 pixels is a
+    quarter."""
     dataset = prepare({"data": "digits", "rounds": 1, "algorithm": "fedavg"}).dataset
     pixels = PixelRange.of(dataset, torch.float64)
     raw = np.full((3, 1, 8, 8), 6.0)
@@ -174,7 +177,7 @@ def test_images_are_matched_within_their_label():
     assert {gradient_inversion.matching(original, foreign, labels)[k] for k in (1, 4)} == {1, 4}
 
 
-# -- what is simulated is what is sent ---------------------------------------------------------------------------------
+# -- what is simulated is what is sent -------------------------------------------------------------
 
 PAIRS = {"name": "iid", "clients": 719}  # 1438 digits: two for each client
 METHODS: dict[str, dict[str, Any]] = {
@@ -205,7 +208,8 @@ METHODS: dict[str, dict[str, Any]] = {
     },
 }
 PLAIN = {"fedavg", "fedprox", "fedcurv", "batch norm", "fedreg"}
-"""In the first step of the first round. (FedReg's two corrections do nothing where they would be negative.)"""
+"""In the first step of the first round. (FedReg's two corrections do nothing where they would be
+negative.)"""
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -297,7 +301,8 @@ def test_side_by_side_is_one_after_the_other(observe, attacker, monkeypatch):
 
 
 def test_clients_of_several_sizes_and_a_rule_that_looks_at_sizes(observe, ragged):
-    """Batches of one and of two images; FedCurv's finish sees the data, so its clients go one by one."""
+    """Batches of one and of two images; FedCurv's finish sees the data, so its clients go one by
+    one."""
     seen = observe(algorithm="fedcurv", partition=ragged([1, 2, 2, 5]), local={"batch_size": 2})
     result = invert(seen.plan, seen.observations, AttackOptions(attacker="adaptive", iterations=3))
     plain = invert(seen.plan, seen.observations, AttackOptions(iterations=3))
@@ -307,12 +312,12 @@ def test_clients_of_several_sizes_and_a_rule_that_looks_at_sizes(observe, ragged
         assert a.cost == pytest.approx(b.cost, abs=1e-9)
 
 
-# -- what is found -----------------------------------------------------------------------------------------------------
+# -- what is found ---------------------------------------------------------------------------------
 
 
 def test_a_gradient_of_one_image_determines_it(observe):
-    """Logistic regression: ∇_W = (p - y) xᵀ and ∇_b = p - y, so each row of the one over the entry of the other is x;
-    what can be read off must be found."""
+    """Logistic regression: ∇_W = (p - y) xᵀ and ∇_b = p - y, so each row of the one over the entry
+    of the other is x; what can be read off must be found."""
     seen = observe(model="logistic")
     plan, one = seen.plan, seen.observations[0]
     g = one.uploads["delta"] / plan.config.local.lr
@@ -434,7 +439,7 @@ def test_what_is_not_finite_is_said_by_client(observe):
     assert result.clients[0].cost == whole.clients[0].cost and math.isfinite(result.psnr)
 
 
-# -- what cannot be attacked -------------------------------------------------------------------------------------------
+# -- what cannot be attacked -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rule", ["scaffold", "moon", "feddyn"])
@@ -505,7 +510,7 @@ def test_several_steps_and_other_uploads_are_refused(observe):
         invert(nova.plan, [], AttackOptions())
 
 
-# -- the command -------------------------------------------------------------------------------------------------------
+# -- the command -----------------------------------------------------------------------------------
 
 
 @pytest.fixture

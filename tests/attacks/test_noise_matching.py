@@ -1,5 +1,5 @@
-"""What must hold of the search for equal privacy: it halves the interval of log sigma, it finds the noise that was put
-in, and what cannot be found is one message with the figures."""
+"""What must hold of the search for equal privacy: it halves the interval of log sigma, it finds the
+noise that was put in, and what cannot be found is one message with the figures."""
 
 from __future__ import annotations
 
@@ -73,7 +73,8 @@ def test_without_a_bracket_the_figures_are_told(wanted, way):
 
 
 def file(tmp_path: Path, **change: Any) -> Path:
-    """DP-SGD of a known sigma, 0.05, is the method that DP-SGD is to match: the same noise, so that sigma is found."""
+    """DP-SGD of a known sigma, 0.05, is the method that DP-SGD is to match: the same noise, so that
+    sigma is found."""
     whole = {
         "rounds": 2,
         "data": "digits",

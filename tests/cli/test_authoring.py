@@ -38,7 +38,7 @@ def test_version(raysim_):
     assert versions["Ray"] == metadata.version("ray")
 
 
-# -- completion --------------------------------------------------------------------------------------------------------
+# -- completion ------------------------------------------------------------------------------------
 
 
 def completed(incomplete: str, *words: str) -> list[str]:
@@ -119,7 +119,7 @@ def test_a_shell_completes_without_importing_torch():
     assert "AssertionError" not in done.stderr
 
 
-# -- the JSON Schema ---------------------------------------------------------------------------------------------------
+# -- the JSON Schema -------------------------------------------------------------------------------
 
 
 def test_the_shipped_schema_is_current(raysim_):
@@ -174,7 +174,7 @@ def test_keys_are_described():
     assert faults["on_client_error"]["description"]
 
 
-# -- a new method ------------------------------------------------------------------------------------------------------
+# -- a new method ----------------------------------------------------------------------------------
 
 
 def load(path: Path) -> ModuleType:

@@ -1,5 +1,6 @@
-"""What must hold of the command line: it says what it documents, leaves with the right code, and a mistake is one
-message without a traceback. All but a handful run in this process, through the console script's own `main`."""
+"""What must hold of the command line: it says what it documents, leaves with the right code, and a
+mistake is one message without a traceback. All but a handful run in this process, through the
+console script's own `main`."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ def small(tmp_path: Path, uri: str) -> Path:
     return written(tmp_path / "small.yaml", rounds=2, resources=inline, tracking=tracking)
 
 
-# -- what is imported, and when ----------------------------------------------------------------------------------------
+# -- what is imported, and when --------------------------------------------------------------------
 
 
 def test_importing_is_cheap():
@@ -57,7 +58,7 @@ assert not {"ray", "mlflow", "torchvision"} & set(sys.modules), "run"
     assert done.returncode == 0, done.stderr
 
 
-# -- run ---------------------------------------------------------------------------------------------------------------
+# -- run -------------------------------------------------------------------------------------------
 
 
 def test_print_config_runs(raysim_, small, tmp_path):
@@ -165,7 +166,7 @@ def test_run_and_resume_say_where_to_look(raysim_, small, tmp_path):
     assert raysim_("resume", tmp_path).code == 2
 
 
-# -- one's own methods and nets ----------------------------------------------------------------------------------------
+# -- one's own methods and nets --------------------------------------------------------------------
 
 OWN = """
 from dataclasses import dataclass
@@ -232,7 +233,7 @@ def test_ones_own_method_by_path(raysim_, small, source):
     assert digest(f"model={path}:Net", "model.width=3") not in {plain, digest(f"model={path}:Net")}
 
 
-# -- what there is -----------------------------------------------------------------------------------------------------
+# -- what there is ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -320,7 +321,7 @@ def test_data_mistakes(raysim_, arguments, said):
     assert said in result.err
 
 
-# -- mistakes ----------------------------------------------------------------------------------------------------------
+# -- mistakes --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

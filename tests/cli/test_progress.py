@@ -1,4 +1,5 @@
-"""What must hold of progress: stages, times and a last line, live on a terminal and in plain lines elsewhere."""
+"""What must hold of progress: stages, times and a last line, live on a terminal and in plain lines
+elsewhere."""
 
 from __future__ import annotations
 

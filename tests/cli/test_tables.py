@@ -1,4 +1,5 @@
-"""What must hold of printed tables: no word is cut, and elsewhere than on a terminal no row is wrapped."""
+"""What must hold of printed tables: no word is cut, and elsewhere than on a terminal no row is
+wrapped."""
 
 from __future__ import annotations
 

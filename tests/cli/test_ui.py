@@ -1,4 +1,5 @@
-"""What must hold of `raysim ui`, and of every link that is printed: it opens MLflow's view of metrics, at the place."""
+"""What must hold of `raysim ui`, and of every link that is printed: it opens MLflow's view of
+metrics, at the place."""
 
 from __future__ import annotations
 

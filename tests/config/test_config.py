@@ -1,5 +1,5 @@
-"""What must hold of a configuration: layers lie over one another as documented, equal experiments have equal
-fingerprints, and every mistake is refused in the words of someone who edits the file."""
+"""What must hold of a configuration: layers lie over one another as documented, equal experiments
+have equal fingerprints, and every mistake is refused in the words of someone who edits the file."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def layers(source: Any, *overrides: str) -> dict[str, Any]:
     return read_config(source, overrides, keys, algorithm_defaults)
 
 
-# -- layers ------------------------------------------------------------------------------------------------------------
+# -- layers ----------------------------------------------------------------------------------------
 
 
 def test_extends_one_level(files):
@@ -314,7 +314,7 @@ def test_one_half_replaces_that_half(small):
     assert plan.client.mu == 0.5 and plan.server.memory == 50  # type: ignore[attr-defined]
 
 
-# -- what an algorithm brings ------------------------------------------------------------------------------------------
+# -- what an algorithm brings ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -397,7 +397,7 @@ def test_every_preset_of_every_algorithm_resolves(name):
         )
 
 
-# -- schedules ---------------------------------------------------------------------------------------------------------
+# -- schedules -------------------------------------------------------------------------------------
 
 
 def test_at_round():
@@ -426,7 +426,7 @@ def test_schedules_reach_the_rules(small):
     assert prepare(small, ["local.lr=[[0, 0.5], [5, 1]]"]).config.local.lr == [(0, 0.5), (5, 1.0)]
 
 
-# -- the fingerprint ---------------------------------------------------------------------------------------------------
+# -- the fingerprint -------------------------------------------------------------------------------
 
 
 def fingerprint(source: Any, *overrides: str) -> str:
@@ -600,7 +600,7 @@ def test_a_resolved_configuration_reads_back_to_itself(small, given, source, tmp
     )
 
 
-# -- mistakes ----------------------------------------------------------------------------------------------------------
+# -- mistakes --------------------------------------------------------------------------------------
 
 JARGON = re.compile(
     r"pydantic|validation error|value error|instance of|dictionary|tuple|object to extract|discriminator|union|"
@@ -902,7 +902,8 @@ def test_both_halves_and_rounds_and_data_are_asked_for():
 
 @pytest.mark.parametrize("key", ["partition.clients=30", "model.hidden=[8]"])
 def test_a_section_without_a_name_is_the_default_one(base, key):
-    """Every key has a default but data, algorithm and rounds; so the name of a partition and of a model has one."""
+    """Every key has a default but data, algorithm and rounds; so the name of a partition and of a
+    model has one."""
     config = prepare({**base, "rounds": 1, "algorithm": "fedavg"}, [key]).config
     assert (config.partition.name, config.model.name) == ("iid", "mlp")
 
@@ -951,7 +952,8 @@ def test_shipped_configurations_are_found_by_name_and_are_right(files, given):
 
 @pytest.mark.parametrize("name", sorted(shipped()))
 def test_every_shipped_configuration_is_well_formed(name):
-    """Its sections, and what its grids vary; of the data nothing is read, and of the methods nothing is asked."""
+    """Its sections, and what its grids vary; of the data nothing is read, and of the methods
+    nothing is asked."""
     raw = layers(name)
     many, compared = raw.pop("sweep", None), raw.pop("match", None)
     assert explain.validate(raw).rounds

@@ -1,4 +1,5 @@
-"""Text that is too large, too deep or no value is refused in one short message, by both of PyYAML's parsers."""
+"""Text that is too large, too deep or no value is refused in one short message, by both of PyYAML's
+parsers."""
 
 from __future__ import annotations
 

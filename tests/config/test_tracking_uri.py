@@ -1,4 +1,5 @@
-"""What must hold of secrets in addresses: none is shown, none is written, and each is taken from the environment."""
+"""What must hold of secrets in addresses: none is shown, none is written, and each is taken from
+the environment."""
 
 from __future__ import annotations
 
@@ -143,7 +144,7 @@ def test_a_job_is_refused_with_a_password(tmp_path):
         assert "pass1" not in str(refused.value)
 
 
-# -- links and places --------------------------------------------------------------------------------------------------
+# -- links and places ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

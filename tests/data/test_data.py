@@ -1,4 +1,5 @@
-"""Data sets, their arrays on a device, and pictures. Formats are tested on small files of the same layout."""
+"""Data sets, their arrays on a device, and pictures. Formats are tested on small files of the same
+layout."""
 
 from __future__ import annotations
 
@@ -112,8 +113,8 @@ def test_digits_have_a_fixed_stratified_split(digits):
     ],
 )
 def test_real_files_have_the_known_statistics(name, shape, n):
-    """Mean 0 and standard deviation 1 after normalisation; CIFAR's published deviations are means of those within an
-    image, which leaves 1.25."""
+    """Mean 0 and standard deviation 1 after normalisation; CIFAR's published deviations are means
+    of those within an image, which leaves 1.25."""
     dataset = real(name)
     check(dataset, n, 10_000, shape, 10)
     x, _ = Examples.of(dataset, "train").batch(np.arange(0, n, 5))
@@ -270,7 +271,8 @@ def test_real_covid_ct():
 
 
 def test_folder(tmp_path):
-    """Squares of the median shorter side; labels follow the training classes even where the test half lacks one."""
+    """Squares of the median shorter side; labels follow the training classes even where the test
+    half lacks one."""
     middle = save(tmp_path / "train/cat/1.png", pixels(20, 30, 3))
     save(tmp_path / "train/ant/1.png", pixels(10, 12))
     save(tmp_path / "train/dog/1.png", pixels(50, 40, 3))

@@ -1,4 +1,5 @@
-"""Data sets of Hugging Face, from folders: what becomes of the columns, what is refused, and what identifies a run."""
+"""Data sets of Hugging Face, from folders: what becomes of the columns, what is refused, and what
+identifies a run."""
 
 from __future__ import annotations
 
@@ -52,7 +53,8 @@ def saved(folder: Path, **splits: Any) -> str:
 
 
 def pictures(folder: Path, sizes: list[tuple[int, int]], mode: str = "RGB") -> str:
-    """Save one training image of each (width, height), with its number as brightness, and one test image."""
+    """Save one training image of each (width, height), with its number as brightness, and one test
+    image."""
     features = datasets.Features({"image": datasets.Image(), "label": datasets.Value("int64")})
 
     def half(sizes: list[tuple[int, int]]) -> datasets.Dataset:

@@ -1,4 +1,5 @@
-"""Users' own examples: from a function, an .npz file, torch data sets; what is refused, and what identifies them."""
+"""Users' own examples: from a function, an .npz file, torch data sets; what is refused, and what
+identifies them."""
 
 from __future__ import annotations
 

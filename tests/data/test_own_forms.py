@@ -1,4 +1,5 @@
-"""The forms in which users give examples, the tensors that are read, and users' data sets that fail."""
+"""The forms in which users give examples, the tensors that are read, and users' data sets that
+fail."""
 
 from __future__ import annotations
 

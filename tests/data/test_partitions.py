@@ -236,7 +236,8 @@ def test_log_dirichlet_has_the_moments_of_dirichlet(alpha):
 
 
 def test_class_over_clients_has_the_published_sizes(mnist):
-    """Quantiles (min, 25, 50, 75, 90 %, max) of one published MNIST draw lie among those of thirty of ours."""
+    """Quantiles (min, 25, 50, 75, 90 %, max) of one published MNIST draw lie among those of thirty
+    of ours."""
     published = {
         0.01: (2, 2, 9, 530, 2400, 5900),
         0.1: (5, 160, 370, 770, 1500, 2800),
@@ -254,7 +255,8 @@ def test_class_over_clients_has_the_published_sizes(mnist):
 
 
 def literal_client_over_classes(y, n_classes, n_clients, alpha, rng):
-    """Place by place: a class from the client's mix, renormalised over the classes that have examples left."""
+    """Place by place: a class from the client's mix, renormalised over the classes that have
+    examples left."""
     prior = rng.dirichlet([alpha] * n_classes, n_clients)
     left = np.bincount(y, minlength=n_classes)
     counts = np.zeros((n_clients, n_classes), dtype=int)
@@ -267,7 +269,8 @@ def literal_client_over_classes(y, n_classes, n_clients, alpha, rng):
 
 
 def test_client_over_classes_has_the_statistics_of_drawing_place_by_place():
-    """How concentrated the clients are (sum of squared class shares), in the mean over many partitions."""
+    """How concentrated the clients are (sum of squared class shares), in the mean over many
+    partitions."""
     y, n_clients, alpha, repeats = np.repeat(np.arange(5), [5, 10, 15, 20, 25]), 5, 0.5, 150
     toy = dataset(y)
     p = partition(name="dirichlet", clients=n_clients, alpha=alpha, kind="client_over_classes")
@@ -324,7 +327,8 @@ def test_heavy_tail(classes):
     assert len(clients) == 5000
     assert len(np.unique(clients.indices)) == len(clients.indices) < 60_000
     assert all(len(set(toy.y[clients.client(i)])) == classes for i in range(5000))
-    # the law of 1 + floor(lognormal(1.25, 1)): median 1 + floor(e^1.25) = 4, mean about 6.2, at most 100
+    # the law of 1 + floor(lognormal(1.25, 1)): median 1 + floor(e^1.25) = 4, mean about 6.2, at
+    # most 100
     assert clients.sizes.min() == classes
     assert np.median(clients.sizes) == 4
     assert 5.9 < clients.sizes.mean() < 6.6
@@ -414,7 +418,8 @@ def test_virtual_clients_draw_uniformly():
     "keys", [*EVERY[:-1], {"name": "dirichlet", "clients": 5, "alpha": 9.0}], ids=str
 )
 def test_held_out_examples_are_taken_from_the_same_clients(keys, digits):
-    """Nobody else's examples move: clients and validation set together are the partition without one."""
+    """Nobody else's examples move: clients and validation set together are the partition without
+    one."""
     whole = split_dataset(partition(**keys), digits, 2)
     clients = split_dataset(partition(**keys, val_fraction=0.25), digits, 2)
     held_out = set(clients.validation.tolist())

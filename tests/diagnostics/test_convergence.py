@@ -1,5 +1,5 @@
-"""Theorem 1, its numbers written anew from the paper; what a run says of it, recomputed from the vectors it has saved;
-and the quadratics on which everything about it is known."""
+"""Theorem 1, its numbers written anew from the paper; what a run says of it, recomputed from the
+vectors it has saved; and the quadratics on which everything about it is known."""
 
 from __future__ import annotations
 
@@ -182,7 +182,8 @@ def test_the_problem_is_as_described():
 
 
 def test_any_method_sees_the_quadratics(base):
-    """The cross-entropy of a client's examples is f_i + log 2, its gradient that of f_i: by the engine's own task."""
+    """The cross-entropy of a client's examples is f_i + log 2, its gradient that of f_i: by the
+    engine's own task."""
     plan = prepare({**base, **QUADRATICS, "algorithm": "fedavg"})
     trainer, rng = make_trainer(plan, "cpu"), np.random.default_rng(0)
     assert (
@@ -214,7 +215,8 @@ def test_the_loss_is_exact_near_0_and_far_away():
 
 
 def test_one_step_reaches_the_optimum_and_five_do_not(engine):
-    """With everybody in every round; FedAvg stops where Σ A_i (x - a_i) = 0, A_i = 1 - (1 - η H_i)^I."""
+    """With everybody in every round; FedAvg stops where Σ A_i (x - a_i) = 0, A_i = 1 - (1 - η
+    H_i)^I."""
     everybody = {**QUADRATICS, "algorithm": "fedavg", "schedule": {"cohort": 12}}
 
     def end(rounds: int, steps: int, lr: float) -> np.ndarray:
@@ -348,8 +350,9 @@ def saved(base: dict, algorithm: dict) -> tuple[list, list, list[dict[str, float
 
 @pytest.mark.parametrize("mode", ["loop", "vmap"])
 def test_eps_l_and_eps_g_are_those_of_the_saved_vectors(mode, base):
-    """Of two steps the second is what the update leaves: y_1 = x - η g_0 where the QP has nothing to do (asserted), so
-    g̃_1 = d / η - g_0, to be compared with g_1 = ∇f_i(y_1). And p = β1 m̃ + mean(d), m̃ = (x_t - x_{t+1}) / η_g."""
+    """Of two steps the second is what the update leaves: y_1 = x - η g_0 where the QP has nothing
+    to do (asserted), so g̃_1 = d / η - g_0, to be compared with g_1 = ∇f_i(y_1). And p = β1 m̃ +
+    mean(d), m̃ = (x_t - x_{t+1}) / η_g."""
     base["batching"] = {"mode": mode, "size": 4}
     server = {"name": "gradma", "memory": 6, "beta1": 0.6, "beta2": 0.4, "lr": 0.8}
     seen, xs, history = saved(base, server)
@@ -424,8 +427,9 @@ def test_of_other_clients_there_is_no_bound(engine):
 
 
 def test_gradients_of_parts_of_the_data_are_a_departure(engine, caplog):
-    """The theorem has ‖g - g̃‖, g = ∇f_i, and nothing for the noise of mini-batches, which outlasts any T: the numbers
-    come with a warning. A batch that no client fills is as good as a full one."""
+    """The theorem has ‖g - g̃‖, g = ∇f_i, and nothing for the noise of mini-batches, which outlasts
+    any T: the numbers come with a warning. A batch that no client fills is as good as a full one.
+    """
     parts = {"local": {"steps": 2, "batch_size": 5, "lr": 0.1}}
     records = engine(watched("fedavg", **parts))[1]
     assert "theory/bound" in records[-1] and "do not follow full gradients" in caplog.text
@@ -435,9 +439,10 @@ def test_gradients_of_parts_of_the_data_are_a_departure(engine, caplog):
 
 
 def test_the_bound_holds_for_plain_means_only(base, source, ragged):
-    """Two clients, f_i = ½ (w ∓ 1)², of 49 and of 1 examples, one of them a round: sampling is uniform, so x hovers
-    around 0 whatever the weights of a single client, while f = Σ n_i/n f_i has its minimum at 0.96. There ‖∇f‖² = 0.92
-    for ever; the bound goes to C3 ρ², which any small step makes less."""
+    """Two clients, f_i = ½ (w ∓ 1)², of 49 and of 1 examples, one of them a round: sampling is
+    uniform, so x hovers around 0 whatever the weights of a single client, while f = Σ n_i/n f_i has
+    its minimum at 0.96. There ‖∇f‖² = 0.92 for ever; the bound goes to C3 ρ², which any small step
+    makes less."""
     s = TheoremInputs(1e-4, 1.0, 0.0, 0.0, 1, 1, 2, 10**9)
     rho2 = max((1 - 0.96) ** 2, (-1 - 0.96) ** 2)
     assert (

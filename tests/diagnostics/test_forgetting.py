@@ -1,4 +1,5 @@
-"""What clients forget, and what a curious server sees: recomputed from saved vectors, with plain torch."""
+"""What clients forget, and what a curious server sees: recomputed from saved vectors, with plain
+torch."""
 
 from __future__ import annotations
 
@@ -89,8 +90,8 @@ def squares(plan: Plan, w: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> np
 
 @pytest.mark.parametrize("batch", ["full", 1])
 def test_fisher_correlation_is_that_of_pseudo_and_past_data(batch, base):
-    """With one local step a round, a client's upload is the model after its first step. The pseudo data are those of
-    all its examples, though the step needs but what was made of one batch."""
+    """With one local step a round, a client's upload is the model after its first step. The pseudo
+    data are those of all its examples, though the step needs but what was made of one batch."""
     config = {
         **base,
         **CONFIG,

@@ -1,5 +1,5 @@
-"""What must hold where a node's sums are added up before they travel: nothing of it shows in the result, only in the
-bytes between nodes; nor does it show when they are lost just then."""
+"""What must hold where a node's sums are added up before they travel: nothing of it shows in the
+result, only in the bytes between nodes; nor does it show when they are lost just then."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ TIMEOUTS = {"hang": 5, "raylet": 60}
 
 @pytest.fixture(scope="module")
 def found(configs, tmp_path_factory) -> dict[str, dict[str, Any]]:
-    """What came of them, one after the other on three nodes, the first of which has no ClientActor; four actors share
-    the others."""
+    """What came of them, one after the other on three nodes, the first of which has no ClientActor;
+    four actors share the others."""
     folder = tmp_path_factory.mktemp("files")
     resources = {"executor": "ray", "actors": 4, "cpus": 1, "threads": 1, "server_node": "head"}
     files = [

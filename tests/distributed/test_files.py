@@ -1,4 +1,5 @@
-"""What must hold of the files that start clusters: schemas, tokens, one version of Ray, and SLURM's script at work."""
+"""What must hold of the files that start clusters: schemas, tokens, one version of Ray, and SLURM's
+script at work."""
 
 from __future__ import annotations
 
@@ -89,7 +90,8 @@ def _manifests() -> list[Any]:
 
 @pytest.mark.parametrize("document", _manifests())
 def test_kubernetes_takes_it(document):
-    """Kubernetes' own kinds, and the pods of Ray's, by Kubernetes' published schema; the rest by KubeRay's types."""
+    """Kubernetes' own kinds, and the pods of Ray's, by Kubernetes' published schema; the rest by
+    KubeRay's types."""
     kubernetes, jsonschema = (
         pytest.importorskip("kubernetes_validate"),
         pytest.importorskip("jsonschema"),

@@ -1,5 +1,5 @@
-"""What must hold on a real cluster of three nodes: a run on all of them is the one of a single process, and commands
-work as jobs."""
+"""What must hold on a real cluster of three nodes: a run on all of them is the one of a single
+process, and commands work as jobs."""
 
 from __future__ import annotations
 

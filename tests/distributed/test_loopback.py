@@ -1,4 +1,5 @@
-"""What must hold of a Ray that a run starts on this machine: it listens on 127.0.0.1, and its token is its owner's."""
+"""What must hold of a Ray that a run starts on this machine: it listens on 127.0.0.1, and its token
+is its owner's."""
 
 from __future__ import annotations
 

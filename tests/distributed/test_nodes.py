@@ -1,5 +1,5 @@
-"""What must hold when a cluster loses a node in the middle of a round and gains one later: nothing of it shows in the
-result, and whoever joins gets work."""
+"""What must hold when a cluster loses a node in the middle of a round and gains one later: nothing
+of it shows in the result, and whoever joins gets work."""
 
 from __future__ import annotations
 

@@ -221,7 +221,8 @@ def test_every_language_of_a_code_block_is_known():
     "path", [pytest.param(p, id=str(p.relative_to(REPOSITORY))) for p in READMES]
 )
 def test_commands_of_the_readmes(path: Path) -> None:
-    """They need data, a cluster or hours, so only their commands, options and configurations are checked."""
+    """They need data, a cluster or hours, so only their commands, options and configurations are
+    checked."""
     for block in blocks(path):
         if block.language in ("sh", "bash"):
             for words in commands(block.text):
@@ -258,7 +259,8 @@ def _is_command(words: list[str]) -> bool:
 
 
 def _is_key(section: str, path: list[str]) -> bool:
-    """Return whether a dotted name is a key, or no key by its look: another first part, a picture, a tag."""
+    """Return whether a dotted name is a key, or no key by its look: another first part, a picture,
+    a tag."""
     if section == "task" and path[0] in {*dir(Task), *Task.__annotations__}:  # of a rule, no key
         return True
     if section in ("algorithm", "client", "server"):

@@ -1,4 +1,5 @@
-"""Losses of candidates: power-of-choice against NumPy, whose model is evaluated, resume, and errors."""
+"""Losses of candidates: power-of-choice against NumPy, whose model is evaluated, resume, and
+errors."""
 
 from __future__ import annotations
 
@@ -156,7 +157,8 @@ def softmax_loss(x: np.ndarray, y: np.ndarray, w: np.ndarray) -> tuple[float, np
 
 
 def test_power_of_choice_is_pow_d_of_its_paper(config, pow_d, engine):
-    """Cho 2022: d candidates by their samples; of them those with the largest loss of the current model."""
+    """Cho 2022: d candidates by their samples; of them those with the largest loss of the current
+    model."""
     pools = []
 
     def spy(run):
@@ -180,7 +182,8 @@ def test_power_of_choice_is_pow_d_of_its_paper(config, pow_d, engine):
         w = w - LR * np.mean([found[i][1] for i in cohort], axis=0)
         assert np.allclose(xs[t + 1], w, rtol=0, atol=1e-10)
         assert records[t + 1]["clients/candidates"] == D
-        # D - COHORT candidates receive the model for nothing; a client of the cohort receives it once.
+        # D - COHORT candidates receive the model for nothing; a client of the cohort receives it
+        # once.
         assert records[t + 1]["bytes_down"] == (t + 1) * D * len(w) * 8
     assert by_loss > 1
     assert all(find_metric(name) for name in records[-1])

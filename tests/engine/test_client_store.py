@@ -1,5 +1,6 @@
-"""What must hold of the rows that clients keep: whatever is put, checkpointed, lost and gone back to, wherever the rows
-lie, what is got is what a plain dict would give; and no run can tell from its result where they lay."""
+"""What must hold of the rows that clients keep: whatever is put, checkpointed, lost and gone back
+to, wherever the rows lie, what is got is what a plain dict would give; and no run can tell from its
+result where they lay."""
 
 from __future__ import annotations
 
@@ -67,8 +68,9 @@ def slots(packed: dict[str, torch.Tensor]) -> np.ndarray:
 
 
 class AgainstADict(RuleBasedStateMachine):
-    """Any sequence of puts, checkpoints (two are kept), puts on a full disk, and crashes: after a crash what no
-    checkpoint refers to is garbage, and the store goes back to either checkpoint, with another limit perhaps."""
+    """Any sequence of puts, checkpoints (two are kept), puts on a full disk, and crashes: after a
+    crash what no checkpoint refers to is garbage, and the store goes back to either checkpoint,
+    with another limit perhaps."""
 
     @initialize(rows=st.integers(0, N))
     def begin(self, rows: int) -> None:
@@ -154,7 +156,7 @@ AgainstADict.TestCase.settings = settings(
 TestAgainstADict = AgainstADict.TestCase
 
 
-# -- rows --------------------------------------------------------------------------------------------------------------
+# -- rows ------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(params=["memory", "disk"])
@@ -180,7 +182,8 @@ def test_rows_survive_a_checkpoint_file(either, tmp_path):
 
 
 def test_a_checkpoint_is_small(tmp_path):
-    """Three tensors for all rows on disk, one for each name in memory, however many clients there are."""
+    """Three tensors for all rows on disk, one for each name in memory, however many clients there
+    are."""
     rows = ClientStateStore(1000, 0, tmp_path / "rows")
     for client in range(1000):
         rows.put(client, {"c": np.zeros(250, np.float32)})
@@ -258,7 +261,7 @@ def test_a_row_of_another_kind_is_refused(other):
     assert rows.get(5) is None and not rows.seen[5]
 
 
-# -- where they lie ----------------------------------------------------------------------------------------------------
+# -- where they lie --------------------------------------------------------------------------------
 
 
 def test_the_row_put_longest_ago_goes_to_disk(tmp_path):
@@ -278,7 +281,8 @@ def test_the_row_put_longest_ago_goes_to_disk(tmp_path):
 
 
 def test_the_file_does_not_grow_without_bound(tmp_path):
-    """One slot for each row on disk, and one for each put since the oldest of two kept checkpoints, ten puts apart."""
+    """One slot for each row on disk, and one for each put since the oldest of two kept checkpoints,
+    ten puts apart."""
     rng, rows, kept = np.random.default_rng(0), ClientStateStore(40, 5 * ROW, tmp_path), []
     for i in range(1000):
         rows.put(int(rng.integers(40)), row(0, i))
@@ -289,7 +293,8 @@ def test_the_file_does_not_grow_without_bound(tmp_path):
 
 
 def test_without_checkpoints_the_file_is_as_large_as_its_rows(tmp_path):
-    """And one more: the row that leaves memory is written before the one that comes back is given up."""
+    """And one more: the row that leaves memory is written before the one that comes back is given
+    up."""
     rng, rows = np.random.default_rng(0), ClientStateStore(40, 5 * ROW, tmp_path)
     for i in range(1, 400):
         rows.put(int(rng.integers(1 + i // 10)), row(0, i))
@@ -397,7 +402,7 @@ def test_rows_are_safe_on_disk_before_a_checkpoint_speaks_of_them(tmp_path, monk
     assert len(synced) == 4
 
 
-# -- damage and full disks ---------------------------------------------------------------------------------------------
+# -- damage and full disks -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("byte", [0, 11, 12, ROW - 1])
@@ -460,7 +465,8 @@ def test_a_full_disk_is_named_and_changes_nothing(tmp_path):
 
 
 def test_a_disk_that_fills_up_in_the_middle_of_a_row(tmp_path):
-    """With room for two rows and a half (a limit on file sizes, as on a disk, cuts the write short)."""
+    """With room for two rows and a half (a limit on file sizes, as on a disk, cuts the write
+    short)."""
     code = """
 import resource, sys
 from pathlib import Path
@@ -498,7 +504,7 @@ def test_a_limit_without_a_folder():
         rows.put(1, row(1, 0))
 
 
-# -- configuration -----------------------------------------------------------------------------------------------------
+# -- configuration ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -538,7 +544,7 @@ def test_where_rows_lie_is_no_part_of_the_experiment(base):
     assert other.config.fingerprint == plain.config.fingerprint
 
 
-# -- runs --------------------------------------------------------------------------------------------------------------
+# -- runs ------------------------------------------------------------------------------------------
 
 WHERE = {"system/client_state_bytes", "system/client_state_bytes_on_disk"}
 TIMES = {
@@ -625,7 +631,8 @@ def test_resumed_from_rows_on_disk(config, whole, tmp_path, memory):
 
 
 def test_the_checkpoint_before_has_its_rows_too(config, whole, tmp_path):
-    """The newest is damaged: what ran after the one before has not touched that one's rows, and goes on anew."""
+    """The newest is damaged: what ran after the one before has not touched that one's rows, and
+    goes on anew."""
     with pytest.raises(KeyboardInterrupt):
         raysim.run(config, progress=stop_at(8))
     (tmp_path / "run" / "checkpoints" / "round-000006" / "run.json").write_text("")

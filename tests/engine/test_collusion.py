@@ -57,7 +57,8 @@ def rule(source):
 
 
 def alie(updates: np.ndarray, z: float = 1.3) -> np.ndarray:
-    """Baruch 2019, Alg. 3: mean - z * standard deviation of the attackers' own gradients, which are -updates."""
+    """Baruch 2019, Alg. 3: mean - z * standard deviation of the attackers' own gradients, which are
+    -updates."""
     return -((-updates[ATTACKERS]).mean(0) - z * (-updates[ATTACKERS]).std(0))
 
 

@@ -154,7 +154,8 @@ IDENTITIES = {
     "fedavg": "749cd4aaf1d946d232d5db0864f43f2a4902f47866c7da50a9115e6db5f56f45",
     "gradma": "d6c5c4a59c5f19443dad26aa5e22fc02aa69da14e7dab59fe01af1e5a2b42e36",
 }
-"""Identities of two runs of quickstart. They change with the keys of the configuration, and with nothing else."""
+"""Identities of two runs of quickstart. They change with the keys of the configuration, and with
+nothing else."""
 
 
 def test_what_names_no_file_has_the_identity_it_had():
@@ -335,7 +336,7 @@ def test_paths_inside_lists_and_mappings_count(files, small):
     assert prepare(small, given).config.fingerprint != first.fingerprint
 
 
-# -- modules that Python finds -----------------------------------------------------------------------------------------
+# -- modules that Python finds ---------------------------------------------------------------------
 
 
 def test_a_package_counts_by_its_files_and_its_version(here, small, monkeypatch):
@@ -374,7 +375,7 @@ def test_a_package_counts_by_its_files_and_its_version(here, small, monkeypatch)
         del sys.modules[name]
 
 
-# -- imports from a rule's own folder ----------------------------------------------------------------------------------
+# -- imports from a rule's own folder --------------------------------------------------------------
 
 
 def modules(folder: Path, **texts: str) -> set[str]:
@@ -453,7 +454,7 @@ def test_an_edited_file_is_loaded_anew_and_a_mistake_has_its_line(tmp_path):
         references.load_object(f"{tmp_path}/m.py:X", "key")
 
 
-# -- on actors ---------------------------------------------------------------------------------------------------------
+# -- on actors -------------------------------------------------------------------------------------
 
 CACHING = """
 import functools
@@ -494,8 +495,8 @@ class Caching(ClientRule):
 
 @pytest.mark.ray
 def test_a_rule_with_caches_runs_on_actors_without_its_folder(here, base, small):
-    """lru_cache, a class's cache, a tensor and a lambda; modules beside it, imported at the top and late. The files
-    are gone once the run is prepared, as they are on another node."""
+    """lru_cache, a class's cache, a tensor and a lambda; modules beside it, imported at the top and
+    late. The files are gone once the run is prepared, as they are on another node."""
     texts = {
         "m": CACHING,
         "scale": "import functools\n\ndouble = functools.lru_cache(lambda n: 2 * n)",

@@ -130,7 +130,8 @@ def test_named_clients_come_first_and_shares_draw_from_the_others(tmp_path):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_sign_flipping_attackers_against_the_median(mode, config, source, engine):
-    """Attackers send -5 times their update; the server takes the median of each coordinate (Yin 2018)."""
+    """Attackers send -5 times their update; the server takes the median of each coordinate (Yin
+    2018)."""
     paths = {name: source(name[:-3], text) for name, text in SHOWN.items()}
     attack = {"name": f"{paths['sign_flip.py']}:SignFlipClient", "factor": 5.0}
     run, _ = engine(
@@ -196,7 +197,8 @@ def fits(client: str, server: str) -> bool:
 
 @pytest.mark.parametrize("client", sorted(CLIENT_RULES))
 def test_every_client_rule_in_a_group_is_the_same_in_loop_and_vmap(client, config, engine):
-    """A group with the same rule changes nothing in a loop; with other settings, vmap equals the loop."""
+    """A group with the same rule changes nothing in a loop; with other settings, vmap equals the
+    loop."""
     server = client if client in SERVER_RULES and fits(client, client) else "fedavg"
     server = server if fits(client, server) else next(s for s in SERVER_RULES if fits(client, s))
     staged = {"name": "mlp", "hidden": [8]}

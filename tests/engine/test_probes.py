@@ -1,4 +1,5 @@
-"""A user's own probe: what it measures, that it changes nothing, and what happens where it is wrong."""
+"""A user's own probe: what it measures, that it changes nothing, and what happens where it is
+wrong."""
 
 from __future__ import annotations
 

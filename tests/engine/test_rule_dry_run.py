@@ -1,5 +1,6 @@
-"""What must hold of the dry run before a run: a client rule that breaks its contract, or that gives another result
-under vmap than alone, is refused by name, key and size of the difference; a right one never is."""
+"""What must hold of the dry run before a run: a client rule that breaks its contract, or that gives
+another result under vmap than alone, is refused by name, key and size of the difference; a right
+one never is."""
 
 from __future__ import annotations
 
@@ -469,7 +470,8 @@ def test_a_step_that_vmap_cannot_run_is_refused(given):
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("rule", ["Right", "Signs", "Single"])
 def test_a_right_rule_passes(rule, dtype, given):
-    """One that takes means as it should; one that makes large differences of small ones; one that rounds."""
+    """One that takes means as it should; one that makes large differences of small ones; one that
+    rounds."""
     plan = prepare(given(rule, dtype=dtype))
     assert plan.mode == "vmap" and compare_loop_and_vmap(plan).startswith("the same")
 

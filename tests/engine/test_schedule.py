@@ -1,7 +1,7 @@
-"""The virtual clock against a simulator that is as slow and as plain as can be: a list of what will happen, searched
-for what happens first; every version of the model kept for ever; each client trained alone. Who trains when, and every
-bit of every x_t, must be the same. Then what must hold of schedules whatever the simulator says, checkpoints in the
-middle of everything, and mistakes.
+"""The virtual clock against a simulator that is as slow and as plain as can be: a list of what will
+happen, searched for what happens first; every version of the model kept for ever; each client
+trained alone. Who trains when, and every bit of every x_t, must be the same. Then what must hold of
+schedules whatever the simulator says, checkpoints in the middle of everything, and mistakes.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ M = sum(size > 0 for size in SIZES)
 ROUNDS = 200
 
 
-# -- the plain simulator -----------------------------------------------------------------------------------------------
+# -- the plain simulator ---------------------------------------------------------------------------
 
 
 @dataclass
@@ -76,8 +76,8 @@ class Event:
 
 @dataclass
 class Facts:
-    """What is to be said of a round; of an arrival: client, version, beginning, end. `under_way` are the tasks when the
-    round is over."""
+    """What is to be said of a round; of an arrival: client, version, beginning, end. `under_way`
+    are the tasks when the round is over."""
 
     t: int
     arrivals: list[tuple[int, int, float, float]] = field(default_factory=list)
@@ -264,7 +264,8 @@ class Plain:
 
 
 class PlainSync:
-    """Rounds in step. The server waits until the deadline for who is lost; without one, until that task's end."""
+    """Rounds in step. The server waits until the deadline for who is lost; without one, until that
+    task's end."""
 
     def __init__(self, config: Config, sizes: Sequence[int]):
         self.config, self.s, self.sizes, self.chance = (
@@ -312,8 +313,8 @@ def plain(config: Config, sizes: Sequence[int]) -> Plain | PlainSync:
 
 
 def train(plan: Plan) -> tuple[list[np.ndarray], list[Facts]]:
-    """x_0 .. x_T and the rounds, by the plain simulator. Each client trains by itself. A version is what the server has
-    after a round, before it can know who will arrive in the next one."""
+    """x_0 .. x_T and the rounds, by the plain simulator. Each client trains by itself. A version is
+    what the server has after a round, before it can know who will arrive in the next one."""
     config, sizes = plan.config, [int(n) for n in plan.clients.sizes]
     n, local = len(sizes), config.local
     clock, trainer, server = (
@@ -347,11 +348,12 @@ def train(plan: Plan) -> tuple[list[np.ndarray], list[Facts]]:
     return [versions[t].shared["x"].numpy() for t in range(config.rounds + 1)], rounds
 
 
-# -- whole runs --------------------------------------------------------------------------------------------------------
+# -- whole runs ------------------------------------------------------------------------------------
 
 
 def partition(folder: Path, sizes: Sequence[int]) -> dict[str, str]:
-    """Clients of these sizes, each with the digits of its place in an order by label, so that clients disagree."""
+    """Clients of these sizes, each with the digits of its place in an order by label, so that
+    clients disagree."""
     order = np.argsort(load_dataset(Data(name="digits")).y, kind="stable")
     starts = np.linspace(0, len(order) - max(sizes), len(sizes)).astype(int)
     path = folder / "partition.json"
@@ -588,8 +590,9 @@ def test_what_is_said_of_a_round(both):
 
 
 def test_versions_are_kept_as_long_as_somebody_needs_them(both):
-    """The newest, and those that tasks under way began with; not of tasks that are lost in the next round or
-    discarded, which nobody trains. Traffic counts who was sent a version, whatever became of it."""
+    """The newest, and those that tasks under way began with; not of tasks that are lost in the next
+    round or discarded, which nobody trains. Traffic counts who was sent a version, whatever became
+    of it."""
     following = [
         {(one.client, one.k) for one in facts.lost + facts.discarded} for facts in both.rounds[1:]
     ] + [set()]
@@ -609,7 +612,8 @@ def test_versions_are_kept_as_long_as_somebody_needs_them(both):
 
 
 def test_the_cases_are_what_they_should_be(both):
-    """Stale ones and fresh ones, losses and discards, ties: where a case is to show that, it occurs."""
+    """Stale ones and fresh ones, losses and discards, ties: where a case is to show that, it
+    occurs."""
     s = both.engine.config.schedule
     late = [facts.t - base for facts in both.rounds for _, base, _, _ in facts.arrivals]
     if s.name != "sync":
@@ -623,7 +627,7 @@ def test_the_cases_are_what_they_should_be(both):
     assert len(seen) >= 10 and all(SIZES[i] for i in seen)
 
 
-# -- the order of events alone -----------------------------------------------------------------------------------------
+# -- the order of events alone ---------------------------------------------------------------------
 
 
 def alone(given: Mapping[str, Any], **more: Any) -> Config:
@@ -703,8 +707,8 @@ def test_drawn_schedules_are_the_plain_simulators(names):
 
 
 def test_what_holds_of_every_schedule():
-    """A client arrives once in a round at most, nobody staler than allowed, in the order of time; and no more are
-    under way than there are places, one client with one task."""
+    """A client arrives once in a round at most, nobody staler than allowed, in the order of time;
+    and no more are under way than there are places, one client with one task."""
     for seed in range(100, 160):
         config, sizes = drawn(seed, ["kasync", "buffered"])
         s, clock = config.schedule, schedule.make_schedule(config, np.array(sizes))
@@ -732,8 +736,8 @@ def test_what_holds_of_every_schedule():
 
 
 def test_ties_go_to_who_was_put_there_first():
-    """Client 2 takes twice as long. At time 2 three tasks end: its first one, which began before the second ones of
-    clients 0 and 1; worked out by hand."""
+    """Client 2 takes twice as long. At time 2 three tasks end: its first one, which began before
+    the second ones of clients 0 and 1; worked out by hand."""
     given = {
         "name": "kasync",
         "k": 1,
@@ -750,8 +754,9 @@ def test_ties_go_to_who_was_put_there_first():
 
 
 def test_a_place_that_is_left_goes_to_who_waits():
-    """Three clients, two places, two arrivals a round, all tasks equally long: under `kasync` who has arrived keeps its
-    place, so the third has to wait for the round's end; under `buffered` it begins as soon as one has ended."""
+    """Three clients, two places, two arrivals a round, all tasks equally long: under `kasync` who
+    has arrived keeps its place, so the third has to wait for the round's end; under `buffered` it
+    begins as soon as one has ended."""
     for name, fresh in (("kasync", []), ("buffered", [0])):
         given = {"name": name, SIZE_KEY[name]: 2, "concurrency": 2, "client_speeds": "constant"}
         clock = schedule.make_schedule(alone(given), np.array([4, 4, 4]))
@@ -767,8 +772,8 @@ def test_a_place_that_is_left_goes_to_who_waits():
 
 
 def test_in_turn_everybody_is_equally_stale():
-    """Constant times, N/K = 5: round-robin. Everybody is N/K - 1 = 4 rounds behind, and at any time K tasks are under
-    way on each of the N/K newest versions."""
+    """Constant times, N/K = 5: round-robin. Everybody is N/K - 1 = 4 rounds behind, and at any time
+    K tasks are under way on each of the N/K newest versions."""
     given = {"name": "kasync", "k": 4, "client_speeds": "constant"}
     clock = schedule.make_schedule(alone(given), np.full(20, 7))
     for t in range(100):
@@ -780,10 +785,11 @@ def test_in_turn_everybody_is_equally_stale():
 
 
 def test_whoever_is_in_flight_is_as_likely_to_arrive():
-    """Of 20 clients 4 arrive in each of 3000 rounds. A client's number of arrivals is binomial(3000, 1/5): 600 ± 22,
-    and is held to five of these deviations; so is the number of times that two given clients arrive together,
-    binomial(3000, 4·3 / (20·19)): 95 ± 9.6. Staleness is geometric with mean 4 and deviation 4.5; of 12000 the mean is
-    within 0.25 of it, and P(0) within 0.02 of 1/5."""
+    """Of 20 clients 4 arrive in each of 3000 rounds. A client's number of arrivals is
+    binomial(3000, 1/5): 600 ± 22, and is held to five of these deviations; so is the number of
+    times that two given clients arrive together, binomial(3000, 4·3 / (20·19)): 95 ± 9.6. Staleness
+    is geometric with mean 4 and deviation 4.5; of 12000 the mean is within 0.25 of it, and P(0)
+    within 0.02 of 1/5."""
     found = turns(alone({"name": "kasync", "k": 4}, seed=3), [7] * 20, 3000)
     counts = Counter(client for turn in found for client in turn.ids)
     assert len(counts) == 20 and all(abs(n - 600) < 5 * 22 for n in counts.values())
@@ -795,8 +801,8 @@ def test_whoever_is_in_flight_is_as_likely_to_arrive():
 
 @pytest.mark.parametrize("speeds", ["constant", "uniform_arrival", "lognormal"])
 def test_places_are_never_empty(speeds):
-    """`buffered` with M + K <= N: at any event somebody is idle, so exactly M are under way. `kasync` has M at the end
-    of each round and loses one with each arrival."""
+    """`buffered` with M + K <= N: at any event somebody is idle, so exactly M are under way.
+    `kasync` has M at the end of each round and loses one with each arrival."""
     for name in ("buffered", "kasync"):
         config = alone(
             {"name": name, SIZE_KEY[name]: 4, "concurrency": 9, "client_speeds": {"name": speeds}}
@@ -810,7 +816,8 @@ def test_places_are_never_empty(speeds):
 
 
 def test_a_tasks_time_is_its_own():
-    """How long a client's k-th task takes does not depend on the schedule's numbers, or on the algorithm."""
+    """How long a client's k-th task takes does not depend on the schedule's numbers, or on the
+    algorithm."""
     times: dict[tuple[int, int], list[float]] = {}
     for name, arrivals, places in (
         ("kasync", 1, 13),
@@ -881,7 +888,7 @@ def test_chance_is_what_the_configuration_says():
     )
 
 
-# -- in step -----------------------------------------------------------------------------------------------------------
+# -- in step ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", ["loop", "vmap"])
@@ -909,8 +916,8 @@ def test_to_wait_for_everybody_is_to_be_in_step(engine, tmp_path, mode, speeds):
 
 
 def test_a_deadline_leaves_out_exactly_those_who_take_longer():
-    """The same cohorts as without one, less those whose task takes longer; then the round lasts until the deadline,
-    else until its last arrival."""
+    """The same cohorts as without one, less those whose task takes longer; then the round lasts
+    until the deadline, else until its last arrival."""
     given = {"cohort": 6, "client_speeds": LOGNORMAL}
     free, bound = (turns(alone({**given, **more}), SIZES, 100) for more in ({}, {"deadline": 1.2}))
     now, missed = 0.0, 0
@@ -968,7 +975,8 @@ def test_in_step_nobody_is_sampled_whose_window_is_closed():
 
 
 def test_in_step_the_clock_goes_on_although_a_client_without_data_is_there():
-    """It never drops out; with everybody else away there is nobody to work, until somebody comes back."""
+    """It never drops out; with everybody else away there is nobody to work, until somebody comes
+    back."""
     given = {"cohort": 2, "client_dropout": {"rate": 0.5, "rejoin_after": 1.0}}
     found = turns(alone(given), [3, 4, 0], 100)
     assert sum(bool(turn.ids) for turn in found) > 30 and found[-1].time > 50
@@ -981,7 +989,7 @@ def test_in_step_the_clock_goes_on_although_a_client_without_data_is_there():
             clock.next_round(t)
 
 
-# -- stopped in the middle ---------------------------------------------------------------------------------------------
+# -- stopped in the middle -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("names", [["kasync", "buffered"], ["sync"]], ids=["asynchronous", "sync"])
@@ -1030,8 +1038,9 @@ ALIVE = {
 
 @pytest.mark.parametrize("algorithm", ["fedhist", "fedasync"])
 def test_resumed_is_uninterrupted(tracked, tmp_path, recycled_actors, algorithm):
-    """Stopped in round 14, after the checkpoint of round 10, with tasks under way on several versions: resumed in this
-    process and on two actors, the parameters and the history are those of never stopping."""
+    """Stopped in round 14, after the checkpoint of round 10, with tasks under way on several
+    versions: resumed in this process and on two actors, the parameters and the history are those of
+    never stopping."""
     case = {
         "schedule": {"name": "kasync", **ALIVE, "max_staleness": 4},
         "algorithm": {"name": algorithm},
@@ -1064,7 +1073,7 @@ def test_resumed_is_uninterrupted(tracked, tmp_path, recycled_actors, algorithm)
         assert same(shared, whole.history)
 
 
-# -- mistakes, and the end of everything -------------------------------------------------------------------------------
+# -- mistakes, and the end of everything -----------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -1130,7 +1139,8 @@ TRACE = ["client,seconds_per_sample,down,up", *(f"{i},0.1,0.2,0.3" for i in rang
 
 
 def test_a_trace_belongs_to_its_run(tmp_path):
-    """Its content is part of the fingerprint, its place is not; a run whose trace has changed does not go on."""
+    """Its content is part of the fingerprint, its place is not; a run whose trace has changed does
+    not go on."""
     prints = []
     for folder, pace in (("a", "0.1"), ("b", "0.1"), ("c", "0.2")):
         path = tmp_path / folder / "times.csv"
@@ -1188,8 +1198,8 @@ def test_a_trace_with_a_mistake_is_refused(tmp_path, name, line, text, said):
 
 
 def test_a_trace_is_what_its_columns_say(tmp_path):
-    """down + up + seconds_per_sample times the samples of two steps of 4, or of the epochs; a client without data needs
-    no line."""
+    """down + up + seconds_per_sample times the samples of two steps of 4, or of the epochs; a
+    client without data needs no line."""
     path, own = (
         tmp_path / "times.csv",
         {"cohort": 5, "client_speeds": {"name": "trace", "path": str(tmp_path / "times.csv")}},
@@ -1236,7 +1246,7 @@ def test_when_everybody_is_gone_for_good_the_run_ends(tracked, tmp_path, name, r
     assert [float(row["virtual_time"]) for row in rows[1:]] == [one[2] for one in told]
 
 
-# -- what is measured beside -------------------------------------------------------------------------------------------
+# -- what is measured beside -----------------------------------------------------------------------
 
 
 def test_accuracy_is_the_mean_of_the_classes(engine, tmp_path):

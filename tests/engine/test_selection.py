@@ -1,4 +1,5 @@
-"""Server rules that select clients: power-of-choice against NumPy, what a rule sees, resume, and errors."""
+"""Server rules that select clients: power-of-choice against NumPy, what a rule sees, resume, and
+errors."""
 
 from __future__ import annotations
 
@@ -139,7 +140,8 @@ def config(base, ragged):
 
 
 def local_sgd(x: np.ndarray, y: np.ndarray, w: np.ndarray) -> tuple[np.ndarray, float]:
-    """STEPS of gradient descent on softmax regression, w = (W [10, P], b [10]); the result and the mean loss."""
+    """STEPS of gradient descent on softmax regression, w = (W [10, P], b [10]); the result and the
+    mean loss."""
     losses = []
     for _ in range(STEPS):
         W, b = w[:-10].reshape(10, -1), w[-10:]
@@ -153,7 +155,8 @@ def local_sgd(x: np.ndarray, y: np.ndarray, w: np.ndarray) -> tuple[np.ndarray, 
 
 
 def test_power_of_choice_is_rpow_d_of_its_paper(config, power_of_choice, engine):
-    """Cho 2022: d candidates by their samples, then those of the largest last known loss, infinite before the first."""
+    """Cho 2022: d candidates by their samples, then those of the largest last known loss, infinite
+    before the first."""
     run, _ = engine(config({"name": power_of_choice, "d": D}, seed=3))
     data, clients = run.plan.dataset, run.plan.clients
     scale, shift = (v.astype(np.float64)[:, None, None] for v in (data.scale, data.shift))
@@ -195,7 +198,8 @@ def test_a_rule_sees_the_state_after_the_update_and_the_last_round_of_each_clien
 def test_a_run_that_stops_and_resumes_selects_the_same_clients(
     every, stop, config, rules, tmp_path
 ):
-    """Stopped between two checkpoints or at one; the stop itself writes one, after the next round was selected."""
+    """Stopped between two checkpoints or at one; the stop itself writes one, after the next round
+    was selected."""
     clock = {
         "client_speeds": {"name": "lognormal", "sigma": 1.0},
         "client_dropout": {"rate": 0.3, "rejoin_after": 2.0},

@@ -1,4 +1,5 @@
-"""Runs of every learning task: loop against vmap, padding, one process against actors, and mistakes."""
+"""Runs of every learning task: loop against vmap, padding, one process against actors, and
+mistakes."""
 
 from __future__ import annotations
 

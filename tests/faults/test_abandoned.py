@@ -1,4 +1,5 @@
-"""What must hold of runs whose processes died without a word, and of clocks that jump: MLflow tells the truth."""
+"""What must hold of runs whose processes died without a word, and of clocks that jump: MLflow tells
+the truth."""
 
 from __future__ import annotations
 
@@ -124,7 +125,7 @@ def test_a_run_that_lives_is_left_alone(uri, tmp_path, died):
     assert run_in(uri, tmp_path.name).info.status == "RUNNING"
 
 
-# -- clocks that jump --------------------------------------------------------------------------------------------------
+# -- clocks that jump ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("jump", [HOURS, -HOURS])

@@ -1,4 +1,5 @@
-"""What must hold while actors are killed at random: nothing of it shows in the result, only in the counters."""
+"""What must hold while actors are killed at random: nothing of it shows in the result, only in the
+counters."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ from raysim.runs import run as experiment
 pytestmark = pytest.mark.usefixtures("recycled_actors")
 
 MOMENTS = ("out", "between", "any")
-"""Right after blocks were sent off, between training and the server's update, or a little later than either."""
+"""Right after blocks were sent off, between training and the server's update, or a little later
+than either."""
 
 
 class Chaos:
@@ -50,7 +52,8 @@ class Chaos:
         return mixed
 
     def at(self, executor: Chaotic, t: int, moment: str) -> None:
-        """Round t has come to this moment; it may come to it again after a checkpoint was gone back to."""
+        """Round t has come to this moment; it may come to it again after a checkpoint was gone back
+        to."""
         wanted = self.moments.get(t)
         if wanted == moment or (wanted == "any" and moment == "out"):
             del self.moments[t]
@@ -232,11 +235,12 @@ def test_thirty_kills_do_not_show_without_shared_memory(
     many(basic(tmp_path, uri) | ALGORITHMS["gradma"], 4, THIRTY, monkeypatch)
 
 
-# -- killed while another one is being replaced ------------------------------------------------------------------------
+# -- killed while another one is being replaced ----------------------------------------------------
 
 
 class StalkedPool(ChaoticPool):
-    """Actors, one of whose successors is killed too, at its start or when it has said that it is there."""
+    """Actors, one of whose successors is killed too, at its start or when it has said that it is
+    there."""
 
     kind: str
     late: bool

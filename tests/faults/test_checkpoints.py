@@ -42,7 +42,8 @@ def rounds_of(folder: Path) -> list[int]:
 
 @pytest.fixture(scope="module")
 def halfway(tmp_path_factory: pytest.TempPathFactory, uri: str) -> tuple[Path, Any]:
-    """A run with rows in memory and on disk and a virtual clock, stopped in round 9 of 12; and the whole one."""
+    """A run with rows in memory and on disk and a virtual clock, stopped in round 9 of 12; and the
+    whole one."""
     folder = tmp_path_factory.mktemp("halfway")
     config = basic(folder, uri) | {
         "rounds": 12,
@@ -147,7 +148,8 @@ def test_a_run_goes_on_from_an_earlier_checkpoint_to_the_same_end(stopped, halfw
 
 
 def test_rows_that_a_checkpoint_needs_are_gone(stopped, halfway, caplog):
-    """Cut short, it is found before the run begins; damaged, when the row is read. It never counts as an empty row."""
+    """Cut short, it is found before the run begins; damaged, when the row is read. It never counts
+    as an empty row."""
     rows = stopped / "rows" / "rows.bin"
     kept = rows.read_bytes()
     os.truncate(rows, 0)
@@ -179,7 +181,8 @@ def test_a_checkpoint_on_other_data_is_refused(stopped, what):
 
 
 def test_the_best_checkpoint_is_kept(uri, tmp_path):
-    """By the accuracy after its last round, beside the last ones; where none is measured, only the last ones."""
+    """By the accuracy after its last round, beside the last ones; where none is measured, only the
+    last ones."""
     config = basic(tmp_path, uri) | {
         "rounds": 12,
         "local": {"lr": [[0, 0.5], [5, 5.0]], "steps": 3, "batch_size": 16},
@@ -201,7 +204,7 @@ def test_the_best_checkpoint_is_kept(uri, tmp_path):
     assert rounds_of(tmp_path / "unmeasured") == [10, 12]
 
 
-# -- a full disk -------------------------------------------------------------------------------------------------------
+# -- a full disk -----------------------------------------------------------------------------------
 
 
 def on_a_full_disk(
@@ -215,8 +218,8 @@ def on_a_full_disk(
 
 @pytest.mark.parametrize("what", ["checkpoints", "size"])
 def test_the_run_stops_where_a_checkpoint_is_required(uri, tmp_path, what):
-    """With exit code 1 and one line that says how much is free; the last good one is there, nothing half-written
-    beside it, and with room again the run goes on to the same end."""
+    """With exit code 1 and one line that says how much is free; the last good one is there, nothing
+    half-written beside it, and with room again the run goes on to the same end."""
     config = basic(tmp_path, uri) | {"rounds": 10, "checkpoint": {"every": 2}}
     whole = raysim.run(config, run_dir=str(tmp_path / "whole"))
     code, said = on_a_full_disk(tmp_path, what, 3, "run", written(tmp_path, config))
@@ -313,7 +316,8 @@ def test_a_run_on_a_full_disk_ends_in_one_line_and_is_ended_in_mlflow(uri, tmp_p
 
 @pytest.mark.parametrize("fails", [True, False])
 def test_what_fails_at_the_end_hides_nothing(uri, tmp_path, monkeypatch, caplog, fails):
-    """All closing steps fail, each by itself. The cause of the end stays, or the result, and MLflow's run is ended."""
+    """All closing steps fail, each by itself. The cause of the end stays, or the result, and
+    MLflow's run is ended."""
 
     def broken(*arguments: Any, **options: Any) -> None:
         raise OSError(5, "Input/output error")

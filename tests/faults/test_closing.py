@@ -1,5 +1,5 @@
-"""What must hold when Ray itself hangs: the run ends within a limit, with one clear message and as FAILED in MLflow,
-and no process of it is left."""
+"""What must hold when Ray itself hangs: the run ends within a limit, with one clear message and as
+FAILED in MLflow, and no process of it is left."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def name(process: Process) -> str:
     ("stopped", "code"), [("raylet", 1), pytest.param("gcs_server", 143, marks=pytest.mark.long)]
 )
 def test_a_process_of_ray_that_is_stopped_ends_the_run(uri, tmp_path, stopped, code):
-    """Without a raylet nothing can go on. Without a GCS a run continues while nothing is lost; then SIGTERM ends it."""
+    """Without a raylet nothing can go on. Without a GCS a run continues while nothing is lost; then
+    SIGTERM ends it."""
     config = basic(tmp_path, uri) | {"rounds": 100_000, "checkpoint": {"every": 0}}
     started: list[Process] = []
     config["resources"] = {"executor": "ray", "actors": 2, "cpus": 0.5, "timeout": 10}

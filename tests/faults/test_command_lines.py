@@ -1,4 +1,5 @@
-"""Any command line does what it says, or is refused soon, in a short message, and leaves nothing behind."""
+"""Any command line does what it says, or is refused soon, in a short message, and leaves nothing
+behind."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ def explored(cases: int, seed: int, folder: Path) -> dict:
 
 
 def test_forty_command_lines_do_what_they_say_or_are_refused(tmp_path):
-    """The short version. How long a command takes counts in the long version only, on a quiet machine."""
+    """The short version. How long a command takes counts in the long version only, on a quiet
+    machine."""
     found = explored(40, 1, tmp_path)
     wrong = [case for case in found["wrong"] if case["problem"] != "too much time"]
     assert found["cases"] == 40 and not wrong, json.dumps(wrong, indent=1)

@@ -1,4 +1,5 @@
-"""What must hold of any configuration: it is accepted, or refused with a message that names the key. Nothing else."""
+"""What must hold of any configuration: it is accepted, or refused with a message that names the
+key. Nothing else."""
 
 from __future__ import annotations
 

@@ -77,8 +77,8 @@ class Sleepy(GradMAClient):
             time.sleep(0.05)
         return super().init(shared, client_state, data, task)
 """
-"""Takes its time and notes the version that each task begins with; after 60 tasks, while a file is there, it sleeps, but in no
-dry run."""
+"""Takes its time and notes the version that each task begins with; after 60 tasks, while a file is
+there, it sleeps, but in no dry run."""
 
 
 def sleepy(rule: str, **parameters: Any) -> dict[str, Any]:
@@ -170,7 +170,7 @@ def test_a_kill_of_a_driver_of_actors_does_not_show(uri, tmp_path, source):
     until(lambda: not marked(mark), 60, f"still alive: {marked(mark)}")
 
 
-# -- told to end in a long round ---------------------------------------------------------------------------------------
+# -- told to end in a long round -------------------------------------------------------------------
 
 SCHEDULES: dict[str, dict[str, Any]] = {
     "sync": {"name": "sync", "cohort": 6},
@@ -184,8 +184,9 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 def test_what_was_done_is_kept_when_a_long_round_is_ended(
     uri, tmp_path, source, executor, schedule
 ):
-    """SIGTERM in a round that would never end: exit 143, and it goes on from the very round that was done. The driver
-    alone gets the signal: what ends Ray's processes as well may take the server's state with it."""
+    """SIGTERM in a round that would never end: exit 143, and it goes on from the very round that
+    was done. The driver alone gets the signal: what ends Ray's processes as well may take the
+    server's state with it."""
     rule, alarm, book = source("sleepy", SLEEPY), tmp_path / "alarm", tmp_path / "book"
     config = basic(tmp_path, uri) | sleepy(rule, alarm=str(alarm), book=str(book))
     config |= {"rounds": 30, "schedule": SCHEDULES[schedule], "checkpoint": {"every": 1000}}
@@ -224,7 +225,8 @@ def test_what_was_done_is_kept_when_a_long_round_is_ended(
     [(0.3, signal.SIGINT), (1.5, signal.SIGTERM), (3.0, signal.SIGINT), (5.0, signal.SIGTERM)],
 )
 def test_a_signal_while_it_starts(uri, tmp_path, later, number):
-    """While it imports, and while Ray and its actors start: no traceback, the right exit code, and it can go on."""
+    """While it imports, and while Ray and its actors start: no traceback, the right exit code, and
+    it can go on."""
     config = basic(tmp_path, uri) | {
         "rounds": 5,
         "resources": {"executor": "ray", "actors": 2, "cpus": 0.5},
@@ -242,7 +244,7 @@ def test_a_signal_while_it_starts(uri, tmp_path, later, number):
         assert resume(tmp_path / "run", {"resources.executor": "inline"}).rounds == 5
 
 
-# -- one process at a time ---------------------------------------------------------------------------------------------
+# -- one process at a time -------------------------------------------------------------------------
 
 
 def test_a_folder_at_work_is_refused_and_one_whose_process_died_is_taken_over(

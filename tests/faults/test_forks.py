@@ -1,4 +1,5 @@
-"""What must hold of a run taken up again by its MLflow id, or as another one; and that a password stays here."""
+"""What must hold of a run taken up again by its MLflow id, or as another one; and that a password
+stays here."""
 
 from __future__ import annotations
 
@@ -64,7 +65,8 @@ def whole_history(folder: Path) -> list[dict[str, float]]:
 
 
 def test_a_fork_is_a_new_run_under_the_old_one(config, uri, tmp_path, monkeypatch):
-    """It has the old history to the fork, and from there on what the same change at that round would have given."""
+    """It has the old history to the fork, and from there on what the same change at that round
+    would have given."""
     wanted = raysim.run(
         config, {"local.lr": [[0, 0.05], [6, 0.2]]}, run_dir=str(tmp_path / "wanted")
     )
@@ -164,7 +166,7 @@ def test_a_fork_on_the_command_line(config, uri, tmp_path):
     assert code == 2 and "error: partition.alpha: " in said and "Traceback" not in said
 
 
-# -- passwords ---------------------------------------------------------------------------------------------------------
+# -- passwords -------------------------------------------------------------------------------------
 
 SECRET = "correct-horse-battery"
 
@@ -198,7 +200,8 @@ def refusing() -> Iterator[tuple[int, list[bytes]]]:
 
 
 def test_a_password_in_an_address_is_not_said(config, tmp_path, refusing, monkeypatch):
-    """Not where the server fails at once, nor where the run goes on without it, nor in `tracking sync`."""
+    """Not where the server fails at once, nor where the run goes on without it, nor in `tracking
+    sync`."""
     port, heard = refusing
     config["tracking"] = {
         "uri": f"http://user:{SECRET}@127.0.0.1:{port}",

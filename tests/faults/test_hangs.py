@@ -1,5 +1,5 @@
-"""What must hold while actors hang: they are stopped by SIGSTOP, and nothing of it shows in the result. Nor is one
-replaced that works for longer than `resources.timeout`."""
+"""What must hold while actors hang: they are stopped by SIGSTOP, and nothing of it shows in the
+result. Nor is one replaced that works for longer than `resources.timeout`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ class HangingPool(WorkerPool):
         return there[1]
 
     def end(self, actor: Any) -> None:
-        """Who was stopped may be continued at any time, so nothing of it may be left when another takes its place."""
+        """Who was stopped may be continued at any time, so nothing of it may be left when another
+        takes its place."""
         process = self.process(actor)
         super().end(actor)
         assert not process.alive
@@ -45,7 +46,8 @@ class Hanging(RayExecutor):
     """The executor over Ray, some of whose actors are stopped."""
 
     victims: dict[int, str]
-    """By the round in which they are stopped: the server before that round's blocks are sent off, the others after."""
+    """By the round in which they are stopped: the server before that round's blocks are sent off,
+    the others after."""
 
     def __init__(self, log: Callable[[str], None]):
         super().__init__(log, HangingPool(log))
@@ -75,8 +77,8 @@ class Hanging(RayExecutor):
 
 
 def test_actors_that_hang_are_replaced(uri, tmp_path, monkeypatch, caplog):
-    """A ClientActor, the server and the evaluator, one after the other, which share memory. On several nodes, and under
-    another schedule: tests/distributed/test_adding.py."""
+    """A ClientActor, the server and the evaluator, one after the other, which share memory. On
+    several nodes, and under another schedule: tests/distributed/test_adding.py."""
     config = basic(tmp_path, uri) | {"rounds": 12, "algorithm": {"name": "gradma", "memory": 9}}
     whole = raysim.run({**config, "run_dir": f"{config['run_dir']}-inline"})
     said: list[str] = []

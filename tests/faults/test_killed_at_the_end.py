@@ -1,4 +1,5 @@
-"""What must hold of a run that is killed after its last round, before it is closed: `resume` closes it."""
+"""What must hold of a run that is killed after its last round, before it is closed: `resume` closes
+it."""
 
 from __future__ import annotations
 

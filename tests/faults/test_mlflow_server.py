@@ -1,4 +1,5 @@
-"""What must hold while a real MLflow server is away: nothing is lost or told twice, and the run does not wait."""
+"""What must hold while a real MLflow server is away: nothing is lost or told twice, and the run
+does not wait."""
 
 from __future__ import annotations
 
@@ -53,7 +54,8 @@ class Slow(FedAvgClient):
 def test_a_server_that_goes_and_comes_back_loses_and_delays_nothing(
     server, tmp_path, source, caplog
 ):
-    """It goes after round 30, and is started again after round 60; the run ends once it is heard of again."""
+    """It goes after round 30, and is started again after round 60; the run ends once it is heard of
+    again."""
     config = basic(tmp_path, server.uri) | {
         "rounds": 150,
         "algorithm": f"{source('slow', SLOW)}:Slow",

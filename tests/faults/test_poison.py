@@ -1,4 +1,5 @@
-"""What must hold of a client that takes the process it trains in down with it: it is named, or dropped."""
+"""What must hold of a client that takes the process it trains in down with it: it is named, or
+dropped."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What must hold of a long run: it takes no more memory with every round than its history needs, no more shared memory
-and no more files."""
+"""What must hold of a long run: it takes no more memory with every round than its history needs, no
+more shared memory and no more files."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from raysim.engine.resolve import prepare
 from raysim.runs import run as experiment
 
 BOUND = {"driver": 20_000, "actor": 2_000, "shared": 500, "files": 0.01}
-"""Bytes of private and of shared memory a round, and open files. The driver keeps the history, forty figures of each
-round."""
+"""Bytes of private and of shared memory a round, and open files. The driver keeps the history,
+forty figures of each round."""
 
 
 def used(pid: int) -> tuple[int, int, int]:
@@ -34,8 +34,8 @@ ROUNDS = 2000
 @pytest.mark.long
 @pytest.mark.parametrize("algorithm", ["gradma", "fedhist"])
 def test_nothing_grows_in_two_thousand_rounds(local_ray, uri, tmp_path, monkeypatch, algorithm):
-    """Of the driver, two ClientActors, the server, the evaluator and the raylet, which has the object store: the slopes
-    over the second half of the run, by least squares."""
+    """Of the driver, two ClientActors, the server, the evaluator and the raylet, which has the
+    object store: the slopes over the second half of the run, by least squares."""
     import ray
 
     made: list[RayExecutor] = []

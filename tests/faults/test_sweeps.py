@@ -1,4 +1,5 @@
-"""A sweep whose driver is killed in the middle is completed by the same command: nothing twice, nothing missing.
+"""A sweep whose driver is killed in the middle is completed by the same command: nothing twice,
+nothing missing.
 
 And what a person sees of it in MLflow's pages.
 """
@@ -118,8 +119,8 @@ def test_a_sweep_of_48_trials_and_what_mlflow_shows_of_it(tmp_path: Path):
 
 
 def look(browser: str, runs: str, parent: str, folder: Path) -> None:
-    """At the pages of the runs, of the parent with its children, and of the picture that compares them; screenshots
-    are left in the folder."""
+    """At the pages of the runs, of the parent with its children, and of the picture that compares
+    them; screenshots are left in the folder."""
     options = [
         "--headless",
         "--no-sandbox",

@@ -102,7 +102,8 @@ def test_images_of_the_target_do_not_count_as_success():
 
 
 def test_min_max():
-    """Shejwalkar 2021: the largest γ with max_i |mean - γ std - g_i| <= max_ij |g_i - g_j|, exactly."""
+    """Shejwalkar 2021: the largest γ with max_i |mean - γ std - g_i| <= max_ij |g_i - g_j|,
+    exactly."""
     g = np.random.default_rng(5).normal(size=(6, 9))
     mean, std = g.mean(0), g.std(0)
     largest = max(((a - b) ** 2).sum() for a in g for b in g)

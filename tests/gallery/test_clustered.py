@@ -12,7 +12,8 @@ from support.oracle_cases import MODES
 
 @pytest.mark.parametrize("mode", MODES)
 def test_ifca(mode, train):
-    """Ghosh 2020, algorithm 1 (model averaging): j = argmin f_i(θ_j); θ_j <- mean of the models of those who chose j."""
+    """Ghosh 2020, algorithm 1 (model averaging): j = argmin f_i(θ_j); θ_j <- mean of the models of
+    those who chose j."""
     done = train(
         mode,
         client="clustered/ifca.py:IFCAClient",
@@ -43,7 +44,8 @@ def test_ifca(mode, train):
 
 
 def bipartition(updates: list[np.ndarray]) -> tuple[int, ...]:
-    """The halves whose largest cosine across is least, by trying all of them (Sattler 2020, equation 12)."""
+    """The halves whose largest cosine across is least, by trying all of them (Sattler 2020,
+    equation 12)."""
     rows = np.array([u / np.linalg.norm(u) for u in updates])
     cosine = rows @ rows.T
 
@@ -56,7 +58,8 @@ def bipartition(updates: list[np.ndarray]) -> tuple[int, ...]:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_cfl(mode, train):
-    """Sattler 2020, algorithms 1 to 3: split a cluster if |mean Δ| < ε1 and max |Δ| > ε2; FedAvg in each cluster."""
+    """Sattler 2020, algorithms 1 to 3: split a cluster if |mean Δ| < ε1 and max |Δ| > ε2; FedAvg in
+    each cluster."""
     done = train(
         mode,
         server={"name": "clustered/cfl.py:CFLServer", "eps1": 0.35, "eps2": 0.4},

@@ -21,7 +21,8 @@ POWERSGD = f"{gallery.FOLDER}/compression/powersgd.py:PowerSGD"
 
 
 def low_rank(v: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Vogels 2019, algorithm 1 with one worker: P = orthonormal basis of M Q, Q = Mᵀ P, M becomes P Qᵀ."""
+    """Vogels 2019, algorithm 1 with one worker: P = orthonormal basis of M Q, Q = Mᵀ P, M becomes P
+    Qᵀ."""
     decoded = []
     for part in split(v, SHAPES):
         if part.ndim == 2:

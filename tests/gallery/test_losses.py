@@ -134,7 +134,8 @@ def test_fedasam(mode, train):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_fedspeed(mode, train):
-    """Sun 2023, algorithm 1, over three rounds, so that some clients come back with their correction."""
+    """Sun 2023, algorithm 1, over three rounds, so that some clients come back with their
+    correction."""
     client = {"name": "losses/fedspeed.py:FedSpeedClient", "lam": 5.0, "alpha": 0.7, "rho": 0.3}
     done = train(mode, client=client)
     corrections: dict[int, np.ndarray] = {}

@@ -1,4 +1,5 @@
-"""Methods of the gallery that treat body and classifier differently, against their papers' formulas."""
+"""Methods of the gallery that treat body and classifier differently, against their papers'
+formulas."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from torch.nn.functional import cross_entropy
 
 @pytest.mark.parametrize("mode", MODES)
 def test_lgfedavg(mode, train):
-    """Liang 2020, algorithm 1: local SGD on (own representation, shared classifier); the classifiers are averaged."""
+    """Liang 2020, algorithm 1: local SGD on (own representation, shared classifier); the
+    classifiers are averaged."""
     done = train(mode, client="other_heads/lgfedavg.py:LGFedAvgClient")
     bodies: dict[int, np.ndarray] = {}
 
@@ -50,8 +52,9 @@ def test_fedbabu(mode, train):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_fedrod(mode, train):
-    """Chen 2022, equations 6 to 8: body and generic head by balanced softmax, exp(z_c + log n_c); the personal head by
-    the cross-entropy of the sum of both heads, with features and generic head fixed."""
+    """Chen 2022, equations 6 to 8: body and generic head by balanced softmax, exp(z_c + log n_c);
+    the personal head by the cross-entropy of the sum of both heads, with features and generic head
+    fixed."""
     done = train(mode, client="other_heads/fedrod.py:FedRoDClient")
     heads: dict[int, np.ndarray] = {}
 
@@ -85,8 +88,8 @@ def test_fedrod(mode, train):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_fedproto(mode, train):
-    """Tan 2022, algorithm 1: local steps on cross-entropy + λ d(f(x), prototype of y); prototypes are the mean features
-    of a class, weighted by examples; models are never averaged."""
+    """Tan 2022, algorithm 1: local steps on cross-entropy + λ d(f(x), prototype of y); prototypes
+    are the mean features of a class, weighted by examples; models are never averaged."""
     done = train(
         mode,
         client={"name": "other_heads/fedproto.py:FedProtoClient", "lam": 0.7},

@@ -12,7 +12,8 @@ from support.oracle_cases import MODES, distance
 
 @pytest.mark.parametrize("mode", MODES)
 def test_apfl(mode, train):
-    """Deng 2020, algorithm 1: w <- w - η ∇f(w), v <- v - η ∇_v f(u), α <- α - η ∂f(u)/∂α, u = α v + (1 - α) w."""
+    """Deng 2020, algorithm 1: w <- w - η ∇f(w), v <- v - η ∇_v f(u), α <- α - η ∂f(u)/∂α, u = α v +
+    (1 - α) w."""
     done = train(mode, client={"name": "personalised/apfl.py:APFLClient", "alpha": 0.3})
     own: dict[int, tuple] = {}
 
@@ -40,7 +41,8 @@ def test_apfl(mode, train):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_pfedme(mode, train):
-    """Dinh 2020, algorithm 1: θ ≈ argmin f(θ) + λ/2 |θ - w|², w <- w - η λ (w - θ), x <- (1 - β) x + β mean w."""
+    """Dinh 2020, algorithm 1: θ ≈ argmin f(θ) + λ/2 |θ - w|², w <- w - η λ (w - θ), x <- (1 - β) x
+    + β mean w."""
     client = {"name": "personalised/pfedme.py:PFedMeClient", "lam": 2.0, "personal_lr": 0.1, "K": 3}
     done = train(mode, client=client, server={"name": "fedavg", "lr": 0.5})
     own: dict[int, np.ndarray] = {}
@@ -82,7 +84,8 @@ def test_perfedavg(mode, train):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_fedala(mode, train):
-    """Zhang 2023: start = own + W (x - own), W <- clip(W - η ∂f/∂start (x - own), 0, 1) in the upper layers, else 1."""
+    """Zhang 2023: start = own + W (x - own), W <- clip(W - η ∂f/∂start (x - own), 0, 1) in the
+    upper layers, else 1."""
     client = {"name": "personalised/fedala.py:FedALAClient", "eta": 3.0, "passes": 2}
     done = train(mode, client=client, rounds=4)
     own: dict[int, tuple[np.ndarray, np.ndarray]] = {}

@@ -1,4 +1,5 @@
-"""Robust server rules of the gallery against their papers' formulas, in loops over clients and coordinates."""
+"""Robust server rules of the gallery against their papers' formulas, in loops over clients and
+coordinates."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ def scores(deltas: np.ndarray, candidates: Sequence[int], f: int) -> dict[int, f
 
 @pytest.mark.parametrize(("beta", "cut"), [(0.1, 1), (0.3, 3), (0.0, 0)])
 def test_trimmed_mean(beta, cut):
-    """Yin 2018, definition 2: of each coordinate's n values the beta n largest and smallest are removed."""
+    """Yin 2018, definition 2: of each coordinate's n values the beta n largest and smallest are
+    removed."""
     expected = [np.mean(sorted(values)[cut : 11 - cut]) for values in DELTAS.T]
     assert near(step(rule("robust/trimmed_mean.py:TrimmedMeanServer", beta=beta), DELTAS), expected)
 

@@ -1,4 +1,5 @@
-"""Selection rules of the gallery against their papers' formulas: probabilities on a pool, utilities in a run."""
+"""Selection rules of the gallery against their papers' formulas: probabilities on a pool, utilities
+in a run."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ def rule(path: str, **fields):
 
 
 def pool(size: int, seen: Sequence[int] = range(6)) -> SelectionPool:
-    """Six clients with numbers from 10, of which the third and those outside of `seen` never took part."""
+    """Six clients with numbers from 10, of which the third and those outside of `seen` never took
+    part."""
     known = np.isin(np.arange(6), list(seen))
     loss, duration, utility = (np.where(known, v, np.nan) for v in (LOSS, DURATION, UTILITY))
     last = np.where(known, LAST, -1)
@@ -62,7 +64,8 @@ def inclusion(p: dict[int, float], m: int) -> np.ndarray:
 
 
 def test_afl_draws_as_algorithm_1_of_its_paper():
-    """Goetz 2019: v = Σ loss / √n, α1 K smallest out, (1 - α3) m by exp(α2 v), α3 m uniformly from the others."""
+    """Goetz 2019: v = Σ loss / √n, α1 K smallest out, (1 - α3) m by exp(α2 v), α3 m uniformly from
+    the others."""
     server = rule("selection/afl.py:AFLServer", alpha1=0.5, alpha2=0.8, alpha3=1 / 3)
     v = {i: n * loss / sqrt(n) for i, (n, loss) in enumerate(zip(SAMPLES, LOSS, strict=True))}
     known = sorted((i for i in v if LAST[i] >= 0), key=v.__getitem__)
@@ -79,7 +82,8 @@ def test_clients_that_nobody_knows_are_drawn_uniformly(path):
 
 
 def test_oort_draws_by_utility_and_explores():
-    """Lai 2021, algorithm 1, without clipping and the pacer: ε of the cohort is new, the others are above the cut."""
+    """Lai 2021, algorithm 1, without clipping and the pacer: ε of the cohort is new, the others are
+    above the cut."""
     server = rule("selection/oort.py:OortServer", T=1.5, alpha=2.0, epsilon=0.4)
     utility = {
         i: (UTILITY[i] + sqrt(0.1 * log(4) / (LAST[i] + 1)))

@@ -48,7 +48,8 @@ def test_qfedavg(q, base, engine, tmp_path):
 
 
 def test_dp_ftrl():
-    """Kairouz 2021, algorithm 1: x_0 - lr (sum + tree noise) / K; the nodes of rounds 1..t are the bits of t."""
+    """Kairouz 2021, algorithm 1: x_0 - lr (sum + tree noise) / K; the nodes of rounds 1..t are the
+    bits of t."""
     server = rule(
         "servers/dp_ftrl.py:DPFTRLServer", clip=2.0, noise_multiplier=0.7, levels=4, lr=0.3
     )

@@ -20,7 +20,8 @@ PATH = f"{gallery.FOLDER}/submodels/heterofl.py"
 
 
 def trained(x: np.ndarray, width: float, batches) -> list[np.ndarray]:
-    """Train a net with ceil(width * 8) hidden units, whose first layer's outputs are divided by `width`."""
+    """Train a net with ceil(width * 8) hidden units, whose first layer's outputs are divided by
+    `width`."""
     n = ceil(width * 8)
     W1, b1, W2, b2 = split(x, SHAPES)
     small = [torch.tensor(v, requires_grad=True) for v in (W1[:n], b1[:n], W2[:, :n], b2)]

@@ -1,6 +1,7 @@
-"""What must hold of a net as a flat vector: it computes what the user's own module computes in PyTorch, in train mode
-with batch statistics and the same dropout masks, in eval mode with running ones; one client alone or many side by
-side, padded or not. What cannot be simulated is refused by name."""
+"""What must hold of a net as a flat vector: it computes what the user's own module computes in
+PyTorch, in train mode with batch statistics and the same dropout masks, in eval mode with running
+ones; one client alone or many side by side, padded or not. What cannot be simulated is refused by
+name."""
 
 from __future__ import annotations
 
@@ -28,8 +29,8 @@ SHAPE, CLASSES = (3, 8, 8), 5
 
 
 class Zoo(nn.Module):
-    """Every module that is swapped: BatchNorm 1d, 2d, 3d (with and without gains, tracking or not, another momentum
-    and eps), dropout of elements and of channels, at several rates."""
+    """Every module that is swapped: BatchNorm 1d, 2d, 3d (with and without gains, tracking or not,
+    another momentum and eps), dropout of elements and of channels, at several rates."""
 
     def __init__(self, masks: Iterator[Tensor] | None = None):
         super().__init__()
@@ -136,7 +137,8 @@ def test_sizes_of_the_papers_nets(name, shape, classes, d):
 
 
 def test_layers_of_the_papers_nets():
-    """Section 10.1: where BatchNorm and dropout are, which d does not tell (dropout has no parameters).
+    """Section 10.1: where BatchNorm and dropout are, which d does not tell (dropout has no
+    parameters).
 
     The papers have ReLU before max pooling; `test_relu_after_max_pooling_is_relu_before_it`.
     """
@@ -276,8 +278,8 @@ def test_frozen_and_eval_keep_nothing(mode, way):
 
 
 def test_a_net_starts_with_the_statistics_that_it_came_with():
-    """Means and variances of a trained net are in the buffers, and evaluating with them gives PyTorch's logits. A fresh
-    net has means 0 and variances 1."""
+    """Means and variances of a trained net are in the buffers, and evaluating with them gives
+    PyTorch's logits. A fresh net has means 0 and variances 1."""
     trained, x = plain(), example(5)[0]
     _, fresh = made(plain()).initial()
     np.testing.assert_array_equal(np.unique(fresh), [0, 1])
@@ -305,8 +307,8 @@ def net(shape, classes, path: str = ""):
 
 
 def test_a_run_from_loaded_weights_starts_at_their_accuracy(one, source, engine, tmp_path):
-    """The weights of one run are where the next one starts: its accuracy at round 0 is the first one's last. Its
-    BatchNorm statistics are far from 0 and 1."""
+    """The weights of one run are where the next one starts: its accuracy at round 0 is the first
+    one's last. Its BatchNorm statistics are far from 0 and 1."""
     model = {"name": source("loaded", LOADED) + ":net"}
     given = {
         "data": "digits",
@@ -379,8 +381,9 @@ def test_two_bound_nets_do_not_disturb_each_other():
 @pytest.mark.parametrize("sizes", [(7, 7, 7), (7, 3, 5), (6, 1, 2), (1, 1)], ids=str)
 @pytest.mark.parametrize("mode", ["train", "frozen"])
 def test_padded_side_by_side_is_unpadded_one_by_one(sizes, mode):
-    """To 1e-9 in float64: padding enters neither batch statistics nor gradients nor losses. A batch of one sample is
-    there too: BatchNorm over it (and over its pixels) is defined, PyTorch's own refuses it."""
+    """To 1e-9 in float64: padding enters neither batch statistics nor gradients nor losses. A batch
+    of one sample is there too: BatchNorm over it (and over its pixels) is defined, PyTorch's own
+    refuses it."""
     model, other = made(plain()), made(plain())
     model_w, model_buffers = model.initial()
     width, k = max(sizes), len(sizes)
@@ -435,8 +438,9 @@ def test_alone_after_side_by_side():
 
 
 def test_a_batch_of_one_sample_has_its_own_pixels_statistics():
-    """BatchNorm2d of one image: mean and variance over its pixels, the unbiased variance is kept. BatchNorm1d of one
-    example: it is its own mean, the variance is 0, and running ones move towards that."""
+    """BatchNorm2d of one image: mean and variance over its pixels, the unbiased variance is kept.
+    BatchNorm1d of one example: it is its own mean, the variance is 0, and running ones move towards
+    that."""
     model = (
         Model(
             nn.Sequential(nn.BatchNorm2d(3), nn.Flatten(), nn.LazyLinear(5)),
@@ -559,7 +563,8 @@ def test_a_run_with_frozen_tensors(one, source, engine):
 
 
 class Convolutions(nn.Sequential):
-    """All kinds: rectangular, strided, padded, dilated, without bias; and two that are left as they are."""
+    """All kinds: rectangular, strided, padded, dilated, without bias; and two that are left as they
+    are."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -623,7 +628,8 @@ def test_unfolded_convolutions_are_convolutions(mode):
 
 
 def test_a_run_with_unfolded_convolutions(one, source, engine):
-    """Comes to the same as one with torch's own, and is another experiment; only for them, and only under vmap."""
+    """Comes to the same as one with torch's own, and is another experiment; only for them, and only
+    under vmap."""
     path = source("convolutions", "from torch import nn\n\n\ndef net(shape, classes):\n    return nn.Sequential("
                   "nn.Conv2d(1, 3, 3, stride=2), nn.ReLU(), nn.Flatten(), nn.Linear(27, classes))\n")  # fmt: skip
     given = {**one, "rounds": 2, "model": f"{path}:net", "dtype": "float64"}
@@ -753,7 +759,8 @@ def test_buffers_that_stay_come_back_with_the_rest():
 
 
 class Tied(nn.Module):
-    """The classifier is the embedding, one BatchNorm is used twice, and a frozen bias has two names as well."""
+    """The classifier is the embedding, one BatchNorm is used twice, and a frozen bias has two names
+    as well."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,6 +1,7 @@
-"""What a rule may see of the inside of a net: the representation, the levels of a net made of stages, the rest of the
-net after a level, the gradient of all of a client's data, a fresh initialisation, a projection head. Checked against
-the user's own module in PyTorch, one client alone and side by side."""
+"""What a rule may see of the inside of a net: the representation, the levels of a net made of
+stages, the rest of the net after a level, the gradient of all of a client's data, a fresh
+initialisation, a projection head. Checked against the user's own module in PyTorch, one client
+alone and side by side."""
 
 from __future__ import annotations
 
@@ -79,8 +80,9 @@ def test_levels_features_and_tails_are_those_of_the_module(way):
 
 @pytest.mark.parametrize("way", ["loop", "vmap"])
 def test_a_gradient_flows_through_a_frozen_tail_into_the_level_only(way):
-    """d/dw of CE(tail of ANOTHER net at h_1(w)): PyTorch's gradient with the other net's parameters held fixed. The
-    loss never looks at the logits, so the trained net's later stages get exactly nothing."""
+    """d/dw of CE(tail of ANOTHER net at h_1(w)): PyTorch's gradient with the other net's parameters
+    held fixed. The loss never looks at the logits, so the trained net's later stages get exactly
+    nothing."""
     net, other, batch = staged(0), staged(1), example()
     model = made(net)
     task, w = task_for(way, model)
@@ -109,7 +111,8 @@ def test_a_gradient_flows_through_a_frozen_tail_into_the_level_only(way):
 
 @pytest.mark.parametrize("way", ["loop", "vmap"])
 def test_nets_elsewhere_do_not_move_the_statistics_and_do_not_mix(way):
-    """Four nets in turn, more than are kept at hand, on vectors that are changed in place between the calls."""
+    """Four nets in turn, more than are kept at hand, on vectors that are changed in place between
+    the calls."""
     net, batch = staged(), example()
     task, w = task_for(way, made(net))
     before = task.buffers.clone()
@@ -227,8 +230,9 @@ def test_what_a_net_has_not_is_refused_by_name():
 
 
 def test_a_full_gradient_is_the_mean_over_all_examples(base, engine, ragged):
-    """Whatever the batch size: 23 examples in batches of 4, 11 or all at once; a single one left over joins the last
-    batch. Without BatchNorm it is PyTorch's gradient of the mean loss over the client's examples."""
+    """Whatever the batch size: 23 examples in batches of 4, 11 or all at once; a single one left
+    over joins the last batch. Without BatchNorm it is PyTorch's gradient of the mean loss over the
+    client's examples."""
     run, _ = engine({"rounds": 1, "dtype": "float64", "model": {"name": "mlp", "hidden": [5]}, "algorithm": "fedavg",
                      "partition": ragged([23, 9]), "schedule": {"cohort": 2}})  # fmt: skip
     trainer, plan = run.executor.trainer, run.plan

@@ -1,9 +1,10 @@
-"""Luo 2023's LeNet-5 (convolutions, BatchNorm, dropout; d = 941 834) under every client rule, one client after the
-other and side by side under vmap: the same x after two rounds.
+"""Luo 2023's LeNet-5 (convolutions, BatchNorm, dropout; d = 941 834) under every client rule, one
+client after the other and side by side under vmap: the same x after two rounds.
 
-In float64, on clients of four images and more, and with small steps: BatchNorm over four images, four times in a row,
-passes a difference on enlarged by 1e4 a round at lr 0.02 (measured by moving x_0), so there digits would be lost that
-have nothing to do with the modes. The images are noise with a bright square at a place that depends on the class.
+In float64, on clients of four images and more, and with small steps: BatchNorm over four images,
+four times in a row, passes a difference on enlarged by 1e4 a round at lr 0.02 (measured by moving
+x_0), so there digits would be lost that have nothing to do with the modes. The images are noise
+with a bright square at a place that depends on the class.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ def images(tmp_path_factory) -> Path:
 
 
 OF_THEIR_OWN = ("fedcurv", "fedmlb", "fedreg_mg", "gradma", "mimelite", "moon", "scaffold")
-"""Rules that read more of a net than the gradient of its loss, or carry more than its parameters."""
+"""Rules that read more of a net than the gradient of its loss, or carry more than its parameters.
+"""
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""What must hold of where a net starts and of frozen parts: values, sizes, bytes, bits, and clear errors."""
+"""What must hold of where a net starts and of frozen parts: values, sizes, bytes, bits, and clear
+errors."""
 
 from __future__ import annotations
 
@@ -76,7 +77,8 @@ def test_weights_of_torchvision_are_those_in_the_cache_of_torch(monkeypatch: Any
 
 
 def test_weights_of_hugging_face_may_be_those_of_a_part(monkeypatch: Any):
-    """A folder of the hub; names without the net around; tensors in several files; one that is to be left out."""
+    """A folder of the hub; names without the net around; tensors in several files; one that is to
+    be left out."""
     hub: Any = pytest.importorskip("huggingface_hub")
     from safetensors.torch import save_file
 
@@ -138,7 +140,8 @@ def sentences() -> tuple[Any, ...]:
 
 
 def test_a_head_that_is_the_embedding_survives_the_run_and_the_file():
-    """One vector holds the shared tensor once; net, file and a run from it have it under both names."""
+    """One vector holds the shared tensor once; net, file and a run from it have it under both
+    names."""
     Path("tied.py").write_text(TIED)
     keys = {**DIGITS_MLP, "task": "next_token", "model": "./tied.py:tied", "dtype": "float64"}
     results = [

@@ -141,8 +141,8 @@ def block(seed: int, P: int, kind: str) -> BlockSum:
     st.randoms(use_true_random=False),
 )
 def test_waiting_does_not_show(given, P, together, random):
-    """Any order; any number of blocks that wait, and are looked at in between; any grouping into several sums: the same
-    bits, which are the exact ones to half a unit for each block."""
+    """Any order; any number of blocks that wait, and are looked at in between; any grouping into
+    several sums: the same bits, which are the exact ones to half a unit for each block."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("raysim.numerics.fixed_point.MAX_WAITING_BYTES", together)
 
@@ -252,8 +252,9 @@ def test_what_just_fits_is_taken(limit):
 @pytest.mark.parametrize("size", [HIGH_LIMB_UNIT, HIGH_LIMB_UNIT * (1 - 2**-20), 0.2])
 @pytest.mark.parametrize("sign", [1, -1])
 def test_sums_stay_in_the_range_of_fixed_point(size, sign):
-    """As many as there is room for, and not one more; what is refused adds nothing, and the sum is right to the last.
-    Of blocks that reach `HIGH_LIMB_UNIT` only what is left below counts, of small ones a bound."""
+    """As many as there is room for, and not one more; what is refused adds nothing, and the sum is
+    right to the last. Of blocks that reach `HIGH_LIMB_UNIT` only what is left below counts, of
+    small ones a bound."""
     value = torch.full((4,), sign * size, dtype=torch.float64)
     total = FixedSum()
     total.bound = MAX_LOW_LIMB_SUM - 10 * HIGH_LIMB_UNIT  # as if many had come already
@@ -288,7 +289,8 @@ def test_as_many_as_there_is_room_for_do_not_wrap_round():
 @pytest.mark.parametrize("scale", [0.0, 1e-6, 0.01, 0.3, 20.0, 6e4])
 @pytest.mark.parametrize("k", [1, 3])
 def test_the_size_of_a_block_bounds_it_and_is_exact_unless_small(dtype, weight, scale, k):
-    """bfloat16's own norm is right to a 256th; none is bounded so loosely that sums would be refused for it."""
+    """bfloat16's own norm is right to a 256th; none is bounded so loosely that sums would be
+    refused for it."""
     rows = (scale * vectors(4, k, 300, torch.float64)).clamp(-6e4, 6e4).to(dtype)
     one = BlockSum(rows, [weight] * k)
     found = (rows.double() * weight).sum(0)

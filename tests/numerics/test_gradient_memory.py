@@ -1,4 +1,5 @@
-"""GradMA's memory against a literal transcription of mem_red and Server_Update, in NumPy with dictionaries."""
+"""GradMA's memory against a literal transcription of mem_red and Server_Update, in NumPy with
+dictionaries."""
 
 import math
 import os
@@ -23,7 +24,8 @@ from raysim.numerics import (
 
 
 class Literal:
-    """Luo 2023: mem_red and Server_Update as written: D a dictionary of vectors, every row decayed in every round."""
+    """Luo 2023: mem_red and Server_Update as written: D a dictionary of vectors, every row decayed
+    in every round."""
 
     def __init__(self, m: int, beta1: float, beta2: float, segments: list[int]):
         self.m, self.beta1, self.beta2, self.cuts = m, beta1, beta2, np.cumsum(segments)[:-1]
@@ -103,7 +105,8 @@ def play(
     check=None,
     **options,
 ):
-    """Random rounds through `memory` and the transcription; `lose`: rounds whose first upload does not arrive."""
+    """Random rounds through `memory` and the transcription; `lose`: rounds whose first upload does
+    not arrive."""
     rng = np.random.default_rng(1)
     segments = memory["segments"].tolist()
     P, dtype = sum(segments), memory["rows"].dtype
@@ -389,8 +392,9 @@ for size in (5, 4096, 4810, 30_000):
 
 @pytest.mark.parametrize("size", [1e5, 1e-9])
 def test_half_precision_has_room_for_updates_of_any_size(size):
-    """float16 itself ends at 65504 and 6e-8. One row, d = -size·1, against p = size·2·1 and a second direction that is
-    orthogonal to it: what is left of p is the second direction alone, whatever the size."""
+    """float16 itself ends at 65504 and 6e-8. One row, d = -size·1, against p = size·2·1 and a
+    second direction that is orthogonal to it: what is left of p is the second direction alone,
+    whatever the size."""
     ones, across = torch.ones(64), torch.tensor([1.0, -1.0]).repeat(32)
     memory, p = memory_init(2, 64, dtype=torch.float16), size * (2 * ones + across)
     for round, client in enumerate([0, 1, 0, 2]):  # at last client 1 gives its row to another

@@ -1,4 +1,5 @@
-"""The projection QP against its optimality conditions, NNLS, closed forms and two interior-point solvers."""
+"""The projection QP against its optimality conditions, NNLS, closed forms and two interior-point
+solvers."""
 
 import numpy as np
 import pytest
@@ -14,7 +15,8 @@ often = settings(deadline=None, max_examples=150, derandomize=True, database=Non
 
 @st.composite
 def problems(draw, most: int = 12, closest: int = -2):
-    """p [d] and columns [C, d] with correlated, duplicate, zero, anti-parallel and badly scaled columns among them."""
+    """p [d] and columns [C, d] with correlated, duplicate, zero, anti-parallel and badly scaled
+    columns among them."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     d, C = draw(st.integers(1, 15)), draw(st.integers(1, most))
     p, columns = rng.standard_normal(d), rng.standard_normal((C, d))
@@ -295,7 +297,8 @@ def test_small_tensors_become_sums_when_asked():
 
 
 def nasty(n: int, d: int, seed: int) -> np.ndarray:
-    """[n, 4, d]: p, a, b, c, with duplicate, zero, near-parallel, anti-parallel and badly scaled columns."""
+    """[n, 4, d]: p, a, b, c, with duplicate, zero, near-parallel, anti-parallel and badly scaled
+    columns."""
     rng = np.random.default_rng(seed)
     v = rng.standard_normal((n, 4, d))
     v[:, 1] -= rng.uniform(-2, 2, (n, 1)) * v[:, 0]

@@ -16,8 +16,8 @@ FedHist    a mix with the least similar of the last L steps, utilities, norm mat
 FedAsync   one after the other: x <- (1 - alpha_t) x + alpha_t y_i, alpha_t = alpha h(s_i)
 FedBuff    m <- beta1 m + sum p_i d_i / sqrt(1 + s_i), p_i ~ n_i;  x <- x - lr m
 
-BatchNorm's running statistics are averaged with what d_i is multiplied by, but for lr and momentum: a proper mean, also
-where that is less than 1 in all. FedAsync mixes them as it does the models.
+BatchNorm's running statistics are averaged with what d_i is multiplied by, but for lr and momentum:
+a proper mean, also where that is less than 1 in all. FedAsync mixes them as it does the models.
 """
 
 from collections.abc import Callable, Iterable
@@ -66,7 +66,8 @@ def prox(grad, lr, mu) -> Callable:
 
 
 def contrast(net, data, lr, mu=1.0, temperature=0.5) -> Callable:
-    """MOON's: `previous` is the last model that the client sent, and the x received if there is none."""
+    """MOON's: `previous` is the last model that the client sent, and the x received if there is
+    none."""
     last = {}
 
     def train(client, base, x, batches):
@@ -260,8 +261,9 @@ class WKAFL:
 
 @dataclass
 class FedHist:
-    """6.7. `lg` and `ll` are the global and the local buffer, oldest first; `utility` is u-bar of those scored. K is
-    the schedule's: how many arrivals a round waits for, whoever of them is dropped."""
+    """6.7. `lg` and `ll` are the global and the local buffer, oldest first; `utility` is u-bar of
+    those scored. K is the schedule's: how many arrivals a round waits for, whoever of them is
+    dropped."""
 
     K: int
     lr: object = 1.0

@@ -1,5 +1,5 @@
-"""FedAvg's server (2.2) and the one with momentum (2.10: Hsu et al. 2019; Luo et al. 2023), behind any client, with the
-running statistics of BatchNorm beside the parameters (1.6).
+"""FedAvg's server (2.2) and the one with momentum (2.10: Hsu et al. 2019; Luo et al. 2023), behind
+any client, with the running statistics of BatchNorm beside the parameters (1.6).
 
     server    d = sum_i w_i d_i,   x <- x - server_lr d
     ..M       m <- beta1 m + d,    x <- x - server_lr m,   m_0 = 0: undamped, no Nesterov
@@ -56,8 +56,8 @@ def run(
 ) -> tuple[list[np.ndarray], list[Statistics]]:
     """x_0, ..., x_T and the server's statistics 0, ..., T.
 
-    `local(t, x, running, client)` gives y_i and its statistics, from those received. beta1=None: no momentum. A round
-    with nobody present leaves x, m and the statistics as they are.
+    `local(t, x, running, client)` gives y_i and its statistics, from those received. beta1=None: no
+    momentum. A round with nobody present leaves x, m and the statistics as they are.
     """
     x = np.array(x0, dtype=np.float64)
     m = np.zeros_like(x)

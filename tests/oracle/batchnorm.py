@@ -62,7 +62,8 @@ def average(statistics: dict, sizes, weights: str = "uniform") -> Statistics:
 def run(
     x0, cohorts, sizes, batches, net: MLPBatchNorm, data, *, lr, server_lr=1.0, weights="uniform"
 ) -> tuple[list[np.ndarray], list[Statistics]]:
-    """FedAvg with statistics: x_0..x_T and the server's statistics 0..T. data[i] = (x, y) of client i."""
+    """FedAvg with statistics: x_0..x_T and the server's statistics 0..T. data[i] = (x, y) of client
+    i."""
     x = np.array(x0, dtype=np.float64)
     server = initial(net)
     xs, history = [x], [server]

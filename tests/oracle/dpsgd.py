@@ -1,12 +1,14 @@
-"""The gradient of DP-SGD (Abadi et al., CCS 2016), to be put in the place of any method's mini-batch gradient.
+"""The gradient of DP-SGD (Abadi et al., CCS 2016), to be put in the place of any method's
+mini-batch gradient.
 
     g^ = (1/B) ( sum_k g_k min(1, C/|g_k|) + σ C z )      g_k of one sample each, |.| over all parameters together
                                                           B samples in this batch;  z standard normal [P]
 
-C = None: no clipping, and no noise (its size counts in units of C). What a method adds to the gradient, a proximal term
-or curvature, comes after and is neither clipped nor noisy.
+C = None: no clipping, and no noise (its size counts in units of C). What a method adds to the
+gradient, a proximal term or curvature, comes after and is neither clipped nor noisy.
 
-A batch here is a pair (places, z), so that each step finds its noise; `with_noise` makes the batches of a run so.
+A batch here is a pair (places, z), so that each step finds its noise; `with_noise` makes the
+batches of a run so.
 """
 
 from collections.abc import Callable
@@ -14,7 +16,8 @@ from collections.abc import Callable
 import numpy as np
 
 MISTAKES = (None, "mean", "unscaled", "per tensor", "over n")
-"""The mean gradient clipped; noise σ instead of σC; each tensor clipped by itself; noise divided by n_i."""
+"""The mean gradient clipped; noise σ instead of σC; each tensor clipped by itself; noise divided by
+n_i."""
 
 
 def each(net, w, x, y) -> np.ndarray:

@@ -1,5 +1,5 @@
-"""FedSGD and FedAvg (McMahan et al., AISTATS 2017), FedProx (Li T. et al., MLSys 2020), FedAvgM and FedProxM
-(Hsu et al. 2019; Luo et al. 2023).
+"""FedSGD and FedAvg (McMahan et al., AISTATS 2017), FedProx (Li T. et al., MLSys 2020), FedAvgM and
+FedProxM (Hsu et al. 2019; Luo et al. 2023).
 
     FedSGD    y_i = x - lr grad f_i(x)                 one step, over all local samples
     FedAvg    y <- y - lr grad f_i(y; batch)           from y = x, one step for each local batch
@@ -66,7 +66,8 @@ def run(
 ) -> list[np.ndarray]:
     """x_0, ..., x_T. mu=None: plain local steps (2.2), else proximal ones (2.3).
 
-    beta1=None: no server momentum (2.2), else 2.10. A round with nobody present leaves x and m as they are.
+    beta1=None: no server momentum (2.2), else 2.10. A round with nobody present leaves x and m as
+    they are.
     """
     x = np.array(x0, dtype=np.float64)
     m = np.zeros_like(x)

@@ -5,7 +5,8 @@ client    y <- y - lr (grad f_i(y; batch) + 2 λ (A y - b)),   all products elem
 server    x as FedAvg;  over the clients of the round   A = sum_j F_j,  b = sum_j F_j y_j;   over="mean": 1/S of these
 own       False: A - F_i and b - F_i y_i for a client that took part in the last round (1/S of them if over="mean")
 
-A round with nobody present leaves everything as it is. `grad(w, client, batch)` as for FedAvg; `fisher(w, client)`.
+A round with nobody present leaves everything as it is. `grad(w, client, batch)` as for FedAvg;
+`fisher(w, client)`.
 """
 
 from dataclasses import dataclass, field
@@ -34,7 +35,8 @@ def penalty_gradient(y, A, b, lam) -> np.ndarray:
 
 @dataclass
 class Trace:
-    """x_0 .. x_T; A and b as the clients of each round received them; of each round client -> (F_i, y_i)."""
+    """x_0 .. x_T; A and b as the clients of each round received them; of each round client -> (F_i,
+    y_i)."""
 
     x: list[np.ndarray]
     A: list[np.ndarray] = field(default_factory=list)
@@ -58,7 +60,8 @@ def trace(
     weights="uniform",
     mistake=None,
 ) -> Trace:
-    """mistake: "half" (λ instead of 2 λ), "stale" (without own, the term of any earlier round is taken off)."""
+    """mistake: "half" (λ instead of 2 λ), "stale" (without own, the term of any earlier round is
+    taken off)."""
     if over not in ("sum", "mean") or mistake not in (None, "half", "stale"):
         raise ValueError(f"over={over!r}, mistake={mistake!r}")
     x = np.array(x0, dtype=np.float64)

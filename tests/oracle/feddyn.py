@@ -1,4 +1,5 @@
-"""FedDyn (Acar et al., ICLR 2021), in displacements: lambda_i is -1/alpha times the estimate of grad f_i.
+"""FedDyn (Acar et al., ICLR 2021), in displacements: lambda_i is -1/alpha times the estimate of
+grad f_i.
 
 client    y <- y - lr (grad f_i(y; batch) + alpha_i (y - x + lambda_i))      from y = x
           lambda_i <- lambda_i + (y_i - x)                                   lambda_i = 0 at first

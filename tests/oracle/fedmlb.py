@@ -1,4 +1,5 @@
-"""FedMLB (Kim, Kim, Han, ICML 2022) and FedMLBM, on the nets of `Blocks`: levels are the outputs of the L blocks.
+"""FedMLB (Kim, Kim, Han, ICML 2022) and FedMLBM, on the nets of `Blocks`: levels are the outputs of
+the L blocks.
 
 hybrid    o_l = the rest of the net after block l, with the parameters of the x received, of the local level h_l;
           frozen parameters, but gradients through h_l. BatchNorm there uses the batch and leaves no trace
@@ -16,7 +17,8 @@ from .nets import Blocks, cross_entropy, cross_entropy_gradient, log_softmax
 
 
 def divergence(o_l, o, T: float) -> tuple[float, np.ndarray, np.ndarray]:
-    """KL(softmax(o_l/T) || softmax(o/T)), averaged over the batch, and its gradients in o_l and in o."""
+    """KL(softmax(o_l/T) || softmax(o/T)), averaged over the batch, and its gradients in o_l and in
+    o."""
     log_P, log_Q = log_softmax(o_l / T), log_softmax(o / T)
     P, Q = np.exp(log_P), np.exp(log_Q)
     each = (P * (log_P - log_Q)).sum(axis=1, keepdims=True)
@@ -52,8 +54,8 @@ def gradient(
     temperature=1.0,
     detach=False,
 ):
-    """Gradient in w [P], and what each BatchNorm of the local net saw: (mean, unbiased var). `detach` is a mistake to
-    tell apart: the target softmax(o_l / T) as a constant."""
+    """Gradient in w [P], and what each BatchNorm of the local net saw: (mean, unbiased var).
+    `detach` is a mistake to tell apart: the target softmax(o_l / T) as a constant."""
     out = net.forward(w, x)
     L = len(net.hidden)
     dz = lambda1 * cross_entropy_gradient(out.logits, y)
@@ -83,8 +85,8 @@ def trace(
     beta1=None,
     **hyper,
 ) -> tuple[list[np.ndarray], list[averaging.Statistics]]:
-    """x_0 .. x_T and the server's running statistics 0 .. T. data[i] = (x, y) of client i; beta1=None: no momentum;
-    `hyper` as for `gradient`."""
+    """x_0 .. x_T and the server's running statistics 0 .. T. data[i] = (x, y) of client i;
+    beta1=None: no momentum; `hyper` as for `gradient`."""
 
     def local(t, x, received, i):
         images, labels = data[i]

@@ -47,7 +47,8 @@ def run(
     mu=0.0,
     beta1=0.0,
 ) -> list[np.ndarray]:
-    """x_0, ..., x_T. Clients without a step are left out; a round with nobody present leaves x and m as they are."""
+    """x_0, ..., x_T. Clients without a step are left out; a round with nobody present leaves x and
+    m as they are."""
     if rho and mu:
         raise ValueError(f"rho={rho} and mu={mu}: no a_i is given for both")
     x = np.array(x0, dtype=np.float64)

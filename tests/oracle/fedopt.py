@@ -31,7 +31,8 @@ def run(
     beta2=None,
     weights="uniform",
 ) -> list[np.ndarray]:
-    """x_0, ..., x_T. `rule`: adagrad | adam | yogi | ams. A round with nobody present changes nothing."""
+    """x_0, ..., x_T. `rule`: adagrad | adam | yogi | ams. A round with nobody present changes
+    nothing."""
     if rule not in ("adagrad", "adam", "yogi", "ams"):
         raise ValueError(f"rule={rule!r}, expected 'adagrad', 'adam', 'yogi' or 'ams'")
     x = np.array(x0, dtype=np.float64)

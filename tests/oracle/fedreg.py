@@ -1,5 +1,5 @@
-"""FedReg (Xu, Hong, Huang, Jiang, ICLR 2022), and FedReg with modified gradient (MG), on nets that know the gradient in
-their input.
+"""FedReg (Xu, Hong, Huang, Jiang, ICLR 2022), and FedReg with modified gradient (MG), on nets that
+know the gradient in their input.
 
 loss      mean over the batch of  -sum_k y_k log(softmax(z)_k + 1e-12),  y one-hot or any other distribution
 made      from a batch (x, y), at θ0, what was received:  x <- x + eta sign(∇_x loss(θ0; x, y)),  E times;  sign(0) = 0
@@ -44,12 +44,14 @@ MISTAKES = (
     "no projection",
     "clipped v",
 )
-"""To tell apart (section 13, 21): γ on the wrong side; hard pseudo labels; w_p of θ before w_s g_s is taken off; w_s
-and w_p solved for together; g_s, g_p at θ, not θ_β; cross-entropy without the 1e-12; w_s = w_p = 0; MG's v >= 0."""
+"""To tell apart (section 13, 21): γ on the wrong side; hard pseudo labels; w_p of θ before w_s g_s
+is taken off; w_s and w_p solved for together; g_s, g_p at θ, not θ_β; cross-entropy without the
+1e-12; w_s = w_p = 0; MG's v >= 0."""
 
 
 class OneLayer(Softmax):
-    """One linear layer with what `Blocks` has: logits of an input, and gradients in parameters and input."""
+    """One linear layer with what `Blocks` has: logits of an input, and gradients in parameters and
+    input."""
 
     def forward(self, w, x):
         W, b = split(w, self.shapes)
@@ -137,7 +139,8 @@ def without(g: np.ndarray, q: np.ndarray, clipped: bool = False) -> np.ndarray:
 
 
 def jointly(v: np.ndarray, g_s: np.ndarray, g_p: np.ndarray) -> tuple[float, float]:
-    """w_s, w_p >= 0 with which v - w_s g_s - w_p g_p is the projection of v on both half-spaces: a mistake."""
+    """w_s, w_p >= 0 with which v - w_s g_s - w_p g_p is the projection of v on both half-spaces: a
+    mistake."""
     best, least = (0.0, 0.0), np.inf
     for G in ([], [g_s], [g_p], [g_s, g_p]):
         w = np.linalg.lstsq(np.array(G).T, v, rcond=None)[0] if G else np.zeros(0)
@@ -205,8 +208,9 @@ def step(
 
 @dataclass
 class Trace:
-    """x_0 .. x_T; of each round its steps, client after client; and how close any sign was to being another one: the
-    smallest entry that is not 0 of a gradient in an image, over the largest of that image's; and how many were 0."""
+    """x_0 .. x_T; of each round its steps, client after client; and how close any sign was to being
+    another one: the smallest entry that is not 0 of a gradient in an image, over the largest of
+    that image's; and how many were 0."""
 
     x: list[np.ndarray]
     rounds: list[list[Step]] = field(default_factory=list)
@@ -236,8 +240,8 @@ def trace(
     weights="uniform",
     mistake=None,
 ) -> Trace:
-    """`data[i]` = (x, y) of client i; `made[t][i]`: the batches of its own pass of round t, for pairing "index".
-    eta_p=None: eta_s/100."""
+    """`data[i]` = (x, y) of client i; `made[t][i]`: the batches of its own pass of round t, for
+    pairing "index". eta_p=None: eta_s/100."""
     if pairing not in ("index", "own") or mistake not in MISTAKES:
         raise ValueError(f"pairing={pairing!r}, mistake={mistake!r}")
     out = Trace([])

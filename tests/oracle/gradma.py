@@ -12,9 +12,9 @@
     gradma_w = Worker_Update + FedAvg's server;  gradma_s = FedAvg's clients + mem_red + Server_Update;
     gradma = mem_red, then Worker_Update, then Server_Update.
 
-Options, the paper's text first: qp_scope whole | per_tensor (needs `segments`); weights uniform | samples;
-previous (x') memory | reset to x_t every round; first_previous (x' of a client never seen) x0 | global (x_t).
-`memory` is m, the number of rows.
+Options, the paper's text first: qp_scope whole | per_tensor (needs `segments`); weights uniform |
+samples; previous (x') memory | reset to x_t every round; first_previous (x' of a client never seen)
+x0 | global (x_t). `memory` is m, the number of rows.
 """
 
 from dataclasses import dataclass, field

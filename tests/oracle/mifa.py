@@ -1,4 +1,5 @@
-"""MIFA (Gu, Huang, Zhang, Huang, NeurIPS 2021) as in Luo et al. 2023, and MIFAM: the latest update of every client.
+"""MIFA (Gu, Huang, Zhang, Huang, NeurIPS 2021) as in Luo et al. 2023, and MIFAM: the latest update
+of every client.
 
 client    FedAvg's:  d_i = x - y_i
 server    row i of the table <- d_i for the clients of the round;  0 for a client never seen
@@ -27,7 +28,8 @@ def run(
     beta1=None,
     wait=False,
 ) -> list[np.ndarray]:
-    """x_0, ..., x_T. beta1=None: MIFA, else MIFAM. A round with nobody present leaves x and m as they are."""
+    """x_0, ..., x_T. beta1=None: MIFA, else MIFAM. A round with nobody present leaves x and m as
+    they are."""
     if weights not in ("uniform", "samples"):
         raise ValueError(f"weights={weights!r}, expected 'uniform' or 'samples'")
     x = np.array(x0, dtype=np.float64)

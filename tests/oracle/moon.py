@@ -1,4 +1,5 @@
-"""MOON (Li Q., He, Song, CVPR 2021) and MOONM, on the nets of `Blocks`; z is the input of the last linear layer.
+"""MOON (Li Q., He, Song, CVPR 2021) and MOONM, on the nets of `Blocks`; z is the input of the last
+linear layer.
 
 loss      mean over the batch of  CE + mu l_con,   l_con = -log( e^{c_g/T} / (e^{c_g/T} + e^{c_p/T}) )
           c_g = cos(z, z_g), c_p = cos(z, z_p);   z_g of the x received, z_p of the client's last local model
@@ -71,9 +72,11 @@ def trace(
     beta1=None,
     previous="local",
 ) -> tuple[list[np.ndarray], list[averaging.Statistics]]:
-    """x_0 .. x_T and the server's running statistics 0 .. T. data[i] = (x, y) of client i; beta1=None: no momentum.
+    """x_0 .. x_T and the server's running statistics 0 .. T. data[i] = (x, y) of client i;
+    beta1=None: no momentum.
 
-    previous="received": the last local parameters, but with the statistics received (a mistake to tell apart).
+    previous="received": the last local parameters, but with the statistics received (a mistake to
+    tell apart).
     """
     if previous not in ("local", "received"):
         raise ValueError(f"previous={previous!r}, expected 'local' or 'received'")

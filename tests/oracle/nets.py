@@ -1,7 +1,8 @@
 """Small float64 nets with the backward pass by hand.
 
-A net is a flat vector w [P] in PyTorch's order: weight [out, in] row by row, then bias, layer after layer.
-`.grad(w, x, y)` is the gradient [P] of the mean cross-entropy of a batch x [n, inputs], y [n] (classes).
+A net is a flat vector w [P] in PyTorch's order: weight [out, in] row by row, then bias, layer after
+layer. `.grad(w, x, y)` is the gradient [P] of the mean cross-entropy of a batch x [n, inputs], y
+[n] (classes).
 
     linear        u = x W' + b          dW = du' x,  db = sum du,  dx = du W
     ReLU          v = max(u, 0)         du = dv where u > 0, else 0
@@ -91,8 +92,8 @@ class MLP:
 class MLPBatchNorm:
     """Linear, BatchNorm1d with the statistics of the batch, ReLU, linear.
 
-    Parameters: lin.weight, lin.bias, bn.weight, bn.bias, lin2.weight, lin2.bias. A batch of one sample has
-    variance 0, and its unbiased variance is taken as 0 (PyTorch refuses such a batch).
+    Parameters: lin.weight, lin.bias, bn.weight, bn.bias, lin2.weight, lin2.bias. A batch of one
+    sample has variance 0, and its unbiased variance is taken as 0 (PyTorch refuses such a batch).
     """
 
     eps = 1e-5
@@ -150,8 +151,9 @@ class MLPBatchNorm:
 
 @dataclass
 class Forward:
-    """What one pass left behind: of each block that was run its input, h (what BatchNorm's gain multiplies), root
-    (its divisor), s (what ReLU gets) and its output; the logits; and each BatchNorm's batch (mean, unbiased var)."""
+    """What one pass left behind: of each block that was run its input, h (what BatchNorm's gain
+    multiplies), root (its divisor), s (what ReLU gets) and its output; the logits; and each
+    BatchNorm's batch (mean, unbiased var)."""
 
     start: int
     inputs: list[np.ndarray]
@@ -164,10 +166,12 @@ class Forward:
 
 
 class Blocks:
-    """Any number of blocks (linear, BatchNorm if `norm`, ReLU) and a linear classifier, to be entered at any block.
+    """Any number of blocks (linear, BatchNorm if `norm`, ReLU) and a linear classifier, to be
+    entered at any block.
 
     Level l is the output of block l, level 0 the image; the last level is the classifier's input.
-    Parameters: of each block weight, bias and, with BatchNorm, gain and shift; then the classifier's.
+    Parameters: of each block weight, bias and, with BatchNorm, gain and shift; then the
+    classifier's.
     """
 
     eps = 1e-5
@@ -187,7 +191,8 @@ class Blocks:
         return split(w, self.shapes)[number * each : (number + 1) * each]
 
     def forward(self, w, level, start: int = 0, running: list | None = None) -> Forward:
-        """Logits of what enters block `start`. BatchNorm uses the batch, or the `running` (mean, var) of each block."""
+        """Logits of what enters block `start`. BatchNorm uses the batch, or the `running` (mean,
+        var) of each block."""
         out = Forward(start, [], [], [], [], [], np.zeros(()), [])
         n, v = len(level), level
         for number in range(start, len(self.hidden)):
@@ -212,8 +217,9 @@ class Blocks:
         return out
 
     def backward(self, w, out: Forward, dz, dlevels: dict[int, np.ndarray] | None = None):
-        """Gradients with respect to w [P] and to what entered, for a loss with gradient dz on the logits and `dlevels`
-        (of level l, counted from 1) on the levels. The pass must have used the batch's statistics."""
+        """Gradients with respect to w [P] and to what entered, for a loss with gradient dz on the
+        logits and `dlevels` (of level l, counted from 1) on the levels. The pass must have used the
+        batch's statistics."""
         tensors = [np.zeros(shape) for shape in self.shapes]
         each = 4 if self.norm else 2
         W, _ = self.block(w, len(self.hidden))

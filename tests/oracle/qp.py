@@ -4,9 +4,10 @@
     dual:  z* = argmin_{z >= 0} ||M z - (-p)||^2   (non-negative least squares),   QP(p, M) = p + M z*
     optimal if and only if   z >= 0,   w = M' (p + M z) >= 0,   z_i w_i = 0
 
-Positive scaling of a column and zero columns change nothing: columns are normalised, zero columns dropped.
-scipy.optimize.nnls 1.17.1 silently returns wrong answers when some w_i is near 0, as when p was projected
-before (compare scipy issues 25389 and 26180). So every answer is checked, and computed again if not optimal.
+Positive scaling of a column and zero columns change nothing: columns are normalised, zero columns
+dropped. scipy.optimize.nnls 1.17.1 silently returns wrong answers when some w_i is near 0, as when
+p was projected before (compare scipy issues 25389 and 26180). So every answer is checked, and
+computed again if not optimal.
 """
 
 import numpy as np
@@ -78,7 +79,8 @@ def project(p: np.ndarray, M: np.ndarray) -> np.ndarray:
 def project_per_tensor(p, M, segments, small_tensor_rule: str | None = None) -> np.ndarray:
     """One QP for each tensor; `segments` are the lengths of the tensors, in order.
 
-    small_tensor_rule="sum": a tensor whose largest column norm is below 2e-4 gets p + the sum of its columns.
+    small_tensor_rule="sum": a tensor whose largest column norm is below 2e-4 gets p + the sum of
+    its columns.
     """
     if sum(segments) != len(p):
         raise ValueError(f"segments add up to {sum(segments)}, the vector has {len(p)}")

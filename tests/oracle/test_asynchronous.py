@@ -46,9 +46,10 @@ def batches_for(turns, steps=1):
 
 
 def test_a_late_arrival_by_hand():
-    """Centres (1, 0) and (0, 2). Client 1 starts from x_0 in round 0 with step 0.5 and arrives in round 1: d is what it
-    did to x_0, and is taken off x_1. With the step size of round 1 x_2 were (.5, .2), with d relative to x_1 it were y
-    itself, (0, 1), and from x_1 the client would have come to (.25, 1)."""
+    """Centres (1, 0) and (0, 2). Client 1 starts from x_0 in round 0 with step 0.5 and arrives in
+    round 1: d is what it did to x_0, and is taken off x_1. With the step size of round 1 x_2 were
+    (.5, .2), with d relative to x_1 it were y itself, (0, 1), and from x_1 the client would have
+    come to (.25, 1)."""
     turns = [[(0, 0)], [(1, 0)], [(0, 1)]]
     xs = A.run(
         [0.0, 0.0],
@@ -64,8 +65,8 @@ def test_a_late_arrival_by_hand():
 
 
 def test_prox_centre_is_the_base():
-    """Client 1, centre (0, 2), two steps of 0.5 from x_0 = 0: (0, 1), then -= .5 ((0, -1) + (0, 1)), so (0, 1) still.
-    With x_1 = (0.5, 0) as the centre y would have a first coordinate."""
+    """Client 1, centre (0, 2), two steps of 0.5 from x_0 = 0: (0, 1), then -= .5 ((0, -1) + (0,
+    1)), so (0, 1) still. With x_1 = (0.5, 0) as the centre y would have a first coordinate."""
     turns = [[(0, 0)], [(1, 0)]]
     xs = A.run(
         [0.0, 0.0], turns, [1] * 5, batches_for(turns, 2), A.prox(quadratic, 0.5, 1.0), A.FedAvg()
@@ -185,8 +186,9 @@ def test_fedbuffs_momentum_by_hand():
 
 
 def test_refl_by_hand():
-    """u_F = (2, 0), n = 2. Deviations are |u_F - u_k|^2 / ((n+1)^2 |u_F|^2): (2, 3): 9/36; (2, -6): 36/36, the largest.
-    Boosts 1 - e^(-1/4) = 0.221199 and 1 - e^-1 = 0.632121; w = .65/2 + .35 x .221199, .65/4 + .35 x .632121."""
+    """u_F = (2, 0), n = 2. Deviations are |u_F - u_k|^2 / ((n+1)^2 |u_F|^2): (2, 3): 9/36; (2, -6):
+    36/36, the largest. Boosts 1 - e^(-1/4) = 0.221199 and 1 - e^-1 = 0.632121; w = .65/2 + .35 x
+    .221199, .65/4 + .35 x .632121."""
     uploads = [
         upload(0, [1, 0], 3),
         upload(1, [2, 3], 1),
@@ -211,7 +213,8 @@ def test_refl_by_hand():
 
 
 def test_refl_without_anybody_fresh():
-    """The two of staleness 1 stand for the fresh, with weight 1/2; the one of 4 deviates most, being alone."""
+    """The two of staleness 1 stand for the fresh, with weight 1/2; the one of 4 deviates most,
+    being alone."""
     uploads = [upload(4, [5, 1]), upload(1, [1, 0]), upload(1, [3, 0])]
     np.testing.assert_allclose(
         A.REFL().raw(uploads), [0.65 / 5 + 0.35 * 0.632121, 0.5, 0.5], rtol=2e-6
@@ -247,8 +250,9 @@ def test_fedasync_by_hand():
 
 
 def test_statistics_by_hand():
-    """Weights 1/3 and 1/6 of 12 and 6: two parts and one, 10; mixed, half is the server's own: 12/3 + 6/6 + 4/2.
-    One after the other with 0.3 and 0.6: 0.3 x 0.4 and 0.6. WKAFL: of those that it keeps."""
+    """Weights 1/3 and 1/6 of 12 and 6: two parts and one, 10; mixed, half is the server's own: 12/3
+    + 6/6 + 4/2. One after the other with 0.3 and 0.6: 0.3 x 0.4 and 0.6. WKAFL: of those that it
+    keeps."""
     rule = A.FedBuff()
     step(rule, arrivals([0, 3, 8]))
     np.testing.assert_allclose(rule.p, [1 / 3, 1 / 6, 1 / 9])
@@ -278,9 +282,9 @@ def wkafl(**changes):
 
 
 def test_wkafls_selection_by_hand():
-    """With alpha G = (1, 0): (3, 4), clipped to (.6, .8); (0, 1); (-1, 0). Mean (-.133333, .6), norm .614636. Cosines
-    .650791, .976187, .216930: the third is out. e^(2 (.650791 - .976187)) = .521633, so q = .342811, .657189 and
-    G = (.205687, .931438)."""
+    """With alpha G = (1, 0): (3, 4), clipped to (.6, .8); (0, 1); (-1, 0). Mean (-.133333, .6),
+    norm .614636. Cosines .650791, .976187, .216930: the third is out. e^(2 (.650791 - .976187)) =
+    .521633, so q = .342811, .657189 and G = (.205687, .931438)."""
     rule = wkafl()
     x = step(rule, THREE)
     assert rule.kept == [[0, 1]]
@@ -308,7 +312,8 @@ def test_wkafls_selection_by_hand():
 
 
 def test_wkafls_weights_by_hand():
-    """Two of equal length and direction but for the sign of their second half; sharpness 0 leaves p among the kept."""
+    """Two of equal length and direction but for the sign of their second half; sharpness 0 leaves p
+    among the kept."""
     uploads = [upload(1, [1, 0.1], 3), upload(0, [1, -0.1], 1)]
     plain = {"alpha": 0.0, "clip": None, "sharpness": 0.0, "decay": 0.0}
     p = np.array([ONCE, FRESH]) / (ONCE + FRESH)
@@ -325,8 +330,8 @@ def test_wkafls_weights_by_hand():
 
 
 def test_wkafl_remembers_what_it_took():
-    """G of the round before, before the step size: after (4, 0), alpha 0.5 adds (2, 0). In its first round it adds
-    nothing. A zero upload is kept, with cosine 1."""
+    """G of the round before, before the step size: after (4, 0), alpha 0.5 adds (2, 0). In its
+    first round it adds nothing. A zero upload is kept, with cosine 1."""
     rule = A.WKAFL(alpha=0.5, clip=None, sharpness=0.0, lr=0.1, decay=0.0)
     np.testing.assert_allclose(step(rule, [upload(0, [4, 0])]), [0.4, 0])
     np.testing.assert_allclose(step(rule, [upload(0, [0, 1])]), [0.2, 0.1])
@@ -344,10 +349,11 @@ HALF = 0.5**0.5
 def test_two_rounds_of_fedhist_by_hand():
     """L = 1; a = b = kappa = rho = 1/2.
 
-    Round 0: (1, 0) and (0, 1), fresh. G = (.5, .5), brought to the length 1: (h, h), h = sqrt(.5). Version 0: both
-    cosines h, both uploads of it of two: u = h; u-bar = h/2.
-    Round 1: client 0 with (0, 2), fresh; client 2 with (-3, -4), late by 1. Fused with half of (h, h): (h/2, 1 + h/2)
-    and (-1.5 + h/2, -2 + h/2). w = .5 + .25 h and .5 (2/e) + 0. Length rho^1 3.5 = 1.75. Version 1: only client 0's;
+    Round 0: (1, 0) and (0, 1), fresh. G = (.5, .5), brought to the length 1: (h, h), h = sqrt(.5).
+    Version 0: both cosines h, both uploads of it of two: u = h; u-bar = h/2. Round 1: client 0 with
+    (0, 2), fresh; client 2 with (-3, -4), late by 1. Fused with half of (h, h): (h/2, 1 + h/2) and
+    (-1.5 + h/2, -2 + h/2). w = .5 + .25 h and .5 (2/e) + 0. Length rho^1 3.5 = 1.75. Version 1:
+    only client 0's;
     |F|/K = 1/2. Client 0: cos 1, u = 1/2, u-bar = h/4 + 1/4. Client 2: cos -0.8, u = .5 (-.8) (2/e), u-bar half of it.
     """
     rule = A.FedHist(2, a=0.5, b=0.5, kappa=0.5, rho=0.5, length=1)
@@ -364,7 +370,8 @@ def test_two_rounds_of_fedhist_by_hand():
 
 
 def three_rounds(**changes):
-    """Two arrivals in each of three rounds, among three clients. Client 1's second task began with version 1."""
+    """Two arrivals in each of three rounds, among three clients. Client 1's second task began with
+    version 1."""
     rule = A.FedHist(2, **{"a": 0.0, "b": 0.0, "kappa": 0.0, "length": 2, "ina": False, **changes})
     turns = [
         [upload(0, [1, 0], client=0), upload(0, [0, 1], client=1)],
@@ -379,9 +386,10 @@ def three_rounds(**changes):
 
 
 def test_gradients_of_one_version_are_found_by_version():
-    """L = 2: nothing is scored in round 0. In round 1, version 0: (1, 0), (0, 1) and the late (0, -1), three of two:
-    their mean is (1/3, 0); cosines 1 and 0. In round 2, version 1: (2, 0), and (0, 6) which is late by 1; mean (1, 3).
-    Client 0: 1/sqrt(10), fresh; client 2: -3/sqrt(10), late. By staleness 0 it would be the mean of (2, 0) and (-9, 0).
+    """L = 2: nothing is scored in round 0. In round 1, version 0: (1, 0), (0, 1) and the late (0,
+    -1), three of two: their mean is (1/3, 0); cosines 1 and 0. In round 2, version 1: (2, 0), and
+    (0, 6) which is late by 1; mean (1, 3). Client 0: 1/sqrt(10), fresh; client 2: -3/sqrt(10),
+    late. By staleness 0 it would be the mean of (2, 0) and (-9, 0).
     """
     after = three_rounds()
     assert after[0] == {}
@@ -390,8 +398,9 @@ def test_gradients_of_one_version_are_found_by_version():
 
 
 def test_utilities_by_threshold_staleness_and_memory():
-    """theta = -1: client 2's e is 1 - 3/sqrt(10), above 0: a late reward is larger. theta = 0.5: 1/sqrt(10) is below,
-    and client 1's 0 is -0.5. kappa = 0.9: a tenth is new, and client 0's second score is added to 0.9 of its first."""
+    """theta = -1: client 2's e is 1 - 3/sqrt(10), above 0: a late reward is larger. theta = 0.5:
+    1/sqrt(10) is below, and client 1's 0 is -0.5. kappa = 0.9: a tenth is new, and client 0's
+    second score is added to 0.9 of its first."""
     e = 10**-0.5
     assert three_rounds(theta=-1.0)[2] == pytest.approx(
         {0: 1 + e, 1: 1.0, 2: (1 - 3 * e) * (2 - ONCE)}
@@ -405,8 +414,9 @@ def test_utilities_by_threshold_staleness_and_memory():
 
 
 def test_leaving_ones_own_out():
-    """Round 1: client 0 against the mean of (0, 1) and (0, -1), 0: no direction; client 1 against (.5, -.5): -h, both
-    with two of two. Round 2: client 0 against (0, 6), one of two: 0; client 2 is not among (2, 0), (0, 6)."""
+    """Round 1: client 0 against the mean of (0, 1) and (0, -1), 0: no direction; client 1 against
+    (.5, -.5): -h, both with two of two. Round 2: client 0 against (0, 6), one of two: 0; client 2
+    is not among (2, 0), (0, 6)."""
     after = three_rounds(leave_one_out=True)
     assert after[1] == pytest.approx({0: 0.0, 1: -HALF})
     assert after[2] == pytest.approx({0: 0.0, 1: -HALF, 2: -3 * 10**-0.5 * ONCE})
@@ -432,8 +442,8 @@ def test_versions_of_which_nothing_arrives():
 
 
 def test_fusion_takes_the_least_similar():
-    """Of (1, 0), (0, 1), (2, 2) the one least like (3, 1) is (0, 1), and like (0, 3) it is (1, 0); length 2 knows only
-    the last two, for which (0, 3) finds (2, 2). A tie goes to the oldest."""
+    """Of (1, 0), (0, 1), (2, 2) the one least like (3, 1) is (0, 1), and like (0, 3) it is (1, 0);
+    length 2 knows only the last two, for which (0, 3) finds (2, 2). A tie goes to the oldest."""
     rule = A.FedHist(2, a=0.25, b=0.0, ina=False, length=3)
     rule.lg = [np.array(v, dtype=float) for v in ((1, 0), (0, 1), (2, 2))]
     np.testing.assert_allclose(rule.fused(np.array([3.0, 1.0])), [2.25, 1.0])
@@ -449,8 +459,8 @@ def test_fusion_takes_the_least_similar():
 
 
 def test_norm_matching_by_hand():
-    """Mean (2, 1) of (4, 0) and (0, 2), brought to the length 3 rho^t; a mean of 0 is left. The buffer gets what x got,
-    but for the step size."""
+    """Mean (2, 1) of (4, 0) and (0, 2), brought to the length 3 rho^t; a mean of 0 is left. The
+    buffer gets what x got, but for the step size."""
     uploads = [upload(0, [4, 0]), upload(0, [0, 2], client=1)]
     of_length_1 = np.array([2, 1]) / 5**0.5
     rule = A.FedHist(2, rho=0.5, lr=0.1)
@@ -461,7 +471,8 @@ def test_norm_matching_by_hand():
 
 
 def test_penalised_clients_are_left_out():
-    """b = 0.5: a utility of -1 takes all of a fresh upload's weight, -2 no more than that; only the third counts."""
+    """b = 0.5: a utility of -1 takes all of a fresh upload's weight, -2 no more than that; only the
+    third counts."""
     rule = A.FedHist(2, b=0.5, ina=False)
     rule.utility = {0: -1.0, 1: -2.0, 2: 0.4}
     np.testing.assert_allclose(step(rule, arrivals([0, 0, 1])), [0, 0, 1], atol=1e-15)

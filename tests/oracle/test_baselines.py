@@ -1,5 +1,6 @@
-"""The oracles of the baselines: every gradient written by hand against central differences, both losses against
-formulas of PyTorch's, and the methods against cases worked by hand, invariants, and each other."""
+"""The oracles of the baselines: every gradient written by hand against central differences, both
+losses against formulas of PyTorch's, and the methods against cases worked by hand, invariants, and
+each other."""
 
 import numpy as np
 import pytest
@@ -122,7 +123,8 @@ def test_order_levels_and_running_statistics_are_those_of_pytorch(net):
 
 @every_net
 def test_a_pass_may_begin_at_any_level(net):
-    """From its own level on a net comes to its own logits; the gradient goes back to the level, and no further."""
+    """From its own level on a net comes to its own logits; the gradient goes back to the level, and
+    no further."""
     w, x, y = draw(net, 5)
     out = net.forward(w, x)
     for start in range(1, len(net.hidden) + 1):
@@ -187,7 +189,8 @@ def test_moon_is_a_cross_entropy_of_two_cosines(net):
 
 
 def test_moon_contrast_at_its_edges():
-    """z_p = z_g: log 2 and no gradient. A dead z: no gradient, and no 6e7 either. A hot softmax does not overflow."""
+    """z_p = z_g: log 2 and no gradient. A dead z: no gradient, and no 6e7 either. A hot softmax
+    does not overflow."""
     rng = np.random.default_rng(0)
     z, a, b = rng.normal(size=(3, 4, 5))
     value, dz = moon.contrast(z, a, a, 0.5)
@@ -261,7 +264,8 @@ def test_moon_needs_a_previous_model_to_differ(net):
 
 
 def test_statistics_are_those_of_the_older_oracle():
-    """MOON and FedMLB without their terms, on one block with BatchNorm: also the server's statistics are FedAvg's."""
+    """MOON and FedMLB without their terms, on one block with BatchNorm: also the server's
+    statistics are FedAvg's."""
     from . import batchnorm
 
     net, older = Blocks(4, [5], 3, norm=True), MLPBatchNorm(4, 5, 3)
@@ -334,8 +338,9 @@ def test_fedmlb_is_what_pytorch_makes_of_its_formula(net, hyper):
 
 @every_net
 def test_at_the_received_parameters_fedmlb_is_twice_the_cross_entropy_for_the_body(net):
-    """y = x: all o_l = o, the divergence is 0 and at its least. What is left is CE(o), and (1/L) Σ_l CE(o_l), in which
-    the blocks after l are frozen: the first block gets the whole of it once more, the classifier nothing."""
+    """y = x: all o_l = o, the divergence is 0 and at its least. What is left is CE(o), and (1/L)
+    Σ_l CE(o_l), in which the blocks after l are frozen: the first block gets the whole of it once
+    more, the classifier nothing."""
     w, x, y = draw(net, 6)
     plain = net.grad(w, x, y)
     both, _ = fedmlb.gradient(net, w, w, x, y)
@@ -349,15 +354,18 @@ def test_at_the_received_parameters_fedmlb_is_twice_the_cross_entropy_for_the_bo
 
 
 def test_scaffold_by_hand():
-    """f_0 has its minimum at (1, 0), f_1 at (0, 2); lr 0.5, one step, then clients 0 and 1 once more."""
+    """f_0 has its minimum at (1, 0), f_1 at (0, 2); lr 0.5, one step, then clients 0 and 1 once
+    more."""
     cohorts = [[0, 1], [0]]
     args = ([0.0, 0.0], cohorts, [1, 3, 1, 1, 1], rounds(cohorts, 1), quadratic)
     out = scaffold.trace(*args, lr=0.5, server_lr=2.0)
-    # y_0 = (.5, 0), y_1 = (0, 1), d = -y; K lr = .5: c_0 = (-1, 0), c_1 = (0, -2); x = 2 (.25, .5); c = (-.2, -.4)
+    # y_0 = (.5, 0), y_1 = (0, 1), d = -y; K lr = .5: c_0 = (-1, 0), c_1 = (0, -2); x = 2 (.25, .5);
+    # c = (-.2, -.4)
     np.testing.assert_allclose(out.x[1], [0.5, 1.0])
     np.testing.assert_allclose(out.c[0], [-0.2, -0.4])
     np.testing.assert_allclose(out.rows[0][1], [0.0, -2.0])
-    # g = (-.5, 1); g - c_0 + c = (.3, .6); y = (.35, .7); c_0+ = (-1, 0) - (-.2, -.4) + (.3, .6) = (-.5, 1)
+    # g = (-.5, 1); g - c_0 + c = (.3, .6); y = (.35, .7); c_0+ = (-1, 0) - (-.2, -.4) + (.3, .6) =
+    # (-.5, 1)
     np.testing.assert_allclose(out.x[2], [0.2, 0.4])
     np.testing.assert_allclose(out.rows[1][0], [-0.5, 1.0])
     np.testing.assert_allclose(out.c[1], [-0.1, -0.2])
@@ -368,7 +376,8 @@ def test_scaffold_by_hand():
 
 @pytest.mark.parametrize("option", ["I", "II"])
 def test_scaffold_keeps_c_the_mean_of_all_c_i(option):
-    """c and the c_i start at 0 and c gets (1/N) of what each c_i gets: so c is their mean, those never seen at 0."""
+    """c and the c_i start at 0 and c gets (1/N) of what each c_i gets: so c is their mean, those
+    never seen at 0."""
     _, args = problem()
     out = scaffold.trace(*args, lr=0.3, weights="samples", option=option)
     for c, rows in zip(out.c, out.rows, strict=True):
@@ -387,7 +396,8 @@ def test_scaffold_of_one_client_is_fedavg():
 
 
 def test_feddyn_by_hand():
-    """alpha 1, lr 0.5, one step. Then client 0 once more: its gradient has lambda_0 in it, and x has h."""
+    """alpha 1, lr 0.5, one step. Then client 0 once more: its gradient has lambda_0 in it, and x
+    has h."""
     cohorts = [[0, 1], [0]]
     args = ([0.0, 0.0], cohorts, [1, 3, 1, 1, 1], rounds(cohorts, 1), quadratic)
     out = feddyn.trace(*args, lr=0.5, alpha=1.0)
@@ -433,7 +443,8 @@ def test_mimelite_by_hand():
 
 
 def test_mimelite_damped_is_undamped_at_another_lr():
-    """m damped = (1 - beta) m undamped, so each damped step of lr is an undamped one of (1 - beta) lr."""
+    """m damped = (1 - beta) m undamped, so each damped step of lr is an undamped one of (1 - beta)
+    lr."""
     _, args = problem()
     for weights in ("uniform", "samples"):
         damped = mimelite.run(*args, lr=0.5, beta=0.6, weights=weights)
@@ -447,7 +458,8 @@ def test_mimelite_damped_is_undamped_at_another_lr():
 
 
 def running_sum(x0, cohorts, sizes, batches, grad, *, lr, server_lr, weights):
-    """MIFA in the words of Luo et al. 2023: the client keeps g_i (0) and uploads d_i - g_i, the server adds to D."""
+    """MIFA in the words of Luo et al. 2023: the client keeps g_i (0) and uploads d_i - g_i, the
+    server adds to D."""
     x = np.array(x0, dtype=np.float64)
     D, g, xs = np.zeros_like(x), np.zeros((len(sizes), len(x))), [x]
     for t, cohort in enumerate(cohorts):
@@ -501,8 +513,8 @@ def test_mifa_is_a_running_sum_and_full_participation_makes_it_fedavg(weights):
 
 
 def test_mifa_waits_for_everybody():
-    """Four of five clients have samples; the last of the four comes in round 2. Client 0's row is then the one of round
-    1, taken at x_0 like all the others, with the lr of its round."""
+    """Four of five clients have samples; the last of the four comes in round 2. Client 0's row is
+    then the one of round 1, taken at x_0 like all the others, with the lr of its round."""
     cohorts, sizes = [[0, 1], [0, 2], [4, 3], [0, 1]], [1, 2, 1, 0, 4]
     args = ([0.0, 0.0], cohorts, sizes, rounds(cohorts, 1), quadratic)
     xs = mifa.run(*args, lr=lambda t: 0.5 + 0.1 * t, wait=True)
@@ -519,7 +531,8 @@ def test_mifa_waits_for_everybody():
 
 
 def test_fedopt_by_hand():
-    """One coordinate, d = 0.4 then d = -0.1 (from lr 1 clients at distance): v from tau^2, no bias correction."""
+    """One coordinate, d = 0.4 then d = -0.1 (from lr 1 clients at distance): v from tau^2, no bias
+    correction."""
     ds = [0.4, -0.1]
     args = ([0.0], [[0], [0]], [1], [{0: [0]}, {0: [1]}], lambda w, i, batch: np.array([ds[batch]]))
     hyper = {"lr": 1.0, "server_lr": 0.1}
@@ -577,7 +590,8 @@ def test_a_i_is_the_work_in_an_update(hyper, tau):
 
 
 def test_fednova_by_hand():
-    """lr 0.5: client 0 takes 1 step to (.5, 0), client 1 two to (0, 1.5); tau_eff by samples (1·1 + 3·2)/4 = 1.75."""
+    """lr 0.5: client 0 takes 1 step to (.5, 0), client 1 two to (0, 1.5); tau_eff by samples (1·1 +
+    3·2)/4 = 1.75."""
     args = ([0.0, 0.0], [[0, 1]], [1, 3, 1, 1, 1], [{0: [None], 1: [None] * 2}], quadratic)
     np.testing.assert_allclose(fednova.run(*args, lr=0.5)[1], 1.75 * np.array([0.125, 0.5625]))
     np.testing.assert_allclose(

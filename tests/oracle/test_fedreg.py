@@ -1,4 +1,5 @@
-"""The oracles of FedReg, FedCurv and DP-SGD by themselves: finite differences, PyTorch, cases worked by hand."""
+"""The oracles of FedReg, FedCurv and DP-SGD by themselves: finite differences, PyTorch, cases
+worked by hand."""
 
 import numpy as np
 import pytest
@@ -111,7 +112,8 @@ def test_sign_steps_by_hand():
 
 
 def test_where_the_gradient_is_0_nothing_moves():
-    """The second pixel has no weight: sign(0) = 0. The hidden unit is dead for the second image: it stays."""
+    """The second pixel has no weight: sign(0) = 0. The hidden unit is dead for the second image: it
+    stays."""
     net = Blocks(2, [1], 2)
     theta0 = np.array([1.0, 0.0, 0.0, 1.0, -1.0, 0.0, 0.0])
     x, y = np.array([[0.5, 3.0], [-0.5, 3.0]]), fedreg.onehot(np.array([1, 1]), 2)
@@ -120,7 +122,8 @@ def test_where_the_gradient_is_0_nothing_moves():
 
 
 def test_clamping_is_done_at_every_step():
-    """In [0, 1] with a gradient that turns at 0.9: clamped at each step the image goes on from 1, not from beyond."""
+    """In [0, 1] with a gradient that turns at 0.9: clamped at each step the image goes on from 1,
+    not from beyond."""
 
     class Turning:
         shapes = ((2, 1), (2,))
@@ -143,10 +146,12 @@ def test_clamping_is_done_at_every_step():
 
 
 def scalar(theta0, x, y, *, lr, gamma, eta_s, eta_p, ascent, steps, mg=False):
-    """One image x, logits ±(a x + b): FedReg on (a, b) with p = P(label 0) = s(2 (a x + b)), s the logistic function.
+    """One image x, logits ±(a x + b): FedReg on (a, b) with p = P(label 0) = s(2 (a x + b)), s the
+    logistic function.
 
-    Gradient of -sum_k y_k log p_k in the four parameters (a, -a, b, -b): c (x, -x, 1, -1), c = p - y_0. So all of them
-    lie in one plane; inner products are twice those of (x, 1). One image: the mean is it.
+    Gradient of -sum_k y_k log p_k in the four parameters (a, -a, b, -b): c (x, -x, 1, -1), c = p -
+    y_0. So all of them lie in one plane; inner products are twice those of (x, 1). One image: the
+    mean is it.
     """
 
     def p(theta, x):
@@ -238,10 +243,11 @@ HYPER = {"lr": 0.3, "gamma": 0.4, "eta_s": 0.2, "ascent": 4}
 
 @pytest.mark.parametrize("mg", [False, True])
 def test_conditions_that_every_step_meets(mg):
-    """MG: nothing of q is left in g. Then <θ - w_s g_s - θ0, g_s> = min(0, <θ - θ0, g_s>), and at the end the same of
-    g_p for what the first projection left; a projection brings θ no farther from θ0. The second one binds in some steps
-    and not in others; the first one in all of them (where pseudo labels are θ0's own, a loss that is convex in θ could
-    do nothing else), so steps with labels from elsewhere are looked at beside them."""
+    """MG: nothing of q is left in g. Then <θ - w_s g_s - θ0, g_s> = min(0, <θ - θ0, g_s>), and at
+    the end the same of g_p for what the first projection left; a projection brings θ no farther
+    from θ0. The second one binds in some steps and not in others; the first one in all of them
+    (where pseudo labels are θ0's own, a loss that is convex in θ could do nothing else), so steps
+    with labels from elsewhere are looked at beside them."""
     given = problem()
     out = fedreg.trace(*given, **HYPER, mg=mg)
     net, rng = given[4], np.random.default_rng(0)
@@ -317,7 +323,8 @@ def test_without_projections_it_is_fedavg():
 
 
 def test_made_batches_are_cycled():
-    """Five steps and three stored batches: 0 1 2 0 1; shorter by those that no step comes to, nothing changes."""
+    """Five steps and three stored batches: 0 1 2 0 1; shorter by those that no step comes to,
+    nothing changes."""
     given = problem()
     made = given[-1]
     base = fedreg.run(*given, **HYPER)
@@ -360,7 +367,8 @@ def test_fisher_is_the_mean_of_squared_slopes():
 
 
 def test_penalty_is_that_of_every_client():
-    """λ (y'(A y) - 2 b'y) and sum_j λ (y - y_j)' F_j (y - y_j) have the same slope, which is 2 λ (A y - b)."""
+    """λ (y'(A y) - 2 b'y) and sum_j λ (y - y_j)' F_j (y - y_j) have the same slope, which is 2 λ (A
+    y - b)."""
     rng = np.random.default_rng(2)
     F, ys, y = rng.uniform(size=(3, 6)), rng.normal(size=(3, 6)), rng.normal(size=6)
     A, b = F.sum(axis=0), (F * ys).sum(axis=0)
@@ -375,9 +383,10 @@ def test_penalty_is_that_of_every_client():
 
 
 def test_fedcurv_by_hand():
-    """f_0 = y²/2 from 4, lr 1/2, one step: y = 2. F = y² = 4, so A = 4 and b = 8. Then, λ = 1/8, from x = 2:
-    y = 2 - 1/2 (2 + 1/4 (8 - 8)) = 1, F = 1. A = 1, b = 1, from 1: the same place, y = 1/2; then A = 1/4, b = 1/8 and
-    y = 1/2 - 1/2 (1/2 + 0) = 1/4. With a second client that pulls up, f_1 = (y - 6)²/2, x differs from both y_j."""
+    """f_0 = y²/2 from 4, lr 1/2, one step: y = 2. F = y² = 4, so A = 4 and b = 8. Then, λ = 1/8,
+    from x = 2: y = 2 - 1/2 (2 + 1/4 (8 - 8)) = 1, F = 1. A = 1, b = 1, from 1: the same place, y =
+    1/2; then A = 1/4, b = 1/8 and y = 1/2 - 1/2 (1/2 + 0) = 1/4. With a second client that pulls
+    up, f_1 = (y - 6)²/2, x differs from both y_j."""
     one = [{0: [None], 1: [None]} for _ in range(4)]
 
     def grad(w, client, batch):
@@ -388,7 +397,8 @@ def test_fedcurv_by_hand():
 
     x = fedcurv.run([4.0], [[0]] * 4, [1, 1], one, grad, fisher, lr=0.5, lam=0.125)
     np.testing.assert_allclose(np.ravel(x), [4, 2, 1, 0.5, 0.25])
-    # y_0 = 2, y_1 = 5, x = 7/2; A = 4 + 25, b = 8 + 125; λ = 1/64: 2 λ (A x - b) = (203/2 - 133)/32 = -63/64
+    # y_0 = 2, y_1 = 5, x = 7/2; A = 4 + 25, b = 8 + 125; λ = 1/64: 2 λ (A x - b) = (203/2 - 133)/32
+    # = -63/64
     out = fedcurv.trace([4.0], [[0, 1]] * 2, [1, 1], one, grad, fisher, lr=0.5, lam=1 / 64)
     assert (out.x[1], out.A[1], out.b[1]) == (3.5, 29.0, 133.0)
     np.testing.assert_allclose(out.x[2], 3.5 - 0.5 * ((3.5 - 2.5) / 2 - 63 / 64))
@@ -401,7 +411,8 @@ def test_fedcurv_by_hand():
         [4.0], [[0, 1]] * 2, [1, 1], one, grad, fisher, lr=0.5, lam=1 / 64, own=False
     )
     np.testing.assert_allclose(other.x[2], 3.5 - 0.5 * ((3.5 - 2.5) / 2 + (-37.5 + 6) / 64))
-    # it did not take part in the last round: its term of the round before is not in A, and is not taken off
+    # it did not take part in the last round: its term of the round before is not in A, and is not
+    # taken off
     alone = fedcurv.trace(
         [4.0], [[0], [1], [0]], [1, 1], one, grad, fisher, lr=0.5, lam=1 / 64, own=False
     )

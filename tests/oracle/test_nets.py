@@ -1,4 +1,5 @@
-"""The hand-written gradients against central finite differences, and the parameter order against PyTorch."""
+"""The hand-written gradients against central finite differences, and the parameter order against
+PyTorch."""
 
 import numpy as np
 import pytest

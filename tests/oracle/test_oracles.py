@@ -64,7 +64,8 @@ def test_reductions(weights):
 
 
 def test_memory_by_hand():
-    """m = 2. Round 2 evicts 0: it ties with 1 and entered first. Round 4 evicts 2: count 1 against 2."""
+    """m = 2. Round 2 evicts 0: it ties with 1 and entered first. Round 4 evicts 2: count 1 against
+    2."""
     cohorts = [[0], [1], [2], [1], [0], [0, 3]]
     sizes, batches = [1] * 5, rounds(cohorts)
     out = gradma.trace(

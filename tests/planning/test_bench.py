@@ -82,7 +82,8 @@ def test_steps_that_can_be_cuda_graphs_are_tried_as_such_too(monkeypatch):
 
 
 def test_the_fastest_is_named(monkeypatch):
-    """Rates in clients per second. The pooled mode has the largest single rate, vmap of one the most rounds."""
+    """Rates in clients per second. The pooled mode has the largest single rate, vmap of one the
+    most rounds."""
     rates = {
         "loop": [5.0, 5.0, 5.0],
         "pooled": [3.0, 90.0, 4.0],

@@ -1,7 +1,8 @@
-"""The simulated cluster against tiny cases worked out by hand, and the scheduler that real and simulated actors share.
+"""The simulated cluster against tiny cases worked out by hand, and the scheduler that real and
+simulated actors share.
 
-The costs below are round numbers: a block of one client and one step takes 1 s, messages, the driver and the stores
-nothing, unless a test says so.
+The costs below are round numbers: a block of one client and one step takes 1 s, messages, the
+driver and the stores nothing, unless a test says so.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ FREE = {
 
 @pytest.fixture
 def simulated(base: dict[str, Any]) -> Callable[..., list[RoundSummary]]:
-    """simulated(nodes, actors, {"store.latency": 1.0, ...}, aggregators=..., cohort=4): the rounds of a run."""
+    """simulated(nodes, actors, {"store.latency": 1.0, ...}, aggregators=..., cohort=4): the rounds
+    of a run."""
 
     def run(
         nodes: int, actors: int, costs: dict[str, float], aggregators: bool = True, **config: Any
@@ -109,9 +111,10 @@ def test_training_alone(simulated):
 
 
 def test_what_the_driver_does_is_on_the_path(simulated):
-    """Before the training it sends 4 tasks off (0.1 s each) in 2 calls (0.05 s each) after a call to the server; of the
-    two words that come after 2 s and a call each the later one costs 2 x 0.2 s. Before the second round it judges 4
-    clients (0.3 s each), and calls the server again. To draw 4 clients (0.25 s each) is hidden by the training."""
+    """Before the training it sends 4 tasks off (0.1 s each) in 2 calls (0.05 s each) after a call
+    to the server; of the two words that come after 2 s and a call each the later one costs 2 x 0.2
+    s. Before the second round it judges 4 clients (0.3 s each), and calls the server again. To draw
+    4 clients (0.25 s each) is hidden by the training."""
     costs = {
         "driver.deal": 0.1,
         "driver.call": 0.05,
@@ -120,10 +123,12 @@ def test_what_the_driver_does_is_on_the_path(simulated):
         "driver.draw": 0.25,
     }
     first, second, third = simulated(1, 2, costs)
-    # draw 1.0, the server's broadcast 0.05, deal 0.4; the second call ends at 1.55; its actor's word comes at 3.55,
-    # when the first one's (3.5) is being taken in until 3.9; so the second one's has been by 4.3
+    # draw 1.0, the server's broadcast 0.05, deal 0.4; the second call ends at 1.55; its actor's
+    # word comes at 3.55, when the first one's (3.5) is being taken in until 3.9; so the second
+    # one's has been by 4.3
     assert first.seconds == pytest.approx(4.3)
-    # judge 1.2, advance 0.05, deal 0.4, one call 0.05: the first actor trains until 3.7; then both words are taken in
+    # judge 1.2, advance 0.05, deal 0.4, one call 0.05: the first actor trains until 3.7; then both
+    # words are taken in
     assert second.seconds == pytest.approx(1.7 + 2.0 + 2 * 0.4)
     assert third.seconds == pytest.approx(second.seconds)
     assert sum(second.path.values()) == pytest.approx(second.seconds)
@@ -131,8 +136,9 @@ def test_what_the_driver_does_is_on_the_path(simulated):
 
 
 def test_sums_travel_once_for_a_node(simulated):
-    """Three nodes of two actors, six clients: two nodes have something to send, two sums each or one; and each gets the
-    model once. A link takes 1 s for a sum (half of that for the model), and the two nodes share the server's."""
+    """Three nodes of two actors, six clients: two nodes have something to send, two sums each or
+    one; and each gets the model once. A link takes 1 s for a sum (half of that for the model), and
+    the two nodes share the server's."""
     costs = {"network.bandwidth": UP}
     added, alone = (simulated(3, 2, costs, aggregators, cohort=6) for aggregators in (True, False))
     assert [one.bytes_up for one in added] == [
@@ -160,7 +166,8 @@ def test_adding_up_takes_its_time(simulated):
 
 
 def test_evaluation_is_beside_the_next_round_until_it_takes_longer(simulated):
-    """Rounds of 2 s: one of 1 s does not show; one of 5 s keeps the driver waiting, as at most two may be out."""
+    """Rounds of 2 s: one of 1 s does not show; one of 5 s keeps the driver waiting, as at most two
+    may be out."""
     hidden, shown = (
         simulated(1, 2, {"server.evaluate": seconds}, rounds=8, evaluate={"every": 1})
         for seconds in (1.0, 5.0)
@@ -255,7 +262,7 @@ def test_what_is_kept_back_makes_up_for_slow_blocks(simulated, monkeypatch):
     assert sum(one.busy for one in kept[1:]) > sum(one.busy for one in at_once[1:]) + 0.1
 
 
-# -- the command -------------------------------------------------------------------------------------------------------
+# -- the command -----------------------------------------------------------------------------------
 
 
 @pytest.fixture

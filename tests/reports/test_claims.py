@@ -1,5 +1,6 @@
-"""What must hold of claims: every seed speaks for itself, verdicts are those that can be worked out by hand, a claim
-that cannot be told says why, and what is written wrongly is refused before anything runs."""
+"""What must hold of claims: every seed speaks for itself, verdicts are those that can be worked out
+by hand, a claim that cannot be told says why, and what is written wrongly is refused before
+anything runs."""
 
 from __future__ import annotations
 
@@ -64,7 +65,7 @@ def verdict(runs: list[TrackedRun], **changed: Any) -> tuple[str, tuple[int, int
     return line.verdict, line.seeds
 
 
-# -- verdicts ----------------------------------------------------------------------------------------------------------
+# -- verdicts --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -185,7 +186,7 @@ def test_statistics(statistic, value):
     )
 
 
-# -- which runs --------------------------------------------------------------------------------------------------------
+# -- which runs ------------------------------------------------------------------------------------
 
 
 def test_the_right_side_is_as_the_left_where_it_says_nothing():
@@ -287,7 +288,7 @@ def test_parameters_that_no_run_has(changed, said):
         lines(bests(a=[0.5], b=[0.5]), **changed)
 
 
-# -- what is written wrongly -------------------------------------------------------------------------------------------
+# -- what is written wrongly -----------------------------------------------------------------------
 
 RIGHT = {"says": "x", "left": {}, "is": "above", "right": 0.5}
 WRONG = [
@@ -382,7 +383,7 @@ def test_shipped_claims_are_written_rightly(name):
     assert len(said) == len(set(said))
 
 
-# -- the command -------------------------------------------------------------------------------------------------------
+# -- the command -----------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,5 @@
-"""What must hold of reports as data frames: the figures that can be worked out by hand, under the documented columns,
-and the same as on the command line."""
+"""What must hold of reports as data frames: the figures that can be worked out by hand, under the
+documented columns, and the same as on the command line."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ BYTES = 100
 
 @pytest.fixture(scope="module")
 def uri(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Two methods with two values of beta1 and two seeds each, one failed run; and runs of a law with slope -1."""
+    """Two methods with two values of beta1 and two seeds each, one failed run; and runs of a law
+    with slope -1."""
     folder = tmp_path_factory.mktemp("store")
     uri = f"sqlite:///{folder}/mlflow.db"
     client = mlflow_client.connected(uri)
@@ -148,8 +149,8 @@ def test_a_sweep_over_one_parameter_and_over_two(uri):
 
 
 def test_sensitivity(uri):
-    """Within-group deviations are those of the seeds and of the other parameter; worked out by hand for `algorithm`:
-    SS_between = 8 (0.125)², SS_within = 8 (0.045² + 0.0625²)."""
+    """Within-group deviations are those of the seeds and of the other parameter; worked out by hand
+    for `algorithm`: SS_between = 8 (0.125)², SS_within = 8 (0.045² + 0.0625²)."""
     frame = raysim.report("sensitivity", "methods", uri=uri, keys="algorithm,server.beta1")
     assert list(frame) == ["parameter", "share", "group", "mean"]
     between, within = 8 * 0.125**2, 8 * (0.045**2 + 0.0625**2)

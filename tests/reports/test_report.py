@@ -1,5 +1,5 @@
-"""What must hold of reports: rows are what was varied, figures are the ones that can be worked out by hand, and nothing
-is left out in silence."""
+"""What must hold of reports: rows are what was varied, figures are the ones that can be worked out
+by hand, and nothing is left out in silence."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ NUMBER = itertools.count()
 
 
 def rows(*arguments: Any, **options: Any) -> list[Any]:
-    """The rows of `aggregate`; `Any`, because a figure is None without values and here there are values."""
+    """The rows of `aggregate`; `Any`, because a figure is None without values and here there are
+    values."""
     return aggregate.rows(*arguments, **options)
 
 
@@ -60,7 +61,7 @@ def run(accuracies: list[float], every: int = 1, **params: object) -> TrackedRun
     )
 
 
-# -- figures, by hand --------------------------------------------------------------------------------------------------
+# -- figures, by hand ------------------------------------------------------------------------------
 
 
 def test_best_last_and_rounds_to_the_target():
@@ -91,7 +92,7 @@ def test_losses_are_the_better_the_smaller():
     assert best.parameters == {"local.lr": "0.2"}
 
 
-# -- rows --------------------------------------------------------------------------------------------------------------
+# -- rows ------------------------------------------------------------------------------------------
 
 
 def test_rows_are_what_was_varied():
@@ -231,7 +232,7 @@ def test_best_of():
         rows(runs, best_of=["algoritm"])
 
 
-# -- as text -----------------------------------------------------------------------------------------------------------
+# -- as text ---------------------------------------------------------------------------------------
 
 
 def test_markdown_and_csv():
@@ -268,7 +269,7 @@ def test_markdown_and_csv():
     )
 
 
-# -- what was spent, curves --------------------------------------------------------------------------------------------
+# -- what was spent, curves ------------------------------------------------------------------------
 
 
 def test_the_way_to_the_target_in_what_was_spent():
@@ -332,7 +333,7 @@ def test_latex():
     assert r"1e-3\_\% & 1 & 50.00 & 50.00 & -- & 0 \\" in found
 
 
-# -- from the store ----------------------------------------------------------------------------------------------------
+# -- from the store --------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,5 @@
-"""What must hold of reports that compare methods: sides and ranks, a paper's figures beside ours, sweeps over one
-parameter or two, and what is kept in MLflow; all worked out by hand."""
+"""What must hold of reports that compare methods: sides and ranks, a paper's figures beside ours,
+sweeps over one parameter or two, and what is kept in MLflow; all worked out by hand."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ NUMBER = itertools.count()
 
 
 def run(value: float | list[float], **params: object) -> TrackedRun:
-    """A run that reached this value in round 1, or these in the rounds from 0; `alpha` is short for partition.alpha."""
+    """A run that reached this value in round 1, or these in the rounds from 0; `alpha` is short for
+    partition.alpha."""
     names = {
         "alpha": "partition.alpha",
         "algorithm": "algorithm.name",
@@ -46,7 +47,7 @@ def run(value: float | list[float], **params: object) -> TrackedRun:
     return TrackedRun(str(next(NUMBER)), given, history)
 
 
-# -- sides and ranks ---------------------------------------------------------------------------------------------------
+# -- sides and ranks -------------------------------------------------------------------------------
 
 
 def test_sides_are_those_of_luo_2023_but_for_scaffold():
@@ -111,7 +112,8 @@ def test_ranks_are_within_a_scenario_and_their_mean_is_over_the_scenarios():
 
 
 def test_means_that_only_rounding_tells_apart_share_a_rank():
-    """(1 + 2 + 3) / 3 and (2 + 2 + 2) / 3 tenths are 2 tenths both; as floats they are not the same."""
+    """(1 + 2 + 3) / 3 and (2 + 2 + 2) / 3 tenths are 2 tenths both; as floats they are not the
+    same."""
     best = {"a": [0.1, 0.2, 0.3], "b": [0.2, 0.2, 0.2], "c": [0.1, 0.2, 0.31]}
     table = aggregate.ranked(
         rows([run(v, algorithm=n, seed=s) for n, each in best.items() for s, v in enumerate(each)])
@@ -163,7 +165,7 @@ def test_a_share_of_what_others_reached_in_the_same_scenario():
     assert "| target % | rounds to target |" in head and "| 40.00 | 1 |" in lines[1]
 
 
-# -- papers ------------------------------------------------------------------------------------------------------------
+# -- papers ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -321,7 +323,7 @@ def test_figures_as_printed():
     assert hist and (hist.best, hist.rounds) == (0.6266, 792)
 
 
-# -- sweeps, as pictures -----------------------------------------------------------------------------------------------
+# -- sweeps, as pictures ---------------------------------------------------------------------------
 
 
 def swept() -> list[TrackedRun]:
@@ -396,7 +398,7 @@ def test_what_was_spent_in_rounds_that_do_not_say_is_what_was_spent_before():
     assert [one.cost(t) for t in (0, 3, 4, 5, 9)] == [0, 0, 40, 40, 60]
 
 
-# -- from the tracking store -------------------------------------------------------------------------------------------
+# -- from the tracking store -----------------------------------------------------------------------
 
 
 class Store:

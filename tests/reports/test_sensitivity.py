@@ -1,4 +1,5 @@
-"""How much of the spread of runs each parameter explains, held against a hand calculation and analysis of variance."""
+"""How much of the spread of runs each parameter explains, held against a hand calculation and
+analysis of variance."""
 
 import numpy as np
 import pytest
@@ -17,7 +18,8 @@ def runs_of(table):
 
 
 def test_a_share_is_the_adjusted_r2_of_a_hand_calculation():
-    # groups (1, 3) and (5, 9): mean 4.5, SS_total 35, SS_within 2 + 8 = 10, so (25 - 1 * 10 / 2) / 35
+    # groups (1, 3) and (5, 9): mean 4.5, SS_total 35, SS_within 2 + 8 = 10, so (25 - 1 * 10 / 2) /
+    # 35
     assert sensitivity.explained_share([1, 5, 3, 9], ["a", "b", "a", "b"]) == pytest.approx(20 / 35)
     assert sensitivity.explained_share([1, 1, 2, 2], [0, 0, 1, 1]) == 1
     assert sensitivity.explained_share([1, 1, 1], [0, 0, 1]) == 0

@@ -1,4 +1,5 @@
-"""What asynchronous runs need beside a clock: rules that weigh early or late, FedHist's memory, a slow class."""
+"""What asynchronous runs need beside a clock: rules that weigh early or late, FedHist's memory, a
+slow class."""
 
 from __future__ import annotations
 
@@ -101,7 +102,8 @@ def given(ragged, source):
 
 
 def test_weights_may_depend_on_staleness(given, engine):
-    """A weight of 0 leaves a client out: of the parameters, of BatchNorm's statistics, and of the entropy."""
+    """A weight of 0 leaves a client out: of the parameters, of BatchNorm's statistics, and of the
+    entropy."""
     run, records = engine(given("Youngest"))
     plain, _ = engine({**given("Youngest"), "algorithm": "fedavg"})
     assert np.abs(run.executor.xs[-1] - plain.executor.xs[-1]).max() > 1e-3
@@ -113,8 +115,9 @@ def test_weights_may_depend_on_staleness(given, engine):
 
 
 def test_the_model_of_one_client_is_base_minus_update(given, engine):
-    """Taking over the last arrival whole, with its statistics. Two that take one step each of all their data from
-    version 0, in different rounds, are what one round of each of them from version 0 gives, however stale they are."""
+    """Taking over the last arrival whole, with its statistics. Two that take one step each of all
+    their data from version 0, in different rounds, are what one round of each of them from version
+    0 gives, however stale they are."""
     alone = {**given("Last"), "local": {"steps": 1, "batch_size": "full", "lr": 0.1}}
     run, _ = engine(alone)
     turns = preview(run.config, run.plan.clients.sizes, 10)
@@ -158,8 +161,8 @@ def test_a_rule_that_weighs_late_says_so(rule, given, engine):
 
 
 def test_fedhist_in_half_precision(engine, ragged):
-    """LL takes half the room, LG what it took; the run is a little different, and no more. Its vectors are scaled:
-    these updates are below half precision's smallest normal number."""
+    """LL takes half the room, LG what it took; the run is a little different, and no more. Its
+    vectors are scaled: these updates are below half precision's smallest normal number."""
     runs = {}
     for history in ("float32", "float16"):
         algorithm = {"name": "fedhist", "length": 3, "b": 0.9, "kappa": 0.1, "history": history}

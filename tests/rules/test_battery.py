@@ -1,12 +1,12 @@
 """What must hold of every client rule with every kind of server rule.
 
-Generated from the registry: a new method is in here the moment its file is in algorithms/, before its author has
-written a test.
+Generated from the registry: a new method is in here the moment its file is in algorithms/, before
+its author has written a test.
 
-The net is a user's own, made of stages, with BatchNorm and dropout, and a number of parameters that is no multiple
-of 16. The clients
-are ragged: one has a single sample, one has two, one has none. The net also blows up on purpose: an image whose first
-pixel is far too bright (in the digits it is always 0) is multiplied by infinity.
+The net is a user's own, made of stages, with BatchNorm and dropout, and a number of parameters that
+is no multiple of 16. The clients are ragged: one has a single sample, one has two, one has none.
+The net also blows up on purpose: an image whose first pixel is far too bright (in the digits it is
+always 0) is multiplied by infinity.
 """
 
 from __future__ import annotations
@@ -71,10 +71,11 @@ def pairs() -> list[tuple[str, str]]:
 
 
 def kinds_of_pairs() -> list[tuple[str, str]]:
-    """Every client rule with one server rule of each kind that can feed it, and every server rule at least once.
+    """Every client rule with one server rule of each kind that can feed it, and every server rule
+    at least once.
 
-    Server rules are of one kind if they take the same uploads in the same modes, broadcast the same keys, and need the
-    same of the engine: to a client rule, and to the trainer, they are the same.
+    Server rules are of one kind if they take the same uploads in the same modes, broadcast the same
+    keys, and need the same of the engine: to a client rule, and to the trainer, they are the same.
     """
     chosen: dict[tuple[Any, ...], tuple[str, str]] = {}
     for client, server in pairs():
@@ -165,8 +166,8 @@ def assert_sound(engine: Engine) -> None:
 @every_rule
 @pytest.mark.parametrize("local", [{"steps": 3}, {"epochs": 2}], ids=["steps", "epochs"])
 def test_side_by_side_is_one_after_the_other(client, server, local, engine, config):
-    """vmap pads batches, masks the padding in BatchNorm and loss, and freezes the clients that have finished (with
-    epochs each client has its own number of steps). Nothing of that may show."""
+    """vmap pads batches, masks the padding in BatchNorm and loss, and freezes the clients that have
+    finished (with epochs each client has its own number of steps). Nothing of that may show."""
     local = {**local, "batch_size": 6, "lr": 0.05}
     looped, records = engine(config(client, server, local=local))
     several, records_of_several = engine(
@@ -210,7 +211,8 @@ def optimized() -> list[tuple[str, str, int]]:
 
 @pytest.mark.parametrize("client, server, which", optimized())
 def test_side_by_side_with_an_optimizer(client, server, which, engine, config):
-    """Padded steps do not advance the moments of a client that has finished, and kept moments come back."""
+    """Padded steps do not advance the moments of a client that has finished, and kept moments come
+    back."""
     local = {"epochs": 2, "batch_size": 6, "lr": 0.05, **OPTIMIZERS[which]}
     if overridden(CLIENT_RULES[client](), ["step"]):
         local.pop("accumulate", None)
@@ -235,8 +237,8 @@ ASYNCHRONOUS = {"name": "kasync", "k": 3, "client_dropout": {"rate": 0.2, "rejoi
 
 @every_rule
 def test_side_by_side_under_k_async(client, server, engine, config):
-    """Clients of one block began with different versions, in rounds with different step sizes. In the first round all
-    began alike; later some are stale."""
+    """Clients of one block began with different versions, in rounds with different step sizes. In
+    the first round all began alike; later some are stale."""
     local = {"steps": 3, "batch_size": 6, "lr": [[0, 0.05], [3, 0.03]]}
     given = {"rounds": 6, "schedule": ASYNCHRONOUS, "local": local}
     looped, records = engine(config(client, server, **given))
@@ -257,8 +259,9 @@ def test_side_by_side_under_k_async(client, server, engine, config):
 
 @every_client
 def test_a_client_knows_nothing_of_its_block(client, server, engine, config):
-    """Looping, what a client sends, keeps and reports has the same bits in blocks of 1, 2 and 5 and in any order. The
-    client rule is tested behind a server rule that takes every upload as it is."""
+    """Looping, what a client sends, keeps and reports has the same bits in blocks of 1, 2 and 5 and
+    in any order. The client rule is tested behind a server rule that takes every upload as it is.
+    """
 
     @dataclass(frozen=True)
     class EachServer(ServerRule):
@@ -296,8 +299,9 @@ def test_a_client_knows_nothing_of_its_block(client, server, engine, config):
 
 @pytest.mark.parametrize("mode", ["loop", "vmap"])
 def test_dropout_masks_are_keyed_by_round_client_and_step(mode, engine, config, source):
-    """A net whose first logit is weight · (mask / 0.75), all else 0: from weight 0 the first step on one sample moves
-    it by lr (1[y = 0] - 0.1) mask / 0.75. So a client sends its mask: never the same twice, three quarters kept."""
+    """A net whose first logit is weight · (mask / 0.75), all else 0: from weight 0 the first step
+    on one sample moves it by lr (1[y = 0] - 0.1) mask / 0.75. So a client sends its mask: never the
+    same twice, three quarters kept."""
 
     @dataclass(frozen=True)
     class EachServer(ServerRule):
@@ -348,8 +352,9 @@ def test_dropout_masks_are_keyed_by_round_client_and_step(mode, engine, config, 
 
 @every_client
 def test_block_size_shows_only_in_the_last_digits(client, server, engine, config):
-    """Each block rounds its sum to a multiple of 2⁻⁴⁰, about 1e-12, and a round has five blocks at most; BatchNorm of
-    two samples passes a difference on enlarged by up to 1/√ε = 316. So blocks of 1, 2 and 5 differ, but by no more."""
+    """Each block rounds its sum to a multiple of 2⁻⁴⁰, about 1e-12, and a round has five blocks at
+    most; BatchNorm of two samples passes a difference on enlarged by up to 1/√ε = 316. So blocks of
+    1, 2 and 5 differ, but by no more."""
     xs = [
         engine(config(client, server, batching={"mode": "loop", "size": size}))[0].executor.xs
         for size in (1, 2, 5)
@@ -363,8 +368,9 @@ def test_block_size_shows_only_in_the_last_digits(client, server, engine, config
 
 @every_kind
 def test_a_round_without_data_changes_nothing_and_counts(client, server, engine, config, ragged):
-    """Five of eight clients are empty, two are sampled. Round 1 and the last one find only empty ones: x, the BatchNorm
-    statistics and, after the last, the whole state of the server stay as they were, and the rounds are counted."""
+    """Five of eight clients are empty, two are sampled. Round 1 and the last one find only empty
+    ones: x, the BatchNorm statistics and, after the last, the whole state of the server stay as
+    they were, and the rounds are counted."""
     run, records = engine(config(client, server, rounds=4, seed=23, partition=ragged([9, 0, 0, 12, 0, 8, 0, 0]),
                                  schedule={"cohort": 2}), states=True)  # fmt: skip
     assert [bool(cohort) for cohort in cohorts(run)] == [True, False, True, False]
@@ -383,8 +389,9 @@ def test_a_round_without_data_changes_nothing_and_counts(client, server, engine,
 
 @every_rule
 def test_a_dropped_client_leaves_no_trace(client, server, engine, config):
-    """One client's update is not finite. It is dropped and counted, the weights of the others add up to one again, and
-    everything goes on as if it had not been sampled; nothing of it is kept anywhere. The memory has room for all."""
+    """One client's update is not finite. It is dropped and counted, the weights of the others add
+    up to one again, and everything goes on as if it had not been sampled; nothing of it is kept
+    anywhere. The memory has room for all."""
     expected, _ = engine(config(client, server), before=without)
     for mode in ("loop", "vmap"):
         block = {"mode": mode, "size": 3}
@@ -406,7 +413,8 @@ def test_a_dropped_client_leaves_no_trace(client, server, engine, config):
 
 @every_rule
 def test_a_client_dropped_under_k_async_leaves_a_sound_state(client, server, engine, config):
-    """It arrives, is thrown out and counted, and starts again with the newest version; the clock does not notice."""
+    """It arrives, is thrown out and counted, and starts again with the newest version; the clock
+    does not notice."""
     block = {"mode": "vmap", "size": 3}
     given = {
         "rounds": 6,
@@ -439,8 +447,8 @@ def test_a_non_finite_client_stops_the_run_by_name(client, server, mode, engine,
 
 @pytest.mark.parametrize("server", sorted(SERVER_RULES))
 def test_weights_count_only_who_is_left(server, engine, config, source):
-    """The same with weights by samples: those of a round's survivors add up to one. This net has no BatchNorm, so that
-    the update itself is all there is to tell that a client has failed."""
+    """The same with weights by samples: those of a round's survivors add up to one. This net has no
+    BatchNorm, so that the update itself is all there is to tell that a client has failed."""
     rule, model = (
         {"name": server, "weights": "samples"},
         {"name": source("nets", NETS) + ":Net", "norm": False},
@@ -462,8 +470,9 @@ def test_weights_count_only_who_is_left(server, engine, config, source):
 
 
 def test_the_memory_never_sees_a_dropped_update(engine, config, source):
-    """A client that fails from the third round on keeps the row of its last good update, decayed by beta2 in each round
-    like everybody's; one that never succeeds has a place in memory, and nothing in it."""
+    """A client that fails from the third round on keeps the row of its last good update, decayed by
+    beta2 in each round like everybody's; one that never succeeds has a place in memory, and nothing
+    in it."""
     failing = {"name": source("failing", FAILING) + ":Failing", "size": SIZES[BAD], "since": 2}
     server = {"name": "gradma", "beta1": 0.5, "beta2": 0.5, "memory": 8}
     given = {"rounds": 6, "faults": {"on_client_error": "drop"}, "server": server}
@@ -496,8 +505,8 @@ def test_the_memory_never_sees_a_dropped_update(engine, config, source):
 
 @pytest.mark.parametrize("policy", ["stop", "drop"])
 def test_a_clients_own_exception_has_its_name_and_round(policy, engine, config, source, caplog):
-    """A user's rule that raises in `step` for one client, from the third round on. Stop: the error says who, when and
-    what. Drop: the log does."""
+    """A user's rule that raises in `step` for one client, from the third round on. Stop: the error
+    says who, when and what. Drop: the log does."""
     failing = {"name": source("failing", FAILING) + ":Failing", "size": SIZES[BAD], "since": 2}
     given = {"rounds": 6, "client": failing, "faults": {"on_client_error": policy}}
     sampled = cohorts(engine(config("fedavg", "fedavg", rounds=6))[0])
@@ -519,7 +528,8 @@ def test_a_clients_own_exception_has_its_name_and_round(policy, engine, config, 
 
 
 def test_a_net_that_overflows_in_the_trial_of_vmap_is_looped_or_refused(config, base, source):
-    """The trial's images are noise; a net may well answer with infinity. That is no reason for a traceback."""
+    """The trial's images are noise; a net may well answer with infinity. That is no reason for a
+    traceback."""
     given = {
         **base,
         **config("fedavg", "fedavg"),
@@ -536,7 +546,8 @@ def test_a_net_that_overflows_in_the_trial_of_vmap_is_looped_or_refused(config, 
 
 @every_rule
 def test_one_parameter(client, server, engine, config, source):
-    """P = 1: every inner product is a product, every QP a question of signs. The loss goes down, side by side too."""
+    """P = 1: every inner product is a product, every QP a question of signs. The loss goes down,
+    side by side too."""
     model = {"name": source("nets", NETS) + ":Single"}
     given = {"model": model, "rounds": 5, "evaluate": {"every": 1}}
     try:
@@ -584,8 +595,8 @@ def final(executor: Any) -> np.ndarray:
 
 @every_rule
 def test_several_actors_give_the_same_bits(client, server, config, base, on_ray):
-    """This process and three actors: the same x to the bit in float32, with BatchNorm, dropout, ragged clients, rows
-    that clients keep, and as many blocks as make three actors all work."""
+    """This process and three actors: the same x to the bit in float32, with BatchNorm, dropout,
+    ragged clients, rows that clients keep, and as many blocks as make three actors all work."""
     _same_on_actors(client, server, "loop", config, base, on_ray, 4, {"cohort": 5}, (3,))
 
 

@@ -1,12 +1,14 @@
-"""Where the methods end up, on quadratics f_i(w) = ½ (w - a_i)ᵀ H_i (w - a_i) whose optimum is known in closed form.
+"""Where the methods end up, on quadratics f_i(w) = ½ (w - a_i)ᵀ H_i (w - a_i) whose optimum is
+known in closed form.
 
-The rules are driven directly, without the engine: a rule is a pure function of what it is given, so a task of ten lines
-will do. With full gradients and I steps of size η from x, y_I - a_i = (I - η H_i)^I (x - a_i), so that
+The rules are driven directly, without the engine: a rule is a pure function of what it is given, so
+a task of ten lines will do. With full gradients and I steps of size η from x, y_I - a_i = (I - η
+H_i)^I (x - a_i), so that
 
     d_i = A_i (x - a_i),   A_i = I - (I - η H_i)^I            and FedAvg stops at   x = (Σ w_i A_i)⁻¹ Σ w_i A_i a_i
 
-while the optimum of Σ w_i f_i is (Σ w_i H_i)⁻¹ Σ w_i H_i a_i. They agree for I = 1 (A_i = η H_i) and where all H_i are
-equal, and differ elsewhere: FedAvg must NOT reach the optimum there.
+while the optimum of Σ w_i f_i is (Σ w_i H_i)⁻¹ Σ w_i H_i a_i. They agree for I = 1 (A_i = η H_i)
+and where all H_i are equal, and differ elsewhere: FedAvg must NOT reach the optimum there.
 """
 
 from __future__ import annotations
@@ -46,7 +48,8 @@ def test_fedavg_with_one_step_reaches_the_optimum(how):
 @pytest.mark.parametrize("how", ["uniform", "samples"])
 @pytest.mark.parametrize("server_lr", [1.0, 0.5])
 def test_fedavg_drifts_to_a_closed_form_that_is_not_the_optimum(how, server_lr):
-    """I = 10 and unequal H_i: the module's A_i. The server's lr changes the way there, not the place."""
+    """I = 10 and unequal H_i: the module's A_i. The server's lr changes the way there, not the
+    place."""
     problem = Quadratics.random(5, 4, seed=1)
     reached = Federation(
         FedAvgClient(),
@@ -61,7 +64,8 @@ def test_fedavg_drifts_to_a_closed_form_that_is_not_the_optimum(how, server_lr):
 
 
 def test_equal_curvature_does_not_drift():
-    """All H_i = H, hence all A_i = A: Σ w_i A (x - a_i) = 0 is the mean of the a_i, for any number of steps."""
+    """All H_i = H, hence all A_i = A: Σ w_i A (x - a_i) = 0 is the mean of the a_i, for any number
+    of steps."""
     problem = Quadratics.random(5, 4, seed=1, equal_curvature=True)
     reached = Federation(
         FedAvgClient(), FedAvgServer(), problem, lr=0.4, steps=10, x0=np.ones(4)
@@ -71,8 +75,8 @@ def test_equal_curvature_does_not_drift():
 
 
 def test_fedprox_stops_at_its_own_closed_form_nearer_to_the_optimum():
-    """`proximal_map`; a larger mu lets the local models less far from x and leaves less of the drift. Twice the mu (the
-    term without its ½) would stop elsewhere."""
+    """`proximal_map`; a larger mu lets the local models less far from x and leaves less of the
+    drift. Twice the mu (the term without its ½) would stop elsewhere."""
     problem = Quadratics.random(5, 4, seed=1)
     reached = {}
     for mu in (0.0, 0.5, 1.0, 2.5):
@@ -91,8 +95,9 @@ def test_fedprox_stops_at_its_own_closed_form_nearer_to_the_optimum():
 
 @pytest.mark.parametrize("beta1", [0.5, 0.9])
 def test_momentum_changes_the_way_and_not_the_place(beta1):
-    """x and m stand still only if m = beta1 m + d and m = 0, that is d = 0: the fixed points of FedAvg and FedProx. The
-    first two rounds by hand: m_1 = d_0, m_2 = beta1 d_0 + d_1, undamped and without Nesterov's look ahead."""
+    """x and m stand still only if m = beta1 m + d and m = 0, that is d = 0: the fixed points of
+    FedAvg and FedProx. The first two rounds by hand: m_1 = d_0, m_2 = beta1 d_0 + d_1, undamped and
+    without Nesterov's look ahead."""
     problem = Quadratics.random(5, 4, seed=1)
     for client, A in (
         (FedAvgClient(), problem.local_map(0.1, 5)),
@@ -115,7 +120,8 @@ def test_momentum_changes_the_way_and_not_the_place(beta1):
 @pytest.mark.parametrize("server_lr", [1.0, 0.5])
 def test_gradma_s_never_moves_against_a_remembered_update(beta1, beta2, server_lr):
     """In every round, with D kept by hand: ⟨m̃, D_i⟩ >= 0 for all i, ‖m̃‖ <= ‖p‖, ⟨m̃, p - m̃⟩ = 0,
-    and x moves by server_lr m̃; m̃, not p, is what the next round's momentum carries. Some round must really project."""
+    and x moves by server_lr m̃; m̃, not p, is what the next round's momentum carries. Some round
+    must really project."""
     problem = Quadratics.random(6, 4, seed=2)
     federation = Federation(
         FedAvgClient(), GradMAServer(beta1=beta1, beta2=beta2, memory=6, lr=server_lr), problem,
@@ -146,9 +152,9 @@ def test_gradma_s_never_moves_against_a_remembered_update(beta1, beta2, server_l
 
 
 def test_gradma_s_stands_still_wherever_clients_contradict_each_other():
-    """H = 1, I = 1, beta1 = beta2 = 0, all clients in every round: D_i = η (x - a_i), p their mean. m̃ = 0 exactly where
-    -p is in the cone of the D_i, that is where 0 = Σ λ_i (x - a_i) with all λ_i > 0: anywhere inside the hull of the
-    minima. FedAvg goes on to their mean."""
+    """H = 1, I = 1, beta1 = beta2 = 0, all clients in every round: D_i = η (x - a_i), p their mean.
+    m̃ = 0 exactly where -p is in the cone of the D_i, that is where 0 = Σ λ_i (x - a_i) with all
+    λ_i > 0: anywhere inside the hull of the minima. FedAvg goes on to their mean."""
     problem = Quadratics([np.eye(2)] * 3, [[0.0, 0.0], [4.0, 0.0], [0.0, 4.0]])
     x0 = np.array([0.5, 0.7])
     server = GradMAServer(beta1=0.0, beta2=0.0, memory=3)
@@ -161,8 +167,8 @@ def test_gradma_s_stands_still_wherever_clients_contradict_each_other():
 @pytest.mark.parametrize("beta1, beta2", [(0.0, 0.0), (0.5, 0.5)])
 @pytest.mark.parametrize("equal", [True, False])
 def test_gradma_s_stops_where_no_step_is_good_for_all(beta1, beta2, equal):
-    """From far outside it comes to a stop at which p is cancelled by remembered updates (-p in the cone of D), which is
-    not the optimum, and not where FedAvg stops either."""
+    """From far outside it comes to a stop at which p is cancelled by remembered updates (-p in the
+    cone of D), which is not the optimum, and not where FedAvg stops either."""
     problem = Quadratics.random(4, 3, seed=4, equal_curvature=equal)
     federation = Federation(
         FedAvgClient(),
@@ -190,8 +196,9 @@ def test_gradma_s_stops_where_no_step_is_good_for_all(beta1, beta2, equal):
 
 
 def projection(p: np.ndarray, columns: list[np.ndarray]) -> np.ndarray:
-    """QP(p, columns), from its conditions: of all active sets the one with the least violated, each by least squares on
-    the columns themselves (not on their Gram matrix, which has half the digits)."""
+    """QP(p, columns), from its conditions: of all active sets the one with the least violated, each
+    by least squares on the columns themselves (not on their Gram matrix, which has half the
+    digits)."""
     U = np.stack([c / np.linalg.norm(c) for c in columns if np.linalg.norm(c) > 0], axis=1)
     best, least = p, np.inf
     for k in range(U.shape[1] + 1):
@@ -210,9 +217,10 @@ def projection(p: np.ndarray, columns: list[np.ndarray]) -> np.ndarray:
 @pytest.mark.parametrize("first_previous", ["x0", "global"])
 @pytest.mark.parametrize("lr", [0.3, 0.7, 1.1])
 def test_gradma_w_steps_agree_with_all_three_constraints(previous, first_previous, lr):
-    """g̃ = (y_τ - y_{τ+1}) / η is QP(g, [a, b, c]) with a = ∇f_i(y_{τ-1}) (at first ∇f_i(x')), b = ∇f_i(x), c = y_τ - x,
-    all recomputed here. Its inner product with none of them is negative, and each of them is the reason somewhere: x'
-    only once a client comes back. Clients come and go, so that x' is not x."""
+    """g̃ = (y_τ - y_{τ+1}) / η is QP(g, [a, b, c]) with a = ∇f_i(y_{τ-1}) (at first ∇f_i(x')), b =
+    ∇f_i(x), c = y_τ - x, all recomputed here. Its inner product with none of them is negative, and
+    each of them is the reason somewhere: x' only once a client comes back. Clients come and go, so
+    that x' is not x."""
     problem = Quadratics.random(4, 5, seed=3)
     federation = Federation(
         GradMAClient(previous=previous, first_previous=first_previous), FedAvgServer(), problem,
@@ -248,9 +256,10 @@ def test_gradma_w_steps_agree_with_all_three_constraints(previous, first_previou
 
 @pytest.mark.parametrize("small", [1e-1, 1e-2, 1e-3, 1e-4, 5e-6, 1e-8])
 def test_gradma_w_constraints_hold_where_b_and_c_nearly_oppose_each_other(small):
-    """f(w) = ½ (w_1² + ½ w_2²) from x = (1, 4 small) with η = 1: the first step solves for w_1, and after the second
-    one c = -(b + about small · e_2). What is feasible is then orthogonal to both, and in the plane nothing is. So the
-    answer is g̃ = 0; what may not happen is ⟨g̃, c⟩ < -1e-6 ‖g‖ ‖c‖, in these units."""
+    """f(w) = ½ (w_1² + ½ w_2²) from x = (1, 4 small) with η = 1: the first step solves for w_1, and
+    after the second one c = -(b + about small · e_2). What is feasible is then orthogonal to both,
+    and in the plane nothing is. So the answer is g̃ = 0; what may not happen is ⟨g̃, c⟩ < -1e-6 ‖g‖
+    ‖c‖, in these units."""
     problem = Quadratics([np.diag([1.0, 0.5])], [[0.0, 0.0]])
     federation = Federation(
         GradMAClient(), FedAvgServer(), problem, lr=1.0, steps=4, x0=np.array([1.0, 4 * small])
@@ -272,12 +281,14 @@ STEADY = {
     "fedadagrad": {"lr": 8.0, "tau": 1.0}, "fedadam": {"lr": 1.0, "tau": 1.0}, "fedyogi": {"lr": 2.0, "tau": 1.0},
     "fedams": {"lr": 1.0, "tau": 1.0}, "mimelite": {"beta": 0.5}, "fedhist": {},
 }  # fmt: skip
-"""A τ so large that FedOpt's steps are in proportion to d at the end: with a small one it circles round the place."""
+"""A τ so large that FedOpt's steps are in proportion to d at the end: with a small one it circles
+round the place."""
 
 
 def pairs() -> list[tuple[str, str]]:
-    """Every client rule with every server rule that can feed it. But FedDyn's halves need each other: its clients rest
-    where ∇f_i = -α λ_i, and only its server makes the mean of the λ_i vanish."""
+    """Every client rule with every server rule that can feed it. But FedDyn's halves need each
+    other: its clients rest where ∇f_i = -α λ_i, and only its server makes the mean of the λ_i
+    vanish."""
     found = []
     for client in sorted(set(CLIENT_RULES) - set(INSIDE)):
         for server in sorted(SERVER_RULES):

@@ -1,7 +1,7 @@
-"""Where the baselines end up, on the quadratics of test_fixed_points.py: f_i(w) = ½ (w - a_i)ᵀ H_i (w - a_i) with full
-gradients, so that I local steps of η from x leave d_i = A_i (x - a_i), A_i = I - (I - η H_i)^I, and FedAvg stops where
-Σ w_i A_i (x - a_i) = 0, which is not the optimum. Each test derives what its method claims; FedAvg is what it is set
-against.
+"""Where the baselines end up, on the quadratics of test_fixed_points.py: f_i(w) = ½ (w - a_i)ᵀ H_i
+(w - a_i) with full gradients, so that I local steps of η from x leave d_i = A_i (x - a_i), A_i = I
+- (I - η H_i)^I, and FedAvg stops where Σ w_i A_i (x - a_i) = 0, which is not the optimum. Each test
+derives what its method claims; FedAvg is what it is set against.
 """
 
 from __future__ import annotations
@@ -57,10 +57,11 @@ def jump(xs: list[np.ndarray]) -> float:
 @pytest.mark.parametrize("option", ["I", "II"])
 @WEIGHTS
 def test_scaffold_reaches_the_optimum_of_the_plain_average(option, how):
-    """At rest no c_i changes. Option II: c_i+ = c_i means d_i = K η c for all i; x at rest then says K η c = 0. Option
-    I: c_i = ∇f_i(x), each client begins with the direction c and leaves d_i = A_i H_i⁻¹ c; Σ w_i A_i H_i⁻¹ is positive
-    definite, so again c = 0. With c = 0 and d_i = 0, ∇f_i(x) = c_i; and Σ c_i = N c = 0. So Σ ∇f_i(x) = 0: the optimum
-    of the plain average also where the server weighs by samples, because c never does."""
+    """At rest no c_i changes. Option II: c_i+ = c_i means d_i = K η c for all i; x at rest then
+    says K η c = 0. Option I: c_i = ∇f_i(x), each client begins with the direction c and leaves d_i
+    = A_i H_i⁻¹ c; Σ w_i A_i H_i⁻¹ is positive definite, so again c = 0. With c = 0 and d_i = 0,
+    ∇f_i(x) = c_i; and Σ c_i = N c = 0. So Σ ∇f_i(x) = 0: the optimum of the plain average also
+    where the server weighs by samples, because c never does."""
     problem = heterogeneous()
     federation = made("scaffold", "scaffold", problem, of_client={"option": option}, weights=how)
     reached = federation.run(300)
@@ -74,7 +75,8 @@ def test_scaffold_reaches_the_optimum_of_the_plain_average(option, how):
 
 @pytest.mark.parametrize("option", ["I", "II"])
 def test_scaffolds_c_is_the_mean_of_the_c_i(option):
-    """Full participation and equal weights: (1/N) Σ (c_i+ - c_i) is added to c, and both began at 0."""
+    """Full participation and equal weights: (1/N) Σ (c_i+ - c_i) is added to c, and both began at
+    0."""
     federation = made("scaffold", "scaffold", heterogeneous(), of_client={"option": option})
     for _ in range(10):
         federation.round()
@@ -86,8 +88,8 @@ def test_scaffolds_c_is_the_mean_of_the_c_i(option):
 
 
 def test_scaffold_comes_to_rest_with_two_clients_of_five():
-    """The place above is one of rest for every single client, so it does not matter who comes. FedAvg has no such
-    place: each cohort pulls it to its own."""
+    """The place above is one of rest for every single client, so it does not matter who comes.
+    FedAvg has no such place: each cohort pulls it to its own."""
     problem = heterogeneous()
     xs = partially(made("scaffold", "scaffold", problem, lr=0.1, steps=5), 1500)
     assert far(xs[-1], problem.optimum()) < 1e-8
@@ -101,8 +103,9 @@ def test_scaffold_comes_to_rest_with_two_clients_of_five():
 @pytest.mark.parametrize("alpha", [0.3, 1.0])
 @WEIGHTS
 def test_feddyn_reaches_the_optimum_of_the_plain_average(alpha, how):
-    """At rest no λ_i changes: y_i = x for all i. So a = x whatever the weights, hence h = 0, the mean of the λ_i; and a
-    client that starts at x and stays has ∇f_i(x) + α λ_i = 0. Sum: Σ ∇f_i(x) = 0."""
+    """At rest no λ_i changes: y_i = x for all i. So a = x whatever the weights, hence h = 0, the
+    mean of the λ_i; and a client that starts at x and stays has ∇f_i(x) + α λ_i = 0. Sum: Σ ∇f_i(x)
+    = 0."""
     problem = heterogeneous()
     federation = made("feddyn", "feddyn", problem, of_client={"alpha": alpha}, weights=how)
     reached = federation.run(400)
@@ -113,8 +116,8 @@ def test_feddyn_reaches_the_optimum_of_the_plain_average(alpha, how):
 
 @WEIGHTS
 def test_feddyn_with_scaled_alpha_reaches_the_optimum_by_samples(how):
-    """The same with α_i = α n̄ / n_i: -λ_i = ∇f_i(x) / α_i is n_i ∇f_i(x) / (α n̄), and their sum is still 0. So the
-    place is the optimum of Σ n_i f_i, again whatever the server's weights."""
+    """The same with α_i = α n̄ / n_i: -λ_i = ∇f_i(x) / α_i is n_i ∇f_i(x) / (α n̄), and their sum
+    is still 0. So the place is the optimum of Σ n_i f_i, again whatever the server's weights."""
     problem = heterogeneous()
     scaled = {"alpha": 0.3, "scale_alpha": True}
     reached = made("feddyn", "feddyn", problem, of_client=scaled, weights=how).run(400)
@@ -129,9 +132,10 @@ def test_feddyn_with_scaled_alpha_reaches_the_optimum_by_samples(how):
 )
 @WEIGHTS
 def test_mifa_with_few_clients_rests_where_fedavg_does_with_all(server, more, how):
-    """Everybody comes again and again, so at rest row i is d_i = A_i (x - a_i), and x at rest says that Σ ω_i A_i
-    (x - a_i) = 0 (with momentum: m = β1 m, hence 0): where FedAvg stops with full participation. With these cohorts
-    FedAvg itself goes on jumping from one's place to the next one's. MIFA's rows are old: it needs small steps."""
+    """Everybody comes again and again, so at rest row i is d_i = A_i (x - a_i), and x at rest says
+    that Σ ω_i A_i (x - a_i) = 0 (with momentum: m = β1 m, hence 0): where FedAvg stops with full
+    participation. With these cohorts FedAvg itself goes on jumping from one's place to the next
+    one's. MIFA's rows are old: it needs small steps."""
     problem = heterogeneous()
     place = problem.balance(problem.local_map(0.2, 10), how)
     rule = SERVER_RULES[server](weights=how, lr=0.2, **more)
@@ -146,8 +150,9 @@ def test_mifa_with_few_clients_rests_where_fedavg_does_with_all(server, more, ho
 
 
 def test_mifa_takes_a_client_never_seen_for_one_at_rest():
-    """Row 0 for it: with three of five clients ever present, x rests where their three d_i balance; the divisor N = 5
-    changes the speed alone: in the first round x moves by 3/5 of their mean. Waiting, x does not move at all."""
+    """Row 0 for it: with three of five clients ever present, x rests where their three d_i balance;
+    the divisor N = 5 changes the speed alone: in the first round x moves by 3/5 of their mean.
+    Waiting, x does not move at all."""
     problem = heterogeneous()
     A = problem.local_map(0.2, 10)
     three = Quadratics(problem.H[:3], problem.a[:3])
@@ -176,8 +181,8 @@ KINDS = [{}, {"rho": 0.5}, {"mu": 0.7}]
 def work_and_map(
     problem: Quadratics, lr: float, rho: float = 0.0, mu: float = 0.0
 ) -> tuple[np.ndarray, np.ndarray]:
-    """a_i [N], and A_i [N, P, P] with d_i = A_i (x - a_i) after `TAU` steps: y - a = R (x - a) and the momentum
-    U (x - a), from R = I, U = 0, move by U <- ρ U + H R + μ (R - I), R <- R - η U."""
+    """a_i [N], and A_i [N, P, P] with d_i = A_i (x - a_i) after `TAU` steps: y - a = R (x - a) and
+    the momentum U (x - a), from R = I, U = 0, move by U <- ρ U + H R + μ (R - I), R <- R - η U."""
     eye = np.eye(problem.H.shape[1])
     maps = []
     for H, steps in zip(problem.H, TAU, strict=True):
@@ -192,7 +197,8 @@ def work_and_map(
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @WEIGHTS
 def test_fednova_stops_where_normalised_updates_balance(kind, how):
-    """x at rest: Σ q_i d_i / a_i = 0 with d_i = A_i (x - a_i). τ_eff and momentum change the way there alone."""
+    """x at rest: Σ q_i d_i / a_i = 0 with d_i = A_i (x - a_i). τ_eff and momentum change the way
+    there alone."""
     problem = heterogeneous()
     a, A = work_and_map(problem, 0.1, **kind)
     place = problem.balance(A / a[:, None, None], how)
@@ -206,9 +212,10 @@ def test_fednova_stops_where_normalised_updates_balance(kind, how):
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_fednova_has_the_optimum_in_the_limit_of_small_steps_and_fedavg_has_not(kind):
-    """d_i = η a_i H_i (x - a_i) + O(η²): each gradient of a local step has the weight that a_i adds up. So FedNova
-    stops where Σ q_i H_i (x - a_i) = O(η), at a distance O(η) of the optimum by samples: half the η, half the distance.
-    FedAvg by samples goes to the optimum of Σ q_i a_i f_i instead, and stays away."""
+    """d_i = η a_i H_i (x - a_i) + O(η²): each gradient of a local step has the weight that a_i adds
+    up. So FedNova stops where Σ q_i H_i (x - a_i) = O(η), at a distance O(η) of the optimum by
+    samples: half the η, half the distance. FedAvg by samples goes to the optimum of Σ q_i a_i f_i
+    instead, and stays away."""
     problem = heterogeneous()
     optimum, nova, plain, biased = problem.optimum("samples"), [], [], []
     for lr in (1e-2, 5e-3, 2.5e-3):
@@ -237,9 +244,9 @@ def test_fednova_has_the_optimum_in_the_limit_of_small_steps_and_fedavg_has_not(
 
 
 def mimelite_place(problem: Quadratics, lr: float, steps: int, beta: float, how: str) -> np.ndarray:
-    """m at rest is ∇F(x) = Σ w_j H_j (x - a_j). A client's step y <- y - η ((1 - β) H (y - a) + β m) leaves the point
-    a - β/(1 - β) H⁻¹ m in place, so d_i = C_i ((x - a_i) + β/(1 - β) H_i⁻¹ m), C_i = I - (I - η (1 - β) H_i)^I. x at
-    rest: Σ w_i d_i = 0, a linear system."""
+    """m at rest is ∇F(x) = Σ w_j H_j (x - a_j). A client's step y <- y - η ((1 - β) H (y - a) + β
+    m) leaves the point a - β/(1 - β) H⁻¹ m in place, so d_i = C_i ((x - a_i) + β/(1 - β) H_i⁻¹ m),
+    C_i = I - (I - η (1 - β) H_i)^I. x at rest: Σ w_i d_i = 0, a linear system."""
     C, w = problem.local_map(lr * (1 - beta), steps), problem.weights(how)
     G = np.einsum("i,ijk->jk", w, problem.H)
     g = np.einsum("i,ijk,ik->j", w, problem.H, problem.a)
@@ -250,8 +257,8 @@ def mimelite_place(problem: Quadratics, lr: float, steps: int, beta: float, how:
 
 @WEIGHTS
 def test_mimelite_stops_at_its_closed_form_nearer_to_the_optimum(how):
-    """`mimelite_place`: FedAvg's own at β = 0. It has no control variates, so it does not reach the optimum; but the
-    more of a step is the common m, the less of it drifts."""
+    """`mimelite_place`: FedAvg's own at β = 0. It has no control variates, so it does not reach the
+    optimum; but the more of a step is the common m, the less of it drifts."""
     problem = heterogeneous()
     optimum, distance = problem.optimum(how), []
     assert (
@@ -283,7 +290,8 @@ def test_mimelite_with_one_step_reaches_the_optimum(how):
 
 
 def test_undamped_mimelite_is_mimelite_with_a_smaller_lr():
-    """m undamped is m / (1 - β), so η (1 - β) (∇f + β m / (1 - β)) = η ((1 - β) ∇f + β m): always the same x."""
+    """m undamped is m / (1 - β), so η (1 - β) (∇f + β m / (1 - β)) = η ((1 - β) ∇f + β m): always
+    the same x."""
     problem, given = heterogeneous(), {"beta": 0.6}
     damped = made("mimelite", "mimelite", problem, of_client=given, lr=0.2, **given)
     given = {**given, "damped": False}
@@ -302,8 +310,8 @@ def test_undamped_mimelite_is_mimelite_with_a_smaller_lr():
 )
 @WEIGHTS
 def test_adaptive_servers_change_the_way_and_not_the_place(server, lr, how):
-    """x at rest needs m = 0, that is Δ = 0: FedAvg's own place, drift and all. With τ = 1 the last steps are a fraction
-    of d."""
+    """x at rest needs m = 0, that is Δ = 0: FedAvg's own place, drift and all. With τ = 1 the last
+    steps are a fraction of d."""
     problem = heterogeneous()
     rule = SERVER_RULES[server](lr=lr, tau=1.0, beta1=0.5, weights=how)
     federation = Federation(FedAvgClient(), rule, problem, lr=0.2, steps=10, x0=START)
@@ -311,8 +319,8 @@ def test_adaptive_servers_change_the_way_and_not_the_place(server, lr, how):
 
 
 def test_the_first_adaptive_steps_by_hand():
-    """From m = 0 and v = τ²: m_1 = (1 - β1) Δ, and Adam's v_1 = β2 τ² + (1 - β2) Δ², Adagrad's τ² + Δ², Yogi's
-    τ² ± (1 - β2) Δ², towards Δ²; nothing is corrected for its bias."""
+    """From m = 0 and v = τ²: m_1 = (1 - β1) Δ, and Adam's v_1 = β2 τ² + (1 - β2) Δ², Adagrad's τ² +
+    Δ², Yogi's τ² ± (1 - β2) Δ², towards Δ²; nothing is corrected for its bias."""
     problem, tau = heterogeneous(), 0.9
     A = problem.local_map(0.2, 10)
     delta = -np.mean([A[i] @ (START - problem.a[i]) for i in range(5)], axis=0)

@@ -1,5 +1,5 @@
-"""What installed packages offer: raysim's own methods under any other `algorithms`, and the entry points of other
-distributions: methods, data sets, nets and probes."""
+"""What installed packages offer: raysim's own methods under any other `algorithms`, and the entry
+points of other distributions: methods, data sets, nets and probes."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ Install = Callable[..., Path]
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
-    """install(distribution, module, source, **entry_points): lays a distribution out as pip does; what was imported
-    of it is forgotten after the test."""
+    """install(distribution, module, source, **entry_points): lays a distribution out as pip does;
+    what was imported of it is forgotten after the test."""
     before = set(sys.modules)
 
     def lay(
@@ -75,7 +75,7 @@ def small(base: dict) -> dict:
     return {**base, "rounds": 2, "partition": {"name": "iid", "clients": 20}, "local": {"steps": 1}}
 
 
-# -- raysim's own ------------------------------------------------------------------------------------------------------
+# -- raysim's own ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,8 @@ def test_a_package_of_ones_own_called_algorithms(tmp_path, mode):
 
 
 def test_the_methods_are_found_in_a_plain_checkout(tmp_path):
-    """Not installed: the repository's folder alone is on the path, after another package called algorithms."""
+    """Not installed: the repository's folder alone is on the path, after another package called
+    algorithms."""
     checkout = Path(__file__).parents[2]
     (tmp_path / "algorithms.py").write_text("")
     third = [p for p in sys.path if p.endswith("site-packages")]
@@ -135,7 +136,7 @@ def test_what_is_installed_has_no_top_level_algorithms():
     assert built["package-dir"]["raysim.algorithms"] == "algorithms"
 
 
-# -- other distributions' ----------------------------------------------------------------------------------------------
+# -- other distributions' --------------------------------------------------------------------------
 
 
 def test_an_entry_point_is_used_by_its_name(small, install):
@@ -239,7 +240,7 @@ def test_a_rule_that_no_name_finds_is_refused(small, install):
         prepare(small, ["algorithm=halflocal:LOCAL"])
 
 
-# -- data sets, nets and probes ----------------------------------------------------------------------------------------
+# -- data sets, nets and probes --------------------------------------------------------------------
 
 OTHERS = '''
 from dataclasses import dataclass

@@ -1,4 +1,5 @@
-"""Rules that change the local loss, sizes of features in uploads, and the loss over all of a client's examples."""
+"""Rules that change the local loss, sizes of features in uploads, and the loss over all of a
+client's examples."""
 
 from __future__ import annotations
 
@@ -103,7 +104,8 @@ def config(ragged, source):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_local_steps_minimise_the_loss_of_the_rule(mode, config, engine):
-    """The gradient at w of the loss of 3 z is that of a net with three times the last layer, by the chain rule."""
+    """The gradient at w of the loss of 3 z is that of a net with three times the last layer, by the
+    chain rule."""
     done, _ = engine(config(mode, client="FILE:Sharp"))
     f, body = feed(done), 64 * 8 + 8
     scale = np.where(np.arange(NET.size) < body, 1.0, 3.0)

@@ -1,4 +1,5 @@
-"""signSGD with majority vote: the stage `signsgd` and the server rule of the how-to page, against NumPy."""
+"""signSGD with majority vote: the stage `signsgd` and the server rule of the how-to page, against
+NumPy."""
 
 from __future__ import annotations
 

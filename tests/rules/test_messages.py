@@ -1,4 +1,5 @@
-"""What a rule's author reads about a mistake: the rule, the method, their own line, and what to write."""
+"""What a rule's author reads about a mistake: the rule, the method, their own line, and what to
+write."""
 
 from __future__ import annotations
 

@@ -1,11 +1,13 @@
-"""The engine against the papers, number by number: x_t after every round equals the NumPy oracle's to 1e-9 relative.
+"""The engine against the papers, number by number: x_t after every round equals the NumPy oracle's
+to 1e-9 relative.
 
-The oracles in tests/oracle/ were written from the papers. They get the engine's own cohorts and mini-batches (there is
-no other way to see the same randomness) but compute every gradient, correction and update themselves. Everything runs
-in float64, one client after the other and side by side under vmap, on clients of very unequal sizes.
+The oracles in tests/oracle/ were written from the papers. They get the engine's own cohorts and
+mini-batches (there is no other way to see the same randomness) but compute every gradient,
+correction and update themselves. Everything runs in float64, one client after the other and side by
+side under vmap, on clients of very unequal sizes.
 
-An option that changes nothing in a run is not tested by it. So `matters` names for each case other values of its
-hyper-parameters with which the oracle must disagree with the engine.
+An option that changes nothing in a run is not tested by it. So `matters` names for each case other
+values of its hyper-parameters with which the oracle must disagree with the engine.
 """
 
 from __future__ import annotations
@@ -236,7 +238,8 @@ CASES: dict[str, Case] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_round_is_the_papers(name, engine, ragged):
-    """x_1 .. x_T of the engine are those of the oracle, and would not be with another value of an option."""
+    """x_1 .. x_T of the engine are those of the oracle, and would not be with another value of an
+    option."""
     case = CASES[name]
     model, net = NETS[case.net]
     config: dict[str, Any] = {
@@ -268,7 +271,8 @@ def test_every_round_is_the_papers(name, engine, ragged):
 
 @pytest.mark.parametrize("name", ["gradma_s evictions", "gradma_s reference", "gradma_s schedules"])
 def test_the_memory_is_the_papers(name, engine, ragged):
-    """mem_red and Server_Update, from inside: who is in memory and how often sampled, who was evicted when, D and m̃."""
+    """mem_red and Server_Update, from inside: who is in memory and how often sampled, who was
+    evicted when, D and m̃."""
     case = CASES[name]
     model, net = NETS[case.net]
     run, records = engine({
@@ -311,8 +315,9 @@ class Net(nn.Module):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_small_tensors_of_a_client_are_amplified_if_asked(mode, engine, ragged, source):
-    """`small_tensor_rule: sum` on the client (algorithms.md 7.6): where g, a, b and c of a tensor are all shorter than
-    2e-4, the step is g + a + b + c. Logits 1e-4 (W x + b) do that: gradients 1e-4 times those of W x + b at 1e-4 w."""
+    """`small_tensor_rule: sum` on the client (algorithms.md 7.6): where g, a, b and c of a tensor
+    are all shorter than 2e-4, the step is g + a + b + c. Logits 1e-4 (W x + b) do that: gradients
+    1e-4 times those of W x + b at 1e-4 w."""
     settings = {"qp_scope": "per_tensor", "small_tensor_rule": "sum"}
     run, records = engine({
         "rounds": 6, "dtype": "float64", "model": {"name": source("faint", FAINT) + ":Net"},
@@ -342,8 +347,9 @@ def test_small_tensors_of_a_client_are_amplified_if_asked(mode, engine, ragged, 
 def statistics_of(
     watching: Watching, f: Feed, passes: int, weights: str
 ) -> list[batchnorm.Statistics]:
-    """The server's statistics after every round, from what an oracle's clients saw. Of the `passes` gradients of a
-    local step only the first is that of the model in training; the others must leave no trace."""
+    """The server's statistics after every round, from what an oracle's clients saw. Of the `passes`
+    gradients of a local step only the first is that of the model in training; the others must leave
+    no trace."""
     now, history, call = batchnorm.initial(watching.net), [], 0
     history.append(now)
     for t, cohort in enumerate(f.cohorts):
@@ -381,8 +387,9 @@ BATCH_NORM_CASES: dict[str, tuple[dict, list[int], Callable, dict, int]] = {
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", BATCH_NORM_CASES)
 def test_batch_norm_statistics_travel_beside_the_parameters(name, mode, engine, ragged, source):
-    """A user's net with BatchNorm, clients with one sample among them. Statistics start from the server's, move in the
-    one training pass of each step, and are averaged with the round's weights: no server lr, no momentum, no QP."""
+    """A user's net with BatchNorm, clients with one sample among them. Statistics start from the
+    server's, move in the one training pass of each step, and are averaged with the round's weights:
+    no server lr, no momentum, no QP."""
     algorithm, sizes, oracle, hyper, passes = BATCH_NORM_CASES[name]
     run, records = engine({
         "rounds": 6, "seed": 5, "dtype": "float64", "model": {"name": source("batch_norm", BATCH_NORM) + ":Net"},
@@ -476,8 +483,9 @@ def test_a_round_goes_on_where_the_last_one_stopped():
 
 
 def test_passes_are_reshuffled_and_clients_differ():
-    """One pass of 200 samples in batches of 10, seen as one permutation: another one in every pass, for every client
-    and seed, none of them in order; and each sample is left out by some pass over 41 in batches of 10."""
+    """One pass of 200 samples in batches of 10, seen as one permutation: another one in every pass,
+    for every client and seed, none of them in order; and each sample is left out by some pass over
+    41 in batches of 10."""
 
     def one_pass(seed, client, number):
         return tuple(np.concatenate(list(batch_positions(seed, client, 200, 10, 20 * number, 20))))

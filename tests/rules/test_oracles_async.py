@@ -1,7 +1,8 @@
-"""The asynchronous engine and server rules against the papers, number by number, as in test_oracles.py: x_t after every
-round equals the NumPy oracle's to 1e-9 relative, in float64, one client after the other and side by side, on ragged
-clients of which one has a single sample and one has none. The oracle takes from the engine who arrives when and with
-which version, and the mini-batches; nothing else. `matters` as there.
+"""The asynchronous engine and server rules against the papers, number by number, as in
+test_oracles.py: x_t after every round equals the NumPy oracle's to 1e-9 relative, in float64, one
+client after the other and side by side, on ragged clients of which one has a single sample and one
+has none. The oracle takes from the engine who arrives when and with which version, and the
+mini-batches; nothing else. `matters` as there.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ RULES: dict[str, Callable] = {
 
 @dataclass
 class Case:
-    """A server rule and its settings, the changes of them that must show, a schedule and a client. Among the changes
-    `eta`, `mu` and `temperature` are the client's."""
+    """A server rule and its settings, the changes of them that must show, a schedule and a client.
+    Among the changes `eta`, `mu` and `temperature` are the client's."""
 
     server: dict[str, Any]
     matters: list[dict[str, Any]] = field(default_factory=list)
@@ -62,7 +63,8 @@ class Case:
     rounds: int = 10
     seed: int = 0
     side_by_side: bool = False
-    """Also under vmap. What a server does with uploads is the same there, so that some cases of each rule will do."""
+    """Also under vmap. What a server does with uploads is the same there, so that some cases of
+    each rule will do."""
 
 
 @dataclass
@@ -135,8 +137,9 @@ def configuration(case: Case, mode: str, ragged: Callable, **more: Any) -> dict[
     "chosen", [KASYNC, BUFFERED, BOUNDED, ONE], ids=["kasync", "buffered", "bounded", "one"]
 )
 def test_schedules_are_stale_and_ragged(chosen, engine, ragged):
-    """What the rest of the file takes for granted: K arrivals, of various staleness within a round and among rounds,
-    some rounds with nobody fresh, the client of one sample among them and the empty one not, clients that return."""
+    """What the rest of the file takes for granted: K arrivals, of various staleness within a round
+    and among rounds, some rounds with nobody fresh, the client of one sample among them and the
+    empty one not, clients that return."""
     rounds = 20 if chosen is ONE else 10
     run, _ = engine(
         configuration(Case({"name": "fedavg"}, schedule=chosen, rounds=rounds), "loop", ragged)
@@ -159,8 +162,9 @@ def test_schedules_are_stale_and_ragged(chosen, engine, ragged):
 def everywhere(
     name: str, settings: dict, matters: list[dict], synchronous: list[dict], **more: Any
 ) -> dict[str, Case]:
-    """One rule with constants that are not the defaults, under each schedule, with both kinds of weights and with step
-    sizes by schedules. `synchronous` are the changes that show where nobody is stale."""
+    """One rule with constants that are not the defaults, under each schedule, with both kinds of
+    weights and with step sizes by schedules. `synchronous` are the changes that show where nobody
+    is stale."""
     server = {"name": name, **settings}
     stepped = {**server, "lr": SERVER_STEPS}
     by_samples, uniform = {**server, **SAMPLES}, {**server, **UNIFORM}
@@ -235,7 +239,8 @@ CASES: dict[str, Case] = {
     "fedhist only up": Case({"name": "fedhist", **RECALL, "rho": 0.8, "ina_only_up": True}, [{"ina_only_up": False}]),
     "fedhist length 0": Case({"name": "fedhist", **RECALL, "length": 0}, [{"length": 1}, {"rho": 0.9}, SAMPLES]),
     "fedhist length 1": Case({"name": "fedhist", **RECALL, "length": 1}, [{"length": 0}, {"length": 2}]),
-    "fedhist penalties": Case(  # utilities rule, and all of them are penalties: round after round nobody has any weight
+    # utilities rule, and all of them are penalties: round after round nobody has any weight
+    "fedhist penalties": Case(
         {"name": "fedhist", **RECALL, "b": 1.0, "theta": 1.0, **SAMPLES}, [{"b": 0.9}, {"theta": 0.1}]
     ),
     "fedhist some penalties": Case(
@@ -311,7 +316,8 @@ def net_of(case: Case) -> Any:
     ],
 )
 def test_every_round_is_the_papers(name, mode, engine, ragged):
-    """x_1 .. x_T of the engine are those of the oracle, and would not be with another value of an option."""
+    """x_1 .. x_T of the engine are those of the oracle, and would not be with another value of an
+    option."""
     case = CASES[name]
     net = net_of(case)
     run, _ = engine(configuration(case, mode, ragged))
@@ -327,8 +333,9 @@ def test_every_round_is_the_papers(name, mode, engine, ragged):
 
 
 def test_a_client_works_on_what_it_began_with(engine, ragged):
-    """The mistakes that the comparison must see: everybody starts each round from the newest model; the step size is
-    that of the round; an update is taken relative to the newest model; staleness counts from 1 where that matters."""
+    """The mistakes that the comparison must see: everybody starts each round from the newest model;
+    the step size is that of the round; an update is taken relative to the newest model; staleness
+    counts from 1 where that matters."""
     case = Case({"name": "fedbuff"}, client={"name": "fedprox", "mu": 0.7}, eta=STEPS)
     run, _ = engine(configuration(case, "loop", ragged))
     f, net, eta = feed(run), NETS["mlp"][1], by_round(STEPS)
@@ -357,7 +364,8 @@ def test_a_client_works_on_what_it_began_with(engine, ragged):
 
 
 def test_wkafl_selects(engine, ragged):
-    """Some agree and some do not, in some rounds all: the threshold was at work, and what comes after it."""
+    """Some agree and some do not, in some rounds all: the threshold was at work, and what comes
+    after it."""
     case = CASES["wkafl kasync"]
     run, _ = engine(configuration(case, "loop", ragged))
     f, rule = feed(run), rule_of(case)
@@ -367,7 +375,8 @@ def test_wkafl_selects(engine, ragged):
 
 @pytest.mark.parametrize("name", ["fedhist kasync", "fedhist buffered", "fedhist some penalties"])
 def test_fedhist_scores(name, engine, ragged):
-    """In these runs utilities of both signs rule the weights, and versions have one, two and more gradients."""
+    """In these runs utilities of both signs rule the weights, and versions have one, two and more
+    gradients."""
     case = CASES[name]
     run, _ = engine(configuration(case, "loop", ragged))
     f, rule, found = feed(run), rule_of(case), []
@@ -411,8 +420,8 @@ DROPS: dict[str, dict[str, Any]] = {
     ],
 )
 def test_who_fails_leaves_no_trace(name, chosen, engine, ragged, source):
-    """Clients of 16 samples and more send what is not finite. They leave K, the weights and every memory; a round in
-    which all fail changes nothing. Their mini-batches are used up."""
+    """Clients of 16 samples and more send what is not finite. They leave K, the weights and every
+    memory; a round in which all fail changes nothing. Their mini-batches are used up."""
     case = Case(
         {"name": name.split()[0], **DROPS[name]},
         [],
@@ -471,8 +480,9 @@ NORM: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", NORM)
 def test_running_statistics(name, engine, ragged, source):
-    """They start from those of the version that the client began with, and are averaged with the rule's weights. Equal
-    weights would give others, and so would a start from the newest version's."""
+    """They start from those of the version that the client began with, and are averaged with the
+    rule's weights. Equal weights would give others, and so would a start from the newest version's.
+    """
     case = Case({"name": name.split()[0], **NORM[name]}, eta=0.2)
     model = {"name": source("batch_norm", BATCH_NORM) + ":Net"}
     run, _ = engine(configuration(case, "loop", ragged, model=model, partition=ragged(ROOMY)))

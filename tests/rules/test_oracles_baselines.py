@@ -1,6 +1,7 @@
-"""The baselines of the engine against the papers, number by number, as in test_oracles.py: x_t after every round equals
-the NumPy oracle's to 1e-9 relative, in float64, one client after the other and side by side, on ragged clients of which
-one has a single sample and one has none, with schedules and both kinds of weights. `matters` as there.
+"""The baselines of the engine against the papers, number by number, as in test_oracles.py: x_t
+after every round equals the NumPy oracle's to 1e-9 relative, in float64, one client after the other
+and side by side, on ragged clients of which one has a single sample and one has none, with
+schedules and both kinds of weights. `matters` as there.
 """
 
 from __future__ import annotations
@@ -79,8 +80,9 @@ ADAM_MATTERS = [{"beta1": 0.9}, {"beta2": 0.99}, {"tau": 1e-3}, {"server_lr": 0.
 
 
 def adaptive(name: str) -> dict[str, Case]:
-    """FedAdam, FedYogi and FedAMS. The floor of AMS is τ, under the root: with the default no coordinate of these runs
-    is above it and beta2 shows nowhere, with 1e-4 some are and some are not."""
+    """FedAdam, FedYogi and FedAMS. The floor of AMS is τ, under the root: with the default no
+    coordinate of these runs is above it and beta2 shows nowhere, with 1e-4 some are and some are
+    not."""
     oracle = getattr(fedopt, name)
     settings = {**ADAM, "tau": 1e-4} if name == "fedams" else ADAM
     others = [{"rule": rule} for rule in ("adam", "yogi", "ams") if name != f"fed{rule}"]
@@ -217,7 +219,8 @@ def configuration(case: Any, mode: str, ragged: Callable) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_round_is_the_papers(name, engine, ragged):
-    """x_1 .. x_T of the engine are those of the oracle, and would not be with another value of an option."""
+    """x_1 .. x_T of the engine are those of the oracle, and would not be with another value of an
+    option."""
     case = CASES[name]
     model, net = NETS[case.net]
     runs = [engine({**configuration(case, mode, ragged), "model": model})[0] for mode in MODES]
@@ -244,8 +247,9 @@ def close(ours: Any, theirs: np.ndarray) -> None:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("option", ["I", "II"])
 def test_scaffolds_control_variates(option, mode, engine, ragged):
-    """From inside: c and every c_i are the oracle's, and c is the mean of the c_i of all twelve clients, the absent and
-    the empty ones included, whatever the weights; c_i of a client never seen is 0."""
+    """From inside: c and every c_i are the oracle's, and c is the mean of the c_i of all twelve
+    clients, the absent and the empty ones included, whatever the weights; c_i of a client never
+    seen is 0."""
     case = Case({"name": "scaffold", "option": option, **SAMPLES}, scaffold.trace, {}, local=LR)
     run, _ = engine({**configuration(case, mode, ragged), "model": NETS["mlp"][0]})
     f, net = feed(run), NETS["mlp"][1]
@@ -260,7 +264,8 @@ def test_scaffolds_control_variates(option, mode, engine, ragged):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_feddyns_h_is_the_mean_of_all_lambda_i(mode, engine, ragged):
-    """From inside: every λ_i and h, of twelve clients whatever the weights, and the mean of the participants, x - h."""
+    """From inside: every λ_i and h, of twelve clients whatever the weights, and the mean of the
+    participants, x - h."""
     case = Case({"name": "feddyn", "alpha": 0.3, **SAMPLES}, feddyn.trace, {}, local=LR)
     run, _ = engine({**configuration(case, mode, ragged), "model": NETS["mlp"][0]})
     f, net = feed(run), NETS["mlp"][1]
@@ -280,7 +285,8 @@ def test_feddyns_h_is_the_mean_of_all_lambda_i(mode, engine, ragged):
 
 @dataclass
 class Deep:
-    """A method whose loss needs the net's inside: configuration, oracle, hyper-parameters as in `Case`."""
+    """A method whose loss needs the net's inside: configuration, oracle, hyper-parameters as in
+    `Case`."""
 
     algorithm: dict[str, Any]
     oracle: Callable
@@ -387,8 +393,9 @@ NORM: dict[str, Deep] = {
 
 
 FOURS = [40, 1, 20, 38, 64, 0, 45, 38, 54, 32, 36, 48]
-"""Sizes for two layers of BatchNorm. Batches of 16, of 4 and more, and of one sample, but none of two or three: through
-two samples BatchNorm enlarges what the engine rounds away, 1e-12 of each block's sum, by up to 1/√ε in each layer."""
+"""Sizes for two layers of BatchNorm. Batches of 16, of 4 and more, and of one sample, but none of
+two or three: through two samples BatchNorm enlarges what the engine rounds away, 1e-12 of each
+block's sum, by up to 1/√ε in each layer."""
 
 
 def flat(statistics: averaging.Statistics) -> np.ndarray:
@@ -397,11 +404,13 @@ def flat(statistics: averaging.Statistics) -> np.ndarray:
 
 @pytest.mark.parametrize("name", NORM)
 def test_frozen_nets_with_batch_norm(name, engine, ragged):
-    """TinyNN of Luo et al. 2023, with images of 64 pixels: 200 and 100 hidden units, BatchNorm in front of each ReLU.
+    """TinyNN of Luo et al. 2023, with images of 64 pixels: 200 and 100 hidden units, BatchNorm in
+    front of each ReLU.
 
-    MOON's frozen nets use running statistics, the previous local model those it ended with (`previous: received` is the
-    other reading); FedMLB's frozen tails use the batch's. The server's statistics are those of the local nets' own
-    passes in train mode, averaged with the round's weights: no frozen net leaves a trace in them.
+    MOON's frozen nets use running statistics, the previous local model those it ended with
+    (`previous: received` is the other reading); FedMLB's frozen tails use the batch's. The server's
+    statistics are those of the local nets' own passes in train mode, averaged with the round's
+    weights: no frozen net leaves a trace in them.
     """
     case = replace(NORM[name], local={"lr": 0.1}, rounds=6, sizes=FOURS)
     net = Blocks(64, [200, 100], 10, norm=True)
@@ -426,9 +435,10 @@ def test_frozen_nets_with_batch_norm(name, engine, ragged):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_moon_without_a_previous_model(mode, engine, ragged):
-    """Round 0, where nobody has been before. The received model as the previous one: both cosines are one number, the
-    two gradients cancel, and the round is FedAvg's but for rounding. A random one: it is not, whatever the seed, and
-    another seed draws other models. From then on a client's previous model is its own under both."""
+    """Round 0, where nobody has been before. The received model as the previous one: both cosines
+    are one number, the two gradients cancel, and the round is FedAvg's but for rounding. A random
+    one: it is not, whatever the seed, and another seed draws other models. From then on a client's
+    previous model is its own under both."""
 
     def after(algorithm: str | dict[str, Any], rounds: int = 1, seed: int = 0) -> np.ndarray:
         run, _ = engine({

@@ -1,8 +1,10 @@
-"""FedReg, FedCurv and DP-SGD of the engine against the papers, number by number, as in test_oracles.py: x_t after every
-round equals the NumPy oracle's to 1e-9 relative, in float64, one client after the other and side by side, on ragged
-clients of which one has a single sample and one has none. `matters` as there; an oracle can make a `mistake`.
+"""FedReg, FedCurv and DP-SGD of the engine against the papers, number by number, as in
+test_oracles.py: x_t after every round equals the NumPy oracle's to 1e-9 relative, in float64, one
+client after the other and side by side, on ragged clients of which one has a single sample and one
+has none. `matters` as there; an oracle can make a `mistake`.
 
-The oracle is given, beside cohorts and mini-batches, what else is drawn: the order of FedReg's own pass and the noise.
+The oracle is given, beside cohorts and mini-batches, what else is drawn: the order of FedReg's own
+pass and the noise.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ from raysim.rules.contract import CLIENT_RULES
 from raysim.rules.registry import discover
 
 SEVENS = [29, 1, 17, 2, 22, 0, 8, 23, 16, 5, 15, 7]
-"""Beside batches of 7, in one pass: a partial one of 1 left out (29, 22, 8, 15), others kept (17, 23, 16), none (7)."""
+"""Beside batches of 7, in one pass: a partial one of 1 left out (29, 22, 8, 15), others kept (17,
+23, 16), none (7)."""
 
 
 def made(run, f: Feed) -> list[dict[int, list[np.ndarray]]]:
@@ -74,7 +77,8 @@ def noisy(run, f: Feed) -> list[dict[int, list]]:
 
 @dataclass
 class Case:
-    """`settings`: the algorithm's section, `hyper`: the oracle's, `matters`: its changes that must show."""
+    """`settings`: the algorithm's section, `hyper`: the oracle's, `matters`: its changes that must
+    show."""
 
     settings: dict[str, Any]
     hyper: dict[str, Any]
@@ -118,7 +122,8 @@ def close(ours: Any, theirs: Any, rtol: float = 1e-9) -> None:
 def reg(
     settings: dict[str, Any], matters: list[dict[str, Any]], *, mg: bool = False, **more: Any
 ) -> Case:
-    """Settings that have the same name here and there, but for the server's step size; schedules where lists."""
+    """Settings that have the same name here and there, but for the server's step size; schedules
+    where lists."""
     local = more.pop("local", {"lr": 1.0, "epochs": 2})
     settings = {"gamma": 0.4, "eta_s": 0.2, **settings}
     hyper = {
@@ -135,7 +140,8 @@ MISTAKES = [
 ]
 IMAGES = [{"eta_s": 0.21}, {"eta_p": 0.02}, {"ascent": 9}, {"pairing": "own"}]
 EASY = {"lr": 0.3, "epochs": 2}
-"""w_p is 0 in nearly every step: neither eta_p nor MISTAKES[2:4] show. With lr 1 it is above 0 in some."""
+"""w_p is 0 in nearly every step: neither eta_p nor MISTAKES[2:4] show. With lr 1 it is above 0 in
+some."""
 ONCE = {"mistake": "first"}
 LOG = {"mistake": "plain loss"}
 
@@ -200,8 +206,9 @@ def given(run, net, f: Feed | None = None) -> tuple:
 
 
 def faintest(theirs: fedreg.Trace) -> float:
-    """The shortest g_s or g_p of a step. Where the net is certain of every pseudo image, p - f(θ0) cancels: 1e-16 of
-    1e-13, say, and w_s g_s is all of θ - θ0 in the direction of what is left. There the method has no definite answer.
+    """The shortest g_s or g_p of a step. Where the net is certain of every pseudo image, p - f(θ0)
+    cancels: 1e-16 of 1e-13, say, and w_s g_s is all of θ - θ0 in the direction of what is left.
+    There the method has no definite answer.
     """
     steps = [s for of_round in theirs.rounds for s in of_round]
     return min(
@@ -243,7 +250,8 @@ def test_fedreg(name, engine, ragged):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_data_are_made_of_as_many_batches_as_steps_meet(mode, engine, ragged, monkeypatch):
-    """Clients of 40, 12 and 3 examples in batches of 8 have 5, 2 and 1 of them; three steps meet 3, 2 and 1."""
+    """Clients of 40, 12 and 3 examples in batches of 8 have 5, 2 and 1 of them; three steps meet 3,
+    2 and 1."""
     calls, make = [], fedreg_rules.FedRegClient.prepare
     monkeypatch.setattr(
         fedreg_rules.FedRegClient, "prepare", lambda *given: calls.append(1) or make(*given)
@@ -261,7 +269,8 @@ def test_data_are_made_of_as_many_batches_as_steps_meet(mode, engine, ragged, mo
 
 
 def test_these_runs_have_what_they_are_for(engine, ragged):
-    """Clients with more steps than made batches and with as many; w_p that bind and that do not; partial batches."""
+    """Clients with more steps than made batches and with as many; w_p that bind and that do not;
+    partial batches."""
     case = REG["epochs 3 of sevens"]
     run, _ = engine(case.config("loop", ragged))
     args = given(run, case.net)
@@ -284,8 +293,9 @@ def test_these_runs_have_what_they_are_for(engine, ragged):
 
 @pytest.mark.parametrize("mg", [False, True])
 def test_conditions_on_the_engines_own_steps(mg, engine, ragged, monkeypatch):
-    """Every local step of the engine, seen from outside: θ before and after. With g, q, g_s, g_p of the oracle at these
-    θ: <θ' - θ0, g_p> <= 0, and = 0 where w_p > 0; <θ - lr g - w_s g_s - θ0, g_s> <= 0; under MG <θ_g - θ, q> = 0."""
+    """Every local step of the engine, seen from outside: θ before and after. With g, q, g_s, g_p of
+    the oracle at these θ: <θ' - θ0, g_p> <= 0, and = 0 where w_p > 0; <θ - lr g - w_s g_s - θ0,
+    g_s> <= 0; under MG <θ_g - θ, q> = 0."""
     case = REG["mg" if mg else "fedreg"]
     discover()
     rule, seen = CLIENT_RULES[case.settings["name"]], []
@@ -501,8 +511,8 @@ def test_without_clip_and_noise_it_is_the_base(name, mode, engine, ragged):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_no_sample_moves_the_model_by_more_than_clip(mode, engine, ragged):
-    """Steps of one sample each, lr 1, one step a round of one client: |x_{t+1} - x_t| = min(C, |g|). For a batch of
-    more of them it is no more than C either."""
+    """Steps of one sample each, lr 1, one step a round of one client: |x_{t+1} - x_t| = min(C,
+    |g|). For a batch of more of them it is no more than C either."""
     sizes, C = [6, 5, 4, 7, 3, 6], 1.85
     config = {
         "rounds": 12, "dtype": "float64", "model": {"name": "mlp", "hidden": [8]}, "partition": ragged(sizes),
@@ -537,8 +547,9 @@ def test_no_sample_moves_the_model_by_more_than_clip(mode, engine, ragged):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_the_noise_is_normal_and_of_the_right_size(mode, engine, ragged):
-    """What is left of the first round without the same one without noise: lr σ C / B times a standard normal vector for
-    each client. Measured, not computed: mean, variance, kurtosis; and seeds, rounds and steps do not share it."""
+    """What is left of the first round without the same one without noise: lr σ C / B times a
+    standard normal vector for each client. Measured, not computed: mean, variance, kurtosis; and
+    seeds, rounds and steps do not share it."""
     sizes, sigma, C, lr = [20, 20, 32, 32, 9, 9], 0.5, 1.2, 0.3
     config = {
         "rounds": 1, "dtype": "float64", "model": {"name": "mlp", "hidden": [8]}, "partition": ragged(sizes),
@@ -566,7 +577,8 @@ def test_the_noise_is_normal_and_of_the_right_size(mode, engine, ragged):
         for b in vectors:
             if a < b:
                 assert abs(vectors[a] @ vectors[b]) / 610 < 5 / np.sqrt(610)
-    # steps: two on one batch of all samples with a tiny lr. If they had the same noise, the variance would be 4
+    # steps: two on one batch of all samples with a tiny lr. If they had the same noise, the
+    # variance would be 4
     config = {**config, "local": {"batch_size": "full", "steps": 2, "lr": 1e-6}}
     loud, _ = engine({**config, "privacy": {"max_grad_norm": C, "noise_multiplier": sigma}})
     still, _ = engine({**config, "privacy": {"max_grad_norm": C, "noise_multiplier": 0.0}})

@@ -1,4 +1,5 @@
-"""Personal parameters and statistics, and other starts: the methods of the how-to page against their papers' formulas.
+"""Personal parameters and statistics, and other starts: the methods of the how-to page against
+their papers' formulas.
 
 The rules are those that docs/how-to/personalisation.md shows.
 """
@@ -117,7 +118,8 @@ def followed(run, local) -> list[np.ndarray]:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_fedper_is_local_sgd_on_the_shared_body_and_an_own_head(mode, run):
-    """Arivazhagan 2019: y = (x_body, h_i); local SGD; h_i stays with the client, the server averages bodies."""
+    """Arivazhagan 2019: y = (x_body, h_i); local SGD; h_i stays with the client, the server
+    averages bodies."""
     done, records = run.train(mode, client="fedavg", local={"personal": "classifier"})
     heads: dict[int, np.ndarray] = {}
 
@@ -139,7 +141,8 @@ def test_fedper_is_local_sgd_on_the_shared_body_and_an_own_head(mode, run):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_fedrep_trains_the_head_first_and_then_the_body(mode, run):
-    """Collins 2021, algorithm 1: τ steps of h_i with the body fixed, then steps of the body with h_i fixed."""
+    """Collins 2021, algorithm 1: τ steps of h_i with the body fixed, then steps of the body with
+    h_i fixed."""
     client = {"name": f"{run.rules['fedrep']}:FedRepClient", "head_steps": 2}
     done, _ = run.train(mode, client=client)
     heads: dict[int, np.ndarray] = {}
@@ -160,7 +163,8 @@ def test_fedrep_trains_the_head_first_and_then_the_body(mode, run):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_ditto_keeps_a_model_near_the_global_one(mode, run):
-    """Li 2021, algorithm 1: v <- v - η (∇f_i(v) + λ (v - x)), which does not change the global training."""
+    """Li 2021, algorithm 1: v <- v - η (∇f_i(v) + λ (v - x)), which does not change the global
+    training."""
     client = {"name": f"{run.rules['ditto']}:DittoClient", "lam": 0.7}
     done, _ = run.train(mode, client=client)
     models: dict[int, np.ndarray] = {}
@@ -231,7 +235,8 @@ def test_fedbn_keeps_norm_parameters_and_statistics_with_the_client(mode, run, s
 
 @pytest.mark.parametrize("mode", MODES)
 def test_frozen_statistics_normalise_in_training_and_stay(mode, run, source):
-    """BatchNorm is then the map gain * u / sqrt(1 + eps) + shift: the net is an MLP of other weights."""
+    """BatchNorm is then the map gain * u / sqrt(1 + eps) + shift: the net is an MLP of other
+    weights."""
     model = {"name": source("net", BATCH_NORM) + ":Net"}
     done, _ = run.train(mode, client="fedavg", model=model, local={"buffers": "frozen"})
     f, net, root = feed(done), NETS["mlp"][1].__class__(64, 6, 10), np.sqrt(1 + 1e-5)
@@ -320,7 +325,8 @@ def test_a_resumed_run_is_the_same(schedule, run, base, tmp_path):
 
 
 def test_stages_of_uploads_see_the_shared_parameters_only(run):
-    """Half of the shared parameters with error feedback: as many are sent, 4 bytes of place and 8 of value each."""
+    """Half of the shared parameters with error feedback: as many are sent, 4 bytes of place and 8
+    of value each."""
     upload = {"name": "topk", "share": 0.5, "error_feedback": True}
     done, records = run.train(client="fedavg", local={"personal": "classifier", "upload": [upload]})
     x0, x = done.executor.xs[0], done.executor.xs[1]

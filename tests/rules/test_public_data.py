@@ -105,7 +105,8 @@ def flipped(shown) -> str:
 
 
 def test_feddf_distils_the_mean_logits_on_unlabelled_data(config, shown, engine):
-    """Lin 2020, Alg. 1 with one pass: x <- mean w_i; x <- x - lr ∇KL(softmax(mean_i z_i), softmax(z))."""
+    """Lin 2020, Alg. 1 with one pass: x <- mean w_i; x <- x - lr ∇KL(softmax(mean_i z_i),
+    softmax(z))."""
     server = {
         "name": shown("feddf.py", "FedDFServer"), "batch_size": SIZE, "distill_lr": 0.7
     }  # fmt: skip
@@ -122,7 +123,8 @@ def test_feddf_distils_the_mean_logits_on_unlabelled_data(config, shown, engine)
 
 @pytest.mark.parametrize("mode", ["loop", "vmap"])
 def test_fedmd_digests_the_mean_scores_and_revisits_its_own_data(mode, config, shown, engine):
-    """Li and Wang 2019, algorithm 1: digest min |f_k(public) - consensus|, revisit the own data, send f_k(public)."""
+    """Li and Wang 2019, algorithm 1: digest min |f_k(public) - consensus|, revisit the own data,
+    send f_k(public)."""
     client = {"name": shown("fedmd.py", "FedMDClient"), "digest": 3}
     local = {"steps": 2, "batch_size": "full", "lr": LR, "personal": "*"}
     server = shown("fedmd.py", "FedMDServer")
@@ -143,7 +145,8 @@ def test_fedmd_digests_the_mean_scores_and_revisits_its_own_data(mode, config, s
 
 
 def test_fedmd_trains_nets_with_batch_norm(config, shown, source, engine):
-    """The consensus of one client is that of torch's net with the client's parameters and statistics."""
+    """The consensus of one client is that of torch's net with the client's parameters and
+    statistics."""
     net = "from torch import nn\n\n\nclass Net(nn.Sequential):\n    def __init__(self):\n"
     net += "        super().__init__(nn.BatchNorm1d(5), nn.Linear(5, 3))\n"
     model, local = f"{source('net', net)}:Net", {"steps": 1, "batch_size": "full", "lr": LR}

@@ -1,9 +1,10 @@
-"""Methods that are another one at a certain value of a hyper-parameter, to the bit; at the end those to rounding only.
+"""Methods that are another one at a certain value of a hyper-parameter, to the bit; at the end
+those to rounding only.
 
-To the bit means: the sha256 of the parameters in float32 after several rounds on the same blocks. Each pair is run on a
-net with BatchNorm one client after the other, on one without, and side by side under vmap; the BatchNorm statistics
-are compared as well. A digest that never changes would pass all of this, so each method is also run at a value at
-which it must NOT be the other one.
+To the bit means: the sha256 of the parameters in float32 after several rounds on the same blocks.
+Each pair is run on a net with BatchNorm one client after the other, on one without, and side by
+side under vmap; the BatchNorm statistics are compared as well. A digest that never changes would
+pass all of this, so each method is also run at a value at which it must NOT be the other one.
 """
 
 from __future__ import annotations
@@ -133,7 +134,8 @@ def digest(engine, ragged, source, known):
 @pytest.mark.parametrize("net", NETS)
 @pytest.mark.parametrize("pair", SAME)
 def test_to_the_bit(pair, net, digest):
-    """0 · v adds nothing, and adding 0 rounds nothing: every operation that is left is the other method's own."""
+    """0 · v adds nothing, and adding 0 rounds nothing: every operation that is left is the other
+    method's own."""
     (one, statistics), (other, statistics_of_other) = (
         digest(algorithm, net) for algorithm in SAME[pair]
     )
@@ -153,7 +155,8 @@ def test_and_otherwise_not(pair, net, digest):
 
 @pytest.mark.parametrize("net", NETS)
 def test_equal_sizes_make_both_weights_one(net, digest):
-    """n / (K n) is 1 / K, also when rounded: the quotient of two integers is rounded once, whatever they are."""
+    """n / (K n) is 1 / K, also when rounded: the quotient of two integers is rounded once, whatever
+    they are."""
     sizes = [24] * 12
     uniform, statistics = digest({"name": "fedavg", "weights": "uniform"}, net, sizes)
     samples, statistics_of_samples = digest({"name": "fedavg", "weights": "samples"}, net, sizes)
@@ -164,7 +167,8 @@ def test_equal_sizes_make_both_weights_one(net, digest):
 @pytest.mark.parametrize("net", NETS)
 @pytest.mark.parametrize("spelled", [{"steps": 1}, {"epochs": 1}], ids=str)
 def test_fedsgd_is_fedavg_with_one_full_step(net, spelled, digest):
-    """One step over all of a client's data is one epoch of one batch. FedSGD brings both settings with it."""
+    """One step over all of a client's data is one epoch of one batch. FedSGD brings both settings
+    with it."""
     fedsgd, _ = digest({"name": "fedsgd"}, net, lr=0.1)
     fedavg, _ = digest({"name": "fedavg"}, net, lr=0.1, batch_size="full", **spelled)
     assert fedsgd == fedavg
@@ -173,7 +177,8 @@ def test_fedsgd_is_fedavg_with_one_full_step(net, spelled, digest):
 
 
 def test_the_first_local_step_of_fedprox_is_that_of_fedavg(digest):
-    """y = x there, so the proximal gradient is mu · 0, whatever mu; one step a round, and nothing is left of it."""
+    """y = x there, so the proximal gradient is mu · 0, whatever mu; one step a round, and nothing
+    is left of it."""
     one_step = {"batch_size": 16, "steps": 1, "lr": 0.1}
     fedprox, _ = digest({"name": "fedprox", "mu": 0.7}, "mlp-loop", **one_step)
     assert fedprox == digest({"name": "fedavg"}, "mlp-loop", **one_step)[0]
@@ -182,9 +187,10 @@ def test_the_first_local_step_of_fedprox_is_that_of_fedavg(digest):
 
 @pytest.mark.parametrize("mode", ["loop", "vmap"])
 def test_the_first_local_step_of_gradma_is_that_of_fedavg(mode, digest):
-    """One step a round from x' = x: a and b are g itself, taken on the same batch under the same dropout masks, and
-    c = 0. So nothing is violated and g̃ = g, to the bit. With masks of their own a and b are other gradients: where a
-    mask takes away one logit of seven in ten, and a batch has two samples of different digits, they do contradict g."""
+    """One step a round from x' = x: a and b are g itself, taken on the same batch under the same
+    dropout masks, and c = 0. So nothing is violated and g̃ = g, to the bit. With masks of their own
+    a and b are other gradients: where a mask takes away one logit of seven in ten, and a batch has
+    two samples of different digits, they do contradict g."""
     one_step = {"batch_size": 2, "steps": 1, "lr": 0.5}
     net, reset = f"dropout-{mode}", {"name": "gradma_w", "previous": "reset"}
     fedavg, _ = digest({"name": "fedavg"}, net, **one_step)
@@ -274,7 +280,8 @@ APART: dict[str, tuple[dict[str, Any], dict[str, Any], list[int], dict[str, Any]
 
 @pytest.fixture
 def apart(engine, ragged, known):
-    """apart(pair, mode): the largest difference of any round, in float64, relative to that round's largest entry."""
+    """apart(pair, mode): the largest difference of any round, in float64, relative to that round's
+    largest entry."""
 
     def of(pair: tuple[dict, dict, list[int], dict], mode: str) -> float:
         one, other, sizes, more = pair
@@ -303,11 +310,13 @@ def apart(engine, ragged, known):
 @pytest.mark.parametrize("mode", ["loop", "vmap"])
 @pytest.mark.parametrize("pair", ROUNDED)
 def test_to_rounding(pair, mode, apart):
-    """(g - c) + c is not g, nor 5 (d / 5) = d, in floating point: equal to 1e-6, in fact to about 1e-11.
+    """(g - c) + c is not g, nor 5 (d / 5) = d, in floating point: equal to 1e-6, in fact to about
+    1e-11.
 
-    SCAFFOLD with N = S = 1: c = c_1 after every round, since both have received the same. MIFA with S = N: the table is
-    the round's own. FedNova with a_i = a for all: τ_eff Σ q_i d_i / a = a Σ q_i d_i / a. MimeLite with β = 0: the step
-    is (1 - 0) ∇f. FedDyn of one client, hardly any α, one round: a = y and h = y - x, so a + h = x + 2 (y - x)."""
+    SCAFFOLD with N = S = 1: c = c_1 after every round, since both have received the same. MIFA with
+    S = N: the table is the round's own. FedNova with a_i = a for all: τ_eff Σ q_i d_i / a = a Σ q_i
+    d_i / a. MimeLite with β = 0: the step is (1 - 0) ∇f. FedDyn of one client, hardly any α, one
+    round: a = y and h = y - x, so a + h = x + 2 (y - x)."""
     assert apart(ROUNDED[pair], mode) < 1e-6
 
 
@@ -349,8 +358,9 @@ def test_fedhist_without_a_memory_is_twafl_without_sizes_and_ina(mode, apart, so
 
 @pytest.mark.parametrize("net", NETS)
 def test_k_async_with_everybody_is_in_step(net, engine, ragged, source):
-    """All N arrive in a round, so all begin with the version that it ends with: the bits of a round of everybody, with
-    what clients keep (MOON), what the server remembers (GradMA), whatever their speeds."""
+    """All N arrive in a round, so all begin with the version that it ends with: the bits of a round
+    of everybody, with what clients keep (MOON), what the server remembers (GradMA), whatever their
+    speeds."""
     name, mode = net.split("-")
     model = {
         "tinynn": "tinynn",

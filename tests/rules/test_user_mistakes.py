@@ -1,4 +1,5 @@
-"""Mistakes in a user's method that Python accepts: each is refused before the run, with the way out."""
+"""Mistakes in a user's method that Python accepts: each is refused before the run, with the way
+out."""
 
 from __future__ import annotations
 

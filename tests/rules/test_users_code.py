@@ -1,5 +1,6 @@
-"""A rule or a net is a user's code and may raise anything: that is the client's or the rule's failure, by name, and no
-signal to the process. A run in which nothing was trained fails. A run that `progress` ends returns its result."""
+"""A rule or a net is a user's code and may raise anything: that is the client's or the rule's
+failure, by name, and no signal to the process. A run in which nothing was trained fails. A run that
+`progress` ends returns its result."""
 
 from __future__ import annotations
 
@@ -332,7 +333,7 @@ def test_an_interrupt_outside_of_a_run_is_one():
     reraise_stop(caught(rule))
 
 
-# -- runs in which nothing was trained ---------------------------------------------------------------------------------
+# -- runs in which nothing was trained -------------------------------------------------------------
 
 FAILING = {"faults.on_client_error": "drop", "local.lr": 1e30}
 """Every client's update overflows."""
@@ -387,7 +388,7 @@ def test_an_empty_run_that_is_resumed_with_the_key_finishes_and_one_with_a_train
     assert resume(tmp_path / "run", {"faults.on_empty_run": "finish", "rounds": 5}).rounds == 5
 
 
-# -- runs that progress ends -------------------------------------------------------------------------------------------
+# -- runs that progress ends -----------------------------------------------------------------------
 
 
 def status(config: dict[str, Any]) -> str:

@@ -1,8 +1,10 @@
-"""Record of what short runs compute, so that a change of the code's structure cannot change a result unseen.
+"""Record of what short runs compute, so that a change of the code's structure cannot change a
+result unseen.
 
-`digests.json` holds two things for each run. `digests` maps a platform (torch build, CPU capability, CPU vendor) to the
-sha256 of the final parameters: on a platform that is recorded the bits must be the same. `projections` holds four
-numbers, the final parameters times fixed random vectors: they must agree on every platform, to a tolerance.
+`digests.json` holds two things for each run. `digests` maps a platform (torch build, CPU
+capability, CPU vendor) to the sha256 of the final parameters: on a platform that is recorded the
+bits must be the same. `projections` holds four numbers, the final parameters times fixed random
+vectors: they must agree on every platform, to a tolerance.
 
 A change that is meant to change results records them anew, and says so in its message:
 
@@ -32,11 +34,12 @@ discover()
 
 FILE = Path(__file__).with_name("digests.json")
 TOLERANCE = 1e-6
-"""Difference of projections between platforms, as a share of the parameters' norm. Between vector instruction sets
-1e-7 was seen at most, in float32 without BatchNorm. The gradient through BatchNorm over two examples amplifies rounding
-without bound, so nets with BatchNorm run in float64."""
+"""Difference of projections between platforms, as a share of the parameters' norm. Between vector
+instruction sets 1e-7 was seen at most, in float32 without BatchNorm. The gradient through BatchNorm
+over two examples amplifies rounding without bound, so nets with BatchNorm run in float64."""
 TOLERANCE_OF_TIES = 1e-3
-"""The same where max-pooling follows BatchNorm: rounding decides which of two equal values passes the gradient."""
+"""The same where max-pooling follows BatchNorm: rounding decides which of two equal values passes
+the gradient."""
 
 RULES = """
 from dataclasses import dataclass
@@ -175,7 +178,8 @@ CASES = cases()
 
 
 def configuration(case: dict[str, Any], folder: Path, run_dir: Path) -> dict[str, Any]:
-    """Return a case's whole configuration; its files and the MLflow database that all cases share are in `folder`."""
+    """Return a case's whole configuration; its files and the MLflow database that all cases share
+    are in `folder`."""
     files = {"rules": folder / "digest_rules.py", "net": folder / "digest_net.py"}
     files["rules"].write_text(RULES)
     files["net"].write_text(NET)
@@ -264,7 +268,8 @@ def test_every_case_is_recorded():
 
 
 def record() -> None:
-    """Run all cases and write what they compute. Other platforms' digests stay where the projections have not moved."""
+    """Run all cases and write what they compute. Other platforms' digests stay where the
+    projections have not moved."""
     before = json.loads(FILE.read_text()) if FILE.exists() else {"digests": {}, "projections": {}}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -39,7 +39,8 @@ def commit(folder: Path) -> str:
 
 @pytest.fixture
 def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """fake(script): a git of these lines of shell is the only program on the PATH; fake(""): there is none."""
+    """fake(script): a git of these lines of shell is the only program on the PATH; fake(""): there
+    is none."""
 
     def put(script: str) -> None:
         (tmp_path / "bin").mkdir()
@@ -70,7 +71,8 @@ def test_outside_of_a_repository_and_in_one_without_commits_nothing_is_tagged(he
 
 @pytest.mark.parametrize("variable", ["GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE"])
 def test_a_hooks_variables_do_not_change_the_repository(here, tmp_path, monkeypatch, variable):
-    """Git sets them for hooks and for `git rebase --exec`; they name the repository that it works on."""
+    """Git sets them for hooks and for `git rebase --exec`; they name the repository that it works
+    on."""
     (here / "m.py").write_text("one")
     own = commit(here)
     (tmp_path / "other").mkdir()
@@ -90,8 +92,8 @@ def installed(place: Path) -> Path:
 
 @pytest.mark.parametrize("project", [None, "mine", "raysim"])
 def test_the_commit_is_raysims_or_nobodys(tmp_path, project):
-    """An installation in a virtual environment inside of the user's repository; raysim copied into the user's own
-    project; and a checkout of raysim."""
+    """An installation in a virtual environment inside of the user's repository; raysim copied into
+    the user's own project; and a checkout of raysim."""
     place = installed(tmp_path if project else tmp_path / ".venv" / "site-packages")
     if project:
         (tmp_path / "pyproject.toml").write_text(f'[project]\nname = "{project}"\n')

@@ -1,4 +1,5 @@
-"""What must hold of the command that a run is said to come from: it can be typed again, and shows no password."""
+"""What must hold of the command that a run is said to come from: it can be typed again, and shows
+no password."""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""What must hold of a run from beginning to end: what it says and leaves behind, that it goes on where it was stopped
-as if nothing had been, that it ends in order when told to, and that lost workers do not show in the result.
+"""What must hold of a run from beginning to end: what it says and leaves behind, that it goes on
+where it was stopped as if nothing had been, that it ends in order when told to, and that lost
+workers do not show in the result.
 
-All runs here share one MLflow database (its making takes seconds), each test with an experiment of its own.
+All runs here share one MLflow database (its making takes seconds), each test with an experiment of
+its own.
 """
 
 from __future__ import annotations
@@ -122,13 +124,14 @@ def table(run_dir: Path) -> list[dict[str, str]]:
     return list(csv.DictReader((run_dir / "history.csv").read_text().splitlines()))
 
 
-# -- uploads of fewer bits ---------------------------------------------------------------------------------------------
+# -- uploads of fewer bits -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["bfloat16", "float16"])
 @pytest.mark.parametrize("mode", ["loop", "vmap"])
 def test_what_goes_up_may_be_rounded(config, mode, kind):
-    """One round of one client with a step of 1: the server has moved by what came, which is what there was, rounded."""
+    """One round of one client with a step of 1: the server has moved by what came, which is what
+    there was, rounded."""
     config |= {
         "rounds": 1,
         "algorithm": "fedavg",
@@ -147,7 +150,7 @@ def test_what_goes_up_may_be_rounded(config, mode, kind):
     assert statistics > 0 and rounded.history[-1]["bytes_up"] == 2 * len(x0) + statistics
 
 
-# -- what is said and left behind --------------------------------------------------------------------------------------
+# -- what is said and left behind ------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -266,7 +269,8 @@ class Growing(FedAvgServer):
     ],
 )
 def test_traffic_down_counts_the_tensors_that_are_broadcast(rule, more, config, source):
-    """By shape and type, in every round: a number is 4 bytes and no vector, and 16 models are no two vectors."""
+    """By shape and type, in every round: a number is 4 bytes and no vector, and 16 models are no
+    two vectors."""
     given = {k: v for k, v in config.items() if k != "algorithm"} | {
         "rounds": 3,
         "client": "fedavg",
@@ -282,7 +286,8 @@ def test_traffic_down_counts_the_tensors_that_are_broadcast(rule, more, config, 
 
 @pytest.mark.parametrize("server", sorted(SERVER_RULES))
 def test_the_first_broadcast_is_measured_without_memory(server, config, monkeypatch):
-    """On tensors without memory every shipped server rule gives the shapes and types that the run then broadcasts."""
+    """On tensors without memory every shipped server rule gives the shapes and types that the run
+    then broadcasts."""
     client = next(
         name
         for name in sorted(CLIENT_RULES)
@@ -453,7 +458,7 @@ def test_what_is_held_out_is_measured_beside_the_test_set(config, engine):
     assert not any(key.startswith("val/") for record in plain for key in record)
 
 
-# -- when it goes wrong ------------------------------------------------------------------------------------------------
+# -- when it goes wrong ----------------------------------------------------------------------------
 
 
 def test_a_failed_run_keeps_what_was_done(config, uri, tmp_path):
@@ -476,7 +481,7 @@ def test_a_mistake_leaves_nothing_behind(config, tmp_path):
     )
 
 
-# -- checkpoints -------------------------------------------------------------------------------------------------------
+# -- checkpoints -----------------------------------------------------------------------------------
 
 
 REMEMBERING = """
@@ -501,12 +506,14 @@ class Remembering(FedAvgClient):
     def finish(self, shared, state, client_state, data, task):
         return {"delta": shared["x"] - state["w"]}, {"last": state["w"].clone()}
 """
-"""What a client kept, and whether it was there before, shows in every step (GradMA's x' seldom does)."""
+"""What a client kept, and whether it was there before, shows in every step (GradMA's x' seldom
+does)."""
 
 
 @pytest.mark.parametrize("algorithm", ["fedavgm", "gradma_w", "gradma", "Remembering"])
 def test_resumed_is_uninterrupted(config, uri, tmp_path, source, algorithm):
-    """Stopped in round 7, after the checkpoint of round 6: resumed in the same MLflow run, to the bit."""
+    """Stopped in round 7, after the checkpoint of round 6: resumed in the same MLflow run, to the
+    bit."""
     if algorithm == "Remembering":
         algorithm = f"{source('remembering', REMEMBERING)}:Remembering"
     config = {**config, "rounds": 10, "algorithm": {"name": algorithm}, "checkpoint": {"every": 3}}
@@ -541,7 +548,8 @@ def test_resumed_is_uninterrupted(config, uri, tmp_path, source, algorithm):
 def test_a_run_that_ends_says_why_even_if_its_state_is_lost_then(
     config, tmp_path, monkeypatch, caplog
 ):
-    """A client fails, and the server's state cannot be had any more: the one is the error, the other a warning."""
+    """A client fails, and the server's state cannot be had any more: the one is the error, the
+    other a warning."""
 
     def lost(self: Inline) -> Any:
         raise ServerStateLost("the server's state failed")
@@ -712,7 +720,7 @@ def test_when_checkpoints_are_written(config, tmp_path, every, expected):
     ] == expected
 
 
-# -- told to end -------------------------------------------------------------------------------------------------------
+# -- told to end -----------------------------------------------------------------------------------
 
 
 def until(condition: Callable[[], Any], seconds: float, what: str) -> None:
@@ -755,8 +763,8 @@ SIGNALS = {"inline-SIGINT": 130, "ray-SIGTERM": 143}
 def signalled(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, uri: str
 ) -> Iterator[Signalled]:
-    """An endless run that is sent its signal when it is well on its way. The signal goes to the whole process group, as
-    Ctrl-C in a terminal does."""
+    """An endless run that is sent its signal when it is well on its way. The signal goes to the
+    whole process group, as Ctrl-C in a terminal does."""
     mlflow(uri).search_experiments()  # the database is made
     name, mark = request.param, uuid.uuid4().hex
     folder = tmp_path_factory.mktemp(name)
@@ -817,15 +825,16 @@ def test_a_signal_leaves_no_process_behind(signalled):
     until(lambda: not with_mark(mark), 10, f"still alive: {with_mark(mark)}")
 
 
-# -- lost and slow workers ---------------------------------------------------------------------------------------------
+# -- lost and slow workers -------------------------------------------------------------------------
 
 
 @pytest.fixture
 def on_ray(
     local_ray: None, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., Any]]:
-    """on_ray(config, hook): a run on two actors of the Ray that is there. `hook(executor, t)` is called when the
-    blocks of round t have just been sent off. Gives what the run gave, and what it logged."""
+    """on_ray(config, hook): a run on two actors of the Ray that is there. `hook(executor, t)` is
+    called when the blocks of round t have just been sent off. Gives what the run gave, and what it
+    logged."""
     from raysim.distributed.executor import RayExecutor
 
     class Hooked(RayExecutor):
@@ -905,8 +914,8 @@ def test_a_killed_actor_does_not_show(on_ray, config, tmp_path):
 @pytest.mark.usefixtures("recycled_actors")
 @pytest.mark.parametrize("killed", [False, True])
 def test_work_that_is_kept_back_does_not_show(on_ray, config, tmp_path, monkeypatch, killed):
-    """From the second round on, when paces are known, half of the blocks go to who is done first; also while one of
-    the two dies."""
+    """From the second round on, when paces are known, half of the blocks go to who is done first;
+    also while one of the two dies."""
     monkeypatch.setattr("raysim.distributed.block_scheduler.MIN_SECONDS_TO_HOLD_BACK", 0.0)
     monkeypatch.setattr("raysim.distributed.block_scheduler.MIN_BLOCKS_PER_WORKER", 1)
     monkeypatch.setattr("raysim.distributed.block_scheduler.MIN_MEASURED_SECONDS", 0.0)

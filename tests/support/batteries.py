@@ -77,7 +77,8 @@ def without(engine: Engine) -> None:
 
 
 def small(name: str) -> dict[str, Any]:
-    """Return the settings of a client rule or an algorithm with little work; FedReg makes its images in 10 steps by default."""
+    """Return the settings of a client rule or an algorithm with little work; FedReg makes its
+    images in 10 steps by default."""
     return {"name": name, "ascent": 2} if name.startswith("fedreg") else {"name": name}
 
 

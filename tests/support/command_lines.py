@@ -1,9 +1,10 @@
 # ruff: noqa: RUF005
 """Run odd command lines, each in a process of its own: `python command_lines.py CASES SEED FOLDER`.
 
-Prints one JSON object: how the cases ended, and the wrong ones with their arguments. Wrong is a traceback, an exit code
-that is not documented, more than `MAX_SECONDS` of computing or `MAX_BYTES` of memory, a message of more than
-`MAX_MESSAGE` characters, and a file that a refused command leaves behind.
+Prints one JSON object: how the cases ended, and the wrong ones with their arguments. Wrong is a
+traceback, an exit code that is not documented, more than `MAX_SECONDS` of computing or `MAX_BYTES`
+of memory, a message of more than `MAX_MESSAGE` characters, and a file that a refused command leaves
+behind.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ from raysim.rules.registry import discover, hyperparameter_names
 from support.configurations import NAMES, TO_CHANGE
 
 MAX_SECONDS, MAX_WALL_SECONDS, MAX_BYTES, MAX_MESSAGE = 20, 150, 2 * 2**30, 20_000
-"""Of one command. The second is against commands that wait for ever, on a machine that is busy with others."""
+"""Of one command. The second is against commands that wait for ever, on a machine that is busy with
+others."""
 CODES = {0, 1, 2}
 
 VALID = TO_CHANGE | {"checkpoint": {"every": 0}}
@@ -784,7 +786,8 @@ class Cases:
 
 
 def lay_out(shared: Path) -> None:
-    """Write the files that command lines name: a valid configuration, a run of it, and invalid ones."""
+    """Write the files that command lines name: a valid configuration, a run of it, and invalid
+    ones."""
     (shared / "folder").mkdir(parents=True)
     (shared / "binary").write_bytes(bytes(range(256)) * 10)
     os.mkfifo(shared / "pipe")
@@ -842,7 +845,8 @@ def watched(pid: int) -> tuple[int, str, float]:
 
 
 def judged(line: list[str], folder: Path) -> tuple[int, str, str, float]:
-    """Run one command line, and return its exit code, the problem ("" if none), its output and its CPU seconds."""
+    """Run one command line, and return its exit code, the problem ("" if none), its output and its
+    CPU seconds."""
     before = sorted(path for path in folder.rglob("*"))
     pid = os.fork()
     if pid == 0:

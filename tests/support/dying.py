@@ -1,7 +1,8 @@
 """`raysim ...` in a process that kills itself: `python dying.py MOMENT ARGUMENTS`.
 
 It kills its process group with SIGKILL while it writes its second checkpoint. MOMENT says when:
-between the `files`, before the `rename`, once it is `renamed`, or while it may `remove` an older one.
+between the `files`, before the `rename`, once it is `renamed`, or while it may `remove` an older
+one.
 """
 
 from __future__ import annotations

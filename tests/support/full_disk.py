@@ -1,7 +1,9 @@
-"""`raysim ...` in this process, with a disk that is full for certain files: `python full_disk.py WHAT FROM ARGUMENTS`.
+"""`raysim ...` in this process, with a disk that is full for certain files: `python full_disk.py
+WHAT FROM ARGUMENTS`.
 
-WHAT is `checkpoints` (from the FROM-th on none can be synced), `size` (likewise, but no file of theirs can be longer
-than a page, by the system's own limit) or `spool` (from the FROM-th record on).
+WHAT is `checkpoints` (from the FROM-th on none can be synced), `size` (likewise, but no file of
+theirs can be longer than a page, by the system's own limit) or `spool` (from the FROM-th record
+on).
 """
 
 from __future__ import annotations

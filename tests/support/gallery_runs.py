@@ -66,7 +66,8 @@ class Done:
         return [(x[b], y[b]) for b in self.feed.batches[t][client]]
 
     def prepared_batches(self, t: int, client: int) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Return the batches (X, y) of round t that the client's rule prepares from, one for each local step."""
+        """Return the batches (X, y) of round t that the client's rule prepares from, one for each
+        local step."""
         x, y = self.feed.data[client]
         size = self.engine.config.local.batch_size
         order = np.arange(len(y))
@@ -91,7 +92,8 @@ class Done:
     def averaged(
         self, local: Callable[[np.ndarray, int, list[tuple[np.ndarray, np.ndarray]]], np.ndarray]
     ) -> list[np.ndarray]:
-        """Return x_0 .. x_T of uniform averaging, where `local(x, client, batches)` gives the client's last w."""
+        """Return x_0 .. x_T of uniform averaging, where `local(x, client, batches)` gives the
+        client's last w."""
         xs = [self.feed.x0]
         for t, cohort in enumerate(self.feed.cohorts):
             xs.append(np.mean([local(xs[-1], i, self.batches(t, i)) for i in cohort], axis=0))

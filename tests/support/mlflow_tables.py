@@ -13,7 +13,8 @@ from raysim.tracking import mlflow_client
 
 
 def made_once(template: Path) -> Callable[[str], Any]:
-    """Return `mlflow_client.import_mlflow`, whose MLflow makes the tables of one SQLite file and copies it for every other.
+    """Return `mlflow_client.import_mlflow`, whose MLflow makes the tables of one SQLite file and
+    copies it for every other.
 
     Args:
         template: where the copied file is kept.

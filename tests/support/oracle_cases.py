@@ -1,4 +1,5 @@
-"""Shared by the oracle tests, in which engine and oracle train the same clients: nets, sizes, feeds, distances."""
+"""Shared by the oracle tests, in which engine and oracle train the same clients: nets, sizes,
+feeds, distances."""
 
 from __future__ import annotations
 
@@ -13,13 +14,15 @@ from oracle.nets import MLP, MLPBatchNorm, Softmax
 from raysim.training.batches import batch_positions
 
 SIZES = [30, 1, 17, 2, 45, 0, 8, 23, 16, 5, 33, 12]
-"""Beside batches of 16: less than one, exactly one, one and a dropped sample, more than two, nothing."""
+"""Beside batches of 16: less than one, exactly one, one and a dropped sample, more than two,
+nothing."""
 
 
 ROOMY = [41, 49, 17, 34, 65, 0, 45, 36, 54, 32, 33, 48]
-"""For GradMA's clients. Those of `SIZES` with a handful of samples have learnt them all within a step or two; then c is
--lr b but for a part in a million, and the QP on [a, b, c] so nearly degenerate that its answer is not defined to nine
-digits (see test_fixed_points.py for what must hold there). Sizes and seeds of these runs keep clear of that."""
+"""For GradMA's clients. Those of `SIZES` with a handful of samples have learnt them all within a
+step or two; then c is -lr b but for a part in a million, and the QP on [a, b, c] so nearly
+degenerate that its answer is not defined to nine digits (see test_fixed_points.py for what must
+hold there). Sizes and seeds of these runs keep clear of that."""
 
 
 NETS: dict[str, tuple[dict[str, Any], Any]] = {
@@ -109,7 +112,8 @@ def distance(ours, theirs) -> float:
 def differs(
     theirs: list[np.ndarray], other: Callable[[Feed], list[np.ndarray]], f: Feed, least=1e-5
 ) -> bool:
-    """Return whether another oracle differs from x_0 .. x_T by more than `least` in some round. Two rounds often suffice."""
+    """Return whether another oracle differs from x_0 .. x_T by more than `least` in some round. Two
+    rounds often suffice."""
     for rounds in (2, len(f.cohorts)):
         xs = other(replace(f, cohorts=f.cohorts[:rounds]))
         if distance(theirs[: rounds + 1], xs) > least:
@@ -119,7 +123,8 @@ def differs(
 
 @dataclass
 class Case:
-    """A configuration, the oracle and its hyper-parameters, and the changes of those that must show."""
+    """A configuration, the oracle and its hyper-parameters, and the changes of those that must
+    show."""
 
     algorithm: dict[str, Any]
     oracle: Callable

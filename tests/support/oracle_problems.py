@@ -1,4 +1,5 @@
-"""Small problems for tests of the oracles themselves: quadratics in the plane, softmax regression on random data."""
+"""Small problems for tests of the oracles themselves: quadratics in the plane, softmax regression
+on random data."""
 
 from __future__ import annotations
 

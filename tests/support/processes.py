@@ -1,4 +1,5 @@
-"""Shared by the fault tests: small runs, processes on the command line, and the comparison of histories."""
+"""Shared by the fault tests: small runs, processes on the command line, and the comparison of
+histories."""
 
 from __future__ import annotations
 
@@ -32,11 +33,13 @@ SOON = {
     "RAY_health_check_period_ms": "1000",
     "RAY_health_check_failure_threshold": "3",
 }
-"""Settings by which Ray declares a node dead after seconds without an answer, not after a minute."""
+"""Settings by which Ray declares a node dead after seconds without an answer, not after a minute.
+"""
 
 
 def basic(folder: Path, uri: str) -> dict[str, Any]:
-    """Return the configuration of a run with few parameters, unequal clients and six blocks a round."""
+    """Return the configuration of a run with few parameters, unequal clients and six blocks a
+    round."""
     return {
         "rounds": 60,
         "data": "digits",

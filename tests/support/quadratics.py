@@ -13,7 +13,8 @@ from raysim.rules.contract import Cohort, Problem, Reports
 
 
 class Quadratics:
-    """Losses (w - a)ᵀ H (w - a) / 2, with H [N, P, P] positive definite, a [N, P] and sizes n [N] for the weights."""
+    """Losses (w - a)ᵀ H (w - a) / 2, with H [N, P, P] positive definite, a [N, P] and sizes n [N]
+    for the weights."""
 
     def __init__(self, H: np.ndarray, a: np.ndarray, n: list[int] | None = None):
         self.H, self.a, self.n = np.asarray(H, float), np.asarray(a, float), n or [1] * len(a)
@@ -22,7 +23,8 @@ class Quadratics:
     def random(
         cls, clients: int, size: int, seed: int, equal_curvature: bool = False
     ) -> Quadratics:
-        """Draw eigenvalues from 0.2 to 2 in random directions, minima some units apart, and sizes 1, 2, 3, .."""
+        """Draw eigenvalues from 0.2 to 2 in random directions, minima some units apart, and sizes
+        1, 2, 3, .."""
         rng = np.random.default_rng(seed)
         H = []
         for _ in range(clients):
@@ -52,8 +54,9 @@ class Quadratics:
         return np.stack([eye - np.linalg.matrix_power(eye - lr * H, steps) for H in self.H])
 
     def proximal_map(self, lr: float, steps: int, mu: float) -> np.ndarray:
-        """Return the same for FedProx. With K = H + mu, a step is y <- y - η (K y - H a - mu x), which leaves y* =
-        K⁻¹ (H a + mu x) in place. So x - y_I = (I - (I - η K)^I) (x - y*), and x - y* = K⁻¹ H (x - a)."""
+        """Return the same for FedProx. With K = H + mu, a step is y <- y - η (K y - H a - mu x),
+        which leaves y* = K⁻¹ (H a + mu x) in place. So x - y_I = (I - (I - η K)^I) (x - y*), and x
+        - y* = K⁻¹ H (x - a)."""
         eye = np.eye(self.H.shape[1])
         K = [H + mu * eye for H in self.H]
         return np.stack([(eye - np.linalg.matrix_power(eye - lr * k, steps)) @ np.linalg.solve(k, H)
@@ -108,7 +111,8 @@ BATCH = SimpleNamespace(masked=lambda k: BATCH)
 
 
 class Federation:
-    """A client rule and a server rule on quadratics, every client in every round (or those of `cohort`)."""
+    """A client rule and a server rule on quadratics, every client in every round (or those of
+    `cohort`)."""
 
     def __init__(
         self,

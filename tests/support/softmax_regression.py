@@ -53,7 +53,8 @@ def examples_of(client: int) -> np.ndarray:
 
 
 def local_models(w0: np.ndarray, pull: Callable[[np.ndarray], Any] = lambda w: 0.0) -> np.ndarray:
-    """Return each client's parameters after its local steps, [6, P]; `pull` is added to its gradients."""
+    """Return each client's parameters after its local steps, [6, P]; `pull` is added to its
+    gradients."""
     ends = []
     for rows in map(examples_of, range(len(SIZES))):
         w = w0

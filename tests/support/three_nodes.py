@@ -1,6 +1,6 @@
-"""Three nodes on this machine, the server on one of its own: `python three_nodes.py CONFIG ... CASE ...`, as many cases as
-configurations. The last line of standard output is a JSON list with what came of each. A node that is lost is followed
-by another third one. CASE says what happens:
+"""Three nodes on this machine, the server on one of its own: `python three_nodes.py CONFIG ... CASE
+...`, as many cases as configurations. The last line of standard output is a JSON list with what
+came of each. A node that is lost is followed by another third one. CASE says what happens:
 
     sums     nothing
     alone    nothing is added up on the way

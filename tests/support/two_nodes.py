@@ -1,6 +1,6 @@
-"""Two nodes on this machine: one fails in the middle of a round, another one joins later. `python two_nodes.py CONFIG
-VICTIM ...`, where VICTIM, client or server, says who must live on the node that is lost. The last line of standard output
-is a JSON list with what came of each."""
+"""Two nodes on this machine: one fails in the middle of a round, another one joins later. `python
+two_nodes.py CONFIG VICTIM ...`, where VICTIM, client or server, says who must live on the node that
+is lost. The last line of standard output is a JSON list with what came of each."""
 
 from __future__ import annotations
 

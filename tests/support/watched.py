@@ -14,9 +14,11 @@ from raysim.engine.server import RoundCohort
 
 
 class Watched(Inline):
-    """The inline executor, which also records x_0 .. x_T and the BatchNorm statistics 0 .. T as broadcast.
+    """The inline executor, which also records x_0 .. x_T and the BatchNorm statistics 0 .. T as
+    broadcast.
 
-    With `keeps_states` it records the server's whole state at each of these times, after `before_round`.
+    With `keeps_states` it records the server's whole state at each of these times, after
+    `before_round`.
     """
 
     def __init__(self, keeps_states: bool = False):

@@ -41,7 +41,8 @@ def run(arguments: list[str]) -> None:
 
 
 def become(request: dict[str, Any]) -> None:
-    """Turn this process into a process group with the requested folder, environment and output file."""
+    """Turn this process into a process group with the requested folder, environment and output
+    file."""
     os.setsid()
     os.chdir(request["cwd"])
     os.environ.clear()

@@ -1,5 +1,5 @@
-"""What must hold of trials that do not simply run to their end: ASHA stops those that it must, they can go on to the
-bit, and trials that fail are tried again."""
+"""What must hold of trials that do not simply run to their end: ASHA stops those that it must, they
+can go on to the bit, and trials that fail are tried again."""
 
 from __future__ import annotations
 
@@ -70,8 +70,9 @@ def alone(trial: Trial, tmp_path: Path) -> raysim.RunResult:
 def halved(
     curves: Sequence[dict[int, float]], rungs: Sequence[int], factor: float
 ) -> list[int | None]:
-    """ASHA over trials that run one after the other, by Li et al. 2020: at each rung a trial of a loss above the
-    (1/factor)-quantile of the losses seen there before is stopped. The rung of each, None of those that go on."""
+    """ASHA over trials that run one after the other, by Li et al. 2020: at each rung a trial of a
+    loss above the (1/factor)-quantile of the losses seen there before is stopped. The rung of each,
+    None of those that go on."""
     seen: dict[int, list[float]] = {rung: [] for rung in rungs}
     ends: list[int | None] = []
     for losses in curves:
@@ -171,7 +172,8 @@ def test_a_stopped_trial_goes_on_to_the_bit(halving: SweepResult, tmp_path: Path
 
 
 def test_trials_that_fail_are_tried_again(place: Path, local_ray: None):
-    """After an exception and after the process's death once, from where they were; not more often than asked for."""
+    """After an exception and after the process's death once, from where they were; not more often
+    than asked for."""
     (place / "marks").mkdir()
     Path("flaky.py").write_text(FLAKY.replace("MARKS", str(place / "marks")))
     varied = {
@@ -202,7 +204,7 @@ def test_trials_that_fail_are_tried_again(place: Path, local_ray: None):
     assert ["no room today" in line for line in lines[1:]] == [False, False, True]
 
 
-# -- rungs -------------------------------------------------------------------------------------------------------------
+# -- rungs -----------------------------------------------------------------------------------------
 
 
 def test_rungs():

@@ -1,5 +1,6 @@
-"""What must hold of ledgers: what is in one is never trained again, a row counts only for the run that it is of, and
-reports read it like the runs themselves. Trials are trained in this process; one sweep is run on Ray."""
+"""What must hold of ledgers: what is in one is never trained again, a row counts only for the run
+that it is of, and reports read it like the runs themselves. Trials are trained in this process; one
+sweep is run on Ray."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ SWEPT = {**SMALL, "rounds": 4, "sweep": {"local.lr": [0.05, 0.1], "seed": "0..1"
 
 
 def train(planned: Sweep, ledger: str = LEDGER) -> list[str]:
-    """Trains the trials that are neither done nor in the ledger, here, and adds their rows; gives their titles."""
+    """Trains the trials that are neither done nor in the ledger, here, and adds their rows; gives
+    their titles."""
     book = SweepLedger(ledger, planned, print)
     missing = [t for t in planned.trials if t.folder not in book.taken and not planned.done(t)]
     stopping = planned.settings.early_stopping
@@ -72,7 +74,7 @@ def fail(line: str) -> None:
     raise AssertionError(line)
 
 
-# -- sweeps --------------------------------------------------------------------------------------------------------------
+# -- sweeps ----------------------------------------------------------------------------------------
 
 
 def test_what_is_in_the_ledger_is_not_trained_again(trained, rows):
@@ -186,7 +188,7 @@ def test_a_stopped_trial_is_not_taken_as_a_full_one(here):
     assert len(SweepLedger(LEDGER, swept(rounds=3, sweep={"local.lr": [0.05]}), fail).taken) == 1
 
 
-# -- the file ------------------------------------------------------------------------------------------------------------
+# -- the file --------------------------------------------------------------------------------------
 
 
 def test_a_row_reads_back(rows):
@@ -293,7 +295,7 @@ def test_metrics_of_every_round_are_kept_where_the_model_is_evaluated():
     }
 
 
-# -- reports -------------------------------------------------------------------------------------------------------------
+# -- reports ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("x_axis", ["rounds", "bytes", "seconds", "virtual-time"])
@@ -335,7 +337,7 @@ def test_a_ledger_that_cannot_be_written_is_refused_before_anything_starts(here)
     assert not Path("runs").exists()
 
 
-# -- rows that are computed again ----------------------------------------------------------------------------------------
+# -- rows that are computed again ------------------------------------------------------------------
 
 
 def changed(row: Row, **what: Any) -> Row:
@@ -364,7 +366,8 @@ def test_check_computes_rows_again(rows, raysim_):
 
 
 def old_keys(row: Row, **what: Any) -> Row:
-    """A row of a version in which local.lr was called local.rate, and nobody knew of batching.convolutions."""
+    """A row of a version in which local.lr was called local.rate, and nobody knew of
+    batching.convolutions."""
     config = json.loads(json.dumps(row.config))
     config["local"]["rate"] = config["local"].pop("lr")
     del config["batching"]["convolutions"]
@@ -398,7 +401,7 @@ def test_rows_that_are_not_confirmed_are_not_carried_over(rows, raysim_, what, m
     assert said.code == 2 and message in said.err and not Path("new.jsonl").exists()
 
 
-# -- the command line ----------------------------------------------------------------------------------------------------
+# -- the command line ------------------------------------------------------------------------------
 
 
 @pytest.mark.ray

@@ -1,5 +1,5 @@
-"""What must hold of what varies: it is what was written, on the command line as in a file, and mistakes come before
-anything starts."""
+"""What must hold of what varies: it is what was written, on the command line as in a file, and
+mistakes come before anything starts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from raysim.engine import resolve
 from raysim.errors import ConfigError
 from raysim.sweeps import prepare_sweep, runner, search_space
 
-# -- the grid ----------------------------------------------------------------------------------------------------------
+# -- the grid --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -272,7 +272,7 @@ def test_a_sweep_is_not_a_run(here, capsys, monkeypatch):
         raysim.run({**SMALL, "sweep": {"seed": [1]}})
 
 
-# -- draws -------------------------------------------------------------------------------------------------------------
+# -- draws -----------------------------------------------------------------------------------------
 
 
 def drawn(text: str, count: int, key: str = "local.lr", seed: int = 0) -> list[Any]:

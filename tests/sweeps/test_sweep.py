@@ -1,7 +1,8 @@
-"""What must hold of sweeps: the grid is what was written, mistakes come before anything starts, each trial is the run
-it would be alone, and what was done once is never done again.
+"""What must hold of sweeps: the grid is what was written, mistakes come before anything starts,
+each trial is the run it would be alone, and what was done once is never done again.
 
-One sweep is run on Ray, with everything in it that can befall a trial; the tests look at what it left.
+One sweep is run on Ray, with everything in it that can befall a trial; the tests look at what it
+left.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Deadly(ClientRule):
 """
 
 
-# -- a sweep on Ray ----------------------------------------------------------------------------------------------------
+# -- a sweep on Ray --------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +94,8 @@ def half_way(trial: Trial) -> None:
 
 @pytest.fixture(scope="module")
 def swept(place: Path, local_ray: None) -> SweepResult:
-    """What that sweep left: one trial fails, one kills its process, one was stopped before, one is on actors."""
+    """What that sweep left: one trial fails, one kills its process, one was stopped before, one is
+    on actors."""
     Path("deadly.py").write_text(DEADLY)
     planned = prepare_sweep(SWEPT)
     half_way(next(trial for trial in planned.trials if trial.config.rounds == 60))
@@ -269,7 +271,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Trial]:
 
 
 def test_again_only_what_is_missing_is_done(swept: SweepResult, mlflow: Any, started: list[Trial]):
-    """The failed ones are tried again, in the same MLflow runs; then, in a larger sweep, nothing of the smaller one."""
+    """The failed ones are tried again, in the same MLflow runs; then, in a larger sweep, nothing of
+    the smaller one."""
     Path("spared").touch()
     before = {run.info.run_id for run in runs_of(mlflow)}
     again = sweeps.run_sweep(prepare_sweep(SWEPT))
@@ -372,7 +375,7 @@ def test_stopped(
     assert [trial.config.seed for trial in started] == [9, 9]
 
 
-# -- what is spooled is sent -------------------------------------------------------------------------------------------
+# -- what is spooled is sent -----------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -1,6 +1,8 @@
-"""What must hold of tracking: every step arrives once, the engine never waits, and nothing is lost by a crash.
+"""What must hold of tracking: every step arrives once, the engine never waits, and nothing is lost
+by a crash.
 
-All databases of MLflow here are one (its making takes seconds); each test has its own experiment in it.
+All databases of MLflow here are one (its making takes seconds); each test has its own experiment in
+it.
 """
 
 from __future__ import annotations
@@ -82,7 +84,8 @@ def python(code: str, *arguments: object, **options: Any) -> subprocess.Popen[st
 
 
 class Outage:
-    """A server that fails: calls raise before or, where `late`, after they took effect (the answer is lost)."""
+    """A server that fails: calls raise before or, where `late`, after they took effect (the answer
+    is lost)."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, uri: str) -> None:
         self.down, self.late, self.calls = False, False, 0
@@ -170,7 +173,8 @@ def test_not_finite(settings: Tracking, tmp_path: Path) -> None:
 
 
 def test_killed_and_reopened(settings: Tracking, tmp_path: Path) -> None:
-    """A resumed run repeats the rounds since its checkpoint: MLflow has them once, with the first values."""
+    """A resumed run repeats the rounds since its checkpoint: MLflow has them once, with the first
+    values."""
     tracker = Tracker(settings, tmp_path)
     run_id = tracker.start("run", {"rounds": 10, "seed": 1}, {})
     for t in range(10):
@@ -267,7 +271,8 @@ def test_server_stays_down_and_replay(
 
 
 def test_crash_before_acknowledgement(settings: Tracking, tmp_path: Path) -> None:
-    """Killed after a batch arrived and before it was noted: the mark is older than the truth, or torn, or gone."""
+    """Killed after a batch arrived and before it was noted: the mark is older than the truth, or
+    torn, or gone."""
     crash = python(
         """
         import os, signal, sys, time

@@ -1,4 +1,5 @@
-"""Client-level privacy: DP-FedAvg by hand, adaptive clipping by hand, ε of dp-accounting, and what is refused."""
+"""Client-level privacy: DP-FedAvg by hand, adaptive clipping by hand, ε of dp-accounting, and what
+is refused."""
 
 from __future__ import annotations
 
@@ -89,7 +90,8 @@ def clip(v: np.ndarray, norm: float) -> np.ndarray:
 def test_without_noise_the_sum_of_clipped_updates_is_divided_by_the_expected_cohort(
     mode, waves, engine
 ):
-    """McMahan 2018, the estimator with a fixed denominator: x <- x - Σ clip(delta) / (q N), whoever takes part."""
+    """McMahan 2018, the estimator with a fixed denominator: x <- x - Σ clip(delta) / (q N), whoever
+    takes part."""
     privacy = {"clip_norm": 8.0, "noise_multiplier": 0.0}
     run, records = engine(waves(privacy, batching={"mode": mode, "size": 2}))
     shares = []
@@ -107,7 +109,8 @@ def test_without_noise_the_sum_of_clipped_updates_is_divided_by_the_expected_coh
 
 
 def test_noise_has_the_scale_of_the_clip_norm_and_is_keyed(waves, engine):
-    """Two runs that differ in the noise alone differ by z sigma C / (q N), also in a round without clients."""
+    """Two runs that differ in the noise alone differ by z sigma C / (q N), also in a round without
+    clients."""
     many = {"rounds": 1, "model": {"name": "mlp", "hidden": [60]}, "client": "fedavg"}
     ends = [
         engine(waves({"clip_norm": 2.0, "noise_multiplier": z}, **many))[0].executor.xs[-1]
@@ -133,7 +136,8 @@ def test_a_round_without_clients_releases_noise(waves, engine):
 
 @pytest.mark.parametrize("upload", [[], [{"name": "topk", "share": 0.1, "error_feedback": True}]])
 def test_the_clip_norm_follows_the_quantile(upload, waves, engine):
-    """Andrew 2021, algorithm 1 without noise: C <- C exp(-eta (b - gamma)), b = (Σ (b_i - 1/2)) / (q N) + 1/2."""
+    """Andrew 2021, algorithm 1 without noise: C <- C exp(-eta (b - gamma)), b = (Σ (b_i - 1/2)) /
+    (q N) + 1/2."""
     adaptive = {"quantile": 0.3, "lr": 0.5}
     privacy = {"clip_norm": 6.0, "noise_multiplier": 0.0, "adaptive": adaptive}
     local = {"steps": 1, "upload": upload}

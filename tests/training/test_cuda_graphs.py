@@ -1,5 +1,6 @@
-"""Steps that are recorded and run again, as CUDA graphs are, give what they give as they stand. There is a CPU here, so
-what is recorded is run again by calling it, into the tensors that it gave first: as a graph would."""
+"""Steps that are recorded and run again, as CUDA graphs are, give what they give as they stand.
+There is a CPU here, so what is recorded is run again by calling it, into the tensors that it gave
+first: as a graph would."""
 
 from __future__ import annotations
 
@@ -64,7 +65,8 @@ EQUAL = {"name": "iid", "clients": 20}
 
 @pytest.fixture
 def both(engine, source, request):
-    """both(algorithm, ...): runs it as it stands and recorded, finds the same bits, and gives the cache."""
+    """both(algorithm, ...): runs it as it stands and recorded, finds the same bits, and gives the
+    cache."""
 
     def run(algorithm: str, **more: Any) -> Counting:
         given = config(algorithm, source("net", NET), **more)

@@ -1,4 +1,5 @@
-"""Declared uploads: any shape and type reaches the server as it was sent, and a wrong one is refused by rule and key."""
+"""Declared uploads: any shape and type reaches the server as it was sent, and a wrong one is
+refused by rule and key."""
 
 from __future__ import annotations
 
@@ -95,7 +96,8 @@ def given(base, ragged, source) -> Any:
 
 
 def assert_heard(state: dict[str, torch.Tensor], ids: list[int]) -> None:
-    """The sum and the mean over clients of 5, 20 and 9 examples, and each one's integers in the order of arrival."""
+    """The sum and the mean over clients of 5, 20 and 9 examples, and each one's integers in the
+    order of arrival."""
     sizes = np.array([5, 20, 9])[ids]
     assert np.array_equal(state["table"].numpy(), np.arange(30.0).reshape(10, 3) * 34)
     assert state["sizes"].dtype == torch.int32

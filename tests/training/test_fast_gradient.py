@@ -1,6 +1,7 @@
 """Gradients of dense nets without autograd are autograd's to the bit, on batches of any size.
 
-Other nets keep to autograd. Either way a step is the one that PyTorch makes of the user's own module.
+Other nets keep to autograd. Either way a step is the one that PyTorch makes of the user's own
+module.
 """
 
 from __future__ import annotations
@@ -350,9 +351,10 @@ def with_given_masks(net: nn.Module) -> list[Given]:
 def compared(
     net: nn.Module, steps: int = 4, lr: float = LR, watched: Callable[[], None] = lambda: None
 ) -> None:
-    """Takes steps on batches of several sizes with a `LoopTask` and with autograd on the user's own module, and finds
-    the same losses, parameters and running statistics after every step. `watched` is called before each of PyTorch's
-    steps and before and after each of ours. No small batches under BatchNorm, whose gradient they make chaotic."""
+    """Takes steps on batches of several sizes with a `LoopTask` and with autograd on the user's own
+    module, and finds the same losses, parameters and running statistics after every step. `watched`
+    is called before each of PyTorch's steps and before and after each of ours. No small batches
+    under BatchNorm, whose gradient they make chaotic."""
     model = Model(copy.deepcopy(net), SHAPE, CLASSES, torch.float64)
     task = LoopTask(model, LocalSettings(lr=lr), fast=matches_autograd(model))
     x0, statistics = model.initial()
@@ -395,7 +397,8 @@ def test_a_step_is_that_of_the_users_own_net(net):
 
 @pytest.mark.parametrize("net", ["mlp", "lenet5", "BatchNorm and dropout"])
 def test_a_large_step_with_dead_units(net):
-    """Many units give exactly 0, whose gradient is 0 in PyTorch too; the step size is no factor of the loss."""
+    """Many units give exactly 0, whose gradient is 0 in PyTorch too; the step size is no factor of
+    the loss."""
     made = seeded(NETS[net])
     with torch.no_grad():
         for name, p in made.named_parameters():
@@ -486,7 +489,8 @@ def soft(net: Net, batch: Batch) -> Tensor:
     "net", ["mlp", "tinynn", "BatchNorm and dropout", "dropout first and last"]
 )
 def test_every_gradient_of_a_task_is_that_of_one_by_autograd(net):
-    """In all modes, at the vector in training and at others, of one image or many, of other losses and soft labels."""
+    """In all modes, at the vector in training and at others, of one image or many, of other losses
+    and soft labels."""
     (ours, x), (theirs, same_x) = begun(True, NETS[net]), begun(False, NETS[net])
     assert ours.fast is not None and ours.fast.layers and theirs.fast is None
     for i, n in enumerate((6, 1, 9, 1)):

@@ -1,5 +1,6 @@
-"""What is done the fast way comes out as if it had been done the plain way: blocks of clients trained as one gradient,
-weighted sums taken piece by piece, uploads that are looked at one by one only where their sum is not sound."""
+"""What is done the fast way comes out as if it had been done the plain way: blocks of clients
+trained as one gradient, weighted sums taken piece by piece, uploads that are looked at one by one
+only where their sum is not sound."""
 
 from __future__ import annotations
 
@@ -193,7 +194,8 @@ def config(ragged, source) -> Callable[..., dict[str, Any]]:
 
 @pytest.fixture
 def found(source) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """found(sections): the same, where `nets:` and `rules:` mean files with what stands above; without what is None."""
+    """found(sections): the same, where `nets:` and `rules:` mean files with what stands above;
+    without what is None."""
     paths = {"nets": source("nets", NETS), "rules": source("rules", RULES)}
 
     def make(given: dict[str, Any]) -> dict[str, Any]:
@@ -317,7 +319,8 @@ def test_pooled_clients_keep_their_own_crops_and_masks(
 
 @pytest.mark.parametrize("clients", [1, 3])
 def test_pooled_clients_of_many_examples(clients, engine, config, monkeypatch):
-    """More than are passed through the net at one time, in one block and in one client; with masks and crops."""
+    """More than are passed through the net at one time, in one block and in one client; with masks
+    and crops."""
 
     def cropped(plan: Plan) -> Plan:
         assert len(plan.dataset.y) > 1024
@@ -527,7 +530,8 @@ def test_auto_does_not_pool_where_it_cannot_and_is_told_why(case, planned):
 @pytest.mark.parametrize("how", ["norm", "untracked", "mean"])
 @pytest.mark.parametrize("zero", [False, True], ids=["any", "zeros"])
 def test_examples_that_meet_in_the_net_are_never_pooled_silently(how, zero, engine, config, source):
-    """Whatever `auto` chooses gives what the loop gives; also where the classifier is zero at first."""
+    """Whatever `auto` chooses gives what the loop gives; also where the classifier is zero at
+    first."""
     given = {
         "model": {"name": source("nets", NETS) + ":meeting", "how": how, "zero": zero},
         "rounds": 3,
@@ -651,7 +655,8 @@ def test_a_sum_in_pieces_is_right_to_half_a_unit(P, dtype):
 
 
 def test_a_sum_of_large_and_small_numbers_in_pieces_is_right():
-    """Some blocks are large in the last piece only, and some are not; any order gives the same bits."""
+    """Some blocks are large in the last piece only, and some are not; any order gives the same
+    bits."""
     blocks = [vectors(seed, 3, WIDE) for seed in range(3)]
     blocks[1][2, -1] = 3e6
     weights = [0.2, 0.3, 0.5]
@@ -773,7 +778,8 @@ class TakingServer(ServerRule):
 
 @pytest.fixture
 def spoilt(config, source) -> Callable[..., dict[str, Any]]:
-    """spoilt(mode, takes, sizes, **fields): a run in which clients of these sizes spoil what they send or keep."""
+    """spoilt(mode, takes, sizes, **fields): a run in which clients of these sizes spoil what they
+    send or keep."""
     path = source("spoilt", SPOILT)
 
     def make(
@@ -807,7 +813,8 @@ def spoilt(config, source) -> Callable[..., dict[str, Any]]:
     ],
 )
 def test_only_who_spoils_something_is_refused(mode, takes, where, value, engine, spoilt, caplog):
-    """All are in one block; whatever of it is spoilt, nothing of that client goes in, and all of the others."""
+    """All are in one block; whatever of it is spoilt, nothing of that client goes in, and all of
+    the others."""
     run, records = engine(spoilt(mode, takes, (SIZES[BAD],), where=where, value=value))
     messages = dropped(caplog)
     expected, _ = engine(spoilt(mode, takes, ()), before=without)
@@ -894,7 +901,8 @@ def test_all_spoilt_is_a_round_of_nobody(engine, spoilt):
 @pytest.mark.parametrize("shape", [(3, 5, 5), (1, 8, 8)])
 @pytest.mark.parametrize("gather", [1, 10, 1000])
 def test_batches_that_are_gathered_together_are_each_clients_own(monkeypatch, shape, gather):
-    """With its own crops and masks, at a boundary of memory, also where the one before it stopped early."""
+    """With its own crops and masks, at a boundary of memory, also where the one before it stopped
+    early."""
     monkeypatch.setattr("raysim.training.batches.PREFETCH_EXAMPLES", gather)
     plan, rng = (
         prepare("quickstart", {"local.batch_size": 4, "local.steps": 3}),

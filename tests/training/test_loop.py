@@ -25,7 +25,8 @@ class CountedLoss:
 
 @pytest.fixture
 def started():
-    """A task whose client has begun at x, the vector in training, x, a batch and a loss that counts its calls."""
+    """A task whose client has begun at x, the vector in training, x, a batch and a loss that counts
+    its calls."""
     torch.manual_seed(0)
     net = nn.Sequential(
         nn.Flatten(), nn.Linear(12, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3)

@@ -1,4 +1,5 @@
-"""Optimizers and step sizes of local training, compared with torch.optim and torch.optim.lr_scheduler."""
+"""Optimizers and step sizes of local training, compared with torch.optim and
+torch.optim.lr_scheduler."""
 
 from __future__ import annotations
 
@@ -160,7 +161,8 @@ def test_each_step_is_that_of_torch(name, mode, planned):
 @both_modes
 @pytest.mark.parametrize("name, k", [("plain", 2), ("nesterov", 9), ("adamw", 3)])
 def test_accumulated_gradients_make_one_step(name, mode, k, planned):
-    """k mini-batches count equally, as with `loss / k`; the last step of a round takes what is left."""
+    """k mini-batches count equally, as with `loss / k`; the last step of a round takes what is
+    left."""
     section, make = OPTIMIZERS[name]
     plan = planned(mode, {"optimizer": section, "accumulate": k})
     assert_like_torch(plan, make)
@@ -237,8 +239,8 @@ def test_schedules_have_the_values_of_torch(name):
 
 @both_modes
 def test_groups_have_optimizers_of_their_own(mode, planned):
-    """Each client follows torch's optimizer of its group over three rounds, with kept moments or new ones.
-    Clients of all groups keep the same tensors."""
+    """Each client follows torch's optimizer of its group over three rounds, with kept moments or
+    new ones. Clients of all groups keep the same tensors."""
     own = {0: "adam", 2: "adam", 3: "dampening", 4: "decay"}
     kinds = {
         "adams": {"ids": [0, 2], "local": {"optimizer": {"name": "adam", "state": "keep"}, "accumulate": 2}},

@@ -155,7 +155,8 @@ def exact_delta(eps: float, sigma: float) -> float:
 
 @pytest.mark.parametrize(("sigma", "uses"), [(1.0, 1), (2.0, 10), (8.0, 100), (0.5, 3)])
 def test_epsilon_lies_between_the_exact_value_and_the_textbooks_bound(sigma, uses):
-    """Gaussian mechanisms compose into one of sigma / √uses; Rényi's bound is min_α uses α / 2σ² + log(1/δ)/(α - 1)."""
+    """Gaussian mechanisms compose into one of sigma / √uses; Rényi's bound is min_α uses α / 2σ² +
+    log(1/δ)/(α - 1)."""
     delta, found = 1e-5, epsilon(sigma, 1e-5, uses)
     assert exact_delta(found, sigma / sqrt(uses)) <= delta
     loose = uses / (2 * sigma**2) + sqrt(2 * uses * log(1 / delta)) / sigma

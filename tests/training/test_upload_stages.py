@@ -1,4 +1,5 @@
-"""Stages of `local.upload`: each against its paper, error feedback, bytes by hand, every rule, and what is refused."""
+"""Stages of `local.upload`: each against its paper, error feedback, bytes by hand, every rule, and
+what is refused."""
 
 from __future__ import annotations
 
@@ -74,7 +75,8 @@ RNG = np.random.default_rng(0)
 
 @pytest.fixture
 def waves(base, ragged, source) -> Any:
-    """waves(upload, **sections): three clients that send known vectors, on a net with 310 parameters, in float64."""
+    """waves(upload, **sections): three clients that send known vectors, on a net with 310
+    parameters, in float64."""
     path = source("rules", RULES)
 
     def make(upload: Any, fails: int = -1, name: str = "Waves", **sections: Any) -> dict[str, Any]:
@@ -115,7 +117,8 @@ def assert_unbiased(found: np.ndarray, v: torch.Tensor) -> None:
 
 
 def test_qsgd_rounds_to_the_two_levels_around_each_entry():
-    """With s levels of the norm 5: |3| 3 / 5 = 1.8 and |4| 3 / 5 = 2.4, so probabilities 0.8 and 0.4 to go up."""
+    """With s levels of the norm 5: |3| 3 / 5 = 1.8 and |4| 3 / 5 = 2.4, so probabilities 0.8 and
+    0.4 to go up."""
     v = torch.tensor([3.0, -4.0], dtype=torch.float64)
     found = draws(QSGD(bits=3), v)
     assert set(np.round(found[:, 0] * 3 / 5, 9)) == {1, 2}
@@ -140,7 +143,8 @@ def test_qsgd_is_unbiased_and_its_variance_is_bounded(bits):
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_qsgd_with_error_feedback_contracts(bits):
-    """E‖v - Q(v) / (1 + w)‖² <= w / (1 + w) ‖v‖² with w = min(n / s², sqrt(n) / s), n the entries that are not 0."""
+    """E‖v - Q(v) / (1 + w)‖² <= w / (1 + w) ‖v‖² with w = min(n / s², sqrt(n) / s), n the entries
+    that are not 0."""
     v = torch.tensor(np.random.default_rng(1).standard_normal(20))
     v[:4], s = 0.0, 2 ** (bits - 1) - 1
     omega = min(16 / s**2, 4 / s)
@@ -182,8 +186,8 @@ def top_k(v: np.ndarray, k: int) -> np.ndarray:
 
 @pytest.mark.parametrize("mode", ["loop", "vmap"])
 def test_top_k_with_error_feedback_is_that_of_the_paper(mode, waves, engine):
-    """Stich 2018, algorithm 1, for clients of which some rest: v = m + delta, x <- x - mean top_k(v), m <- v - top_k(v).
-    A client that fails keeps its memory."""
+    """Stich 2018, algorithm 1, for clients of which some rest: v = m + delta, x <- x - mean
+    top_k(v), m <- v - top_k(v). A client that fails keeps its memory."""
     upload = [
         {"name": "clip", "norm": 5.0},
         {"name": "topk", "share": 0.05, "error_feedback": True},
@@ -210,8 +214,8 @@ def test_top_k_with_error_feedback_is_that_of_the_paper(mode, waves, engine):
 
 
 def test_after_a_sparse_stage_the_memory_of_entries_that_are_not_sent_waits(waves, engine):
-    """v = m + delta, u = top_k(v), m <- v - u; of the second memory n the places of u enter, and the others stay.
-    In every round k values are sent, so the bytes stay k (16 + 32) / 8."""
+    """v = m + delta, u = top_k(v), m <- v - u; of the second memory n the places of u enter, and
+    the others stay. In every round k values are sent, so the bytes stay k (16 + 32) / 8."""
     upload = [
         {"name": "topk", "share": 0.05, "error_feedback": True},
         {"name": "cast", "error_feedback": True},
@@ -235,7 +239,8 @@ def test_after_a_sparse_stage_the_memory_of_entries_that_are_not_sent_waits(wave
 
 
 def test_groups_have_stages_of_their_own(waves, engine):
-    """Client 1 sends its 16 largest entries with error feedback, client 2 halves, client 0 clips like `local`."""
+    """Client 1 sends its 16 largest entries with error feedback, client 2 halves, client 0 clips
+    like `local`."""
     groups = {
         "few": {"ids": [1], "local": {"upload": {"name": "topk", "share": 0.05, "error_feedback": True}}},
         "halved": {"ids": [2], "local": {"upload": eval(repr(["FILE:Half"]).replace("FILE", waves("x")["client"]["name"].split(":")[0]))}},
@@ -410,7 +415,8 @@ UNBIASED = [{"name": "qsgd", "bits": 4}, {"name": "randk"}]
 
 @pytest.mark.parametrize("stage", UNBIASED)
 def test_error_feedback_needs_a_contraction(stage, waves):
-    """Of 310 entries, 7 levels have the variance min(310 / 49, sqrt(310) / 7) > 1, and 127 levels less than 1."""
+    """Of 310 entries, 7 levels have the variance min(310 / 49, sqrt(310) / 7) > 1, and 127 levels
+    less than 1."""
     prepare(waves([{"name": "qsgd", "bits": 8, "unbiased": True, "error_feedback": True}]))
     prepare(waves([{**stage, "error_feedback": True}]))
     stage = {**stage, "unbiased": True}
@@ -419,7 +425,8 @@ def test_error_feedback_needs_a_contraction(stage, waves):
 
 
 def test_a_stage_knows_the_shapes_of_what_is_sent(waves, engine):
-    """Of the net's (4, 64), (4,), (10, 4), (10,) all but the classifier; a tensor sent in part is a vector."""
+    """Of the net's (4, 64), (4,), (10, 4), (10,) all but the classifier; a tensor sent in part is a
+    vector."""
     local = {
         "steps": 1,
         "upload": [{"name": waves("x")["client"]["name"].replace("Waves", "Shapes")}],

@@ -1,7 +1,7 @@
 """Label flip (Tolpegin et al., ESORICS 2020).
 
-An attacker trains honestly, but on the label C - 1 - y in place of y, for C classes, as in Fang et al.
-(USENIX Security 2020).
+An attacker trains honestly, but on the label C - 1 - y instead of y, for C classes, as in Fang et
+al. (USENIX Security 2020).
 
 Run: raysim run label_flip.yaml groups.attackers.share=0.3
 """

@@ -1,9 +1,9 @@
 """Model replacement with a backdoor (Bagdasaryan et al., AISTATS 2020).
 
 Attackers put a trigger, bright pixels in the lower right corner, on a share of each batch and label
-these images TARGET. They send their update times boost; with boost = (clients of a round) / server.lr
-a single attacker replaces the global model by its own. The metric `backdoor` is the share of the
-test images of other classes that become TARGET through the trigger.
+these images TARGET. They send their update times boost; with boost = (clients of a round) /
+server.lr a single attacker replaces the global model by its own. The metric `backdoor` is the share
+of the test images of other classes that become TARGET through the trigger.
 
 Run: raysim run model_replacement.yaml groups.attackers.client.boost=5
 """

@@ -1,8 +1,8 @@
 """Krum and multi-Krum (Blanchard et al., NeurIPS 2017).
 
-The score of an update is the sum of its squared distances to the K - f - 2 nearest other updates, for
-K clients of which f may be attackers. Krum makes a step along the update with the smallest score,
-multi-Krum along the mean of the m best ones.
+The score of an update is the sum of its squared distances to the K - f - 2 nearest other updates,
+for K clients of which f may be attackers. Krum makes a step along the update with the smallest
+score, multi-Krum along the mean of the m best ones.
 
 Run: raysim run quickstart client=fedavg server=krum.py:KrumServer server.m=5
 """

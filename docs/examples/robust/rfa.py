@@ -1,7 +1,8 @@
 """RFA, the geometric median (Pillutla et al., IEEE Transactions on Signal Processing 2022).
 
-The smoothed Weiszfeld algorithm approximates the point z with the smallest sum of weighted distances
-to the updates: z <- sum beta_i delta_i / sum beta_i, where beta_i = p_i / max(nu, |z - delta_i|).
+The smoothed Weiszfeld algorithm approximates the point z with the smallest sum of weighted
+distances to the updates: z <- sum beta_i delta_i / sum beta_i, where beta_i = p_i / max(nu, |z -
+delta_i|).
 
 Run: raysim run quickstart client=fedavg server=rfa.py:RFAServer server.weights=samples
 """
