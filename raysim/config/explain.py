@@ -109,10 +109,10 @@ def _refuse_switches(
             names = dict.fromkeys(name for section in sections for name in section.model_fields)
             known = ", ".join(f"{above}{key}.{name}" for name in names)
             raise ConfigError(
-                f"{above}{key}: {str(value).lower()} is no section; give some of {known}, or null "
-                "to leave it out"
+                f"{above}{key}: {str(value).lower()} is not a section; give some of {known}, or "
+                "null to leave it out"
                 if sections and not {int, float, str} & {a for a in inner if isinstance(a, type)}
-                else f"{above}{key}: {str(value).lower()} is no integer, number or word"
+                else f"{above}{key}: {str(value).lower()} is not an integer, number or word"
             )
         if isinstance(value, Mapping) and (sections := [m for m in inner if _is_section(m)]):
             _refuse_switches(value, sections, f"{above}{key}.")

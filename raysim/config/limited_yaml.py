@@ -98,7 +98,7 @@ def load_yaml(text: str, loader: type | None = None) -> Any:
         loader: one of `YAML_LOADERS`; libyaml's by default, where it is there.
 
     Raises:
-        yaml.YAMLError: it is no YAML, a key is given twice, or a limit is passed.
+        yaml.YAMLError: it is not YAML, a key is given twice, or a limit is passed.
     """
     loader = loader or YAML_LOADERS[0]
     try:

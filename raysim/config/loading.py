@@ -172,7 +172,7 @@ def _yaml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: a configuration is a mapping of sections, such as 'rounds: 10'")
     if odd := [key for key in content if not isinstance(key, str)]:
         raise ConfigError(
-            f"{path}: {odd[0]}: is no name of a section; a key is a word, such as 'rounds'"
+            f"{path}: {odd[0]}: is not the name of a section; a key is a word, such as 'rounds'"
         )
     renamed.refuse_former_keys(content, str(path))
     return content

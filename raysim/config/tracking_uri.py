@@ -121,7 +121,7 @@ def encoded_uri(uri: str) -> str:
     parts = _split_uri(uri)
     if parts is None and "@" not in uri:
         raise ConfigError(
-            f"tracking.uri: the port of '{mask_secrets(uri)}' is no number; write http://HOST:5000"
+            f"tracking.uri: the port of '{mask_secrets(uri)}' is not a number; write http://HOST:5000"
         )
     if parts is None or "@" in uri.replace(parts.netloc, "", 1) or re.search(r"\s", uri):
         raise ConfigError(
@@ -198,7 +198,7 @@ def restored_uri(uri: str) -> str:
     else:
         advice = "set MLFLOW_TRACKING_URI to the whole address"
     raise ConfigError(
-        f"tracking.uri: {mask_secrets(uri)} wants credentials, which no run keeps in its folder; "
+        f"tracking.uri: {mask_secrets(uri)} needs credentials, which no run keeps in its folder; "
         f"{advice}, or resume with "
         "tracking.uri=…"
     )

@@ -115,7 +115,7 @@ def load_dataset(data: AnyData) -> Dataset:
         return replace(dataset, pad=0, flip=False)
     if not dataset.are_images:
         raise ConfigError(
-            f"data.augment: {data.name} are no images to crop and mirror; leave it out"
+            f"data.augment: {data.name} are not images to crop and mirror; leave it out"
         )
     return replace(dataset, pad=dataset.pad or dataset.shape[1] // 8, flip=True)
 

@@ -91,7 +91,7 @@ def _named_clients(name: str, group: Group) -> list[int]:
     try:
         words = Path(group.file).expanduser().read_text().split()
     except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is no text"
+        reason = getattr(error, "strerror", None) or "it is not text"
         raise ConfigError(f"{key}: {group.file} cannot be read: {reason}") from None
     for word in words:
         if not (word.isascii() and word.isdigit()):

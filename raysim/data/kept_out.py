@@ -65,7 +65,7 @@ def hold_out_clients(clients: Clients, held_out: np.ndarray) -> Clients:
     if not len(lists.indices):
         raise ConfigError(
             f"evaluate.clients.held_out: {len(held_out)} of {len(clients)} clients are held out, "
-            "which leaves nobody with data to train; lower it"
+            "which leaves no client with data to train; lower it"
         )
     return replace(
         clients,

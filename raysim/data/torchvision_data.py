@@ -112,7 +112,7 @@ def _examples(half: Any, place: str) -> tuple[list[Any], list[int]]:
                 "one class for each image are read"
             )
         if not hasattr(image, "convert"):
-            raise ConfigError(f"{place}: example {k} is no image but a {type(image).__name__}")
+            raise ConfigError(f"{place}: example {k} is not an image but a {type(image).__name__}")
         images.append(image)
         labels.append(int(label))
     return images, labels

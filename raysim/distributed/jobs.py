@@ -174,7 +174,7 @@ class JobClient:
             message = " ".join(str(error).split())
             if isinstance(error, AuthenticationError):
                 raise ConfigError(
-                    f"--address: {self.address} wants its token: set RAY_AUTH_MODE=token, and "
+                    f"--address: {self.address} needs its token: set RAY_AUTH_MODE=token, and "
                     "have the head's ~/.ray/auth_token here too"
                 ) from None
             if number and ("404" in message or "does not exist" in message):

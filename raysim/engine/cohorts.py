@@ -170,7 +170,7 @@ def failed_clients(
                 "round %d: client %d is dropped: %s", t, task.client, failed[task.client]
             )
     if not tasks:
-        logger.warning("round %d: nobody arrived", t)
+        logger.warning("round %d: no client arrived", t)
     return failed
 
 
@@ -192,7 +192,7 @@ def require_used_updates(history: Sequence[Record], on_empty_run: str, first_fai
     if counts["clients/used"]:
         return
     fates = [f"{counts[key]:g} {fate}" for key, fate in UPDATES_NOT_USED.items() if counts[key]]
-    why = ", ".join(fates) or "nobody arrived"
+    why = ", ".join(fates) or "no client arrived"
     if first_failure:
         why += f"; the first: {first_failure}"
     message = f"no client's update was used in {int(history[-1]['round'])} rounds ({why})"

@@ -52,7 +52,7 @@ class NoisyMean:
     ) -> tuple[Tensor, dict[str, float]]:
         """Return the noisy mean of a round, and adapt the clip norm.
 
-        A round without clients releases noise as well: otherwise it would show that nobody took
+        A round without clients releases noise as well: otherwise it would show that no client took
         part.
 
         Args:

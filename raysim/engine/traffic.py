@@ -21,7 +21,7 @@ class Traffic:
         self.down = self.up = 0
         self._estimate = estimate
         self._sizes: dict[int, int] = {}
-        """The bytes of the versions that clients have received and that somebody still needs."""
+        """The bytes of the versions that clients have received and that a client still needs."""
 
     def restore(self, down: int, up: int, sizes: dict[int, int]) -> None:
         """Set the traffic to that of a checkpoint, with the bytes of the versions in it.
@@ -34,7 +34,7 @@ class Traffic:
         self.down, self.up, self._sizes = down, up, sizes
 
     def version_bytes(self, version: int) -> int:
-        """Return the bytes of a version, or of the newest known one if nobody received it.
+        """Return the bytes of a version, or of the newest known one if no client received it.
 
         Args:
             version: the number of a version.
@@ -59,7 +59,7 @@ class Traffic:
             scheduled: the round.
             results: the results of its clients.
             used: those of them whose updates are used.
-            versions: the versions of the model that somebody still needs, the newest included.
+            versions: the versions of the model that a client still needs, the newest included.
             n_evaluated: clients that have received the model only to evaluate it.
         """
         for outcome in results.workers:

@@ -211,7 +211,7 @@ def _measure_candidate(plan: Plan, candidate: Candidate, seconds: float) -> None
     finally:
         executor.close()
     if not rates:
-        raise RaysimError("nobody arrives")
+        raise RaysimError("no client arrives")
     candidate.clients_per_second, candidate.rounds = statistics.median(rates), len(rates)
 
 

@@ -1,4 +1,4 @@
-"""Forecast of a configuration on a cluster that is not there: `raysim forecast`."""
+"""Forecast of a configuration on a cluster that you do not have: `raysim forecast`."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def _read_costs(costs: str | Path | None) -> dict[str, Any]:
     if costs is None:
         return {}
     if os.path.exists(costs) and not os.path.isfile(costs):  # to read a pipe would wait for ever
-        raise ConfigError(f"costs: {costs} cannot be read: it is no file")
+        raise ConfigError(f"costs: {costs} cannot be read: it is not a file")
     try:
         table = limited_yaml.read_yaml(Path(costs))
     except (OSError, UnicodeDecodeError) as error:
@@ -178,7 +178,7 @@ def _read_costs(costs: str | Path | None) -> dict[str, Any]:
         ) from None
     except yaml.YAMLError as error:
         raise ConfigError(
-            f"costs: {costs} is no YAML: {limited_yaml.explain_yaml_error(error)}"
+            f"costs: {costs} is not YAML: {limited_yaml.explain_yaml_error(error)}"
         ) from None
     if not isinstance(table, dict) or not isinstance(table.get("training", {}), dict):
         raise ConfigError(

@@ -190,7 +190,7 @@ def _as_part(section: str, name: str, found: Any) -> Any:
         if is_rule and "__dataclass_params__" not in rule.__dict__:
             raise ConfigError(
                 f"{section}.name: put @dataclass(frozen=True) above class {rule.__name__} "
-                f"({class_defined_at(rule)}): without it its fields are no hyper-parameters"
+                f"({class_defined_at(rule)}): without it its fields are not hyper-parameters"
             )
     family = {"client": ClientRule, "server": ServerRule}.get(section)
     if not (

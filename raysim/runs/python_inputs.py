@@ -81,8 +81,8 @@ def _named(section: str, value: Any) -> dict[str, Any]:
     is_class = isinstance(cls, type) and issubclass(cls, ClientRule | ServerRule)
     if not is_class and not isinstance(value, Algorithm):
         raise ConfigError(
-            f"{section}: a {type(value).__name__} is no rule; give a ClientRule or a ServerRule, "
-            "an instance of one, or an Algorithm"
+            f"{section}: a {type(value).__name__} is not a rule; give a ClientRule or a "
+            "ServerRule, an instance of one, or an Algorithm"
         )
     shipped = [name for name, known in SECTIONS_OF_RULES[section].items() if known is cls]
     name = shipped[0] if shipped else python_objects.reference(cls)

@@ -134,7 +134,7 @@ def _make(path: Path, exist_ok: bool = False) -> None:
         if isinstance(error, FileExistsError) and not exist_ok:
             raise
         raise ConfigError(
-            f"run_dir: {path} cannot be made: {error.strerror}; choose another folder"
+            f"run_dir: {path} cannot be created: {error.strerror}; choose another folder"
         ) from None
 
 

@@ -260,8 +260,8 @@ def _is_range(value: Any) -> bool:
         and not re.fullmatch(r"\d+\.\.\d+", value)
     ):
         raise ConfigError(
-            f"{value} is no range; give two whole numbers, 0..4, the smaller first, or range(-1, "
-            "1, 0.5)"
+            f"{value} is not a range; give two whole numbers, 0..4, the smaller first, or "
+            "range(-1, 1, 0.5)"
         )
     return isinstance(value, str) and re.fullmatch(r"\d+\.\.\d+", value) is not None
 

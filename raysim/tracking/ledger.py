@@ -53,7 +53,7 @@ def read_rows(paths: Iterable[str | Path], say: Say, missing: str = "") -> list[
             except BadRow as error:
                 say(f"{place}: row left out: {error}")
             except UnicodeDecodeError:
-                say(f"{place}: row left out: it is no UTF-8 text")
+                say(f"{place}: row left out: it is not UTF-8 text")
     _name_contradictions(rows, say)
     return rows
 

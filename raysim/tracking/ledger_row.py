@@ -294,16 +294,16 @@ def from_line(line: str, place: str = "") -> Row:
     try:
         content = json.loads(line)
     except (ValueError, RecursionError):
-        raise BadRow("it is no JSON; it may have been cut off") from None
+        raise BadRow("it is not JSON; it may have been cut off") from None
     if not isinstance(content, dict) or "ledger" not in content:
-        raise BadRow("it is no row of a ledger")
+        raise BadRow("it is not a row of a ledger")
     if content["ledger"] != FORMAT:
         raise BadRow(f"its format is {content['ledger']}, not {FORMAT}; use its raysim version")
     if content.pop("check", None) != _checksum(content):
         raise BadRow("its checksum is wrong; it was damaged or changed by hand")
     try:
         if not re.fullmatch("[0-9a-f]{64}", content["fingerprint"]):
-            raise BadRow("its fingerprint is no sha256")
+            raise BadRow("its fingerprint is not a sha256")
         return Row(
             content["fingerprint"],
             str(content["experiment"]),

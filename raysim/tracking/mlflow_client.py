@@ -118,7 +118,7 @@ class RunClient:
                 self._inputs(record)
             case {"kind": "artifact", "path": path, "folder": folder}:
                 if not os.path.exists(path):
-                    raise Refused(f"{path} is not there any more")
+                    raise Refused(f"{path} no longer exists")
                 send = (
                     self._client.log_artifacts if os.path.isdir(path) else self._client.log_artifact
                 )

@@ -170,7 +170,7 @@ def test_overrides_go_deep_and_keep_what_lies_beside():
 @pytest.mark.parametrize("key", ["privacy", "record_updates", "evaluate.forgetting", "checkpoint"])
 def test_a_section_is_no_switch(key):
     with pytest.raises(
-        ConfigError, match=rf"{key}: true is no section; give some of {key}\.\w+, .*null"
+        ConfigError, match=rf"{key}: true is not a section; give some of {key}\.\w+, .*null"
     ):
         prepare("quickstart", {key: True})
 

@@ -63,7 +63,7 @@ def test_no_secret_is_shown_or_written(address, monkeypatch):
     shown = mask_secrets(f"cannot reach '{address}', or {address}?")
     assert not [secret for secret in SECRETS if secret in shown], shown
     if "***" in redacted_uri(address):
-        with pytest.raises(ConfigError, match=r"tracking\.uri: .* wants credentials") as refused:
+        with pytest.raises(ConfigError, match=r"tracking\.uri: .* needs credentials") as refused:
             restored_uri(redacted_uri(address))
         assert not [secret for secret in SECRETS if secret in str(refused.value)]
         monkeypatch.setenv("MLFLOW_TRACKING_URI", address)

@@ -300,7 +300,7 @@ def test_torch_data_sets_that_cannot_be_stacked_are_refused(half, message):
         ),
         ({"name": "mine.py:broken"}, "mine.py:broken failed in line 21 of .*/mine.py: ZeroDiv"),
         ({"name": "mine.py:wrong"}, "mine.py:wrong: expected x, y, x_test.*; got a int"),
-        ({"name": "mine.py:mapping", "augment": True}, "data.augment: mine.py:mapping are no im"),
+        ({"name": "mine.py:mapping", "augment": True}, "data.augment: mine.py:mapping are not im"),
     ],
 )
 def test_a_function_that_cannot_be_used_is_refused(files, keys, message):

@@ -40,5 +40,5 @@ def test_two_thousand_command_lines_do_what_they_say_or_are_refused(tmp_path):
 
 def test_costs_from_a_pipe_are_refused_at_once(tmp_path):
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(ConfigError, match="it is no file"):
+    with pytest.raises(ConfigError, match="it is not a file"):
         _read_costs(tmp_path / "pipe")

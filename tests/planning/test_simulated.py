@@ -341,7 +341,7 @@ BAD = {
     "training: {stp: 1}": "training.stp: unknown key; did you mean 'step'",
     "netwrok: {latency: 1}": "netwrok: unknown key; did you mean 'network'",
     "- 1": "must be a mapping of sections",
-    "a: [": "is no YAML",
+    "a: [": "is not YAML",
     "training: 3": "must be a mapping of sections",
 }
 

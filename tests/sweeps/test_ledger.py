@@ -218,7 +218,7 @@ def test_a_damaged_last_line_is_named_and_no_row_is_glued_to_it(rows):
     Path(LEDGER).write_bytes(whole[:-100])
     said: list[str] = []
     assert read_rows([LEDGER], said.append) == rows[:3]
-    assert said == [f"{LEDGER}:4: row left out: it is no JSON; it may have been cut off"]
+    assert said == [f"{LEDGER}:4: row left out: it is not JSON; it may have been cut off"]
     append_rows(LEDGER, [rows[3]])
     assert read_rows([LEDGER], said.append) == rows
     assert len(said) == 2 and Path(LEDGER).read_bytes().startswith(whole[:-100] + b"\n{")
@@ -229,9 +229,9 @@ def test_a_damaged_last_line_is_named_and_no_row_is_glued_to_it(rows):
     [
         (lambda text: text.replace('"rounds":4', '"rounds":9', 1), "checksum"),
         (lambda text: text.replace('"ledger":1', '"ledger":2'), "format is 2"),
-        (lambda text: "<<<<<<< HEAD", "no JSON"),
-        (lambda text: "[1]", "no row"),
-        (lambda text: "[" * 100_000, "no JSON"),
+        (lambda text: "<<<<<<< HEAD", "not JSON"),
+        (lambda text: "[1]", "not a row"),
+        (lambda text: "[" * 100_000, "not JSON"),
     ],
 )
 def test_a_bad_row_is_named(rows, change: Callable[[str], str], reason: str):

@@ -154,7 +154,7 @@ def test_small_trials_by_default():
         (None, ["local.lr=0.1,-1"], "trial local.lr=-1: local.lr: .*greater than 0"),
         (None, ["seed=0..1", "algoritm=fedavg"], "algoritm: unknown key; did you mean 'algorithm'"),
         (None, ["seed=0,,1"], "override 'seed=0,,1': a value is empty"),
-        (None, ["seed=0..x"], r"0\.\.x is no range; give two whole numbers"),
+        (None, ["seed=0..x"], r"0\.\.x is not a range; give two whole numbers"),
         (
             None,
             ["seed=0..1000000"],
@@ -212,7 +212,7 @@ def test_small_trials_by_default():
         (
             None,
             ["seed=0..1", "sweep.early_stopping=true"],
-            "sweep.early_stopping: true is no section",
+            "sweep.early_stopping: true is not a section",
         ),
         (
             None,

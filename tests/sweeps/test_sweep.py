@@ -304,7 +304,7 @@ def test_again_only_what_is_missing_is_done(swept: SweepResult, mlflow: Any, sta
 def test_one_sweep_at_a_time_in_a_folder(place: Path):
     planned = prepare_sweep(SMALL, ["seed=8..9"])
     with (
-        runner._alone(planned.folder),
+        runner._lock_trials(planned.folder),
         pytest.raises(RaysimError, match="another sweep is at work"),
     ):
         sweeps.run_sweep(planned)

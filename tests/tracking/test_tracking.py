@@ -456,7 +456,7 @@ def test_refused_records_are_named_and_the_rest_goes_on(
     tracker.finish("FINISHED")
     assert steps(settings.uri, run_id, "loss") == [0, 1, 2, 4, 5]
     assert (tracker.pending, tracker.failures) == (0, 2)
-    assert "refuses metrics" in caplog.text and "absent is not there any more" in caplog.text
+    assert "refuses metrics" in caplog.text and "absent no longer exists" in caplog.text
 
 
 def test_full_disk(
