@@ -93,6 +93,23 @@ def check_client_store(config: Config) -> None:
         )
 
 
+def check_logged_models(config: Config) -> None:
+    """Check that a best checkpoint is kept if `tracking.models` asks for the best net.
+
+    Args:
+        config: the configuration of the run.
+
+    Raises:
+        ConfigError: no best checkpoint is kept.
+    """
+    keeps_best = config.checkpoint.every and config.checkpoint.best
+    if "best" in config.tracking.models and not keeps_best:
+        raise ConfigError(
+            "tracking.models: 'best' is the net of the best checkpoint, and none is kept; set "
+            "checkpoint.every and checkpoint.best, or leave it out"
+        )
+
+
 def check_cohort(
     schedule: Sync | InFlight, clients: int, source: str = "partition.clients gives"
 ) -> None:

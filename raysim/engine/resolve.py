@@ -233,6 +233,7 @@ def load_config(raw: Mapping[str, Any]) -> Config:
     file_digests.check_file_digests(config.files, file_digests.of_code(config))
     checks.check_resources(config)
     checks.check_client_store(config)
+    checks.check_logged_models(config)
     checks.check_client_evaluation(config)
     tracking_uri.absolute_uri(config.tracking.uri)
     clients = getattr(config.partition, "clients", None)

@@ -193,6 +193,10 @@ class Model:
         expected = [2, *self.output_shape]
         if not isinstance(outputs, Tensor) or list(outputs.shape) != expected:
             given = list(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
+            if isinstance(getattr(outputs, "logits", None), Tensor):
+                raise ConfigError(
+                    f"{net} returns a {given}; let forward return its logits: return out.logits"
+                )
             raise ConfigError(
                 f"{net} turns two examples into {given}, "
                 f"but task '{self.learning_task.name}' expects outputs of shape {expected}"

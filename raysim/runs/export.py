@@ -66,11 +66,34 @@ def export(
     return str(path)
 
 
+def log_models(plan: Plan, finished: result.RunResult) -> None:
+    """Log the nets of a finished run as models of its run in MLflow (`tracking.models`).
+
+    Args:
+        plan: the plan of the run.
+        finished: the result of the run.
+
+    Raises:
+        RaysimError: MLflow cannot be reached, or a net cannot be exported.
+    """
+    for which in plan.config.tracking.models:
+        if which == "final":
+            net, step = result.net_with(plan, finished.state_dict), finished.rounds
+        else:
+            net, step = _best(plan, finished.run_dir)
+        log_model(finished.run_dir, net, _example(plan), which, step)
+
+
 def _net(plan: Plan, folder: Path, which: Which) -> tuple[nn.Module, int]:
     """Return the net with its parameters, and the round after which it has them."""
     if which == "final":
         loaded = result.load(folder)
         return loaded.net(), loaded.rounds
+    return _best(plan, folder)
+
+
+def _best(plan: Plan, folder: Path) -> tuple[nn.Module, int]:
+    """Return the net of the best checkpoint, and its round."""
     best = plan.config.evaluate.best or DEFAULT_BEST
     saved = checkpoint.read_best(folder, logging.getLogger("raysim").warning, best)
     if saved is None:
@@ -83,8 +106,9 @@ def _net(plan: Plan, folder: Path, which: Which) -> tuple[nn.Module, int]:
 
 
 def _example(plan: Plan) -> Tensor:
-    """Return the first two test examples, as the net sees them."""
-    return Examples.of(plan.dataset, "test", dtype=plan.dtype).batch(torch.arange(2))[0]
+    """Return the first two test examples, as the net sees them; a single one comes twice."""
+    examples = Examples.of(plan.dataset, "test", dtype=plan.dtype)
+    return examples.batch(torch.arange(2) % len(examples))[0]
 
 
 def _write_onnx(net: nn.Module, example: Tensor, path: Path) -> None:

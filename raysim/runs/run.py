@@ -32,6 +32,7 @@ from raysim.errors import ConfigError, RaysimError, in_a_line
 from raysim.runs import git
 from raysim.runs.artifacts import write_artifacts
 from raysim.runs.description import NOTE, describe
+from raysim.runs.export import log_models
 from raysim.runs.provenance import REQUIREMENTS_FILE, command_tag, versions
 from raysim.runs.python_inputs import named_inputs, named_source
 from raysim.runs.result import RunResult, best_figures, parameters_digest, write_parameters
@@ -165,6 +166,9 @@ def execute(
             lambda: followed and followed.finish(end.status),
         )
         closing.callback(
+            end.attempt, "models are not logged", lambda: _log_models(recorder, plan, end)
+        )
+        closing.callback(
             end.attempt, "MLflow's run is not ended", lambda: recorder.finish(end.status)
         )
         closing.callback(
@@ -201,7 +205,7 @@ def execute(
                 for record in engine.rounds():
                     _log_record(record, recorder, progress, engine)
                 result = _finish(plan, engine, run_dir, time.perf_counter() - began)
-                end.stopped = result.stopped
+                end.result, end.stopped = result, result.stopped
                 recorder.metrics(best_figures(result.metrics), step=result.rounds)
                 recorder.tags(
                     {"stopped_early": result.stopped}
@@ -242,6 +246,8 @@ class _RunEnd:
 
     error: BaseException | None = None
     """Exception that stopped the run, or None."""
+    result: RunResult | None = None
+    """Result of the run; None after an error."""
     stopped: str = ""
     """Reason for which `progress` ended the run early; "" if it did not."""
     failures: list[str] = field(default_factory=list)
@@ -448,6 +454,12 @@ def _track_end(tracker: Recorder, end: _RunEnd) -> None:
     """Log the error and the failed last steps."""
     if tracker.run_id and end.tags:
         tracker.tags(end.tags)
+
+
+def _log_models(tracker: Recorder, plan: Plan, end: _RunEnd) -> None:
+    """Log the nets of a finished run, if configured; MLflow's run has ended."""
+    if tracker.tracks and end.result and not end.stopped and plan.config.tracking.models:
+        log_models(plan, end.result)
 
 
 def _give_up(tracker: Recorder, why: str) -> None:

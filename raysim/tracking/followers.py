@@ -237,7 +237,8 @@ def require_packages(names: Sequence[str]) -> None:
         ConfigError: a package is not installed.
     """
     for name in names:
-        if importlib.util.find_spec(name) is None:
+        package = importlib.util.find_spec(name)
+        if package is None or package.origin is None:  # a folder of the user's has this name
             raise ConfigError(
                 f"tracking.also: {name} is not installed; run pip install 'raysim[{name}]', or "
                 "leave it out"

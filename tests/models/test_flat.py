@@ -6,6 +6,7 @@ name."""
 from __future__ import annotations
 
 import copy
+from argparse import Namespace
 from collections.abc import Iterator
 from typing import Any
 
@@ -688,6 +689,13 @@ class Steady(nn.Module):
         return self.last(x.flatten(1) * self.scale)
 
 
+class Output(nn.Module):
+    """Ends like a net of Hugging Face: the logits are an attribute."""
+
+    def forward(self, x: Tensor) -> Namespace:
+        return Namespace(logits=x)
+
+
 def head(*modules: nn.Module, classes: int = 10) -> nn.Module:
     return nn.Sequential(nn.Flatten(), *modules, nn.Linear(64, classes))
 
@@ -702,6 +710,7 @@ def head(*modules: nn.Module, classes: int = 10) -> nn.Module:
         ),
         (lambda: nn.Sequential(head(), nn.Unflatten(1, (10, 1))), r"\[2, 10, 1\]"),
         (lambda: nn.Sequential(nn.Flatten(), nn.LSTM(64, 10)), "turns two examples into tuple"),
+        (lambda: nn.Sequential(head(), Output()), "returns a Namespace; .*return out.logits"),
         (Counting, "buffer '.*calls' changes"),
         (lambda: head(nn.BatchNorm1d(64, momentum=None)), "1 .*momentum=None"),
         (lambda: head(nn.SyncBatchNorm(64)), "1 .*SyncBatchNorm"),
@@ -717,6 +726,7 @@ def head(*modules: nn.Module, classes: int = 10) -> nn.Module:
         "classes",
         "axes",
         "not a tensor",
+        "output of a library",
         "counter",
         "momentum",
         "sync",

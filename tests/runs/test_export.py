@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,8 @@ BASE = DIGITS_MLP | {"checkpoint": {"every": 1, "keep": 1}, "rounds": 6}
 def trained(tmp_path_factory: pytest.TempPathFactory) -> RunResult:
     folder = tmp_path_factory.mktemp("exported")
     uri = f"sqlite:///{folder}/mlflow.db"
-    return raysim.run(BASE | {"tracking": {"uri": uri}}, run_dir=str(folder / "run"))
+    tracking = {"uri": uri, "models": ["final", "best"]}
+    return raysim.run(BASE | {"tracking": tracking}, run_dir=str(folder / "run"))
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +83,39 @@ def test_mlflow_has_the_model_with_its_signature(trained: RunResult, test_half: 
     assert str(model.metadata.signature.inputs) == "[Tensor('float32', (-1, 1, 8, 8))]"
     run = connected(trained.config.tracking.uri).get_run(trained.run_id)
     assert run.info.status == "FINISHED" and run.outputs.model_outputs
+
+
+def test_a_run_logs_its_final_and_its_best_net(trained: RunResult, test_half: Any):
+    """`tracking.models`: loaded by MLflow they compute what the nets compute, with types and shapes in the signature."""
+    import mlflow
+
+    from raysim.tracking.mlflow_client import connected
+
+    client = connected(trained.config.tracking.uri)
+    run = client.get_run(trained.run_id)
+    logged = {m.name: m for m in client.search_logged_models([run.info.experiment_id])}
+    accuracies = [record["accuracy"] for record in trained.history[1:]]
+    for name, expected in (("final", accuracies[-1]), ("best", max(accuracies))):
+        model = mlflow.pyfunc.load_model(logged[name].model_uri)
+        assert accuracy(model.predict(test_half[0]), test_half[1]) == pytest.approx(expected)
+        assert str(model.metadata.signature.outputs) == "[Tensor('float32', (-1, 10))]"
+    with torch.no_grad():
+        net: Any = trained.net()
+        outputs = net(torch.from_numpy(test_half[0])).numpy()
+    final = mlflow.pyfunc.load_model(logged["final"].model_uri).predict(test_half[0])
+    np.testing.assert_allclose(np.asarray(final), outputs, rtol=1e-5, atol=1e-6)
+    assert run.info.status == "FINISHED"
+    with pytest.raises(ConfigError, match=r"tracking\.models: 'best' .* set checkpoint\.every"):
+        prepare(BASE, {"tracking.models": "best", "checkpoint.every": 0})
+
+
+def test_one_test_example_is_enough(trained: RunResult, tmp_path: Path):
+    from raysim.runs.export import _example
+
+    plan = prepare(trained.run_dir / "config.yaml")
+    data = plan.dataset
+    one = replace(data, x_test=data.x_test[:1], y_test=data.y_test[:1])
+    assert _example(replace(plan, dataset=one)).shape == (2, 1, 8, 8)
 
 
 @pytest.mark.parametrize(

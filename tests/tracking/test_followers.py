@@ -178,3 +178,10 @@ def test_a_package_that_is_missing_is_named(folder: Path, monkeypatch: pytest.Mo
     with pytest.raises(ConfigError, match=r"wandb is not installed.*raysim\[wandb\]"):
         raysim.run("quickstart", OVERRIDES, run_dir="r", **{"tracking.also": "wandb"})
     assert not (folder / "r").exists()
+
+
+def test_a_folder_of_that_name_is_no_package(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    (folder / "wandb_").mkdir()
+    monkeypatch.syspath_prepend(str(folder))
+    with pytest.raises(ConfigError, match=r"wandb_ is not installed"):
+        followers.require_packages(["wandb_"])

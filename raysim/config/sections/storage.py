@@ -68,6 +68,9 @@ class Tracking(Section):
     """MLflow's experiment, and the folder of its runs in runs/."""
     also: Annotated[tuple[Literal["tensorboard", "wandb"], ...], BeforeValidator(as_list)] = ()
     """Further trackers: `tensorboard` (event files in `<run_dir>/tensorboard`), `wandb`."""
+    models: Annotated[tuple[Literal["final", "best"], ...], BeforeValidator(as_list)] = ()
+    """Nets that a finished run logs as models in MLflow, with signatures: `final`, and `best`, that
+    of the best checkpoint."""
     required: bool = True
     """Whether a run needs the tracking server to start. Otherwise the spool keeps what could not be
     sent."""
