@@ -17,7 +17,10 @@ import raysim
 from raysim.data import import_torchvision
 from raysim.engine.resolve import prepare
 from raysim.errors import ConfigError
+from raysim.models.flat import BoundModel
 from raysim.models.start import freeze, load_weights
+from raysim.runs.export import export
+from raysim.runs.python_inputs import named_inputs
 
 
 @pytest.fixture(autouse=True)
@@ -348,3 +351,44 @@ def adapted(shape, classes):
     layers = OrderedDict(flat=nn.Flatten(), hidden=nn.Linear(64, 16), relu=nn.ReLU(), head=nn.Linear(16, classes))
     return get_peft_model(nn.Sequential(layers), LoraConfig(r=2, target_modules=["hidden"], modules_to_save=["head"]))
 """
+
+
+ADAPTED = """
+from raysim.data import import_torchvision
+import_torchvision()  # peft imports it, and its operators may not load
+from peft import LoraConfig, get_peft_model
+from raysim.models.sequence import transformer
+
+def adapted(shape, classes):
+    net = transformer(shape, classes, width=8, heads=2, layers=1)
+    return get_peft_model(net, LoraConfig(r=2, target_modules=["project", "out"]))
+"""
+
+
+def test_adapters_of_a_transformer_are_all_that_is_trained():
+    """P is r (inputs + outputs) for each adapted layer; the base is the same tensors in every copy of the net."""
+    import_torchvision()
+    pytest.importorskip("peft")
+    Path("adapted.py").write_text(ADAPTED)
+    keys = {**DIGITS_MLP, "task": "next_token", "model": "./adapted.py:adapted", "dtype": "float64"}
+    keys |= {"data": named_inputs({"data": sentences()})["data"], "checkpoint": {"every": 1}}
+    loop, vmap = (
+        raysim.run(keys, run_dir=mode, tracking=False, **{"batching.mode": mode})
+        for mode in ("loop", "vmap")
+    )
+    assert len(loop.parameters) == 2 * (8 + 24) + 2 * (8 + 8)
+    torch.testing.assert_close(loop.parameters, vmap.parameters, rtol=1e-10, atol=1e-12)
+    model = prepare("loop/config.yaml").model()
+    frozen = [
+        {id(p) for p in BoundModel(model).module.parameters() if not p.requires_grad}
+        for _ in range(2)
+    ]
+    assert frozen[0] == frozen[1] and len(frozen[0]) > 10
+    raysim.run(keys, rounds=1, run_dir="half", tracking=False, **{"batching.mode": "loop"})
+    assert raysim.resume("half", {"rounds": 2}).digest == loop.digest
+    net = raysim.load("loop").net()
+    again = prepare("loop/config.yaml").net.double().eval()
+    again.load_state_dict(torch.load(export("loop", "torch"), weights_only=True))
+    x = torch.arange(5)[None]
+    with torch.no_grad():
+        assert torch.equal(net(x), again(x))
