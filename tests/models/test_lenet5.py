@@ -36,15 +36,14 @@ def images(tmp_path_factory) -> Path:
     return folder
 
 
-OF_THEIR_OWN = ("fedcurv", "fedmlb", "fedreg_mg", "gradma", "mimelite", "moon", "scaffold")
-"""Rules that read more of a net than the gradient of its loss, or carry more than its parameters.
-"""
+SHORT = ("fedmlb", "gradma")
+"""Rules of the first tier: stages of the net, and three gradients in a step. Others take minutes."""
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[] if name in OF_THEIR_OWN else [pytest.mark.long])
+        pytest.param(name, marks=[] if name in SHORT else [pytest.mark.long])
         for name in algorithm_of_each_client_rule()
     ],
 )

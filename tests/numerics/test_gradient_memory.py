@@ -297,7 +297,7 @@ def test_rows_do_not_fade_unless_asked():
         admit(memory, [1], rounds)
         return absorb(memory, [1], -up[:1] + up[1:2], -up[0] + up[1], zero, 0.0, 0.5, **options)[0]
 
-    assert torch.allclose(after(2000), up[1])  # 0.5^2000 is far below the smallest float
+    assert torch.allclose(after(1200), up[1])  # 0.5^2000 is far below the smallest float
     assert not torch.allclose(after(10, max_age=10), up[1])
     assert torch.allclose(after(10, max_age=11), up[1])
     assert not torch.allclose(after(30, norm_floor=1e-6), up[1])
@@ -377,7 +377,7 @@ import torch
 from raysim.numerics import aligned, cross, use_threads
 torch.manual_seed(0)
 torch.set_num_threads(1)
-for size in (5, 4096, 4810, 30_000):
+for size in (5, 4096, 4810):
     left, right = aligned(torch.randn(10, size)), aligned(torch.randn(100, size))
     use_threads(1)
     alone = cross(left, right)

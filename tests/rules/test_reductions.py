@@ -2,9 +2,9 @@
 those to rounding only.
 
 To the bit means: the sha256 of the parameters in float32 after several rounds on the same blocks.
-Each pair is run on a net with BatchNorm one client after the other, on one without, and side by
-side under vmap; the BatchNorm statistics are compared as well. A digest that never changes would
-pass all of this, so each method is also run at a value at which it must NOT be the other one.
+Each pair is run on a net with BatchNorm, one client after the other and side by side under vmap;
+the BatchNorm statistics are compared as well. A digest that never changes would pass all of this, so each method is also run at a value at
+which it must NOT be the other one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Net(nn.Sequential):
         super().__init__(nn.Flatten(), nn.Linear(64, classes), nn.Dropout(0.7))
 """
 SIZES = [30, 12, 17, 20, 45, 0, 8, 23, 16, 5, 33, 12]
-NETS = ["tinynn-loop", "mlp-loop", "small-vmap"]
+NETS = ["small-loop", "small-vmap"]
 MOMENTUM = {"beta1": 0.9, "beta2": 0.5}
 
 SAME: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -101,7 +101,7 @@ def known() -> dict[str, Any]:
 
 @pytest.fixture
 def digest(engine, ragged, source, known):
-    """digest(algorithm, net): of the parameters after 6 rounds, and the BatchNorm statistics."""
+    """digest(algorithm, net): of the parameters after 4 rounds, and the BatchNorm statistics."""
 
     def of(
         algorithm: dict[str, Any], net: str, sizes: list[int] = SIZES, **local: Any
@@ -116,12 +116,12 @@ def digest(engine, ragged, source, known):
     ) -> tuple[str, np.ndarray]:
         name, mode = net.split("-")
         models = {
-            "tinynn": {"name": "tinynn"}, "mlp": {"name": "mlp", "hidden": [16]},
+            "mlp": {"name": "mlp", "hidden": [16]},
             "small": {"name": source("small", BATCH_NORM) + ":Net"},
             "dropout": {"name": source("dropout", DROPOUT) + ":Net"},
         }  # fmt: skip
         done, _ = engine({
-            "rounds": 6, "model": models[name], "partition": ragged(sizes), "algorithm": algorithm,
+            "rounds": 4, "model": models[name], "partition": ragged(sizes), "algorithm": algorithm,
             "schedule": {"cohort": 5}, "batching": {"mode": mode, "size": 3},
             "local": local or {"batch_size": 16, "steps": 3, "lr": 0.1},
         })  # fmt: skip
@@ -141,12 +141,12 @@ def test_to_the_bit(pair, net, digest):
     )
     assert one == other
     np.testing.assert_array_equal(statistics, statistics_of_other)
-    assert statistics.size == {"tinynn-loop": 600, "mlp-loop": 0, "small-vmap": 14}[net]
+    assert statistics.size == 14
 
 
 @pytest.mark.parametrize(
     ("pair", "net"),
-    [*((pair, "mlp-loop") for pair in OTHER), *(("fedprox", net) for net in NETS[::2])],
+    [*((pair, "mlp-loop") for pair in OTHER), *(("fedprox", net) for net in NETS)],
 )
 def test_and_otherwise_not(pair, net, digest):
     one, other = (digest(algorithm, net)[0] for algorithm in OTHER[pair])
@@ -295,7 +295,7 @@ def apart(engine, ragged, known):
             settings = json.dumps([algorithm, mode, sizes, more])
             if settings not in known:
                 known[settings] = engine({
-                    "rounds": more.get("rounds", 6), "dtype": "float64", "model": {"name": "mlp", "hidden": [16]},
+                    "rounds": more.get("rounds", 4), "dtype": "float64", "model": {"name": "mlp", "hidden": [16]},
                     "partition": ragged(sizes), "algorithm": algorithm,
                     "schedule": more.get("schedule", {"name": "sync", "cohort": min(len(sizes), 6)}),
                     "batching": {"mode": mode, "size": 3}, "local": local,
@@ -320,10 +320,9 @@ def test_to_rounding(pair, mode, apart):
     assert apart(ROUNDED[pair], mode) < 1e-6
 
 
-@pytest.mark.parametrize("mode", ["loop", "vmap"])
 @pytest.mark.parametrize("pair", APART)
-def test_and_otherwise_far_apart(pair, mode, apart):
-    assert apart(APART[pair], mode) > 1e-4
+def test_and_otherwise_far_apart(pair, apart):
+    assert apart(APART[pair], "loop") > 1e-4
 
 
 TWAFL_WITH_INA = """
@@ -361,17 +360,13 @@ def test_k_async_with_everybody_is_in_step(net, engine, ragged, source):
     """All N arrive in a round, so all begin with the version that it ends with: the bits of a round
     of everybody, with what clients keep (MOON), what the server remembers (GradMA), whatever their
     speeds."""
-    name, mode = net.split("-")
-    model = {
-        "tinynn": "tinynn",
-        "mlp": {"name": "mlp", "hidden": [16]},
-        "small": source("small", BATCH_NORM) + ":Net",
-    }[name]
+    mode = net.removeprefix("small-")
+    model = source("small", BATCH_NORM) + ":Net"
     for algorithm in ("fedavg", "moon", "gradma"):
         bits = []
         for schedule in ({"name": "sync", "cohort": 12}, {"name": "kasync", "k": 11}):
             run, _ = engine({
-                "rounds": 4, "model": model, "partition": ragged(SIZES), "algorithm": algorithm, "schedule": schedule,
+                "rounds": 3, "model": model, "partition": ragged(SIZES), "algorithm": algorithm, "schedule": schedule,
                 "batching": {"mode": mode, "size": 3}, "local": {"batch_size": 16, "steps": 3, "lr": 0.1},
             })  # fmt: skip
             bits.append((run.executor.xs[-1].tobytes(), run.executor.statistics[-1].tobytes()))

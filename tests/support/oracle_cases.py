@@ -134,7 +134,7 @@ class Case:
     binds: tuple[str, ...] = ()
     """Metrics that must be above 0 in some round: the constraints were active."""
     net: str = "mlp"
-    rounds: int = 8
+    rounds: int = 6
     seed: int = 0
     sizes: list[int] = field(default_factory=lambda: SIZES)
 

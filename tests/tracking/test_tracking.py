@@ -270,6 +270,7 @@ def test_server_stays_down_and_replay(
     assert run.info.status == "FINISHED" and run.info.end_time >= run.info.start_time
 
 
+@pytest.mark.ray
 def test_crash_before_acknowledgement(settings: Tracking, tmp_path: Path) -> None:
     """Killed after a batch arrived and before it was noted: the mark is older than the truth, or
     torn, or gone."""
