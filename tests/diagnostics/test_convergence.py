@@ -616,7 +616,7 @@ MANY = {
 @pytest.mark.parametrize(
     ("changes", "arguments", "parts"),
     [
-        ({}, ["L=-1"], ["L: '-1'", "above 0"]),
+        ({}, ["L=-1"], ["L: '-1'", "not a positive number"]),
         ({}, ["L=two"], ["L: 'two'"]),
         ({}, ["algorithm=scaffold"], ["server rule 'scaffold'"]),
         ({"schedule": {"name": "kasync", "k": 4}}, [], ["not synchronous"]),

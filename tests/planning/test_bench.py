@@ -98,9 +98,10 @@ def test_the_fastest_is_named(monkeypatch):
             self.rates = rates[(mode, batching.size) if mode == "vmap" else mode]
 
         def rounds(self):
-            yield from ({"round": t, "clients_per_second": 1e9} for t in range(3))
+            yield from ({"round": t, "system/clients_per_second": 1e9} for t in range(3))
             yield from (
-                {"round": t, "clients_per_second": rate} for t, rate in enumerate(self.rates, 3)
+                {"round": t, "system/clients_per_second": rate}
+                for t, rate in enumerate(self.rates, 3)
             )
 
     monkeypatch.setattr("raysim.planning.bench.Engine", Rounds)
