@@ -1,32 +1,42 @@
-"""Objects that are given from Python where a configuration has names: nets and rules.
+"""Objects that are given from Python where a configuration has names: nets, rules, functions.
 
 A class or a function from a module that is a user's file is named path.py:Name, as in a
 configuration file. What has no such place (classes of a notebook or a script, instances of nets) is
 named `python:NAME-DIGEST` and kept in this process. The digest covers the source of the object and
 of what it uses, the values that it refers to, and the weights of a net. A run of such an object is
-resumed from Python, with an object of the same content.
+resumed from Python, with an object of the same content. An object that holds something whose
+content cannot be read, such as an open file, has a name of its own each time, so its run is resumed
+in the same process only.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import inspect
+import logging
 import operator
 import os
 import sys
-from collections.abc import Mapping
+import uuid
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from types import CodeType, FunctionType
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
 from typing import Any
 
 from raysim.config.distributions import distribution_of
 from raysim.errors import ConfigError
+
+logger = logging.getLogger("raysim")
 
 PREFIX = "python:"
 """Begin of the names of objects that only this process has."""
 
 DIGEST_CHARACTERS = 12
 """Hexadecimal digits of the digest in a name."""
+
+UNREADABLE = "-holds-"
+"""Part of the name of an object that holds something whose content cannot be read."""
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
@@ -46,6 +56,27 @@ class PythonObject:
         return _keep, (self.name, self.value, dict(self.texts))
 
 
+class ObjectMissing(ConfigError):
+    """A configuration names an object that was given in Python, which this process does not have.
+
+    Args:
+        name: the name of the object.
+        key: the key of the configuration.
+    """
+
+    def __init__(self, name: str, key: str):
+        self.section = key.partition(".")[0]
+        self.reason = f"{key}: '{name}' was given as an object in Python, and this process has none"
+        fix = f"give it again: raysim.resume(RUN, {{'{self.section}': ...}})"
+        if UNREADABLE in name:
+            held = name.partition(UNREADABLE)[2].rpartition("-")[0]
+            self.reason += f" of the same content: it holds a {held}, whose content cannot be read"
+            fix = "start a new run"
+        else:
+            self.reason += " of the same content"
+        super().__init__(f"{self.reason}; {fix}")
+
+
 _OBJECTS: dict[str, PythonObject] = {}
 """The objects of this process by name."""
 
@@ -62,13 +93,10 @@ def find(name: str, key: str) -> PythonObject:
         key: key of the configuration that names it.
 
     Raises:
-        ConfigError: this process has no such object.
+        ObjectMissing: this process has no such object.
     """
     if name not in _OBJECTS:
-        raise ConfigError(
-            f"{key}: '{name}' was given as an object in Python, and this process has none of the "
-            f"same content; give it again: raysim.resume(RUN, {{'{key.partition('.')[0]}': ...}})"
-        )
+        raise ObjectMissing(name, key)
     return _OBJECTS[name]
 
 
@@ -84,8 +112,21 @@ def reference(value: Any) -> str:
         if file.endswith(".py") and distribution_of(module) is None:
             return f"{os.path.abspath(file)}:{place}"
         return f"{module}:{place}"
-    texts = _Description().of(value)
+    description = _Description()
+    texts = description.of(value)
     label = (place or type(value).__qualname__).rpartition(".")[2]
+    if description.unreadable is not None:
+        kind = description.unreadable
+        logger.warning(
+            "%s holds a %s, whose content cannot be read: its run cannot be resumed by another "
+            "process",
+            label,
+            kind,
+        )
+        number = uuid.uuid4().hex[:DIGEST_CHARACTERS]
+        known = [kept.name for kept in _OBJECTS.values() if kept.value is value]
+        name = known[0] if known else f"{PREFIX}{label}{UNREADABLE}{kind}-{number}"
+        return _keep(name, value, texts).name
     whole = hashlib.sha256()
     for name, text in sorted(texts.items()):
         whole.update(f"{name}\n{hashlib.sha256(text).hexdigest()}\n".encode())
@@ -107,19 +148,26 @@ class _Description:
     def __init__(self) -> None:
         self.texts: dict[str, bytes] = {}
         self.seen: dict[int, Any] = {}
+        self.names: dict[int, str] = {}
+        """Names of the texts of classes and functions, by their id."""
+        self.unreadable: str | None = None
+        """Type of an object whose content cannot be read."""
 
     def of(self, value: Any) -> dict[str, bytes]:
         """Return the texts that identify an object, by name."""
-        if content := self.content(value):
+        content = self.content(value)
+        if id(value) not in self.names:
             self.texts["value.txt"] = content
         return self.texts
 
     def content(self, value: Any) -> bytes:
-        """Return what identifies a value; b"" for what is among the texts, or is installed."""
+        """Return what identifies a value; for code its name, as its source is among the texts."""
         if isinstance(value, PLAIN):
             return repr(value).encode()
         if hasattr(value, "__array__") and not isinstance(value, type):
             return _of_array(value).encode()
+        if id(value) in self.names:
+            return self.names[id(value)].encode()
         if id(value) in self.seen or inspect.ismodule(value):
             return b""
         self.seen[id(value)] = value
@@ -129,21 +177,29 @@ class _Description:
             return b" ".join(sorted(map(self.content, value)))
         if isinstance(value, Mapping):
             return b" ".join(self.content(item) for pair in value.items() for item in pair)
-        if isinstance(value, FunctionType | type):
-            if _is_users(value):
-                self.definition(value)
-            return b""
+        if isinstance(value, FunctionType | BuiltinFunctionType | type):
+            if _is_users(value) and not isinstance(value, BuiltinFunctionType):
+                return self.definition(value).encode()
+            return f"{value.__module__}.{value.__qualname__}".encode()
+        if isinstance(value, MethodType):
+            return self.content(value.__func__) + b" " + self.content(value.__self__)
+        if isinstance(value, functools.partial):
+            return self.content((value.func, value.args, value.keywords))
         if _is_net(value):
             return self.net(value)
-        self.content(type(value))
-        fields = sorted(getattr(value, "__dict__", {}).items())
-        return b" ".join(self.content(item) for pair in fields for item in pair)
+        try:
+            parts = value.__reduce_ex__(4)  # the class and the state, as pickle would store them
+        except Exception:  # anything may be raised by an object that cannot be pickled
+            self.unreadable = type(value).__name__
+            return b""
+        return self.content([list(p) if isinstance(p, Iterator) else p for p in parts])
 
-    def definition(self, value: Any) -> None:
-        """Add the source of a class or a function, and what it refers to."""
+    def definition(self, value: Any) -> str:
+        """Add the source of a class or a function, and what it refers to; return its name."""
         name = value.__qualname__.replace("<locals>.", "")
         while f"{name}.py" in self.texts:
             name += "_"
+        self.names[id(value)] = name
         self.texts[f"{name}.py"] = _source(value)
         values: dict[str, Any] = {}
         if isinstance(value, type):
@@ -156,8 +212,12 @@ class _Description:
         else:
             values = _references(value)
         for key, used in sorted(values.items()):
-            if content := self.content(used):
+            named = getattr(used, "__name__", None) == key  # then the source says which it is
+            if named and not _is_users(used):
+                continue
+            if (content := self.content(used)) and not named:
                 self.texts[f"{name}-{key}.txt"] = content
+        return name
 
     def net(self, net: Any) -> bytes:
         """Return the structure of a net, the plain attributes of its modules, and its tensors."""
@@ -203,7 +263,10 @@ def _of_array(value: Any) -> str:
 def _source(value: Any) -> bytes:
     """Return the source of a class or a function, or its code where there is none."""
     try:
-        return inspect.getsource(value).encode()
+        source = inspect.getsource(value).encode()
+        if isinstance(value, FunctionType) and value.__name__ == "<lambda>":
+            return source + f"\n# {_code_text(value.__code__)}".encode()  # a line may hold several
+        return source
     except (OSError, TypeError):
         functions = [value] if isinstance(value, FunctionType) else list(vars(value).values())
         codes = [f.__code__ for f in functions if isinstance(f, FunctionType)]

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from raysim.config.sections.data import OwnPartition
+from raysim.data.stored import stored_arrays
 from raysim.data.users_function import call_function
 from raysim.errors import ConfigError
 
@@ -87,6 +90,30 @@ def divide_by_function(p: OwnPartition, y: np.ndarray, rng: np.random.Generator)
         raise ConfigError(f"{place} gave no client an example")
     _check_indices(indices, offsets, len(y), place, p.overlap)
     return indices, offsets
+
+
+def stored(lists: Sequence[Any]) -> dict[str, Any]:
+    """Write a partition that was given from Python to a file that is named after its content.
+
+    Args:
+        lists: the positions of each client's examples.
+
+    Returns:
+        The section `partition` that reads it.
+
+    Raises:
+        ConfigError: they are no lists of positions, or the file cannot be written.
+    """
+    try:
+        clients = [_whole_numbers(np.asarray(entry)) for entry in lists]
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"partition: expected the positions of each client's examples: {error}"
+        ) from None
+    indices = np.concatenate([np.empty(0, dtype=np.int64), *clients])
+    offsets = np.cumsum([0, *map(len, clients)])
+    path = stored_arrays("partition", {"indices": indices, "offsets": offsets})
+    return {"name": "file", "path": str(path)}
 
 
 def _check_indices(

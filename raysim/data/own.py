@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,17 +13,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from raysim import files
 from raysim.config.sections.data import Arrays, OwnData
 from raysim.data.dataset import (
     IMAGENET_GREY_MEAN_STD,
     IMAGENET_MEAN_STD,
     Dataset,
     channels_first,
-    data_root,
     normalise,
 )
 from raysim.data.own_forms import REQUIRED_ARRAYS, USER_KEYS, FormReader
+from raysim.data.stored import stored_arrays
 from raysim.data.users_function import call_function
 from raysim.errors import ConfigError, did_you_mean, in_a_line
 
@@ -276,9 +274,6 @@ def _as_images(x: np.ndarray) -> np.ndarray:
 
 # -- examples that are given from Python -----------------------------------------------------------
 
-STORED_FOLDER = "from_python"
-"""Folder of the examples that were given from Python, in that of the data sets."""
-
 
 def is_content(value: Any) -> bool:
     """Return whether a mapping holds examples, and not the keys of a configuration.
@@ -312,17 +307,7 @@ def stored(content: Any) -> dict[str, Any]:
         arrays["public_x"] = dataset.public_x
     if dataset.public_y is not None:
         arrays["public_y"] = dataset.public_y
-    whole = hashlib.sha256(f"{dataset.digest} {dataset.group_names}".encode()).hexdigest()
-    path = data_root().absolute() / STORED_FOLDER / f"python-{whole[:16]}.npz"
-    if not path.exists():
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with files.whole(path) as partial:
-                np.savez(partial, **arrays)
-        except OSError as error:
-            raise ConfigError(
-                f"data: {path} cannot be written: {error.strerror}; set $RAYSIM_DATA to a folder "
-                "for data sets"
-            ) from None
+    identity = f"{dataset.digest} {dataset.group_names}"
+    path = stored_arrays("data", arrays, identity)
     classes = dataset.n_classes or None
     return {"name": "arrays", "path": str(path), "classes": classes}

@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 import numpy as np
 import torch
+from torch import nn
 
 from raysim.config.references import load_object
 from raysim.config.schema import Config
@@ -20,6 +21,7 @@ from raysim.rules.batch import Batch
 from raysim.rules.contract import ClientRule, ServerRule
 from raysim.rules.learning_task import LearningTask, TaskData, TaskMetric
 from raysim.rules.learning_tasks import TASKS
+from raysim.rules.loss_task import LossFunction, LossTask, task_like, with_loss
 from raysim.rules.public import PublicData, PublicNeed
 from raysim.rules.registry import build_part
 from raysim.signals import reraise_stop
@@ -28,25 +30,55 @@ SAMPLE_EXAMPLES = 6
 """Number of real examples on which the net is checked."""
 
 
-def make_learning_task(config: Config) -> LearningTask:
-    """Return the learning task that a configuration names, with its parameters.
+def find_learning_task(config: Config) -> type[LearningTask] | LossFunction:
+    """Return the class of the learning task that a configuration names, or the loss function.
 
     Args:
         config: the configuration of the run.
 
     Raises:
-        ConfigError: the task is unknown, cannot be loaded, or a parameter is wrong.
+        ConfigError: the task is unknown or cannot be loaded.
     """
     name = config.task.name
-    cls: Any = load_object(name, "task.name") if ":" in name else TASKS.get(name)
-    if cls is None:
+    found: Any = load_object(name, "task.name") if ":" in name else TASKS.get(name)
+    if found is None:
         raise ConfigError(
             f"task.name: unknown task '{name}'{did_you_mean(name, TASKS)}; "
             "write your own as path.py:Class"
         )
-    if not (isinstance(cls, type) and issubclass(cls, LearningTask)):
+    is_class = isinstance(found, type)
+    if is_class and issubclass(found, nn.Module):
+        raise ConfigError(
+            f"task.name: '{name}' is a class; give an instance of it, {found.__name__}()"
+        )
+    if is_class and not issubclass(found, LearningTask):
         raise ConfigError(f"task.name: '{name}' is not a subclass of raysim.rules.LearningTask")
-    return build_part("task", cls, config.task.parameters)
+    if not callable(found):
+        raise ConfigError(f"task.name: '{name}' is neither a learning task nor a loss function")
+    return found
+
+
+def make_learning_task(
+    config: Config, found: type[LearningTask] | LossFunction, dataset: Dataset
+) -> LearningTask:
+    """Return the learning task of a run, with its parameters.
+
+    Args:
+        config: the configuration of the run.
+        found: its class, or the loss function, see `find_learning_task`.
+        dataset: the data set, which says what task a loss function is for.
+
+    Raises:
+        ConfigError: a parameter is wrong.
+    """
+    parameters = config.task.parameters
+    if isinstance(found, type):
+        return build_part("task", found, parameters)
+    like = parameters.pop("like", None) or task_like(found, _task_data(dataset))
+    if like not in TASKS:
+        raise ConfigError(f"task.like: unknown task {like!r}{did_you_mean(str(like), TASKS)}")
+    name = config.task.name.rpartition(":")[2].rpartition(".")[2]
+    return build_part("task", with_loss(found, like, name), parameters)
 
 
 def task_section(config: Config, task: LearningTask) -> Named:
@@ -56,7 +88,13 @@ def task_section(config: Config, task: LearningTask) -> Named:
         config: the configuration of the run.
         task: its learning task.
     """
-    return Named.model_validate({"name": config.task.name, **asdict(task)})
+    like = {"like": task.like} if isinstance(task, LossTask) else {}
+    return Named.model_validate({"name": config.task.name, **like, **asdict(task)})
+
+
+def _task_data(dataset: Dataset) -> TaskData:
+    """Return the examples of a data set, as a learning task checks them."""
+    return TaskData(dataset.x, dataset.y, dataset.x_test, dataset.y_test, dataset.n_classes)
 
 
 def check_data(config: Config, task: LearningTask, dataset: Dataset) -> int:
@@ -73,7 +111,7 @@ def check_data(config: Config, task: LearningTask, dataset: Dataset) -> int:
     Raises:
         ConfigError: they do not fit; the message names the example and the fix.
     """
-    data = TaskData(dataset.x, dataset.y, dataset.x_test, dataset.y_test, dataset.n_classes)
+    data = _task_data(dataset)
     try:
         task.check(data)
         outputs = int(task.outputs(data))

@@ -1,4 +1,4 @@
-"""Python objects in place of names: arrays and data sets, nets, rules.
+"""Python objects in place of names: data, functions, nets, rules, tasks, losses, stages, probes.
 
 `named_inputs` replaces each object by a section of the configuration that means it. Examples are
 written to a file that is named after their content, so that the run can be resumed from anywhere.
@@ -7,43 +7,48 @@ written to a file that is named after their content, so that the run can be resu
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+import fnmatch
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+from torch import nn
+
 from raysim.config import python_objects
 from raysim.config.loading import parse_overrides
-from raysim.data import own
+from raysim.data import given_partitions, own
+from raysim.engine.plan import Probe
 from raysim.errors import ConfigError
-from raysim.rules import Algorithm, ClientRule, ServerRule
+from raysim.rules import Algorithm, ClientRule, ClientSampling, LearningTask, ServerRule, TaskMetric
 from raysim.rules.contract import ALGORITHMS, CLIENT_RULES, SERVER_RULES
+from raysim.rules.learning_tasks import TASKS
+from raysim.rules.upload_stages import STAGES, UploadStage
 
-SECTIONS_OF_RULES: dict[str, Mapping[str, Any]] = {
-    "algorithm": ALGORITHMS,
-    "client": CLIENT_RULES,
-    "server": SERVER_RULES,
-}
-"""The shipped methods of the sections that name rules."""
+Section = dict[str, Any]
+"""A section of a configuration: a name, and parameters."""
 
 
-def named_inputs(given: Iterable[str] | Mapping[str, Any]) -> dict[str, Any]:
+def named_inputs(given: Iterable[str] | Mapping[str, Any], several: bool = False) -> dict[str, Any]:
     """Return a configuration, or overrides, without objects.
 
     Args:
         given: the mapping; texts "key=value" are parsed, and cannot hold objects.
+        several: whether a list holds several values of a key, as in the overrides of a sweep.
 
     Raises:
-        ConfigError: an object is neither data, a net nor a rule; the message names its key.
+        ConfigError: an object is not what its key needs, or a parameter is none that a
+            configuration can hold; the message names its key.
     """
     if not isinstance(given, Mapping):
         return parse_overrides(given)
-    result = dict(given)
-    for section in ("data", "model", *SECTIONS_OF_RULES):
-        for key in (section, f"{section}.name"):
-            if key in result and not _is_plain(result[key]):
-                named = _named(section, result[key])
-                result[key] = named if key == section else named["name"]
-    return result
+    return {
+        key: [_without_objects(key, item) for item in value]
+        if several and isinstance(value, list)
+        else _without_objects(key, value)
+        for key, value in given.items()
+    }
 
 
 def named_source(source: str | Path | Mapping[str, Any]) -> str | Path | dict[str, Any]:
@@ -55,36 +60,170 @@ def named_source(source: str | Path | Mapping[str, Any]) -> str | Path | dict[st
     return named_inputs(source) if isinstance(source, Mapping) else source
 
 
-def _is_plain(value: Any) -> bool:
-    """Return whether a section is as in a file: a name, or a mapping of keys."""
-    if isinstance(value, Mapping):
-        name = value.get("name")
-        return not own.is_content(value) and (name is None or isinstance(name, str))
-    return value is None or isinstance(value, str)
+def _without_objects(key: str, value: Any) -> Any:
+    """Return the value of a key, in any depth, without objects."""
+    for place, name_of in LISTS.items():
+        if value is None or not fnmatch.fnmatchcase(key, place):
+            continue
+        items = value if isinstance(value, list | tuple) else [value]
+        named = [
+            {"name": item} if isinstance(item, str) else _section(key, item, name_of)
+            for item in items
+        ]
+        return [part["name"] for part in named] if key == METRICS else named
+    section = key.removesuffix(".name")
+    for place, name_of in SECTIONS.items():
+        if fnmatch.fnmatchcase(section, place) and section.count(".") == place.count("."):
+            named = _section(section, value, name_of)
+            return named["name"] if section != key and isinstance(named, Mapping) else named
+    if isinstance(value, Mapping) and key.partition(".")[0] in SECTIONS_ABOVE:
+        return {inner: _without_objects(f"{key}.{inner}", item) for inner, item in value.items()}
+    return value
 
 
-def _named(section: str, value: Any) -> dict[str, Any]:
-    """Return the section that means an object."""
-    if section == "data":
-        return own.stored(value)
-    if isinstance(value, Mapping):
-        return {**value, **_named(section, value["name"])}
-    if section == "model":
-        if not callable(value):
-            raise ConfigError(
-                f"model: a {type(value).__name__} is neither a torch.nn.Module nor a function that "
-                "returns one"
-            )
-        return {"name": python_objects.reference(value)}
-    is_instance = isinstance(value, ClientRule | ServerRule)
-    cls = type(value) if is_instance else value
-    is_class = isinstance(cls, type) and issubclass(cls, ClientRule | ServerRule)
-    if not is_class and not isinstance(value, Algorithm):
+def _section(key: str, value: Any, name_of: Callable[[str, Any], Section]) -> Any:
+    """Return a section without objects; what is none already is returned as it is."""
+    if value is None or isinstance(value, str):
+        return value
+    if not isinstance(value, Mapping) or (key == "data" and own.is_content(value)):
+        return name_of(key, value)
+    parameters = {
+        inner: item if inner == "name" else _plain(f"{key}.{inner}", item)
+        for inner, item in value.items()
+    }
+    if isinstance(name := value.get("name"), str | None):
+        return parameters
+    return {**parameters, **name_of(key, name)}
+
+
+def _plain(key: str, value: Any) -> Any:
+    """Return a parameter as a configuration can hold it."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, torch.Tensor | np.ndarray | nn.Module) or callable(value):
         raise ConfigError(
-            f"{section}: a {type(value).__name__} is not a rule; give a ClientRule or a "
-            "ServerRule, an instance of one, or an Algorithm"
+            f"{key}: a {type(value).__name__} is no value of a configuration, which has numbers, "
+            "texts, lists and mappings; give a list, or define the class or function inside of a "
+            "function that has it as a variable"
         )
-    shipped = [name for name, known in SECTIONS_OF_RULES[section].items() if known is cls]
-    name = shipped[0] if shipped else python_objects.reference(cls)
-    fields = dataclasses.fields(value) if is_instance else ()
-    return {"name": name, **{f.name: getattr(value, f.name) for f in fields}}
+    if isinstance(value, Mapping):
+        return {inner: _plain(f"{key}.{inner}", item) for inner, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_plain(f"{key}.{i}", item) for i, item in enumerate(value))
+    return value
+
+
+def _instance(key: str, value: Any, cls: type, shipped: Mapping[str, Any]) -> Section:
+    """Return the section of a class, or of its instance with the values of the fields."""
+    names = [name for name, known in shipped.items() if known is cls]
+    name = names[0] if names else python_objects.reference(cls)
+    fields = dataclasses.fields(value) if value is not cls else ()
+    values = {f.name: getattr(value, f.name) for f in fields if f.init}
+    return {"name": name, **{k: _plain(f"{key}.{k}", v) for k, v in values.items()}}
+
+
+def _class_of(value: Any, *bases: type) -> type | None:
+    """Return a class or the class of an instance; None if it is derived from none of the bases."""
+    cls = value if isinstance(value, type) else type(value)
+    return cls if issubclass(cls, bases) else None
+
+
+# -- what each section may be ----------------------------------------------------------------------
+
+
+def _data(key: str, value: Any) -> Section:
+    is_function = callable(value) and not isinstance(value, torch.utils.data.Dataset)
+    return {"name": python_objects.reference(value)} if is_function else own.stored(value)
+
+
+def _partition(key: str, value: Any) -> Section:
+    if callable(value):
+        return {"name": python_objects.reference(value)}
+    if isinstance(value, list | tuple):
+        return given_partitions.stored(value)
+    raise ConfigError(
+        f"{key}: a {type(value).__name__} is neither a function of (y, clients, rng) nor a list "
+        "with the positions of each client's examples"
+    )
+
+
+def _task(key: str, value: Any) -> Section:
+    if cls := _class_of(value, LearningTask):
+        return _instance(key, value, cls, TASKS)
+    if callable(value):
+        return {"name": python_objects.reference(value)}
+    raise ConfigError(
+        f"{key}: a {type(value).__name__} is neither a LearningTask nor a loss function of outputs "
+        "and targets"
+    )
+
+
+def _model(key: str, value: Any) -> Section:
+    if not callable(value):
+        raise ConfigError(
+            f"{key}: a {type(value).__name__} is neither a torch.nn.Module nor a function that "
+            "returns one"
+        )
+    return {"name": python_objects.reference(value)}
+
+
+def _rule(key: str, value: Any) -> Section:
+    shipped = SECTIONS_OF_RULES[key.rpartition(".")[2]]
+    if isinstance(value, Algorithm):
+        return _instance(key, value, value, shipped)  # pyright: ignore[reportArgumentType]
+    if cls := _class_of(value, ClientRule, ServerRule):
+        return _instance(key, value, cls, shipped)
+    raise ConfigError(
+        f"{key}: a {type(value).__name__} is not a rule; give a ClientRule or a "
+        "ServerRule, an instance of one, or an Algorithm"
+    )
+
+
+def _derived(base: type, shipped: Mapping[str, Any] | None = None) -> Callable[[str, Any], Section]:
+    """Return the function for a section of which a user derives classes."""
+
+    def name_of(key: str, value: Any) -> Section:
+        if cls := _class_of(value, base):
+            return _instance(key, value, cls, shipped or {})
+        raise ConfigError(
+            f"{key}: {value!r} is neither a name nor derived from raysim's {base.__name__}"
+        )
+
+    return name_of
+
+
+SECTIONS_OF_RULES: dict[str, Mapping[str, Any]] = {
+    "algorithm": ALGORITHMS,
+    "client": CLIENT_RULES,
+    "server": SERVER_RULES,
+}
+"""The shipped methods of the sections that name rules."""
+
+SECTIONS: dict[str, Callable[[str, Any], Section]] = {
+    "data": _data,
+    "partition": _partition,
+    "task": _task,
+    "model": _model,
+    "algorithm": _rule,
+    "client": _rule,
+    "server": _rule,
+    "groups.*.client": _rule,
+    "schedule.sampling": _derived(ClientSampling),
+}
+"""For each section that may be an object: the function that returns its name and parameters."""
+
+METRICS = "evaluate.metrics"
+"""The list of metrics, which are named without parameters."""
+
+LISTS: dict[str, Callable[[str, Any], Section]] = {
+    "local.upload": _derived(UploadStage, STAGES),
+    "groups.*.local.upload": _derived(UploadStage, STAGES),
+    "evaluate.probes": _derived(Probe),
+    METRICS: _derived(TaskMetric),
+}
+"""The same for the items of lists."""
+
+SECTIONS_ABOVE = ("groups", "schedule", "local", "evaluate")
+"""Sections that hold such sections."""

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from raysim import files
 from raysim.config import explain
+from raysim.config.python_objects import ObjectMissing
 from raysim.config.renamed import with_present_metrics
 from raysim.config.schema import Config
 from raysim.config.sections.evaluation import BestBy
@@ -31,6 +32,7 @@ from raysim.engine.resolve import prepare, read_run_config
 from raysim.errors import ConfigError
 from raysim.metrics import has_direction, lower_is_better
 from raysim.runs import run_dir
+from raysim.runs.python_inputs import named_inputs
 from raysim.runs.run_dir import HISTORY_FILE, PARAMETERS_FILE
 from raysim.tracking.spool import Tail
 
@@ -105,7 +107,10 @@ class RunResult:
             ConfigError: the net cannot be built, for example because its file is gone. The data
                 set is read, whose shape and classes the net needs.
         """
-        return net_with(prepare(self.run_dir / "config.yaml"), self.state_dict)
+        try:
+            return net_with(prepare(self.run_dir / "config.yaml"), self.state_dict)
+        except ObjectMissing as error:
+            raise _not_loaded(error) from None
 
     @property
     def clients_per_second(self) -> float:
@@ -204,13 +209,23 @@ def parameters_digest(x: Tensor) -> str:
     return hashlib.sha256(x.contiguous().numpy().tobytes()).hexdigest()
 
 
-def load(run: str | Path, *, tracking_uri: str | None = None) -> RunResult:
+def _not_loaded(error: ObjectMissing) -> ConfigError:
+    """Return the error for a run whose Python object is missing where the run is loaded."""
+    return ConfigError(
+        f"{error.reason}; give it to load, as in raysim.load(RUN, {error.section}=...), or load "
+        "the parameters into your own net: NET.load_state_dict(raysim.load(RUN).state_dict)"
+    )
+
+
+def load(run: str | Path, *, tracking_uri: str | None = None, **objects: Any) -> RunResult:
     """Load the result of a run that is finished, or was stopped after a checkpoint.
 
     Args:
         run: the run's folder, or its MLflow id.
         tracking_uri: the MLflow store in which an id is looked up; the default is that of a
             configuration.
+        **objects: the objects that the run was given in Python, such as `model`; `net` of the
+            result needs them.
 
     Returns:
         The result. The result of a stopped run is that of its last checkpoint; to name its
@@ -220,6 +235,7 @@ def load(run: str | Path, *, tracking_uri: str | None = None) -> RunResult:
         ConfigError: there is no such run, it is still running, it has no checkpoint yet, or a file
             is damaged.
     """
+    named_inputs(objects)  # from now on this process has them
     folder = run_dir.find_run_dir(run, tracking_uri)
     config = explain.validate(read_run_config(folder / "config.yaml"))
     tail = Tail(folder)
@@ -237,7 +253,11 @@ def load(run: str | Path, *, tracking_uri: str | None = None) -> RunResult:
             )
         x = saved.server["state/x"]
         history = saved.facts["history"]
-        named = prepare(folder / "config.yaml").model().state_dict(x, saved.server["buffers"])
+        try:
+            plan = prepare(folder / "config.yaml")
+        except ObjectMissing as error:
+            raise _not_loaded(error) from None
+        named = plan.model().state_dict(x, saved.server["buffers"])
         stopped = f"stopped after round {saved.facts['round']} of {config.rounds}"
     seconds = sum(record.get("system/round_seconds", 0.0) for record in history)
     return RunResult(

@@ -81,9 +81,12 @@ def run(
     Args:
         source: a configuration file, the name of a shipped one ("quickstart"), or a mapping.
         overrides: "key=value" with dots, or a mapping; `keys` are the same as keyword arguments.
-            In a mapping, `data` may be (x, y, x_test, y_test), a mapping of them, or two torch data
-            sets; `model` a torch.nn.Module or a function that returns one; `client`, `server` and
-            `algorithm` a rule, its class, or an Algorithm.
+            In a mapping, `data` may be (x, y, x_test, y_test), a mapping of them, two torch data
+            sets, or a function that returns one of these; `partition` a function, or the positions
+            of each client's examples; `task` a LearningTask or a loss function of outputs and
+            targets; `model` a torch.nn.Module or a function that returns one; `client`, `server`
+            and `algorithm` a rule, its class, or an Algorithm. Metrics, probes, upload stages,
+            sampling rules and the client rules of groups may be classes or instances, too.
         progress: called with each round's record. If it returns True, or a text with the reason,
             the run ends gracefully after the rounds that are trained by then: their result is
             returned, a checkpoint is written, and `resume` trains the rest. In MLflow the run has

@@ -22,9 +22,11 @@ from filelock import FileLock, Timeout
 from raysim import files, startup_stages
 from raysim.config.schema import Config
 from raysim.config.tracking_uri import absolute_uri, redacted_uri, restored_uri
+from raysim.engine import file_digests
 from raysim.errors import ConfigError, RaysimError
 from raysim.runs.description import NOTE
 from raysim.runs.provenance import command_tag
+from raysim.runs.python_inputs import named_inputs, named_source
 from raysim.runs.result import best_values
 from raysim.signals import stoppable
 from raysim.sweeps import summary
@@ -54,6 +56,7 @@ def sweep(
             defines the values.
         overrides: "key=value" as on the command line ("seed=0..4"), or a mapping in which a list
             holds several values ({"local.lr": [0.1, 0.01]}). They replace the values of the file.
+            Objects are given as to `run`.
         parallel: number of trials at once; by default as many as the machine or the cluster has
             room for.
         folder: folder of the trials; the default is `runs`.
@@ -68,7 +71,7 @@ def sweep(
         ConfigError: a trial cannot run; nothing has started.
         RaysimError: the tracking store cannot be used, or another sweep runs in the same folder.
     """
-    planned = prepare_sweep(source, overrides, folder)
+    planned = prepare_sweep(named_source(source), named_inputs(overrides, several=True), folder)
     book = None if ledger is None else SweepLedger(ledger, planned, logger.warning)
     return run_sweep(planned, parallel, watch, book)
 
@@ -289,12 +292,14 @@ def _on_tune(
     )
     stopping, retries = sweep.settings.early_stopping, sweep.settings.retries
     course = TrialLog(missing, watch)
+    code = [file_digests.code(trial.config) for trial in missing]
 
     def one(choice: dict[str, int]) -> None:
         os.chdir(here)
         os.environ["RAY_ADDRESS"] = (
             address  # a trial's actors are the cluster's matter, not this machine's
         )
+        assert len(code) == len(missing)  # brings objects of Python to the trial's process
         trial = missing[choice["trial"]]
         order = _order(trial)
         order.unlink(missing_ok=True)

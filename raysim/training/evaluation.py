@@ -13,6 +13,7 @@ from raysim.data import Examples
 from raysim.models.flat import BoundModel
 from raysim.rules.batch import Batch
 from raysim.rules.learning_task import TaskMetric
+from raysim.rules.loss_task import LossTask
 
 
 @torch.no_grad()
@@ -54,7 +55,7 @@ def measure(
             own_x = metric.inputs(x)
             own_outputs = outputs if own_x is x else _outputs(net, buffers, own_x)
             parts.append(metric.rows(own_outputs, y))
-        loss += _summed_loss(net, outputs.double(), x, y)
+        loss += _summed_loss(net, outputs, x, y)
         if classes:
             hits = y[outputs.argmax(1) == y]
             of_class += torch.stack([torch.bincount(p, minlength=classes) for p in (hits, y)])
@@ -79,7 +80,10 @@ def _whole(parts: list[Tensor]) -> np.ndarray:
 
 
 def _summed_loss(net: BoundModel, outputs: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    """Return the sum of the examples' losses."""
+    """Return the sum of the examples' losses, float64."""
+    task = net.model.learning_task
     if net.model.is_classifier:
-        return F.cross_entropy(outputs, y, reduction="sum")
-    return net.model.learning_task.loss(outputs, Batch(x, y)).sum()
+        return F.cross_entropy(outputs.double(), y, reduction="sum")
+    if isinstance(task, LossTask):  # a function of the user's may hold tensors of the run's dtype
+        return task.loss(outputs, Batch(x, y)).double().sum()
+    return task.loss(outputs.double(), Batch(x, y)).sum()

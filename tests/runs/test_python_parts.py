@@ -1,0 +1,246 @@
+"""Tasks, losses, functions, metrics, probes, stages and groups that are given from Python, as objects."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import raysim
+from raysim.config import python_objects
+from raysim.engine.resolve import prepare
+from raysim.errors import ConfigError
+from raysim.rules import Batch, ClientSampling, Regression, TaskMetric, UploadStage
+from raysim.rules.loss_task import task_like, with_loss
+from raysim.runs.python_inputs import named_inputs
+
+RNG = np.random.default_rng(4)
+X, Y = RNG.normal(size=(40, 4)), np.arange(40) % 3
+WEIGHTS = torch.tensor([0.5, 1.0, 2.0])
+
+
+@pytest.fixture
+def config(base: dict[str, Any], tmp_path, monkeypatch) -> dict[str, Any]:
+    monkeypatch.setenv("RAYSIM_DATA", str(tmp_path / "data"))
+    monkeypatch.setattr(python_objects, "_OBJECTS", {})
+    return {
+        **base,
+        "rounds": 1,
+        "data": (X[:30], Y[:30], X[30:], Y[30:]),
+        "model": "logistic",
+        "algorithm": "fedavg",
+        "partition": {"clients": 4},
+        "local": {"steps": 2, "batch_size": 4, "lr": 0.1},
+        "schedule": {"cohort": 3},
+        "evaluate": {"every": 1},
+        "run_dir": None,
+    }
+
+
+def trained(config: dict[str, Any], **keys: Any) -> raysim.RunResult:
+    return raysim.run({**config, **keys}, tracking=False)
+
+
+# -- losses ----------------------------------------------------------------------------------------
+
+
+def mean_loss(outputs, y):
+    return F.cross_entropy(outputs, y)
+
+
+@pytest.mark.parametrize(
+    "loss", [F.cross_entropy, nn.CrossEntropyLoss(), mean_loss, lambda o, y: F.cross_entropy(o, y)]
+)
+@pytest.mark.parametrize("mode", ["loop", "vmap"])
+def test_a_cross_entropy_of_any_form_is_classification(config, loss, mode):
+    keys = {"batching": {"mode": mode}}
+    own, shipped = trained(config, task=loss, **keys), trained(config, **keys)
+    torch.testing.assert_close(own.parameters, shipped.parameters, rtol=1e-5, atol=1e-6)
+    assert own.history[-1]["accuracy"] == shipped.history[-1]["accuracy"]
+    assert own.history[-1]["loss"] == pytest.approx(shipped.history[-1]["loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "loss", [F.mse_loss, nn.MSELoss(reduction="sum"), lambda o, y: (o - y) ** 2]
+)
+def test_a_squared_error_is_regression_also_of_whole_numbers(config, loss):
+    data = (X[:30], 3 * Y[:30], X[30:], 3 * Y[30:])
+    own = trained(config, task=loss, data=data)
+    shipped = trained(config, task="regression", data=data)
+    assert own.parameters.shape == (5,)
+    torch.testing.assert_close(own.parameters, shipped.parameters, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [nn.CrossEntropyLoss(weight=WEIGHTS), functools.partial(F.cross_entropy, weight=WEIGHTS)],
+)
+def test_weights_of_classes_count(loss):
+    """Each example is weighted by its class; a mean within one example would cancel the weight."""
+    task = with_loss(loss, "classification", "weighted")()
+    logits, y = torch.randn(6, 3, generator=torch.Generator().manual_seed(0)), torch.arange(6) % 3
+    expected = WEIGHTS[y] * F.cross_entropy(logits, y, reduction="none")
+    for dtype in (torch.float32, torch.float64):
+        torch.testing.assert_close(
+            task.loss(logits.to(dtype), Batch(torch.zeros(6), y)), expected.to(dtype)
+        )
+
+
+def test_a_task_of_tokens_or_of_zeros_and_ones_is_told_by_its_data(config):
+    plan = prepare(
+        named_inputs(
+            {
+                **config,
+                "data": (Y[:, None], Y[:, None]) * 2,
+                "task": F.cross_entropy,
+                "model": "lstm",
+            }
+        )
+    )
+    assert plan.config.task.parameters["like"] == "next_token"
+    hot = np.eye(3)[Y]
+    plan = prepare(
+        named_inputs({**config, "data": (X, hot, X, hot), "task": nn.BCEWithLogitsLoss()})
+    )
+    assert plan.config.task.parameters["like"] == "multilabel"
+    assert (
+        prepare(plan.config.model_dump(mode="json")).config.fingerprint == plan.config.fingerprint
+    )
+    assert task_like.__module__ == "raysim.rules.loss_task"
+
+
+@dataclass(frozen=True)
+class Quantile(Regression):
+    q: float = 0.5
+
+    def loss(self, outputs, batch):
+        error = batch.y.reshape(outputs.shape) - outputs
+        return torch.maximum(self.q * error, (self.q - 1) * error).mean(1)
+
+
+def test_a_task_is_a_class_or_an_instance(config):
+    data = (X, X[:, 0], X, X[:, 0])
+    plan = prepare(named_inputs({**config, "data": data, "task": Quantile(q=0.9)}))
+    assert vars(plan.learning_task) == {"q": 0.9} and plan.learning_task.name == "Quantile"
+    plan = prepare(named_inputs({**config, "data": data, "task": {"name": Quantile, "q": 0.2}}))
+    assert vars(plan.learning_task) == {"q": 0.2}
+    assert (
+        prepare(named_inputs({**config, "data": data, "task": Regression()})).config.task.name
+        == "regression"
+    )
+
+
+# -- other parts -----------------------------------------------------------------------------------
+
+
+class Hits(TaskMetric):
+    def rows(self, outputs, y):
+        return outputs.argmax(1) == y
+
+
+@dataclass(frozen=True)
+class Halved(UploadStage):
+    factor: float = 0.5
+
+    def encode(self, update, rng):
+        return self.factor * update
+
+
+@dataclass(frozen=True)
+class First(ClientSampling):
+    def sample(self, pool, size, t, rng):
+        return pool.ids[:size].tolist()
+
+
+@dataclass(frozen=True)
+class Flipped(raysim.ClientRule):
+    factor: float = -1.0
+
+    def direction(self, shared, state, batch, task):
+        return self.factor * task.grad(state["w"], batch)
+
+
+def test_functions_metrics_stages_sampling_and_groups_may_be_objects(config):
+    result = trained(
+        config,
+        data={"name": lambda n: (X[:n], Y[:n], X[n:], Y[n:]), "n": 30},
+        partition={
+            "name": lambda y, clients, rng: np.array_split(np.arange(len(y)), clients),
+            "clients": 3,
+        },
+        evaluate={"every": 1, "metrics": ["accuracy", Hits]},
+        local={"steps": 1, "upload": [Halved(factor=0.25)]},
+        schedule={"cohort": 2, "sampling": First()},
+        groups={"bad": {"ids": [1], "client": Flipped(factor=-2.0)}},
+    )
+    assert result.history[-1]["hits"] == result.history[-1]["accuracy"]
+    assert result.config.local.upload[0].parameters["factor"] == 0.25
+    group = result.config.groups["bad"].client
+    assert group is not None and group.parameters["factor"] == -2.0
+
+
+def test_positions_of_each_clients_examples_are_a_partition(config):
+    plan = prepare(
+        named_inputs({**config, "partition": [[0, 5], np.array([1, 2, 3]), range(7, 9)]})
+    )
+    assert [plan.clients.client(i).tolist() for i in range(3)] == [[0, 5], [1, 2, 3], [7, 8]]
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"task": nn.CrossEntropyLoss}, "task.name: .* is a class; give an instance of it"),
+        ({"task": 3}, "task: a int is neither a LearningTask nor a loss function"),
+        ({"task": lambda o, y: o.foo}, "task: loss of .* fails on two examples: AttributeError"),
+        ({"partition": 3}, "partition: a int is neither a function"),
+        ({"evaluate": {"metrics": [3]}}, "evaluate.metrics: 3 is neither a name nor derived"),
+        ({"local": {"upload": [Hits]}}, "local.upload: .*Hits.* is neither a name nor derived"),
+        ({"client": {"name": Flipped, "factor": torch.ones(2)}}, "client.factor: a Tensor is no val"),
+        ({"data": {"name": lambda: None}}, "data.name: .*: expected x, y, .*; got a NoneType"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_used_is_refused_by_its_key(config, keys, message):
+    with pytest.raises(ConfigError, match=message):
+        raysim.run({**config, **keys}, tracking=False)
+
+
+# -- identity --------------------------------------------------------------------------------------
+
+
+def test_objects_of_different_content_have_different_names():
+    weighted = [functools.partial(F.cross_entropy, weight=w) for w in (WEIGHTS, 2 * WEIGHTS)]
+    pair = (lambda o, y: o - y, lambda o, y: o + y)
+    losses = [*weighted, *pair, functools.partial(F.mse_loss), functools.partial(F.l1_loss)]
+    assert len({python_objects.reference(loss) for loss in losses}) == len(losses)
+    again = functools.partial(F.cross_entropy, weight=WEIGHTS.clone())
+    assert python_objects.reference(again) == python_objects.reference(weighted[0])
+
+
+def test_a_run_with_an_unreadable_object_says_why_it_is_not_resumed(config, monkeypatch, tmp_path):
+    with open(tmp_path / "log", "w") as file:
+
+        def loss(outputs, y):
+            return F.cross_entropy(outputs, y) if file else None
+
+        done = trained(config, task=loss, run_dir=str(tmp_path / "a"), rounds=2)
+    monkeypatch.setattr(python_objects, "_OBJECTS", {})
+    with pytest.raises(
+        ConfigError, match=r"task.name: .* holds a TextIOWrapper.*; start a new run"
+    ):
+        raysim.resume(done.run_dir, {"rounds": 3})
+
+
+def test_a_net_is_loaded_with_its_object(config, monkeypatch, tmp_path):
+    net = nn.Linear(4, 3)
+    done = trained(config, model=net, run_dir=str(tmp_path / "a"))
+    monkeypatch.setattr(python_objects, "_OBJECTS", {})
+    with pytest.raises(ConfigError, match=r"raysim.load\(RUN, model=...\)"):
+        raysim.load(done.run_dir).net()
+    loaded: Any = raysim.load(done.run_dir, model=net).net()
+    torch.testing.assert_close(loaded.weight.flatten(), done.parameters[:12])
