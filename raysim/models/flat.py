@@ -176,8 +176,9 @@ class Model:
             raise
         except BaseException as error:
             reraise_stop(error)
+            hint = "" if x.is_floating_point() else "; x is int64: give floats, or use nn.Embedding"
             raise ConfigError(
-                f"{net} fails on two examples of shape {list(self.shape)}: {in_a_line(error)}"
+                f"{net} fails on two examples of shape {list(self.shape)}: {in_a_line(error)}{hint}"
             ) from None
         finally:
             dropouts = frame.probe or []
@@ -197,9 +198,10 @@ class Model:
                 raise ConfigError(
                     f"{net} returns a {given}; let forward return its logits: return out.logits"
                 )
+            fix = "" if isinstance(outputs, Tensor) else "; return a tensor, such as out.logits"
             raise ConfigError(
                 f"{net} turns two examples into {given}, "
-                f"but task '{self.learning_task.name}' expects outputs of shape {expected}"
+                f"but task '{self.learning_task.name}' expects outputs of shape {expected}{fix}"
             )
         self._check_loss(outputs)
         for name, value in self.module.named_buffers():

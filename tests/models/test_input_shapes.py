@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import raysim
+from raysim.errors import ConfigError
 from raysim.rules import ServerRule
 
 RNG = np.random.default_rng(5)
@@ -76,3 +77,23 @@ def test_inputs_of_any_rank_train_and_are_evaluated_like_images(base, tmp_path, 
         torch.testing.assert_close(given.parameters, images.parameters, rtol=1e-5, atol=1e-6)
         assert given.history[-1]["loss"] == pytest.approx(images.history[-1]["loss"], rel=1e-5)
         assert given.clients.loss.tolist() == pytest.approx(images.clients.loss.tolist(), rel=1e-5)
+
+
+class Named(nn.Linear):
+    def forward(self, x):  # pyright: ignore[reportIncompatibleMethodOverride]  # as nets of transformers do
+        return {"logits": super().forward(x)}
+
+
+@pytest.mark.parametrize(
+    ("x", "net", "message"),
+    [
+        (np.zeros((9, 4), int), nn.Linear(4, 3), "x is int64: give floats, or use nn.Embedding"),
+        (np.zeros((9, 4)), Named(4, 3), r"into dict, .* shape \[2, 3\]; return a tensor, such as out"),
+    ],
+)  # fmt: skip
+def test_a_net_that_does_not_fit_is_told_the_fix(base, tmp_path, monkeypatch, x, net, message):
+    monkeypatch.setenv("RAYSIM_DATA", str(tmp_path / "data"))
+    y = np.arange(9) % 3
+    config = {**base, "data": (x, y, x, y), "algorithm": "fedavg", "rounds": 1}
+    with pytest.raises(ConfigError, match=message):
+        raysim.run({**config, "partition": {"clients": 3}, "schedule": {"cohort": 2}}, model=net)
