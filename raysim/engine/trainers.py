@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from functools import cache
+
 import torch
 
 from raysim.config.schema import Config
@@ -11,10 +14,13 @@ from raysim.data import Clients, Examples, VirtualClients
 from raysim.engine import learning, probes
 from raysim.engine.plan import Plan
 from raysim.randomness import generator
+from raysim.rules.batch import Batch
 from raysim.rules.contract import ClientRule, ServerRule, overridden
-from raysim.training.client_evaluation import ClientEvaluator
+from raysim.rules.task import LocalData
+from raysim.training.client_evaluation import ClientEvaluator, uses_own_models
 from raysim.training.groups import ClientGroup
 from raysim.training.local_sgd import LoopTrainer
+from raysim.training.personal import PersonalParts
 from raysim.training.pooled import PooledTrainer
 from raysim.training.trainer import Trainer, TrainingMode
 from raysim.training.vmap import VmapTrainer
@@ -44,6 +50,8 @@ def make_trainer(plan: Plan, device: str) -> Trainer:
     measures = probes.measures(plan)
     kind = TRAINERS[plan.mode]
     rules = (plan.client, *(group.rule for group in plan.groups))
+    test_half = cache(lambda: Examples.of(plan.dataset, "test", device, plan.dtype))
+    tests = make_tests(plan, examples, test_half)
     public = learning.make_public_data(plan.dataset, plan.dtype, device, rules)
 
     def trainer_of(group: ClientGroup) -> Trainer:
@@ -61,16 +69,45 @@ def make_trainer(plan: Plan, device: str) -> Trainer:
             group.name,
             public,
             plan.collusion is not None,
+            tests,
         )
 
     trainer = trainer_of(ClientGroup("", plan.client, plan.config, plan.stages))
     if plan.members is not None:
         trainer.add_groups([trainer_of(group) for group in plan.groups], plan.members)
-    if evaluator := make_client_evaluator(plan, trainer):
+    if evaluator := make_client_evaluator(plan, trainer, test_half):
         trainer.evaluate_block["test"] = evaluator.evaluate_block
     if overridden(plan.server, ["candidates"]):
         trainer.evaluate_block["training"] = make_loss_evaluator(plan, trainer).evaluate_block
     return trainer
+
+
+def make_tests(
+    plan: Plan, examples: Examples, test_half: Callable[[], Examples]
+) -> Callable[[int], LocalData] | None:
+    """Return a function that returns a client's test examples; None if clients have none.
+
+    Args:
+        plan: the plan of the run.
+        examples: the training half of the data set, on the worker's device.
+        test_half: returns the test half.
+    """
+    clients = plan.clients
+    if isinstance(clients, VirtualClients) or clients.test is None:
+        return None
+    lists, half, size = clients.test, clients.test_half, plan.config.evaluate.batch_size
+
+    def test_examples(client: int) -> LocalData:
+        positions = lists.client(client)
+
+        def batches(augment: bool = False) -> Iterator[Batch]:
+            source = examples if half == "train" else test_half()
+            for start in range(0, len(positions), size):
+                yield Batch(*source.batch(positions[start : start + size]))
+
+        return LocalData(len(positions), float(lists.sizes.mean()), batches)
+
+    return test_examples
 
 
 def make_loss_evaluator(plan: Plan, trainer: Trainer) -> ClientEvaluator:
@@ -84,12 +121,15 @@ def make_loss_evaluator(plan: Plan, trainer: Trainer) -> ClientEvaluator:
     return ClientEvaluator(trainer, own, examples, own, LOSS_BATCH_SIZE, [], None)
 
 
-def make_client_evaluator(plan: Plan, trainer: Trainer) -> ClientEvaluator | None:
+def make_client_evaluator(
+    plan: Plan, trainer: Trainer, test_half: Callable[[], Examples]
+) -> ClientEvaluator | None:
     """Return the evaluator of clients of a worker; None if clients are not evaluated.
 
     Args:
         plan: the plan of the run.
         trainer: the worker's trainer.
+        test_half: returns the test half of the data set, on the worker's device.
     """
     clients, asked = plan.clients, plan.config.evaluate.clients
     if asked is None or isinstance(clients, VirtualClients) or clients.test is None:
@@ -102,9 +142,24 @@ def make_client_evaluator(plan: Plan, trainer: Trainer) -> ClientEvaluator | Non
         config = _fine_tuning(plan.config, asked.fine_tune)
         kind = VmapTrainer if plan.mode == "vmap" else LoopTrainer
         model = trainer.model.with_autocast(None)
-        tuner = kind(config, ClientRule(), ServerRule(), model, trainer.x0, examples, tuned)
+        personal = PersonalParts()
+        trainers = trainer.groups or [trainer]
+        if any(uses_own_models(one.config, one.rule, plan.server) for one in trainers):
+            # Each client brings its whole model.
+            mask = torch.ones_like(trainer.x0, dtype=torch.bool)
+            personal = PersonalParts(mask, "personal")
+        tuner = kind(
+            config,
+            ClientRule(),
+            ServerRule(),
+            model,
+            trainer.x0,
+            examples,
+            tuned,
+            personal=personal,
+        )
     if clients.test_half == "test":
-        examples = Examples.of(plan.dataset, "test", trainer.x0.device, plan.dtype)
+        examples = test_half()
     size = plan.config.evaluate.batch_size
     return ClientEvaluator(trainer, clients.test, examples, own, size, plan.metrics, tuner)
 

@@ -272,12 +272,14 @@ class ClientRule(Rule):
         """
         return {"delta": shared["x"] - state["w"]}, {}
 
-    def evaluated(self, shared: State, client_state: State, data: LocalData, task: Task) -> Tensor:
-        """Return the parameters that this client would use, for `evaluate.clients`.
+    def evaluated(
+        self, shared: State, client_state: State, data: LocalData, task: Task
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Return the model that this client would use, for `evaluate.clients`.
 
-        The default are those that `begin` returns. A client may be asked before it has trained, or
-        without ever training; then `client_state` is that of `state`, and `client_state["seen"]` is
-        False.
+        The default is the one that `begin` returns. Fine-tuning starts from it too. A client may be
+        asked before it has trained, or without ever training; then `client_state` is that of
+        `state`, and `client_state["seen"]` is False.
 
         Args:
             shared: the server's broadcast.
@@ -286,7 +288,8 @@ class ClientRule(Rule):
             task: the client's task.
 
         Returns:
-            The parameters, [P].
+            The parameters [P], or a pair of these and the BatchNorm statistics [Q]; alone, the
+            statistics are those that the local steps would start from.
         """
         return self.begin(shared, client_state, data, task)[0]
 

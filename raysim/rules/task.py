@@ -42,6 +42,24 @@ class LocalData:
     """Mean number of examples over all clients."""
     batches: Callable[..., Iterator[Batch]] = lambda augment=False: iter(())
     """One pass over all examples, not shuffled, without dropout; augmented with `augment=True`."""
+    tests: Callable[[], LocalData] | None = None
+    """Returns the client's test examples; None if clients have none."""
+
+    @cached_property
+    def test(self) -> LocalData:
+        """The client's own test examples (`partition.test`).
+
+        A method that trains or chooses by them makes the metrics of `evaluate.clients` too good.
+
+        Raises:
+            ValueError: the clients of the run have no test examples.
+        """
+        if self.tests is None:
+            raise ValueError(
+                "data.test: clients have no test examples in this run; set partition.test, as "
+                "partition.test.fraction=0.2"
+            )
+        return self.tests()
 
     @cached_property
     def examples(self) -> Batch:

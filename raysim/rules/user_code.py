@@ -384,21 +384,29 @@ def check_step(rule: Rule, before: Mapping[str, Tensor], after: Any) -> None:
         )
 
 
-def check_evaluated(rule: Rule, x: Tensor, w: Any) -> None:
-    """Raise ContractError if the value of `evaluated` is no parameter vector.
+def check_evaluated(rule: Rule, x: Tensor, buffers: Tensor, evaluated: Any) -> None:
+    """Check that `evaluated` returned a model.
 
     Args:
         rule: the client rule.
         x: [P], the global parameters.
-        w: the value that `evaluated` returned.
+        buffers: [Q], the global BatchNorm statistics.
+        evaluated: the value that `evaluated` returned; expected is w, or (w, buffers).
+
+    Raises:
+        ContractError: it did not.
     """
-    if not isinstance(w, Tensor) or w.shape != x.shape or w.dtype != x.dtype:
-        raise breach(
-            rule,
-            "evaluated",
-            f"returns {_kind(w)}{f' {list(w.shape)}, {w.dtype}' if isinstance(w, Tensor) else ''}; "
-            f"return parameters, a tensor {list(x.shape)} of {x.dtype}",
-        )
+    parts = evaluated if isinstance(evaluated, tuple) and len(evaluated) == 2 else (evaluated,)
+    for part, like, name in zip(parts, (x, buffers), ("parameters", "statistics"), strict=False):
+        if not isinstance(part, Tensor) or part.shape != like.shape or part.dtype != like.dtype:
+            shape = f" {list(part.shape)}, {part.dtype}" if isinstance(part, Tensor) else ""
+            raise breach(
+                rule,
+                "evaluated",
+                f"returns {_kind(part)}{shape}; return {name}, a tensor {list(like.shape)} of "
+                f"{like.dtype}"
+                + ("" if len(parts) == 2 else ", or a pair of parameters and BatchNorm statistics"),
+            )
 
 
 def check_finish(rule: Rule, value: Any) -> None:

@@ -6,6 +6,7 @@ function of the broadcast, the clients' states, the data and the seed of the run
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -16,13 +17,13 @@ from raysim.config.schema import Config
 from raysim.data import Examples
 from raysim.data.clients import ExampleLists, VirtualClients
 from raysim.models.flat import BoundModel
-from raysim.rules.contract import ClientRule, ServerRule, overridden
+from raysim.rules.contract import ClientRule, ServerRule, State, overridden
 from raysim.rules.learning_task import TaskMetric
 from raysim.rules.user_code import check_evaluated, with_traceback
 from raysim.signals import reraise_stop
-from raysim.training.client_update import ClientUpdate
 from raysim.training.evaluation import measure
 from raysim.training.messages import Block, Broadcast, ClientEvaluation, ClientTask
+from raysim.training.personal import PARAMETERS_KEY, STATISTICS_KEY
 from raysim.training.trainer import Trainer
 
 
@@ -36,7 +37,7 @@ class ClientEvaluator:
         own: training examples of each client, also of those that never train.
         batch_size: examples in a batch.
         metrics: the metrics of the learning task; the loss comes besides.
-        tuner: trains clients from the global model by plain SGD; None: no fine-tuning.
+        tuner: trains clients by plain SGD, for fine-tuning; None: no fine-tuning.
     """
 
     def __init__(
@@ -74,34 +75,63 @@ class ClientEvaluator:
         Returns:
             The metrics of each client, or its error.
         """
-        tuned: dict[int, ClientUpdate] = {}
+        evaluations = []
+        own_models: dict[int, State] = {}
+        for task in block.tasks:
+            result = ClientEvaluation(task.client, len(self.tests.client(task.client)))
+            try:
+                w, buffers = self._model(broadcasts[task.base], task)
+                result.metrics = self._measure(task.client, w, buffers)
+                if self.tuner is not None and self.has_own_models:
+                    own_models[task.client] = {PARAMETERS_KEY: w, STATISTICS_KEY: buffers}
+                    own_models[task.client] = copy.deepcopy(own_models[task.client])
+            except BaseException as error:
+                reraise_stop(error)
+                result.error = with_traceback(error)
+            evaluations.append(result)
         if self.tuner is not None:
-            # With a request, an update keeps the parameters after the local steps.
-            tasks = [replace(task, requests={"evaluation": None}) for task in block.tasks]
-            updates = self.tuner.train_block(broadcasts, Block(block.index, tasks))
-            tuned = {update.task.client: update for update in updates}
-        return [
-            self._evaluate(broadcasts[task.base], task, tuned.get(task.client))
-            for task in block.tasks
-        ]
+            self._fine_tune(self.tuner, broadcasts, block, evaluations, own_models)
+        return evaluations
 
-    def _evaluate(
-        self, broadcast: Broadcast, task: ClientTask, tuned: ClientUpdate | None
-    ) -> ClientEvaluation:
-        """Evaluate one client; an error becomes part of the result."""
-        result = ClientEvaluation(task.client, len(self.tests.client(task.client)))
-        try:
-            result.metrics = self._measure(task.client, *self._model(broadcast, task))
-            if tuned is not None:
-                result.error = tuned.error
-            if tuned is not None and tuned.local_params is not None:
+    def _fine_tune(
+        self,
+        tuner: Trainer,
+        broadcasts: Mapping[int, Broadcast],
+        block: Block,
+        evaluations: Sequence[ClientEvaluation],
+        own_models: Mapping[int, State],
+    ) -> None:
+        """Add the metrics after fine-tuning to the evaluations of a block's clients.
+
+        Steps start from the client's own model, if there is one, else from the global one.
+        """
+        results = {result.client: result for result in evaluations if result.error is None}
+        # With a request, an update keeps the parameters after the local steps.
+        tasks = [
+            replace(
+                task,
+                requests={"evaluation": None},
+                client_state={
+                    key: value.cpu().numpy()
+                    for key, value in own_models.get(task.client, {}).items()
+                }
+                or task.client_state,
+            )
+            for task in block.tasks
+            if task.client in results
+        ]
+        for update in tuner.train_block(broadcasts, Block(block.index, tasks)) if tasks else ():
+            result = results[update.task.client]
+            result.error = update.error
+            if update.local_params is None:
+                continue
+            try:
                 result.fine_tuned = self._measure(
-                    task.client, tuned.local_params, tuned.report["buffers"]
+                    result.client, update.local_params, update.report["buffers"]
                 )
-        except BaseException as error:
-            reraise_stop(error)
-            result.error = with_traceback(error)
-        return result
+            except BaseException as error:
+                reraise_stop(error)
+                result.error = with_traceback(error)
 
     def _model(self, broadcast: Broadcast, task: ClientTask) -> tuple[Tensor, Tensor]:
         """Return the parameters [P] and BatchNorm statistics [Q] that a client would use."""
@@ -114,8 +144,9 @@ class ClientEvaluator:
         w, buffers = received.start
         if overridden(rule, ["evaluated"]):
             shared, client_state = received.broadcast.shared, received.client_state
-            w = rule.evaluated(shared, client_state, received.data, trainer.loop)
-            check_evaluated(rule, broadcast.global_params, w)
+            evaluated = rule.evaluated(shared, client_state, received.data, trainer.loop)
+            check_evaluated(rule, broadcast.global_params, broadcast.buffers, evaluated)
+            w, buffers = evaluated if isinstance(evaluated, tuple) else (evaluated, buffers)
         return w, buffers
 
     @torch.no_grad()

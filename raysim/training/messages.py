@@ -103,7 +103,7 @@ class ClientEvaluation:
     metrics: dict[str, float] = field(default_factory=dict)
     """Metrics of the model that the client would use, by name."""
     fine_tuned: dict[str, float] = field(default_factory=dict)
-    """Metrics after fine-tuning of the global model, by name; empty without fine-tuning."""
+    """Metrics after fine-tuning, by name; empty without it."""
     error: str | None = None
     """The error that stopped the evaluation; None if there is none."""
 

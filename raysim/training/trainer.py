@@ -12,6 +12,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any, ClassVar, Literal
 
@@ -106,6 +107,7 @@ class Trainer(ABC):
         group: str = "",
         public: PublicData | None = None,
         all_per_client: bool = False,
+        tests: Callable[[int], LocalData] | None = None,
     ):
         """Prepare to train.
 
@@ -123,6 +125,7 @@ class Trainer(ABC):
             group: name of the group whose clients are trained.
             public: the public examples, if a client rule needs them.
             all_per_client: whether the server receives every upload client by client.
+            tests: returns the test examples of a client; None if clients have none.
         """
         self.config = config
         self.group = group
@@ -135,6 +138,7 @@ class Trainer(ABC):
         self.rule = client
         self.public = public if client.needs_public_data else None
         self.server = server
+        self.tests = tests
         self.measures = measures or {}
         self.model = model
         self.x0 = x0
@@ -366,6 +370,7 @@ class Trainer(ABC):
             len(mine),
             self.average,
             lambda augment=False: self.client_batches.whole(mine, client_task if augment else None),
+            self.tests and partial(self.tests, client_task.client),
         )
         broadcast = self.sent_to(broadcast, client_task.client)
         broadcast = self.personal.received(broadcast, client_task.client_state)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,15 @@ class Keeps(ClientRule):
 
     def evaluated(self, shared, client_state, data, task):
         return client_state["mine"] if client_state["seen"] else shared["x"]
+
+
+@dataclass(frozen=True)
+class Reports(ClientRule):
+    '''Reports the loss of the received model on the client's own test examples.'''
+
+    def finish(self, shared, state, client_state, data, task):
+        report, kept = super().finish(shared, state, client_state, data, task)
+        return {**report, "metric/test_loss": task.full_loss(shared["x"], data.test)}, kept
 
 
 @dataclass(frozen=True)
@@ -258,6 +268,86 @@ def test_clients_are_evaluated_with_their_personal_parameters(setup):
         assert is_own or row["loss"] == pytest.approx(initial, rel=1e-4)
         n_own += is_own
     assert n_own == 6
+
+
+@pytest.mark.parametrize("mode", ["loop", "vmap"])
+def test_fine_tuning_starts_from_the_model_that_a_client_uses(setup, rules, mode):
+    """From the parameters with which a client ended, which `Keeps` names; from the global model before that."""
+    setup |= {"client": f"{rules}:Keeps", "server": "fedavg", "rounds": 1}
+    del setup["algorithm"]
+    setup["local"] = {"steps": 1, "batch_size": "full", "lr": LR}
+    setup["schedule"], setup["batching"] = {"cohort": 6}, {"mode": mode}
+    setup["evaluate"]["clients"]["fine_tune"] = {"steps": 2, "lr": 0.2, "batch_size": "full"}
+    result = raysim.run(setup)
+    plan = prepare(result.run_dir / "config.yaml")
+    x0 = [part.clone() for part in plan.model().state_dict(*plan.initial).values()]
+    now, n_own = list(result.state_dict.values()), 0
+    for client, row in at(result.clients, 1).iterrows():
+        train, test = (examples(plan, client)[part] for part in ("train", "test"))
+        starts = [descended(x0, *train, steps=1, lr=LR), now]
+        own, of_server = (
+            measured(descended(start, *train, steps=2, lr=0.2), *test)["loss"] for start in starts
+        )
+        is_own = row["loss"] == pytest.approx(measured(starts[0], *test)["loss"], rel=1e-4)
+        n_own += is_own
+        assert row["fine_tuned_loss"] == pytest.approx(own if is_own else of_server, rel=1e-4)
+    assert n_own == 6
+
+
+@pytest.mark.parametrize("test", [{"fraction": 0.3}, {"matched": True}])
+def test_a_rule_reads_the_clients_own_test_examples(setup, rules, test):
+    """A step of 0 leaves the model: the loss on `data.test` before training is that of the evaluation."""
+    setup |= {
+        "client": f"{rules}:Reports",
+        "server": "fedavg",
+        "rounds": 1,
+        "schedule": {"cohort": 1},
+    }
+    del setup["algorithm"]
+    setup["partition"]["test"] = test
+    result = raysim.run(setup)
+    loss = next(v for k, v in result.history[1].items() if k.endswith("test_loss"))
+    rows = at(result.clients, 0)
+    assert any(loss == pytest.approx(row["loss"], rel=1e-5) for _, row in rows.iterrows())
+    setup["evaluate"].pop("clients")
+    setup["partition"].pop("test")
+    with pytest.raises(ClientError, match=r"data\.test: .*set partition\.test"):
+        raysim.run(setup, run_dir=setup["run_dir"] + "1")
+
+
+BATCH_NORM = """
+from torch import nn
+
+
+class Net(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Flatten(), nn.Linear(64, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 10))
+"""
+
+
+def test_personal_statistics_are_those_of_the_evaluation(setup, source, engine):
+    """FedBN: a client is evaluated with its own gain, shift and running statistics, here by torch's BatchNorm."""
+    setup |= {"schedule": {"cohort": 5}, "model": {"name": source("net", BATCH_NORM) + ":Net"}}
+    setup["local"] |= {"personal": "norm", "buffers": "personal"}
+    setup["evaluate"]["clients"] = {"every": 2}
+    run, records = engine(setup)
+    mask = run.plan.personal.mask
+    losses, n_own = [], 0
+    for client in range(N):
+        w, kept = torch.from_numpy(run.executor.xs[-1].copy()), run.store.get(client)
+        net = copy.deepcopy(run.plan.net).eval()
+        if kept is not None:
+            n_own += 1
+            w[mask] = torch.from_numpy(kept["personal parameters"])
+            statistics = torch.from_numpy(kept["personal statistics"])
+            net[2].running_mean.copy_(statistics[:6])
+            net[2].running_var.copy_(statistics[6:])
+        torch.nn.utils.vector_to_parameters(w, net.parameters())
+        x, y = examples(run.plan, client)["test"]
+        with torch.no_grad():
+            losses.append(float(F.cross_entropy(net(x), y)))
+    assert 5 <= n_own < N
+    assert records[-1]["clients/loss"] == pytest.approx(np.mean(losses), rel=1e-4)
 
 
 @pytest.mark.parametrize("mode", ["loop", "vmap", "pooled"])

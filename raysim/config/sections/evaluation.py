@@ -43,7 +43,11 @@ class Theory(Section):
 
 
 class FineTune(Section):
-    """Fine-tuning of the global model on a client's own training examples, by plain SGD."""
+    """Fine-tuning on a client's own training examples, by plain SGD.
+
+    It starts from the model that the client would use: the global one, unless parts of it or the
+    method's `evaluated` are the client's own.
+    """
 
     steps: int = Field(default=5, ge=1)
     """Local steps."""
