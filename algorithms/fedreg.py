@@ -42,6 +42,7 @@ from raysim.rules import (
     Batch,
     ClientRule,
     LocalData,
+    Positive,
     Problem,
     Report,
     State,
@@ -50,7 +51,6 @@ from raysim.rules import (
 )
 
 Share = Annotated[float, Field(ge=0, le=1)]
-Positive = Annotated[float, Field(gt=0)]
 
 
 @dataclass(frozen=True)

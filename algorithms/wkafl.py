@@ -29,9 +29,16 @@ from raysim.algorithms.dynsgd import KASYNC
 from raysim.algorithms.fedavg import FedAvgClient
 from raysim.algorithms.twafl import decay
 from raysim.numerics import gram, norm, weighted_sum
-from raysim.rules import Algorithm, Problem, Reports, ServerRule, State, Uploads, normalised
-
-Positive = Annotated[float, Field(gt=0)]
+from raysim.rules import (
+    Algorithm,
+    Positive,
+    Problem,
+    Reports,
+    ServerRule,
+    State,
+    Uploads,
+    normalised,
+)
 
 
 @dataclass(frozen=True)

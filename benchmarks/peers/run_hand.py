@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from workloads import LR, Clients, Workload, arguments, make_net
 
 
-def settle() -> None:
+def configure_process() -> None:
     """One thread, and glibc's allocator set as raysim sets it."""
     torch.set_num_threads(1)
     libc, trim_threshold, mmap_threshold = ctypes.CDLL("libc.so.6"), -1, -3
@@ -67,7 +67,7 @@ def in_many(work: Workload, meter: Meter, processes: int) -> None:
     pipes = []
 
     def serve(rank: int, pipe) -> None:
-        settle()
+        configure_process()
         while True:
             hand.train(x, pipe.recv(), sums[rank].zero_())
             pipe.send(None)
@@ -89,7 +89,7 @@ def in_many(work: Workload, meter: Meter, processes: int) -> None:
 
 if __name__ == "__main__":
     work, given = arguments()
-    settle()
+    configure_process()
     meter = Meter(given.seconds)
     if given.processes == 1:
         in_one_process(work, meter)

@@ -12,6 +12,7 @@ import configuration_page
 import example_pages
 import method_pages
 import metrics_page
+import renamed_page
 import result_pages
 from sphinx.application import Sphinx
 
@@ -22,6 +23,7 @@ GENERATORS = {
         command_pages.pages,
         example_pages.table,
         metrics_page.pages,
+        renamed_page.pages,
     ),
     "methods": (method_pages.pages,),
     "results": (result_pages.pages,),

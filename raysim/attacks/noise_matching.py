@@ -24,14 +24,14 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from pydantic import Field, model_validator
 
 from raysim.attacks.gradient_inversion import AttackOptions, attack
 from raysim.config import loading
 from raysim.config.explain import checked_section
-from raysim.config.sections.base import Section
+from raysim.config.sections.base import Positive, Section
 from raysim.engine import resolve
 from raysim.engine.plan import Plan
 from raysim.errors import ConfigError, RaysimError
@@ -52,9 +52,6 @@ ATTACK_OVERRIDES = {
 
 LogCallback = Callable[[str], None]
 """Function that is called with each line of progress."""
-
-Positive = Annotated[float, Field(gt=0)]
-"""Positive number."""
 
 
 class MatchOptions(Section):

@@ -16,7 +16,7 @@ from typing import Any
 
 import typer
 
-Candidates = list[tuple[str, str]]
+Completions = list[tuple[str, str]]
 """Possible completions of a word, each with its description."""
 
 SchemaNode = Mapping[str, Any]
@@ -26,7 +26,7 @@ ONLY_IN_FILES = ("extends", "claims", "match", "files")
 """Sections that cannot be set as key=value."""
 
 
-def complete_configuration(incomplete: str) -> Candidates:
+def complete_configuration(incomplete: str) -> Completions:
     """Return shipped configurations, YAML files and folders whose names begin with `incomplete`.
 
     Args:
@@ -41,7 +41,7 @@ def complete_configuration(incomplete: str) -> Candidates:
     return _beginning_with(incomplete, [*shipped().items(), *files])
 
 
-def complete_override(context: typer.Context, incomplete: str) -> Candidates:
+def complete_override(context: typer.Context, incomplete: str) -> Completions:
     """Return keys, or values of a key, for a word of the form key=value.
 
     Zsh and fish complete the whole word. Bash splits it at "=": then `incomplete` is only the
@@ -62,7 +62,7 @@ def complete_override(context: typer.Context, incomplete: str) -> Candidates:
     return schema.keys(incomplete)
 
 
-def complete_experiment(context: typer.Context, incomplete: str) -> Candidates:
+def complete_experiment(context: typer.Context, incomplete: str) -> Completions:
     """Return the experiments in the SQLite database of `--uri` that begin with `incomplete`.
 
     Without a database, or with one that cannot be read, there are none.
@@ -86,7 +86,7 @@ def complete_experiment(context: typer.Context, incomplete: str) -> Candidates:
     return []
 
 
-def _beginning_with(incomplete: str, candidates: Candidates) -> Candidates:
+def _beginning_with(incomplete: str, candidates: Completions) -> Completions:
     """Return the candidates that begin with `incomplete`."""
     return [(text, about) for text, about in candidates if text.startswith(incomplete)]
 
@@ -109,10 +109,10 @@ class _Schema:
             key: value for key, _, value in (word.partition("=") for word in overrides)
         }
 
-    def keys(self, incomplete: str) -> Candidates:
+    def keys(self, incomplete: str) -> Completions:
         """Return keys (ending in "=") and sections (ending in ".") that begin with `incomplete`."""
         section, dot, _ = incomplete.rpartition(".")
-        candidates: Candidates = []
+        candidates: Completions = []
         for key, node in self._children(section).items():
             path = f"{section}{dot}{key}"
             if path.startswith(incomplete):
@@ -131,11 +131,11 @@ class _Schema:
             *((f"{only}{value}", text) for value, text in self.values(only[:-1])),
         ]
 
-    def values(self, key: str) -> Candidates:
+    def values(self, key: str) -> Completions:
         """Return the possible values of a key; its default if they cannot be listed."""
         section, _, last = key.rpartition(".")
         node = self._children(section).get(last, {})
-        candidates: Candidates = []
+        candidates: Completions = []
         for leaf in self._alternatives(node):
             names = leaf.get("enum") or [leaf["const"]] if "enum" in leaf or "const" in leaf else []
             names = ["true", "false"] if leaf.get("type") == "boolean" else names

@@ -94,7 +94,7 @@ def carry(
             raise ConfigError(f"--rename: '{text}' is not OLD=NEW")
         renamed[old] = new
     rows = ledger.read_rows([file], _aside, missing=_MISSING)
-    carried = recomputed.carry(rows, renamed, print, parse_overrides(keys or []))
+    carried = recomputed.carry_rows(rows, renamed, print, parse_overrides(keys or []))
     ledger.write_rows(out, carried)
     print(f"{len(carried)} rows in {out}")
 

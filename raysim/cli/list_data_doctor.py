@@ -16,11 +16,11 @@ from rich.table import Table
 from raysim.cli.base import app, data_app, print_table, tracking_app
 from raysim.errors import ConfigError, did_you_mean
 
-Row = dict[str, str]
+CatalogueRow = dict[str, str]
 """Texts of one line of a list, by column."""
 
 
-def _algorithms() -> list[Row]:
+def _algorithms() -> list[CatalogueRow]:
     from raysim.rules import registry
 
     return [
@@ -38,7 +38,7 @@ def _algorithms() -> list[Row]:
     ]
 
 
-def _rules(side: Literal["client", "server"]) -> list[Row]:
+def _rules(side: Literal["client", "server"]) -> list[CatalogueRow]:
     from raysim.rules import registry
 
     return [
@@ -52,7 +52,7 @@ def _rules(side: Literal["client", "server"]) -> list[Row]:
     ]
 
 
-def _models() -> list[Row]:
+def _models() -> list[CatalogueRow]:
     from raysim.models import build
 
     return [
@@ -61,7 +61,7 @@ def _models() -> list[Row]:
     ]
 
 
-def _probes() -> list[Row]:
+def _probes() -> list[CatalogueRow]:
     from raysim.engine import probes
     from raysim.rules import registry
 
@@ -76,7 +76,7 @@ def _probes() -> list[Row]:
     ]
 
 
-def _tasks() -> list[Row]:
+def _tasks() -> list[CatalogueRow]:
     from raysim.rules import registry
     from raysim.rules.learning_tasks import TASKS
 
@@ -91,7 +91,7 @@ def _tasks() -> list[Row]:
     ]
 
 
-def _datasets() -> list[Row]:
+def _datasets() -> list[CatalogueRow]:
     from raysim import data
 
     return [
@@ -100,7 +100,7 @@ def _datasets() -> list[Row]:
     ]
 
 
-def _choices(section: str) -> list[Row]:
+def _choices(section: str) -> list[CatalogueRow]:
     """Return the choices of a section of the configuration."""
     from raysim.config.explain import choices
 
@@ -114,7 +114,7 @@ def _choices(section: str) -> list[Row]:
     ]
 
 
-def _metrics() -> list[Row]:
+def _metrics() -> list[CatalogueRow]:
     from raysim.metrics import METRICS
 
     return [
@@ -122,7 +122,7 @@ def _metrics() -> list[Row]:
     ]
 
 
-def _configs() -> list[Row]:
+def _configs() -> list[CatalogueRow]:
     from raysim.config.loading import shipped
 
     return [{"name": name, "what": text} for name, text in shipped().items()]
@@ -133,7 +133,7 @@ def _first_line(documented: Any) -> str:
     return " ".join((documented.__doc__ or "").split("\n\n")[0].split())
 
 
-def _rule_pairs() -> list[Row]:
+def _rule_pairs() -> list[CatalogueRow]:
     """Return a row per server rule with the name of each pair ("x": unnamed, "": refused)."""
     from raysim.rules import contract, registry
 
@@ -155,7 +155,7 @@ def _rule_pairs() -> list[Row]:
     ]
 
 
-LISTABLE: dict[str, Callable[[], list[Row]]] = {
+LISTABLE: dict[str, Callable[[], list[CatalogueRow]]] = {
     "algorithms": _algorithms,
     "clients": partial(_rules, "client"),
     "servers": partial(_rules, "server"),
@@ -196,7 +196,7 @@ def list_(
     print_table(table)
 
 
-def _catalogue(what: str) -> list[Row]:
+def _catalogue(what: str) -> list[CatalogueRow]:
     """Return the rows of a list."""
     what = FORMER_WORDS.get(what, what)
     if what not in LISTABLE:
@@ -204,7 +204,7 @@ def _catalogue(what: str) -> list[Row]:
     return LISTABLE[what]()
 
 
-def _print_pairs(rows: list[Row]) -> None:
+def _print_pairs(rows: list[CatalogueRow]) -> None:
     """Print the matrix of server rules (rows) and client rules (columns)."""
     widths = {"server": max(len(row["server"]) for row in rows)} | {
         c: len(c) for c in rows[0] if c != "server"

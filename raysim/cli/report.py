@@ -28,7 +28,7 @@ Runs = Annotated[
         autocompletion=complete_experiment,
     ),
 ]
-Ledger = Annotated[
+LedgerOption = Annotated[
     list[Path] | None,
     typer.Option(help="a ledger to read instead of MLflow; several: --ledger A --ledger B"),
 ]
@@ -37,7 +37,7 @@ MetricOption = Annotated[
     str | None,
     typer.Option(help="metric to report; default: the one that selects the runs' best model"),
 ]
-Group = Annotated[
+GroupOption = Annotated[
     str | None,
     typer.Option(
         help="KEY,KEY: one row (line) for each value of these parameters, instead of all that "
@@ -57,7 +57,7 @@ Log = Annotated[
 def report_table(
     runs: Runs = None,
     uri: Uri = None,
-    ledger: Ledger = None,
+    ledger: LedgerOption = None,
     metric: MetricOption = None,
     target: Annotated[
         str | None,
@@ -65,7 +65,7 @@ def report_table(
             help="report the first round that reached this value; paper: the paper's own target"
         ),
     ] = None,
-    group: Group = None,
+    group: GroupOption = None,
     best_of: Annotated[
         str | None,
         typer.Option(help="KEY,KEY: only the best row for each value of these parameters"),
@@ -94,7 +94,7 @@ def report_table(
     from raysim.reports import table_rows, tables
 
     _one_of("--format", form, ("markdown", "csv", "latex"))
-    unit, keys = table_rows.spent_in(x_axis), (_keys(group), _keys(best_of))
+    unit, keys = table_rows.cost_unit_of(x_axis), (_keys(group), _keys(best_of))
     source = _source(runs, uri, ledger, log)
     found, rows, goal = table_rows.table_rows(
         source, metric, target, *keys, relative_to, unit, ranks, paper, compare_with, _aside
@@ -120,9 +120,9 @@ def report_table(
 def report_curves(
     runs: Runs = None,
     uri: Uri = None,
-    ledger: Ledger = None,
+    ledger: LedgerOption = None,
     metric: MetricOption = None,
-    group: Group = None,
+    group: GroupOption = None,
     panels: Annotated[
         str | None,
         typer.Option(help="KEY,KEY: one panel for each value of these parameters; also side"),
@@ -134,9 +134,9 @@ def report_curves(
     log: Log = False,
 ) -> None:
     """Plot learning curves: mean and one standard deviation over seeds."""
-    from raysim.reports.table_rows import spent_in
+    from raysim.reports.table_rows import cost_unit_of
 
-    unit = spent_in(x_axis)
+    unit = cost_unit_of(x_axis)
     check_picture(out)
     source = _source(runs, uri, ledger, log)
     found = source.finished(metric, _aside, unit)
@@ -153,7 +153,7 @@ def report_sweep(
     ] = None,
     runs: Runs = None,
     uri: Uri = None,
-    ledger: Ledger = None,
+    ledger: LedgerOption = None,
     metric: MetricOption = None,
     log_x: Annotated[bool, typer.Option("--log-x", help="logarithmic x-axis")] = False,
     target: Annotated[
@@ -188,7 +188,7 @@ def report_sensitivity(
     keys: Annotated[str, typer.Option(help="KEY,KEY: the parameters to compare")],
     runs: Runs = None,
     uri: Uri = None,
-    ledger: Ledger = None,
+    ledger: LedgerOption = None,
     metric: MetricOption = None,
     statistic: Annotated[
         str, typer.Option(help="result of a run: best, or last10 (mean of the last 10 evaluations)")
@@ -225,7 +225,7 @@ def report_speedup(
     target: Annotated[float, typer.Option(help="value of the metric to reach")],
     runs: Runs = None,
     uri: Uri = None,
-    ledger: Ledger = None,
+    ledger: LedgerOption = None,
     metric: Annotated[
         str, typer.Option(help="metric whose last value in a run counts")
     ] = "theory/grad_norm2_mean",
@@ -268,7 +268,7 @@ def report_claims(
     uri: Annotated[
         str | None, typer.Option(help="tracking store; default: the configuration's")
     ] = None,
-    ledger: Ledger = None,
+    ledger: LedgerOption = None,
     figures: Annotated[Path, typer.Option(help="folder for the plots")] = Path(),
     out: Annotated[
         Path | None, typer.Option(help="file to write the table to, instead of printing it")
@@ -279,7 +279,7 @@ def report_claims(
     from functools import cache
 
     from raysim.reports import claims, grouping
-    from raysim.reports.table_rows import spent_in
+    from raysim.reports.table_rows import cost_unit_of
 
     asked = claims.require_claims(config)
     try:
@@ -292,14 +292,14 @@ def report_claims(
     source = claims.runs_of_claims(config, runs, uri, ledger or ())
 
     @cache
-    def runs_of(metric: str, spent: Any = "rounds") -> list[TrackedRun]:
-        return source.finished(metric, _aside, spent)
+    def runs_of(metric: str, cost_unit: Any = "rounds") -> list[TrackedRun]:
+        return source.finished(metric, _aside, cost_unit)
 
     lines = claims.check_claims(asked, runs_of)
     text = claims.claims_markdown(lines)
     shown = {claim.figure.file: (i, claim.figure) for i, claim in enumerate(asked) if claim.figure}
     for i, figure in shown.values():
-        unit, path = spent_in(figure.spent), figures / figure.file
+        unit, path = cost_unit_of(figure.x_axis), figures / figure.file
         found = grouping.having(
             runs_of(figure.metric, unit), figure.where, f"claims.{i}.figure.where"
         )

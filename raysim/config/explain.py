@@ -16,7 +16,7 @@ from raysim.config.sections.local import Local
 from raysim.config.sections.schedule import Clocked, Sync
 from raysim.errors import ConfigError, did_you_mean
 
-Kind = TypeVar("Kind", bound=Section)
+AnySection = TypeVar("AnySection", bound=Section)
 
 SECTIONS_IN: dict[str, type[Section]] = {
     "client_speeds": Clocked,
@@ -77,7 +77,7 @@ def validate(raw: Mapping[str, Any]) -> Config:
     return checked_section(Config, raw)
 
 
-def checked_section(model: type[Kind], raw: Mapping[str, Any]) -> Kind:
+def checked_section(model: type[AnySection], raw: Mapping[str, Any]) -> AnySection:
     """Return a plain mapping as a section; see `validate`.
 
     Args:

@@ -1,4 +1,7 @@
-"""Former names of configuration keys, values, metrics, commands and options, and their refusal."""
+"""Everything that has been renamed: one table for each kind of name, and the refusal of the former.
+
+The reference page of former names is generated from `TABLES`.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +28,7 @@ KEYS = {
     "block.graphs": "batching.cuda_graphs",
     "observe": "record_updates",
     "store": "client_state",
+    "claims.figure.spent": "claims.figure.x_axis",
 }
 """Former configuration keys, and what they are called now. A section's name stands for all of its
 keys."""
@@ -67,6 +71,11 @@ VALUES = {
 }
 """Former values of (configuration key, value)."""
 
+COSTS = {
+    "driver.deal": "driver.dispatch",
+    "driver.judge": "driver.accept",
+}
+"""Former keys of the file of `raysim forecast --costs`, and what they are called now."""
 
 COMMANDS = {
     "simulate": "forecast",
@@ -83,6 +92,58 @@ OPTIONS = {
     "--log": "--to-mlflow",
 }
 """Former options of `raysim report`, and what they are called now."""
+
+
+CONTRACT: dict[str, dict[str, str]] = {
+    "ClientRule": {
+        "exposes": "unprotected_uploads",
+        "free": "not_counted_as_traffic",
+        "make": "prepare",
+        "makes": "prepares",
+        "masks": "dropout_masks",
+        "private": "supports_dp",
+    },
+    "ServerRule": {
+        "admit": "before_round",
+        "wants_bases": "needs_base_params",
+        "weighs_late": "weights_after_training",
+    },
+    "Cohort": {"report": "log"},
+    "Reports": {
+        "change": "difference",
+        "each": "per_client",
+        "weigh": "set_weights",
+    },
+    "Task": {"received": "global_buffers"},
+    "Batch": {"made": "prepared"},
+}
+"""For each class of the contract the former names of its attributes and methods, and the present
+ones."""
+
+ARGUMENTS = {"row": "client_state"}
+"""Former parameters of rules' methods. raysim passes positions, so a former name still works."""
+
+UPLOAD_MODES = {"change": "difference", "each": "per_client"}
+"""The former modes of uploads, and the present ones."""
+
+TABLES: dict[str, Mapping[str, str]] = {
+    "Configuration keys": KEYS,
+    "Configuration values": {
+        f"{key}: {former}": f"{key}: {value}" for (key, former), value in VALUES.items()
+    },
+    "Keys of the costs of `raysim forecast`": COSTS,
+    "Metrics": RENAMED_METRICS,
+    "Commands": {f"raysim {old}": f"raysim {new}" for old, new in COMMANDS.items()},
+    "Options of `raysim report`": OPTIONS,
+    "Attributes and methods of rules and of what they are given": {
+        f"{family}.{former}": f"{family}.{present}"
+        for family, names in CONTRACT.items()
+        for former, present in names.items()
+    },
+    "Parameters of rules' methods (the former name still works)": ARGUMENTS,
+    "Modes of uploads": UPLOAD_MODES,
+}
+"""All tables by title, as former name and present name."""
 
 
 def now_called(kind: Mapping[str, str], name: str) -> str | None:
@@ -113,33 +174,37 @@ def with_present_metrics(values: Mapping[str, Value]) -> dict[str, Value]:
     }
 
 
-def refuse_former_keys(given: Mapping[str, Any], source: str = "") -> None:
+def refuse_former_keys(
+    given: Mapping[str, Any], source: str = "", keys: Mapping[str, str] = KEYS
+) -> None:
     """Refuse a configuration that uses former names.
 
     Args:
         given: a file's mapping, or overrides by dotted keys.
         source: the file, for the message.
+        keys: the table of the former keys.
 
     Raises:
         ConfigError: with a line for each former key or value.
     """
-    lines = [line for key, value in given.items() for line in _sentences(str(key), value)]
+    lines = [line for key, value in given.items() for line in _sentences(str(key), value, keys)]
     if lines:
         raise ConfigError("\n".join(f"{source}: {line}" if source else line for line in lines))
 
 
-def _sentences(key: str, value: Any) -> Iterator[str]:
-    """Yield the messages about a key, its value, and the keys of its section."""
-    sentence = now_called(KEYS, key)
+def _sentences(key: str, value: Any, keys: Mapping[str, str]) -> Iterator[str]:
+    """Yield the messages about a key, its value, and the keys of its section or sections."""
+    sentence = now_called(keys, key)
     if sentence is not None:
         yield sentence
-    if isinstance(value, Mapping):
-        for inner, inner_value in value.items():
-            path = f"{key}.{inner}"
-            if sentence is None or path in KEYS:  # the section's sentence stands for the rest
-                yield from _sentences(path, inner_value)
-    elif isinstance(value, str) and (key, value) in VALUES:
-        yield f"{key}={value} is now called {key}={VALUES[key, value]}"
+    for section in value if isinstance(value, list) else [value]:
+        if isinstance(section, Mapping):
+            for inner, inner_value in section.items():
+                path = f"{key}.{inner}"
+                if sentence is None or path in keys:  # the section's sentence stands for the rest
+                    yield from _sentences(path, inner_value, keys)
+        elif isinstance(section, str) and (key, section) in VALUES:
+            yield f"{key}={section} is now called {key}={VALUES[key, section]}"
 
 
 def refuse_former_command(arguments: Sequence[str]) -> None:

@@ -25,7 +25,7 @@ MAX_ACTOR_DEATHS_PER_BLOCK = 3
 
 
 @dataclass
-class Upload:
+class NodeUpload:
     """Vectors of some clients, ready for the server update."""
 
     vectors: list[Any]
@@ -135,7 +135,7 @@ class RayRound:
         """Training time of each worker in this round, in seconds."""
         self.trained: list[BlockCall] = []
         """Calls that have returned and whose vectors are not uploaded yet."""
-        self.uploads: list[Upload] = []
+        self.uploads: list[NodeUpload] = []
         """Uploads for the server update."""
         self.results: list[WorkerResult] = []
         """Results of all uploaded calls, and of clients that were dropped."""
@@ -286,7 +286,9 @@ class RayRound:
         """Record the vectors of `shares` (`size` bytes) as an upload, and the calls' results."""
         ids = [client for share in shares for client in share.outcome.ids]
         if ids:
-            self.uploads.append(Upload(vectors, ids, sum(share.outcome.bound for share in shares)))
+            self.uploads.append(
+                NodeUpload(vectors, ids, sum(share.outcome.bound for share in shares))
+            )
             self.traffic.up(shares[0].node, size)
         for share in shares:
             self.results.append(share.outcome)

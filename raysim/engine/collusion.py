@@ -15,7 +15,7 @@ from raysim.rules.contract import ClientRule, Cohort, Reports, ServerRule, overr
 from raysim.rules.uploads import with_mode
 from raysim.rules.user_code import breach, translate_errors
 
-STATISTICS = "buffers"
+BUFFERS = "buffers"
 """Key of the BatchNorm statistics among the uploads; these stay as they were sent."""
 
 
@@ -82,7 +82,7 @@ class Collusion:
             ContractError: `collude` returned something that its contract forbids.
             RaysimError: it failed, or returned a value that is not finite.
         """
-        keys = [key for key in reports.rows if key != STATISTICS]
+        keys = [key for key in reports.rows if key != BUFFERS]
         rows = {key: torch.stack(reports.rows[key]) for key in keys}
         group_of = np.zeros(len(reports.ids), int)
         if self.members is not None:

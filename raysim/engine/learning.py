@@ -132,7 +132,7 @@ def check_data(config: Config, task: LearningTask, dataset: Dataset) -> int:
     return outputs
 
 
-def check_rules(task: LearningTask, *rules: ClientRule | ServerRule) -> None:
+def check_rules_of_task(task: LearningTask, *rules: ClientRule | ServerRule) -> None:
     """Check that rules which assume class labels are not used for another task.
 
     Args:

@@ -127,12 +127,12 @@ class Plan:
         """The floating-point type of parameters and examples."""
         return getattr(torch, self.config.dtype)
 
-    def model(self, device: str | torch.device = "cpu", unfold: bool = False) -> Model:
+    def model(self, device: str | torch.device = "cpu", im2col: bool = False) -> Model:
         """Return a copy of the net on a device, with its parameters as one flat vector.
 
         Args:
             device: the device of the copy.
-            unfold: whether convolutions are computed as matrix products (im2col).
+            im2col: whether convolutions are computed as matrix products (im2col).
         """
         return Model(
             copy.deepcopy(self.net),
@@ -140,7 +140,7 @@ class Plan:
             self.problem.classes,
             self.dtype,
             device,
-            unfold,
+            im2col,
             learning_task=self.learning_task,
             sample=learning.sample_batch(self.dataset, self.dtype),
             name=self.config.model.name,

@@ -346,7 +346,7 @@ def _check_rules(config: Config, rules: Rules, workload: Workload) -> None:
     """Check that the rules of all clients, and the stages of uploads, fit the problem."""
     client, server, model = rules.client, rules.server, workload.model
     all_rules = (client, server, *rules.groups.values())
-    learning.check_rules(workload.learning_task, *all_rules)
+    learning.check_rules_of_task(workload.learning_task, *all_rules)
     learning.check_public_data(workload.dataset, *all_rules)
     checks.check_rules(config, client, server, workload.problem)
     checks.check_selection(config, server)

@@ -367,7 +367,7 @@ class RuleDryRun:
             update={"local": local, "dtype": str(dtype).removeprefix("torch.")}
         )
         plan = replace(plan, config=config)
-        model = plan.model(unfold=config.batching.convolutions == "im2col")
+        model = plan.model(im2col=config.batching.convolutions == "im2col")
         x0, buffers = model.initial()
         examples = Examples.of(data, "train", "cpu", dtype)
         public = learning.make_public_data(data, dtype, "cpu", [plan.client])

@@ -22,7 +22,7 @@ from raysim.engine.round_metrics import Record
 from raysim.engine.schedule import clock_before, make_schedule
 from raysim.engine.schedule.sampling import Sampler
 from raysim.engine.selection import ClientHistory
-from raysim.engine.traffic import Traffic
+from raysim.engine.traffic import RunTraffic
 from raysim.rules.contract import State, overridden
 from raysim.training.messages import ClientTask
 from raysim.version import __version__
@@ -57,7 +57,7 @@ class RunState(Generic[ModelHandle]):
         """The versions of the model that some client, or the evaluator, still needs."""
         self.history: list[Record] = []
         """The complete records, in the order of rounds."""
-        self.traffic = Traffic(plan.bytes_down)
+        self.traffic = RunTraffic(plan.bytes_down)
         self.recoveries: Counter[str] = Counter()
         """The number of failures that earlier processes of this run recovered from, by kind."""
 

@@ -112,7 +112,9 @@ class Candidates:
     """Whether the rule has selected the round already, before the state was saved."""
 
 
-def candidates(rule: ServerRule, state: State, pool: SelectionPool, rng: Generator) -> list[int]:
+def named_candidates(
+    rule: ServerRule, state: State, pool: SelectionPool, rng: Generator
+) -> list[int]:
     """Return the clients whose loss a rule asks for, after a check.
 
     Args:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from raysim.engine.collusion import Collusion
 from raysim.engine.dp_noise import NoisyMean
-from raysim.engine.selection import Candidates, candidates, selected_clients
+from raysim.engine.selection import Candidates, named_candidates, selected_clients
 from raysim.errors import RaysimError
 from raysim.numerics.fixed_point import NonFiniteError, combine, to_float
 from raysim.rules.contract import NOT_REQUESTED, Cohort, Problem, Reports, ServerRule, State
@@ -181,7 +181,7 @@ class Server:
         if not selected:
             rule = self.rule.at(pool.round)
             with errors_name_rule(rule, "candidates", pool.round):
-                self.candidate_ids = [pool.round, *candidates(rule, self.state, pool, rng)]
+                self.candidate_ids = [pool.round, *named_candidates(rule, self.state, pool, rng)]
         is_of_round = self.candidate_ids[:1] == [pool.round]
         return Candidates(self.candidate_ids[1:] if is_of_round else [], selected)
 

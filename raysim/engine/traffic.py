@@ -9,7 +9,7 @@ from raysim.engine.schedule import ScheduledRound
 from raysim.training.messages import ClientResult
 
 
-class Traffic:
+class RunTraffic:
     """Bytes down and up since the first round, as the workers measured them."""
 
     def __init__(self, estimate: int):

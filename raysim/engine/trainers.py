@@ -45,7 +45,7 @@ def make_trainer(plan: Plan, device: str) -> Trainer:
         device: name of the torch device.
     """
     examples = Examples.of(plan.dataset, "train", device, plan.dtype)
-    model = plan.model(device, unfold=plan.config.batching.convolutions == "im2col")
+    model = plan.model(device, im2col=plan.config.batching.convolutions == "im2col")
     x0 = plan.initial[0].to(device)
     measures = probes.measures(plan)
     kind = TRAINERS[plan.mode]

@@ -24,7 +24,7 @@ from raysim.rules.batch import Batch
 from raysim.rules.contract import ClientRule, ServerRule
 from raysim.rules.user_code import breach, described, place_of_error
 
-Rule = TypeVar("Rule", ClientRule, ServerRule)
+AnyRule = TypeVar("AnyRule", ClientRule, ServerRule)
 
 BUGS = (NameError, AttributeError, TypeError, KeyError)
 """Errors that do not depend on the examples of a client; `FrozenInstanceError` is one of them."""
@@ -36,7 +36,7 @@ LOCAL_STEP = ("direction", "step")
 """Methods that may change none of their arguments; the others may not change `shared`."""
 
 
-def watched(rule: Rule) -> Rule:
+def watched(rule: AnyRule) -> AnyRule:
     """Return a rule that computes the same and raises ContractError for a mistake.
 
     Args:

@@ -79,7 +79,7 @@ class Model:
         classes: int,
         dtype: torch.dtype = torch.float32,
         device: str | torch.device = "cpu",
-        unfold: bool = False,
+        im2col: bool = False,
         *,
         learning_task: LearningTask | None = None,
         sample: Batch | None = None,
@@ -93,7 +93,7 @@ class Model:
             classes: number of outputs: of classes, labels, columns or tokens.
             dtype: type of the parameters.
             device: device of the parameters.
-            unfold: whether `UnfoldedConv2d` replaces convolutions.
+            im2col: whether `UnfoldedConv2d` replaces convolutions.
             learning_task: what the net learns; None: classification.
             sample: real examples for the check; None: made-up images.
             name: name of the net, for messages.
@@ -112,7 +112,7 @@ class Model:
         root = StagedModel(net)
         self.frame = ForwardContext()
         self.buffer_size = swap(root, self.frame)
-        if unfold:
+        if im2col:
             unfold_convolutions(root)
         self.module = root.to(dtype=dtype, device=device)
         self.levels = max(len(root.stages) - 1, 0)

@@ -17,7 +17,7 @@ from raysim.engine.executor import Inline
 from raysim.engine.loop import Engine
 from raysim.engine.resolve import prepare
 
-WARM_UP_ROUNDS = 2
+COMPARISON_WARM_UP_ROUNDS = 2
 """Rounds that are not timed."""
 
 MAX_RELATIVE_DIFFERENCE = 1e-4
@@ -99,7 +99,11 @@ def compare_modes(gpus: float = 1.0, rounds: int = 10) -> Comparison:
 def _train(settings: dict[str, Any], gpus: float, rounds: int) -> tuple[torch.Tensor, float, bool]:
     """Return the final parameters [P], clients per second, and whether steps were recorded."""
     quiet = {"evaluate.every": 0, "checkpoint.every": 0, "resources.executor": "inline"}
-    size = {"rounds": WARM_UP_ROUNDS + rounds, "resources.gpus": gpus, "batching.size": 10}
+    size = {
+        "rounds": COMPARISON_WARM_UP_ROUNDS + rounds,
+        "resources.gpus": gpus,
+        "batching.size": 10,
+    }
     plan, executor = prepare("quickstart", {**quiet, **size, **settings}), Inline()
     seconds: list[float] = []
     try:
@@ -117,5 +121,5 @@ def _train(settings: dict[str, Any], gpus: float, rounds: int) -> tuple[torch.Te
         recorded = cache is not None and bool(cache.recorded)
     finally:
         executor.close()
-    speed = plan.config.schedule.size / statistics.median(seconds[WARM_UP_ROUNDS:])
+    speed = plan.config.schedule.size / statistics.median(seconds[COMPARISON_WARM_UP_ROUNDS:])
     return params, speed, recorded

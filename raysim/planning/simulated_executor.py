@@ -59,11 +59,11 @@ class DriverCosts(Section):
 
     draw: float = Field(default=1e-5, ge=0)
     """Seconds to sample a client."""
-    deal: float = Field(default=5e-6, ge=0)
+    dispatch: float = Field(default=5e-6, ge=0)
     """Seconds to make and dispatch a client's task."""
     receive: float = Field(default=5e-6, ge=0)
     """Seconds to receive a client's result."""
-    judge: float = Field(default=5e-6, ge=0)
+    accept: float = Field(default=5e-6, ge=0)
     """Seconds to accept and record a client's result."""
     call: float = Field(default=3e-4, ge=0)
     """Seconds of a call to an actor."""
@@ -380,7 +380,7 @@ class SimulatedExecutor:
         bases: Mapping[int, SimulatedVersion],
     ) -> VirtualFuture[dict[str, float]]:
         """Simulate the server's update of a round. See `Executor.update`."""
-        self.works(self.costs.driver.judge * len(round.ids))
+        self.works(self.costs.driver.accept * len(round.ids))
         called, size = self.call(0), sum(sums for _, sums, _, _ in trained.uploads)
         there = [
             self.moved(sums + rows, node, 0, called, ready)
@@ -472,7 +472,7 @@ class SimulatedRound:
     def add(self, broadcasts: Mapping[int, SimulatedVersion], blocks: list[Block]) -> None:
         """Add blocks; nothing is simulated yet. See `RoundHandle.add`."""
         c, self.broadcasts = self.cluster, {**self.broadcasts, **broadcasts}
-        c.works(c.costs.driver.deal * sum(len(block.tasks) for block in blocks))
+        c.works(c.costs.driver.dispatch * sum(len(block.tasks) for block in blocks))
         for number, share in self.scheduler.assign(blocks, c.actors).items():
             self._send(number, share)
 

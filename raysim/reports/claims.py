@@ -138,7 +138,7 @@ class Figure(Section):
     """Parameters by which `curves` draws one line each. Default: all that differ."""
     panels: KeyList = Field(default_factory=list)
     """Parameters by which `curves` draws one panel each."""
-    spent: Literal["rounds", "bytes", "virtual-time", "seconds"] = "rounds"
+    x_axis: Literal["rounds", "bytes", "virtual-time", "seconds"] = "rounds"
     """Unit of the x-axis of `curves`."""
     x: str = ""
     """Parameter on the x-axis of `sweep`."""
@@ -151,7 +151,7 @@ class Figure(Section):
 
     @model_validator(mode="after")
     def _agrees(self) -> Figure:
-        others = {"curves": ("x", "y", "log_x"), "sweep": ("group", "panels", "spent")}[self.kind]
+        others = {"curves": ("x", "y", "log_x"), "sweep": ("group", "panels", "x_axis")}[self.kind]
         if strange := [key for key in others if key in self.model_fields_set]:
             raise ValueError(f"kind {self.kind} has no {strange[0]}; leave it out")
         if self.kind == "sweep" and not self.x:

@@ -20,7 +20,7 @@ class Curve:
     label: str
     """Label of the curve: the parameters that distinguish it."""
 
-    spent: list[float]
+    costs: list[float]
     """Mean cost at each point, in the unit of the runs; in a sweep, the value of the parameter."""
 
     figures: list[MeanStd]
@@ -60,10 +60,10 @@ def curves(
         histories = [dict(run.history) for run in members]
         common = sorted(set.intersection(*map(set, histories)))
         figures = [MeanStd.of([history[t] for history in histories]) for t in common]
-        spent = [statistics.fmean(run.cost(t) for run in members) for t in common]
+        costs = [statistics.fmean(run.cost(t) for run in members) for t in common]
         text = label({k: v for k, v in named.items() if k not in panel_keys}) or "all"
         panel = label({k: v for k, v in named.items() if k in panel_keys})
-        result.append(Curve(text, spent, [figure for figure in figures if figure], panel))
+        result.append(Curve(text, costs, [figure for figure in figures if figure], panel))
     return result
 
 

@@ -22,7 +22,7 @@ from raysim.reports import claims, sensitivity, speedup, tables
 from raysim.reports.curves import Curve, along, curves, grid
 from raysim.reports.grouping import apart, label
 from raysim.reports.runs import RunSource
-from raysim.reports.table_rows import spent_in, table_rows
+from raysim.reports.table_rows import cost_unit_of, table_rows
 from raysim.reports.tables import TableRow
 
 logger = logging.getLogger("raysim")
@@ -131,7 +131,7 @@ def table_frame(
     Raises:
         ConfigError: An option is invalid, or a run, the metric or a parameter does not exist.
     """
-    unit = spent_in(x_axis)
+    unit = cost_unit_of(x_axis)
     _, rows, _ = table_rows(
         _source(runs, uri, ledger),
         metric,
@@ -176,7 +176,7 @@ def curves_frame(
     Raises:
         ConfigError: An option is invalid, or a run, the metric or a parameter does not exist.
     """
-    unit = spent_in(x_axis)
+    unit = cost_unit_of(x_axis)
     tracked_runs = _source(runs, uri, ledger).finished(metric, _log_line, unit)
     averaged = curves(tracked_runs, _split_keys(group), _log_line, _split_keys(panels) or ())
     return _points(averaged, unit.replace(" ", "_"))
@@ -395,7 +395,7 @@ def _points(curves: Sequence[Curve], x: str) -> pd.DataFrame:
     records = [
         (curve.panel, curve.label, cost, figure.mean, figure.std, figure.n)
         for curve in curves
-        for cost, figure in zip(curve.spent, curve.figures, strict=True)
+        for cost, figure in zip(curve.costs, curve.figures, strict=True)
     ]
     return pd.DataFrame(records, columns=["panel", "curve", x, "mean", "std", "n"]).astype(
         {"std": float}

@@ -27,7 +27,7 @@ MAX_TITLE_LETTERS = 48
 def plot_curves(
     found: Sequence[Curve],
     metric: str,
-    spent: str,
+    x_label: str,
     path: Path,
     title: str = "",
     logarithmic: bool = False,
@@ -39,7 +39,7 @@ def plot_curves(
     Args:
         found: Curves, as from `curves.curves` or `curves.along`.
         metric: Label of the y-axis.
-        spent: Label of the x-axis.
+        x_label: Label of the x-axis.
         path: File to write; its suffix sets the format. The folder must exist.
         title: Title of the figure.
         logarithmic: True for a logarithmic x-axis.
@@ -53,16 +53,16 @@ def plot_curves(
             # Colours repeat after ten curves.
             style = ("-", "--", ":", "-.")[i // 10 % 4]
             marker = "." if len(means) <= 12 else None
-            (line,) = axes.plot(curve.spent, means, style, marker=marker, label=curve.label)
+            (line,) = axes.plot(curve.costs, means, style, marker=marker, label=curve.label)
             if any(f.std is not None for f in curve.figures):
                 std = np.array([f.std or 0.0 for f in curve.figures])
                 low, high = means - std, means + std
                 axes.fill_between(
-                    curve.spent, low, high, color=line.get_color(), alpha=0.2, linewidth=0
+                    curve.costs, low, high, color=line.get_color(), alpha=0.2, linewidth=0
                 )
-        axes.set(xlabel=spent, ylabel=metric, xscale="log" if logarithmic else "linear")
+        axes.set(xlabel=x_label, ylabel=metric, xscale="log" if logarithmic else "linear")
         axes.set_title(fill(panel, MAX_TITLE_LETTERS), fontsize="small")
-        if spent == "rounds":
+        if x_label == "rounds":
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(alpha=0.3)
         if len(shown) > 1:

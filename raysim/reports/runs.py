@@ -19,8 +19,8 @@ from typing import Any
 from raysim.errors import ConfigError, did_you_mean
 from raysim.reports.ledger_runs import finished_rows, title
 from raysim.reports.tracked import (
+    CostUnit,
     FinishedRun,
-    Spent,
     TrackedRun,
     check_metric_name,
     counted,
@@ -64,20 +64,20 @@ class RunSource:
         self,
         metric: str | None = None,
         say: Callable[[str], None] = lambda line: None,
-        spent: Spent = "rounds",
+        cost_unit: CostUnit = "rounds",
     ) -> list[TrackedRun]:
         """Return the finished runs; `finished_runs` describes the arguments.
 
         Args:
             metric: See `finished_runs`.
             say: See `finished_runs`.
-            spent: See `finished_runs`.
+            cost_unit: See `finished_runs`.
         """
         if not self.ledgers:
-            return finished_runs(self.names, self.uri, metric, say, spent)
+            return finished_runs(self.names, self.uri, metric, say, cost_unit)
         check_metric_name(metric)
         rows = finished_rows(self.ledgers, self.names, say)
-        return with_histories(rows, title(self.names, self.ledgers), metric, say, spent)
+        return with_histories(rows, title(self.names, self.ledgers), metric, say, cost_unit)
 
 
 def finished_runs(
@@ -85,7 +85,7 @@ def finished_runs(
     uri: str | None = None,
     metric: str | None = None,
     say: Callable[[str], None] = lambda line: None,
-    spent: Spent = "rounds",
+    cost_unit: CostUnit = "rounds",
 ) -> list[TrackedRun]:
     """Return the finished runs in MLflow, with the history of a metric.
 
@@ -94,7 +94,7 @@ def finished_runs(
         uri: Address of the tracking store. Default: that of a configuration.
         metric: Metric of the histories; see `with_histories`.
         say: Called with one line for each group of omitted runs.
-        spent: Unit of the runs' cost.
+        cost_unit: Unit of the runs' cost.
 
     Returns:
         The runs. Of several runs with the same parameters and seed only the newest is returned.
@@ -127,7 +127,7 @@ def finished_runs(
             )
             for run in sorted(done, key=lambda run: run.info.start_time)
         ]
-        return with_histories(found, ", ".join(wanted), metric, say, spent)
+        return with_histories(found, ", ".join(wanted), metric, say, cost_unit)
 
 
 def _ended(client: Any, found: Mapping[str, Any], say: Callable[[str], None]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from raysim.errors import ConfigError, did_you_mean
 from raysim.reports import aggregate, comparisons, published, targets
 from raysim.reports.runs import RunSource
 from raysim.reports.tables import TableRow
-from raysim.reports.tracked import Spent, TrackedRun
+from raysim.reports.tracked import CostUnit, TrackedRun
 
 
 def table_rows(
@@ -19,7 +19,7 @@ def table_rows(
     group: Sequence[str] | None,
     best_of: Sequence[str] | None,
     relative_to: str | None,
-    spent: Spent,
+    cost_unit: CostUnit,
     ranks: bool,
     paper: str | None,
     compare_with: str | None,
@@ -34,7 +34,7 @@ def table_rows(
         group: See `frames.table_frame`.
         best_of: See `frames.table_frame`.
         relative_to: See `frames.table_frame`.
-        spent: Unit of the cost, as `spent_in` returns it.
+        cost_unit: Unit of the cost, as `cost_unit_of` returns it.
         ranks: See `frames.table_frame`.
         paper: See `frames.table_frame`.
         compare_with: See `frames.table_frame`.
@@ -55,7 +55,7 @@ def table_rows(
     if paper and metric:
         _check_published(metric)
     printed = published.read_published(paper) if paper else []
-    tracked_runs = source.finished(metric, say, spent)
+    tracked_runs = source.finished(metric, say, cost_unit)
     metric = tracked_runs[0].metric
     if paper:
         _check_published(metric)
@@ -108,22 +108,22 @@ def _target_number(target: float | str | None, with_paper: bool) -> float | None
         ) from None
 
 
-def spent_in(spent: str) -> Any:
+def cost_unit_of(x_axis: str) -> Any:
     """Return the unit of cost for a value of `x_axis`.
 
     Args:
-        spent: "rounds", "bytes", "virtual-time" or "seconds".
+        x_axis: "rounds", "bytes", "virtual-time" or "seconds".
 
     Returns:
-        The unit, a `raysim.reports.tracked.Spent`.
+        The unit, a `raysim.reports.tracked.CostUnit`.
 
     Raises:
         ConfigError: The unit is unknown.
     """
     known = ("rounds", "bytes", "virtual-time", "seconds")
-    if spent not in known:
+    if x_axis not in known:
         raise ConfigError(
-            f"x_axis (--x-axis): unknown unit '{spent}'{did_you_mean(spent, known)}; "
+            f"x_axis (--x-axis): unknown unit '{x_axis}'{did_you_mean(x_axis, known)}; "
             f"use one of {', '.join(known)}"
         )
-    return spent.replace("-", " ")
+    return x_axis.replace("-", " ")

@@ -12,7 +12,7 @@ import pandas as pd
 from raysim.config.schema import SECTIONS_WITH_NAME
 from raysim.metrics import lower_is_better
 from raysim.reports import published
-from raysim.reports.tracked import LAST_EVALUATIONS, Spent
+from raysim.reports.tracked import LAST_EVALUATIONS, CostUnit
 
 MISSING_TEXT = "–"
 """Text of a cell without a value."""
@@ -179,7 +179,7 @@ def markdown_table(
     table: Sequence[TableRow],
     metric: str = "accuracy",
     target: float | None = None,
-    spent: Spent = "rounds",
+    cost_unit: CostUnit = "rounds",
 ) -> str:
     """Return rows as a Markdown table.
 
@@ -187,9 +187,9 @@ def markdown_table(
         table: Rows, as from `aggregate.rows`.
         metric: Metric of the rows; accuracies are shown in percent.
         target: Common target of the rows, if their runs do not hold it.
-        spent: Unit of the cost of reaching the target.
+        cost_unit: Unit of the cost of reaching the target.
     """
-    return as_markdown(_cells(table, metric, target, spent))
+    return as_markdown(_cells(table, metric, target, cost_unit))
 
 
 def as_markdown(cells: Sequence[Sequence[str]]) -> str:
@@ -223,7 +223,7 @@ def latex(
     table: Sequence[TableRow],
     metric: str = "accuracy",
     target: float | None = None,
-    spent: Spent = "rounds",
+    cost_unit: CostUnit = "rounds",
 ) -> str:
     """Return rows as a LaTeX tabular that uses booktabs.
 
@@ -233,7 +233,7 @@ def latex(
         table: Rows, as from `aggregate.rows`.
         metric: Metric of the rows; accuracies are shown in percent.
         target: Common target of the rows, if their runs do not hold it.
-        spent: Unit of the cost of reaching the target.
+        cost_unit: Unit of the cost of reaching the target.
     """
     special = {
         **{c: f"\\{c}" for c in "&%$#_{}"},
@@ -243,7 +243,7 @@ def latex(
     special |= {"\\": r"\textbackslash{}", "±": r"$\pm$", MISSING_TEXT: "--"}
     head, *lines = [
         ["".join(special.get(c, c) for c in cell) for cell in line]
-        for line in _cells(table, metric, target, spent)
+        for line in _cells(table, metric, target, cost_unit)
     ]
     column = len(_columns(table)) + 1
     keys = [sort_key(row, lower_is_better(metric)) for row in table]
@@ -261,7 +261,7 @@ Columns = dict[str, list[str]]
 
 
 def _cells(
-    table: Sequence[TableRow], metric: str, target: float | None, spent: Spent
+    table: Sequence[TableRow], metric: str, target: float | None, cost_unit: CostUnit
 ) -> list[list[str]]:
     """Return the header and the lines of a table for readers, without empty columns."""
     percent = metric.endswith("accuracy")
@@ -272,7 +272,7 @@ def _cells(
         **_published_best_values(table, percent),
         **_paired_differences(table, percent),
         **_last_values(table, percent),
-        **_costs_of_target(table, target, spent, percent),
+        **_costs_of_target(table, target, cost_unit, percent),
         **_ranks(table),
         **_progress(table),
     }
@@ -352,7 +352,7 @@ def _last_values(table: Sequence[TableRow], percent: bool) -> Columns:
 
 
 def _costs_of_target(
-    table: Sequence[TableRow], common_target: float | None, spent: Spent, percent: bool
+    table: Sequence[TableRow], common_target: float | None, cost_unit: CostUnit, percent: bool
 ) -> Columns:
     """Return the columns of costs of reaching the target; none without a target.
 
@@ -366,8 +366,8 @@ def _costs_of_target(
     if len(targets) > 1:
         columns[f"target{_unit(percent)}"] = [number(row.target, None, percent) for row in table]
     if targets:
-        columns[f"{spent} to {aim}"] = [_arrival(row) for row in table]
-    if spent == "rounds" and any(row.printed and row.printed.rounds for row in table):
+        columns[f"{cost_unit} to {aim}"] = [_arrival(row) for row in table]
+    if cost_unit == "rounds" and any(row.printed and row.printed.rounds for row in table):
         columns[f"paper: rounds to {aim}"] = [_rounds(row.printed) for row in table]
     return columns
 
@@ -428,12 +428,12 @@ def _rounds(printed: published.PublishedResult | None) -> str:
     return "never" if printed.rounds == float("inf") else f"{printed.rounds:g}"
 
 
-def frame(table: Sequence[TableRow], spent: Spent = "rounds") -> pd.DataFrame:
+def frame(table: Sequence[TableRow], cost_unit: CostUnit = "rounds") -> pd.DataFrame:
     """Return rows as a data frame.
 
     Args:
         table: Rows, as from `aggregate.rows`.
-        spent: Unit of the cost of reaching the target; it names the column.
+        cost_unit: Unit of the cost of reaching the target; it names the column.
 
     Returns:
         A frame with parameters as text, numbers that are not rounded, and None for figures that
@@ -449,8 +449,8 @@ def frame(table: Sequence[TableRow], spent: Spent = "rounds") -> pd.DataFrame:
             "last": row.last and row.last.mean,
             "last_std": row.last and row.last.std,
             "target": row.target,
-            f"{spent.replace(' ', '_')}_to_target": row.to_target and row.to_target.mean,
-            f"{spent.replace(' ', '_')}_to_target_std": row.to_target and row.to_target.std,
+            f"{cost_unit.replace(' ', '_')}_to_target": row.to_target and row.to_target.mean,
+            f"{cost_unit.replace(' ', '_')}_to_target_std": row.to_target and row.to_target.std,
             "reached": row.to_target.n if row.to_target else 0,
             "rounds_min": row.rounds[0],
             "rounds_max": row.rounds[1],
@@ -473,14 +473,14 @@ def frame(table: Sequence[TableRow], spent: Spent = "rounds") -> pd.DataFrame:
     return pd.DataFrame(records)
 
 
-def as_csv(table: Sequence[TableRow], spent: Spent = "rounds") -> str:
+def as_csv(table: Sequence[TableRow], cost_unit: CostUnit = "rounds") -> str:
     """Return rows as CSV, with the columns of `frame`; missing figures are empty.
 
     Args:
         table: Rows, as from `rows`.
-        spent: Unit of the costs, as in `frame`.
+        cost_unit: Unit of the costs, as in `frame`.
     """
-    return frame(table, spent).to_csv(index=False, lineterminator="\n").rstrip("\n")
+    return frame(table, cost_unit).to_csv(index=False, lineterminator="\n").rstrip("\n")
 
 
 def _columns(table: Sequence[TableRow]) -> list[str]:

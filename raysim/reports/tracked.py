@@ -17,7 +17,7 @@ from raysim.config.sections.evaluation import DEFAULT_BEST
 from raysim.errors import ConfigError, did_you_mean
 from raysim.metrics import find_metric
 
-Spent = Literal["rounds", "bytes", "virtual time", "seconds"]
+CostUnit = Literal["rounds", "bytes", "virtual time", "seconds"]
 """Unit of the cost of a run."""
 
 KEYS_WITHOUT_EFFECT = (
@@ -52,7 +52,7 @@ class TrackedRun:
     history: Sequence[tuple[int, float]]
     """(round, value) of the metric, by ascending rounds."""
 
-    spent: Mapping[int, float] = field(default_factory=dict)
+    costs: Mapping[int, float] = field(default_factory=dict)
     """Cumulative cost by round; if empty, the cost is the round number."""
 
     unfinished: str = ""
@@ -97,9 +97,9 @@ class TrackedRun:
         Args:
             round: the round.
         """
-        if not self.spent:
+        if not self.costs:
             return float(round)
-        return self.spent[max((t for t in self.spent if t <= round), default=min(self.spent))]
+        return self.costs[max((t for t in self.costs if t <= round), default=min(self.costs))]
 
 
 CLIENTS_USED = "clients/used"
@@ -158,7 +158,7 @@ def with_histories(
     title: str,
     metric: str | None,
     say: Callable[[str], None],
-    spent: Spent,
+    cost_unit: CostUnit,
 ) -> list[TrackedRun]:
     """Return finished runs with the history of a metric and their cost.
 
@@ -168,7 +168,7 @@ def with_histories(
         metric: Metric of the histories; None: that by which the runs select their best model. Runs
             without a value are omitted.
         say: Called with one line for each group of omitted runs.
-        spent: Unit of the runs' cost.
+        cost_unit: Unit of the runs' cost.
 
     Raises:
         ConfigError: No run has the metric (`MetricMissing`), no run is left, or the metric is not
@@ -192,12 +192,12 @@ def with_histories(
         history = run.history(metric)
         if not history and _is_count(metric):
             history = [(t, 0.0) for t, _ in run.history(CLIENTS_USED)]
-        cost = _spent(run, spent)
+        cost = _costs_by_round(run, cost_unit)
         runs.append(TrackedRun(run.run_id, run.params, history, cost, metric=metric))
     numbers = [run for run in runs if run.history]
     leave_out(len(runs) - len(numbers), f"their '{metric}' is never a number")
-    with_cost = [run for run in numbers if run.spent or spent == "rounds"]
-    leave_out(len(numbers) - len(with_cost), f"they do not log their {spent}")
+    with_cost = [run for run in numbers if run.costs or cost_unit == "rounds"]
+    leave_out(len(numbers) - len(with_cost), f"they do not log their {cost_unit}")
     if not with_cost:
         raise ConfigError(
             f"{title}: no run is left; the warnings above say why. Use another "
@@ -245,7 +245,7 @@ def _newest(runs: Sequence[FinishedRun]) -> list[FinishedRun]:
     return list(newest.values())
 
 
-def _spent(run: FinishedRun, kind: Spent) -> dict[int, float]:
+def _costs_by_round(run: FinishedRun, kind: CostUnit) -> dict[int, float]:
     """Return the cumulative cost by round: bytes in both directions, virtual time, or seconds."""
     if kind == "rounds":
         return {}

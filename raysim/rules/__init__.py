@@ -3,7 +3,7 @@
 A method's file imports from here, from `raysim.numerics` and from other methods' files only.
 """
 
-from raysim.config.sections.base import PositiveScheduled, Scheduled, UnitScheduled
+from raysim.config.sections.base import Positive, PositiveScheduled, Scheduled, UnitScheduled
 from raysim.rules.batch import Batch
 from raysim.rules.contract import (
     Algorithm,
@@ -42,6 +42,7 @@ __all__ = [
     "NextToken",
     "NoiseSpec",
     "PassMode",
+    "Positive",
     "PositiveScheduled",
     "Problem",
     "PublicData",

@@ -27,7 +27,7 @@ class Classification(LearningTask):
     default_metrics: ClassVar = ("accuracy",)
     metric_classes: ClassVar = {
         "accuracy": task_metrics.Accuracy,
-        "top{k}": task_metrics.TopK,
+        "top{k}": task_metrics.TopKAccuracy,
         "f1": task_metrics.MacroF1,
         "f1_micro": task_metrics.MicroF1,
         "auc": task_metrics.Auc,

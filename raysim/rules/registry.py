@@ -20,6 +20,7 @@ from pydantic import TypeAdapter, ValidationError
 from raysim.config import entry_points, python_objects
 from raysim.config.explain import annotation_types, explain_validation_error
 from raysim.config.references import load_file, load_object, place_of
+from raysim.config.renamed import UPLOAD_MODES
 from raysim.config.schema import Config
 from raysim.config.sections.base import Named
 from raysim.errors import ConfigError, did_you_mean, in_a_line
@@ -33,7 +34,7 @@ from raysim.rules.contract import (
     ServerRule,
 )
 from raysim.rules.misspelled import refuse_misspelled_methods, untyped
-from raysim.rules.renamed import RENAMED_MODES, refuse_former_names
+from raysim.rules.renamed import refuse_former_names
 from raysim.rules.rule import Rule
 from raysim.rules.uploads import UploadMode, why_not_declared
 from raysim.rules.user_code import class_defined_at
@@ -464,8 +465,8 @@ def refuse_pair(client: ClientRule, server: ServerRule) -> None:
                 raise ConfigError(
                     f"server rule '{server.name}': uploads '{key}' in an unknown mode '{mode}'"
                     + (
-                        f", which is now called '{RENAMED_MODES[mode]}'"
-                        if mode in RENAMED_MODES
+                        f", which is now called '{UPLOAD_MODES[mode]}'"
+                        if mode in UPLOAD_MODES
                         else did_you_mean(mode, get_args(UploadMode))
                     )
                 )

@@ -1,39 +1,12 @@
-"""Former names of the contract, so that a rule written for them is told the new ones."""
+"""Refusal of rules that were written for the contract's former names."""
 
 from __future__ import annotations
 
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
+from raysim.config import renamed
 from raysim.errors import ConfigError
-
-RENAMED: dict[str, dict[str, str]] = {
-    "ClientRule": {
-        "exposes": "unprotected_uploads",
-        "free": "not_counted_as_traffic",
-        "make": "prepare",
-        "makes": "prepares",
-        "masks": "dropout_masks",
-        "private": "supports_dp",
-    },
-    "ServerRule": {
-        "admit": "before_round",
-        "wants_bases": "needs_base_params",
-        "weighs_late": "weights_after_training",
-    },
-    "Cohort": {"report": "log"},
-    "Reports": {
-        "change": "difference",
-        "each": "per_client",
-        "weigh": "set_weights",
-    },
-    "Task": {"received": "global_buffers"},
-    "Batch": {"made": "prepared"},
-}
-"""For each class of the contract the former names of its attributes, and the present ones."""
-
-RENAMED_MODES = {"change": "difference", "each": "per_client"}
-"""The former modes of uploads, and the present ones."""
 
 
 def refuse_former_names(rule: type, section: str) -> None:
@@ -50,7 +23,7 @@ def refuse_former_names(rule: type, section: str) -> None:
     """
     hyperparameters = [field.name for field in fields(rule)]
     for family in rule.__mro__:
-        for former, present in RENAMED.get(family.__name__, {}).items():
+        for former, present in renamed.CONTRACT.get(family.__name__, {}).items():
             value = next((vars(c)[former] for c in rule.__mro__ if former in vars(c)), None)
             if value is None or former in hyperparameters:
                 continue
@@ -68,7 +41,7 @@ class TellsPresentNames:
 
         def __getattr__(self, name: str) -> Any:
             for cls in type(self).__mro__:
-                if present := RENAMED.get(cls.__name__, {}).get(name):
+                if present := renamed.CONTRACT.get(cls.__name__, {}).get(name):
                     raise AttributeError(
                         f"{cls.__name__} attribute `{name}` is now called `{present}`"
                     )

@@ -19,7 +19,7 @@ class Accuracy(TaskMetric):
         return outputs.argmax(1) == y
 
 
-class TopK(TaskMetric):
+class TopKAccuracy(TaskMetric):
     """Share of the examples whose label is among the k largest logits; ties go to lower labels."""
 
     @property

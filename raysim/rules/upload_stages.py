@@ -25,7 +25,7 @@ INDEX_BITS = 32
 SEED_BITS = 64
 """Bits of a seed from which client and server draw the same positions."""
 
-Share = Annotated[float, Field(gt=0, le=1)]
+PositiveShare = Annotated[float, Field(gt=0, le=1)]
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class Clip(UploadStage):
 class TopK(UploadStage):
     """Send the k entries of largest magnitude (with error feedback: Stich 2018)."""
 
-    share: Share = 0.01
+    share: PositiveShare = 0.01
     """k as a share of P; k is rounded, and at least 1."""
 
     def encode(self, update: Tensor, rng: np.random.Generator) -> Tensor:
@@ -151,7 +151,7 @@ class TopK(UploadStage):
 class RandK(UploadStage):
     """Send k entries at random positions, which follow from a seed."""
 
-    share: Share = 0.01
+    share: PositiveShare = 0.01
     """k as a share of P; k is rounded, and at least 1."""
     unbiased: bool | None = None
     """Whether the entries are multiplied by P/k, so that the expected value is the update; null:

@@ -21,9 +21,9 @@ from raysim.errors import ContractError, RaysimError, in_a_line
 from raysim.rules.rule import Rule
 from raysim.signals import reraise_stop
 
-ENGINE = f"{Path(__file__).parents[1]}{os.sep}"
+PACKAGE_FOLDER = f"{Path(__file__).parents[1]}{os.sep}"
 """The folder of raysim's own code."""
-SHIPPED_RULES = f"{ENGINE}algorithms{os.sep}"
+SHIPPED_RULES = f"{PACKAGE_FOLDER}algorithms{os.sep}"
 LIBRARIES = tuple(f"{os.path.dirname(str(library.__file__))}{os.sep}" for library in (torch, np))
 STANDARD_LIBRARY = f"{Path(inspect.__file__).parent}{os.sep}"
 """Its folder; that of installed packages may lie in it."""
@@ -461,7 +461,7 @@ def _is_users(code: CodeType) -> bool:
         return True
     if file.startswith(STANDARD_LIBRARY) and "site-packages" not in file:
         return False
-    return not file.startswith((ENGINE, *LIBRARIES, "<"))
+    return not file.startswith((PACKAGE_FOLDER, *LIBRARIES, "<"))
 
 
 def _readable(file: str) -> str:

@@ -147,7 +147,7 @@ _MEASUREMENTS = ("evaluate.", "record_updates", "resources.")
 # -- rows carried over to other keys -------------------------------------------------------------
 
 
-def carry(
+def carry_rows(
     rows: Sequence[Row],
     renamed: Mapping[str, str],
     say: Callable[[str], None],

@@ -392,7 +392,7 @@ def prepare_sweep(
         ConfigError: The sweep is invalid, or a trial cannot run; the message names its values.
     """
     described = read_sweep(source, overrides)
-    axes = search_space.varied(described.points)
+    axes = search_space.varied_values(described.points)
     trials: dict[str, Trial] = {}
     for point in described.points:
         values = {key: point[key] for key in axes if key in point}

@@ -392,7 +392,7 @@ def points(grid: Mapping[str, Axis], samples: int, seed: int) -> Iterator[dict[s
             yield dict(zip(values, point, strict=True))
 
 
-def varied(points: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
+def varied_values(points: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
     """Return the keys that have several values, with these.
 
     Args:

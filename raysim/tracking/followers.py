@@ -27,7 +27,7 @@ logger = logging.getLogger("raysim.tracking")
 FOLLOW_INTERVAL_S = 1.0
 """Seconds between two looks at the spool."""
 
-DRAIN_TIMEOUT_S = 20.0
+FOLLOWER_DRAIN_TIMEOUT_S = 20.0
 """Seconds that a follower gets for the remaining records when the run has ended."""
 
 NOTE_TAG = "mlflow.note.content"
@@ -296,7 +296,7 @@ class FollowedRun:
             thread.start()
 
     def finish(self, status: str) -> None:
-        """Send the remaining records and end, in at most DRAIN_TIMEOUT_S.
+        """Send the remaining records and end, in at most FOLLOWER_DRAIN_TIMEOUT_S.
 
         Args:
             status: the status of the run: FINISHED, FAILED or KILLED.
@@ -304,7 +304,7 @@ class FollowedRun:
         self._status = status
         self._closing.set()
         for thread in self._threads:
-            thread.join(DRAIN_TIMEOUT_S)
+            thread.join(FOLLOWER_DRAIN_TIMEOUT_S)
             if thread.is_alive():
                 self._warn(thread.name.removeprefix("raysim-"), "it is too slow")
 

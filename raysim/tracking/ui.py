@@ -30,7 +30,7 @@ START_LIMIT_S = 120.0
 STOP_LIMIT_S = 10.0
 """Time limit in seconds for the server to stop before it is killed."""
 
-POLL_INTERVAL_S = 0.2
+SERVER_POLL_INTERVAL_S = 0.2
 """Seconds between two checks whether the server answers."""
 
 
@@ -159,7 +159,7 @@ def _answers(process: subprocess.Popen[bytes], port: int) -> bool:
             direct.open(f"http://127.0.0.1:{port}/health", timeout=5) as answer,
         ):
             return answer.status == 200
-        time.sleep(POLL_INTERVAL_S)
+        time.sleep(SERVER_POLL_INTERVAL_S)
     return False
 
 

@@ -120,17 +120,17 @@ class Adam(Optimizer):
         return u, {"exp_avg": mean, "exp_avg_sq": squares, "step": step}
 
 
-def make_optimizer(section: sections.SGD | sections.Adam) -> Optimizer | None:
+def make_optimizer(section: sections.SGDSection | sections.AdamSection) -> Optimizer | None:
     """Return the optimizer of a configuration; None for plain SGD.
 
     Args:
         section: the section `local.optimizer`.
     """
-    if isinstance(section, sections.SGD):
+    if isinstance(section, sections.SGDSection):
         if not section.momentum and not section.weight_decay:
             return None
         return SGD(section.momentum, section.dampening, section.nesterov, section.weight_decay)
-    decoupled = isinstance(section, sections.AdamW)
+    decoupled = isinstance(section, sections.AdamWSection)
     return Adam(section.betas, section.eps, section.weight_decay, decoupled)
 
 

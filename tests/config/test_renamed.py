@@ -14,6 +14,8 @@ from raysim.config.renamed import refuse_former_command
 from raysim.config.schema import Config
 from raysim.engine.resolve import prepare
 from raysim.errors import ConfigError
+from raysim.planning.forecast import run_forecast
+from raysim.reports.claims import Figure
 
 
 def keys_now() -> set[str]:
@@ -27,6 +29,7 @@ def keys_now() -> set[str]:
     sections |= {f"privacy.{k}" for k in section_keys("privacy", "example") or ()}
     for section in ("local", "batching", "evaluate", "record_updates", "client_state"):
         sections |= {f"{section}.{key}" for key in section_keys(section, "") or ()}
+    sections |= {f"claims.figure.{key}" for key in Figure.model_fields}
     return sections | set(Config.model_fields)
 
 
@@ -87,6 +90,25 @@ def test_a_run_folder_with_former_keys_is_refused_in_one_message(base, raysim_, 
         said = raysim_(*command)
         assert_one_message(said)
         assert "local.batch is now called local.batch_size" in said.err
+
+
+def test_a_claim_and_costs_with_former_keys_are_refused(tmp_path: Path):
+    (tmp_path / "claims.yaml").write_text("claims: [{says: a}, {figure: {spent: bytes}}]\n")
+    with pytest.raises(
+        ConfigError, match=r"claims\.figure\.spent is now called claims\.figure\.x_axis"
+    ):
+        raysim.report("claims", config=str(tmp_path / "claims.yaml"))
+    (tmp_path / "costs.yaml").write_text("driver: {deal: 1}\n")
+    with pytest.raises(
+        ConfigError, match=r"costs\.yaml: driver\.deal is now called driver\.dispatch"
+    ):
+        run_forecast("quickstart", costs=tmp_path / "costs.yaml")
+
+
+def test_the_tables_name_what_is_refused():
+    """No present name is itself a former one: a reader needs one step only."""
+    for title, names in renamed.TABLES.items():
+        assert names and not set(names) & set(names.values()), title
 
 
 @pytest.mark.parametrize(

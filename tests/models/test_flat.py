@@ -586,7 +586,7 @@ def test_unfolded_convolutions_are_convolutions(mode):
     net(torch.zeros(2, *SHAPE, dtype=torch.float64))
     direct, unfolded = (
         made(net),
-        Model(copy.deepcopy(net), SHAPE, CLASSES, torch.float64, unfold=True),
+        Model(copy.deepcopy(net), SHAPE, CLASSES, torch.float64, im2col=True),
     )
     assert sum(isinstance(m, UnfoldedConv2d) for m in unfolded.module.modules()) == 2
     assert (

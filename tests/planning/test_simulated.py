@@ -43,7 +43,7 @@ UP, DOWN = 8 * P, 4 * P  # bytes of a fixed-point sum, and of a version of the m
 
 FREE = {
     "training": {"step": 1.0, "spread": 0.0},
-    "driver": {"draw": 0, "deal": 0, "receive": 0, "judge": 0, "call": 0},
+    "driver": {"draw": 0, "dispatch": 0, "receive": 0, "accept": 0, "call": 0},
     "store": {"latency": 0, "bandwidth": 1e30},
     "network": {"latency": 0, "bandwidth": 1e30},
     "server": {"update": 0, "adds": 1e30, "evaluate": 0},
@@ -116,18 +116,18 @@ def test_what_the_driver_does_is_on_the_path(simulated):
     s. Before the second round it judges 4 clients (0.3 s each), and calls the server again. To draw
     4 clients (0.25 s each) is hidden by the training."""
     costs = {
-        "driver.deal": 0.1,
+        "driver.dispatch": 0.1,
         "driver.call": 0.05,
         "driver.receive": 0.2,
-        "driver.judge": 0.3,
+        "driver.accept": 0.3,
         "driver.draw": 0.25,
     }
     first, second, third = simulated(1, 2, costs)
-    # draw 1.0, the server's broadcast 0.05, deal 0.4; the second call ends at 1.55; its actor's
+    # draw 1.0, the server's broadcast 0.05, dispatch 0.4; the second call ends at 1.55; its actor's
     # word comes at 3.55, when the first one's (3.5) is being taken in until 3.9; so the second
     # one's has been by 4.3
     assert first.seconds == pytest.approx(4.3)
-    # judge 1.2, advance 0.05, deal 0.4, one call 0.05: the first actor trains until 3.7; then both
+    # accept 1.2, advance 0.05, dispatch 0.4, one call 0.05: the first actor trains until 3.7; then both
     # words are taken in
     assert second.seconds == pytest.approx(1.7 + 2.0 + 2 * 0.4)
     assert third.seconds == pytest.approx(second.seconds)

@@ -274,10 +274,10 @@ def test_markdown_and_csv():
 
 def test_the_way_to_the_target_in_what_was_spent():
     runs = [run([0.1, 0.5, 0.7], seed=0), run([0.1, 0.2, 0.6], seed=1)]
-    runs = [dataclasses.replace(each, spent={0: 0.0, 1: 100.0, 2: 250.0}) for each in runs]
+    runs = [dataclasses.replace(each, costs={0: 0.0, 1: 100.0, 2: 250.0}) for each in runs]
     (row,) = rows(runs, target=0.5)
     assert row.to_target and row.to_target.mean == (100 + 250) / 2
-    assert "bytes to 0.5" in markdown_table([row], target=0.5, spent="bytes").splitlines()[0]
+    assert "bytes to 0.5" in markdown_table([row], target=0.5, cost_unit="bytes").splitlines()[0]
     (line,) = csv.DictReader(as_csv([row], "bytes").splitlines())
     assert line["bytes_to_target"] == "175.0"
 
@@ -305,10 +305,10 @@ def test_curves_are_means_over_the_rounds_that_all_seeds_have():
         run([0.3, 0.4, 0.4], lr=0.1, seed=1),
         run([0.5], lr=0.2, seed=0),
     ]
-    runs[1] = dataclasses.replace(runs[1], spent={0: 0.0, 1: 3.0, 2: 6.0})
+    runs[1] = dataclasses.replace(runs[1], costs={0: 0.0, 1: 3.0, 2: 6.0})
     first, second = curves(runs)
     assert (first.label, second.label) == ("local.lr 0.1", "local.lr 0.2")
-    assert first.spent == [0, (1 + 3) / 2, (2 + 6) / 2]
+    assert first.costs == [0, (1 + 3) / 2, (2 + 6) / 2]
     assert [f.mean for f in first.figures] == pytest.approx([0.2, 0.3, 0.4])
     assert (
         first.figures[0].std == pytest.approx(statistics.stdev([0.1, 0.3]))
@@ -494,7 +494,7 @@ def test_what_runs_spent_comes_from_their_metrics(tmp_path: Path):
     one.finish("FINISHED")
 
     def spent(kind: Any) -> list[float]:
-        (found,) = finished_runs(["spent"], uri, spent=kind)
+        (found,) = finished_runs(["spent"], uri, cost_unit=kind)
         return [found.cost(t) for t in (0, 1, 2)]
 
     assert spent("rounds") == [0, 1, 2] and spent("virtual time") == [0, 7, 14]

@@ -344,7 +344,7 @@ def swept() -> list[TrackedRun]:
 def test_the_best_over_a_parameter():
     first, second = along(swept(), "algorithm.memory")
     assert (first.label, second.label) == ("partition.alpha 0.1", "partition.alpha 0.5")
-    assert first.spent == [0, 20, 100] and [f.mean for f in second.figures] == pytest.approx(
+    assert first.costs == [0, 20, 100] and [f.mean for f in second.figures] == pytest.approx(
         [0.55, 0.75, 1.55]
     )
     assert all(f.n == 2 for f in first.figures)
@@ -359,7 +359,7 @@ def test_rounds_to_a_target_over_a_parameter():
         run(c, server__memory=m, seed=i) for m, each in courses.items() for i, c in enumerate(each)
     ]
     (line,) = along(runs, "server.memory", target=0.5)
-    assert line.spent == [0, 5] and [f.mean for f in line.figures] == [1.5, 2]
+    assert line.costs == [0, 5] and [f.mean for f in line.figures] == [1.5, 2]
 
 
 def test_parts_over_two_parameters_differ_in_nothing_else(tmp_path: Path):

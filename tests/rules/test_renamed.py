@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from raysim.config.renamed import CONTRACT, UPLOAD_MODES
 from raysim.engine.resolve import prepare
 from raysim.errors import ConfigError
 from raysim.rules import Batch, ClientRule, Reports, ServerRule
 from raysim.rules.contract import Cohort
-from raysim.rules.renamed import RENAMED, RENAMED_MODES
 from raysim.training.task import ModelTask
 
 FILE = """
@@ -79,7 +79,7 @@ def given(base) -> dict[str, Any]:
     [
         (family, *names)
         for family in ("ClientRule", "ServerRule")
-        for names in RENAMED[family].items()
+        for names in CONTRACT[family].items()
     ],
 )
 def test_a_rule_with_a_former_name_is_refused(family, former, present, given, source):
@@ -94,7 +94,7 @@ def test_a_rule_with_a_former_name_is_refused(family, former, present, given, so
         )
 
 
-@pytest.mark.parametrize(("former", "present"), RENAMED_MODES.items())
+@pytest.mark.parametrize(("former", "present"), UPLOAD_MODES.items())
 def test_a_former_mode_is_refused(former, present, given, source):
     server = {"name": source("own", OWN_NAMES) + ":Server", "mode": former}
     said = f"server rule 'server': uploads 'delta' in an unknown mode '{former}', which is now called '{present}'"
@@ -120,7 +120,7 @@ def test_a_former_name_that_update_reads_is_told(given, source, engine):
     ],
 )  # fmt: skip
 def test_what_a_rule_is_given_tells_the_present_names(given_to_rule, family):
-    for former, present in RENAMED[family].items():
+    for former, present in CONTRACT[family].items():
         with pytest.raises(AttributeError, match=f"`{former}` is now called `{present}`"):
             getattr(given_to_rule, former)
     with pytest.raises(AttributeError, match="object has no attribute 'nothing'"):
@@ -130,7 +130,7 @@ def test_what_a_rule_is_given_tells_the_present_names(given_to_rule, family):
 def test_present_names_exist():
     given = (*Reports.__mro__, *ModelTask.__mro__, Batch, ClientRule, ServerRule)
     classes = {cls.__name__: cls for cls in given}
-    for family, names in RENAMED.items():
+    for family, names in CONTRACT.items():
         known = {*dir(classes[family]), *getattr(classes[family], "__annotations__", {})}
         assert set(names.values()) <= known and not set(names) & known
 

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from raysim.config.sections.base import Named, Positive, Section, default_name, named
 from raysim.config.sections.learning_rate import LearningRate
 from raysim.config.sections.local import Local, UploadStages
-from raysim.config.sections.optimizer import Optimizer
+from raysim.config.sections.optimizer import AnyOptimizer
 
 
 class GroupLocal(Section):
@@ -23,7 +23,7 @@ class GroupLocal(Section):
     """Examples in a mini-batch, or `full` for all of the client's data."""
     lr: LearningRate | None = None
     """Step size, a list [[first round, value], ...], or a schedule `cosine`, `step` or `warmup`."""
-    optimizer: Annotated[Optimizer, default_name("sgd")] | None = None
+    optimizer: Annotated[AnyOptimizer, default_name("sgd")] | None = None
     """Optimizer of the local steps: `sgd`, `adam` or `adamw`."""
     accumulate: int | None = Field(default=None, ge=1)
     """Mini-batches for one step."""

@@ -21,7 +21,7 @@ from raysim.config.sections.learning_rate import (
     StepSizes,
     StepSizesByRound,
 )
-from raysim.config.sections.optimizer import PLAIN_SGD, Optimizer
+from raysim.config.sections.optimizer import PLAIN_SGD, AnyOptimizer
 
 UploadStages = Annotated[
     tuple[Annotated[Named, BeforeValidator(named)], ...], BeforeValidator(as_list)
@@ -41,7 +41,7 @@ class Local(Section):
     """Examples in a mini-batch, or `full` for all of the client's data."""
     lr: LearningRate = 0.01
     """Step size, a list [[first round, value], ...], or a schedule `cosine`, `step` or `warmup`."""
-    optimizer: Annotated[Optimizer, default_name("sgd")] = PLAIN_SGD
+    optimizer: Annotated[AnyOptimizer, default_name("sgd")] = PLAIN_SGD
     """Optimizer of the local steps: `sgd`, `adam` or `adamw`. Clipping and `weight_decay` come
     before it."""
     accumulate: int = Field(default=1, ge=1)

@@ -19,7 +19,7 @@ class OptimizerSection(Section):
     """Whether a client's moments begin anew in each round, or are kept with its state."""
 
 
-class SGD(OptimizerSection):
+class SGDSection(OptimizerSection):
     """Stochastic gradient descent; plain without `momentum` and `weight_decay`."""
 
     name: Literal["sgd"] = "sgd"
@@ -34,7 +34,7 @@ class SGD(OptimizerSection):
     out."""
 
     @model_validator(mode="after")
-    def _belongs_to_momentum(self) -> SGD:
+    def _belongs_to_momentum(self) -> SGDSection:
         without_effect = {
             "nesterov": self.nesterov,
             "dampening": self.dampening > 0,
@@ -48,7 +48,7 @@ class SGD(OptimizerSection):
         return self
 
 
-class Adam(OptimizerSection):
+class AdamSection(OptimizerSection):
     """Adam (Kingma 2015)."""
 
     name: Literal["adam"]
@@ -60,7 +60,7 @@ class Adam(OptimizerSection):
     """Factor of each parameter, with biases, in the direction."""
 
 
-class AdamW(Adam):
+class AdamWSection(AdamSection):
     """Adam with decoupled weight decay (Loshchilov 2019)."""
 
     name: Literal["adamw"]  # pyright: ignore[reportIncompatibleVariableOverride]  # frozen
@@ -68,7 +68,7 @@ class AdamW(Adam):
     """Each step multiplies the parameters, with biases, by 1 - lr weight_decay."""
 
 
-Optimizer = Annotated[SGD | Adam | AdamW, Discriminator("name")]
+AnyOptimizer = Annotated[SGDSection | AdamSection | AdamWSection, Discriminator("name")]
 
-PLAIN_SGD = SGD()
+PLAIN_SGD = SGDSection()
 """w <- w - lr direction, without any state."""
