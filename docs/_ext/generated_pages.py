@@ -30,7 +30,7 @@ GENERATORS = {
 }
 """The generators of each folder of docs/."""
 
-WRITTEN_BY_HAND = {"index.md"}
+WRITTEN_BY_HAND = {"index.md", "research_tasks.md"}
 
 
 def write(source_folder: Path) -> None:
