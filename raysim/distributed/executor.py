@@ -13,6 +13,7 @@ only passes references from actor to actor. Failures never change a result:
 
 from __future__ import annotations
 
+import signal
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -31,6 +32,7 @@ from raysim.engine.server import RoundCohort
 from raysim.errors import RaysimError
 from raysim.rules.contract import State
 from raysim.rules.sampling import SelectionPool
+from raysim.signals import Stopped
 from raysim.training.messages import Block, Broadcast
 
 
@@ -61,7 +63,11 @@ class RayExecutor:
         self.needs_base_params = plan.server.needs_base_params
         self.sends_rows = bool(plan.sent_per_client)
         self.on_client_error = plan.config.faults.on_client_error
-        self.pool.start(plan)
+        try:
+            self.pool.start(plan)
+        except SystemExit:
+            # While Ray starts, it turns a SIGTERM into SystemExit.
+            raise Stopped(signal.SIGTERM) from None
 
     def broadcast(self, following: RoundCohort) -> Any:
         """Return a reference to the first model version, for the cohort `following`.

@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import logging
 import shutil
-import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -44,7 +43,7 @@ from raysim.runs.run_dir import (
     without_secrets,
     write_config,
 )
-from raysim.signals import Signals, Stopped, stoppable
+from raysim.signals import Signals, stoppable
 from raysim.tracking.followers import FollowedRun, require_packages
 from raysim.tracking.mlflow import Tracker
 from raysim.tracking.spool import Recorder, Status, Untracked
@@ -152,70 +151,28 @@ def execute(
     """
     began, is_new = time.perf_counter(), run_dir is None
     run_dir = run_dir or make_run_dir(plan)
-    end = _RunEnd()
-    engine: Engine | None = None
     with ExitStack() as closing:
         closing.enter_context(_own_folder(plan, run_dir, is_new))
-        also = plan.config.tracking.also if tracker is None or tracker.tracks else []
-        require_packages(also)
-        recorder = tracker or Tracker(plan.config.tracking, run_dir, origin and origin.run_id)
-        closing.enter_context(processes.at_last(lambda why: _give_up(recorder, why)))
+        run = _OpenRun(plan, run_dir, tracker, origin)
+        closing.enter_context(processes.at_last(run.give_up))
         signals = closing.enter_context(stoppable())
-        # Last steps of the run, called in reverse order. A failed step does not skip the others.
-        followed: FollowedRun | None = None
-        closing.callback(
-            end.attempt,
-            "further trackers do not end",
-            lambda: followed and followed.finish(end.status),
-        )
-        closing.callback(
-            end.attempt, "models are not logged", lambda: _log_models(recorder, plan, end)
-        )
-        closing.callback(
-            end.attempt, "MLflow's run is not ended", lambda: recorder.finish(end.status)
-        )
-        closing.callback(
-            end.attempt, "MLflow is not given the error", lambda: _track_end(recorder, end)
-        )
-        closing.callback(
-            end.attempt,
-            "tables and pictures are not kept",
-            lambda: engine and _track_artifacts(recorder, plan, run_dir, engine.history, end),
-        )
-        closing.callback(
-            end.attempt, "rows on disk are not removed", lambda: engine and engine.close()
-        )
-        with end.recorded(signals):
-            executor = choose(plan, log)
-            closing.callback(end.attempt, "the executor is not closed", executor.close)
-
-            _open(executor, plan)
+        for title, step in reversed(run.last_steps()):
+            closing.callback(run.end.attempt, title, step)
+        with run.end.recorded(signals):
+            executor = run.executor = choose(plan, log)
+            executor.open(plan)
             # The start of Ray has replaced the handlers.
             signals.install()
-            if recorder.tracks:
-                startup_stages.begin("opening MLflow")
-            run_id = _start_tracking(recorder, plan, run_dir, saved, origin)
-            followed = FollowedRun(also, run_dir)
-            engine = Engine(plan, executor, run_dir, run_id, signals)
-            if saved is not None:
-                engine.restore(saved)
+            engine = run.start(executor, saved, signals)
             if origin is not None:
                 # The history of a fork begins with that of the forked run.
                 for record in engine.history:
-                    _log_record(record, recorder, progress, engine)
+                    run.log(engine, record, progress)
             startup_stages.begin(f"round {saved.facts['round'] if saved else 0}")
             with signals.held():
                 for record in engine.rounds():
-                    _log_record(record, recorder, progress, engine)
-                result = _finish(plan, engine, run_dir, time.perf_counter() - began)
-                end.result, end.stopped = result, result.stopped
-                recorder.metrics(best_figures(result.metrics), step=result.rounds)
-                recorder.tags(
-                    {"stopped_early": result.stopped}
-                    if result.stopped
-                    else {"digest": result.digest}
-                )
-            return result
+                    run.log(engine, record, progress)
+                return run.result(engine, time.perf_counter() - began)
 
 
 @contextmanager
@@ -310,47 +267,127 @@ def choose(plan: Plan, log: Callable[[str], None]) -> Executor:
     return RayExecutor(log)
 
 
-def _open(executor: Executor, plan: Plan) -> None:
-    """Open the executor."""
-    try:
-        executor.open(plan)
-    except SystemExit:
-        # While Ray starts, it turns a SIGTERM into SystemExit.
-        raise Stopped(signal.SIGTERM) from None
+class _OpenRun:
+    """A run that is being executed: its tracker, its engine and the steps that close it."""
 
+    def __init__(
+        self, plan: Plan, run_dir: Path, tracker: Recorder | None, origin: ForkOrigin | None
+    ):
+        """Open the tracker; nothing is tracked yet.
 
-def _log_record(
-    record: Record, tracker: Recorder, progress: ProgressCallback, engine: Engine
-) -> None:
-    """Log a round's record and call `progress`, which may end the run."""
-    tracker.metrics({k: v for k, v in record.items() if k != "round"}, step=int(record["round"]))
-    if reason := progress(record):
-        engine.end_early(
-            reason
-            if isinstance(reason, str)
-            else f"round {record['round']:g}: progress returned True"
+        Args:
+            plan: the plan of the run.
+            run_dir: the folder of the run.
+            tracker: receives the metrics; None: MLflow, as configured.
+            origin: the origin of a fork; None if the run is not a fork.
+        """
+        self.plan = plan
+        self.run_dir = run_dir
+        self.origin = origin
+        self.also = plan.config.tracking.also if tracker is None or tracker.tracks else []
+        require_packages(self.also)
+        self.tracker = tracker or Tracker(plan.config.tracking, run_dir, origin and origin.run_id)
+        self.end = _RunEnd()
+        self.executor: Executor | None = None
+        self.engine: Engine | None = None
+        self.followed: FollowedRun | None = None
+
+    def start(
+        self, executor: Executor, saved: checkpoint.Checkpoint | None, signals: Signals
+    ) -> Engine:
+        """Start the tracked run and return its engine, in the state of a checkpoint if given."""
+        if self.tracker.tracks:
+            startup_stages.begin("opening MLflow")
+        run_id = _start_tracking(self.tracker, self.plan, self.run_dir, saved, self.origin)
+        self.followed = FollowedRun(self.also, self.run_dir)
+        self.engine = engine = Engine(self.plan, executor, self.run_dir, run_id, signals)
+        if saved is not None:
+            engine.restore(saved)
+        return engine
+
+    def log(self, engine: Engine, record: Record, progress: ProgressCallback) -> None:
+        """Log a round's record and call `progress`, which may end the run."""
+        metrics = {k: v for k, v in record.items() if k != "round"}
+        self.tracker.metrics(metrics, step=int(record["round"]))
+        if reason := progress(record):
+            if not isinstance(reason, str):
+                reason = f"round {record['round']:g}: progress returned True"
+            engine.end_early(reason)
+
+    def result(self, engine: Engine, seconds: float) -> RunResult:
+        """Return the run's result; write the parameters if all rounds are completed."""
+        plan = self.plan
+        x = engine.final["state/x"]
+        named = plan.model().state_dict(x, engine.final["buffers"])
+        # The parameter file marks a finished run. A stopped run has them in its checkpoint.
+        if not engine.stopped:
+            write_parameters(plan, named, self.run_dir)
+        result = RunResult(
+            engine.run_id,
+            self.run_dir,
+            without_secrets(plan.config),
+            engine.history,
+            x,
+            named,
+            parameters_digest(x),
+            seconds,
+            engine.stopped,
         )
+        self.end.result, self.end.stopped = result, result.stopped
+        self.tracker.metrics(best_figures(result.metrics), step=result.rounds)
+        self.tracker.tags(
+            {"stopped_early": result.stopped} if result.stopped else {"digest": result.digest}
+        )
+        return result
 
+    def last_steps(self) -> list[tuple[str, Callable[[], object]]]:
+        """Return the steps that close the run, in order.
 
-def _finish(plan: Plan, engine: Engine, run_dir: Path, seconds: float) -> RunResult:
-    """Return the run's result; write the parameters if all rounds are completed."""
-    x = engine.final["state/x"]
-    named = plan.model().state_dict(x, engine.final["buffers"])
-    # The parameter file marks a finished run. A stopped run has them in its checkpoint.
-    if not engine.stopped:
-        write_parameters(plan, named, run_dir)
-    config = without_secrets(plan.config)
-    return RunResult(
-        engine.run_id,
-        run_dir,
-        config,
-        engine.history,
-        x,
-        named,
-        parameters_digest(x),
-        seconds,
-        engine.stopped,
-    )
+        Each comes with the title of its failure, which does not skip the steps after it.
+        """
+        return [
+            ("the executor is not closed", lambda: self.executor and self.executor.close()),
+            ("rows on disk are not removed", lambda: self.engine and self.engine.close()),
+            ("tables and pictures are not kept", self._track_artifacts),
+            ("MLflow is not given the error", self._track_error),
+            ("MLflow's run is not ended", lambda: self.tracker.finish(self.end.status)),
+            ("models are not logged", self._log_models),
+            (
+                "further trackers do not end",
+                lambda: self.followed and self.followed.finish(self.end.status),
+            ),
+        ]
+
+    def _track_artifacts(self) -> None:
+        """Write the tables and pictures and upload them."""
+        if self.engine is None:
+            return
+        for path in write_artifacts(
+            self.plan,
+            self.run_dir,
+            self.engine.history,
+            self.end.attempt,
+            pictures=self.tracker.tracks,
+        ):
+            self.tracker.artifact(path)
+
+    def _track_error(self) -> None:
+        """Log the error and the failed last steps."""
+        if self.tracker.run_id and self.end.tags:
+            self.tracker.tags(self.end.tags)
+
+    def _log_models(self) -> None:
+        """Log the nets of a finished run, if configured; MLflow's run has ended."""
+        result = self.end.result
+        if self.tracker.tracks and result and not self.end.stopped:
+            if self.plan.config.tracking.models:
+                log_models(self.plan, result)
+
+    def give_up(self, why: str) -> None:
+        """End the tracked run as FAILED because this process hangs."""
+        if self.tracker.run_id:
+            self.tracker.tags({"error": why})
+        self.tracker.finish("FAILED")
 
 
 # -- tracking ------------------------------------------------------------------------------------
@@ -443,30 +480,3 @@ def _track_inputs(tracker: Recorder, plan: Plan) -> None:
             "samples_max": high,
         },
     )
-
-
-def _track_artifacts(
-    tracker: Recorder, plan: Plan, run_dir: Path, history: list[Record], end: _RunEnd
-) -> None:
-    """Write the tables and pictures and upload them."""
-    for path in write_artifacts(plan, run_dir, history, end.attempt, pictures=tracker.tracks):
-        tracker.artifact(path)
-
-
-def _track_end(tracker: Recorder, end: _RunEnd) -> None:
-    """Log the error and the failed last steps."""
-    if tracker.run_id and end.tags:
-        tracker.tags(end.tags)
-
-
-def _log_models(tracker: Recorder, plan: Plan, end: _RunEnd) -> None:
-    """Log the nets of a finished run, if configured; MLflow's run has ended."""
-    if tracker.tracks and end.result and not end.stopped and plan.config.tracking.models:
-        log_models(plan, end.result)
-
-
-def _give_up(tracker: Recorder, why: str) -> None:
-    """End the tracked run as FAILED because this process hangs."""
-    if tracker.run_id:
-        tracker.tags({"error": why})
-    tracker.finish("FAILED")
