@@ -130,8 +130,8 @@ MUTATIONS = (
     Mutation(
         "trainer: step size of round 0 in every round",
         "raysim/training/trainer.py",
-        "self._settings(client_task.base,",
-        "self._settings(0,",
+        "lr=local.step_sizes.mean(t, n_updates)",
+        "lr=local.step_sizes.mean(0, n_updates)",
         ORACLES,
     ),
     Mutation(

@@ -41,9 +41,10 @@ from raysim.rules.uploads import declared
 from raysim.rules.user_code import defined_at
 from raysim.training.batches import local_steps
 from raysim.training.client_update import ClientUpdate
+from raysim.training.groups import ClientGroup
 from raysim.training.local_sgd import LoopTrainer
 from raysim.training.messages import Block, Broadcast, ClientTask
-from raysim.training.trainer import Trainer
+from raysim.training.trainer import Trainer, WorkerParts
 from raysim.training.upload_chain import first_of_size
 from raysim.training.vmap import VmapTrainer, why_not_vmap
 
@@ -371,26 +372,15 @@ class RuleDryRun:
         x0, buffers = model.initial()
         examples = Examples.of(data, "train", "cpu", dtype)
         public = learning.make_public_data(data, dtype, "cpu", [plan.client])
-        trainer = LoopTrainer(
-            config, plan.client, plan.server, model, x0, examples, self.clients, public=public
-        )
+        group = ClientGroup("", plan.client, config)
+        parts = WorkerParts(plan.server, model, x0, examples, self.clients, public=public)
         broadcast = first_broadcast(plan.server, x0, buffers, plan.problem)
-        return trainer, broadcast, self._client_tasks(steps)
+        return LoopTrainer(group, parts), broadcast, self._client_tasks(steps)
 
     @staticmethod
     def _under_vmap(trainer: LoopTrainer) -> VmapTrainer:
         """Return a trainer for the same problem that trains the clients under vmap."""
-        examples = trainer.client_batches.examples
-        return VmapTrainer(
-            trainer.config,
-            trainer.rule,
-            trainer.server,
-            trainer.model,
-            trainer.x0,
-            examples,
-            trainer.clients,
-            public=trainer.public,
-        )
+        return VmapTrainer(trainer.group, trainer.parts)
 
     def _client_tasks(self, max_steps: int) -> list[ClientTask]:
         """Return the tasks of both clients, with at most `max_steps` local steps each."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -22,7 +23,7 @@ from raysim.training.groups import ClientGroup
 from raysim.training.local_sgd import LoopTrainer
 from raysim.training.personal import PersonalParts
 from raysim.training.pooled import PooledTrainer
-from raysim.training.trainer import Trainer, TrainingMode
+from raysim.training.trainer import Trainer, TrainingMode, WorkerParts
 from raysim.training.vmap import VmapTrainer
 
 TRAINERS: dict[TrainingMode, type[Trainer]] = {
@@ -54,27 +55,24 @@ def make_trainer(plan: Plan, device: str) -> Trainer:
     tests = make_tests(plan, examples, test_half)
     public = learning.make_public_data(plan.dataset, plan.dtype, device, rules)
 
-    def trainer_of(group: ClientGroup) -> Trainer:
-        return kind(
-            group.config,
-            group.rule,
-            plan.server,
-            model.with_autocast(getattr(torch, group.config.local.autocast or "", None)),
-            x0,
-            examples,
-            plan.clients,
-            measures,
-            group.stages,
-            plan.personal.to(device),
-            group.name,
-            public,
-            plan.collusion is not None,
-            tests,
-        )
-
-    trainer = trainer_of(ClientGroup("", plan.client, plan.config, plan.stages))
+    parts = WorkerParts(
+        plan.server,
+        model,
+        x0,
+        examples,
+        plan.clients,
+        plan.personal.to(device),
+        public,
+        tests,
+        measures,
+        plan.collusion is not None,
+    )
+    trainer, *of_groups = [
+        kind(group, replace(parts, model=model.with_autocast(_autocast(group.config.local))))
+        for group in (ClientGroup("", plan.client, plan.config, plan.stages), *plan.groups)
+    ]
     if plan.members is not None:
-        trainer.add_groups([trainer_of(group) for group in plan.groups], plan.members)
+        trainer.add_groups(of_groups, plan.members)
     if evaluator := make_client_evaluator(plan, trainer, test_half):
         trainer.evaluate_block["test"] = evaluator.evaluate_block
     if overridden(plan.server, ["candidates"]):
@@ -108,6 +106,11 @@ def make_tests(
         return LocalData(len(positions), float(lists.sizes.mean()), batches)
 
     return test_examples
+
+
+def _autocast(local: Local) -> torch.dtype | None:
+    """Return the type in which the net's passes compute; None: that of the parameters."""
+    return getattr(torch, local.autocast or "", None)
 
 
 def make_loss_evaluator(plan: Plan, trainer: Trainer) -> ClientEvaluator:
@@ -148,16 +151,8 @@ def make_client_evaluator(
             # Each client brings its whole model.
             mask = torch.ones_like(trainer.x0, dtype=torch.bool)
             personal = PersonalParts(mask, "personal")
-        tuner = kind(
-            config,
-            ClientRule(),
-            ServerRule(),
-            model,
-            trainer.x0,
-            examples,
-            tuned,
-            personal=personal,
-        )
+        group = ClientGroup("", ClientRule(), config)
+        tuner = kind(group, WorkerParts(ServerRule(), model, trainer.x0, examples, tuned, personal))
     if clients.test_half == "test":
         examples = test_half()
     size = plan.config.evaluate.batch_size

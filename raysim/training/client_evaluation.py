@@ -141,7 +141,7 @@ class ClientEvaluator:
         rule = trainer.rule.at(task.base)
         mine = self.own.client(task.client)
         received = trainer.receive(rule, broadcast, task, mine)
-        w, buffers = received.start
+        w, buffers = received.local_params, received.buffers
         if overridden(rule, ["evaluated"]):
             shared, client_state = received.broadcast.shared, received.client_state
             evaluated = rule.evaluated(shared, client_state, received.data, trainer.loop)

@@ -19,6 +19,7 @@ from raysim.rules.uploads import Kind
 from raysim.rules.user_code import breach, with_traceback
 from raysim.training.client_privacy import UNCLIPPED
 from raysim.training.messages import Broadcast, ClientTask
+from raysim.training.task import LocalSettings
 
 
 @dataclass
@@ -39,8 +40,12 @@ class PreparedClient:
     """State that the client kept from earlier rounds."""
     state: State
     """State before the first local step."""
-    start: tuple[Tensor, Tensor]
-    """Parameters [P] and BatchNorm statistics [Q] before the first local step."""
+    local_params: Tensor
+    """[P], parameters before the first local step."""
+    buffers: Tensor
+    """[Q], BatchNorm statistics before the first local step."""
+    settings: LocalSettings
+    """The constants of its local training."""
     prepared: list[tuple[Batch, ...]]
     """Batches that the rule prepared, a tuple for each batch of a pass."""
     optimizer_state: State = field(default_factory=dict)

@@ -11,10 +11,10 @@ from raysim.rules.upload_stages import UploadStage
 
 @dataclass(frozen=True)
 class ClientGroup:
-    """One of the sections of `groups`."""
+    """One of the sections of `groups`, or all clients that are in none."""
 
     name: str
-    """Its name in the configuration."""
+    """Its name in the configuration; "" for the clients that are in none."""
     rule: ClientRule
     """The client rule of its clients."""
     config: Config

@@ -4,27 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from raysim.errors import ContractError
 from raysim.rules.batch import Batch
-from raysim.rules.contract import PLAIN_STEP, ClientRule, overridden
+from raysim.rules.contract import PLAIN_STEP, ClientRule, State, overridden
 from raysim.rules.user_code import check_direction, check_step
 from raysim.signals import reraise_stop
 from raysim.training.batches import PrefetchedBatches
-from raysim.training.client_update import ClientUpdate, failed_update
+from raysim.training.client_update import ClientUpdate, PreparedClient, failed_update
+from raysim.training.groups import ClientGroup
 from raysim.training.messages import Block, Broadcast, ClientTask
-from raysim.training.trainer import Trainer
+from raysim.training.trainer import Trainer, WorkerParts
 
 
 class LoopTrainer(Trainer):
     """Trains one client after the other; the bits of a client do not depend on its block."""
 
-    def __init__(self, *args: Any, **options: Any):
-        super().__init__(*args, **options)
+    def __init__(self, group: ClientGroup, parts: WorkerParts):
+        super().__init__(group, parts)
         self.plain = self.config.takes_bare_gradients and not overridden(self.rule, PLAIN_STEP)
 
     def train_block(self, broadcasts: Mapping[int, Broadcast], block: Block) -> list[ClientUpdate]:
@@ -55,50 +55,52 @@ class LoopTrainer(Trainer):
         batches: Iterator[Batch],
     ) -> ClientUpdate:
         """Train one client; an error becomes part of its update."""
-        task = self.loop
-        in_place = not overridden(rule, ["step"])
-        local = self.config.local
-        step_sizes = local.step_sizes
         try:
             client = self.arrive(rule, broadcast, client_task)
-            settings = task.settings
-            mean = DirectionMean(local.accumulate, client_task.steps)
-            shared, state = client.broadcast.shared, client.state
-            local_params = state["w"]
-            task.in_steps = True
-            for passes, batch in enumerate(batches):
-                if step_sizes.varies_in_a_round:
-                    lr = step_sizes.of_step(client_task.base, passes // local.accumulate)
-                    task.settings = replace(settings, lr=lr)
-                if client.prepared:
-                    prepared = client.prepared[passes % len(client.prepared)]
-                    batch = replace(batch, prepared=prepared)
-                if self.plain:
-                    task.descend_plainly(batch)
-                elif in_place:
-                    direction = rule.direction(shared, state, batch, task)
-                    check_direction(rule, local_params, direction)
-                    if (direction := mean.after(direction)) is not None:
-                        task.descend_in_place(local_params, direction)
-                else:
-                    task.updates = 0
-                    after = rule.step(shared, state, batch, task)
-                    check_step(rule, state, after)
-                    task.check_update(rule)
-                    state = after
-                if len(task.losses) != passes + 1:
-                    raise ContractError(
-                        f"client rule '{rule.name}' makes {len(task.losses) - passes} passes in "
-                        "mode 'train' in one step; make exactly one, the others 'frozen' or 'eval'"
-                    )
-            task.settings = settings
-            loss = (
-                torch.stack(task.losses).mean() if task.losses else self.x0.new_tensor(float("nan"))
-            )
-            return self._leave(rule, state, client, loss)
+            state = self._make_local_steps(client, batches)
+            losses = self.loop.losses
+            loss = torch.stack(losses).mean() if losses else self.x0.new_tensor(float("nan"))
+            return self.finish.update(client, state, loss, self.loop)
         except BaseException as error:
             reraise_stop(error)
             return failed_update(client_task)
+
+    def _make_local_steps(self, client: PreparedClient, batches: Iterator[Batch]) -> State:
+        """Make the local steps of a client; return its state after them."""
+        task, rule, local = self.loop, client.rule, self.config.local
+        shared, state, prepared = client.broadcast.shared, client.state, client.prepared
+        local_params = state["w"]
+        in_place = not overridden(rule, ["step"])
+        step_sizes = local.step_sizes
+        varies = step_sizes.varies_in_a_round
+        mean = DirectionMean(local.accumulate, client.task.steps)
+        task.in_steps = True
+        for passes, batch in enumerate(batches):
+            if varies:
+                lr = step_sizes.of_step(client.task.base, passes // local.accumulate)
+                task.settings = replace(client.settings, lr=lr)
+            if prepared:
+                batch = replace(batch, prepared=prepared[passes % len(prepared)])
+            if self.plain:
+                task.descend_plainly(batch)
+            elif in_place:
+                direction = rule.direction(shared, state, batch, task)
+                check_direction(rule, local_params, direction)
+                if (direction := mean.after(direction)) is not None:
+                    task.descend_in_place(local_params, direction)
+            else:
+                task.updates = 0
+                after = rule.step(shared, state, batch, task)
+                check_step(rule, state, after)
+                task.check_update(rule)
+                state = after
+            if len(task.losses) != passes + 1:
+                raise ContractError(
+                    f"client rule '{rule.name}' makes {len(task.losses) - passes} passes in "
+                    "mode 'train' in one step; make exactly one, the others 'frozen' or 'eval'"
+                )
+        task.settings = client.settings
+        return state
 
 
 class DirectionMean:

@@ -8,8 +8,10 @@ client. Steps are those of the optimizer of the same name in torch.optim.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -136,6 +138,20 @@ def make_optimizer(section: sections.SGDSection | sections.AdamSection) -> Optim
 
 KEPT = "optimizer "
 """Beginning of the keys under which a client keeps its optimizer's state."""
+
+
+def stored(optimizer: Optimizer, client_state: Mapping[str, np.ndarray], w: Tensor) -> State | None:
+    """Return the state of an optimizer that a client kept; None if it kept none.
+
+    Args:
+        optimizer: the optimizer.
+        client_state: what the client kept.
+        w: [P], a vector of the type and on the device of the parameters.
+    """
+    new = optimizer.start(w)
+    if not all(KEPT + key in client_state for key in new):
+        return None
+    return {key: torch.tensor(client_state[KEPT + key]).to(value) for key, value in new.items()}
 
 
 def kept(state: State) -> State:

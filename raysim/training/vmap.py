@@ -26,10 +26,11 @@ from raysim.signals import reraise_stop
 from raysim.training.batches import PaddedBatch
 from raysim.training.client_update import ClientUpdate, PreparedClient, failed_update
 from raysim.training.cuda_graphs import CudaGraphCache
+from raysim.training.groups import ClientGroup
 from raysim.training.loop_task import LoopTask
 from raysim.training.messages import Block, Broadcast, ClientTask
 from raysim.training.task import ForwardPass, LocalSettings, ModelTask, forward_pass
-from raysim.training.trainer import Trainer
+from raysim.training.trainer import Trainer, WorkerParts
 
 
 class VmapTask(ModelTask):
@@ -106,8 +107,8 @@ class VmapTrainer(Trainer):
 
     channels_last = False
 
-    def __init__(self, *args: Any, **options: Any):
-        super().__init__(*args, **options)
+    def __init__(self, group: ClientGroup, parts: WorkerParts):
+        super().__init__(group, parts)
         self.cuda_graphs = CudaGraphCache() if self._records() else None
 
     def _records(self) -> bool:
@@ -159,7 +160,9 @@ class VmapTrainer(Trainer):
     ) -> list[ClientUpdate]:
         """Train clients with equal constants; the update of one that raised has an `error`."""
         version = client_tasks[0].base
-        rule, settings = self.rule.at(version), self._settings(version)
+        rule = self.rule.at(version)
+        lr = self.config.local.step_sizes.of_step(version)
+        settings = replace(self.constants, t=version, lr=lr)
         clients, failed = self._arrive_all(rule, broadcasts, client_tasks)
         if not clients:
             return failed
@@ -177,7 +180,7 @@ class VmapTrainer(Trainer):
         except BaseException as error:
             reraise_stop(error)
             return failed + [failed_update(client.task) for client in clients]
-        return failed + [self._finish(rule, block, k) for k in range(len(clients))]
+        return failed + [self._finish(block, k) for k in range(len(clients))]
 
     def _arrive_all(
         self,
@@ -191,19 +194,19 @@ class VmapTrainer(Trainer):
         for client_task in sorted(client_tasks, key=lambda client_task: -client_task.steps):
             try:
                 client = self.arrive(rule, broadcasts[client_task.base], client_task)
-                client.state["w"] = client.start[0]
+                client.state["w"] = client.local_params
                 clients.append(client)
             except BaseException as error:
                 reraise_stop(error)
                 failed.append(failed_update(client_task))
         return clients, failed
 
-    def _finish(self, rule: ClientRule, block: VmapBlock, k: int) -> ClientUpdate:
+    def _finish(self, block: VmapBlock, k: int) -> ClientUpdate:
         """Return the update of client `k` of a trained block."""
         client = block.clients[k]
         try:
             self.loop.start(
-                self._settings(client.task.base, client.task.steps),
+                client.settings,
                 client.broadcast.global_params,
                 client.broadcast.buffers,
                 self.config.local.n_updates(client.task.steps),
@@ -212,7 +215,7 @@ class VmapTrainer(Trainer):
             )
             state = {key: value[k] for key, value in block.state.items()}
             own, self.loop.optimizer_state = _divided(state)
-            return self._leave(rule, own, client, block.losses[k])
+            return self.finish.update(client, own, block.losses[k], self.loop)
         except BaseException as error:
             reraise_stop(error)
             return failed_update(client.task)
@@ -258,7 +261,7 @@ class VmapBlock:
         """State of the rule and of the optimizer (`_of_engine`), [K, ...] each."""
         if local.accumulate > 1:
             self.state[ACCUMULATED] = torch.zeros_like(self.state["w"])
-        self.buffers = torch.stack([client.start[1] for client in clients])
+        self.buffers = torch.stack([client.buffers for client in clients])
         """BatchNorm statistics [K, Q]."""
         self.losses = torch.zeros(len(clients), dtype=model.dtype, device=model.device)
         """Mean loss [K] of each client's mini-batches so far."""

@@ -18,6 +18,7 @@ from raysim.errors import ConfigError, RaysimError
 from raysim.models import zoo
 from raysim.models.flat import Model
 from raysim.rules import Batch, LocalData
+from raysim.training.client_start import fresh_model
 from raysim.training.loop_task import LoopTask
 from raysim.training.task import LocalSettings
 from raysim.training.vmap import VmapTask
@@ -259,7 +260,9 @@ def test_a_fresh_model_is_keyed_by_the_client(base, engine):
     run, _ = engine({"rounds": 1, "model": "tinynn", "algorithm": "fedavg", "schedule": {"cohort": 2},
                      "partition": {"name": "iid", "clients": 4}})  # fmt: skip
     trainer = run.executor.trainer
-    (one, statistics), (again, _), (other, _) = (trainer._fresh(client) for client in (0, 0, 1))
+    (one, statistics), (again, _), (other, _) = (
+        fresh_model(trainer.config, trainer.model, client) for client in (0, 0, 1)
+    )
     assert (
         torch.equal(one, again)
         and not torch.equal(one, other)
