@@ -86,9 +86,9 @@ def why_no_curvature(model: Model) -> str | None:
     bound = BoundModel(model)
     x, y = model.trial(2)
     x = torch.ones_like(x)
-    bound.flat.copy_(model.initial()[0])
+    bound.w.copy_(model.initial()[0])
     try:
-        _hessian_product(bound, x, y, torch.ones_like(bound.flat))
+        _hessian_product(bound, x, y, torch.ones_like(bound.w))
     except RuntimeError as error:
         return str(error).splitlines()[0]
     return None
@@ -141,7 +141,7 @@ class FullGradients:
             x: parameters of the model, [P].
             curvature: whether to measure the curvature, too.
         """
-        self.bound.flat.copy_(x)
+        self.bound.w.copy_(x)
         values, rows = zip(*(self._gradient(client) for client in self.clients), strict=True)
         mean = weighted_sum(rows, self.weights)
         rho2 = [norm(row - mean) ** 2 for row in rows]
@@ -161,7 +161,7 @@ class FullGradients:
         Args:
             x: [P], the parameters.
         """
-        self.bound.flat.copy_(x)
+        self.bound.w.copy_(x)
         seed = self.trainer.config.seed
         directions = [
             torch.from_numpy(generator(seed, "curvature", int(i)).standard_normal(len(x)))
@@ -186,7 +186,7 @@ class FullGradients:
         """Return f_i and ∇f_i, [P], of a client."""
         indices = self.trainer.clients.client(client)
         value = 0.0
-        total = torch.zeros_like(self.bound.flat)
+        total = torch.zeros_like(self.bound.w)
         for batch in self.trainer.client_batches.whole(indices):
             loss = self.bound.model.mean_loss(
                 self.bound.forward(batch.x, "frozen", None), batch.x, batch.y

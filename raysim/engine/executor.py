@@ -394,8 +394,8 @@ class Evaluator:
         return found
 
     def _test(self, broadcast: Broadcast) -> dict[str, float]:
-        self.net.flat.copy_(broadcast.global_params)
-        buffers = broadcast.buffers.to(self.net.flat.device)
+        self.net.w.copy_(broadcast.global_params)
+        buffers = broadcast.buffers.to(self.net.w.device)
         found = measure(
             self.net, buffers, self.examples, self.size, self.metrics, classes=self.classes
         )

@@ -284,8 +284,8 @@ class Probe:
             trainer: the worker's trainer, with the net and the data of all clients.
             client: the client before its local steps: the model that it received (`broadcast`), the
                 positions of its examples (`mine`), its rule.
-            update: the client after its local steps: parameters (`params` [P]), mean loss (`loss`)
-                and upload (`report`). Do not change these in place.
+            update: the client after its local steps: parameters (`local_params` [P]), mean loss
+                (`loss`) and upload (`report`). Do not change these in place.
             request: what `request` returned for this client.
 
         Returns:

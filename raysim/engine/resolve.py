@@ -229,7 +229,7 @@ def load_config(raw: Mapping[str, Any]) -> Config:
     Raises:
         ConfigError: the configuration has a mistake, or a file of code has changed.
     """
-    config = _with_full_reference(explain.validate(raw))
+    config = _with_full_reference(explain.checked_section(Config, raw))
     file_digests.check_file_digests(config.files, file_digests.of_code(config))
     checks.check_resources(config)
     checks.check_client_store(config)

@@ -418,7 +418,7 @@ class Model:
 
 
 class BoundModel:
-    """Copy of a model whose parameters are views of `flat` [P]: writing to it changes the net."""
+    """Copy of a model whose parameters are views of `w` [P]: writing to it changes the net."""
 
     def __init__(self, model: Model):
         self.model = model
@@ -428,9 +428,9 @@ class BoundModel:
         for m in self.module.modules():
             if hasattr(m, "frame"):
                 m.frame = cast(Any, self.frame)
-        self.flat = torch.zeros(model.size, dtype=model.dtype, device=model.device)
+        self.w = torch.zeros(model.size, dtype=model.dtype, device=model.device)
         self.parameters = [p for p in self.module.parameters() if p.requires_grad]
-        self.views = list(model.views(self.flat).values())
+        self.views = list(model.views(self.w).values())
         for p, view in zip(self.parameters, self.views, strict=True):
             p.data = view
 
@@ -443,7 +443,7 @@ class BoundModel:
         first: int = 0,
         levels: list[Tensor] | None = None,
     ) -> Tensor:
-        """Compute the logits at the parameters in `flat`.
+        """Compute the logits at the parameters `w`.
 
         Args:
             x: images [B, C, H, W], or the input of stage `first`.

@@ -152,7 +152,7 @@ class ClientEvaluator:
     @torch.no_grad()
     def _measure(self, client: int, w: Tensor, buffers: Tensor) -> dict[str, float]:
         """Return the metrics of a model on the test examples of a client."""
-        self.net.flat.copy_(w)
+        self.net.w.copy_(w)
         positions = torch.from_numpy(self.tests.client(client).copy())
         return measure(
             self.net, buffers, self.examples, self.batch_size, self.metrics, positions=positions

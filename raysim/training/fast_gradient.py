@@ -147,7 +147,7 @@ def matches_autograd(model: Model) -> bool:
         return values.to(model.device, model.dtype)
 
     # Initial zeros would hide differences.
-    bound.flat.copy_(model.initial()[0]).add_(random(model.size), alpha=0.1)
+    bound.w.copy_(model.initial()[0]).add_(random(model.size), alpha=0.1)
     modes: tuple[PassMode, ...] = ("train", "frozen", "eval")
     for mode, n in product(modes, (1, 3)):
         x = random(n, *model.shape)
@@ -156,7 +156,7 @@ def matches_autograd(model: Model) -> bool:
         if not fast.supports(x):
             continue
         buffers, buffers_of_autograd = model.initial()[1], model.initial()[1]
-        found = torch.full_like(bound.flat, torch.nan)
+        found = torch.full_like(bound.w, torch.nan)
         try:
             fast.gradient(x, y, mode, buffers, drop, list(model.views(found).values()))
             _, parts = by_autograd(bound, x, y, mode, buffers_of_autograd, drop)

@@ -15,17 +15,12 @@ from raysim.rules.user_code import check_direction, check_step
 from raysim.signals import reraise_stop
 from raysim.training.batches import PrefetchedBatches
 from raysim.training.client_update import ClientUpdate, PreparedClient, failed_update
-from raysim.training.groups import ClientGroup
 from raysim.training.messages import Block, Broadcast, ClientTask
-from raysim.training.trainer import Trainer, WorkerParts
+from raysim.training.trainer import Trainer
 
 
 class LoopTrainer(Trainer):
     """Trains one client after the other; the bits of a client do not depend on its block."""
-
-    def __init__(self, group: ClientGroup, parts: WorkerParts):
-        super().__init__(group, parts)
-        self.plain = self.config.takes_bare_gradients and not overridden(self.rule, PLAIN_STEP)
 
     def train_block(self, broadcasts: Mapping[int, Broadcast], block: Block) -> list[ClientUpdate]:
         """Train the clients of a block one after the other. See `Trainer.train_block`."""
@@ -70,6 +65,7 @@ class LoopTrainer(Trainer):
         task, rule, local = self.loop, client.rule, self.config.local
         shared, state, prepared = client.broadcast.shared, client.state, client.prepared
         local_params = state["w"]
+        plain = self.config.takes_bare_gradients and not overridden(rule, PLAIN_STEP)
         in_place = not overridden(rule, ["step"])
         step_sizes = local.step_sizes
         varies = step_sizes.varies_in_a_round
@@ -81,7 +77,7 @@ class LoopTrainer(Trainer):
                 task.settings = replace(client.settings, lr=lr)
             if prepared:
                 batch = replace(batch, prepared=prepared[passes % len(prepared)])
-            if self.plain:
+            if plain:
                 task.descend_plainly(batch)
             elif in_place:
                 direction = rule.direction(shared, state, batch, task)

@@ -89,7 +89,7 @@ class LoopTask(ModelTask):
     @property
     def local_params(self) -> Tensor:
         """The parameters of the client in training, [P]."""
-        return self.trained.flat
+        return self.trained.w
 
     def fresh_model(self) -> tuple[Tensor, Tensor]:
         """Return parameters [P] and BatchNorm statistics [Q] of a new model (`init` only)."""
@@ -132,7 +132,7 @@ class LoopTask(ModelTask):
         if mode == "frozen" and (known := self.memo.find(w, batch, loss)) is not None:
             return known
         bound, fast = self.trained, self.fast
-        if w is not bound.flat:
+        if w is not bound.w:
             copy = self.others.at(w)
             bound, fast = copy.bound, copy.fast
         statistics = self._statistics(mode, buffers)
@@ -335,7 +335,7 @@ class BoundCopies:
         )
         if copy is None:
             copy = self._idle() or self._new()
-            copy.bound.flat.copy_(w)
+            copy.bound.w.copy_(w)
             copy.w, copy.version = w, w._version
         self._copies = [other for other in self._copies if other is not copy] + [copy]
         return copy

@@ -98,8 +98,8 @@ def gradient(bound: BoundModel, pool: PooledBatch) -> tuple[Tensor, list[float]]
         Σ_i w_i ∇f_i [P], and every f_i, the mean loss of a client's examples.
     """
     weights = np.repeat(np.array(pool.weights) / np.maximum(pool.sizes, 1), pool.sizes)
-    example_weights = torch.from_numpy(weights).to(bound.flat.device, bound.flat.dtype)
-    total = torch.zeros_like(bound.flat)
+    example_weights = torch.from_numpy(weights).to(bound.w.device, bound.w.dtype)
+    total = torch.zeros_like(bound.w)
     losses = []
     for x, y, drop, span in pool.parts():
         outputs = bound.forward(x, "train", None, drop)
@@ -163,7 +163,7 @@ def _examples_meet(model: Model) -> bool:
     w, buffers = model.initial()
     # Initial zeros would hide a dependence.
     noise = generator(0, "dry run").standard_normal(model.size, dtype="float32")
-    bound.flat.copy_(w + 0.1 * torch.from_numpy(noise).to(w))
+    bound.w.copy_(w + 0.1 * torch.from_numpy(noise).to(w))
     with torch.no_grad():
         together = bound.forward(x, "frozen", buffers.clone())
         alone = torch.cat([bound.forward(image[None], "frozen", buffers.clone()) for image in x])

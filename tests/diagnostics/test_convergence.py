@@ -545,7 +545,7 @@ def test_the_power_method_and_the_curvature_along_gradients(base, source):
     largest = max(float(torch.linalg.eigvalsh(each).abs().max()) for each in H)
     found = gradients.largest_curvature(plan.initial[0])
     assert 0.97 * largest < found < largest * (1 + 1e-9)
-    gradients.bound.flat.copy_(plan.initial[0])
+    gradients.bound.w.copy_(plan.initial[0])
     along = [gradients._gradient(i)[1] for i in range(4)]
     expected = max(float((h @ g).norm() / g.norm()) for h, g in zip(H, along, strict=True))
     assert gradients.measure(plan.initial[0], True).curvature == pytest.approx(expected)

@@ -289,7 +289,7 @@ def test_a_net_starts_with_the_statistics_that_it_came_with():
     model = made(trained)
     w, buffers = model.initial()
     bound = BoundModel(model)
-    bound.flat.copy_(w)
+    bound.w.copy_(w)
     torch.testing.assert_close(bound.forward(x, "eval", buffers), trained.eval()(x))
     assert (bound.forward(x, "eval", fresh) - trained(x)).abs().max() > 0.1
 
@@ -340,7 +340,7 @@ def test_eval_uses_the_statistics_it_is_given():
     model = made(net)
     w, buffers = model.initial()
     bound, x = BoundModel(model), example(4)[0]
-    bound.flat.copy_(w)
+    bound.w.copy_(w)
     first = bound.forward(x, "eval", buffers)
     torch.testing.assert_close(first, net.eval()(x), rtol=1e-10, atol=1e-12)
     for m, scale in ((net.norm0, 2.0), (net.norm1, 3.0), (net.norm3, 0.5)):
@@ -355,7 +355,7 @@ def test_no_dropout_in_eval_and_none_without_masks():
     model = made(plain())
     bound, (x, _, masks) = BoundModel(model), example(4)
     w, buffers = model.initial()
-    bound.flat.copy_(w)
+    bound.w.copy_(w)
     assert torch.equal(bound.forward(x, "eval", buffers, masks), bound.forward(x, "eval", buffers))
     with_drop, without = bound.forward(x, "frozen", None, masks), bound.forward(x, "frozen", None)
     assert not torch.allclose(with_drop, without)
@@ -484,7 +484,7 @@ def test_parameters_load_strictly_into_the_users_own_module():
     fresh = Zoo().double()
     fresh.load_state_dict(model.state_dict(w, buffers), strict=True)
     bound, x = BoundModel(model), example(4)[0]
-    bound.flat.copy_(w)
+    bound.w.copy_(w)
     torch.testing.assert_close(
         fresh.eval()(x), bound.forward(x, "eval", buffers), rtol=1e-10, atol=1e-12
     )

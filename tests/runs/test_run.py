@@ -444,7 +444,7 @@ def test_what_is_held_out_is_measured_beside_the_test_set(config, engine):
     y = torch.from_numpy(plan.dataset.y[held_out])
     bound = BoundModel(plan.model())
     for record, parameters in zip(history, run.executor.xs, strict=True):
-        bound.flat.copy_(torch.from_numpy(parameters))
+        bound.w.copy_(torch.from_numpy(parameters))
         with torch.no_grad():
             logits = bound.forward(x, "eval", None)
         assert record["val/accuracy"] == pytest.approx(

@@ -222,7 +222,7 @@ def same_bits(
     bound = BoundModel(model)
     fast = FastGradient(bound)
     assert fast.layers
-    bound.flat.copy_(model.initial()[0])
+    bound.w.copy_(model.initial()[0])
     statistics = model.initial()[1]
     for n in sizes:
         batch = drawn(model, n)
@@ -231,10 +231,10 @@ def same_bits(
             assert n == 1
             continue
         kept, masks = x.clone(), [m.clone() for m in batch.drop]
-        following = torch.zeros_like(bound.flat)
+        following = torch.zeros_like(bound.w)
         for mode in MODES:
-            ours, theirs, w = statistics.clone(), statistics.clone(), bound.flat.clone()
-            out = torch.full_like(bound.flat, 12345.0)
+            ours, theirs, w = statistics.clone(), statistics.clone(), bound.w.clone()
+            out = torch.full_like(bound.w, 12345.0)
             parts_of_out = list(model.views(out).values())
             loss = fast.gradient(x, batch.y, mode, ours, batch.drop, parts_of_out)
             wanted, parts = by_autograd(bound, x, batch.y, mode, theirs, batch.drop)
@@ -245,11 +245,11 @@ def same_bits(
             assert mode == "train" or same(ours, statistics), where
             assert float(loss) == pytest.approx(float(wanted), rel=1e-5, nan_ok=True), where
             assert not loss.requires_grad
-            assert same(x, kept) and same(bound.flat, w)
+            assert same(x, kept) and same(bound.w, w)
             assert all(torch.equal(m, k) for m, k in zip(batch.drop, masks, strict=True))
             if mode == "train" and out.isfinite().all():
                 statistics, following = ours, out
-        bound.flat.sub_(following, alpha=0.05)
+        bound.w.sub_(following, alpha=0.05)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
