@@ -378,10 +378,9 @@ class _OpenRun:
 
     def _log_models(self) -> None:
         """Log the nets of a finished run, if configured; MLflow's run has ended."""
-        result = self.end.result
-        if self.tracker.tracks and result and not self.end.stopped:
-            if self.plan.config.tracking.models:
-                log_models(self.plan, result)
+        result, asked = self.end.result, self.plan.config.tracking.models
+        if self.tracker.tracks and asked and result and not result.stopped:
+            log_models(self.plan, result)
 
     def give_up(self, why: str) -> None:
         """End the tracked run as FAILED because this process hangs."""
