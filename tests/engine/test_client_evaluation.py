@@ -212,6 +212,34 @@ def test_the_figures_are_those_of_the_table(setup):
     assert last["clients/evaluated"] == N and last["system/client_evaluation_seconds"] > 0
 
 
+def test_figures_of_an_asynchronous_run_are_those_of_the_final_nets_predictions(setup):
+    """From the predictions on each client's own test examples, in NumPy."""
+    setup["evaluate"]["clients"]["held_out"] = 0.0
+    result = raysim.run(setup | {"schedule": KASYNC, "rounds": 3})
+    plan, last = prepare(result.run_dir / "config.yaml"), result.history[-1]
+    W1, b1, W2, b2 = (part.double().numpy() for part in result.state_dict.values())
+    n, accuracy, loss = [], [], []
+    for client in range(N):
+        x, y = (part.numpy() for part in examples(plan, client)["test"])
+        z = np.maximum(x.reshape(len(x), -1) @ W1.T + b1, 0) @ W2.T + b2
+        n.append(len(y))
+        accuracy.append(np.mean(z.argmax(1) == y))
+        loss.append(np.mean(np.log(np.exp(z).sum(1)) - z[np.arange(len(y)), y]))
+    for metric, values, worst in (
+        ("accuracy", accuracy, sorted(accuracy)[:2]),  # a tenth of 12 clients, rounded up
+        ("loss", loss, sorted(loss)[-2:]),
+    ):
+        figures = {
+            "": np.mean(values),
+            "_weighted": np.average(values, weights=n),
+            "_std": np.std(values),
+            "_q10": np.quantile(values, 0.1),
+            "_worst10": np.mean(worst),
+        }
+        for end, value in figures.items():
+            assert last[f"clients/{metric}{end}"] == pytest.approx(value, rel=1e-5), (metric, end)
+
+
 @pytest.mark.parametrize("mode", ["loop", "vmap"])
 def test_fine_tuning_is_gradient_descent_from_the_global_model(setup, mode):
     """Also for clients that never train, and for a rule with other local steps."""
