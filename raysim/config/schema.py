@@ -50,6 +50,9 @@ DEFAULTS_LEFT_OUT = (
 )
 """Sections and keys that are no part of a run's identity where they have this value."""
 
+KEYS_OF_FILES = ("data.path", "partition.path", "model.init_from")
+"""Keys that are no part of a run's identity where `files` has the digest of what they name."""
+
 
 class Config(Section):
     """The configuration of a run.
@@ -224,6 +227,10 @@ class Config(Section):
         if whole["schedule"]["client_speeds"]["name"] == "trace":
             whole["schedule"]["client_speeds"].pop("path")
         files = {k: v for k, v in (whole.pop("files") or {}).items() if self.determines_result(k)}
+        for key in KEYS_OF_FILES:
+            section, name = key.split(".")
+            if whole[section].get(name, ...) in files.get(key, ()):
+                whole[section].pop(name)
         if files:  # their contents determine the result, and not where they lie
             whole["files"] = {key: list(contents.values()) for key, contents in files.items()}
         return whole

@@ -14,13 +14,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from pydantic import BaseModel
 from torch import nn
 
 from raysim.config import explain, loading, tracking_uri
 from raysim.config.references import reading_once
 from raysim.config.schema import Config
 from raysim.config.sections.base import Named
-from raysim.config.sections.data import AnyData
+from raysim.config.sections.data import AnyData, Arrays, Data, FromFile, HuggingFace
 from raysim.config.sections.schedule import InFlight, Trace
 from raysim.data import Dataset, load_dataset, split_dataset
 from raysim.data.clients import Clients, VirtualClients
@@ -532,21 +533,40 @@ def _with_run_folder(config: Config) -> Config:
 
 
 def _with_absolute_paths(config: Config) -> Config:
-    """Return the configuration with absolute paths of its trace file and of files of groups."""
-    groups = {
-        name: group
-        if group.file is None
-        else group.model_copy(update={"file": str(Path(group.file).expanduser().absolute())})
-        for name, group in config.groups.items()
+    """Return the configuration with absolute paths of the files that its own keys name.
+
+    So a run can be resumed and loaded from another folder. Names of a hub, names that begin with a
+    scheme, and the parameters of users' code stay as they are.
+    """
+    update: dict[str, Any] = {
+        "groups": {name: _with_absolute(group, "file") for name, group in config.groups.items()}
     }
-    config = config.model_copy(update={"groups": groups})
-    speeds = config.schedule.client_speeds
-    if not isinstance(speeds, Trace):
-        return config
-    speeds = speeds.model_copy(update={"path": str(Path(speeds.path).expanduser().absolute())})
-    return config.model_copy(
-        update={"schedule": config.schedule.model_copy(update={"client_speeds": speeds})}
-    )
+    data = config.data
+    if isinstance(data, Data | Arrays) or (
+        isinstance(data, HuggingFace) and Path(data.path).expanduser().is_dir()
+    ):
+        update["data"] = _with_absolute(data, "path")
+    if isinstance(config.partition, FromFile):
+        update["partition"] = _with_absolute(config.partition, "path")
+    source = config.model.parameters.get("init_from")
+    if (
+        isinstance(source, str)
+        and not source.startswith((weights.TORCHVISION, weights.HUGGING_FACE))
+        and build.initial_weights(config.model) is not None
+    ):
+        update["model"] = _with_absolute(config.model, "init_from")
+    if isinstance(config.schedule.client_speeds, Trace):
+        speeds = _with_absolute(config.schedule.client_speeds, "path")
+        update["schedule"] = config.schedule.model_copy(update={"client_speeds": speeds})
+    return config.model_copy(update=update)
+
+
+def _with_absolute(section: BaseModel, key: str) -> Any:
+    """Return a section with the absolute path of the file that `key` names, if it names one."""
+    path: str | None = getattr(section, key)
+    if path is None:
+        return section
+    return section.model_copy(update={key: str(Path(path).expanduser().absolute())})
 
 
 def keys(section: str, before: str, name: str) -> set[str]:

@@ -12,13 +12,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
+from safetensors.torch import save_file
 
 import raysim
 from raysim.config import references
 from raysim.engine.resolve import prepare
 from raysim.errors import ConfigError
 from raysim.runs import run as experiment
+from raysim.runs.export import export
 from raysim.runs.resume import forked
 from raysim.sweeps.definition import prepare_sweep
 
@@ -104,7 +107,7 @@ EDITS = [
     (
         "parts.json",
         json.dumps([list(range(k, 1401, 20)) for k in range(20)]),
-        "partition.path: parts.json",
+        "partition.path: /",
     ),
     ("times.csv", FILES["times.csv"].replace("5,0.1", "5,0.2"), "schedule.client_speeds.path: "),
 ]
@@ -139,7 +142,7 @@ def test_the_contents_are_sums_of_the_files(files, small):
         "algorithm": ["m.py", "helper.py", "parts/__init__.py", "parts/deep.py", "parts/late.py"],
         "model": ["net.py"],
         "model.weights": ["bias.txt"],
-        "partition.path": ["parts.json"],
+        "partition.path": [str(files / "parts.json")],
         "schedule.client_speeds.path": [str(files / "times.csv")],
     }
     names["client"] = names["algorithm"]
@@ -148,6 +151,38 @@ def test_the_contents_are_sums_of_the_files(files, small):
         for key, ns in names.items()
     }
     assert found == sums
+
+
+def test_files_that_are_named_relative_to_a_folder_are_found_from_another_one(
+    here: Path, base: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+):
+    y = np.arange(40) % 2
+    x = np.stack([y, 1 - y], 1).astype("float32")
+    given = base | {
+        "data": {"name": "arrays", "path": "points.npz"},
+        "partition": {"name": "file", "path": "parts.json"},
+        "model": {"name": "logistic", "init_from": "start.safetensors"},
+        "algorithm": "fedavg",
+        "local": {"steps": 1},
+        "schedule": {"cohort": 2},
+        "rounds": 1,
+    }
+    fingerprints = []
+    for folder in (here / "one", here / "two"):
+        folder.mkdir()
+        monkeypatch.chdir(folder)
+        np.savez("points.npz", x=x, y=y, x_test=x, y_test=y)
+        Path("parts.json").write_text(json.dumps([list(range(20)), list(range(20, 40))]))
+        save_file({"1.weight": torch.zeros(2, 2), "1.bias": torch.zeros(2)}, "start.safetensors")
+        fingerprints.append(prepare(given).config.fingerprint)
+    assert fingerprints[0] == fingerprints[1], "the folder is no part of the identity"
+    whole = raysim.run(given, rounds=2, run_dir=str(here / "whole"))
+    done = raysim.run(given)
+    monkeypatch.chdir("/")
+    assert raysim.resume(done.run_dir, {"rounds": 2}).digest == whole.digest
+    assert raysim.load(done.run_dir).net() is not None
+    assert Path(export(done.run_dir, "torch", out=here / "net.pt")).is_file()
+    assert prepare(done.run_dir / "config.yaml").config.fingerprint == fingerprints[0]
 
 
 IDENTITIES = {
@@ -265,10 +300,10 @@ def test_images_are_known_by_what_was_decoded(here, base):
     }
     config |= {"partition": {"clients": 2}, "schedule": {"cohort": 2}}
     plan = prepare(config)
-    assert plan.config.files == {"data.path": {"images": plan.dataset.digest}}
+    assert plan.config.files == {"data.path": {str(here / "images"): plan.dataset.digest}}
     Image.fromarray(np.zeros((8, 8), np.uint8)).save(here / "images" / "train" / "a" / "0.png")
     assert prepare(config).config.fingerprint != plan.config.fingerprint
-    with pytest.raises(ConfigError, match=r"data\.path: images has changed since this run began"):
+    with pytest.raises(ConfigError, match=r"data\.path: \S*images has changed since this run began"):
         prepare(plan.config.model_dump(mode="json"))
 
 
