@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
+from raysim.config import explain
 from raysim.errors import ConfigError, did_you_mean
 from raysim.reports.tracked import FinishedRun, counted
 from raysim.tracking.ledger import read_rows, unique
-from raysim.tracking.ledger_row import Row
+from raysim.tracking.ledger_row import Row, kept_config
 
 
 def title(wanted: Sequence[str], ledgers: Sequence[str | Path]) -> str:
@@ -52,7 +54,20 @@ def finished_rows(
         raise ConfigError(
             f"{title(wanted, ledgers)}: no run is finished; raysim sweep --ledger adds rows"
         )
-    return [_finished_run(row) for row in unique(finished)]
+    return [_finished_run(_completed(row)) for row in unique(finished)]
+
+
+def _completed(row: Row) -> Row:
+    """Return a row with the keys that were added to the configuration since, at their defaults.
+
+    Otherwise rows of different versions of raysim would seem to differ in these keys.
+    """
+    try:
+        config = explain.validate(row.config)
+    except ConfigError:
+        return row
+    same = config.fingerprint == row.fingerprint
+    return replace(row, config=kept_config(config)) if same else row
 
 
 def _finished_run(row: Row) -> FinishedRun:

@@ -8,6 +8,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -296,6 +297,17 @@ def test_metrics_of_every_round_are_kept_where_the_model_is_evaluated():
 
 
 # -- reports ---------------------------------------------------------------------------------------
+
+
+def test_a_key_that_was_added_since_does_not_tell_rows_apart(rows):
+    """An old row lacks it; a new one has it at its default."""
+    old = {**rows[0].config, "local": {**rows[0].config["local"]}}
+    assert old["local"].pop("accumulate") == 1
+    Path("mixed.jsonl").write_text(
+        "".join(as_line(row) + "\n" for row in (replace(rows[0], config=old), *rows[1:]))
+    )
+    mixed = raysim.report("table", ledger="mixed.jsonl")
+    assert "local.accumulate" not in mixed and len(mixed) == 2
 
 
 @pytest.mark.parametrize("x_axis", ["rounds", "bytes", "seconds", "virtual-time"])
