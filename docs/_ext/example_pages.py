@@ -18,6 +18,9 @@ from pathlib import Path
 FOLDER = Path(__file__).resolve().parents[1] / "examples"
 """Has a folder for each family, with a file for each method."""
 
+NO_METHODS = ("text",)
+"""Folders of other examples than methods, which how-to pages show."""
+
 MAX_LINES_OF_CODE = 25
 
 _DOCSTRING = re.compile(
@@ -70,7 +73,8 @@ class Example:
 
 def examples(folder: Path = FOLDER) -> list[Example]:
     """Return the methods of a gallery, by family and name of the file."""
-    return [read_example(path) for path in sorted(folder.glob("*/*.py"))]
+    paths = sorted(folder.glob("*/*.py"))
+    return [read_example(path) for path in paths if path.parent.name not in NO_METHODS]
 
 
 def read_example(path: Path) -> Example:

@@ -303,7 +303,9 @@ def test_images_are_known_by_what_was_decoded(here, base):
     assert plan.config.files == {"data.path": {str(here / "images"): plan.dataset.digest}}
     Image.fromarray(np.zeros((8, 8), np.uint8)).save(here / "images" / "train" / "a" / "0.png")
     assert prepare(config).config.fingerprint != plan.config.fingerprint
-    with pytest.raises(ConfigError, match=r"data\.path: \S*images has changed since this run began"):
+    with pytest.raises(
+        ConfigError, match=r"data\.path: \S*images has changed since this run began"
+    ):
         prepare(plan.config.model_dump(mode="json"))
 
 
