@@ -26,9 +26,8 @@ def test_an_example_is_short(example):
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_the_command_of_an_example_trains(example, here: Path, engine: Callable):
     """`prepare` includes the dry run, which compares loop and vmap on two ragged clients."""
-    for path in (example.path, example.configuration):
-        if path.exists():
-            shutil.copy(path, here)
+    for path in example.path.parent.glob("*.*"):
+        shutil.copy(path, here)
     (here / "tiny.py").write_text(DATA)
     cohort = BULYANS_COHORT if example.family == "robust" else 4
     config = small_config(example.command, "./tiny.py:load", cohort)

@@ -13,6 +13,8 @@ from support.gallery_runs import LR
 from support.oracle_cases import MODES, distance
 from torch.nn import functional as F
 
+from raysim.randomness import generator
+
 DECAY = 0.1
 
 SHAPES = [(8, 64), (8,), (10, 8), (10,)]
@@ -73,3 +75,61 @@ def test_heterofl(mode, train):
         xs.append(join(x))
     assert distance(done.xs, xs) < 1e-9
     assert kept, "some parameters are in nobody's sub-model"
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_fjord(mode, train):
+    """Horváth 2021, algorithm 1, with a width for each local step."""
+    largest = {0: 3, 1: 3, 2: 1, 3: 1}
+    path = "submodels/fjord.py:FjordClient"
+    groups = {
+        name: {"ids": ids, "client": {"name": f"{gallery.FOLDER}/{path}", "largest": m}}
+        for name, ids, m in (("medium", [0, 1], 3), ("small", [2, 3], 1))
+    }
+    done = train(
+        mode,
+        client={"name": path, "largest": 4},
+        server="submodels/heterofl.py:HeteroFLServer",
+        groups=groups,
+        schedule={"cohort": 4},
+    )
+    xs = [done.feed.x0]
+    drawn = set()
+    for t, cohort in enumerate(done.feed.cohorts):
+        total = [np.zeros(shape) for shape in SHAPES]
+        count = [np.zeros(shape) for shape in SHAPES]
+        for i in cohort:
+            w = [part.copy() for part in split(xs[-1], SHAPES)]
+            m = largest.get(i, 4)
+            rng = generator(done.engine.config.seed, "client rule noise width", t, i)
+            for X, y in done.batches(t, i):
+                units = ceil((np.floor(m * float(rng.random(dtype="float32"))) + 1) * 8 / 5)
+                drawn.add((m, units))
+                for part, v in zip(first(w, units), descended(first(w, units), X, y), strict=True):
+                    part[...] = v
+            n = ceil(m * 8 / 5)
+            for s, c, v in zip(first(total, n), first(count, n), first(w, n), strict=True):
+                s += v
+                c += 1
+        x = [
+            np.where(c > 0, s / np.maximum(c, 1), old)
+            for s, c, old in zip(total, count, split(xs[-1], SHAPES), strict=True)
+        ]
+        xs.append(join(x))
+    assert distance(done.xs, xs) < 1e-9
+    assert {(4, n) for n in (2, 4, 5, 7)} <= drawn, "all widths of a client are drawn"
+
+
+def first(parts: list[np.ndarray], n: int) -> list[np.ndarray]:
+    """Return views of the parameters W1, b1, W2, b2 of the first n hidden units."""
+    W1, b1, W2, b2 = parts
+    return [W1[:n], b1[:n], W2[:, :n], b2]
+
+
+def descended(small: list[np.ndarray], X: np.ndarray, y: np.ndarray) -> list[np.ndarray]:
+    """Return the parameters of a net of these sizes after one step of SGD."""
+    leaves = [torch.tensor(v, requires_grad=True) for v in small]
+    h = torch.relu(F.linear(torch.tensor(X), leaves[0], leaves[1]))
+    loss = F.cross_entropy(F.linear(h, leaves[2], leaves[3]), torch.tensor(y))
+    grads = torch.autograd.grad(loss, leaves)
+    return [(v - LR * g).detach().numpy() for v, g in zip(leaves, grads, strict=True)]
