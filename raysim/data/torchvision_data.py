@@ -23,7 +23,8 @@ def from_torchvision(data: TorchvisionData) -> Dataset:
     """Load a classification data set of torchvision.
 
     Its class has an argument `train`, or an argument `split` with the values train and test (or
-    val). Images of different sizes become squares.
+    val); or `train_arguments` and `test_arguments` say what each half is. Images of different sizes
+    become squares.
 
     Args:
         data: the section `data`.
@@ -59,31 +60,34 @@ def _find_class(data: TorchvisionData) -> Any:
         )
     cls = getattr(module, data.dataset)
     known = inspect.signature(cls).parameters
-    if not {"train", "split"} & set(known) or "root" not in known:
+    if not {"train", "split"} & set(known) and data.train_arguments == data.test_arguments:
         raise ConfigError(
             f"data.dataset: {data.dataset} has neither an argument train nor split, so it has no "
-            "training and test half; write a function, data: path.py:function"
+            "training and test half; set data.train_arguments and data.test_arguments, which must "
+            "differ, or write a function, data: path.py:function"
         )
     reserved = {"root", "train", "download", "transform", "target_transform"}
-    for key in data.arguments:
-        if key not in known or key in reserved:
-            raise ConfigError(
-                f"data.arguments.{key}: unknown argument of {data.dataset}"
-                f"{did_you_mean(key, set(known) - reserved)}"
-            )
+    for section in ("arguments", "train_arguments", "test_arguments"):
+        for key in getattr(data, section):
+            if key not in known or key in reserved:
+                raise ConfigError(
+                    f"data.{section}.{key}: unknown argument of {data.dataset}"
+                    f"{did_you_mean(key, set(known) - reserved)}"
+                )
     return cls
 
 
 def _half(cls: Any, data: TorchvisionData, root: Path, is_train: bool) -> Any:
     """Return the training or the test half as an object of torchvision."""
     known = inspect.signature(cls).parameters
-    arguments = {"root": str(root), **data.arguments}
-    if "download" in known:
-        arguments["download"] = data.download
-    options: list[dict[str, Any]] = [{"train": is_train}]
-    if "train" not in known:
-        splits = ("train",) if is_train else TEST_SPLITS
-        options = [{"split": split} for split in splits]
+    of_half = data.train_arguments if is_train else data.test_arguments
+    ours = {"root": str(root), "download": data.download}
+    arguments = {key: ours[key] for key in ours if key in known} | data.arguments | of_half
+    options: list[dict[str, Any]] = [{}]
+    if "train" in known:
+        options = [{"train": is_train}]
+    elif "split" in known and "split" not in of_half:
+        options = [{"split": split} for split in (("train",) if is_train else TEST_SPLITS)]
     error: BaseException | None = None
     for option in options:
         try:
@@ -95,6 +99,8 @@ def _half(cls: Any, data: TorchvisionData, root: Path, is_train: bool) -> Any:
                 break
     assert error is not None
     reason = in_a_line(error).removesuffix(" You can use download=True to download it")
+    if "root" not in known:
+        raise ConfigError(f"data.dataset: {data.dataset} cannot be read: {reason}") from None
     raise ConfigError(
         f"data.dataset: {data.dataset} cannot be read from {root}: {reason}; set "
         "data.download=true, or data.root (or $RAYSIM_DATA) to the folder that holds it"
@@ -104,8 +110,11 @@ def _half(cls: Any, data: TorchvisionData, root: Path, is_train: bool) -> Any:
 def _examples(half: Any, place: str) -> tuple[list[Any], list[int]]:
     """Return the images and the labels of one half."""
     images, labels = [], []
-    for k in range(len(half)):
-        image, label = half[k]
+    try:
+        pairs = [half[k] for k in range(len(half))]
+    except Exception as error:  # such as arguments that the class does not check
+        raise ConfigError(f"{place} cannot be read: {in_a_line(error)}") from None
+    for k, (image, label) in enumerate(pairs):
         if not isinstance(label, int | np.integer):
             raise ConfigError(
                 f"{place}: example {k} has a {type(label).__name__} as label; only data sets with "

@@ -551,12 +551,37 @@ def test_further_arguments_and_the_side_of_images(torchvision_classes):
     assert load_dataset(section(dataset="Uneven", size=5, **keys)).shape == (3, 5, 5)
 
 
+def test_halves_of_a_class_without_an_argument_for_them_have_arguments_of_their_own(config):
+    size = [1, 4, 4]
+    keys = {"name": "torchvision", "dataset": "FakeData"}
+    keys["arguments"] = {"image_size": size, "num_classes": 3}
+    keys["train_arguments"], keys["test_arguments"] = {"size": 9}, {"size": 5, "random_offset": 9}
+    dataset = load_dataset(section(**keys))
+    whole = import_torchvision().datasets.FakeData(14, size, 3)  # the test continues the training
+    assert np.concatenate([dataset.y, dataset.y_test]).tolist() == [y for _, y in whole]
+    assert dataset.x.shape == (9, 1, 4, 4) and len(dataset.x_test) == 5
+    first = prepare({**config, "data": keys}).config
+    keys["test_arguments"] = {"size": 5, "random_offset": 8}
+    assert prepare({**config, "data": keys}).config.fingerprint != first.fingerprint
+
+
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
+        (
+            {"dataset": "FakeData", "test_arguments": {"offset": 1}},
+            "data.test_arguments.offset: unknown argument of FakeData",
+        ),
+        (
+            {"dataset": "FakeData", "test_arguments": {"size": "5"}},
+            "data.dataset: FakeData cannot be read",
+        ),
         ({"dataset": "SVNH"}, "data.dataset: torchvision has no data set 'SVNH'; did you mean"),
         ({"dataset": "Boxes"}, "example 0 has a dict as label"),
-        ({"dataset": "FakeData"}, "FakeData has neither an argument train nor split"),
+        (
+            {"dataset": "FakeData"},
+            "FakeData has neither an argument train nor split.*set data.train_arguments and",
+        ),
         (
             {"dataset": "Pictures", "arguments": {"brigth": 1}},
             "data.arguments.brigth: unknown argument of Pictures; did you mean 'bright'",

@@ -97,6 +97,10 @@ class TorchvisionData(Inputs):
     """Class in torchvision.datasets, such as SVHN."""
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of the class, such as `split: letters` of EMNIST."""
+    train_arguments: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of the training half alone, for a class without `train` and `split`."""
+    test_arguments: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of the test half alone, such as `random_offset: 1` of FakeData."""
     root: str | None = None
     """Folder of the data sets; null: $RAYSIM_DATA, or ~/.cache/raysim."""
     download: bool = False
@@ -105,7 +109,7 @@ class TorchvisionData(Inputs):
     """Side to which images are resized and cropped; null: as they are, or the median of images of
     different sizes."""
 
-    NOT_THE_RESULT = ("root", "download")
+    NOT_THE_RESULT = ("root", "download", "train_arguments", "test_arguments")
 
 
 class HuggingFace(Inputs):
