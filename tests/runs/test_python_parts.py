@@ -244,3 +244,16 @@ def test_a_net_is_loaded_with_its_object(config, monkeypatch, tmp_path):
         raysim.load(done.run_dir).net()
     loaded: Any = raysim.load(done.run_dir, model=net).net()
     torch.testing.assert_close(loaded.weight.flatten(), done.parameters[:12])
+
+
+def test_a_sweep_trains_objects_as_single_runs_do(config, monkeypatch, tmp_path, local_ray):
+    monkeypatch.chdir(tmp_path)
+    config |= {"task": lambda outputs, y: F.cross_entropy(outputs, y)}
+    done = raysim.sweep(config, {"local.lr": [0.1, 0.2]}, parallel=1)
+    assert done.counts == {"finished": 2, "stopped_early": 0, "failed": 0}
+    digests = [raysim.load(trial.folder).digest for trial in done.sweep.trials]
+    alone = [
+        trained(config, local={**config["local"], "lr": lr}, run_dir=str(tmp_path / str(lr))).digest
+        for lr in (0.1, 0.2)
+    ]
+    assert digests == alone and len(set(digests)) == 2
