@@ -37,6 +37,11 @@ class PublicData:
     def __len__(self) -> int:
         return self.n
 
+    @property
+    def examples(self) -> Batch:
+        """All examples as one batch, in their order."""
+        return self.batch(range(self.n))
+
     def batch(self, positions: Tensor | np.ndarray | list[int] | range) -> Batch:
         """Return the examples at some positions, without augmentation.
 

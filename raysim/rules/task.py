@@ -167,7 +167,7 @@ class Task(TellsPresentNames, ABC):
             batch: the mini-batch.
             loss: gives one value for each example.
             mode: exactly one pass of a step has mode "train".
-            buffers: [Q], the BatchNorm statistics for mode "eval".
+            buffers: [Q], the BatchNorm statistics for mode "eval"; the client's own by default.
 
         Returns:
             The gradient, [P].
@@ -295,7 +295,7 @@ class Task(TellsPresentNames, ABC):
             w: [P], the parameters.
             batch: the mini-batch.
             mode: "frozen" or "eval".
-            buffers: [Q], the BatchNorm statistics for mode "eval".
+            buffers: [Q], the BatchNorm statistics for mode "eval"; the client's own by default.
             dropout: False leaves dropout out in mode "frozen".
         """
 

@@ -265,7 +265,8 @@ class ModelTask(Task):
 
     def _statistics(self, mode: PassMode, buffers: Tensor | None) -> Tensor | None:
         """Return the BatchNorm statistics [Q] of a pass; None if it needs none."""
-        if mode == "train" or (buffers is None and self.model.frozen_statistics):
+        needs_own = mode == "eval" or self.model.frozen_statistics
+        if mode == "train" or (buffers is None and needs_own):
             return self.buffers
         return buffers
 

@@ -220,3 +220,33 @@ def test_two_actors_and_a_resumed_run_give_the_same_bits(config, shown, local_ra
     part = tmp_path / "part"
     raysim.run(ray, run_dir=str(part), progress=lambda record: record["round"] == 2)
     assert raysim.resume(part).digest == inline.digest
+
+
+@pytest.mark.parametrize("buffers", ["averaged", "personal"])
+def test_passes_in_mode_eval_use_the_clients_own_statistics(buffers, config, source, engine):
+    """In a loop as under vmap, by default as if they were named."""
+    net = "from torch import nn\n\n\nclass Net(nn.Sequential):\n    def __init__(self):\n"
+    net += "        super().__init__(nn.BatchNorm1d(5), nn.Linear(5, 3))\n"
+    rule = "from dataclasses import dataclass\nfrom raysim.rules import ClientRule\n\n\n"
+    rule += "@dataclass(frozen=True)\nclass {name}(ClientRule):\n"
+    rule += "    def direction(self, shared, state, batch, task):\n"
+    rule += '        task.grad(state["w"], batch)\n'
+    rule += '        return task.grad(state["w"], batch, mode="eval"{more})\n'
+    default = source("default", rule.format(name="Default", more=""))
+    named = source("named", rule.format(name="Named", more=", buffers=task.buffers"))
+    local = {"steps": 2, "batch_size": 4, "lr": LR, "buffers": buffers}
+    ends = []
+    for client, mode in [
+        (f"{named}:Named", "loop"),
+        (f"{default}:Default", "loop"),
+        (f"{default}:Default", "vmap"),
+    ]:
+        given = config(
+            client=client,
+            model=f"{source('net', net)}:Net",
+            local=local,
+            batching={"mode": mode},
+        )
+        ends.append(engine(given)[0].executor.xs[-1])
+    assert np.array_equal(ends[0], ends[1])
+    assert np.allclose(ends[1], ends[2], rtol=0, atol=1e-10)
