@@ -101,6 +101,7 @@ def file(tmp_path: Path, **change: Any) -> Path:
     return path
 
 
+@pytest.mark.ray
 def test_the_noise_that_was_put_in_is_found(raysim_, tmp_path):
     said = raysim_("privacy-match", file(tmp_path), "--json")
     assert said.code == 0, said.err

@@ -721,6 +721,7 @@ def test_the_shipped_experiment_has_the_step_sizes_of_the_corollary():
 
 
 @pytest.mark.usefixtures("pictures")
+@pytest.mark.ray
 def test_from_runs_to_a_figure(base, raysim_, tmp_path):
     uri = base["tracking"]["uri"]
     for number, (seed, S, T) in enumerate(

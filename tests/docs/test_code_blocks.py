@@ -60,10 +60,11 @@ def _needs_ray(page: Path) -> bool:
     )
 
 
+@pytest.mark.ray  # they start programs, and some of them Ray
 @pytest.mark.parametrize(
     "page",
     [
-        pytest.param(page, marks=[pytest.mark.ray] if _needs_ray(page) else [], id=str(name))
+        pytest.param(page, id=str(name))
         for page in PAGES
         if any(blocks(page)) and (name := page.relative_to(DOCS))
     ],

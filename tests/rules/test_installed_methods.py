@@ -78,6 +78,7 @@ def small(base: dict) -> dict:
 # -- raysim's own ----------------------------------------------------------------------------------
 
 
+@pytest.mark.ray
 @pytest.mark.parametrize(
     "mode", [["-m", "raysim"], ["-c", "from raysim.cli import console; console()"]]
 )
@@ -96,6 +97,7 @@ def test_a_package_of_ones_own_called_algorithms(tmp_path, mode):
     assert done.returncode == 0 and '"scaffold"' in done.stdout, done.stderr
 
 
+@pytest.mark.ray
 def test_the_methods_are_found_in_a_plain_checkout(tmp_path):
     """Not installed: the repository's folder alone is on the path, after another package called
     algorithms."""
@@ -183,6 +185,7 @@ def test_a_clash_of_names_is_refused_where_the_name_is_used(small, install):
     assert prepare(small, ["algorithm=halfone:HALF"]).client.share == 0.25  # type: ignore[attr-defined]
 
 
+@pytest.mark.ray
 @pytest.mark.parametrize("rule", ["HalfClient", "HalfServer"])
 def test_raysims_own_other_half_is_not_ambiguous(small, install, source, rule):
     """The user names one rule and raysim adds fedavg's other half, whatever else is called fedavg."""
