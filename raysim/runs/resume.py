@@ -12,6 +12,7 @@ import torch
 
 from raysim.config import loading
 from raysim.config.loading import parse_overrides
+from raysim.config.schema import KEYS_OF_FILES
 from raysim.data import partition_digest
 from raysim.engine import checkpoint, client_store
 from raysim.engine.plan import Plan
@@ -34,6 +35,9 @@ from raysim.training.upload_sum import last_upload_key
 from raysim.training.vmap import VmapTask
 
 logger = logging.getLogger("raysim")
+
+MOVABLE = (*KEYS_OF_FILES, "schedule.client_speeds.path")
+"""Keys that `resume` accepts if the file that they name has the same content as before."""
 
 
 def resume(
@@ -114,7 +118,10 @@ def reopen(
         raise ConfigError(
             f"run_dir: the run stays in {folder}; leave it out, or give --fork for a new run"
         )
-    before = prepare(folder / "config.yaml")
+    parsed = parse_overrides(overrides)
+    moved = {key: parsed[key] for key in MOVABLE if key in parsed}
+    before = prepare(folder / "config.yaml", moved)
+    _check_moved(folder, before, moved)
     plan = prepare(folder / "config.yaml", overrides)
     if changed := _changes(before, plan):
         raise ConfigError(
@@ -132,6 +139,18 @@ def reopen(
             f"rounds: {done} rounds are done in {folder}; to continue, give a larger rounds=N"
         )
     return plan, folder, saved
+
+
+def _check_moved(folder: Path, plan: Plan, moved: Iterable[str]) -> None:
+    """Raise ConfigError if a file that lies elsewhere now has another content than before."""
+    recorded = loading.read_config(folder / "config.yaml").get("files") or {}
+    for key in moved:
+        now = (plan.config.files or {}).get(key, {})
+        if list(recorded.get(key, {}).values()) != list(now.values()):
+            raise ConfigError(
+                f"{key}: {', '.join(now)} has another content than the file with which the run in "
+                f"{folder} began; give a copy of that file, or start a new run"
+            )
 
 
 def forked(

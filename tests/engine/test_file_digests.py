@@ -183,6 +183,16 @@ def test_files_that_are_named_relative_to_a_folder_are_found_from_another_one(
     assert raysim.load(done.run_dir).net() is not None
     assert Path(export(done.run_dir, "torch", out=here / "net.pt")).is_file()
     assert prepare(done.run_dir / "config.yaml").config.fingerprint == fingerprints[0]
+    # Files that were moved are named anew; those of folder "one" have the same content.
+    monkeypatch.chdir(here / "one")
+    for name in ("points.npz", "parts.json"):
+        (here / "two" / name).unlink()
+    moved = {"rounds": 3, "data.path": "points.npz", "partition.path": "parts.json"}
+    other = json.dumps([list(range(19)), list(range(19, 40))])
+    Path("other.json").write_text(other)
+    with pytest.raises(ConfigError, match=r"^partition\.path: \S*other\.json has another content"):
+        raysim.resume(done.run_dir, moved | {"partition.path": "other.json"})
+    assert raysim.resume(done.run_dir, moved).rounds == 3
 
 
 IDENTITIES = {
