@@ -34,12 +34,33 @@ def _page(method: Algorithm) -> Iterator[str]:
     yield f"# {method.name}\n"
     yield f"{method.paper}. State: {method.state}. Traffic for each client: {method.traffic}.\n"
     yield f"```bash\nraysim run quickstart algorithm={method.name}\n```\n"
-    yield f"{docstring[1].strip()}\n"
+    about_code, rest = _about_code(docstring[1].strip())
+    yield "\n\n".join(rest) + "\n"
+    yield "## Text and code\n"
+    yield "\n\n".join(about_code or [NOTHING_RECORDED]) + "\n"
     yield from _hyperparameters(method)
     yield from _settings(method)
     yield from _configurations(method)
     yield from _figures(method)
     yield f"## Source\n\n```{{literalinclude}} ../../{path.relative_to(REPOSITORY)}\n```\n"
+
+
+MENTIONS_CODE = re.compile(r"\b(code|text|printed|reconstructed)\b")
+NOTHING_RECORDED = (
+    "No difference between the paper's text and its authors' code is recorded for this method. The "
+    "oracle in `tests/oracle/` follows the text."
+)
+
+
+def _about_code(docstring: str) -> tuple[list[str], list[str]]:
+    """Divide a docstring's paragraphs: those about the paper's text or code, and the others."""
+    paragraphs = docstring.split("\n\n")
+    about = [
+        paragraph
+        for paragraph in paragraphs[1:]
+        if not paragraph.startswith("    ") and MENTIONS_CODE.search(paragraph)
+    ]
+    return about, [paragraph for paragraph in paragraphs if paragraph not in about]
 
 
 def _source(method: Algorithm) -> Path:
