@@ -53,8 +53,10 @@ class SCAFFOLDClient(ClientRule):
 
     @property
     def needs_plain_sgd(self) -> str:
+        if self.option == "I":
+            return ""
         return (
-            "" if self.option == "I" else "(x - y) / (K lr) is then the mean gradient of its steps"
+            "option II takes (x - y) / (K lr) for the mean gradient of the steps; option I does not"
         )
 
     def state(self, task: Task) -> State:

@@ -114,6 +114,8 @@ def compared(
                 [values[s] for s in seeds], [others[s] for s in seeds], reference
             )
         compared_rows.append(replace(row, versus=difference))
+    if not any(row.versus for row in compared_rows):
+        say(f"{OPTION}: no other row shares a scenario and a seed with {reference}")
     if unpaired:
         say(f"differences leave out {unpaired} runs whose seed the other method does not have")
     return compared_rows

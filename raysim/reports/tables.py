@@ -319,7 +319,8 @@ def _paired_differences(table: Sequence[TableRow], percent: bool) -> Columns:
     references = {row.versus.reference for row in table if row.versus}
     if not references:
         return {}
-    header = f"difference to {references.pop()}{_unit(percent)} [95 % interval]"
+    unit = ", points" if percent else ""
+    header = f"difference to {references.pop()}{unit} [95 % interval]"
     return {header: [difference_text(row.versus, percent) for row in table]}
 
 

@@ -44,7 +44,8 @@ class Classification(LearningTask):
                 raise ValueError(
                     f"the {half} examples have y of type {y.dtype} and shape {list(y.shape)}, "
                     "expected one integer label for each example, [n]; "
-                    "see task=multilabel, regression, next_token"
+                    "write y.astype(int) for whole numbers, or see task=multilabel, regression, "
+                    "next_token"
                 )
         if not data.n_classes:
             _refuse_unnumbered(data)

@@ -101,7 +101,7 @@ def test_the_columns_of_a_table():
     ).splitlines()
     assert head.startswith(
         "| algorithm | seeds | best accuracy % | paper: best % | difference / paper's std "
-        "| difference / our std | difference to algorithm=fedavg % [95 % interval] |"
+        "| difference / our std | difference to algorithm=fedavg, points [95 % interval] |"
     )
     assert "| 60.00 ± 10.00 | 50.00 ± 10.00 | +1.00 | +1.00 | – |" in fedavg
     # Differences 20, 10, 0: mean 10, deviation 10, 10 ± 4.30265 · 10 / √3.
