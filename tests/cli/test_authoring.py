@@ -72,7 +72,8 @@ def test_completion_of_algorithms_and_configurations(here):
     assert set(completed("algorithm=")) == {f"algorithm={name}" for name in ALGORITHMS}
     (here / "mine.yaml").write_text("")
     (here / "my").mkdir()
-    assert [text for text, _ in complete_configuration("m")] == ["mine.yaml", "my/"]
+    assert [text for text, _ in complete_configuration("mi")] == ["mine.yaml"]
+    assert [text for text, _ in complete_configuration("my")] == ["my/"]
     assert dict(complete_configuration("quick"))["quickstart"].startswith("GradMA on the embedded")
 
 

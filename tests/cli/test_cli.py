@@ -39,6 +39,7 @@ def small(tmp_path: Path, uri: str) -> Path:
 # -- what is imported, and when --------------------------------------------------------------------
 
 
+@pytest.mark.ray
 def test_importing_is_cheap():
     code = """
 import sys

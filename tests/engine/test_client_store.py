@@ -313,6 +313,7 @@ def test_rows_outlive_the_checkpoints_that_held_them(tmp_path):
         assert_same(rows.get(client), row(client, 0))
 
 
+@pytest.mark.ray
 def test_memory_stays_where_it_was(tmp_path):
     """400 MB of rows through a store of 20 MB, in a process that may grow by 100 MB."""
     code = """
@@ -464,6 +465,7 @@ def test_a_full_disk_is_named_and_changes_nothing(tmp_path):
         assert_same(rows.get(client), row(client, 2 if client == 2 else 0))
 
 
+@pytest.mark.ray
 def test_a_disk_that_fills_up_in_the_middle_of_a_row(tmp_path):
     """With room for two rows and a half (a limit on file sizes, as on a disk, cuts the write
     short)."""

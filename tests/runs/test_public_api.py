@@ -141,6 +141,7 @@ def test_a_result_prints_in_one_line(config):
     assert f" {stopped.rounds} of {config['rounds']} rounds" in repr(stopped)
 
 
+@pytest.mark.ray
 def test_an_untracked_run_computes_the_same_and_leaves_mlflow_alone(config, tmp_path: Path):
     tracked = raysim.run(config)
     code = f"""

@@ -345,6 +345,7 @@ def test_a_folder_is_free_as_soon_as_a_run_that_never_began_is_over(
     second.finish("FAILED")
 
 
+@pytest.mark.ray
 def test_two_processes_on_a_fresh_database(tmp_path: Path) -> None:
     """Both start from a relative path, at once, in one folder, and leave the terminal clean."""
     code = """
