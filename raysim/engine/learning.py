@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import numpy as np
 import torch
@@ -55,7 +55,7 @@ def find_learning_task(config: Config) -> type[LearningTask] | LossFunction:
         raise ConfigError(f"task.name: '{name}' is not a subclass of raysim.rules.LearningTask")
     if not callable(found):
         raise ConfigError(f"task.name: '{name}' is neither a learning task nor a loss function")
-    return found
+    return cast("type[LearningTask] | LossFunction", found)
 
 
 def make_learning_task(
