@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from raysim.cli.base import app, data_app, print_table, tracking_app
+from raysim.cli.base import app, check_picture, data_app, print_table, tracking_app
 from raysim.errors import ConfigError, did_you_mean
 
 CatalogueRow = dict[str, str]
@@ -298,6 +298,8 @@ def show(
     from raysim.config.explain import checked_section
     from raysim.config.sections.data import DataOnly
 
+    if out is not None:
+        check_picture(out)
     given = {key: value for key, value in (("root", root), ("path", path)) if value is not None}
     dataset = data.load_dataset(checked_section(DataOnly, {"data": {"name": name, **given}}).data)
     facts = data.dataset_summary(dataset)

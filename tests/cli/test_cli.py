@@ -311,6 +311,7 @@ def test_data_show(raysim_, tmp_path):
     ("arguments", "said"),
     [
         (["data", "show", "digts"], "'digits'"),
+        (["data", "show", "digits", "--out", "0.5"], "--out: '0.5'"),
         (["data", "fetch", "mnits"], "'mnist'"),
         (["data", "fetch", "folder"], "cannot be downloaded"),
         (["data", "show", "folder", "--path", "/nowhere"], "/nowhere"),

@@ -395,7 +395,7 @@ def test_a_job_that_others_sent_off_is_refused(monkeypatch, name):
     [
         ("rnu mine.yaml", "did you mean 'run'"),
         ("run", "needs a configuration"),
-        ("run mine.yaml tracking.uri=sqlite:///mlflow.db", "tracking.uri: .*would be lost"),
+        ("run mine.yaml tracking.uri=sqlite:///mlflow.db", "tracking.uri: .*would be deleted"),
         ("run nosuch.yaml", "nosuch"),
         ("run mine.yaml roudns=3", "did you mean 'rounds'"),
         ("run mine.yaml algorithm=/tmp/x.py:Y", "/tmp/x.py"),

@@ -60,11 +60,10 @@ def _needs_ray(page: Path) -> bool:
     )
 
 
-@pytest.mark.ray  # they start programs, and some of them Ray
 @pytest.mark.parametrize(
     "page",
     [
-        pytest.param(page, id=str(name))
+        pytest.param(page, marks=[pytest.mark.ray] if _needs_ray(page) else [], id=str(name))
         for page in PAGES
         if any(blocks(page)) and (name := page.relative_to(DOCS))
     ],

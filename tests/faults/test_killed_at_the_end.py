@@ -19,7 +19,9 @@ from raysim.tracking import abandoned
 KILLED = """
     import os, signal, sys
     from raysim.runs import run
-    setattr(run, sys.argv[2], lambda *arguments, **keys: os.kill(os.getpid(), signal.SIGKILL))
+    owner, _, name = sys.argv[2].rpartition(".")
+    kill = lambda *arguments, **keys: os.kill(os.getpid(), signal.SIGKILL)
+    setattr(getattr(run, owner) if owner else run, name, kill)
     run.run(sys.argv[1])
 """
 
@@ -29,7 +31,7 @@ KILLED = """
     [
         ("write_parameters", set(), False),
         ("write_artifacts", {"parameters.safetensors"}, False),
-        ("_track_end", {"parameters.safetensors", "history.csv"}, True),
+        ("_OpenRun._track_error", {"parameters.safetensors", "history.csv"}, True),
     ],
 )
 def test_resume_closes_a_run_that_was_killed_at_its_end(

@@ -266,7 +266,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Trial]:
         ]
 
     monkeypatch.setattr(runner, "_on_tune", on_tune)
-    monkeypatch.setattr(runner, "_room", lambda missing: stoppable())
+    monkeypatch.setattr(runner, "_ray_with_resources", lambda missing: stoppable())
     return begun
 
 
