@@ -66,7 +66,7 @@ class FedHistServer(ServerRule):
     ina_norm: Literal["mean", "median", "largest"] = "mean"
     """Norm of the updates to which the aggregate is scaled."""
     ina_decay: Literal["norm", "factor"] = "norm"
-    """What decays by rho: the norm of the aggregate, or the distance of the factor to 1."""
+    """Quantity that decays by rho: the aggregate's norm, or the factor's distance to 1."""
     ina_only_up: bool = False
     """Never make the aggregate shorter: the factor is at least 1."""
     leave_one_out: bool = False

@@ -1,4 +1,4 @@
-"""What FedReg's local step costs beside FedAvg's, and what making its data costs: MNIST, its CNN,
+"""Cost of FedReg's local step beside FedAvg's, and of preparing its data: MNIST, its CNN,
 batches of 10.
 
     python benchmarks/fedreg_step.py [--repeats 5]

@@ -1,11 +1,11 @@
-"""What GradMA costs beside FedAvg: a round of each method, and the server's update beside a full
+"""Cost of GradMA beside FedAvg: a round of each method, and the server's update beside a full
 Gram product.
 
     python benchmarks/gradma_cost.py [--models tinynn lenet5] [--repeats 5]
 
-Random images; 10 of 100 clients, five steps of 64, inline, on one core but for the server's inner
-products (both). The memory has a row for every client, and is nearly full before the clock starts.
-Methods take turns; prints medians and ratios, asserts none.
+Random images; 10 of 100 clients, five steps of 64, inline, on one core except for the server's
+inner products (both). The memory has a row for every client, and is nearly full before the clock
+starts. Methods take turns; prints medians and ratios, asserts none.
 """
 
 from __future__ import annotations

@@ -134,7 +134,7 @@ class Echo:
 
 
 def costs(plan: Plan, times: list[float]) -> Costs:
-    """What `raysim forecast` needs to know: of blocks the mean and the spread, of messages and
+    """Figures that `raysim forecast` needs: of blocks the mean and the spread, of messages and
     objects between two of these nodes what is measured here and now; the rest as it is by default.
     """
     ids = [node["NodeID"] for node in ray.nodes()][:2]

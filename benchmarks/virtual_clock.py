@@ -1,4 +1,4 @@
-"""What the virtual clock costs: microseconds for each event, and the memory of a run with 10,000
+"""Cost of the virtual clock: microseconds for each event, and the memory of a run with 10,000
 clients in flight.
 
     python benchmarks/virtual_clock.py [--rounds 400] [--repeats 5]
