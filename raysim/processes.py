@@ -131,11 +131,14 @@ def limited(call: Callable[[], Any], limit_s: float) -> bool:
     """Make a call that may never return, in another thread.
 
     Args:
-        call: the call; an exception that it raises is raised again.
+        call: the call.
         limit_s: time limit in seconds.
 
     Returns:
         Whether the call has returned within the limit.
+
+    Raises:
+        BaseException: the call raised it within the limit.
     """
     errors: list[BaseException] = []
 

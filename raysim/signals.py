@@ -123,6 +123,9 @@ def reraise_stop(error: BaseException) -> None:
 
     Args:
         error: the caught exception.
+
+    Raises:
+        BaseException: a signal caused the exception; it is `error`.
     """
     if isinstance(error, Stopped) or _came_from_a_handler(error):
         raise error

@@ -106,10 +106,13 @@ def print_table(table: Table, console: Console | None = None) -> None:
 
 
 def check_picture(path: Path) -> None:
-    """Raise ConfigError unless the suffix of --out is that of a picture.
+    """Check that the suffix of --out is that of a picture.
 
     Args:
         path: the file that the user named.
+
+    Raises:
+        ConfigError: it is not .png, .svg or .pdf.
     """
     if path.suffix not in (".png", ".svg", ".pdf"):
         raise ConfigError(

@@ -68,6 +68,9 @@ def decode_images(
         side: height and width in pixels.
         mode: "L" or "RGB".
         places: for each file, the words that name it in errors; by default its path.
+
+    Raises:
+        ConfigError: a file is not an image, or it is damaged.
     """
     from PIL import Image
 

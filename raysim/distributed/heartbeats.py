@@ -249,7 +249,11 @@ class Monitor:
         return self._seen - self._alive
 
     def check(self) -> None:
-        """Raise RaysimError if Ray cannot be used any more."""
+        """Check that Ray can still be used.
+
+        Raises:
+            RaysimError: the head does not answer, or this driver is cut off from it.
+        """
         now = time.monotonic()
         polls = self._polls
         self._unanswered_s += min(now - self._checked_at, 2 * MAX_INTERVAL_S)

@@ -77,7 +77,11 @@ class FailedResult:
         return True
 
     def get(self) -> Any:
-        """Raise the error."""
+        """Raise the error.
+
+        Raises:
+            RaysimError: always; it is `error`.
+        """
         raise self.error
 
 

@@ -134,10 +134,13 @@ class FinishedRun:
 
 
 def check_metric_name(metric: str | None) -> None:
-    """Raise ConfigError if a metric has another name today.
+    """Check that a metric's name is not a former one.
 
     Args:
         metric: Name of the metric; None if it is not given.
+
+    Raises:
+        ConfigError: The metric has another name today.
     """
     if metric and (sentence := renamed.now_called(renamed.RENAMED_METRICS, metric)):
         raise ConfigError(f"metric (--metric): {sentence}")

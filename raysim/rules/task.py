@@ -304,6 +304,9 @@ class Task(TellsPresentNames, ABC):
         """Return parameters [P] and BatchNorm statistics [Q] of a new model (`init` only).
 
         Each client always gets the same one.
+
+        Raises:
+            ValueError: outside of `init`.
         """
 
     @abstractmethod

@@ -77,6 +77,9 @@ def translate_errors(translate: Callable[[str], RaysimError]) -> Iterator[None]:
 
     Args:
         translate: makes the error from the text of `described`.
+
+    Raises:
+        RaysimError: the user's code raised an exception; it is the cause of this error.
     """
     try:
         yield

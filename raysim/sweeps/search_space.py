@@ -346,11 +346,14 @@ def laid_over(
 
 
 def check_size(grids: Iterable[Mapping[str, Axis]], samples: int) -> None:
-    """Raise ConfigError if there are more than `MAX_TRIALS` trials.
+    """Check the number of trials.
 
     Args:
         grids: grids of values.
         samples: number of draws.
+
+    Raises:
+        ConfigError: there are more than `MAX_TRIALS` trials.
     """
     sizes = [
         {key: 1 if isinstance(axis, Draw) else len(axis) for key, axis in grid.items()}

@@ -134,10 +134,13 @@ def append_rows(path: str | Path, rows: Iterable[Row]) -> None:
 
 
 def check_writable(path: str | Path) -> None:
-    """Raise ConfigError unless rows can be appended to a ledger; its folder must exist.
+    """Check that rows can be appended to a ledger.
 
     Args:
-        path: The file, which need not exist yet.
+        path: The file, which need not exist yet; its folder must exist.
+
+    Raises:
+        ConfigError: The file or its folder cannot be written.
     """
     path = Path(path)
     target = path if path.exists() else path.absolute().parent

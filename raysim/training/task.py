@@ -118,7 +118,7 @@ class ModelTask(Task):
 
     @property
     def public(self) -> PublicData:
-        """Public examples of the data set."""
+        """Public examples of the data set. See `Task.public`."""
         if self.settings.public is None:
             raise ValueError(
                 'task.public: set needs_public_data = "inputs" or "labels" in the class of the rule'
@@ -254,7 +254,7 @@ class ModelTask(Task):
         return total / data.n
 
     def fresh_model(self) -> tuple[Tensor, Tensor]:
-        """Refuse: only the task of `init` has a fresh model."""
+        """Refuse: only the task of `init` has a fresh model. See `Task.fresh_model`."""
         raise ValueError(
             "task.fresh_model: there is one in `init` only, where a client is by itself"
         )
@@ -351,7 +351,7 @@ class ForwardPass(Net):
 
     @property
     def features(self) -> Tensor:
-        """Input of the classifier [B, F]."""
+        """Input of the classifier [B, F]. See `Net.features`."""
         features = self._forward()[1]
         if features is None:
             raise ValueError("the net does not end in a linear classifier, so it has no features")
@@ -359,7 +359,7 @@ class ForwardPass(Net):
 
     @property
     def levels(self) -> list[Tensor]:
-        """Output of each stage, the logits last."""
+        """Output of each stage, the logits last. See `Net.levels`."""
         self._forward()
         if self._levels is None:
             raise ValueError("the net is not made of stages (an nn.Sequential of two or more)")

@@ -20,7 +20,11 @@ PROBLEM = {"clients": CLIENTS, "dimensions": DIMENSIONS}
 
 
 def transcription(mu: float) -> np.ndarray:
-    """Return the global parameters [P] after the last round, step by step as the paper has them."""
+    """Return the global parameters [P] after the last round, step by step as the paper has them.
+
+    Args:
+        mu: the hyper-parameter.
+    """
     f = raysim.quadratic_problem(**PROBLEM)
     x = np.zeros(DIMENSIONS)
     for _ in range(ROUNDS):
@@ -36,7 +40,11 @@ def transcription(mu: float) -> np.ndarray:
 
 
 def trained(mu: float) -> np.ndarray:
-    """Return the global parameters [P] after the last round of an untracked run in this process."""
+    """Return the global parameters [P] after the last round of an untracked run in this process.
+
+    Args:
+        mu: the hyper-parameter.
+    """
     method = Path(__file__).with_name("my_method.py")
     configuration = {
         "rounds": ROUNDS,
@@ -54,7 +62,11 @@ def trained(mu: float) -> np.ndarray:
 
 @pytest.mark.parametrize("mu", [0.0, 0.5])
 def test_rounds_follow_the_paper(mu: float) -> None:
-    """Compare the parameters after all rounds with the transcription."""
+    """Compare the parameters after all rounds with the transcription.
+
+    Args:
+        mu: the hyper-parameter.
+    """
     np.testing.assert_allclose(trained(mu), transcription(mu), rtol=1e-9)
 
 
