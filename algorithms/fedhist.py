@@ -132,7 +132,7 @@ class FedHistServer(ServerRule):
         b = self.b if self.length else 0.0
         w = [(1 - b) * (e / 2) ** -s + b * u for s, u in zip(reports.staleness, past, strict=True)]
         reports.log(weights_cut=sum(v < 0 for v in w))
-        w = [max(v, 0.0) * own for v, own in zip(w, reports.weights, strict=True)]
+        w = [max(v, 0.0) * weight for v, weight in zip(w, reports.weights, strict=True)]
         return normalised(w) if any(w) else [1 / len(w)] * len(w)
 
     def _fused(self, g: list[Tensor], p: list[float], past: list[Tensor]) -> Tensor:

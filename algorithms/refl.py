@@ -53,14 +53,14 @@ class REFLServer(ServerRule):
         )
         boosts = largest > 0 and norm(u_F) > 0
         weights = []
-        for age, d, own in zip(s, deviation, reports.weights, strict=True):
+        for age, d, weight in zip(s, deviation, reports.weights, strict=True):
             boost = 1 - exp(-d / largest) / self.boost_scale if boosts else 0.0
             w = (
                 1 / (age + 1)
                 if age == youngest
                 else (1 - self.beta) / (age + 1) + self.beta * boost
             )
-            weights.append(w * own)
+            weights.append(w * weight)
         p = normalised(weights)
         reports.set_weights(p)
         reports.log(fresh=len(fresh))

@@ -85,9 +85,9 @@ class WKAFLServer(ServerRule):
                 reports.staleness[i] for i in kept
             )  # largest exponents first, so that not all can vanish
             top = max(c[i] for i in kept)
-            own = [reports.weights[i] * (e / 2) ** (least - reports.staleness[i]) for i in kept]
+            aged = [reports.weights[i] * (e / 2) ** (least - reports.staleness[i]) for i in kept]
             agree = [exp(self.sharpness * (c[i] - top)) for i in kept]
-            on_kept = dict(zip(kept, normalised(map(mul, own, agree)), strict=True))
+            on_kept = dict(zip(kept, normalised(map(mul, aged, agree)), strict=True))
             q = [on_kept.get(i, 0.0) for i in range(len(g))]
             if self.stage2 is not None and reports.round >= self.stage2:
                 g = [_clipped(v, self.clip2 * norm(mean)) for v in g]
@@ -106,10 +106,10 @@ def _cosines(g: list[Tensor], mean: Tensor) -> list[float]:
     """Return cos(g_i, mean): 1 for a zero g_i, 0 for a zero mean."""
     products = gram([*g, mean])
     lengths = products.diagonal().sqrt().tolist()
-    *own, whole = lengths
+    *norms, whole = lengths
     return [
         1.0 if length == 0 else float(products[i, -1]) / (length * whole) if whole else 0.0
-        for i, length in enumerate(own)
+        for i, length in enumerate(norms)
     ]
 
 

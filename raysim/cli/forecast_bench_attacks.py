@@ -339,22 +339,24 @@ def privacy_match(
     table = Table(
         "method",
         "noise multiplier",
-        *(f"{one}, dB" for one in attackers),
+        *(f"{attacker}, dB" for attacker in attackers),
         "best accuracy",
         box=None,
     )
-    for one in comparison.sides:
-        noise = "" if one.noise_multiplier is None else f"{one.noise_multiplier:.4g}"
+    for side in comparison.sides:
+        noise = "" if side.noise_multiplier is None else f"{side.noise_multiplier:.4g}"
         table.add_row(
-            one.label,
+            side.label,
             noise,
-            *(f"{one.attacks[a].psnr:.2f}" for a in attackers),
-            f"{one.accuracy:.4f}",
+            *(f"{side.attacks[attacker].psnr:.2f}" for attacker in attackers),
+            f"{side.accuracy:.4f}",
         )
     print_table(table, console)
-    for one in comparison.sides:
-        for made in one.attacks.values():
-            console.print(f"images         {Path(made.folder) / 'attack.png'}", soft_wrap=True)
+    for side in comparison.sides:
+        for attack_result in side.attacks.values():
+            console.print(
+                f"images         {Path(attack_result.folder) / 'attack.png'}", soft_wrap=True
+            )
     if not comparison.within:
         print("no noise multiplier that was tried is within match.tolerance; this is the nearest "
               "one. Increase match.tries or match.images", file=sys.stderr)  # fmt: skip

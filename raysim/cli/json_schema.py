@@ -105,12 +105,12 @@ def configuration_schema(distribution: str | None = None) -> JsonSchema:
     stage = _by_name({name: _described(cls) for name, cls in STAGES.items()})
     stage["anyOf"].remove({"type": "null"})
     definitions["UploadStage"] = stage
-    one = {"$ref": "#/$defs/UploadStage"}
+    stage_reference = {"$ref": "#/$defs/UploadStage"}
     for model in ("Local", "GroupLocal"):
         local = definitions[model]["properties"]
         local["upload"] = {
             "description": local["upload"].get("description", ""),
-            "anyOf": [one, {"type": "array", "items": one}],
+            "anyOf": [stage_reference, {"type": "array", "items": stage_reference}],
         }
 
     settings = SweepSettings.model_json_schema()
@@ -143,19 +143,19 @@ def _installed(group: entry_points.Group) -> list[JsonSchema]:
 def _algorithms(distribution: str | None) -> dict[str, JsonSchema]:
     from raysim.rules import registry
 
-    found = {}
+    schemas = {}
     for name, algorithm, origin in registry.catalogue("algorithm"):
         if distribution in (None, origin):
             if isinstance(
                 algorithm, type
             ):  # an installed rule, which is paired with half of FedAvg
-                found[name] = _described(algorithm)
+                schemas[name] = _described(algorithm)
                 continue
             keys = {**_hyper_parameters(algorithm.client), **_hyper_parameters(algorithm.server)}
             if algorithm.presets:
                 keys["preset"] = {"enum": list(algorithm.presets)}
-            found[name] = {"description": algorithm.paper, "properties": keys}
-    return found
+            schemas[name] = {"description": algorithm.paper, "properties": keys}
+    return schemas
 
 
 def _rules(section: Any, distribution: str | None) -> dict[str, JsonSchema]:
@@ -180,7 +180,7 @@ def _hyper_parameters(rule: type) -> dict[str, JsonSchema]:
 def _models() -> dict[str, JsonSchema]:
     from raysim.models import build, zoo
 
-    found = {}
+    schemas = {}
     for name, make in zoo.NETS.items():
         arguments: dict[str, Any] = {
             key: (parameter.annotation, parameter.default)
@@ -189,8 +189,8 @@ def _models() -> dict[str, JsonSchema]:
         for key, (kind, meaning) in build.COMMON_KEYS.items():
             arguments.setdefault(key, (kind | None, Field(default=None, description=meaning)))
         fields = create_model(name, **arguments).model_json_schema()["properties"]
-        found[name] = {"description": make.__doc__ or "", "properties": fields}
-    return found
+        schemas[name] = {"description": make.__doc__ or "", "properties": fields}
+    return schemas
 
 
 def _tasks() -> dict[str, JsonSchema]:
@@ -210,8 +210,8 @@ def _by_name(variants: Mapping[str, JsonSchema]) -> JsonSchema:
         }
         for name, variant in sorted(variants.items())
     ]
-    own = {"type": "object", "properties": {"name": OWN_CODE}, "required": ["name"]}
-    return {"anyOf": [{"enum": sorted(variants)}, *objects, OWN_CODE, own, {"type": "null"}]}
+    own_code = {"type": "object", "properties": {"name": OWN_CODE}, "required": ["name"]}
+    return {"anyOf": [{"enum": sorted(variants)}, *objects, OWN_CODE, own_code, {"type": "null"}]}
 
 
 def _union(section: JsonSchema) -> JsonSchema:

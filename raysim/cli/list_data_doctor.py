@@ -178,17 +178,17 @@ FORMER_WORDS = {"datasets": "data"}
 
 @app.command(name="list")
 def list_(
-    what: Annotated[
+    listing: Annotated[
         str | None, typer.Argument(help=f"{', '.join(LISTABLE)}; without it, print these words")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
     """List methods, models, data sets, metrics and configurations."""
-    rows = _catalogue(what) if what else [{"raysim list": word} for word in LISTABLE]
+    rows = _catalogue(listing) if listing else [{"raysim list": word} for word in LISTABLE]
     if as_json:
         print(json.dumps(rows))
         return
-    if what == "pairs":
+    if listing == "pairs":
         return _print_pairs(rows)
     table = Table(*rows[0], box=None)
     for row in rows:
@@ -196,12 +196,12 @@ def list_(
     print_table(table)
 
 
-def _catalogue(what: str) -> list[CatalogueRow]:
+def _catalogue(listing: str) -> list[CatalogueRow]:
     """Return the rows of a list."""
-    what = FORMER_WORDS.get(what, what)
-    if what not in LISTABLE:
-        raise ConfigError(f"list: nothing called '{what}'{did_you_mean(what, LISTABLE)}")
-    return LISTABLE[what]()
+    listing = FORMER_WORDS.get(listing, listing)
+    if listing not in LISTABLE:
+        raise ConfigError(f"list: nothing called '{listing}'{did_you_mean(listing, LISTABLE)}")
+    return LISTABLE[listing]()
 
 
 def _print_pairs(rows: list[CatalogueRow]) -> None:
@@ -300,8 +300,10 @@ def show(
 
     if out is not None:
         check_picture(out)
-    given = {key: value for key, value in (("root", root), ("path", path)) if value is not None}
-    dataset = data.load_dataset(checked_section(DataOnly, {"data": {"name": name, **given}}).data)
+    location = {key: value for key, value in (("root", root), ("path", path)) if value is not None}
+    dataset = data.load_dataset(
+        checked_section(DataOnly, {"data": {"name": name, **location}}).data
+    )
     facts = data.dataset_summary(dataset)
     if dataset.are_images and dataset.are_labelled:
         picture = out or Path(f"{dataset.name if ':' in name else name}.png")

@@ -96,14 +96,14 @@ def report_table(
     _one_of("--format", form, ("markdown", "csv", "latex"))
     unit, keys = table_rows.cost_unit_of(x_axis), (_keys(group), _keys(best_of))
     source = _source(runs, uri, ledger, log)
-    found, rows, goal = table_rows.table_rows(
+    tracked, rows, goal = table_rows.table_rows(
         source, metric, target, *keys, relative_to, unit, ranks, paper, compare_with, _aside
     )
     if form == "csv":
         text = tables.as_csv(rows, unit)
     else:
         text = (tables.latex if form == "latex" else tables.markdown_table)(
-            rows, found[0].metric, goal, unit
+            rows, tracked[0].metric, goal, unit
         )
     _say(text, out)
     if log:
@@ -111,7 +111,7 @@ def report_table(
             f"table.{ ({'markdown': 'md', 'latex': 'tex'}.get(form, form)) }",
             text,
             [],
-            found,
+            tracked,
             source,
         )
 
@@ -139,10 +139,10 @@ def report_curves(
     unit = cost_unit_of(x_axis)
     check_picture(out)
     source = _source(runs, uri, ledger, log)
-    found = source.finished(metric, _aside, unit)
-    print(_draw_curves(found, found[0].metric, unit, _keys(group), _keys(panels) or (), out))
+    tracked = source.finished(metric, _aside, unit)
+    print(_draw_curves(tracked, tracked[0].metric, unit, _keys(group), _keys(panels) or (), out))
     if log:
-        _keep_report([out], found, source)
+        _keep_report([out], tracked, source)
 
 
 @report_app.command("sweep")
@@ -177,10 +177,10 @@ def report_sweep(
     if y and target is not None:
         raise ConfigError("--target: a heatmap shows the best values; leave out --target or --y")
     source = _source(runs, uri, ledger, log)
-    found = source.finished(metric, _aside)
-    print(_draw_sweep(found, found[0].metric, x, y, log_x, out, target))
+    tracked = source.finished(metric, _aside)
+    print(_draw_sweep(tracked, tracked[0].metric, x, y, log_x, out, target))
     if log:
-        _keep_report([out], found, source)
+        _keep_report([out], tracked, source)
 
 
 @report_app.command("sensitivity")
@@ -207,17 +207,17 @@ def report_sensitivity(
     _one_of("--statistic", statistic, sensitivity.STATISTICS)
     check_picture(out)
     source = _source(runs, uri, ledger, log)
-    found = source.finished(metric, _aside)
-    metric = found[0].metric
+    tracked = source.finished(metric, _aside)
+    metric = tracked[0].metric
     effects = sensitivity.effects(
-        found, _keys(keys) or (), sensitivity.result_of_run(statistic, metric)
+        tracked, _keys(keys) or (), sensitivity.result_of_run(statistic, metric)
     )
     _write(
         out, lambda: plots.plot_scatter(sensitivity.clouds(effects), f"{statistic} {metric}", out)
     )
-    print(f"{sensitivity.effects_markdown(effects, metric)}\n{len(found)} runs; {out}")
+    print(f"{sensitivity.effects_markdown(effects, metric)}\n{len(tracked)} runs; {out}")
     if log:
-        _keep_report([out], found, source)
+        _keep_report([out], tracked, source)
 
 
 @report_app.command("speedup")
@@ -236,8 +236,8 @@ def report_speedup(
     from raysim.reports import plots, speedup
 
     source = _source(runs, uri, ledger, False)
-    found = source.finished(metric, _aside)
-    lines = speedup.speedup(speedup.ends(found, over), target, _aside)
+    tracked = source.finished(metric, _aside)
+    lines = speedup.speedup(speedup.ends(tracked, over), target, _aside)
     slope = speedup.slope(lines)
     _write(out, lambda: plots.plot_speedup(lines, slope, f"{metric} {target:g}", over, out))
     print(f"| {over} | rounds to {target:g} (each seed) |\n| --- | --- |")
@@ -300,13 +300,13 @@ def report_claims(
     shown = {claim.figure.file: (i, claim.figure) for i, claim in enumerate(asked) if claim.figure}
     for i, figure in shown.values():
         unit, path = cost_unit_of(figure.x_axis), figures / figure.file
-        found = grouping.having(
+        tracked = grouping.having(
             runs_of(figure.metric, unit), figure.where, f"claims.{i}.figure.where"
         )
         if figure.kind == "curves":
-            _aside(_draw_curves(found, figure.metric, unit, figure.group, figure.panels, path))
+            _aside(_draw_curves(tracked, figure.metric, unit, figure.group, figure.panels, path))
         else:
-            _aside(_draw_sweep(found, figure.metric, figure.x, figure.y, figure.log_x, path))
+            _aside(_draw_sweep(tracked, figure.metric, figure.x, figure.y, figure.log_x, path))
     _say(text, out)
     if log:
         drawn = [figures / name for name in shown]
@@ -314,7 +314,7 @@ def report_claims(
 
 
 def _draw_curves(
-    found: Sequence[TrackedRun],
+    tracked: Sequence[TrackedRun],
     metric: str,
     unit: Any,
     group: Sequence[str] | None,
@@ -324,13 +324,13 @@ def _draw_curves(
     from raysim.reports import plots
     from raysim.reports.curves import curves
 
-    averaged = curves(found, group, _aside, panels)
+    averaged = curves(tracked, group, _aside, panels)
     _write(out, lambda: plots.plot_curves(averaged, metric, unit, out))
     return f"{len(averaged)} curves in {out}"
 
 
 def _draw_sweep(
-    found: Sequence[TrackedRun],
+    tracked: Sequence[TrackedRun],
     metric: str,
     x: str,
     y: str | None,
@@ -343,11 +343,11 @@ def _draw_sweep(
     from raysim.reports.grouping import apart
 
     if y is None:
-        lines = along(found, x, metric, _aside, target)
-        what = f"best {metric}" if target is None else f"rounds to {metric} {target:g}"
-        _write(out, lambda: plots.plot_curves(lines, what, x, out, logarithmic=log_x))
+        lines = along(tracked, x, metric, _aside, target)
+        label = f"best {metric}" if target is None else f"rounds to {metric} {target:g}"
+        _write(out, lambda: plots.plot_curves(lines, label, x, out, logarithmic=log_x))
         return f"{len(lines)} line{'s'[: len(lines) != 1]} in {out}"
-    grids = [(name, *grid(some, x, y, metric, _aside)) for name, some in apart(found, [x, y])]
+    grids = [(name, *grid(some, x, y, metric, _aside)) for name, some in apart(tracked, [x, y])]
     _write(out, lambda: plots.plot_heatmap(grids, x, y, metric, out))
     return f"{sum(len(cells) for *_, cells in grids)} values in {out}"
 
@@ -376,9 +376,9 @@ def _keys(text: str | None) -> list[str] | None:
     return text.split(",") if text else None
 
 
-def _one_of(option: str, given: str, known: tuple[str, ...]) -> None:
-    if given not in known:
-        raise ConfigError(f"{option}: nothing called '{given}'{did_you_mean(given, known)}")
+def _one_of(option: str, word: str, known: tuple[str, ...]) -> None:
+    if word not in known:
+        raise ConfigError(f"{option}: nothing called '{word}'{did_you_mean(word, known)}")
 
 
 def _say(text: str, out: Path | None) -> None:
@@ -396,21 +396,21 @@ def _write(path: Path, write: Callable[[], object]) -> None:
         raise ConfigError(f"--out: {path} cannot be written: {error.strerror}") from None
 
 
-def _keep_report(files: list[Path], found: Sequence[TrackedRun], source: RunSource) -> None:
+def _keep_report(files: list[Path], tracked: Sequence[TrackedRun], source: RunSource) -> None:
     from raysim.reports.runs import keep
 
     names = ", ".join(f"report/{file.name}" for file in files)
-    _aside(f"stored in MLflow: {names} of run {keep(files, found, source.names, source.uri)}")
+    _aside(f"stored in MLflow: {names} of run {keep(files, tracked, source.names, source.uri)}")
 
 
 def _keep_text(
     name: str,
     text: str,
     more: Sequence[Path],
-    found: Sequence[TrackedRun],
+    tracked: Sequence[TrackedRun],
     source: RunSource,
 ) -> None:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / name
         file.write_text(text + "\n")
-        _keep_report([file, *more], found, source)
+        _keep_report([file, *more], tracked, source)

@@ -54,8 +54,8 @@ def entry_points(group: Group, name: str | None = None) -> list[EntryPoint]:
         They are sorted by name, then by distribution.
     """
     points = _entry_points(group.name, tuple(sys.path))
-    found = [point for point in points if name in (None, point.name)]
-    return sorted(found, key=lambda point: (point.name, distribution(point)))
+    matching = [point for point in points if name in (None, point.name)]
+    return sorted(matching, key=lambda point: (point.name, distribution(point)))
 
 
 @lru_cache(maxsize=16)
@@ -134,8 +134,8 @@ def load_offered(group: Group, key: str, name: str, is_shipped: bool) -> Any:
     Raises:
         ConfigError: the name is ambiguous, or the object cannot be imported.
     """
-    found = offered_reference(group, key, name, is_shipped)
-    return None if found is None else load_object(found, key)
+    target = offered_reference(group, key, name, is_shipped)
+    return None if target is None else load_object(target, key)
 
 
 def offered(group: Group, key: str, shipped: Collection[str]) -> Iterator[tuple[str, Any, str]]:
@@ -150,8 +150,8 @@ def offered(group: Group, key: str, shipped: Collection[str]) -> Iterator[tuple[
     """
     for name, points in groupby(entry_points(group), key=lambda point: point.name):
         try:
-            found = load_offered(group, key, name, name in shipped)
+            loaded = load_offered(group, key, name, name in shipped)
         except ConfigError as error:
             logger.warning("%s", error)
             continue
-        yield name, found, distribution(next(points))
+        yield name, loaded, distribution(next(points))

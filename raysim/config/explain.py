@@ -184,7 +184,7 @@ def _path(item: Any, raw: Any) -> list[str]:
 
 def _mistake(item: Any, path: list[str], raw: Any, model: type) -> tuple[list[str], str]:
     """Return the key below `path` that is wrong, [] for the path itself, and the reason."""
-    kind, given = item["type"], item["input"]
+    kind, value = item["type"], item["input"]
     *above, last = path or [""]
     if kind in _UNKNOWN:
         hint = None if above else _in_a_section(last, model)
@@ -207,8 +207,8 @@ def _mistake(item: Any, path: list[str], raw: Any, model: type) -> tuple[list[st
         text = str(item["ctx"]["error"])
     else:
         text = item["msg"]
-    shown = given is None or isinstance(given, str | int | float | list | tuple)
-    return [], text[:1].lower() + text[1:] + (f" (given: {given!r})" if shown else "")
+    shown = value is None or isinstance(value, str | int | float | list | tuple)
+    return [], text[:1].lower() + text[1:] + (f" (given: {value!r})" if shown else "")
 
 
 def _in_a_section(word: str, model: type) -> str | None:

@@ -63,8 +63,8 @@ class _Limited(_Parser):
             return super().construct_object(node, deep)
         kind = node.tag.rpartition(":")[2]
         if kind in ("int", "float") and len(node.value) > MAX_DIGITS:
-            said = f"a number of {len(node.value):,} characters; at most {MAX_DIGITS} are read"
-            raise ConstructorError(None, None, said, node.start_mark)
+            problem = f"a number of {len(node.value):,} characters; at most {MAX_DIGITS} are read"
+            raise ConstructorError(None, None, problem, node.start_mark)
         try:
             return super().construct_object(node, deep)
         except (ValueError, LookupError, AttributeError, TypeError, OverflowError):

@@ -77,9 +77,9 @@ def find_config(source: str | Path, folder: Path | None = None) -> Path:
     for path in tried:
         if path is not None and os.path.isfile(path):  # False, too, for what can be no path
             return path
-    what = "a folder" if os.path.isdir(tried[0] or "") else "neither a file nor a shipped one"
+    reason = "a folder" if os.path.isdir(tried[0] or "") else "neither a file nor a shipped one"
     raise ConfigError(
-        f"no configuration '{source}': {what} (`raysim list configs`){did_you_mean(text, files)}"
+        f"no configuration '{source}': {reason} (`raysim list configs`){did_you_mean(text, files)}"
     )
 
 
@@ -106,13 +106,13 @@ def read_config(
     Raises:
         ConfigError: a file cannot be read, or an override is wrong.
     """
-    given = parse_overrides(overrides)
-    if CLAIMS in (key.partition(".")[0] for key in given):
+    override_values = parse_overrides(overrides)
+    if CLAIMS in (key.partition(".")[0] for key in override_values):
         raise ConfigError(
             f"{CLAIMS}: what is claimed of runs stands in the file, and is not given with ="
         )
-    renamed.refuse_former_keys(given)
-    layers = [*_layers(source), _nested(given)]
+    renamed.refuse_former_keys(override_values)
+    layers = [*_layers(source), _nested(override_values)]
     merged: dict[str, Any] = {}
     for i, layer in enumerate(layers):
         algorithm = named(layer.get("algorithm"))
@@ -178,20 +178,20 @@ def _yaml(path: Path) -> dict[str, Any]:
     return content
 
 
-def parse_overrides(given: Iterable[str] | Mapping[str, Any]) -> dict[str, Any]:
+def parse_overrides(overrides: Iterable[str] | Mapping[str, Any]) -> dict[str, Any]:
     """Return "key=value" texts as a mapping from dotted keys to YAML values.
 
     Args:
-        given: the texts; a mapping is returned unchanged.
+        overrides: the texts; a mapping is returned unchanged.
 
     Raises:
         ConfigError: a text is not an override, or its value is not a plain value within the limits
             of `limited_yaml`.
     """
-    if isinstance(given, Mapping):
-        return _checked(given)
+    if isinstance(overrides, Mapping):
+        return _checked(overrides)
     values = {}
-    for text in given:
+    for text in overrides:
         key, equals, value = text.partition("=")
         if not equals or not key:
             raise ConfigError(
@@ -206,14 +206,14 @@ def parse_overrides(given: Iterable[str] | Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-def _checked(given: Mapping[str, Any]) -> dict[str, Any]:
+def _checked(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return a mapping that is given from Python, of which no value passes the limits of a file."""
-    for key, value in given.items():
+    for key, value in values.items():
         try:
             limited_yaml.check_value(value)
         except yaml.YAMLError as error:
             raise ConfigError(f"{key}: {error}") from None
-    return dict(given)
+    return dict(values)
 
 
 def _nested(overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -289,5 +289,5 @@ def _dropped_keys(
 
 def _names_method(layer: Mapping[str, Any]) -> bool:
     """Whether a layer says by itself which method runs."""
-    given = {k for k in ("algorithm", "client", "server") if layer.get(k) is not None}
-    return "algorithm" in given or given == {"client", "server"}
+    named_parts = {k for k in ("algorithm", "client", "server") if layer.get(k) is not None}
+    return "algorithm" in named_parts or named_parts == {"client", "server"}

@@ -276,11 +276,11 @@ def _collect_modules(
         package = name if source.is_package else name.rpartition(".")[0]
         for wanted in _imports(source.text):
             names = _siblings(roots) if wanted is None else _absolute(wanted, package)
-            for each in names:
-                for found, new in _found(each, roots):
-                    if found not in modules:
-                        modules[found] = new
-                        waiting.append(found)
+            for candidate in names:
+                for imported, new in _found(candidate, roots):
+                    if imported not in modules:
+                        modules[imported] = new
+                        waiting.append(imported)
     return main, modules
 
 

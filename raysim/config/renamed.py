@@ -175,19 +175,19 @@ def with_present_metrics(values: Mapping[str, Value]) -> dict[str, Value]:
 
 
 def refuse_former_keys(
-    given: Mapping[str, Any], source: str = "", keys: Mapping[str, str] = KEYS
+    config: Mapping[str, Any], source: str = "", keys: Mapping[str, str] = KEYS
 ) -> None:
     """Refuse a configuration that uses former names.
 
     Args:
-        given: a file's mapping, or overrides by dotted keys.
+        config: a file's mapping, or overrides by dotted keys.
         source: the file, for the message.
         keys: the table of the former keys.
 
     Raises:
         ConfigError: with a line for each former key or value.
     """
-    lines = [line for key, value in given.items() for line in _sentences(str(key), value, keys)]
+    lines = [line for key, value in config.items() for line in _sentences(str(key), value, keys)]
     if lines:
         raise ConfigError("\n".join(f"{source}: {line}" if source else line for line in lines))
 

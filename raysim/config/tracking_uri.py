@@ -180,9 +180,13 @@ def restored_uri(uri: str) -> str:
     """
     if REDACTED not in uri:
         return uri
-    given = os.environ.get("MLFLOW_TRACKING_URI", "")
-    if given and REDACTED not in given and redacted_uri(given.rstrip("/")) == uri:
-        return given
+    environment_uri = os.environ.get("MLFLOW_TRACKING_URI", "")
+    if (
+        environment_uri
+        and REDACTED not in environment_uri
+        and redacted_uri(environment_uri.rstrip("/")) == uri
+    ):
+        return environment_uri
     parts = urlsplit(uri)
     bare = _joined(parts, parts.netloc.rpartition("@")[2])
     if parts.scheme.startswith("databricks") and (_set("DATABRICKS_TOKEN") or _profiles()):
@@ -216,13 +220,13 @@ def _server_credentials() -> bool:
 
 def _profiles() -> set[str]:
     """The profiles of Databricks' configuration file: names, and no secrets."""
-    found = configparser.ConfigParser(interpolation=None)
+    parser = configparser.ConfigParser(interpolation=None)
     path = os.environ.get("DATABRICKS_CONFIG_FILE") or "~/.databrickscfg"
     try:
-        found.read(Path(path).expanduser())
+        parser.read(Path(path).expanduser())
     except (configparser.Error, OSError, UnicodeDecodeError):
         return set()
-    return {*found.sections(), *(["DEFAULT"] if found.defaults() else [])}
+    return {*parser.sections(), *(["DEFAULT"] if parser.defaults() else [])}
 
 
 def _set(name: str) -> bool:

@@ -144,9 +144,9 @@ def _digits_table() -> np.ndarray:
 
     `load_digits` copies what it takes of it.
     """
-    found = find_spec("sklearn")  # the package itself takes a second to import
-    assert found is not None and found.origin is not None
-    path = Path(found.origin).parent / "datasets" / "data" / "digits.csv.gz"
+    spec = find_spec("sklearn")  # the package itself takes a second to import
+    assert spec is not None and spec.origin is not None
+    path = Path(spec.origin).parent / "datasets" / "data" / "digits.csv.gz"
     return np.loadtxt(path, delimiter=",").astype(np.uint8)
 
 

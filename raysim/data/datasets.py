@@ -125,11 +125,11 @@ def _function_of(data: OwnData) -> str:
     if ":" in data.name:
         return data.name
     taken = (*dataset_names(), *OTHER_KINDS)
-    found = entry_points.offered_reference(
+    reference = entry_points.offered_reference(
         entry_points.DATA, "data.name", data.name, data.name in taken
     )
-    assert found is not None  # the section is OwnData because there is an entry point
-    return found
+    assert reference is not None  # the section is OwnData because there is an entry point
+    return reference
 
 
 def version_of(data: AnyData) -> str:

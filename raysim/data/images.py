@@ -294,13 +294,13 @@ def load_users(data: Data) -> Dataset:
         if row.label not in label:
             raise ConfigError(f"{row.place}: class '{row.label}' is not among those of train.csv")
         try:
-            found = row.path.stat()
+            status = row.path.stat()
         except OSError as error:
             raise ConfigError(
                 f"{row.place}: image {row.path} cannot be read: {error.strerror}"
             ) from None
         listed.update(
-            f"{os.path.relpath(row.path, folder)} {found.st_size} {found.st_mtime_ns}\n".encode()
+            f"{os.path.relpath(row.path, folder)} {status.st_size} {status.st_mtime_ns}\n".encode()
         )
 
     def decode() -> list[np.ndarray]:

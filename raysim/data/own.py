@@ -108,7 +108,7 @@ def from_npz(data: Arrays) -> Dataset:
 class _Reader(FormReader):
     """Reads and checks one user's examples."""
 
-    def check_finite(self, array: np.ndarray, what: str) -> None:
+    def check_finite(self, array: np.ndarray, name: str) -> None:
         """Refuse NaN and infinite numbers, and name the first example with one."""
         if array.dtype.kind != "f" or not array.size:
             return
@@ -119,7 +119,7 @@ class _Reader(FormReader):
             if bad.any():
                 k = int(np.argmax(bad))
                 value = part[k][~np.isfinite(part[k])].reshape(-1)[0]
-                raise self.error(f"{what}[{start + k}] holds {value}; remove or replace it")
+                raise self.error(f"{name}[{start + k}] holds {value}; remove or replace it")
 
     def arrays(self, x: Any, y: Any, suffix: str, y_may_lack: bool = False) -> tuple[Any, Any]:
         """Return x and y of one half as arrays or sequences of one number of examples."""
@@ -183,15 +183,15 @@ class _Reader(FormReader):
         names, groups = np.unique(users, return_inverse=True)
         return groups.astype(np.int32), tuple(map(str, names))
 
-    def classes(self, given: Any, y: np.ndarray, y_test: np.ndarray) -> tuple[str, ...]:
+    def classes(self, declared: Any, y: np.ndarray, y_test: np.ndarray) -> tuple[str, ...]:
         """Return the names of the classes; () if the targets are not labels from 0."""
-        if isinstance(given, Sequence) and not isinstance(given, str):
-            return tuple(map(str, given))
-        if given is not None and (type(given) is not int or given < 1):
-            raise self.error(f"classes is {given!r}; give their number or their names")
-        if given is not None and given > MAX_CLASSES:
-            raise self.error(f"classes is {given}; at most {MAX_CLASSES} are possible")
-        n = given if given is not None else _number_of_labels(y, y_test)
+        if isinstance(declared, Sequence) and not isinstance(declared, str):
+            return tuple(map(str, declared))
+        if declared is not None and (type(declared) is not int or declared < 1):
+            raise self.error(f"classes is {declared!r}; give their number or their names")
+        if declared is not None and declared > MAX_CLASSES:
+            raise self.error(f"classes is {declared}; at most {MAX_CLASSES} are possible")
+        n = declared if declared is not None else _number_of_labels(y, y_test)
         return tuple(str(c) for c in range(n))
 
 

@@ -45,12 +45,12 @@ class ArrayReader:
         """
         return ConfigError(f"{self.place}: {text}")
 
-    def array(self, values: Any, what: str) -> np.ndarray | Sequences:
+    def array(self, values: Any, name: str) -> np.ndarray | Sequences:
         """Return numbers as a contiguous array of a type that torch has, or sequences.
 
         Args:
             values: an array, a tensor, a list of them, a column of a table.
-            what: name of the array in errors.
+            name: name of the array in errors.
 
         Raises:
             ConfigError: they are no numbers, or have rows of different shapes.
@@ -59,15 +59,15 @@ class ArrayReader:
             array = _to_numpy(values) if isinstance(values, torch.Tensor) else _from_rows(values)
         except BaseException as error:
             reraise_stop(error)
-            raise self.error(f"{what} cannot be read as an array: {in_a_line(error)}") from None
+            raise self.error(f"{name} cannot be read as an array: {in_a_line(error)}") from None
         if isinstance(array, list):
-            return self.stacked(array, what)
+            return self.stacked(array, name)
         if array.dtype.kind == "O" and not array.ndim:
-            raise self.error(f"{what} is a {type(values).__name__}; give numbers")
+            raise self.error(f"{name} is a {type(values).__name__}; give numbers")
         if array.dtype.kind == "O":
-            raise self.error(f"{what} is an array of Python objects{_first(array)}; give numbers")
+            raise self.error(f"{name} is an array of Python objects{_first(array)}; give numbers")
         if array.dtype.kind not in "biuf":
-            raise self.error(f"{what} is of type {array.dtype}; give numbers")
+            raise self.error(f"{name} is of type {array.dtype}; give numbers")
         kind, size = array.dtype.kind, array.dtype.itemsize
         if kind == "u" and size > 1:
             array = array.astype(np.int64)
@@ -75,12 +75,12 @@ class ArrayReader:
             array = array.astype(np.float64)
         return np.asarray(array, dtype=array.dtype.newbyteorder("="), order="C")
 
-    def stacked(self, rows: Sequence[np.ndarray], what: str) -> np.ndarray | Sequences:
+    def stacked(self, rows: Sequence[np.ndarray], name: str) -> np.ndarray | Sequences:
         """Return rows of one shape as an array, and sequences of different lengths as they are.
 
         Args:
             rows: the rows.
-            what: name of the array in errors.
+            name: name of the array in errors.
 
         Raises:
             ConfigError: the rows differ in shape and are no sequences of whole numbers.
@@ -91,7 +91,7 @@ class ArrayReader:
             return [row.astype(np.int64) for row in rows]
         k = next(k for k, row in enumerate(rows) if row.shape != rows[0].shape)
         raise self.error(
-            f"{what}: number {k} has shape {list(rows[k].shape)}, number 0 "
+            f"{name}: number {k} has shape {list(rows[k].shape)}, number 0 "
             f"{list(rows[0].shape)}; crop or pad them to one shape"
         )
 

@@ -57,12 +57,12 @@ class FormReader(ArrayReader):
             return tuple(content[:2]), tuple(content[2:]), {}
         if isinstance(content, tuple | list) and len(content) == 2:
             return content[0], content[1], {}
-        found = type(content).__name__
+        type_name = type(content).__name__
         if isinstance(content, tuple | list):
-            found += f" of {len(content)}"
+            type_name += f" of {len(content)}"
         raise self.error(
             f"expected x, y, x_test, y_test, or a mapping of them, or a train and a test set; got "
-            f"a {found}"
+            f"a {type_name}"
         )
 
     def _of_mapping(self, content: Mapping[Any, Any]) -> tuple[Any, Any, dict[str, Any]]:
@@ -83,47 +83,47 @@ class FormReader(ArrayReader):
             return (x, y), (x_test, y_test), others
         return content["train"], content["test"], others
 
-    def half(self, half: Any, what: str) -> Half:
+    def half(self, half: Any, split: str) -> Half:
         """Return x, y and users (None if there are none) of one half.
 
         Args:
             half: the half, in one of the known forms.
-            what: "training" or "test", for errors.
+            split: "training" or "test", for errors.
 
         Raises:
             ConfigError: it has another form, or a data set of the user fails.
         """
         if _is_table(half):
-            return self._columns(half, what)
+            return self._columns(half, split)
         if isinstance(half, torch.utils.data.Dataset):
-            return self._torch_examples(half, what)
+            return self._torch_examples(half, split)
         if isinstance(half, Mapping):
-            return self._entries(half, f"the {what} half")
+            return self._entries(half, f"the {split} half")
         if isinstance(half, tuple | list) and len(half) == 2:
             return half[0], half[1], None
-        found = type(half).__name__
+        type_name = type(half).__name__
         if isinstance(half, tuple | list):
-            found += f" of {len(half)}"
+            type_name += f" of {len(half)}"
         raise self.error(
-            f"the {what} examples are a {found}; expected (x, y), a mapping of x and y, a torch "
-            "Dataset or a Hugging Face dataset"
+            f"the {split} examples are a {type_name}; expected (x, y), a mapping of x and y, a "
+            "torch Dataset or a Hugging Face dataset"
         )
 
-    def _entries(self, entries: Mapping[Any, Any], what: str) -> Half:
+    def _entries(self, entries: Mapping[Any, Any], place: str) -> Half:
         """Return x, y and user of a mapping."""
         for key in entries:
             if key not in ("x", "y", *USER_KEYS):
                 hint = did_you_mean(str(key), ("x", "y", "user"))
-                raise self.error(f"{what} has the unknown key {key!r}{hint}")
+                raise self.error(f"{place} has the unknown key {key!r}{hint}")
         if missing := [key for key in ("x", "y") if key not in entries]:
-            raise self.error(f"{what} has no {' and no '.join(missing)}")
+            raise self.error(f"{place} has no {' and no '.join(missing)}")
         user = next((entries[key] for key in USER_KEYS if key in entries), None)
         return entries["x"], entries["y"], user
 
-    def _torch_examples(self, half: Any, what: str) -> Half:
+    def _torch_examples(self, half: Any, split: str) -> Half:
         """Return the stacked examples of a map-style torch data set."""
         if isinstance(half, torch.utils.data.IterableDataset):
-            raise self._no_length(what)
+            raise self._no_length(split)
         if type(half) is torch.utils.data.TensorDataset and len(half.tensors) == 2:
             return *half.tensors, None
         try:
@@ -131,16 +131,16 @@ class FormReader(ArrayReader):
         except BaseException as error:
             reraise_stop(error)
             raise self.error(
-                f"the {what} examples have no length ({in_a_line(error)}); define __len__"
+                f"the {split} examples have no length ({in_a_line(error)}); define __len__"
             ) from None
-        examples = [self._example(half, k, f"{what} example {k}") for k in range(n)]
+        examples = [self._example(half, k, f"{split} example {k}") for k in range(n)]
         x, y = (
-            self._stacked([example[i] for example in examples], name, what)
+            self._stacked([example[i] for example in examples], name, split)
             for i, name in enumerate("xy")
         )
         users = [user for _, _, user in examples if user is not None]
         if users and len(users) < n:
-            raise self.error(f"only {len(users)} of the {n} {what} examples have a user")
+            raise self.error(f"only {len(users)} of the {n} {split} examples have a user")
         users = [u.tolist() if isinstance(u, torch.Tensor | np.generic) else u for u in users]
         return x, y, users or None
 
@@ -155,39 +155,39 @@ class FormReader(ArrayReader):
             return self._entries(example, place)
         if isinstance(example, tuple | list) and len(example) in (2, 3):
             return *example[:2], example[2] if len(example) == 3 else None
-        found = type(example).__name__
+        type_name = type(example).__name__
         if isinstance(example, tuple | list):
-            found += f" of {len(example)}"
+            type_name += f" of {len(example)}"
         raise self.error(
-            f"{place} is a {found}; expected a pair (x, y), (x, y, user) or a mapping of these"
+            f"{place} is a {type_name}; expected a pair (x, y), (x, y, user) or a mapping of these"
         )
 
-    def _stacked(self, rows: list[Any], name: str, what: str) -> np.ndarray | Sequences:
+    def _stacked(self, rows: list[Any], name: str, split: str) -> np.ndarray | Sequences:
         """Return the x or the y of all examples."""
-        arrays = [self.array(row, f"{name} of {what} example {k}") for k, row in enumerate(rows)]
+        arrays = [self.array(row, f"{name} of {split} example {k}") for k, row in enumerate(rows)]
         lists = [k for k, array in enumerate(arrays) if isinstance(array, list)]
         if lists:
-            raise self.error(f"{name} of {what} example {lists[0]} has rows of different lengths")
-        return self.stacked(arrays, f"{name} of the {what} examples")  # pyright: ignore[reportArgumentType]
+            raise self.error(f"{name} of {split} example {lists[0]} has rows of different lengths")
+        return self.stacked(arrays, f"{name} of the {split} examples")  # pyright: ignore[reportArgumentType]
 
-    def _columns(self, half: Any, what: str) -> Half:
+    def _columns(self, half: Any, split: str) -> Half:
         """Return the columns x, y and user (None without it) of a Hugging Face data set."""
         if not hasattr(half, "__len__"):
-            raise self._no_length(what)
+            raise self._no_length(split)
         names = list(half.column_names)
         if missing := [name for name in ("x", "y") if name not in names]:
             raise self.error(
-                f"the {what} examples have no column {' and no '.join(missing)} but "
+                f"the {split} examples have no column {' and no '.join(missing)} but "
                 f"{', '.join(names)}; rename them with rename_column"
             )
         user = next((name for name in USER_KEYS if name in names), None)
         table = half.with_format("numpy")
         return table["x"][:], table["y"][:], user and table[user][:]
 
-    def _no_length(self, what: str) -> ConfigError:
+    def _no_length(self, split: str) -> ConfigError:
         """Return the error for a stream of examples."""
         return self.error(
-            f"the {what} examples are an IterableDataset, which has no length; give a map-style "
+            f"the {split} examples are an IterableDataset, which has no length; give a map-style "
             "Dataset, or arrays"
         )
 

@@ -12,14 +12,14 @@ from raysim.errors import ConfigError, did_you_mean, in_a_line
 from raysim.signals import reraise_stop
 
 
-def call_function(section: str, name: str, keys: Mapping[str, Any], *given: Any) -> Any:
+def call_function(section: str, name: str, keys: Mapping[str, Any], *arguments: Any) -> Any:
     """Return what a user's function returns.
 
     Args:
         section: the section that names it.
         name: path.py:function.
         keys: the keys of the section, which are keyword arguments of the function.
-        *given: its first arguments.
+        *arguments: its first arguments.
 
     Raises:
         ConfigError: there is no such function, a key is wrong or missing, or the function fails.
@@ -27,9 +27,9 @@ def call_function(section: str, name: str, keys: Mapping[str, Any], *given: Any)
     function = load_object(name, f"{section}.name")
     if not callable(function):
         raise ConfigError(f"{section}.name: {name} is not a function")
-    _check_arguments(section, name, function, keys, len(given))
+    _check_arguments(section, name, function, keys, len(arguments))
     try:
-        return function(*given, **keys)
+        return function(*arguments, **keys)
     except ConfigError:
         raise
     except BaseException as error:

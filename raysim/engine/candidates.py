@@ -98,10 +98,10 @@ class CandidateEvaluator:
         died = [done for worker in results.workers for done in worker.clients]
         errors = {done.client: done.error for done in [*evaluations, *died] if done.error}
         for client, error in sorted(errors.items()):
-            what = f"round {t}: the evaluation of candidate {client} failed: "
+            failure = f"round {t}: the evaluation of candidate {client} failed: "
             if self.plan.config.faults.on_client_error == "stop":
                 raise RaysimError(
-                    f"{what}{error}\n(faults.on_client_error=drop leaves its loss unknown)"
+                    f"{failure}{error}\n(faults.on_client_error=drop leaves its loss unknown)"
                 )
-            logger.warning("%s%s", what, error.strip().splitlines()[0])
+            logger.warning("%s%s", failure, error.strip().splitlines()[0])
         return {done.client: done.metrics["loss"] for done in evaluations if not done.error}

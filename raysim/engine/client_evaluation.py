@@ -58,9 +58,9 @@ class ClientEvaluations:
         self.sends_states = have_own_models(plan)
         if self.asked is None or not isinstance(plan.clients, Clients) or plan.clients.test is None:
             return
-        own, tests = plan.clients.all_examples(), plan.clients.test
+        training, tests = plan.clients.all_examples(), plan.clients.test
         self.held_out = set(plan.clients.held_out.tolist())
-        self.n_without_test = int(((own.sizes > 0) & (tests.sizes == 0)).sum())
+        self.n_without_test = int(((training.sizes > 0) & (tests.sizes == 0)).sum())
         tested = np.flatnonzero(tests.sizes > 0)
         groups = [tested[np.isin(tested, plan.clients.held_out) == held] for held in (False, True)]
         rng = generator(plan.config.seed, "evaluated clients")
@@ -141,12 +141,12 @@ class ClientEvaluations:
             if done.error is not None
         }
         for client, error in sorted(errors.items()):
-            what = f"the evaluation of client {client} after round {version} failed: "
+            failure = f"the evaluation of client {client} after round {version} failed: "
             if self.config.faults.on_client_error == "stop":
                 raise ClientError(
-                    f"{what}{error}\n(faults.on_client_error=drop leaves such clients out)"
+                    f"{failure}{error}\n(faults.on_client_error=drop leaves such clients out)"
                 )
-            logger.warning("%s%s", what, error.strip().splitlines()[0])
+            logger.warning("%s%s", failure, error.strip().splitlines()[0])
         return len(errors)
 
     def _metrics(self, evaluations: list[ClientEvaluation]) -> dict[str, float]:

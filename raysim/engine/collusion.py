@@ -108,30 +108,30 @@ class Collusion:
         """Return the uploads that the rule of the clients at positions `mine` makes of theirs."""
         rule = rule.at(reports.round)
         others = np.setdiff1d(np.arange(len(reports.ids)), mine)
-        own = {key: uploads[mine] for key, uploads in rows.items()}
+        group_uploads = {key: uploads[mine] for key, uploads in rows.items()}
         failed = f"round {reports.round}: collude of client rule '{rule.name}' failed: "
         with translate_errors(lambda text: RaysimError(failed + text)):
             returned = rule.collude(
-                {key: uploads.clone() for key, uploads in own.items()},
+                {key: uploads.clone() for key, uploads in group_uploads.items()},
                 {key: uploads[others] for key, uploads in rows.items()},
                 _cohort_of(reports, mine),
             )
-        if not isinstance(returned, Mapping) or not returned.keys() <= own.keys():
-            names = ", ".join(own)
+        if not isinstance(returned, Mapping) or not returned.keys() <= group_uploads.keys():
+            names = ", ".join(group_uploads)
             raise breach(rule, "collude", f"must return a dict with keys among {names}")
         for key, uploads in returned.items():
-            expected = own[key]
+            expected = group_uploads[key]
             if not isinstance(uploads, Tensor) or uploads.shape != expected.shape:
-                given = list(uploads.shape) if isinstance(uploads, Tensor) else type(uploads)
+                got = list(uploads.shape) if isinstance(uploads, Tensor) else type(uploads)
                 raise breach(
                     rule,
                     "collude",
-                    f"returns '{key}' as {given}; return {list(expected.shape)}, one upload for "
+                    f"returns '{key}' as {got}; return {list(expected.shape)}, one upload for "
                     "each client of the group",
                 )
             if not torch.isfinite(uploads).all():
                 raise RaysimError(f"{failed}'{key}' is not finite")
-        return {key: uploads.to(own[key]) for key, uploads in returned.items()}
+        return {key: uploads.to(group_uploads[key]) for key, uploads in returned.items()}
 
     @staticmethod
     def _sum_again(reports: Reports, key: str, uploads: Tensor) -> None:

@@ -112,8 +112,8 @@ def _code(config: Config) -> dict[str, tuple[str, dict[str, bytes]]]:
     for key, reference in _references(config):
         where = reference.rpartition(":")[0]
         if reference.startswith(python_objects.PREFIX):
-            found = python_objects.find(reference, f"{key}.name")
-            code_by_section[key] = (reference, dict(found.texts))
+            stored_object = python_objects.find(reference, f"{key}.name")
+            code_by_section[key] = (reference, dict(stored_object.texts))
             continue
         is_file = where.endswith(".py")
         texts = read_code(where, f"{key}.name").files if is_file else _module_files(where)

@@ -40,45 +40,45 @@ def find_learning_task(config: Config) -> type[LearningTask] | LossFunction:
         ConfigError: the task is unknown or cannot be loaded.
     """
     name = config.task.name
-    found: Any = load_object(name, "task.name") if ":" in name else TASKS.get(name)
-    if found is None:
+    task: Any = load_object(name, "task.name") if ":" in name else TASKS.get(name)
+    if task is None:
         raise ConfigError(
             f"task.name: unknown task '{name}'{did_you_mean(name, TASKS)}; "
             "write your own as path.py:Class"
         )
-    is_class = isinstance(found, type)
-    if is_class and issubclass(found, nn.Module):
+    is_class = isinstance(task, type)
+    if is_class and issubclass(task, nn.Module):
         raise ConfigError(
-            f"task.name: '{name}' is a class; give an instance of it, {found.__name__}()"
+            f"task.name: '{name}' is a class; give an instance of it, {task.__name__}()"
         )
-    if is_class and not issubclass(found, LearningTask):
+    if is_class and not issubclass(task, LearningTask):
         raise ConfigError(f"task.name: '{name}' is not a subclass of raysim.rules.LearningTask")
-    if not callable(found):
+    if not callable(task):
         raise ConfigError(f"task.name: '{name}' is neither a learning task nor a loss function")
-    return cast("type[LearningTask] | LossFunction", found)
+    return cast("type[LearningTask] | LossFunction", task)
 
 
 def make_learning_task(
-    config: Config, found: type[LearningTask] | LossFunction, dataset: Dataset
+    config: Config, task: type[LearningTask] | LossFunction, dataset: Dataset
 ) -> LearningTask:
     """Return the learning task of a run, with its parameters.
 
     Args:
         config: the configuration of the run.
-        found: its class, or the loss function, see `find_learning_task`.
+        task: its class, or the loss function, see `find_learning_task`.
         dataset: the data set, which says what task a loss function is for.
 
     Raises:
         ConfigError: a parameter is wrong.
     """
     parameters = config.task.parameters
-    if isinstance(found, type):
-        return build_part("task", found, parameters)
-    like = parameters.pop("like", None) or task_like(found, _task_data(dataset))
+    if isinstance(task, type):
+        return build_part("task", task, parameters)
+    like = parameters.pop("like", None) or task_like(task, _task_data(dataset))
     if like not in TASKS:
         raise ConfigError(f"task.like: unknown task {like!r}{did_you_mean(str(like), TASKS)}")
     name = config.task.name.rpartition(":")[2].rpartition(".")[2]
-    return build_part("task", with_loss(found, like, name), parameters)
+    return build_part("task", with_loss(task, like, name), parameters)
 
 
 def task_section(config: Config, task: LearningTask) -> Named:

@@ -99,8 +99,10 @@ def _user_probe(key: str, named: Named) -> Probe:
     """Return a user's probe with its parameters."""
     reference = named.name
     if ":" not in reference:
-        found = entry_points.offered_reference(entry_points.PROBES, f"{key}.name", reference, False)
-        reference = found or reference
+        offered = entry_points.offered_reference(
+            entry_points.PROBES, f"{key}.name", reference, False
+        )
+        reference = offered or reference
     if ":" not in reference:
         known = [point.name for point in entry_points.entry_points(entry_points.PROBES)]
         hint = (

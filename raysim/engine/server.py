@@ -36,20 +36,20 @@ model. Only weights that decrease exponentially get this small.
 
 @contextmanager
 def errors_name_rule(
-    rule: ServerRule, what: str, t: int, details: Callable[[], str] = str
+    rule: ServerRule, method: str, t: int, details: Callable[[], str] = str
 ) -> Iterator[None]:
     """Name the rule and the round in every error that a server rule raises.
 
     Args:
         rule: the rule.
-        what: words for the event.
+        method: the rule's method that runs, for the message.
         t: the round.
         details: returns what else the message should say at its end.
 
     Raises:
         RaysimError: the block inside raised; the message names rule and round.
     """
-    failed = f"round {t}: {what} of server rule '{rule.name}' failed: "
+    failed = f"round {t}: {method} of server rule '{rule.name}' failed: "
     with translate_errors(lambda text: RaysimError(failed + text + details())):
         try:
             yield

@@ -120,8 +120,8 @@ def make_loss_evaluator(plan: Plan, trainer: Trainer) -> ClientEvaluator:
         plan: the plan of the run.
         trainer: the worker's trainer.
     """
-    own, examples = plan.clients, trainer.client_batches.examples
-    return ClientEvaluator(trainer, own, examples, own, LOSS_BATCH_SIZE, [], None)
+    clients, examples = plan.clients, trainer.client_batches.examples
+    return ClientEvaluator(trainer, clients, examples, clients, LOSS_BATCH_SIZE, [], None)
 
 
 def make_client_evaluator(
@@ -137,17 +137,17 @@ def make_client_evaluator(
     clients, asked = plan.clients, plan.config.evaluate.clients
     if asked is None or isinstance(clients, VirtualClients) or clients.test is None:
         return None
-    own = clients.all_examples()
+    training = clients.all_examples()
     examples = trainer.client_batches.examples
     tuner = None
     if asked.fine_tune is not None:
-        tuned = Clients(own.indices, own.offsets)
+        tuned = Clients(training.indices, training.offsets)
         config = _fine_tuning(plan.config, asked.fine_tune)
         kind = VmapTrainer if plan.mode == "vmap" else LoopTrainer
         model = trainer.model.with_autocast(None)
         personal = PersonalParts()
         trainers = trainer.groups or [trainer]
-        if any(uses_own_models(one.config, one.rule, plan.server) for one in trainers):
+        if any(uses_own_models(member.config, member.rule, plan.server) for member in trainers):
             # Each client brings its whole model.
             mask = torch.ones_like(trainer.x0, dtype=torch.bool)
             personal = PersonalParts(mask, "personal")
@@ -156,7 +156,7 @@ def make_client_evaluator(
     if clients.test_half == "test":
         examples = test_half()
     size = plan.config.evaluate.batch_size
-    return ClientEvaluator(trainer, clients.test, examples, own, size, plan.metrics, tuner)
+    return ClientEvaluator(trainer, clients.test, examples, training, size, plan.metrics, tuner)
 
 
 def _fine_tuning(config: Config, asked: FineTune) -> Config:

@@ -45,11 +45,11 @@ def watched(rule: AnyRule) -> AnyRule:
     cls = type(rule)
     family = ClientRule if isinstance(rule, ClientRule) else ServerRule
     methods = {
-        name: _watched(name, own, list(inspect.signature(contract).parameters)[1:])
+        name: _watched(name, method, list(inspect.signature(contract).parameters)[1:])
         for name, contract in inspect.getmembers(family, inspect.isfunction)
         if not name.startswith("_")
-        and inspect.isfunction(own := inspect.getattr_static(cls, name))
-        and own is not contract
+        and inspect.isfunction(method := inspect.getattr_static(cls, name))
+        and method is not contract
         and name not in ("at", "check")
     }
     members = {**methods, "name": cls.name, "__setattr__": _refuse_assignment}
@@ -189,5 +189,5 @@ def _keyed_numbers_only(rule: ClientRule | ServerRule, method: str) -> Iterator[
     )
 
 
-def _same_numpy_states(one: Any, other: Any) -> bool:
-    return all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
+def _same_numpy_states(state: Any, other: Any) -> bool:
+    return all(np.array_equal(a, b) for a, b in zip(state, other, strict=True))

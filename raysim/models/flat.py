@@ -147,8 +147,10 @@ class Model:
         if self.classifier is not None:
             self.classifier.frame = cast(Any, self.frame)  # nn.Module is typed for tensors only
             self.classifier.register_forward_pre_hook(note_features)
-            own = sum(p.numel() for p in self.classifier.parameters() if p.requires_grad)
-            size_below_classifier = self.size - own
+            classifier_size = sum(
+                p.numel() for p in self.classifier.parameters() if p.requires_grad
+            )
+            size_below_classifier = self.size - classifier_size
         self.output_shape = self.learning_task.output_shape(shape, classes)
         """Shape of the output for one example."""
         self.has_features = size_below_classifier > 0 and len(self.output_shape) == 1
@@ -193,14 +195,14 @@ class Model:
             )
         expected = [2, *self.output_shape]
         if not isinstance(outputs, Tensor) or list(outputs.shape) != expected:
-            given = list(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
+            got = list(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
             if isinstance(getattr(outputs, "logits", None), Tensor):
                 raise ConfigError(
-                    f"{net} returns a {given}; let forward return its logits: return out.logits"
+                    f"{net} returns a {got}; let forward return its logits: return out.logits"
                 )
             fix = "" if isinstance(outputs, Tensor) else "; return a tensor, such as out.logits"
             raise ConfigError(
-                f"{net} turns two examples into {given}, "
+                f"{net} turns two examples into {got}, "
                 f"but task '{self.learning_task.name}' expects outputs of shape {expected}{fix}"
             )
         self._check_loss(outputs)
@@ -225,9 +227,9 @@ class Model:
                 f"{in_a_line(error)}"
             ) from None
         if not isinstance(loss, Tensor) or loss.shape != (2,) or not loss.is_floating_point():
-            given = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            got = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise ConfigError(
-                f"task: loss of '{self.learning_task.name}' returns {given} for two examples, "
+                f"task: loss of '{self.learning_task.name}' returns {got} for two examples, "
                 "expected one number for each, [2]; the engine takes the mean"
             )
 

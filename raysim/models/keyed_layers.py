@@ -74,8 +74,8 @@ class KeyedBatchNorm(nn.Module):
     def _running(self) -> tuple[Tensor, Tensor]:
         """Return views of the running means and variances, [channels] each."""
         assert self.frame.buffers is not None
-        own = self.frame.buffers.narrow(-1, self.start, 2 * self.channels)
-        mean, var = own.split(self.channels, -1)
+        statistics = self.frame.buffers.narrow(-1, self.start, 2 * self.channels)
+        mean, var = statistics.split(self.channels, -1)
         return mean, var
 
     def how(self, x: Tensor) -> tuple[Tensor | None, Tensor | None, bool, float] | None:

@@ -57,21 +57,21 @@ def load_weights(net: nn.Module, source: str, skip: Sequence[str] = ()) -> None:
     Raises:
         ConfigError: the weights cannot be read, or do not fit the net.
     """
-    own = net.state_dict(keep_vars=True)
+    net_tensors = net.state_dict(keep_vars=True)
     loaded = read_weights(source)
     for pattern in skip:
-        if not any(_matches(name, [pattern]) for name in [*own, *loaded]):
+        if not any(_matches(name, [pattern]) for name in [*net_tensors, *loaded]):
             raise ConfigError(
                 f"model.init_skip: no tensor of the net matches '{pattern}'; its tensors are "
-                f"{listed(list(own))}"
+                f"{listed(list(net_tensors))}"
             )
     loaded = {name: tensor for name, tensor in loaded.items() if not _matches(name, skip)}
-    loaded = in_part(loaded, own)
+    loaded = in_part(loaded, net_tensors)
     names: dict[int, list[str]] = {}
-    for name, tensor in own.items():
+    for name, tensor in net_tensors.items():
         names.setdefault(id(tensor), []).append(name)
     wanted = [aliases for aliases in names.values() if not any(_matches(n, skip) for n in aliases)]
-    problems = _misfits(own, loaded, wanted)
+    problems = _misfits(net_tensors, loaded, wanted)
     if problems:
         raise ConfigError(
             f"model.init_from: {source} does not fit the net: {'; '.join(problems)}; give the same "
@@ -81,16 +81,16 @@ def load_weights(net: nn.Module, source: str, skip: Sequence[str] = ()) -> None:
         for aliases in wanted:
             for name in aliases:
                 if name in loaded:
-                    own[name].copy_(loaded[name])
+                    net_tensors[name].copy_(loaded[name])
 
 
 def _misfits(
-    own: Mapping[str, Tensor], loaded: Mapping[str, Tensor], wanted: Iterable[Sequence[str]]
+    net_tensors: Mapping[str, Tensor], loaded: Mapping[str, Tensor], wanted: Iterable[Sequence[str]]
 ) -> list[str]:
     """Return what keeps weights from being those of a net, as texts.
 
     Args:
-        own: the tensors of the net by name.
+        net_tensors: the tensors of the net by name.
         loaded: the weights by name.
         wanted: the names of each tensor that the weights have to give.
     """
@@ -100,13 +100,14 @@ def _misfits(
         if not values and not aliases[0].endswith("num_batches_tracked"):
             missing.append(aliases[0])
         misfits += [
-            f"{name} is {list(loaded[name].shape)} there, {list(own[name].shape)} in the net"
+            f"{name} is {list(loaded[name].shape)} there, {list(net_tensors[name].shape)} in "
+            "the net"
             for name in aliases
-            if name in loaded and loaded[name].shape != own[name].shape
+            if name in loaded and loaded[name].shape != net_tensors[name].shape
         ]
         if any(not torch.equal(values[0], value) for value in values[1:]):
             misfits.append(f"{' and '.join(aliases)} are one tensor in the net, and differ there")
-    unknown = [name for name in loaded if name not in own]
+    unknown = [name for name in loaded if name not in net_tensors]
     return [
         *([f"it lacks {listed(missing)}"] if missing else []),
         *([f"the net lacks {listed(unknown)}"] if unknown else []),

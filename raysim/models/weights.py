@@ -207,18 +207,19 @@ def read_state_dict(file: str, key: str) -> dict[str, Tensor]:
     return loaded
 
 
-def in_part(loaded: Mapping[str, Tensor], own: Iterable[str]) -> dict[str, Tensor]:
+def in_part(loaded: Mapping[str, Tensor], net_names: Iterable[str]) -> dict[str, Tensor]:
     """Return weights under the names that they have in a net of which theirs is a part.
 
     Args:
         loaded: the tensors by their names in their net.
-        own: the names of the tensors of the net that contains it, for example as its part `body`.
+        net_names: the names of the tensors of the net that contains it, for example as its part
+            `body`.
 
     Returns:
         The tensors as `body.NAME` where the net has that name. They are unchanged if a name fits
         as it is, or if no part, or several, have the most of the names.
     """
-    names = set(own)
+    names = set(net_names)
     if not loaded or loaded.keys() & names:
         return dict(loaded)
     parts = Counter(

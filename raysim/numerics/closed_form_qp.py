@@ -143,13 +143,13 @@ def _active_sets(
     z_A = -G_AA⁻¹ b_A by Cramer's rule. G has a unit diagonal and the cosines `cij` off it. The
     arguments are floats, or tensors of one shape.
     """
-    none, one = 0.0 * b0, 0.0 * b0 + 1.0
-    yield one, -b0, none, none
-    yield one, none, -b1, none
-    yield one, none, none, -b2
-    yield 1.0 - c01 * c01, c01 * b1 - b0, c01 * b0 - b1, none
-    yield 1.0 - c02 * c02, c02 * b2 - b0, none, c02 * b0 - b2
-    yield 1.0 - c12 * c12, none, c12 * b2 - b1, c12 * b1 - b2
+    zero, unit = 0.0 * b0, 0.0 * b0 + 1.0
+    yield unit, -b0, zero, zero
+    yield unit, zero, -b1, zero
+    yield unit, zero, zero, -b2
+    yield 1.0 - c01 * c01, c01 * b1 - b0, c01 * b0 - b1, zero
+    yield 1.0 - c02 * c02, c02 * b2 - b0, zero, c02 * b0 - b2
+    yield 1.0 - c12 * c12, zero, c12 * b2 - b1, c12 * b1 - b2
     m01, m02, m12 = c01 - c02 * c12, c02 - c01 * c12, c12 - c01 * c02
     yield (
         1.0 - c12 * c12 - c01 * m01 - c02 * m02,

@@ -164,18 +164,18 @@ def norm(v: Tensor) -> float:
     return float(gram([v])[0, 0]) ** 0.5
 
 
-def check_finite(v: Tensor, what: str) -> None:
+def check_finite(v: Tensor, name: str) -> None:
     """Refuse a vector [P] with an entry that is not finite.
 
     Args:
         v: the vector.
-        what: its name in the error.
+        name: its name in the error.
 
     Raises:
         NonFiniteError: an entry is NaN or infinite, or so large that the norm is.
     """
     if not isfinite(norm(v)):
-        raise NonFiniteError(f"{what} is not finite")
+        raise NonFiniteError(f"{name} is not finite")
 
 
 def weighted_sum(rows: Sequence[Tensor], weights: Sequence[float]) -> Tensor:

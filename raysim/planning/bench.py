@@ -107,15 +107,15 @@ def bench(
     def load_once(wanted: AnyData) -> Dataset:
         return loaded.setdefault(wanted.model_dump_json(), load_dataset(wanted))
 
-    plan, found = resolve_plan(raw, load_once), BenchResult()
-    given = {
+    plan, result = resolve_plan(raw, load_once), BenchResult()
+    fixed_keys = {
         f"{section}.{key}"
         for section in ("resources", "batching")
         for key in raw.get(section) or {}
     }
-    for settings in candidates(plan, given, blocks):
+    for settings in candidates(plan, fixed_keys, blocks):
         candidate = Candidate(settings)
-        found.candidates.append(candidate)
+        result.candidates.append(candidate)
         try:
             _measure_candidate(
                 resolve_plan(_with_settings(raw, settings), load_once), candidate, seconds
@@ -123,30 +123,32 @@ def bench(
         except RaysimError as error:
             candidate.problem = str(error).splitlines()[0]
         tell(candidate)
-    if found.best is None:
-        raise ConfigError(f"bench: nothing of this can run: {found.candidates[0].problem}")
-    return found
+    if result.best is None:
+        raise ConfigError(f"bench: nothing of this can run: {result.candidates[0].problem}")
+    return result
 
 
-def candidates(plan: Plan, given: Iterable[str], blocks: bool) -> Iterator[Settings]:
-    """Yield the settings to try on this machine, except for keys that are `given`.
+def candidates(plan: Plan, fixed_keys: Iterable[str], blocks: bool) -> Iterator[Settings]:
+    """Yield the settings to try on this machine, except for keys that are `fixed_keys`.
 
     Args:
         plan: the configuration that is tried out.
-        given: keys that the user has set; these are not changed.
+        fixed_keys: keys that the user has set; these are not changed.
         blocks: whether to try batching modes and sizes too, beside executors and actors.
     """
     places = _places(plan)
-    if "resources.executor" in given:
+    if "resources.executor" in fixed_keys:
         executor = plan.config.resources.executor
         places = [place for place in places if place["resources.executor"] == executor]
     batchings: list[Settings] = [{}]
     if blocks:
         on_gpus = any("resources.gpus" in place for place in places)
-        batchings = _batchings(plan, on_gpus, "batching.mode" not in given or plan.mode == "vmap")
+        batchings = _batchings(
+            plan, on_gpus, "batching.mode" not in fixed_keys or plan.mode == "vmap"
+        )
     tried: list[Settings] = []
     for place, batching in product(places, batchings):
-        settings = {k: value for k, value in {**place, **batching}.items() if k not in given}
+        settings = {k: value for k, value in {**place, **batching}.items() if k not in fixed_keys}
         if settings not in tried:
             tried.append(settings)
             yield settings

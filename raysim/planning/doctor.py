@@ -90,8 +90,8 @@ def _check_memory() -> tuple[bool, str]:
 def _check_data() -> tuple[bool, str]:
     from raysim import data
 
-    here = [name for name in data.dataset_names() if data.is_present(name)]
-    return True, f"{data.data_root()}: {', '.join(here)}"
+    present = [name for name in data.dataset_names() if data.is_present(name)]
+    return True, f"{data.data_root()}: {', '.join(present)}"
 
 
 def _check_solvers() -> tuple[bool, str]:

@@ -138,7 +138,7 @@ def run_forecast(
 
 def _on(cluster: ClusterShape, source: Any, overrides: Any, rounds: int) -> tuple[Plan, int]:
     """Return the plan with as many actors as fit on the cluster, and the actors of one node."""
-    given = parse_overrides(overrides)
+    override_values = parse_overrides(overrides)
     away = {
         "resources.executor": "ray",
         "resources.address": "simulated",
@@ -151,9 +151,9 @@ def _on(cluster: ClusterShape, source: Any, overrides: Any, rounds: int) -> tupl
         "evaluate.forgetting": None,
         "evaluate.probes": (),
     }
-    if cluster.gpus and "resources.gpus" not in given:
+    if cluster.gpus and "resources.gpus" not in override_values:
         rest["resources.gpus"] = 1
-    plan = plan_of(source, {**given, **away, **rest})
+    plan = plan_of(source, {**override_values, **away, **rest})
     r = plan.config.resources
     room = nodes.Node("", (), {"CPU": cluster.cpus, "GPU": cluster.gpus}).room(r.cpus, r.gpus)
     if not 0 < room < float("inf"):
@@ -194,26 +194,26 @@ def seconds_of_a_step(plan: Plan) -> float:
     Args:
         plan: the plan of the run.
     """
-    here = Inline()
-    here.open(_in_this_process(plan))
+    executor = Inline()
+    executor.open(_in_this_process(plan))
     try:
-        engine = Engine(plan, here)
+        engine = Engine(plan, executor)
         round = make_cohort(plan, engine.schedule.next_round(0))
         tasks = make_tasks(plan, engine.store, round)[: plan.block_size]
         tasks = [replace(task, steps=min(task.steps, MAX_MEASURED_STEPS)) for task in tasks]
-        broadcast, seconds = here.broadcast(round), 0.0
+        broadcast, seconds = executor.broadcast(round), 0.0
         for _ in range(2):
-            training = here.training(0)
+            training = executor.training(0)
             training.add({0: broadcast}, cut_blocks(tasks, plan.block_size))
             seconds = training.get().metrics["system/train_seconds"]
         return max(seconds / max(sum(task.steps for task in tasks), 1), 1e-9)
     finally:
-        here.close()
+        executor.close()
 
 
 def _in_this_process(plan: Plan) -> Plan:
     """On a GPU if there is one here."""
     r = plan.config.resources
     gpus, threads = min(r.gpus, torch.cuda.device_count()), min(r.threads, os.cpu_count() or 1)
-    here = r.model_copy(update={"gpus": gpus, "threads": threads})
-    return replace(plan, config=plan.config.model_copy(update={"resources": here}))
+    resources = r.model_copy(update={"gpus": gpus, "threads": threads})
+    return replace(plan, config=plan.config.model_copy(update={"resources": resources}))

@@ -118,20 +118,20 @@ class Milestone:
     """An event: its virtual time in seconds, its name, and the last milestone it waited for."""
 
     time: float = 0.0
-    what: str = ""
+    activity: str = ""
     before: Milestone | None = None
 
 
-def after(what: str, seconds: float, *milestones: Milestone) -> Milestone:
+def after(activity: str, seconds: float, *milestones: Milestone) -> Milestone:
     """Return the milestone that follows all of these and takes so long.
 
     Args:
-        what: what takes the time, such as "network".
+        activity: what takes the time, such as "network".
         seconds: duration in simulated seconds.
         *milestones: what has to be done before; at least one.
     """
     last = max(milestones, key=lambda milestone: milestone.time)
-    return Milestone(last.time + seconds, what, last) if seconds else last
+    return Milestone(last.time + seconds, activity, last) if seconds else last
 
 
 def path(end: Milestone, begin: float) -> dict[str, float]:
@@ -141,11 +141,13 @@ def path(end: Milestone, begin: float) -> dict[str, float]:
         end: the last milestone.
         begin: the virtual time at which the path begins.
     """
-    found: dict[str, float] = {}
+    seconds: dict[str, float] = {}
     while end.before is not None and end.time > begin:
-        found[end.what] = found.get(end.what, 0.0) + end.time - max(end.before.time, begin)
+        seconds[end.activity] = (
+            seconds.get(end.activity, 0.0) + end.time - max(end.before.time, begin)
+        )
         end = end.before
-    return dict(sorted(found.items(), key=lambda one: -one[1]))
+    return dict(sorted(seconds.items(), key=lambda item: -item[1]))
 
 
 @dataclass
@@ -215,14 +217,19 @@ class SimulatedExecutor:
 
     def open(self, plan: Plan) -> None:
         """Place actors and server on the simulated nodes. See `Executor.open`."""
-        seed, self.cohort, (nodes, each) = plan.config.seed, plan.config.schedule.size, self.shape
+        seed, self.cohort, (nodes, actors_per_node) = (
+            plan.config.seed,
+            plan.config.schedule.size,
+            self.shape,
+        )
         noise = generator(seed, "simulated nodes").standard_normal(nodes)
         speeds = np.exp(self.costs.training.nodes * noise)
         self.seed, self.bytes_down, (x0, buffers) = seed, plan.bytes_down, plan.initial
         self.bytes_sums = 8 * (len(sums(plan.server.uploads)) * x0.numel() + buffers.numel())
         self.bytes_row = x0.nbytes * len(plan.sent_per_client)
         self.actors = {
-            i: SimulatedActor(i % nodes, float(speeds[i % nodes])) for i in range(nodes * each)
+            i: SimulatedActor(i % nodes, float(speeds[i % nodes]))
+            for i in range(nodes * actors_per_node)
         }
         self.speeds, self.driver, self.server, self.eval = (
             WorkerSpeeds(),
@@ -521,7 +528,9 @@ class SimulatedRound:
             if more := self.scheduler.next_batch(len(c.actors)):
                 self._send(share.actor, more)
         uploads = self._uploads()
-        c.ends_round(sum(share.seconds for share in self.shares), sum(len(one.ids) for one in done))
+        c.ends_round(
+            sum(share.seconds for share in self.shares), sum(len(result.ids) for result in done)
+        )
         return RoundResults(uploads, done, {})
 
     def _uploads(self) -> list[tuple[int, int, int, Milestone]]:
@@ -544,7 +553,8 @@ class SimulatedRound:
                 uploads.append((node, c.bytes_sums, sum(rows), there))
             else:
                 uploads += [
-                    (node, c.bytes_sums, own, s.there) for own, s in zip(rows, shares, strict=True)
+                    (node, c.bytes_sums, row_bytes, s.there)
+                    for row_bytes, s in zip(rows, shares, strict=True)
                 ]
         c.works(0.0, *words)
         return uploads

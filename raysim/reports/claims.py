@@ -55,34 +55,34 @@ class RoundsTo(Section):
     rounds_to: float
 
 
-def _statistic(given: Any) -> Any:
+def _statistic(statistic: Any) -> Any:
     names = get_args(Statistic)
-    if isinstance(given, str) and given in names:
-        return given
+    if isinstance(statistic, str) and statistic in names:
+        return statistic
     if (
-        isinstance(given, Mapping)
-        and set(given) == {"rounds_to"}
-        and type(given["rounds_to"]) in (int, float)
+        isinstance(statistic, Mapping)
+        and set(statistic) == {"rounds_to"}
+        and type(statistic["rounds_to"]) in (int, float)
     ):
-        return RoundsTo(**given)
-    hint = did_you_mean(given, names) if isinstance(given, str) else ""
-    raise ValueError(f"expected {', '.join(names)} or {{rounds_to: 0.95}}, not {given}{hint}")
+        return RoundsTo(**statistic)
+    hint = did_you_mean(statistic, names) if isinstance(statistic, str) else ""
+    raise ValueError(f"expected {', '.join(names)} or {{rounds_to: 0.95}}, not {statistic}{hint}")
 
 
-def _value_texts(given: dict[str, Any]) -> dict[str, list[str]]:
+def _value_texts(wanted: dict[str, Any]) -> dict[str, list[str]]:
     """Return the accepted values of each parameter, as the texts that MLflow stores."""
-    found = {}
-    for key, value in given.items():
+    texts = {}
+    for key, value in wanted.items():
         values = value if isinstance(value, list) else [value]
-        if not values or any(isinstance(each, Mapping | list) for each in values):
+        if not values or any(isinstance(item, Mapping | list) for item in values):
             raise ValueError(f"{key} must have a value, or a list of values of which any matches")
-        found[key] = [flatten_parameters({"": each})[""] for each in values]
-    return found
+        texts[key] = [flatten_parameters({"": item})[""] for item in values]
+    return texts
 
 
 Where = Annotated[dict[str, Any], AfterValidator(_value_texts)]
 KeyList = Annotated[
-    list[str], BeforeValidator(lambda given: given.split(",") if isinstance(given, str) else given)
+    list[str], BeforeValidator(lambda value: value.split(",") if isinstance(value, str) else value)
 ]
 
 
@@ -117,12 +117,8 @@ class RightSide(ClaimSide):
         return self
 
 
-def _right_side(given: Any) -> Any:
-    return (
-        {"value": given}
-        if isinstance(given, int | float) and not isinstance(given, bool)
-        else given
-    )
+def _right_side(side: Any) -> Any:
+    return {"value": side} if isinstance(side, int | float) and not isinstance(side, bool) else side
 
 
 class Figure(Section):
@@ -204,15 +200,15 @@ def read_claims(source: str | Path | Mapping[str, Any]) -> list[Claim]:
         return []
     if not isinstance(section, list):
         raise ConfigError("claims: expected a list of claims, each with says, left, is and right")
-    found = [_claim(given, f"claims.{i}") for i, given in enumerate(section)]
+    claims = [_claim(entry, f"claims.{i}") for i, entry in enumerate(section)]
     drawn: dict[str, Figure] = {}
-    for i, claim in enumerate(found):
+    for i, claim in enumerate(claims):
         if claim.figure and drawn.setdefault(claim.figure.file, claim.figure) != claim.figure:
             raise ConfigError(
                 f"claims.{i}.figure.file: {claim.figure.file} is another picture above; give "
                 "another name"
             )
-    return found
+    return claims
 
 
 def require_claims(source: str | Path | Mapping[str, Any]) -> list[Claim]:
@@ -224,11 +220,11 @@ def require_claims(source: str | Path | Mapping[str, Any]) -> list[Claim]:
     Raises:
         ConfigError: the configuration has no claims, or the section is wrong.
     """
-    if not (found := read_claims(source)):
+    if not (claims := read_claims(source)):
         raise ConfigError(
             f"claims: {source} has no such section, a list of claims with says, left, is and right"
         )
-    return found
+    return claims
 
 
 def runs_of_claims(
@@ -250,16 +246,16 @@ def runs_of_claims(
     return RunSource(list(runs or [tracking.experiment]), store, ledgers)
 
 
-def _claim(given: Any, place: str) -> Claim:
+def _claim(entry: Any, place: str) -> Claim:
     needed = ("says", "left", "is", "right")
-    if not isinstance(given, Mapping):
+    if not isinstance(entry, Mapping):
         raise ConfigError(f"{place}: expected a mapping with {', '.join(needed)}")
-    if lacking := [key for key in needed if key not in given]:
+    if lacking := [key for key in needed if key not in entry]:
         raise ConfigError(f"{place}.{lacking[0]}: missing; a claim has {', '.join(needed)}")
     try:
-        claim = Claim.model_validate(given)
+        claim = Claim.model_validate(entry)
     except ValidationError as error:
-        raise ConfigError(explain_validation_error(error, given, Claim, f"{place}.")) from None
+        raise ConfigError(explain_validation_error(error, entry, Claim, f"{place}.")) from None
     left, right, figure = claim.left, claim.right, claim.figure
     shared = {
         key: getattr(left, key)
@@ -315,7 +311,7 @@ def check_claims(claims: Sequence[Claim], runs_of: RunsOf) -> list[ClaimResult]:
 
 
 def _lines(claim: Claim, runs_of: RunsOf, place: str) -> list[ClaimResult]:
-    found: list[Sequence[TrackedRun]] = []
+    runs_of_sides: list[Sequence[TrackedRun]] = []
     pool: list[TrackedRun] = []
     for name, side in _sides(claim).items():
         try:
@@ -323,8 +319,8 @@ def _lines(claim: Claim, runs_of: RunsOf, place: str) -> list[ClaimResult]:
         except MetricMissing as error:
             raise ConfigError(f"{place}.{name}.metric: {error}") from None
         pool += runs
-        found.append(grouping.having(runs, side.where, f"{place}.{name}.where"))
-    left, right = found[0], [run for runs in found[1:] for run in runs]
+        runs_of_sides.append(grouping.having(runs, side.where, f"{place}.{name}.where"))
+    left, right = runs_of_sides[0], [run for runs in runs_of_sides[1:] for run in runs]
     keys = grouping.resolved(pool, claim.each, f"{place}.each")
     # a right side that says itself which value it has, or has no such parameter, is the same in
     # every line
@@ -342,12 +338,15 @@ def _lines(claim: Claim, runs_of: RunsOf, place: str) -> list[ClaimResult]:
     compared = [*left, *right] if free == keys else left
     groups = grouping.grouped(compared, keys) if keys and compared else []
     if not groups:
-        return [_line(claim, {}, found)]
+        return [_line(claim, {}, runs_of_sides)]
     return [
         _line(
             claim,
             named,
-            [_runs_with(runs, named, own) for runs, own in zip(found, (keys, free), strict=False)],
+            [
+                _runs_with(runs, named, side_keys)
+                for runs, side_keys in zip(runs_of_sides, (keys, free), strict=False)
+            ],
         )
         for named, _ in groups
     ]
@@ -369,19 +368,19 @@ def _runs_with(
 
 
 def _line(
-    claim: Claim, named: Mapping[str, str], found: Sequence[Sequence[TrackedRun]]
+    claim: Claim, named: Mapping[str, str], runs_of_sides: Sequence[Sequence[TrackedRun]]
 ) -> ClaimResult:
     sides = list(_sides(claim).values())
-    measured = [_measured(runs, side) for runs, side in zip(found, sides, strict=True)]
+    measured = [_measured(runs, side) for runs, side in zip(runs_of_sides, sides, strict=True)]
     texts = [_text(spans, side) for spans, side in zip(measured, sides, strict=True)]
     if (value := claim.right.value) is not None:
         measured.append(dict.fromkeys(measured[0], (value, value)))
         texts.append(_text({"": (value, value)}, claim.right))
     seeds = sorted(measured[0].keys() & measured[1].keys())
     apart = [_minus(measured[0][seed], measured[1][seed]) for seed in seeds]
-    votes = [_holds(claim, each) for each in apart]
+    votes = [_holds(claim, span) for span in apart]
     count = (votes.count(True), votes.count(False))
-    missing = _missing_runs(found, sides)
+    missing = _missing_runs(runs_of_sides, sides)
     verdict = f"{OPEN} ({missing})" if missing else _verdict(claim, apart, votes)
     left, right = texts
     difference = _difference_text(claim, apart)
@@ -398,20 +397,20 @@ def _difference_text(claim: Claim, apart: Sequence[Span]) -> str:
 
 
 def _verdict(claim: Claim, apart: Sequence[Span], votes: Sequence[bool | None]) -> str:
-    one = " (one seed)" if len(votes) == 1 else ""
+    one_seed = " (one seed)" if len(votes) == 1 else ""
     if all(votes):
-        return CONFIRMED + one
+        return CONFIRMED + one_seed
     if _holds(claim, _mean(apart)) is False:
-        return REFUTED + one
+        return REFUTED + one_seed
     if False in votes:
         return f"{OPEN} (seeds disagree)"
     return f"{OPEN} ({'not every seed' if True in votes else 'no run'} reached the target)"
 
 
-def _missing_runs(found: Sequence[Sequence[TrackedRun]], sides: Sequence[ClaimSide]) -> str:
+def _missing_runs(runs_of_sides: Sequence[Sequence[TrackedRun]], sides: Sequence[ClaimSide]) -> str:
     """Return which runs of these sides are missing: a whole side, or a seed of one."""
-    seeds = {_seed(run) for runs in found for run in runs}
-    for runs, side in zip(found, sides, strict=True):
+    seeds = {_seed(run) for runs in runs_of_sides for run in runs}
+    for runs, side in zip(runs_of_sides, sides, strict=True):
         name = (
             grouping.label({key: " or ".join(values) for key, values in side.where.items()})
             or "any kind"
@@ -430,7 +429,7 @@ def _measured(runs: Iterable[TrackedRun], side: ClaimSide) -> dict[str, Span]:
     spans: dict[str, list[Span]] = {}
     for run in runs:
         spans.setdefault(_seed(run), []).append(_reached(run, side))
-    return {seed: _mean(each) for seed, each in spans.items()}
+    return {seed: _mean(values) for seed, values in spans.items()}
 
 
 def _mean(spans: Sequence[Span]) -> Span:

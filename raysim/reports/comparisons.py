@@ -96,8 +96,8 @@ def compared(
     }
 
     def by_seed(row: TableRow) -> dict[str, float]:
-        found = dict(best_of[run_id] for run_id in row.run_ids if run_id in best_of)
-        return {seed: best for seed, best in found.items() if math.isfinite(best)}
+        best_by_seed = dict(best_of[run_id] for run_id in row.run_ids if run_id in best_of)
+        return {seed: best for seed, best in best_by_seed.items() if math.isfinite(best)}
 
     compared_rows, unpaired = [], 0
     for row in table:

@@ -190,13 +190,13 @@ def varied(params: Sequence[Mapping[str, str]]) -> list[str]:
     Returns:
         The names of algorithm, rules and other sections first.
     """
-    everything = dict.fromkeys(key for each in params for key in each)
+    everything = dict.fromkeys(key for run_params in params for key in run_params)
     differ = [
         key
         for key in everything
         if key not in ("seed", *SECTIONS_WITH_NAME)
         and not key.startswith(KEYS_WITHOUT_EFFECT)
-        and len({each.get(key) for each in params}) > 1
+        and len({run_params.get(key) for run_params in params}) > 1
     ]
     differ.sort(key=lambda key: key == "batching.size")
     names = [key for key in differ if key.removesuffix(".name") in SECTIONS_WITH_NAME]
@@ -209,12 +209,12 @@ def varied(params: Sequence[Mapping[str, str]]) -> list[str]:
     ]:
         if key in chosen:
             continue
-        parts = [tuple(each.get(k) for k in chosen) for each in params]
-        tells = len(set(zip(parts, (each.get(key) for each in params), strict=True))) > len(
-            set(parts)
-        )
+        parts = [tuple(run_params.get(k) for k in chosen) for run_params in params]
+        tells = len(
+            set(zip(parts, (run_params.get(key) for run_params in params), strict=True))
+        ) > len(set(parts))
         halves = key in ("client.name", "server.name") and any(
-            "algorithm.name" not in each for each in params
+            "algorithm.name" not in run_params for run_params in params
         )
         if tells or halves or not key.startswith(_DERIVED_KEY_PREFIXES):
             chosen.append(key)

@@ -25,7 +25,7 @@ MAX_TITLE_LETTERS = 48
 
 
 def plot_curves(
-    found: Sequence[Curve],
+    curves: Sequence[Curve],
     metric: str,
     x_label: str,
     path: Path,
@@ -37,17 +37,17 @@ def plot_curves(
     A single panel is 1000 × 600 pixels. Panels share their y-axis.
 
     Args:
-        found: Curves, as from `curves.curves` or `curves.along`.
+        curves: Curves, as from `curves.curves` or `curves.along`.
         metric: Label of the y-axis.
         x_label: Label of the x-axis.
         path: File to write; its suffix sets the format. The folder must exist.
         title: Title of the figure.
         logarithmic: True for a logarithmic x-axis.
     """
-    panels = list(dict.fromkeys(curve.panel for curve in found))
+    panels = list(dict.fromkeys(curve.panel for curve in curves))
     figure, cells = _panels(len(panels), (10, 6) if len(panels) == 1 else (6, 4.5))
     for axes, panel in zip(cells, panels, strict=True):
-        shown = [curve for curve in found if curve.panel == panel]
+        shown = [curve for curve in curves if curve.panel == panel]
         for i, curve in enumerate(shown):
             means = np.array([f.mean for f in curve.figures])
             # Colours repeat after ten curves.
@@ -134,16 +134,16 @@ class Cloud(NamedTuple):
     """True for a logarithmic x-axis."""
 
 
-def plot_scatter(found: Mapping[str, Cloud], label: str, path: Path) -> None:
+def plot_scatter(clouds: Mapping[str, Cloud], label: str, path: Path) -> None:
     """Plot results over parameters, one panel for each; runs that did not finish are hollow.
 
     Args:
-        found: Points by parameter; at least one parameter.
+        clouds: Points by parameter; at least one parameter.
         label: Label of the y-axis.
         path: File to write; its suffix sets the format. The folder must exist.
     """
-    figure, places = _panels(len(found), (5, 4))
-    for axes, (name, cloud) in zip(places, found.items(), strict=True):
+    figure, places = _panels(len(clouds), (5, 4))
+    for axes, (name, cloud) in zip(places, clouds.items(), strict=True):
         x, y, finished = zip(*cloud.points, strict=True)
         if cloud.logarithmic:
             axes.set_xscale("log")
@@ -158,14 +158,14 @@ def plot_scatter(found: Mapping[str, Cloud], label: str, path: Path) -> None:
     figure.savefig(path)
 
 
-def plot_speedup(lines: SpeedupLines, found: Slope, target: str, over: str, path: Path) -> None:
+def plot_speedup(lines: SpeedupLines, slope: Slope, target: str, over: str, path: Path) -> None:
     """Plot rounds to a target over a parameter on log axes, beside a line of slope -1.
 
     The picture is a PNG of 700 × 500 pixels with a point for each seed and value.
 
     Args:
         lines: Rounds to the target, as from `speedup.speedup`.
-        found: Their slope, as from `speedup.slope`.
+        slope: Their slope, as from `speedup.slope`.
         target: Target as text.
         over: Label of the x-axis.
         path: File to write. The folder must exist.
@@ -183,7 +183,7 @@ def plot_speedup(lines: SpeedupLines, found: Slope, target: str, over: str, path
         xs,
         mean,
         color="tab:red",
-        label=f"slope {found.mean:.3f}, 95 % [{found.low:.3f}, {found.high:.3f}]",
+        label=f"slope {slope.mean:.3f}, 95 % [{slope.low:.3f}, {slope.high:.3f}]",
     )
     axes.plot(xs, mean[0] * xs[0] / xs, "--", color="0.5", label="slope -1")
     axes.set(xlabel=over, ylabel=f"rounds to {target}")

@@ -118,7 +118,7 @@ def finished_runs(
             say(f"{counted(len(trained) - len(done), 'left out')}: unfinished or failed")
         if not done:
             raise ConfigError(f"{', '.join(wanted)}: {_why_empty(trained)}")
-        found = [
+        finished = [
             FinishedRun(
                 run.info.run_id,
                 run.data.params,
@@ -127,16 +127,16 @@ def finished_runs(
             )
             for run in sorted(done, key=lambda run: run.info.start_time)
         ]
-        return with_histories(found, ", ".join(wanted), metric, say, cost_unit)
+        return with_histories(finished, ", ".join(wanted), metric, say, cost_unit)
 
 
-def _ended(client: Any, found: Mapping[str, Any], say: Callable[[str], None]) -> dict[str, Any]:
+def _ended(client: Any, runs: Mapping[str, Any], say: Callable[[str], None]) -> dict[str, Any]:
     """Mark runs as FAILED that MLflow lists as RUNNING but whose processes have died.
 
     Only runs whose folders are visible on this machine are checked. The changed runs are returned.
     """
     running = [
-        run for run in found.values() if run.info.status == "RUNNING" and "run_dir" in run.data.tags
+        run for run in runs.values() if run.info.status == "RUNNING" and "run_dir" in run.data.tags
     ]
     folders = {Path(run.data.tags["run_dir"]): run.info.run_id for run in running}
     ended = finish_abandoned(

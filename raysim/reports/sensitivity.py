@@ -175,11 +175,11 @@ def _members(results: Sequence[float], groups: Sequence[T]) -> dict[T, list[floa
     return members
 
 
-def clouds(found: Sequence[Effect]) -> dict[str, Cloud]:
+def clouds(effects: Sequence[Effect]) -> dict[str, Cloud]:
     """Return the points of effects as arguments of `plots.plot_scatter`.
 
     Args:
-        found: Effects, as from `effects`.
+        effects: Effects, as from `effects`.
 
     Returns:
         The points of each effect that has points, by the title of its panel.
@@ -188,21 +188,21 @@ def clouds(found: Sequence[Effect]) -> dict[str, Cloud]:
         f"{effect.name} ({effect.share:.0%})": Cloud(
             [(*point, True) for point in effect.points], False
         )
-        for effect in found
+        for effect in effects
         if effect.points
     }
 
 
-def effects_markdown(found: Sequence[Effect], metric: str) -> str:
+def effects_markdown(effects: Sequence[Effect], metric: str) -> str:
     """Return effects as a Markdown table.
 
     Args:
-        found: Effects, as from `effects`.
+        effects: Effects, as from `effects`.
         metric: Metric of the results; accuracies are shown in percent.
     """
     scale, percent = (100, " %") if metric.endswith("accuracy") else (1, "")
     cells = [["parameter", "share of the variance", f"mean {metric}{percent}, by its values"]]
-    for effect in found:
+    for effect in effects:
         means = "; ".join(f"{group}: {scale * mean:.4g}" for group, mean in effect.means)
         cells.append([effect.name, f"{effect.share:.0%}", means])
     return as_markdown(cells)

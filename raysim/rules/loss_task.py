@@ -80,8 +80,8 @@ def with_loss(function: LossFunction, like: str, name: str) -> type[LossTask]:
     """
     base = _TokenLoss if like == "next_token" else LossTask
     attributes = {"function": staticmethod(function), "like": like, "__module__": __name__}
-    made: Any = type(name, (base, TASKS[like]), attributes)
-    return dataclass(frozen=True)(made)
+    task_class: Any = type(name, (base, TASKS[like]), attributes)
+    return dataclass(frozen=True)(task_class)
 
 
 def _rebuild(function: LossFunction, like: str, name: str, fields: dict[str, Any]) -> LearningTask:

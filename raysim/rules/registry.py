@@ -66,14 +66,14 @@ def _installed(section: str, name: str) -> Any:
     )
 
 
-def rule_reference(rule: type[Rule], given: str) -> str:
+def rule_reference(rule: type[Rule], algorithm: str) -> str:
     """Return the name by which a configuration finds the class of a rule again.
 
     A shipped rule is named by its class if another distribution offers a method of the same name.
 
     Args:
         rule: the class.
-        given: the name of the algorithm that brought it.
+        algorithm: the name of the algorithm that brought it.
 
     Raises:
         ConfigError: it is defined inside a function, where nothing finds it.
@@ -82,15 +82,15 @@ def rule_reference(rule: type[Rule], given: str) -> str:
     name = rule.name
     if registry.get(name) is rule:
         return f"{rule.__module__}:{rule.__qualname__}" if _is_offered(name) else name
-    if given.startswith(python_objects.PREFIX):
+    if algorithm.startswith(python_objects.PREFIX):
         return python_objects.reference(rule)
     if "<locals>" in rule.__qualname__:
         raise ConfigError(
-            f"algorithm.name: {rule.__qualname__} of '{given}' is defined inside a function, "
+            f"algorithm.name: {rule.__qualname__} of '{algorithm}' is defined inside a function, "
             "where a resumed run could "
             "not find it; define it at the top of its module"
         )
-    where, place = given.rpartition(":")[0], place_of(rule.__module__)
+    where, place = algorithm.rpartition(":")[0], place_of(rule.__module__)
     if place is None:
         return f"{rule.__module__}:{rule.__qualname__}"
     home = os.path.dirname(where)
@@ -123,8 +123,8 @@ def find_rule(section: str, name: str) -> Any:
     if name.endswith(".py"):
         reference = full_reference(section, name)
         return _as_part(section, reference, load_object(reference, f"{section}.name", _offered))
-    if (found := _installed(section, name)) is not None:
-        return _as_part(section, name, found)
+    if (installed := _installed(section, name)) is not None:
+        return _as_part(section, name, installed)
     if name in registry:
         return registry[name]
     known = [*registry, *(p.name for p in entry_points.entry_points(entry_points.ALGORITHMS))]
@@ -175,18 +175,18 @@ def _offered(module: ModuleType) -> list[str]:
     ]
 
 
-def _as_part(section: str, name: str, found: Any) -> Any:
+def _as_part(section: str, name: str, part: Any) -> Any:
     """Return a user's object as a section needs it; FedAvg is the other half of a single rule.
 
     Raises:
         ConfigError: it is something else.
     """
-    if section == "algorithm" and isinstance(found, type):
-        if issubclass(found, ClientRule):
-            return Algorithm(name, found, SERVER_RULES[FEDAVG], name)
-        if issubclass(found, ServerRule):
-            return Algorithm(name, CLIENT_RULES[FEDAVG], found, name)
-    for rule in (found.client, found.server) if isinstance(found, Algorithm) else (found,):
+    if section == "algorithm" and isinstance(part, type):
+        if issubclass(part, ClientRule):
+            return Algorithm(name, part, SERVER_RULES[FEDAVG], name)
+        if issubclass(part, ServerRule):
+            return Algorithm(name, CLIENT_RULES[FEDAVG], part, name)
+    for rule in (part.client, part.server) if isinstance(part, Algorithm) else (part,):
         is_rule = isinstance(rule, type) and issubclass(rule, ClientRule | ServerRule)
         if is_rule and "__dataclass_params__" not in rule.__dict__:
             raise ConfigError(
@@ -195,9 +195,9 @@ def _as_part(section: str, name: str, found: Any) -> Any:
             )
     family = {"client": ClientRule, "server": ServerRule}.get(section)
     if not (
-        isinstance(found, Algorithm)
+        isinstance(part, Algorithm)
         if family is None
-        else isinstance(found, type) and issubclass(found, family)
+        else isinstance(part, type) and issubclass(part, family)
     ):
         wanted = (
             "an Algorithm, a ClientRule or a ServerRule"
@@ -205,7 +205,7 @@ def _as_part(section: str, name: str, found: Any) -> Any:
             else f"a {family.__name__}"
         )
         raise ConfigError(f"{section}.name: '{name}' is not {wanted}")
-    return found
+    return part
 
 
 def catalogue(section: Literal["client", "server", "algorithm"]) -> Iterator[tuple[str, Any, str]]:
@@ -261,10 +261,10 @@ def shared_keys(section: str, before: str, name: str) -> set[str]:
     return {"preset"} | {key for key, owners in new.items() if owners <= old.get(key, set())}
 
 
-def _owners(found: Any) -> dict[str, set[type]]:
+def _owners(part: Any) -> dict[str, set[type]]:
     """Return for each hyper-parameter the classes that define it."""
     owners: dict[str, set[type]] = {}
-    for rule in [found.client, found.server] if isinstance(found, Algorithm) else [found]:
+    for rule in [part.client, part.server] if isinstance(part, Algorithm) else [part]:
         for key in hyperparameter_names(rule):
             owners.setdefault(key, set()).add(
                 next(c for c in rule.__mro__ if key in inspect.get_annotations(c))
@@ -287,13 +287,13 @@ def algorithm_defaults(name: str) -> Mapping[str, Any]:
         return {}
 
 
-def build_part(section: str, cls: type, given: Mapping[str, Any]) -> Any:
+def build_part(section: str, cls: type, parameters: Mapping[str, Any]) -> Any:
     """Build a dataclass from a section's parameters, checked against its annotations.
 
     Args:
         section: the section's key, which errors name, such as "client".
         cls: the dataclass; its fields are the keys that the section may have.
-        given: the section's parameters, without `name`.
+        parameters: the section's parameters, without `name`.
 
     Returns:
         An instance of `cls`; fields that are not given have their defaults.
@@ -303,14 +303,14 @@ def build_part(section: str, cls: type, given: Mapping[str, Any]) -> Any:
     """
     refuse_former_names(cls, section)
     refuse_misspelled_methods(cls, section)
-    for key in given:
+    for key in parameters:
         if key not in hyperparameter_names(cls):
             raise ConfigError(
                 f"{section}.{key}: unknown key of {cls.__name__}"
                 f"{untyped([cls], key) or did_you_mean(key, hyperparameter_names(cls))}"
             )
     kinds = get_type_hints(cls)
-    for key, value in given.items():
+    for key, value in parameters.items():
         if isinstance(value, bool) and bool not in annotation_types(
             kinds[key]
         ):  # pydantic would take true for 1
@@ -318,9 +318,9 @@ def build_part(section: str, cls: type, given: Mapping[str, Any]) -> Any:
                 f"{section}.{key}: {str(value).lower()} is neither a number nor a word"
             )
     try:
-        return TypeAdapter(cls).validate_python(dict(given))
+        return TypeAdapter(cls).validate_python(dict(parameters))
     except ValidationError as error:
-        raise ConfigError(explain_validation_error(error, given, cls, f"{section}.")) from None
+        raise ConfigError(explain_validation_error(error, parameters, cls, f"{section}.")) from None
     except BaseException as error:
         reraise_stop(error)
         raise ConfigError(
@@ -358,15 +358,15 @@ def resolve_rules(config: Config) -> tuple[ClientRule, ServerRule]:
         algorithm: Algorithm = find_rule("algorithm", config.algorithm.name)
         halves = {"client": algorithm.client, "server": algorithm.server}
         halves = {k: v for k, v in halves.items() if getattr(config, k) is None}
-        given = config.algorithm.parameters
-        preset = given.pop("preset", None)
+        parameters = config.algorithm.parameters
+        preset = parameters.pop("preset", None)
         if preset is not None and not isinstance(preset, str):
             raise ConfigError(f"algorithm.preset: expected the name of a preset, not {preset!r}")
         if preset is not None and preset not in algorithm.presets:
             known = did_you_mean(preset, algorithm.presets) or f" ({algorithm.name} has no presets)"
             raise ConfigError(f"algorithm.preset: unknown preset '{preset}'{known}")
         known = {f for cls in halves.values() for f in hyperparameter_names(cls)}
-        for key in given:
+        for key in parameters:
             if key not in known:
                 raise ConfigError(
                     f"algorithm.{key}: "
@@ -376,7 +376,11 @@ def resolve_rules(config: Config) -> tuple[ClientRule, ServerRule]:
                         f"{untyped(halves.values(), key) or did_you_mean(key, known)}"
                     )
                 )
-        values = {**algorithm.settings, **(algorithm.presets[preset] if preset else {}), **given}
+        values = {
+            **algorithm.settings,
+            **(algorithm.presets[preset] if preset else {}),
+            **parameters,
+        }
         for half, cls in halves.items():
             parts[half] = build_part(
                 "algorithm",
@@ -417,8 +421,8 @@ def resolve_group_rules(
         rules[name] = client
         if group.client is not None:
             try:
-                found = find_rule("client", group.client.name)
-                rules[name] = build_part("client", found, group.client.parameters)
+                rule_class = find_rule("client", group.client.name)
+                rules[name] = build_part("client", rule_class, group.client.parameters)
                 _check_properties("client", rules[name])
             except ConfigError as error:
                 raise ConfigError(f"groups.{name}.{error}") from None

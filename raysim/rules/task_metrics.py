@@ -34,9 +34,11 @@ class TopKAccuracy(TaskMetric):
 
     def rows(self, outputs: Tensor, y: Tensor) -> Tensor:
         """Return hits, [B]. See `TaskMetric.rows`."""
-        own = outputs.gather(1, y[:, None])
-        tied_before = (outputs == own) & (torch.arange(self.outputs, device=y.device) < y[:, None])
-        return ((outputs > own) | tied_before).sum(1) < self.k
+        correct = outputs.gather(1, y[:, None])
+        tied_before = (outputs == correct) & (
+            torch.arange(self.outputs, device=y.device) < y[:, None]
+        )
+        return ((outputs > correct) | tied_before).sum(1) < self.k
 
 
 class _Confusion(TaskMetric):

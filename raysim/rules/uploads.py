@@ -135,14 +135,14 @@ def sums(uploads: Uploads, sends: Iterable[str] = ()) -> list[tuple[UploadMode, 
         uploads: the uploads and their modes.
         sends: the client rule's `sends`; uploads that it declares as integers have no sum.
     """
-    found: dict[tuple[UploadMode, str], None] = {}
+    keys: dict[tuple[UploadMode, str], None] = {}
     for key, modes in uploads.items():
         upload = declared(sends).get(key)
         if upload is not None and not upload.is_summable:
             continue
         for mode in (modes,) if isinstance(modes, str) else modes:
-            found["mean" if mode == "per_client" else mode, key] = None
-    return list(found)
+            keys["mean" if mode == "per_client" else mode, key] = None
+    return list(keys)
 
 
 def with_mode(uploads: Uploads, mode: UploadMode) -> list[str]:

@@ -102,19 +102,19 @@ def described(error: BaseException) -> str:
     """
     if isinstance(error, ContractError):
         return in_a_line(error)
-    said, advice = in_a_line(error), ""
+    message, advice = in_a_line(error), ""
     if any(frame.f_globals.get("__name__") == "torch._functorch.vmap" for frame in _frames(error)):
-        said, advice = next(
+        message, advice = next(
             (
-                (f"{what} under vmap", f"; {write}")
-                for part, (what, write) in UNDER_VMAP.items()
-                if part in said
+                (f"{meaning} under vmap", f"; {write}")
+                for part, (meaning, write) in UNDER_VMAP.items()
+                if part in message
             ),
-            (said, ""),
+            (message, ""),
         )
     places = ", ".join(filter(None, (_method(error), place_of_error(error))))
     advice = advice or _way_out(error)
-    return f"{said} ({places}){advice}" if places else said + advice
+    return f"{message} ({places}){advice}" if places else message + advice
 
 
 def _way_out(error: BaseException) -> str:

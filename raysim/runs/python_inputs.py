@@ -30,24 +30,26 @@ Section = dict[str, Any]
 """A section of a configuration: a name, and parameters."""
 
 
-def named_inputs(given: Iterable[str] | Mapping[str, Any], several: bool = False) -> dict[str, Any]:
+def named_inputs(
+    inputs: Iterable[str] | Mapping[str, Any], several: bool = False
+) -> dict[str, Any]:
     """Return a configuration, or overrides, without objects.
 
     Args:
-        given: the mapping; texts "key=value" are parsed, and cannot hold objects.
+        inputs: the mapping; texts "key=value" are parsed, and cannot hold objects.
         several: whether a list holds several values of a key, as in the overrides of a sweep.
 
     Raises:
         ConfigError: an object is not what its key needs, or a parameter is none that a
             configuration can hold; the message names its key.
     """
-    if not isinstance(given, Mapping):
-        return parse_overrides(given)
+    if not isinstance(inputs, Mapping):
+        return parse_overrides(inputs)
     return {
         key: [_without_objects(key, item) for item in value]
         if several and isinstance(value, list)
         else _without_objects(key, value)
-        for key, value in given.items()
+        for key, value in inputs.items()
     }
 
 

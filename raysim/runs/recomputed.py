@@ -62,9 +62,9 @@ def comparable(rows: Sequence[Row]) -> list[Row]:
     Args:
         rows: Rows of any ledgers. Rows without a digest and stopped trials are left out.
     """
-    here = torch.backends.cpu.get_cpu_capability()
+    cpu = torch.backends.cpu.get_cpu_capability()
     full = [row for row in rows if row.digest and not row.stopped]
-    return sorted(full, key=lambda row: (row.cpu != here, row.fingerprint))
+    return sorted(full, key=lambda row: (row.cpu != cpu, row.fingerprint))
 
 
 def why_other_identity(row: Row) -> str:
@@ -130,8 +130,8 @@ def _digest(plan: Plan) -> str:
 def _changes(before: Mapping[str, Any], config: Config) -> list[str]:
     """Return the keys that differ between a row's configuration and another, as texts."""
     old, new = (
-        {k: v for k, v in flatten_parameters(each).items() if not k.startswith(_MEASUREMENTS)}
-        for each in (before, kept_config(config))
+        {k: v for k, v in flatten_parameters(source).items() if not k.startswith(_MEASUREMENTS)}
+        for source in (before, kept_config(config))
     )
     return [
         f"{key}: {old.get(key, 'absent')} → {new.get(key, 'absent')}"
@@ -186,13 +186,13 @@ def carry_rows(
         carried.append(new)
         group = (row.method, *renames, *_changes(raw, config))
         groups.setdefault(group, []).append((row, new))
-    here = torch.backends.cpu.get_cpu_capability()
+    cpu = torch.backends.cpu.get_cpu_capability()
     for (method, *changes), pairs in groups.items():
         title = f"{method}: {'; '.join(changes) or 'the identity has other keys'}"
-        usable = [new for _, new in pairs if new.cpu == here and new.digest and not new.stopped]
+        usable = [new for _, new in pairs if new.cpu == cpu and new.digest and not new.stopped]
         if not usable:
             raise ConfigError(
-                f"{pairs[0][0].place}: no row of its group ({title}) was computed on {here}; carry "
+                f"{pairs[0][0].place}: no row of its group ({title}) was computed on {cpu}; carry "
                 "the ledger over on another machine"
             )
         tried = recompute(min(usable, key=lambda row: row.rounds), keys)

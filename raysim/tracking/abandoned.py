@@ -68,10 +68,10 @@ def folders_below(root: Path) -> list[Path]:
     Args:
         root: folder of the data sets; the default is that of `load_dataset`.
     """
-    found = []
+    folders = []
     for place, below, names in os.walk(root):
         if SPOOL_FILE in names:
             below.clear()  # nothing in a run's folder is another run's
             if lock.LOCK_FILE in names:
-                found.append(Path(place))
-    return found
+                folders.append(Path(place))
+    return folders

@@ -154,8 +154,8 @@ class Row:
     def _measures_the_same(self, wanted: Mapping[str, Any]) -> bool:
         """Return True if both measure the same, apart from how often they evaluate."""
         same = [
-            {key: value for key, value in each["evaluate"].items() if key not in _HOW_OFTEN}
-            for each in (self.config, wanted)
+            {key: value for key, value in config["evaluate"].items() if key not in _HOW_OFTEN}
+            for config in (self.config, wanted)
         ]
         probed = any(same[1].get(key) for key in ("forgetting", "theory", "probes"))
         return same[0] == same[1] and (not probed or self.rounds == wanted["rounds"])

@@ -174,10 +174,10 @@ class RunClient:
         """The run of this id, or created under this key; None if there is none."""
         with contextlib.suppress(Refused):
             return self._get(name)
-        found = self._client.search_runs(
+        runs = self._client.search_runs(
             [self._experiment_id], f"tags.`{_RUN_KEY_TAG}` = '{name}'", max_results=1
         )
-        return found[0] if found else None
+        return runs[0] if runs else None
 
     def _id_of(self, name: str) -> str:
         """Return MLflow's id of a run that may have a provisional one."""

@@ -34,7 +34,7 @@ class ClientEvaluator:
         trainer: the worker's trainer, with the net and the client rule.
         tests: the examples of each client on which it is evaluated.
         examples: the half of the data set that has them.
-        own: training examples of each client, also of those that never train.
+        training: training examples of each client, also of those that never train.
         batch_size: examples in a batch.
         metrics: the metrics of the learning task; the loss comes besides.
         tuner: trains clients by plain SGD, for fine-tuning; None: no fine-tuning.
@@ -45,7 +45,7 @@ class ClientEvaluator:
         trainer: Trainer,
         tests: ExampleLists | VirtualClients,
         examples: Examples,
-        own: ExampleLists | VirtualClients,
+        training: ExampleLists | VirtualClients,
         batch_size: int,
         metrics: Sequence[TaskMetric],
         tuner: Trainer | None,
@@ -53,13 +53,13 @@ class ClientEvaluator:
         self.trainer = trainer
         self.tests = tests
         self.examples = examples
-        self.own = own
+        self.training = training
         self.batch_size = batch_size
         self.metrics = metrics
         self.tuner = tuner
         self.has_own_models = any(
-            uses_own_models(one.config, one.rule, trainer.server)
-            for one in trainer.groups or [trainer]
+            uses_own_models(member.config, member.rule, trainer.server)
+            for member in trainer.groups or [trainer]
         )
         self.net = BoundModel(trainer.model.with_autocast(None))
 
@@ -139,7 +139,7 @@ class ClientEvaluator:
             return broadcast.global_params, broadcast.buffers
         trainer = self.trainer.of_client(task.client)
         rule = trainer.rule.at(task.base)
-        mine = self.own.client(task.client)
+        mine = self.training.client(task.client)
         received = trainer.receive(rule, broadcast, task, mine)
         w, buffers = received.local_params, received.buffers
         if overridden(rule, ["evaluated"]):

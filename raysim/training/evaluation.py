@@ -59,12 +59,12 @@ def measure(
         if classes:
             hits = y[outputs.argmax(1) == y]
             of_class += torch.stack([torch.bincount(p, minlength=classes) for p in (hits, y)])
-    found = {
+    values = {
         metric.name: float(metric.value(_whole(parts)))
         for metric, parts in zip(metrics, rows, strict=True)
     }
     per_class = {f"accuracy/class_{c}": r / k for c, (r, k) in enumerate(of_class.T.tolist()) if k}
-    return {**found, "loss": loss.item() / len(positions), **per_class}
+    return {**values, "loss": loss.item() / len(positions), **per_class}
 
 
 def _outputs(net: BoundModel, buffers: Tensor, x: Tensor) -> Tensor:

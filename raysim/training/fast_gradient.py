@@ -156,15 +156,15 @@ def matches_autograd(model: Model) -> bool:
         if not fast.supports(x):
             continue
         buffers, buffers_of_autograd = model.initial()[1], model.initial()[1]
-        found = torch.full_like(bound.w, torch.nan)
+        gradient = torch.full_like(bound.w, torch.nan)
         try:
-            fast.gradient(x, y, mode, buffers, drop, list(model.views(found).values()))
+            fast.gradient(x, y, mode, buffers, drop, list(model.views(gradient).values()))
             _, parts = by_autograd(bound, x, y, mode, buffers_of_autograd, drop)
         except BaseException as error:  # if autograd fails too, training reports it
             reraise_stop(error)
             return False
         expected = torch.cat([part.reshape(-1) for part in parts])
-        if not (torch.equal(found, expected) and torch.equal(buffers, buffers_of_autograd)):
+        if not (torch.equal(gradient, expected) and torch.equal(buffers, buffers_of_autograd)):
             return False
     return True
 

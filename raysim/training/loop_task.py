@@ -118,11 +118,11 @@ class LoopTask(ModelTask):
         Args:
             batch: the mini-batch.
         """
-        given = batch.x, batch.y, "train", self.buffers, batch.drop
+        inputs = batch.x, batch.y, "train", self.buffers, batch.drop
         if self.fast is not None and self.fast.supports(batch.x):
-            loss, parts = self.fast.gradient(*given, self.parts), self.parts
+            loss, parts = self.fast.gradient(*inputs, self.parts), self.parts
         else:
-            loss, parts = by_autograd(self.trained, *given)
+            loss, parts = by_autograd(self.trained, *inputs)
         torch._foreach_add_(self.trained.views, parts, alpha=-self.settings.lr)  # pyright: ignore[reportPrivateImportUsage]  # torch exports it, untyped
         self.losses.append(loss)
 

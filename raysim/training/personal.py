@@ -73,9 +73,9 @@ class PersonalParts:
         kept = client_state or {}
         shared, buffers = broadcast.shared, broadcast.buffers
         if self.mask is not None and PARAMETERS_KEY in kept:
-            own = broadcast.global_params.clone()
-            own[self.mask] = torch.tensor(kept[PARAMETERS_KEY]).to(own)
-            shared = {**shared, "x": own}
+            local_params = broadcast.global_params.clone()
+            local_params[self.mask] = torch.tensor(kept[PARAMETERS_KEY]).to(local_params)
+            shared = {**shared, "x": local_params}
         if STATISTICS_KEY in kept:
             buffers = torch.tensor(kept[STATISTICS_KEY]).to(buffers)
         return Broadcast(shared, buffers)

@@ -428,13 +428,13 @@ def forward_pass(
 
 
 def one_by_one(
-    model: Model, each: Tensor, batch: Batch, mode: PassMode, buffers: Tensor | None
+    model: Model, params: Tensor, batch: Batch, mode: PassMode, buffers: Tensor | None
 ) -> Call:
     """Return a forward pass with separate parameters for every example.
 
     Args:
         model: the net.
-        each: [B, P], the parameters of each example.
+        params: [B, P], the parameters of each example.
         batch: the batch.
         mode: mode of the pass.
         buffers: running statistics [Q].
@@ -461,7 +461,7 @@ def one_by_one(
             with_features.append(features is not None)
             return [t[0] for t in (out, *([] if features is None else [features]), *outputs)]
 
-        out, *others = torch.func.vmap(call_example)(each, x, batch.drop)
+        out, *others = torch.func.vmap(call_example)(params, x, batch.drop)
         features = others.pop(0) if with_features[0] else None
         if levels is not None:
             levels += others

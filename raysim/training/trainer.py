@@ -181,12 +181,12 @@ class Trainer(ABC):
         self.groups = [self, *groups]
         self.members = members
         states = [trainer._new_state() for trainer in self.groups]
-        for trainer, own in zip(self.groups, states, strict=True):
+        for trainer, group_state in zip(self.groups, states, strict=True):
             trainer.finish.padding = {
                 key: torch.zeros_like(value)
                 for state in states
                 for key, value in state.items()
-                if key not in own
+                if key not in group_state
             }
 
     def _new_state(self) -> State:

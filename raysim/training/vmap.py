@@ -149,9 +149,9 @@ class VmapTrainer(Trainer):
                 alike.append(group := [])
             group.append(client_task)
         trained = {
-            one.task.client: one
+            update.task.client: update
             for client_tasks in alike
-            for one in self._train_alike(broadcasts, client_tasks)
+            for update in self._train_alike(broadcasts, client_tasks)
         }
         return [trained[client_task.client] for client_task in block.tasks]
 
@@ -214,8 +214,8 @@ class VmapTrainer(Trainer):
                 client=client.task.client,
             )
             state = {key: value[k] for key, value in block.state.items()}
-            own, self.loop.optimizer_state = _divided(state)
-            return self.finish.update(client, own, block.losses[k], self.loop)
+            rule_state, self.loop.optimizer_state = _divided(state)
+            return self.finish.update(client, rule_state, block.losses[k], self.loop)
         except BaseException as error:
             reraise_stop(error)
             return failed_update(client.task)
@@ -349,13 +349,13 @@ def _step_of(model: Model, rule: ClientRule, settings: LocalSettings) -> Step:
         lr = numbers.get("lr", settings.lr)
         task = VmapTask(model, replace(settings, t=t, lr=lr), received, facts)
         task.buffers = buffers
-        own, task.optimizer_state = _divided(state)
+        rule_state, task.optimizer_state = _divided(state)
         batch = PaddedBatch.of_one(tensors)
         if ACCUMULATED in state:
             after = _accumulated(rule, shared, state, batch, task, tensors["due"], numbers["count"])
         else:
-            after = rule.step(shared, own, batch, task)
-            check_step(rule, own, after)
+            after = rule.step(shared, rule_state, batch, task)
+            check_step(rule, rule_state, after)
             task.check_update(rule)
             after = after | _of_engine(task.optimizer_state)
         if len(task.losses) != 1:
@@ -382,9 +382,9 @@ def _of_engine(optimizer_state: State) -> State:
 
 def _divided(state: State) -> tuple[State, State]:
     """Return the rule's part of a state, and the optimizer's."""
-    own = {k: v for k, v in state.items() if not k.startswith(ENGINE)}
-    own.pop(ACCUMULATED, None)
-    return own, {k.removeprefix(ENGINE): v for k, v in state.items() if k.startswith(ENGINE)}
+    rule_state = {k: v for k, v in state.items() if not k.startswith(ENGINE)}
+    rule_state.pop(ACCUMULATED, None)
+    return rule_state, {k.removeprefix(ENGINE): v for k, v in state.items() if k.startswith(ENGINE)}
 
 
 def _due(local: Local, counts: list[int], i: int, device: torch.device) -> dict[str, Tensor]:
@@ -421,13 +421,13 @@ def _accumulated(
     count: Tensor,
 ) -> State:
     """Return the state after a mini-batch: after a step along the mean direction if it is due."""
-    own, _ = _divided(state)
-    direction = rule.direction(shared, own, batch, task)
-    check_direction(rule, own["w"], direction)
+    rule_state, _ = _divided(state)
+    direction = rule.direction(shared, rule_state, batch, task)
+    check_direction(rule, rule_state["w"], direction)
     total = state[ACCUMULATED] + direction
     stepped = {
         **state,
-        "w": task.descend(own["w"], total / count),
+        "w": task.descend(rule_state["w"], total / count),
         **_of_engine(task.optimizer_state),
         ACCUMULATED: torch.zeros_like(total),
     }
@@ -490,10 +490,10 @@ def why_not_vmap(model: Model) -> str | None:
                 "error"
             )  # torch warns where it would fall back to a slow loop of its own
             many = torch.func.vmap(side_by_side)(x, y, mask, *drops)
-        one = LoopTask(model, LocalSettings())
-        one.buffers = buffers
+        task = LoopTask(model, LocalSettings())
+        task.buffers = buffers
         alone = torch.stack(
-            [one.grad(w, Batch(x[i], y[i], None, (tuple(d[i] for d in drops),))) for i in (0, 1)]
+            [task.grad(w, Batch(x[i], y[i], None, (tuple(d[i] for d in drops),))) for i in (0, 1)]
         )
     except BaseException as error:
         reraise_stop(error)

@@ -71,10 +71,10 @@ class Group(Section):
 
     @model_validator(mode="after")
     def _one_choice(self) -> Group:
-        given = [key for key in ("share", "ids", "file") if getattr(self, key) is not None]
-        if len(given) != 1:
+        choices = [key for key in ("share", "ids", "file") if getattr(self, key) is not None]
+        if len(choices) != 1:
             raise ValueError(
                 "give one of 'share', 'ids' and 'file', which say what clients are in the group"
-                + (f"; here are {' and '.join(given)}" if given else "")
+                + (f"; here are {' and '.join(choices)}" if choices else "")
             )
         return self

@@ -41,7 +41,7 @@ class SGDSection(OptimizerSection):
             "state": self.state == "keep",
         }
         if not self.momentum and any(without_effect.values()):
-            key = next(key for key, given in without_effect.items() if given)
+            key = next(key for key, is_set in without_effect.items() if is_set)
             raise ValueError(f"'{key}' has no effect without 'momentum'; give momentum, as 0.9")
         if self.nesterov and self.dampening:
             raise ValueError("'nesterov' needs a 'dampening' of 0")

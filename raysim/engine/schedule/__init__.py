@@ -79,7 +79,7 @@ def clock_before(
             of them not later than `t`.
         t: the round.
     """
-    start, packed = next(one for one in reversed(known) if one[0] <= t)
+    start, packed = next((s, clock) for s, clock in reversed(known) if s <= t)
     if start == t:
         return packed
     schedule = make_schedule(config, sizes)
