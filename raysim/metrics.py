@@ -34,6 +34,8 @@ class Metric:
     """Whether it stands for the metrics of users' own code."""
     larger_is_better: bool | None = None
     """Whether larger values are better; None: neither."""
+    accumulates: bool = False
+    """Whether it counts up over the rounds, so that a run is described by its last value."""
 
     def matches(self, name: str) -> bool:
         """Return whether a metric of this name is of this form.
@@ -254,6 +256,8 @@ METRICS = (
         "",
         "privacy spent at privacy.delta: by the client with most passes, or of all clients",
         "privacy",
+        larger_is_better=False,
+        accumulates=True,
     ),
     Metric("privacy/clip_norm", "", "largest norm of a client's update", "privacy.unit: client"),
     Metric(
@@ -548,13 +552,32 @@ def name_taken(name: str) -> str | None:
 
 
 def has_direction(name: str) -> bool:
-    """Return whether larger or smaller values of a metric are better.
+    """Return whether larger or smaller values of a metric are better, so that a run has a best one.
 
     Args:
         name: name of the metric.
     """
     entry = find_metric(name)
-    return entry is not None and entry.larger_is_better is not None
+    return entry is not None and entry.larger_is_better is not None and not accumulates(name)
+
+
+def accumulates(name: str) -> bool:
+    """Return whether a metric counts up over the rounds, so that only its last value is reported.
+
+    Args:
+        name: name of the metric.
+    """
+    entry = find_metric(name)
+    return entry is not None and entry.accumulates
+
+
+def best_label(name: str) -> str:
+    """Return the label of the value by which reports compare runs: "best accuracy".
+
+    Args:
+        name: name of the metric; of one that accumulates, the value is the last one.
+    """
+    return f"{'last' if accumulates(name) else 'best'} {name}"
 
 
 def lower_is_better(name: str) -> bool:

@@ -131,7 +131,7 @@ def configuration_schema(distribution: str | None = None) -> JsonSchema:
     return _without_noise(whole)
 
 
-def _installed(group: entry_points.Group) -> list[JsonSchema]:
+def _installed(group: entry_points.EntryPointGroup) -> list[JsonSchema]:
     """Return the schemas of what installed packages offer by name, alone or with its keys."""
     names = sorted({point.name for point in entry_points.entry_points(group)})
     if not names:

@@ -13,6 +13,7 @@ import typer
 from raysim.cli.base import check_picture, report_app
 from raysim.cli.completion import complete_configuration, complete_experiment
 from raysim.errors import ConfigError, did_you_mean
+from raysim.metrics import best_label
 
 if TYPE_CHECKING:
     from raysim.reports.runs import RunSource
@@ -344,7 +345,7 @@ def _draw_sweep(
 
     if y is None:
         lines = along(tracked, x, metric, _aside, target)
-        label = f"best {metric}" if target is None else f"rounds to {metric} {target:g}"
+        label = best_label(metric) if target is None else f"rounds to {metric} {target:g}"
         _write(out, lambda: plots.plot_curves(lines, label, x, out, logarithmic=log_x))
         return f"{len(lines)} line{'s'[: len(lines) != 1]} in {out}"
     grids = [(name, *grid(some, x, y, metric, _aside)) for name, some in apart(tracked, [x, y])]

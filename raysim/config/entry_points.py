@@ -25,7 +25,7 @@ logger = logging.getLogger("raysim")
 
 
 @dataclass(frozen=True)
-class Group:
+class EntryPointGroup:
     """A group of entry points."""
 
     name: str
@@ -36,13 +36,15 @@ class Group:
     """What an entry point has to be, for messages."""
 
 
-ALGORITHMS = Group("raysim.algorithms", "a method", "an Algorithm or a rule")
-DATA = Group("raysim.data", "a data set", "a function that returns the examples")
-MODELS = Group("raysim.models", "a net", "a torch.nn.Module or a function that returns one")
-PROBES = Group("raysim.probes", "a probe", "a Probe")
+ALGORITHMS = EntryPointGroup("raysim.algorithms", "a method", "an Algorithm or a rule")
+DATA = EntryPointGroup("raysim.data", "a data set", "a function that returns the examples")
+MODELS = EntryPointGroup(
+    "raysim.models", "a net", "a torch.nn.Module or a function that returns one"
+)
+PROBES = EntryPointGroup("raysim.probes", "a probe", "a Probe")
 
 
-def entry_points(group: Group, name: str | None = None) -> list[EntryPoint]:
+def entry_points(group: EntryPointGroup, name: str | None = None) -> list[EntryPoint]:
     """Return the entry points of a group, without importing them.
 
     Args:
@@ -72,7 +74,7 @@ def distribution(point: EntryPoint) -> str:
     return f"{point.dist.name} {point.dist.version}" if point.dist else point.value
 
 
-def reference(group: Group, name: str) -> str | None:
+def find_reference(group: EntryPointGroup, name: str) -> str | None:
     """Return the reference that an entry point of this name stands for.
 
     Args:
@@ -85,7 +87,7 @@ def reference(group: Group, name: str) -> str | None:
     return next((f"{p.module}:{p.attr}" for p in entry_points(group, name)), None)
 
 
-def offered_reference(group: Group, key: str, name: str, is_shipped: bool) -> str | None:
+def offered_reference(group: EntryPointGroup, key: str, name: str, is_shipped: bool) -> str | None:
     """Return the only reference that a name of a configuration stands for.
 
     Args:
@@ -120,7 +122,7 @@ def offered_reference(group: Group, key: str, name: str, is_shipped: bool) -> st
     return f"{points[0].module}:{points[0].attr}"
 
 
-def load_offered(group: Group, key: str, name: str, is_shipped: bool) -> Any:
+def load_offered(group: EntryPointGroup, key: str, name: str, is_shipped: bool) -> Any:
     """Return what another distribution offers under a name, None if none does.
 
     Arguments and errors are those of `offered_reference`; only this object is imported.
@@ -138,7 +140,9 @@ def load_offered(group: Group, key: str, name: str, is_shipped: bool) -> Any:
     return None if target is None else load_object(target, key)
 
 
-def offered(group: Group, key: str, shipped: Collection[str]) -> Iterator[tuple[str, Any, str]]:
+def offered(
+    group: EntryPointGroup, key: str, shipped: Collection[str]
+) -> Iterator[tuple[str, Any, str]]:
     """Yield name, object and distribution of everything that other distributions offer.
 
     What cannot be used (it fails on import, or its name is taken) is logged and left out.

@@ -245,16 +245,23 @@ def _at(raw: Any, path: list[str]) -> Any:
 
 
 def _keys_at(model: Any, path: list[str], raw: Any) -> list[str]:
+    """Return the keys of the section at a place of the configuration; [] if they are unknown."""
+    is_users_name = False
     for part in path:
+        raw = named(raw.get(part)) if isinstance(raw, Mapping) else None
+        if is_users_name:  # as that of a group
+            is_users_name = False
+            continue
         if (
             not (isinstance(model, type) and issubclass(model, BaseModel))
             or part not in model.model_fields
         ):
             return []
-        raw = named(raw.get(part)) if isinstance(raw, Mapping) else None
+        annotation = model.model_fields[part].annotation
+        is_users_name = typing.get_origin(annotation) is dict
         options = [
             m
-            for m in annotation_types(model.model_fields[part].annotation)
+            for m in annotation_types(annotation)
             if isinstance(m, type) and issubclass(m, BaseModel)
         ]
         meant = [m for m in options if isinstance(raw, dict) and raw.get(_tag(m)) in _key_names(m)]

@@ -119,7 +119,7 @@ def read_config(
         name = algorithm.get("name") if isinstance(algorithm, Mapping) else None
         replaced = any(_names_method(above) for above in layers[i + 1 :])
         brought = defaults(name) if isinstance(name, str) and not replaced else {}
-        merged = merge(merged, merge(brought, layer, keys), keys)
+        merged = merge_layers(merged, merge_layers(brought, layer, keys), keys)
     merged.pop(CLAIMS, None)
     return merged
 
@@ -240,7 +240,7 @@ def _nested(overrides: Mapping[str, Any]) -> dict[str, Any]:
     return layer
 
 
-def merge(
+def merge_layers(
     below: Mapping[str, Any],
     above: Mapping[str, Any],
     keys: KeysOfBoth | None = None,
@@ -261,7 +261,7 @@ def merge(
         if key in SECTIONS_WITH_NAME:
             old, value = named(old), named(value)
         if isinstance(old, dict) and isinstance(value, dict):
-            value = merge(old, value, keys, key)
+            value = merge_layers(old, value, keys, key)
         merged[key] = value
     return merged
 

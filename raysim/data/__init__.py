@@ -8,6 +8,7 @@ from raysim.data.datasets import (
     download_dataset,
     is_present,
     load_dataset,
+    loading_once,
     version_of,
 )
 from raysim.data.examples import Examples, shared_tensor
@@ -28,6 +29,7 @@ __all__ = [
     "import_torchvision",
     "is_present",
     "load_dataset",
+    "loading_once",
     "partition_digest",
     "plot_partition",
     "plot_samples",

@@ -8,7 +8,7 @@ same for every seed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -118,6 +118,19 @@ def load_dataset(data: AnyData) -> Dataset:
             f"data.augment: {data.name} are not images to crop and mirror; leave it out"
         )
     return replace(dataset, pad=dataset.pad or dataset.shape[1] // 8, flip=True)
+
+
+def loading_once() -> Callable[[AnyData], Dataset]:
+    """Return a function like `load_dataset` that loads the data set of each section only once."""
+    loaded: dict[str, Dataset] = {}
+
+    def load(data: AnyData) -> Dataset:
+        section = data.model_dump_json()
+        if section not in loaded:
+            loaded[section] = load_dataset(data)
+        return loaded[section]
+
+    return load
 
 
 def _function_of(data: OwnData) -> str:

@@ -92,7 +92,7 @@ def divide_by_function(p: OwnPartition, y: np.ndarray, rng: np.random.Generator)
     return indices, offsets
 
 
-def stored(lists: Sequence[Any]) -> dict[str, Any]:
+def store_partition(lists: Sequence[Any]) -> dict[str, Any]:
     """Write a partition that was given from Python to a file that is named after its content.
 
     Args:

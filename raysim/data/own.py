@@ -285,7 +285,7 @@ def is_content(value: Any) -> bool:
     return "name" not in value and any(not isinstance(part, str) for part in examples)
 
 
-def stored(content: Any) -> dict[str, Any]:
+def store_examples(content: Any) -> dict[str, Any]:
     """Write examples that were given from Python to a file that is named after their content.
 
     The file lies in the folder of the data sets, where `raysim resume` finds it.

@@ -27,7 +27,7 @@ NUMPY_FLOATS = (torch.float16, torch.float32, torch.float64)
 Sequences = list[np.ndarray]
 """Rows of whole numbers, int64 [T_k], of different lengths."""
 
-Half = tuple[np.ndarray | Sequences, np.ndarray | Sequences | None]
+InputsAndTargets = tuple[np.ndarray | Sequences, np.ndarray | Sequences | None]
 """Inputs and targets of a half."""
 
 
@@ -95,7 +95,9 @@ class ArrayReader:
             f"{list(rows[0].shape)}; crop or pad them to one shape"
         )
 
-    def padded(self, halves: Mapping[str, Half]) -> dict[str, tuple[np.ndarray, np.ndarray | None]]:
+    def padded(
+        self, halves: Mapping[str, InputsAndTargets]
+    ) -> dict[str, tuple[np.ndarray, np.ndarray | None]]:
         """Return x and y of all halves, with sequences of different lengths padded to one length.
 
         Inputs are padded with `PADDING_X`, targets with `PADDING_Y`.

@@ -262,11 +262,11 @@ def _references(config: Config) -> Iterator[tuple[str, str]]:
                 yield f"{key}.{i}", stage.name
 
 
-def _reference(name: str, group: entry_points.Group | None) -> str | None:
+def _reference(name: str, group: entry_points.EntryPointGroup | None) -> str | None:
     """Return the reference to code that a name means; None for what raysim has."""
     if ":" in name or group is None:
         return name if ":" in name else None
-    return entry_points.reference(group, name)
+    return entry_points.find_reference(group, name)
 
 
 def _sections_with_code(config: Config) -> Iterator[tuple[str, Named]]:

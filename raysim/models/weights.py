@@ -56,7 +56,7 @@ def run_folder(run_id: str, tracking_uri: str) -> str:
         ConfigError: there is no such run, or its folder is not on this machine.
     """
     try:
-        return mlflow_client.run_folder(run_id, tracking_uri)
+        return mlflow_client.folder_of_tracked_run(run_id, tracking_uri)
     except ConfigError as error:
         raise ConfigError(f"{KEY}: {error}") from None
 

@@ -20,8 +20,7 @@ from typing import Any
 import torch
 
 from raysim.config import explain, loading
-from raysim.config.sections.data import AnyData
-from raysim.data import Dataset, load_dataset
+from raysim.data import loading_once
 from raysim.engine.loop import Engine
 from raysim.engine.plan import Plan
 from raysim.engine.resolve import keys, resolve_plan
@@ -102,12 +101,8 @@ def bench(
     raw.pop("sweep", None)
     explain.validate(raw)  # also what is not used
     raw |= quiet
-    loaded: dict[str, Dataset] = {}
-
-    def load_once(wanted: AnyData) -> Dataset:
-        return loaded.setdefault(wanted.model_dump_json(), load_dataset(wanted))
-
-    plan, result = resolve_plan(raw, load_once), BenchResult()
+    load = loading_once()
+    plan, result = resolve_plan(raw, load), BenchResult()
     fixed_keys = {
         f"{section}.{key}"
         for section in ("resources", "batching")
@@ -118,7 +113,7 @@ def bench(
         result.candidates.append(candidate)
         try:
             _measure_candidate(
-                resolve_plan(_with_settings(raw, settings), load_once), candidate, seconds
+                resolve_plan(_with_settings(raw, settings), load), candidate, seconds
             )
         except RaysimError as error:
             candidate.problem = str(error).splitlines()[0]

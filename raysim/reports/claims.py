@@ -392,7 +392,7 @@ def _difference_text(claim: Claim, apart: Sequence[Span]) -> str:
     exact = [low for low, high in apart if low == high]
     if not exact or len(exact) < len(apart):
         return MISSING_TEXT
-    difference = paired_difference(exact, [0.0] * len(exact), claim.says)
+    difference = paired_difference(exact, [0.0] * len(exact))
     return difference_text(difference, _is_percent(claim.left))
 
 

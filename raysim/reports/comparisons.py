@@ -24,15 +24,12 @@ CONFIDENCE = 0.95
 OPTION = "compare_with (--compare-with)"
 
 
-def paired_difference(
-    values: Sequence[float], references: Sequence[float], reference: str
-) -> PairedDifference:
+def paired_difference(values: Sequence[float], references: Sequence[float]) -> PairedDifference:
     """Return the mean of value minus reference over seeds, with its interval.
 
     Args:
         values: One value for each seed.
         references: The reference's values with the same seeds, in the same order.
-        reference: Name of the reference, as KEY=VALUE.
 
     Returns:
         The difference. A single seed has neither an interval nor a p-value. If all differences are
@@ -41,16 +38,14 @@ def paired_difference(
     differences = [value - reference for value, reference in zip(values, references, strict=True)]
     mean = statistics.fmean(differences)
     if len(differences) < 2:
-        return PairedDifference(reference, mean, None, None, None, len(differences))
+        return PairedDifference(mean, None, None, None, len(differences))
     if len(set(differences)) == 1:
-        return PairedDifference(reference, mean, mean, mean, float(mean == 0), len(differences))
+        return PairedDifference(mean, mean, mean, float(mean == 0), len(differences))
     from scipy import stats  # takes half a second, which other reports save
 
     test = stats.ttest_rel(values, references)
     low, high = test.confidence_interval(CONFIDENCE)
-    return PairedDifference(
-        reference, mean, float(low), float(high), float(test.pvalue), len(differences)
-    )
+    return PairedDifference(mean, float(low), float(high), float(test.pvalue), len(differences))
 
 
 def compared(
@@ -110,10 +105,8 @@ def compared(
         unpaired += len(values.keys() ^ others.keys())
         difference = None
         if seeds:
-            difference = paired_difference(
-                [values[s] for s in seeds], [others[s] for s in seeds], reference
-            )
-        compared_rows.append(replace(row, versus=difference))
+            difference = paired_difference([values[s] for s in seeds], [others[s] for s in seeds])
+        compared_rows.append(replace(row, versus=difference, reference=reference))
     if not any(row.versus for row in compared_rows):
         say(f"{OPTION}: no other row shares a scenario and a seed with {reference}")
     if unpaired:

@@ -22,7 +22,11 @@ SCENARIO_KEY_PREFIXES = ("data.", "partition.", "model.", "schedule.", "privacy.
 """Prefixes of the parameters that define the scenario in which methods are compared."""
 
 _DERIVED_KEY_PREFIXES = ("files", "client.", "server.", "batching.", "model.", "schedule.")
-"""Prefixes of keys that mostly follow from the name of an algorithm or another section."""
+_DERIVED_KEY_PREFIXES += tuple(
+    f"evaluate.{key}" for key in ("clients", "theory", "forgetting", "probes")
+)
+"""Prefixes of keys that mostly follow from the name of an algorithm or another section, or that
+only add measurements."""
 
 
 def resolved(runs: Sequence[TrackedRun], keys: Iterable[str], option: str) -> list[str]:
@@ -182,7 +186,8 @@ def varied(params: Sequence[Mapping[str, str]]) -> list[str]:
     """Return the parameters that differ, except the seed and parameters without effect on results.
 
     Parameters that follow from others (the rules from the algorithm, the cohort from the schedule)
-    are included only if they distinguish runs that the others do not.
+    or that only add measurements (`evaluate.clients`) are included only if they distinguish runs
+    that the others do not.
 
     Args:
         params: Values by parameter, of each run.

@@ -16,6 +16,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from raysim.metrics import best_label
+
 if TYPE_CHECKING:
     from raysim.reports.curves import Curve
     from raysim.reports.speedup import Slope, SpeedupLines
@@ -120,7 +122,7 @@ def plot_heatmap(panels: Sequence[Panel], x: str, y: str, metric: str, path: Pat
         axes.set(xlabel=x, ylabel=y, xticks=range(len(columns)), yticks=range(len(lines)))
         axes.set_title(fill(title, MAX_TITLE_LETTERS), fontsize="small")
         axes.set(xticklabels=columns, yticklabels=lines)
-        figure.colorbar(image, ax=axes, label=f"best {metric}" + (" %" if scale > 1 else ""))
+        figure.colorbar(image, ax=axes, label=best_label(metric) + (" %" if scale > 1 else ""))
     figure.savefig(path)
 
 

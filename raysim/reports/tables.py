@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import pandas as pd
 
 from raysim.config.schema import SECTIONS_WITH_NAME
-from raysim.metrics import lower_is_better
+from raysim.metrics import accumulates, best_label, lower_is_better
 from raysim.reports import published
 from raysim.reports.tracked import LAST_EVALUATIONS, CostUnit
 
@@ -57,9 +57,6 @@ class MeanStd:
 @dataclass(frozen=True)
 class PairedDifference:
     """Difference to another method over the seeds of both; see `raysim.reports.comparisons`."""
-
-    reference: str
-    """The other method's parameter, as KEY=VALUE."""
 
     mean: float
     """Mean difference of the best values."""
@@ -140,6 +137,9 @@ class TableRow:
 
     versus: PairedDifference | None = None
     """Difference to the reference method, if requested; None for the reference itself."""
+
+    reference: str = ""
+    """Parameter of the reference method as KEY=VALUE, if `versus` is requested."""
 
     pooled: bool = False
     """Whether its runs differ in more than their seed."""
@@ -271,7 +271,7 @@ def _cells(
         **_best_values(table, metric, percent),
         **_published_best_values(table, percent),
         **_paired_differences(table, percent),
-        **_last_values(table, percent),
+        **({} if accumulates(metric) else _last_values(table, percent)),
         **_costs_of_target(table, target, cost_unit, percent),
         **_ranks(table),
         **_progress(table),
@@ -295,7 +295,11 @@ def _number_of_runs(table: Sequence[TableRow]) -> Columns:
 
 def _best_values(table: Sequence[TableRow], metric: str, percent: bool) -> Columns:
     """Return the column of best values."""
-    return {f"best {metric}{_unit(percent)}": [_mean_std_text(row.best, percent) for row in table]}
+    return {
+        f"{best_label(metric)}{_unit(percent)}": [
+            _mean_std_text(row.best, percent) for row in table
+        ]
+    }
 
 
 def _published_best_values(table: Sequence[TableRow], percent: bool) -> Columns:
@@ -316,7 +320,7 @@ def _published_best_values(table: Sequence[TableRow], percent: bool) -> Columns:
 
 def _paired_differences(table: Sequence[TableRow], percent: bool) -> Columns:
     """Return the column of differences to a reference method; none without any."""
-    references = {row.versus.reference for row in table if row.versus}
+    references = {row.reference for row in table if row.versus}
     if not references:
         return {}
     unit = ", points" if percent else ""

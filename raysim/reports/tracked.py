@@ -15,7 +15,7 @@ from typing import Literal
 from raysim.config import renamed
 from raysim.config.sections.evaluation import DEFAULT_BEST
 from raysim.errors import ConfigError, did_you_mean
-from raysim.metrics import find_metric
+from raysim.metrics import accumulates, find_metric
 
 CostUnit = Literal["rounds", "bytes", "virtual time", "seconds"]
 """Unit of the cost of a run."""
@@ -62,11 +62,13 @@ class TrackedRun:
     """Name of the metric."""
 
     def best(self, lower: bool) -> float:
-        """Return the best value over all rounds.
+        """Return the best value over all rounds; the last one of a metric that accumulates.
 
         Args:
             lower: True if smaller values are better.
         """
+        if accumulates(self.metric):
+            return self.history[-1][1]
         return (min if lower else max)(value for _, value in self.history)
 
     @property
@@ -76,7 +78,12 @@ class TrackedRun:
 
     @property
     def settled(self) -> float:
-        """Mean of the last `LAST_EVALUATIONS` values after round 0 (of all, if there are fewer)."""
+        """Mean of the last `LAST_EVALUATIONS` values after round 0 (of all, if there are fewer).
+
+        Of a metric that accumulates it is the last value.
+        """
+        if accumulates(self.metric):
+            return self.history[-1][1]
         return statistics.fmean(self.trained[-LAST_EVALUATIONS:])
 
     def arrival(self, target: float, lower: bool) -> int | None:

@@ -56,7 +56,7 @@ def _is_shipped(name: str) -> bool:
 
 def _is_offered(name: str) -> bool:
     """Return whether another distribution has a method of this name."""
-    return entry_points.reference(entry_points.ALGORITHMS, name) is not None
+    return entry_points.find_reference(entry_points.ALGORITHMS, name) is not None
 
 
 def _installed(section: str, name: str) -> Any:

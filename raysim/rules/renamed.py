@@ -6,7 +6,9 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from raysim.config import renamed
-from raysim.errors import ConfigError
+from raysim.errors import ConfigError, did_you_mean
+
+_ROOM = __name__.rpartition(".")[0] + "."
 
 
 def refuse_former_names(rule: type, section: str) -> None:
@@ -35,7 +37,10 @@ def refuse_former_names(rule: type, section: str) -> None:
 
 
 class TellsPresentNames:
-    """Base of a rule's arguments, whose former attributes raise an error with the new name."""
+    """Base of a rule's arguments: the error for an unknown attribute names the one that was meant.
+
+    That is the present name of a former attribute, or the nearest one.
+    """
 
     if not TYPE_CHECKING:  # a type checker would take every attribute for known
 
@@ -45,4 +50,15 @@ class TellsPresentNames:
                     raise AttributeError(
                         f"{cls.__name__} attribute `{name}` is now called `{present}`"
                     )
-            raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
+            if name.startswith("_"):
+                raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
+            contract = next(c for c in type(self).__mro__ if c.__module__.startswith(_ROOM))
+            known = {
+                attribute
+                for cls in contract.__mro__
+                for attribute in (*vars(cls), *vars(cls).get("__annotations__", {}))
+                if not attribute.startswith("_")
+            }
+            raise AttributeError(
+                f"'{contract.__name__}' object has no attribute '{name}'{did_you_mean(name, known)}"
+            )

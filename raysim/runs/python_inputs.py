@@ -21,6 +21,7 @@ from raysim.config.loading import parse_overrides
 from raysim.data import given_partitions, own
 from raysim.engine.plan import Probe
 from raysim.errors import ConfigError
+from raysim.metrics import METRICS_KEY
 from raysim.rules import Algorithm, ClientRule, ClientSampling, LearningTask, ServerRule, TaskMetric
 from raysim.rules.contract import ALGORITHMS, CLIENT_RULES, SERVER_RULES
 from raysim.rules.learning_tasks import TASKS
@@ -72,7 +73,7 @@ def _without_objects(key: str, value: Any) -> Any:
             {"name": item} if isinstance(item, str) else _section(key, item, name_of)
             for item in items
         ]
-        return [part["name"] for part in named] if key == METRICS else named
+        return [part["name"] for part in named] if key == METRICS_KEY else named
     section = key.removesuffix(".name")
     for place, name_of in SECTIONS.items():
         if fnmatch.fnmatchcase(section, place) and section.count(".") == place.count("."):
@@ -137,14 +138,14 @@ def _class_of(value: Any, *bases: type) -> type | None:
 
 def _data(key: str, value: Any) -> Section:
     is_function = callable(value) and not isinstance(value, torch.utils.data.Dataset)
-    return {"name": python_objects.reference(value)} if is_function else own.stored(value)
+    return {"name": python_objects.reference(value)} if is_function else own.store_examples(value)
 
 
 def _partition(key: str, value: Any) -> Section:
     if callable(value):
         return {"name": python_objects.reference(value)}
     if isinstance(value, list | tuple):
-        return given_partitions.stored(value)
+        return given_partitions.store_partition(value)
     raise ConfigError(
         f"{key}: a {type(value).__name__} is neither a function of (y, clients, rng) nor a list "
         "with the positions of each client's examples"
@@ -216,14 +217,11 @@ SECTIONS: dict[str, Callable[[str, Any], Section]] = {
 }
 """For each section that may be an object: the function that returns its name and parameters."""
 
-METRICS = "evaluate.metrics"
-"""The list of metrics, which are named without parameters."""
-
 LISTS: dict[str, Callable[[str, Any], Section]] = {
     "local.upload": _derived(UploadStage, STAGES),
     "groups.*.local.upload": _derived(UploadStage, STAGES),
     "evaluate.probes": _derived(Probe),
-    METRICS: _derived(TaskMetric),
+    METRICS_KEY: _derived(TaskMetric),
 }
 """The same for the items of lists."""
 

@@ -13,10 +13,10 @@ import torch
 from raysim.config import loading
 from raysim.config.loading import parse_overrides
 from raysim.config.schema import KEYS_OF_FILES
-from raysim.data import partition_digest
+from raysim.data import loading_once, partition_digest
 from raysim.engine import checkpoint, client_store
 from raysim.engine.plan import Plan
-from raysim.engine.resolve import prepare
+from raysim.engine.resolve import read_run_config, resolve_plan
 from raysim.engine.server import Server
 from raysim.errors import ConfigError, RaysimError
 from raysim.rules.uploads import with_mode
@@ -120,9 +120,10 @@ def reopen(
         )
     parsed = parse_overrides(overrides)
     moved = {key: parsed[key] for key in MOVABLE if key in parsed}
-    before = prepare(folder / "config.yaml", moved)
+    load = loading_once()
+    before = resolve_plan(read_run_config(folder / "config.yaml", moved), load)
     _check_moved(folder, before, moved)
-    plan = prepare(folder / "config.yaml", overrides)
+    plan = resolve_plan(read_run_config(folder / "config.yaml", overrides), load)
     if changed := _changes(before, plan):
         raise ConfigError(
             f"{', '.join(changed)}: would change the result of the run in {folder}; "
@@ -171,9 +172,11 @@ def forked(
     finish_abandoned([folder])
     parsed = parse_overrides(overrides)
     recorded = loading.read_config(folder / "config.yaml").get("files")
-    before = prepare(folder / "config.yaml", {"files": None})
+    load = loading_once()
+    before = resolve_plan(read_run_config(folder / "config.yaml", {"files": None}), load)
     before = replace(before, config=before.config.model_copy(update={"files": recorded}))
-    plan = prepare(folder / "config.yaml", {"run_dir": None, "files": None, **parsed})
+    changes = {"run_dir": None, "files": None, **parsed}
+    plan = resolve_plan(read_run_config(folder / "config.yaml", changes), load)
     changed = _changes(before, plan)
     for key in changed:
         section = key.removeprefix("files.").partition(".")[0]
@@ -194,8 +197,8 @@ def forked(
             "give rounds=N with a larger N"
         )
     _check_fork(before, plan, saved)
-    changes = ", ".join(f"{key}: {old} -> {new}" for key, (old, new) in changed.items())
-    origin = ForkOrigin(saved.facts["run_id"], changes or "nothing")
+    changes_text = ", ".join(f"{key}: {old} -> {new}" for key, (old, new) in changed.items())
+    origin = ForkOrigin(saved.facts["run_id"], changes_text or "nothing")
     fork_dir = make_run_dir(plan)
     saved.facts |= {"fingerprint": plan.config.fingerprint, "run_id": ""}
     client_store.copy_rows(folder, fork_dir, plan.config.client_state.dir)

@@ -40,7 +40,7 @@ def find_run_dir(run: str | Path, tracking_uri: str | None = None) -> Path:
     """
     folder = Path(run)
     if not folder.exists() and re.fullmatch("[0-9a-f]{32}", str(run)):
-        folder = Path(mlflow_client.run_folder(str(run), tracking_uri))
+        folder = Path(mlflow_client.folder_of_tracked_run(str(run), tracking_uri))
     if not (folder / "config.yaml").is_file():
         raise ConfigError(
             f"{folder} holds no run (no config.yaml); give the folder that `raysim run` printed"

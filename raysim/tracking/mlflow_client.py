@@ -315,7 +315,7 @@ def open_store(uri: str | None, purpose: str = "read") -> Iterator[Any]:
         raise RaysimError(f"--uri: {mask_secrets(address)} cannot be {purpose}: {why}") from None
 
 
-def run_folder(run_id: str, uri: str | None = None) -> str:
+def folder_of_tracked_run(run_id: str, uri: str | None = None) -> str:
     """The folder of a run that MLflow knows by this id.
 
     Args:

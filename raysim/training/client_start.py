@@ -36,7 +36,7 @@ class ReceivedModel:
     """What `begin` returned beside them, which the local steps carry."""
 
 
-def begin(
+def begin_client(
     rule: ClientRule, broadcast: Broadcast, client_state: State, data: LocalData, task: LoopTask
 ) -> ReceivedModel:
     """Return a client at the start of its local steps, and set `task` to that start.

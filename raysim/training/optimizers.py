@@ -140,7 +140,9 @@ KEPT = "optimizer "
 """Beginning of the keys under which a client keeps its optimizer's state."""
 
 
-def stored(optimizer: Optimizer, client_state: Mapping[str, np.ndarray], w: Tensor) -> State | None:
+def kept_state(
+    optimizer: Optimizer, client_state: Mapping[str, np.ndarray], w: Tensor
+) -> State | None:
     """Return the state of an optimizer that a client kept; None if it kept none.
 
     Args:

@@ -37,7 +37,7 @@ from raysim.rules.user_code import (
 )
 from raysim.training.batches import ClientBatches
 from raysim.training.client_finish import ClientFinish
-from raysim.training.client_start import ReceivedModel, begin, fresh_model, kept_or_new_state
+from raysim.training.client_start import ReceivedModel, begin_client, fresh_model, kept_or_new_state
 from raysim.training.client_update import ClientUpdate, PreparedClient
 from raysim.training.fast_gradient import matches_autograd
 from raysim.training.groups import ClientGroup
@@ -49,7 +49,7 @@ from raysim.training.messages import (
     ClientTask,
     WorkerResult,
 )
-from raysim.training.optimizers import kept, make_optimizer, stored
+from raysim.training.optimizers import kept, kept_state, make_optimizer
 from raysim.training.personal import PersonalParts, personal_parts
 from raysim.training.task import LocalSettings
 from raysim.training.upload_chain import UploadChain
@@ -361,7 +361,7 @@ class Trainer(ABC):
             optimizer_state=self._kept_optimizer_state(client_task),
         )
         client_state = kept_or_new_state(rule, self.loop, client_task)
-        return begin(rule, broadcast, client_state, data, self.loop)
+        return begin_client(rule, broadcast, client_state, data, self.loop)
 
     def sent_to(self, broadcast: Broadcast, client: int) -> Broadcast:
         """Return what the server sends one client of a version of the model.
@@ -385,7 +385,7 @@ class Trainer(ABC):
         optimizer = self.constants.optimizer
         if optimizer is None or self.config.local.optimizer.state == "reset":
             return None
-        return stored(optimizer, client_task.client_state or {}, self.x0)
+        return kept_state(optimizer, client_task.client_state or {}, self.x0)
 
     def prepare_batches(
         self, rule: ClientRule, broadcast: Broadcast, client_task: ClientTask, mine: np.ndarray

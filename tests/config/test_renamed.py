@@ -118,6 +118,8 @@ def test_the_tables_name_what_is_refused():
         ("batch_size=10", "did you mean local.batch_size or evaluate.batch_size?"),
         ("clip=1", "did you mean local.max_grad_norm or privacy.max_grad_norm?"),
         ("round=3", "did you mean 'rounds'?"),
+        ("groups.slow.shar=0.1", "groups.slow.shar: unknown key; did you mean 'share'?"),
+        ("groups.slow.local.step=1", "groups.slow.local.step: unknown key; did you mean 'steps'?"),
     ],
 )
 def test_a_key_without_its_section_is_told_which_it_may_be(given, said):

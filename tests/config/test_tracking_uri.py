@@ -197,7 +197,7 @@ def test_a_database_in_a_folder_with_a_quote_works(base, tmp_path, monkeypatch):
     config = {**base, "rounds": 1, "algorithm": "fedavg", "run_dir": None}
     done = raysim.run(config, tracking={"uri": "sqlite:///ml'flow.db", "experiment": "it's"})
     assert (
-        Path(mlflow_client.run_folder(done.run_id, "sqlite:///ml'flow.db"))
+        Path(mlflow_client.folder_of_tracked_run(done.run_id, "sqlite:///ml'flow.db"))
         == done.run_dir.absolute()
     )
     kept = Path("mlartifacts", done.run_id, "artifacts", "history.csv")

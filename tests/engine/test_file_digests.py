@@ -17,6 +17,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 import raysim
+from raysim import startup_stages
 from raysim.config import references
 from raysim.engine.resolve import prepare
 from raysim.errors import ConfigError
@@ -132,7 +133,10 @@ def test_each_file_is_part_of_the_identity_and_resume_names_it(stopped, files, s
             raysim.resume(run_dir, {"rounds": 2})
         (files / name).write_text(FILES[name])
     (files / "parts" / "unused.py").write_text("# nobody imports it")
-    assert raysim.resume(run_dir, {"rounds": 2}).rounds == 2
+    stages: list[str] = []
+    with startup_stages.shown_by(stages.append):
+        assert raysim.resume(run_dir, {"rounds": 2}).rounds == 2
+    assert stages.count("loading digits") == 1
     assert prepare(small, EVERYTHING).config.fingerprint == before
 
 

@@ -29,7 +29,7 @@ def run(best: float, seed: int, **params: Any) -> TrackedRun:
 @pytest.mark.parametrize("n", sorted(T_975))
 def test_the_interval_is_that_of_the_paired_t_test(n):
     ours, theirs = [0.61, 0.70, 0.55, 0.66, 0.72][:n], [0.50, 0.64, 0.53, 0.52, 0.69][:n]
-    found = paired_difference(ours, theirs, "algorithm=fedavg")
+    found = paired_difference(ours, theirs)
     differences = [a - b for a, b in zip(ours, theirs, strict=True)]
     mean = sum(differences) / n
     deviation = math.sqrt(sum((d - mean) ** 2 for d in differences) / (n - 1))
@@ -43,11 +43,11 @@ def test_the_interval_is_that_of_the_paired_t_test(n):
 
 
 def test_one_seed_and_equal_differences():
-    one = paired_difference([0.6], [0.5], "algorithm=fedavg")
+    one = paired_difference([0.6], [0.5])
     assert (one.low, one.high, one.p_value, one.n) == (None, None, None, 1)
-    same = paired_difference([0.5, 0.75], [0.25, 0.5], "algorithm=fedavg")
+    same = paired_difference([0.5, 0.75], [0.25, 0.5])
     assert (same.low, same.high, same.p_value) == (0.25, 0.25, 0.0)
-    assert paired_difference([0.5, 0.75], [0.5, 0.75], "algorithm=fedavg").p_value == 1.0
+    assert paired_difference([0.5, 0.75], [0.5, 0.75]).p_value == 1.0
 
 
 def test_rows_are_compared_with_the_best_reference_of_their_scenario():

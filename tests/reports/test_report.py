@@ -151,6 +151,30 @@ def test_what_follows_from_a_schedule_is_no_column():
     assert [row.parameters.get("schedule.cohort") for row in rows(runs)] == [None, "10", "20"]
 
 
+def test_what_only_adds_measurements_is_no_column_unless_nothing_else_differs():
+    clients: dict[str, Any] = {"evaluate__clients__every": 5, "evaluate__clients__batch_size": 10}
+    plain = run([0.1], algorithm="fedavg", evaluate__clients="None")
+    measured = run([0.2], algorithm="gradma", **clients)
+    assert [row.parameters for row in rows([plain, measured])] == [
+        {"algorithm.name": "fedavg"},
+        {"algorithm.name": "gradma"},
+    ]
+    same = run([0.3], algorithm="fedavg", **clients)
+    assert {key for row in rows([plain, same]) for key in row.parameters} == {"evaluate.clients"}
+
+
+def test_a_metric_that_accumulates_is_reported_by_its_last_value():
+    runs = [
+        dataclasses.replace(run([0.5, 1.0, end], seed=seed), metric="privacy/epsilon")
+        for seed, end in ((0, 1.5), (1, 2.5))
+    ]
+    (row,) = rows(runs, "privacy/epsilon")
+    assert row.best.mean == row.last.mean == 2.0
+    head, _, line = markdown_table([row], "privacy/epsilon").splitlines()
+    assert head == "| seeds | last privacy/epsilon | rounds done |"
+    assert line == "| 2 | 2 ± 0.7071 | 2 |"
+
+
 def test_where_a_run_has_no_algorithm_both_of_its_rules_are_columns():
     pairs = [("moon", "fedadam"), ("fedprox", "mifam")]
     runs = [

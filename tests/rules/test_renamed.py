@@ -127,6 +127,20 @@ def test_what_a_rule_is_given_tells_the_present_names(given_to_rule, family):
         given_to_rule.nothing  # noqa: B018
 
 
+@pytest.mark.parametrize(
+    ("given_to_rule", "misspelled", "meant"),
+    [
+        (ModelTask.__new__(type("ATask", (ModelTask,), {"_grad": None, "input_grad": None, "net": None})), "gradd", "grad"),
+        (Reports(0, [], 1), "weight", "weights"),
+        (Reports(0, [], 1), "stalenes", "staleness"),
+        (Batch(torch.zeros(1), torch.zeros(1)), "noises", "noise"),
+    ],
+)  # fmt: skip
+def test_a_misspelled_attribute_is_told_the_nearest_one(given_to_rule, misspelled, meant):
+    with pytest.raises(AttributeError, match=f"'{misspelled}'; did you mean '{meant}'"):
+        getattr(given_to_rule, misspelled)
+
+
 def test_present_names_exist():
     given = (*Reports.__mro__, *ModelTask.__mro__, Batch, ClientRule, ServerRule)
     classes = {cls.__name__: cls for cls in given}
