@@ -40,7 +40,7 @@ from measure import tree
 from run_raysim import dataset
 from workloads import WORKLOADS, Workload
 
-from raysim.engine.executor import Inline
+from raysim.engine.inline import Inline
 from raysim.engine.loop import Engine
 from raysim.engine.plan import Plan
 from raysim.engine.resolve import resolve_plan

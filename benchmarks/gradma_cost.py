@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from raysim.data import Dataset
-from raysim.engine.executor import Inline
+from raysim.engine.inline import Inline
 from raysim.engine.loop import Engine
 from raysim.engine.resolve import resolve_plan
 from raysim.numerics import gram, use_threads

@@ -35,10 +35,11 @@ from raysim.distributed.executor import RayExecutor
 from raysim.distributed.heartbeats import Address, Heartbeat
 from raysim.distributed.worker_pool import WorkerPool
 from raysim.engine.cohorts import make_cohort, make_tasks
-from raysim.engine.executor import Inline, configure_process, make_trainer
+from raysim.engine.inline import Inline
 from raysim.engine.loop import Engine
 from raysim.engine.plan import Plan
 from raysim.engine.resolve import prepare
+from raysim.engine.trainers import configure_process, make_trainer
 from raysim.planning.forecast import means
 from raysim.planning.simulated_executor import Costs, simulate_rounds
 from raysim.training.messages import Block, Broadcast, ClientResult, WorkerResult, cut_blocks

@@ -17,7 +17,7 @@ from workloads import CLASSES, LR, WORKLOADS, Workload, arguments, pixels
 
 import raysim
 from raysim.data import Dataset
-from raysim.engine.executor import Inline
+from raysim.engine.inline import Inline
 from raysim.engine.loop import Engine
 from raysim.engine.plan import Plan
 from raysim.engine.resolve import resolve_plan

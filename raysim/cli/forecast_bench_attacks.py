@@ -147,7 +147,7 @@ def check_convergence(
 def _smoothness(plan: Plan, sample: int | None, console: Console) -> tuple[float, str]:
     """Return L and its source: configured, or estimated by the power method at x_0."""
     from raysim.diagnostics import full_gradients
-    from raysim.engine.executor import configure_process, make_trainer
+    from raysim.engine.trainers import configure_process, make_trainer
 
     theory = plan.config.evaluate.theory
     if theory and theory.L:

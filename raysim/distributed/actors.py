@@ -27,11 +27,12 @@ from torch import Tensor
 from raysim.data.examples import shared_tensor
 from raysim.distributed.heartbeats import Address, Heartbeat
 from raysim.distributed.shared_memory import SharedBuffer, SharedBufferRef
-from raysim.engine.executor import Evaluator, configure_process, make_server
+from raysim.engine.evaluator import Evaluator
 from raysim.engine.plan import Plan
 from raysim.engine.selection import Candidates
 from raysim.engine.server import RoundCohort
-from raysim.engine.trainers import make_trainer
+from raysim.engine.server_setup import make_server
+from raysim.engine.trainers import configure_process, make_trainer
 from raysim.numerics.fixed_point import combine
 from raysim.rules.sampling import SelectionPool
 from raysim.training.messages import Block, Broadcast, WorkerResult

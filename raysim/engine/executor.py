@@ -1,37 +1,25 @@
-"""Executors of a run: the interface that the engine uses, and `Inline`, for this process.
+"""Interface between the loop and what computes its rounds, and the results that pass through it.
 
-`raysim.distributed` has the executor over Ray. Both compute the same bits.
+`engine.inline` computes a run in this process, `raysim.distributed` over Ray. Both compute the same
+bits.
 """
 
 from __future__ import annotations
 
-import ctypes
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
-import torch
 from numpy.random import Generator
 
-from raysim.data import Examples
-from raysim.engine import learning, probes
-from raysim.engine.dp_noise import NoisyMean
 from raysim.engine.plan import Plan
 from raysim.engine.selection import Candidates
-from raysim.engine.server import RoundCohort, Server
-from raysim.engine.trainers import make_trainer
-from raysim.errors import RaysimError, in_a_line
-from raysim.models.flat import BoundModel
-from raysim.numerics import use_threads
+from raysim.engine.server import RoundCohort
+from raysim.errors import RaysimError
 from raysim.rules.contract import State
 from raysim.rules.sampling import SelectionPool
-from raysim.rules.uploads import declared
-from raysim.signals import reraise_stop
-from raysim.training.evaluation import measure
 from raysim.training.messages import Block, Broadcast, WorkerResult
-from raysim.training.server_task import ServerTask
-from raysim.training.trainer import Trainer
 
 T = TypeVar("T", covariant=True)
 ModelHandle = TypeVar("ModelHandle")
@@ -287,242 +275,3 @@ class Executor(Protocol[ModelHandle]):
     def close(self) -> None:
         """Release all that was opened. Works after any failure, and does not wait without end."""
         ...
-
-
-def configure_process(threads: int) -> None:
-    """Configure this process for training.
-
-    It pins torch's threads and switches TF32 off. It also keeps glibc from returning every freed
-    megabyte to the kernel, which costs 10 to 25 % of a round.
-
-    Args:
-        threads: number of torch threads.
-    """
-    torch.set_num_threads(threads)
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = (
-        False  # cosines near 0 decide the QPs
-    )
-    try:
-        libc = ctypes.CDLL("libc.so.6")
-        m_trim_threshold, m_mmap_threshold = -1, -3
-        libc.mallopt(m_mmap_threshold, 1 << 30)
-        libc.mallopt(m_trim_threshold, -1)
-    except OSError:  # not glibc: nothing to settle
-        return
-
-
-def make_server(plan: Plan, device: str) -> Server:
-    """The central server on a device.
-
-    Args:
-        plan: the plan of the run.
-        device: name of the torch device.
-    """
-    use_threads(plan.config.resources.server_threads)
-    x0, buffers = plan.initial
-    shapes = {
-        key: upload.resolved(plan.problem, plan.dtype).shape
-        for key, upload in declared(plan.client.sends).items()
-    }
-    mask = plan.personal.mask
-    privacy = plan.config.client_privacy
-    noisy_mean = None
-    if privacy is not None:
-        key = next(iter(plan.server.uploads))
-        noisy_mean = NoisyMean(privacy, key, plan.config.schedule.size, plan.config.seed)
-    public = learning.make_public_data(plan.dataset, plan.dtype, device, [plan.server])
-    task = None
-    if public is not None:
-        task = ServerTask(plan.config, plan.model(device), x0.to(device), public)
-    return Server(
-        plan.server,
-        x0.to(device),
-        buffers.to(device),
-        plan.problem,
-        shapes,
-        None if mask is None else mask.to(device),
-        noisy_mean,
-        task,
-        plan.collusion,
-    )
-
-
-class Evaluator:
-    """Evaluates versions of the model.
-
-    The part "test" gives the metrics of the learning task (on request also the accuracy on each
-    class) and the mean loss on the whole test set, in eval mode, and the same with prefix val/ on
-    held-out examples if there are any. The other parts are names of probes.
-    """
-
-    def __init__(self, plan: Plan, device: str):
-        data, held_out = plan.dataset, plan.clients.validation
-        self.examples = Examples.of(data, "test", device, plan.dtype)
-        self.validation = Examples(
-            data.x[held_out],
-            data.y[held_out],
-            data.scale,
-            data.shift,
-            device=device,
-            dtype=plan.dtype,
-        )
-        self.name = plan.config.model.name
-        self.net, self.size = BoundModel(plan.model(device)), plan.config.evaluate.batch_size
-        self.metrics = plan.metrics
-        self.classes = plan.problem.classes if plan.config.evaluate.per_class else 0
-        self.probes = probes.evaluations(plan)
-        self.trainer = make_trainer(plan, device) if self.probes else None
-
-    def evaluate(self, broadcast: Broadcast, parts: Sequence[str]) -> dict[str, float]:
-        """Return the metrics of a version of the model.
-
-        Args:
-            broadcast: the version.
-            parts: "test", or names of probes.
-
-        Raises:
-            RaysimError: the net failed; it may be a user's.
-        """
-        try:
-            found = self._test(broadcast) if "test" in parts else {}
-            for name, evaluate in self.probes.items():
-                if name in parts and self.trainer is not None:
-                    found |= evaluate(self.trainer, broadcast)
-        except RaysimError:
-            raise
-        except BaseException as error:
-            reraise_stop(error)
-            raise RaysimError(
-                f"the evaluation of model '{self.name}' failed: {in_a_line(error)}"
-            ) from error
-        return found
-
-    def _test(self, broadcast: Broadcast) -> dict[str, float]:
-        self.net.w.copy_(broadcast.global_params)
-        buffers = broadcast.buffers.to(self.net.w.device)
-        found = measure(
-            self.net, buffers, self.examples, self.size, self.metrics, classes=self.classes
-        )
-        if len(self.validation):
-            held_out = measure(self.net, buffers, self.validation, self.size, self.metrics)
-            found |= {f"val/{k}": v for k, v in held_out.items()}
-        return found
-
-
-class Inline:
-    """Executor that computes everything in this process, one block after the other, without Ray.
-
-    A handle is the version itself.
-    """
-
-    def __init__(self) -> None:
-        self.recoveries: Counter[str] = Counter()
-
-    def open(self, plan: Plan) -> None:
-        """Create trainer, server and evaluator in this process. See `Executor.open`."""
-        device = "cuda:0" if plan.config.resources.gpus else "cpu"
-        self.threads = torch.get_num_threads()
-        configure_process(plan.config.resources.threads)
-        self.trainer, self.server = make_trainer(plan, device), make_server(plan, device)
-        self.evaluator = Evaluator(plan, device)
-
-    def broadcast(self, following: RoundCohort) -> Broadcast:
-        """Return the server's model for the clients of a round. See `Executor.broadcast`."""
-        return self.server.broadcast(following)
-
-    def training(self, t: int) -> InlineRound:
-        """Return the local training of round t, with no client yet.
-
-        Args:
-            t: the round.
-        """
-        return InlineRound(self.trainer)
-
-    def advance(
-        self,
-        round: RoundCohort,
-        trained: RoundResults,
-        bases: Mapping[int, Broadcast],
-        following: RoundCohort,
-    ) -> PendingServerStep[Broadcast]:
-        """Aggregate a round's updates and return the next version. See `Executor.advance`."""
-        done = self.server.advance(round, trained.uploads, bases, following)
-        return PendingServerStep(CompletedResult(done.metrics), done.broadcast)
-
-    def update(
-        self, round: RoundCohort, trained: RoundResults, bases: Mapping[int, Broadcast]
-    ) -> CompletedResult[dict[str, float]]:
-        """Aggregate a round's updates. See `Executor.update`."""
-        return CompletedResult(self.server.update(round, trained.uploads, bases))
-
-    def candidates(self, pool: SelectionPool, rng: Generator) -> CompletedResult[Candidates]:
-        """Return the clients whose loss the server rule asks for. See `Executor.candidates`."""
-        return CompletedResult(self.server.candidates(pool, rng))
-
-    def select(self, pool: SelectionPool, rng: Generator) -> CompletedResult[list[int]]:
-        """Return the clients that the server rule selects. See `Executor.select`."""
-        return CompletedResult(self.server.select(pool, rng))
-
-    def evaluate(self, broadcast: Broadcast, parts: Sequence[str]) -> Future[dict[str, float]]:
-        """Evaluate a version now; an error is raised where the metrics are read, as on actors.
-
-        See `Executor.evaluate`.
-        """
-        try:
-            return CompletedResult(self.evaluator.evaluate(broadcast, parts))
-        except (
-            RaysimError
-        ) as error:  # raised where the engine asks for the metrics, as by an evaluator on an actor
-            return FailedResult(error)
-
-    def evaluate_clients(
-        self, version: int, broadcast: Broadcast, blocks: list[Block]
-    ) -> CompletedResult[RoundResults]:
-        """Evaluate clients now. See `Executor.evaluate_clients`."""
-        outcome = self.trainer.train({version: broadcast}, blocks)
-        return CompletedResult(RoundResults([], [outcome], {}))
-
-    def snapshot(self) -> CompletedResult[State]:
-        """Return the server's state."""
-        return CompletedResult(self.server.snapshot())
-
-    def restore(self, snapshot: State) -> None:
-        """Set the server's state. See `Executor.restore`."""
-        self.server.restore(snapshot)
-
-    def download_version(self, broadcast: Broadcast) -> Broadcast:
-        """Return the version itself. See `Executor.download_version`."""
-        return broadcast
-
-    def upload_version(self, version: Broadcast) -> Broadcast:
-        """Return the version on the training device. See `Executor.upload_version`."""
-        device = self.trainer.x0.device
-        shared = {k: v.to(device, copy=True) for k, v in version.shared.items()}
-        return Broadcast(shared, version.buffers.to(device, copy=True))
-
-    def recover(self) -> None:
-        """Do nothing: a server in this process dies with it only."""
-
-    def close(self) -> None:
-        """Restore torch's number of threads."""
-        torch.set_num_threads(self.threads)
-
-
-class InlineRound:
-    """Local training of one round in this process; it runs when `get` is called."""
-
-    def __init__(self, trainer: Trainer):
-        self.trainer, self.work = trainer, []
-
-    def add(self, broadcasts: Mapping[int, Broadcast], blocks: list[Block]) -> None:
-        """Add blocks; nothing is trained yet. See `RoundHandle.add`."""
-        self.work.append((broadcasts, blocks))
-
-    def get(self) -> RoundResults:
-        """Train all blocks and return their results."""
-        outcomes = [self.trainer.train(broadcasts, blocks) for broadcasts, blocks in self.work]
-        return RoundResults(
-            outcomes,
-            outcomes,
-            {"system/train_seconds": sum(outcome.seconds for outcome in outcomes)},
-        )

@@ -17,7 +17,6 @@ from dataclasses import replace
 import numpy as np
 from numpy.random import Generator
 
-from raysim.engine.executor import make_server
 from raysim.engine.plan import Plan
 from raysim.engine.rule_dry_run import (
     DRY_RUN_TIMEOUT_S,
@@ -28,6 +27,7 @@ from raysim.engine.rule_dry_run import (
 from raysim.engine.schedule import make_schedule
 from raysim.engine.selection import ClientHistory
 from raysim.engine.server import RoundCohort, Server
+from raysim.engine.server_setup import make_server
 from raysim.engine.watched_rules import same_values, watched
 from raysim.errors import ConfigError, ContractError, RaysimError
 from raysim.processes import limited

@@ -1,7 +1,8 @@
-"""The trainer of a worker, with the evaluator of clients."""
+"""The trainer of a worker, with the evaluator of clients, and the settings of its process."""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
@@ -36,6 +37,28 @@ TRAINERS: dict[TrainingMode, type[Trainer]] = {
 LOSS_BATCH_SIZE = 512
 """Examples in a pass of the evaluation of candidates. It is not a setting, because its last digits
 decide who is selected."""
+
+
+def configure_process(threads: int) -> None:
+    """Configure this process for training.
+
+    It pins torch's threads and switches TF32 off. It also keeps glibc from returning every freed
+    megabyte to the kernel, which costs 10 to 25 % of a round.
+
+    Args:
+        threads: number of torch threads.
+    """
+    torch.set_num_threads(threads)
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = (
+        False  # cosines near 0 decide the QPs
+    )
+    try:
+        libc = ctypes.CDLL("libc.so.6")
+        m_trim_threshold, m_mmap_threshold = -1, -3
+        libc.mallopt(m_mmap_threshold, 1 << 30)
+        libc.mallopt(m_trim_threshold, -1)
+    except OSError:  # not glibc: nothing to settle
+        return
 
 
 def make_trainer(plan: Plan, device: str) -> Trainer:

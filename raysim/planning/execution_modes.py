@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from raysim.engine.executor import Inline
+from raysim.engine.inline import Inline
 from raysim.engine.loop import Engine
 from raysim.engine.resolve import prepare
 

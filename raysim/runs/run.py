@@ -23,7 +23,8 @@ import torch
 from raysim import files, lock, processes, startup_stages
 from raysim.data import dataset_summary, partition_digest
 from raysim.engine import checkpoint, client_store
-from raysim.engine.executor import Executor, Inline
+from raysim.engine.executor import Executor
+from raysim.engine.inline import Inline
 from raysim.engine.loop import Engine, Record
 from raysim.engine.plan import Plan
 from raysim.engine.resolve import prepare

@@ -22,9 +22,9 @@ from raysim.data import load_dataset, quadratics
 from raysim.diagnostics import convergence, recorded_updates
 from raysim.diagnostics.convergence import TheoremInputs
 from raysim.diagnostics.full_gradients import FullGradients
-from raysim.engine.executor import make_trainer
 from raysim.engine.plan import Plan
 from raysim.engine.resolve import prepare
+from raysim.engine.trainers import make_trainer
 from raysim.errors import ConfigError
 from raysim.reports import speedup
 from raysim.runs.resume import resume

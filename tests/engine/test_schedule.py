@@ -32,13 +32,14 @@ from raysim.config.sections.data import Data
 from raysim.config.sections.schedule import InFlight
 from raysim.data import load_dataset
 from raysim.engine import checkpoint, schedule
-from raysim.engine.executor import make_server, make_trainer
 from raysim.engine.loop import Engine
 from raysim.engine.plan import Plan
 from raysim.engine.resolve import prepare
 from raysim.engine.schedule.client_times import ClientTimes
 from raysim.engine.schedule.stragglers import Stragglers
 from raysim.engine.server import RoundCohort
+from raysim.engine.server_setup import make_server
+from raysim.engine.trainers import make_trainer
 from raysim.errors import ConfigError, RaysimError
 from raysim.randomness import generator
 from raysim.runs.resume import resume

@@ -20,7 +20,7 @@ from raysim.data import Dataset, load_dataset
 from raysim.data.clients import Clients
 from raysim.distributed.executor import RayExecutor
 from raysim.engine.checkpoint import available_checkpoints
-from raysim.engine.executor import Inline
+from raysim.engine.inline import Inline
 from raysim.engine.loop import Engine
 from raysim.engine.plan import Plan
 from raysim.engine.resolve import resolve_plan

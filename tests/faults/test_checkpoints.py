@@ -19,7 +19,7 @@ from support.processes import SUPPORT, basic, client_of, each_step_once, run_in,
 
 import raysim
 from raysim.engine import checkpoint
-from raysim.engine.executor import Inline
+from raysim.engine.inline import Inline
 from raysim.engine.loop import Engine
 from raysim.errors import ConfigError, RaysimError
 from raysim.runs import artifacts, result

@@ -21,11 +21,12 @@ import torch
 from support.batteries import BAD, NETS, SIZES, poisoned, small, without
 
 from raysim.engine.cohorts import make_cohort, make_tasks
-from raysim.engine.executor import Inline, make_trainer
+from raysim.engine.inline import Inline
 from raysim.engine.loop import Engine
 from raysim.engine.plan import Plan
 from raysim.engine.resolve import prepare
 from raysim.engine.schedule import make_schedule, synchronous_round
+from raysim.engine.trainers import make_trainer
 from raysim.errors import ClientError, ConfigError
 from raysim.rules import registry
 from raysim.rules.contract import CLIENT_RULES, SERVER_RULES, ServerRule, overridden

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from raysim.engine.executor import Inline, PendingServerStep, RoundResults
+from raysim.engine.executor import PendingServerStep, RoundResults
+from raysim.engine.inline import Inline
 from raysim.engine.plan import Plan
 from raysim.engine.server import RoundCohort
 

@@ -11,8 +11,8 @@ import torch
 from support.batteries import algorithm_of_each_client_rule, small
 from support.cuda_graphs import again
 
-from raysim.engine.executor import make_trainer
 from raysim.engine.resolve import prepare
+from raysim.engine.trainers import make_trainer
 from raysim.training.cuda_graphs import CudaGraphCache
 from raysim.training.vmap import VmapTrainer
 

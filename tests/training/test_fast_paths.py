@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from raysim.data import Examples
 from raysim.engine.cohorts import make_cohort, make_tasks
-from raysim.engine.executor import make_trainer
 from raysim.engine.loop import Engine
 from raysim.engine.plan import Plan
 from raysim.engine.resolve import prepare
 from raysim.engine.schedule import synchronous_round
+from raysim.engine.trainers import make_trainer
 from raysim.errors import ClientError, ConfigError
 from raysim.models.flat import Model
 from raysim.numerics import NonFiniteError, combine, fixed_sum, to_float

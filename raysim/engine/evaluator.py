@@ -1,0 +1,77 @@
+"""Evaluation of versions of the model, on the test set and by probes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from raysim.data import Examples
+from raysim.engine import probes
+from raysim.engine.plan import Plan
+from raysim.engine.trainers import make_trainer
+from raysim.errors import RaysimError, in_a_line
+from raysim.models.flat import BoundModel
+from raysim.signals import reraise_stop
+from raysim.training.evaluation import measure
+from raysim.training.messages import Broadcast
+
+
+class Evaluator:
+    """Evaluates versions of the model.
+
+    The part "test" gives the metrics of the learning task (on request also the accuracy on each
+    class) and the mean loss on the whole test set, in eval mode, and the same with prefix val/ on
+    held-out examples if there are any. The other parts are names of probes.
+    """
+
+    def __init__(self, plan: Plan, device: str):
+        data, held_out = plan.dataset, plan.clients.validation
+        self.examples = Examples.of(data, "test", device, plan.dtype)
+        self.validation = Examples(
+            data.x[held_out],
+            data.y[held_out],
+            data.scale,
+            data.shift,
+            device=device,
+            dtype=plan.dtype,
+        )
+        self.name = plan.config.model.name
+        self.net, self.size = BoundModel(plan.model(device)), plan.config.evaluate.batch_size
+        self.metrics = plan.metrics
+        self.classes = plan.problem.classes if plan.config.evaluate.per_class else 0
+        self.probes = probes.evaluations(plan)
+        self.trainer = make_trainer(plan, device) if self.probes else None
+
+    def evaluate(self, broadcast: Broadcast, parts: Sequence[str]) -> dict[str, float]:
+        """Return the metrics of a version of the model.
+
+        Args:
+            broadcast: the version.
+            parts: "test", or names of probes.
+
+        Raises:
+            RaysimError: the net failed; it may be a user's.
+        """
+        try:
+            found = self._test(broadcast) if "test" in parts else {}
+            for name, evaluate in self.probes.items():
+                if name in parts and self.trainer is not None:
+                    found |= evaluate(self.trainer, broadcast)
+        except RaysimError:
+            raise
+        except BaseException as error:
+            reraise_stop(error)
+            raise RaysimError(
+                f"the evaluation of model '{self.name}' failed: {in_a_line(error)}"
+            ) from error
+        return found
+
+    def _test(self, broadcast: Broadcast) -> dict[str, float]:
+        self.net.w.copy_(broadcast.global_params)
+        buffers = broadcast.buffers.to(self.net.w.device)
+        found = measure(
+            self.net, buffers, self.examples, self.size, self.metrics, classes=self.classes
+        )
+        if len(self.validation):
+            held_out = measure(self.net, buffers, self.validation, self.size, self.metrics)
+            found |= {f"val/{k}": v for k, v in held_out.items()}
+        return found

@@ -1,0 +1,147 @@
+"""Executor that computes a run in this process, without Ray."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import torch
+from numpy.random import Generator
+
+from raysim.engine.evaluator import Evaluator
+from raysim.engine.executor import (
+    CompletedResult,
+    FailedResult,
+    Future,
+    PendingServerStep,
+    RoundResults,
+)
+from raysim.engine.plan import Plan
+from raysim.engine.selection import Candidates
+from raysim.engine.server import RoundCohort
+from raysim.engine.server_setup import make_server
+from raysim.engine.trainers import configure_process, make_trainer
+from raysim.errors import RaysimError
+from raysim.rules.contract import State
+from raysim.rules.sampling import SelectionPool
+from raysim.training.messages import Block, Broadcast
+from raysim.training.trainer import Trainer
+
+
+class Inline:
+    """Executor that computes everything in this process, one block after the other, without Ray.
+
+    A handle is the version itself.
+    """
+
+    def __init__(self) -> None:
+        self.recoveries: Counter[str] = Counter()
+
+    def open(self, plan: Plan) -> None:
+        """Create trainer, server and evaluator in this process. See `Executor.open`."""
+        device = "cuda:0" if plan.config.resources.gpus else "cpu"
+        self.threads = torch.get_num_threads()
+        configure_process(plan.config.resources.threads)
+        self.trainer, self.server = make_trainer(plan, device), make_server(plan, device)
+        self.evaluator = Evaluator(plan, device)
+
+    def broadcast(self, following: RoundCohort) -> Broadcast:
+        """Return the server's model for the clients of a round. See `Executor.broadcast`."""
+        return self.server.broadcast(following)
+
+    def training(self, t: int) -> InlineRound:
+        """Return the local training of round t, with no client yet.
+
+        Args:
+            t: the round.
+        """
+        return InlineRound(self.trainer)
+
+    def advance(
+        self,
+        round: RoundCohort,
+        trained: RoundResults,
+        bases: Mapping[int, Broadcast],
+        following: RoundCohort,
+    ) -> PendingServerStep[Broadcast]:
+        """Aggregate a round's updates and return the next version. See `Executor.advance`."""
+        done = self.server.advance(round, trained.uploads, bases, following)
+        return PendingServerStep(CompletedResult(done.metrics), done.broadcast)
+
+    def update(
+        self, round: RoundCohort, trained: RoundResults, bases: Mapping[int, Broadcast]
+    ) -> CompletedResult[dict[str, float]]:
+        """Aggregate a round's updates. See `Executor.update`."""
+        return CompletedResult(self.server.update(round, trained.uploads, bases))
+
+    def candidates(self, pool: SelectionPool, rng: Generator) -> CompletedResult[Candidates]:
+        """Return the clients whose loss the server rule asks for. See `Executor.candidates`."""
+        return CompletedResult(self.server.candidates(pool, rng))
+
+    def select(self, pool: SelectionPool, rng: Generator) -> CompletedResult[list[int]]:
+        """Return the clients that the server rule selects. See `Executor.select`."""
+        return CompletedResult(self.server.select(pool, rng))
+
+    def evaluate(self, broadcast: Broadcast, parts: Sequence[str]) -> Future[dict[str, float]]:
+        """Evaluate a version now; an error is raised where the metrics are read, as on actors.
+
+        See `Executor.evaluate`.
+        """
+        try:
+            return CompletedResult(self.evaluator.evaluate(broadcast, parts))
+        except (
+            RaysimError
+        ) as error:  # raised where the engine asks for the metrics, as by an evaluator on an actor
+            return FailedResult(error)
+
+    def evaluate_clients(
+        self, version: int, broadcast: Broadcast, blocks: list[Block]
+    ) -> CompletedResult[RoundResults]:
+        """Evaluate clients now. See `Executor.evaluate_clients`."""
+        outcome = self.trainer.train({version: broadcast}, blocks)
+        return CompletedResult(RoundResults([], [outcome], {}))
+
+    def snapshot(self) -> CompletedResult[State]:
+        """Return the server's state."""
+        return CompletedResult(self.server.snapshot())
+
+    def restore(self, snapshot: State) -> None:
+        """Set the server's state. See `Executor.restore`."""
+        self.server.restore(snapshot)
+
+    def download_version(self, broadcast: Broadcast) -> Broadcast:
+        """Return the version itself. See `Executor.download_version`."""
+        return broadcast
+
+    def upload_version(self, version: Broadcast) -> Broadcast:
+        """Return the version on the training device. See `Executor.upload_version`."""
+        device = self.trainer.x0.device
+        shared = {k: v.to(device, copy=True) for k, v in version.shared.items()}
+        return Broadcast(shared, version.buffers.to(device, copy=True))
+
+    def recover(self) -> None:
+        """Do nothing: a server in this process dies with it only."""
+
+    def close(self) -> None:
+        """Restore torch's number of threads."""
+        torch.set_num_threads(self.threads)
+
+
+class InlineRound:
+    """Local training of one round in this process; it runs when `get` is called."""
+
+    def __init__(self, trainer: Trainer):
+        self.trainer, self.work = trainer, []
+
+    def add(self, broadcasts: Mapping[int, Broadcast], blocks: list[Block]) -> None:
+        """Add blocks; nothing is trained yet. See `RoundHandle.add`."""
+        self.work.append((broadcasts, blocks))
+
+    def get(self) -> RoundResults:
+        """Train all blocks and return their results."""
+        outcomes = [self.trainer.train(broadcasts, blocks) for broadcasts, blocks in self.work]
+        return RoundResults(
+            outcomes,
+            outcomes,
+            {"system/train_seconds": sum(outcome.seconds for outcome in outcomes)},
+        )
