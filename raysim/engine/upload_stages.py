@@ -80,7 +80,7 @@ def check_stages(
             raise ConfigError(
                 f"{key}.error_feedback: not with stage '{named.name}', whose error can be larger "
                 "than the update, so that the memory would grow; leave it out, or leave out "
-                "unbiased, or use topk or signsgd"
+                "unbiased or scaled, or use topk"
             )
         if stage.of is not None and stage.of not in server.uploads:
             raise ConfigError(

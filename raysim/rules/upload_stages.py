@@ -83,7 +83,9 @@ class UploadStage:
     def contracts(self) -> bool:
         """Whether error feedback converges: E ‖v - C(v)‖² < ‖v‖² for what the server decodes, C(v).
 
-        Otherwise the memory of `error_feedback`, which is then refused, grows (Stich 2018).
+        If the ratio of both stays below a number less than 1 for all v, the memory of
+        `error_feedback` is bounded (Stich 2018). If C(v) can be further from v than 0 is, error
+        feedback is refused.
         """
         return True
 
@@ -111,7 +113,11 @@ class UploadStage:
 
 @dataclass(frozen=True)
 class Clip(UploadStage):
-    """Scale the update down to a largest norm."""
+    """Scale the update down to a largest norm.
+
+    What it removes has no bound, so with error feedback (U-Clip, Elesedy 2023) the memory grows
+    unless `norm` is larger than the norm of the client's mean update.
+    """
 
     norm: Positive = 1.0
     """Largest L2 norm of the update."""
@@ -245,6 +251,11 @@ class SignSGD(UploadStage):
     scaled: bool = True
     """Whether the signs are multiplied by the mean magnitude of the entries that are not 0 (after
     Karimireddy 2019, who divides by all P entries); false: plain signs."""
+
+    @property
+    def contracts(self) -> bool:
+        """False for plain signs, which are far from an update of small entries."""
+        return self.scaled
 
     def encode(self, update: Tensor, rng: np.random.Generator) -> Tensor:
         """Return the signs, scaled if configured; a zero stays zero. See `UploadStage.encode`."""

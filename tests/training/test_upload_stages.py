@@ -420,8 +420,10 @@ def test_error_feedback_needs_a_contraction(stage, waves):
     prepare(waves([{"name": "qsgd", "bits": 8, "unbiased": True, "error_feedback": True}]))
     prepare(waves([{**stage, "error_feedback": True}]))
     stage = {**stage, "unbiased": True}
-    with pytest.raises(ConfigError, match=r"local\.upload\.0\.error_feedback: .*memory would grow"):
-        prepare(waves([{**stage, "error_feedback": True}]))
+    signs = {"name": "signsgd", "scaled": False}  # ‖sign(v) - v‖ > ‖v‖ if the mean |v_i| < 1/2
+    for refused in (stage, signs):
+        with pytest.raises(ConfigError, match=r"0\.error_feedback: .*memory would grow"):
+            prepare(waves([{**refused, "error_feedback": True}]))
 
 
 def test_a_stage_knows_the_shapes_of_what_is_sent(waves, engine):
