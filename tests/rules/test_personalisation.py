@@ -142,15 +142,16 @@ def test_fedper_is_local_sgd_on_the_shared_body_and_an_own_head(mode, run):
 @pytest.mark.parametrize("mode", MODES)
 def test_fedrep_trains_the_head_first_and_then_the_body(mode, run):
     """Collins 2021, algorithm 1: τ steps of h_i with the body fixed, then steps of the body with
-    h_i fixed."""
+    h_i fixed; here of gradients with weight decay 0.1."""
     client = {"name": f"{run.rules['fedrep']}:FedRepClient", "head_steps": 2}
-    done, _ = run.train(mode, client=client)
+    done, _ = run.train(mode, client=client, local={"optimizer": {"weight_decay": 0.1}})
     heads: dict[int, np.ndarray] = {}
 
     def local(x, i, grads):
         body, head = x[:BODY], heads.get(i, x[BODY:])
         for step, grad in enumerate(grads):
-            g = grad(np.concatenate([body, head]))
+            w = np.concatenate([body, head])
+            g = grad(w) + 0.1 * w
             if step < 2:
                 head = head - LR * g[BODY:]
             else:
