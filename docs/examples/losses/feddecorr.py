@@ -1,7 +1,9 @@
 """FedDecorr (Shi et al., ICLR 2023).
 
 Adds beta / F^2 |K|^2 to the loss, where K is the correlation matrix of the batch's F features and
-|K| its Frobenius norm. Features then do not collapse to a few dimensions.
+|K| its Frobenius norm. Features then do not collapse to a few dimensions. This is the paper's
+formula. The penalty of the authors' code is about N times as large for batches of N examples (it
+squares sums over the batch and divides by N once), so for its beta = 0.1 set beta = 0.1 N.
 
 Run: raysim run quickstart client=feddecorr.py:FedDecorrClient server=fedavg
 """

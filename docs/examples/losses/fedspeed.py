@@ -2,6 +2,8 @@
 
 Steps w <- w - lr ((1 - alpha) g1 + alpha g2 - c + (w - x) / lam) with g1 = ∇f(w) and
 g2 = ∇f(w + rho g1). Then the client keeps c <- c - (w - x) / lam and sends the model w - lam c.
+The authors' code divides rho by |g1|, so its rho is the distance of the perturbed point, and it
+averages -lam c over all clients, not over those of the round.
 
 Run: raysim run quickstart client=fedspeed.py:FedSpeedClient server=fedavg client.lam=10
 """

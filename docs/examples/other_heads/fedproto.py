@@ -1,7 +1,8 @@
 """FedProto (Tan et al., AAAI 2022).
 
 The nets stay with the clients. Clients send the sum of the features of each class and its number
-of examples; the server makes of them the prototypes, the mean features of each class. The local
+of examples; the server makes of them the prototypes, the mean features of each class over all
+examples of the round. (The authors' code averages the clients' means without weights.) The local
 loss adds lam times the mean squared difference between an example's features and the prototype of
 its class, as in the authors' code.
 An unknown prototype is NaN. Clients are evaluated with their classifiers.

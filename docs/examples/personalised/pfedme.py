@@ -1,8 +1,9 @@
 """pFedMe (Dinh et al., NeurIPS 2020).
 
 The personal model theta is nearly the minimum of f(theta) + lam/2 |theta - w|^2 on a batch: K
-steps of size personal_lr, from w. Then w <- w - lr lam (w - theta). The server moves the global
-model by beta towards the mean of the clients' w; beta is its learning rate.
+steps of size personal_lr, from w (in the authors' code from the theta of the step before). Then
+w <- w - lr lam (w - theta). The server moves the global model by beta towards the mean of the
+clients' w; beta is its learning rate.
 
 Run: raysim run quickstart client=pfedme.py:PFedMeClient server=fedavg server.lr=1.0 local.lr=0.05
 partition.test.fraction=0.2 evaluate.clients.every=20

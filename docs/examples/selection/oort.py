@@ -5,7 +5,8 @@ utility of client i with n examples is (n sqrt(mean of loss²) + sqrt(0.1 log R 
 t)^alpha, where L is its last round and t the time that it took. A share epsilon of the cohort are
 clients that were never seen. The others are drawn in proportion to their utilities, from those with
 at least 95 % of the utility of the last one that would be selected by rank. Losses are those of the
-received model.
+received model. The authors' code maps the first term to [0, 1] over the clients before it adds the
+second one; here, as in the paper's formula, n and the loss decide how much the second one counts.
 
 Run: raysim run quickstart client=oort.py:OortClient server=oort.py:OortServer
 schedule.client_speeds=lognormal
