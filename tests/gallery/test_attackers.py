@@ -101,10 +101,14 @@ def test_images_of_the_target_do_not_count_as_success():
     assert metric.value(rows.numpy()) == pytest.approx(2 / 3)
 
 
-def test_min_max():
+@pytest.mark.parametrize(
+    ("n", "offset", "dtype", "atol"), [(6, 0, np.float64, 1e-4), (30, 1000, np.float32, 1e-3)]
+)
+def test_min_max(n, offset, dtype, atol):
     """Shejwalkar 2021: the largest γ with max_i |mean - γ std - g_i| <= max_ij |g_i - g_j|,
-    exactly."""
-    g = np.random.default_rng(5).normal(size=(6, 9))
+    exactly; also if updates are alike."""
+    updates = dtype(offset + np.random.default_rng(5).normal(size=(n, 9)))
+    g = updates.astype(float)
     mean, std = g.mean(0), g.std(0)
     largest = max(((a - b) ** 2).sum() for a in g for b in g)
     roots = []
@@ -113,7 +117,8 @@ def test_min_max():
         roots.append((b + np.sqrt(b * b - (std @ std) * c)) / (std @ std))
     expected = mean - min(roots) * std
     client = rule("attackers/min_max.py:MinMaxClient")
-    own = torch.zeros(2, 9, dtype=torch.float64)
-    sent = client.collude({"delta": own}, {"delta": torch.from_numpy(g)}, None)["delta"].numpy()
-    assert sent.shape == (2, 9) and np.allclose(sent, expected, rtol=0, atol=1e-4)
-    assert ((sent[0] - g) ** 2).sum(1).max() <= largest * (1 + 1e-12)
+    honest = torch.from_numpy(updates)
+    sent = client.collude({"delta": honest[:2]}, {"delta": honest}, None)["delta"].numpy()
+    assert sent.shape == (2, 9) and np.allclose(sent, expected, rtol=0, atol=atol)
+    if dtype is np.float64:
+        assert ((sent[0] - g) ** 2).sum(1).max() <= largest * (1 + 1e-12)

@@ -1,7 +1,8 @@
 """Bulyan (El Mhamdi et al., ICML 2018).
 
 Krum selects K - 2 f of the K updates, one after the other. In each coordinate, the K - 4 f of them
-that are nearest to their median are averaged.
+that are nearest to their median are averaged; of an even number of values it is the lower one of
+the two in the middle.
 
 Run: raysim run quickstart client=fedavg server=bulyan.py:BulyanServer schedule.cohort=7
 """
@@ -11,6 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from raysim.rules import ServerRule
+
+EXACT = "donot_use_mm_for_euclid_dist"  # a matrix product cancels if updates are alike
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,7 @@ class BulyanServer(ServerRule):
 
     def update(self, state, reports):
         deltas, f = reports.per_client("delta"), self.attackers
-        squared = torch.cdist(deltas, deltas).square()
+        squared = torch.cdist(deltas, deltas, compute_mode=EXACT).square()
         left, selected = list(range(len(deltas))), []
         while len(selected) < max(len(deltas) - 2 * f, 1):
             neighbours = max(len(left) - f - 2, 1)
