@@ -12,7 +12,7 @@ size. h is a plain mean even under `weights: samples`, so the method then conver
 of the unweighted objective.
 
 The authors' code scales alpha by the mean client size over n_i (`scale_alpha`); the paper does not.
-It also samples clients by independent coin flips; raysim samples exactly the size of the cohort.
+It also samples clients by independent coin flips, as `schedule.sampling: poisson` does.
 """
 
 from dataclasses import dataclass
