@@ -18,6 +18,7 @@ that was suspended does not take the other processes for dead.
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 import uuid
@@ -53,6 +54,14 @@ MIN_START_TIMEOUT_S = 120.0
 
 HEAD_TIMEOUT_S = 120.0
 """Time limit for an answer of Ray's head node, in seconds."""
+
+HEAD_GONE_SHARE = 0.5
+"""Share of the time after which Ray ends this process because nothing listens at the head's port.
+
+The monitor waits that long: it reports the loss before Ray does."""
+
+RESUME_ADVICE = "`raysim resume` continues from the last checkpoint"
+"""What a user can do after Ray is lost in a run."""
 
 NOTICE_TIMEOUT_S = 15.0
 """Time that the main thread has to notice that Ray is broken, in seconds.
@@ -154,11 +163,15 @@ class Monitor:
     Args:
         timeout_s: time that a process may be silent, in seconds.
         call_timeout_s: time that it may work on one call, in seconds; None means no limit.
+        advice: what a user can do after Ray is lost, for the message.
     """
 
-    def __init__(self, timeout_s: float, call_timeout_s: float | None = None):
+    def __init__(
+        self, timeout_s: float, call_timeout_s: float | None = None, advice: str = RESUME_ADVICE
+    ):
         self.timeout_s = timeout_s
         self.call_timeout_s = call_timeout_s
+        self.advice = advice
         self.interval_s = min(max(timeout_s / BEATS_PER_TIMEOUT, MIN_INTERVAL_S), MAX_INTERVAL_S)
         self.broken = ""
         """Reason why Ray cannot be used any more; "" while it can."""
@@ -171,6 +184,8 @@ class Monitor:
         self._polls = self._checked_poll = 0
         self._checked_at = time.monotonic()
         self._unanswered_s = 0.0
+        self._gone_s = 0.0
+        self._head = ray.get_runtime_context().gcs_address
         self._home = ray.get_runtime_context().get_node_id()
         self._store: Any = internal_kv.internal_kv_get_gcs_client()
         self._look_at_nodes()
@@ -262,7 +277,10 @@ class Monitor:
         self._checked_at = now
         self._checked_poll = polls
         if self._unanswered_s >= HEAD_TIMEOUT_S:
-            self.broken = self.broken or _no_answer()
+            self.broken = self.broken or (
+                f"the head node of Ray has not answered for {HEAD_TIMEOUT_S:g} s: its GCS hangs, "
+                f"or the network fails; {self.advice}"
+            )
         if self.broken:
             raise RaysimError(self.broken)
 
@@ -290,6 +308,8 @@ class Monitor:
                 if broken_s >= NOTICE_TIMEOUT_S:
                     processes.end_process(self.broken, nodes.started_here())
                 continue
+            if not self._head_listens(elapsed):
+                continue
             heard = self._heard
             beats = {}
             try:
@@ -304,6 +324,25 @@ class Monitor:
                 process.update(json.loads(beats.get(address.key, b"{}")), elapsed)
             self._polls += 1
 
+    def _head_listens(self, elapsed: float) -> bool:
+        """Return whether something listens at the head's port, and mark Ray as broken if not.
+
+        Ray's own calls block while nothing does. One that restarts is waited for.
+        """
+        try:
+            nodes.knock(self._head, MAX_INTERVAL_S)
+        except OSError:
+            self._gone_s += elapsed
+            limit_s = HEAD_GONE_SHARE * float(os.environ.get(nodes.RECONNECT_VARIABLE, 60))
+            if self._gone_s >= limit_s:
+                self.broken = (
+                    f"the head node of Ray is gone: nothing has listened at {self._head} for "
+                    f"{limit_s:g} s; {self.advice}"
+                )
+            return False
+        self._gone_s = 0.0
+        return True
+
     def _look_at_nodes(self) -> None:
         """Update the living nodes, and mark Ray as broken if the driver's node is dead."""
         if self._ended.is_set():
@@ -313,13 +352,5 @@ class Monitor:
         if self._home in self._seen and self._home not in self._alive:
             self.broken = (
                 f"Ray on this machine (node {self._home[:6]}) does not answer any more: its raylet "
-                "has died or hangs; `raysim resume` continues from the last checkpoint"
+                f"has died or hangs; {self.advice}"
             )
-
-
-def _no_answer() -> str:
-    """Return the error message for a head node that does not answer."""
-    return (
-        f"the head node of Ray has not answered for {HEAD_TIMEOUT_S:g} s: its GCS has died or "
-        "hangs, or the network fails; `raysim resume` continues from the last checkpoint"
-    )

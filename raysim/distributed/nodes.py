@@ -29,6 +29,15 @@ SHARE_TOLERANCE = 1e-9
 VERSION_TIMEOUT_S = 120
 """Time limit for the cluster to report its versions, in seconds."""
 
+KNOCK_TIMEOUT_S = 20.0
+"""Time limit for the head of a cluster to accept a connection, in seconds."""
+
+RECONNECT_VARIABLE = "RAY_gcs_rpc_server_reconnect_timeout_s"
+"""Environment variable: seconds after which Ray ends a driver without a head, 60 if unset."""
+
+DEATH_MESSAGES = ("Raylet is terminated", "has been marked dead")
+"""Parts of Ray's own messages about a node that died, one of which has the end of its log."""
+
 SHUTDOWN_TIMEOUT_S = 30.0
 """Time limit for Ray to shut down, in seconds; it usually needs one or two."""
 
@@ -54,6 +63,7 @@ def connect(address: str | None, cpus: float, log: Callable[[str], None]) -> boo
     """
     if ray.is_initialized():
         return False
+    _print_no_deaths()
     address = address or os.environ.get("RAY_ADDRESS")
     quiet: dict[str, Any] = {
         "log_to_driver": False,
@@ -62,7 +72,7 @@ def connect(address: str | None, cpus: float, log: Callable[[str], None]) -> boo
     }
     try:
         if address:
-            _knock(address)
+            knock(address, KNOCK_TIMEOUT_S)
             with loopback.private_token():
                 ray.init(address=address, **quiet)
         else:
@@ -125,11 +135,33 @@ def started_here() -> list[Process]:
     return ending.descendants(filter(None, map(Process.at, pids)))
 
 
-def _knock(address: str) -> None:
-    """Raise OSError if no server answers at HOST:PORT; Ray itself needs minutes to notice."""
+def knock(address: str, timeout_s: float) -> None:
+    """Check that a server listens at HOST:PORT; Ray itself needs minutes to notice.
+
+    Args:
+        address: the address; one of another form is not checked.
+        timeout_s: time limit in seconds.
+
+    Raises:
+        OSError: none does.
+    """
     host, _, port = address.rpartition(":")
     if port.isdigit() and "://" not in address:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=20).close()
+        socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s).close()
+
+
+def _print_no_deaths() -> None:
+    """Keep Ray from printing messages about nodes that died; raysim reports them itself."""
+    worker = cast(Any, ray)._private.worker
+    print_lines = getattr(worker, "print_to_stdstream", None)
+    if print_lines is None or print_lines.__module__ == __name__:  # it is replaced already
+        return
+
+    def print_others(data: dict[str, Any], ignore_prefix: bool) -> None:
+        if not any(part in line for part in DEATH_MESSAGES for line in data["lines"]):
+            print_lines(data, ignore_prefix)
+
+    worker.print_to_stdstream = print_others
 
 
 def _compare(address: str) -> None:
