@@ -8,12 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from raysim.config import loading
 from raysim.config.loading import parse_overrides
 from raysim.config.schema import KEYS_OF_FILES
 from raysim.data import loading_once, partition_digest
+from raysim.data.groups import batch_sizes_of
 from raysim.engine import checkpoint, client_store
 from raysim.engine.plan import Plan
 from raysim.engine.resolve import read_run_config, resolve_plan
@@ -188,6 +190,7 @@ def forked(
                 f"{key.removeprefix('files.')}: a fork keeps its run's data, partition and model, "
                 "and on a virtual clock its schedule; start a new run instead"
             )
+    _check_privacy(before, plan, changed)
     saved = _read_checkpoint(folder, before)
     if saved is None:
         raise ConfigError(f"{folder}: there is no checkpoint to fork from; start a new run instead")
@@ -223,6 +226,30 @@ def _check_fork(before: Plan, plan: Plan, saved: checkpoint.Checkpoint) -> None:
             f"algorithm: the client states of client rule '{before.client.name}' contain "
             f"{', '.join(sorted(stored))}, but '{plan.client.name}' needs "
             f"{', '.join(sorted(needed))}; fork to another method, or start a new run"
+        )
+
+
+def _check_privacy(before: Plan, plan: Plan, changed: Mapping[str, Any]) -> None:
+    """Raise ConfigError if ε would count rounds before the fork as more private than they were.
+
+    ε follows from the present configuration and the number of all rounds or uses of an example.
+    """
+    config, sizes = plan.config, plan.clients.sizes
+    if config.privacy is None or not config.privacy.noise_multiplier:
+        return
+    counted = ["privacy.unit", "privacy.noise_multiplier"]
+    if config.client_privacy is not None:
+        counted += ["schedule.cohort", "schedule.sampling"]
+    different = [key for key in changed if key.startswith(tuple(counted))]
+    if config.client_privacy is not None:
+        if before.clients.n_training != plan.clients.n_training:
+            different.append("evaluate.clients.held_out")
+    elif not np.array_equal(batch_sizes_of(before.config, sizes), batch_sizes_of(config, sizes)):
+        different.append("local.batch_size")
+    if different:
+        raise ConfigError(
+            f"{different[0]}: 'privacy/epsilon' counts all rounds alike, so a fork with privacy "
+            "keeps it; start a new run instead, or fork with privacy=null"
         )
 
 

@@ -17,7 +17,7 @@ from support.processes import basic, client_of, each_step_once, timeless, writte
 import raysim
 from raysim.engine import checkpoint
 from raysim.errors import ConfigError
-from raysim.runs.resume import fork, resume
+from raysim.runs.resume import fork, forked, resume
 
 
 def stopped(config: dict[str, Any], number: int) -> None:
@@ -139,6 +139,30 @@ def test_what_a_fork_cannot_change_is_refused(config, tmp_path, monkeypatch, ove
     with pytest.raises(ConfigError, match=key):
         fork("run", override)
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("privacy", "overrides"),
+    [
+        (None, [{"privacy.noise_multiplier": 1.0}]),
+        (
+            {"noise_multiplier": 2.0},
+            [{"privacy.noise_multiplier": 1.0}, {"local.batch_size": 3}],
+        ),
+        ({"unit": "client"}, [{"schedule.cohort": 2}, {"schedule.sampling": "poisson"}]),
+    ],
+)
+def test_a_fork_keeps_what_epsilon_counts(config, tmp_path, privacy, overrides):
+    """The ε of rounds with different noise is that of their composition, not that of all rounds
+    with the new noise."""
+    private = {"algorithm": "fedavg", "privacy": privacy, "checkpoint": {"every": 1}}
+    stopped(config | private, 2)
+    for override in overrides:
+        key = next(iter(override))
+        with pytest.raises(ConfigError, match=rf"^{key}.*: 'privacy/epsilon' counts"):
+            forked(tmp_path / "run", override)
+    without = {**overrides[-1], "privacy": None, "run_dir": str(tmp_path / "fork")}
+    assert forked(tmp_path / "run", without)[0].config.privacy is None
 
 
 def test_a_fork_takes_up_what_clients_have_kept_or_nothing(config, tmp_path, monkeypatch):
