@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from raysim.data import load_dataset
 from raysim.engine.loop import Engine
 from raysim.engine.plan import Plan
 from raysim.engine.resolve import prepare
+from raysim.runs import artifacts, git, plots
 from raysim.tracking import mlflow as tracking
 from raysim.tracking import mlflow_client
 
@@ -32,6 +34,14 @@ torch.set_num_threads(1)
 
 
 SLOW_FOLDERS = ("distributed", "faults")
+
+PLOTS_OF_A_RUN = (
+    (artifacts, "plot_partition"),
+    (plots, "plot_learning_curve"),
+    (plots, "plot_virtual_clock"),
+)
+
+raysim_commit = cache(git._raysim_commit)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -72,11 +82,14 @@ def pictures() -> None:
 
 @pytest.fixture(autouse=True)
 def impatient(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Send metrics at once, and lay pictures out without drawing them, which takes longer than a
-    test's run."""
+    """Send metrics at once, ask git once for raysim's commit, and draw no pictures, which takes
+    longer than a test's run."""
     monkeypatch.setattr(tracking, "FLUSH_INTERVAL_S", 0.05)
+    monkeypatch.setattr(git, "_raysim_commit", raysim_commit)
     if "pictures" not in request.fixturenames:
         monkeypatch.setattr(Figure, "savefig", lambda figure, path, **how: Path(path).touch())
+        for place, plot in PLOTS_OF_A_RUN:
+            monkeypatch.setattr(place, plot, lambda *what: Path(what[-1]).touch())
 
 
 @pytest.fixture

@@ -107,15 +107,16 @@ def _check_ray() -> tuple[bool, str]:
 
     from raysim.distributed import loopback, nodes
 
-    nodes.connect(None, 1, lambda line: None)
+    started = nodes.connect(None, 1, lambda line: None)
     try:
         have = ray.cluster_resources()
         size = (
             f"{have.get('CPU', 0):g} CPUs, {have.get('GPU', 0):g} GPUs, {len(ray.nodes())} node(s)"
         )
         joined = os.environ.get("RAY_ADDRESS")
-        open_to_all = not joined and loopback.reached_from_outside()
-        unasked = not joined and not loopback.asks_for_token()
+        starts_here = started and not joined
+        open_to_all = starts_here and loopback.reached_from_outside()
+        unasked = starts_here and not loopback.asks_for_token()
         faults = [
             *(["other machines can reach it"] if open_to_all else []),
             *(
@@ -129,10 +130,17 @@ def _check_ray() -> tuple[bool, str]:
                 else []
             ),
         ]
-        reach = "a cluster" if joined else "starts here, on 127.0.0.1, with a token"
+        reach = (
+            "starts here, on 127.0.0.1, with a token"
+            if starts_here
+            else "a cluster"
+            if joined
+            else "is running"
+        )
         return not faults, f"{reach}: {size}" if not faults else f"{size}, but {'; '.join(faults)}"
     finally:
-        nodes.leave_cluster()
+        if started:
+            nodes.leave_cluster()
 
 
 def _check_runs() -> tuple[bool, str]:

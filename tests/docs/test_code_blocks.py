@@ -51,28 +51,17 @@ READMES = [
 NO_DOWNLOAD = ("digits", "quadratics", "folder", "arrays")
 VALIDATED = ("run", "sweep", "bench", "forecast")
 """Commands whose arguments are a configuration and keys of it."""
-NEEDS_RAY = re.compile(r"^raysim sweep (?!.*--dry-run)|^\s*raysim\.sweep\(", re.MULTILINE)
-
-
-def _needs_ray(page: Path) -> bool:
-    return any(
-        NEEDS_RAY.search(block.text) for block in blocks(page) if not block.reason_not_to_run
-    )
 
 
 @pytest.mark.parametrize(
     "page",
     [
-        pytest.param(page, marks=[pytest.mark.ray] if _needs_ray(page) else [], id=str(name))
+        pytest.param(page, id=str(name))
         for page in PAGES
         if any(blocks(page)) and (name := page.relative_to(DOCS))
     ],
 )
-def test_code_blocks(
-    page: Path, raysim_: Callable, short_runs: None, request: pytest.FixtureRequest
-) -> None:
-    if _needs_ray(page):
-        request.getfixturevalue("local_ray")
+def test_code_blocks(page: Path, raysim_: Callable, short_runs: None, local_ray: None) -> None:
     namespace: dict[str, Any] = {"__name__": "documentation"}
     for block in blocks(page):
         CHECKS.get(block.language, _keep)(block, raysim_, namespace)
@@ -99,7 +88,8 @@ def _short(raw: dict[str, Any]) -> dict[str, Any]:
     sweep = raw.get("sweep")
     if isinstance(sweep, Mapping):
         short["sweep"] = {
-            key: values[:2] if isinstance(values, list) else values for key, values in sweep.items()
+            key: values[: 1 if number else 2] if isinstance(values, list) else values
+            for number, (key, values) in enumerate(sweep.items())
         }
         if "early_stopping" in sweep:
             short["sweep"]["early_stopping"] = {**sweep["early_stopping"], "grace_period": 1}

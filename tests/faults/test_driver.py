@@ -118,9 +118,9 @@ def killed_until_it_is_done(
 
 
 @pytest.mark.parametrize(
-    ("soon", "on_its_way"), [(3, 5), pytest.param(6, 10, marks=pytest.mark.long)]
+    ("soon", "on_its_way"), [(2, 3), pytest.param(6, 10, marks=pytest.mark.long)]
 )
-def test_a_dozen_kills_do_not_show(uri, tmp_path, source, soon, on_its_way):
+def test_many_kills_do_not_show(uri, tmp_path, source, soon, on_its_way):
     """Four of them while a checkpoint is written; the others at the start, in training, anywhere."""
     config = basic(tmp_path, uri) | sleepy(source("sleepy", SLEEPY), seconds=0.01)
     rounds = 18 * (soon + on_its_way)  # so that all kills come before the end
@@ -222,7 +222,12 @@ def test_what_was_done_is_kept_when_a_long_round_is_ended(
 
 @pytest.mark.parametrize(
     ("later", "number"),
-    [(0.3, signal.SIGINT), (1.5, signal.SIGTERM), (3.0, signal.SIGINT), (5.0, signal.SIGTERM)],
+    [
+        (0.3, signal.SIGINT),
+        (3.0, signal.SIGTERM),
+        pytest.param(1.5, signal.SIGTERM, marks=pytest.mark.long),
+        pytest.param(5.0, signal.SIGINT, marks=pytest.mark.long),
+    ],
 )
 def test_a_signal_while_it_starts(uri, tmp_path, later, number):
     """While it imports, and while Ray and its actors start: no traceback, the right exit code, and

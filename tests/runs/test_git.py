@@ -18,6 +18,14 @@ from raysim.runs import git
 
 USERS = "mlflow.source.git.commit"
 
+raysim_commit = git._raysim_commit
+
+
+@pytest.fixture(autouse=True)
+def asked_each_time(impatient: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other tests ask once."""
+    monkeypatch.setattr(git, "_raysim_commit", raysim_commit)
+
 
 def commit(folder: Path) -> str:
     """A repository with one commit of everything in the folder; the commit."""
