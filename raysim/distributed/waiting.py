@@ -17,12 +17,12 @@ class ActorDied(ServerStateLost):
     """Error of a wait whose actor has died."""
 
 
-def get(reference: Any, what: str, timeout: float) -> Any:
+def get(reference: Any, awaited: str, timeout: float) -> Any:
     """Return the value of `reference`, like `ray.get`, within a time limit.
 
     Args:
         reference: one reference, or a list of references.
-        what: name of the value in errors.
+        awaited: name of the value in errors.
         timeout: limit, in seconds.
 
     Raises:
@@ -35,16 +35,16 @@ def get(reference: Any, what: str, timeout: float) -> Any:
         return ray.get(reference, timeout=timeout)
     except GetTimeoutError:
         raise RaysimError(
-            f"waited {timeout:g} s for {what}; the actor may be overloaded, or its node may have "
-            "failed (limit: resources.timeout)"
+            f"waited {timeout:g} s for {awaited}; the actor may be overloaded, or its node may "
+            "have failed (limit: resources.timeout)"
         ) from None
     except RayTaskError as error:
         if isinstance(error.cause, RaysimError):
             raise error.cause from None
         kind = ServerStateLost if isinstance(error.cause, RayError) else RaysimError
-        raise kind(f"{what} failed: {error}") from None
+        raise kind(f"{awaited} failed: {error}") from None
     except RayError as error:
-        raise ActorDied(f"{what} failed: {first_line(error)}") from None
+        raise ActorDied(f"{awaited} failed: {first_line(error)}") from None
 
 
 def first_line(message: object) -> str:

@@ -52,10 +52,10 @@ class Evaluator:
             RaysimError: the net failed; it may be a user's.
         """
         try:
-            found = self._test(broadcast) if "test" in parts else {}
+            values = self._test(broadcast) if "test" in parts else {}
             for name, evaluate in self.probes.items():
                 if name in parts and self.trainer is not None:
-                    found |= evaluate(self.trainer, broadcast)
+                    values |= evaluate(self.trainer, broadcast)
         except RaysimError:
             raise
         except BaseException as error:
@@ -63,15 +63,15 @@ class Evaluator:
             raise RaysimError(
                 f"the evaluation of model '{self.name}' failed: {in_a_line(error)}"
             ) from error
-        return found
+        return values
 
     def _test(self, broadcast: Broadcast) -> dict[str, float]:
         self.net.w.copy_(broadcast.global_params)
         buffers = broadcast.buffers.to(self.net.w.device)
-        found = measure(
+        values = measure(
             self.net, buffers, self.examples, self.size, self.metrics, classes=self.classes
         )
         if len(self.validation):
             held_out = measure(self.net, buffers, self.validation, self.size, self.metrics)
-            found |= {f"val/{k}": v for k, v in held_out.items()}
-        return found
+            values |= {f"val/{k}": v for k, v in held_out.items()}
+        return values

@@ -252,7 +252,7 @@ class SweepSpec:
     drawn: dict[str, Draw]
     """Distributions of the keys that are drawn."""
 
-    given: dict[str, Any]
+    fixed: dict[str, Any]
     """Overrides with a single value, common to all points."""
 
     settings: SweepSettings
@@ -273,7 +273,7 @@ class SweepSpec:
             ConfigError: The configuration cannot be read, or sets `run_dir`.
         """
         raw = loading.read_config(
-            self.source, {**self.given, **point}, resolve.keys, registry.algorithm_defaults
+            self.source, {**self.fixed, **point}, resolve.keys, registry.algorithm_defaults
         )
         raw.pop("sweep", None)
         if raw.get("run_dir") is not None:
@@ -306,14 +306,14 @@ def read_sweep(
     """
     # Errors in claims are reported before any trial runs.
     claims.read_claims(source)
-    given, axes = search_space.split_overrides(overrides)
+    fixed, axes = search_space.split_overrides(overrides)
     settings_overrides = {
-        key: given.pop(key) for key in list(given) if key.partition(".")[0] == "sweep"
+        key: fixed.pop(key) for key in list(fixed) if key.partition(".")[0] == "sweep"
     }
     raw = loading.read_config(source, (), resolve.keys, registry.algorithm_defaults)
     section = raw.get("sweep")
     grids, settings = _parse_sweep_section(section, settings_overrides)
-    grids = [search_space.laid_over(grid, given, axes) for grid in grids]
+    grids = [search_space.laid_over(grid, fixed, axes) for grid in grids]
     drawn = {key: axis for grid in grids for key, axis in grid.items() if isinstance(axis, Draw)}
     if drawn and settings.samples is None:
         key, draw = next(iter(drawn.items()))
@@ -337,7 +337,7 @@ def read_sweep(
         for grid in grids
         for point in search_space.points(grid, settings.samples or 1, settings.sample_seed)
     ]
-    return SweepSpec(points, drawn, given, settings, source)
+    return SweepSpec(points, drawn, fixed, settings, source)
 
 
 def _parse_sweep_section(

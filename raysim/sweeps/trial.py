@@ -137,7 +137,7 @@ def _where_it_stopped(trial: Trial, ready: Plan) -> checkpoint.Checkpoint | None
         "data": ready.dataset.digest,
         "partition": partition_digest(ready.clients),
     }
-    return saved if saved and all(saved.facts[what] == now for what, now in same.items()) else None
+    return saved if saved and all(saved.facts[fact] == now for fact, now in same.items()) else None
 
 
 class RungTracker:
