@@ -40,6 +40,9 @@ from raysim.training.messages import Block, Broadcast, WorkerResult
 Tree = dict[str, Any]
 """Nested dictionary of tensors or arrays."""
 
+ModelVersion = Tree | SharedBufferRef
+"""Broadcast of a version of the model as it travels between actors: itself, or its place."""
+
 
 def packed(value: Any) -> Any:
     """Return `value` with tensors as numpy arrays, which the object store shares without copies.
@@ -223,7 +226,7 @@ class ServerActor(_Actor):
             self.server = make_server(plan, self.device)
 
     @working
-    def broadcast(self, following: RoundCohort) -> Tree | SharedBufferRef:
+    def broadcast(self, following: RoundCohort) -> ModelVersion:
         """Return the current model version for the cohort `following`, without an update.
 
         Args:

@@ -16,24 +16,36 @@ from __future__ import annotations
 import signal
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar, cast
 
 import ray
 from numpy.random import Generator
+from ray import ObjectRef
+from ray.actor import ActorHandle
 
-from raysim.distributed.actors import as_groups, packed, read_broadcast, unpacked
+from raysim.distributed.actors import (
+    EvalActor,
+    ModelVersion,
+    as_groups,
+    packed,
+    read_broadcast,
+    unpacked,
+)
 from raysim.distributed.round import MAX_ACTOR_DEATHS_PER_BLOCK, ClientEvaluationRound, RayRound
 from raysim.distributed.shared_memory import SharedBufferRef
 from raysim.distributed.waiting import ActorDied, first_line
 from raysim.distributed.worker_pool import WorkerPool
 from raysim.engine.executor import CompletedResult, PendingServerStep, RoundResults
 from raysim.engine.plan import Plan
+from raysim.engine.selection import Candidates
 from raysim.engine.server import RoundCohort
 from raysim.errors import RaysimError
 from raysim.rules.contract import State
 from raysim.rules.sampling import SelectionPool
 from raysim.signals import Stopped
 from raysim.training.messages import Block, Broadcast
+
+T = TypeVar("T")
 
 
 class RayExecutor:
@@ -59,7 +71,6 @@ class RayExecutor:
             ConfigError: the cluster has fewer resources than the configuration asks for.
             RaysimError: an actor does not start in time.
         """
-        self.evaluates = plan.evaluates
         self.needs_base_params = plan.server.needs_base_params
         self.sends_rows = bool(plan.sent_per_client)
         self.on_client_error = plan.config.faults.on_client_error
@@ -69,7 +80,7 @@ class RayExecutor:
             # While Ray starts, it turns a SIGTERM into SystemExit.
             raise Stopped(signal.SIGTERM) from None
 
-    def broadcast(self, following: RoundCohort) -> Any:
+    def broadcast(self, following: RoundCohort) -> ObjectRef[ModelVersion]:
         """Return a reference to the first model version, for the cohort `following`.
 
         See `Executor.broadcast`.
@@ -88,9 +99,9 @@ class RayExecutor:
         self,
         round: RoundCohort,
         trained: RoundResults,
-        bases: Mapping[int, Any],
+        bases: Mapping[int, ObjectRef[ModelVersion]],
         following: RoundCohort,
-    ) -> PendingServerStep:
+    ) -> PendingServerStep[ObjectRef[ModelVersion]]:
         """Start the server update of a round, and return it without waiting.
 
         Args:
@@ -102,14 +113,16 @@ class RayExecutor:
         Returns:
             The metrics, as a future, and a reference to the next model version.
         """
-        metrics, broadcast = self.pool.server.advance.remote(
-            round, following, *self._sent(trained, bases)
-        )
+        returned = self.pool.server.advance.remote(round, following, *self._sent(trained, bases))
+        metrics, broadcast = cast(list[ObjectRef[Any]], returned)
         return PendingServerStep(self._metrics_of(round, metrics), broadcast)
 
     def update(
-        self, round: RoundCohort, trained: RoundResults, bases: Mapping[int, Any]
-    ) -> RayFuture:
+        self,
+        round: RoundCohort,
+        trained: RoundResults,
+        bases: Mapping[int, ObjectRef[ModelVersion]],
+    ) -> RayFuture[dict[str, float]]:
         """Start the server update of a round, and return its metrics as a future.
 
         Args:
@@ -120,19 +133,23 @@ class RayExecutor:
         metrics = self.pool.server.update.remote(round, *self._sent(trained, bases))
         return self._metrics_of(round, metrics)
 
-    def _sent(self, trained: RoundResults, bases: Mapping[int, Any]) -> tuple[Any, ...]:
+    def _sent(
+        self, trained: RoundResults, bases: Mapping[int, ObjectRef[ModelVersion]]
+    ) -> tuple[Any, ...]:
         """Return uploads and versions as the arguments of a server update."""
         uploads = [(upload.ids, upload.bound, len(upload.vectors)) for upload in trained.uploads]
         vectors = [vector for upload in trained.uploads for vector in upload.vectors]
         sent_bases = dict(bases) if self.needs_base_params else {}
         return uploads, list(sent_bases), *vectors, *sent_bases.values()
 
-    def _metrics_of(self, round: RoundCohort, metrics: Any) -> RayFuture:
+    def _metrics_of(
+        self, round: RoundCohort, metrics: ObjectRef[dict[str, float]]
+    ) -> RayFuture[dict[str, float]]:
         """Return the metrics of a server update as a future."""
         what = f"the server update of round {round.t}"
         return RayFuture(self.pool, metrics, what, self.pool.server)
 
-    def candidates(self, pool: SelectionPool, rng: Generator) -> RayFuture:
+    def candidates(self, pool: SelectionPool, rng: Generator) -> RayFuture[Candidates]:
         """Ask the server rule for the candidates of a round, and return them as a future.
 
         Args:
@@ -143,7 +160,7 @@ class RayExecutor:
         named = server.candidates.remote(pool, rng)
         return RayFuture(self.pool, named, f"the candidates of round {pool.round}", server)
 
-    def select(self, pool: SelectionPool, rng: Generator) -> RayFuture:
+    def select(self, pool: SelectionPool, rng: Generator) -> RayFuture[list[int]]:
         """Ask the server rule for the clients of a round, and return them as a future.
 
         Args:
@@ -155,7 +172,7 @@ class RayExecutor:
         return RayFuture(self.pool, selected, f"the selection of round {pool.round}", server)
 
     def evaluate(
-        self, broadcast: Any, parts: Sequence[str]
+        self, broadcast: ObjectRef[ModelVersion], parts: Sequence[str]
     ) -> _EvaluationFuture | CompletedResult[dict[str, float]]:
         """Start the evaluation of the newest model version, and return its metrics as a future.
 
@@ -164,14 +181,13 @@ class RayExecutor:
                 because the next one overwrites the shared buffer.
             parts: parts of the data to evaluate on.
         """
-        return (
-            _EvaluationFuture(self.pool, self.pool.server.publish.remote(), parts)
-            if self.evaluates
-            else CompletedResult({})
-        )
+        evaluator = self.pool.eval
+        if evaluator is None:
+            return CompletedResult({})
+        return _EvaluationFuture(self.pool, evaluator, self.pool.server.publish.remote(), parts)
 
     def evaluate_clients(
-        self, version: int, broadcast: Any, blocks: list[Block]
+        self, version: int, broadcast: ObjectRef[ModelVersion], blocks: list[Block]
     ) -> ClientEvaluationRound:
         """Start the evaluation of clients on the ClientActors, and return it as a future.
 
@@ -184,7 +200,7 @@ class RayExecutor:
         evaluation.add({version: self.pool.server.publish.remote()}, blocks)
         return evaluation
 
-    def snapshot(self) -> RayFuture:
+    def snapshot(self) -> RayFuture[State]:
         """Return the server's state, on the CPU, as a future."""
         server = self.pool.server
         return RayFuture(
@@ -206,11 +222,11 @@ class RayExecutor:
             RaysimError: Ray itself has failed, or the server raised an error.
         """
         server = self.pool.server
-        self.pool.wait(
+        self.pool.supervisor.wait(
             server.restore.remote(packed(snapshot)), "the server to restore its state", server
         )
 
-    def download_version(self, broadcast: Any) -> Broadcast:
+    def download_version(self, broadcast: ObjectRef[ModelVersion]) -> Broadcast:
         """Return a model version, on the CPU.
 
         Args:
@@ -221,15 +237,15 @@ class RayExecutor:
             RaysimError: Ray itself has failed, or the server raised an error.
         """
         server = self.pool.server
-        version = self.pool.wait(broadcast, "a version of the model", server)
+        version = self.pool.supervisor.wait(broadcast, "a version of the model", server)
         # The driver does not open the shared buffers, so the server publishes this version again.
         if isinstance(version, SharedBufferRef):
-            version = self.pool.wait(
+            version = self.pool.supervisor.wait(
                 server.publish.remote(), "the last version of the model", server
             )
         return read_broadcast(unpacked(version, "cpu"))
 
-    def upload_version(self, version: Broadcast) -> Any:
+    def upload_version(self, version: Broadcast) -> ObjectRef[ModelVersion]:
         """Put a model version into the object store and return its reference.
 
         See `Executor.upload_version`.
@@ -249,7 +265,7 @@ class RayExecutor:
         self.pool.close()
 
 
-class RayFuture:
+class RayFuture(Generic[T]):
     """Future result of an actor.
 
     Args:
@@ -263,10 +279,10 @@ class RayFuture:
     def __init__(
         self,
         pool: WorkerPool,
-        reference: Any,
+        reference: ObjectRef[Any],
         what: str,
-        *actors: Any,
-        read: Callable[[Any], Any] = lambda value: value,
+        *actors: ActorHandle,
+        read: Callable[[Any], T] = lambda value: value,
     ):
         self.pool = pool
         self.reference = reference
@@ -278,7 +294,7 @@ class RayFuture:
         """Return whether `get` returns without waiting."""
         return bool(ray.wait([self.reference], timeout=0)[0])
 
-    def get(self) -> Any:
+    def get(self) -> T:
         """Wait for the result and return it.
 
         Raises:
@@ -286,21 +302,27 @@ class RayFuture:
             ServerStateLost: another actor has failed, or Ray does not deliver a needed result.
             RaysimError: Ray itself has failed, or an actor raised an error.
         """
-        return self.read(self.pool.wait(self.reference, self.what, *self.actors))
+        return self.read(self.pool.supervisor.wait(self.reference, self.what, *self.actors))
 
 
-class _EvaluationFuture(RayFuture):
+class _EvaluationFuture(RayFuture[dict[str, float]]):
     """Future metrics of an evaluation, which a new EvalActor repeats if the first one fails."""
 
-    def __init__(self, pool: WorkerPool, version: Any, parts: Sequence[str]):
+    def __init__(
+        self,
+        pool: WorkerPool,
+        evaluator: ActorHandle[EvalActor],
+        version: ObjectRef[ModelVersion],
+        parts: Sequence[str],
+    ):
         self.pool = pool
         self.version = version
         self.parts = parts
-        self._send()
+        self._send(evaluator)
 
-    def _send(self) -> None:
-        """Call the current EvalActor and wait for its result from now on."""
-        self.evaluator = self.pool.eval
+    def _send(self, evaluator: ActorHandle[EvalActor]) -> None:
+        """Call an EvalActor and wait for its result from now on."""
+        self.evaluator = evaluator
         metrics = self.evaluator.evaluate.remote(self.version, self.parts)
         super().__init__(self.pool, metrics, "the evaluation", self.evaluator, self.pool.server)
 
@@ -315,8 +337,7 @@ class _EvaluationFuture(RayFuture):
             try:
                 return super().get()
             except ActorDied as died:
-                self.pool.restart_evaluator(self.evaluator, first_line(died))
-                self._send()
+                self._send(self.pool.restart_evaluator(self.evaluator, first_line(died)))
         raise RaysimError(
             f"{MAX_ACTOR_DEATHS_PER_BLOCK} EvalActors failed during one evaluation; "
             "the log has the reason for each"

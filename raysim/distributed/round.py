@@ -7,11 +7,14 @@ from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, cast
 
 import ray
+from ray import ObjectRef
+from ray.actor import ActorHandle
 from ray.exceptions import RayError, RayTaskError
 
+from raysim.distributed.actors import ClientActor, ModelVersion, Tree
 from raysim.distributed.block_scheduler import BlockScheduler, WorkerSpeeds, count_local_steps
 from raysim.distributed.traffic import RoundTraffic
 from raysim.distributed.waiting import POLL_INTERVAL_S, first_line
@@ -28,7 +31,7 @@ MAX_ACTOR_DEATHS_PER_BLOCK = 3
 class NodeUpload:
     """Vectors of some clients, ready for the server update."""
 
-    vectors: list[Any]
+    vectors: list[ObjectRef[Tree]]
     """References to the clients' sum and, if the rule asks for them, their uploads per client."""
 
     ids: list[int]
@@ -42,13 +45,13 @@ class NodeUpload:
 class BlockCall:
     """One call of a ClientActor, which trains one or more blocks."""
 
-    vectors: list[Any]
+    vectors: list[ObjectRef[Tree]]
     """References to the vectors that the call returns."""
 
     worker: int
     """Number of the ClientActor."""
 
-    actor: Any
+    actor: ActorHandle[ClientActor]
     """The ClientActor itself; another one may get its number after it has failed."""
 
     node: str
@@ -73,7 +76,7 @@ class BlockCall:
 class NodeSum:
     """One call of a NodeAggregator, which sums the vectors of its node's workers."""
 
-    vector: Any
+    vector: ObjectRef[Tree]
     """Reference to the sum."""
 
     node: str
@@ -140,7 +143,7 @@ class RayRound:
         self.results: list[WorkerResult] = []
         """Results of all uploaded calls, and of clients that were dropped."""
 
-    def add(self, broadcasts: Mapping[int, Any], blocks: list[Block]) -> None:
+    def add(self, broadcasts: Mapping[int, ObjectRef[ModelVersion]], blocks: list[Block]) -> None:
         """Dispatch blocks to the available workers; may be called several times before `get`.
 
         Args:
@@ -211,7 +214,8 @@ class RayRound:
         """Dispatch `blocks` to a worker; `again`: the worker may have sent a result already."""
         bases = {task.base: self.broadcasts[task.base] for block in blocks for task in block.tasks}
         recipient = self.pool.workers[worker]
-        *vectors, result = recipient.actor.train.remote(blocks, again, list(bases), *bases.values())
+        returned = recipient.actor.train.remote(blocks, again, list(bases), *bases.values())
+        *vectors, result = cast(list[ObjectRef[Any]], returned)
         self.waiting[result] = BlockCall(
             vectors[: 1 + self.sends_rows],
             worker,
@@ -236,7 +240,7 @@ class RayRound:
                 if blocks:
                     self._send(worker, blocks, again=True)
 
-    def _take_answer(self, reference: Any) -> None:
+    def _take_answer(self, reference: ObjectRef[Any]) -> None:
         """Take in the result of a call, or handle its failure."""
         call = self.waiting.get(reference)
         # The failure of the call's actor has removed the call already.
@@ -276,13 +280,14 @@ class RayRound:
             ):
                 bound = sum(share.outcome.bound for share in sums)
                 vectors = [share.vectors[0] for share in sums]
-                vector, size = self.pool.aggregator(node).add.remote(bound, *vectors)
+                returned = self.pool.aggregator(node).add.remote(bound, *vectors)
+                vector, size = cast(list[ObjectRef[Any]], returned)
                 self.waiting[size] = NodeSum(vector, node, self.pool.topology.name(node), shares)
             else:
                 for share in shares:
                     self._send_up(share.vectors, [share], sum(share.outcome.bytes))
 
-    def _send_up(self, vectors: list[Any], shares: list[BlockCall], size: int) -> None:
+    def _send_up(self, vectors: list[ObjectRef[Tree]], shares: list[BlockCall], size: int) -> None:
         """Record the vectors of `shares` (`size` bytes) as an upload, and the calls' results."""
         ids = [client for share in shares for client in share.outcome.ids]
         if ids:
@@ -296,7 +301,9 @@ class RayRound:
 
     # Failures.
 
-    def _handle_failure(self, reference: Any, call: BlockCall | NodeSum, error: RayError) -> None:
+    def _handle_failure(
+        self, reference: ObjectRef[Any], call: BlockCall | NodeSum, error: RayError
+    ) -> None:
         """Retry a failed call if its actor or an input is gone; raise other errors."""
         missing = (
             error.cause
@@ -322,8 +329,9 @@ class RayRound:
 
         `waited` is the time since the last result, in seconds.
         """
-        self.pool.check_server(f"round {self.t}")
-        dead_nodes = self.pool.watch.dead_nodes()
+        supervisor = self.pool.supervisor
+        supervisor.check(self.pool.server, f"round {self.t}")
+        dead_nodes = supervisor.dead_nodes()
         for reference, call in list(self.waiting.items()):
             # An earlier pass of this loop may have removed other calls of the same actor.
             if reference not in self.waiting:
@@ -331,7 +339,7 @@ class RayRound:
             why = (
                 "its node died"
                 if call.node in dead_nodes
-                else self.pool.failure(self._actor_of(call))
+                else supervisor.failure(self._actor_of(call))
             )
             if why and isinstance(call, NodeSum):
                 self._retry_sum(reference, why)
@@ -346,7 +354,7 @@ class RayRound:
         """
         pool = self.pool
         busy = [self._actor_of(call) for call in self.waiting.values()]
-        if not busy or min(pool.idle_s([pool.server, *busy]), waited) < pool.timeout:
+        if not busy or min(pool.supervisor.idle_s([pool.server, *busy]), waited) < pool.timeout:
             return
         names = sorted({call.who for call in self.waiting.values()})
         for worker in {
@@ -358,13 +366,13 @@ class RayRound:
             f"{pool.timeout:g} s; Ray does not deliver their inputs (limit: resources.timeout)"
         )
 
-    def _actor_of(self, call: BlockCall | NodeSum) -> Any:
+    def _actor_of(self, call: BlockCall | NodeSum) -> ActorHandle | None:
         """Return the actor of a call; None for a NodeAggregator that the pool has removed."""
         if isinstance(call, NodeSum):
             return self.pool.aggregators.get(call.node)
         return call.actor
 
-    def _retry_sum(self, reference: Any, why: str) -> None:
+    def _retry_sum(self, reference: ObjectRef[Any], why: str) -> None:
         """Train the blocks of a node sum again because its NodeAggregator or its inputs failed."""
         node_sum = self.waiting.pop(reference)
         assert isinstance(node_sum, NodeSum)

@@ -1,20 +1,20 @@
-"""Pool of the Ray actors of a run: start them on nodes and GPUs, monitor and replace them.
+"""Pool of the Ray actors of a run: start them on nodes and GPUs, and replace those that fail.
 
-Ray does not restart the actors (`max_restarts=0`). The pool replaces a ClientActor or EvalActor
-that fails, and the caller repeats its work. The pool kills an actor that hangs and counts it as
-failed: see `heartbeats`. Every wait has a limit, checks for failures every `POLL_INTERVAL_S`, and
-names in its error what it waited for.
+The pool replaces a ClientActor or EvalActor that fails (`supervision` says when), and the caller
+repeats its work.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
 import ray
+from ray import ObjectRef
+from ray.actor import ActorHandle
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -23,12 +23,12 @@ from raysim.config.sections.schedule import Sync
 from raysim.distributed import nodes
 from raysim.distributed.actors import ClientActor, EvalActor, NodeAggregator, ServerActor
 from raysim.distributed.block_scheduler import WorkerSpeeds
-from raysim.distributed.heartbeats import Address, Monitor
 from raysim.distributed.shared_memory import SharedBuffer
+from raysim.distributed.supervision import ActorSupervisor
 from raysim.distributed.traffic import ClusterTopology
-from raysim.distributed.waiting import POLL_INTERVAL_S, ActorDied, first_line, get
+from raysim.distributed.waiting import POLL_INTERVAL_S, ActorDied, first_line
 from raysim.engine.plan import Plan
-from raysim.errors import RaysimError, ServerStateLost
+from raysim.errors import RaysimError
 from raysim.rules.uploads import sums
 
 RECOVERIES = ("system/actors_failed", "system/blocks_retried", "system/server_restarts")
@@ -45,7 +45,7 @@ MAX_SERVER_STARTS = 10
 class Worker:
     """ClientActor that is ready for work."""
 
-    actor: Any
+    actor: ActorHandle[ClientActor]
     """Ray handle of the actor."""
 
     node: str
@@ -64,6 +64,9 @@ class WorkerPool:
 
     def __init__(self, log: Callable[[str], None]):
         self.log = log
+        self._server: ActorHandle[ServerActor] | None = None
+        self.supervisor = ActorSupervisor(log)
+        """Supervisor of all actors below."""
         self.wanted = 0
         """Number of ClientActors that the configuration asks for."""
         self.ours = False
@@ -72,22 +75,22 @@ class WorkerPool:
         """Number of failed actors, of blocks trained again and of server restarts in this run."""
         self.workers: dict[int, Worker] = {}
         """ClientActors that are ready, by worker number."""
-        self.joining: dict[int, tuple[Any, Any]] = {}
+        self.joining: dict[int, tuple[ActorHandle[ClientActor], ObjectRef[Any]]] = {}
         """ClientActors that are starting, by worker number: handle, and reference to its place."""
-        self.server: Any = None
-        """The ServerActor."""
-        self.eval: Any = None
+        self.eval: ActorHandle[EvalActor] | None = None
         """The EvalActor; None in a run without evaluation."""
-        self.aggregators: dict[str, Any] = {}
+        self.aggregators: dict[str, ActorHandle[NodeAggregator]] = {}
         """NodeAggregators by node id."""
-        self.monitor: Monitor | None = None
-        """Receiver of the heartbeats; None before `start`."""
-        self.heartbeats: dict[Any, Address] = {}
-        """Heartbeat address of each actor."""
         self.speeds = WorkerSpeeds()
         """Measured speed of each worker, which the block schedulers of all rounds share."""
         self.shared_buffers: dict[str, SharedBuffer] = {}
         """Shared buffers by writer; empty if the run uses the object store."""
+
+    @property
+    def server(self) -> ActorHandle[ServerActor]:
+        """The ServerActor; only after `start`."""
+        assert self._server is not None
+        return self._server
 
     @property
     def n_workers(self) -> int:
@@ -110,27 +113,30 @@ class WorkerPool:
         self.sends_sums = bool(sums(plan.server.uploads) or plan.initial[1].numel())
         startup_stages.begin("joining the Ray cluster" if resources.address else "starting Ray")
         self._connect(plan)
-        self.monitor = Monitor(resources.timeout, resources.call_timeout)
+        self.supervisor.start(resources.timeout, resources.call_timeout)
         n_actors = resources.actors
         startup_stages.begin(f"starting {n_actors} actor{'s'[: n_actors != 1]}")
         self.plan = ray.put(plan)
         self.wanted = resources.actors
         evaluates = plan.evaluates
-        self.server = self._start_server()
+        self._server = self._start_server()
         self._start_workers()
         # Without GPUs the evaluator takes no resources from the ClientActors, so it can start now.
         if evaluates and not resources.server_gpus:
             self.eval = self._start_evaluator()
-        places = self._started(
-            [self.server.where.remote(), *(place for _, place in self.joining.values())]
+        places = self.supervisor.wait_for_start(
+            {
+                "the ServerActor": self.server.where.remote(),
+                **{f"ClientActor {number}": place for number, (_, place) in self.joining.items()},
+            }
         )
-        self.topology.server = places[0][0]
+        self._set_server_node(places[0][0])
         used_nodes = {node for node, _ in places}
         # An asynchronous run has several versions and rounds in flight at a time.
         if isinstance(plan.config.schedule, Sync) and used_nodes == {self.home}:
             self._create_shared_buffers(plan)
             self._open_shared_buffers(self.server)
-        self._await_workers(self.watch.start_s)
+        self._await_workers(self.supervisor.start_timeout_s)
         # With GPUs it starts after the ClientActors, so that they get theirs first.
         if evaluates and resources.server_gpus:
             self.eval = self._start_evaluator()
@@ -158,7 +164,7 @@ class WorkerPool:
         )
         self.topology = ClusterTopology({node.id: node.names[0] for node in alive})
 
-    # Starting and ending actors.
+    # Starting actors.
 
     def _start(self, kind: Any, *arguments: Any, **more: Any) -> Any:
         """Start an actor of class `kind` and return its handle; `more` are Ray options.
@@ -173,132 +179,12 @@ class WorkerPool:
             options["num_cpus"] or options["num_gpus"]
         ):
             options.pop("scheduling_strategy", None)
-        heartbeat = self.watch.add()
+        heartbeat = self.supervisor.new_address()
         actor = cast(Any, ray.remote(kind)).options(**options).remote(heartbeat, *arguments)
-        self.heartbeats[actor] = heartbeat
+        self.supervisor.add(actor, heartbeat, f"the {kind.__name__}")
         return actor
 
-    def _started(self, places: list[Any]) -> list[tuple[str, list[str]]]:
-        """Return node and GPUs of the first actors, the server before the workers."""
-        limit = self.watch.start_s
-        deadline = time.monotonic() + limit
-        pending = places
-        while pending and time.monotonic() < deadline:
-            ready, pending = ray.wait(pending, num_returns=len(pending), timeout=POLL_INTERVAL_S)
-            get(ready, f"the start of {len(places)} actors", limit)
-            self.watch.check()
-        if pending:
-            names = ["the ServerActor", *(f"ClientActor {number}" for number in self.joining)]
-            late = ", ".join(names[places.index(place)] for place in pending)
-            raise RaysimError(
-                f"waited {limit:g} s for the start of {late}; the machine may be overloaded, or a "
-                "node may have failed. Raise resources.timeout if the actors need longer"
-            )
-        return get(places, f"the start of {len(places)} actors", limit)
-
-    def end(self, actor: Any) -> None:
-        """Kill an actor, even if its process is suspended.
-
-        An actor on the driver's node has ended when this returns: otherwise it could write into
-        its shared buffer after its successor has opened it.
-
-        Args:
-            actor: handle of a worker, the server or the evaluator.
-        """
-        heartbeat = self.heartbeats.pop(actor, None)
-        ray.kill(actor)
-        if heartbeat is not None:
-            process = self.watch.process(heartbeat)
-            self.watch.forget(heartbeat)
-            if process is not None and process[0] == self.home and not processes.kill([process[1]]):
-                self.log(f"process {process[1].pid} was killed but does not end")
-
-    # Waiting.
-
-    @property
-    def watch(self) -> Monitor:
-        """Monitor of the actors' heartbeats; only after `start`."""
-        assert self.monitor is not None
-        return self.monitor
-
-    def failure(self, actor: Any) -> str:
-        """Return why `actor` counts as failed; "" if it has not failed.
-
-        Args:
-            actor: handle of a worker, the server or the evaluator.
-        """
-        heartbeat = self.heartbeats.get(actor)
-        return (
-            self.watch.failure(heartbeat)
-            if heartbeat is not None
-            else "another actor has replaced it"
-        )
-
-    def idle_s(self, actors: Iterable[Any]) -> float:
-        """Return the seconds since any of `actors` last worked; 0 if none is known.
-
-        Args:
-            actors: the actors.
-        """
-        known = [self.heartbeats[actor] for actor in actors if actor in self.heartbeats]
-        return min(map(self.watch.idle_s, known), default=0.0)
-
-    def check_server(self, what: str) -> None:
-        """Check that the server and Ray are alive.
-
-        Args:
-            what: the caller's work, named in the error.
-
-        Raises:
-            ActorDied: the server has failed.
-            RaysimError: Ray itself has failed.
-        """
-        self.watch.check()
-        if why := self.failure(self.server):
-            raise ActorDied(f"{what}: {self._name_of(self.server)} has failed: {why}")
-
-    def wait(self, reference: Any, what: str, *actors: Any) -> Any:
-        """Wait for the value of `reference`.
-
-        The wait ends with an error when none of `actors` has worked for `resources.timeout`.
-
-        Args:
-            reference: reference to the value.
-            what: the value's name in errors.
-            *actors: the actor that computes the value, then the actors whose results it needs.
-
-        Returns:
-            The value.
-
-        Raises:
-            ActorDied: the first actor has failed.
-            ServerStateLost: another actor has failed, or Ray does not deliver a needed result.
-            RaysimError: Ray itself has failed, or an actor raised an error.
-        """
-        began = time.monotonic()
-        while not ray.wait([reference], timeout=POLL_INTERVAL_S)[0]:
-            self.watch.check()
-            if why := self.failure(actors[0]):
-                raise ActorDied(f"{what}: {self._name_of(actors[0])} has failed: {why}")
-            for actor in actors[1:]:
-                if why := self.failure(actor):
-                    raise ServerStateLost(f"{what}: {self._name_of(actor)} has failed: {why}")
-            if min(self.idle_s(actors), time.monotonic() - began) >= self.timeout:
-                raise ServerStateLost(
-                    f"waited {self.timeout:g} s for {what}, and no actor works on it "
-                    "(limit: resources.timeout)"
-                )
-        return get(reference, what, self.timeout)
-
-    def _name_of(self, actor: Any) -> str:
-        """Return the actor's name for messages."""
-        if actor is self.server:
-            return f"the ServerActor on node {self.topology.name(self.topology.server)}"
-        return "the EvalActor" if actor is self.eval else "a ClientActor"
-
-    # Roles.
-
-    def _start_server(self) -> Any:
+    def _start_server(self) -> ActorHandle[ServerActor]:
         """Start a ServerActor: on its node if that is alive and has the GPUs, else anywhere."""
         gpus = self.resources.server_gpus
         options = {}
@@ -308,7 +194,12 @@ class WorkerPool:
             )
         return self._start(ServerActor, self.plan, num_gpus=gpus, **options)
 
-    def _start_evaluator(self) -> Any:
+    def _set_server_node(self, node: str) -> None:
+        """Record the node of the server that has started."""
+        self.topology.server = node
+        self.supervisor.rename(self.server, f"the ServerActor on node {self.topology.name(node)}")
+
+    def _start_evaluator(self) -> ActorHandle[EvalActor]:
         """Start an EvalActor: on the server's node, or on any node if it needs a GPU."""
         gpus = self.resources.server_gpus
         options = {}
@@ -318,7 +209,7 @@ class WorkerPool:
             )
         return self._start(EvalActor, self.plan, num_gpus=gpus, **options)
 
-    def _start_client(self, number: int) -> Any:
+    def _start_client(self, number: int) -> ActorHandle[ClientActor]:
         """Start ClientActor `number`; Ray spreads the ClientActors over the nodes."""
         resources = self.resources
         return self._start(
@@ -339,7 +230,7 @@ class WorkerPool:
         """
         return self.sends_sums and uploads > 1 and node != self.topology.server
 
-    def aggregator(self, node: str) -> Any:
+    def aggregator(self, node: str) -> ActorHandle[NodeAggregator]:
         """Return the NodeAggregator of `node`; start it if the node has none.
 
         Args:
@@ -360,7 +251,7 @@ class WorkerPool:
             why: the reason, for the log.
         """
         if (aggregator := self.aggregators.pop(node, None)) is not None:
-            self.end(aggregator)
+            self.supervisor.end(aggregator)
             self.recoveries["system/actors_failed"] += 1
             self.log(
                 f"the NodeAggregator of node {self.topology.name(node)} failed ({why}); "
@@ -392,14 +283,13 @@ class WorkerPool:
                 continue
             self.workers[number] = Worker(actor, node, gpus)
         for number, (actor, _) in list(self.joining.items()):
-            # An actor whose process has not started may be waiting for resources.
-            if self.watch.started(self.heartbeats[actor]) and (why := self.failure(actor)):
+            if self.supervisor.has_started(actor) and (why := self.supervisor.failure(actor)):
                 del self.joining[number]
                 self._remove_joining(number, actor, why)
 
-    def _remove_joining(self, number: int, actor: Any, why: str) -> None:
+    def _remove_joining(self, number: int, actor: ActorHandle, why: str) -> None:
         """End a ClientActor that failed while starting; log `why`."""
-        self.end(actor)
+        self.supervisor.end(actor)
         self.recoveries["system/actors_failed"] += 1
         self.log(f"ClientActor {number} failed to start: {why}")
 
@@ -414,12 +304,12 @@ class WorkerPool:
         if len(self.workers) < self.wanted:
             self._start_workers()
             self._await_workers()
-        limit = self.watch.start_s
+        limit = self.supervisor.start_timeout_s
         deadline = time.monotonic() + limit
         while not self.workers:
             self._start_workers()
             self._await_workers(POLL_INTERVAL_S, least=1)
-            self.watch.check()
+            self.supervisor.check_ray()
             if time.monotonic() > deadline:
                 raise RaysimError(
                     f"waited {limit:g} s for a new ClientActor to replace the last one, which "
@@ -427,7 +317,7 @@ class WorkerPool:
                 )
         return self.workers
 
-    def remove_worker(self, number: int, why: str, actor: Any = None) -> None:
+    def remove_worker(self, number: int, why: str, actor: ActorHandle | None = None) -> None:
         """End a ClientActor that has failed or cannot be reached; log `why`.
 
         Args:
@@ -438,7 +328,7 @@ class WorkerPool:
         worker = self.workers.get(number)
         if worker is not None and (actor is None or actor is worker.actor):
             del self.workers[number]
-            self.end(worker.actor)
+            self.supervisor.end(worker.actor)
             self.speeds.forget(number)
             self.recoveries["system/actors_failed"] += 1
             self.log(
@@ -466,13 +356,15 @@ class WorkerPool:
         except OSError as error:
             self.log(f"no shared memory ({error}); the object store is used instead")
 
-    def _open_shared_buffers(self, actor: Any) -> None:
+    def _open_shared_buffers(self, actor: ActorHandle) -> None:
         """Open all shared buffers in `actor`; do nothing in a run without them."""
         if self.shared_buffers:
             paths = {name: buffer.path for name, buffer in self.shared_buffers.items()}
-            self.wait(
+            self.supervisor.wait(
                 actor.open_shared_buffers.remote(paths), "an actor to open the shared memory", actor
             )
+
+    # Replacing the server and the evaluator.
 
     def restart_server(self) -> None:
         """Replace the server with a new one in its initial state.
@@ -483,15 +375,16 @@ class WorkerPool:
         Raises:
             ActorDied: no new server started within `MAX_SERVER_STARTS` attempts or in time.
         """
-        deadline = time.monotonic() + self.watch.start_s
+        deadline = time.monotonic() + self.supervisor.start_timeout_s
         for attempts_left in reversed(range(MAX_SERVER_STARTS)):
             self.recoveries["system/server_restarts"] += 1
-            self.end(self.server)
-            self.server = self._start_server()
+            self.supervisor.end(self.server)
+            self._server = self._start_server()
             try:
-                self.topology.server, _ = self.wait(
+                node, _ = self.supervisor.wait(
                     self.server.where.remote(), "the start of a new server", self.server
                 )
+                self._set_server_node(node)
                 self._open_shared_buffers(self.server)
                 return
             except ActorDied as died:
@@ -500,37 +393,36 @@ class WorkerPool:
                 self.log(f"{died}; trying again")
                 time.sleep(3 * POLL_INTERVAL_S)
 
-    def restart_evaluator(self, old: Any, why: str) -> None:
-        """Replace the EvalActor.
+    def restart_evaluator(self, old: ActorHandle, why: str) -> ActorHandle[EvalActor]:
+        """Replace the EvalActor, unless it has been replaced already, and return the new one.
 
         Args:
-            old: the EvalActor that failed. If it has been replaced already, do nothing.
+            old: the EvalActor that failed.
             why: why it failed.
         """
-        if old is self.eval:
+        if self.eval is None or old is self.eval:
             self.recoveries["system/actors_failed"] += 1
             self.log(f"the EvalActor failed ({why}); a new one starts")
-            self.end(old)
+            self.supervisor.end(old)
             self.eval = self._start_evaluator()
+        return self.eval
 
     def close(self) -> None:
         """End the actors, and Ray if this process started it. Every step has a time limit."""
         if not ray.is_initialized():
             return
-        broken = self.monitor is not None and bool(self.monitor.broken)
-        if self.monitor is not None:
-            self.monitor.stop()
+        broken = self.supervisor.ray_is_broken
+        self.supervisor.stop()
         clients = [
             *(worker.actor for worker in self.workers.values()),
             *(actor for actor, _ in self.joining.values()),
         ]
-        actors = list(filter(None, (*clients, *self.aggregators.values(), self.server, self.eval)))
+        actors = list(filter(None, (*clients, *self.aggregators.values(), self._server, self.eval)))
         if not broken and not processes.limited(
             lambda: [ray.kill(actor) for actor in actors], nodes.SHUTDOWN_TIMEOUT_S
         ):
             broken = True
         self.shared_buffers = {}
         self.aggregators = {}
-        self.heartbeats = {}
         if self.ours:
             nodes.leave_cluster(broken)

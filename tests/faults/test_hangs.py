@@ -14,6 +14,7 @@ from support.processes import basic, timeless
 
 import raysim
 from raysim.distributed.executor import RayExecutor
+from raysim.distributed.supervision import ActorSupervisor
 from raysim.distributed.worker_pool import WorkerPool
 from raysim.engine.resolve import prepare
 from raysim.runs import run as experiment
@@ -26,20 +27,21 @@ TIMEOUT = 4
 HUNG = rf"no sign of life for {TIMEOUT} s \(resources\.timeout\)"
 
 
-class HangingPool(WorkerPool):
-    """Actors, some of which are stopped."""
-
-    def process(self, actor: Any) -> Any:
-        there = self.watch.process(self.heartbeats[actor])
-        assert there is not None
-        return there[1]
-
+class CheckedSupervisor(ActorSupervisor):
     def end(self, actor: Any) -> None:
         """Who was stopped may be continued at any time, so nothing of it may be left when another
         takes its place."""
-        process = self.process(actor)
+        there = self.process(actor)
         super().end(actor)
-        assert not process.alive
+        assert there is not None and not there[1].alive
+
+
+class HangingPool(WorkerPool):
+    """Actors, some of which are stopped."""
+
+    def __init__(self, log: Callable[[str], None]):
+        super().__init__(log)
+        self.supervisor = CheckedSupervisor(log)
 
 
 class Hanging(RayExecutor):
@@ -73,7 +75,7 @@ class Hanging(RayExecutor):
             if kind == "client"
             else getattr(self.pool, kind)
         )
-        os.kill(self.pool.process(actor).pid, signal.SIGSTOP)
+        os.kill(self.pool.supervisor.process(actor)[1].pid, signal.SIGSTOP)
 
 
 @pytest.mark.long

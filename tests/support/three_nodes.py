@@ -91,7 +91,7 @@ class StruckPool(WorkerPool):
         return aggregator
 
     def stop(self, actor: Any) -> None:
-        there = self.watch.process(self.heartbeats[actor])
+        there = self.supervisor.process(actor)
         assert there is not None
         os.kill(there[1].pid, signal.SIGSTOP)
 
@@ -125,7 +125,7 @@ class Struck(RayExecutor):
             pool.case = "sums"
             os.kill(raylet.process.pid, signal.SIGSTOP)
             while (
-                pool.third.node_id not in pool.watch.dead_nodes()
+                pool.third.node_id not in pool.supervisor.dead_nodes()
             ):  # the run is not over before Ray knows of it
                 time.sleep(0.1)
         elif pool.case == "hang" and self.victims and t >= self.victims[0][0]:

@@ -1,0 +1,239 @@
+"""Supervision of the actors of a run: whether one has failed, waits that notice it, and its end.
+
+Ray does not restart the actors. One that hangs is killed and counts as failed; `heartbeats` says
+when. Every wait has a limit, checks for failures every `POLL_INTERVAL_S`, and names in its error
+what it waited for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import ray
+from ray import ObjectRef
+from ray.actor import ActorHandle
+
+from raysim import processes
+from raysim.distributed.heartbeats import Address, Monitor
+from raysim.distributed.waiting import POLL_INTERVAL_S, ActorDied, get
+from raysim.errors import RaysimError, ServerStateLost
+
+
+class ActorSupervisor:
+    """Supervisor of the actors of a run, in the driver.
+
+    Args:
+        log: called with one line of text if a process does not end.
+    """
+
+    def __init__(self, log: Callable[[str], None]):
+        self.log = log
+        self._monitor: Monitor | None = None
+        self._addresses: dict[ActorHandle, Address] = {}
+        self._names: dict[ActorHandle, str] = {}
+
+    def start(self, timeout_s: float, call_timeout_s: float | None) -> None:
+        """Start to receive heartbeats, after this process has joined Ray.
+
+        Args:
+            timeout_s: time that an actor may be silent, and limit of the waits, in seconds.
+            call_timeout_s: time that an actor may work on one call, in seconds; None means no
+                limit.
+        """
+        self.timeout_s = timeout_s
+        self.home = ray.get_runtime_context().get_node_id()
+        self._monitor = Monitor(timeout_s, call_timeout_s)
+
+    def stop(self) -> None:
+        """Forget all actors, and receive no more heartbeats."""
+        self._addresses = {}
+        self._names = {}
+        if self._monitor is not None:
+            self._monitor.stop()
+
+    # Which actors there are.
+
+    def new_address(self) -> Address:
+        """Return the address of the heartbeats of an actor that is about to start."""
+        return self.monitor.add()
+
+    def add(self, actor: ActorHandle, address: Address, name: str) -> None:
+        """Supervise an actor.
+
+        Args:
+            actor: its handle.
+            address: address of its heartbeats, from `new_address`.
+            name: its name in messages.
+        """
+        self._addresses[actor] = address
+        self.rename(actor, name)
+
+    def rename(self, actor: ActorHandle, name: str) -> None:
+        """Change the name of an actor in messages.
+
+        Args:
+            actor: its handle.
+            name: its name from now on.
+        """
+        self._names[actor] = name
+
+    def end(self, actor: ActorHandle) -> None:
+        """Kill an actor, even if its process is suspended.
+
+        An actor on the driver's node has ended when this returns: otherwise it could write into
+        its shared buffer after its successor has opened it.
+
+        Args:
+            actor: its handle.
+        """
+        address = self._addresses.pop(actor, None)
+        ray.kill(actor)
+        if address is not None:
+            process = self.monitor.process(address)
+            self.monitor.forget(address)
+            if process is not None and process[0] == self.home and not processes.kill([process[1]]):
+                self.log(f"process {process[1].pid} was killed but does not end")
+
+    # How they are.
+
+    @property
+    def monitor(self) -> Monitor:
+        """Receiver of the heartbeats; only after `start`."""
+        assert self._monitor is not None
+        return self._monitor
+
+    @property
+    def start_timeout_s(self) -> float:
+        """Time limit for the start of an actor, in seconds."""
+        return self.monitor.start_s
+
+    @property
+    def ray_is_broken(self) -> bool:
+        """Whether Ray has failed, so that no call of it may return."""
+        return self._monitor is not None and bool(self._monitor.broken)
+
+    def dead_nodes(self) -> set[str]:
+        """Return the ids of the nodes that have died since the start."""
+        return self.monitor.dead_nodes()
+
+    def process(self, actor: ActorHandle) -> tuple[str, processes.Process] | None:
+        """Return the id of an actor's node and its process; None before its first heartbeat.
+
+        Args:
+            actor: its handle.
+        """
+        return self.monitor.process(self._addresses[actor])
+
+    def has_started(self, actor: ActorHandle) -> bool:
+        """Return whether an actor's process has started; it may be waiting for resources.
+
+        Args:
+            actor: its handle.
+        """
+        return self.monitor.started(self._addresses[actor])
+
+    def failure(self, actor: ActorHandle | None) -> str:
+        """Return why an actor counts as failed; "" if it has not failed.
+
+        Args:
+            actor: its handle; None if it has been replaced.
+        """
+        address = None if actor is None else self._addresses.get(actor)
+        return "another actor has replaced it" if address is None else self.monitor.failure(address)
+
+    def idle_s(self, actors: Iterable[ActorHandle | None]) -> float:
+        """Return the seconds since any of some actors last worked; 0 if none is known.
+
+        Args:
+            actors: their handles.
+        """
+        known = [self._addresses[actor] for actor in actors if actor and actor in self._addresses]
+        return min(map(self.monitor.idle_s, known), default=0.0)
+
+    def check_ray(self) -> None:
+        """Check that Ray is alive.
+
+        Raises:
+            RaysimError: it has failed.
+        """
+        self.monitor.check()
+
+    def check(self, actor: ActorHandle, what: str) -> None:
+        """Check that Ray and an actor are alive.
+
+        Args:
+            actor: its handle.
+            what: the caller's work, named in the error.
+
+        Raises:
+            ActorDied: the actor has failed.
+            RaysimError: Ray itself has failed.
+        """
+        self.check_ray()
+        if why := self.failure(actor):
+            raise ActorDied(f"{what}: {self._names[actor]} has failed: {why}")
+
+    # Waits.
+
+    def wait(self, reference: ObjectRef[Any], what: str, *actors: ActorHandle) -> Any:
+        """Wait for the value of `reference`.
+
+        The wait ends with an error when none of `actors` has worked for `timeout_s`.
+
+        Args:
+            reference: reference to the value.
+            what: the value's name in errors.
+            *actors: the actor that computes the value, then the actors whose results it needs.
+
+        Returns:
+            The value.
+
+        Raises:
+            ActorDied: the first actor has failed.
+            ServerStateLost: another actor has failed, or Ray does not deliver a needed result.
+            RaysimError: Ray itself has failed, or an actor raised an error.
+        """
+        computing, *needed = actors
+        began = time.monotonic()
+        while not ray.wait([reference], timeout=POLL_INTERVAL_S)[0]:
+            self.check(computing, what)
+            for actor in needed:
+                if why := self.failure(actor):
+                    raise ServerStateLost(f"{what}: {self._names[actor]} has failed: {why}")
+            if min(self.idle_s(actors), time.monotonic() - began) >= self.timeout_s:
+                raise ServerStateLost(
+                    f"waited {self.timeout_s:g} s for {what}, and no actor works on it "
+                    "(limit: resources.timeout)"
+                )
+        return get(reference, what, self.timeout_s)
+
+    def wait_for_start(self, places: dict[str, ObjectRef[Any]]) -> list[Any]:
+        """Wait for the first actors of a run.
+
+        Args:
+            places: reference to each actor's place, by its name in errors.
+
+        Returns:
+            The places.
+
+        Raises:
+            ActorDied: an actor has died.
+            RaysimError: an actor does not start in time, or Ray itself has failed.
+        """
+        limit = self.start_timeout_s
+        deadline = time.monotonic() + limit
+        what = f"the start of {len(places)} actors"
+        pending: list[Any] = list(places.values())
+        while pending and time.monotonic() < deadline:
+            ready, pending = ray.wait(pending, num_returns=len(pending), timeout=POLL_INTERVAL_S)
+            get(ready, what, limit)
+            self.check_ray()
+        if pending:
+            late = ", ".join(name for name, place in places.items() if place in pending)
+            raise RaysimError(
+                f"waited {limit:g} s for the start of {late}; the machine may be overloaded, or a "
+                "node may have failed. Raise resources.timeout if the actors need longer"
+            )
+        return get(list(places.values()), what, limit)
