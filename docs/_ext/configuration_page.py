@@ -10,7 +10,7 @@ from fields import Field, attribute_text, default_text, definition_list, values_
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from raysim.attacks.gradient_inversion import AttackOptions
+from raysim.attacks.attack_options import AttackOptions
 from raysim.attacks.noise_matching import MatchOptions
 from raysim.config.explain import annotation_types
 from raysim.config.schema import Config

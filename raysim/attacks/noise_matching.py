@@ -28,7 +28,8 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from raysim.attacks.gradient_inversion import AttackOptions, attack
+from raysim.attacks.attack_options import AttackOptions
+from raysim.attacks.gradient_inversion import attack
 from raysim.config import loading
 from raysim.config.explain import checked_section
 from raysim.config.sections.base import Positive, Section

@@ -19,8 +19,11 @@ import pytest
 import torch
 from support.command_line import Said, assert_one_message
 
-from raysim.attacks import gradient_inversion
-from raysim.attacks.gradient_inversion import AttackOptions, GradientSimulator, PixelRange, invert
+from raysim.attacks import gradient_inversion, gradient_simulator, reconstructions
+from raysim.attacks.attack_options import AttackOptions
+from raysim.attacks.gradient_inversion import invert
+from raysim.attacks.gradient_simulator import GradientSimulator
+from raysim.attacks.reconstructions import PixelRange
 from raysim.diagnostics import recorded_updates
 from raysim.engine.plan import Plan
 from raysim.engine.resolve import prepare
@@ -96,24 +99,24 @@ def test_costs_and_total_variation_are_their_formulas():
     rng = np.random.default_rng(0)
     g, h, x = rng.standard_normal(50), rng.standard_normal(50), rng.standard_normal((2, 3, 4, 5))
     tensors = torch.from_numpy(g), torch.from_numpy(h)
-    assert float(gradient_inversion.squared_distance(*tensors)) == pytest.approx(
+    assert float(gradient_simulator.squared_distance(*tensors)) == pytest.approx(
         sum((a - b) ** 2 for a, b in zip(g, h, strict=True))
     )
     cosine = 1 - g @ h / np.linalg.norm(g) / np.linalg.norm(h)
-    assert float(gradient_inversion.cosine_distance(*tensors)) == pytest.approx(cosine)
-    assert float(gradient_inversion.cosine_distance(tensors[0], 3 * tensors[0])) == pytest.approx(
+    assert float(gradient_simulator.cosine_distance(*tensors)) == pytest.approx(cosine)
+    assert float(gradient_simulator.cosine_distance(tensors[0], 3 * tensors[0])) == pytest.approx(
         0, abs=1e-12
     )
     rows = np.abs(np.diff(x, axis=3)).mean()
     columns = np.abs(np.diff(x, axis=2)).mean()
-    assert float(gradient_inversion.total_variation(torch.from_numpy(x))) == pytest.approx(
+    assert float(gradient_simulator.total_variation(torch.from_numpy(x))) == pytest.approx(
         rows + columns
     )
 
 
 def test_a_cosine_with_nothing_is_one_and_has_a_gradient():
     nothing = torch.zeros(3, dtype=torch.float64, requires_grad=True)
-    cost = gradient_inversion.cosine_distance(torch.ones(3, dtype=torch.float64), nothing)
+    cost = gradient_simulator.cosine_distance(torch.ones(3, dtype=torch.float64), nothing)
     assert float(cost.detach()) == 1 and torch.isfinite(torch.autograd.grad(cost, nothing)[0]).all()
 
 
@@ -129,7 +132,7 @@ def test_psnr_is_of_images_in_the_unit_range():
     other = image.clone()
     other[0] += 4 / 16
     other[1, 0, 0, 0] += 0.5
-    near, single, same = gradient_inversion.psnr(image, other)
+    near, single, same = reconstructions.psnr(image, other)
     assert near == pytest.approx(10 * math.log10(16)) and single == pytest.approx(
         10 * math.log10(64 / 0.25)
     )
@@ -137,13 +140,13 @@ def test_psnr_is_of_images_in_the_unit_range():
 
 
 def test_mean_psnr_leaves_out_and_counts_what_is_exact_or_failed():
-    def one(client: int, cost: float, *psnr: float) -> gradient_inversion.Reconstruction:
-        return gradient_inversion.Reconstruction(
+    def one(client: int, cost: float, *psnr: float) -> reconstructions.Reconstruction:
+        return reconstructions.Reconstruction(
             client, (0,) * len(psnr), cost, psnr, 0, torch.zeros(1), torch.zeros(1)
         )
 
     clients = [one(3, 0.1, 10.0, math.inf), one(5, 0.1, 20.0), one(7, math.nan, math.nan)]
-    result = gradient_inversion.AttackResult(AttackOptions(), 0, clients, 1.0)
+    result = reconstructions.AttackResult(AttackOptions(), 0, clients, 1.0)
     assert (result.psnr, result.exact, result.failed) == (15.0, 1, [7])
     said = json.loads(json.dumps(result.as_object(), allow_nan=False))
     assert said["clients"][0]["psnr"] == [10.0, None] and said["clients"][2]["cost"] is None
@@ -157,7 +160,7 @@ def test_no_other_matching_has_a_smaller_error(n):
         torch.rand(n, 1, 2, 2, dtype=torch.float64),
         torch.rand(n, 1, 2, 2, dtype=torch.float64),
     )
-    order = gradient_inversion.matching(original, found, [7] * n)
+    order = reconstructions.matching(original, found, [7] * n)
     assert sorted(order) == list(range(n))
     least = min(
         float(((original - found[list(p)]) ** 2).sum()) for p in itertools.permutations(range(n))
@@ -170,11 +173,11 @@ def test_images_are_matched_within_their_label():
     original, labels = torch.rand(6, 1, 4, 4), (3, 1, 3, 3, 1, 2)
     mixed = [2, 4, 3, 0, 1, 5]  # of each label its own images, in another order
     found = original[mixed] + 0.01 * torch.rand(6, 1, 4, 4)
-    order = gradient_inversion.matching(original, found, labels)
+    order = reconstructions.matching(original, found, labels)
     assert [mixed[k] for k in order] == list(range(6))
     foreign = original[[1, 0, 2, 3, 4, 5]]  # an image under another label stays there
-    assert gradient_inversion.matching(original, foreign, labels)[5] == 5
-    assert {gradient_inversion.matching(original, foreign, labels)[k] for k in (1, 4)} == {1, 4}
+    assert reconstructions.matching(original, foreign, labels)[5] == 5
+    assert {reconstructions.matching(original, foreign, labels)[k] for k in (1, 4)} == {1, 4}
 
 
 # -- what is simulated is what is sent -------------------------------------------------------------
@@ -255,8 +258,8 @@ def test_signs_are_constants_so_nothing_is_lost_by_not_following_them(observe, m
     seen = observe(algorithm={"name": "fedreg_mg", "eta_s": 0.05, "ascent": 3})
     x = seen.simulation().starts(0)
     found = []
-    for input_grad in (gradient_inversion._AttackTask.input_grad, VmapTask.input_grad):
-        monkeypatch.setattr(gradient_inversion._AttackTask, "input_grad", input_grad)
+    for input_grad in (gradient_simulator._AttackTask.input_grad, VmapTask.input_grad):
+        monkeypatch.setattr(gradient_simulator._AttackTask, "input_grad", input_grad)
         simulation = seen.simulation(attacker="adaptive", cost="l2")
         simulation.dry_run()
         found.append(simulation.gradient(x)[1])
@@ -282,7 +285,7 @@ def test_the_gradient_of_the_cost_is_its_slope(observe):
 
 @pytest.mark.parametrize("attacker", ["oblivious", "adaptive"])
 def test_side_by_side_is_one_after_the_other(observe, attacker, monkeypatch):
-    monkeypatch.setattr(gradient_inversion, "VECTORS_PER_GRADIENT", 40_000)  # two at a time
+    monkeypatch.setattr(gradient_simulator, "VECTORS_PER_GRADIENT", 40_000)  # two at a time
     seen = observe(
         algorithm={"name": "fedreg_mg", "ascent": 3}, partition=PAIRS, local={"batch_size": 2}
     )
@@ -354,9 +357,9 @@ def test_several_images_are_found_in_some_order(observe, ragged):
     assert len(one.y) == 5 and len(set(one.y.tolist())) < 5
     result = invert(seen.plan, [one], AttackOptions(iterations=300, lr=0.1, box=True))
     best = result.clients[0]
-    again = gradient_inversion.psnr(best.original, best.found)
+    again = reconstructions.psnr(best.original, best.found)
     assert best.psnr == pytest.approx(again) and best.labels == tuple(one.y.tolist())
-    order = gradient_inversion.matching(best.original, best.found, best.labels)
+    order = reconstructions.matching(best.original, best.found, best.labels)
     assert order == list(range(5)), "what is found comes in the order that matches"
 
 

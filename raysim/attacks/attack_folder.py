@@ -1,0 +1,95 @@
+"""Files of an attack: options, table and plot, in the run's folder and in MLflow."""
+
+from __future__ import annotations
+
+import csv
+import json
+import logging
+import math
+from pathlib import Path
+
+from raysim.attacks.plots import plot_reconstructions
+from raysim.attacks.reconstructions import AttackResult
+from raysim.engine.plan import Plan
+from raysim.errors import ConfigError, RaysimError
+from raysim.tracking.mlflow import add_to
+
+logger = logging.getLogger("raysim")
+
+
+def write_attack(result: AttackResult, plan: Plan, run_dir: Path) -> Path:
+    """Write the plot, the table and the options, and add them to the run in MLflow.
+
+    Args:
+        result: the attack.
+        plan: the run that was attacked.
+        run_dir: its folder.
+
+    Returns:
+        The folder that holds them.
+
+    Raises:
+        ConfigError: there is no free name for the folder.
+    """
+    o = result.options
+    folder, number = _new_folder(run_dir / "attack" / f"{o.cost}-{o.attacker}")
+    options_used = {**o.model_dump(), "tv": o.weight, "round": result.round}
+    (folder / "options.json").write_text(json.dumps(options_used, indent=1) + "\n")
+    _write_table(result, plan, folder / "table.csv")
+    _plot(result, plan, folder / "attack.png")
+    metrics = {} if math.isnan(result.psnr) else {f"attack/psnr_{o.cost}_{o.attacker}": result.psnr}
+    try:
+        add_to(run_dir, metrics, number, folder, f"attack/{folder.name}")
+    except RaysimError as error:
+        logger.warning("the run in MLflow does not show this attack: %s", error)
+    return folder
+
+
+def _write_table(result: AttackResult, plan: Plan, path: Path) -> None:
+    """Write a row for each image, with its label, cost and PSNR."""
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["client", "image", "label", "class", "cost", "psnr", "restart"])
+        for client in result.clients:
+            for k, (label, quality) in enumerate(zip(client.labels, client.psnr, strict=True)):
+                name = plan.dataset.classes[label]
+                writer.writerow(
+                    [client.client, k, label, name, client.cost, quality, client.restart]
+                )
+
+
+def _plot(result: AttackResult, plan: Plan, path: Path) -> None:
+    """Plot each image beside its reconstruction."""
+    pairs = [
+        (
+            f"client {client.client}: {plan.dataset.classes[label]}",
+            before.numpy(),
+            after.numpy(),
+            quality,
+        )
+        for client in result.clients
+        for label, before, after, quality in zip(
+            client.labels, client.original, client.found, client.psnr, strict=True
+        )
+    ]
+    mean = (
+        "no image with a finite PSNR"
+        if math.isnan(result.psnr)
+        else f"mean PSNR {result.psnr:.2f} dB, median {result.median:.2f}"
+    )
+    options = result.options
+    run = f"{plan.label} on {plan.config.data.name}, round {result.round}"
+    title = f"{run}: {options.cost}, {options.attacker}; {mean}"
+    plot_reconstructions(pairs, title, path)
+
+
+def _new_folder(stem: Path) -> tuple[Path, int]:
+    """A new folder, numbered if there is one already, and its number."""
+    for number in range(1, 10_000):
+        path = stem if number == 1 else stem.with_name(f"{stem.name}-{number}")
+        try:
+            path.mkdir(parents=True)
+            return path, number
+        except FileExistsError:
+            continue
+    raise ConfigError(f"attack: {stem} and its numbered followers are all taken; remove some")

@@ -1,0 +1,310 @@
+"""Simulation of a client's update on candidate images, and its distance from the recorded one.
+
+`gradient_inversion` has the formulas and their sources.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from raysim.attacks.attack_options import AttackOptions
+from raysim.diagnostics.recorded_updates import Observation
+from raysim.engine.plan import Plan
+from raysim.errors import ConfigError, RaysimError, in_a_line
+from raysim.models.flat import Model
+from raysim.randomness import generator
+from raysim.rules import Batch, ClientRule, LocalData, Loss, task_loss
+from raysim.rules.contract import overridden
+from raysim.signals import reraise_stop
+from raysim.training.messages import Broadcast
+from raysim.training.task import LocalSettings
+from raysim.training.vmap import VmapTask, why_not_vmap
+
+logger = logging.getLogger("raysim")
+
+MAX_GRADIENT_NUMBERS = 2**26
+"""Numbers that the gradients of observations attacked side by side may take, with what their own
+gradients need."""
+VECTORS_PER_GRADIENT = 8
+"""Vectors [P] that one simulated gradient keeps for its own gradient, roughly."""
+
+
+def squared_distance(g: Tensor, simulated: Tensor) -> Tensor:
+    """Σ (g - ĝ)² over all tensors (Zhu 2019).
+
+    Args:
+        g: the observed gradients, by tensor.
+        simulated: the simulated gradients, by tensor.
+    """
+    difference = g - simulated
+    return (difference * difference).sum()
+
+
+def cosine_distance(g: Tensor, simulated: Tensor) -> Tensor:
+    """1 - ⟨g, ĝ⟩ / (‖g‖ ‖ĝ‖), all tensors jointly (Geiping 2020); 1 where one of them is zero.
+
+    Args:
+        g: the observed gradients, by tensor.
+        simulated: the simulated gradients, by tensor.
+    """
+    squares = [(v * v).sum().clamp(min=1e-30) for v in (g, simulated)]
+    return 1 - (g * simulated).sum() / (squares[0].sqrt() * squares[1].sqrt())
+
+
+COST_FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "l2": squared_distance,
+    "cosine": cosine_distance,
+}
+
+
+def total_variation(x: Tensor) -> Tensor:
+    """Return the anisotropic total variation of x [b, C, H, W].
+
+    It is mean |differences along rows| + mean |differences along columns|.
+
+    Args:
+        x: images [b, C, H, W].
+    """
+    return (x[..., 1:] - x[..., :-1]).abs().mean() + (x[..., 1:, :] - x[..., :-1, :]).abs().mean()
+
+
+class _AttackTask(VmapTask):
+    """A client's task as the attacker simulates it: input gradients are constants.
+
+    The shipped rules take their signs, whose derivative is zero. Differentiating through them would
+    cost as much as all the rest.
+    """
+
+    def input_grad(
+        self, w: Tensor, batch: Batch, loss: Loss = task_loss, buffers: Tensor | None = None
+    ) -> Tensor:
+        return super().input_grad(w, replace(batch, x=batch.x.detach()), loss, buffers).detach()
+
+
+class _Ragged:
+    """Placeholder for the data of clients with different sizes.
+
+    A rule that reads it makes the attack run client by client.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        raise RaysimError(f"clients of different sizes have no '{name}' in common")
+
+
+def simulated(
+    rule: ClientRule | None,
+    model: Model,
+    facts: LocalSettings,
+    broadcast: Broadcast,
+    x: Tensor,
+    y: Tensor,
+    data: Any = None,
+) -> Tensor:
+    """Return the simulated gradient ĝ [P], differentiable in x.
+
+    It is the `delta` that a client with this rule sends after one step on the images x [b, C, H,
+    W], divided by its learning rate. Without a rule it is the gradient of the mean cross-entropy.
+
+    Args:
+        rule: the client's rule; None: only the gradient.
+        model: the net.
+        facts: learning rate and number of steps of the client.
+        broadcast: what the client received, with the global parameters [P].
+        x: images [b, C, H, W].
+        y: labels [b].
+        data: what the rule's methods get as the data of the client.
+    """
+    global_params = broadcast.global_params
+    if rule is None:
+        return VmapTask(model, LocalSettings(), broadcast.buffers).grad(
+            global_params, Batch(x, y), mode="frozen"
+        )
+    task = _AttackTask(model, facts, broadcast.buffers, (1, 0))
+    client_state = {"seen": torch.zeros((), dtype=torch.bool, device=global_params.device)}
+    state = {"w": global_params, **rule.init(broadcast.shared, client_state, data, task)}
+    batch = Batch(x, y)
+    if rule.prepares:
+        batch = replace(batch, prepared=rule.prepare(broadcast.shared, batch, task))
+    state = rule.step(broadcast.shared, state, batch, task)
+    report, _ = rule.finish(broadcast.shared, state, client_state, data, task)
+    return report["delta"] / facts.lr
+
+
+def _refuse_rule(rule: ClientRule, model: Model) -> None:
+    """Refuse a client rule whose update depends on more than the attacker sees."""
+    if rule.state(VmapTask(model, LocalSettings())):
+        raise ConfigError(
+            f"attacker: client rule '{rule.name}' keeps what it has from earlier rounds, which the "
+            "attacker does not see; use attacker=oblivious"
+        )
+    if methods := overridden(rule, ["noise", "begin", "personal"]):
+        raise ConfigError(
+            f"attacker: client rule '{rule.name}' has a {methods[0]} of its own, whose "
+            "result the attacker does not see; use attacker=oblivious"
+        )
+
+
+class GradientSimulator:
+    """Gradients of observed clients, and the gradients that candidate images would give.
+
+    All clients started from the same model and have the same number of images b.
+    """
+
+    def __init__(
+        self, plan: Plan, seen: Sequence[Observation], options: AttackOptions, device: str = "cpu"
+    ):
+        config, base = plan.config, seen[0].base
+        self.options, self.name = options, config.model.name
+        self.model = plan.model(device)
+        self.rule = plan.client.at(base) if options.attacker == "adaptive" else None
+        if self.rule is not None:
+            _refuse_rule(self.rule, self.model)
+        broadcast = seen[0].broadcast
+        self.broadcast = Broadcast(
+            {k: v.to(device) for k, v in broadcast.shared.items()}, broadcast.buffers.to(device)
+        )
+        local = config.local
+        decayed = self.model.decayed() if local.weight_decay else None
+        lr, x0 = local.step_sizes.of_step(base), plan.initial[0].to(device)
+        self.settings = LocalSettings(
+            base,
+            lr,
+            local.weight_decay,
+            local.max_grad_norm,
+            config.example_privacy,
+            False,
+            x0,
+            decayed,
+        )
+        self.clients = [observation.client for observation in seen]
+        self.sizes = [len(plan.clients.client(client)) for client in self.clients]
+        self.average = float(plan.clients.sizes.mean())
+        updates = torch.stack([observation.uploads["delta"] for observation in seen])
+        self.g = updates.to(device, plan.dtype) / lr
+        self.y = torch.stack([observation.y for observation in seen]).to(device)
+        self.shape = tuple(seen[0].x.shape)
+        each = self.model.size * (
+            self.shape[0] if self.rule is not None and config.example_privacy is not None else 1
+        )
+        self.chunk, self.vmap = max(1, MAX_GRADIENT_NUMBERS // (VECTORS_PER_GRADIENT * each)), False
+
+    def starts(self, restart: int) -> Tensor:
+        """Random images to start from, standard normal, keyed by the client: [K, b, C, H, W].
+
+        Args:
+            restart: number of the restart.
+        """
+        keyed = [generator(self.options.seed, "attack", client, restart) for client in self.clients]
+        images = [torch.from_numpy(rng.standard_normal(self.shape)) for rng in keyed]
+        return torch.stack(images).to(self.g.device, self.g.dtype)
+
+    def dry_run(self, side_by_side: bool = True) -> None:
+        """Find out whether the observations can be attacked side by side.
+
+        Args:
+            side_by_side: whether clients may be attacked at once.
+
+        Raises:
+            ConfigError: they cannot be attacked at all.
+        """
+        x = self.starts(0)[:2]
+        reason = why_not_vmap(self.model) if side_by_side else "asked for"
+        self.vmap = reason is None
+        if self.vmap:
+            try:
+                with warnings.catch_warnings():
+                    # torch warns where it would fall back to a slow loop of its own.
+                    warnings.simplefilter("error")
+                    self.gradient(x)
+            except BaseException as error:
+                reraise_stop(error)
+                self.vmap, reason = False, in_a_line(error)
+        if not self.vmap:
+            logger.info("attack: one client after the other (%s)", reason)
+        self._check_differentiable(x[0])
+
+    def _check_differentiable(self, images: Tensor) -> None:
+        """Check that the simulated gradient of one client is a differentiable function."""
+        subject = f"model '{self.name}'" if self.rule is None else f"client rule '{self.rule.name}'"
+        instead = "take another net" if self.rule is None else "use attacker=oblivious"
+        images = images.requires_grad_()
+        try:
+            sent = self._one(0)(images, self.y[0])
+            torch.autograd.grad(sent.sum(), images)
+        except BaseException as error:
+            reraise_stop(error)
+            raise ConfigError(
+                f"attacker: {subject} cannot be simulated as a differentiable function of the "
+                f"images ({in_a_line(error)}); {instead}"
+            ) from None
+        if self.rule is not None and not torch.isfinite(sent).all():
+            raise ConfigError(
+                f"attacker: what {subject} sends of one batch is not finite, or depends on all of "
+                f"the client's data, which the attacker does not have; {instead}"
+            )
+
+    def gradient(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the costs [K] without total variation, and the gradient in x of those with it.
+
+        Args:
+            x: candidates for the images of K clients, [K, b, C, H, W].
+
+        Returns:
+            [K] and [K, b, C, H, W], both detached.
+        """
+        costs, gradients, weight = [], [], self.options.weight
+        for start, part in self._parts(x):
+            part = part.detach().requires_grad_()
+            distances = self._distances(part, start)
+            objective = distances.sum()
+            if weight:
+                objective = objective + weight * sum(total_variation(images) for images in part)
+            gradients.append(torch.autograd.grad(objective, part)[0])
+            costs.append(distances.detach())
+        return torch.cat(costs), torch.cat(gradients)
+
+    def costs(self, x: Tensor) -> Tensor:
+        """The costs [K] of images [K, b, C, H, W], without TV.
+
+        Args:
+            x: images [K, b, C, H, W].
+        """
+        return torch.cat([self._distances(part, start).detach() for start, part in self._parts(x)])
+
+    def _parts(self, x: Tensor) -> list[tuple[int, Tensor]]:
+        size = self.chunk if self.vmap else 1
+        return [(start, x[start : start + size]) for start in range(0, len(x), size)]
+
+    def _distances(self, x: Tensor, start: int) -> Tensor:
+        g, y = self.g[start : start + len(x)], self.y[start : start + len(x)]
+        distance = COST_FUNCTIONS[self.options.cost]
+        if not self.vmap:
+            return torch.stack(
+                [distance(g[i], self._one(start + i)(x[i], y[i])) for i in range(len(x))]
+            )
+        simulate = self._one(None)
+        return torch.func.vmap(lambda g, x, y: distance(g, simulate(x, y)))(g, x, y)
+
+    def _one(self, i: int | None) -> Callable[[Tensor, Tensor], Tensor]:
+        """(x, y) -> ĝ of observation i, or (None) of any that goes side by side with the others."""
+        alone = len(set(self.sizes)) == 1 or i is not None
+        n = self.sizes[i or 0]
+
+        def simulate(x: Tensor, y: Tensor) -> Tensor:
+            # The attacker knows nothing of the client's other images.
+            known_images = x if n == len(y) else x * torch.nan
+            data = (
+                LocalData(n, self.average, lambda augment=False: iter([Batch(known_images, y)]))
+                if alone
+                else _Ragged()
+            )
+            return simulated(self.rule, self.model, self.settings, self.broadcast, x, y, data)
+
+        return simulate
