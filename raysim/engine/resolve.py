@@ -8,21 +8,19 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from math import ceil
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
-from pydantic import BaseModel
 from torch import nn
 
 from raysim.config import explain, loading, tracking_uri
 from raysim.config.references import reading_once
 from raysim.config.schema import Config
 from raysim.config.sections.base import Named
-from raysim.config.sections.data import AnyData, Arrays, Data, FromFile, HuggingFace
-from raysim.config.sections.schedule import InFlight, Trace
+from raysim.config.sections.data import AnyData
+from raysim.config.sections.schedule import InFlight
 from raysim.data import Dataset, load_dataset, split_dataset
 from raysim.data.clients import Clients, VirtualClients
 from raysim.data.groups import group_members, local_of_groups
@@ -36,24 +34,19 @@ from raysim.engine import (
     server_dry_run,
     upload_stages,
 )
+from raysim.engine.absolute_paths import with_absolute_paths, with_run_folder
+from raysim.engine.block_choice import BlockChoice, choose_batching
 from raysim.engine.collusion import check_collusion
 from raysim.engine.plan import Plan, Probe, measures_clients
 from raysim.errors import ConfigError
-from raysim.models import build, weights
+from raysim.models import build
 from raysim.models.flat import Model
-from raysim.models.keyed_layers import unfoldable
 from raysim.rules import registry
 from raysim.rules.contract import ClientRule, Problem, ServerRule
 from raysim.rules.learning_task import LearningTask, TaskMetric
 from raysim.rules.upload_stages import UploadStage
 from raysim.training.groups import ClientGroup
 from raysim.training.personal import personal_parts
-from raysim.training.pooled import why_not_pooled
-from raysim.training.trainer import TrainingMode
-from raysim.training.vmap import why_not_vmap
-
-VMAP_BELOW_PARAMETERS = 10_000
-"""Largest number of parameters at which vmap beats the loop on a CPU, without convolutions."""
 
 
 def prepare(
@@ -156,16 +149,6 @@ class Workload:
     """The metrics of the evaluations."""
 
 
-class BlockChoice(NamedTuple):
-    """Training mode and size of the blocks of a run."""
-
-    mode: TrainingMode
-    """The mode in which a worker trains the clients of a block."""
-
-    size: int
-    """The largest number of clients in a block."""
-
-
 @reading_once()
 def resolve_plan(raw: Mapping[str, Any], load: Callable[[AnyData], Dataset] = load_dataset) -> Plan:
     """Resolve a configuration into a plan.
@@ -186,7 +169,9 @@ def resolve_plan(raw: Mapping[str, Any], load: Callable[[AnyData], Dataset] = lo
     rules = build_rules(config)
     workload = build_problem(config, rules, load)
     attached = probes.attached(config)
-    batching = choose_batching(config, rules, workload.model, any(map(measures_clients, attached)))
+    batching = choose_batching(
+        config, rules.client, rules.server, workload.model, any(map(measures_clients, attached))
+    )
 
     written_out = _written_out(config, rules, workload, batching, attached)
     resolved = record_files(written_out, workload.dataset)
@@ -240,7 +225,7 @@ def load_config(raw: Mapping[str, Any]) -> Config:
     clients = getattr(config.partition, "clients", None)
     if clients is not None:
         checks.check_cohort(config.schedule, clients)
-    return _with_absolute_paths(_with_run_folder(config))
+    return with_absolute_paths(with_run_folder(config))
 
 
 def _with_full_reference(config: Config) -> Config:
@@ -363,65 +348,6 @@ def _check_rules(config: Config, rules: Rules, workload: Workload) -> None:
         upload_stages.check_stages(key, section, rule, server, rules.stages[key], model)
 
 
-def choose_batching(config: Config, rules: Rules, model: Model, probed: bool) -> BlockChoice:
-    """Choose the training mode and the size of blocks.
-
-    The choice depends on the configuration alone, never on the machine, so that a run gives the
-    same bits everywhere.
-
-    Args:
-        config: the configuration; values of `batching` other than "auto" are used as they are.
-        rules: the rules of the run.
-        model: the net.
-        probed: whether a probe measures single clients; such clients cannot be pooled.
-
-    Returns:
-        The mode and the size of blocks.
-
-    Raises:
-        ConfigError: the rules, the net or the schedule do not support the configured mode.
-    """
-    cohort_size = config.schedule.size
-    batching = config.batching
-    vmap_size = min(64, ceil(cohort_size / 4))
-    sizes: dict[TrainingMode, int] = {
-        "pooled": min(128, ceil(cohort_size / 16)),
-        "vmap": vmap_size,
-        # A large cohort is split into many blocks, so that all workers finish at about one time.
-        "loop": min(16, ceil(cohort_size / 16)),
-    }
-    small = model.size <= VMAP_BELOW_PARAMETERS and not model.convolutional and vmap_size >= 8
-    worthwhile = {"pooled": True, "vmap": small or config.resources.gpus > 0, "loop": True}
-
-    def why_not(mode: TrainingMode) -> str | None:
-        if mode == "pooled":
-            return why_not_pooled(config, rules.client, rules.server, model, probed)
-        if mode == "vmap" and (why := why_not_vmap(model)):
-            return f"model '{config.model.name}' cannot run under vmap ({why})"
-        return None
-
-    if batching.mode == "auto":
-        mode: TrainingMode = next(
-            mode for mode in sizes if worthwhile[mode] and why_not(mode) is None
-        )
-    else:
-        mode = batching.mode
-    if batching.convolutions == "im2col" and (
-        mode != "vmap" or not any(map(unfoldable, model.module.modules()))
-    ):
-        no_convolutions = f"model '{config.model.name}' has none that can be unfolded"
-        reason = no_convolutions if mode == "vmap" else f"batching.mode is {mode}"
-        raise ConfigError(
-            "batching.convolutions: 'im2col' applies to convolutions under vmap, but "
-            f"{reason}; leave it out"
-        )
-    if batching.mode != "auto" and (reason := why_not(mode)) is not None:
-        raise ConfigError(
-            f"batching.mode: '{mode}' is not possible in this run: {reason}; use batching.mode=loop"
-        )
-    return BlockChoice(mode, sizes[mode] if batching.size == "auto" else batching.size)
-
-
 def record_files(config: Config, dataset: Dataset) -> Config:
     """Return the configuration with the digests of all files that it names.
 
@@ -517,56 +443,6 @@ def _rule_section(
     return Named.model_validate(
         {"name": name, **{f.name: asdict(rule)[f.name] for f in fields(rule)}}
     )
-
-
-def _with_run_folder(config: Config) -> Config:
-    """Return the configuration with the folder of the run with whose weights the net starts."""
-    given = config.model.parameters.get("init_from")
-    if not isinstance(given, str) or not weights.is_run_id(given):
-        return config
-    if build.initial_weights(config.model) is None:
-        return config
-    folder = weights.run_folder(given, config.tracking.uri)
-    return config.model_copy(
-        update={"model": config.model.model_copy(update={"init_from": folder})}
-    )
-
-
-def _with_absolute_paths(config: Config) -> Config:
-    """Return the configuration with absolute paths of the files that its own keys name.
-
-    So a run can be resumed and loaded from another folder. Names of a hub, names that begin with a
-    scheme, and the parameters of users' code stay as they are.
-    """
-    update: dict[str, Any] = {
-        "groups": {name: _with_absolute(group, "file") for name, group in config.groups.items()}
-    }
-    data = config.data
-    if isinstance(data, Data | Arrays) or (
-        isinstance(data, HuggingFace) and Path(data.path).expanduser().is_dir()
-    ):
-        update["data"] = _with_absolute(data, "path")
-    if isinstance(config.partition, FromFile):
-        update["partition"] = _with_absolute(config.partition, "path")
-    source = config.model.parameters.get("init_from")
-    if (
-        isinstance(source, str)
-        and not source.startswith((weights.TORCHVISION, weights.HUGGING_FACE))
-        and build.initial_weights(config.model) is not None
-    ):
-        update["model"] = _with_absolute(config.model, "init_from")
-    if isinstance(config.schedule.client_speeds, Trace):
-        speeds = _with_absolute(config.schedule.client_speeds, "path")
-        update["schedule"] = config.schedule.model_copy(update={"client_speeds": speeds})
-    return config.model_copy(update=update)
-
-
-def _with_absolute(section: BaseModel, key: str) -> Any:
-    """Return a section with the absolute path of the file that `key` names, if it names one."""
-    path: str | None = getattr(section, key)
-    if path is None:
-        return section
-    return section.model_copy(update={key: str(Path(path).expanduser().absolute())})
 
 
 def keys(section: str, before: str, name: str) -> set[str]:

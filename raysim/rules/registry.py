@@ -11,7 +11,7 @@ import importlib
 import inspect
 import os
 import pkgutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from types import ModuleType
 from typing import Any, Literal, get_args, get_type_hints
 
@@ -353,40 +353,7 @@ def resolve_rules(config: Config) -> tuple[ClientRule, ServerRule]:
         ConfigError: a name or a parameter is wrong, or the rules do not fit; names the key.
     """
     discover()
-    parts: dict[str, Any] = {}
-    if config.algorithm is not None:
-        algorithm: Algorithm = find_rule("algorithm", config.algorithm.name)
-        halves = {"client": algorithm.client, "server": algorithm.server}
-        halves = {k: v for k, v in halves.items() if getattr(config, k) is None}
-        parameters = config.algorithm.parameters
-        preset = parameters.pop("preset", None)
-        if preset is not None and not isinstance(preset, str):
-            raise ConfigError(f"algorithm.preset: expected the name of a preset, not {preset!r}")
-        if preset is not None and preset not in algorithm.presets:
-            known = did_you_mean(preset, algorithm.presets) or f" ({algorithm.name} has no presets)"
-            raise ConfigError(f"algorithm.preset: unknown preset '{preset}'{known}")
-        known = {f for cls in halves.values() for f in hyperparameter_names(cls)}
-        for key in parameters:
-            if key not in known:
-                raise ConfigError(
-                    f"algorithm.{key}: "
-                    + (
-                        _of_a_replaced_half(algorithm, config, key)
-                        or f"unknown key of '{algorithm.name}'"
-                        f"{untyped(halves.values(), key) or did_you_mean(key, known)}"
-                    )
-                )
-        values = {
-            **algorithm.settings,
-            **(algorithm.presets[preset] if preset else {}),
-            **parameters,
-        }
-        for half, cls in halves.items():
-            parts[half] = build_part(
-                "algorithm",
-                cls,
-                {k: v for k, v in values.items() if k in hyperparameter_names(cls)},
-            )
+    parts = _rules_of_algorithm(config)
     for half in ("client", "server"):
         section: Named | None = getattr(config, half)
         if section is not None:
@@ -401,6 +368,54 @@ def resolve_rules(config: Config) -> tuple[ClientRule, ServerRule]:
     client, server = parts["client"], parts["server"]
     refuse_pair(client, server)
     return client, server
+
+
+def _rules_of_algorithm(config: Config) -> dict[str, Any]:
+    """Return the rules of the algorithm that no section replaces, by section."""
+    if config.algorithm is None:
+        return {}
+    algorithm: Algorithm = find_rule("algorithm", config.algorithm.name)
+    classes = {"client": algorithm.client, "server": algorithm.server}
+    classes = {half: cls for half, cls in classes.items() if getattr(config, half) is None}
+    parameters = config.algorithm.parameters
+    preset = _preset_values(algorithm, parameters.pop("preset", None))
+    _refuse_unknown_parameters(algorithm, classes.values(), parameters, config)
+    values = {**algorithm.settings, **preset, **parameters}
+    return {
+        half: build_part(
+            "algorithm", cls, {k: v for k, v in values.items() if k in hyperparameter_names(cls)}
+        )
+        for half, cls in classes.items()
+    }
+
+
+def _preset_values(algorithm: Algorithm, name: Any) -> Mapping[str, Any]:
+    """Return the hyper-parameters of an algorithm's preset; none if no preset is named."""
+    if name is None:
+        return {}
+    if not isinstance(name, str):
+        raise ConfigError(f"algorithm.preset: expected the name of a preset, not {name!r}")
+    if name not in algorithm.presets:
+        known = did_you_mean(name, algorithm.presets) or f" ({algorithm.name} has no presets)"
+        raise ConfigError(f"algorithm.preset: unknown preset '{name}'{known}")
+    return algorithm.presets[name]
+
+
+def _refuse_unknown_parameters(
+    algorithm: Algorithm, classes: Collection[type], parameters: Iterable[str], config: Config
+) -> None:
+    """Refuse a parameter of the section `algorithm` that none of its rules in use has."""
+    known = {name for cls in classes for name in hyperparameter_names(cls)}
+    for key in parameters:
+        if key not in known:
+            raise ConfigError(
+                f"algorithm.{key}: "
+                + (
+                    _of_a_replaced_half(algorithm, config, key)
+                    or f"unknown key of '{algorithm.name}'"
+                    f"{untyped(classes, key) or did_you_mean(key, known)}"
+                )
+            )
 
 
 def resolve_group_rules(

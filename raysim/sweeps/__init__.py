@@ -3,7 +3,8 @@
     search_space.py   values of a key, and the grid points of several keys
     definition.py     a sweep with all its trials resolved and checked, before anything starts
     ledger.py         trials from the rows of a ledger, and rows for it
-    runner.py         trials on Ray Tune: placement, progress, early stopping, retries
+    runner.py         a sweep from start to end, with a run of its own in the tracking store
+    ray_tune.py       trials on Ray Tune: placement, progress, early stopping, retries
     trial.py          one trial in a separate process
     summary.py        tables and plots of a sweep
 

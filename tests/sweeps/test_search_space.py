@@ -15,7 +15,7 @@ import raysim
 from raysim import cli, sweeps
 from raysim.engine import resolve
 from raysim.errors import ConfigError
-from raysim.sweeps import prepare_sweep, runner, search_space
+from raysim.sweeps import prepare_sweep, ray_tune, search_space
 
 # -- the grid --------------------------------------------------------------------------------------
 
@@ -132,14 +132,14 @@ def test_a_trial_is_known_by_what_it_computes(here):
 def test_small_trials_by_default():
     (trial, _) = prepare_sweep(SMALL, ["seed=0..1"]).trials
     r = trial.config.resources
-    assert (r.executor, r.threads, r.server_threads) == ("inline", 1, 1) and runner._bundles(
+    assert (r.executor, r.threads, r.server_threads) == ("inline", 1, 1) and ray_tune.bundles_of(
         trial.config
     ) == [{"CPU": 1}]
     (trial, _) = prepare_sweep(
         SMALL, ["seed=0..1", "resources.executor=ray", "resources.actors=2"]
     ).trials
     assert trial.config.resources.server_threads is None
-    assert runner._bundles(trial.config) == [{}, {"CPU": 1.0}, {"CPU": 1.0}]
+    assert ray_tune.bundles_of(trial.config) == [{}, {"CPU": 1.0}, {"CPU": 1.0}]
 
 
 @pytest.mark.parametrize(

@@ -265,8 +265,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Trial]:
             if trial.result is None
         ]
 
-    monkeypatch.setattr(runner, "_on_tune", on_tune)
-    monkeypatch.setattr(runner, "_ray_with_resources", lambda missing: stoppable())
+    monkeypatch.setattr(runner, "run_on_tune", on_tune)
+    monkeypatch.setattr(runner, "ray_with_resources", lambda missing: stoppable())
     return begun
 
 
