@@ -1,6 +1,6 @@
 """Entry point of `python -m raysim`."""
 
-from raysim.signals import leave_at_once
+from raysim.system.signals import leave_at_once
 
 # Installed before the slower imports, so that a signal never meets Python's own handlers.
 leave_at_once()

@@ -22,7 +22,7 @@ from raysim.models.flat import Model
 from raysim.randomness import generator
 from raysim.rules import Batch, ClientRule, LocalData, Loss, task_loss
 from raysim.rules.contract import overridden
-from raysim.signals import reraise_stop
+from raysim.system.signals import reraise_stop
 from raysim.training.messages import Broadcast
 from raysim.training.task import LocalSettings
 from raysim.training.vmap import VmapTask, why_not_vmap

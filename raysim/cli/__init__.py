@@ -10,12 +10,12 @@ import logging
 import os
 import sys
 
-from raysim import processes
 from raysim.cli.base import app
 from raysim.config.renamed import refuse_former_command
 from raysim.distributed import versions
 from raysim.errors import ConfigError, RaysimError, shortened
-from raysim.signals import leave_at_once
+from raysim.system import processes
+from raysim.system.signals import leave_at_once
 
 # isort: off
 # Each module adds its commands when it is imported. `raysim --help` lists them in this order.

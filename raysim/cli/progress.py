@@ -17,7 +17,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from raysim import startup_stages
+from raysim.system import startup_stages
 
 if TYPE_CHECKING:
     from raysim.engine.loop import Record

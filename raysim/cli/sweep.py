@@ -16,10 +16,10 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 
-from raysim import startup_stages
 from raysim.cli.base import app, print_table
 from raysim.cli.completion import complete_configuration, complete_override
 from raysim.cli.progress import preparing, times
+from raysim.system import startup_stages
 
 if TYPE_CHECKING:
     from raysim.sweeps import Sweep, SweepResult, Trial

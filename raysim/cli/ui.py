@@ -35,7 +35,7 @@ def ui(
     """Open MLflow at an experiment. A database is served here until Ctrl-C."""
     from raysim.config.sections.storage import Tracking
     from raysim.config.tracking_uri import absolute_uri, mask_secrets, restored_uri
-    from raysim.signals import stoppable
+    from raysim.system.signals import stoppable
     from raysim.tracking import ui as pages
 
     store = absolute_uri(restored_uri(uri or Tracking().uri))

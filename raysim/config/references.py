@@ -35,7 +35,7 @@ from typing import Any
 from raysim.config import python_objects
 from raysim.config.distributions import distribution_of
 from raysim.errors import ConfigError, in_a_line
-from raysim.signals import reraise_stop
+from raysim.system.signals import reraise_stop
 
 USER_MODULE_PREFIX = "raysim_user_"
 """Prefix of the names of the packages that hold users' files."""

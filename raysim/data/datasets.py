@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from raysim import startup_stages
 from raysim.config import entry_points
 from raysim.config.references import read_code
 from raysim.config.sections.data import AnyData, Arrays, Data, HuggingFace, OwnData, TorchvisionData
@@ -29,6 +28,7 @@ from raysim.data.hugging_face import from_hugging_face
 from raysim.data.images import load_folder, load_users
 from raysim.data.torchvision_data import from_torchvision
 from raysim.errors import ConfigError, did_you_mean
+from raysim.system import startup_stages
 
 BUILT_IN_DATASETS = ("digits", "quadratics")
 """There without any file."""

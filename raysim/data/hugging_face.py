@@ -13,7 +13,7 @@ from raysim.data.dataset import Dataset
 from raysim.data.images import as_squares, common_side, import_torchvision
 from raysim.data.own import make_dataset
 from raysim.errors import ConfigError, did_you_mean, in_a_line
-from raysim.signals import reraise_stop
+from raysim.system.signals import reraise_stop
 
 HUB_NAME = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 """A name on the hub, with or without its owner."""

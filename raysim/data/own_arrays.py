@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from raysim.errors import ConfigError, in_a_line
-from raysim.signals import reraise_stop
+from raysim.system.signals import reraise_stop
 
 PADDING_X = 0
 """Token that pads sequences of inputs."""

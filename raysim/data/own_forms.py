@@ -22,7 +22,7 @@ import torch
 
 from raysim.data.own_arrays import ArrayReader, Sequences
 from raysim.errors import ConfigError, did_you_mean, in_a_line
-from raysim.signals import reraise_stop
+from raysim.system.signals import reraise_stop
 
 logger = logging.getLogger("raysim")
 

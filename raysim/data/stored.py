@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from raysim import files
 from raysim.data.dataset import data_root
 from raysim.errors import ConfigError
+from raysim.system import files
 
 STORED_FOLDER = "from_python"
 """Folder of the files, in that of the data sets."""

@@ -13,7 +13,7 @@ from raysim.data.dataset import Dataset, data_root
 from raysim.data.images import as_squares, common_side, import_torchvision
 from raysim.data.own import make_dataset
 from raysim.errors import ConfigError, did_you_mean, in_a_line
-from raysim.signals import reraise_stop
+from raysim.system.signals import reraise_stop
 
 TEST_SPLITS = ("test", "val", "valid")
 """Names of the test half, in the order in which they are tried."""

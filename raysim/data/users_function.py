@@ -9,7 +9,7 @@ from typing import Any
 
 from raysim.config.references import load_object, place_of
 from raysim.errors import ConfigError, did_you_mean, in_a_line
-from raysim.signals import reraise_stop
+from raysim.system.signals import reraise_stop
 
 
 def call_function(section: str, name: str, keys: Mapping[str, Any], *arguments: Any) -> Any:

@@ -42,7 +42,7 @@ from raysim.engine.server import RoundCohort
 from raysim.errors import RaysimError
 from raysim.rules.contract import State
 from raysim.rules.sampling import SelectionPool
-from raysim.signals import Stopped
+from raysim.system.signals import Stopped
 from raysim.training.messages import Block, Broadcast
 
 T = TypeVar("T")

@@ -32,10 +32,10 @@ import ray
 from ray.exceptions import RayError
 from ray.experimental import internal_kv
 
-from raysim import processes
 from raysim.distributed import nodes
 from raysim.errors import RaysimError
-from raysim.processes import Process
+from raysim.system import processes
+from raysim.system.processes import Process
 
 KEY_NAMESPACE = b"raysim"
 """Namespace of the heartbeats in Ray's key-value store."""

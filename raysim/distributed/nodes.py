@@ -15,11 +15,11 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raysim import processes as ending
 from raysim.config.sections.execution import Resources
 from raysim.distributed import loopback, versions
 from raysim.errors import ConfigError, RaysimError, did_you_mean
-from raysim.processes import Process
+from raysim.system import processes as ending
+from raysim.system.processes import Process
 
 logger = logging.getLogger("raysim")
 

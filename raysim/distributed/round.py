@@ -16,7 +16,7 @@ from ray.exceptions import RayError, RayTaskError
 
 from raysim.distributed.actors import ClientActor, ModelVersion, Tree
 from raysim.distributed.block_scheduler import BlockScheduler, WorkerSpeeds, count_local_steps
-from raysim.distributed.traffic import RoundTraffic
+from raysim.distributed.node_traffic import RoundTraffic
 from raysim.distributed.waiting import POLL_INTERVAL_S, first_line
 from raysim.distributed.worker_pool import WorkerPool
 from raysim.engine.executor import RoundResults

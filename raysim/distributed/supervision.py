@@ -15,10 +15,10 @@ import ray
 from ray import ObjectRef
 from ray.actor import ActorHandle
 
-from raysim import processes
 from raysim.distributed.heartbeats import Address, Monitor
 from raysim.distributed.waiting import POLL_INTERVAL_S, ActorDied, get
 from raysim.errors import RaysimError, ServerStateLost
+from raysim.system import processes
 
 
 class ActorSupervisor:

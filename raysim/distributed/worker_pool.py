@@ -18,18 +18,18 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raysim import processes, startup_stages
 from raysim.config.sections.schedule import Sync
 from raysim.distributed import nodes
 from raysim.distributed.actors import ClientActor, EvalActor, NodeAggregator, ServerActor
 from raysim.distributed.block_scheduler import WorkerSpeeds
+from raysim.distributed.node_traffic import ClusterTopology
 from raysim.distributed.shared_memory import SharedBuffer
 from raysim.distributed.supervision import ActorSupervisor
-from raysim.distributed.traffic import ClusterTopology
 from raysim.distributed.waiting import POLL_INTERVAL_S, ActorDied, first_line
 from raysim.engine.plan import Plan
 from raysim.errors import RaysimError
 from raysim.rules.uploads import sums
+from raysim.system import processes, startup_stages
 
 RECOVERIES = ("system/actors_failed", "system/blocks_retried", "system/server_restarts")
 """Metrics that count the failures that a run has recovered from."""

@@ -32,7 +32,7 @@ from raysim.rules import registry
 from raysim.rules.contract import ClientRule, Problem, ServerRule, overridden
 from raysim.rules.uploads import declared
 from raysim.rules.user_code import translate_errors
-from raysim.signals import reraise_stop
+from raysim.system.signals import reraise_stop
 from raysim.training.loop_task import LoopTask
 from raysim.training.task import LocalSettings
 

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from raysim import files
 from raysim.data import Clients
 from raysim.engine.client_store import ClientStateStore
 from raysim.engine.executor import Executor, Future, ModelHandle, RoundResults
 from raysim.engine.plan import Plan
 from raysim.errors import ClientError, ConfigError
 from raysim.randomness import generator
+from raysim.system import files
 from raysim.training.client_evaluation import uses_own_models
 from raysim.training.messages import Block, ClientEvaluation, ClientTask, cut_blocks
 

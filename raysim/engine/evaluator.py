@@ -10,7 +10,7 @@ from raysim.engine.plan import Plan
 from raysim.engine.trainers import make_trainer
 from raysim.errors import RaysimError, in_a_line
 from raysim.models.flat import BoundModel
-from raysim.signals import reraise_stop
+from raysim.system.signals import reraise_stop
 from raysim.training.evaluation import measure
 from raysim.training.messages import Broadcast
 

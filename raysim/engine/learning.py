@@ -24,7 +24,7 @@ from raysim.rules.learning_tasks import TASKS
 from raysim.rules.loss_task import LossFunction, LossTask, task_like, with_loss
 from raysim.rules.public import PublicData, PublicNeed
 from raysim.rules.registry import build_part
-from raysim.signals import reraise_stop
+from raysim.system.signals import reraise_stop
 
 SAMPLE_EXAMPLES = 6
 """Number of real examples on which the net is checked."""

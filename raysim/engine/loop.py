@@ -46,7 +46,7 @@ from raysim.engine.schedule import (
 from raysim.errors import ClientError, ProbeError, RaysimError, ServerStateLost
 from raysim.rules.contract import State, overridden
 from raysim.rules.sampling import ClientPool
-from raysim.signals import Signals, Stopped
+from raysim.system.signals import Signals, Stopped
 from raysim.training.messages import Broadcast, cut_blocks
 
 logger = logging.getLogger("raysim")

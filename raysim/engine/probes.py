@@ -26,7 +26,7 @@ from raysim.errors import ConfigError, ProbeError, did_you_mean, in_a_line
 from raysim.metrics import reserved_prefixes
 from raysim.rules import registry
 from raysim.rules.user_code import translate_errors
-from raysim.signals import reraise_stop
+from raysim.system.signals import reraise_stop
 from raysim.training.messages import Broadcast, WorkerResult
 
 if TYPE_CHECKING:

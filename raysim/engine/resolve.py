@@ -26,13 +26,13 @@ from raysim.data.clients import Clients, VirtualClients
 from raysim.data.groups import group_members, local_of_groups
 from raysim.engine import (
     checks,
+    configured_stages,
     file_digests,
     learning,
     probes,
     rule_dry_run,
     schedule,
     server_dry_run,
-    upload_stages,
 )
 from raysim.engine.absolute_paths import with_absolute_paths, with_run_folder
 from raysim.engine.block_choice import BlockChoice, choose_batching
@@ -250,7 +250,7 @@ def build_rules(config: Config) -> Rules:
     client, server = registry.resolve_rules(config)
     groups = registry.resolve_group_rules(config, client, server)
     stages = {
-        key: upload_stages.make_stages(key, section) for key, section in config.uploads.items()
+        key: configured_stages.make_stages(key, section) for key, section in config.uploads.items()
     }
     return Rules(client, server, groups, stages)
 
@@ -345,7 +345,7 @@ def _check_rules(config: Config, rules: Rules, workload: Workload) -> None:
     for name, rule in {"": client, **rules.groups}.items():
         key = config.upload_key(name)
         section = config.uploads[key]
-        upload_stages.check_stages(key, section, rule, server, rules.stages[key], model)
+        configured_stages.check_stages(key, section, rule, server, rules.stages[key], model)
 
 
 def record_files(config: Config, dataset: Dataset) -> Config:
@@ -428,7 +428,7 @@ def _written_out(
         }
     )
     written_out = probes.with_probe_parameters(written_out, attached)
-    return upload_stages.with_stage_parameters(written_out, rules.stages)
+    return configured_stages.with_stage_parameters(written_out, rules.stages)
 
 
 def _rule_section(

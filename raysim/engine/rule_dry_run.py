@@ -34,11 +34,11 @@ from raysim.engine.plan import Plan
 from raysim.engine.server import first_broadcast, shapes_of_first_broadcast
 from raysim.engine.watched_rules import watched
 from raysim.errors import ConfigError, ContractError, RaysimError
-from raysim.processes import limited
 from raysim.randomness import generator
 from raysim.rules.contract import CLIENT_RULES, SERVER_RULES, ClientRule, ServerRule
 from raysim.rules.uploads import declared
 from raysim.rules.user_code import defined_at
+from raysim.system.processes import limited
 from raysim.training.batches import local_steps
 from raysim.training.client_update import ClientUpdate
 from raysim.training.groups import ClientGroup

@@ -16,13 +16,13 @@ from raysim.data import partition_digest
 from raysim.engine import checkpoint
 from raysim.engine.checkpoint import Checkpoint
 from raysim.engine.client_store import ClientStateStore
+from raysim.engine.client_traffic import RunTraffic
 from raysim.engine.executor import Executor, ModelHandle
 from raysim.engine.plan import Plan
 from raysim.engine.round_metrics import Record
 from raysim.engine.schedule import clock_before, make_schedule
 from raysim.engine.schedule.sampling import Sampler
 from raysim.engine.selection import ClientHistory
-from raysim.engine.traffic import RunTraffic
 from raysim.rules.contract import State, overridden
 from raysim.training.messages import ClientTask
 from raysim.version import __version__

@@ -30,11 +30,11 @@ from raysim.engine.server import RoundCohort, Server
 from raysim.engine.server_setup import make_server
 from raysim.engine.watched_rules import same_values, watched
 from raysim.errors import ConfigError, ContractError, RaysimError
-from raysim.processes import limited
 from raysim.randomness import generator
 from raysim.rules.contract import overridden
 from raysim.rules.sampling import ClientPool
 from raysim.rules.user_code import breach
+from raysim.system.processes import limited
 from raysim.training.messages import Block, Broadcast, ClientTask, WorkerResult
 
 logger = logging.getLogger("raysim")

@@ -20,7 +20,7 @@ from raysim.errors import ConfigError, did_you_mean, in_a_line
 from raysim.models.start import freeze, load_weights
 from raysim.models.zoo import NETS
 from raysim.randomness import generator
-from raysim.signals import reraise_stop
+from raysim.system.signals import reraise_stop
 
 
 def catalogue() -> Iterator[tuple[str, Any, str]]:

@@ -33,7 +33,7 @@ from raysim.rules.learning_task import LearningTask
 from raysim.rules.learning_tasks import TASKS, Classification
 from raysim.rules.losses import Loss, cross_entropy, task_loss
 from raysim.rules.task import PassMode
-from raysim.signals import reraise_stop
+from raysim.system.signals import reraise_stop
 
 
 class StagedModel(nn.Sequential):

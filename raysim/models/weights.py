@@ -17,7 +17,7 @@ from torch import Tensor
 
 from raysim.data import import_torchvision
 from raysim.errors import ConfigError, did_you_mean, in_a_line
-from raysim.signals import reraise_stop
+from raysim.system.signals import reraise_stop
 from raysim.tracking import mlflow_client
 
 PARAMETERS_FILE = "parameters.safetensors"

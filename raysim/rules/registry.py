@@ -38,7 +38,7 @@ from raysim.rules.renamed import refuse_former_names
 from raysim.rules.rule import Rule
 from raysim.rules.uploads import UploadMode, why_not_declared
 from raysim.rules.user_code import class_defined_at
-from raysim.signals import reraise_stop
+from raysim.system.signals import reraise_stop
 
 FEDAVG = "fedavg"
 """The name of the client rule that is local SGD, and of the server rule that averages."""

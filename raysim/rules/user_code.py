@@ -19,7 +19,7 @@ from torch import Tensor
 
 from raysim.errors import ContractError, RaysimError, in_a_line
 from raysim.rules.rule import Rule
-from raysim.signals import reraise_stop
+from raysim.system.signals import reraise_stop
 
 PACKAGE_FOLDER = f"{Path(__file__).parents[1]}{os.sep}"
 """The folder of raysim's own code."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from raysim import files
 from raysim.data import plot_partition
 from raysim.data.plots import MAX_CLASSES_SHOWN
 from raysim.diagnostics import forgetting
@@ -15,6 +14,7 @@ from raysim.engine.plan import Plan
 from raysim.rules.contract import overridden
 from raysim.runs.result import write_history
 from raysim.runs.run_dir import HISTORY_FILE, PARAMETERS_FILE
+from raysim.system import files
 
 CLIENTS_FILE = "clients.parquet"
 """Table of the clients that were evaluated, a row for each client and evaluation."""

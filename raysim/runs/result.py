@@ -18,7 +18,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from raysim import files
 from raysim.config import explain
 from raysim.config.python_objects import ObjectMissing
 from raysim.config.renamed import with_present_metrics
@@ -34,6 +33,7 @@ from raysim.metrics import has_direction, lower_is_better
 from raysim.runs import run_dir
 from raysim.runs.python_inputs import named_inputs
 from raysim.runs.run_dir import HISTORY_FILE, PARAMETERS_FILE
+from raysim.system import files
 from raysim.tracking.spool import Tail
 
 if TYPE_CHECKING:

@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from raysim import files, lock, processes, startup_stages
 from raysim.data import dataset_summary, partition_digest
 from raysim.engine import checkpoint, client_store
 from raysim.engine.executor import Executor
@@ -44,7 +43,8 @@ from raysim.runs.run_dir import (
     without_secrets,
     write_config,
 )
-from raysim.signals import Signals, stoppable
+from raysim.system import files, lock, processes, startup_stages
+from raysim.system.signals import Signals, stoppable
 from raysim.tracking.followers import FollowedRun, require_packages
 from raysim.tracking.mlflow import Tracker
 from raysim.tracking.spool import Recorder, Status, Untracked

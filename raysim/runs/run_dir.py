@@ -8,13 +8,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from raysim import files, lock
 from raysim.config.schema import Config
 from raysim.config.tracking_uri import absolute_uri, redacted_uri
 from raysim.engine.plan import Plan
 from raysim.errors import ConfigError
 from raysim.models.weights import PARAMETERS_FILE
 from raysim.runs.provenance import REQUIREMENTS_FILE, installed_packages
+from raysim.system import files, lock
 from raysim.tracking import mlflow_client, spool
 
 HISTORY_FILE = "history.csv"

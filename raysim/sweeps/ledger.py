@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from raysim import files
 from raysim.config.schema import Config
 from raysim.errors import ConfigError
 from raysim.runs.provenance import versions
@@ -21,6 +20,7 @@ from raysim.runs.result import best_figures, last_and_best, write_history
 from raysim.runs.run_dir import HISTORY_FILE, without_secrets
 from raysim.sweeps.definition import EarlyStopping, Sweep, Trial, WatchCallback
 from raysim.sweeps.trial import labels_of
+from raysim.system import files
 from raysim.tracking.ledger import append_rows, check_writable, read_rows
 from raysim.tracking.ledger_row import VERSIONS, Row, kept_config, kept_history
 from raysim.tracking.spool import Recorder, Tail

@@ -16,14 +16,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-from raysim import startup_stages
 from raysim.config.schema import Config
 from raysim.config.tracking_uri import absolute_uri, redacted_uri
 from raysim.engine import file_digests
 from raysim.errors import ConfigError, RaysimError
-from raysim.signals import stoppable
 from raysim.sweeps.definition import EarlyStopping, Sweep, Trial, WatchCallback
 from raysim.sweeps.trial import WORST_VALUE, RungTracker, train_trial
+from raysim.system import startup_stages
+from raysim.system.signals import stoppable
 from raysim.tracking.spool import Recorder
 
 logger = logging.getLogger("raysim")

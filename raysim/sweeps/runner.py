@@ -15,20 +15,20 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from raysim import files
 from raysim.config.tracking_uri import absolute_uri, restored_uri
 from raysim.errors import RaysimError
 from raysim.runs.description import NOTE
 from raysim.runs.provenance import command_tag
 from raysim.runs.python_inputs import named_inputs, named_source
 from raysim.runs.result import best_values
-from raysim.signals import stoppable
 from raysim.sweeps import summary
 from raysim.sweeps.definition import Sweep, Trial, WatchCallback, prepare_sweep
 from raysim.sweeps.ledger import SweepLedger
 from raysim.sweeps.ray_tune import ray_with_resources, run_on_tune
 from raysim.sweeps.summary import SweepResult
 from raysim.sweeps.trial import labels_of
+from raysim.system import files
+from raysim.system.signals import stoppable
 from raysim.tracking.mlflow import Forwarder, Tracker
 from raysim.tracking.spool import Recorder
 

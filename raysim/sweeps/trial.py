@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from raysim import files, lock
 from raysim.config.sections.evaluation import DEFAULT_BEST
 from raysim.config.tracking_uri import mask_secrets
 from raysim.data import partition_digest
@@ -27,6 +26,7 @@ from raysim.errors import RaysimError, did_you_mean
 from raysim.runs import run as experiment
 from raysim.sweeps.definition import EarlyStopping, Trial, load_once
 from raysim.sweeps.search_space import as_text
+from raysim.system import files, lock
 from raysim.tracking.spool import Recorder
 
 logger = logging.getLogger("raysim")

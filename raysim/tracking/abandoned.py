@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from raysim import lock
 from raysim.errors import RaysimError
+from raysim.system import lock
 from raysim.tracking.mlflow import replay_spool
 from raysim.tracking.spool import SPOOL_FILE, Recorder
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from filelock import lock_descriptor
 
-from raysim import files
 from raysim.errors import ConfigError
+from raysim.system import files
 from raysim.tracking.ledger_row import BadRow, Row, as_line, from_line
 
 Say = Callable[[str], None]

@@ -29,9 +29,9 @@ from typing import Any, Literal
 
 from filelock import lock_descriptor
 
-from raysim import files
 from raysim.config.tracking_uri import mask_secrets, redacted_uri
 from raysim.errors import RaysimError
+from raysim.system import files
 
 logger = logging.getLogger("raysim.tracking")
 

@@ -20,7 +20,7 @@ from raysim.models.flat import BoundModel
 from raysim.rules.contract import ClientRule, ServerRule, State, overridden
 from raysim.rules.learning_task import TaskMetric
 from raysim.rules.user_code import check_evaluated, with_traceback
-from raysim.signals import reraise_stop
+from raysim.system.signals import reraise_stop
 from raysim.training.evaluation import measure
 from raysim.training.messages import Block, Broadcast, ClientEvaluation, ClientTask
 from raysim.training.personal import PARAMETERS_KEY, STATISTICS_KEY

@@ -33,7 +33,7 @@ from raysim.models.flat import BoundModel, Model
 from raysim.models.keyed_layers import KeyedBatchNorm, KeyedDropout, note_features
 from raysim.randomness import generator
 from raysim.rules.task import PassMode
-from raysim.signals import reraise_stop
+from raysim.system.signals import reraise_stop
 
 aten = torch.ops.aten
 

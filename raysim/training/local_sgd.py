@@ -12,7 +12,7 @@ from raysim.errors import ContractError
 from raysim.rules.batch import Batch
 from raysim.rules.contract import PLAIN_STEP, ClientRule, State, overridden
 from raysim.rules.user_code import check_direction, check_step
-from raysim.signals import reraise_stop
+from raysim.system.signals import reraise_stop
 from raysim.training.batches import PrefetchedBatches
 from raysim.training.client_update import ClientUpdate, PreparedClient, failed_update
 from raysim.training.messages import Block, Broadcast, ClientTask

@@ -22,7 +22,7 @@ from raysim.rules.contract import ClientRule, State
 from raysim.rules.losses import Loss, Net, task_loss
 from raysim.rules.task import PassMode
 from raysim.rules.user_code import check_direction, check_step
-from raysim.signals import reraise_stop
+from raysim.system.signals import reraise_stop
 from raysim.training.batches import PaddedBatch
 from raysim.training.client_update import ClientUpdate, PreparedClient, failed_update
 from raysim.training.cuda_graphs import CudaGraphCache

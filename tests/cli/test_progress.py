@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from raysim import startup_stages
 from raysim.cli import progress
 from raysim.cli.progress import RunProgress, duration, preparing, summary, times
+from raysim.system import startup_stages
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def test_stages_are_shown_inside_the_block_only(caplog):
         startup_stages.begin("loading mnist")
     startup_stages.begin("after")
     assert seen == ["loading mnist"] and not caplog.records
-    assert not logging.getLogger("raysim.startup_stages").handlers
+    assert not logging.getLogger("raysim.system.startup_stages").handlers
 
 
 def plan(rounds: int) -> Any:

@@ -17,7 +17,6 @@ from PIL import Image
 from safetensors.torch import save_file
 
 import raysim
-from raysim import startup_stages
 from raysim.config import references
 from raysim.engine.resolve import prepare
 from raysim.errors import ConfigError
@@ -25,6 +24,7 @@ from raysim.runs import run as experiment
 from raysim.runs.export import export
 from raysim.runs.resume import forked
 from raysim.sweeps.definition import prepare_sweep
+from raysim.system import startup_stages
 
 RULE = """
 from dataclasses import dataclass

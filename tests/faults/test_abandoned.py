@@ -17,11 +17,11 @@ import pytest
 from support.forked import Forked
 from support.processes import client_of, run_in
 
-from raysim import lock
 from raysim.config.sections.storage import Tracking
 from raysim.errors import ConfigError
 from raysim.planning import doctor
 from raysim.reports.runs import finished_runs
+from raysim.system import lock
 from raysim.tracking import abandoned
 from raysim.tracking import mlflow as tracking
 from raysim.tracking.spool import Clock
@@ -31,7 +31,7 @@ HOURS = 5 * 3600
 DYING = """
     import os, signal, sys, time
     from pathlib import Path
-    from raysim import lock
+    from raysim.system import lock
     from raysim.config.sections.storage import Tracking
     from raysim.tracking import abandoned
     from raysim.tracking import mlflow as tracking

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from support.processes import basic, kill, run_in, start, until, written
 
-from raysim import processes
-from raysim.processes import Process, descendants
+from raysim.system import processes
+from raysim.system.processes import Process, descendants
 
 SOON = {
     "RAY_health_check_initial_delay_ms": "500",

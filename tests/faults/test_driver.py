@@ -28,9 +28,9 @@ from support.processes import (
 )
 
 import raysim
-from raysim import lock
 from raysim.engine import checkpoint
 from raysim.runs.resume import resume
+from raysim.system import lock
 
 MOMENTS = ("files", "rename", "renamed", "remove")
 """In the writing of a checkpoint, where a process kills itself: see `support/dying.py`."""

@@ -19,7 +19,7 @@ from raysim.engine.resolve import prepare
 from raysim.errors import ClientError, ConfigError, RaysimError
 from raysim.runs.resume import resume
 from raysim.runs.run_dir import PARAMETERS_FILE
-from raysim.signals import Stopped, reraise_stop, stoppable
+from raysim.system.signals import Stopped, reraise_stop, stoppable
 
 ANYTHING = [
     "SystemExit(3)",

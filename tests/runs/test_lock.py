@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from filelock import lock_descriptor
 
-from raysim import lock
 from raysim.errors import ConfigError
+from raysim.system import lock
 
 HOURS = 5 * 3600
 

@@ -27,10 +27,10 @@ from raysim import cli, sweeps
 from raysim.engine import resolve
 from raysim.errors import RaysimError
 from raysim.runs import run as experiment
-from raysim.signals import stoppable
 from raysim.sweeps import Sweep, SweepResult, Trial, prepare_sweep, runner
 from raysim.sweeps import trial as one
 from raysim.sweeps.search_space import as_text
+from raysim.system.signals import stoppable
 from raysim.tracking import mlflow as tracking
 from raysim.tracking import mlflow_client
 from raysim.tracking.mlflow import Forwarder

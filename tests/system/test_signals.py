@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from raysim.signals import Stopped, stoppable
+from raysim.system.signals import Stopped, stoppable
 
 IMPORTING = compile(
     """

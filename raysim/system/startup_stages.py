@@ -1,7 +1,7 @@
 """Stages of a command before its first round, such as "loading mnist", "starting Ray".
 
-Each stage is a record of the logger `raysim.startup_stages`, at level INFO, which nothing shows
-unless a handler is added.
+Each stage is a record of the logger `raysim.system.startup_stages`, at level INFO, which nothing
+shows unless a handler is added.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-logger = logging.getLogger("raysim.startup_stages")
+logger = logging.getLogger("raysim.system.startup_stages")
 
 
 def begin(stage: str) -> None:

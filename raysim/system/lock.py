@@ -23,8 +23,8 @@ from typing import Any
 
 from filelock import lock_descriptor, unlock_descriptor
 
-from raysim import files
 from raysim.errors import ConfigError
+from raysim.system import files
 
 LOCK_FILE = "lock"
 """Name of the lock file in a run's folder."""
