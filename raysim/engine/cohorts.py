@@ -16,7 +16,8 @@ from raysim.engine.executor import ModelHandle, RoundHandle, RoundResults
 from raysim.engine.plan import Plan
 from raysim.engine.round_metrics import UPDATES_NOT_USED, Record
 from raysim.engine.schedule import ScheduledRound
-from raysim.engine.server import RoundCohort, errors_name_rule
+from raysim.engine.server import RoundCohort
+from raysim.engine.update_checks import errors_name_rule
 from raysim.errors import ClientError, RaysimError
 from raysim.training.batches import local_steps
 from raysim.training.messages import ClientTask

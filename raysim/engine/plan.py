@@ -22,7 +22,8 @@ from raysim.data import Dataset
 from raysim.data.clients import Clients, VirtualClients
 from raysim.engine import learning
 from raysim.engine.collusion import Collusion, colludes
-from raysim.engine.server import RoundCohort, shapes_of_first_broadcast
+from raysim.engine.first_broadcast import shapes_of_first_broadcast
+from raysim.engine.server import RoundCohort
 from raysim.models.flat import Model
 from raysim.rules import contract
 from raysim.rules.contract import ClientRule, Problem, ServerRule

@@ -30,8 +30,8 @@ from raysim.config.schema import Config
 from raysim.data import Examples
 from raysim.data.clients import Clients, VirtualClients
 from raysim.engine import learning
+from raysim.engine.first_broadcast import first_broadcast, shapes_of_first_broadcast
 from raysim.engine.plan import Plan
-from raysim.engine.server import first_broadcast, shapes_of_first_broadcast
 from raysim.engine.watched_rules import watched
 from raysim.errors import ConfigError, ContractError, RaysimError
 from raysim.randomness import generator

@@ -1,9 +1,8 @@
-"""Central server: state of the server rule, BatchNorm statistics, and checks of its updates."""
+"""Central server: state of the server rule and BatchNorm statistics, updated once per round."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -15,11 +14,12 @@ from torch import Tensor
 from raysim.engine.collusion import Collusion
 from raysim.engine.dp_noise import NoisyMean
 from raysim.engine.selection import Candidates, named_candidates, selected_clients
+from raysim.engine.update_checks import check_update, described_uploads, errors_name_rule
 from raysim.errors import RaysimError
-from raysim.numerics.fixed_point import NonFiniteError, combine, to_float
+from raysim.numerics.fixed_point import combine, to_float
 from raysim.rules.contract import NOT_REQUESTED, Cohort, Problem, Reports, ServerRule, State
 from raysim.rules.sampling import SelectionPool
-from raysim.rules.user_code import breach, check_tensors, translate_errors
+from raysim.rules.user_code import check_tensors
 from raysim.training.messages import Broadcast, WorkerResult
 from raysim.training.server_task import ServerTask
 
@@ -32,31 +32,6 @@ MIN_REMAINING_WEIGHT = 2.0**-14
 Below it the remaining updates have too few digits in fixed point, and the round does not change the
 model. Only weights that decrease exponentially get this small.
 """
-
-
-@contextmanager
-def errors_name_rule(
-    rule: ServerRule, method: str, t: int, details: Callable[[], str] = str
-) -> Iterator[None]:
-    """Name the rule and the round in every error that a server rule raises.
-
-    Args:
-        rule: the rule.
-        method: the rule's method that runs, for the message.
-        t: the round.
-        details: returns what else the message should say at its end.
-
-    Raises:
-        RaysimError: the block inside raised; the message names rule and round.
-    """
-    failed = f"round {t}: {method} of server rule '{rule.name}' failed: "
-    with translate_errors(lambda text: RaysimError(failed + text + details())):
-        try:
-            yield
-        except NonFiniteError as error:
-            raise RaysimError(
-                f"round {t}: server rule '{rule.name}': {error}; lower local.lr"
-            ) from None
 
 
 @dataclass
@@ -264,7 +239,7 @@ class Server:
         client_statistics = reports.rows.pop("buffers", [])
         with errors_name_rule(rule, "update", round.t, lambda: described_uploads(reports)):
             state = rule.update(self.state, reports)
-            self._refuse_bad_update(rule, round.t, state, reports)
+            check_update(rule, round.t, self.state, state, reports)
             if self.personal is not None:
                 state = {**state, "x": torch.where(self.personal, self.state["x"], state["x"])}
         self.state = state
@@ -326,43 +301,6 @@ class Server:
             totals={("mean", noisy_mean.key): mean},
         )
         return reports, metrics
-
-    def _refuse_bad_update(self, rule: ServerRule, t: int, state: State, reports: Reports) -> None:
-        """Check the state that a rule's `update` returned, and the weights that it set.
-
-        Raises:
-            ContractError: the state is not a dict of tensors, or has other keys or shapes.
-            RaysimError: the parameters are not finite, or the number of weights is wrong.
-        """
-        check_tensors(rule, "update", state)
-        differing_keys = ", ".join(sorted(state.keys() ^ self.state.keys()))
-        if differing_keys:
-            raise breach(
-                rule, "update", f"must return the keys of init; the two differ in {differing_keys}"
-            )
-        for key, before in self.state.items():
-            after = state[key]
-            if after.shape != before.shape or (key == "x" and after.dtype != before.dtype):
-                raise breach(
-                    rule,
-                    "update",
-                    f"returns '{key}' as {described_tensor(after)}, but before it was "
-                    f"{described_tensor(before)}; keep its shape and type",
-                )
-        if not torch.isfinite(state["x"].sum()):
-            raise RaysimError(
-                f"round {t}: server rule '{rule.name}' made non-finite parameters; lower server lr "
-                "or local.lr"
-            )
-        given_weights = reports.given_weights
-        if given_weights is not None and (
-            not rule.weights_after_training or len(given_weights) != len(reports.ids)
-        ):
-            raise RaysimError(
-                f"server rule '{rule.name}': update passed {len(given_weights)} weights for "
-                f"{len(reports.ids)} clients to reports.set_weights; pass one weight per client, "
-                "and set weights_after_training = True in the class"
-            )
 
     def _average_statistics(
         self,
@@ -504,69 +442,6 @@ class Server:
     def bytes(self) -> int:
         """Memory of the server's state, in bytes."""
         return sum(t.numel() * t.element_size() for t in self.state.values())
-
-
-def described_tensor(tensor: Tensor) -> str:
-    """Return shape and type of a tensor, for a message.
-
-    Args:
-        tensor: an upload, or a tensor of the server's state.
-
-    Returns:
-        For example "[10, 64] float32".
-    """
-    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
-
-
-def described_uploads(reports: Reports) -> str:
-    """Return the uploads of a round with their shapes and types, for the end of a message.
-
-    Args:
-        reports: what the server rule received in the round.
-    """
-    uploads = [
-        f"{mode} of '{key}' {described_tensor(total)}"
-        for (mode, key), total in reports.totals.items()
-    ]
-    uploads += [
-        f"{len(rows)} times '{key}' {described_tensor(rows[0])}"
-        for key, rows in reports.rows.items()
-        if rows
-    ]
-    return f" (the uploads were: {', '.join(uploads)})"
-
-
-def shapes_of_first_broadcast(
-    rule: ServerRule, x0: Tensor, buffers: Tensor, problem: Problem
-) -> Broadcast:
-    """Return the broadcast of round 0 as tensors of the right shapes and types, without memory.
-
-    A server rule may keep a state of many times P numbers, so the rule runs on tensors of device
-    "meta" first. It runs on real tensors if it fails there, for example because it reads a value.
-
-    Args:
-        rule: the rule.
-        x0: [P], the initial parameters.
-        buffers: [Q], the BatchNorm statistics.
-        problem: the sizes of the run.
-    """
-    try:
-        return first_broadcast(rule, x0.to("meta"), buffers.to("meta"), problem)
-    except Exception:
-        # The rule may be users' code. If it has an error, the call with real tensors shows it.
-        return first_broadcast(rule, x0, buffers, problem)
-
-
-def first_broadcast(rule: ServerRule, x0: Tensor, buffers: Tensor, problem: Problem) -> Broadcast:
-    """Return the broadcast of round 0, before `before_round` has run.
-
-    Args:
-        rule: the rule.
-        x0: [P], the initial parameters.
-        buffers: [Q], the BatchNorm statistics.
-        problem: the sizes of the run.
-    """
-    return Server(rule, x0, buffers, problem).broadcast(RoundCohort(0, [], [], [], [], []))
 
 
 def _mixed(present: Tensor, client_statistics: list[Tensor], weights: list[float]) -> Tensor:

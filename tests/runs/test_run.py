@@ -35,9 +35,9 @@ from support.stopped_runs import same, stop_at
 import raysim
 from raysim.distributed.block_scheduler import BlockScheduler
 from raysim.engine import checkpoint
+from raysim.engine.first_broadcast import first_broadcast, shapes_of_first_broadcast
 from raysim.engine.inline import Inline
 from raysim.engine.resolve import prepare
-from raysim.engine.server import first_broadcast, shapes_of_first_broadcast
 from raysim.errors import ClientError, ConfigError, RaysimError, ServerStateLost
 from raysim.models.flat import BoundModel
 from raysim.rules.contract import CLIENT_RULES, SERVER_RULES
