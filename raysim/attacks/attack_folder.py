@@ -69,7 +69,7 @@ def _plot(result: AttackResult, plan: Plan, path: Path) -> None:
         )
         for client in result.clients
         for label, before, after, quality in zip(
-            client.labels, client.original, client.found, client.psnr, strict=True
+            client.labels, client.original, client.reconstructed, client.psnr, strict=True
         )
     ]
     mean = (

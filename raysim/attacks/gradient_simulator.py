@@ -190,10 +190,13 @@ class GradientSimulator:
         self.g = updates.to(device, plan.dtype) / lr
         self.y = torch.stack([observation.y for observation in seen]).to(device)
         self.shape = tuple(seen[0].x.shape)
-        each = self.model.size * (
+        numbers_per_gradient = self.model.size * (
             self.shape[0] if self.rule is not None and config.example_privacy is not None else 1
         )
-        self.chunk, self.vmap = max(1, MAX_GRADIENT_NUMBERS // (VECTORS_PER_GRADIENT * each)), False
+        self.chunk, self.vmap = (
+            max(1, MAX_GRADIENT_NUMBERS // (VECTORS_PER_GRADIENT * numbers_per_gradient)),
+            False,
+        )
 
     def starts(self, restart: int) -> Tensor:
         """Random images to start from, standard normal, keyed by the client: [K, b, C, H, W].

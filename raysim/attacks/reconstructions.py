@@ -28,8 +28,8 @@ class Reconstruction:
         cost: the distance of the gradients at the images found, without TV. May not be finite.
         psnr: of each image, in dB; inf for one found exactly, NaN where the cost is not finite.
         restart: which start was the best.
-        original, found: [b, C, H, W] in [0, 1]. With several images of a label, `found` is in the
-            order that matches.
+        original, reconstructed: [b, C, H, W] in [0, 1]. With several images of a label,
+            `reconstructed` is in the order that matches.
     """
 
     client: int
@@ -38,7 +38,7 @@ class Reconstruction:
     psnr: tuple[float, ...]
     restart: int
     original: Tensor
-    found: Tensor
+    reconstructed: Tensor
 
 
 @dataclass(frozen=True)
@@ -138,14 +138,14 @@ class PixelRange:
         return ((x.double() - low) / (high - low)).cpu()
 
 
-def psnr(original: Tensor, found: Tensor) -> list[float]:
+def psnr(original: Tensor, reconstructed: Tensor) -> list[float]:
     """Return 10 log10(1 / MSE) of b images [b, C, H, W] in [0, 1]; inf for equal images.
 
     Args:
         original: [b, C, H, W], the original images.
-        found: [b, C, H, W], the reconstructed images.
+        reconstructed: [b, C, H, W], the reconstructed images.
     """
-    errors = ((original - found) ** 2).flatten(1).mean(1).tolist()
+    errors = ((original - reconstructed) ** 2).flatten(1).mean(1).tolist()
     return [math.inf if e == 0 else -10 * math.log10(e) for e in errors]
 
 

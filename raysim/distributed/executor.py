@@ -146,8 +146,8 @@ class RayExecutor:
         self, round: RoundCohort, metrics: ObjectRef[dict[str, float]]
     ) -> RayFuture[dict[str, float]]:
         """Return the metrics of a server update as a future."""
-        what = f"the server update of round {round.t}"
-        return RayFuture(self.pool, metrics, what, self.pool.server)
+        awaited = f"the server update of round {round.t}"
+        return RayFuture(self.pool, metrics, awaited, self.pool.server)
 
     def candidates(self, pool: SelectionPool, rng: Generator) -> RayFuture[Candidates]:
         """Ask the server rule for the candidates of a round, and return them as a future.
@@ -271,7 +271,7 @@ class RayFuture(Generic[T]):
     Args:
         pool: the actors of the run.
         reference: reference to the result.
-        what: the result's name in errors.
+        awaited: the result's name in errors.
         *actors: the actor that computes the result, then the actors whose results it needs.
         read: function from the received value to the result.
     """
@@ -280,13 +280,13 @@ class RayFuture(Generic[T]):
         self,
         pool: WorkerPool,
         reference: ObjectRef[Any],
-        what: str,
+        awaited: str,
         *actors: ActorHandle,
         read: Callable[[Any], T] = lambda value: value,
     ):
         self.pool = pool
         self.reference = reference
-        self.what = what
+        self.awaited = awaited
         self.actors = actors
         self.read = read
 
@@ -302,7 +302,7 @@ class RayFuture(Generic[T]):
             ServerStateLost: another actor has failed, or Ray does not deliver a needed result.
             RaysimError: Ray itself has failed, or an actor raised an error.
         """
-        return self.read(self.pool.supervisor.wait(self.reference, self.what, *self.actors))
+        return self.read(self.pool.supervisor.wait(self.reference, self.awaited, *self.actors))
 
 
 class _EvaluationFuture(RayFuture[dict[str, float]]):

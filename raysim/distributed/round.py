@@ -313,14 +313,14 @@ class RayRound:
         if isinstance(call, NodeSum) and (missing or not isinstance(error, RayTaskError)):
             self._retry_sum(reference, first_line(missing or error))
         elif isinstance(error, RayTaskError):
-            what = f"round {self.t}: {call.who}"
+            call_name = f"round {self.t}: {call.who}"
             if isinstance(error.cause, RaysimError):
                 raise error.cause from None
             if missing:
                 raise ServerStateLost(
-                    f"{what} cannot read its inputs: {first_line(missing)}"
+                    f"{call_name} cannot read its inputs: {first_line(missing)}"
                 ) from None
-            raise RaysimError(f"{what} failed: {error}") from None
+            raise RaysimError(f"{call_name} failed: {error}") from None
         elif isinstance(call, BlockCall):
             self._retry_blocks(call, str(error))
 

@@ -160,12 +160,12 @@ class ActorSupervisor:
         """
         self.monitor.check()
 
-    def check(self, actor: ActorHandle, what: str) -> None:
+    def check(self, actor: ActorHandle, awaited: str) -> None:
         """Check that Ray and an actor are alive.
 
         Args:
             actor: its handle.
-            what: the caller's work, named in the error.
+            awaited: the caller's work, named in the error.
 
         Raises:
             ActorDied: the actor has failed.
@@ -173,18 +173,18 @@ class ActorSupervisor:
         """
         self.check_ray()
         if why := self.failure(actor):
-            raise ActorDied(f"{what}: {self._names[actor]} has failed: {why}")
+            raise ActorDied(f"{awaited}: {self._names[actor]} has failed: {why}")
 
     # Waits.
 
-    def wait(self, reference: ObjectRef[Any], what: str, *actors: ActorHandle) -> Any:
+    def wait(self, reference: ObjectRef[Any], awaited: str, *actors: ActorHandle) -> Any:
         """Wait for the value of `reference`.
 
         The wait ends with an error when none of `actors` has worked for `timeout_s`.
 
         Args:
             reference: reference to the value.
-            what: the value's name in errors.
+            awaited: the value's name in errors.
             *actors: the actor that computes the value, then the actors whose results it needs.
 
         Returns:
@@ -198,16 +198,16 @@ class ActorSupervisor:
         computing, *needed = actors
         began = time.monotonic()
         while not ray.wait([reference], timeout=POLL_INTERVAL_S)[0]:
-            self.check(computing, what)
+            self.check(computing, awaited)
             for actor in needed:
                 if why := self.failure(actor):
-                    raise ServerStateLost(f"{what}: {self._names[actor]} has failed: {why}")
+                    raise ServerStateLost(f"{awaited}: {self._names[actor]} has failed: {why}")
             if min(self.idle_s(actors), time.monotonic() - began) >= self.timeout_s:
                 raise ServerStateLost(
-                    f"waited {self.timeout_s:g} s for {what}, and no actor works on it "
+                    f"waited {self.timeout_s:g} s for {awaited}, and no actor works on it "
                     "(limit: resources.timeout)"
                 )
-        return get(reference, what, self.timeout_s)
+        return get(reference, awaited, self.timeout_s)
 
     def wait_for_start(self, places: dict[str, ObjectRef[Any]]) -> list[Any]:
         """Wait for the first actors of a run.
@@ -224,11 +224,11 @@ class ActorSupervisor:
         """
         limit = self.start_timeout_s
         deadline = time.monotonic() + limit
-        what = f"the start of {len(places)} actors"
+        awaited = f"the start of {len(places)} actors"
         pending: list[Any] = list(places.values())
         while pending and time.monotonic() < deadline:
             ready, pending = ray.wait(pending, num_returns=len(pending), timeout=POLL_INTERVAL_S)
-            get(ready, what, limit)
+            get(ready, awaited, limit)
             self.check_ray()
         if pending:
             late = ", ".join(name for name, place in places.items() if place in pending)
@@ -236,4 +236,4 @@ class ActorSupervisor:
                 f"waited {limit:g} s for the start of {late}; the machine may be overloaded, or a "
                 "node may have failed. Raise resources.timeout if the actors need longer"
             )
-        return get(list(places.values()), what, limit)
+        return get(list(places.values()), awaited, limit)

@@ -19,12 +19,12 @@ def with_run_folder(config: Config) -> Config:
     Args:
         config: the configuration, which may name the run by its id.
     """
-    given = config.model.parameters.get("init_from")
-    if not isinstance(given, str) or not weights.is_run_id(given):
+    source = config.model.parameters.get("init_from")
+    if not isinstance(source, str) or not weights.is_run_id(source):
         return config
     if build.initial_weights(config.model) is None:
         return config
-    folder = weights.run_folder(given, config.tracking.uri)
+    folder = weights.run_folder(source, config.tracking.uri)
     return config.model_copy(
         update={"model": config.model.model_copy(update={"init_from": folder})}
     )

@@ -271,9 +271,9 @@ def build_problem(
     Raises:
         ConfigError: schedule, model or rules do not fit the data and its partition.
     """
-    found = learning.find_learning_task(config)
+    task_class = learning.find_learning_task(config)
     dataset = load(config.data)
-    task = learning.make_learning_task(config, found, dataset)
+    task = learning.make_learning_task(config, task_class, dataset)
     outputs = learning.check_data(config, task, dataset)
     metrics = learning.make_metrics(config, task, outputs)
     clients = split_dataset(config.partition, dataset, config.seed, config.held_out)

@@ -28,6 +28,12 @@ from raysim.tracking.spool import Recorder
 
 logger = logging.getLogger("raysim")
 
+CONTINUE_ADVICE = (
+    "start the sweep again in the same way: finished trials are kept, and the others continue "
+    "from their last checkpoints"
+)
+"""What a user can do after Ray is lost in a sweep."""
+
 ENVIRONMENT = {
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
     "TUNE_DISABLE_SIGINT_HANDLER": "1",
@@ -43,6 +49,8 @@ ENVIRONMENT = {
 def ray_with_resources(trials: list[Trial]) -> Iterator[None]:
     """Return a context in which this process is connected to Ray; without trials it is not.
 
+    If Ray is lost, Tune waits for ever; then a monitor ends this process with a message.
+
     Args:
         trials: the trials that will run.
 
@@ -52,18 +60,20 @@ def ray_with_resources(trials: list[Trial]) -> Iterator[None]:
     if not trials:
         yield
         return
-    from raysim.distributed.nodes import connect, leave_cluster  # Ray is imported when it is used
+    # Ray is imported when it is used.
+    from raysim.distributed.heartbeats import Monitor
+    from raysim.distributed.nodes import connect, leave_cluster
 
     wanted = [
         {kind: sum(b.get(kind, 0) for b in bundles_of(t.config)) for kind in ("CPU", "GPU")}
         for t in trials
     ]
     startup_stages.begin("starting Ray")
-    ours = connect(
-        trials[0].config.resources.address, max(w["CPU"] for w in wanted), logger.warning
-    )
+    resources = trials[0].config.resources
+    ours = connect(resources.address, max(w["CPU"] for w in wanted), logger.warning)
     import ray
 
+    monitor = Monitor(resources.timeout, advice=CONTINUE_ADVICE)
     try:
         have = ray.cluster_resources()
         for trial, kinds in zip(trials, wanted, strict=True):
@@ -75,8 +85,9 @@ def ray_with_resources(trials: list[Trial]) -> Iterator[None]:
                     )
         yield
     finally:
+        monitor.stop()
         if ours:
-            leave_cluster()
+            leave_cluster(bool(monitor.broken))
 
 
 def bundles_of(config: Config) -> list[dict[str, float]]:

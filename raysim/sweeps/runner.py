@@ -27,7 +27,7 @@ from raysim.sweeps.ledger import SweepLedger
 from raysim.sweeps.ray_tune import ray_with_resources, run_on_tune
 from raysim.sweeps.summary import SweepResult
 from raysim.sweeps.trial import labels_of
-from raysim.system import files
+from raysim.system import files, processes
 from raysim.system.signals import stoppable
 from raysim.tracking.mlflow import Forwarder, Tracker
 from raysim.tracking.spool import Recorder
@@ -103,7 +103,8 @@ def run_sweep(
         status: Any = "FAILED"
         try:
             _start_parent(parent, sweep)
-            outcome = _run_trials(sweep, missing, parallel, watch, ledger, parent)
+            with processes.at_last(lambda why: _give_up(parent, why)):
+                outcome = _run_trials(sweep, missing, parallel, watch, ledger, parent)
             _log_summary(parent, outcome)
             status = "FAILED" if outcome.failed else "FINISHED"
         except KeyboardInterrupt:
@@ -113,6 +114,12 @@ def run_sweep(
             parent.finish(status)
     outcome.seconds = time.monotonic() - began
     return outcome
+
+
+def _give_up(parent: Tracker, why: str) -> None:
+    """End the sweep's own run as FAILED because this process is ended."""
+    parent.tags({"error": why})
+    parent.finish("FAILED")
 
 
 def _start_parent(parent: Tracker, sweep: Sweep) -> None:
@@ -198,8 +205,12 @@ class _Tally:
             "trials_failed": self.failed,
         }
         reached = [result.get("metrics", {}) for result in self.results]
-        for name, better in best_values(key for each in reached for key in each).items():
-            if values := [each[name]["best"] for each in reached if name in each]:
+        for name, better in best_values(
+            key for trial_metrics in reached for key in trial_metrics
+        ).items():
+            if values := [
+                trial_metrics[name]["best"] for trial_metrics in reached if name in trial_metrics
+            ]:
                 figures[f"best_{name}"] = better(values)
         self.parent.metrics(figures, step=len(self.results) + self.failed)
 

@@ -295,7 +295,7 @@ def test_side_by_side_is_one_after_the_other(observe, attacker, monkeypatch):
     (last,) = invert(seen.plan, seen.observations[3:], options).clients
     for a, b in [*zip(many.clients, alone.clients, strict=True), (many.clients[3], last)]:
         assert a.client == b.client and a.cost == pytest.approx(b.cost, rel=1e-6, abs=1e-10)
-        torch.testing.assert_close(a.found, b.found, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(a.reconstructed, b.reconstructed, rtol=1e-5, atol=1e-6)
     simulation = GradientSimulator(seen.plan, seen.observations, options)
     simulation.dry_run()
     assert simulation.vmap and 1 < simulation.chunk < 4
@@ -357,9 +357,9 @@ def test_several_images_are_found_in_some_order(observe, ragged):
     assert len(one.y) == 5 and len(set(one.y.tolist())) < 5
     result = invert(seen.plan, [one], AttackOptions(iterations=300, lr=0.1, box=True))
     best = result.clients[0]
-    again = reconstructions.psnr(best.original, best.found)
+    again = reconstructions.psnr(best.original, best.reconstructed)
     assert best.psnr == pytest.approx(again) and best.labels == tuple(one.y.tolist())
-    order = reconstructions.matching(best.original, best.found, best.labels)
+    order = reconstructions.matching(best.original, best.reconstructed, best.labels)
     assert order == list(range(5)), "what is found comes in the order that matches"
 
 
