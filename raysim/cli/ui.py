@@ -39,14 +39,14 @@ def ui(
     from raysim.tracking import ui as pages
 
     store = absolute_uri(restored_uri(uri or Tracking().uri))
-    experiment_id = pages.find_experiment(store, experiment)
+    opened = pages.find_experiment(store, experiment)
     if store.startswith("http"):
-        _show(pages.link(mask_secrets(store), experiment_id), browser)
+        _show(pages.link(mask_secrets(store), opened), browser)
         return
     port = pages.free_port(port)
     try:
         with stoppable(), pages.served(store, port) as server:
-            _show(pages.link(f"http://127.0.0.1:{port}", experiment_id), browser)
+            _show(pages.link(f"http://127.0.0.1:{port}", opened), browser)
             print("Ctrl-C ends it", file=sys.stderr)
             code = server.wait()
     except KeyboardInterrupt:

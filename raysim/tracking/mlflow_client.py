@@ -22,6 +22,7 @@ from filelock import FileLock
 from raysim.config.sections.storage import Tracking
 from raysim.config.tracking_uri import absolute_uri, mask_secrets
 from raysim.errors import ConfigError, RaysimError
+from raysim.tracking import charts
 from raysim.tracking.spool import Tail, legal, plain
 
 logger = logging.getLogger("raysim.tracking")
@@ -142,7 +143,9 @@ class RunClient:
             if experiment is None:
                 try:
                     self._experiment_id = client.create_experiment(
-                        self.experiment, artifact_location=self._artifacts
+                        self.experiment,
+                        artifact_location=self._artifacts,
+                        tags={charts.VIEW_TAG: charts.view()},
                     )
                 except mlflow.MlflowException:  # somebody else was faster, or it is a true failure
                     if (experiment := client.get_experiment_by_name(self.experiment)) is None:

@@ -12,14 +12,22 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from raysim.config.sections.storage import Tracking
 from raysim.config.tracking_uri import absolute_uri, mask_secrets, restored_uri
 from raysim.errors import ConfigError, RaysimError, did_you_mean
+from raysim.tracking import charts
 from raysim.tracking.mlflow_client import connected, open_store
+
+if TYPE_CHECKING:
+    from mlflow.entities import Experiment
 
 VIEW = "workflowType=machine_learning"
 """Query of a link. Without it, MLflow 3 opens its pages for language models without metrics."""
+
+CHARTS = "compareRunsMode=CHART"
+"""Query of a link that shows charts beside the list of runs."""
 
 PORT = 5000
 """Default port of the server."""
@@ -34,19 +42,29 @@ SERVER_POLL_INTERVAL_S = 0.2
 """Seconds between two checks whether the server answers."""
 
 
-def link(address: str, experiment_id: str = "", run_id: str = "") -> str:
-    """Return the link to a run, to the runs of an experiment, or to all experiments.
+def link(address: str, experiment: Experiment | None = None) -> str:
+    """Return the link to the charts of an experiment's runs, or to all experiments.
 
     Args:
         address: address of the MLflow server.
-        experiment_id: id of the experiment; "" links to all experiments.
-        run_id: id of the run; "" links to the experiment.
+        experiment: the experiment; None links to all experiments. If raysim created it, its charts
+            are in the order of `raysim.tracking.charts`.
     """
-    if run_id:
-        return f"{address}/#/experiments/{experiment_id}/runs/{run_id}?{VIEW}"
-    if experiment_id:
-        return f"{address}/#/experiments/{experiment_id}/runs?{VIEW}"
-    return f"{address}/#/experiments?{VIEW}"
+    if experiment is None:
+        return f"{address}/#/experiments?{VIEW}"
+    order = f"&viewStateShareKey={charts.VIEW_KEY}" if charts.VIEW_TAG in experiment.tags else ""
+    return f"{address}/#/experiments/{experiment.experiment_id}/runs?{VIEW}&{CHARTS}{order}"
+
+
+def run_link(address: str, experiment_id: str, run_id: str) -> str:
+    """Return the link to a run.
+
+    Args:
+        address: address of the MLflow server.
+        experiment_id: id of the experiment.
+        run_id: id of the run.
+    """
+    return f"{address}/#/experiments/{experiment_id}/runs/{run_id}?{VIEW}"
 
 
 def hint(tracking: Tracking, run_id: str = "") -> str:
@@ -66,15 +84,15 @@ def hint(tracking: Tracking, run_id: str = "") -> str:
     except Exception:
         # The server is down, or it has not received the run yet.
         return f"{link(address)}   (run {run_id})"
-    return link(address, run.info.experiment_id, run_id)
+    return run_link(address, run.info.experiment_id, run_id)
 
 
-def find_experiment(uri: str, name: str) -> str:
-    """Return the id of an experiment.
+def find_experiment(uri: str, name: str) -> Experiment | None:
+    """Return an experiment.
 
     Args:
         uri: absolute URI of the tracking store.
-        name: name of the experiment; "" only checks that the store can be read, and returns "".
+        name: name of the experiment; "" only checks that the store can be read, and returns None.
 
     Raises:
         ConfigError: there is no such database or experiment.
@@ -82,14 +100,14 @@ def find_experiment(uri: str, name: str) -> str:
     """
     with open_store(uri) as client:
         if not name:
-            return ""
+            return None
         experiment = client.get_experiment_by_name(name)
         known = [] if experiment else [other.name for other in client.search_experiments()]
     if experiment is None:
         raise ConfigError(
             f"there is no experiment '{name}' in {mask_secrets(uri)}{did_you_mean(name, known)}"
         )
-    return experiment.experiment_id
+    return experiment
 
 
 def free_port(wanted: int | None) -> int:

@@ -20,14 +20,16 @@ from support.command_line import assert_one_message
 
 from raysim.config.sections.storage import Tracking
 from raysim.errors import RaysimError
-from raysim.tracking import mlflow_client, ui
+from raysim.tracking import charts, mlflow_client, ui
+
+VIEW = "workflowType=machine_learning"
 
 
 class Store:
     """What of MLflow's client is asked here."""
 
     def get_experiment_by_name(self, name: str) -> Any:
-        return SimpleNamespace(experiment_id="3") if name == "mnist" else None
+        return SimpleNamespace(experiment_id="3", tags={}) if name == "mnist" else None
 
     def search_experiments(self) -> list[Any]:
         return [SimpleNamespace(name="mnist")]
@@ -74,7 +76,7 @@ def test_a_database_is_served_until_ctrl_c(raysim_, store, serving, opened):
     Path("mlflow.db").touch()
     said = raysim_("ui", "mnist")
     ((uri, port),) = serving
-    link = f"http://127.0.0.1:{port}/#/experiments/3/runs?workflowType=machine_learning"
+    link = f"http://127.0.0.1:{port}/#/experiments/3/runs?{VIEW}&compareRunsMode=CHART"
     assert (said.code, said.out, opened) == (0, f"{link}\n", [link])
     assert uri == f"sqlite:///{Path.cwd()}/mlflow.db"
 
@@ -83,12 +85,12 @@ def test_without_an_experiment_all_are_listed(raysim_, store, serving, opened):
     Path("other.db").touch()
     said = raysim_("ui", "--uri", "sqlite:///other.db", "--no-browser")
     assert said.code == 0 and opened == []
-    assert said.out.endswith("/#/experiments?workflowType=machine_learning\n")
+    assert said.out.endswith(f"/#/experiments?{VIEW}\n")
 
 
 def test_of_a_server_only_the_link_is_shown(raysim_, store, serving, opened):
     said = raysim_("ui", "mnist", "--uri", "http://me:secret@host:5000")
-    link = "http://host:5000/#/experiments/3/runs?workflowType=machine_learning"
+    link = f"http://host:5000/#/experiments/3/runs?{VIEW}&compareRunsMode=CHART"
     assert (said.code, said.out, opened, serving) == (0, f"{link}\n", [link], [])
 
 
@@ -112,9 +114,8 @@ def test_hints(store, here):
     elsewhere = Tracking(uri="sqlite:////a/mlflow.db", experiment="mnist")
     assert ui.hint(elsewhere, "abc") == "raysim ui mnist --uri sqlite:////a/mlflow.db   (run abc)"
     server = Tracking(uri="http://me:secret@host:5000")
-    view = "workflowType=machine_learning"
-    assert ui.hint(server, "abc") == f"http://host:5000/#/experiments/3/runs/abc?{view}"
-    not_sent_yet = f"http://host:5000/#/experiments?{view}   (run provisional)"
+    assert ui.hint(server, "abc") == f"http://host:5000/#/experiments/3/runs/abc?{VIEW}"
+    not_sent_yet = f"http://host:5000/#/experiments?{VIEW}   (run provisional)"
     assert ui.hint(server, "provisional") == not_sent_yet
 
 
@@ -122,7 +123,7 @@ def test_hints(store, here):
 def database(here: Path, tables_made_once: None) -> Callable[[], str]:
     def make() -> str:
         uri = f"sqlite:///{here}/mlflow.db"
-        mlflow_client.connected(uri).create_experiment("mnist")
+        mlflow_client.connected(uri).create_experiment("mnist", tags={charts.VIEW_TAG: "{}"})
         return uri
 
     return make
@@ -136,7 +137,8 @@ def test_a_real_server_shows_the_experiment_and_leaves_nothing_behind(database):
         assert process.stdout
         link = process.stdout.readline().strip()
         address = link.partition("/#/")[0]
-        assert link == f"{address}/#/experiments/1/runs?workflowType=machine_learning"
+        order = "compareRunsMode=CHART&viewStateShareKey=raysim"
+        assert link == f"{address}/#/experiments/1/runs?{VIEW}&{order}"
         with urllib.request.urlopen(f"{address}/health", timeout=30) as answer:
             assert answer.status == 200
         os.kill(process.pid, signal.SIGINT)

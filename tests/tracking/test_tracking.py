@@ -29,8 +29,8 @@ from raysim.config.sections.storage import Tracking
 from raysim.config.tracking_uri import absolute_uri
 from raysim.errors import ConfigError, RaysimError
 from raysim.runs.plots import plot_learning_curve
+from raysim.tracking import charts, mlflow_client
 from raysim.tracking import mlflow as tracking
-from raysim.tracking import mlflow_client
 from raysim.tracking.mlflow import Tracker, replay_spool
 from raysim.tracking.spool import Spool, flatten_parameters
 
@@ -135,6 +135,8 @@ def test_everything_arrives(settings: Tracking, tmp_path: Path) -> None:
     mlflow = client(settings.uri)
     run = mlflow.get_run(run_id)
     assert (run.info.status, run.info.run_name) == ("FINISHED", "a run")
+    view = json.loads(mlflow.get_experiment(run.info.experiment_id).tags[charts.VIEW_TAG])
+    assert [chart["metricKey"] for chart in view["compareRunCharts"]][:2] == ["accuracy", "loss"]
     assert history(settings.uri, run_id, "accuracy") == [(t, t / 30) for t in range(30)]
     assert steps(settings.uri, run_id, "loss at _t_") == list(range(30))
     assert run.data.metrics["wide2499"] == 2499

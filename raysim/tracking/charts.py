@@ -1,0 +1,61 @@
+"""The order of an experiment's charts in MLflow's pages.
+
+MLflow shows metrics whose names have a prefix first, so accuracy would come last. It also opens a
+view that a user shares by a link; such a view is stored as a tag of the experiment. raysim stores
+one that begins with accuracy and the losses. MLflow adds the other metrics after them.
+"""
+
+from __future__ import annotations
+
+import json
+
+VIEW_KEY = "raysim"
+"""Name of the view in a link: `viewStateShareKey=raysim`."""
+
+VIEW_TAG = f"mlflow.sharedViewState.{VIEW_KEY}"
+"""Tag of the experiment that holds the view."""
+
+FIRST_METRICS = ("accuracy", "loss", "train_loss")
+"""Metrics whose charts come first. MLflow hides a chart whose metric no run has."""
+
+MAX_RUNS_DRAWN = 10
+"""Largest number of runs in one chart; MLflow's default."""
+
+
+def view() -> str:
+    """Return the view as MLflow stores it, in JSON."""
+    section = "raysim-metrics"
+    charts = [
+        {
+            "uuid": f"raysim-{metric}",
+            "type": "LINE",
+            "metricSectionId": section,
+            "metricKey": metric,
+            "displayName": metric,
+            "selectedMetricKeys": [metric],
+            "runsCountToCompare": MAX_RUNS_DRAWN,
+            "xAxisKey": "step",
+            "useGlobalXaxisKey": True,
+            "useGlobalLineSmoothing": True,
+            "isGenerated": True,
+            "deleted": False,
+        }
+        for metric in FIRST_METRICS
+    ]
+    sections = [
+        {
+            "uuid": section,
+            "name": "Model metrics",  # MLflow's name of the metrics without a prefix
+            "display": True,
+            "isReordered": True,
+            "isGenerated": True,
+            "deleted": False,
+        }
+    ]
+    return json.dumps(
+        {
+            "compareRunSections": sections,
+            "compareRunCharts": charts,
+            "isAccordionReordered": True,
+        }
+    )
