@@ -41,7 +41,8 @@ from raysim.engine.plan import Plan
 from raysim.engine.resolve import prepare
 from raysim.engine.trainers import configure_process, make_trainer
 from raysim.planning.forecast import means
-from raysim.planning.simulated_executor import Costs, simulate_rounds
+from raysim.planning.simulated_costs import Costs
+from raysim.planning.simulated_executor import simulate_rounds
 from raysim.training.messages import Block, Broadcast, ClientResult, WorkerResult, cut_blocks
 
 NODES, ACTORS = 4, 8

@@ -14,7 +14,7 @@ from raysim.attacks.attack_options import AttackOptions
 from raysim.attacks.noise_matching import MatchOptions
 from raysim.config.explain import annotation_types
 from raysim.config.schema import Config
-from raysim.planning.simulated_executor import Costs
+from raysim.planning.simulated_costs import Costs
 from raysim.reports.claims import Claim
 from raysim.sweeps.definition import SweepSettings
 

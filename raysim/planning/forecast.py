@@ -24,7 +24,8 @@ from raysim.engine.plan import Plan
 from raysim.engine.resolve import prepare as plan_of
 from raysim.errors import ConfigError
 from raysim.planning import plots
-from raysim.planning.simulated_executor import Costs, RoundSummary, simulate_rounds
+from raysim.planning.simulated_costs import Costs
+from raysim.planning.simulated_executor import RoundSummary, simulate_rounds
 from raysim.rules.contract import overridden
 from raysim.training.messages import cut_blocks
 

@@ -23,15 +23,15 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 from numpy.random import Generator
-from pydantic import Field
 
-from raysim.config.sections.base import Section
 from raysim.distributed.block_scheduler import BlockScheduler, WorkerSpeeds, count_local_steps
 from raysim.engine.executor import CompletedResult, PendingServerStep, RoundResults
 from raysim.engine.loop import Engine
 from raysim.engine.plan import Plan
 from raysim.engine.selection import Candidates
 from raysim.engine.server import RoundCohort
+from raysim.planning.milestones import Milestone, after, path
+from raysim.planning.simulated_costs import Costs
 from raysim.randomness import generator
 from raysim.rules.contract import State
 from raysim.rules.sampling import SelectionPool
@@ -39,115 +39,6 @@ from raysim.rules.uploads import sums
 from raysim.training.messages import Block, Broadcast, ClientResult, WorkerResult
 
 T = TypeVar("T", covariant=True)
-
-
-class TrainingCosts(Section):
-    """Seconds of work on actors."""
-
-    step: float = Field(gt=0)
-    """Seconds of a client's local step."""
-    block: float = Field(default=0.0, ge=0)
-    """Seconds of a block beside its steps."""
-    spread: float = Field(default=0.05, ge=0, le=2)
-    """Standard deviation of a block's time, as a share of its mean."""
-    nodes: float = Field(default=0.0, ge=0, le=2)
-    """Standard deviation of the nodes' speeds, as a share of their mean."""
-
-
-class DriverCosts(Section):
-    """Seconds of the engine's own work for each client of a round, and for each call."""
-
-    draw: float = Field(default=1e-5, ge=0)
-    """Seconds to sample a client."""
-    dispatch: float = Field(default=5e-6, ge=0)
-    """Seconds to make and dispatch a client's task."""
-    receive: float = Field(default=5e-6, ge=0)
-    """Seconds to receive a client's result."""
-    accept: float = Field(default=5e-6, ge=0)
-    """Seconds to accept and record a client's result."""
-    call: float = Field(default=3e-4, ge=0)
-    """Seconds of a call to an actor."""
-
-
-class ObjectStoreCosts(Section):
-    """Costs of a node's object store."""
-
-    latency: float = Field(default=1e-3, ge=0)
-    """Seconds to put or get an object, whatever its size."""
-    bandwidth: float = Field(default=1e9, gt=0)
-    """Bytes that are written or read in a second."""
-
-
-class NetworkCosts(Section):
-    """Costs of a node's link."""
-
-    latency: float = Field(default=2e-4, ge=0)
-    """Seconds of a message to another node, whatever its size."""
-    bandwidth: float = Field(default=1.25e9, gt=0)
-    """Bytes in a second, in each direction."""
-
-
-class ServerCosts(Section):
-    """Costs of the server, the aggregation and the evaluation."""
-
-    update: float = Field(default=0.01, ge=0)
-    """Seconds of the server's update."""
-    adds: float = Field(default=2e9, gt=0)
-    """Bytes of sums that the server or a NodeAggregator adds in a second."""
-    evaluate: float = Field(default=0.0, ge=0)
-    """Seconds of an evaluation, which runs beside the next round."""
-
-
-class Costs(Section):
-    """Costs of a round's parts. Only `training.step` has no default."""
-
-    training: TrainingCosts
-    """Costs of training."""
-    driver: DriverCosts = DriverCosts()
-    """Costs of the driver's work."""
-    store: ObjectStoreCosts = ObjectStoreCosts()
-    """Costs of a node's object store."""
-    network: NetworkCosts = NetworkCosts()
-    """Costs of a node's link."""
-    server: ServerCosts = ServerCosts()
-    """Costs of the server's work."""
-
-
-@dataclass(frozen=True)
-class Milestone:
-    """An event: its virtual time in seconds, its name, and the last milestone it waited for."""
-
-    time: float = 0.0
-    activity: str = ""
-    before: Milestone | None = None
-
-
-def after(activity: str, seconds: float, *milestones: Milestone) -> Milestone:
-    """Return the milestone that follows all of these and takes so long.
-
-    Args:
-        activity: what takes the time, such as "network".
-        seconds: duration in simulated seconds.
-        *milestones: what has to be done before; at least one.
-    """
-    last = max(milestones, key=lambda milestone: milestone.time)
-    return Milestone(last.time + seconds, activity, last) if seconds else last
-
-
-def path(end: Milestone, begin: float) -> dict[str, float]:
-    """The critical path to `end`: seconds of each kind since `begin`, the longest first.
-
-    Args:
-        end: the last milestone.
-        begin: the virtual time at which the path begins.
-    """
-    seconds: dict[str, float] = {}
-    while end.before is not None and end.time > begin:
-        seconds[end.activity] = (
-            seconds.get(end.activity, 0.0) + end.time - max(end.before.time, begin)
-        )
-        end = end.before
-    return dict(sorted(seconds.items(), key=lambda item: -item[1]))
 
 
 @dataclass
@@ -182,7 +73,7 @@ class SimulatedActor:
 
     node: int
     speed: float
-    free: Milestone = Milestone()
+    free: Milestone = field(default_factory=Milestone)
 
 
 @dataclass

@@ -38,7 +38,7 @@ from raysim.reports.comparisons import paired_difference
 from raysim.reports.runs import RunSource
 from raysim.reports.tables import MISSING_TEXT, MeanStd, as_markdown, difference_text, number
 from raysim.reports.tracked import MetricMissing, TrackedRun
-from raysim.tracking.spool import flatten_parameters
+from raysim.tracking.recorder import flatten_parameters
 
 CONFIRMED, REFUTED, OPEN = "confirmed", "not confirmed", "not testable at this scale"
 

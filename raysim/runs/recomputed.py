@@ -18,7 +18,7 @@ from raysim.engine.resolve import prepare
 from raysim.errors import ConfigError, in_a_line
 from raysim.runs.run import execute
 from raysim.tracking.ledger_row import Row, kept_config
-from raysim.tracking.spool import Recorder, flatten_parameters
+from raysim.tracking.recorder import Recorder, flatten_parameters
 
 
 @dataclass(frozen=True)

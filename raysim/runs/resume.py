@@ -28,7 +28,7 @@ from raysim.runs.run import ForkOrigin, ProgressCallback, execute
 from raysim.runs.run_dir import find_run_dir, is_closed, make_run_dir
 from raysim.tracking.abandoned import finish_abandoned
 from raysim.tracking.mlflow_client import check_database
-from raysim.tracking.spool import flatten_parameters
+from raysim.tracking.recorder import flatten_parameters
 from raysim.training.groups import ClientGroup
 from raysim.training.optimizers import kept, make_optimizer
 from raysim.training.task import LocalSettings

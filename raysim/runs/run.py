@@ -47,7 +47,7 @@ from raysim.system import files, lock, processes, startup_stages
 from raysim.system.signals import Signals, stoppable
 from raysim.tracking.followers import FollowedRun, require_packages
 from raysim.tracking.mlflow import Tracker
-from raysim.tracking.spool import Recorder, Status, Untracked
+from raysim.tracking.recorder import Recorder, Status, Untracked
 
 logger = logging.getLogger("raysim")
 

@@ -33,7 +33,7 @@ from raysim.rules import registry
 from raysim.runs.python_inputs import SECTIONS_OF_RULES
 from raysim.sweeps import search_space
 from raysim.sweeps.search_space import Axis, Draw, as_text
-from raysim.tracking.spool import flatten_parameters
+from raysim.tracking.recorder import flatten_parameters
 
 
 class EarlyStopping(Section):

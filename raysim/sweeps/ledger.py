@@ -23,7 +23,8 @@ from raysim.sweeps.trial import labels_of
 from raysim.system import files
 from raysim.tracking.ledger import append_rows, check_writable, read_rows
 from raysim.tracking.ledger_row import VERSIONS, Row, kept_config, kept_history
-from raysim.tracking.spool import Recorder, Tail
+from raysim.tracking.recorder import Recorder
+from raysim.tracking.spool import Tail
 
 logger = logging.getLogger("raysim")
 

@@ -24,7 +24,7 @@ from raysim.sweeps.definition import EarlyStopping, Sweep, Trial, WatchCallback
 from raysim.sweeps.trial import WORST_VALUE, RungTracker, train_trial
 from raysim.system import startup_stages
 from raysim.system.signals import stoppable
-from raysim.tracking.spool import Recorder
+from raysim.tracking.recorder import Recorder
 
 logger = logging.getLogger("raysim")
 

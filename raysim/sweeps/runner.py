@@ -30,7 +30,7 @@ from raysim.sweeps.trial import labels_of
 from raysim.system import files, processes
 from raysim.system.signals import stoppable
 from raysim.tracking.mlflow import Forwarder, Tracker
-from raysim.tracking.spool import Recorder
+from raysim.tracking.recorder import Recorder
 
 logger = logging.getLogger("raysim")
 

@@ -25,7 +25,8 @@ from raysim.runs.description import commands, table
 from raysim.runs.provenance import command_line
 from raysim.sweeps.definition import Sweep, Trial
 from raysim.sweeps.search_space import as_text
-from raysim.tracking.spool import Tail, flatten_parameters
+from raysim.tracking.recorder import flatten_parameters
+from raysim.tracking.spool import Tail
 
 MAX_CURVES = 12
 """Maximum number of curves in a plot; the best ones are drawn."""

@@ -27,7 +27,7 @@ from raysim.runs import run as experiment
 from raysim.sweeps.definition import EarlyStopping, Trial, load_once
 from raysim.sweeps.search_space import as_text
 from raysim.system import files, lock
-from raysim.tracking.spool import Recorder
+from raysim.tracking.recorder import Recorder
 
 logger = logging.getLogger("raysim")
 

@@ -13,7 +13,8 @@ from pathlib import Path
 from raysim.errors import RaysimError
 from raysim.system import lock
 from raysim.tracking.mlflow import replay_spool
-from raysim.tracking.spool import SPOOL_FILE, Recorder
+from raysim.tracking.recorder import Recorder
+from raysim.tracking.spool import SPOOL_FILE
 
 logger = logging.getLogger("raysim.tracking")
 

@@ -30,7 +30,7 @@ from typing import Any
 from raysim.config.renamed import with_present_metrics
 from raysim.config.schema import Config
 from raysim.metrics import find_metric
-from raysim.tracking.spool import flatten_parameters
+from raysim.tracking.recorder import flatten_parameters
 
 FORMAT = 1
 """Version of the format of a row."""

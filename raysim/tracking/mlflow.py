@@ -26,7 +26,8 @@ from raysim.config.sections.storage import Tracking
 from raysim.config.tracking_uri import absolute_uri, mask_secrets, restored_uri
 from raysim.errors import ConfigError, RaysimError
 from raysim.tracking.mlflow_client import Refused, RunClient, brief, database_of
-from raysim.tracking.spool import SPOOL_FILE, Clock, Recorder, Spool, Status, Tail, legal
+from raysim.tracking.recorder import Clock, Recorder, Status, legal
+from raysim.tracking.spool import SPOOL_FILE, Spool, Tail
 
 logger = logging.getLogger("raysim.tracking")
 

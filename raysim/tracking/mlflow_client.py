@@ -23,7 +23,8 @@ from raysim.config.sections.storage import Tracking
 from raysim.config.tracking_uri import absolute_uri, mask_secrets
 from raysim.errors import ConfigError, RaysimError
 from raysim.tracking import charts
-from raysim.tracking.spool import Tail, legal, plain
+from raysim.tracking.recorder import legal
+from raysim.tracking.spool import Tail, plain
 
 logger = logging.getLogger("raysim.tracking")
 

@@ -24,7 +24,7 @@ from raysim.reports.runs import finished_runs
 from raysim.system import lock
 from raysim.tracking import abandoned
 from raysim.tracking import mlflow as tracking
-from raysim.tracking.spool import Clock
+from raysim.tracking.recorder import Clock
 
 HOURS = 5 * 3600
 

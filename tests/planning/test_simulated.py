@@ -28,14 +28,9 @@ from raysim.engine.resolve import prepare
 from raysim.errors import ConfigError
 from raysim.planning import plots
 from raysim.planning.forecast import ClusterShape, run_forecast
-from raysim.planning.simulated_executor import (
-    Costs,
-    Milestone,
-    RoundSummary,
-    after,
-    path,
-    simulate_rounds,
-)
+from raysim.planning.milestones import Milestone, after, path
+from raysim.planning.simulated_costs import Costs
+from raysim.planning.simulated_executor import RoundSummary, simulate_rounds
 from raysim.training.messages import Block, ClientTask
 
 P = 64 * 10 + 10  # of a linear net on the digits

@@ -27,7 +27,7 @@ from raysim.reports.targets import fraction_of
 from raysim.reports.tracked import TrackedRun
 from raysim.tracking import mlflow as tracking
 from raysim.tracking import mlflow_client
-from raysim.tracking.spool import Recorder
+from raysim.tracking.recorder import Recorder
 
 pytestmark = pytest.mark.usefixtures("pictures")
 

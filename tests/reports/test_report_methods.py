@@ -26,7 +26,7 @@ from raysim.reports.tracked import TrackedRun
 from raysim.rules import contract, registry
 from raysim.rules.registry import algorithm_defaults
 from raysim.tracking import mlflow_client
-from raysim.tracking.spool import flatten_parameters
+from raysim.tracking.recorder import flatten_parameters
 
 pytestmark = pytest.mark.usefixtures("pictures")
 

@@ -34,7 +34,8 @@ from raysim.system.signals import stoppable
 from raysim.tracking import mlflow as tracking
 from raysim.tracking import mlflow_client
 from raysim.tracking.mlflow import Forwarder
-from raysim.tracking.spool import Recorder, Spool
+from raysim.tracking.recorder import Recorder
+from raysim.tracking.spool import Spool
 
 DEADLY = """
 import os, signal

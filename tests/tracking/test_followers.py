@@ -15,7 +15,8 @@ from raysim.cli import main
 from raysim.errors import ConfigError
 from raysim.tracking import followers
 from raysim.tracking.followers import Follower, catch_up, send
-from raysim.tracking.spool import Recorder, Tail
+from raysim.tracking.recorder import Recorder
+from raysim.tracking.spool import Tail
 
 OVERRIDES = {
     "partition.clients": 8,

@@ -32,7 +32,8 @@ from raysim.runs.plots import plot_learning_curve
 from raysim.tracking import charts, mlflow_client
 from raysim.tracking import mlflow as tracking
 from raysim.tracking.mlflow import Tracker, replay_spool
-from raysim.tracking.spool import Spool, flatten_parameters
+from raysim.tracking.recorder import flatten_parameters
+from raysim.tracking.spool import Spool
 
 
 @pytest.fixture(scope="module")

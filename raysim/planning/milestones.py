@@ -1,0 +1,42 @@
+"""Milestones of a simulated run: events in virtual time, and the critical path to one of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Milestone:
+    """An event: its virtual time in seconds, its name, and the last milestone it waited for."""
+
+    time: float = 0.0
+    activity: str = ""
+    before: Milestone | None = None
+
+
+def after(activity: str, seconds: float, *milestones: Milestone) -> Milestone:
+    """Return the milestone that follows all of these and takes so long.
+
+    Args:
+        activity: what takes the time, such as "network".
+        seconds: duration in simulated seconds.
+        *milestones: what has to be done before; at least one.
+    """
+    last = max(milestones, key=lambda milestone: milestone.time)
+    return Milestone(last.time + seconds, activity, last) if seconds else last
+
+
+def path(end: Milestone, begin: float) -> dict[str, float]:
+    """The critical path to `end`: seconds of each kind since `begin`, the longest first.
+
+    Args:
+        end: the last milestone.
+        begin: the virtual time at which the path begins.
+    """
+    seconds: dict[str, float] = {}
+    while end.before is not None and end.time > begin:
+        seconds[end.activity] = (
+            seconds.get(end.activity, 0.0) + end.time - max(end.before.time, begin)
+        )
+        end = end.before
+    return dict(sorted(seconds.items(), key=lambda item: -item[1]))
