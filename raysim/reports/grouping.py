@@ -189,12 +189,15 @@ def varied(params: Sequence[Mapping[str, str]]) -> list[str]:
     or that only add measurements (`evaluate.clients`) are included only if they distinguish runs
     that the others do not.
 
+    A parameter that is null in one run and absent in another does not differ.
+
     Args:
         params: Values by parameter, of each run.
 
     Returns:
         The names of algorithm, rules and other sections first.
     """
+    params = [{k: v for k, v in run_params.items() if v != "null"} for run_params in params]
     everything = dict.fromkeys(key for run_params in params for key in run_params)
     differ = [
         key

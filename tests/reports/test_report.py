@@ -153,14 +153,24 @@ def test_what_follows_from_a_schedule_is_no_column():
 
 def test_what_only_adds_measurements_is_no_column_unless_nothing_else_differs():
     clients: dict[str, Any] = {"evaluate__clients__every": 5, "evaluate__clients__batch_size": 10}
-    plain = run([0.1], algorithm="fedavg", evaluate__clients="None")
+    plain = run([0.1], algorithm="fedavg", evaluate__clients="null")
     measured = run([0.2], algorithm="gradma", **clients)
     assert [row.parameters for row in rows([plain, measured])] == [
         {"algorithm.name": "fedavg"},
         {"algorithm.name": "gradma"},
     ]
     same = run([0.3], algorithm="fedavg", **clients)
-    assert {key for row in rows([plain, same]) for key in row.parameters} == {"evaluate.clients"}
+    keys = {key for row in rows([plain, same]) for key in row.parameters}
+    assert keys == {"evaluate.clients.every"}
+
+
+def test_null_and_absent_do_not_differ_and_null_and_a_value_do():
+    plain = run([0.1], privacy="null", clip="null", local__max_grad_norm="null")
+    private = run([0.2], privacy__delta=0.1, local__max_grad_norm=1.0)
+    assert [row.parameters for row in rows([plain, private])] == [
+        {"local.max_grad_norm": "1.0", "privacy.delta": "0.1"},
+        {"local.max_grad_norm": "null"},
+    ]
 
 
 def test_a_metric_that_accumulates_is_reported_by_its_last_value():
