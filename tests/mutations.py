@@ -136,14 +136,14 @@ MUTATIONS = (
     ),
     Mutation(
         "batches: a last batch of one sample is kept",
-        "raysim/training/batches.py",
+        "raysim/training/batch_order.py",
         "(n % size > 1 or",
         "(n % size > 0 or",
         ORACLES,
     ),
     Mutation(
         "batches: a client repeats its first batches in every round",
-        "raysim/training/batches.py",
+        "raysim/training/batch_order.py",
         "for i in range(cursor, cursor + steps):",
         "for i in range(steps):",
         (

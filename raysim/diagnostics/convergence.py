@@ -34,7 +34,7 @@ from raysim.diagnostics.full_gradients import FullGradients
 from raysim.engine.plan import Probe, ProbedRun
 from raysim.errors import ConfigError
 from raysim.rules.contract import PLAIN_STEP, Cohort, ServerRule, overridden
-from raysim.training.batches import local_steps
+from raysim.training.batch_order import local_steps
 
 if TYPE_CHECKING:
     from raysim.engine.plan import Plan

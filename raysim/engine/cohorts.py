@@ -19,7 +19,7 @@ from raysim.engine.schedule import ScheduledRound
 from raysim.engine.server import RoundCohort
 from raysim.engine.update_checks import errors_name_rule
 from raysim.errors import ClientError, RaysimError
-from raysim.training.batches import local_steps
+from raysim.training.batch_order import local_steps
 from raysim.training.messages import ClientTask
 
 logger = logging.getLogger("raysim")

@@ -16,7 +16,7 @@ from raysim.data.groups import batch_sizes_of
 from raysim.engine.client_store import ClientStateStore
 from raysim.engine.executor import RoundResults
 from raysim.engine.schedule import ScheduledRound
-from raysim.training.batches import batches_per_pass
+from raysim.training.batch_order import batches_per_pass
 from raysim.training.client_privacy import client_epsilon
 from raysim.training.messages import ClientResult
 from raysim.training.privacy import epsilon, passes

@@ -39,7 +39,7 @@ from raysim.rules.contract import CLIENT_RULES, SERVER_RULES, ClientRule, Server
 from raysim.rules.uploads import declared
 from raysim.rules.user_code import defined_at
 from raysim.system.processes import limited
-from raysim.training.batches import local_steps
+from raysim.training.batch_order import local_steps
 from raysim.training.client_update import ClientUpdate
 from raysim.training.groups import ClientGroup
 from raysim.training.local_sgd import LoopTrainer

@@ -22,74 +22,12 @@ from raysim.models.flat import Model
 from raysim.numerics.inner_products import ROW_ALIGNMENT
 from raysim.randomness import generator
 from raysim.rules.batch import Batch
+from raysim.training.batch_layouts import PaddedBatch, PooledBatch
+from raysim.training.batch_order import batch_positions, batches_per_pass
 from raysim.training.messages import ClientTask
 
 PREFETCH_EXAMPLES = 1024
 """Number of examples that are gathered and normalised together in loop mode, in whole batches."""
-
-
-MAX_EXAMPLES_PER_PASS = 1024
-"""Limit on the examples in one forward pass of a pooled batch."""
-
-
-def batches_per_pass(n: int, size: int) -> int:
-    """Return the number of batches in one pass over n examples.
-
-    A last partial batch counts, except if it holds a single example (BatchNorm needs two). A client
-    with fewer examples than the batch size has one batch.
-
-    Args:
-        n: number of examples.
-        size: batch size.
-    """
-    if n <= size:
-        return min(n, 1)
-    return n // size + (n % size > 1 or (size == 1 and n % size > 0))
-
-
-def local_steps(n: int, size: int, steps: int | None, epochs: int | None) -> int:
-    """Return the number of local steps of a client in one round.
-
-    Args:
-        n: number of examples of the client; without examples it makes no steps.
-        size: batch size.
-        steps: configured number of steps; None: `epochs` passes.
-        epochs: configured number of passes.
-    """
-    if n == 0:
-        return 0
-    if steps is not None:
-        return steps
-    return (epochs or 0) * batches_per_pass(n, size)
-
-
-def batch_positions(
-    seed: int, client: int, n: int, size: int, cursor: int, steps: int
-) -> Iterator[np.ndarray]:
-    """Yield the positions of the examples of consecutive batches.
-
-    A client has an endless stream of batches, one shuffled pass over its examples after the other.
-
-    Args:
-        seed: seed of the run.
-        client: number of the client.
-        n: number of examples of the client.
-        size: batch size.
-        cursor: position of the first batch in the stream.
-        steps: number of batches.
-
-    Yields:
-        Positions in the client's list of examples, for each batch.
-    """
-    per_pass = batches_per_pass(n, size)
-    shuffled = np.arange(n)
-    shuffled_pass = -1
-    for i in range(cursor, cursor + steps):
-        number, position = divmod(i, per_pass)
-        if number != shuffled_pass and n > size:
-            shuffled = generator(seed, "order", client, number).permutation(n)
-            shuffled_pass = number
-        yield shuffled[position * size : (position + 1) * size]
 
 
 @dataclass
@@ -414,72 +352,6 @@ class ClientBatches:
                 masks.append(torch.from_numpy(kept).to(self.model.device, self.model.dtype))
             sets.append(tuple(masks))
         return tuple(sets)
-
-
-@dataclass
-class PaddedBatch:
-    """Batches of K clients in one step, padded to a common size; clients are the first axis."""
-
-    x: Tensor
-    """[K, B, ...], the inputs."""
-    y: Tensor
-    """[K, B, ...], the targets."""
-    mask: Tensor | None
-    """[K, B], 1 for real examples; None if nothing is padded."""
-    drops: tuple[tuple[Tensor, ...], ...]
-    """Dropout masks, [K, B, ...] each; see `Batch.drops`."""
-    private_noise: Tensor | None
-    """[K, P], noise of private steps; None without noise."""
-    prepared: tuple[tuple[Tensor, Tensor], ...]
-    """The x and y of each batch that the rules prepared for this step."""
-    prepared_mask: Tensor | None
-    """[K, B], mask of the prepared batches; None if nothing is padded."""
-    noise: dict[str, Tensor] | None = None
-    """Random numbers that the rule declares, [K, ...] each; None without them."""
-
-    def tensors(self) -> dict[str, Any]:
-        """Return the fields that are not None: the tree that `torch.func.vmap` maps over."""
-        return {key: value for key, value in vars(self).items() if value is not None}
-
-    @staticmethod
-    def of_one(tensors: Mapping[str, Any]) -> Batch:
-        """Return the batch of one client, from its part of `tensors` inside `torch.func.vmap`.
-
-        Args:
-            tensors: the tensors of a `PaddedBatch` without their dimension of clients.
-        """
-        prepared = tuple(Batch(x, y, tensors.get("prepared_mask")) for x, y in tensors["prepared"])
-        return Batch(
-            tensors["x"],
-            tensors["y"],
-            tensors.get("mask"),
-            tensors["drops"],
-            prepared=prepared,
-            noise=tensors.get("noise", {}),
-            private_noise=tensors.get("private_noise"),
-        )
-
-
-@dataclass
-class PooledBatch:
-    """Examples of several clients, one client after the other."""
-
-    x: Tensor
-    """[n, ...], the inputs of all clients."""
-    y: Tensor
-    """[n, ...], the targets."""
-    sizes: Sequence[int]
-    """Number of examples of each client."""
-    weights: Sequence[float]
-    """Weight of each client in the mean of the round."""
-    drop: tuple[Tensor, ...] = ()
-    """Dropout masks [n, ...], one for each layer."""
-
-    def parts(self) -> Iterator[tuple[Tensor, Tensor, tuple[Tensor, ...], slice]]:
-        """Yield x, y, dropout masks and span of parts of at most `MAX_EXAMPLES_PER_PASS`."""
-        for start in range(0, len(self.y), MAX_EXAMPLES_PER_PASS):
-            span = slice(start, start + MAX_EXAMPLES_PER_PASS)
-            yield self.x[span], self.y[span], tuple(mask[span] for mask in self.drop), span
 
 
 class PrefetchedBatches:

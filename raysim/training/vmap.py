@@ -23,7 +23,7 @@ from raysim.rules.losses import Loss, Net, task_loss
 from raysim.rules.task import PassMode
 from raysim.rules.user_code import check_direction, check_step
 from raysim.system.signals import reraise_stop
-from raysim.training.batches import PaddedBatch
+from raysim.training.batch_layouts import PaddedBatch
 from raysim.training.client_update import ClientUpdate, PreparedClient, failed_update
 from raysim.training.cuda_graphs import CudaGraphCache
 from raysim.training.groups import ClientGroup

@@ -44,7 +44,7 @@ from raysim.errors import ConfigError, RaysimError
 from raysim.randomness import generator
 from raysim.runs.resume import resume
 from raysim.tracking import mlflow as tracking
-from raysim.training.batches import local_steps
+from raysim.training.batch_order import local_steps
 from raysim.training.messages import Block, ClientTask
 
 SIZES = [5, 9, 12, 3, 0, 7, 16, 4, 10, 6, 8, 11, 2, 1]
