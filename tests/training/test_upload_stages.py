@@ -3,6 +3,7 @@ what is refused."""
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -329,6 +330,14 @@ def test_every_rule_computes_the_same_side_by_side(client, server, waves, engine
     ]
     assert np.abs(runs[0][-1] - runs[1][-1]).max() < 1e-7
     assert np.abs(runs[0][-1] - runs[0][0]).max() > 0
+
+
+def test_each_client_draws_its_own_numbers_in_each_round(waves, engine):
+    """Two clients that keep half of the entries each, at random, send three quarters of them."""
+    run, _ = engine(waves([{"name": "randk", "share": 0.5}], rounds=3))
+    moved = [after != before for before, after in pairwise(run.executor.xs)]
+    assert all(0.65 < share.mean() < 0.85 for share in moved)
+    assert (moved[0] != moved[1]).any()
 
 
 def test_resumed_and_inline_digests_are_the_same(waves, base):
