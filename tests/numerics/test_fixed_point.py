@@ -97,6 +97,12 @@ def test_large_and_small_blocks_add_up_in_any_order():
     assert torch.allclose(to_float(forward, torch.float64), expected, rtol=1e-14, atol=2.0**-39)
 
 
+def test_small_entries_beside_a_large_one_are_rounded_half_to_even():
+    row = torch.tensor([[2.0**80, 0.75, -0.75, 1.5, 2.5]], dtype=torch.float64) * 2.0**-40
+    rounded = to_float(fixed_sum(row, [1.0]), torch.float64) * 2.0**40
+    assert rounded.tolist() == [2.0**80, 1.0, -1.0, 2.0, 2.0]
+
+
 def test_weights_and_rows_must_match():
     with pytest.raises(ValueError):
         fixed_sum(torch.zeros(2, 3), [1.0])
