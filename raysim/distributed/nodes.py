@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import ceil, floor
 from typing import Any, cast
 
 import ray
+from ray._private import utils
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -20,6 +23,7 @@ from raysim.distributed import loopback, versions
 from raysim.errors import ConfigError, RaysimError, did_you_mean
 from raysim.system import processes as ending
 from raysim.system.processes import Process
+from raysim.system.signals import a_run_handles
 
 logger = logging.getLogger("raysim")
 
@@ -73,14 +77,14 @@ def connect(address: str | None, cpus: float, log: Callable[[str], None]) -> boo
     try:
         if address:
             knock(address, KNOCK_TIMEOUT_S)
-            with loopback.private_token():
+            with loopback.private_token(), _handler_of_a_run_kept():
                 ray.init(address=address, **quiet)
         else:
             cores = os.cpu_count() or 1
             wanted = ceil(cpus)
             if wanted > cores:
                 log(f"resources: {cpus:g} CPUs are asked for, they share {cores} cores")
-            with loopback.only(), loopback.private_token():
+            with loopback.only(), loopback.private_token(), _handler_of_a_run_kept():
                 ray.init(
                     address="local", num_cpus=max(cores, wanted), include_dashboard=False, **quiet
                 )
@@ -101,6 +105,24 @@ def connect(address: str | None, cpus: float, log: Callable[[str], None]) -> boo
     if address and not versions.has_expected_versions():
         _compare(address)
     return True
+
+
+@contextmanager
+def _handler_of_a_run_kept() -> Iterator[None]:
+    """Keep a run's handler of SIGTERM while Ray starts.
+
+    Ray would set its own, which raises SystemExit. If the signal interrupts a destructor, Python
+    ignores that exception, and the run would go on. A run's handler remembers the signal.
+    """
+    set_handler = getattr(utils, "set_sigterm_handler", None)
+    if set_handler is None or not a_run_handles(signal.SIGTERM):
+        yield
+        return
+    utils.set_sigterm_handler = lambda handler: None
+    try:
+        yield
+    finally:
+        utils.set_sigterm_handler = set_handler
 
 
 def leave_cluster(broken: bool = False) -> None:

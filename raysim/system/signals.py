@@ -99,6 +99,15 @@ class Signals:
                 signal.signal(n, self._handle)
 
 
+def a_run_handles(number: int) -> bool:
+    """Return whether the handler of a run responds to a signal.
+
+    Args:
+        number: number of the signal.
+    """
+    return isinstance(getattr(signal.getsignal(number), "__self__", None), Signals)
+
+
 def _holds_an_import_lock(frame: FrameType | None) -> bool:
     """Return whether a signal has interrupted Python's import system itself.
 

@@ -275,7 +275,7 @@ def test_a_forecast_needs_no_losses(config, pow_d):
 
 
 @pytest.mark.ray
-def test_two_actors_measure_the_same_losses(config, rules, local_ray, tmp_path):
+def test_two_actors_measure_the_same_losses(config, rules, recycled_actors, tmp_path):
     given = config(rules("Digits"), checkpoint={"every": 1})
     inline = raysim.run(given, run_dir=str(tmp_path / "inline"))
     ray = {**given, "resources": {"executor": "ray", "actors": 2, "threads": 1}}

@@ -165,7 +165,7 @@ def test_blocks_and_a_stop_do_not_change_the_bits(config, source, tmp_path):
 
 
 @pytest.mark.ray
-def test_two_actors_collude_alike(config, source, local_ray, tmp_path):
+def test_two_actors_collude_alike(config, source, recycled_actors, tmp_path):
     given = cases(config, source, cohort=4)
     inline = raysim.run(given, run_dir=str(tmp_path / "inline"))
     ray = {**given, "resources": {"executor": "ray", "actors": 2, "threads": 1}}

@@ -281,7 +281,7 @@ def test_a_forecast_selects_uniformly(config, power_of_choice):
 
 
 @pytest.mark.ray
-def test_two_actors_select_the_same_clients(config, rules, local_ray, tmp_path):
+def test_two_actors_select_the_same_clients(config, rules, recycled_actors, tmp_path):
     given = config(rules("Worst"), rounds=4, checkpoint={"every": 1})
     inline = raysim.run(given, run_dir=str(tmp_path / "inline"))
     ray = {**given, "resources": {"executor": "ray", "actors": 2, "threads": 1}}

@@ -295,8 +295,18 @@ class Stalked(RayExecutor):
         return training
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["at its start", "when it is there"])
-@pytest.mark.parametrize("kind", ["ServerActor", "ClientActor"])
+AT_ITS_START, WHEN_IT_IS_THERE = False, True
+
+
+@pytest.mark.parametrize(
+    ("kind", "late"),
+    [
+        ("ServerActor", AT_ITS_START),
+        ("ClientActor", WHEN_IT_IS_THERE),
+        pytest.param("ServerActor", WHEN_IT_IS_THERE, marks=pytest.mark.long),
+        pytest.param("ClientActor", AT_ITS_START, marks=pytest.mark.long),
+    ],
+)
 def test_an_actor_killed_while_it_takes_another_ones_place_does_not_show(
     uri, tmp_path, monkeypatch, kind, late
 ):

@@ -210,7 +210,7 @@ def test_a_server_rule_that_did_not_ask_is_told_the_declaration(config, source):
 
 
 @pytest.mark.ray
-def test_two_actors_and_a_resumed_run_give_the_same_bits(config, shown, local_ray, tmp_path):
+def test_two_actors_and_a_resumed_run_give_the_same_bits(config, shown, recycled_actors, tmp_path):
     given = config(
         server={"name": shown("fltrust.py", "FLTrustServer"), "batch_size": SIZE},
         client=shown("digest.py", "DigestClient"), checkpoint={"every": 1},

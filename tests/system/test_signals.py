@@ -50,3 +50,27 @@ def test_a_signal_that_a_destructor_swallows_is_not_lost(monkeypatch):
         assert ignored == [Stopped]
         with pytest.raises(Stopped):
             signals.install()
+
+
+def test_ray_does_not_replace_the_handler_of_a_run(monkeypatch):
+    import ray
+    from ray._private import utils
+
+    from raysim.distributed import nodes
+
+    def init(**options: Any) -> None:
+        utils.set_sigterm_handler(lambda number, frame: sys.exit(number))
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with stoppable():
+        before = signal.getsignal(signal.SIGTERM)
+        nodes.connect(None, 1, print)
+        assert signal.getsignal(signal.SIGTERM) == before
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        nodes.connect(None, 1, print)
+        assert signal.getsignal(signal.SIGTERM) != before, "without a run, Ray's handler stays"
+    finally:
+        signal.signal(signal.SIGTERM, before)
