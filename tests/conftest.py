@@ -179,13 +179,16 @@ def local_ray() -> Iterator[None]:
     """Start Ray on this machine once. `RayExecutor` uses the Ray that it finds."""
     import ray
 
-    ray.init(
-        address="local",
-        num_cpus=4,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="ERROR",
-    )
+    from raysim.distributed import loopback
+
+    with loopback.any_agent_port():
+        ray.init(
+            address="local",
+            num_cpus=4,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level="ERROR",
+        )
     yield
     ray.shutdown()
 

@@ -1,4 +1,4 @@
-"""Restrict a Ray that raysim starts on this machine: loopback interface only, private token."""
+"""Settings of a Ray that raysim starts on this machine: loopback only, free port, private token."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import ray
-from ray._private import ray_constants
+from ray._private import parameter, ray_constants
 
 CLUSTER_SWITCH_VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """Environment variable that, set to 0, makes all processes of Ray listen on 127.0.0.1 only.
@@ -33,6 +34,21 @@ def only() -> Iterator[None]:
             del os.environ[CLUSTER_SWITCH_VARIABLE]
         else:
             os.environ[CLUSTER_SWITCH_VARIABLE] = variable
+
+
+@contextmanager
+def any_agent_port() -> Iterator[None]:
+    """Return a context in which the agent of a Ray started here listens at any free port.
+
+    By default every Ray of a machine wants the same port. The second one tries for seconds, then
+    starts without it. `ray.init` has no option for the port.
+    """
+    parameters = parameter.RayParams
+    parameter.RayParams = partial(parameters, dashboard_agent_listen_port=None)
+    try:
+        yield
+    finally:
+        parameter.RayParams = parameters
 
 
 @contextmanager

@@ -84,7 +84,12 @@ def connect(address: str | None, cpus: float, log: Callable[[str], None]) -> boo
             wanted = ceil(cpus)
             if wanted > cores:
                 log(f"resources: {cpus:g} CPUs are asked for, they share {cores} cores")
-            with loopback.only(), loopback.private_token(), _handler_of_a_run_kept():
+            with (
+                loopback.only(),
+                loopback.any_agent_port(),
+                loopback.private_token(),
+                _handler_of_a_run_kept(),
+            ):
                 ray.init(
                     address="local", num_cpus=max(cores, wanted), include_dashboard=False, **quiet
                 )

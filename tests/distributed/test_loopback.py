@@ -37,7 +37,9 @@ LISTENING = """
     nodes.connect(None, 1, print)
     import os, ray
     ray.get(ray.remote(lambda: 0).remote())
-    print(*listening(family(os.getpid())), loopback.reached_from_outside(), loopback.asks_for_token())
+    port = ray._private.worker._global_node.dashboard_agent_listen_port
+    secure = loopback.reached_from_outside(), loopback.asks_for_token()
+    print(*listening(family(os.getpid())), *secure, port)
     ray.shutdown()
 """
 
@@ -52,9 +54,10 @@ def test_a_local_ray_listens_on_loopback_and_its_token_is_private(tmp_path: Path
         timeout=200,
     )
     assert ran.returncode == 0, ran.stderr
-    *addresses, outside, token = ran.stdout.split()
+    *addresses, outside, token, port = ran.stdout.split()
     assert addresses and {*addresses} <= {"0100007F", "0000000000000000FFFF00000100007F"}
     assert (outside, token) == ("False", "True")
+    assert int(port) != 52365, "which several Rays of one machine would want"
     assert (tmp_path / ".ray" / "auth_token").stat().st_mode & 0o777 == 0o600
 
 
