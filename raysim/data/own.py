@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -285,6 +286,17 @@ def is_content(value: Any) -> bool:
     return "name" not in value and any(not isinstance(part, str) for part in examples)
 
 
+INTEGER = re.compile("0|-?[1-9][0-9]{0,17}")
+"""An integer of 64 bits as Python writes it."""
+
+
+def _users_in_order(names: tuple[str, ...]) -> np.ndarray:
+    """Return users, as numbers or text, so that sorting them keeps their order: 2 is before 10."""
+    numbers = [int(name) for name in names if INTEGER.fullmatch(name)]
+    in_order = len(numbers) == len(names) and numbers == sorted(numbers)
+    return np.array(numbers if in_order else names)
+
+
 def store_examples(content: Any) -> dict[str, Any]:
     """Write examples that were given from Python to a file that is named after their content.
 
@@ -302,7 +314,7 @@ def store_examples(content: Any) -> dict[str, Any]:
     dataset = make_dataset("python", content, "data")
     arrays = {name: getattr(dataset, name) for name in REQUIRED_ARRAYS}
     if dataset.groups is not None:
-        arrays["user"] = np.array(dataset.group_names)[dataset.groups]
+        arrays["user"] = _users_in_order(dataset.group_names)[dataset.groups]
     if dataset.public_x is not None:
         arrays["public_x"] = dataset.public_x
     if dataset.public_y is not None:

@@ -116,6 +116,24 @@ def test_users_of_examples_from_python_are_clients(config):
     assert plan.clients.client(0).tolist() == list(range(1, 30, 3))
 
 
+@pytest.mark.parametrize("users", [[10, 2, 9] * 10, ["10", "2", "9"] * 10])
+def test_users_keep_the_order_of_their_numbers_or_words(config, users):
+    """Whatever the examples come by: a mapping, or an .npz file with the same users."""
+    content = {"train": ARRAYS[:2], "test": ARRAYS[2:], "users": users}
+    by_file = Path(config["run_dir"]).with_name("users.npz")
+    names = ("x", "y", "x_test", "y_test")
+    np.savez(by_file, **dict(zip(names, ARRAYS, strict=True)), user=users)
+    plans = [
+        prepare(named_inputs({**config, "data": data, "partition": "natural"}))
+        for data in (content, {"name": "arrays", "path": str(by_file)})
+    ]
+    names = [plan.dataset.group_names for plan in plans]
+    assert names[0] == names[1] == tuple(map(str, sorted(set(users))))
+    assert [plan.clients.client(0).tolist() for plan in plans] == [
+        list(range(users.index(min(users)), 30, 3))
+    ] * 2
+
+
 def test_a_lost_or_changed_file_of_examples_is_named(config, cache):
     stopped = raysim.run(config, rounds=1)
     (file,) = cache.rglob("*.npz")
