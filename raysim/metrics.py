@@ -35,7 +35,7 @@ class Metric:
     larger_is_better: bool | None = None
     """Whether larger values are better; None: neither."""
     accumulates: bool = False
-    """Whether it counts up over the rounds, so that a run is described by its last value."""
+    """Whether the metric accumulates over the rounds; tables then show its last value."""
 
     def matches(self, name: str) -> bool:
         """Return whether a metric of this name is of this form.

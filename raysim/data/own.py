@@ -40,6 +40,9 @@ prices and times, unless the user gives the number of classes."""
 MAX_CLASSES = 1_000_000
 """Largest number of classes that a user can give; each has a name."""
 
+INTEGER = re.compile("0|-?[1-9][0-9]{0,17}")
+"""An integer of 64 bits as Python writes it."""
+
 
 def from_function(data: OwnData, function: str) -> Dataset:
     """Call the user's function and make a data set of what it returns.
@@ -284,10 +287,6 @@ def is_content(value: Any) -> bool:
     """
     examples = [value[key] for key in ("x", "y", "train", "test") if key in value]
     return "name" not in value and any(not isinstance(part, str) for part in examples)
-
-
-INTEGER = re.compile("0|-?[1-9][0-9]{0,17}")
-"""An integer of 64 bits as Python writes it."""
 
 
 def _users_in_order(names: tuple[str, ...]) -> np.ndarray:

@@ -61,7 +61,7 @@ HEAD_GONE_SHARE = 0.5
 The monitor waits that long: it reports the loss before Ray does."""
 
 RESUME_ADVICE = "`raysim resume` continues from the last checkpoint"
-"""What a user can do after Ray is lost in a run."""
+"""Advice at the end of the error message if Ray dies during a run."""
 
 NOTICE_TIMEOUT_S = 15.0
 """Time that the main thread has to notice that Ray is broken, in seconds.

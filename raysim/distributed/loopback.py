@@ -7,6 +7,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from inspect import signature
 from pathlib import Path
 
 import ray
@@ -16,6 +17,10 @@ CLUSTER_SWITCH_VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """Environment variable that, set to 0, makes all processes of Ray listen on 127.0.0.1 only.
 
 This is Ray's default on systems where it does not support clusters."""
+
+
+AGENT_PORT_PARAMETER = "dashboard_agent_listen_port"
+"""Ray's private parameter of the agent's port; None means any free port."""
 
 
 @contextmanager
@@ -41,10 +46,14 @@ def any_agent_port() -> Iterator[None]:
     """Return a context in which the agent of a Ray started here listens at any free port.
 
     By default every Ray of a machine wants the same port. The second one tries for seconds, then
-    starts without it. `ray.init` has no option for the port.
+    starts without it. `ray.init` has no option for the port. A Ray
+    whose private parameters are others is left alone.
     """
-    parameters = parameter.RayParams
-    parameter.RayParams = partial(parameters, dashboard_agent_listen_port=None)
+    parameters = getattr(parameter, "RayParams", None)
+    if parameters is None or AGENT_PORT_PARAMETER not in signature(parameters).parameters:
+        yield
+        return
+    parameter.RayParams = partial(parameters, **{AGENT_PORT_PARAMETER: None})
     try:
         yield
     finally:

@@ -111,7 +111,7 @@ class ActorSupervisor:
 
     @property
     def ray_is_broken(self) -> bool:
-        """Whether Ray has failed, so that no call of it may return."""
+        """Whether Ray has failed. Its calls may then never return."""
         return self._monitor is not None and bool(self._monitor.broken)
 
     def dead_nodes(self) -> set[str]:

@@ -130,13 +130,9 @@ def _check_ray() -> tuple[bool, str]:
                 else []
             ),
         ]
-        reach = (
-            "starts here, on 127.0.0.1, with a token"
-            if starts_here
-            else "a cluster"
-            if joined
-            else "is running"
-        )
+        reach = "a cluster" if joined else "is running"
+        if starts_here:
+            reach = "starts here, on 127.0.0.1, with a token"
         return not faults, f"{reach}: {size}" if not faults else f"{size}, but {'; '.join(faults)}"
     finally:
         if started:

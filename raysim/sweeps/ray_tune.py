@@ -32,7 +32,7 @@ CONTINUE_ADVICE = (
     "start the sweep again in the same way: finished trials are kept, and the others continue "
     "from their last checkpoints"
 )
-"""What a user can do after Ray is lost in a sweep."""
+"""Advice at the end of the error message if Ray dies during a sweep."""
 
 ENVIRONMENT = {
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
@@ -198,7 +198,7 @@ def _order(trial: Trial) -> Path:
 def _halving(sweep: Sweep, missing: list[Trial], stopping: EarlyStopping) -> Any:
     """Return Tune's ASHA scheduler, informed about trials that were finished before.
 
-    A trial that is to stop is told so, and ends with a checkpoint instead of being killed.
+    Trials are not killed: the scheduler writes a file, and the trial ends with a checkpoint.
     """
     from ray.tune.schedulers import ASHAScheduler, TrialScheduler
 
