@@ -156,7 +156,8 @@ def summary(result: RunResult, done_before: int = 0) -> str:
     """
     from raysim.config.sections.evaluation import DEFAULT_BEST
 
-    parts = [f"{result.rounds} rounds in {result.seconds:.1f} s"]
+    asked = f" of {result.config.rounds}" if result.early_stop else ""
+    parts = [f"{result.rounds}{asked} rounds in {result.seconds:.1f} s"]
     training = sum(
         record.get("system/round_seconds", 0.0)
         for record in result.history
@@ -173,4 +174,6 @@ def summary(result: RunResult, done_before: int = 0) -> str:
         last = evaluated[-1][name]
         parts.append(f"{name} {last:.4f}, best {name} {best[name]:.4f} in round {best['round']:g}")
     parts.append(f"{result.clients_per_second:.0f} clients/s")
+    if result.early_stop:
+        parts.append(f"early stop in {result.early_stop}")
     return " · ".join(parts)

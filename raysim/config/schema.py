@@ -16,7 +16,7 @@ from pydantic import BeforeValidator, Field
 
 from raysim.config.sections.base import Named, Section, default_name, named
 from raysim.config.sections.data import IID, AnyData, Partition
-from raysim.config.sections.evaluation import Evaluate, RecordUpdates
+from raysim.config.sections.evaluation import Evaluate, RecordUpdates, Stop
 from raysim.config.sections.execution import Batching, Faults, Resources
 from raysim.config.sections.groups import Group
 from raysim.config.sections.local import Local
@@ -100,6 +100,8 @@ class Config(Section):
     """How clients share a worker's pass."""
     evaluate: Evaluate = Evaluate()
     """Evaluation and probes."""
+    stop: Stop | None = None
+    """Early stopping by a metric; null: all rounds are trained."""
     record_updates: RecordUpdates | None = None
     """Recorded updates; null: none."""
     checkpoint: Checkpointing = Checkpointing()
@@ -195,7 +197,7 @@ class Config(Section):
 
     def identity(self) -> dict[str, Any]:
         """Return the part of the configuration that determines the parameters after each round."""
-        whole = self.model_dump(mode="json", exclude=set(self._NOT_THE_RESULT))
+        whole = self.model_dump(mode="json", exclude={*self._NOT_THE_RESULT, "stop"})
         r = self.resources
         server = r.gpus if r.executor == "inline" else r.server_gpus
         devices = {
@@ -216,6 +218,7 @@ class Config(Section):
         if self.example_privacy:
             whole["privacy"].pop("unit")
         whole["batching"].pop("cuda_graphs")
+        whole |= self._identity_of_stop()
         if self.held_out:
             whole["held_out_clients"] = self.held_out
         for key in ("upload", "optimizer", "accumulate", "autocast"):
@@ -234,6 +237,14 @@ class Config(Section):
         if files:  # their contents determine the result, and not where they lie
             whole["files"] = {key: list(contents.values()) for key, contents in files.items()}
         return whole
+
+    def _identity_of_stop(self) -> dict[str, Any]:
+        """Return the section `stop` and how often its metric is evaluated; {} without it."""
+        if self.stop is None:
+            return {}
+        clients = self.evaluate.clients
+        often = {"evaluate": self.evaluate.every, "clients": clients and clients.every}
+        return {"stop": {**self.stop.model_dump(mode="json"), **often}}
 
     @property
     def fingerprint(self) -> str:

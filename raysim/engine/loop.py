@@ -25,6 +25,7 @@ from raysim.engine.cohorts import (
     make_tasks,
     require_used_updates,
 )
+from raysim.engine.early_stop import StopRule
 from raysim.engine.executor import (
     Executor,
     Future,
@@ -77,7 +78,9 @@ class Engine(Generic[ModelHandle]):
         self.last_round = self.config.rounds
         """The number of rounds after which the run ends."""
         self.stopped = ""
-        """The reason for which it ends before `config.rounds`; empty if it does not."""
+        """The reason for which `end_early` ended it; empty if nothing did."""
+        self.last_evaluation: Record = {}
+        """Metrics of the last parameters of a run that ends early, if its last round had none."""
         self.first_failure = ""
         """The first client that failed in this process, and why."""
         self.candidates: CandidateEvaluator | None = None
@@ -91,6 +94,7 @@ class Engine(Generic[ModelHandle]):
         """Reset everything to the state before the first round."""
         self.state: RunState[ModelHandle] = RunState(self.plan, self.rows, self._select)
         self.records = Records(self.executor, self.state)
+        self.stop_rule = StopRule(self.config)
         self.last_selection: tuple[Record, int] = {}, 0
         """Metrics of the candidates of the last selection, and how many were not selected."""
 
@@ -117,6 +121,11 @@ class Engine(Generic[ModelHandle]):
         """
         if self.state.done < self.last_round:
             self.last_round, self.stopped = self.state.done, reason
+
+    @property
+    def ended(self) -> str:
+        """The reason for which the section `stop` ended the run; empty if it did not."""
+        return self.stop_rule.reason
 
     def rounds(self) -> Iterator[Record]:
         """Train all rounds; yield the record of each when its metrics are complete.
@@ -154,7 +163,7 @@ class Engine(Generic[ModelHandle]):
                 try:
                     yield from (
                         record
-                        for record in self.records.completed(max_pending=0)
+                        for record in self._completed(max_pending=0)
                         if record["round"] > last_reported
                     )
                     self._save_what_is_done()
@@ -177,6 +186,7 @@ class Engine(Generic[ModelHandle]):
         """
         self._start_to_measure()
         state, records = self.state, self.records
+        max_pending = MAX_PENDING_RECORDS if self.config.stop is None else 0
         current = self._schedule_round(state.done)
         # In a resumed asynchronous run: the same blocks as in a run that was never stopped.
         self._dispatch_ready(current)
@@ -203,11 +213,14 @@ class Engine(Generic[ModelHandle]):
             self._dispatch_ready(upcoming)  # synchronous: all clients; asynchronous: the others
             state.release_unused_versions(upcoming.cohort.bases)
             records.begin(current, results, step)
-            yield from records.completed(max_pending=0 if checkpoint else MAX_PENDING_RECORDS)
+            yield from self._completed(max_pending=0 if checkpoint else max_pending)
+            if state.done == self.last_round < self.config.rounds:
+                yield from self._completed(max_pending=0)
+                self.last_evaluation = records.evaluate_last()
             self._finish_checkpoint(checkpoint)
             current = upcoming
         self.final = self.executor.snapshot().get()
-        yield from records.completed(max_pending=0)
+        yield from self._completed(max_pending=0)
         self._end(current)
 
     def _start_to_measure(self) -> None:
@@ -216,6 +229,20 @@ class Engine(Generic[ModelHandle]):
         run = ProbedRun(self.plan, self.run_dir, state.done, state.history, self._download)
         self.probes = Probes(run)
         self.records.start(self.probes, self.run_dir)
+        self.stop_rule = StopRule(self.config, state.history)
+        self._end_if_met()
+
+    def _completed(self, max_pending: int) -> Iterator[Record]:
+        """Yield the completed records, see `Records.completed`; one of them may end the run."""
+        for record in self.records.completed(max_pending):
+            self.stop_rule.see(record)
+            self._end_if_met()
+            yield record
+
+    def _end_if_met(self) -> None:
+        """Let the run end after the rounds that are done, if its section `stop` says so."""
+        if self.ended:
+            self.last_round = min(self.last_round, self.state.done)
 
     def _end(self, last: ActiveRound[ModelHandle]) -> None:
         """End a run whose loop is left.
@@ -225,9 +252,9 @@ class Engine(Generic[ModelHandle]):
         """
         if self.state.done < self.last_round:
             raise RaysimError(last.scheduled.exhausted)
-        if self.stopped:
+        if self.stopped or self.ended:
             self._save_what_is_done()
-        else:
+        if not self.stopped:
             on_empty_run = self.config.faults.on_empty_run
             require_used_updates(self.state.history, on_empty_run, self.first_failure)
 

@@ -125,6 +125,23 @@ class Records(Generic[ModelHandle]):
             self.state.history.append(record)
             yield record
 
+    def evaluate_last(self) -> Record:
+        """Evaluate the newest version if its round did not; for a run that ends early.
+
+        Returns:
+            The metrics, which the last record has from now on; {} if it had them.
+        """
+        done, versions = self.state.done, self.state.versions
+        evaluate, rounds = self.config.evaluate, self.config.rounds
+        metrics: Record = {}
+        if evaluate.every and not evaluate.due(done, rounds):
+            metrics |= self.executor.evaluate(versions[done], ["test"]).get()
+        if evaluate.clients is not None and not evaluate.clients.due(done, rounds):
+            start = self.evaluations.start
+            metrics |= start(self.executor, done, versions[done], self.state.store).get()
+        self.state.history[-1].update(metrics)
+        return metrics
+
     def _record(self, active: ActiveRound[ModelHandle], trained: RoundResults) -> Record:
         """Return the metrics of a round, except those of the server and of the evaluation."""
         plan, store, traffic = self.state.plan, self.state.store, self.state.traffic

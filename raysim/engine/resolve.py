@@ -27,6 +27,7 @@ from raysim.data.groups import group_members, local_of_groups
 from raysim.engine import (
     checks,
     configured_stages,
+    early_stop,
     file_digests,
     learning,
     probes,
@@ -174,6 +175,7 @@ def resolve_plan(raw: Mapping[str, Any], load: Callable[[AnyData], Dataset] = lo
     )
 
     written_out = _written_out(config, rules, workload, batching, attached)
+    early_stop.check_stop(written_out)
     resolved = record_files(written_out, workload.dataset)
     plan = Plan(
         config=resolved,
@@ -404,6 +406,7 @@ def _written_out(
 
     A configuration that is written out means the same in later versions.
     """
+    evaluate = learning.written_out(config, workload.learning_task, workload.metrics)
     written_out = config.model_copy(
         update={
             "client": _rule_section(config.client, rules.client, config.algorithm),
@@ -424,7 +427,8 @@ def _written_out(
                 update={"size": batching.size, "mode": batching.mode}
             ),
             "task": learning.task_section(config, workload.learning_task),
-            "evaluate": learning.written_out(config, workload.learning_task, workload.metrics),
+            "evaluate": evaluate,
+            "stop": early_stop.written_out(config.stop, evaluate.best),
         }
     )
     written_out = probes.with_probe_parameters(written_out, attached)

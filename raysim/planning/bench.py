@@ -95,6 +95,7 @@ def bench(
         "evaluate": {"every": 0},
         "checkpoint": {"every": 0},
         "record_updates": None,
+        "stop": None,
         "rounds": ENDLESS_ROUNDS,
     }
     raw = loading.read_config(source, overrides, keys, registry.algorithm_defaults)

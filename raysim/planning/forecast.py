@@ -148,6 +148,7 @@ def _on(cluster: ClusterShape, source: Any, overrides: Any, rounds: int) -> tupl
     rest = {
         "rounds": rounds,
         "checkpoint.every": 0,
+        "stop": None,
         "record_updates": None,
         "evaluate.forgetting": None,
         "evaluate.probes": (),
@@ -213,7 +214,7 @@ def seconds_of_a_step(plan: Plan) -> float:
 
 
 def _in_this_process(plan: Plan) -> Plan:
-    """On a GPU if there is one here."""
+    """Return the plan on a GPU if there is one here."""
     r = plan.config.resources
     gpus, threads = min(r.gpus, torch.cuda.device_count()), min(r.threads, os.cpu_count() or 1)
     resources = r.model_copy(update={"gpus": gpus, "threads": threads})

@@ -25,6 +25,7 @@ from raysim.config.schema import Config
 from raysim.config.sections.evaluation import BestBy
 from raysim.engine import checkpoint
 from raysim.engine.client_evaluation import read_clients
+from raysim.engine.early_stop import StopRule
 from raysim.engine.loop import Record
 from raysim.engine.plan import Plan
 from raysim.engine.resolve import prepare, read_run_config
@@ -70,7 +71,8 @@ class RunResult:
 
     def __repr__(self) -> str:
         """Return one line: folder, rounds, last and best accuracy, and the digest's first 8."""
-        rounds = f"{self.rounds} of {self.config.rounds}" if self.stopped else str(self.rounds)
+        ended = self.stopped or self.early_stop
+        rounds = f"{self.rounds} of {self.config.rounds}" if ended else str(self.rounds)
         parts = [str(self.run_dir), f"{rounds} rounds"]
         if accuracy := self.metrics.get("accuracy"):
             parts.append(f"accuracy {accuracy['last']:.4f}, best {accuracy['best']:.4f}")
@@ -80,6 +82,11 @@ class RunResult:
     def rounds(self) -> int:
         """Number of completed rounds."""
         return int(self.history[-1]["round"]) if self.history else 0
+
+    @property
+    def early_stop(self) -> str:
+        """Why the section `stop` ended the run; empty if it did not."""
+        return StopRule(self.config, self.history).reason
 
     @property
     def clients(self) -> pd.DataFrame:
@@ -130,6 +137,7 @@ class RunResult:
             "clients_per_second": round(self.clients_per_second, 3),
             "digest": self.digest,
             **({"stopped": self.stopped} if self.stopped else {}),
+            **({"early_stop": self.early_stop} if self.early_stop else {}),
         }
 
 

@@ -17,6 +17,7 @@ from raysim.config.schema import KEYS_OF_FILES
 from raysim.data import loading_once, partition_digest
 from raysim.data.groups import batch_sizes_of
 from raysim.engine import checkpoint, client_store
+from raysim.engine.early_stop import StopRule
 from raysim.engine.plan import Plan
 from raysim.engine.resolve import read_run_config, resolve_plan
 from raysim.engine.server import Server
@@ -135,6 +136,12 @@ def reopen(
         check_database(plan.config.tracking.uri, folder)
     saved = _read_checkpoint(folder, before)
     done = saved.facts["round"] if saved is not None else 0
+    reason = StopRule(plan.config, saved.facts["history"] if saved else ()).reason
+    if reason and is_closed(folder):
+        raise ConfigError(
+            f"stop: the run in {folder} is finished, {reason}; with --fork stop=null it continues "
+            "as a new run"
+        )
     # A full disk, or a kill after the last round, can prevent the last steps of a run.
     unclosed = done == plan.config.rounds and not is_closed(folder)
     if saved is not None and done >= plan.config.rounds and not unclosed:
@@ -198,6 +205,11 @@ def forked(
         raise ConfigError(
             f"rounds: {saved.facts['round']} rounds are done before the fork; "
             "give rounds=N with a larger N"
+        )
+    if reason := StopRule(plan.config, saved.facts["history"]).reason:
+        raise ConfigError(
+            f"stop: the rounds before the fork end the run, {reason}; give stop=null, or other "
+            "values of its keys"
         )
     _check_fork(before, plan, saved)
     changes_text = ", ".join(f"{key}: {old} -> {new}" for key, (old, new) in changed.items())

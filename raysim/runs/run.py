@@ -88,9 +88,9 @@ def run(
             and `algorithm` a rule, its class, or an Algorithm. Metrics, probes, upload stages,
             sampling rules and the client rules of groups may be classes or instances, too.
         progress: called with each round's record. If it returns True, or a text with the reason,
-            the run ends gracefully after the rounds that are trained by then: their result is
-            returned, a checkpoint is written, and `resume` trains the rest. In MLflow the run has
-            the status KILLED and the tag `stopped_early`.
+            the run ends gracefully after the rounds that are trained by then: the last parameters
+            are evaluated, their result is returned, a checkpoint is written, and `resume` trains
+            the rest. In MLflow the run has the status KILLED and the tag `stopped_early`.
         tracking: False for a run without MLflow, such as that of a test: nothing is imported from
             it or sent to it, and no pictures are drawn. Its folder is `run_dir`, or a temporary one
             that is removed when Python exits. A mapping is the section `tracking`.
@@ -335,10 +335,15 @@ class _OpenRun:
             engine.stopped,
         )
         self.end.result, self.end.stopped = result, result.stopped
+        if engine.last_evaluation:
+            self.tracker.metrics(engine.last_evaluation, step=result.rounds)
         self.tracker.metrics(best_figures(result.metrics), step=result.rounds)
         self.tracker.tags(
             {"stopped_early": result.stopped} if result.stopped else {"digest": result.digest}
         )
+        if engine.ended:
+            logger.info("the run ends early: %s", engine.ended)
+            self.tracker.tags({"early_stop": engine.ended})
         return result
 
     def last_steps(self) -> list[tuple[str, Callable[[], object]]]:

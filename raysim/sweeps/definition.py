@@ -19,13 +19,13 @@ from typing import Any, Literal
 from pydantic import Field
 
 from raysim import data
-from raysim.config import explain, loading, renamed
+from raysim.config import explain, loading
 from raysim.config.schema import Config
 from raysim.config.sections.base import Section
 from raysim.config.sections.data import AnyData
 from raysim.config.sections.storage import Tracking
 from raysim.config.tracking_uri import redacted_uri
-from raysim.engine import resolve
+from raysim.engine import early_stop, resolve
 from raysim.errors import ConfigError, did_you_mean
 from raysim.metrics import lower_is_better
 from raysim.reports import claims
@@ -113,17 +113,6 @@ class _SweepFile(Section):
 
     sweep: SweepSettings
     """Settings of the sweep."""
-
-
-ROUND_METRICS = (
-    "train_loss",
-    "clients/used",
-    "bytes_up",
-    "bytes_down",
-    "system/clients_per_second",
-    "system/round_seconds",
-)
-"""Metrics that every round logs; other metrics with a / in their name depend on the method."""
 
 
 @dataclass(frozen=True)
@@ -441,30 +430,13 @@ def _advice(error: str, axes: Iterable[str]) -> str:
 def _check_stopping(asked: EarlyStopping, metric: str, trials: list[Config]) -> None:
     """Raise ConfigError if the settings could never stop a trial or the metric is unknown."""
     place = "sweep.early_stopping"
-    measured = {"loss", *(name for c in trials for name in c.evaluate.metrics or ())}
-    measured |= {c.evaluate.best.metric for c in trials if c.evaluate.best is not None}
-    evaluated = {*measured, *(f"val/{name}" for name in measured)} - {*ROUND_METRICS}
-    known = (*sorted(evaluated), *ROUND_METRICS)
     longest = max(c.rounds for c in trials)
     if asked.grace_period >= min(longest, asked.max_rounds or longest):
         raise ConfigError(
             f"{place}.grace_period: {asked.grace_period} rounds, and no trial has more than "
             f"{min(longest, asked.max_rounds or longest)}; lower it, or leave {place} out"
         )
-    if sentence := renamed.now_called(renamed.RENAMED_METRICS, metric):
-        raise ConfigError(f"{place}.metric: {sentence}")
-    if metric not in known and "/" not in metric:
-        raise ConfigError(
-            f"{place}.metric: no run has a metric '{metric}'{did_you_mean(metric, known)}"
-        )
-    if metric in evaluated and any(not c.evaluate.every for c in trials):
-        raise ConfigError(
-            f"{place}.metric: evaluate.every=0 measures no {metric}; use train_loss, or evaluate"
-        )
-    if metric.startswith("val/") and any(not c.partition.val_fraction for c in trials):
-        raise ConfigError(
-            f"{place}.metric: {metric} needs held-out examples; set partition.val_fraction=0.1"
-        )
+    early_stop.check_metric(f"{place}.metric", metric, trials)
 
 
 def _key(c: Config) -> str:

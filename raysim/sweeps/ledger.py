@@ -157,7 +157,7 @@ def _row_of(trial: Trial, stopping: EarlyStopping | None) -> Row:
         trial.title,
         trial.label,
         trial.config.seed,
-        result["rounds"] if stopped else trial.config.rounds,
+        result["rounds"] if stopped or result.get("early_stop") else trial.config.rounds,
         result.get("digest") or None,
         tags.get("cpu_capability", "unknown"),
         {name: tags.get(name, "unknown") for name in VERSIONS},

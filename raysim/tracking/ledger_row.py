@@ -120,8 +120,11 @@ class Row:
         Args:
             config: Resolved configuration of the run.
         """
-        if self.fingerprint != config.fingerprint or self.rounds < config.rounds:
+        ended = self.rounds < self.config["rounds"] and not self.stopped  # by its section `stop`
+        if self.fingerprint != config.fingerprint or (self.rounds < config.rounds and not ended):
             return None
+        if ended:
+            config = config.model_copy(update={"rounds": min(self.rounds, config.rounds)})
         wanted = kept_config(config)
         if wanted["record_updates"] is not None or not self._measures_the_same(wanted):
             return None
@@ -172,6 +175,8 @@ def kept_config(config: Config) -> dict[str, Any]:
         config: Resolved configuration.
     """
     kept = config.model_dump(mode="json", exclude=set(_WITHOUT_EFFECT))
+    if config.stop is None:  # as in rows of versions that do not have it
+        kept.pop("stop")
     kept["resources"] = {key: kept["resources"][key] for key in _RESOURCES}
     kept["data"] = {k: v for k, v in kept["data"].items() if k not in ("root", "download")}
     return kept

@@ -1,10 +1,10 @@
-"""`evaluate` and `record_updates`: what is measured and kept besides the parameters."""
+"""`evaluate`, `stop` and `record_updates`: what is measured, ends a run early, and is kept."""
 
 from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from raysim.config.sections.base import (
     Named,
@@ -131,6 +131,34 @@ class Evaluate(Section):
             rounds: number of rounds.
         """
         return is_due(self.every, rounds_done, rounds)
+
+
+class Stop(Section):
+    """Early stopping: the metric whose values end the run before `rounds`.
+
+    Only evaluations that are recorded count, so the run ends after the same round on any number of
+    workers and after a resume. It ends as finished. The model before training counts too.
+    """
+
+    metric: str | None = None
+    """Name of a metric that is logged, for example accuracy, val/loss or clients/accuracy; null:
+    that of `evaluate.best`."""
+    mode: Literal["max", "min"] | None = None
+    """Direction of the metric; null: that of `evaluate.best`, or of the metric's kind: losses,
+    errors and perplexity are minimized."""
+    patience: int | None = Field(default=None, ge=1)
+    """Number of evaluations in a row without improvement after which the run ends; null: any."""
+    min_delta: float = Field(default=0.0, ge=0)
+    """A value is an improvement if it is better than the best one so far by more than this."""
+    target: float | None = None
+    """Value at which the run ends as soon as it is reached; null: none."""
+
+    @model_validator(mode="after")
+    def _can_stop(self) -> Stop:
+        """Refuse a section that could never end a run."""
+        if self.patience is None and self.target is None:
+            raise ValueError("never ends a run; set patience, target, or both")
+        return self
 
 
 class RecordUpdates(Section):

@@ -1,0 +1,166 @@
+"""Early stopping: whether the evaluations that a run has recorded end it (section `stop`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+from raysim.config import renamed
+from raysim.config.schema import Config
+from raysim.config.sections.evaluation import BestBy, Stop
+from raysim.errors import ConfigError, RaysimError, did_you_mean
+from raysim.metrics import lower_is_better
+
+ROUND_METRICS = (
+    "train_loss",
+    "clients/used",
+    "bytes_up",
+    "bytes_down",
+    "system/clients_per_second",
+    "system/round_seconds",
+)
+"""Metrics that every round logs; other metrics with a / in their name depend on the method."""
+
+OF_CLIENTS = ("clients", "held_out", "fine_tuned", "held_out_fine_tuned", "participation_gap")
+"""First parts of the names of metrics that evaluations of clients log."""
+
+
+class StopRule:
+    """The section `stop` of a run, and what it says after the records so far.
+
+    It is a function of the records, so a resumed run ends where an uninterrupted one does.
+
+    Args:
+        config: the resolved configuration of the run.
+        history: the records so far, in order.
+    """
+
+    def __init__(self, config: Config, history: Iterable[Mapping[str, float]] = ()):
+        self.stop = config.stop
+        self.reason = ""
+        """Why the run ends after the last record that was seen; "" if it does not."""
+        self.best = math.nan
+        self.n_without_improvement = 0
+        self.was_logged = False
+        if self.stop is not None:
+            self.metric = self.stop.metric or ""
+            self.sign = -1.0 if self.stop.mode == "min" else 1.0
+            self.every = _rounds_between_values(config, self.metric)
+        for record in history:
+            self.see(record)
+
+    def see(self, record: Mapping[str, float]) -> None:
+        """Take the next record into account.
+
+        Args:
+            record: metrics of a round.
+
+        Raises:
+            RaysimError: the metric is not logged where it should be.
+        """
+        done = int(record["round"])
+        # A run of fewer rounds also evaluates its last one; that must not count when it is resumed.
+        if self.stop is None or self.reason or done % self.every:
+            return
+        if self.metric not in record:
+            if done and not self.was_logged:
+                known = [name for name in record if not name.startswith(("system/", "round"))]
+                raise RaysimError(
+                    f"stop.metric: up to round {done} there is no "
+                    f"'{self.metric}'{did_you_mean(self.metric, known)}"
+                )
+            return
+        self.was_logged = True
+        reason = self._judge(self.stop, done, record[self.metric])
+        self.reason = reason if done else ""
+
+    def _judge(self, stop: Stop, done: int, value: float) -> str:
+        """Return the reason to end the run after a value of the metric, or ""."""
+        if stop.target is not None and self.sign * value >= self.sign * stop.target:
+            return f"round {done}: {self.metric} {value:.6g} reaches the target {stop.target:g}"
+        gain = self.sign * (value - self.best)
+        if math.isfinite(value) and (math.isnan(self.best) or gain > stop.min_delta):
+            self.best, self.n_without_improvement = value, 0
+            return ""
+        self.n_without_improvement += 1
+        if stop.patience is None or self.n_without_improvement < stop.patience:
+            return ""
+        return (
+            f"round {done}: {self.metric} did not improve on {self.best:.6g} in "
+            f"{self.n_without_improvement} evaluations"
+        )
+
+
+def _rounds_between_values(config: Config, metric: str) -> int:
+    """Return after how many rounds a metric has its next value."""
+    clients = config.evaluate.clients
+    if clients is not None and metric.partition("/")[0] in OF_CLIENTS:
+        return clients.every
+    is_evaluated = "/" not in metric.removeprefix("val/") and metric not in ROUND_METRICS
+    return config.evaluate.every or 1 if is_evaluated else 1
+
+
+def written_out(stop: Stop | None, best: BestBy | None) -> Stop | None:
+    """Return the section `stop` with metric and direction written out.
+
+    Args:
+        stop: the section.
+        best: the metric that selects the best model.
+    """
+    if stop is None or best is None:
+        return stop
+    metric = stop.metric or best.metric
+    mode = best.mode if metric == best.metric else "min" if lower_is_better(metric) else "max"
+    return stop.model_copy(update={"metric": metric, "mode": stop.mode or mode})
+
+
+def check_stop(config: Config) -> None:
+    """Check that a run logs the metric of its section `stop`, and that time does not decide it.
+
+    Args:
+        config: the resolved configuration of the run.
+
+    Raises:
+        ConfigError: it does not; the message names the key and the fix.
+    """
+    if config.stop is None:
+        return
+    key, metric = "stop.metric", config.stop.metric or ""
+    if metric.startswith("system/"):
+        raise ConfigError(
+            f"{key}: {metric} depends on the machine, so the run would end after another round "
+            "elsewhere; name another metric"
+        )
+    check_metric(key, metric, [config])
+
+
+def check_metric(key: str, metric: str, configs: Sequence[Config]) -> None:
+    """Check that runs log the metric by which they are judged.
+
+    Args:
+        key: the key that names the metric, for messages.
+        metric: name of the metric.
+        configs: resolved configurations of the runs.
+
+    Raises:
+        ConfigError: they do not log it; the message names the key and the fix.
+    """
+    measured = {"loss", *(name for c in configs for name in c.evaluate.metrics or ())}
+    measured |= {c.evaluate.best.metric for c in configs if c.evaluate.best is not None}
+    has_own = any(":" in name for name in measured)  # whose name is not that of their reference
+    evaluated = {*measured, *(f"val/{name}" for name in measured)} - {*ROUND_METRICS}
+    known = (*sorted(evaluated), *ROUND_METRICS)
+    if sentence := renamed.now_called(renamed.RENAMED_METRICS, metric):
+        raise ConfigError(f"{key}: {sentence}")
+    if metric not in known and "/" not in metric and not has_own:
+        raise ConfigError(f"{key}: no run has a metric '{metric}'{did_you_mean(metric, known)}")
+    if metric in evaluated and any(not c.evaluate.every for c in configs):
+        raise ConfigError(
+            f"{key}: evaluate.every=0 measures no {metric}; use train_loss, or evaluate"
+        )
+    if metric.startswith("val/") and any(not c.partition.val_fraction for c in configs):
+        raise ConfigError(
+            f"{key}: {metric} needs held-out examples; set partition.val_fraction=0.1"
+        )
+    if metric.partition("/")[0] in OF_CLIENTS[1:] and any(not c.evaluate.clients for c in configs):
+        raise ConfigError(f"{key}: {metric} needs evaluations of clients; set evaluate.clients")

@@ -1,0 +1,124 @@
+"""Early stopping (`stop`): the rule on series of values, and runs that it ends."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from support.configurations import DIGITS_MLP
+
+import raysim
+from raysim.config import explain
+from raysim.engine.early_stop import StopRule
+from raysim.errors import ConfigError, RaysimError
+from raysim.runs.resume import reopen
+from raysim.runs.run import execute
+from raysim.runs.run_dir import PARAMETERS_FILE
+from raysim.tracking.recorder import Untracked
+
+NAN = math.nan
+
+
+def last_round(values: list[float], every: int = 1, **stop: Any) -> int | None:
+    """Return the round in which a rule ends a run with these accuracies; None: it does not."""
+    keys = {**DIGITS_MLP, "stop": {"metric": "accuracy", "mode": "max", **stop}}
+    rule = StopRule(explain.validate({**keys, "evaluate": {"every": every}}))
+    for done, value in enumerate(values):
+        rule.see({"round": float(done), "accuracy": value})
+        if rule.reason:
+            return done
+    return None
+
+
+@pytest.mark.parametrize(
+    ("values", "stop", "expected"),
+    [
+        ([0.1, 0.2, 0.2, 0.1, 0.3], {"patience": 2}, 3),
+        ([0.1, 0.2, 0.2, 0.3, 0.3, 0.3], {"patience": 2}, 5),
+        ([0.1, 0.2, 0.3, 0.4], {"patience": 1}, None),
+        ([0.3, 0.2, 0.1], {"patience": 2}, 2),  # the model before training counts
+        ([0.3, 0.2, 0.1, 0.1], {"patience": 2, "mode": "min"}, None),
+        ([0.1, 0.3, 0.2, 0.1], {"patience": 1, "mode": "min"}, 1),
+        ([0.0, 0.5, 0.55, 0.58, 0.61], {"patience": 2, "min_delta": 0.1}, 3),
+        ([0.0, 0.5, 0.55, 0.62, 0.61], {"patience": 2, "min_delta": 0.1}, None),
+        ([0.1, NAN, NAN, 0.9], {"patience": 2}, 2),
+        ([NAN, NAN, 0.1, 0.2], {"patience": 3}, None),
+        ([0.1, 0.2, 0.4, 0.6], {"target": 0.4}, 2),
+        ([3.0, 2.0, 1.0], {"target": 1.5, "mode": "min"}, 2),
+        ([0.1, 0.1, 0.1, 0.9], {"target": 0.5, "patience": 2}, 2),
+        # Rounds between two evaluations do not count, such as the last one of a shorter run.
+        ([0.5, 0.1, 0.6, 0.1, 0.7, 0.1], {"patience": 1, "every": 2}, None),
+    ],
+)
+def test_a_series_of_values_ends_a_run_where_its_definition_says(values, stop, expected):
+    assert last_round(values, **stop) == expected
+
+
+def test_a_metric_that_is_not_logged_is_named_once_it_should_be_there():
+    keys = {**DIGITS_MLP, "stop": {"metric": "client/grad", "patience": 1, "mode": "max"}}
+    rule = StopRule(explain.validate(keys))
+    rule.see({"round": 0.0})
+    with pytest.raises(RaysimError, match=r"stop\.metric: .*'client/grad'; .*'client/grads'"):
+        rule.see({"round": 1.0, "client/grads": 1.0})
+
+
+SCHEDULES = {
+    "sync": {"cohort": 4},
+    "kasync": {"name": "kasync", "k": 2, "concurrency": 4, "client_speeds": {"name": "lognormal"}},
+}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_run_ends_after_the_same_round_and_as_finished_also_when_it_is_resumed(
+    schedule, tmp_path
+):
+    """It is the run of that many rounds, its last parameters are evaluated, and it is closed."""
+    keys = {
+        **DIGITS_MLP,
+        "schedule": SCHEDULES[schedule],
+        "evaluate": {"every": 5},
+        "checkpoint": {"every": 50},
+        "rounds": 30,
+    }
+    free = raysim.run(keys, tracking=False)
+    losses = [record.get("train_loss", math.inf) for record in free.history]
+    target = losses[7]
+    end = next(t for t, loss in enumerate(losses) if loss <= target)
+    keys["stop"] = {"metric": "train_loss", "target": target}
+    whole = raysim.run(keys, run_dir=str(tmp_path / "whole"), tracking=False)
+    assert (whole.rounds, whole.stopped) == (end, "")
+    assert whole.early_stop.startswith(f"round {end}: train_loss")
+    assert (tmp_path / "whole" / PARAMETERS_FILE).exists()
+    short = raysim.run({**keys, "stop": None}, rounds=end, tracking=False)
+    assert whole.digest == short.digest
+    assert whole.history[-1]["accuracy"] == short.history[-1]["accuracy"]
+    part = raysim.run(
+        keys,
+        run_dir=str(tmp_path / "part"),
+        progress=lambda record: record["round"] == 2,
+        tracking=False,
+    )
+    assert part.stopped and part.early_stop == "" and "accuracy" in part.history[-1]
+    again = execute(*reopen(tmp_path / "part"), tracker=Untracked())
+    assert (again.digest, again.early_stop) == (whole.digest, whole.early_stop)
+    with pytest.raises(ConfigError, match=f"stop: the run in .* is finished, round {end}"):
+        raysim.resume(tmp_path / "part", {"rounds": 60})
+    assert raysim.load(tmp_path / "part").early_stop == whole.early_stop
+    assert whole.config.fingerprint not in (free.config.fingerprint, short.config.fingerprint)
+
+
+@pytest.mark.parametrize(
+    ("stop", "message"),
+    [
+        ({}, r"stop: never ends a run; set patience, target, or both"),
+        ({"patience": 0}, r"stop\.patience: "),
+        ({"patience": 2, "metric": "acuracy"}, r"stop\.metric: .*did you mean 'accuracy'"),
+        ({"patience": 2, "metric": "val/loss"}, r"stop\.metric: .*val_fraction"),
+        ({"patience": 2, "metric": "fine_tuned/accuracy"}, r"stop\.metric: .*evaluate\.clients"),
+        ({"patience": 2, "metric": "system/round_seconds"}, r"stop\.metric: .*depends on the mac"),
+    ],
+)
+def test_a_stop_that_cannot_work_is_refused(stop, message):
+    with pytest.raises(ConfigError, match=message):
+        raysim.run(DIGITS_MLP, stop=stop, tracking=False)
