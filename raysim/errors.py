@@ -107,6 +107,28 @@ def in_a_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
+def round_name(t: int) -> str:
+    """Return the name of a training round in messages, "round 1" for the first one.
+
+    Rounds count from 1 there, as in progress, metrics and checkpoints; round 0 is the evaluation
+    before training.
+
+    Args:
+        t: the number of rounds that are done before it.
+    """
+    return f"round {t + 1}"
+
+
+def counted(n: int, noun: str) -> str:
+    """Return a number with its noun: "1 block", "2 blocks".
+
+    Args:
+        n: the number.
+        noun: the noun in the singular.
+    """
+    return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}s"
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return a hint for an unknown word.
 

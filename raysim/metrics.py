@@ -580,6 +580,24 @@ def best_label(name: str) -> str:
     return f"{'last' if accumulates(name) else 'best'} {name}"
 
 
+def is_share(name: str) -> bool:
+    """Return whether a metric is a share between 0 and 1, such as an accuracy.
+
+    Args:
+        name: name of the metric, such as "accuracy", "val/accuracy" or "clients/accuracy_worst10".
+    """
+    entry = find_metric(name)
+    if entry is None or entry.unit == "as the metric":
+        entry = find_metric(_without_figure(name))
+    return entry is not None and entry.unit == "share"
+
+
+def _without_figure(name: str) -> str:
+    """Return the name of a task's metric: "loss" for "clients/loss_worst10"."""
+    ends = "|".join(end for end in CLIENT_FIGURES if end)
+    return re.sub(f"({ends})$", "", name.rpartition("/")[2])
+
+
 def lower_is_better(name: str) -> bool:
     """Return whether smaller values of a metric are better: of losses, errors and deviations.
 
@@ -588,8 +606,7 @@ def lower_is_better(name: str) -> bool:
     """
     if name.endswith("_std"):
         return True
-    ends = "|".join(end for end in CLIENT_FIGURES if end)
-    bare = re.sub(f"({ends})$", "", name.rpartition("/")[2])
+    bare = _without_figure(name)
     for candidate in (name, bare):
         entry = find_metric(candidate)
         if entry is not None and entry.larger_is_better is not None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from raysim.attacks.plots import plot_reconstructions
 from raysim.attacks.reconstructions import AttackResult
 from raysim.engine.plan import Plan
-from raysim.errors import ConfigError, RaysimError
+from raysim.errors import ConfigError, RaysimError, round_name
 from raysim.tracking.mlflow import add_to
 
 logger = logging.getLogger("raysim")
@@ -78,7 +78,7 @@ def _plot(result: AttackResult, plan: Plan, path: Path) -> None:
         else f"mean PSNR {result.psnr:.2f} dB, median {result.median:.2f}"
     )
     options = result.options
-    run = f"{plan.label} on {plan.config.data.name}, round {result.round}"
+    run = f"{plan.label} on {plan.config.data.name}, {round_name(result.round)}"
     title = f"{run}: {options.cost}, {options.attacker}; {mean}"
     plot_reconstructions(pairs, title, path)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import platform
 from importlib import metadata
 from pathlib import Path
@@ -93,8 +94,6 @@ def print_table(table: Table, console: Console | None = None) -> None:
         console: where it is printed; the default is standard output.
     """
     console = console or Console()
-    if not console.is_terminal:
-        console = Console(file=console.file, width=UNLIMITED_COLUMNS, highlight=False)
     for column in table.columns:
         words = [word for cell in column.cells for word in str(cell).split()]
         column.min_width = max(map(cell_len, words), default=0)
@@ -102,7 +101,14 @@ def print_table(table: Table, console: Console | None = None) -> None:
     table.pad_edge = False
     table.columns[0].no_wrap = True
     table.columns[0].min_width = max(map(cell_len, map(str, table.columns[0].cells)), default=0)
-    console.print(table, crop=False)
+    if console.is_terminal:
+        console.print(table, crop=False)
+        return
+    whole = Console(file=io.StringIO(), width=UNLIMITED_COLUMNS, highlight=False)
+    with whole.capture() as text:
+        whole.print(table, crop=False)
+    for line in text.get().splitlines():
+        print(line.rstrip(), file=console.file)
 
 
 def check_picture(path: Path) -> None:

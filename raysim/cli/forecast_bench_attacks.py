@@ -18,7 +18,7 @@ from rich.table import Table
 
 from raysim.cli.base import Configuration, Overrides, app, check_picture, print_table
 from raysim.cli.completion import complete_configuration, complete_override
-from raysim.errors import ConfigError
+from raysim.errors import ConfigError, counted
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -240,7 +240,7 @@ def forecast_cluster(
     console.print(
         f"{nodes} nodes of {forecasted.actors} actors; {c.schedule.size:,} of "
         f"{len(forecasted.plan.clients):,} clients per round "
-        f"in {blocks} blocks ({forecasted.plan.mode}), {step:.3g} s per local step; "
+        f"in {counted(blocks, 'block')} ({forecasted.plan.mode}), {step:.3g} s per local step; "
         f"the forecast took {forecasted.seconds:.1f} s"
     )
     table = Table("mean of a round", "sums added up on nodes", "each sum sent", box=None)

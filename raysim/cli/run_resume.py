@@ -14,7 +14,7 @@ from rich.table import Table
 
 from raysim.cli.base import Configuration, Overrides, app, print_table
 from raysim.cli.progress import RunProgress, preparing, summary
-from raysim.errors import ClientError, ConfigError
+from raysim.errors import ClientError, ConfigError, counted, round_name
 
 if TYPE_CHECKING:
     from raysim.engine.plan import Plan
@@ -98,6 +98,7 @@ def _execute_and_print(as_json: bool, console: Console, plan: Plan, *reopened: A
     saved = reopened[1] if reopened else None
     console.print(summary(done, saved.facts["round"] if saved else 0), soft_wrap=True)
     console.print(f"run directory  {done.run_dir}", soft_wrap=True)
+    console.print(f"digest         {done.digest}", soft_wrap=True)
     console.print(f"open in MLflow {ui.hint(plan.config.tracking, done.run_id)}", soft_wrap=True)
     if as_json:
         print(json.dumps(done.as_object()))
@@ -113,7 +114,7 @@ def _what_is_left(plan: Plan, reopened: tuple) -> str:
         return "nothing had begun"
     saved = checkpoint.available_checkpoints(folder)
     where = (
-        f"from round {int(saved[-1].name.removeprefix('round-'))}"
+        f"after round {int(saved[-1].name.removeprefix('round-'))}"
         if saved
         else "from the beginning"
     )
@@ -121,7 +122,7 @@ def _what_is_left(plan: Plan, reopened: tuple) -> str:
 
 
 def _dry_run(plan: Plan, console: Console) -> None:
-    """Train one client of round 0 in this process and print a summary of the run."""
+    """Train one client of the first round in this process and print a summary of the run."""
     import numpy as np
 
     from raysim.config.sections.schedule import InFlight
@@ -143,7 +144,10 @@ def _dry_run(plan: Plan, console: Console) -> None:
     )
     if held_out := len(plan.clients.validation):
         table.add_row("validation", f"{held_out} samples that no client has")
-    table.add_row("round", f"{c.schedule.size} clients in {blocks} blocks ({plan.mode})")
+    table.add_row(
+        "round",
+        f"{counted(c.schedule.size, 'client')} in {counted(blocks, 'block')} ({plan.mode})",
+    )
     s = c.schedule
     flight = (
         f", {s.places(int((sizes > 0).sum()))} clients in flight" if isinstance(s, InFlight) else ""
@@ -160,13 +164,13 @@ def _dry_run(plan: Plan, console: Console) -> None:
 
 
 def _train_one_client(plan: Plan) -> tuple[float, int]:
-    """Train one client of round 0 and update the server with its upload.
+    """Train one client of the first round and update the server with its upload.
 
     Clients that may fail (`faults.on_client_error`) are skipped.
 
     Returns:
         The training time in seconds and the bytes of the upload; nan and 0 if no client arrives in
-        round 0.
+        that round.
 
     Raises:
         RaysimError: a client failed that may not, all clients of the round failed, or the server
@@ -199,7 +203,7 @@ def _train_one_client(plan: Plan) -> tuple[float, int]:
             inline.advance(cohort, trained, {0: broadcast}, following)
             return trained.metrics["system/train_seconds"], trained.workers[0].clients[0].bytes
     if tasks:
-        raise ClientError(f"all clients of round 0 fail; the first: {failures[0]}")
+        raise ClientError(f"all clients of {round_name(0)} fail; the first: {failures[0]}")
     return float("nan"), 0
 
 

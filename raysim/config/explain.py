@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -209,6 +209,16 @@ def _mistake(item: Any, path: list[str], raw: Any, model: type) -> tuple[list[st
         text = item["msg"]
     shown = value is None or isinstance(value, str | int | float | list | tuple)
     return [], text[:1].lower() + text[1:] + (f" (given: {value!r})" if shown else "")
+
+
+def top_level_hint(word: str, more: Iterable[str] = ()) -> str:
+    """Return the hint for an unknown key on the top level of a configuration.
+
+    Args:
+        word: the unknown key.
+        more: keys that are known there beside those of a run.
+    """
+    return _in_a_section(word, Config) or did_you_mean(word, [*Config.model_fields, *more])
 
 
 def _in_a_section(word: str, model: type) -> str | None:

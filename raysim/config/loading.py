@@ -17,7 +17,8 @@ from typing import Any
 import yaml
 
 from raysim.config import limited_yaml, renamed
-from raysim.config.schema import SECTIONS_WITH_NAME
+from raysim.config.explain import top_level_hint
+from raysim.config.schema import SECTIONS_WITH_NAME, Config
 from raysim.config.sections.base import named
 from raysim.errors import ConfigError, did_you_mean
 
@@ -54,6 +55,8 @@ def _first_sentence(text: str) -> str:
 
 CLAIMS = "claims"
 """The section that says what a paper claims of the runs (`raysim.reports.claims`)."""
+KEYS_OF_FILES = ("extends", "sweep", CLAIMS, "match")
+"""Keys of a file that are no part of a run's configuration."""
 KeysOfBoth = Callable[[str, str, str], Iterable[str]]
 """(section, old name, new name) -> the keys that mean the same under both."""
 
@@ -175,6 +178,9 @@ def _yaml(path: Path) -> dict[str, Any]:
             f"{path}: {odd[0]}: is not the name of a section; a key is a word, such as 'rounds'"
         )
     renamed.refuse_former_keys(content, str(path))
+    if unknown := [key for key in content if key not in (*Config.model_fields, *KEYS_OF_FILES)]:
+        hint = top_level_hint(unknown[0], KEYS_OF_FILES)
+        raise ConfigError(f"{path}: {unknown[0]}: unknown key{hint}")
     return content
 
 

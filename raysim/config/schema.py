@@ -128,6 +128,14 @@ class Config(Section):
         "tracking",
     )
 
+    def section_of_rule(self, half: str) -> str:
+        """Return the section that names a rule: "algorithm", unless another replaces it.
+
+        Args:
+            half: "client" or "server", the half of the method that the rule is.
+        """
+        return "algorithm" if getattr(self, half) is None else half
+
     def upload_key(self, group: str) -> str:
         """Return the key of the stages that change the uploads of a group's clients.
 

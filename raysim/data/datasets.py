@@ -92,6 +92,8 @@ def load_dataset(data: AnyData) -> Dataset:
         ConfigError: the name is unknown, the files are missing or damaged, the download failed, or
             the examples cannot be used; the message names the file or the function.
     """
+    if isinstance(data, Data):
+        _check_name(data.name)
     startup_stages.begin(f"loading {data.name}")
     match data:
         case OwnData():
@@ -164,15 +166,19 @@ def version_of(data: AnyData) -> str:
     return f"{code} {states}"
 
 
-def _load_known(data: Data) -> Dataset:
-    """Load a data set by its name."""
-    if data.name not in dataset_names():
+def _check_name(name: str) -> None:
+    """Raise ConfigError if no data set has this name."""
+    if name not in dataset_names():
         installed = (point.name for point in entry_points.entry_points(entry_points.DATA))
         known = (*dataset_names(), *OTHER_KINDS, *installed)
         raise ConfigError(
-            f"data.name: unknown name '{data.name}'{did_you_mean(data.name, known)}; "
+            f"data.name: unknown name '{name}'{did_you_mean(name, known)}; "
             "your own is given as path.py:function"
         )
+
+
+def _load_known(data: Data) -> Dataset:
+    """Load a data set by its name."""
     if data.path is not None and data.name not in USER_FORMATS:
         raise ConfigError(
             f"data.path: only data.name=folder and data.name=users read it; {data.name} is looked "

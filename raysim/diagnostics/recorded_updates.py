@@ -181,7 +181,7 @@ def read_observations(run_dir: Path, t: int | None = None) -> list[Observation]:
     if not files:
         raise ConfigError(
             f"{run_dir} holds no updates; run it again with 'record_updates.rounds=[0]', which "
-            "records those of round 0"
+            "records those of the first round"
         )
     if t is not None and t not in rounds:
         raise ConfigError(

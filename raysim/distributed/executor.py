@@ -39,7 +39,7 @@ from raysim.engine.executor import CompletedResult, PendingServerStep, RoundResu
 from raysim.engine.plan import Plan
 from raysim.engine.selection import Candidates
 from raysim.engine.server import RoundCohort
-from raysim.errors import RaysimError
+from raysim.errors import RaysimError, round_name
 from raysim.rules.contract import State
 from raysim.rules.sampling import SelectionPool
 from raysim.system.signals import Stopped
@@ -146,7 +146,7 @@ class RayExecutor:
         self, round: RoundCohort, metrics: ObjectRef[dict[str, float]]
     ) -> RayFuture[dict[str, float]]:
         """Return the metrics of a server update as a future."""
-        awaited = f"the server update of round {round.t}"
+        awaited = f"the server update of {round_name(round.t)}"
         return RayFuture(self.pool, metrics, awaited, self.pool.server)
 
     def candidates(self, pool: SelectionPool, rng: Generator) -> RayFuture[Candidates]:
@@ -158,7 +158,7 @@ class RayExecutor:
         """
         server = self.pool.server
         named = server.candidates.remote(pool, rng)
-        return RayFuture(self.pool, named, f"the candidates of round {pool.round}", server)
+        return RayFuture(self.pool, named, f"the candidates of {round_name(pool.round)}", server)
 
     def select(self, pool: SelectionPool, rng: Generator) -> RayFuture[list[int]]:
         """Ask the server rule for the clients of a round, and return them as a future.
@@ -169,7 +169,7 @@ class RayExecutor:
         """
         server = self.pool.server
         selected = server.select.remote(pool, rng)
-        return RayFuture(self.pool, selected, f"the selection of round {pool.round}", server)
+        return RayFuture(self.pool, selected, f"the selection of {round_name(pool.round)}", server)
 
     def evaluate(
         self, broadcast: ObjectRef[ModelVersion], parts: Sequence[str]

@@ -20,7 +20,7 @@ from raysim.distributed.node_traffic import RoundTraffic
 from raysim.distributed.waiting import POLL_INTERVAL_S, first_line
 from raysim.distributed.worker_pool import WorkerPool
 from raysim.engine.executor import RoundResults
-from raysim.errors import ClientError, RaysimError, ServerStateLost
+from raysim.errors import ClientError, RaysimError, ServerStateLost, counted, round_name
 from raysim.training.messages import Block, ClientResult, WorkerResult
 
 MAX_ACTOR_DEATHS_PER_BLOCK = 3
@@ -313,7 +313,7 @@ class RayRound:
         if isinstance(call, NodeSum) and (missing or not isinstance(error, RayTaskError)):
             self._retry_sum(reference, first_line(missing or error))
         elif isinstance(error, RayTaskError):
-            call_name = f"round {self.t}: {call.who}"
+            call_name = f"{round_name(self.t)}: {call.who}"
             if isinstance(error.cause, RaysimError):
                 raise error.cause from None
             if missing:
@@ -330,7 +330,7 @@ class RayRound:
         `waited` is the time since the last result, in seconds.
         """
         supervisor = self.pool.supervisor
-        supervisor.check(self.pool.server, f"round {self.t}")
+        supervisor.check(self.pool.server, f"{round_name(self.t)}")
         dead_nodes = supervisor.dead_nodes()
         for reference, call in list(self.waiting.items()):
             # An earlier pass of this loop may have removed other calls of the same actor.
@@ -360,9 +360,9 @@ class RayRound:
         for worker in {
             call.worker for call in self.waiting.values() if isinstance(call, BlockCall)
         }:
-            pool.remove_worker(worker, f"in round {self.t}: its inputs do not arrive")
+            pool.remove_worker(worker, f"in {round_name(self.t)}: its inputs do not arrive")
         raise ServerStateLost(
-            f"round {self.t}: {', '.join(names)} and the ServerActor have been idle for "
+            f"{round_name(self.t)}: {', '.join(names)} and the ServerActor have been idle for "
             f"{pool.timeout:g} s; Ray does not deliver their inputs (limit: resources.timeout)"
         )
 
@@ -378,7 +378,8 @@ class RayRound:
         assert isinstance(node_sum, NodeSum)
         blocks = [block for share in node_sum.shares for block in share.blocks]
         self.pool.remove_aggregator(
-            node_sum.node, f"in round {self.t}, with {len(blocks)} blocks: {why}"
+            node_sum.node,
+            f"in {round_name(self.t)}, with {counted(len(blocks), 'block')}: {why}",
         )
         self.pool.recoveries["system/blocks_retried"] += len(blocks)
         self.nodes_without_aggregator.add(node_sum.node)
@@ -403,7 +404,7 @@ class RayRound:
         blocks = [block for share in shares for block in share.blocks]
         self.pool.remove_worker(
             failed.worker,
-            f"in round {self.t}, with {len(blocks)} blocks: {first_line(why)}",
+            f"in {round_name(self.t)}, with {counted(len(blocks), 'block')}: {first_line(why)}",
             failed.actor,
         )
         self.pool.recoveries["system/blocks_retried"] += len(blocks)
@@ -423,7 +424,7 @@ class RayRound:
         )
         if self.on_client_error == "stop":
             raise ClientError(
-                f"round {self.t}: {message}\n"
+                f"{round_name(self.t)}: {message}\n"
                 "(to continue without such clients, set faults.on_client_error=drop)"
             )
         failed = [ClientResult(client, error=message) for client in clients]

@@ -14,7 +14,7 @@ from raysim.engine.executor import Executor, ModelHandle, RoundResults
 from raysim.engine.plan import Plan
 from raysim.engine.round_metrics import Record
 from raysim.engine.schedule import synchronous_round
-from raysim.errors import ClientError, RaysimError
+from raysim.errors import ClientError, RaysimError, round_name
 from raysim.randomness import generator
 from raysim.rules.sampling import SelectionPool
 
@@ -98,7 +98,7 @@ class CandidateEvaluator:
         died = [done for worker in results.workers for done in worker.clients]
         errors = {done.client: done.error for done in [*evaluations, *died] if done.error}
         for client, error in sorted(errors.items()):
-            failure = f"round {t}: the evaluation of candidate {client} failed: "
+            failure = f"{round_name(t)}: the evaluation of candidate {client} failed: "
             if self.plan.config.faults.on_client_error == "stop":
                 raise RaysimError(
                     f"{failure}{error}\n(faults.on_client_error=drop leaves its loss unknown)"

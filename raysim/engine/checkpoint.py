@@ -233,7 +233,7 @@ def _first_complete(
     if paths:
         raise RaysimError(
             f"none of the {len(paths)} checkpoints in {checkpoints_folder(run_dir)} can be used; "
-            "restore one of them, or remove that folder and start from round 0 with `raysim resume`"
+            "restore one of them, or remove that folder and start again with `raysim resume`"
         )
     return None
 

@@ -223,8 +223,7 @@ def check_rules(config: Config, client: ClientRule, server: ServerRule, problem:
         ConfigError: a rule refuses the problem, or its `check` fails.
     """
     for half, rule in (("client", client), ("server", server)):
-        section = "algorithm" if getattr(config, half) is None else half
-        check_rule(section, half, rule, problem)
+        check_rule(config.section_of_rule(half), half, rule, problem)
 
 
 def check_rule(section: str, half: str, rule: ClientRule | ServerRule, problem: Problem) -> None:
@@ -291,7 +290,9 @@ def check_groups(
         with translate_errors(lambda text: ConfigError(f"{place}: {text}")):
             return rule.state(task)
 
-    shapes = {key: value.shape for key, value in state("client", client).items()}
+    shapes = {
+        key: value.shape for key, value in state(config.section_of_rule("client"), client).items()
+    }
     for name, rule in own_rules.items():
         place = f"groups.{name}.client"
         check_rule(place, "client", rule, problem)
@@ -324,8 +325,9 @@ def check_selection(config: Config, server: ServerRule) -> None:
     if not overridden(server, ["select"]):
         if overridden(server, ["candidates"]):
             raise ConfigError(
-                f"server.name: server rule '{server.name}' defines `candidates`, whose losses only "
-                "`select` gets; define `select(self, state, pool, rng)` too"
+                f"{config.section_of_rule('server')}.name: server rule '{server.name}' defines "
+                "`candidates`, whose losses only `select` gets; define `select(self, state, pool, "
+                "rng)` too"
             )
         return
     selects = f"server rule '{server.name}' selects the clients of each synchronous round itself"
@@ -381,10 +383,10 @@ def check_local_steps(config: Config, client: ClientRule) -> None:
             "mini-batch moves the parameters; leave local.accumulate at 1, and raise "
             "local.batch_size instead"
         )
-    last = config.rounds - 1
-    if not local.step_sizes.varies_in_a_round and local.step_sizes.of_step(last) <= 0:
+    last = local.step_sizes.of_step(config.rounds - 1)
+    if not local.step_sizes.varies_in_a_round and last <= 0:
         raise ConfigError(
-            f"local.lr: is 0 in round {last}; raise local.lr.eta_min, or give local.lr.T_max at "
+            f"local.lr: is 0 in the last round; raise local.lr.eta_min, or give local.lr.T_max at "
             f"least the number of rounds ({config.rounds})"
         )
     if local.autocast and config.dtype == "float64":

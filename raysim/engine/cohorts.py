@@ -18,7 +18,7 @@ from raysim.engine.round_metrics import UPDATES_NOT_USED, Record
 from raysim.engine.schedule import ScheduledRound
 from raysim.engine.server import RoundCohort
 from raysim.engine.update_checks import errors_name_rule
-from raysim.errors import ClientError, RaysimError
+from raysim.errors import ClientError, RaysimError, round_name
 from raysim.training.batch_order import local_steps
 from raysim.training.messages import ClientTask
 
@@ -164,14 +164,14 @@ def failed_clients(
             failed[task.client] = error.strip().splitlines()[0]
             if on_error == "stop":
                 raise ClientError(
-                    f"client {task.client} failed in round {t}: {error}\n"
+                    f"client {task.client} failed in {round_name(t)}: {error}\n"
                     "(faults.on_client_error=drop continues without such clients)"
                 )
             logger.warning(
-                "round %d: client %d is dropped: %s", t, task.client, failed[task.client]
+                "%s: client %d is dropped: %s", round_name(t), task.client, failed[task.client]
             )
     if not tasks:
-        logger.warning("round %d: no client arrived", t)
+        logger.warning("%s: no client arrived", round_name(t))
     return failed
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from raysim.config.schema import Config
-from raysim.errors import ConfigError, RaysimError
+from raysim.errors import ConfigError, RaysimError, round_name
 from raysim.rules.contract import ClientRule, Cohort, Reports, ServerRule, overridden
 from raysim.rules.uploads import with_mode
 from raysim.rules.user_code import breach, translate_errors
@@ -109,7 +109,7 @@ class Collusion:
         rule = rule.at(reports.round)
         others = np.setdiff1d(np.arange(len(reports.ids)), mine)
         group_uploads = {key: uploads[mine] for key, uploads in rows.items()}
-        failed = f"round {reports.round}: collude of client rule '{rule.name}' failed: "
+        failed = f"{round_name(reports.round)}: collude of client rule '{rule.name}' failed: "
         with translate_errors(lambda text: RaysimError(failed + text)):
             returned = rule.collude(
                 {key: uploads.clone() for key, uploads in group_uploads.items()},

@@ -44,7 +44,7 @@ from raysim.engine.schedule import (
     ScheduleExhausted,
     synchronous_round,
 )
-from raysim.errors import ClientError, ProbeError, RaysimError, ServerStateLost
+from raysim.errors import ClientError, ProbeError, RaysimError, ServerStateLost, round_name
 from raysim.rules.contract import State, overridden
 from raysim.rules.sampling import ClientPool
 from raysim.system.signals import Signals, Stopped
@@ -325,7 +325,7 @@ class Engine(Generic[ModelHandle]):
             active.cohort.t, active.tasks, results, self.config.faults.on_client_error
         )
         for client, why in failed.items():
-            first = f"client {client} in round {active.cohort.t}: {why}"
+            first = f"client {client} in {round_name(active.cohort.t)}: {why}"
             self.first_failure = self.first_failure or first
         active.cohort.dropped = set(failed)
         active.probed = self.probes.metrics(active.cohort, results.workers)
@@ -389,7 +389,7 @@ class Engine(Generic[ModelHandle]):
             self._save(self.executor.snapshot().get())
 
     def _recover_from_checkpoint(self, failure: ServerStateLost) -> None:
-        """Start a new server from the last checkpoint, or from round 0 if there is none."""
+        """Start a new server from the last checkpoint, or from the beginning if there is none."""
         logger.warning("%s", failure)
         self.executor.recover()
         saved = (

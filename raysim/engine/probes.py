@@ -22,7 +22,7 @@ from raysim.config.schema import Config
 from raysim.config.sections.base import Named
 from raysim.engine.plan import Plan, Probe, ProbedRun, evaluates_models, measures_clients
 from raysim.engine.server import RoundCohort
-from raysim.errors import ConfigError, ProbeError, did_you_mean, in_a_line
+from raysim.errors import ConfigError, ProbeError, did_you_mean, in_a_line, round_name
 from raysim.metrics import reserved_prefixes
 from raysim.rules import registry
 from raysim.rules.user_code import translate_errors
@@ -223,7 +223,7 @@ class Probes:
         """
         requests: dict[int, dict[str, Any]] = {}
         for probe in self.probes:
-            with _guarded(probe, "request", f"round {round.t}: "):
+            with _guarded(probe, "request", f"{round_name(round.t)}: "):
                 for client, request in probe.request(round).items():
                     if client not in round.ids:
                         raise ValueError(
@@ -253,7 +253,7 @@ class Probes:
         metrics: dict[str, float] = {}
         for probe in self.probes:
             name = name_of(probe)
-            with _guarded(probe, "metrics", f"round {round.t}: "):
+            with _guarded(probe, "metrics", f"{round_name(round.t)}: "):
                 results = {d.client: d.measured[name] for d in done if name in d.measured}
                 metrics |= _named(probe, probe.metrics(round, results))
         return metrics

@@ -343,7 +343,7 @@ def _check_rules(config: Config, rules: Rules, workload: Workload) -> None:
     checks.check_local_steps(config, client)
     checks.check_groups(config, (client, server), rules.groups, workload.problem, model)
     by_key = {f"groups.{name}.client": rule for name, rule in rules.groups.items()}
-    check_collusion(config, {"client": client, **by_key}, server)
+    check_collusion(config, {config.section_of_rule("client"): client, **by_key}, server)
     for name, rule in {"": client, **rules.groups}.items():
         key = config.upload_key(name)
         section = config.uploads[key]
@@ -376,8 +376,8 @@ def try_rules(plan: Plan, config: Config) -> None:
     Raises:
         ConfigError: a rule fails, or computes different values in loop and vmap mode.
     """
-    client_key = "client.name" if config.client else "algorithm.name"
-    server_key = "server.name" if config.server else "algorithm.name"
+    client_key = f"{config.section_of_rule('client')}.name"
+    server_key = f"{config.section_of_rule('server')}.name"
     rule_dry_run.dry_run_rules(plan, client_key, server_key)
     server_dry_run.dry_run_server_rule(plan, server_key)
 

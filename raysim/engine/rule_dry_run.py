@@ -191,7 +191,7 @@ def compare_loop_and_vmap(plan: Plan) -> str:
     if difference is None:
         return "not compared: a client fails in both modes"
     if plan.mode == "vmap":
-        raise ConfigError(f"client.name: {difference}, or set batching.mode=loop")
+        raise ConfigError(f"batching.mode: {difference}, or set batching.mode=loop")
     return f"not the same, and this run trains in mode {plan.mode}: {difference}"
 
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from raysim.errors import RaysimError
+from raysim.errors import RaysimError, round_name
 from raysim.numerics.fixed_point import NonFiniteError
 from raysim.rules.contract import Reports, ServerRule, State
 from raysim.rules.user_code import breach, check_tensors, translate_errors
@@ -29,13 +29,13 @@ def errors_name_rule(
     Raises:
         RaysimError: the block inside raised; the message names rule and round.
     """
-    failed = f"round {t}: {method} of server rule '{rule.name}' failed: "
+    failed = f"{round_name(t)}: {method} of server rule '{rule.name}' failed: "
     with translate_errors(lambda text: RaysimError(failed + text + details())):
         try:
             yield
         except NonFiniteError as error:
             raise RaysimError(
-                f"round {t}: server rule '{rule.name}': {error}; lower local.lr"
+                f"{round_name(t)}: server rule '{rule.name}': {error}; lower local.lr"
             ) from None
 
 
@@ -70,8 +70,8 @@ def check_update(rule: ServerRule, t: int, before: State, state: State, reports:
             )
     if not torch.isfinite(state["x"].sum()):
         raise RaysimError(
-            f"round {t}: server rule '{rule.name}' made non-finite parameters; lower server lr "
-            "or local.lr"
+            f"{round_name(t)}: server rule '{rule.name}' made non-finite parameters; lower server "
+            "lr or local.lr"
         )
     given_weights = reports.given_weights
     if given_weights is not None and (

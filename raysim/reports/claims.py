@@ -37,6 +37,7 @@ from raysim.reports import grouping
 from raysim.reports.comparisons import paired_difference
 from raysim.reports.runs import RunSource
 from raysim.reports.tables import MISSING_TEXT, MeanStd, as_markdown, difference_text, number
+from raysim.reports.targets import why_unreachable
 from raysim.reports.tracked import MetricMissing, TrackedRun
 from raysim.tracking.recorder import flatten_parameters
 
@@ -180,9 +181,14 @@ class Claim(Section):
     """Plot to draw with the claim."""
 
     @model_validator(mode="after")
-    def _has_a_distance(self) -> Claim:
+    def _can_be_decided(self) -> Claim:
         if self.relation == "near" and not self.margin:
             raise ValueError("near needs a margin, the largest difference of the sides")
+        statistic = self.left.statistic
+        if isinstance(statistic, RoundsTo) and (
+            why := why_unreachable(statistic.rounds_to, self.left.metric)
+        ):
+            raise ValueError(f"left: rounds_to: {why}")
         return self
 
 

@@ -10,6 +10,7 @@ from raysim.errors import ConfigError
 from raysim.reports.aggregate import rows
 from raysim.reports.grouping import apart, by_size, grouped, label, resolved, varied
 from raysim.reports.tables import MeanStd
+from raysim.reports.targets import refuse_unreachable
 from raysim.reports.tracked import TrackedRun
 
 
@@ -87,6 +88,8 @@ def along(
     Raises:
         ConfigError: No run has the parameter, or its values are not numbers.
     """
+    if target is not None:
+        refuse_unreachable(target, metric)
     result = []
     for text, members in apart(runs, [x]):
         (key,) = resolved(members, [x], "x (--x)")

@@ -59,17 +59,14 @@ def report(kind: str, runs: KeyNames | None = None, **options: Any) -> pd.DataFr
     """
     if kind not in REPORT_KINDS:
         raise ConfigError(
-            f"kind: unknown kind of report '{kind}'{did_you_mean(kind, REPORT_KINDS)}; "
-            f"use one of {', '.join(REPORT_KINDS)}"
+            f"kind: unknown kind of report '{kind}'{did_you_mean(kind, REPORT_KINDS)}"
         )
     function = REPORT_KINDS[kind]
     parameters = inspect.signature(function).parameters
     known = [name for name in parameters if name != "runs"]
     if unknown := [name for name in options if name not in known]:
         hint = did_you_mean(unknown[0], known)
-        raise ConfigError(
-            f"{unknown[0]}: unknown option of report '{kind}'{hint}; use one of {', '.join(known)}"
-        )
+        raise ConfigError(f"{unknown[0]}: unknown option of report '{kind}'{hint}")
     needed = [name for name in known if parameters[name].default is inspect.Parameter.empty]
     if missing := [name for name in needed if name not in options]:
         raise ConfigError(
@@ -258,8 +255,7 @@ def sensitivity_frame(
     if statistic not in sensitivity.STATISTICS:
         raise ConfigError(
             f"statistic (--statistic): unknown statistic '{statistic}'"
-            f"{did_you_mean(statistic, sensitivity.STATISTICS)}; "
-            f"use one of {', '.join(sensitivity.STATISTICS)}"
+            f"{did_you_mean(statistic, sensitivity.STATISTICS)}"
         )
     tracked_runs = _source(runs, uri, ledger).finished(metric, _log_line)
     effects = sensitivity.effects(

@@ -53,7 +53,7 @@ def resolved(runs: Sequence[TrackedRun], keys: Iterable[str], option: str) -> li
         )
         full = next((k for k in candidates if k in known or k == SIDE_COLUMN), None)
         if full is None:
-            hint = did_you_mean(key, known)
+            hint = did_you_mean(key, map(short, known))
             reason = (
                 renamed.now_called(renamed.KEYS, key) or f"no run has a parameter '{key}'{hint}"
             )

@@ -62,6 +62,8 @@ def table_rows(
     goal: Any = value
     if relative_to and value is not None:
         goal = targets.share_of(tracked_runs, relative_to, value, metric, say)
+    elif value is not None:
+        targets.refuse_unreachable(value, metric)
     elif target == "paper":
         goal = lambda members: published.published_target(printed, members[0].params)  # noqa: E731
     rows = aggregate.rows(tracked_runs, metric, target=goal, group=group, best_of=best_of, say=say)
@@ -123,7 +125,6 @@ def cost_unit_of(x_axis: str) -> Any:
     known = ("rounds", "bytes", "virtual-time", "seconds")
     if x_axis not in known:
         raise ConfigError(
-            f"x_axis (--x-axis): unknown unit '{x_axis}'{did_you_mean(x_axis, known)}; "
-            f"use one of {', '.join(known)}"
+            f"x_axis (--x-axis): unknown unit '{x_axis}'{did_you_mean(x_axis, known)}"
         )
     return x_axis.replace("-", " ")

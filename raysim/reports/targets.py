@@ -5,10 +5,37 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from raysim.errors import ConfigError, did_you_mean
-from raysim.metrics import lower_is_better
+from raysim.metrics import is_share, lower_is_better
 from raysim.reports.aggregate import Goal, rows
 from raysim.reports.grouping import SCENARIO_KEY_PREFIXES, having, resolved, varied
 from raysim.reports.tracked import TrackedRun
+
+
+def why_unreachable(value: float, metric: str) -> str | None:
+    """Return why no run can reach a target, with the fix; None if one can.
+
+    Args:
+        value: The target.
+        metric: Metric of the histories.
+    """
+    if value <= 1 or not is_share(metric):
+        return None
+    fix = f"write {value / 100:g} for {value:g} %" if value <= 100 else "give a share"
+    return f"{metric} is a share, at most 1, and never {value:g}; {fix}"
+
+
+def refuse_unreachable(value: float, metric: str) -> None:
+    """Refuse a target that no run can reach, such as a percentage.
+
+    Args:
+        value: The target.
+        metric: Metric of the histories.
+
+    Raises:
+        ConfigError: The target is out of reach.
+    """
+    if why := why_unreachable(value, metric):
+        raise ConfigError(f"target (--target): {why}")
 
 
 def share_of(
@@ -76,10 +103,7 @@ def fraction_of(
     if not chosen:
         (full,) = resolved(runs, [key], option)
         known = sorted({run.params[full] for run in runs if full in run.params})
-        raise ConfigError(
-            f"{option}: no run has {key}={value}{did_you_mean(value, known)}; "
-            f"use one of {', '.join(known)}"
-        )
+        raise ConfigError(f"{option}: no run has {key}={value}{did_you_mean(value, known)}")
     best = [row.best.mean for row in rows(chosen, metric) if row.best]
     if not best:
         raise ConfigError(f"{option}: no run with {reference} has a value of {metric}")

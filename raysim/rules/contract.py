@@ -23,7 +23,7 @@ from numpy.random import Generator
 from torch import Tensor
 
 from raysim.config.sections.base import PositiveScheduled
-from raysim.errors import ContractError, RaysimError
+from raysim.errors import ContractError, did_you_mean
 from raysim.randomness import generator
 from raysim.rules.batch import Batch
 from raysim.rules.losses import Net, task_loss
@@ -317,7 +317,7 @@ class Cohort(TellsPresentNames):
     """The clients of one round, in order of arrival (synchronous: of sampling)."""
 
     round: int
-    """The round's number, from 0."""
+    """t, the number of rounds that are done before; 0 in the first."""
     ids: list[int]
     """The clients' numbers [K]."""
     n_clients: int
@@ -358,7 +358,7 @@ class Cohort(TellsPresentNames):
 
 def _no_task() -> Task:
     """Refuse `reports.task` of a rule that has not asked for it."""
-    raise RaysimError(
+    raise ContractError(
         "a server rule reads reports.task or reports.public, for which its class must say "
         'needs_public_data = "inputs" or "labels"'
     )
@@ -368,7 +368,7 @@ class _NotRequested(Sequence):
     """Placeholder of `Reports.bases` for a rule without `needs_base_params`."""
 
     def __getitem__(self, i: Any) -> Any:
-        raise RaysimError(
+        raise ContractError(
             "a server rule reads reports.bases, for which its class must say "
             "needs_base_params = True"
         )
@@ -454,11 +454,7 @@ class Reports(Cohort):
         return self._total("difference", key)
 
     def _total(self, mode: str, key: str) -> Tensor:
-        if (mode, key) not in self.totals:
-            raise ContractError(
-                f"a server rule asks for the {mode} of '{key}', which its `uploads` does not call "
-                f'"{mode}"'
-            )
+        self._check_requested(mode, key, (k for m, k in self.totals if m == mode))
         return self.totals[mode, key]
 
     def per_client(self, key: str) -> Tensor:
@@ -467,7 +463,16 @@ class Reports(Cohort):
         Args:
             key: an upload with mode "per_client".
         """
+        self._check_requested("per_client", key, self.rows)
         return torch.stack(self.rows[key])
+
+    def _check_requested(self, mode: str, key: str, keys: Iterable[str]) -> None:
+        """Raise ContractError if an upload is not among those that arrive in a mode."""
+        if key not in (known := list(keys)):
+            raise ContractError(
+                f"a server rule asks for the {mode} of '{key}', which its `uploads` does not call "
+                f'"{mode}"{did_you_mean(key, known)}'
+            )
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,9 @@ import importlib
 import inspect
 import os
 import pkgutil
+import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from types import ModuleType
 from typing import Any, Literal, get_args, get_type_hints
 
@@ -364,10 +366,41 @@ def resolve_rules(config: Config) -> tuple[ClientRule, ServerRule]:
                 "server rule"
             )
     for half, rule in parts.items():
-        _check_properties(half if getattr(config, half) is not None else "algorithm", rule)
+        _check_properties(config.section_of_rule(half), rule)
     client, server = parts["client"], parts["server"]
-    refuse_pair(client, server)
+    try:
+        refuse_pair(client, server)
+    except ConfigError as error:
+        raise ConfigError(f"{error}{_pair_of_a_single_rule(config)}") from None
     return client, server
+
+
+def _half(rule: type) -> str:
+    """Return which half of a method a rule is."""
+    return "client" if issubclass(rule, ClientRule) else "server"
+
+
+def _pair_of_a_single_rule(config: Config) -> str:
+    """Return the hint for `algorithm=FILE:RULE` whose other half is in the same file; else ""."""
+    name = config.algorithm.name if config.algorithm else ""
+    if ":" not in name or name.startswith(python_objects.PREFIX):
+        return ""
+    rule = load_object(name, "algorithm.name")
+    module = sys.modules.get(rule.__module__) if isinstance(rule, type) else None
+    if module is None:
+        return ""
+    where = name.rpartition(":")[0]
+    for offered in _offered(module):
+        part = getattr(module, offered)
+        if isinstance(part, Algorithm):
+            if rule in (part.client, part.server):
+                return f"; or write algorithm={where}:{offered}, its own pair"
+            continue
+        pair = {_half(rule): (rule, name), _half(part): (part, f"{where}:{offered}")}
+        with suppress(ConfigError, KeyError, TypeError):
+            refuse_pair(pair["client"][0](), pair["server"][0]())
+            return f"; or write client={pair['client'][1]} server={pair['server'][1]}"
+    return ""
 
 
 def _rules_of_algorithm(config: Config) -> dict[str, Any]:

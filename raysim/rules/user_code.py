@@ -6,7 +6,7 @@ import inspect
 import linecache
 import os
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import FrozenInstanceError
 from pathlib import Path
@@ -28,7 +28,7 @@ LIBRARIES = tuple(f"{os.path.dirname(str(library.__file__))}{os.sep}" for librar
 STANDARD_LIBRARY = f"{Path(inspect.__file__).parent}{os.sep}"
 """Its folder; that of installed packages may lie in it."""
 MAX_FRAMES = 20
-"""Frames of the user's code in a traceback, and of the engine."""
+"""Frames in a traceback."""
 
 RETURNS = {
     "noise": 'return {"z": (task.x0.shape, "normal")}',
@@ -73,7 +73,8 @@ UNDER_VMAP = {
 def translate_errors(translate: Callable[[str], RaysimError]) -> Iterator[None]:
     """Turn every exception of a user's code into an error of raysim.
 
-    Errors of raysim, and signals that end the run, pass unchanged.
+    Errors of raysim, and signals that end the run, pass unchanged; a `ContractError` also gets the
+    user's line that it comes from.
 
     Args:
         translate: makes the error from the text of `described`.
@@ -83,6 +84,8 @@ def translate_errors(translate: Callable[[str], RaysimError]) -> Iterator[None]:
     """
     try:
         yield
+    except ContractError as error:
+        raise ContractError(described(error)) from error
     except RaysimError:
         raise
     except BaseException as error:
@@ -97,12 +100,14 @@ def described(error: BaseException) -> str:
         error: an error with its traceback.
 
     Returns:
-        The message, then (method and rule, the user's innermost line), then advice. A
-        `ContractError` says all that itself and is returned as it is.
+        The message, then (method and rule, the user's innermost line), then advice. The message of
+        a `ContractError` may name the line already, and contains the advice.
     """
-    if isinstance(error, ContractError):
-        return in_a_line(error)
     message, advice = in_a_line(error), ""
+    if isinstance(error, ContractError):
+        place = place_of_error(error)
+        places = ", ".join(filter(None, (_method(error), place)))
+        return message if place in message else f"{message} ({places})"
     if any(frame.f_globals.get("__name__") == "torch._functorch.vmap" for frame in _frames(error)):
         message, advice = next(
             (
@@ -112,7 +117,7 @@ def described(error: BaseException) -> str:
             ),
             (message, ""),
         )
-    places = ", ".join(filter(None, (_method(error), place_of_error(error))))
+    places = ", ".join(filter(None, (_method(error, ["sends"]), place_of_error(error))))
     advice = advice or _way_out(error)
     return f"{message} ({places}){advice}" if places else message + advice
 
@@ -134,31 +139,26 @@ def _way_out(error: BaseException) -> str:
 
 
 def with_traceback(error: BaseException) -> str:
-    """Return `described` and the traceback, the user's frames before those of the engine.
+    """Return `described` and the traceback in the user's code; without any, that of the engine.
 
     Args:
         error: an error with its traceback.
 
     Returns:
-        Several lines; of each kind of frames the innermost `MAX_FRAMES`.
+        Several lines, of the innermost `MAX_FRAMES` frames.
     """
-    frames = list(
-        zip(
-            traceback.walk_tb(error.__traceback__),
-            traceback.extract_tb(error.__traceback__),
-            strict=True,
-        )
-    )
+    tb = error.__traceback__
+    frames = list(zip(traceback.walk_tb(tb), traceback.extract_tb(tb), strict=True))
     theirs = [summary for (frame, _), summary in frames if _is_users(frame.f_code)]
-    ours = [summary for (frame, _), summary in frames if not _is_users(frame.f_code)]
-    lines = [described(error)]
-    for title, part in (("In the rule or the model", theirs), ("In raysim and libraries", ours)):
-        if part:
-            lines += [
-                f"{title}, the innermost call last:",
-                *"".join(traceback.format_list(part[-MAX_FRAMES:])).splitlines(),
-            ]
-    return "\n".join([*lines, *"".join(traceback.format_exception_only(error)).splitlines()])
+    shown = theirs or [summary for _, summary in frames]
+    title = "In the rule or the model" if theirs else "In raysim and libraries"
+    lines = [
+        *traceback.format_list(shown[-MAX_FRAMES:]),
+        *traceback.format_exception_only(error),
+    ]
+    return "\n".join(
+        [described(error), f"{title}, the innermost call last:", *"".join(lines).splitlines()]
+    )
 
 
 def place_of_error(error: BaseException) -> str:
@@ -443,13 +443,18 @@ def _kind(value: Any) -> str:
     return "nothing" if value is None else f"a {type(value).__name__}"
 
 
-def _method(error: BaseException) -> str:
+HALVES = {"sends": "client", "provides": "server"}
+"""The halves of a method, by an attribute that only their rules have."""
+
+
+def _method(error: BaseException, halves: Iterable[str] = HALVES) -> str:
     """Return where an error arose, "METHOD of client rule 'NAME'"; "" for no such method."""
     for frame in _frames(error):
         rule: Any = frame.f_locals.get("self")
         name = frame.f_code.co_name
-        if _is_users(frame.f_code) and hasattr(rule, "sends") and name in RETURNS:
-            return f"{name} of client rule '{rule.name}'"
+        half = next((HALVES[mark] for mark in halves if hasattr(rule, mark)), None)
+        if half and name in RETURNS and _is_users(frame.f_code):
+            return f"{name} of {half} rule '{rule.name}'"
     return ""
 
 

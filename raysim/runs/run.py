@@ -27,7 +27,7 @@ from raysim.engine.inline import Inline
 from raysim.engine.loop import Engine, Record
 from raysim.engine.plan import Plan
 from raysim.engine.resolve import prepare
-from raysim.errors import ConfigError, RaysimError, in_a_line
+from raysim.errors import ConfigError, RaysimError, in_a_line, round_name
 from raysim.runs import git
 from raysim.runs.artifacts import write_artifacts
 from raysim.runs.description import NOTE, describe
@@ -169,7 +169,8 @@ def execute(
                 # The history of a fork begins with that of the forked run.
                 for record in engine.history:
                     run.log(engine, record, progress)
-            startup_stages.begin(f"round {saved.facts['round'] if saved else 0}")
+            first = round_name(saved.facts["round"]) if saved else "round 0 (before training)"
+            startup_stages.begin(first)
             with signals.held():
                 for record in engine.rounds():
                     run.log(engine, record, progress)

@@ -130,7 +130,7 @@ def _where_it_stopped(trial: Trial, ready: Plan) -> checkpoint.Checkpoint | None
     try:
         saved = checkpoint.read_latest(trial.folder, logger.warning)
     except RaysimError as error:
-        logger.warning("%s; the trial restarts from round 0", error)
+        logger.warning("%s; the trial starts again", error)
         return None
     same = {
         "fingerprint": ready.config.fingerprint,

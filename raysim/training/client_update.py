@@ -16,7 +16,7 @@ from raysim.rules.batch import Batch
 from raysim.rules.contract import ClientRule, Report, State
 from raysim.rules.task import LocalData
 from raysim.rules.uploads import Kind
-from raysim.rules.user_code import breach, with_traceback
+from raysim.rules.user_code import breach, described, with_traceback
 from raysim.training.client_privacy import UNCLIPPED
 from raysim.training.messages import Broadcast, ClientTask
 from raysim.training.task import LocalSettings
@@ -89,7 +89,7 @@ def failed_update(task: ClientTask) -> ClientUpdate:
     """
     error = sys.exc_info()[1]
     assert error is not None
-    broken = str(error) if isinstance(error, ContractError) else None
+    broken = described(error) if isinstance(error, ContractError) else None
     return ClientUpdate(task, error=with_traceback(error), broken=broken)
 
 

@@ -4,6 +4,7 @@ console script's own `main`."""
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -129,6 +130,7 @@ def test_dry_run_reports_a_rule_that_always_raises(raysim_, source):
         said = raysim_("run", "quickstart", "--dry-run", f"{given}:Client", *more)
         assert said.code == 1 and "ValueError: not today" in said.err
         assert said.out in ("", "loading digits\n")
+    assert raysim_("run", "quickstart", "data=digts").out == ""
     said = raysim_("run", "quickstart", "--dry-run", f"{given}:Server")
     assert said.code == 1 and "update of server rule 'server' failed: ValueError" in said.err
 
@@ -159,6 +161,7 @@ def test_run_and_resume_say_where_to_look(raysim_, small, tmp_path):
     assert first.code == 0 and "fedavg on digits, inline: 2 rounds" in first.out
     for text in ("round 2/2", "best accuracy", str(folder), "raysim ui cli --uri sqlite:"):
         assert text in first.out
+    assert re.search(r"^digest +[0-9a-f]{64}$", first.out, re.M)
     on = raysim_("resume", folder, "rounds=4", "--json")
     whole = raysim_("run", small, "rounds=4", "--json")
     assert on.code == 0 and on.last["digest"] == whole.last["digest"] and on.last["rounds"] == 4
@@ -416,7 +419,7 @@ def test_a_run_that_fails_is_code_1(raysim_, small):
     assert said.code == 1 and said.out == "" and "Traceback" not in said.err
     assert (
         "client" in said.err
-        and "failed in round 0: non-finite" in said.err
+        and "failed in round 1: non-finite" in said.err
         and "on_client_error=drop" in said.err
     )
 

@@ -36,7 +36,7 @@ def test_a_row_is_a_line_where_there_is_no_terminal():
     lines = printed(30, terminal=False)
     assert len(lines) == 1 + len(ROWS)
     for line, row in zip(lines[1:], ROWS, strict=True):
-        assert all(cell in line for cell in row)
+        assert all(cell in line for cell in row) and line == line.rstrip()
 
 
 @pytest.mark.parametrize("width", [20, 100])

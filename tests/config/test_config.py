@@ -916,8 +916,10 @@ def test_a_section_without_a_name_is_the_default_one(base, key):
         ("", r"a configuration is a mapping of sections"),
         ("rounds: 1\nrounds: 2\ndata: digits\nalgorithm: fedavg", r"rounds"),
         ("rounds: 1\ndata: digits\nalgorithm: fedavg\n1: 2", r"1"),
+        ("extend: quickstart", r"mine\.yaml: extend: unknown key; did you mean 'extends'\?.*sweep"),
+        ("extends: quickstart\nlr: 1", r"mine\.yaml: lr: unknown key; did you mean local\.lr\?"),
     ],
-    ids=["broken", "list", "empty", "twice", "number as a key"],
+    ids=["broken", "list", "empty", "twice", "number as a key", "unknown", "without its section"],
 )
 def test_a_file_that_is_no_configuration(files, text, said):
     files(mine=text)

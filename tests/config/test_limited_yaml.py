@@ -130,10 +130,8 @@ def test_a_message_is_shortened_in_the_middle_alone():
 def test_aliases_of_a_few_levels_are_refused_for_what_they_are(tmp_path):
     """Five levels are within the limits: the message is that of a wrong value, and short."""
     path = tmp_path / "mine.yaml"
-    path.write_text(
-        "".join(BILLION.splitlines(True)[:5])
-        + "rounds: 1\ndata: digits\nalgorithm: fedavg\nseed: *e\n"
-    )
+    levels = "".join(f"  {line}" for line in BILLION.splitlines(True)[:5])
+    path.write_text(f"model:\n{levels}rounds: 1\ndata: digits\nalgorithm: fedavg\nseed: *e\n")
     with pytest.raises(ConfigError, match="seed: input should be a valid integer") as caught:
         prepare(path)
     assert len(str(caught.value)) < 5000

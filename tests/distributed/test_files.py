@@ -210,6 +210,6 @@ def test_slurm_runs_a_command_and_its_time_limit_ends_it_in_order(slurm, tmp_pat
         os.killpg(job.pid, signal.SIGKILL)
         job.wait(30)
     text = (tmp_path / "said.txt").read_text()
-    done = int(re.findall(r"continues from round (\d+)", text)[0])
+    done = int(re.findall(r"continues after round (\d+)", text)[0])
     again = resume(tmp_path / "run", {"rounds": done + 1, "resources.executor": "inline"})
     assert again.rounds == done + 1

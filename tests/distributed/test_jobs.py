@@ -240,7 +240,7 @@ def test_a_job_that_fails_says_why_and_its_exit_code_comes_back(nodes, server, t
     submit = ("submit", "--wait", "--address", nodes.dashboard, "--")
     diverging = ("run", "mine.yaml", "local.lr=1e30", "resources.executor=inline")
     code, said = call(*submit, *diverging, cwd=tmp_path, **nodes.environment)
-    assert code == 1 and "failed in round 0: non-finite" in said and "has failed" in said, said
+    assert code == 1 and "failed in round 1: non-finite" in said and "has failed" in said, said
     code, said = call(
         *submit,
         "run",
@@ -281,7 +281,7 @@ def test_a_job_that_is_stopped_keeps_what_is_done(nodes, server, tmp_path):
     assert code == 0, said
     code, said = call("job", "logs", number, *place, cwd=tmp_path, **nodes.environment)
     assert code != 0 and "what was done is kept" in said and "has stopped" in said, said
-    done = int(re.findall(r"continues from round (\d+)", said)[0])
+    done = int(re.findall(r"continues after round (\d+)", said)[0])
     assert resume(run, {"rounds": done + 1, "resources.executor": "inline"}).rounds == done + 1 > 3
 
 

@@ -223,7 +223,7 @@ def test_a_round_without_candidates_measures_nothing(answer, config, rules, engi
 def test_a_candidate_that_cannot_be_evaluated_ends_the_run_or_has_no_loss(config, rules, tmp_path):
     given = config(rules("Checks", check="np.isnan(loss[0]) and loss[1] > 0"), client=rules("Odd"))
     with pytest.raises(
-        RaysimError, match=r"round 0: the evaluation of candidate 1 failed: .*odd"
+        RaysimError, match=r"round 1: the evaluation of candidate 1 failed: .*odd"
     ) as e:
         raysim.run(given)
     assert not isinstance(e.value, ClientError), "it would write a checkpoint between two rounds"

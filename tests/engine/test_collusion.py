@@ -124,7 +124,7 @@ def test_a_group_sees_the_uploads_as_they_arrived(config, source, engine):
         ('{"other": 1}', "must return a dict with keys among delta"),
         ('{"delta": uploads["delta"][0]}', r"returns 'delta' as \[18\]; return \[3, 18\]"),
         ('{"delta": uploads["delta"] / 0}', "'delta' is not finite"),
-        ("uploads.length", "round 0: collude of client rule 'answers' failed: .*line"),
+        ("uploads.length", "round 1: collude of client rule 'answers' failed: .*line"),
     ],
 )
 def test_a_collude_that_is_wrong_is_refused(answer, message, config, source):

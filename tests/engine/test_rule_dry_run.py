@@ -555,7 +555,7 @@ def updating(base, ragged, source):
         ("NumPy", r"draws from NumPy's global generator"),
         ("Python", r"draws from Python's global generator"),
         ("before", r"before_round of server rule 'updates' draws from torch's"),
-        ("upload", r"a server rule asks for the mean of .deltas., which its `uploads` does not call"),
+        ("upload", r"a server rule asks for the mean of .deltas., which its `uploads` does not call .mean.; did you mean 'delta'.*\(update of server rule 'updates', .*servers\.py, line \d+: `.*deltas"),
         ("name", r"servers\.py, line \d+.*stepp"),
     ],
 )  # fmt: skip
@@ -573,7 +573,7 @@ def test_a_right_server_rule_passes_and_so_does_one_that_the_small_round_does_no
 
 def test_a_failed_update_lists_the_uploads_that_it_received(updating, base, engine):
     plan = updating("mismatch")
-    with pytest.raises(RaysimError, match=r"round 0: update of server rule 'updates' failed.*the uploads were: mean of 'delta' \[\d+\] float32"):  # fmt: skip
+    with pytest.raises(RaysimError, match=r"round 1: update of server rule 'updates' failed.*the uploads were: mean of 'delta' \[\d+\] float32"):  # fmt: skip
         engine({**base, "rounds": 2, "algorithm": "fedavg"}, change=lambda _: plan)
 
 

@@ -211,7 +211,7 @@ def test_what_was_done_is_kept_when_a_long_round_is_ended(
     assert driver.wait() == 143, driver.said
     assert time.monotonic() - began < 60
     (done,) = rounds_of(tmp_path / "run")
-    assert done > 3 and f"continues from round {done}" in driver.said.splitlines()[-1]
+    assert done > 3 and f"continues after round {done}" in driver.said.splitlines()[-1]
     alarm.unlink()
     book.write_text("")
     again = raysim_(tmp_path, "resume", tmp_path / "run")

@@ -311,6 +311,10 @@ WRONG = [
         "claims.0.left.statistic: expected best, ",
     ),
     (
+        [{**RIGHT, "left": {"statistic": {"rounds_to": 80}}}],
+        "claims.0: left: rounds_to: accuracy is a share, .*; write 0.8 for 80 %",
+    ),
+    (
         [{**RIGHT, "left": {"where": {"algorithm": {"name": "a"}}}}],
         "claims.0.left.where: algorithm must have a value",
     ),

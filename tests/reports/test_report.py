@@ -228,6 +228,8 @@ def test_group():
         match=r"group \(--group\): no run has a parameter 'local.lrr'; did you mean 'local.lr'",
     ):
         rows(runs, group=["local.lrr"])
+    with pytest.raises(ConfigError, match=r"'algoritm'; did you mean 'algorithm'\?"):
+        rows(runs, group=["algoritm"])
 
 
 def test_best_of():

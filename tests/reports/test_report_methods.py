@@ -459,6 +459,10 @@ def test_an_empty_report_says_what_to_do(store, capsys, monkeypatch):
         (["nan"], "nan: no run is left; the warnings above say why"),
         (["names", "--metric", "psnr"], "no run has a metric 'psnr' (known: accuracy)"),
         (["nowhere"], "error: no experiment, and no run, is called 'nowhere' (known: "),
+        (
+            ["names", "--target", "80"],
+            "accuracy is a share, at most 1, and never 80; write 0.8 for",
+        ),
         (["names", "--target", "papr"], "(--target): 'papr' is neither a number nor 'paper'"),
         (["names", "--target", "paper"], "(--target): 'paper' needs a paper; pass paper"),
         (

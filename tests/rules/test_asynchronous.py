@@ -275,11 +275,11 @@ class Unasked(ServerRule):
     [
         (
             "Boom",
-            r"round 0: weigh of server rule 'boom' failed: ZeroDivisionError: .*broken\.py, line \d+: `return",
+            r"round 1: weigh of server rule 'boom' failed: ZeroDivisionError: .*broken\.py, line \d+: `return",
         ),
         (
             "Bang",
-            r"round 0: update of server rule 'bang' failed: ValueError: bang .*broken\.py, line \d+: `raise",
+            r"round 1: update of server rule 'bang' failed: ValueError: bang .*broken\.py, line \d+: `raise",
         ),
         ("Unasked", r"reports\.bases, for which its class must say needs_base_params = True"),
     ],

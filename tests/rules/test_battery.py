@@ -27,7 +27,7 @@ from raysim.engine.plan import Plan
 from raysim.engine.resolve import prepare
 from raysim.engine.schedule import make_schedule, synchronous_round
 from raysim.engine.trainers import make_trainer
-from raysim.errors import ClientError, ConfigError
+from raysim.errors import ClientError, ConfigError, round_name
 from raysim.rules import registry
 from raysim.rules.contract import CLIENT_RULES, SERVER_RULES, ServerRule, overridden
 from raysim.training.messages import Block, Broadcast, cut_blocks
@@ -422,7 +422,9 @@ def test_a_client_dropped_under_k_async_leaves_a_sound_state(client, server, eng
 def test_a_non_finite_client_stops_the_run_by_name(client, server, mode, engine, config, base):
     schedule = make_schedule(prepare({**base, **config(client, server)}).config, np.array(SIZES))
     first = next(t for t in range(3) if BAD in schedule.sample_cohort(t))
-    with pytest.raises(ClientError, match=rf"client {BAD} failed in round {first}\b.*non-finite"):
+    with pytest.raises(
+        ClientError, match=rf"client {BAD} failed in {round_name(first)}\b.*non-finite"
+    ):
         engine(config(client, server, batching={"mode": mode, "size": 3}), change=poisoned)
 
 
@@ -494,7 +496,9 @@ def test_a_clients_own_exception_has_its_name_and_round(policy, engine, config, 
     first = next(t for t, cohort in enumerate(sampled) if BAD in cohort and t >= 2)
     what = "ValueError: the dog ate my gradient"
     if policy == "stop":
-        with pytest.raises(ClientError, match=f"client {BAD} failed in round {first}: {what}"):
+        with pytest.raises(
+            ClientError, match=f"client {BAD} failed in {round_name(first)}: {what}"
+        ):
             engine({**config("fedavg", "fedavg"), **given})
         return
     run, records = engine({**config("fedavg", "fedavg"), **given})
@@ -503,7 +507,7 @@ def test_a_clients_own_exception_has_its_name_and_round(policy, engine, config, 
         == sum(BAD in c for c in cohorts(run)[2:])
         > 0
     )
-    said = [message for message in caplog.messages if f"round {first}" in message]
+    said = [message for message in caplog.messages if round_name(first) in message]
     assert len(said) == 1 and f"client {BAD}" in said[0] and what in said[0]
     assert_sound(run)
 
@@ -631,7 +635,7 @@ def test_an_exception_on_an_actor_has_its_name_and_round(policy, config, base, o
     if policy == "stop":
         with pytest.raises(
             ClientError,
-            match=rf"client {BAD} failed in round 3: ValueError: the dog ate my gradient",
+            match=rf"client {BAD} failed in round 4: ValueError: the dog ate my gradient",
         ):
             on_ray(plan)
         return

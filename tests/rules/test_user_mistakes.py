@@ -112,6 +112,19 @@ def test_a_file_without_or_with_two_algorithms_names_them(mine):
     assert refused(mine("", name="")).endswith("it has no Algorithm and no rule")
 
 
+NEEDY = PAIR.replace("    mu = 0.1\n", '    needs = ("x", "c")\n').replace(
+    "    def update", '    provides = ("x", "c")\n\n    def update'
+)
+
+
+def test_a_half_of_a_pair_says_where_the_other_is(mine, tmp_path):
+    file = f"{tmp_path}/mine.py"
+    said = refused(mine(NEEDY, name=":Half"))
+    assert said.endswith(f"; or write algorithm={file}:pair, its own pair")
+    said = refused(mine(NEEDY.partition("pair =")[0], name=":Half"))
+    assert said.endswith(f"; or write client={file}:Half server={file}:Other")
+
+
 def test_a_wrong_name_lists_algorithms_first(mine):
     said = refused(mine(PAIR, name=":wrong"))
     assert said.endswith("mine.py defines no 'wrong' (it has pair, Half, Other)")

@@ -180,7 +180,7 @@ def test_what_a_client_rule_raises_is_its_clients_failure(
     }
     if mode == "vmap" and hook == "direction":
         config["batching"] |= {"size": 3}
-    with pytest.raises(ClientError, match=rf"client \d+ failed in round 0: .*{named(error)}"):
+    with pytest.raises(ClientError, match=rf"client \d+ failed in round 1: .*{named(error)}"):
         engine(config)
 
 
@@ -224,7 +224,7 @@ def test_what_a_property_raises_is_a_mistake_in_the_rule(config, source, kind, h
     [
         ("__init__", "model.name: '.*' cannot be built: "),
         ("dry run", "model: .* fails on two examples of shape .*: "),
-        ("train", r"client \d+ failed in round 0: "),
+        ("train", r"client \d+ failed in round 1: "),
         ("eval", "the evaluation of model '.*' failed: "),
     ],
 )
@@ -250,7 +250,7 @@ def test_on_actors_it_is_the_same(config, source, recycled_actors):
     for error in ("SystemExit(3)", "KeyboardInterrupt()"):
         rule = source(f"client_{named(error)}", CLIENT.format(hook="direction", error=error))
         mine = {"client": f"{rule}:Mine", "server": "fedavg", "algorithm": None, "resources": ray}
-        with pytest.raises(ClientError, match=rf"client \d+ failed in round 0: {named(error)}"):
+        with pytest.raises(ClientError, match=rf"client \d+ failed in round 1: {named(error)}"):
             raysim.run(config | mine, run_dir=config["run_dir"] + error)
     rule = source("server_rule", SERVER.format(hook="update", error="SystemExit(3)"))
     mine = {"client": "fedavg", "server": f"{rule}:Mine", "algorithm": None, "resources": ray}
@@ -266,7 +266,7 @@ def test_on_the_command_line_it_is_a_failed_run(config, source, tmp_path, monkey
     monkeypatch.setattr("sys.argv", ["raysim", "run", str(path)])
     with pytest.raises(SystemExit) as left:
         cli.main()
-    assert left.value.code == 1 and "failed in round 0: SystemExit: 0" in capsys.readouterr().err
+    assert left.value.code == 1 and "failed in round 1: SystemExit: 0" in capsys.readouterr().err
 
 
 def test_a_real_signal_is_none_of_a_rules_failures(config, source):
@@ -344,7 +344,7 @@ FAILING = {"faults.on_client_error": "drop", "local.lr": 1e30}
     [
         (
             FAILING,
-            r"no client's update was used in 4 rounds \(12 failed; the first: client \d+ in round 0: non-finite",
+            r"no client's update was used in 4 rounds \(12 failed; the first: client \d+ in round 1: non-finite",
         ),
         (
             {"schedule.deadline": 0.5},

@@ -463,7 +463,7 @@ def test_what_is_held_out_is_measured_beside_the_test_set(config, engine):
 
 def test_a_failed_run_keeps_what_was_done(config, uri, tmp_path):
     lr = [[0, 0.05], [2, 1e30]]
-    with pytest.raises(ClientError, match=r"client \d+ failed in round 2: non-finite"):
+    with pytest.raises(ClientError, match=r"client \d+ failed in round 3: non-finite"):
         raysim.run(config, {"local.lr": lr, "checkpoint.every": 1})
     run = mlflow(uri).search_runs(
         [mlflow(uri).get_experiment_by_name(tmp_path.name).experiment_id]
@@ -559,7 +559,7 @@ def test_a_run_that_ends_says_why_even_if_its_state_is_lost_then(
         "checkpoint": {"every": 100},
         "local": {**config["local"], "lr": [[0, 0.05], [2, 1e30]]},
     }
-    with pytest.raises(ClientError, match="in round 2"), caplog.at_level(logging.WARNING):
+    with pytest.raises(ClientError, match="in round 3"), caplog.at_level(logging.WARNING):
         raysim.run(config)
     assert "not saved: the server's state failed; `raysim resume`" in caplog.text
 
@@ -806,7 +806,7 @@ def test_a_signal_ends_a_run_with_its_code_and_one_line(signalled):
     assert "Traceback" not in run.said and last.startswith("stopped; what was done is kept"), (
         run.said
     )
-    assert f"`raysim resume {run.folder / 'run'}` continues from round " in last
+    assert f"`raysim resume {run.folder / 'run'}` continues after round " in last
 
 
 def test_a_signal_leaves_a_killed_run_that_can_go_on(signalled, uri):
@@ -905,7 +905,7 @@ def test_a_killed_actor_does_not_show(on_ray, config, tmp_path):
         and set(restarts) == {0}
     )
     assert (
-        len(said) == 1 and "ClientActor 0 failed (in round 2" in said[0] and "1 are left" in said[0]
+        len(said) == 1 and "ClientActor 0 failed (in round 3" in said[0] and "1 are left" in said[0]
     )
     assert ray.is_initialized() and len(set(everyone)) == 4
     until(lambda: not [p for p in everyone if Path(f"/proc/{p}").exists()], 15, "an actor lives on")
@@ -994,7 +994,7 @@ def test_who_takes_too_long_or_is_lost_is_named(local_ray, config, source, monke
             RaysimError, match=r"waited 2 s for a new ClientActor to replace the last one"
         ):
             training.get()
-        why = r"in round 7, with 2 blocks: it has worked on one call for 2 s \(resources\.call_timeout\)"
+        why = r"in round 8, with 2 blocks: it has worked on one call for 2 s \(resources\.call_timeout\)"
         for number in (0, 1):
             assert re.search(rf"ClientActor {number} failed \({why}\)", "\n".join(said)), said
         ray_kill(executor.pool.server)

@@ -559,7 +559,9 @@ def test_a_client_that_fails_in_a_pooled_block_is_named_as_in_a_loop(
     first = next(t for t, cohort in enumerate(cohorts(engine(config(**given))[0])) if BAD in cohort)
     said = []
     for mode in ("loop", "pooled"):
-        with pytest.raises(ClientError, match=rf"client {BAD} failed in round {first}\b") as caught:
+        with pytest.raises(
+            ClientError, match=rf"client {BAD} failed in round {first + 1}\b"
+        ) as caught:
             engine(config(**given, batching={"mode": mode, "size": size}), change=poisoned)
         said.append(str(caught.value))
     assert said[0] == said[1]
@@ -622,7 +624,7 @@ def test_a_step_far_too_large_names_the_same_client_as_in_a_loop(engine, config)
     said = []
     for mode in ("loop", "pooled"):
         with pytest.raises(
-            ClientError, match=r"client \d+ failed in round 0\b.*non-finite"
+            ClientError, match=r"client \d+ failed in round 1\b.*non-finite"
         ) as caught:
             engine(config(local={**FULL, "lr": 1e300}, batching={"mode": mode, "size": 3}))
         said.append(str(caught.value))
@@ -849,7 +851,7 @@ def test_two_who_spoil_the_same_number_by_opposite_infinities_are_both_refused(
     assert [record["clients/used"] for record in records[1:]] == [
         len(cohort) - len(bad) for cohort, bad in zip(cohorts(run), times, strict=True)
     ]
-    said = [f"round {t}: client {i} is dropped" for t, bad in enumerate(times) for i in bad]
+    said = [f"round {t + 1}: client {i} is dropped" for t, bad in enumerate(times) for i in bad]
     assert sorted(
         message.split(":")[0] + ":" + message.split(":")[1] for message in dropped(caplog)
     ) == sorted(said)

@@ -451,7 +451,7 @@ STEPS = {**COSINE, "over": "steps"}
         ("gradma", {"optimizer": SGD}, r"^local\.optimizer: client rule 'gradma'.*QP"),
         ("fedreg_mg", {"optimizer": "adam"}, r"^local\.optimizer: client rule 'fedreg_mg'.*modified"),
         ("fednova", {"accumulate": 2}, r"^local\.accumulate: client rule 'fednova' has a step of its own"),
-        ("fedavg", {"lr": COSINE}, r"^local\.lr: is 0 in round 5; raise local\.lr\.eta_min"),
+        ("fedavg", {"lr": COSINE}, r"^local\.lr: is 0 in the last round; raise local\.lr\.eta_min"),
         ("fedavg", {"autocast": "bfloat16"}, r"^local\.autocast: has no effect on float64"),
         ("fedavg", {"optimizer": "adamw", "weight_decay": 0.1}, r"^local: both 'weight_decay'"),
         ("fedavg", {"optimizer": {"weight_decay": 0.1}, "weight_decay": 0.1}, r"^local: both 'weight_decay'.*'sgd'"),

@@ -165,7 +165,7 @@ class RecordUpdates(Section):
     """Recorded updates: what an honest but curious server sees, for `raysim attack`."""
 
     rounds: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)] = (0,)
-    """Rounds that are recorded, counted from 0."""
+    """Rounds that are recorded, each as the number of rounds before it: 0 is the first."""
     clients: int = Field(default=8, ge=1)
     """Number of clients of each cohort that are recorded, with the model they started from and
     their images."""

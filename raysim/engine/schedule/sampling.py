@@ -9,7 +9,7 @@ from numpy.random import Generator
 
 from raysim.config.references import load_object
 from raysim.config.sections.schedule import OwnSampling, PoissonSampling, SamplingBySamples, Sync
-from raysim.errors import ConfigError, RaysimError
+from raysim.errors import ConfigError, RaysimError, round_name
 from raysim.rules.registry import build_part
 from raysim.rules.sampling import ClientPool, ClientSampling
 from raysim.rules.user_code import translate_errors
@@ -66,18 +66,20 @@ def _own(
 ) -> Sequence[int]:
     """Sample by a user's rule, and check its answer."""
     name = type(rule).__name__
-    with translate_errors(lambda text: RaysimError(f"round {t}: {SECTION} {name} failed: {text}")):
+    with translate_errors(
+        lambda text: RaysimError(f"{round_name(t)}: {SECTION} {name} failed: {text}")
+    ):
         sampled = [int(client) for client in rule.sample(pool, size, t, rng)]
     unknown = sorted(set(sampled) - set(pool.ids.tolist()))
     if unknown:
         raise RaysimError(
-            f"round {t}: {SECTION} {name} returned client {unknown[0]}, which is not in pool.ids; "
-            "return numbers from pool.ids"
+            f"{round_name(t)}: {SECTION} {name} returned client {unknown[0]}, which is not in "
+            "pool.ids; return numbers from pool.ids"
         )
     if len(set(sampled)) > size:
         raise RaysimError(
-            f"round {t}: {SECTION} {name} returned {len(set(sampled))} clients; return at most "
-            f"`size` ({size}), or raise schedule.cohort"
+            f"{round_name(t)}: {SECTION} {name} returned {len(set(sampled))} clients; return at "
+            f"most `size` ({size}), or raise schedule.cohort"
         )
     return sampled
 

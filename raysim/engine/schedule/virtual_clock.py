@@ -36,6 +36,7 @@ from raysim.config.sections.schedule import InFlight
 from raysim.engine.schedule.client_times import ClientTimes
 from raysim.engine.schedule.scheduled_round import Arrival, ScheduledRound, ScheduleExhausted
 from raysim.engine.schedule.stragglers import Fate, Stragglers
+from raysim.errors import round_name
 from raysim.randomness import KeyedStream
 
 MAX_EVENTS_WITHOUT_ARRIVAL = 1_000_000
@@ -159,7 +160,7 @@ class Asynchronous:
         if self._events:
             reason = f"{MAX_EVENTS_WITHOUT_ARRIVAL} events without an arrival"
         return ScheduleExhausted(
-            f"virtual time {self.now:g}: {reason}; round {t} has {len(self._arrived)} of "
+            f"virtual time {self.now:g}: {reason}; {round_name(t)} has {len(self._arrived)} of "
             f"{self._arrivals_per_round} arrivals (schedule.client_dropout.rejoin_after makes "
             "clients return, "
             "schedule.availability says when they are available)"
