@@ -81,6 +81,12 @@ def pictures() -> None:
 
 
 @pytest.fixture(autouse=True)
+def seeded_torch() -> None:
+    """Draw the same numbers in a test whichever tests ran before it."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
 def impatient(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Send metrics at once, ask git once for raysim's commit, and draw no pictures, which takes
     longer than a test's run."""

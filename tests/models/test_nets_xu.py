@@ -259,7 +259,8 @@ def test_vit_begins_with_the_papers_classifier(vit):
     assert vit.encoder.pos_embedding.shape == (1, 5, 768)
     assert vit.conv_proj.kernel_size == (32, 32)
     logits = vit(torch.rand(1, 3, 64, 64))
-    torch.testing.assert_close(logits, logits[:, :1].expand(1, 5))
+    # Each is a sum of 768 numbers that nearly cancel.
+    torch.testing.assert_close(logits, logits[:, :1].expand(1, 5), atol=1e-4, rtol=0)
     for shape in ((3, 64, 96), (3, 48, 48)):
         with pytest.raises(ConfigError, match="'vit_b_32' needs squares of a multiple of 32"):
             zoo.vit_b_32(shape, 5)
