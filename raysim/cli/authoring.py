@@ -40,6 +40,9 @@ def schema(
 def new_method(
     name: Annotated[str, typer.Argument(help="name of the method and its files, such as fedpull")],
     folder: Annotated[Path, typer.Option("--dir", help="folder for the two files")] = Path(),
+    stateful: Annotated[
+        bool, typer.Option("--stateful", help="a method whose clients keep a state, like SCAFFOLD")
+    ] = False,
 ) -> None:
     """Write NAME.py, a working method to edit, and test_NAME.py, which compares it with NumPy."""
     if not name.isidentifier() or keyword.iskeyword(name) or name != name.lower():
@@ -55,8 +58,9 @@ def new_method(
     for path in (method, test):
         if os.path.lexists(path):
             raise ConfigError(f"{path} exists already; choose another name, or move it away")
-    for path, template in ((method, TEMPLATE), (test, f"test_{TEMPLATE}")):
-        text = (TEMPLATES / f"{template}.py").read_text()
+    kind = "_stateful" if stateful else ""
+    for path, prefix in ((method, ""), (test, "test_")):
+        text = (TEMPLATES / f"{prefix}{TEMPLATE}{kind}.py").read_text()
         path.write_text(_renamed(text, name))
     where = method if method.is_absolute() else f"./{method}"
     print(f"wrote {method} and {test}")

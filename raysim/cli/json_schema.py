@@ -174,7 +174,13 @@ def _described(rule: type) -> JsonSchema:
 
 def _hyper_parameters(rule: type) -> dict[str, JsonSchema]:
     """Return the schema of each field of a rule."""
-    return TypeAdapter(rule).json_schema().get("properties", {})
+    from raysim.rules.field_docs import field_docs
+
+    docs = field_docs(rule)
+    return {
+        key: {"description": docs[key], **schema} if key in docs else schema
+        for key, schema in TypeAdapter(rule).json_schema().get("properties", {}).items()
+    }
 
 
 def _models() -> dict[str, JsonSchema]:

@@ -11,9 +11,11 @@ from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from raysim.cli.base import app, check_picture, data_app, print_table, tracking_app
+from raysim.cli.method_page import first_paragraph, method_page, print_method
 from raysim.errors import ConfigError, did_you_mean
 
 CatalogueRow = dict[str, str]
@@ -45,7 +47,7 @@ def _rules(side: Literal["client", "server"]) -> list[CatalogueRow]:
         {
             "name": name,
             "from": origin,
-            "what": _first_line(rule),
+            "what": first_paragraph(rule),
             "keys": " ".join(registry.hyperparameter_names(rule)),
         }
         for name, rule, origin in registry.catalogue(side)
@@ -56,7 +58,7 @@ def _models() -> list[CatalogueRow]:
     from raysim.models import build
 
     return [
-        {"name": name, "from": origin, "what": _first_line(net)}
+        {"name": name, "from": origin, "what": first_paragraph(net)}
         for name, net, origin in build.catalogue()
     ]
 
@@ -69,7 +71,7 @@ def _probes() -> list[CatalogueRow]:
         {
             "name": name,
             "from": origin,
-            "what": _first_line(probe),
+            "what": first_paragraph(probe),
             "keys": " ".join(registry.hyperparameter_names(probe)),
         }
         for name, probe, origin in probes.catalogue()
@@ -83,7 +85,7 @@ def _tasks() -> list[CatalogueRow]:
     return [
         {
             "name": name,
-            "what": _first_line(task),
+            "what": first_paragraph(task),
             "metrics": " ".join(task.metric_classes),
             "keys": " ".join(registry.hyperparameter_names(task)),
         }
@@ -107,7 +109,7 @@ def _choices(section: str) -> list[CatalogueRow]:
     return [
         {
             "name": name,
-            "what": _first_line(model),
+            "what": first_paragraph(model),
             "keys": " ".join(key for key in model.model_fields if key != "name"),
         }
         for name, model in choices(section).items()
@@ -126,11 +128,6 @@ def _configs() -> list[CatalogueRow]:
     from raysim.config.loading import shipped
 
     return [{"name": name, "what": text} for name, text in shipped().items()]
-
-
-def _first_line(documented: Any) -> str:
-    """Return the first paragraph of a docstring in one line."""
-    return " ".join((documented.__doc__ or "").split("\n\n")[0].split())
 
 
 def _rule_pairs() -> list[CatalogueRow]:
@@ -181,9 +178,17 @@ def list_(
     listing: Annotated[
         str | None, typer.Argument(help=f"{', '.join(LISTABLE)}; without it, print these words")
     ] = None,
+    name: Annotated[
+        str | None, typer.Argument(help="after algorithms: one method, with its hyper-parameters")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
     """List methods, models, data sets, metrics and configurations."""
+    if name is not None:
+        if listing != "algorithms":
+            raise ConfigError(f"list: '{name}' follows no '{listing}'; only algorithms have a page")
+        page = method_page(name)
+        return print(json.dumps(page)) if as_json else print_method(page, name)
     rows = _catalogue(listing) if listing else [{"raysim list": word} for word in LISTABLE]
     if as_json:
         print(json.dumps(rows))
@@ -192,7 +197,7 @@ def list_(
         return _print_pairs(rows)
     table = Table(*rows[0], box=None)
     for row in rows:
-        table.add_row(*map(str, row.values()))
+        table.add_row(*(escape(str(text)) for text in row.values()))
     print_table(table)
 
 

@@ -187,19 +187,27 @@ def load(path: Path) -> ModuleType:
     return module
 
 
-def test_a_new_method_passes_its_own_test_until_it_is_wrong(raysim_):
-    said = raysim_("new", "method", "fed_pull")
+@pytest.mark.parametrize(
+    ("options", "values", "right", "wrong"),
+    [
+        ((), (0.0, 0.5), "gradient + self.mu", "gradient - self.mu"),
+        (("--stateful",), (0.0, 1.0), '- state["c_i"]', '+ state["c_i"]'),
+    ],
+    ids=["plain", "stateful"],
+)
+def test_a_new_method_passes_its_own_test_until_it_is_wrong(options, values, right, wrong, raysim_):
+    said = raysim_("new", "method", "fed_pull", *options)
     assert said.code == 0 and "algorithm=./fed_pull.py:fed_pull" in said.out
     method = Path("fed_pull.py")
     written = load(Path("test_fed_pull.py").absolute())
-    for mu in (0.0, 0.5):
-        written.test_rounds_follow_the_paper(mu)
+    for value in values:
+        written.test_rounds_follow_the_paper(value)
     written.test_the_hyper_parameter_has_an_effect()
-    right = method.read_text()
-    assert "class FedPullClient" in right and "my_method" not in right.lower()
-    method.write_text(right.replace("gradient + self.mu", "gradient - self.mu"))
+    text = method.read_text()
+    assert "class FedPullClient" in text and "my_method" not in text.lower() and right in text
+    method.write_text(text.replace(right, wrong))
     with pytest.raises(AssertionError):
-        written.test_rounds_follow_the_paper(0.5)
+        written.test_rounds_follow_the_paper(values[1])
 
 
 @pytest.mark.parametrize("taken", ["mine.py", "test_mine.py"])

@@ -8,6 +8,7 @@ import io
 import pytest
 from rich.console import Console
 from rich.table import Table
+from support.command_line import assert_one_message
 
 from raysim.cli.base import print_table
 from raysim.rules.contract import ALGORITHMS
@@ -53,3 +54,17 @@ def test_the_list_of_methods_is_whole_in_a_narrow_pipe(raysim_, monkeypatch):
     discover()
     lines = raysim_("list", "algorithms").out.splitlines()
     assert [line.split()[0] for line in lines[1:]] == list(ALGORITHMS)
+
+
+def test_a_method_has_a_page(raysim_):
+    lines = raysim_("list", "algorithms", "gradma_s").out.splitlines()
+    assert lines[1].split() == ["paper", "Luo", "2023"]
+    assert any("gradma/tune_mnist" in line for line in lines if line.startswith("configurations"))
+    said = [" ".join(line.split()) for line in lines]
+    assert "algorithm.beta1 server 0.9 Momentum." in said
+    assert any(line.endswith("a schedule [[round, value], ...].") for line in said)
+
+
+@pytest.mark.parametrize("arguments", [["algorithms", "gradm"], ["models", "lenet"]])
+def test_a_page_that_does_not_exist(arguments, raysim_):
+    assert_one_message(raysim_("list", *arguments))
