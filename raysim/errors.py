@@ -129,6 +129,24 @@ def counted(n: int, noun: str) -> str:
     return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}s"
 
 
+def with_cause(error: BaseException) -> str:
+    """Return an error as one line, with the error that it began with if that is another one.
+
+    A package that cannot be imported often raises an error that does not say why.
+
+    Args:
+        error: any error.
+    """
+    first = error
+    while first.__cause__ or (first.__context__ and not first.__suppress_context__):
+        first = first.__cause__ or first.__context__
+        assert first is not None
+    text, cause = in_a_line(error), in_a_line(first)
+    if "torchvision::nms" in cause:
+        cause += " (torchvision's build does not fit torch's; install both from one index)"
+    return text if first is error or cause in text else f"{text}; caused by {cause}"
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return a hint for an unknown word.
 

@@ -110,9 +110,23 @@ def _choices(section: str) -> list[CatalogueRow]:
         {
             "name": name,
             "what": first_paragraph(model),
-            "keys": " ".join(key for key in model.model_fields if key != "name"),
+            "keys": " ".join(key for key in model.model_fields if key not in ("name", "unit")),
         }
         for name, model in choices(section).items()
+    ]
+
+
+def _stages() -> list[CatalogueRow]:
+    from raysim.rules import registry
+    from raysim.rules.upload_stages import STAGES
+
+    return [
+        {
+            "name": name,
+            "what": first_paragraph(stage),
+            "keys": " ".join(registry.hyperparameter_names(stage)),
+        }
+        for name, stage in STAGES.items()
     ]
 
 
@@ -164,6 +178,11 @@ LISTABLE: dict[str, Callable[[], list[CatalogueRow]]] = {
     "partitions": partial(_choices, "partition"),
     "schedules": partial(_choices, "schedule"),
     "client_speeds": partial(_choices, "client_speeds"),
+    "sampling": partial(_choices, "sampling"),
+    "optimizers": partial(_choices, "optimizer"),
+    "lr": partial(_choices, "lr"),
+    "stages": _stages,
+    "privacy": partial(_choices, "privacy"),
     "metrics": _metrics,
     "configs": _configs,
 }
@@ -183,7 +202,7 @@ def list_(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
-    """List methods, models, data sets, metrics and configurations."""
+    """List all that a configuration can name: methods, models, data sets, stages, metrics."""
     if name is not None:
         if listing != "algorithms":
             raise ConfigError(f"list: '{name}' follows no '{listing}'; only algorithms have a page")
@@ -258,6 +277,9 @@ def export(
         str, typer.Option(help="final parameters, or those of the best checkpoint")
     ] = "final",
     out: Annotated[Path | None, typer.Option(help="the file; default: in the run's folder")] = None,
+    keep_adapters: Annotated[
+        bool, typer.Option(help="with torch: keep adapters of peft, which are merged otherwise")
+    ] = False,
 ) -> None:
     """Export the net of a run, to use it elsewhere."""
     from typing import cast, get_args
@@ -272,7 +294,11 @@ def export(
             raise ConfigError(f"{option}: nothing called '{value}'{did_you_mean(value, choices)}")
     if out is not None and format == "mlflow":
         raise ConfigError("--out: a model in MLflow has no file; leave it out")
-    print(exports.export(run, cast(Any, format), cast(Any, which), out))
+    if keep_adapters and format != "torch":
+        raise ConfigError(f"--keep-adapters: {format} has no adapters; leave it out")
+    print(
+        exports.export(run, cast(Any, format), cast(Any, which), out, keep_adapters=keep_adapters)
+    )
 
 
 @data_app.command()
@@ -331,7 +357,8 @@ def doctor() -> None:
     console = Console(highlight=False)
     failures = 0
     for name, good, report in diagnosis.examine():
-        failures += not good
-        console.print(f"{'ok ' if good else 'NOT'}  {name:<12} {report}", soft_wrap=True)
+        failures += good is False
+        mark = {True: "ok ", None: "but", False: "NOT"}[good]
+        console.print(f"{mark}  {name:<12} {report}", soft_wrap=True)
     if failures:
         sys.exit(1)

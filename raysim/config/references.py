@@ -34,7 +34,7 @@ from typing import Any
 
 from raysim.config import python_objects
 from raysim.config.distributions import distribution_of
-from raysim.errors import ConfigError, in_a_line
+from raysim.errors import ConfigError, with_cause
 from raysim.system.signals import reraise_stop
 
 USER_MODULE_PREFIX = "raysim_user_"
@@ -66,7 +66,7 @@ def load_object(
     except BaseException as error:
         reraise_stop(error)
         if isinstance(error, ImportError) and not where.endswith(".py"):
-            raise ConfigError(f"{key}: cannot import '{where}': {error}") from None
+            raise ConfigError(f"{key}: cannot import '{where}': {with_cause(error)}") from None
         raise _failed_import(where, key, error) from None
     try:
         return operator.attrgetter(name)(module)
@@ -98,7 +98,7 @@ def _failed_import(where: str, key: str, error: BaseException) -> ConfigError:
                 f"{key}: {where}, line {line}: put @dataclass(frozen=True) above class "
                 f"{cls.__name__}: a rule is a frozen dataclass"
             )
-    return ConfigError(f"{key}: {where} fails on import: {in_a_line(error)}")
+    return ConfigError(f"{key}: {where} fails on import: {with_cause(error)}")
 
 
 def load_file(where: str, key: str) -> ModuleType:

@@ -166,8 +166,25 @@ def version_of(data: AnyData) -> str:
     return f"{code} {states}"
 
 
+def _door_to(name: str) -> str:
+    """Return how a file of this name is given as data; "" for other names."""
+    kind = Path(name).suffix
+    if kind in (".npz", ".npy"):
+        return f"give the arrays x, y, x_test and y_test as data={{name: arrays, path: {name}}}"
+    if kind == ".py":
+        return f"name the function in it that returns the examples, as data={name}:FUNCTION"
+    if kind in (".csv", ".parquet", ".json", ".jsonl", ".arrow"):
+        return (
+            "give a function that reads it, as data=path.py:FUNCTION, or a folder of it by "
+            "data={name: hf, path: FOLDER, x: COLUMN, y: COLUMN}"
+        )
+    return ""
+
+
 def _check_name(name: str) -> None:
     """Raise ConfigError if no data set has this name."""
+    if door := _door_to(name):
+        raise ConfigError(f"data.name: '{name}' is a file; {door}")
     if name not in dataset_names():
         installed = (point.name for point in entry_points.entry_points(entry_points.DATA))
         known = (*dataset_names(), *OTHER_KINDS, *installed)

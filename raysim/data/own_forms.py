@@ -56,6 +56,11 @@ class FormReader(ArrayReader):
         if isinstance(content, tuple | list) and len(content) == len(REQUIRED_ARRAYS):
             return tuple(content[:2]), tuple(content[2:]), {}
         if isinstance(content, tuple | list) and len(content) == 2:
+            if all(hasattr(part, "__array__") for part in content):
+                raise self.error(
+                    "x and y have no test half; keep some examples for it and give (x, y, x_test, "
+                    "y_test)"
+                )
             return content[0], content[1], {}
         type_name = type(content).__name__
         if isinstance(content, tuple | list):

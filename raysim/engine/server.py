@@ -17,7 +17,15 @@ from raysim.engine.selection import Candidates, named_candidates, selected_clien
 from raysim.engine.update_checks import check_update, described_uploads, errors_name_rule
 from raysim.errors import RaysimError
 from raysim.numerics.fixed_point import combine, to_float
-from raysim.rules.contract import NOT_REQUESTED, Cohort, Problem, Reports, ServerRule, State
+from raysim.rules.contract import (
+    NOT_REQUESTED,
+    Cohort,
+    Problem,
+    Reports,
+    ServerRule,
+    State,
+    Withheld,
+)
 from raysim.rules.sampling import SelectionPool
 from raysim.rules.user_code import check_tensors
 from raysim.training.messages import Broadcast, WorkerResult
@@ -227,7 +235,7 @@ class Server:
         if self.noisy_mean is None:
             reports = self._reports(rule, round, outcomes, bases)
         else:
-            reports, privacy_metrics = self._private_reports(self.noisy_mean, round, outcomes)
+            reports, privacy_metrics = self._private_reports(rule, round, outcomes, self.noisy_mean)
         if reports is None:
             return {"server/uploads": 0.0, **self._named(self.cohort.metrics)}
         if self.collusion is not None:
@@ -244,12 +252,12 @@ class Server:
                 state = {**state, "x": torch.where(self.personal, self.state["x"], state["x"])}
         self.state = state
         self._average_statistics(mean_statistics, client_statistics, reports.given_weights)
-        if reports.ids:
+        if reports.weights:
             reports.log(weights_entropy=_entropy(reports.given_weights or reports.weights))
         return {
             **self._named(reports.metrics),
             **privacy_metrics,
-            "server/uploads": float(len(reports.ids)),
+            "server/uploads": float(len(reports.weights)),
             "system/server_state_bytes": float(self.bytes),
         }
 
@@ -287,15 +295,24 @@ class Server:
         )
 
     def _private_reports(
-        self, noisy_mean: NoisyMean, round: RoundCohort, outcomes: list[WorkerResult]
+        self,
+        rule: ServerRule,
+        round: RoundCohort,
+        outcomes: list[WorkerResult],
+        noisy_mean: NoisyMean,
     ) -> tuple[Reports, dict[str, float]]:
-        """Return a round's noisy mean for the rule, and the metrics of privacy."""
+        """Return a round's noisy mean for the rule, and the metrics of privacy.
+
+        The rule gets no facts about the clients, which ε does not cover.
+        """
         stay = [i for i, client in enumerate(round.ids) if client not in round.dropped]
         outcomes = [o for o in outcomes if o.ids] if stay else []
         totals = self._totals(outcomes, 1.0, 1.0) if outcomes else {}
         mean, metrics = noisy_mean.release(round.t, totals, len(stay), self.state["x"])
+        cohort = vars(round.cohort(self.problem, stay))
+        secret = {name: Withheld(rule.name, name) for name in ("ids", "samples", "steps", "draws")}
         reports = Reports(
-            **{**vars(round.cohort(self.problem, stay)), "metrics": dict(self.cohort.metrics)},
+            **{**cohort, **secret, "metrics": dict(self.cohort.metrics)},
             weights=[noisy_mean.weight] * len(stay),
             versions=[round.bases[i] for i in stay],
             totals={("mean", noisy_mean.key): mean},

@@ -16,7 +16,7 @@ from raysim.config.explain import explain_validation_error
 from raysim.config.references import load_object
 from raysim.config.schema import Config
 from raysim.config.sections.base import Named, as_list
-from raysim.errors import ConfigError, did_you_mean, in_a_line
+from raysim.errors import ConfigError, did_you_mean, with_cause
 from raysim.models.start import freeze, load_weights
 from raysim.models.zoo import NETS
 from raysim.randomness import generator
@@ -198,7 +198,9 @@ def make_net(config: Config, shape: tuple[int, ...], classes: int) -> nn.Module:
             raise
         except BaseException as error:
             reraise_stop(error)
-            raise ConfigError(f"model.name: '{name}' cannot be built: {in_a_line(error)}") from None
+            raise ConfigError(
+                f"model.name: '{name}' cannot be built: {with_cause(error)}"
+            ) from None
     if not isinstance(net, nn.Module):
         raise ConfigError(f"model.name: '{name}' is not a torch.nn.Module")
     if "init_from" in common:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from raysim.errors import ConfigError
+from raysim.models.adapters import base_names
 from raysim.models.parts import MAX_NAMES, classifier_of, listed, parameters_in_part
 from raysim.models.weights import in_part, read_weights
 
@@ -46,7 +47,8 @@ def load_weights(net: nn.Module, source: str, skip: Sequence[str] = ()) -> None:
     """Load the weights of a net, with its BatchNorm statistics.
 
     A tensor that two layers share may have any of its names. The weights may be those of one part
-    of the net, whose names then begin with the part's.
+    of the net, whose names then begin with the part's, or those of the base net of a net with
+    adapters, which keep their new values.
 
     Args:
         net: the net; changed in place.
@@ -59,19 +61,30 @@ def load_weights(net: nn.Module, source: str, skip: Sequence[str] = ()) -> None:
     """
     net_tensors = net.state_dict(keep_vars=True)
     loaded = read_weights(source)
+    in_base = base_names(net)
+    if _has_adapters(loaded, net_tensors.keys() - in_base.keys()):
+        in_base = {}
     for pattern in skip:
-        if not any(_matches(name, [pattern]) for name in [*net_tensors, *loaded]):
+        known = [*net_tensors, *in_base.values(), *loaded]
+        if not any(_matches(name, [pattern]) for name in known):
             raise ConfigError(
                 f"model.init_skip: no tensor of the net matches '{pattern}'; its tensors are "
                 f"{listed(list(net_tensors))}"
             )
     loaded = {name: tensor for name, tensor in loaded.items() if not _matches(name, skip)}
+    if in_base:
+        loaded = _with_names_of(in_base, in_part(loaded, in_base.values()))
+        net_tensors = {
+            name: tensor
+            for name, tensor in net_tensors.items()
+            if name in in_base and not _matches(in_base[name], skip)
+        }
     loaded = in_part(loaded, net_tensors)
     names: dict[int, list[str]] = {}
     for name, tensor in net_tensors.items():
         names.setdefault(id(tensor), []).append(name)
     wanted = [aliases for aliases in names.values() if not any(_matches(n, skip) for n in aliases)]
-    problems = _misfits(net_tensors, loaded, wanted)
+    problems = _misfits(net_tensors, loaded, wanted, in_base)
     if problems:
         raise ConfigError(
             f"model.init_from: {source} does not fit the net: {'; '.join(problems)}; give the same "
@@ -84,8 +97,31 @@ def load_weights(net: nn.Module, source: str, skip: Sequence[str] = ()) -> None:
                     net_tensors[name].copy_(loaded[name])
 
 
+def _has_adapters(loaded: Iterable[str], adapters: Iterable[str]) -> bool:
+    """Return whether weights contain adapters, as those of a net or of a part of it."""
+    adapters = set(adapters)
+    return any(own == name or own.endswith(f".{name}") for name in loaded for own in adapters)
+
+
+def _with_names_of(in_base: Mapping[str, str], loaded: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the weights of a base net under their names in the net with adapters.
+
+    Args:
+        in_base: names in the base net by names in the net with adapters.
+        loaded: the tensors by names in the base net. Those of other names keep them.
+    """
+    others = loaded.keys() - set(in_base.values())
+    return {
+        **{name: loaded[base] for name, base in in_base.items() if base in loaded},
+        **{name: loaded[name] for name in loaded if name in others},
+    }
+
+
 def _misfits(
-    net_tensors: Mapping[str, Tensor], loaded: Mapping[str, Tensor], wanted: Iterable[Sequence[str]]
+    net_tensors: Mapping[str, Tensor],
+    loaded: Mapping[str, Tensor],
+    wanted: Iterable[Sequence[str]],
+    shown: Mapping[str, str],
 ) -> list[str]:
     """Return what keeps weights from being those of a net, as texts.
 
@@ -93,15 +129,16 @@ def _misfits(
         net_tensors: the tensors of the net by name.
         loaded: the weights by name.
         wanted: the names of each tensor that the weights have to give.
+        shown: names of tensors of the net in the texts, if these are others.
     """
     missing, misfits = [], []
     for aliases in wanted:
         values = [loaded[name] for name in aliases if name in loaded]
         if not values and not aliases[0].endswith("num_batches_tracked"):
-            missing.append(aliases[0])
+            missing.append(shown.get(aliases[0], aliases[0]))
         misfits += [
-            f"{name} is {list(loaded[name].shape)} there, {list(net_tensors[name].shape)} in "
-            "the net"
+            f"{shown.get(name, name)} is {list(loaded[name].shape)} there, "
+            f"{list(net_tensors[name].shape)} in the net"
             for name in aliases
             if name in loaded and loaded[name].shape != net_tensors[name].shape
         ]
@@ -109,7 +146,7 @@ def _misfits(
             misfits.append(f"{' and '.join(aliases)} are one tensor in the net, and differ there")
     unknown = [name for name in loaded if name not in net_tensors]
     return [
-        *([f"it lacks {listed(missing)}"] if missing else []),
+        *([f"it lacks {listed([*dict.fromkeys(missing)])}"] if missing else []),
         *([f"the net lacks {listed(unknown)}"] if unknown else []),
         *misfits[:MAX_NAMES],
     ]

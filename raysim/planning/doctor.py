@@ -9,9 +9,13 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+Finding = tuple[bool | None, str]
+"""Whether a check is well (None: for raysim, but maybe not for other packages), and a word on it.
+"""
 
-def examine() -> Iterator[tuple[str, bool, str]]:
-    """Name of the check, whether it is well, and a word on it."""
+
+def examine() -> Iterator[tuple[str, bool | None, str]]:
+    """Yield the name of each check and its `Finding`."""
     for name, check in (
         ("python", _check_python),
         ("packages", _check_packages),
@@ -28,7 +32,7 @@ def examine() -> Iterator[tuple[str, bool, str]]:
         yield (name, *_safely(check))
 
 
-def _safely(check: Callable[[], tuple[bool, str]]) -> tuple[bool, str]:
+def _safely(check: Callable[[], Finding]) -> Finding:
     try:
         return check()
     except Exception as error:
@@ -45,10 +49,19 @@ def _check_packages() -> tuple[bool, str]:
     return True, ", ".join(f"{n} {importlib.metadata.version(n)}" for n in names)
 
 
-def _check_torchvision() -> tuple[bool, str]:
+def _check_torchvision() -> Finding:
+    import torch
+
     from raysim.data import import_torchvision
 
-    return True, f"{import_torchvision().__version__} imports"
+    torchvision = import_torchvision()
+    if torchvision.extension._has_ops():
+        return True, f"{torchvision.__version__} fits torch {torch.__version__}"
+    return None, (
+        f"{torchvision.__version__} does not fit torch {torch.__version__}: its compiled operators "
+        "do not load. raysim does without them, but packages that import torchvision, such as peft "
+        "and transformers, fail; install torch and torchvision from one index"
+    )
 
 
 def _check_cores() -> tuple[bool, str]:

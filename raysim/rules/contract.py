@@ -380,6 +380,31 @@ class _NotRequested(Sequence):
 NOT_REQUESTED = _NotRequested()
 
 
+class Withheld(Sequence):
+    """Facts about a round's clients that a server rule must not use while clients are private.
+
+    Args:
+        rule: name of the server rule.
+        name: the attribute of its reports.
+    """
+
+    def __init__(self, rule: str, name: str):
+        self.rule, self.name = rule, name
+
+    def __getitem__(self, i: Any) -> Any:
+        raise ContractError(
+            f"server rule '{self.rule}' reads reports.{self.name}, and with privacy.unit 'client' "
+            "the guarantee covers a server that sees the noisy mean alone; use a server rule that "
+            "does without, such as fedavg, or leave privacy out"
+        )
+
+    def __len__(self) -> int:
+        return self[0]
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        return self[0]
+
+
 @dataclass
 class Reports(Cohort):
     """The uploads of the K clients of a round, as the server receives them."""

@@ -17,6 +17,7 @@ from raysim.engine import checkpoint
 from raysim.engine.plan import Plan
 from raysim.engine.resolve import prepare
 from raysim.errors import ConfigError, RaysimError, in_a_line
+from raysim.models.adapters import merged
 from raysim.runs import result, run_dir
 from raysim.tracking.models import log_model
 
@@ -28,9 +29,16 @@ SUFFIXES = {"torch": ".pt", "onnx": ".onnx"}
 
 
 def export(
-    run: str | Path, format: Format = "torch", which: Which = "final", out: Path | None = None
+    run: str | Path,
+    format: Format = "torch",
+    which: Which = "final",
+    out: Path | None = None,
+    *,
+    keep_adapters: bool = False,
 ) -> str:
     """Export the net of a run that is finished, or was stopped after a checkpoint.
+
+    Adapters of peft are merged into the weights of their base net; the run keeps them.
 
     Args:
         run: the run's folder, or its MLflow id.
@@ -40,6 +48,7 @@ def export(
         which: the parameters after the last round, or those of the best checkpoint
             (`evaluate.best`).
         out: the file to write; None: `<run_dir>/<which>.pt` or `.onnx`.
+        keep_adapters: export a state_dict with the adapters, for the net as the run has it.
 
     Returns:
         The file, or the address of the model in MLflow.
@@ -53,6 +62,7 @@ def export(
         raise ConfigError("export: onnxscript is not installed; run pip install 'raysim[onnx]'")
     plan = prepare(folder / "config.yaml")
     net, step = _net(plan, folder, which)
+    net = net if keep_adapters else merged(net)
     if format == "mlflow":
         return log_model(folder, net, _example(plan), which, step)
     path = out or folder / f"{which}{SUFFIXES[format]}"
@@ -81,7 +91,7 @@ def log_models(plan: Plan, finished: result.RunResult) -> None:
             net, step = result.net_with(plan, finished.state_dict), finished.rounds
         else:
             net, step = _best(plan, finished.run_dir)
-        log_model(finished.run_dir, net, _example(plan), which, step)
+        log_model(finished.run_dir, merged(net), _example(plan), which, step)
 
 
 def _net(plan: Plan, folder: Path, which: Which) -> tuple[nn.Module, int]:

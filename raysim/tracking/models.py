@@ -8,7 +8,7 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from raysim.config.tracking_uri import absolute_uri, restored_uri
-from raysim.errors import ConfigError
+from raysim.errors import ConfigError, RaysimError, in_a_line
 from raysim.tracking import mlflow_client
 from raysim.tracking.spool import Tail
 
@@ -30,7 +30,7 @@ def log_model(run_dir: Path, net: nn.Module, example: Tensor, name: str, step: i
 
     Raises:
         ConfigError: the run was never tracked.
-        RaysimError: MLflow cannot be reached, or refuses the model.
+        RaysimError: MLflow cannot be reached, or refuses the model; or the net is not exportable.
     """
     tail = Tail(run_dir)
     start = tail.last("start")
@@ -38,12 +38,13 @@ def log_model(run_dir: Path, net: nn.Module, example: Tensor, name: str, step: i
         raise ConfigError(
             f"{run_dir}: this run is not in MLflow; raysim tracking sync {run_dir} sends it"
         )
+    outputs = net(example).detach().numpy()
     with mlflow_client.open_store(restored_uri(start["uri"]), "written") as client:
         import mlflow
         from mlflow import pytorch
+        from mlflow.exceptions import MlflowException
         from mlflow.models import infer_signature
 
-        outputs = net(example).detach().numpy()
         status = client.get_run(tail.run_id).info.status
         mlflow.set_tracking_uri(absolute_uri(restored_uri(start["uri"])))
         try:
@@ -58,6 +59,12 @@ def log_model(run_dir: Path, net: nn.Module, example: Tensor, name: str, step: i
                     pip_requirements=["torch"],
                     step=step,
                 )
+        except (MlflowException, OSError):  # of the store
+            raise
+        except Exception as error:
+            raise RaysimError(
+                f"the net cannot be logged as a model: torch.export fails: {in_a_line(error)}"
+            ) from None
         finally:
             client.set_terminated(tail.run_id, status)
     return logged.model_uri

@@ -131,6 +131,8 @@ def why_not_pooled(
     local = config.local
     if config.groups:
         return "groups of clients train differently"
+    if local.upload:
+        return "local.upload changes what each client sends"
     if methods := overridden(client, METHODS_NOT_OVERRIDDEN):
         return f"client rule '{client.name}' has a {methods[0]} of its own"
     if local.steps != 1 and not (local.epochs == 1 and local.batch_size == "full"):
@@ -145,8 +147,6 @@ def why_not_pooled(
         return f"local.optimizer '{local.optimizer.name}' changes each client's gradient"
     if not config.takes_bare_gradients or local.upload_dtype:
         return "each client's gradient is changed before its step, or what it sends after it"
-    if local.upload:
-        return "local.upload changes what each client sends"
     if config.client_privacy:
         return "privacy.unit 'client' clips what each client sends"
     if probed:

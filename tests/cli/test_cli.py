@@ -262,6 +262,11 @@ def test_ones_own_method_by_path(raysim_, small, source):
             {"name", "what", "keys"},
             {"iid", "dirichlet", "shards", "natural", "file", "virtual"},
         ),
+        ("stages", {"name", "what", "keys"}, {"clip", "topk", "qsgd"}),
+        ("sampling", {"name", "what", "keys"}, {"uniform", "samples", "poisson"}),
+        ("optimizers", {"name", "what", "keys"}, {"sgd", "adam", "adamw"}),
+        ("lr", {"name", "what", "keys"}, {"cosine", "step", "warmup"}),
+        ("privacy", {"name", "what", "keys"}, {"example", "client"}),
         (
             "metrics",
             {"name", "unit", "what", "logged"},

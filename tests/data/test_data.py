@@ -537,6 +537,10 @@ def test_unknown_names_are_explained():
         ConfigError, match=r"data\.name: unknown name 'mnits'; did you mean 'mnist'\?"
     ):
         load_dataset(Data(name="mnits"))
+    with pytest.raises(ConfigError, match=r"'my\.npz' is a file; .*{name: arrays, path: my\.npz}"):
+        load_dataset(Data(name="my.npz"))
+    with pytest.raises(ConfigError, match=r"'my\.py' is a file; .*data=my\.py:FUNCTION"):
+        load_dataset(Data(name="my.py"))
     with pytest.raises(ConfigError, match="unknown data set 'cifar'; did you mean 'cifar10'"):
         download_dataset("cifar")
 

@@ -241,6 +241,7 @@ RAGGED = [[1.0], [1.0, 2.0]]
         ((X + 1j, Y, X_TEST, Y_TEST), "x is of type complex128"),
         ((X, 3, X_TEST, Y_TEST), "y is a single number"),
         ((X, Y, X_TEST), "expected x, y, x_test, y_test.*; got a tuple of 3"),
+        ((X, Y), r"x and y have no test half; .*\(x, y, x_test, y_test\)"),
         (None, "got a NoneType"),
         ({"x": X, "y": Y}, "the mapping has no x_test and no y_test"),
         ({"train": (X, Y)}, "the mapping has no test"),
@@ -250,7 +251,6 @@ RAGGED = [[1.0], [1.0, 2.0]]
         ({"train": (X, Y), "test": (X, Y), "users": X}, r"users is float64 \[24, 5\]"),
         ({"train": (X, Y), "test": (X, Y), "public": X[:, :3]}, "public x of shape"),
         ({"train": (X, Y), "test": (X, Y), "classes": 0}, "classes is 0"),
-        ((X, Y), "the training examples are a ndarray"),
         ((Squares(0), Squares(2)), "x has no examples"),
     ],
 )

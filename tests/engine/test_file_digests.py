@@ -7,6 +7,7 @@ import json
 import pickle
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -503,6 +504,22 @@ def test_an_edited_file_is_loaded_anew_and_a_mistake_has_its_line(tmp_path):
         ConfigError, match=r"^key: \S*m\.py fails on import: NameError: name 'none'"
     ):
         references.load_object(f"{tmp_path}/m.py:X", "key")
+
+
+def test_a_failed_import_names_the_error_that_it_began_with(tmp_path):
+    code = """
+        try:
+            raise RuntimeError("operator torchvision::nms does not exist")
+        except RuntimeError as error:
+            raise ImportError("cannot import Net") from error
+    """
+    modules(tmp_path, m=textwrap.dedent(code))
+    with pytest.raises(
+        ConfigError, match=r"ImportError: cannot import Net; caused by RuntimeErr"
+    ) as e:
+        references.load_object(f"{tmp_path}/m.py:X", "key")
+    assert "torchvision's build does not fit torch's" in str(e.value)
+    assert "\n" not in str(e.value)
 
 
 # -- on actors -------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ import raysim
 from raysim.data import import_torchvision
 from raysim.engine.resolve import prepare
 from raysim.errors import ConfigError
+from raysim.models.adapters import merged
 from raysim.models.flat import BoundModel
 from raysim.models.start import freeze, load_weights
 from raysim.runs.export import export
@@ -356,6 +357,80 @@ def adapted(shape, classes):
 """
 
 
+def adapted_net() -> Any:
+    """Return a net of `LORA` whose adapters are not zero."""
+    import_torchvision()
+    pytest.importorskip("peft")
+    space: dict[str, Any] = {}
+    exec(LORA, space)
+    torch.manual_seed(0)
+    net = space["adapted"]((1, 8, 8), 10).eval()
+    torch.nn.init.normal_(net.get_parameter("base_model.model.hidden.lora_B.default.weight"))
+    return net
+
+
+class Around(nn.Module):
+    """A net that holds a net with adapters as a part."""
+
+    def __init__(self, body: nn.Module):
+        super().__init__()
+        self.body = body
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x)
+
+
+@pytest.mark.parametrize("around", [False, True])
+def test_merged_adapters_are_in_the_weights_of_the_base_net(around: bool):
+    """W + lora_alpha / r B A, with peft's default lora_alpha of 8 and r = 2."""
+    adapted = adapted_net()
+    before = {name: value.clone() for name, value in adapted.state_dict().items()}
+    plain = merged(Around(adapted) if around else adapted)
+    hidden = {name.partition("hidden.")[2]: value for name, value in before.items()}
+    update = hidden["lora_B.default.weight"] @ hidden["lora_A.default.weight"]
+    tensors = plain.state_dict()
+    prefix = "body." if around else ""
+    assert set(tensors) == {
+        f"{prefix}{n}.{k}" for n in ("hidden", "head") for k in ("weight", "bias")
+    }
+    expected = hidden["base_layer.weight"] + 4 * update
+    torch.testing.assert_close(tensors[f"{prefix}hidden.weight"], expected)
+    x = torch.randn(3, 1, 8, 8)
+    torch.testing.assert_close(plain(x), adapted(x))
+    after = adapted.state_dict()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    assert merged(plain) is plain
+
+
+@pytest.mark.parametrize("around", [False, True])
+def test_a_net_with_adapters_starts_from_the_weights_of_its_base_net(around: bool):
+    """The adapters keep their new values, and the trained copy of a layer starts from it too."""
+    adapted = adapted_net()
+    base = merged(adapted_net())
+    for value in base.parameters():
+        nn.init.normal_(value)
+    torch.save(base.state_dict(), "base.pt")
+    load_weights(Around(adapted) if around else adapted, "base.pt")
+    tensors, given = adapted.state_dict(), base.state_dict()
+    part = "base_model.model."
+    assert torch.equal(tensors[f"{part}hidden.base_layer.weight"], given["hidden.weight"])
+    for copy in ("original_module", "modules_to_save.default"):
+        assert torch.equal(tensors[f"{part}head.{copy}.weight"], given["head.weight"])
+    fresh = adapted_net().state_dict()
+    name = f"{part}hidden.lora_A.default.weight"
+    assert torch.equal(tensors[name], fresh[name])
+
+
+def test_weights_that_do_not_fit_the_base_net_are_named_as_it_names_them():
+    torch.save({"hidden.weight": torch.zeros(16, 64), "hidden.bia": torch.zeros(16)}, "w.pt")
+    with pytest.raises(
+        ConfigError,
+        match=r"lacks hidden\.bias, head\.weight, head\.bias; the net lacks hidden\.bia;",
+    ):
+        load_weights(adapted_net(), "w.pt")
+    load_weights(adapted_net(), "w.pt", ["head", "hidden.bia*"])
+
+
 ADAPTED = """
 from raysim.data import import_torchvision
 import_torchvision()  # peft imports it, and its operators may not load
@@ -391,7 +466,7 @@ def test_adapters_of_a_transformer_are_all_that_is_trained():
     assert raysim.resume("half", {"rounds": 2}).digest == loop.digest
     net = raysim.load("loop").net()
     again = prepare("loop/config.yaml").net.double().eval()
-    again.load_state_dict(torch.load(export("loop", "torch"), weights_only=True))
+    again.load_state_dict(torch.load(export("loop", keep_adapters=True), weights_only=True))
     x = torch.arange(5)[None]
     with torch.no_grad():
         assert torch.equal(net(x), again(x))

@@ -11,14 +11,16 @@ import numpy as np
 import pytest
 import torch
 from support.configurations import DIGITS_MLP
+from torch import nn
 
 import raysim
 from raysim.cli import main
 from raysim.data.examples import Examples
 from raysim.engine.resolve import prepare
-from raysim.errors import ConfigError
+from raysim.errors import ConfigError, RaysimError
 from raysim.runs.export import export
 from raysim.runs.result import RunResult
+from raysim.tracking.models import log_model
 
 BASE = DIGITS_MLP | {"checkpoint": {"every": 1, "keep": 1}, "rounds": 6}
 
@@ -141,3 +143,18 @@ def test_a_run_without_checkpoints_has_no_best(tmp_path: Path):
     raysim.run(BASE, rounds=1, run_dir=str(folder), **{"tracking.uri": uri, "checkpoint.every": 0})
     with pytest.raises(ConfigError, match="no checkpoint of an evaluated round is kept"):
         export(folder, which="best")
+
+
+class Branches(nn.Module):
+    """A net that torch.export refuses."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.flatten(1) if x.sum() > 0 else x.flatten(1) + 1
+
+
+def test_a_net_that_cannot_be_exported_is_not_blamed_on_the_store(trained: RunResult):
+    with pytest.raises(
+        RaysimError, match=r"the net cannot be logged as a model: torch\.export"
+    ) as e:
+        log_model(trained.run_dir, Branches(), torch.ones(2, 1, 8, 8), "branches", 1)
+    assert "sqlite" not in str(e.value)

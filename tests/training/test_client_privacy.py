@@ -49,6 +49,13 @@ class Watches(FedAvgServer):
 
 
 @dataclass(frozen=True)
+class Asks(FedAvgServer):
+    def update(self, state, reports):
+        torch.tensor(reports.ids)
+        return super().update(state, reports)
+
+
+@dataclass(frozen=True)
 class Weighs(FedAvgServer):
     def weigh(self, cohort):
         return [1.0] * len(cohort.ids)
@@ -262,6 +269,13 @@ def test_what_has_no_epsilon_is_refused_by_name(changes, said, waves):
     said = rf"privacy\.unit: 'client' is not possible in this run: .*{said}"
     with pytest.raises(ConfigError, match=said):
         prepare(waves({}, **changes))
+
+
+def test_a_server_rule_that_asks_for_the_participants_is_refused_before_the_run(waves):
+    with pytest.raises(ConfigError, match=r"^server.*: server rule 'asks' reads reports\.ids, and"):
+        prepare(waves({}, client="fedavg", server="FILE:Asks"))
+    config = waves({}, client="fedavg", server="FILE:Asks")
+    assert prepare({**config, "privacy": None}).server.name == "asks"
 
 
 @pytest.mark.parametrize(

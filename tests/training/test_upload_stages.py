@@ -374,7 +374,8 @@ def test_a_run_without_stages_keeps_its_identity_and_pooled_is_not_chosen_with_t
     with pytest.raises(
         ConfigError, match=r"'pooled' is not possible in this run: local\.upload changes"
     ):
-        prepare({**waves(["clip"]), "client": "fedavg", "batching": {"mode": "pooled"}})
+        config = {**waves(["clip"]), "client": "fedavg", "batching": {"mode": "pooled"}}
+        prepare({**config, "local": {**config["local"], "steps": 2}})
 
 
 @pytest.mark.parametrize(

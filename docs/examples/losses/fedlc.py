@@ -3,6 +3,11 @@
 Cross-entropy of calibrated logits z_c - tau n_c^(-1/4), where n_c is the number of the client's
 examples of class c. Rare classes get larger margins; for a missing class n_c counts as 1e-8.
 
+The paper's loss prints the sum in the denominator over the classes c != y only. The loss is here
+the softmax cross-entropy, whose denominator has all classes: the paper says that it calibrates the
+logits before the softmax cross-entropy, and public implementations do so (FL-bench, fluke).
+Without the term of y the loss would have no lower bound.
+
 Run: raysim run quickstart client=fedlc.py:FedLCClient server=fedavg
 """
 

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 import raysim
+from raysim import testing
 
+METHOD = f"{Path(__file__).with_name('my_method.py')}:my_method"
 CLIENTS = 5
 DIMENSIONS = 4
 ROUNDS = 6
@@ -45,14 +47,13 @@ def trained(mu: float) -> np.ndarray:
     Args:
         mu: the hyper-parameter.
     """
-    method = Path(__file__).with_name("my_method.py")
     configuration = {
         "rounds": ROUNDS,
         "dtype": "float64",
         "data": {"name": "quadratics", "problem": PROBLEM},
         "partition": "natural",
         "model": "quadratic",
-        "algorithm": {"name": f"{method}:my_method", "mu": mu},
+        "algorithm": {"name": METHOD, "mu": mu},
         "local": {"steps": LOCAL_STEPS, "batch_size": "full", "lr": LR},
         "schedule": {"name": "sync", "cohort": CLIENTS},
         "resources": {"executor": "inline"},
@@ -73,3 +74,14 @@ def test_rounds_follow_the_paper(mu: float) -> None:
 def test_the_hyper_parameter_has_an_effect() -> None:
     """Check that mu changes the result."""
     assert not np.allclose(trained(0.5), trained(0.0))
+
+
+def test_it_has_one_result() -> None:
+    """Check that loop mode, vmap and a resumed run agree, on clients of unequal sizes."""
+    testing.check_method(METHOD)
+
+
+def test_without_the_pull_it_is_fedavg() -> None:
+    """Check the reduction that the paper states."""
+    first = {"algorithm": {"name": METHOD, "mu": 0.0}}
+    testing.check_reduction(first, {"algorithm": "fedavg"}, rtol=1e-12)

@@ -1,0 +1,194 @@
+"""Checks for the tests of a method: the same result, however it is computed.
+
+    from raysim import testing
+
+    def test_my_method():
+        testing.check_method("my_method.py:my_method")
+
+Each check trains small runs in this process, without MLflow, and raises an AssertionError that says
+what differs. `pytest --pyargs raysim.testing` checks the methods of all installed packages.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from typing import Any
+
+from raysim.errors import ConfigError
+from raysim.runs.result import RunResult
+from raysim.runs.resume import reopen
+from raysim.runs.run import execute, run
+from raysim.tracking.recorder import Untracked
+
+CLIENT_SIZES = (20, 1, 9, 0, 14, 2, 7, 17)
+"""Examples of each client: beside batches of 6, these are partial batches, one example, and none.
+"""
+
+SMALL_RUN: dict[str, Any] = {
+    "rounds": 3,
+    "seed": 1,
+    "dtype": "float64",
+    "data": "digits",
+    "model": {"name": "mlp", "hidden": [6]},
+    "local": {"steps": 3, "batch_size": 6, "lr": 0.05},
+    "schedule": {"cohort": 5},
+    "batching": {"mode": "loop", "size": 3},
+    "resources": {"executor": "inline"},
+    "evaluate": {"every": 0},
+    "checkpoint": {"every": 1},
+}
+"""Configuration of the checks' runs; keys that a check is given replace its keys."""
+
+
+def check_method(algorithm: str | Mapping[str, Any], *, actors: int = 0, **keys: Any) -> RunResult:
+    """Check a method in all ways of this module.
+
+    Args:
+        algorithm: the section `algorithm`: a name, path.py:NAME, or a mapping with its keys.
+        actors: also train on so many Ray actors, see `check_actors`; 0: not.
+        **keys: sections of the configuration that replace those of `SMALL_RUN`.
+
+    Returns:
+        The run in loop mode.
+
+    Raises:
+        AssertionError: a result differs.
+        ConfigError: the method or the keys are refused.
+    """
+    keys = {"algorithm": algorithm, **keys}
+    result = check_modes(**keys)
+    check_resume(**keys)
+    if actors:
+        check_actors(actors, **keys)
+    return result
+
+
+def check_modes(rtol: float = 1e-8, **keys: Any) -> RunResult:
+    """Check that clients get the same update one by one and together under vmap.
+
+    A method that cannot run under vmap is trained in loop mode only if `batching` says so.
+
+    Args:
+        rtol: largest difference of a parameter, relative to the largest parameter.
+        **keys: the configuration, as for `check_method`.
+
+    Returns:
+        The run in loop mode.
+
+    Raises:
+        AssertionError: the parameters differ.
+        ConfigError: the configuration is refused, or vmap is not possible.
+    """
+    loop = _train(keys, batching={"mode": "loop", "size": 3})
+    vmap = _train(keys, batching={"mode": "vmap", "size": 3})
+    assert_close(loop, vmap, rtol, "loop mode", "vmap")
+    return loop
+
+
+def check_resume(**keys: Any) -> None:
+    """Check that a run that is stopped after its first round and resumed has the same bits.
+
+    Args:
+        **keys: the configuration, as for `check_method`.
+
+    Raises:
+        AssertionError: the parameters differ.
+        ConfigError: the configuration is refused.
+    """
+    whole = _train(keys)
+    with tempfile.TemporaryDirectory() as folder:
+        _train(keys, run_dir=folder, progress=lambda record: record["round"] == 1)
+        resumed = execute(*reopen(folder), tracker=Untracked())
+    assert_same(whole, resumed, "an uninterrupted run", "one that was resumed")
+
+
+def check_actors(actors: int = 2, **keys: Any) -> None:
+    """Check that a run on Ray actors has the bits of one in this process. It takes some seconds.
+
+    Args:
+        actors: number of actors; they share the cores of this machine.
+        **keys: the configuration, as for `check_method`.
+
+    Raises:
+        AssertionError: the parameters differ.
+        ConfigError: the configuration is refused.
+    """
+    resources = {"executor": "ray", "actors": actors, "cpus": 0.5}
+    on_ray = _train(keys, resources=resources)
+    assert_same(_train(keys), on_ray, "this process", f"{actors} actors")
+
+
+def check_reduction(first: Mapping[str, Any], second: Mapping[str, Any], rtol: float = 0.0) -> None:
+    """Check that two configurations train the same model, such as a method without its new term.
+
+    Args:
+        first: keys of one run, such as {"algorithm": {"name": "mine.py:mine", "mu": 0.0}}.
+        second: keys of the other run, such as {"algorithm": "fedavg"}.
+        rtol: largest difference, as for `check_modes`; 0: equal bits.
+
+    Raises:
+        AssertionError: the parameters differ.
+        ConfigError: a configuration is refused.
+    """
+    results = _train(first), _train(second)
+    if rtol:
+        assert_close(*results, rtol, "the first run", "the second")
+    else:
+        assert_same(*results, "the first run", "the second")
+
+
+def assert_same(one: RunResult, other: RunResult, one_name: str, other_name: str) -> None:
+    """Raise AssertionError if two runs do not have the same bits.
+
+    Args:
+        one: a run.
+        other: another one.
+        one_name: the first run, for the message.
+        other_name: the second one.
+    """
+    assert one.digest == other.digest, (
+        f"{one_name} and {other_name} differ by {_distance(one, other):.2g}, relative to the "
+        "largest parameter"
+    )
+
+
+def assert_close(
+    one: RunResult, other: RunResult, rtol: float, one_name: str, other_name: str
+) -> None:
+    """Raise AssertionError if parameters of two runs differ by more than a tolerance.
+
+    Args:
+        one: a run.
+        other: another one.
+        rtol: largest difference, relative to the largest parameter.
+        one_name: the first run, for the message.
+        other_name: the second one.
+    """
+    distance = _distance(one, other)
+    assert distance <= rtol, (
+        f"{one_name} and {other_name} differ by {distance:.2g}, relative to the largest parameter; "
+        f"allowed are {rtol:g}"
+    )
+
+
+def _distance(one: RunResult, other: RunResult) -> float:
+    """Return the largest difference of two runs' parameters, relative to the largest parameter."""
+    difference = (one.parameters - other.parameters).abs().max()
+    return float(difference / one.parameters.abs().max().clamp(min=1e-300))
+
+
+def _train(keys: Mapping[str, Any], progress: Any = None, **sections: Any) -> RunResult:
+    """Train the small run with other sections."""
+    if "tracking" in keys:
+        raise ConfigError("tracking: the runs of checks are not tracked; leave it out")
+    config = {**SMALL_RUN, **keys, **sections}
+    if "data" not in keys and "partition" not in keys:
+        config["partition"] = _clients(CLIENT_SIZES)
+    return run({}, config, progress=progress, tracking=False)
+
+
+def _clients(sizes: tuple[int, ...]) -> list[list[int]]:
+    """Return consecutive positions of examples for clients of these sizes."""
+    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+    return [list(range(end - n, end)) for end, n in zip(ends, sizes, strict=True)]

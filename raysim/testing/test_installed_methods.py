@@ -1,0 +1,21 @@
+"""The checks of `raysim.testing` for every method that an installed package offers."""
+
+import pytest
+
+from raysim import testing
+from raysim.rules import registry
+
+
+def installed_methods() -> list[str]:
+    """Return the names of the algorithms that other packages offer."""
+    return [name for name, _, origin in registry.catalogue("algorithm") if origin != "raysim"]
+
+
+@pytest.mark.parametrize("name", installed_methods())
+def test_an_installed_method_has_one_result(name: str) -> None:
+    """Check a method in loop mode, under vmap, and after a resume.
+
+    Args:
+        name: its name.
+    """
+    testing.check_method(name)

@@ -1,0 +1,69 @@
+"""`raysim.testing`: its checks pass for sound rules and name what is wrong with others."""
+
+from __future__ import annotations
+
+import pytest
+
+from raysim import testing
+from raysim.errors import ConfigError
+
+RULES = """
+from dataclasses import dataclass
+
+import torch
+
+from raysim.algorithms.fedavg import FedAvgServer
+from raysim.rules import Algorithm, ClientRule
+
+
+@dataclass(frozen=True)
+class Plain(ClientRule):
+    factor: float = 1.0
+
+    def direction(self, shared, state, batch, task):
+        return self.factor * task.grad(state["w"], batch)
+
+
+@dataclass(frozen=True)
+class Padded(ClientRule):
+    def direction(self, shared, state, batch, task):
+        return len(batch.y) * task.grad(state["w"], batch)
+
+
+plain = Algorithm("plain", Plain, FedAvgServer, "")
+padded = Algorithm("padded", Padded, FedAvgServer, "")
+"""
+
+
+@pytest.fixture
+def plain(source) -> str:
+    return source("rules", RULES) + ":plain"
+
+
+def test_a_sound_method_passes_all_checks(plain):
+    result = testing.check_method(plain)
+    assert result.rounds == 3 and result.run_id == ""
+    testing.check_reduction({"algorithm": plain}, {"algorithm": "fedavg"}, rtol=1e-12)
+
+
+def test_what_differs_is_said_with_its_size(plain):
+    double = {"algorithm": {"name": plain, "factor": 2.0}}
+    with pytest.raises(AssertionError, match=r"the first run and the second differ by 0\.\d+, rel"):
+        testing.check_reduction(double, {"algorithm": "fedavg"})
+    with pytest.raises(AssertionError, match=r"differ by 0\.\d+, .*; allowed are 1e-12"):
+        testing.check_reduction(double, {"algorithm": "fedavg"}, rtol=1e-12)
+
+
+def test_a_method_that_counts_padding_is_refused(plain):
+    with pytest.raises(ConfigError, match=r"'padded' .* under vmap that differs"):
+        testing.check_modes(algorithm=plain.replace(":plain", ":padded"))
+
+
+def test_runs_of_checks_are_not_tracked():
+    with pytest.raises(ConfigError, match="tracking: the runs of checks are not tracked"):
+        testing.check_modes(algorithm="fedavg", tracking=True)
+
+
+@pytest.mark.ray
+def test_actors_are_checked(plain, recycled_actors):
+    testing.check_actors(2, algorithm=plain)
