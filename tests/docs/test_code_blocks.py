@@ -21,6 +21,7 @@ import typer
 import yaml
 from pydantic import BaseModel
 from support.documents import Block, blocks, commands, parse
+from support.sweeps import trained_in_this_process
 
 from raysim import cli
 from raysim.attacks import noise_matching
@@ -53,6 +54,7 @@ VALIDATED = ("run", "sweep", "bench", "forecast")
 """Commands whose arguments are a configuration and keys of it."""
 
 
+@pytest.mark.ray
 @pytest.mark.parametrize(
     "page",
     [
@@ -61,7 +63,7 @@ VALIDATED = ("run", "sweep", "bench", "forecast")
         if any(blocks(page)) and (name := page.relative_to(DOCS))
     ],
 )
-def test_code_blocks(page: Path, raysim_: Callable, short_runs: None, local_ray: None) -> None:
+def test_code_blocks(page: Path, raysim_: Callable, short_runs: None) -> None:
     namespace: dict[str, Any] = {"__name__": "documentation"}
     for block in blocks(page):
         CHECKS.get(block.language, _keep)(block, raysim_, namespace)
@@ -69,7 +71,8 @@ def test_code_blocks(page: Path, raysim_: Callable, short_runs: None, local_ray:
 
 @pytest.fixture
 def short_runs(raysim_: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cut every configuration to a few rounds, in this process; `my.yaml` is the quickstart."""
+    """Cut every configuration to a few rounds, and train trials too in this process; `my.yaml` is
+    the quickstart."""
     read = loading.read_config
 
     def read_short(*arguments: Any, **options: Any) -> dict[str, Any]:
@@ -77,6 +80,7 @@ def short_runs(raysim_: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
 
     Path("my.yaml").write_text("extends: quickstart\n")
     monkeypatch.setattr(loading, "read_config", read_short)
+    trained_in_this_process(monkeypatch.setattr)
 
 
 def _short(raw: dict[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.sweeps import SMALL
+from support.sweeps import SMALL, trained_in_this_process
 
 import raysim
 from raysim.errors import ConfigError
@@ -118,7 +118,8 @@ def test_overrides_of_a_sweep_are_texts_or_a_mapping(here: Path):
     assert mapping.axes == {"seed": [0, 1], "local.lr": [0.1, 0.2]}
 
 
-def test_a_sweep_from_python(here: Path, local_ray: None):
+def test_a_sweep_from_python(here: Path, monkeypatch: pytest.MonkeyPatch):
+    trained_in_this_process(monkeypatch.setattr)
     done = raysim.sweep(SMALL, {"local.lr": [0.1, 0.2], "rounds": 1}, parallel=1)
     assert done.counts == {"finished": 2, "stopped_early": 0, "failed": 0}
     assert raysim.load(done.sweep.trials[0].folder).config.local.lr == 0.1

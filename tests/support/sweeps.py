@@ -1,13 +1,19 @@
-"""Shared by the tests of sweeps: a run of a second, files of it, and the values of trials."""
+"""Shared by the tests of sweeps: a run of a second, files of it, the values of trials, and sweeps
+without Ray."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from raysim.sweeps import Sweep
+from raysim.config.tracking_uri import absolute_uri
+from raysim.sweeps import Sweep, Trial, runner
+from raysim.sweeps import trial as one
+from raysim.sweeps.definition import WatchCallback
+from raysim.system.signals import stoppable
 from support.configurations import IID_MLP
 
 SMALL = {
@@ -25,3 +31,33 @@ def written(path: Path, **sections: Any) -> Path:
 
 def values(planned: Sweep) -> list[dict[str, Any]]:
     return [trial.values for trial in planned.trials]
+
+
+def trained_in_this_process(patch: Callable[[Any, str, Any], None]) -> list[Trial]:
+    """Let sweeps train their trials in this process, one after the other, without Ray and Tune.
+
+    Args:
+        patch: `monkeypatch.setattr`.
+
+    Returns:
+        The trials that were started since, in their order.
+    """
+    started: list[Trial] = []
+
+    def in_turn(
+        sweep: Sweep, missing: list[Trial], parent: str, parallel: int | None, watch: WatchCallback
+    ) -> list[tuple[Trial, str]]:
+        failed: list[tuple[Trial, str]] = []
+        uri = absolute_uri(sweep.tracking.uri)
+        for trial in missing:
+            started.append(trial)
+            experiment = sweep.tracking.experiment
+            error = one.train_trial(trial, uri, experiment, parent, None, lambda figures: "")
+            watch(trial, "failed" if error else "finished", trial.result or {"error": error})
+            if error:
+                failed.append((trial, error))
+        return failed
+
+    patch(runner, "run_on_tune", in_turn)
+    patch(runner, "ray_with_resources", lambda missing: stoppable())
+    return started

@@ -1,6 +1,5 @@
 """What must hold of ledgers: what is in one is never trained again, a row counts only for the run
-that it is of, and reports read it like the runs themselves. Trials are trained in this process; one
-sweep is run on Ray."""
+that it is of, and reports read it like the runs themselves. Trials are trained in this process."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.sweeps import SMALL
+from support.sweeps import SMALL, trained_in_this_process
 
 import raysim
 from raysim.errors import ConfigError
@@ -416,8 +415,8 @@ def test_rows_that_are_not_confirmed_are_not_carried_over(rows, raysim_, what, m
 # -- the command line ------------------------------------------------------------------------------
 
 
-@pytest.mark.ray
-def test_the_commands(raysim_: Callable, local_ray: None):
+def test_the_commands(raysim_: Callable, monkeypatch: pytest.MonkeyPatch):
+    trained_in_this_process(monkeypatch.setattr)
     Path("small.yaml").write_text(json.dumps(SWEPT))
     first = raysim_("sweep", "small.yaml", "seed=0,1", "local.lr=0.1", "--ledger", LEDGER)
     assert first.code == 0, first

@@ -21,16 +21,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.sweeps import SMALL, written
+from support.sweeps import SMALL, trained_in_this_process, written
 
 from raysim import cli, sweeps
 from raysim.engine import resolve
 from raysim.errors import RaysimError
 from raysim.runs import run as experiment
-from raysim.sweeps import Sweep, SweepResult, Trial, prepare_sweep, runner
+from raysim.sweeps import SweepResult, Trial, prepare_sweep, runner
 from raysim.sweeps import trial as one
 from raysim.sweeps.search_space import as_text
-from raysim.system.signals import stoppable
 from raysim.tracking import mlflow as tracking
 from raysim.tracking import mlflow_client
 from raysim.tracking.mlflow import Forwarder
@@ -70,7 +69,7 @@ SWEPT = {
         {"local.lr": [0.05, 0.1], "seed": "0..1"},
         {"local.lr": 1e30},
         {"seed": 3, "rounds": 60, "checkpoint.every": 20},
-        {"seed": 4, "resources.executor": "ray", "resources.actors": 2},
+        {"seed": 4, "resources.executor": "ray", "resources.actors": 1},
         {"algorithm": "./deadly.py:Deadly"},
     ],
 }
@@ -245,30 +244,7 @@ def test_each_trial_has_a_line_and_the_pictures_are_kept(swept: SweepResult, mlf
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[Trial]:
     """The trials that were started, from now on in this process."""
-    begun: list[Trial] = []
-
-    def on_tune(
-        planned: Sweep, missing: list[Trial], parent: str, parallel: int | None, watch: Any
-    ) -> list:
-        begun.extend(missing)
-        for trial in missing:
-            one.train_trial(
-                trial,
-                tracking.absolute_uri("sqlite:///mlflow.db"),
-                "swept",
-                parent,
-                None,
-                lambda figures: "",
-            )
-        return [
-            (trial, (trial.folder / "error.txt").read_text())
-            for trial in missing
-            if trial.result is None
-        ]
-
-    monkeypatch.setattr(runner, "run_on_tune", on_tune)
-    monkeypatch.setattr(runner, "ray_with_resources", lambda missing: stoppable())
-    return begun
+    return trained_in_this_process(monkeypatch.setattr)
 
 
 def test_again_only_what_is_missing_is_done(swept: SweepResult, mlflow: Any, started: list[Trial]):
