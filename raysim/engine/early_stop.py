@@ -63,7 +63,10 @@ class StopRule:
         if self.stop is None or self.reason or done % self.every:
             return
         if self.metric not in record:
-            if done and not self.was_logged:
+            # Rounds without clients have no metrics of clients, and probes have their own rounds.
+            part = self.metric.partition("/")[0]
+            is_due = part in (*OF_CLIENTS, "client", "server", "accuracy", "val", self.metric)
+            if done and is_due and record.get("clients/used") and not self.was_logged:
                 known = [name for name in record if not name.startswith(("system/", "round"))]
                 raise RaysimError(
                     f"stop.metric: up to round {done} there is no "
@@ -96,7 +99,8 @@ def _rounds_between_values(config: Config, metric: str) -> int:
     clients = config.evaluate.clients
     if clients is not None and metric.partition("/")[0] in OF_CLIENTS:
         return clients.every
-    is_evaluated = "/" not in metric.removeprefix("val/") and metric not in ROUND_METRICS
+    bare = metric.removeprefix("val/").removeprefix("accuracy/")
+    is_evaluated = "/" not in bare and metric not in ROUND_METRICS
     return config.evaluate.every or 1 if is_evaluated else 1
 
 

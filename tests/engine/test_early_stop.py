@@ -59,8 +59,19 @@ def test_a_metric_that_is_not_logged_is_named_once_it_should_be_there():
     keys = {**DIGITS_MLP, "stop": {"metric": "client/grad", "patience": 1, "mode": "max"}}
     rule = StopRule(explain.validate(keys))
     rule.see({"round": 0.0})
+    rule.see({"round": 1.0, "clients/used": 0.0})  # nobody took part
     with pytest.raises(RaysimError, match=r"stop\.metric: .*'client/grad'; .*'client/grads'"):
-        rule.see({"round": 1.0, "client/grads": 1.0})
+        rule.see({"round": 2.0, "client/grads": 1.0, "clients/used": 2.0})
+
+
+@pytest.mark.parametrize("metric", ["accuracy/class_3", "val/loss", "accuracy"])
+def test_a_metric_is_not_missed_between_two_evaluations(metric):
+    stop = {"metric": metric, "mode": "max", "target": 0.5}
+    rule = StopRule(explain.validate({**DIGITS_MLP, "evaluate": {"every": 2}, "stop": stop}))
+    for done, value in enumerate((0.1, None, 0.2, None, 0.6)):
+        evaluated = {} if value is None else {metric: value}
+        rule.see({"round": float(done), "clients/used": 1.0, **evaluated})
+    assert rule.reason.startswith(f"round 4: {metric} 0.6")
 
 
 SCHEDULES = {

@@ -11,6 +11,11 @@ import pytest
 from support.examples import DATA, gallery, small_config
 from support.oracle_cases import distance
 
+import raysim
+from raysim.runs.resume import reopen
+from raysim.runs.run import execute
+from raysim.tracking.recorder import Untracked
+
 BULYANS_COHORT = 7
 """Fewest clients of a round with one attacker that Bulyan takes."""
 EXAMPLES = [pytest.param(example, id=example.path.stem) for example in gallery.examples()]
@@ -38,6 +43,30 @@ def test_the_command_of_an_example_trains(example, here: Path, engine: Callable)
     other = "loop" if done.plan.mode == "vmap" else "vmap"
     again, _ = engine({**config, "batching": {**config["batching"], "mode": other}})
     assert distance(again.executor.xs, done.executor.xs) < 1e-8
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_an_example_resumes_with_the_same_bits_in_asynchronous_rounds(example, here: Path):
+    """Compared are the parameters, and the metrics of clients, who may have models of their own."""
+    if example.family == "selection":
+        pytest.skip("selecting rules are for synchronous rounds")
+    for path in example.path.parent.glob("*.*"):
+        shutil.copy(path, here)
+    (here / "tiny.py").write_text(DATA)
+    k = BULYANS_COHORT if example.family == "robust" else 2
+    config = small_config(example.command, "./tiny.py:load", k + 2)
+    speeds = {"name": "lognormal"}
+    config["schedule"] = {"name": "kasync", "k": k, "concurrency": k + 1, "client_speeds": speeds}
+    config |= {"rounds": 3, "checkpoint": {"every": 50}}
+    whole = raysim.run(config, tracking=False)
+    part = {**config, "run_dir": str(here / "part")}
+    raysim.run(part, progress=lambda record: record["round"] == 1, tracking=False)
+    resumed = execute(*reopen(here / "part"), tracker=Untracked())
+    assert resumed.digest == whole.digest
+    for one, other in zip(whole.history, resumed.history, strict=True):
+        names = [name for name in one if name.startswith(("clients/", "train_loss", "server/"))]
+        assert all(one[name] == other[name] for name in names), one["round"]
 
 
 def test_docstrings_and_comments_are_no_lines_of_code():
