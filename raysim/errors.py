@@ -26,6 +26,7 @@ SYNONYMS = {
     "clip": "max_grad_norm",
     "num_rounds": "rounds",
     "num_clients": "clients",
+    "early_stopping": "stop",
 }
 """Usual words for a key, and the word that a message suggests if it is a known one."""
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from raysim.errors import ContractError
 from raysim.rules.batch import Batch
-from raysim.rules.contract import ClientRule, Report, State
+from raysim.rules.contract import ClientRule, Report, State, overridden
 from raysim.rules.task import LocalData
 from raysim.rules.uploads import Kind
 from raysim.rules.user_code import breach, described, with_traceback
@@ -131,6 +131,14 @@ def check_report(
             raise breach(rule, "finish", f"sends '{key}' {wrong}")
     expected = {k: tuple(v.shape) for k, v in client_state.items() if k != "seen"}
     returned = {k: tuple(v.shape) for k, v in kept.items() if k != "seen"}
+    if expected != returned and not overridden(rule, ["finish"]):
+        raise breach(
+            rule,
+            "state",
+            f"declares {expected}, and no method returns it after training; define "
+            "`finish(self, shared, state, client_state, data, task)`, which returns the upload and "
+            "the client's new state",
+        )
     if expected != returned:
         raise breach(rule, "finish", f"keeps {returned}, but its `state` declares {expected}")
 

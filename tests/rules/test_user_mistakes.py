@@ -67,6 +67,23 @@ def test_a_misspelled_method_of_a_server_rule_is_refused(mine):
     assert "did you mean update?" in refused(mine(code))
 
 
+STATE_ONLY = """
+@dataclass(frozen=True)
+class Mine(ClientRule):
+    def state(self, task):
+        return {"v": torch.zeros(3)}
+
+
+mine = Algorithm("mine", Mine, FedAvgServer, "Nobody 2000")
+"""
+
+
+def test_a_declared_state_that_no_method_returns_asks_for_finish(mine):
+    code = "from raysim.algorithms.fedavg import FedAvgServer\n" + STATE_ONLY
+    said = refused(mine(code, name=":mine"))
+    assert "state of client rule 'mine' declares {'v': (3,)}" in said and "define `finish(" in said
+
+
 @pytest.mark.parametrize(
     "code",
     [
