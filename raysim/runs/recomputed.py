@@ -106,14 +106,14 @@ def recompute(row: Row, keys: Mapping[str, Any] | None = None) -> Recomputed:
 
 
 def _bare(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the configuration of a row without evaluations and checkpoints."""
+    """Return the configuration of a row without checkpoints, and without needless evaluations."""
     resources = dict(config["resources"])
     if not resources["gpus"] and not resources["server_gpus"]:
         resources = {"executor": "inline", "threads": resources["threads"]}
     return {
         **copy.deepcopy(dict(config)),
         "resources": resources,
-        "evaluate": {"every": 0},
+        **({} if config.get("stop") else {"evaluate": {"every": 0}}),
         "record_updates": None,
         "checkpoint": {"every": 0},
     }

@@ -111,24 +111,29 @@ class Row:
         facts = [self.fingerprint, self.experiment, self.rounds, self.stopped, asked]
         return json.dumps(facts, sort_keys=True)
 
+    @property
+    def ended(self) -> bool:
+        """Whether the section `stop` ended the run, which then covers runs of more rounds too."""
+        is_short = self.rounds < self.config.get("rounds", 0)
+        return is_short and bool(self.config.get("stop")) and not self.stopped
+
     def cut_to(self, config: Config) -> Row | None:
         """Return the row of a run of this configuration, or None if this row does not cover it.
 
         The row covers the run if its identity is the same, and if it has at least its rounds and
-        its evaluations. A trial that was stopped early covers the rounds that it completed.
+        its evaluations. A trial that was stopped early covers the rounds that it completed, and a
+        run that its section `stop` ended covers longer ones too.
 
         Args:
             config: Resolved configuration of the run.
         """
-        ended = self.rounds < self.config["rounds"] and not self.stopped  # by its section `stop`
-        if self.fingerprint != config.fingerprint or (self.rounds < config.rounds and not ended):
+        is_short = self.rounds < config.rounds
+        if self.fingerprint != config.fingerprint or (is_short and not self.ended):
             return None
-        if ended:
-            config = config.model_copy(update={"rounds": min(self.rounds, config.rounds)})
         wanted = kept_config(config)
         if wanted["record_updates"] is not None or not self._measures_the_same(wanted):
             return None
-        whole = self.rounds == config.rounds and not self.stopped
+        whole = (self.rounds == config.rounds and not self.stopped) or is_short
         mine, asked = self.config["evaluate"], config.evaluate
         if whole and mine["every"] == asked.every:
             return replace(self, config=wanted, experiment=config.tracking.experiment)

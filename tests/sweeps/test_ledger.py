@@ -17,6 +17,7 @@ from support.sweeps import SMALL, trained_in_this_process
 import raysim
 from raysim.errors import ConfigError
 from raysim.reports.runs import RunSource
+from raysim.runs.recomputed import recompute
 from raysim.sweeps import Sweep, SweepLedger, SweepResult, prepare_sweep, run_sweep
 from raysim.sweeps.trial import train_trial
 from raysim.tracking.ledger import append_rows, read_rows, unique, write_rows
@@ -186,6 +187,23 @@ def test_a_stopped_trial_is_not_taken_as_a_full_one(here):
     done = run_sweep(planned, ledger=SweepLedger(LEDGER, planned, fail))
     assert done.counts == {"finished": 0, "stopped_early": 1, "failed": 0}
     assert len(SweepLedger(LEDGER, swept(rounds=3, sweep={"local.lr": [0.05]}), fail).taken) == 1
+
+
+def test_a_run_that_its_stop_ended_stands_for_longer_ones_and_is_computed_again(here):
+    stop = {"metric": "loss", "target": 100.0}  # reached after the first round
+    asked = {"local.lr": [0.05]}
+    train(swept(sweep=asked, stop=stop))
+    (row,) = read_rows([LEDGER], fail)
+    assert (row.rounds, row.config["rounds"], row.stopped) == (1, 4, "") and row.ended
+    assert recompute(row).digest == row.digest
+    forget_all_but_the_ledger()
+    longer = swept(sweep=asked, stop=stop, rounds=9)
+    done = run_sweep(longer, ledger=SweepLedger(LEDGER, longer, fail))
+    assert done.counts == {"finished": 1, "stopped_early": 0, "failed": 0}
+    assert (longer.trials[0].result or {})["rounds"] == 1
+    assert not SweepLedger(LEDGER, swept(sweep=asked), fail).taken
+    other = swept(sweep=asked, stop={**stop, "target": 0.1})
+    assert not SweepLedger(LEDGER, other, fail).taken
 
 
 # -- the file --------------------------------------------------------------------------------------
