@@ -6,8 +6,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
-import sys
 import urllib.request
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -17,6 +15,8 @@ from typing import Any
 
 import pytest
 from support.command_line import assert_one_message
+from support.forked import Forked
+from support.processes import until
 
 from raysim.config.sections.storage import Tracking
 from raysim.errors import RaysimError
@@ -132,17 +132,17 @@ def database(here: Path, tables_made_once: None) -> Callable[[], str]:
 @pytest.mark.ray
 def test_a_real_server_shows_the_experiment_and_leaves_nothing_behind(database):
     uri = database()
-    command = [sys.executable, "-m", "raysim", "ui", "mnist", "--uri", uri, "--no-browser"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout
-        link = process.stdout.readline().strip()
-        address = link.partition("/#/")[0]
-        order = "compareRunsMode=CHART&viewStateShareKey=raysim"
-        assert link == f"{address}/#/experiments/1/runs?{VIEW}&{order}"
-        with urllib.request.urlopen(f"{address}/health", timeout=30) as answer:
-            assert answer.status == 200
-        os.kill(process.pid, signal.SIGINT)
-        assert process.wait(60) == 0
+    command = ("ui", "mnist", "--uri", uri, "--no-browser")
+    process = Forked("-m", "raysim", *command, cwd=Path.cwd())
+    until(lambda: "Ctrl-C" in process.said or not process.alive(), 120, "no link")
+    link = process.said.splitlines()[0]
+    address = link.partition("/#/")[0]
+    order = "compareRunsMode=CHART&viewStateShareKey=raysim"
+    assert link == f"{address}/#/experiments/1/runs?{VIEW}&{order}"
+    with urllib.request.urlopen(f"{address}/health", timeout=30) as answer:
+        assert answer.status == 200
+    os.kill(process.pid, signal.SIGINT)
+    assert process.wait(60) == 0
     with pytest.raises(OSError):
         urllib.request.urlopen(f"{address}/health", timeout=30)
 

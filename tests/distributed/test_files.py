@@ -185,7 +185,7 @@ def config(folder: Path, rounds: int) -> dict[str, Any]:
         "algorithm": "fedavg",
         "local": {"steps": 2, "batch_size": 8, "lr": 0.05},
         "schedule": {"cohort": 4},
-        "resources": {"executor": "ray", "actors": 2, "cpus": 0.5},
+        "resources": {"executor": "ray", "actors": 1, "cpus": 0.5},
         "run_dir": str(folder / "run"),
         "tracking": {"uri": f"sqlite:///{folder}/mlflow.db"},
     }

@@ -9,7 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
-from support.processes import basic, kill, run_in, start, until, written
+from support.forked import Forked
+from support.processes import basic, run_in, until, written
 
 from raysim.system import processes
 from raysim.system.processes import Process, descendants
@@ -35,8 +36,8 @@ def test_a_process_of_ray_that_is_stopped_ends_the_run(uri, tmp_path, stopped, c
     SIGTERM ends it."""
     config = basic(tmp_path, uri) | {"rounds": 100_000, "checkpoint": {"every": 0}}
     started: list[Process] = []
-    config["resources"] = {"executor": "ray", "actors": 2, "cpus": 0.5, "timeout": 10}
-    driver = start("run", written(tmp_path, config), cwd=tmp_path, **SOON)
+    config["resources"] = {"executor": "ray", "actors": 1, "cpus": 0.5, "timeout": 10}
+    driver = Forked("-m", "raysim", "run", written(tmp_path, config), cwd=tmp_path, **SOON)
     try:
         run = tmp_path / "run" / "spool.jsonl"
         until(lambda: run.exists() and '"step": 3' in run.read_text(), 200, "no round is done")
@@ -48,13 +49,15 @@ def test_a_process_of_ray_that_is_stopped_ends_the_run(uri, tmp_path, stopped, c
         if stopped == "gcs_server":
             time.sleep(1)
             os.kill(driver.pid, signal.SIGTERM)
-        said = driver.communicate(timeout=200)[0]
-        assert driver.returncode == code, said
+        assert driver.wait(200) == code, driver.said
+        said = driver.said
         until(
             lambda: not [process for process in started if process.alive], 10, "a process is left"
         )
     finally:
-        kill(driver)
+        if driver.alive():
+            driver.signal(signal.SIGKILL)
+            driver.wait()
         processes.kill(started)
     found = run_in(uri, tmp_path.name)
     if code == 1:

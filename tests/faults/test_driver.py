@@ -158,7 +158,7 @@ def test_a_kill_of_a_driver_of_actors_does_not_show(uri, tmp_path, source):
     )
     config |= {
         "run_dir": str(tmp_path / "ray"),
-        "resources": {"executor": "ray", "actors": 2, "cpus": 0.5},
+        "resources": {"executor": "ray", "actors": 1, "cpus": 0.5},
     }
     mark = uuid.uuid4().hex
     killed_until_it_is_done(tmp_path, config, ["on its way"], seed=6, RAYSIM_TEST_MARK=mark)
@@ -181,8 +181,8 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("executor", "schedule"),
     [
-        ("inline", "sync"),
         ("inline", "kasync"),
+        pytest.param("inline", "sync", marks=pytest.mark.long),
         pytest.param("ray", "kasync", marks=pytest.mark.long),
     ],
 )

@@ -78,10 +78,9 @@ class Hanging(RayExecutor):
         os.kill(self.pool.supervisor.process(actor)[1].pid, signal.SIGSTOP)
 
 
-@pytest.mark.long
 def test_actors_that_hang_are_replaced(uri, tmp_path, monkeypatch, caplog):
     """A ClientActor, the server and the evaluator, one after the other, which share memory. The
-    same on several nodes and under another schedule, in less time: tests/distributed/test_adding.py.
+    same on several nodes and under another schedule: tests/distributed/test_adding.py.
     """
     config = basic(tmp_path, uri) | {"rounds": 12, "algorithm": {"name": "gradma", "memory": 9}}
     whole = raysim.run({**config, "run_dir": f"{config['run_dir']}-inline"})

@@ -13,14 +13,15 @@ import re
 import shutil
 import signal
 import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.forked import call
+from support.forked import Forked, call
 from support.mlflow_server import Server
-from support.processes import client_of, start, steps_of, until
+from support.processes import client_of, steps_of, until
+
+from raysim.system import lock
 
 GRID = {
     "rounds": 20,
@@ -34,7 +35,7 @@ GRID = {
     "tracking": {"experiment": "killed"},
 }
 
-FOUR_TRIALS = {"local.lr": [0.05, 0.2], "seed": "0..1"}
+THREE_TRIALS = {"local.lr": [0.05, 0.1, 0.2]}
 LARGE = {"algorithm": ["fedavg", "fedavgm"], "local.lr": [0.02, 0.05, 0.1, 0.2], "seed": "0..5"}
 """48 trials."""
 
@@ -46,23 +47,24 @@ def results(folder: Path) -> dict[Path, int]:
     }
 
 
-def killed_and_resumed(folder: Path, varied: dict[str, Any], count: int) -> tuple[str, str]:
+def killed_and_resumed(
+    folder: Path, varied: dict[str, Any], count: int, parallel: int
+) -> tuple[str, str]:
     """The address of the database and the id of the parent run."""
     (folder / "grid.yaml").write_text(json.dumps({**GRID, "sweep": varied}))  # JSON is YAML
-    driver = start("sweep", "grid.yaml", cwd=folder)
+    command = ("sweep", "grid.yaml", "--parallel", parallel)
+    driver = Forked("-m", "raysim", *command, cwd=folder)
     until(
-        lambda: len(results(folder)) >= count // 3 or driver.poll() is not None,
-        400,
-        "no trial finishes",
+        lambda: len(results(folder)) >= count // 3 or not driver.alive(), 400, "no trial finishes"
     )
-    assert driver.poll() is None, driver.communicate()[0]
+    assert driver.alive(), driver.said
     os.kill(driver.pid, signal.SIGKILL)
-    driver.communicate(timeout=60)
-    assert driver.returncode == -signal.SIGKILL
-    time.sleep(3)  # what of its trials was just being finished
+    assert driver.wait() == -signal.SIGKILL
+    trials = [path.parent for path in folder.glob("runs/killed/trials/*/config.yaml")]
+    until(lambda: not any(map(lock.running, trials)), 60, "a trial outlives its driver")
     before = results(folder)
     assert count // 3 <= len(before) < count
-    code, said = call("sweep", "grid.yaml", "--json", cwd=folder, seconds=580)
+    code, said = call(*command, "--json", cwd=folder, seconds=580)
     assert code == 0, said
     told = json.loads(said.splitlines()[-1])
     assert (told["finished"], told["reused"]) == (count, len(before)), said
@@ -95,12 +97,12 @@ def check(uri: str, told: dict[str, Any], count: int) -> None:
 
 
 def test_a_sweep_whose_driver_is_killed_is_completed(tmp_path: Path):
-    killed_and_resumed(tmp_path, FOUR_TRIALS, 4)
+    killed_and_resumed(tmp_path, THREE_TRIALS, 3, parallel=1)
 
 
 @pytest.mark.long
 def test_a_sweep_of_48_trials_and_what_mlflow_shows_of_it(tmp_path: Path):
-    uri, parent = killed_and_resumed(tmp_path, LARGE, 48)
+    uri, parent = killed_and_resumed(tmp_path, LARGE, 48, parallel=2)
     browser = next(
         filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
     )

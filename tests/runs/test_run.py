@@ -15,7 +15,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import time
 import uuid
@@ -30,6 +29,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
+from support.forked import Forked
 from support.stopped_runs import same, stop_at
 
 import raysim
@@ -748,9 +748,8 @@ class Signalled:
 
     folder: Path
     mark: str
-    process: subprocess.Popen[str]
+    process: Forked
     code: int
-    said: str
 
 
 SIGNALS = {"inline-SIGINT": 130, "ray-SIGTERM": 143}
@@ -776,36 +775,29 @@ def signalled(
         "resources": {"executor": executor, "actors": 1, "cpus": 0.5},
     }
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
-    process = subprocess.Popen(
-        [sys.executable, "-m", "raysim", "run", str(folder / "config.yaml")],
-        env={**os.environ, "RAYSIM_TEST_MARK": mark, "RAY_ADDRESS": ""},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-        cwd=folder,
-    )
+    run = ("-m", "raysim", "run", folder / "config.yaml")
+    process = Forked(*run, cwd=folder, RAYSIM_TEST_MARK=mark)
     try:
         until(
-            lambda: checkpoint.available_checkpoints(folder / "run") or process.poll() is not None,
+            lambda: checkpoint.available_checkpoints(folder / "run") or not process.alive(),
             100,
             name,
         )
-        if process.poll() is None:
-            os.killpg(process.pid, getattr(signal, sent))
-        yield Signalled(folder, mark, process, SIGNALS[name], process.communicate(timeout=60)[0])
+        if process.alive():
+            process.signal(getattr(signal, sent))
+        yield Signalled(folder, mark, process, SIGNALS[name])
     finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
+        if process.alive():
+            process.signal(signal.SIGKILL)
+            process.wait()
 
 
 def test_a_signal_ends_a_run_with_its_code_and_one_line(signalled):
     run = signalled
-    assert run.process.returncode == run.code, run.said
-    *_, last = run.said.rstrip().splitlines()
-    assert "Traceback" not in run.said and last.startswith("stopped; what was done is kept"), (
-        run.said
-    )
+    assert run.process.wait(60) == run.code, run.process.said
+    said = run.process.said
+    *_, last = said.rstrip().splitlines()
+    assert "Traceback" not in said and last.startswith("stopped; what was done is kept"), said
     assert f"`raysim resume {run.folder / 'run'}` continues after round " in last
 
 

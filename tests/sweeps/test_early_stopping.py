@@ -142,7 +142,8 @@ def test_a_stopped_trial_counts_as_done_and_a_larger_sweep_knows_what_was_reache
 ):
     """The first trial of a fresh rung is never stopped; this one meets those of the sweep before."""
     larger = sweeps.run_sweep(
-        prepare_sweep({**LONGER, "sweep": {"local.lr": [*LRS, 1e-4], "early_stopping": STOPPING}})
+        prepare_sweep({**LONGER, "sweep": {"local.lr": [*LRS, 1e-4], "early_stopping": STOPPING}}),
+        parallel=1,
     )
     assert larger.reused == 6 and larger.run_id != halving.run_id
     assert [trial.config.local.lr for trial, why in larger.stopped if why.startswith("round 2")][
@@ -157,7 +158,7 @@ def test_a_stopped_trial_goes_on_to_the_bit(halving: SweepResult, tmp_path: Path
     assert done.digest == alone(first, tmp_path).digest and done.rounds == 12
     whole = prepare_sweep({**LONGER, "sweep": {"local.lr": LRS}})
     assert [whole.done(trial) for trial in whole.trials].count(False) == len(halving.stopped)
-    after = sweeps.run_sweep(whole)
+    after = sweeps.run_sweep(whole, parallel=1)
     assert (
         after.run_id == halving.run_id
         and after.counts["finished"] == 6
@@ -183,7 +184,9 @@ def test_trials_that_fail_are_tried_again(place: Path, local_ray: None):
     }
     told: list[str] = []
     planned = prepare_sweep({**LONGER, "rounds": 6, "sweep": {**varied, "retries": 1}})
-    done = sweeps.run_sweep(planned, watch=lambda trial, state, facts: told.append(state))
+    done = sweeps.run_sweep(
+        planned, parallel=1, watch=lambda trial, state, facts: told.append(state)
+    )
     assert (
         done.counts == {"finished": 2, "stopped_early": 0, "failed": 1} and told.count("again") == 3
     )
