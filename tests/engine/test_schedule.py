@@ -51,7 +51,7 @@ SIZES = [5, 9, 12, 3, 0, 7, 16, 4, 10, 6, 8, 11, 2, 1]
 """Ragged; client 4 has nothing."""
 M = sum(size > 0 for size in SIZES)
 """Clients that have data."""
-ROUNDS = 200
+ROUNDS = 100
 
 
 # -- the plain simulator ---------------------------------------------------------------------------
