@@ -33,7 +33,8 @@ from raysim.diagnostics import full_gradients
 from raysim.diagnostics.full_gradients import FullGradients
 from raysim.engine.plan import Probe, ProbedRun
 from raysim.errors import ConfigError
-from raysim.rules.contract import PLAIN_STEP, Cohort, ServerRule, overridden
+from raysim.rules.contract import PLAIN_STEP, ServerRule, overridden
+from raysim.rules.reports import Cohort
 from raysim.training.batch_order import local_steps
 
 if TYPE_CHECKING:

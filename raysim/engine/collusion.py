@@ -11,7 +11,8 @@ from torch import Tensor
 
 from raysim.config.schema import Config
 from raysim.errors import ConfigError, RaysimError, round_name
-from raysim.rules.contract import ClientRule, Cohort, Reports, ServerRule, overridden
+from raysim.rules.contract import ClientRule, ServerRule, overridden
+from raysim.rules.reports import Cohort, Reports
 from raysim.rules.uploads import with_mode
 from raysim.rules.user_code import breach, translate_errors
 

@@ -17,15 +17,8 @@ from raysim.engine.selection import Candidates, named_candidates, selected_clien
 from raysim.engine.update_checks import check_update, described_uploads, errors_name_rule
 from raysim.errors import RaysimError
 from raysim.numerics.fixed_point import combine, to_float
-from raysim.rules.contract import (
-    NOT_REQUESTED,
-    Cohort,
-    Problem,
-    Reports,
-    ServerRule,
-    State,
-    Withheld,
-)
+from raysim.rules.contract import Problem, ServerRule, State
+from raysim.rules.reports import NOT_REQUESTED, Cohort, Refused, Reports
 from raysim.rules.sampling import SelectionPool
 from raysim.rules.user_code import check_tensors
 from raysim.training.messages import Broadcast, WorkerResult
@@ -310,7 +303,7 @@ class Server:
         totals = self._totals(outcomes, 1.0, 1.0) if outcomes else {}
         mean, metrics = noisy_mean.release(round.t, totals, len(stay), self.state["x"])
         cohort = vars(round.cohort(self.problem, stay))
-        secret = {name: Withheld(rule.name, name) for name in ("ids", "samples", "steps", "draws")}
+        secret = {name: _withheld(rule, name) for name in ("ids", "samples", "steps", "draws")}
         reports = Reports(
             **{**cohort, **secret, "metrics": dict(self.cohort.metrics)},
             weights=[noisy_mean.weight] * len(stay),
@@ -473,3 +466,12 @@ def _entropy(weights: list[float]) -> float:
     """Return the entropy of the weights in nats: log K if all K weights are equal."""
     p = np.array(weights) / sum(weights)
     return float(-(p[p > 0] * np.log(p[p > 0])).sum())
+
+
+def _withheld(rule: ServerRule, name: str) -> Refused:
+    """Return the placeholder of a fact about clients that are private, by its name in `Reports`."""
+    return Refused(
+        f"server rule '{rule.name}' reads reports.{name}, and with privacy.unit 'client' the "
+        "guarantee covers a server that sees the noisy mean alone; use a server rule that does "
+        "without, such as fedavg, or leave privacy out"
+    )

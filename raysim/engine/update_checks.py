@@ -10,7 +10,8 @@ from torch import Tensor
 
 from raysim.errors import RaysimError, round_name
 from raysim.numerics.fixed_point import NonFiniteError
-from raysim.rules.contract import Reports, ServerRule, State
+from raysim.rules.contract import ServerRule, State
+from raysim.rules.reports import Reports
 from raysim.rules.user_code import breach, check_tensors, translate_errors
 
 

@@ -8,11 +8,9 @@ from raysim.rules.batch import Batch
 from raysim.rules.contract import (
     Algorithm,
     ClientRule,
-    Cohort,
     NoiseSpec,
     Problem,
     Report,
-    Reports,
     ServerRule,
     State,
     normalised,
@@ -21,6 +19,7 @@ from raysim.rules.learning_task import LearningTask, TaskData, TaskMetric
 from raysim.rules.learning_tasks import Classification, Multilabel, NextToken, Regression
 from raysim.rules.losses import Loss, Net, cross_entropy, soft_cross_entropy, task_loss
 from raysim.rules.public import PublicData
+from raysim.rules.reports import Cohort, Reports
 from raysim.rules.sampling import ClientPool, ClientSampling, SelectionPool
 from raysim.rules.task import LocalData, PassMode, Task
 from raysim.rules.upload_stages import UploadStage, WireFormat

@@ -11,7 +11,7 @@ from raysim.config.renamed import CONTRACT, UPLOAD_MODES
 from raysim.engine.resolve import prepare
 from raysim.errors import ConfigError
 from raysim.rules import Batch, ClientRule, Reports, ServerRule
-from raysim.rules.contract import Cohort
+from raysim.rules.reports import Cohort
 from raysim.training.task import ModelTask
 
 FILE = """
