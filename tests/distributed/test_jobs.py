@@ -24,7 +24,7 @@ import pytest
 import yaml
 from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient, JobType
 from ray.runtime_env import RuntimeEnv
-from support.forked import call
+from support.forked import Forked, call
 from support.mlflow_server import Server
 from support.processes import client_of, steps_of, until
 
@@ -189,26 +189,14 @@ def written(folder: Path, **what: Any) -> Path:
     return folder
 
 
-def test_a_run_on_three_nodes_is_that_of_one_process(nodes, server, tmp_path):
-    written(tmp_path, uri=server.uri, algorithm={"name": "gradma", "memory": 6})
-    whole = raysim.run(config(server.uri, algorithm={"name": "gradma", "memory": 6}), {
-        "resources": {"executor": "inline"}, "run_dir": str(tmp_path / "whole")
-    })  # fmt: skip
-    place = {**nodes.environment, "RAY_ADDRESS": nodes.address}
-    code, said = call(
-        "run", "mine.yaml", "run_dir=run", "resources.actors=3", cwd=tmp_path, **place
-    )
-    assert code == 0, said
-    (run,) = (r for r in runs_in(server.uri) if r.data.tags["run_dir"] == str(tmp_path / "run"))
-    assert run.data.tags["digest"] == whole.digest
-
-
 def runs_in(uri: str) -> list[Any]:
     client = client_of(uri)
     return client.search_runs([client.get_experiment_by_name("cluster").experiment_id])
 
 
-def test_a_job_with_a_method_of_ones_own(nodes, server, tmp_path):
+def test_a_job_with_a_method_of_ones_own_on_three_nodes_is_the_run_of_one_process(
+    nodes, server, tmp_path
+):
     """It is packed and sent off, what it says comes back, and MLflow has all of it."""
     written(tmp_path, uri=server.uri, algorithm="./mymethod.py:lazy")
     whole = raysim.run(
@@ -220,7 +208,7 @@ def test_a_job_with_a_method_of_ones_own(nodes, server, tmp_path):
     )
     code, said = call(
         *("submit", "--wait", "--address", nodes.dashboard, "--working-dir", tmp_path, "--"),
-        *("run", "mine.yaml", "name=a job"),
+        *("run", "mine.yaml", "name=a job", "resources.actors=3"),
         cwd=nodes.folder,
         **nodes.environment,
     )
@@ -228,6 +216,7 @@ def test_a_job_with_a_method_of_ones_own(nodes, server, tmp_path):
     (run,) = (r for r in runs_in(server.uri) if r.info.run_name == "a job")
     assert run.info.status == "FINISHED" and run.data.tags["digest"] == whole.digest
     assert steps_of(server.uri, run.info.run_id)["accuracy"] == [0, 1, 2, 3, 4]
+    assert sum(metric.endswith("/busy_seconds") for metric in run.data.metrics) == 3, "each node"
     number = re.search(r"job (\S+)", said)[1]  # type: ignore[index]
     code, said = call(
         "job", "list", "--address", nodes.dashboard, cwd=tmp_path, **nodes.environment
@@ -235,22 +224,25 @@ def test_a_job_with_a_method_of_ones_own(nodes, server, tmp_path):
     assert code == 0 and re.search(rf"{number}\s+succeeded\s+run mine.yaml", said)
 
 
-def test_a_job_that_fails_says_why_and_its_exit_code_comes_back(nodes, server, tmp_path):
+@pytest.mark.parametrize(
+    ("overrides", "code", "message"),
+    [
+        (["data.root=/nowhere", "data=mnist"], 2, "/nowhere"),
+        pytest.param(
+            ["local.lr=1e30", "resources.executor=inline"],
+            1,
+            "failed in round 1: non-finite",
+            marks=pytest.mark.long,
+        ),
+    ],
+)
+def test_a_job_that_fails_says_why_and_its_exit_code_comes_back(
+    nodes, server, tmp_path, overrides, code, message
+):
     written(tmp_path, uri=server.uri, algorithm="fedavg")
-    submit = ("submit", "--wait", "--address", nodes.dashboard, "--")
-    diverging = ("run", "mine.yaml", "local.lr=1e30", "resources.executor=inline")
-    code, said = call(*submit, *diverging, cwd=tmp_path, **nodes.environment)
-    assert code == 1 and "failed in round 1: non-finite" in said and "has failed" in said, said
-    code, said = call(
-        *submit,
-        "run",
-        "mine.yaml",
-        "data.root=/nowhere",
-        "data=mnist",
-        cwd=tmp_path,
-        **nodes.environment,
-    )
-    assert code == 2 and "/nowhere" in said, said
+    submit = ("submit", "--wait", "--address", nodes.dashboard, "--", "run", "mine.yaml")
+    ran, said = call(*submit, *overrides, cwd=tmp_path, **nodes.environment)
+    assert ran == code and message in said and "has failed" in said, said
 
 
 def test_a_job_that_is_stopped_keeps_what_is_done(nodes, server, tmp_path):
@@ -260,7 +252,7 @@ def test_a_job_that_is_stopped_keeps_what_is_done(nodes, server, tmp_path):
         uri=server.uri,
         algorithm="fedavg",
         rounds=100_000,
-        resources={"executor": "ray", "actors": 1, "timeout": 120},
+        resources={"executor": "inline"},
         checkpoint={"every": 1_000_000},
     )
     place = ("--address", nodes.dashboard)
@@ -376,14 +368,12 @@ main()
 )
 def test_a_run_that_cannot_join_says_why(nodes, tmp_path, older, more, said):
     written(tmp_path, uri=f"sqlite:///{tmp_path}/mlflow.db", algorithm="fedavg")
-    ran = subprocess.run(
-        [sys.executable, "-c", OLDER.format(older), "run", "mine.yaml", "run_dir=run"],
-        cwd=tmp_path, env={**os.environ, **nodes.environment, "RAY_ADDRESS": nodes.address, **more},
-        capture_output=True, text=True, timeout=200,
-    )  # fmt: skip
-    errors = [line for line in ran.stderr.splitlines() if line.startswith("error: ")]
-    assert ran.returncode == 2 and len(errors) == 1 and re.search(said, errors[0]), ran.stderr
-    assert "Traceback" not in ran.stderr and not (tmp_path / "run").exists()
+    place = {**nodes.environment, "RAY_ADDRESS": nodes.address, **more}
+    arguments = ("run", "mine.yaml", "run_dir=run")
+    code, output = Forked("-c", OLDER.format(older), *arguments, cwd=tmp_path, **place).ended()
+    errors = [line for line in output.splitlines() if line.startswith("error: ")]
+    assert code == 2 and len(errors) == 1 and re.search(said, errors[0]), output
+    assert "Traceback" not in output and not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("name", ["raysim", "ray", "python"])
