@@ -16,6 +16,9 @@ from support.processes import SOON, SUPPORT, basic, written
 
 import raysim
 
+pytestmark = pytest.mark.long
+"""In less time: a job on three nodes, in test_jobs.py."""
+
 WORDS = 64 * 8 + 8 + 8 * 10 + 10  # of the net: 64 pixels, 8 hidden units, 10 classes
 
 
@@ -54,31 +57,14 @@ def configs(tmp_path_factory, uri) -> dict[str, dict[str, Any]]:
     return {case: config(folder / case, uri) | own for case, own in more.items()}
 
 
-SHORT = ("sums", "node", "hang")
-"""Those of the second tier. The others take minutes, and lose or send less."""
-
 TIMEOUTS = {"hang": 5, "raylet": 60}
 """Of runs in which somebody falls silent."""
 
 
 @pytest.fixture(scope="module")
 def found(configs, tmp_path_factory) -> dict[str, dict[str, Any]]:
-    """What came of those of the second tier."""
-    return on_three_nodes({case: configs[case] for case in SHORT}, tmp_path_factory)
-
-
-@pytest.fixture(scope="module")
-def found_long(configs, tmp_path_factory) -> dict[str, dict[str, Any]]:
-    """What came of the others."""
-    others = {case: one for case, one in configs.items() if case not in SHORT}
-    return on_three_nodes(others, tmp_path_factory)
-
-
-def on_three_nodes(
-    configs: dict[str, dict[str, Any]], tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, dict[str, Any]]:
-    """Run one after the other on three nodes, the first of which has no ClientActor; four actors
-    share the others."""
+    """What came of them, one after the other on three nodes, the first of which has no ClientActor;
+    four actors share the others."""
     folder = tmp_path_factory.mktemp("files")
     resources = {"executor": "ray", "actors": 4, "cpus": 1, "threads": 1, "server_node": "head"}
     files = [
@@ -95,7 +81,7 @@ def on_three_nodes(
         env={**os.environ, "RAY_ADDRESS": "", **SOON},
         capture_output=True,
         text=True,
-        timeout=900,
+        timeout=1800,
     )
     assert ran.returncode == 0, ran.stderr
     return dict(zip(configs, json.loads(ran.stdout.splitlines()[-1]), strict=True))
@@ -117,18 +103,16 @@ def test_a_node_sends_one_sum(found, whole):
         assert 0 < record["system/worker_utilization"] <= 1
 
 
-@pytest.mark.long
-def test_without_that_every_actor_sends_one(found_long, whole):
-    alone = found_long["alone"]
+def test_without_that_every_actor_sends_one(found, whole):
+    alone = found["alone"]
     assert alone["digest"] == whole.digest
     assert {record["system/network/bytes_up"] for record in alone["history"][1:]} == {4 * 8 * WORDS}
 
 
-@pytest.mark.long
-def test_single_rows_travel_alone(found_long, configs, tmp_path):
+def test_single_rows_travel_alone(found, configs, tmp_path):
     """Where a rule wants every client's upload, its mean is added up on the way, the rows are not."""
     whole = raysim.run(configs["mixed"] | {"run_dir": str(tmp_path / "inline")})
-    mixed = found_long["mixed"]
+    mixed = found["mixed"]
     assert mixed["digest"] == whole.digest
     for record in mixed["history"][1:]:
         assert (
@@ -162,10 +146,10 @@ def mixed(folder: Path) -> dict[str, Any]:
     return {"rounds": 3, "algorithm": f"{folder / 'mixed.py'}:pair"}
 
 
-@pytest.mark.parametrize("case", ["node", pytest.param("adder", marks=pytest.mark.long)])
-def test_sums_that_are_lost_are_made_again(request, whole, case):
+@pytest.mark.parametrize("case", ["node", "adder"])
+def test_sums_that_are_lost_are_made_again(found, whole, case):
     """By training again what they were made of; nothing goes back to a checkpoint (there is none)."""
-    lost = request.getfixturevalue("found" if case in SHORT else "found_long")[case]
+    lost = found[case]
     assert lost["digest"] == whole.digest
     last = lost["history"][-1]
     said = re.findall(
@@ -199,9 +183,8 @@ def test_actors_that_hang_are_replaced(found, configs, tmp_path):
         assert re.search(f"^{who}", said, re.M), said
 
 
-@pytest.mark.long
-def test_a_node_whose_raylet_is_stopped_does_not_show(found_long, whole):
-    raylet = found_long["raylet"]
+def test_a_node_whose_raylet_is_stopped_does_not_show(found, whole):
+    raylet = found["raylet"]
     assert raylet["digest"] == whole.digest
     said = "\n".join(raylet["said"])
     assert (

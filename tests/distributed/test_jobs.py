@@ -70,7 +70,8 @@ def free_ports(count: int) -> list[int]:
 
 @dataclass
 class Nodes:
-    """`ray start` three times, each in a process group of its own, by which it is ended."""
+    """`ray start` three times, each in a process group of its own, by which it is ended. The first
+    node, `head`, has no CPUs for actors; `second` and `third` have two each."""
 
     folder: Path
     address: str = ""
@@ -91,12 +92,12 @@ class Nodes:
             f"--dashboard-port={dashboard}",
             f"--ray-client-server-port={client}",
         ]
-        self._node(*head, "--dashboard-host=127.0.0.1")
+        self._node(*head, "--dashboard-host=127.0.0.1", name="head", cpus=0)
         until(self._up, 120, (self.folder / "nodes.txt").read_text())
-        for _ in range(2):
-            self._node(f"--address={self.address}")
+        for name in ("second", "third"):
+            self._node(f"--address={self.address}", name=name, cpus=2)
 
-    def _node(self, *options: str) -> None:
+    def _node(self, *options: str, name: str, cpus: int) -> None:
         agent, grpc, environment, metrics = free_ports(4)
         ports = [f"--dashboard-agent-listen-port={agent}", f"--dashboard-agent-grpc-port={grpc}"]
         ports += [f"--runtime-env-agent-port={environment}", f"--metrics-export-port={metrics}"]
@@ -112,7 +113,8 @@ class Nodes:
                         "start",
                         *options,
                         *ports,
-                        "--num-cpus=1",
+                        f"--node-name={name}",
+                        f"--num-cpus={cpus}",
                         "--node-ip-address=127.0.0.1",
                         "--block",
                     ],
@@ -194,21 +196,34 @@ def runs_in(uri: str) -> list[Any]:
     return client.search_runs([client.get_experiment_by_name("cluster").experiment_id])
 
 
+WORDS = 64 * 8 + 8 + 8 * 10 + 10  # of the net: 64 pixels, 8 hidden units, 10 classes
+
+
+def values(uri: str, run: Any, metric: str) -> list[float]:
+    """The values of a metric after each training round."""
+    history = client_of(uri).get_metric_history(run.info.run_id, metric)
+    return [record.value for record in sorted(history, key=lambda r: r.step) if record.step]
+
+
 def test_a_job_with_a_method_of_ones_own_on_three_nodes_is_the_run_of_one_process(
     nodes, server, tmp_path
 ):
-    """It is packed and sent off, what it says comes back, and MLflow has all of it."""
-    written(tmp_path, uri=server.uri, algorithm="./mymethod.py:lazy")
+    """It is packed and sent off, what it says comes back, and MLflow has all of it. A node with two
+    actors sends one sum, in float64, for all of its clients, and gets the parameters once."""
+    parts = {
+        "schedule": {"cohort": 12},
+        "batching": {"mode": "loop", "size": 1},
+        "resources": {"executor": "ray", "actors": 4, "cpus": 1, "server_node": "head"},
+    }
+    written(tmp_path, uri=server.uri, algorithm="./mymethod.py:lazy", **parts)
+    parts["resources"] = {"executor": "inline"}
     whole = raysim.run(
-        {
-            **config(server.uri, algorithm=f"{tmp_path}/mymethod.py:lazy"),
-            "resources": {"executor": "inline"},
-        },
+        config(server.uri, algorithm=f"{tmp_path}/mymethod.py:lazy", **parts),
         run_dir=str(tmp_path / "whole"),
     )
     code, said = call(
         *("submit", "--wait", "--address", nodes.dashboard, "--working-dir", tmp_path, "--"),
-        *("run", "mine.yaml", "name=a job", "resources.actors=3"),
+        *("run", "mine.yaml", "name=a job"),
         cwd=nodes.folder,
         **nodes.environment,
     )
@@ -216,7 +231,17 @@ def test_a_job_with_a_method_of_ones_own_on_three_nodes_is_the_run_of_one_proces
     (run,) = (r for r in runs_in(server.uri) if r.info.run_name == "a job")
     assert run.info.status == "FINISHED" and run.data.tags["digest"] == whole.digest
     assert steps_of(server.uri, run.info.run_id)["accuracy"] == [0, 1, 2, 3, 4]
-    assert sum(metric.endswith("/busy_seconds") for metric in run.data.metrics) == 3, "each node"
+    assert values(server.uri, run, "system/network/bytes_up") == [2 * 8 * WORDS] * 4
+    assert values(server.uri, run, "system/network/bytes_down") == [2 * 4 * WORDS] * 4
+    for name in ("second", "third"):
+        assert values(server.uri, run, f"system/node/{name}/bytes_up") == [8 * WORDS] * 4
+        assert min(values(server.uri, run, f"system/node/{name}/busy_seconds")) > 0
+    trained = [
+        values(server.uri, run, f"system/node/{name}/clients") for name in ("second", "third")
+    ]
+    assert [*map(sum, zip(*trained, strict=True))] == values(server.uri, run, "clients/used")
+    utilization = values(server.uri, run, "system/worker_utilization")
+    assert min(utilization) > 0 and max(utilization) <= 1
     number = re.search(r"job (\S+)", said)[1]  # type: ignore[index]
     code, said = call(
         "job", "list", "--address", nodes.dashboard, cwd=tmp_path, **nodes.environment

@@ -16,7 +16,7 @@ from support.processes import SOON, SUPPORT, basic, written
 import raysim
 
 VICTIMS = ["server", pytest.param("client", marks=pytest.mark.long)]
-"""Who lives on the node that is lost. `node` in test_adding.py loses clients' actors too."""
+"""Who lives on the node that is lost, beside a ClientActor."""
 
 
 @pytest.fixture(scope="module")
