@@ -14,7 +14,7 @@ from raysim.config.schema import Config
 from raysim.config.tracking_uri import mask_secrets, redacted_uri
 from raysim.engine import resolve
 from raysim.errors import ConfigError, did_you_mean
-from raysim.rules import registry
+from raysim.rules import pairs
 from raysim.sweeps.definition import read_sweep
 
 SUBMITTABLE_COMMANDS = ("run", "sweep", "resume")
@@ -59,7 +59,7 @@ def checked_command(
     with _inside(working_dir):
         for raw in _configurations(name, source, overrides):
             config = explain.validate(raw)
-            registry.resolve_rules(config)
+            pairs.resolve_rules(config)
             _check_places(config)
     relative = _relative_to(working_dir, source)
     return [name, *(relative if argument == source else argument for argument in arguments)]

@@ -146,7 +146,7 @@ def _configs() -> list[CatalogueRow]:
 
 def _rule_pairs() -> list[CatalogueRow]:
     """Return a row per server rule with the name of each pair ("x": unnamed, "": refused)."""
-    from raysim.rules import contract, registry
+    from raysim.rules import contract, pairs, registry
 
     registry.discover()
     named: dict[tuple[str, str], str] = {}
@@ -155,7 +155,7 @@ def _rule_pairs() -> list[CatalogueRow]:
 
     def word(client: str, server: str) -> str:
         try:
-            registry.refuse_pair(contract.CLIENT_RULES[client](), contract.SERVER_RULES[server]())
+            pairs.refuse_pair(contract.CLIENT_RULES[client](), contract.SERVER_RULES[server]())
         except ConfigError:
             return ""
         return named.get((client, server), "x")

@@ -42,7 +42,7 @@ from raysim.engine.plan import Plan, Probe, measures_clients
 from raysim.errors import ConfigError
 from raysim.models import build
 from raysim.models.flat import Model
-from raysim.rules import registry
+from raysim.rules import pairs, registry
 from raysim.rules.contract import ClientRule, Problem, ServerRule
 from raysim.rules.learning_task import LearningTask, TaskMetric
 from raysim.rules.upload_stages import UploadStage
@@ -249,8 +249,8 @@ def build_rules(config: Config) -> Rules:
     Raises:
         ConfigError: a name or a hyper-parameter is wrong, or the rules do not fit together.
     """
-    client, server = registry.resolve_rules(config)
-    groups = registry.resolve_group_rules(config, client, server)
+    client, server = pairs.resolve_rules(config)
+    groups = pairs.resolve_group_rules(config, client, server)
     stages = {
         key: configured_stages.make_stages(key, section) for key, section in config.uploads.items()
     }

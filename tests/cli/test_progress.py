@@ -87,7 +87,12 @@ def test_summary():
     history += [{"round": 3.0, "accuracy": 0.8}]
     config = SimpleNamespace(evaluate=SimpleNamespace(best=None))
     result: Any = SimpleNamespace(
-        rounds=3, seconds=4.0, history=history, clients_per_second=12.3, config=config
+        rounds=3,
+        seconds=4.0,
+        history=history,
+        clients_per_second=12.3,
+        config=config,
+        early_stop="",
     )
     assert summary(result) == (
         "3 rounds in 4.0 s · accuracy 0.8000, best accuracy 0.9000 in round 1 · 12 clients/s"

@@ -24,7 +24,8 @@ from raysim.engine.plan import Plan
 from raysim.engine.resolve import keys, prepare
 from raysim.errors import ConfigError
 from raysim.rules.contract import ALGORITHMS
-from raysim.rules.registry import algorithm_defaults, discover, resolve_rules
+from raysim.rules.pairs import resolve_rules
+from raysim.rules.registry import algorithm_defaults, discover
 from raysim.sweeps.definition import read_sweep
 
 discover()

@@ -20,6 +20,7 @@ from raysim.engine.resolve import prepare
 from raysim.errors import ConfigError
 from raysim.rules import registry
 from raysim.rules.contract import CLIENT_RULES, SERVER_RULES
+from raysim.rules.pairs import refuse_pair
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "groups.md"
 SHOWN = {block.file: block.text for block in blocks(PAGE) if block.file.endswith(".py")}
@@ -189,7 +190,7 @@ registry.discover()
 
 def fits(client: str, server: str) -> bool:
     try:
-        registry.refuse_pair(CLIENT_RULES[client](), SERVER_RULES[server]())
+        refuse_pair(CLIENT_RULES[client](), SERVER_RULES[server]())
     except ConfigError:
         return False
     return True

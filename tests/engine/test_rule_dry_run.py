@@ -19,7 +19,8 @@ from raysim.engine.server_dry_run import broken_contract
 from raysim.errors import ConfigError, RaysimError
 from raysim.rules import Batch
 from raysim.rules.contract import CLIENT_RULES, SERVER_RULES
-from raysim.rules.registry import discover, refuse_pair
+from raysim.rules.pairs import refuse_pair
+from raysim.rules.registry import discover
 
 discover()
 

@@ -30,6 +30,7 @@ from raysim.engine.trainers import make_trainer
 from raysim.errors import ClientError, ConfigError, round_name
 from raysim.rules import registry
 from raysim.rules.contract import CLIENT_RULES, SERVER_RULES, ServerRule, overridden
+from raysim.rules.pairs import refuse_pair
 from raysim.training.messages import Block, Broadcast, cut_blocks
 
 registry.discover()
@@ -64,7 +65,7 @@ def pairs() -> list[tuple[str, str]]:
     for client in sorted(CLIENT_RULES):
         for server in sorted(SERVER_RULES):
             try:
-                registry.refuse_pair(CLIENT_RULES[client](), SERVER_RULES[server]())
+                refuse_pair(CLIENT_RULES[client](), SERVER_RULES[server]())
             except ConfigError:
                 continue
             found.append((client, server))

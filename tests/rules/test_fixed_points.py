@@ -27,6 +27,7 @@ from raysim.algorithms.gradma import GradMAClient, GradMAServer
 from raysim.errors import ConfigError
 from raysim.rules import registry
 from raysim.rules.contract import CLIENT_RULES, SERVER_RULES
+from raysim.rules.pairs import refuse_pair
 
 registry.discover()
 
@@ -293,7 +294,7 @@ def pairs() -> list[tuple[str, str]]:
     for client in sorted(set(CLIENT_RULES) - set(INSIDE)):
         for server in sorted(SERVER_RULES):
             try:
-                registry.refuse_pair(CLIENT_RULES[client](), SERVER_RULES[server]())
+                refuse_pair(CLIENT_RULES[client](), SERVER_RULES[server]())
             except ConfigError:
                 continue
             if (client == "feddyn") == (server == "feddyn"):

@@ -21,6 +21,7 @@ import raysim
 from raysim.engine.resolve import prepare
 from raysim.errors import ConfigError, RaysimError
 from raysim.rules import registry
+from raysim.rules.pairs import refuse_pair
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "personalisation.md"
 SHOWN = {block.file: block.text for block in blocks(PAGE) if block.file.endswith(".py")}
@@ -302,7 +303,7 @@ def test_personal_parts_under_every_client_rule(client, run, source):
 
 def fits(client: str, server: str) -> bool:
     try:
-        registry.refuse_pair(registry.CLIENT_RULES[client](), registry.SERVER_RULES[server]())
+        refuse_pair(registry.CLIENT_RULES[client](), registry.SERVER_RULES[server]())
     except ConfigError:
         return False
     return True

@@ -14,7 +14,8 @@ import raysim
 from raysim.engine.resolve import prepare
 from raysim.errors import ConfigError
 from raysim.rules.contract import CLIENT_RULES, SERVER_RULES
-from raysim.rules.registry import discover, refuse_pair
+from raysim.rules.pairs import refuse_pair
+from raysim.rules.registry import discover
 from raysim.rules.upload_stages import QSGD, Cast, Clip, RandK, SignSGD, TopK, WireFormat
 from raysim.training.personal import PersonalParts
 from raysim.training.upload_sum import UploadLayout
