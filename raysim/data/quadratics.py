@@ -114,7 +114,7 @@ def problem(config: Quadratics) -> QuadraticProblem:
     """Return the problem that the examples of `config` state.
 
     Args:
-        config: the configuration of the run.
+        config: the section `data` with its statement of the problem.
     """
     P = config.dimensions
     rows = examples(config)[0].reshape(config.clients, P, P + 1)

@@ -73,8 +73,8 @@ class RoundTraffic:
 
         Args:
             node: id of the node.
-            gpus: GPUs of an actor.
-            outcome: the results.
+            gpus: ids of the GPUs of which the actor has a share.
+            outcome: result of the block that the actor trained.
         """
         self.versions |= outcome.versions
         work = {"busy_seconds": outcome.seconds, "clients": len(outcome.ids)}

@@ -67,7 +67,7 @@ def folders_below(root: Path) -> list[Path]:
     """Return the folders of runs in which a process is at work, or has died.
 
     Args:
-        root: folder of the data sets; the default is that of `load_dataset`.
+        root: folder to search, with all folders below it.
     """
     folders = []
     for place, below, names in os.walk(root):
