@@ -118,7 +118,7 @@ def killed_until_it_is_done(
 
 
 @pytest.mark.parametrize(
-    ("soon", "on_its_way"), [(2, 3), pytest.param(6, 10, marks=pytest.mark.long)]
+    ("soon", "on_its_way"), [(1, 2), pytest.param(6, 10, marks=pytest.mark.long)]
 )
 def test_many_kills_do_not_show(uri, tmp_path, source, soon, on_its_way):
     """Four of them while a checkpoint is written; the others at the start, in training, anywhere."""
