@@ -226,8 +226,8 @@ class WorkerPool:
 
         Args:
             node: id of the node.
-            uploads: the uploads and their modes.
             uploads: number of workers on the node that upload sums.
+        """
         return self.sends_sums and uploads > 1 and node != self.topology.server
 
     def aggregator(self, node: str) -> ActorHandle[NodeAggregator]:
