@@ -62,15 +62,19 @@ class _AdaptiveServer(ServerRule):
         return self.step(state)
 
     def step(self, state: State) -> State:
-        """Return the state after the step of x."""
+        """Return the state after the step of x.
+
+        Args:
+            state: the server's state with the next moments "m" and "v", [P] each.
+        """
         return {**state, "x": state["x"] + self.lr * state["m"] / (state["v"].sqrt() + self.tau)}
 
     def second_moment(self, v: Tensor, squared: Tensor) -> Tensor:
         """Return the next second moment.
 
         Args:
-            v: the second moment, [P].
-            squared: the squared mean update, [P].
+            v: the second moment before this round, [P].
+            squared: elementwise square of the mean update, [P].
         """
         raise NotImplementedError(f"{type(self).__name__} defines no second_moment")
 

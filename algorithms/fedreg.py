@@ -113,7 +113,7 @@ class FedRegClient(ClientRule):
 
         Args:
             shared: the broadcast, with the global parameters.
-            state: the state of the local steps, with w [P].
+            state: the state of the local steps, with "w" [P].
             batch: the mini-batch.
             prepared: its pseudo and perturbed data, as from `prepare`.
             task: the client's task.
@@ -148,7 +148,7 @@ class FedRegClient(ClientRule):
 
 
 def _overshoot(way: Tensor, g: Tensor) -> Tensor:
-    """Return max(0, <way, g> / |g|^2), how far the way climbs along g."""
+    """Return max(0, <way, g> / |g|^2): the multiple of g by which `way` goes uphill."""
     return torch.clamp(torch.dot(way, g) / (torch.dot(g, g) + 1e-30), min=0)
 
 

@@ -57,7 +57,8 @@ class MIFAServer(ServerRule):
         """Return the state after one step of x along the mean.
 
         Args:
-            state: the server's state with x [P] and D [P], the mean of all clients' last updates.
+            state: the server's state with "x" [P] and "D" [P], the mean of all clients' last
+                updates.
         """
         return {**state, "x": state["x"] - self.lr * state["D"].to(state["x"].dtype)}
 

@@ -39,7 +39,7 @@ def decay(staleness: Sequence[int]) -> list[float]:
     The scale keeps the factors from vanishing all together.
 
     Args:
-        staleness: in rounds.
+        staleness: staleness of each update in rounds, [K].
     """
     least = min(staleness)
     return [(e / 2) ** (least - s) for s in staleness]

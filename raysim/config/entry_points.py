@@ -48,12 +48,12 @@ def entry_points(group: EntryPointGroup, name: str | None = None) -> list[EntryP
     """Return the entry points of a group, without importing them.
 
     Args:
-        group: the group.
+        group: kind of the entry points, such as `DATA`.
         name: only the entry points of this name, one for each distribution that offers it; None:
             all.
 
     Returns:
-        They are sorted by name, then by distribution.
+        The entry points, sorted by name, then by distribution.
     """
     points = _entry_points(group.name, tuple(sys.path))
     matching = [point for point in points if name in (None, point.name)]
@@ -78,7 +78,7 @@ def find_reference(group: EntryPointGroup, name: str) -> str | None:
     """Return the reference that an entry point of this name stands for.
 
     Args:
-        group: the group.
+        group: kind of the entry points, such as `DATA`.
         name: a name in a configuration.
 
     Returns:
@@ -91,10 +91,10 @@ def offered_reference(group: EntryPointGroup, key: str, name: str, is_shipped: b
     """Return the only reference that a name of a configuration stands for.
 
     Args:
-        group: the group.
-        key: the key of the configuration that has the name.
-        name: the name.
-        is_shipped: whether raysim has something of this name.
+        group: kind of the entry points, such as `DATA`.
+        key: key of the configuration whose value is the name, for errors.
+        name: the name in the configuration.
+        is_shipped: whether raysim has something of this name and kind.
 
     Returns:
         "module:ATTRIBUTE"; None if no installed distribution offers the name.
@@ -125,16 +125,16 @@ def offered_reference(group: EntryPointGroup, key: str, name: str, is_shipped: b
 def load_offered(group: EntryPointGroup, key: str, name: str, is_shipped: bool) -> Any:
     """Return what another distribution offers under a name, None if none does.
 
-    Arguments and errors are those of `offered_reference`; only this object is imported.
+    Only this object is imported.
 
     Args:
-        group: the group.
-        key: the key of the configuration that has the name.
-        name: the name.
-        is_shipped: whether raysim has something of this name.
+        group: kind of the entry points, such as `DATA`.
+        key: key of the configuration whose value is the name, for errors.
+        name: the name in the configuration.
+        is_shipped: whether raysim has something of this name and kind.
 
     Raises:
-        ConfigError: the name is ambiguous, or the object cannot be imported.
+        ConfigError: as in `offered_reference`, or the object cannot be imported.
     """
     target = offered_reference(group, key, name, is_shipped)
     return None if target is None else load_object(target, key)
@@ -148,9 +148,9 @@ def offered(
     What cannot be used (it fails on import, or its name is taken) is logged and left out.
 
     Args:
-        group: the group.
-        key: the key of the configuration that may have the names.
-        shipped: the names of raysim's own.
+        group: kind of the entry points, such as `DATA`.
+        key: key of the configuration whose value such a name can be, for messages.
+        shipped: names of raysim's own objects of this kind.
     """
     for name, points in groupby(entry_points(group), key=lambda point: point.name):
         try:

@@ -32,7 +32,7 @@ MAX_HINTS = 3
 
 
 def section_keys(section: str, name: str) -> set[str] | None:
-    """Return the keys of a section whose names are known here, else None.
+    """Return the keys of a section; None for a user's object or an unknown name.
 
     Args:
         section: data, partition, schedule, or one of `SECTIONS_IN`.
@@ -82,7 +82,7 @@ def checked_section(model: type[AnySection], raw: Mapping[str, Any]) -> AnySecti
 
     Args:
         model: the section's class.
-        raw: the mapping.
+        raw: the section as plain mappings.
 
     Raises:
         ConfigError: a key or a value is wrong.
@@ -131,7 +131,7 @@ def explain_validation_error(
         error: the error of the validation.
         raw: the validated value, as it stands in the file.
         model: the section, or another type, as which it was validated.
-        prefix: position in the file.
+        prefix: dotted key of the value in the file; "" for the whole file.
     """
     texts: dict[str, list[str]] = {}
     for item in error.errors():
@@ -242,7 +242,7 @@ def _dotted_keys(model: Any, above: str = "") -> list[str]:
 
 
 def _whose(path: list[str], raw: Any) -> str:
-    """An unknown key, with the name of the section that does not know it."""
+    """Return the words for an unknown key, with the name of its section if it has one."""
     name = named(_at(raw, path)).get("name") if path and path[-1] in SECTIONS_WITH_NAME else None
     return f"unknown key of {path[-1]} '{name}'" if name else "unknown key"
 
@@ -281,7 +281,7 @@ def _keys_at(model: Any, path: list[str], raw: Any) -> list[str]:
 
 
 def annotation_types(annotation: Any) -> list[Any]:
-    """The types that an annotation is made of.
+    """Return the types that an annotation is made of: int and None for `int | None`.
 
     Args:
         annotation: a type annotation.

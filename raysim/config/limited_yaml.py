@@ -78,7 +78,7 @@ class _Loader(_Limited, yaml.SafeLoader):
 
 
 def _loaders() -> list[type[_Limited]]:
-    """The loaders of this installation, the fastest first."""
+    """Return the loaders of this installation, the fastest first."""
     loaders: list[type[_Limited]] = [_Loader]
     if yaml.__with_libyaml__:
         loaders.insert(0, type("_CLoader", (_Limited, yaml.CSafeLoader), {}))
@@ -98,7 +98,8 @@ def load_yaml(text: str, loader: type | None = None) -> Any:
         loader: one of `YAML_LOADERS`; libyaml's by default, where it is there.
 
     Raises:
-        yaml.YAMLError: it is not YAML, a key is given twice, or a limit is passed.
+        yaml.YAMLError: the text is not YAML or not valid UTF-8, a key is given twice, or a limit
+            is passed.
     """
     loader = loader or YAML_LOADERS[0]
     try:

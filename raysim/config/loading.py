@@ -27,7 +27,7 @@ def shipped_files(kind: str = "yaml") -> dict[str, Path]:
     """Return the shipped files of a kind by their paths below configs/, without the ending.
 
     Args:
-        kind: kind of the files, a folder in configs/.
+        kind: ending of the files, without the dot, such as "yaml" or "csv".
     """
     package = Path(__file__).resolve().parents[1]
     folders = (package / "configs", package.parent / "configs")
@@ -107,7 +107,7 @@ def read_config(
         The configuration as nested mappings, not validated.
 
     Raises:
-        ConfigError: a file cannot be read, or an override is wrong.
+        ConfigError: a file cannot be read, an override is wrong, or a key has a former name.
     """
     override_values = parse_overrides(overrides)
     if CLAIMS in (key.partition(".")[0] for key in override_values):
@@ -132,6 +132,9 @@ def claims(source: str | Path | Mapping[str, Any]) -> Any:
 
     Args:
         source: a configuration file, the name of a shipped one, or a mapping.
+
+    Raises:
+        ConfigError: a file cannot be read, or a key has a former name.
     """
     return next((layer[CLAIMS] for layer in reversed(_layers(source)) if CLAIMS in layer), None)
 
@@ -257,7 +260,7 @@ def merge_layers(
     Args:
         below: the lower layer, or a section of it.
         above: the upper layer, or the same section of it.
-        keys: the keys that two names of a section share.
+        keys: returns the keys that two names of a section share; None: they share none.
         section: name of the section; None for whole layers.
     """
     dropped = _dropped_keys(below, above, keys, section)
@@ -294,6 +297,6 @@ def _dropped_keys(
 
 
 def _names_method(layer: Mapping[str, Any]) -> bool:
-    """Whether a layer says by itself which method runs."""
+    """Return whether a layer alone determines which method runs."""
     named_parts = {k for k in ("algorithm", "client", "server") if layer.get(k) is not None}
     return "algorithm" in named_parts or named_parts == {"client", "server"}

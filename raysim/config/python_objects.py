@@ -89,7 +89,7 @@ def find(name: str, key: str) -> PythonObject:
     """Return the object of a name that begins with `PREFIX`.
 
     Args:
-        name: the name.
+        name: name of the object, with the prefix.
         key: key of the configuration that names it.
 
     Raises:
@@ -104,7 +104,7 @@ def reference(value: Any) -> str:
     """Return the name of a class, function or net in configurations, and keep it if need be.
 
     Args:
-        value: the object.
+        value: the class, function or net.
     """
     module, place = getattr(value, "__module__", None), getattr(value, "__qualname__", "")
     file = getattr(sys.modules.get(module or ""), "__file__", None) or ""

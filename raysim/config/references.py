@@ -47,8 +47,8 @@ def load_object(
     """Return the object that `path.py:Name`, `package.module:Name` or `python:NAME-DIGEST` means.
 
     Args:
-        reference: which object.
-        key: where the configuration names it.
+        reference: the object's name, in one of these three forms.
+        key: key of the configuration that names it, for errors.
         offered: returns the names of a module that a message suggests, the likeliest first; None:
             its classes.
 
@@ -106,7 +106,7 @@ def load_file(where: str, key: str) -> ModuleType:
 
     Args:
         where: path of the file.
-        key: key of the configuration that names it.
+        key: key of the configuration that names it, for errors.
 
     Raises:
         ConfigError: the file does not exist, or fails on import.
@@ -179,7 +179,7 @@ class Code:
 
 
 def read_code(where: str, key: str) -> Code:
-    """Return what the file `where` consists of, ready for import.
+    """Return a file and the modules that it imports from its own folder, ready for import.
 
     Args:
         where: path of a Python file; ~ is the home directory.
@@ -315,7 +315,7 @@ def _siblings(roots: Mapping[Path, LocalModuleTest]) -> Iterator[str]:
 
 
 def _absolute(wanted: str, package: str) -> list[str]:
-    """The absolute name of what an import statement inside of a package names."""
+    """Return the absolute name of what an import statement in a package imports, in a list."""
     name = wanted.lstrip(".")
     dots = len(wanted) - len(name)
     if dots:

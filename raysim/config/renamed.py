@@ -150,8 +150,8 @@ def now_called(kind: Mapping[str, str], name: str) -> str | None:
     """Return the sentence that refuses a former name, or None for a name that is no former one.
 
     Args:
-        kind: the table of its kind.
-        name: what was given. Its beginning, up to any dot, may be the former name.
+        kind: present names by former names, one of `TABLES`.
+        name: the name that was given. Its beginning, up to any dot, may be the former name.
     """
     parts = name.split(".")
     for count in range(len(parts), 0, -1):
@@ -162,7 +162,7 @@ def now_called(kind: Mapping[str, str], name: str) -> str | None:
 
 
 def with_present_metrics(values: Mapping[str, Value]) -> dict[str, Value]:
-    """Return what an older version wrote of metrics, under the metrics' present names.
+    """Return metrics that an older version wrote, under their present names.
 
     Args:
         values: values by name of a metric. A former name stays if its present name is there too:
@@ -185,7 +185,7 @@ def refuse_former_keys(
         keys: the table of the former keys.
 
     Raises:
-        ConfigError: with a line for each former key or value.
+        ConfigError: there are former names; the message has a line for each key or value.
     """
     lines = [line for key, value in config.items() for line in _sentences(str(key), value, keys)]
     if lines:
@@ -214,7 +214,7 @@ def refuse_former_command(arguments: Sequence[str]) -> None:
         arguments: the command line without the program's name.
 
     Raises:
-        ConfigError: with the present name.
+        ConfigError: there is one; the message has the present name.
     """
     for words in (2, 1):
         command = " ".join(arguments[:words])

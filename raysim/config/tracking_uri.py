@@ -50,13 +50,14 @@ _ADDRESS = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]*)://(?P<rest>\S*)", re.IGNOR
 
 
 def absolute_uri(uri: str) -> str:
-    """The tracking URI with a relative SQLite path resolved against the current directory.
+    """Return a tracking URI with its SQLite path resolved against the current directory.
 
     Args:
         uri: the tracking URI.
 
     Raises:
-        ConfigError: the URI names no database or server that MLflow can write to.
+        ConfigError: the URI names no database or server that MLflow can write to, or its user,
+            password or port cannot be read.
     """
     scheme, separator, rest = uri.partition("://")
     if scheme == "sqlite":
@@ -91,7 +92,7 @@ def mask_secrets(text: str) -> str:
     What may be a secret counts as one: of an address all up to the last @ is left out.
 
     Args:
-        text: the text.
+        text: any text, such as a message with an address in it.
     """
     return _ADDRESS.sub(_without_user, _PAIR.sub(rf"\g<name>\g<equals>{REDACTED}", text))
 
@@ -113,7 +114,7 @@ def encoded_uri(uri: str) -> str:
         uri: the tracking URI.
 
     Raises:
-        ConfigError: it cannot be told where its password ends.
+        ConfigError: its port is not a number, or it is ambiguous where its password ends.
     """
     scheme = uri.partition("://")[0].lower()
     if "://" not in uri or scheme in _PATH_SCHEMES:
@@ -134,7 +135,7 @@ def encoded_uri(uri: str) -> str:
 
 
 def _split_uri(uri: str) -> SplitResult | None:
-    """The parts of an address; None if its port is no number."""
+    """Return the parts of an address; None if its port is not a number above 0."""
     try:
         parts = urlsplit(uri)
         return parts if parts.port is None or parts.port > 0 else None
@@ -152,6 +153,9 @@ def redacted_uri(uri: str) -> str:
 
     Args:
         uri: the tracking URI.
+
+    Raises:
+        ConfigError: as in `encoded_uri`.
     """
     scheme = uri.partition("://")[0].lower()
     if "://" not in uri or scheme in _PATH_SCHEMES:
@@ -209,7 +213,7 @@ def restored_uri(uri: str) -> str:
 
 
 def _server_credentials() -> bool:
-    """Whether MLflow has credentials of its own for a server."""
+    """Return whether MLflow has credentials of its own for a server."""
     both = _set("MLFLOW_TRACKING_USERNAME") and _set("MLFLOW_TRACKING_PASSWORD")
     return (
         both
@@ -219,7 +223,7 @@ def _server_credentials() -> bool:
 
 
 def _profiles() -> set[str]:
-    """The profiles of Databricks' configuration file: names, and no secrets."""
+    """Return the names of the profiles in Databricks' configuration file."""
     parser = configparser.ConfigParser(interpolation=None)
     path = os.environ.get("DATABRICKS_CONFIG_FILE") or "~/.databrickscfg"
     try:

@@ -61,7 +61,10 @@ def torchvision_half(name: str, root: Path, **arguments: Any) -> Any:
     Args:
         name: a key of `TORCHVISION_SOURCES`.
         root: the folder of the data sets.
-        **arguments: further arguments of torchvision's class.
+        **arguments: further arguments of torchvision's class, such as `train` and `download`.
+
+    Raises:
+        RuntimeError, OSError: the files are missing, or the download failed.
     """
     source = TORCHVISION_SOURCES[name]
     return getattr(import_torchvision().datasets, source.cls)(
@@ -142,7 +145,7 @@ def load_digits(data: Data) -> Dataset:
 def _digits_table() -> np.ndarray:
     """Read scikit-learn's file of digits, once in a process: 64 pixels and the label in each row.
 
-    `load_digits` copies what it takes of it.
+    `load_digits` copies the rows that it uses.
     """
     spec = find_spec("sklearn")  # the package itself takes a second to import
     assert spec is not None and spec.origin is not None
@@ -174,7 +177,7 @@ def load_tiny_imagenet(data: Data) -> Dataset:
         data: section with the `root`, in which the folder tiny-imagenet-200 is.
 
     Raises:
-        ConfigError: files are missing.
+        ConfigError: a file is missing or damaged.
     """
     root = data_root(data.root)
     folder = root / "tiny-imagenet-200"
@@ -215,6 +218,9 @@ def download_tiny_imagenet(root: Path) -> None:
 
     Args:
         root: the folder of the data sets.
+
+    Raises:
+        RuntimeError, OSError: the download failed.
     """
     if not (root / "tiny-imagenet-200" / "wnids.txt").exists():
         import_torchvision().datasets.utils.download_and_extract_archive(
@@ -235,7 +241,7 @@ def load_covid_ct(data: Data) -> Dataset:
         data: section with the `root`, in which the folder COVID-CT is.
 
     Raises:
-        ConfigError: the index is missing, or lacks a column.
+        ConfigError: the index is missing or lacks a column, or an image cannot be read.
     """
     root = data_root(data.root)
     folder = root / "COVID-CT"

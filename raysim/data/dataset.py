@@ -125,10 +125,10 @@ class Dataset:
 
 
 def data_root(root: str | Path | None = None) -> Path:
-    """The folder of data sets: `root`, else $RAYSIM_DATA, else ~/.cache/raysim.
+    """Return the folder of the data sets: `root`, else $RAYSIM_DATA, else ~/.cache/raysim.
 
     Args:
-        root: folder of the data sets; the default is that of `load_dataset`.
+        root: `data.root` of the configuration; None: not set.
     """
     return Path(root or os.environ.get("RAYSIM_DATA") or "~/.cache/raysim").expanduser()
 

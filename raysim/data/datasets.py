@@ -31,10 +31,10 @@ from raysim.errors import ConfigError, did_you_mean
 from raysim.system import startup_stages
 
 BUILT_IN_DATASETS = ("digits", "quadratics")
-"""There without any file."""
+"""Data sets that need no file."""
 
 USER_FORMATS = {"folder": load_folder, "users": load_users}
-"""Images of one's own."""
+"""Layouts of a user's own images, with their loaders."""
 
 
 OTHER_KINDS = ("arrays", "torchvision", "hf")
@@ -59,11 +59,11 @@ def catalogue() -> Iterator[tuple[str, str, bool]]:
 
 
 def is_present(name: str, root: str | Path | None = None) -> bool:
-    """Whether the files of a data set lie in its folder (not whether they are whole).
+    """Return whether the files of a data set are in its folder; they may be incomplete.
 
     Args:
         name: name of the data set.
-        root: folder of the data sets; the default is that of `load_dataset`.
+        root: folder of the data sets; None: that of `data_root`.
     """
     if name in TORCHVISION_SOURCES:
         folder = {"CIFAR10": "cifar-10-batches-py", "CIFAR100": "cifar-100-python"}.get(
@@ -148,10 +148,13 @@ def _function_of(data: OwnData) -> str:
 
 
 def version_of(data: AnyData) -> str:
-    """Return a text that changes when the files change that hold a user's own examples.
+    """Return a text that changes with the files and the code that give a user's own examples.
 
     Args:
         data: the section `data` of the configuration.
+
+    Raises:
+        ConfigError: the file of the user's function does not exist.
     """
     texts = [data.path] if isinstance(data, Arrays) else []
     code = ""
@@ -222,7 +225,7 @@ def download_dataset(name: str, root: str | Path | None = None) -> None:
 
     Args:
         name: name of the data set.
-        root: folder of the data sets; the default is that of `load_dataset`.
+        root: folder of the data sets; None: that of `data_root`.
 
     Raises:
         ConfigError: the name is unknown, the data set cannot be downloaded, or the download failed.

@@ -96,13 +96,13 @@ def store_partition(lists: Sequence[Any]) -> dict[str, Any]:
     """Write a partition that was given from Python to a file that is named after its content.
 
     Args:
-        lists: the positions of each client's examples.
+        lists: for each client the positions of its examples in the training half.
 
     Returns:
         The section `partition` that reads it.
 
     Raises:
-        ConfigError: they are no lists of positions, or the file cannot be written.
+        ConfigError: an entry is not a list of positions, or the file cannot be written.
     """
     try:
         clients = [_whole_numbers(np.asarray(entry)) for entry in lists]

@@ -87,12 +87,12 @@ def decode_images(
 
 
 def common_side(images: Sequence[Any], images_test: Sequence[Any], size: int | None) -> int | None:
-    """Return the side of the squares that images are brought to; None: they have one size.
+    """Return the side in pixels of the squares that images become; None: they have one size.
 
     Args:
-        images: the training images, of Pillow; their median decides.
+        images: the training images, of Pillow; without `size` their median side is used.
         images_test: the test images.
-        size: the side that is asked for, if any.
+        size: `data.size`, in pixels; None: not set.
     """
     if size is None and len({image.size for image in (*images, *images_test)}) > 1:
         return int(np.median([min(image.size) for image in images]))
@@ -146,6 +146,9 @@ def cached(
         path: the cache file; its name and its content identify the images.
         counts: number of images of each half.
         decode: returns the halves, uint8 [n, C, side, side].
+
+    Returns:
+        The halves.
     """
     if path.exists():
         try:
@@ -246,7 +249,7 @@ def load_folder(data: Data) -> Dataset:
 def _common_form(
     paths: Sequence[Path], size: int | None, places: Iterable[str] | None = None
 ) -> tuple[int, str]:
-    """The side of the squares and the mode, L or RGB, that images are brought to."""
+    """Return the side of the squares and the mode, L or RGB, of a user's images."""
     from PIL import Image
 
     shapes = []
@@ -329,7 +332,7 @@ def load_users(data: Data) -> Dataset:
 
 
 def _read_image_rows(file: Path, columns: Sequence[str]) -> list[ImageRow]:
-    """The rows of a CSV file that has these columns, each with something in it."""
+    """Return the rows of a CSV file; refuse missing columns and empty cells."""
     rows = []
     try:
         with open(file, newline="", encoding="utf-8-sig") as lines:

@@ -18,7 +18,7 @@ def hold_out_validation(clients: Clients, fraction: float, rng: np.random.Genera
 
     Args:
         clients: the partition.
-        fraction: probability of each example; 0 returns the partition as it is.
+        fraction: probability that an example moves; 0 returns the partition as it is.
         rng: generator of the draws.
 
     Raises:
@@ -54,7 +54,8 @@ def hold_out_clients(clients: Clients, held_out: np.ndarray) -> Clients:
 
     Args:
         clients: the partition.
-        held_out: numbers of the clients; their examples are reserved for evaluation.
+        held_out: numbers of the clients, int64 [H], ascending; their examples are reserved for
+            evaluation.
 
     Raises:
         ConfigError: no remaining client has an example.
@@ -85,10 +86,10 @@ def add_tests(
         clients: the clients, without test examples.
         test: where the test examples come from.
         dataset: the data set.
-        rng: the keyed generator.
+        rng: generator of the draws.
 
     Raises:
-        ConfigError: the examples have no classes to match.
+        ConfigError: `test.matched` needs class labels, which the data set does not have.
     """
     if test.fraction is None:
         return _matched_tests(clients, dataset, rng)

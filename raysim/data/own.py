@@ -49,7 +49,7 @@ def from_function(data: OwnData, function: str) -> Dataset:
 
     Args:
         data: the section `data`, which holds the function's arguments.
-        function: the reference to the function.
+        function: path.py:FUNCTION, or module:FUNCTION of an installed package.
 
     Raises:
         ConfigError: the function is missing or fails, an argument is wrong, or what it returns
@@ -283,7 +283,7 @@ def is_content(value: Any) -> bool:
     """Return whether a mapping holds examples, and not the keys of a configuration.
 
     Args:
-        value: the mapping.
+        value: a mapping that was given as `data`.
     """
     examples = [value[key] for key in ("x", "y", "train", "test") if key in value]
     return "name" not in value and any(not isinstance(part, str) for part in examples)

@@ -49,7 +49,7 @@ class ArrayReader:
         """Return numbers as a contiguous array of a type that torch has, or sequences.
 
         Args:
-            values: an array, a tensor, a list of them, a column of a table.
+            values: an array, a tensor, a list of numbers or of these, or a column of a table.
             name: name of the array in errors.
 
         Raises:

@@ -51,14 +51,15 @@ def split_dataset(
         partition: the kind of partition and its parameters.
         dataset: the data set.
         seed: seed of the run; the same seed gives the same partition on every machine.
-        held_out: share of the clients that never train.
+        held_out: share of the clients that never train, at least 0 and below 1.
 
     Returns:
         The clients, with the examples that are held out for validation and their test examples.
 
     Raises:
         ConfigError: the data set is too small for the partition or lacks natural groups or class
-            labels, or the file is invalid.
+            labels, the file or the user's function is invalid, or no example is left to train
+            on.
     """
     match partition:
         case Virtual():

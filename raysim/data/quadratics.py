@@ -56,7 +56,7 @@ class QuadraticProblem:
         """Return f(w) for parameters w [P].
 
         Args:
-            w: [P], the parameters.
+            w: the parameters, [P].
         """
         difference = w - self.a
         total = np.einsum("ij,ijk,ik->", difference, self.H, difference)
@@ -66,7 +66,7 @@ class QuadraticProblem:
         """Return ∇f_i(w) of all clients, [N, P], for parameters w [P].
 
         Args:
-            w: [P], the parameters.
+            w: the parameters, [P].
         """
         return np.einsum("ijk,ik->ij", self.H, w - self.a)
 
@@ -91,7 +91,7 @@ def examples(config: Quadratics) -> tuple[np.ndarray, np.ndarray]:
     """Return the examples of all clients, in client order.
 
     Args:
-        config: the parameters of the problem, N clients and P dimensions among them.
+        config: parameters of the problem: N clients, P dimensions, and others.
 
     Returns:
         The examples (b, r), float64 [N P, P + 1], and the client of each example, int32 [N P].
@@ -114,7 +114,7 @@ def problem(config: Quadratics) -> QuadraticProblem:
     """Return the problem that the examples of `config` state.
 
     Args:
-        config: the section `data` with its statement of the problem.
+        config: parameters of the problem, as for `examples`.
     """
     P = config.dimensions
     rows = examples(config)[0].reshape(config.clients, P, P + 1)

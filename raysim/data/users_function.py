@@ -16,10 +16,10 @@ def call_function(section: str, name: str, keys: Mapping[str, Any], *arguments: 
     """Return what a user's function returns.
 
     Args:
-        section: the section that names it.
-        name: path.py:function.
+        section: section of the configuration that names the function.
+        name: path.py:FUNCTION.
         keys: the keys of the section, which are keyword arguments of the function.
-        *arguments: its first arguments.
+        *arguments: its positional arguments, before those.
 
     Raises:
         ConfigError: there is no such function, a key is wrong or missing, or the function fails.

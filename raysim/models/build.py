@@ -131,7 +131,8 @@ def net_arguments(model: Named) -> dict[str, Any]:
         The keyword arguments of the net. A default that is not a plain value is left out.
 
     Raises:
-        ConfigError: a key is unknown or has the wrong type. The message names the key.
+        ConfigError: the net is unknown or cannot be loaded, or a key is unknown or has the wrong
+            type; the message names the key.
     """
     factory = _find_factory(model.name)
     known = _parameters(factory)

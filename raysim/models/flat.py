@@ -37,7 +37,7 @@ from raysim.system.signals import reraise_stop
 
 
 class StagedModel(nn.Sequential):
-    """Container of a net: allows to replace the net itself and to run it stage by stage."""
+    """Container of a net, in which the net itself can be replaced and run stage by stage."""
 
     @property
     def stages(self) -> list[nn.Module]:
@@ -50,15 +50,16 @@ class StagedModel(nn.Sequential):
         )
 
     def forward(self, x: Tensor, first: int = 0, levels: list[Tensor] | None = None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]  # torch calls x `input`
-        """Compute the logits [B, classes].
+        """Run the net on a batch.
 
         Args:
-            x: images [B, C, H, W], or the input of stage `first`.
+            x: inputs of the net, [B, ...], or of stage `first`.
             first: first stage that runs.
             levels: list to which the output of every stage is appended; None stores none.
 
         Returns:
-            The logits [B, classes]. With `first` or `levels` the net runs stage by stage.
+            The outputs, [B, classes] or in the shape of the learning task. With `first` or
+            `levels` the net runs stage by stage.
         """
         if levels is None and first == 0:
             return self[0](x)
@@ -88,20 +89,20 @@ class Model:
         """Prepare a net and check it with one forward pass.
 
         Args:
-            net: the net; changed in place.
+            net: the net; its layers are replaced in place.
             shape: shape of one input, (C, H, W) for an image.
             classes: number of outputs: of classes, labels, columns or tokens.
             dtype: type of the parameters.
             device: device of the parameters.
             im2col: whether `UnfoldedConv2d` replaces convolutions.
             learning_task: what the net learns; None: classification.
-            sample: real examples for the check; None: made-up images.
+            sample: real examples for the check; None: keyed random inputs.
             name: name of the net, for messages.
 
         Raises:
-            ConfigError: the net draws from the global generator, changes buffers other than
-                BatchNorm statistics, has no trainable parameters, or its output does not have the
-                shape of the learning task.
+            ConfigError: the net has no trainable parameters or a layer without a keyed version,
+                fails on two examples, draws from the global generator, or changes buffers other
+                than BatchNorm statistics; or its output or the loss has the wrong shape.
         """
         self.learning_task = learning_task or Classification()
         self.is_classifier = type(self.learning_task) is Classification
@@ -261,12 +262,12 @@ class Model:
         """Return whether a loss is that of the learning task.
 
         Args:
-            loss: the loss.
+            loss: the loss that a rule passes to its task.
         """
         return loss is task_loss or (loss is cross_entropy and self.is_classifier)
 
     def mean_loss(self, outputs: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        """Return the mean loss of a batch without padding.
+        """Return the mean loss of a batch without padding, a scalar.
 
         Args:
             outputs: the net's outputs, [B, ...].
@@ -297,7 +298,7 @@ class Model:
         """Return the tensors inside a flat vector `w` [P], by their names in the container.
 
         Args:
-            w: [P], the parameters.
+            w: the parameters, [P].
         """
         return {
             n: v.view(s)
@@ -310,8 +311,8 @@ class Model:
         """Return a copy of parameters and statistics for the `load_state_dict` of the net.
 
         Args:
-            x: parameters [P].
-            buffers: running statistics [Q].
+            x: the parameters, [P].
+            buffers: the running statistics, [Q].
 
         Returns:
             The tensors by their names in the net as the user wrote it. A tensor that two layers
@@ -389,8 +390,8 @@ class Model:
         compute in it.
 
         Args:
-            run: the forward pass.
-            frame: the context of the pass.
+            run: makes the forward pass, and returns its output.
+            frame: the context of the pass; its features are converted too.
             levels: the list to which the pass appends outputs, empty before; None for none.
         """
         if self.autocast is None:
@@ -445,18 +446,19 @@ class BoundModel:
         first: int = 0,
         levels: list[Tensor] | None = None,
     ) -> Tensor:
-        """Compute the logits at the parameters `w`.
+        """Run the net at the parameters `w`.
 
         Args:
-            x: images [B, C, H, W], or the input of stage `first`.
+            x: inputs of the net, [B, ...], or of stage `first`.
             mode: mode of the pass, see `ForwardContext.mode`.
-            buffers: running statistics [Q]; updated in place in mode "train".
-            drop: dropout masks, in the order of calls.
+            buffers: running statistics [Q], updated in place in mode "train"; None where the
+                pass uses none.
+            drop: dropout masks, in the order of calls; () disables dropout.
             first: see `StagedModel.forward`.
             levels: see `StagedModel.forward`.
 
         Returns:
-            The logits [B, classes].
+            The outputs, [B, classes] or in the shape of the learning task.
         """
         self.tell(mode, buffers, drop, first)
         return self.model.in_precision(lambda: self.module(x, first, levels), self.frame, levels)
@@ -467,10 +469,10 @@ class BoundModel:
         """Set the behaviour of the next pass, which starts at stage `first`.
 
         Args:
-            mode: mode of the pass.
-            buffers: [Q], the BatchNorm statistics.
-            drop: dropout masks.
-            first: first stage that runs.
+            mode: see `forward`.
+            buffers: see `forward`.
+            drop: see `forward`.
+            first: the first stage that runs.
         """
         frame = self.frame
         frame.mode = mode

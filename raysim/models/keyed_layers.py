@@ -101,7 +101,7 @@ class KeyedBatchNorm(nn.Module):
         """Normalise `x` [B, channels, ...] by channel.
 
         Args:
-            x: [B, channels, ...]; the context of the pass masks padding.
+            x: [B, channels, ...]; `frame.mask` says which examples are padding.
         """
         if x.dtype is torch.bfloat16:  # of an autocast layer; its statistics would be coarse
             x = x.float()
@@ -297,7 +297,7 @@ def note_features(classifier: nn.Module, args: tuple[Tensor, ...]) -> None:
     """Store the input of the classifier in `features`; a forward pre-hook.
 
     Args:
-        classifier: the module.
-        args: its positional arguments.
+        classifier: the classifier of the net; its attribute `frame` is the context of the pass.
+        args: its positional arguments, of which the first is its input, [B, F].
     """
     cast(ForwardContext, classifier.frame).features = args[0]

@@ -48,8 +48,8 @@ def parameters_in_part(
         pattern: "classifier" (the last linear layer with one output per class), "norm" (the
             normalisation layers), or a pattern with `*` and `?` that matches the name of a
             parameter or of a module around it.
-        names: names of the net's parameters.
-        classifier: the classifier of the net.
+        names: names of the parameters to choose from.
+        classifier: the classifier of the net, as from `classifier_of`; None: it has none.
 
     Returns:
         For each name, whether the parameter is in the part.

@@ -73,7 +73,7 @@ def quadratic(shape: Shape, classes: int) -> nn.Module:
 
     Args:
         shape: shape (C, H, W) of one example.
-        classes: ignored.
+        classes: 2, as `data: quadratics` has them.
 
     Raises:
         ConfigError: the data are not quadratics.
@@ -93,7 +93,7 @@ def mlp(shape: Shape, classes: int, hidden: tuple[int, ...] = (200, 200)) -> nn.
     Args:
         shape: shape (C, H, W) of one example.
         classes: number of classes, that is of outputs.
-        hidden: widths of the hidden layers.
+        hidden: widths of the hidden layers; () for none, that is logistic regression.
     """
     stages = []
     width = prod(shape)
@@ -127,7 +127,10 @@ def lenet5(shape: Shape, classes: int, dropout: float = 0.5) -> nn.Module:
     Args:
         shape: shape (C, H, W) of one example.
         classes: number of classes, that is of outputs.
-        dropout: dropout rate.
+        dropout: rate of dropout after the two fully connected layers.
+
+    Raises:
+        ConfigError: the images are too small.
     """
     convolutions: list[nn.Module] = [
         nn.Sequential(nn.Conv2d(shape[0], 32, 5), nn.BatchNorm2d(32), nn.MaxPool2d(2), nn.ReLU()),
@@ -152,7 +155,10 @@ def vgg11(shape: Shape, classes: int, dropout: float = 0.5) -> nn.Module:
     Args:
         shape: shape (C, H, W) of one example.
         classes: number of classes, that is of outputs.
-        dropout: dropout rate.
+        dropout: rate of dropout below the classifier.
+
+    Raises:
+        ConfigError: the images are too small.
     """
     stages: list[nn.Module] = []
     width = shape[0]
@@ -220,6 +226,9 @@ def lenet(shape: Shape, classes: int) -> nn.Module:
     Args:
         shape: shape (C, H, W) of one example.
         classes: number of classes, that is of outputs.
+
+    Raises:
+        ConfigError: the images are too small.
     """
     padding_1 = 2 if shape[1] < 32 else 0
     padding_2 = 2 if shape[1] < 16 else 0
@@ -244,6 +253,9 @@ def mnist_cnn(shape: Shape, classes: int) -> nn.Module:
     Args:
         shape: shape (C, H, W) of one example.
         classes: number of classes, that is of outputs.
+
+    Raises:
+        ConfigError: the images are too small.
     """
     convolutions: list[nn.Module] = [
         nn.Sequential(nn.Conv2d(shape[0], 32, 5), nn.ReLU()),
@@ -318,6 +330,9 @@ def fixup_resnet9(shape: Shape, classes: int) -> nn.Module:
     Args:
         shape: shape (C, H, W) of one example.
         classes: number of classes, that is of outputs.
+
+    Raises:
+        ConfigError: the images are too small.
     """
     stages: list[nn.Module] = [
         nn.Sequential(*_fixup_layer(shape[0], 64)),

@@ -65,6 +65,9 @@ class BlockSum:
         value: [P]; the sum is `value` times `weight`.
         weight: factor of `value`; 1 unless the block has a single row.
         size: bound of the magnitudes; NaN or infinite if an entry is.
+
+    Raises:
+        ValueError: there are not as many weights as rows.
     """
 
     def __init__(self, rows: Tensor | Sequence[Tensor], weights: Sequence[float]):
@@ -180,7 +183,7 @@ def in_units(block: BlockSum) -> Tensor:
     from `ROUNDING_SHIFT_BITS` on.
 
     Args:
-        block: a block below `HIGH_LIMB_UNIT`.
+        block: a block whose `size` is below `HIGH_LIMB_UNIT`.
     """
     value = block.value.to(torch.float64)
     shift = value.new_tensor(ROUNDING_SHIFT)
@@ -225,7 +228,7 @@ def combine(totals: Iterable[Tensor], bound: float | None = None) -> Tensor:
 
     Args:
         totals: fixed sums of several blocks, int64 [L, P].
-        bound: the sum of their `FixedSum.bound`; spares a pass over the numbers.
+        bound: sum of their `FixedSum.bound`; None: it is computed in a pass over the numbers.
 
     Raises:
         NonFiniteError: the result could leave the range of int64.

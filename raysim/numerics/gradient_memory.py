@@ -181,7 +181,7 @@ def remember(
 
     Args:
         memory: the memory.
-        ids: the clients of the updates.
+        ids: numbers of the K clients of the updates.
         deltas: their updates d_i, [K, P].
         beta2: the decay, in [0, 1].
 
@@ -246,9 +246,9 @@ def project_on_memory(
     Args:
         memory: the memory; its Gram matrix and active set change in place.
         p: [P], the vector to project.
-        written: the rows that `remember` has written since the last call.
-        solver: see raysim.numerics.qp.
-        small_tensor_rule: see raysim.numerics.qp.
+        written: numbers of the rows that `remember` has written since the last call.
+        solver: a key of `qp.SOLVERS`.
+        small_tensor_rule: see `qp.project`.
         max_age: number of rounds without participation after which a client's row is ignored; None:
             no limit, as in the paper.
         norm_floor: fraction of the largest row norm below which rows are ignored; None: no limit,

@@ -115,14 +115,14 @@ def solve_dual(
 ) -> tuple[Array, QPInfo]:
     """Return the multipliers of the projection by a selected solver.
 
-    Arguments and results are those of `project_gram`. The solvers "ecos" (through cvxpy) and
+    Results are those of `project_gram`. The solvers "ecos" (through cvxpy) and
     "clarabel" ignore `warm` and `tol`. If they have no result, z is 0 and the status "failed".
 
     Args:
         Q: MᵀM, [C, C].
         b: Mᵀp, [C].
-        p_norm: ‖p‖.
-        solver: name of the solver.
+        p_norm: ‖p‖; 0 gives z = 0.
+        solver: a key of `SOLVERS`.
         warm: constraints that are active at the start, [C] bool; None: the violated ones.
         tol: multipliers and slacks above -tol count as non-negative.
 
@@ -177,7 +177,7 @@ def project(
     Args:
         p: the vector, [P].
         columns: [C, P], or C tensors [P]; a column with a non-finite entry is ignored.
-        solver: name of the solver.
+        solver: a key of `SOLVERS`.
         segments: lengths that add up to P, with one QP for each segment; None: one segment.
         small_tensor_rule: "sum" (with segments only) returns p plus the sum of the columns in a
             segment whose largest column norm is below `SMALL_TENSOR_NORM`. An interior-point
@@ -187,7 +187,8 @@ def project(
         The projection, `p` itself if no constraint is violated, and the outcome over all segments.
 
     Raises:
-        ValueError: `p` is not finite, or the rule "sum" has no segments.
+        ValueError: `p` is not finite, the rule "sum" has no segments, or the solver is unknown.
+        ModuleNotFoundError: the package of the solver is not installed.
     """
     if small_tensor_rule == "sum" and segments is None:
         raise ValueError(
@@ -228,7 +229,7 @@ def solve_segment(
         Q: MᵀM, [C, C], in units of the scales.
         b: Mᵀp, [C].
         p_norm: ‖p‖ in the segment.
-        solver: name of the solver.
+        solver: a key of `SOLVERS`.
         small_tensor_rule: treatment of small tensors; see `project`.
         warm: as for `solve_dual`.
         scale: scale of each column, [C], or of all.
@@ -252,7 +253,7 @@ def add_segments(
         total: [P], changed in place.
         column: [P].
         multipliers: one number for each segment.
-        segments: lengths of the tensors.
+        segments: lengths that add up to P.
     """
     start = 0
     for length, multiplier in zip(segments, multipliers, strict=True):

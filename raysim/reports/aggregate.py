@@ -45,7 +45,8 @@ def rows(
         The rows, sorted by the values of their parameters.
 
     Raises:
-        ConfigError: No run has a parameter of `group` or `best_of`.
+        ConfigError: No run has a parameter of `group` or `best_of`, or `best_of` names one that
+            `group` lacks.
     """
     lower = lower_is_better(metric)
     rows_with_params = []
@@ -113,7 +114,7 @@ def ranked(
 
     Args:
         table: Rows, as from `rows`.
-        metric: Metric of the rows.
+        metric: Metric of the rows. `lower_is_better` says which values are better.
         say: Called with one line if the methods do not share all scenarios.
     """
     lower = lower_is_better(metric)

@@ -193,13 +193,15 @@ class Claim(Section):
 
 
 def read_claims(source: str | Path | Mapping[str, Any]) -> list[Claim]:
-    """Return the claims of a configuration; [] if it has none. Name figures that have no name.
+    """Return the claims of a configuration; [] if it has none.
+
+    A figure without a file name gets one.
 
     Args:
         source: a configuration file, the name of a shipped one, or a mapping.
 
     Raises:
-        ConfigError: the section is wrong; the message names the key.
+        ConfigError: the file cannot be read, or the section is wrong; the message names the key.
     """
     section = loading.claims(source)
     if section is None:
@@ -246,6 +248,9 @@ def runs_of_claims(
         runs: Names of experiments, or ids of runs. Default: the configuration's experiment.
         uri: Address of the tracking store. Default: the configuration's.
         ledgers: Ledgers to read in place of MLflow.
+
+    Raises:
+        ConfigError: The configuration cannot be read, or `uri` and `ledgers` are both given.
     """
     tracking = checked_section(Tracking, loading.read_config(source).get("tracking") or {})
     store = uri if ledgers else uri or tracking.uri
@@ -303,7 +308,8 @@ def check_claims(claims: Sequence[Claim], runs_of: RunsOf) -> list[ClaimResult]:
 
     Args:
         claims: Claims of a paper.
-        runs_of: Function from a metric to the runs that have it.
+        runs_of: Function from a metric to the runs that have it. It raises `MetricMissing` if
+            none has.
 
     Returns:
         One or more results for each claim, in the order of the claims.

@@ -81,12 +81,13 @@ def along(
         runs: Runs of any experiments.
         x: Parameter on the x-axis.
         metric: Metric of the histories.
-        say: Called with one line for each group of mixed runs.
+        say: Called with one line if points hold runs that differ in more than their seed.
         target: Use the cost of reaching this value instead of the best value; points that do not
             reach it are omitted.
 
     Raises:
-        ConfigError: No run has the parameter, or its values are not numbers.
+        ConfigError: No run has the parameter, its values are not numbers, or no run can reach
+            the target.
     """
     if target is not None:
         refuse_unreachable(target, metric)

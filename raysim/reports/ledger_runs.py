@@ -15,10 +15,10 @@ from raysim.tracking.ledger_row import Row, kept_config
 
 
 def title(wanted: Sequence[str], ledgers: Sequence[str | Path]) -> str:
-    """Return the experiments, or without them the files, for errors.
+    """Return the names of the experiments, or of the files if there are none, for errors.
 
     Args:
-        wanted: Names of experiments; may be empty.
+        wanted: Names of experiments; empty: all rows.
         ledgers: Paths of the ledgers.
     """
     return ", ".join(wanted or map(str, ledgers))

@@ -54,7 +54,7 @@ class PublishedResult:
         """Return True if the result describes runs with these parameters.
 
         Args:
-            params: parameters of the run, by key.
+            params: Parameters of the runs, as text by dotted key.
         """
         return all(
             key in params and same_value(params[key], value) for key, value in self.where.items()
@@ -126,8 +126,8 @@ def published_about(
     """Return the published results of runs with these parameters.
 
     Args:
-        printed: the published results.
-        params: parameters of the run, by key.
+        printed: Published results, as from `read_published`.
+        params: Parameters of the runs, as text by dotted key.
     """
     return [result for result in printed if result.is_about(params)]
 
@@ -142,8 +142,8 @@ def published_values(
 
     Args:
         printed: Published results, as from `read_published`.
-        params: Parameters of the runs.
-        target: Target whose published rounds are returned.
+        params: Parameters of the runs, as text by dotted key.
+        target: Target whose published rounds are returned; None: none.
         of: Reference runs as KEY=VALUE, if the target is a share of their accuracy.
 
     Returns:
@@ -171,7 +171,7 @@ def published_target(printed: Sequence[PublishedResult], params: Mapping[str, st
 
     Args:
         printed: Published results, as from `read_published`.
-        params: Parameters of the runs.
+        params: Parameters of the runs, as text by dotted key.
 
     Raises:
         ConfigError: The paper has several targets, or only shares of the accuracy of other runs.

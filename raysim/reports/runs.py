@@ -72,6 +72,10 @@ class RunSource:
             metric: See `finished_runs`.
             say: See `finished_runs`.
             cost_unit: See `finished_runs`.
+
+        Raises:
+            ConfigError: See `finished_runs`, or a ledger cannot be read.
+            RaysimError: See `finished_runs`.
         """
         if not self.ledgers:
             return finished_runs(self.names, self.uri, metric, say, cost_unit)
@@ -182,8 +186,8 @@ def keep(
     "report" in the experiment of the first run.
 
     Args:
-        files: Files to store.
-        runs: Runs that the report covers.
+        files: Files to store, which exist.
+        runs: Runs that the report covers, at least one.
         wanted: Names and ids as the user wrote them; a sweep among them is preferred.
         uri: Address of the tracking store.
 

@@ -59,7 +59,7 @@ def explained_share(results: Sequence[float], groups: Sequence[Hashable]) -> flo
 
     Args:
         results: Result of each run.
-        groups: Group of each run.
+        groups: Group of each run, in the order of `results`.
 
     Returns:
         The share: NaN if every group has a single result, 0 if all results are equal.

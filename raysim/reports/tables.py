@@ -151,7 +151,7 @@ class TableRow:
 
     @property
     def difference_in_own_stds(self) -> float | None:
-        """The same in standard deviations over these runs."""
+        """Mean best value minus the published one, in standard deviations over these runs."""
         return self._difference_over(self.best.std if self.best else None)
 
     def _difference_over(self, std: float | None) -> float | None:
@@ -167,7 +167,7 @@ def sort_key(row: TableRow, lower: bool) -> float:
 
     Args:
         row: Row to sort.
-        lower: True if smaller values are better.
+        lower: Whether smaller values are better.
     """
     if row.best is None or math.isnan(row.best.mean):
         return math.inf
@@ -482,8 +482,8 @@ def as_csv(table: Sequence[TableRow], cost_unit: CostUnit = "rounds") -> str:
     """Return rows as CSV, with the columns of `frame`; missing figures are empty.
 
     Args:
-        table: Rows, as from `rows`.
-        cost_unit: Unit of the costs, as in `frame`.
+        table: Rows, as from `aggregate.rows`.
+        cost_unit: Unit of the cost of reaching the target; it names the column.
     """
     return frame(table, cost_unit).to_csv(index=False, lineterminator="\n").rstrip("\n")
 

@@ -56,8 +56,12 @@ def share_of(
         metric: Metric of the histories.
         say: Called with one line for each scenario without reference runs.
 
+    Returns:
+        A function from the runs of a row to their target; None without reference runs.
+
     Raises:
-        ConfigError: No run has this parameter and value.
+        ConfigError: `reference` is not KEY=VALUE, no run has this parameter and value, or none of
+            them has the metric.
     """
     # Raises if no scenario has a reference run.
     fraction_of(runs, reference, share, metric)
@@ -87,11 +91,12 @@ def fraction_of(
     Args:
         runs: Runs that contain the reference runs.
         reference: Parameter of the reference runs as KEY=VALUE.
-        share: Share to return.
+        share: Factor of the best value, from 0 to 1.
         metric: Metric of the histories.
 
     Raises:
-        ConfigError: No run has this parameter and value, or none of them has the metric.
+        ConfigError: `reference` is not KEY=VALUE, no run has this parameter and value, or none of
+            them has the metric.
     """
     option = "relative_to (--relative-to)"
     key, equals, value = reference.partition("=")

@@ -102,7 +102,7 @@ class TrackedRun:
         """Return the cumulative cost at the end of a round, from the last logged value.
 
         Args:
-            round: the round.
+            round: Number of completed rounds.
         """
         if not self.costs:
             return float(round)
@@ -125,7 +125,7 @@ class MetricMissing(ConfigError):
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """Finished run whose histories can be asked for."""
+    """Finished run, with the function that reads its histories."""
 
     run_id: str
     """Id of the run in MLflow, or the place of its row in a ledger."""
@@ -147,7 +147,7 @@ def check_metric_name(metric: str | None) -> None:
         metric: Name of the metric; None if it is not given.
 
     Raises:
-        ConfigError: The metric has another name today.
+        ConfigError: It is a former name; the message has the present one.
     """
     if metric and (sentence := renamed.now_called(renamed.RENAMED_METRICS, metric)):
         raise ConfigError(f"metric (--metric): {sentence}")
@@ -158,7 +158,7 @@ def counted(count: int, text: str) -> str:
 
     Args:
         count: Number of runs.
-        text: What they are, or what has become of them.
+        text: Words about the runs, such as "left out".
     """
     return f"{count} run{'s'[: count != 1]} {text}"
 
@@ -181,8 +181,8 @@ def with_histories(
         cost_unit: Unit of the runs' cost.
 
     Raises:
-        ConfigError: No run has the metric (`MetricMissing`), no run is left, or the metric is not
-            given and the runs do not have the same one.
+        MetricMissing: No run has the metric.
+        ConfigError: No run is left, or `metric` is None and the runs select by different ones.
     """
     metric = metric or _best_metric(done)
 

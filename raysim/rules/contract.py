@@ -173,7 +173,7 @@ class ClientRule(Rule):
         Returns:
             The parameters "w" [P], and the BatchNorm statistics [Q], None for those received. A
             third part is optional: tensors by name that the local steps carry, like those of
-            `init`. They are what the choice of the start has found, for `step` and `finish`.
+            `init`. They hold what `begin` has computed for `step` and `finish`.
         """
         return shared["x"], None
 
@@ -290,7 +290,7 @@ class ClientRule(Rule):
         return self.begin(shared, client_state, data, task)[0]
 
     def collude(self, uploads: State, others: State, cohort: Cohort) -> State:
-        """Return the uploads of clients that collude, at the server's door.
+        """Return the uploads that a group of colluding clients sends instead of its own.
 
         For attacks that depend on several clients. A rule that overrides it belongs to a group of
         attackers (`groups`). The clients train by themselves; when the updates of a round have
@@ -300,7 +300,7 @@ class ClientRule(Rule):
         Args:
             uploads: the group's uploads by key, [M, ...] each, in the order of `cohort.ids`.
             others: those of the round's other clients, [K - M, ...].
-            cohort: the group's clients in the round.
+            cohort: the M clients of the group that are in the round.
 
         Returns:
             The changed uploads by key, [M, ...] each.
@@ -428,7 +428,7 @@ class ServerRule(Rule):
 
         Args:
             shared: what `broadcast` returned; not to be changed.
-            client: the client's number.
+            client: number of the client, from 0.
 
         Returns:
             Tensors by name: "x" [P], and others with the same shapes for all clients. Only they

@@ -90,7 +90,7 @@ class LearningTask:
 
         Args:
             x_shape: shape of one example's input.
-            outputs: the number of outputs.
+            outputs: number of outputs, as from `outputs`.
         """
         return (outputs,)
 
@@ -102,7 +102,7 @@ class LearningTask:
 
         Args:
             outputs: the net's outputs, [B, ...].
-            batch: the batch; its `y` are the targets.
+            batch: the batch, with the targets as `y`, [B, ...].
         """
         raise NotImplementedError(f"{type(self).__name__} defines no loss")
 

@@ -42,7 +42,7 @@ class LossTask(LearningTask):
 
         Args:
             outputs: the net's outputs, [B, ...].
-            batch: the batch; its `y` are the targets.
+            batch: the batch, with the targets as `y`, [B, ...].
         """
         y = batch.y
         if not self.class_labels:
@@ -74,9 +74,9 @@ def with_loss(function: LossFunction, like: str, name: str) -> type[LossTask]:
     """Return the class of a shipped task with another loss.
 
     Args:
-        function: the loss function.
-        like: name of the shipped task.
-        name: name of the new one in messages.
+        function: the loss function, of outputs and targets.
+        like: name of the shipped task whose data, outputs and metrics the new one has.
+        name: name of the new task in messages.
     """
     base = _TokenLoss if like == "next_token" else LossTask
     attributes = {"function": staticmethod(function), "like": like, "__module__": __name__}
@@ -95,7 +95,7 @@ def task_like(function: LossFunction, data: TaskData) -> str:
     each class, else numbers for `regression`.
 
     Args:
-        function: the loss function.
+        function: the loss function, of outputs and targets.
         data: the examples.
     """
     x, y = data.x, data.y

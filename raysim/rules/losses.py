@@ -41,7 +41,7 @@ class Net(ABC):
     @property
     @abstractmethod
     def levels(self) -> list[Tensor]:
-        """Return the output of each stage, `[h_1, ..., h_L, logits]`.
+        """Output of each stage, `[h_1, ..., h_L, logits]`.
 
         Raises:
             ValueError: the net is not made of stages.

@@ -186,7 +186,7 @@ def _of_a_replaced_half(algorithm: Algorithm, config: Config, key: str) -> str:
 
 
 def _check_properties(section: str, rule: ClientRule | ServerRule) -> None:
-    """Read everything that a rule's class tells of it, which may be properties of the user's.
+    """Read all attributes of a rule that the contract has; some may be properties of a user.
 
     Raises:
         ConfigError: reading one raises any exception; names the rule and the property.

@@ -56,17 +56,17 @@ class PublicData:
         return Batch(*self._at(positions))
 
     def batches(self, size: int | None = None, rng: Generator | None = None) -> Iterator[Batch]:
-        """Return one pass over the examples.
+        """Make one pass over the examples.
 
         Args:
-            size: examples in a batch; None: all in one batch. The last batch may be smaller.
+            size: examples in a batch; None: all in one batch.
             rng: shuffles the examples, such as `reports.rng("root")`; None: in their order.
 
         Yields:
-            The batches.
+            The batches; the last one may be smaller.
 
         Raises:
-            ValueError: the size is not positive.
+            ValueError: the size is less than 1.
         """
         size = self.n if size is None else size
         if size < 1:

@@ -69,7 +69,7 @@ def rule_reference(rule: type[Rule], algorithm: str) -> str:
 
     Args:
         rule: the class.
-        algorithm: the name of the algorithm that brought it.
+        algorithm: name of the algorithm to which the rule belongs.
 
     Raises:
         ConfigError: it is defined inside a function, where nothing finds it.
@@ -103,10 +103,10 @@ def find_rule(section: str, name: str) -> Any:
 
     Args:
         section: "client", "server" or "algorithm".
-        name: a registered name, or path.py:Name.
+        name: a registered name, path.py:NAME, or path.py with a single Algorithm.
 
     Raises:
-        ConfigError: nothing has that name, or it is no such class.
+        ConfigError: nothing has that name, or it is not what the section names.
     """
     discover()
     registry: Mapping[str, Any] = {
@@ -133,13 +133,13 @@ def find_rule(section: str, name: str) -> Any:
 
 
 def full_reference(section: str, name: str) -> str:
-    """Return a name in a configuration with the object that it means.
+    """Return the name in a configuration, completed by the object if it is a file alone.
 
     A file alone means its only Algorithm. Other names are returned unchanged.
 
     Args:
         section: "client", "server" or "algorithm".
-        name: the name.
+        name: a registered name, path.py:NAME, or path.py.
 
     Raises:
         ConfigError: the file does not have exactly one Algorithm, or a rule is asked for.
@@ -213,7 +213,7 @@ def catalogue(section: Literal["client", "server", "algorithm"]) -> Iterator[tup
     logged and left out.
 
     Args:
-        section: name of the section.
+        section: "client", "server" or "algorithm".
     """
     discover()
     registry: Mapping[str, Any] = {
@@ -236,7 +236,7 @@ def hyperparameter_names(rule: type) -> list[str]:
     """Return the names of a rule's hyper-parameters.
 
     Args:
-        rule: the rule.
+        rule: class of a rule, a dataclass.
     """
     return [f.name for f in dataclasses.fields(rule)]
 
@@ -248,9 +248,12 @@ def shared_keys(section: str, before: str, name: str) -> set[str]:
     GradMA and of FedAdam.
 
     Args:
-        section: client, server or algorithm.
-        before: the name of one.
-        name: the name of the other.
+        section: "client", "server" or "algorithm".
+        before: name of one of them.
+        name: name of the other.
+
+    Returns:
+        The keys, "preset" among them; none if a name is unknown.
     """
     try:
         old, new = (_owners(find_rule(section, n)) for n in (before, name))
@@ -281,7 +284,7 @@ def algorithm_defaults(name: str) -> Mapping[str, Any]:
     """
     try:
         return find_rule("algorithm", name).defaults
-    except ConfigError:  # said by `resolve_rules`, with all the rest
+    except ConfigError:  # `resolve_rules` reports it, with all the rest
         return {}
 
 

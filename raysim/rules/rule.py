@@ -89,7 +89,7 @@ class Rule:
         """Return this rule with every schedule of a hyper-parameter replaced by its value.
 
         Args:
-            t: the round.
+            t: number of the round, from 0.
         """
         due = {
             f.name: v

@@ -41,7 +41,7 @@ class SelectionPool(ClientPool):
     size: int
     """`schedule.cohort`, the largest number of clients that may be selected."""
     round: int
-    """The round."""
+    """Number of the round, from 0."""
 
     def metric(self, name: str) -> np.ndarray:
         """Return a metric that each client reported in its last round, [n]; nan if it has not.
@@ -68,12 +68,12 @@ class ClientSampling:
 
         Args:
             pool: the available clients.
-            size: `schedule.cohort`.
-            t: the round.
+            size: `schedule.cohort`, the largest number of different clients.
+            t: number of the round, from 0.
             rng: a generator that is keyed by the seed and the round.
 
         Returns:
             Numbers from `pool.ids`. A client that occurs k times counts k times in means of
-            uniform weights. There may be at most `size` different ones.
+            uniform weights.
         """
         raise NotImplementedError(f"{type(self).__name__} defines no sample")

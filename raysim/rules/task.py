@@ -165,7 +165,7 @@ class Task(TellsPresentNames, ABC):
         Args:
             w: [P], the point.
             batch: the mini-batch.
-            loss: gives one value for each example.
+            loss: returns one value for each example, [B].
             mode: exactly one pass of a step has mode "train".
             buffers: [Q], the BatchNorm statistics for mode "eval"; the client's own by default.
 
@@ -192,7 +192,7 @@ class Task(TellsPresentNames, ABC):
         Args:
             w: [P], the point.
             batch: the mini-batch.
-            loss: gives one value for each example.
+            loss: returns one value for each example, [B].
             mode: see `PassMode`.
             buffers: [Q], the BatchNorm statistics for mode "eval"; the client's own by default.
 
@@ -212,11 +212,11 @@ class Task(TellsPresentNames, ABC):
         Args:
             w: [P], the parameters.
             batch: the mini-batch.
-            loss: gives one value for each example.
-            buffers: [Q], the BatchNorm statistics.
+            loss: returns one value for each example, [B].
+            buffers: [Q], the BatchNorm statistics; the client's own by default.
 
         Returns:
-            The gradients, [B, C, H, W].
+            The gradients, in the shape of the inputs, [B, ...].
 
         Raises:
             ValueError: under `privacy`, the rule names nothing in `unprotected_uploads`.
@@ -269,7 +269,7 @@ class Task(TellsPresentNames, ABC):
         Args:
             w: [P], the point.
             data: the argument of `init` or `finish`.
-            augment: augments the examples.
+            augment: whether the examples are augmented.
 
         Returns:
             The diagonal, [P].
@@ -296,7 +296,7 @@ class Task(TellsPresentNames, ABC):
             batch: the mini-batch.
             mode: "frozen" or "eval".
             buffers: [Q], the BatchNorm statistics for mode "eval"; the client's own by default.
-            dropout: False leaves dropout out in mode "frozen".
+            dropout: whether mode "frozen" applies dropout.
         """
 
     @abstractmethod

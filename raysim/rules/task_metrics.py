@@ -28,7 +28,7 @@ class TopKAccuracy(TaskMetric):
         return int(self.name.removeprefix("top"))
 
     def check(self) -> None:
-        """Check that there are more than k classes."""
+        """Check that there are more than k classes. See `TaskMetric.check`."""
         if not 1 <= self.k < self.outputs:
             raise ValueError(f"there are {self.outputs} classes; use top1 to top{self.outputs - 1}")
 
@@ -94,8 +94,8 @@ def mean_auc(scores: np.ndarray, truth: np.ndarray) -> float:
     """Return the mean area under the ROC curves of columns; NaN if no column has both kinds.
 
     Args:
-        scores: [n, K].
-        truth: bool [n, K].
+        scores: [n, K]; a larger one means that the label is likelier.
+        truth: bool [n, K], whether the example has the label.
     """
     from scipy.stats import rankdata
 

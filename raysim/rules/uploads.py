@@ -132,7 +132,7 @@ def sums(uploads: Uploads, sends: Iterable[str] = ()) -> list[tuple[UploadMode, 
     """Return the sums that the server needs, as (mode, key) with mode mean, sum or difference.
 
     Args:
-        uploads: the uploads and their modes.
+        uploads: the server rule's `uploads`.
         sends: the client rule's `sends`; uploads that it declares as integers have no sum.
     """
     keys: dict[tuple[UploadMode, str], None] = {}
@@ -149,8 +149,8 @@ def with_mode(uploads: Uploads, mode: UploadMode) -> list[str]:
     """Return the keys of the uploads with this mode.
 
     Args:
-        uploads: the uploads and their modes.
-        mode: the mode.
+        uploads: the server rule's `uploads`.
+        mode: a mode of `UploadMode`; an upload may have several.
     """
     return [
         key

@@ -1,4 +1,4 @@
-"""Errors of rules, told to their authors: the rule, the method, the line and what to write."""
+"""Errors of rules for their authors: the rule, the method, the line and what to write."""
 
 from __future__ import annotations
 
@@ -81,6 +81,7 @@ def translate_errors(translate: Callable[[str], RaysimError]) -> Iterator[None]:
 
     Raises:
         RaysimError: the user's code raised an exception; it is the cause of this error.
+        ContractError: the user's code broke the contract.
     """
     try:
         yield
@@ -204,8 +205,8 @@ def breach(rule: Rule, method: str, why: str) -> ContractError:
     """Return the error for a method that does not keep the contract.
 
     Args:
-        rule: the rule.
-        method: the name of the method.
+        rule: a client or server rule.
+        method: name of the method that broke the contract.
         why: what it does, and what to write instead; continues "METHOD of client rule 'NAME'".
     """
     half = "client" if hasattr(rule, "sends") else "server"
@@ -251,8 +252,8 @@ def declared_noise(rule: Rule, value: Any) -> dict[str, tuple[tuple[Any, ...], s
     """Return shape and distribution of each entry of a rule's `noise`.
 
     Args:
-        rule: the rule.
-        value: what its `noise` returned.
+        rule: the client rule.
+        value: the value that its `noise` returned.
 
     Raises:
         ContractError: it is no dict of shapes and distributions; names the rule, the method, its
@@ -283,8 +284,8 @@ def check_begin(rule: Rule, value: Any, x: Tensor, buffers: Tensor) -> None:
     """Check that `begin` returned parameters [P], statistics [Q] or None, and perhaps a dict.
 
     Args:
-        rule: the rule.
-        value: what it returned.
+        rule: the client rule.
+        value: the value that its `begin` returned.
         x: [P], the parameters received.
         buffers: [Q], the BatchNorm statistics received.
 
@@ -321,7 +322,7 @@ def check_sent_to(rule: Rule, value: Any, x: Tensor) -> None:
 
     Args:
         rule: the server rule.
-        value: what it returned.
+        value: the value that its `sent_to` returned.
         x: [P], the parameters of the broadcast.
 
     Raises:
@@ -338,9 +339,9 @@ def check_direction(rule: Rule, w: Tensor, direction: Any) -> None:
     """Check that `direction` returned a vector [P].
 
     Args:
-        rule: the rule.
-        w: [P], the parameters.
-        direction: the returned direction.
+        rule: the client rule.
+        w: [P], the local parameters.
+        direction: the value that its `direction` returned.
 
     Raises:
         ContractError: it did not; names the rule, the method, its line and what to write.
@@ -397,7 +398,7 @@ def check_evaluated(rule: Rule, x: Tensor, buffers: Tensor, evaluated: Any) -> N
         evaluated: the value that `evaluated` returned; expected is w, or (w, buffers).
 
     Raises:
-        ContractError: it did not.
+        ContractError: it did not; names the rule, the method, its line and what to return.
     """
     parts = evaluated if isinstance(evaluated, tuple) and len(evaluated) == 2 else (evaluated,)
     for part, like, name in zip(parts, (x, buffers), ("parameters", "statistics"), strict=False):

@@ -49,7 +49,7 @@ def write_file(path: Path, text: str) -> None:
 
     Args:
         path: file to write or replace. A reader sees the old text or the new one, never a part.
-        text: content.
+        text: its new content.
     """
     with whole(path) as partial:
         handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)

@@ -50,7 +50,8 @@ def alone(run_dir: Path) -> Iterator[None]:
         run_dir: the run's folder.
 
     Raises:
-        ConfigError: another process uses the folder; the message contains its id and host.
+        ConfigError: another process uses the folder, or its lock file cannot be written; the
+            message contains the id and host of the process.
     """
     handle = _take(run_dir)
     ended = threading.Event()
@@ -69,7 +70,10 @@ def running(run_dir: Path) -> str | None:
     """Return a description of the process that uses a run's folder; None if there is none.
 
     Args:
-        run_dir: the folder of the run.
+        run_dir: the run's folder.
+
+    Raises:
+        ConfigError: the lock file is a symbolic link.
     """
     try:
         handle = files.open_own(run_dir / LOCK_FILE, os.O_RDWR)

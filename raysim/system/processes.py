@@ -131,7 +131,7 @@ def limited(call: Callable[[], Any], limit_s: float) -> bool:
     """Make a call that may never return, in another thread.
 
     Args:
-        call: the call.
+        call: the function to call.
         limit_s: time limit in seconds.
 
     Returns:

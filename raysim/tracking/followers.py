@@ -71,7 +71,7 @@ class Follower(ABC):
         Args:
             values: value of each metric by name.
             step: number of completed rounds.
-            time: when they were recorded, in seconds since 1970.
+            time: time at which they were recorded, in seconds since 1970.
         """
 
     @abstractmethod
@@ -231,7 +231,7 @@ def require_packages(names: Sequence[str]) -> None:
     """Check that the packages of some followers are installed.
 
     Args:
-        names: names of followers.
+        names: names of followers, keys of `FOLLOWERS`.
 
     Raises:
         ConfigError: a package is not installed.
@@ -253,7 +253,7 @@ def send(tail: Tail, follower: Follower) -> int:
         follower: an open follower.
 
     Returns:
-        The number of records.
+        The number of records that were sent; 0 at the end of the spool.
     """
     records = tail.head()
     for record in records:
@@ -279,7 +279,7 @@ class FollowedRun:
         """Follow the run in this folder, which has been started.
 
         Args:
-            names: names of followers.
+            names: names of followers, keys of `FOLLOWERS`.
             run_dir: the folder of the run.
         """
         self._run_dir, self._closing, self._status = run_dir, threading.Event(), ""
@@ -338,10 +338,10 @@ def catch_up(run_dir: Path, names: Sequence[str]) -> dict[str, int]:
 
     Args:
         run_dir: the folder of the run.
-        names: names of followers.
+        names: names of followers, keys of `FOLLOWERS`.
 
     Returns:
-        The number of records by follower.
+        The number of records sent to each follower, by its name.
 
     Raises:
         ConfigError: the package of a follower is not installed.

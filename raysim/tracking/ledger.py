@@ -1,6 +1,6 @@
 """A ledger: an append-only text file with one row for each finished run.
 
-It can be committed beside the configurations. Sweeps take its rows as done, wherever they were
+It can be committed beside the configurations. Sweeps count its rows as done, wherever they were
 computed, and reports read them in place of MLflow. A row that a crash has cut off is named and left
 out; the next row begins on a line of its own.
 """
@@ -27,7 +27,7 @@ def read_rows(paths: Iterable[str | Path], say: Say, missing: str = "") -> list[
 
     Args:
         paths: The files.
-        say: Called with a line for each bad row, and for rows that contradict each other.
+        say: Called with one line for each bad row, and for each row that contradicts another.
         missing: Option to name in the error for a file that does not exist; "" if a missing file
             is an empty ledger.
 

@@ -200,7 +200,10 @@ def kept_history(records: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str
     """Return what a row keeps of the metrics of all rounds.
 
     Args:
-        records: (round, metrics) of each round.
+        records: (round, metrics) of each round, by ascending rounds.
+
+    Returns:
+        Values by metric and round.
     """
     whole: dict[str, dict[int, float]] = {}
     for t, record in records:
@@ -269,7 +272,7 @@ def as_line(row: Row) -> str:
     """Return a row as one line of JSON, without a line break.
 
     Args:
-        row: the row.
+        row: The row; its `place` is left out.
     """
     stopped = {"stopped": row.stopped, "early_stopping": row.early_stopping} if row.stopped else {}
     content = {

@@ -34,10 +34,9 @@ logger = logging.getLogger("raysim.tracking")
 FLUSH_INTERVAL_S = 1.0
 """Seconds between two batches."""
 START_TIMEOUT_S = {"http": 7.0, "database": 60.0}
-"""Seconds without a sign of life after which `start` gives up; making a fresh database takes a
-few."""
+"""Seconds without a sign of life after which `start` gives up. To create a database takes a few."""
 DRAIN_TIMEOUT_S = {"up": 20.0, "down": 5.0}
-"""Seconds that `finish` gives the writer, by what the server last was."""
+"""Seconds that `finish` gives the writer, by the last known state of the server."""
 MAX_RETRY_PAUSE_S = 15.0
 """Seconds between two attempts when the server has been down for a while."""
 
@@ -46,12 +45,13 @@ class Tracker(Recorder):
     """One run in MLflow. Only `start` and `finish` wait; the rest appends to the spool and returns.
 
     Args:
-        tracking: where to, and whether the run may start without it.
-        run_dir: the folder of the run; the spool lives there.
-        parent: the run that this one is shown under.
+        tracking: section of the configuration: the store, the experiment, and whether the run
+            may start without the store.
+        run_dir: the folder of the run, which contains the spool.
+        parent: id of the run in MLflow under which this one is shown; None: none.
 
     Raises:
-        ConfigError: `tracking.uri` is not usable.
+        ConfigError: `tracking.uri` is not usable, or lacks its credentials.
         RaysimError: another process tracks a run in this folder.
     """
 
@@ -84,12 +84,12 @@ class Tracker(Recorder):
 
     @property
     def pending(self) -> int:
-        """How many records are not sent yet."""
+        """Number of records that are not sent yet."""
         return self._spool.pending
 
     @property
     def failures(self) -> int:
-        """How many attempts failed, plus how many records the server refused for good."""
+        """Number of failed attempts, plus that of records that the server refused for good."""
         return self._failures + self._server.refused
 
     def start(
@@ -101,15 +101,14 @@ class Tracker(Recorder):
     ) -> str:
         """Create the run in its experiment, or reopen `run_id`.
 
-        Records that are left in the spool are sent first. The arguments are those of
-        `Recorder.start`.
+        Records that are left in the spool are sent first.
 
         Returns:
             The run id. It is provisional if the server is down and `tracking.required` is false.
 
         Raises:
             RaysimError: `tracking.required` is true, and the server has no such run or cannot be
-                reached within 10 seconds.
+                reached within `START_TIMEOUT_S`.
 
         See `Recorder.start`.
         """
@@ -183,8 +182,8 @@ class Tracker(Recorder):
         return None
 
     def _write(self) -> None:
-        """The writer thread: everything that talks to MLflow, or imports it."""
-        with contextlib.suppress(Exception):  # said when it is needed
+        """Send the records until the run ends. Only this thread imports and calls MLflow."""
+        with contextlib.suppress(Exception):  # reported when it is needed
             self._server.import_mlflow()  # while the executor opens
         self._imported.set()
         self._started.wait()
@@ -215,7 +214,7 @@ class Tracker(Recorder):
         opened = self._server.key == self._key
         if self._down_since is None:
             self._down_since = time.monotonic()
-            if opened or not self.required:  # otherwise `start` raises, which says it
+            if opened or not self.required:  # otherwise `start` raises, which reports it
                 logger.warning(
                     "tracking is down: %s (%s). The run continues; records are kept in %s until it "
                     "is back",
@@ -244,7 +243,7 @@ class Forwarder:
 
     Args:
         uri: absolute tracking URI.
-        experiment: the experiment of all these runs.
+        experiment: name of the experiment of all these runs.
     """
 
     def __init__(self, uri: str, experiment: str) -> None:
@@ -346,7 +345,7 @@ def replay_spool(run_dir: Path) -> int:
         The number of records that were sent; 0 if nothing was left.
 
     Raises:
-        ConfigError: there is no spool.
+        ConfigError: there is no spool, or the store's address lacks its credentials.
         RaysimError: the run is still training, or the server cannot be reached.
     """
     if not (Path(run_dir) / SPOOL_FILE).is_file():
@@ -382,13 +381,14 @@ def add_to(
     Args:
         run_dir: the run's folder.
         metrics: values by name. A metric that the run already has at this step is not changed.
-        step: the step of the metrics.
-        artifacts: a folder of files; it is kept with the run under `place`.
-        place: the artifact path.
+        step: step of the metrics, a number of completed rounds.
+        artifacts: folder whose files are logged as artifacts of the run.
+        place: folder for them within the run's artifacts.
 
     Raises:
-        RaysimError: the run was not tracked, is still training, or the server cannot be reached. In
-            the last case `replay_spool` can send the metrics later.
+        ConfigError: the run was not tracked.
+        RaysimError: the run is still training, or the server cannot be reached. In the last case
+            `replay_spool` can send the metrics later.
     """
     if not (Path(run_dir) / SPOOL_FILE).is_file():
         raise ConfigError(

@@ -1,6 +1,6 @@
 """The client of an MLflow server or database: one run's records go there, and runs are read back.
 
-SQLite files are MLflow's own, with two cares: a relative path is made absolute at once, and
+SQLite files are MLflow's own, with two precautions: a relative path is made absolute at once, and
 processes that meet on a fresh file wait for each other (its tables must be made by one of them).
 """
 
@@ -42,11 +42,17 @@ _RUN_KEY_TAG = "raysim.key"
 
 
 class Refused(Exception):
-    """The server answers, and will never take this record."""
+    """Error for a record that the server will never accept."""
 
 
 class RunClient:
-    """Client of an MLflow server or database for one run; used by one thread."""
+    """Client of an MLflow server or database for one run; used by one thread.
+
+    Args:
+        uri: absolute tracking URI.
+        experiment: name of the experiment, which is created if it does not exist.
+        run_id: MLflow's id of the run that has received earlier records; None: none has.
+    """
 
     def __init__(self, uri: str, experiment: str, run_id: str | None) -> None:
         self.uri, self.experiment, self.run_id = uri, experiment, run_id
@@ -175,7 +181,7 @@ class RunClient:
             yield
 
     def _find(self, name: str) -> Any:
-        """The run of this id, or created under this key; None if there is none."""
+        """Return the run with this id, or created under this key; None if there is none."""
         with contextlib.suppress(Refused):
             return self._get(name)
         runs = self._client.search_runs(
@@ -282,10 +288,10 @@ class RunClient:
 
 
 def connected(uri: str) -> Any:
-    """An MLflow client of a tracking store, for reading. `uri` is absolute.
+    """Return an MLflow client of a tracking store.
 
     Args:
-        uri: the tracking URI.
+        uri: absolute tracking URI.
     """
     return import_mlflow(uri).MlflowClient(tracking_uri=uri)
 
@@ -295,11 +301,11 @@ def open_store(uri: str | None, purpose: str = "read") -> Iterator[Any]:
     """Yield a client of a tracking store, whose errors inside the block become one line.
 
     Args:
-        uri: of the store; the default is a configuration's.
-        purpose: what the block does to the store, in the past tense.
+        uri: tracking URI; None: the default of `tracking.uri`.
+        purpose: past participle that says in errors what the block does with the store.
 
     Raises:
-        ConfigError: there is no such database.
+        ConfigError: the URI is not usable, or there is no such database.
         RaysimError: the store does not answer, or refuses.
     """
     address = absolute_uri(uri or Tracking().uri)
@@ -320,14 +326,15 @@ def open_store(uri: str | None, purpose: str = "read") -> Iterator[Any]:
 
 
 def folder_of_tracked_run(run_id: str, uri: str | None = None) -> str:
-    """The folder of a run that MLflow knows by this id.
+    """Return the folder of a run that MLflow knows by this id.
 
     Args:
-        run_id: MLflow's.
-        uri: of the tracking store; the default is a configuration's.
+        run_id: MLflow's id of the run.
+        uri: tracking URI; None: the default of `tracking.uri`.
 
     Raises:
-        ConfigError: the store cannot be read, or has no such run.
+        ConfigError: the store cannot be read or has no such run, or its folder is not on this
+            machine.
     """
     address = absolute_uri(uri or Tracking().uri)
     if address.startswith("sqlite:///") and not Path(address[10:].partition("?")[0]).exists():
@@ -354,11 +361,11 @@ def check_database(uri: str, run_dir: Path) -> None:
     """Check that a run which was tracked before is not about to be tracked in a new database.
 
     Args:
-        uri: of the tracking store.
+        uri: tracking URI.
         run_dir: the run's folder.
 
     Raises:
-        ConfigError: the store is a SQLite file that does not exist.
+        ConfigError: the run was tracked, and the store is a SQLite file that does not exist.
     """
     database = database_of(absolute_uri(uri))
     if database and not database.exists() and (run_id := Tail(run_dir).run_id):

@@ -20,16 +20,16 @@ def log_model(run_dir: Path, net: nn.Module, example: Tensor, name: str, step: i
 
     Args:
         run_dir: the folder of the run.
-        net: the net, in evaluation mode.
-        example: inputs of the net, a batch of at least two.
+        net: the net, on the CPU and in evaluation mode.
+        example: inputs of the net on the CPU, [B, ...] with B ≥ 2.
         name: name of the model, such as "final".
-        step: the round after which the net has these parameters.
+        step: number of completed rounds after which the net has these parameters.
 
     Returns:
         The address of the model in MLflow.
 
     Raises:
-        ConfigError: the run was never tracked.
+        ConfigError: MLflow has not received the run.
         RaysimError: MLflow cannot be reached, or refuses the model; or the net is not exportable.
     """
     tail = Tail(run_dir)

@@ -26,11 +26,11 @@ def flatten_parameters(nested: Mapping[str, Any], prefix: str = "") -> dict[str,
     """Return a nested mapping as a flat one with dotted keys and text.
 
     Args:
-        nested: the mapping.
+        nested: mapping with string keys, such as a configuration.
         prefix: text before each key.
 
     Returns:
-        Strings unchanged and all other values as JSON (true, null, [0.1, 2]).
+        Text by dotted key: strings as they are, other values as JSON (true, null, [0.1, 2]).
     """
     flat: dict[str, str] = {}
     for key, value in nested.items():
@@ -78,7 +78,7 @@ class Recorder:
         uri: absolute URI of the tracking store.
         experiment: name of the MLflow experiment.
         run_dir: the run's folder, which contains the spool.
-        parent: the parent run in MLflow.
+        parent: id of the parent run in MLflow; None: none.
         labels: tags in addition to those of `start`.
 
     Raises:
@@ -175,7 +175,7 @@ class Recorder:
 
         Args:
             values: value of each metric by name.
-            step: number of the step.
+            step: number of completed rounds.
         """
         self._record(
             "metrics", step=int(step), values={legal(k): float(v) for k, v in values.items()}
@@ -188,10 +188,10 @@ class Recorder:
 
         Args:
             name: name of the data set.
-            digest: identifies its contents; MLflow keeps the first 36 characters.
-            source: a path or an address.
+            digest: digest of its contents; MLflow keeps the first 36 characters.
+            source: path or address from which it was loaded.
             context: its purpose, for example "training".
-            profile: description as JSON: sizes, classes.
+            profile: description, with values for JSON: sizes, classes.
         """
         self._record(
             "inputs",
@@ -207,7 +207,7 @@ class Recorder:
 
         Args:
             path: the file or folder.
-            folder: folder within the run's artifacts; None: the topmost.
+            folder: folder within the run's artifacts; None: their top folder.
         """
         self._record("artifact", path=str(Path(path).absolute()), folder=folder)
 
@@ -223,7 +223,7 @@ class Recorder:
         """Record the end of the run and close the spool. A second call has no effect.
 
         Args:
-            status: how the run ended, as MLflow calls it.
+            status: "FINISHED", "FAILED" or "KILLED".
         """
         if self._closing.is_set():
             return
@@ -235,8 +235,8 @@ class Recorder:
         """Record the end of a run whose process has died, at the time of its last record.
 
         Args:
-            status: status of the run in MLflow.
-            why: reason, which becomes the tag `error`.
+            status: "FINISHED", "FAILED" or "KILLED".
+            why: reason, which becomes the tag `error`; "" for no tag.
 
         Returns:
             Whether the end was still missing.

@@ -34,14 +34,14 @@ SPOOL_FILE = "spool.jsonl"
 """Name of the spool in a run's folder."""
 
 SENT_FILE = "spool.sent"
-"""Name of the file that says how many records MLflow has received."""
+"""Name of the file that holds the number of records that MLflow has received."""
 
 
 def plain(value: Any) -> Any:
     """Convert a value for JSON: NumPy and PyTorch values to numbers or lists, others to text.
 
     Args:
-        value: what the JSON encoder cannot convert itself.
+        value: a value that the JSON encoder cannot convert.
     """
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
@@ -51,7 +51,7 @@ class Tail:
 
     Args:
         folder: the run's folder.
-        mark: name of the file that says how many records have been sent.
+        mark: name of the file in that folder that holds the number of sent records.
     """
 
     def __init__(self, folder: Path, mark: str = SENT_FILE) -> None:
@@ -83,7 +83,7 @@ class Tail:
 
         Args:
             count: number of records.
-            run_id: id of the run that received them; None if no run has.
+            run_id: MLflow's id of the run that received them; None for other trackers.
         """
         self._sent += count
         self._offset += sum(self._window[:count])
@@ -151,7 +151,8 @@ class Spool(Tail):
         folder: the run's folder.
 
     Raises:
-        RaysimError: another process has this spool open.
+        ConfigError: the spool is a symbolic link.
+        RaysimError: another process has this spool open, or it cannot be written.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -72,7 +72,7 @@ def hint(tracking: Tracking, run_id: str = "") -> str:
 
     Args:
         tracking: the section `tracking`.
-        run_id: the MLflow id of the run.
+        run_id: MLflow's id of the run, which may be provisional.
     """
     uri = absolute_uri(tracking.uri)
     if not uri.startswith("http"):
@@ -88,7 +88,7 @@ def hint(tracking: Tracking, run_id: str = "") -> str:
 
 
 def find_experiment(uri: str, name: str) -> Experiment | None:
-    """Return an experiment.
+    """Return an experiment of a tracking store.
 
     Args:
         uri: absolute URI of the tracking store.
@@ -114,7 +114,7 @@ def free_port(wanted: int | None) -> int:
     """Return a free port of this machine.
 
     Args:
-        wanted: the port to use; None uses PORT, or any free port if PORT is taken.
+        wanted: number of the port to use; None: PORT, or any free port if PORT is taken.
 
     Raises:
         ConfigError: `wanted` is taken.

@@ -182,7 +182,7 @@ def slow_clients(n_clients: int, fraction: float) -> int:
 
     Args:
         n_clients: number of clients.
-        fraction: fraction of all clients.
+        fraction: share of slow clients among all, from 0 to 1.
     """
     return max(1, round(fraction * n_clients))
 

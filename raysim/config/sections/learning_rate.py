@@ -40,7 +40,7 @@ class StepSizes:
         """Return the step size of a local step.
 
         Args:
-            t: the round in which the client started.
+            t: the round in which the client started, from 0.
             step: number of the step in its round, from 0.
         """
         return self.at(step if self.varies_in_a_round else t)
@@ -49,7 +49,7 @@ class StepSizes:
         """Return the mean step size of the local steps of a client in a round.
 
         Args:
-            t: the round in which the client started.
+            t: the round in which the client started, from 0.
             steps: number of its steps.
         """
         if not self.varies_in_a_round or not steps:
@@ -150,7 +150,7 @@ class StepSchedule(LearningRateSchedule):
 
 
 class WarmupSchedule(LearningRateSchedule):
-    """A linear way from one share of `base_lr` to another (LinearLR), then another schedule."""
+    """A linear change from one share of `base_lr` to another (LinearLR), then another schedule."""
 
     name: Literal["warmup"]
     total_iters: int = Field(ge=1)

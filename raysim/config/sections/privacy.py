@@ -71,7 +71,7 @@ class ClientPrivacy(Section):
         """Return the standard deviation of the noise on the number of unclipped clients.
 
         Args:
-            cohort: `schedule.cohort`.
+            cohort: `schedule.cohort`, the expected number of clients in a round.
         """
         if self.adaptive is None or self.noise_multiplier == 0:
             return 0.0
@@ -85,10 +85,10 @@ class ClientPrivacy(Section):
         sum with noise `noise_multiplier` (Andrew 2021, theorem 1).
 
         Args:
-            cohort: `schedule.cohort`.
+            cohort: `schedule.cohort`, the expected number of clients in a round.
 
         Raises:
-            ValueError: the noise on the number alone is too small for that.
+            ValueError: the noise on the number of unclipped clients is too small for that.
         """
         z, count_noise = self.noise_multiplier, self.count_noise(cohort)
         if self.adaptive is None or z == 0:
