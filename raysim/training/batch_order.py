@@ -29,7 +29,7 @@ def local_steps(n: int, size: int, steps: int | None, epochs: int | None) -> int
 
     Args:
         n: number of examples of the client; without examples it makes no steps.
-        size: batch size.
+        size: batch size; only used with `epochs`.
         steps: configured number of steps; None: `epochs` passes.
         epochs: configured number of passes.
     """

@@ -64,7 +64,8 @@ class ClientBatches:
             examples: the training set, on the device of the model.
             masks: number of independent sets of dropout masks in a step.
             channels_last: whether images use this memory format.
-            noise: shape and distribution of random numbers that the rule declares.
+            noise: shape and distribution of the random numbers of a step that the rule declares, by
+                name; None: none.
         """
         self.config = config
         self.model = model
@@ -118,6 +119,10 @@ class ClientBatches:
         Args:
             mine: [n], positions of the client's examples.
             augmented: the task for which the images are augmented; None: no augmentation.
+
+        Yields:
+            Batches with x and y in the order of the client's examples, without dropout masks and
+            noise.
         """
         size = self.size(mine)
         starts = list(range(0, len(mine), size))
@@ -137,6 +142,9 @@ class ClientBatches:
         Args:
             task: the client; its number and base version key the order and the augmentation.
             mine: [n], positions of the client's examples.
+
+        Yields:
+            Batches with x and y in the order of the pass, without dropout masks and noise.
         """
         size, seed = self.size(mine), self.config.seed
         rng = generator(seed, "made", task.base, task.client)
@@ -155,8 +163,9 @@ class ClientBatches:
 
         Args:
             tasks: the clients, in decreasing order of steps: those that still train are the first.
-            mine: positions of the examples of each client.
-            prepared: batches that the rule of each client prepared.
+            mine: [n] for each client, positions of its examples.
+            prepared: for each client the batches that its rule prepared, a tuple for each batch of
+                its pass; [] for none.
 
         Yields:
             The batches of the clients that still train.
@@ -238,8 +247,11 @@ class ClientBatches:
         """Gather the batches of tasks with one step each.
 
         Args:
-            tasks: the tasks.
-            mine: positions of the examples of each client.
+            tasks: the clients; one without examples has an empty batch.
+            mine: [n] for each client, positions of its examples.
+
+        Returns:
+            The examples of all clients, one client after the other.
         """
         draws = [self.draws(task) for task in tasks]
         # A client without examples makes no step; its batch is empty.
@@ -369,7 +381,7 @@ class PrefetchedBatches:
         Args:
             client_batches: gathers the examples.
             tasks: the tasks, in the order in which they train.
-            mine: positions of the examples of each client.
+            mine: [n] for each client, positions of its examples.
         """
         self.client_batches = client_batches
         self.draws = [client_batches.draws(task) for task in tasks]
@@ -403,6 +415,9 @@ class PrefetchedBatches:
 
         Args:
             k: index of the task.
+
+        Yields:
+            The batches of the task's local steps, as from `ClientBatches.batches`.
         """
         client_batches = self.client_batches
         draws = self.draws[k]

@@ -32,11 +32,11 @@ class ClientEvaluator:
 
     Args:
         trainer: the worker's trainer, with the net and the client rule.
-        tests: the examples of each client on which it is evaluated.
-        examples: the half of the data set that has them.
-        training: training examples of each client, also of those that never train.
+        tests: positions of the examples on which each client is evaluated, in `examples`.
+        examples: the half of the data set that `tests` refers to.
+        training: positions of the training examples of each client, also of those that never train.
         batch_size: examples in a batch.
-        metrics: the metrics of the learning task; the loss comes besides.
+        metrics: the metrics of the learning task; the loss is always measured too.
         tuner: trains clients by plain SGD, for fine-tuning; None: no fine-tuning.
     """
 

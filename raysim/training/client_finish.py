@@ -18,12 +18,12 @@ from raysim.training.upload_sum import UploadLayout
 
 
 class ClientFinish:
-    """Makes the updates of the clients of a group.
+    """Computes the update of each client of a group after its local steps.
 
     Args:
         config: the configuration of the group.
         server: the server rule, which declares the uploads.
-        uploads: the uploads of every client.
+        uploads: the uploads of every client, with their modes, shapes and types.
         chain: the stages that change uploads; None: they are sent as they are.
 
     Attributes:
@@ -53,7 +53,8 @@ class ClientFinish:
             client: the client before its local steps.
             state: its state after them.
             loss: the mean loss of its steps.
-            task: the task of the client, with its parameters after its steps.
+            task: the task of the client, with its parameters and statistics after the steps; it is
+                left outside of local steps.
 
         Raises:
             ContractError: the rule returns something that its contract forbids.

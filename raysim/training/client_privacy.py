@@ -29,12 +29,12 @@ It is 1/2 or -1/2, so that adding or removing a client changes the sum by 1/2 at
 
 
 def with_clipped_update(report: Report, key: str, norm: float) -> Report:
-    """Return a client's report with its update clipped, and whether that changed it.
+    """Return a client's report with its update clipped, and with the upload `UNCLIPPED` added.
 
     Args:
-        report: the report.
+        report: the uploads and metrics of a client; not changed.
         key: the key of the update [P].
-        norm: the largest L2 norm.
+        norm: the clip norm, the largest L2 norm of the update.
     """
     update: Tensor = report[key]
     within = clipped(update, norm)

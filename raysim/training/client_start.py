@@ -47,8 +47,11 @@ def begin_client(
         rule: the client rule.
         broadcast: the version of the model, with the client's own parts in it.
         client_state: the state that the client kept from earlier rounds.
-        data: its examples.
+        data: the client's examples, as the rule sees them.
         task: the task of the client, which starts from the broadcast so far.
+
+    Raises:
+        ContractError: `begin` returns something that its contract forbids.
     """
     w, buffers = broadcast.global_params, broadcast.buffers
     carried: State = {}
@@ -70,6 +73,9 @@ def kept_or_new_state(rule: ClientRule, task: LoopTask, client_task: ClientTask)
         rule: the client rule.
         task: the task of the client.
         client_task: what the client is asked to do, with the state that it kept.
+
+    Raises:
+        ContractError: the rule's `state` is not a dict of tensors.
     """
     client_state = rule.state(task)
     check_tensors(rule, "state", client_state)
@@ -87,7 +93,7 @@ def fresh_model(config: Config, model: Model, client: int) -> tuple[Tensor, Tens
     Args:
         config: the configuration of the run.
         model: the net of the run.
-        client: number of the client.
+        client: number of the client, which keys the initialisation.
     """
     seed = int(generator(config.seed, "fresh", client).integers(2**63))
     config = config.model_copy(update={"seed": seed})

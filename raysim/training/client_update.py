@@ -105,7 +105,7 @@ def check_report(
 
     Args:
         rule: the client rule.
-        sent: keys of all uploads.
+        sent: keys of all uploads that the server receives.
         declared: shape and type of each upload that the rule declares.
         report: the uploads and metrics that `finish` returned.
         client_state: the client state before the round, in the form that `state` declares.

@@ -37,7 +37,13 @@ def cuda_graph(run: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
     The function first runs twice on a separate stream, so that libraries can initialise.
 
     Args:
-        run: the function.
+        run: a function without arguments whose kernels use fixed memory.
+
+    Returns:
+        The output tensors of the recorded call, and a function that recomputes them in place.
+
+    Raises:
+        RuntimeError: the function cannot be recorded, for example because it waits for the GPU.
     """
     current = torch.cuda.current_stream()
     warm_up = torch.cuda.Stream()
@@ -60,6 +66,9 @@ class CudaGraphCache:
     """Recorded steps by their kind: a key, and the shapes and types of the arguments.
 
     The key must determine everything else that the function does.
+
+    Args:
+        capture: records a function; the default is `cuda_graph`.
     """
 
     def __init__(self, capture: Capture = cuda_graph):

@@ -97,8 +97,8 @@ class FastGradient:
             x: images [B, C, H, W].
             y: labels [B].
             mode: see `Task.grad`; "train" moves `buffers`.
-            buffers: [Q], the BatchNorm statistics.
-            drop: dropout masks.
+            buffers: [Q], the BatchNorm statistics; None only if the pass needs none.
+            drop: dropout masks [B, ...], one for each layer.
             out: the gradient of each parameter tensor is written into these.
 
         Returns:
@@ -183,9 +183,12 @@ def by_autograd(
         bound: the net with its parameters.
         x: inputs [B, ...].
         y: [B, ...], the targets.
-        mode: mode of the pass.
+        mode: mode of the pass; "train" moves `buffers`.
         buffers: [Q], the BatchNorm statistics.
-        drop: dropout masks.
+        drop: dropout masks [B, ...], one for each layer.
+
+    Returns:
+        The mean loss, and the gradient of each parameter tensor.
     """
     loss = bound.model.mean_loss(bound.forward(x, mode, buffers, drop), x, y)
     parts = torch.autograd.grad(loss, bound.parameters, materialize_grads=True)

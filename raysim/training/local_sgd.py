@@ -118,7 +118,7 @@ class DirectionMean:
         """Add the direction [P] of the next mini-batch.
 
         Args:
-            direction: the direction.
+            direction: [P], the descent direction of the mini-batch.
 
         Returns:
             The mean [P] if this completes a step, else None.

@@ -64,8 +64,9 @@ class LoopTask(ModelTask):
             global_buffers: [Q], the BatchNorm statistics that it received.
             steps: the number of its local steps.
             buffers: [Q], its own BatchNorm statistics; by default those received.
-            fresh: initialises a net of its own; see `fresh_model`.
-            client: its number.
+            fresh: returns the parameters [P] and statistics [Q] of a new net for the rule's `init`;
+                see `fresh_model`. None: `task.fresh_model` is refused.
+            client: number of the client.
             optimizer_state: state of its optimizer; by default that before the first step.
 
         Returns:
@@ -247,9 +248,10 @@ class GradientMemo:
         """Remember the gradient [P] at w [P].
 
         Args:
-            w: [P], where the gradient was computed; it is forgotten when `w` is changed in place.
+            w: [P], the parameters at which it was computed. The gradient is forgotten when `w` is
+                changed in place.
             batch: the mini-batch.
-            loss: the loss.
+            loss: the loss function.
             gradient: [P], the gradient of the mean loss.
         """
         self._point, self._gradient, self._batch, self._loss = (
@@ -266,7 +268,7 @@ class GradientMemo:
         Args:
             w: [P], the parameters.
             batch: the mini-batch; only the very same object counts as the same.
-            loss: the loss.
+            loss: the loss function; only the very same object counts as the same.
         """
         if (
             batch is not self._batch
@@ -341,7 +343,7 @@ class BoundCopies:
         return copy
 
     def _idle(self) -> BoundCopy | None:
-        """Return the one that was not used for longest, None if there is room for another."""
+        """Return the copy to bind anew: the free one used longest ago; None to make another."""
         if len(self._copies) < MAX_BOUND_COPIES:
             return None
         return next((copy for copy in self._copies if not copy.given_to), None)

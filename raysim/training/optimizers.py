@@ -147,7 +147,7 @@ def kept_state(
 
     Args:
         optimizer: the optimizer.
-        client_state: what the client kept.
+        client_state: what the client kept, by key.
         w: [P], a vector of the type and on the device of the parameters.
     """
     new = optimizer.start(w)

@@ -124,7 +124,7 @@ class PersonalParts:
 
         Args:
             compacted: a report from `compacted`.
-            report: the report before.
+            report: the report from which it was made.
         """
         expanded = dict(compacted)
         for key, value in report.items():
@@ -154,7 +154,8 @@ class PersonalParts:
         """Return how many numbers of a vector that is sent up or down need no traffic.
 
         Args:
-            value: the vector.
+            value: an upload, or a tensor of the broadcast; only a vector [P] has personal
+                parameters.
         """
         return self.size if self.mask is not None and value.shape == self.mask.shape else 0
 
@@ -176,7 +177,7 @@ def personal_parts(config: Config, rule: ClientRule, model: Model) -> PersonalPa
 
     Args:
         config: the configuration of the run.
-        rule: the client rule.
+        rule: the client rule, whose `personal` adds to `local.personal`.
         model: the net.
 
     Raises:

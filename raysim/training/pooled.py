@@ -122,11 +122,11 @@ def why_not_pooled(
     """Return the reason why clients cannot be trained as one gradient; None if they can.
 
     Args:
-        config: the configuration.
+        config: the configuration, with the settings of local steps.
         client: the client rule.
         server: the server rule.
         model: the net.
-        probed: whether a probe measures single clients.
+        probed: whether a probe measures single clients, which needs their own updates.
     """
     local = config.local
     if config.groups:

@@ -83,7 +83,7 @@ def epsilon(sigma: float, delta: float, uses: int) -> float:
     one sum of each pass, and `uses` Gaussian mechanisms compose (Rényi accountant).
 
     Args:
-        sigma: noise multiplier.
+        sigma: noise multiplier, the standard deviation of the noise in units of the clip norm.
         delta: δ of the guarantee.
         uses: number of noisy sums with the same example, see `passes`.
 

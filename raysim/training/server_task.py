@@ -32,7 +32,7 @@ class ServerTask(LoopTask):
         self.decayed = model.decayed() if config.local.weight_decay else None
 
     def at_round(self, t: int, x: Tensor, buffers: Tensor) -> ServerTask:
-        """Return the task of a round.
+        """Return this task, set to a round.
 
         Args:
             t: the round.

@@ -67,8 +67,8 @@ class ModelTask(Task):
         Args:
             model: the net.
             settings: the constants of the client's training.
-            global_buffers: [Q], the BatchNorm statistics that came with the broadcast; None: 0.
-            facts: number of local steps, and number of the client; [2] as a tensor.
+            global_buffers: [Q], the BatchNorm statistics that came with the broadcast; None: zeros.
+            facts: number of local steps, and number of the client; under vmap a tensor [2].
         """
         self.model = model
         self.settings = settings
@@ -223,7 +223,7 @@ class ModelTask(Task):
 
         Args:
             w: parameters [P].
-            batches: the batches.
+            batches: batches of examples, without padding.
 
         Returns:
             The mean over all examples of their squared gradients at w, [P], in mode "eval".
@@ -386,7 +386,7 @@ def forward_pass(
 
     Args:
         model: the net.
-        w: parameters [P].
+        w: [P], the parameters.
         x: images [B, C, H, W], or the input of stage `first`.
         first: first stage that runs.
         levels: list to which the output of every stage is appended; None stores none.
@@ -435,9 +435,12 @@ def one_by_one(
     Args:
         model: the net.
         params: [B, P], the parameters of each example.
-        batch: the batch.
+        batch: the examples, with their dropout masks.
         mode: mode of the pass.
         buffers: running statistics [Q].
+
+    Returns:
+        The pass as a `Call`: it returns outputs [B, classes] and inputs of the classifier [B, F].
     """
 
     def call(x: Tensor, first: int, levels: list[Tensor] | None) -> tuple[Tensor, Tensor | None]:

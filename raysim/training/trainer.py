@@ -226,7 +226,7 @@ class Trainer(ABC):
 
         Args:
             broadcasts: the versions that the clients start from, by number.
-            blocks: the blocks, which are computed in this order.
+            blocks: the blocks, in the order in which they are computed.
 
         Returns:
             The sums, and the result of each client.
@@ -256,7 +256,7 @@ class Trainer(ABC):
 
         Args:
             broadcasts: the versions that the clients start from, by number.
-            block: the block.
+            block: the clients to train.
             total: the sum of the worker's blocks; changed in place.
         """
         if self.groups:
@@ -272,7 +272,7 @@ class Trainer(ABC):
 
         Args:
             broadcasts: the versions that the clients start from, by number.
-            block: the block.
+            block: the clients to train.
 
         Returns:
             The single updates, in the order of the block. An update whose rule raised has an
@@ -338,6 +338,13 @@ class Trainer(ABC):
             broadcast: the version of the model.
             client_task: the task of the client.
             mine: [n], positions of the client's examples.
+
+        Returns:
+            The client with its parameters, statistics, state and examples before its local steps.
+
+        Raises:
+            ContractError: the rules' `sent_to`, `state` or `begin` returns something that is
+                forbidden.
         """
         t, client, local = client_task.base, client_task.client, self.config.local
         tests = self.parts.tests
@@ -371,6 +378,9 @@ class Trainer(ABC):
         Args:
             broadcast: the version.
             client: number of the client.
+
+        Raises:
+            ContractError: `sent_to` returns something that its contract forbids.
         """
         rule = self.server
         if not overridden(rule, ["sent_to"]):

@@ -67,8 +67,8 @@ class UploadChain:
         as without stages, and keeps its memory.
 
         Args:
-            report: the uploads of a client.
-            task: the client's task.
+            report: the uploads and metrics of a client, without personal parameters.
+            task: the client's task, with the memory of earlier rounds in its state.
 
         Raises:
             ContractError: there is no upload [P], or a stage changes shape or type.
@@ -128,7 +128,7 @@ def first_of_size(
         upload_key: configuration key of the stages.
 
     Raises:
-        ContractError: there is none.
+        ContractError: no upload has that size.
     """
     for key in sent:
         if report[key].shape == (size,):
@@ -145,11 +145,11 @@ def check_encoded(stage: UploadStage, key: str, update: Tensor, decoded: Tensor)
     Args:
         stage: the stage.
         key: its key in the configuration.
-        update: the update.
-        decoded: the stage's result.
+        update: the update [n] before the stage.
+        decoded: what the stage's `encode` returned.
 
     Raises:
-        ContractError: it did not.
+        ContractError: it returned no tensor, or one of another shape or type.
     """
     name = f"{key}: encode of {type(stage).__name__}"
     if not isinstance(decoded, Tensor):

@@ -55,11 +55,9 @@ class UploadLayout:
     ) -> UploadLayout:
         """Return the layout of a run's uploads, with the net's BatchNorm statistics.
 
-        With `all_per_client` the server receives every upload client by client too.
-
         Args:
             config: the configuration.
-            client: the client rule, which sends the uploads.
+            client: the client rule, which declares shapes and types of uploads.
             server: the server rule, whose `uploads` say how it receives them.
             model: the net; its P and C are sizes of declared uploads.
             n_clients: N, all clients; bounds the number of updates in one sum.

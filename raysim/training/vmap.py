@@ -328,8 +328,8 @@ class VmapBlock:
 
 
 Step = Callable[[Sent, State, Tensor, Tensor, dict[str, Any], State], tuple[State, Tensor, Tensor]]
-"""Takes what a client received, its state, its BatchNorm statistics [Q], its facts [2] (number of
-steps, number of the client), its batch's tensors and the numbers of this step.
+"""One local step of a client, of what it received, its state, its BatchNorm statistics [Q], its
+facts [2] (number of steps, number of the client), its batch's tensors and the numbers of this step.
 
 It returns the next state, the next statistics and the loss."""
 
