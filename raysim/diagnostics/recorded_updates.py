@@ -139,7 +139,7 @@ def write_observations(
 
     Args:
         run_dir: the folder of the run.
-        t: the round.
+        t: number of the round, from 0.
         clients: for each client its number `client`, the version `base` that it started from, and
             its number of local steps `steps`.
         observed: for each client number the uploaded vectors by name, and the examples as `x` and

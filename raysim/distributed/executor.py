@@ -91,7 +91,7 @@ class RayExecutor:
         """Return an empty round with number `t`.
 
         Args:
-            t: the round.
+            t: number of the round, from 0.
         """
         return RayRound(self.pool, t, self.sends_rows, self.on_client_error)
 
@@ -154,7 +154,7 @@ class RayExecutor:
 
         Args:
             pool: the round, and the clients to select from.
-            rng: a keyed generator.
+            rng: generator that is keyed by seed and round.
         """
         server = self.pool.server
         named = server.candidates.remote(pool, rng)
@@ -165,7 +165,7 @@ class RayExecutor:
 
         Args:
             pool: the round, and the clients to select from.
-            rng: a keyed generator.
+            rng: generator that is keyed by seed and round.
         """
         server = self.pool.server
         selected = server.select.remote(pool, rng)

@@ -14,10 +14,14 @@ from raysim.models import build, weights
 
 
 def with_run_folder(config: Config) -> Config:
-    """Return the configuration with the folder of the run with whose weights the net starts.
+    """Return the configuration in which `model.init_from` names a run by its folder, not by its id.
 
     Args:
-        config: the configuration, which may name the run by its id.
+        config: the configuration; without the id of a run in `model.init_from` it is returned
+            unchanged.
+
+    Raises:
+        ConfigError: the tracking store has no such run.
     """
     source = config.model.parameters.get("init_from")
     if not isinstance(source, str) or not weights.is_run_id(source):

@@ -61,8 +61,11 @@ class CandidateEvaluator:
 
         Args:
             executor: the executor of the run.
-            pool: the round, and the clients to select from.
+            pool: the number of the round, and the clients to select from.
             store: the states of the clients.
+
+        Returns:
+            The pool with the losses of the candidates (NaN for all others), and the metrics.
 
         Raises:
             RaysimError: the rule fails, or an evaluation, and `faults.on_client_error` is "stop".

@@ -183,12 +183,12 @@ def read_latest(run_dir: Path, log: Callable[[str], None]) -> Checkpoint | None:
 def read_best(
     run_dir: Path, log: Callable[[str], None], best: BestBy = DEFAULT_BEST
 ) -> Checkpoint | None:
-    """Read the most accurate checkpoint that is complete.
+    """Read the checkpoint with the best value of a metric that is complete.
 
     Args:
         run_dir: the folder of the run.
         log: as for `read_latest`.
-        best: the metric that says which one is the best.
+        best: the metric, and whether its largest or smallest value is the best.
 
     Returns:
         The checkpoint; None if no checkpoint of an evaluated round is kept.
@@ -299,7 +299,7 @@ def remove_after(run_dir: Path, round: int) -> None:
 
     Args:
         run_dir: the folder of the run.
-        round: number of completed rounds.
+        round: number of completed rounds of the newest checkpoint that stays.
     """
     for path in available_checkpoints(run_dir):
         if path.name > checkpoint_name(round):

@@ -232,7 +232,7 @@ def check_rule(section: str, half: str, rule: ClientRule | ServerRule, problem: 
     Args:
         section: the section of the configuration that the rule comes from.
         half: "client" or "server".
-        rule: the rule.
+        rule: the client or server rule.
         problem: the facts about data, clients and net.
 
     Raises:
@@ -406,7 +406,7 @@ def check_privacy(config: Config, client: ClientRule, server: ServerRule, net: n
         config: the configuration; without a section `privacy` there is nothing to check.
         client: the client rule.
         server: the server rule.
-        net: the net.
+        net: the net, which must not have BatchNorm.
 
     Raises:
         ConfigError: the net has BatchNorm, the client rule computes other gradients, or rules or

@@ -40,7 +40,7 @@ FINE_TUNED = "fine_tuned_"
 
 
 class ClientEvaluations:
-    """The evaluations of clients in one run; of a run without any it is never due.
+    """The evaluations of clients in one run. In a run without any, `due` is always False.
 
     Args:
         plan: the plan of the run.
@@ -91,7 +91,7 @@ class ClientEvaluations:
         Args:
             executor: the executor of the run.
             version: the number of the newest version of the model.
-            broadcast: this version.
+            broadcast: this version, as the executor refers to it.
             store: the states of the clients.
         """
         results = executor.evaluate_clients(version, broadcast, self._blocks(version, store))
@@ -107,8 +107,11 @@ class ClientEvaluations:
         """Write the table of an evaluation, and return its metrics.
 
         Args:
-            version: the version of the global model.
+            version: number of the version of the global model, which is that of completed rounds.
             results: results of the workers.
+
+        Returns:
+            The metrics by name, with counts of the clients and the seconds that workers took.
 
         Raises:
             ClientError: an evaluation failed, and `faults.on_client_error` is "stop".
@@ -216,10 +219,10 @@ def evaluation_blocks(
     Args:
         clients: numbers of the clients.
         version: the number of the version of the model.
-        store: the states of the clients.
+        store: the states of the clients, with whether they have taken part.
         sends_states: whether the clients need their states.
         examples: the examples on which they are evaluated.
-        steps: local steps of fine-tuning.
+        steps: local steps of fine-tuning; 0 without it.
     """
     tasks = [
         ClientTask(
@@ -238,7 +241,7 @@ def evaluation_blocks(
 
 @dataclass
 class ClientMetrics:
-    """Metrics of an evaluation of clients that is on its way."""
+    """Future metrics of an evaluation of clients."""
 
     results: Future[RoundResults]
     """Results of the workers."""

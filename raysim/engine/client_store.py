@@ -92,7 +92,7 @@ class ClientStateStore:
         """Store the state of a client whose upload was accepted, and mark the client as seen.
 
         Args:
-            client: the id of the client.
+            client: number of the client.
             row: its new state; with None or {} the stored row stays as it is.
 
         Raises:
@@ -136,7 +136,7 @@ class ClientStateStore:
         """Remove the file, unless a kept checkpoint needs it.
 
         Args:
-            checkpoints: the slots that each kept checkpoint needs.
+            checkpoints: the slots that each kept checkpoint needs, as from `disk_slots`.
         """
         if self.dir is not None and not any(len(slots) for slots in checkpoints):
             (self.dir / ROWS_FILE).unlink(missing_ok=True)
@@ -364,7 +364,7 @@ def copy_rows(old: Path, new: Path, dir: str | None) -> None:
     Args:
         old: the folder of the run to copy from.
         new: the folder of the new run.
-        dir: `client_state.dir` of the new run.
+        dir: `client_state.dir` of the new run; None: the rows are in its folder.
 
     Raises:
         RaysimError: the rows cannot be copied, for example because the disk is full.
@@ -390,8 +390,8 @@ def rows_folder(run_dir: Path | None, dir: str | None) -> Path | None:
     share `dir`, and a run that is moved or resumed still finds its rows.
 
     Args:
-        run_dir: the folder of the run.
-        dir: `client_state.dir` of the configuration.
+        run_dir: the folder of the run; None if it has none.
+        dir: `client_state.dir` of the configuration; None: the rows are in `run_dir`.
 
     Returns:
         The folder; None without a `run_dir`.

@@ -37,7 +37,7 @@ class RunTraffic:
         """Return the bytes of a version, or of the newest known one if no client received it.
 
         Args:
-            version: the number of a version.
+            version: number of the version.
         """
         newest = self._sizes[max(self._sizes)] if self._sizes else self._estimate
         return self._sizes.get(version, newest)
@@ -52,11 +52,11 @@ class RunTraffic:
     ) -> None:
         """Add what the clients of a round received and sent.
 
-        A client that was lost, late or too stale was not trained, and what it began with is not
-        known any more: it counts with the newest version.
+        A client that dropped out, missed the deadline or was too stale was not trained, and its
+        base version is not known any more. It counts with the newest version.
 
         Args:
-            scheduled: the round.
+            scheduled: the arrivals of the round, and the numbers of clients that did not arrive.
             results: the results of its clients.
             used: those of them whose updates are used.
             versions: the versions of the model that a client still needs, the newest included.

@@ -114,8 +114,8 @@ def make_tasks(
 
     Args:
         plan: the plan of the run.
-        store: the clients' states.
-        cohort: the clients.
+        store: the clients' states and batch cursors.
+        cohort: the clients of the round, with weights, base versions and numbers of steps.
         which: for each client, whether its task is made; None: all of them.
         requests: requests of probes, by client and by probe.
     """
@@ -149,10 +149,10 @@ def failed_clients(
     """Return the clients of a round that failed, each with a line that says why, and log them.
 
     Args:
-        t: the round.
+        t: number of the round, from 0.
         tasks: the tasks of its clients.
         results: the results of these tasks.
-        on_error: `faults.on_client_error`.
+        on_error: `faults.on_client_error`, "stop" or "drop".
 
     Raises:
         ClientError: a client failed, and `on_error` is "stop".

@@ -38,7 +38,8 @@ def check_collusion(config: Config, rules: Mapping[str, ClientRule], server: Ser
         server: the server rule.
 
     Raises:
-        ConfigError: it does not; the message names the client rule.
+        ConfigError: the server rule receives differences to last uploads, or the privacy of clients
+            hides single uploads; the message names the client rule.
     """
     for key, rule in rules.items():
         if not colludes(rule):

@@ -26,7 +26,7 @@ def make_stages(key: str, section: Sequence[Named]) -> tuple[UploadStage, ...]:
 
     Args:
         key: configuration key of the stages, such as `local.upload`.
-        section: their section.
+        section: the section under that key, one entry for each stage.
 
     Raises:
         ConfigError: a name is unknown, or a parameter is wrong; names the key.
@@ -64,10 +64,10 @@ def check_stages(
 
     Args:
         upload_key: configuration key of the stages, such as `local.upload`.
-        section: their section.
+        section: the section under that key, one entry for each stage.
         client: the client rule.
         server: the server rule.
-        stages: the stages.
+        stages: the stages that `make_stages` returned for that section.
         model: the net.
 
     Raises:
@@ -110,7 +110,7 @@ def with_stage_parameters(config: Config, stages: Mapping[str, Sequence[UploadSt
     """Return the configuration with every parameter of its stages written out.
 
     Args:
-        config: the configuration.
+        config: the configuration of the run.
         stages: its stages, by their configuration keys.
     """
 

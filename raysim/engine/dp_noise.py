@@ -18,12 +18,12 @@ class NoisyMean:
 
     Args:
         privacy: the section `privacy`.
-        key: the upload.
+        key: key of the upload [P] that gets noise.
         cohort: the (expected) number of clients in a round, by which sums are divided.
         seed: the run's seed.
 
     Attributes:
-        key: the upload.
+        key: key of the upload [P] that gets noise.
         weight: weight of each client in the mean.
         clip_norm: the largest norm of an update in the present round.
     """
@@ -56,7 +56,7 @@ class NoisyMean:
         part.
 
         Args:
-            t: the round.
+            t: number of the round, from 0.
             totals: the sums over the clients in float64, by upload mode and key.
             n_clients: number of clients in the sums.
             like: a tensor [P] of the type and on the device of the result.
@@ -86,7 +86,7 @@ class NoisyMean:
         """Restore the clip norm that `snapshot` returned, if there is one.
 
         Args:
-            snapshot: the server's snapshot.
+            snapshot: the snapshot of the server, which contains what `snapshot` returned.
         """
         if CLIP_NORM in snapshot:
             self.clip_norm = float(snapshot[CLIP_NORM])

@@ -26,7 +26,7 @@ OF_CLIENTS = ("clients", "held_out", "fine_tuned", "held_out_fine_tuned", "parti
 
 
 class StopRule:
-    """The section `stop` of a run, and what it says after the records so far.
+    """Decides by the section `stop` whether a run ends after the records so far.
 
     It is a function of the records, so a resumed run ends where an uninterrupted one does.
 
@@ -56,7 +56,7 @@ class StopRule:
             record: metrics of a round.
 
         Raises:
-            RaysimError: the metric is not logged where it should be.
+            RaysimError: a round that should log the metric does not, and none has logged it before.
         """
         done = int(record["round"])
         # A run of fewer rounds also evaluates its last one; that must not count when it is resumed.
@@ -108,8 +108,9 @@ def written_out(stop: Stop | None, best: BestBy | None) -> Stop | None:
     """Return the section `stop` with metric and direction written out.
 
     Args:
-        stop: the section.
-        best: the metric that selects the best model.
+        stop: the section; None is returned as it is.
+        best: the metric that selects the best model, the default of `stop.metric`; None: there is
+            none.
     """
     if stop is None or best is None:
         return stop
@@ -125,7 +126,8 @@ def check_stop(config: Config) -> None:
         config: the resolved configuration of the run.
 
     Raises:
-        ConfigError: it does not; the message names the key and the fix.
+        ConfigError: the run does not log the metric, or it is one of `system/`; the message names
+            the key and the fix.
     """
     if config.stop is None:
         return
@@ -139,7 +141,7 @@ def check_stop(config: Config) -> None:
 
 
 def check_metric(key: str, metric: str, configs: Sequence[Config]) -> None:
-    """Check that runs log the metric by which they are judged.
+    """Check that runs log a metric by which they are stopped.
 
     Args:
         key: the key that names the metric, for messages.
@@ -147,7 +149,7 @@ def check_metric(key: str, metric: str, configs: Sequence[Config]) -> None:
         configs: resolved configurations of the runs.
 
     Raises:
-        ConfigError: they do not log it; the message names the key and the fix.
+        ConfigError: a run does not log it; the message names the key and the fix.
     """
     measured = {"loss", *(name for c in configs for name in c.evaluate.metrics or ())}
     measured |= {c.evaluate.best.metric for c in configs if c.evaluate.best is not None}

@@ -21,6 +21,10 @@ class Evaluator:
     The part "test" gives the metrics of the learning task (on request also the accuracy on each
     class) and the mean loss on the whole test set, in eval mode, and the same with prefix val/ on
     held-out examples if there are any. The other parts are names of probes.
+
+    Args:
+        plan: the plan of the run.
+        device: name of the torch device.
     """
 
     def __init__(self, plan: Plan, device: str):
@@ -45,11 +49,15 @@ class Evaluator:
         """Return the metrics of a version of the model.
 
         Args:
-            broadcast: the version.
-            parts: "test", or names of probes.
+            broadcast: the version, with parameters [P] and BatchNorm statistics [Q].
+            parts: what to measure: "test" for the test set and held-out examples, or names of
+                probes.
+
+        Returns:
+            The metrics by name.
 
         Raises:
-            RaysimError: the net failed; it may be a user's.
+            RaysimError: the net or a probe failed; both may be users' code.
         """
         try:
             values = self._test(broadcast) if "test" in parts else {}

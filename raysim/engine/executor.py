@@ -111,6 +111,9 @@ class RoundHandle(Protocol[GivenModelHandle]):
     def get(self) -> RoundResults:
         """Wait until all clients that were dispatched have trained, or failed.
 
+        Returns:
+            The uploads for the server, and the result of each client.
+
         Raises:
             ClientError: a client cannot be trained at all, and `faults.on_client_error` is "stop".
             ProbeError: a probe failed.
@@ -160,7 +163,7 @@ class Executor(Protocol[ModelHandle]):
         """Return the local training of round t, with no client yet.
 
         Args:
-            t: the round.
+            t: number of the round, from 0.
         """
         ...
 
@@ -178,6 +181,9 @@ class Executor(Protocol[ModelHandle]):
             trained: what `RoundHandle.get` returned for it.
             bases: the versions of the model that its clients started from, by number.
             following: the next round, whose clients the server rule admits.
+
+        Returns:
+            The server rule's metrics of the round, as a future, and the next version of the model.
         """
         ...
 
@@ -203,7 +209,7 @@ class Executor(Protocol[ModelHandle]):
 
         Args:
             pool: the round, and the clients to select from.
-            rng: a keyed generator.
+            rng: generator that is keyed by seed and round.
         """
         ...
 
@@ -212,7 +218,7 @@ class Executor(Protocol[ModelHandle]):
 
         Args:
             pool: the round, and the clients to select from.
-            rng: a keyed generator.
+            rng: generator that is keyed by seed and round.
         """
         ...
 
@@ -220,8 +226,11 @@ class Executor(Protocol[ModelHandle]):
         """Evaluate the newest version of the model, beside the training of the next round.
 
         Args:
-            broadcast: the version.
+            broadcast: the newest version of the model.
             parts: what to measure: "test" for the test set, or names of probes.
+
+        Returns:
+            The metrics by name, as a future.
         """
         ...
 
@@ -232,8 +241,11 @@ class Executor(Protocol[ModelHandle]):
 
         Args:
             version: the number of the version.
-            broadcast: the version.
+            broadcast: this version.
             blocks: the clients, in blocks of evaluation.
+
+        Returns:
+            The results of the clients, in `WorkerResult.evaluations`, as a future.
         """
         ...
 

@@ -74,7 +74,7 @@ def of_code(config: Config) -> FileDigests:
     """Return the digests of the code of rules, net and probes, without running users' files.
 
     Args:
-        config: the configuration.
+        config: the configuration of the run.
 
     Returns:
         The digests by section.
@@ -98,10 +98,13 @@ def of_code(config: Config) -> FileDigests:
 
 
 def sources(config: Config) -> dict[str, dict[str, bytes]]:
-    """Return the text of each file of `of_code`, by section and path.
+    """Return the bytes of each file of `of_code`, by section and path.
 
     Args:
         config: the configuration of the run.
+
+    Raises:
+        ConfigError: a file does not exist.
     """
     return {key: texts for key, (_, texts) in _code(config).items()}
 
@@ -197,8 +200,8 @@ def check_file_digests(
     A key that names another file than the recorded one is not compared.
 
     Args:
-        recorded: the digests in the configuration of the run, if there are any.
-        current: the digests now.
+        recorded: the digests in the configuration of the run; None: nothing is compared.
+        current: the digests of the files as they are now.
 
     Raises:
         ConfigError: a file or a distribution has changed; the message names it.

@@ -18,10 +18,13 @@ def shapes_of_first_broadcast(
     "meta" first. It runs on real tensors if it fails there, for example because it reads a value.
 
     Args:
-        rule: the rule.
+        rule: the server rule.
         x0: [P], the initial parameters.
         buffers: [Q], the BatchNorm statistics.
-        problem: the sizes of the run.
+        problem: the facts about data, clients and net.
+
+    Raises:
+        RaysimError: the rule fails, or breaks its contract.
     """
     try:
         return first_broadcast(rule, x0.to("meta"), buffers.to("meta"), problem)
@@ -34,9 +37,12 @@ def first_broadcast(rule: ServerRule, x0: Tensor, buffers: Tensor, problem: Prob
     """Return the broadcast of round 0, before `before_round` has run.
 
     Args:
-        rule: the rule.
+        rule: the server rule.
         x0: [P], the initial parameters.
         buffers: [Q], the BatchNorm statistics.
-        problem: the sizes of the run.
+        problem: the facts about data, clients and net.
+
+    Raises:
+        RaysimError: the rule fails, or breaks its contract.
     """
     return Server(rule, x0, buffers, problem).broadcast(RoundCohort(0, [], [], [], [], []))

@@ -53,7 +53,7 @@ class Inline:
         """Return the local training of round t, with no client yet.
 
         Args:
-            t: the round.
+            t: number of the round, from 0.
         """
         return InlineRound(self.trainer)
 

@@ -69,7 +69,7 @@ def make_learning_task(
         dataset: the data set, which says what task a loss function is for.
 
     Raises:
-        ConfigError: a parameter is wrong.
+        ConfigError: a parameter is wrong, or `task.like` names no task.
     """
     parameters = config.task.parameters
     if isinstance(task, type):
@@ -109,7 +109,7 @@ def check_data(config: Config, task: LearningTask, dataset: Dataset) -> int:
         The number of outputs of the net.
 
     Raises:
-        ConfigError: they do not fit; the message names the example and the fix.
+        ConfigError: the data do not fit, or the task fails or has no outputs.
     """
     data = _task_data(dataset)
     try:
@@ -133,7 +133,7 @@ def check_data(config: Config, task: LearningTask, dataset: Dataset) -> int:
 
 
 def check_rules_of_task(task: LearningTask, *rules: ClientRule | ServerRule) -> None:
-    """Check that rules which assume class labels are not used for another task.
+    """Check that no rule that needs class labels is used for a task without them.
 
     Args:
         task: the learning task.
@@ -195,7 +195,7 @@ def make_public_data(
     Args:
         dataset: the data set.
         dtype: type of the parameters.
-        device: the device.
+        device: the device on which the examples are.
         rules: the rules that may need them.
     """
     x, y = dataset.public_x, dataset.public_y

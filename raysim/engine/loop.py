@@ -60,7 +60,16 @@ MAX_PENDING_RECORDS = 2
 
 
 class Engine(Generic[ModelHandle]):
-    """A run: its plan, its executor, and its state after the rounds so far."""
+    """A run: its plan, its executor, and its state after the rounds so far.
+
+    Args:
+        plan: the plan of the run.
+        executor: computes the rounds; it has to be open before `rounds` is called.
+        run_dir: folder of the run; None: no checkpoints, tables and client states on disk.
+        run_id: id of the run in MLflow, which checkpoints keep.
+        signals: lets a signal end the run while it waits for clients; None: signals are not
+            handled.
+    """
 
     def __init__(
         self,
@@ -117,7 +126,7 @@ class Engine(Generic[ModelHandle]):
         """End the run after the completed rounds, with a checkpoint to resume from.
 
         Args:
-            reason: why; the result of the run gives it as `stopped`.
+            reason: why; `RunResult.stopped` holds it.
         """
         if self.state.done < self.last_round:
             self.last_round, self.stopped = self.state.done, reason
@@ -346,7 +355,7 @@ class Engine(Generic[ModelHandle]):
     # -- checkpoints -------------------------------------------------------------------------------
 
     def _due(self, done: int) -> bool:
-        """Whether a checkpoint is written after so many rounds."""
+        """Return whether a checkpoint is written after so many rounds."""
         every = self.config.checkpoint.every
         return (
             bool(every)

@@ -164,7 +164,7 @@ class Plan:
         """Return the local settings of a client.
 
         Args:
-            client: its number.
+            client: number of the client.
         """
         group = 0 if self.members is None else self.members[client]
         return self.groups[group - 1].config.local if group else self.config.local
@@ -213,7 +213,7 @@ class ProbedRun:
     """Records of these rounds, after the record of the model before training."""
 
     broadcast: Callable[[int], Broadcast]
-    """Return a model version by its number. For use in `metrics`, with a version from which
+    """Returns a version of the model by its number. For use in `metrics`, with a version from which
     clients of the round started."""
 
 
@@ -291,6 +291,9 @@ class Probe:
 
         Returns:
             Values by name, for `metrics`; any values that can be pickled.
+
+        Raises:
+            NotImplementedError: the probe requests measurements, but does not define `measure`.
         """
         raise NotImplementedError(
             f"{type(self).__name__} requests measurements, but does not define measure"
@@ -315,7 +318,7 @@ class Probe:
         """Return whether to evaluate the global model after `rounds_done` rounds (0: untrained).
 
         Args:
-            rounds_done: number of completed rounds.
+            rounds_done: number of completed rounds; 0 is the untrained model.
         """
         return False
 

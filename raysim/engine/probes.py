@@ -173,7 +173,7 @@ def with_probe_parameters(config: Config, attached_probes: Sequence[Probe]) -> C
     """Return the configuration with every parameter of users' probes written out.
 
     Args:
-        config: the configuration.
+        config: the configuration of the run.
         attached_probes: the probes that `attached` returned for it.
     """
     user_probes = attached_probes[len(attached_probes) - len(config.evaluate.probes) :]
@@ -216,7 +216,7 @@ class Probes:
         """Return the probes' requests for a round, by client id and name of the probe.
 
         Args:
-            round: the round.
+            round: the clients of the round.
 
         Raises:
             ProbeError: a probe fails, or requests a client that is not in the round.
@@ -263,6 +263,9 @@ class Probes:
 
         Args:
             rounds_done: number of completed rounds.
+
+        Raises:
+            ProbeError: a probe failed.
         """
         due = []
         for probe in self.probes:

@@ -83,8 +83,8 @@ class Records(Generic[ModelHandle]):
         """Begin the record of a round; server and evaluation metrics are added when they arrive.
 
         Args:
-            active: the round.
-            results: the results of its clients.
+            active: the round, whose clients have trained.
+            results: what its training returned.
             step: the server's update, which may not be done yet.
         """
         record = {**self._record(active, results), **active.probed, **active.timing}

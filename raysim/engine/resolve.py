@@ -356,7 +356,7 @@ def record_files(config: Config, dataset: Dataset) -> Config:
     Args:
         config: the configuration, with the digests of an earlier resolution in `files` if there are
             any.
-        dataset: its data set.
+        dataset: the data set of the run.
 
     Raises:
         ConfigError: a file has changed since its digest was recorded.
@@ -456,7 +456,7 @@ def keys(section: str, before: str, name: str) -> set[str]:
     arguments of a net have a meaning only for that net, so none is kept for `model`.
 
     Args:
-        section: the name of the section.
+        section: key of the section, such as "model".
         before: the value of the section's `name` before the override.
         name: the value of the section's `name` after the override.
     """

@@ -79,13 +79,13 @@ def virtual_time_metric(config: Config, time: float) -> Record:
 
     Args:
         config: the configuration of the run.
-        time: the virtual time.
+        time: the virtual time at the end of the round.
     """
     return {} if config.schedule.time_is_rounds else {"virtual_time": float(time)}
 
 
 def staleness_metrics(scheduled: ScheduledRound) -> Record:
-    """Return mean and maximum of the arrivals' staleness, and a histogram.
+    """Return mean and maximum of the arrivals' staleness, and a histogram; {} without arrivals.
 
     The bins are 0, 1, 2 to 3, 4 to 7, and so on; each is named after its lowest staleness.
 
@@ -131,10 +131,10 @@ def client_metrics(clients: Sequence[ClientResult]) -> Record:
 
 
 def client_state_metrics(store: ClientStateStore) -> Record:
-    """Return how much space clients' states take; nothing if clients keep none.
+    """Return how many bytes clients' states take; {} if clients keep none.
 
     Args:
-        store: the clients' states; memory and disk count, in bytes.
+        store: the clients' states, in memory and on disk.
     """
     if not store.bytes and not store.disk_bytes:
         return {}
@@ -147,15 +147,14 @@ def client_state_metrics(store: ClientStateStore) -> Record:
 def privacy_metrics(
     config: Config, rounds_done: int, clients: Clients | VirtualClients, cursors: np.ndarray
 ) -> Record:
-    """Return the privacy that was spent; {} without privacy.
+    """Return ε of all rounds so far, as "privacy/epsilon"; {} without privacy.
 
-    For examples it is that of the client with most passes over its data, for clients that of all
-    rounds.
+    For the privacy of examples it is ε of the client with most passes over its data.
 
     Args:
         config: the configuration of the run.
-        rounds_done: number of rounds.
-        clients: the partition.
+        rounds_done: number of completed rounds.
+        clients: the partition, with the number of examples of each client.
         cursors: [N], batches that each client has drawn.
     """
     if config.client_privacy is not None:

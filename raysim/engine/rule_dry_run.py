@@ -150,7 +150,7 @@ def is_shipped(rule: ClientRule | ServerRule) -> bool:
     """Return whether a rule ships with raysim.
 
     Args:
-        rule: the rule.
+        rule: a client or server rule.
     """
     registry = CLIENT_RULES if isinstance(rule, ClientRule) else SERVER_RULES
     return registry.get(rule.name) is type(rule)
@@ -360,6 +360,9 @@ class RuleDryRun:
         Args:
             dtype: the type of the parameters.
             steps: the number of local steps of each client.
+
+        Raises:
+            RaysimError: the server rule fails, or breaks its contract.
         """
         plan = self.plan
         data = plan.dataset

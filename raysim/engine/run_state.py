@@ -65,15 +65,15 @@ class RunState(Generic[ModelHandle]):
         """Remember the virtual clock as it is before a round is scheduled.
 
         Args:
-            t: the round.
+            t: number of the round, from 0.
         """
         self.clocks.append((t, self.schedule.pack()))
 
     def publish(self, version: int, broadcast: ModelHandle) -> None:
-        """Make a version of the model available to clients; so many rounds are done.
+        """Make a version of the model available to clients, and count its rounds as done.
 
         Args:
-            version: number of the version.
+            version: number of the version, which is the number of rounds that are done.
             broadcast: the version, as the executor refers to it.
         """
         self.versions[version] = broadcast
@@ -83,7 +83,7 @@ class RunState(Generic[ModelHandle]):
         """Return the versions of the model that clients start from, by number.
 
         Args:
-            tasks: the clients.
+            tasks: the tasks of the clients.
         """
         return {task.base: self.versions[task.base] for task in tasks}
 

@@ -42,9 +42,9 @@ class ClientHistory:
         """Return the available clients with data, and what is known of them.
 
         Args:
-            available: the available clients.
-            size: `schedule.cohort`.
-            t: the round.
+            available: the available clients, with their numbers of examples.
+            size: largest number of clients to select, `schedule.cohort`.
+            t: number of the round, from 0.
         """
         has_data = available.samples > 0
         ids = available.ids[has_data]
@@ -61,10 +61,10 @@ class ClientHistory:
         )
 
     def record(self, scheduled: ScheduledRound, used: Iterable[ClientResult]) -> None:
-        """Record a round.
+        """Record loss, duration and metrics of a round's clients.
 
         Args:
-            scheduled: the round.
+            scheduled: the round, with the duration of each arrival.
             used: the results of the clients whose updates are used.
         """
         duration = {arrival.client: arrival.duration for arrival in scheduled.arrivals}
@@ -86,10 +86,11 @@ class ClientHistory:
         }
 
     def unpack(self, packed: Mapping[str, Tensor]) -> None:
-        """Restore what `pack` returned; nothing is known after a fork of a run without it.
+        """Restore what `pack` returned; without it nothing is known.
 
         Args:
-            packed: tensors [N] by key: each client's last loss, duration and round.
+            packed: tensors [N] by key: each client's last loss, duration, round and metrics. A fork
+                of a run whose server rule does not select has none.
         """
         if "history/loss" in packed:
             self._loss = packed["history/loss"].numpy().copy()
@@ -118,13 +119,13 @@ def named_candidates(
     """Return the clients whose loss a rule asks for, after a check.
 
     Args:
-        rule: the rule.
-        state: the server's state.
+        rule: the server rule.
+        state: the state of the server rule.
         pool: the clients to select from; the rule gets copies of its arrays.
-        rng: a keyed generator.
+        rng: generator that is keyed by seed and round.
 
     Raises:
-        ContractError: the rule names something else than clients of the pool.
+        ContractError: the rule names something else than clients of the pool, or a client twice.
     """
     named = rule.candidates(state, _copied(pool), rng)
     clients = [] if named is None else _checked(rule, "candidates", named, pool)
@@ -141,13 +142,14 @@ def selected_clients(
     """Return the clients that a rule selects, after a check.
 
     Args:
-        rule: the rule.
-        state: the server's state.
+        rule: the server rule.
+        state: the state of the server rule.
         pool: the clients to select from; the rule gets copies of its arrays.
-        rng: a keyed generator.
+        rng: generator that is keyed by seed and round.
 
     Raises:
-        ContractError: the rule selected something that it may not.
+        ContractError: the rule selected something else than clients of the pool, a client twice
+            without declaring it, or more than `pool.size`.
     """
     clients = _checked(rule, "select", rule.select(state, _copied(pool), rng), pool)
     twice = _first_repeated(clients)

@@ -99,8 +99,8 @@ class Server:
 
     Args:
         rule: the server rule.
-        x0: the initial global model [P].
-        buffers: the initial BatchNorm statistics [Q].
+        x0: [P], the initial parameters.
+        buffers: [Q], the initial BatchNorm statistics.
         problem: the facts about data, clients and net that the rule may use.
         shapes: the shapes of declared uploads, by key; all others are vectors.
         personal: mask [P] of the parameters that clients keep to themselves, which the server does
@@ -108,6 +108,9 @@ class Server:
         noisy_mean: adds the noise of client-level privacy; None without it.
         task: the training problem of a rule with `needs_public_data`; None for other rules.
         collusion: the clients that change their uploads together; None if there are none.
+
+    Raises:
+        RaysimError: the rule's `init` fails, or breaks its contract.
     """
 
     def __init__(
@@ -147,7 +150,7 @@ class Server:
         The rule is not asked again if it selected for this round before the state was saved.
 
         Args:
-            pool: the round, and the clients to select from.
+            pool: the number of the round, and the clients to select from.
             rng: a generator that is keyed by seed and round.
 
         Raises:
@@ -167,11 +170,11 @@ class Server:
         The rule is not asked again if it selected for this round before the state was saved.
 
         Args:
-            pool: the round, and the clients to select from.
+            pool: the number of the round, and the clients to select from.
             rng: a generator that is keyed by seed and round.
 
         Raises:
-            RaysimError: the rule fails, or selects clients that it may not.
+            RaysimError: the rule fails, or returns something that `selected_clients` refuses.
         """
         if self.selection[:1] != [pool.round]:
             rule = self.rule.at(pool.round)
@@ -186,6 +189,9 @@ class Server:
 
         Args:
             following: the next round; without clients, the broadcast is the present model.
+
+        Raises:
+            RaysimError: the rule fails, or breaks its contract.
         """
         rule = self.rule.at(following.t)
         previous_metrics = self.cohort.metrics
@@ -393,6 +399,9 @@ class Server:
 
         Returns:
             The metrics of the finished round and the broadcast of the next round.
+
+        Raises:
+            RaysimError: the rule fails, breaks its contract, or its parameters are not finite.
         """
         metrics = self.update(round, outcomes, bases)
         return ServerStep(metrics, self.broadcast(following))

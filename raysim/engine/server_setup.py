@@ -12,7 +12,7 @@ from raysim.training.server_task import ServerTask
 
 
 def make_server(plan: Plan, device: str) -> Server:
-    """The central server on a device.
+    """Return the central server of a run on a device.
 
     Args:
         plan: the plan of the run.

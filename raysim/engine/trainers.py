@@ -57,7 +57,7 @@ def configure_process(threads: int) -> None:
         m_trim_threshold, m_mmap_threshold = -1, -3
         libc.mallopt(m_mmap_threshold, 1 << 30)
         libc.mallopt(m_trim_threshold, -1)
-    except OSError:  # not glibc: nothing to settle
+    except OSError:  # not glibc: nothing to set
         return
 
 
@@ -141,7 +141,7 @@ def make_loss_evaluator(plan: Plan, trainer: Trainer) -> ClientEvaluator:
 
     Args:
         plan: the plan of the run.
-        trainer: the worker's trainer.
+        trainer: the worker's trainer, with the net and the training set.
     """
     clients, examples = plan.clients, trainer.client_batches.examples
     return ClientEvaluator(trainer, clients, examples, clients, LOSS_BATCH_SIZE, [], None)
@@ -154,7 +154,7 @@ def make_client_evaluator(
 
     Args:
         plan: the plan of the run.
-        trainer: the worker's trainer.
+        trainer: the worker's trainer, with the net and the training set.
         test_half: returns the test half of the data set, on the worker's device.
     """
     clients, asked = plan.clients, plan.config.evaluate.clients

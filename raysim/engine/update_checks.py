@@ -22,9 +22,9 @@ def errors_name_rule(
     """Name the rule and the round in every error that a server rule raises.
 
     Args:
-        rule: the rule.
+        rule: the server rule.
         method: the rule's method that runs, for the message.
-        t: the round.
+        t: number of the round, from 0.
         details: returns what else the message should say at its end.
 
     Raises:
@@ -44,9 +44,9 @@ def check_update(rule: ServerRule, t: int, before: State, state: State, reports:
     """Check the state that a rule's `update` returned, and the weights that it set.
 
     Args:
-        rule: the rule.
-        t: the round.
-        before: the state before the update.
+        rule: the server rule.
+        t: number of the round, from 0.
+        before: the state before the update; keys, shapes and the type of "x" must stay.
         state: what `update` returned.
         reports: what `update` received.
 

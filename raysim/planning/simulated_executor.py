@@ -231,7 +231,7 @@ class SimulatedExecutor:
         """Return the simulated training of round t.
 
         Args:
-            t: the round.
+            t: number of the round, from 0.
         """
         self.works(self.costs.driver.draw * self.cohort)
         return SimulatedRound(self, t)

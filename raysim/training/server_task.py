@@ -35,7 +35,7 @@ class ServerTask(LoopTask):
         """Return this task, set to a round.
 
         Args:
-            t: the round.
+            t: number of the round, from 0.
             x: [P], the server's parameters.
             buffers: [Q], the server's BatchNorm statistics.
         """

@@ -55,9 +55,10 @@ def make_schedule(
     """Return the configured schedule at virtual time 0.
 
     Args:
-        config: the run's configuration.
+        config: the configuration of the run.
         sizes: number of examples of each client, [N].
-        select: chooses the cohorts of synchronous rounds in place of `schedule.sampling`.
+        select: chooses the cohorts of synchronous rounds in place of `schedule.sampling`; None: it
+            does not.
 
     Raises:
         ConfigError: a trace of client times is unreadable or incomplete.
@@ -77,7 +78,7 @@ def clock_before(
         sizes: [N], examples of each client.
         known: packed schedules before some rounds, each with its round; ascending, at least one
             of them not later than `t`.
-        t: the round.
+        t: number of the round, from 0.
     """
     start, packed = next((s, clock) for s, clock in reversed(known) if s <= t)
     if start == t:
@@ -95,7 +96,7 @@ def preview(config: Config, sizes: np.ndarray, rounds: int) -> list[ScheduledRou
     Args:
         config: the configuration of the run.
         sizes: [N], examples of each client.
-        rounds: number of rounds.
+        rounds: the largest number of rounds to return.
     """
     schedule = make_schedule(config, sizes)
     if isinstance(schedule, Synchronous) and schedule.is_uneventful:

@@ -76,7 +76,8 @@ class ClientTimes:
 
         Args:
             client: number of the client.
-            k: number of the task.
+            k: number of the task among those of the client, from 0; in a synchronous run that of
+                the round.
         """
         mean = float(self.mean[client])
         if self._is_exponential:

@@ -34,7 +34,7 @@ class Synchronous:
     Args:
         config: the run's configuration.
         sizes: number of examples of each client, [N].
-        select: chooses the cohorts in place of `schedule.sampling`.
+        select: chooses the cohorts in place of `schedule.sampling`; None: it does not.
 
     Attributes:
         now: the virtual time.
@@ -66,7 +66,7 @@ class Synchronous:
         """Return round `t`. Rounds are scheduled in order.
 
         Args:
-            t: the round.
+            t: number of the round, from 0.
 
         Raises:
             ScheduleExhausted: all clients have dropped out for good.
@@ -104,7 +104,10 @@ class Synchronous:
         """Return the clients that are sampled for round `t` now, each with its number of draws.
 
         Args:
-            t: the round.
+            t: number of the round, from 0.
+
+        Raises:
+            ScheduleExhausted: all clients have dropped out for good.
         """
         pool = self._everybody
         if self._some_may_be_away:

@@ -26,7 +26,10 @@ def make_sampler(schedule: Sync, n_clients: int) -> Sampler:
 
     Args:
         schedule: the section `schedule`.
-        n_clients: N, the number of all clients.
+        n_clients: number of clients that train; Poisson sampling divides the cohort by it.
+
+    Returns:
+        A function of the pool, the round and a keyed generator that returns a cohort.
 
     Raises:
         ConfigError: a user's sampling rule cannot be loaded or built.

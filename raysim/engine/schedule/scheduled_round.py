@@ -64,7 +64,7 @@ def synchronous_round(t: int, ids: list[int], time: float = 0.0) -> ScheduledRou
     """Return round `t` in which the clients `ids` start at `time` and all arrive at `time` + 1.
 
     Args:
-        t: the round.
+        t: number of the round, from 0.
         ids: numbers of the clients.
         time: virtual time at which the round begins.
     """

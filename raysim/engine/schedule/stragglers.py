@@ -27,6 +27,9 @@ class Fate(Enum):
 class Stragglers:
     """Decides the fate of each task.
 
+    Args:
+        config: the configuration of the run.
+
     Attributes:
         rejoin_after: virtual time for which a client that dropped out stays away; infinity if it
             never returns.
@@ -50,8 +53,9 @@ class Stragglers:
         """Return what becomes of the `k`-th task of `client`.
 
         Args:
-            client: the client.
-            k: the task's number; synchronous schedules number tasks by rounds.
+            client: number of the client.
+            k: number of the task among those of the client, from 0; in a synchronous run that of
+                the round.
             duration: virtual time that the task takes.
             staleness: its staleness when it ends.
         """
@@ -68,6 +72,6 @@ class Stragglers:
 
         Args:
             client: number of the client.
-            k: number of the task.
+            k: number of the task, as for `fate`.
         """
         return self.can_drop_out and self._uniforms.number(k, client) < self._dropout_rate

@@ -6,8 +6,8 @@ The queue is a heap of (time, sequence number), so ties go to the event that was
   one after the other, together with the newest version: to all of them in order if there is room
   for all, otherwise to the one at floor(u len(waiting)), where u is the next number of the stream
   "start".
-- When a task ends, it may have dropped out: its client waits again after `rejoin`. It may be too
-  stale: it is discarded, and its client waits. Otherwise its update arrives.
+- When a task ends, it may have dropped out: its client waits again after `rejoin_after`. It may be
+  too stale: it is discarded, and its client waits. Otherwise its update arrives.
 - Under `kasync` a client whose update has arrived keeps its place until the round ends; under
   `buffered` it does not. The K-th arrival ends the round: the server publishes the next version,
   and the K clients wait.
@@ -66,6 +66,10 @@ class Event(NamedTuple):
 class Asynchronous:
     """The K-async and the buffered schedule.
 
+    Args:
+        config: the configuration of the run.
+        sizes: [N], number of examples of each client; clients without examples never start.
+
     Attributes:
         now: the virtual time.
     """
@@ -98,7 +102,7 @@ class Asynchronous:
         """Return round `t`. Rounds are scheduled in order.
 
         Args:
-            t: the round.
+            t: number of the round, from 0.
 
         Raises:
             ScheduleExhausted: no client will ever arrive again.
