@@ -1,4 +1,4 @@
-"""What installed distributions offer by name: methods, data sets, nets and probes.
+"""Objects that installed distributions offer by name: methods, data sets, nets and probes.
 
 A distribution registers an object as an entry point of a group. The name of the entry point is the
 name in a configuration, its value is the object, as module:NAME. Nothing is imported before its
@@ -29,11 +29,11 @@ class EntryPointGroup:
     """A group of entry points."""
 
     name: str
-    """Its name in a distribution's metadata."""
+    """Name of the group in a distribution's metadata."""
     kind: str
-    """What one of its names means, for messages."""
+    """Meaning of a name of the group, for messages."""
     value: str
-    """What an entry point has to be, for messages."""
+    """Object that an entry point of the group must be, for messages."""
 
 
 ALGORITHMS = EntryPointGroup("raysim.algorithms", "a method", "an Algorithm or a rule")

@@ -28,7 +28,7 @@ SECTIONS_IN: dict[str, type[Section]] = {
 """Parents of the sections that are not on the top level."""
 
 MAX_HINTS = 3
-"""How many full names are suggested for a key that was given without its section."""
+"""Largest number of full names that are suggested for a key without its section."""
 
 
 def section_keys(section: str, name: str) -> set[str] | None:
@@ -60,7 +60,7 @@ def choices(section: str) -> dict[str, type[Section]]:
     """Return the models of a section (partition, schedule, client_speeds) by name.
 
     Args:
-        section: name of the section.
+        section: name of a section whose kinds have names, such as partition.
     """
     return {name: m for m in _section_models(section) for name in _key_names(m)}
 

@@ -39,7 +39,7 @@ def shipped_files(kind: str = "yaml") -> dict[str, Path]:
 
 
 SCHEMA_LINE = "# yaml-language-server: "
-"""How a comment begins that names the file's JSON Schema for editors."""
+"""Beginning of the comment that names the file's JSON Schema for editors."""
 
 
 def shipped() -> dict[str, str]:

@@ -46,11 +46,11 @@ class PythonObject:
     """An object that was given from Python. Workers have it after they unpickle a plan."""
 
     name: str
-    """Its name in the configuration."""
+    """Name of the object in the configuration."""
     value: Any
     """The object."""
     texts: Mapping[str, bytes]
-    """Its identity: sources and values, by name."""
+    """Sources and values that identify the object, by name."""
 
     def __reduce__(self) -> tuple:
         return _keep, (self.name, self.value, dict(self.texts))

@@ -105,7 +105,7 @@ def load_file(where: str, key: str) -> ModuleType:
     """Return the module of a file; files with equal contents are loaded once per process.
 
     Args:
-        where: path of the file.
+        where: path of the file; ~ is the home directory.
         key: key of the configuration that names it, for errors.
 
     Raises:
@@ -138,7 +138,7 @@ class ModuleSource:
     """Source of one module."""
 
     text: bytes
-    """Its text."""
+    """Text of the file; b"" for a folder without `__init__.py`."""
     path: str
     """Absolute path of the file; "" for a folder without `__init__.py`."""
     is_package: bool

@@ -1,4 +1,4 @@
-"""Everything that has been renamed: one table for each kind of name, and the refusal of the former.
+"""Former names: one table for each kind of name, and the errors that give the present one.
 
 The reference page of former names is generated from `TABLES`.
 """

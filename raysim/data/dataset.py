@@ -140,7 +140,7 @@ def normalise(
 
     Args:
         statistics: mean and standard deviation of each channel, of pixels in [0, 1].
-        top: the brightest pixel.
+        top: value of the brightest pixel.
     """
     mean, std = (np.array(values, dtype=np.float64) for values in statistics)
     return (1 / (top * std)).astype(np.float32), (0 - mean / std).astype(np.float32)
@@ -150,7 +150,7 @@ def channels_first(images: np.ndarray, upright: bool) -> np.ndarray:
     """Return images [n, H, W] or [n, H, W, C] as [n, C, H, W].
 
     Args:
-        images: the images.
+        images: the images, of any type.
         upright: whether to transpose each one, as EMNIST's files need.
     """
     images = images[:, None] if images.ndim == 3 else images.transpose(0, 3, 1, 2)
@@ -163,7 +163,7 @@ def missing_files_error(name: str, root: Path, detail: str) -> ConfigError:
     Args:
         name: name of the data set.
         root: the folder of the data sets.
-        detail: what is missing.
+        detail: the missing file or the library's reason, for the message.
     """
     remedy = MANUAL_STEPS.get(name) or f"run `raysim data fetch {name}`, or set data.download=true"
     return ConfigError(

@@ -75,7 +75,7 @@ class Examples:
 
         Args:
             dataset: the data set.
-            half: the half to return.
+            half: "train" or "test".
             device: the device of the tensors.
             dtype: the dtype of the inputs.
         """
@@ -103,7 +103,7 @@ class Examples:
         """Return the examples at `indices` as inputs of a model.
 
         Args:
-            indices: int64 [B].
+            indices: positions of the examples, int64 [B].
             augment: None returns the images without augmentation. A keyed generator draws three
                 uniform numbers for each sample in turn, so that the crop of a sample does not
                 depend on the batch size. An array float64 [B, 3] in [0, 1) holds those numbers.

@@ -24,7 +24,7 @@ def read_partition(path: Path, n: int) -> IndexLists:
 
     Args:
         path: a JSON list of index lists, or an .npz file of `indices` and `offsets`.
-        n: number of examples.
+        n: number of training examples.
 
     Raises:
         ConfigError: the file cannot be read, or its indices are wrong.

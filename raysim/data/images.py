@@ -64,9 +64,9 @@ def decode_images(
     The shorter side is resized to `side`, then the centre is cropped.
 
     Args:
-        paths: the files.
+        paths: the files of n images.
         side: height and width in pixels.
-        mode: "L" or "RGB".
+        mode: "L" (grey, one channel) or "RGB".
         places: for each file, the words that name it in errors; by default its path.
 
     Raises:
@@ -91,7 +91,7 @@ def common_side(images: Sequence[Any], images_test: Sequence[Any], size: int | N
 
     Args:
         images: the training images, of Pillow; without `size` their median side is used.
-        images_test: the test images.
+        images_test: the test images, of Pillow.
         size: `data.size`, in pixels; None: not set.
     """
     if size is None and len({image.size for image in (*images, *images_test)}) > 1:
@@ -103,9 +103,9 @@ def as_squares(images: Sequence[Any], side: int | None, mode: str) -> np.ndarray
     """Return images as uint8 [n, H, W] or [n, H, W, C], resized and cropped to squares.
 
     Args:
-        images: images of Pillow.
+        images: n images of Pillow.
         side: height and width in pixels; None: they stay as they are.
-        mode: "L" or "RGB".
+        mode: "L" (grey, one channel) or "RGB".
     """
     if side is not None:
         transforms = import_torchvision().transforms

@@ -79,7 +79,7 @@ class ArrayReader:
         """Return rows of one shape as an array, and sequences of different lengths as they are.
 
         Args:
-            rows: the rows.
+            rows: one array for each example, of any shape.
             name: name of the array in errors.
 
         Raises:

@@ -46,7 +46,7 @@ class FormReader(ArrayReader):
         """Return the training examples, the test examples, and the other entries.
 
         Args:
-            content: what the user gives.
+            content: the user's examples, in one of the forms of the module's description.
 
         Raises:
             ConfigError: it has none of the known forms.

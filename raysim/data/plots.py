@@ -78,8 +78,8 @@ def plot_samples(dataset: Dataset, path: str | Path, columns: int = 10, rows: in
     Args:
         dataset: the data set.
         path: the file to write; its suffix (.png, .pdf, .svg) selects the format.
-        columns: images of a class.
-        rows: classes, at most.
+        columns: largest number of images of a class.
+        rows: largest number of classes.
 
     Raises:
         ConfigError: the examples are not images, or have no labels.

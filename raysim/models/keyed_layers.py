@@ -157,7 +157,7 @@ class KeyedDropout(nn.Module):
         """Multiply `x` [B, ...] by the mask of this call; with a probe, record the mask's shape.
 
         Args:
-            x: [B, ...].
+            x: the input, [B, ...].
         """
         frame = self.frame
         if frame.probe is not None:
@@ -200,7 +200,7 @@ class UnfoldedConv2d(nn.Conv2d):
         """Convolve `input` [B, C, H, W]; returns [B, O, H', W'].
 
         Args:
-            input: [B, C, H, W].
+            input: the images, [B, C, H, W].
         """
         padding: Any = self.padding
         # Shapes, with L = H' W' places: columns [B, C k k, L], product [O, B L], output [B, O, L].

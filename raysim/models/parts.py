@@ -82,6 +82,6 @@ def listed(names: Sequence[str]) -> str:
     """Return names as text, at most MAX_NAMES of them.
 
     Args:
-        names: the names.
+        names: names of parameters or tensors.
     """
     return ", ".join(names[:MAX_NAMES]) + (", …" if len(names) > MAX_NAMES else "")

@@ -142,7 +142,7 @@ class TransformerBlock(nn.Module):
         """Return the block's output, [B, T, width], for x [B, T, width].
 
         Args:
-            x: [B, T, width].
+            x: the input, [B, T, width].
         """
         x = x + self.drop_attention(self.attention(self.norm_attention(x)))
         return x + self.drop_dense(self.narrow(F.gelu(self.widen(self.norm_dense(x)))))

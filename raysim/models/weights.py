@@ -30,7 +30,7 @@ HUGGING_FACE_INDEX = "model.safetensors.index.json"
 """Index of weights that are divided over several files."""
 
 TORCHVISION, HUGGING_FACE = "torchvision:", "hf:"
-"""How the names of downloaded weights begin."""
+"""Beginnings of the names of downloaded weights."""
 
 KEY = "model.init_from"
 """The key of the configuration, for messages."""

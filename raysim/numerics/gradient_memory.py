@@ -117,9 +117,9 @@ def admit(memory: Memory, cohort: Sequence[int], round: int) -> int:
     writes it.
 
     Args:
-        memory: the memory.
+        memory: the gradient memory.
         cohort: client ids in sampling order.
-        round: number of the round.
+        round: number of the round, from 0.
 
     Returns:
         The number of evictions.
@@ -180,7 +180,7 @@ def remember(
     ignored. The Gram matrix is not updated here, but in `project_on_memory`.
 
     Args:
-        memory: the memory.
+        memory: the gradient memory.
         ids: numbers of the K clients of the updates.
         deltas: their updates d_i, [K, P].
         beta2: the decay, in [0, 1].

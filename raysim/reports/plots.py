@@ -43,7 +43,7 @@ def plot_curves(
         metric: Label of the y-axis.
         x_label: Label of the x-axis.
         path: File to write; its suffix sets the format. The folder must exist.
-        title: Title of the figure.
+        title: Title of the figure; "" for none.
         logarithmic: True for a logarithmic x-axis.
     """
     panels = list(dict.fromkeys(curve.panel for curve in curves))
@@ -168,7 +168,7 @@ def plot_speedup(lines: SpeedupLines, slope: Slope, target: str, over: str, path
     Args:
         lines: Rounds to the target, as from `speedup.speedup`.
         slope: Their slope, as from `speedup.slope`.
-        target: Target as text.
+        target: Target as text, for the label of the y-axis.
         over: Label of the x-axis.
         path: File to write. The folder must exist.
     """

@@ -124,7 +124,7 @@ def ends(runs: Sequence[TrackedRun], over: str) -> list[tuple[int, float, int, f
 
     Args:
         runs: Runs with the history of the metric.
-        over: Parameter x.
+        over: Parameter x, by its full name.
 
     Raises:
         ConfigError: A run does not have the parameter, or its value is not a number.

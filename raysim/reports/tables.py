@@ -210,7 +210,7 @@ def number(mean: float | None, std: float | None, percent: bool) -> str:
 
     Args:
         mean: Mean, or None for a missing value.
-        std: Standard deviation, or None.
+        std: Standard deviation; None: it is left out.
         percent: True to multiply both by 100.
     """
     scale, form = (100, ".2f") if percent else (1, ".4g")

@@ -47,7 +47,7 @@ def untyped(rules: Iterable[type], key: str) -> str:
     """Return the hint for a key that a rule's class has without a type; "" if none has.
 
     Args:
-        rules: the classes.
+        rules: classes of rules.
         key: the unknown key.
     """
     for rule in rules:

@@ -13,7 +13,7 @@ from torch import Tensor
 from raysim.rules.batch import Batch
 
 PublicNeed = Literal["", "inputs", "labels"]
-"""What a rule needs of the public data: nothing, their x, or their x and y."""
+"""Public data that a rule needs: none, their x, or their x and y."""
 
 
 class PublicData:

@@ -68,7 +68,7 @@ def rule_reference(rule: type[Rule], algorithm: str) -> str:
     A shipped rule is named by its class if another distribution offers a method of the same name.
 
     Args:
-        rule: the class.
+        rule: class of a rule.
         algorithm: name of the algorithm to which the rule belongs.
 
     Raises:

@@ -17,7 +17,7 @@ def refuse_former_names(rule: type, section: str) -> None:
     A hyper-parameter may have such a name.
 
     Args:
-        rule: the class.
+        rule: class of a rule, a dataclass.
         section: the section of the configuration that names it.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What a server rule is given: the clients of a round, and their uploads."""
+"""Arguments of a server rule: the clients of a round, and their uploads."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Cohort(TellsPresentNames):
     staleness: list[int] = field(default_factory=list)
     """Rounds since the version that each client started from [K], from 0."""
     draws: list[int] = field(default_factory=list)
-    """How often each client was sampled [K]; more than once only with replacement."""
+    """Number of times that each client was sampled [K]; above 1 only with replacement."""
     seed: int = 0
     """Seed of the run."""
 

@@ -1,4 +1,4 @@
-"""What client rules and server rules share, and the sizes of the run that both may use."""
+"""Base of client rules and server rules, and the sizes of the run that both may use."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Rule:
     needs_class_labels: ClassVar[bool] = False
     """Whether the rule works for `task: classification` only."""
     needs_public_data: ClassVar[PublicNeed] = ""
-    """What the rule needs of the public data: "inputs", or "labels" beside them; "" for nothing."""
+    """Public data that the rule needs: "inputs", or "labels" beside them; "" for none."""
 
     def check(self, problem: Problem) -> None:
         """Check the hyper-parameters before the run starts.

@@ -308,8 +308,8 @@ def clipped(update: Tensor, norm: float) -> Tensor:
     """Return an update scaled down to a largest L2 norm.
 
     Args:
-        update: [P].
-        norm: the largest norm.
+        update: the update, [P].
+        norm: the largest L2 norm.
     """
     length = (update.double() * update.double()).sum().sqrt()
     return update if length <= norm else update * (norm / length).to(update.dtype)

@@ -43,9 +43,9 @@ class Kind(NamedTuple):
     """Shape and type of a declared upload in a run."""
 
     shape: tuple[int, ...]
-    """Its sizes."""
+    """Sizes of the upload."""
     dtype: torch.dtype
-    """Its type."""
+    """Type of its numbers."""
 
 
 @dataclass(frozen=True)

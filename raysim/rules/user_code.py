@@ -26,7 +26,7 @@ PACKAGE_FOLDER = f"{Path(__file__).parents[1]}{os.sep}"
 SHIPPED_RULES = f"{PACKAGE_FOLDER}algorithms{os.sep}"
 LIBRARIES = tuple(f"{os.path.dirname(str(library.__file__))}{os.sep}" for library in (torch, np))
 STANDARD_LIBRARY = f"{Path(inspect.__file__).parent}{os.sep}"
-"""Its folder; that of installed packages may lie in it."""
+"""Folder of the standard library; that of installed packages may lie in it."""
 MAX_FRAMES = 20
 """Frames in a traceback."""
 
@@ -221,7 +221,7 @@ def check_dict(rule: Rule, method: str, value: Any) -> None:
     Args:
         rule: the client or server rule.
         method: the method that returned the value.
-        value: what it returned.
+        value: the value that it returned.
 
     Raises:
         ContractError: it did not; names the rule, the method, its line and what to write.
@@ -236,7 +236,7 @@ def check_tensors(rule: Rule, method: str, value: Any) -> None:
     Args:
         rule: the client or server rule.
         method: the method that returned the value.
-        value: what it returned.
+        value: the value that it returned.
 
     Raises:
         ContractError: it did not; names the rule, the method, its line, the key and what to write.

@@ -26,7 +26,7 @@ def read_rows(paths: Iterable[str | Path], say: Say, missing: str = "") -> list[
     """Return the rows of ledgers, those of the first file first.
 
     Args:
-        paths: The files.
+        paths: The ledgers.
         say: Called with one line for each bad row, and for each row that contradicts another.
         missing: Option to name in the error for a file that does not exist; "" if a missing file
             is an empty ledger.
@@ -110,7 +110,7 @@ def append_rows(path: str | Path, rows: Iterable[Row]) -> None:
     The file is locked meanwhile, so several processes may append to it.
 
     Args:
-        path: The file.
+        path: The ledger.
         rows: Rows to append.
 
     Raises:
@@ -153,7 +153,7 @@ def write_rows(path: str | Path, rows: Iterable[Row]) -> None:
     """Write a ledger anew, atomically.
 
     Args:
-        path: The file.
+        path: The ledger.
         rows: All its rows.
 
     Raises:

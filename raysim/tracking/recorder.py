@@ -74,6 +74,8 @@ class Clock:
 class Recorder:
     """Recorder of one run that only writes the spool; another process sends the records.
 
+    After `finish`, `end` or `close` a further record raises RuntimeError.
+
     Args:
         uri: absolute URI of the tracking store.
         experiment: name of the MLflow experiment.

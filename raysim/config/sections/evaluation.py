@@ -18,7 +18,7 @@ from raysim.config.sections.base import (
 
 
 class Forgetting(Section):
-    """How much clients forget of the data of the previous round's clients (Xu 2022, B.3)."""
+    """Measurement of what clients forget of the previous round's clients' data (Xu 2022, B.3)."""
 
     every: int = Field(default=1, ge=1)
     """Rounds between measurements."""
@@ -75,7 +75,7 @@ class EvaluateClients(Section):
 
         Args:
             rounds_done: number of completed rounds.
-            rounds: number of rounds.
+            rounds: number of rounds of the run.
         """
         return is_due(self.every, rounds_done, rounds)
 
@@ -128,7 +128,7 @@ class Evaluate(Section):
 
         Args:
             rounds_done: number of completed rounds.
-            rounds: number of rounds.
+            rounds: number of rounds of the run.
         """
         return is_due(self.every, rounds_done, rounds)
 

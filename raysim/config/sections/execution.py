@@ -60,7 +60,7 @@ class Resources(Section):
 
 
 class Batching(Section):
-    """How clients share one pass of a worker."""
+    """Blocks of clients, which share one pass of a worker."""
 
     size: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
     """Clients in a block."""

@@ -107,9 +107,9 @@ class Local(Section):
         return values
 
     def n_updates(self, batches: int) -> int:
-        """Return the number of steps that a client makes.
+        """Return the number of steps that a client makes in a round.
 
         Args:
-            batches: number of its mini-batches.
+            batches: number of its mini-batches in the round.
         """
         return -(-batches // self.accumulate)

@@ -137,7 +137,7 @@ class Clocked(Section):
         """Return the largest number of clients that a round can have, of `n_clients`.
 
         Args:
-            n_clients: number of clients.
+            n_clients: number of clients that may train.
         """
         return self.size
 
@@ -213,7 +213,7 @@ class Sync(Clocked):
         """Return the largest number of clients that a round can have, of `n_clients`.
 
         Args:
-            n_clients: number of clients.
+            n_clients: number of clients that may train.
         """
         return n_clients if isinstance(self.sampling, PoissonSampling) else self.cohort
 
@@ -233,7 +233,7 @@ class InFlight(Clocked):
         """Return how many of `n_clients` clients with data train at one time.
 
         Args:
-            n_clients: number of clients.
+            n_clients: number of clients with data.
         """
         raise NotImplementedError(f"{type(self).__name__} defines no places")
 
@@ -264,7 +264,7 @@ class KAsync(InFlight):
         """Return how many of `n_clients` clients with data train at one time.
 
         Args:
-            n_clients: number of clients.
+            n_clients: number of clients with data.
         """
         return self.concurrency or n_clients
 
@@ -287,7 +287,7 @@ class Buffered(InFlight):
         """Return how many of `n_clients` clients with data train at one time.
 
         Args:
-            n_clients: number of clients.
+            n_clients: number of clients with data.
         """
         return self.concurrency or max(self.buffer_size, n_clients - self.buffer_size)
 
