@@ -109,11 +109,11 @@ class Condition:
 
 
 def conditions(s: TheoremInputs, L: float) -> list[Condition]:
-    """Return the three conditions of Theorem 1 for inputs `s` and smoothness `L`.
+    """Return the three conditions of Theorem 1, in its order.
 
     Args:
         s: the inputs of the theorem.
-        L: the smoothness constant.
+        L: smoothness of the clients' objectives, above 0.
     """
     return [
         Condition("(i)", "lr", s.lr, 1 / (math.sqrt(160) * L * s.steps)),
@@ -148,7 +148,7 @@ def largest_lr(s: TheoremInputs, L: float) -> float:
 
     Args:
         s: the inputs of the theorem.
-        L: the smoothness constant.
+        L: smoothness of the clients' objectives, above 0.
     """
     # With u = I η_l L, condition (iii) is 320 u² + c u (1 + 40 u²) ≤ 1.
     c = 64 * s.server_lr * s.kappa / (1 - s.beta1) ** 2
@@ -164,7 +164,7 @@ def largest_server_lr(s: TheoremInputs, L: float) -> float:
 
     Args:
         s: the inputs of the theorem.
-        L: the smoothness constant.
+        L: smoothness of the clients' objectives, above 0.
     """
     remaining = 1 - _drift(s, L)
     sampling_per_lr = _sampling(s, L) / s.server_lr
@@ -179,7 +179,7 @@ def corollary(s: TheoremInputs, L: float) -> tuple[float, float]:
 
     Args:
         s: the inputs of the theorem.
-        L: the smoothness constant.
+        L: smoothness of the clients' objectives, above 0.
     """
     return 1 / (math.sqrt(s.rounds) * L * s.steps), math.sqrt(s.cohort / s.steps)
 
@@ -188,12 +188,12 @@ def bound(s: TheoremInputs, L: float, gap: float, eps_l: float, eps_g: float, rh
     """Return the right side of Theorem 1, which bounds the mean ‖∇f‖² if the conditions hold.
 
     Args:
-        s: quantities of the run.
-        L: smoothness.
-        gap: f(x_0) - f*.
+        s: the inputs of the theorem.
+        L: smoothness of the clients' objectives.
+        gap: f(x_0) - f*, with f* the minimum of f.
         eps_l: error ε_l of the clients' directions.
         eps_g: error ε_g of the server's direction.
-        rho2: heterogeneity ρ².
+        rho2: heterogeneity ρ², the largest ‖∇f_i - ∇f‖².
     """
     c1 = 8 + _drift(s, L) + _sampling(s, L)
     c2 = 20 * s.server_lr * L / ((1 - s.beta1) ** 2 * (1 - s.beta2) * s.steps * s.lr)

@@ -120,8 +120,8 @@ class ForgettingProbe(Probe):
 
         Returns:
             `after`, and `before` if requested: the mean loss on the data of each client of
-            `request.clients`, after and before local training. `fisher`, if requested: the
-            correlation, as the only entry.
+            `request.clients`, after and before local training. `fisher`, if requested: a list with
+            the correlation.
 
         See `Probe.measure`.
         """
@@ -219,12 +219,12 @@ def gather_losses(
 
 
 def forgetting_metrics(measured: Mapping[str, list[float]]) -> dict[str, float]:
-    """Return the metrics of a round from the result of `gather_losses`.
+    """Return the metrics of a round.
 
     `increase_q10`, `increase_q50` and `increase_q90` are quantiles over past clients.
 
     Args:
-        measured: losses of past clients before and after the round, by name; {} if there were none.
+        measured: the result of `gather_losses`; {} gives no metrics.
     """
     if not measured:
         return {}
@@ -245,8 +245,8 @@ def write_forgetting(run_dir: Path, t: int, measured: Mapping[str, list[float]])
 
     Args:
         run_dir: folder of the run.
-        t: number of the round.
-        measured: losses of past clients, by name.
+        t: number of the round, from 0.
+        measured: the result of `gather_losses`.
     """
     folder = run_dir / "forgetting"
     folder.mkdir(exist_ok=True)
@@ -254,7 +254,7 @@ def write_forgetting(run_dir: Path, t: int, measured: Mapping[str, list[float]])
 
 
 def read_forgetting(run_dir: Path) -> dict[int, dict[str, list[float]]]:
-    """Return the values that `write_forgetting` has written, by round.
+    """Return the values that `write_forgetting` has written, by number of the round; {} for none.
 
     Args:
         run_dir: the folder of the run.

@@ -135,10 +135,10 @@ class FullGradients:
         self.weights = (shares / shares.sum()).tolist()
 
     def measure(self, x: Tensor, curvature: bool) -> Measured:
-        """Return the measurements at a model.
+        """Return loss, gradients' norms and curvature at some parameters.
 
         Args:
-            x: parameters of the model, [P].
+            x: [P], the parameters.
             curvature: whether to measure the curvature, too.
         """
         self.bound.w.copy_(x)
@@ -279,10 +279,10 @@ def compute_cost(
 
     Args:
         config: the configuration; its resources decide between a GPU and a core.
-        clients: the partition.
-        model: the model.
+        clients: the partition, with the number of examples of each client.
+        model: the net.
         sample: number of clients to draw; None: all clients with data.
-        passes: number of passes, counted in forward passes.
+        passes: cost of one example, in forward passes.
     """
     r = config.resources
     ids = chosen_clients(clients.sizes, sample, config.seed)

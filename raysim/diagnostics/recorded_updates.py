@@ -168,7 +168,7 @@ def read_observations(run_dir: Path, t: int | None = None) -> list[Observation]:
 
     Args:
         run_dir: the folder of the run.
-        t: the round; None: the first recorded round.
+        t: number of the round, from 0; None: the first recorded round.
 
     Returns:
         One observation for each recorded client.

@@ -78,6 +78,9 @@ def working(method: Any) -> Any:
 
     Args:
         method: a method of an `_Actor`.
+
+    Returns:
+        The method; while it runs, the heartbeats report work.
     """
 
     @wraps(method)
@@ -205,7 +208,7 @@ class NodeAggregator(_Actor):
 
         Args:
             bound: upper bound of the absolute value of every entry of the result.
-            *uploads: first items that `ClientActor.train` returned on this node.
+            *uploads: the first item that each call of `ClientActor.train` on this node returned.
         """
         sums = [self._fetch(upload)["sums"] for upload in uploads]
         total = {name: combine([vectors[name] for vectors in sums], bound) for name in sums[0]}
@@ -227,10 +230,13 @@ class ServerActor(_Actor):
 
     @working
     def broadcast(self, following: RoundCohort) -> ModelVersion:
-        """Return the current model version for the cohort `following`, without an update.
+        """Return the version of the model for a round, without an update before.
 
         Args:
             following: the cohort of the next round.
+
+        Raises:
+            RaysimError: the server rule fails, or breaks its contract.
         """
         self.last_broadcast = self.server.broadcast(following)
         return self._share("server", as_groups(self.last_broadcast))
@@ -256,6 +262,9 @@ class ServerActor(_Actor):
 
         Returns:
             The metrics of the update, and the next model version.
+
+        Raises:
+            RaysimError: the server rule fails, or breaks its contract.
         """
         step = self.server.advance(round, *self._read(uploads, bases, vectors), following)
         self.last_broadcast = step.broadcast
@@ -279,6 +288,9 @@ class ServerActor(_Actor):
 
         Returns:
             The metrics of the update.
+
+        Raises:
+            RaysimError: the server rule fails, or breaks its contract.
         """
         return self.server.update(round, *self._read(uploads, bases, vectors))
 
@@ -288,7 +300,7 @@ class ServerActor(_Actor):
 
         Args:
             pool: the clients that are available, and what is known of them.
-            rng: the generator of this round's candidates.
+            rng: generator that is keyed by seed and round.
         """
         return self.server.candidates(pool, rng)
 
@@ -298,7 +310,7 @@ class ServerActor(_Actor):
 
         Args:
             pool: the clients that are available, and what is known of them.
-            rng: the generator of this round's selection.
+            rng: generator that is keyed by seed and round.
         """
         return self.server.select(pool, rng)
 
@@ -360,11 +372,14 @@ class EvalActor(_Actor):
 
     @working
     def evaluate(self, broadcast: Tree, parts: Sequence[str]) -> dict[str, float]:
-        """Return the metrics of the model version `broadcast` on each of `parts` of the data.
+        """Return the metrics of a version of the model.
 
         Args:
-            broadcast: a version as numpy arrays, or in a shared buffer.
-            parts: parts of the data, such as "test" and "train".
+            broadcast: the version as numpy arrays.
+            parts: what to measure: "test" for the test set, or names of probes.
+
+        Raises:
+            RaysimError: the net or a probe failed.
         """
         return self.evaluator.evaluate(read_broadcast(self._fetch(broadcast)), parts)
 

@@ -65,11 +65,12 @@ class RayExecutor:
         """Start the actors of the run.
 
         Args:
-            plan: the run.
+            plan: the run; its `resources` say which actors there are.
 
         Raises:
             ConfigError: the cluster has fewer resources than the configuration asks for.
             RaysimError: an actor does not start in time.
+            Stopped: a signal came while Ray started.
         """
         self.needs_base_params = plan.server.needs_base_params
         self.sends_rows = bool(plan.sent_per_client)
@@ -81,14 +82,14 @@ class RayExecutor:
             raise Stopped(signal.SIGTERM) from None
 
     def broadcast(self, following: RoundCohort) -> ObjectRef[ModelVersion]:
-        """Return a reference to the first model version, for the cohort `following`.
+        """Return a reference to the model as the server has it, for the cohort `following`.
 
         See `Executor.broadcast`.
         """
         return self.pool.server.broadcast.remote(following)
 
     def training(self, t: int) -> RayRound:
-        """Return an empty round with number `t`.
+        """Return the training of a round, with no client yet.
 
         Args:
             t: number of the round, from 0.
@@ -153,7 +154,7 @@ class RayExecutor:
         """Ask the server rule for the candidates of a round, and return them as a future.
 
         Args:
-            pool: the round, and the clients to select from.
+            pool: the number of the round, and the clients to select from.
             rng: generator that is keyed by seed and round.
         """
         server = self.pool.server
@@ -164,7 +165,7 @@ class RayExecutor:
         """Ask the server rule for the clients of a round, and return them as a future.
 
         Args:
-            pool: the round, and the clients to select from.
+            pool: the number of the round, and the clients to select from.
             rng: generator that is keyed by seed and round.
         """
         server = self.pool.server
@@ -179,7 +180,7 @@ class RayExecutor:
         Args:
             broadcast: reference to the newest version. The server publishes this version again,
                 because the next one overwrites the shared buffer.
-            parts: parts of the data to evaluate on.
+            parts: what to measure: "test" for the test set, or names of probes.
         """
         evaluator = self.pool.eval
         if evaluator is None:
@@ -194,14 +195,14 @@ class RayExecutor:
         Args:
             version: number of the newest model version.
             broadcast: reference to it; the server publishes it again, as for `evaluate`.
-            blocks: the clients.
+            blocks: the clients, in blocks of evaluation.
         """
         evaluation = ClientEvaluationRound(self.pool, version, self.on_client_error)
         evaluation.add({version: self.pool.server.publish.remote()}, blocks)
         return evaluation
 
     def snapshot(self) -> RayFuture[State]:
-        """Return the server's state, on the CPU, as a future."""
+        """Return the server's state, as tensors on the CPU, as a future."""
         server = self.pool.server
         return RayFuture(
             self.pool,
@@ -273,7 +274,7 @@ class RayFuture(Generic[T]):
         reference: reference to the result.
         awaited: the result's name in errors.
         *actors: the actor that computes the result, then the actors whose results it needs.
-        read: function from the received value to the result.
+        read: computes the result from the received value; by default they are the same.
     """
 
     def __init__(

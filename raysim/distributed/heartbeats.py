@@ -1,4 +1,4 @@
-"""Heartbeats: detect actors that hang, and tell them from actors that compute for a long time.
+"""Heartbeats: detect actors that hang, but not those that compute for a long time.
 
 Ray notices when a process ends, but not when it is suspended or waits forever, for example for a
 disk. Each process of a run therefore has a `Heartbeat`: a thread that increments a counter in the
@@ -254,7 +254,7 @@ class Monitor:
         """Return a process and the id of its node; None before its first heartbeat.
 
         Args:
-            address: address of the process.
+            address: address of its heartbeats, as `add` returned it.
         """
         last = self._heard[address].last
         return (last["node"], Process.of(last)) if last else None

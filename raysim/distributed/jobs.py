@@ -107,16 +107,23 @@ class JobClient:
         return self.job(number)
 
     def job(self, number: str) -> Job:
-        """Return the job with id `number`; raise ConfigError if there is none.
+        """Return the state of a job.
 
         Args:
             number: id of the job.
+
+        Raises:
+            ConfigError: the cluster has no such job, or does not answer.
         """
         with self._asking(number):
             return _job(self.client.get_job_info(number))
 
     def jobs(self) -> list[Job]:
-        """Return the submitted jobs of the cluster, newest first."""
+        """Return the submitted jobs of the cluster, newest first.
+
+        Raises:
+            ConfigError: no cluster answers, or the token is wrong.
+        """
         with self._asking():
             submitted = [details for details in self.client.list_jobs() if details.submission_id]
         submitted.sort(key=lambda details: -(details.start_time or 0))
@@ -149,6 +156,9 @@ class JobClient:
 
         Args:
             number: id of the job.
+
+        Raises:
+            ConfigError: the cluster has no such job, or does not answer.
         """
         self.job(number)
         with self._asking(number):

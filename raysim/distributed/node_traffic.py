@@ -74,7 +74,7 @@ class RoundTraffic:
         Args:
             node: id of the node.
             gpus: ids of the GPUs of which the actor has a share.
-            outcome: result of the block that the actor trained.
+            outcome: result of the blocks that the actor trained in one call.
         """
         self.versions |= outcome.versions
         work = {"busy_seconds": outcome.seconds, "clients": len(outcome.ids)}
@@ -90,7 +90,7 @@ class RoundTraffic:
 
         Args:
             node: id of the node.
-            size: number of bytes.
+            size: size of the upload, in bytes.
         """
         if node != self.topology.server:
             self.nodes.setdefault(self.topology.name(node), Counter()).update(bytes_up=size)
@@ -103,7 +103,7 @@ class RoundTraffic:
         """Return the metrics of the round, and set the start of the next one.
 
         Args:
-            actors: number of workers.
+            actors: number of ClientActors that are ready; the utilization is a mean over them.
 
         Returns:
             Worker utilization since the end of the last round. With several nodes also the bytes

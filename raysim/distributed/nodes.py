@@ -131,7 +131,7 @@ def _handler_of_a_run_kept() -> Iterator[None]:
 
 
 def leave_cluster(broken: bool = False) -> None:
-    """Disconnect from Ray and end the Ray processes that this process started.
+    """Disconnect from Ray, and end the processes of a Ray that this process started.
 
     If Ray does not shut down within `SHUTDOWN_TIMEOUT_S`, its processes end with this process.
 
@@ -166,11 +166,11 @@ def knock(address: str, timeout_s: float) -> None:
     """Check that a server listens at HOST:PORT; Ray itself needs minutes to notice.
 
     Args:
-        address: the address; one of another form is not checked.
+        address: the address; one that is not HOST:PORT is not checked.
         timeout_s: time limit in seconds.
 
     Raises:
-        OSError: none does.
+        OSError: no server accepts a connection within the limit.
     """
     host, _, port = address.rpartition(":")
     if port.isdigit() and "://" not in address:
@@ -245,8 +245,8 @@ class Node:
         Several actors can share a GPU, but an actor cannot have parts of two.
 
         Args:
-            cpus: CPUs of an actor.
-            gpus: GPUs of an actor.
+            cpus: CPUs of an actor, also a fraction.
+            gpus: GPUs of an actor, also a fraction; 0: none.
         """
         whole = floor(self.offers.get("GPU", 0) + SHARE_TOLERANCE)
         by_cpus = (

@@ -111,8 +111,8 @@ class RayRound:
 
     Args:
         pool: the actors.
-        t: number of the round.
-        sends_rows: whether the rule asks for uploads per client.
+        t: number of the round, from 0.
+        sends_rows: whether the server receives uploads client by client.
         on_client_error: "stop" or "drop": what to do with clients whose workers die repeatedly.
     """
 
@@ -147,8 +147,9 @@ class RayRound:
         """Dispatch blocks to the available workers; may be called several times before `get`.
 
         Args:
-            broadcasts: references to the model versions that the blocks' clients start from.
-            blocks: the blocks.
+            broadcasts: references to the model versions that the blocks' clients start from, by
+                number.
+            blocks: the clients, in the blocks that are trained together.
 
         Raises:
             RaysimError: no worker is left and none starts in time, or Ray itself has failed.

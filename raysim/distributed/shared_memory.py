@@ -53,6 +53,9 @@ class SharedBuffer:
     """Shared memory that exists as long as a process has it open.
 
     `new` allocates one; other processes open it by its path.
+
+    Args:
+        path: file of the memory, which must exist; `new` returns a buffer with one.
     """
 
     def __init__(self, path: str):
@@ -68,6 +71,9 @@ class SharedBuffer:
         Args:
             size: size of the buffer, in bytes.
 
+        Returns:
+            The buffer, which this process has open.
+
         Raises:
             OSError: the machine has too little shared memory.
         """
@@ -82,11 +88,14 @@ class SharedBuffer:
         return buffer
 
     def write(self, writer: str, groups: ArrayGroups) -> SharedBufferRef | None:
-        """Copy arrays into the buffer; return None, with nothing written, if they do not fit.
+        """Copy arrays into the buffer.
 
         Args:
             writer: name of the process that writes, for the reference.
             groups: arrays by group and name. They replace what was written before.
+
+        Returns:
+            The reference to send to readers; None, with nothing written, if the arrays do not fit.
         """
         layout: dict[str, dict[str, Place]] = {}
         end = 0

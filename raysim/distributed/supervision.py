@@ -63,7 +63,7 @@ class ActorSupervisor:
         """Supervise an actor.
 
         Args:
-            actor: its handle.
+            actor: handle of the actor.
             address: address of its heartbeats, from `new_address`.
             name: its name in messages.
         """
@@ -74,7 +74,7 @@ class ActorSupervisor:
         """Change the name of an actor in messages.
 
         Args:
-            actor: its handle.
+            actor: handle of the actor.
             name: its name from now on.
         """
         self._names[actor] = name
@@ -86,7 +86,7 @@ class ActorSupervisor:
         its shared buffer after its successor has opened it.
 
         Args:
-            actor: its handle.
+            actor: handle of the actor.
         """
         address = self._addresses.pop(actor, None)
         ray.kill(actor)
@@ -122,7 +122,7 @@ class ActorSupervisor:
         """Return the id of an actor's node and its process; None before its first heartbeat.
 
         Args:
-            actor: its handle.
+            actor: handle of the actor.
         """
         return self.monitor.process(self._addresses[actor])
 
@@ -130,7 +130,7 @@ class ActorSupervisor:
         """Return whether an actor's process has started; it may be waiting for resources.
 
         Args:
-            actor: its handle.
+            actor: handle of the actor.
         """
         return self.monitor.started(self._addresses[actor])
 
@@ -138,16 +138,16 @@ class ActorSupervisor:
         """Return why an actor counts as failed; "" if it has not failed.
 
         Args:
-            actor: its handle; None if it has been replaced.
+            actor: handle of the actor; None if it has been replaced.
         """
         address = None if actor is None else self._addresses.get(actor)
         return "another actor has replaced it" if address is None else self.monitor.failure(address)
 
     def idle_s(self, actors: Iterable[ActorHandle | None]) -> float:
-        """Return the seconds since any of some actors last worked; 0 if none is known.
+        """Return for how many seconds none of some actors has worked; 0 if none is known.
 
         Args:
-            actors: their handles.
+            actors: handles of the actors; None and actors that have ended do not count.
         """
         known = [self._addresses[actor] for actor in actors if actor and actor in self._addresses]
         return min(map(self.monitor.idle_s, known), default=0.0)
@@ -164,7 +164,7 @@ class ActorSupervisor:
         """Check that Ray and an actor are alive.
 
         Args:
-            actor: its handle.
+            actor: handle of the actor.
             awaited: the caller's work, named in the error.
 
         Raises:

@@ -23,7 +23,7 @@ def get(reference: Any, awaited: str, timeout: float) -> Any:
     Args:
         reference: one reference, or a list of references.
         awaited: name of the value in errors.
-        timeout: limit, in seconds.
+        timeout: time limit, in seconds.
 
     Raises:
         ActorDied: the actor has died.

@@ -222,7 +222,7 @@ class WorkerPool:
         )
 
     def aggregates_on_node(self, node: str, uploads: int) -> bool:
-        """Return whether the sums of `uploads` workers on `node` are aggregated on that node.
+        """Return whether a node aggregates the sums of its workers before they are sent.
 
         Args:
             node: id of the node.
@@ -398,7 +398,10 @@ class WorkerPool:
 
         Args:
             old: the EvalActor that failed.
-            why: why it failed.
+            why: why it failed, for the log.
+
+        Returns:
+            The EvalActor to use from now on.
         """
         if self.eval is None or old is self.eval:
             self.recoveries["system/actors_failed"] += 1
