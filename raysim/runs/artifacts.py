@@ -52,7 +52,8 @@ def write_artifacts(
         plan: the run's plan.
         run_dir: the run's folder.
         history: the run's records; if empty, no table and no learning curve are written.
-        attempt: calls the writer of each file, so that a failure does not prevent the others.
+        attempt: calls the writer of each file under a title, so that a failure does not prevent the
+            others.
         pictures: whether pictures are drawn.
 
     Returns:

@@ -42,7 +42,11 @@ def command_tag(name: str = "command") -> dict[str, str]:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions, by name, on which the result of a run may depend."""
+    """Return the versions, by name, on which the result of a run may depend.
+
+    Returns:
+        Versions of raysim, Python, torch, NumPy, Ray and MLflow.
+    """
     others = ("torch", "numpy", "ray", "mlflow")
     return {
         "raysim": __version__,

@@ -59,6 +59,9 @@ def named_source(source: str | Path | Mapping[str, Any]) -> str | Path | dict[st
 
     Args:
         source: a configuration file, the name of a shipped one, or a mapping.
+
+    Raises:
+        ConfigError: an object is not what its key needs.
     """
     return named_inputs(source) if isinstance(source, Mapping) else source
 

@@ -60,7 +60,7 @@ def comparable(rows: Sequence[Row]) -> list[Row]:
     always the same.
 
     Args:
-        rows: Rows of any ledgers. Rows without a digest and stopped trials are left out.
+        rows: rows of any ledgers. Rows without a digest and those of stopped trials are left out.
     """
     cpu = torch.backends.cpu.get_cpu_capability()
     full = [row for row in rows if row.digest and not row.stopped]
@@ -71,7 +71,7 @@ def why_other_identity(row: Row) -> str:
     """Return why a row's configuration no longer has the row's identity, or "" if it has it.
 
     Args:
-        row: The row.
+        row: a row of a ledger.
     """
     hint = "raysim ledger carry takes its results over"
     try:
@@ -88,12 +88,15 @@ def recompute(row: Row, keys: Mapping[str, Any] | None = None) -> Recomputed:
     """Train the run of a row again, in this process, without evaluations and MLflow.
 
     Args:
-        row: The row.
-        keys: Overrides that do not change the result, such as `data.root`.
+        row: a row with a digest.
+        keys: overrides that do not change the result, such as `data.root`.
+
+    Returns:
+        The row, with the digest of the parameters that this machine computed.
 
     Raises:
-        ConfigError: The row's configuration has another identity today, or cannot run here.
-        RaysimError: The run failed.
+        ConfigError: the row's configuration has another identity today, or cannot run here.
+        RaysimError: the run failed.
     """
     plan = prepare(_bare(row.config), keys or {})
     if plan.config.fingerprint != row.fingerprint:
@@ -160,10 +163,13 @@ def carry_rows(
     is carried over only if it gives the same digest.
 
     Args:
-        rows: Rows of a ledger.
-        renamed: New name by old name of configuration keys, with dots.
-        say: Called with one line for each group.
-        keys: Overrides that do not change the result, such as `data.root`.
+        rows: rows of a ledger.
+        renamed: new name by old name of configuration keys, with dots.
+        say: called with one line for each group.
+        keys: overrides that do not change the result, such as `data.root`.
+
+    Returns:
+        All rows in their order, those of changed identity with new fingerprint and configuration.
 
     Raises:
         ConfigError: A configuration is not valid with today's keys, or a group has no row that was

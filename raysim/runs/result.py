@@ -170,7 +170,8 @@ def last_and_best(
 
     Args:
         history: records of the rounds, in order.
-        best_by: the metric that selects the best model, with its direction.
+        best_by: the metric that selects the best model, with its direction; it is reported too.
+            None: none.
 
     Returns:
         {"last": value, "best": value} by metric. Metrics without a finite value are left out.
@@ -192,7 +193,10 @@ def net_with(plan: Plan, named: dict[str, Tensor]) -> nn.Module:
 
     Args:
         plan: the plan of a run.
-        named: parameters and statistics by name.
+        named: parameters and BatchNorm statistics by name, as in `RunResult.state_dict`.
+
+    Returns:
+        The copy, in the run's floating-point type.
     """
     net = copy.deepcopy(plan.net).to(plan.dtype)
     net.load_state_dict(named)
@@ -212,7 +216,10 @@ def parameters_digest(x: Tensor) -> str:
     """Return the sha256 of the parameters' bytes.
 
     Args:
-        x: [P], the parameters.
+        x: [P], the parameters, on the CPU.
+
+    Returns:
+        The digest in hexadecimal.
     """
     return hashlib.sha256(x.contiguous().numpy().tobytes()).hexdigest()
 
@@ -329,10 +336,10 @@ def read_history(path: Path) -> list[Record]:
     """Return the records of a CSV file that `write_history` wrote.
 
     Args:
-        path: the file.
+        path: the CSV file.
 
     Raises:
-        ConfigError: it cannot be read.
+        ConfigError: the file cannot be read, or has other values than numbers.
     """
     try:
         with path.open(newline="") as file:

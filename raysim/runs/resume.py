@@ -59,7 +59,7 @@ def resume(
         overrides: keys that do not determine the result: rounds, resources, tracking, checkpoint,
             evaluate, client_state, faults. A model or a rule that was given as an object in Python
             is given again.
-        progress: as for `run`.
+        progress: as for `raysim.run`.
 
     Returns:
         The result, with the history of all rounds.
@@ -87,7 +87,7 @@ def fork(
     Args:
         run: the folder of the run to fork, or its MLflow id. That run is not changed.
         overrides: any keys except those of data, partition and model.
-        progress: as for `run`.
+        progress: as for `raysim.run`.
 
     Returns:
         The new run's result; its history begins with the rounds of the old run.
@@ -107,14 +107,16 @@ def reopen(
 ) -> tuple[Plan, Path, checkpoint.Checkpoint | None]:
     """Return the plan, the folder and the last checkpoint of a stopped run.
 
-    Arguments and errors are those of `resume`.
-
     Args:
-        run: folder or MLflow id of the run.
-        overrides: "key=value" texts, or a mapping.
+        run: folder or MLflow id of the run, which no process uses.
+        overrides: "key=value" texts, or a mapping of keys with dots.
+
+    Returns:
+        Plan, folder and checkpoint; the checkpoint is None if the run was stopped before its first.
 
     Raises:
-        ConfigError: a key would change the result, or the run cannot be resumed.
+        ConfigError: a key would change the result, or the run is finished, still running, or not
+            found.
     """
     folder = find_run_dir(run, parse_overrides(overrides).get("tracking.uri"))
     if "run_dir" in parse_overrides(overrides):
@@ -168,14 +170,17 @@ def forked(
 ) -> tuple[Plan, Path, checkpoint.Checkpoint, ForkOrigin]:
     """Return the plan of a fork, its new folder, its checkpoint and its origin.
 
-    Arguments and errors are those of `fork`.
-
     Args:
         run: folder or MLflow id of the run.
-        overrides: "key=value" texts, or a mapping.
+        overrides: "key=value" texts, or a mapping of keys with dots.
+
+    Returns:
+        Plan and folder of the new run, the checkpoint of the old one, and the origin that MLflow
+        shows.
 
     Raises:
-        ConfigError: a key cannot change, or the run has no checkpoint.
+        ConfigError: a key cannot change, the run is not found or has no checkpoint, or the new
+            method cannot use the states of clients and server.
     """
     folder = find_run_dir(run, parse_overrides(overrides).get("tracking.uri"))
     finish_abandoned([folder])

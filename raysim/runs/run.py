@@ -94,7 +94,7 @@ def run(
         tracking: False for a run without MLflow, such as that of a test: nothing is imported from
             it or sent to it, and no pictures are drawn. Its folder is `run_dir`, or a temporary one
             that is removed when Python exits. A mapping is the section `tracking`.
-        **keys: further overrides.
+        **keys: further overrides, such as rounds=10.
 
     Returns:
         History, parameters and folder of the run.
@@ -135,8 +135,8 @@ def execute(
 
     Args:
         plan: the plan of the run.
-        run_dir: the folder of a run that is resumed; None creates a new folder.
-        saved: the checkpoint to resume from.
+        run_dir: an existing folder, as that of a resumed or forked run; None creates a new one.
+        saved: the checkpoint to start from; None: the run starts at the beginning.
         origin: the origin of a fork; None if the run is not a fork.
         progress: as for `run`.
         log: called with the text of each warning.

@@ -90,7 +90,7 @@ def make_run_dir(plan: Plan) -> Path:
     """Create a new folder for a run.
 
     Args:
-        plan: the run's plan.
+        plan: the plan of the run; its `run_dir` is used if it is set.
 
     Returns:
         The configured folder, or runs/<experiment>/<label>-<seed>-<hash>, with a number if that
@@ -174,7 +174,7 @@ def _sources(plan: Plan, folder: Path) -> Iterator[tuple[Path, bytes]]:
 
 
 def without_secrets(config: Config) -> Config:
-    """Return a configuration with an absolute tracking URI without passwords, for files.
+    """Return a configuration whose tracking URI is absolute and has no password, for files.
 
     Args:
         config: the configuration of the run.
@@ -202,7 +202,7 @@ def free(folder: Path) -> str:
     """Return the free space on the disk of a folder, as text.
 
     Args:
-        folder: any folder on the disk.
+        folder: an existing folder on the disk.
 
     Returns:
         For example "512 MB free there".

@@ -65,7 +65,7 @@ class EarlyStopping(Section):
         """Return these settings with the metric of a trial, if none is set.
 
         Args:
-            config: Resolved configuration of the trial.
+            config: resolved configuration of the trial.
         """
         best = config.evaluate.best
         if best is None or self.metric not in (None, best.metric):
@@ -81,7 +81,11 @@ class EarlyStopping(Section):
         """Return the rungs of a trial; its last round is not a rung.
 
         Args:
-            rounds: Rounds of the trial.
+            rounds: number of rounds of the trial.
+
+        Returns:
+            Rounds in ascending order, also fractions; with a smaller `max_rounds` it is the last
+            rung.
         """
         last = min(rounds, self.max_rounds or rounds)
         rungs = []
@@ -159,8 +163,8 @@ class Trial:
 
 
 WatchCallback = Callable[[Trial, str, Mapping[str, Any]], None]
-"""Told of a trial: "running" with its latest record; "finished" or "stopped" with its result;
-"failed" with its "error", and "again" with that if it is tried once more."""
+"""Called with a trial, its state and facts: "running" with the latest record; "finished" or
+"stopped" with the result; "failed" with the "error"; "again" with the "error" before a retry."""
 
 
 @dataclass(frozen=True)
@@ -256,10 +260,10 @@ class SweepSpec:
         By default a trial runs in one process on one core.
 
         Args:
-            point: Values of the keys that vary.
+            point: values of the keys that vary.
 
         Raises:
-            ConfigError: The configuration cannot be read, or sets `run_dir`.
+            ConfigError: the configuration cannot be read, or sets `run_dir`.
         """
         raw = loading.read_config(
             self.source, {**self.fixed, **point}, resolve.keys, registry.algorithm_defaults
@@ -287,11 +291,14 @@ def read_sweep(
     """Read a sweep without resolving its trials.
 
     Args:
-        source: See `prepare_sweep`.
-        overrides: See `prepare_sweep`.
+        source: as for `prepare_sweep`.
+        overrides: as for `prepare_sweep`.
+
+    Returns:
+        The points of all grids, not yet checked.
 
     Raises:
-        ConfigError: The sweep is invalid.
+        ConfigError: the sweep is invalid.
     """
     # Errors in claims are reported before any trial runs.
     claims.read_claims(source)
@@ -370,15 +377,18 @@ def prepare_sweep(
     """Read a sweep and check all its trials; nothing is started or written.
 
     Args:
-        source: Configuration file, name of a shipped one, or mapping. Its section `sweep` defines
+        source: configuration file, name of a shipped one, or mapping. Its section `sweep` defines
             the keys that vary.
         overrides: "key=value" strings, or a mapping. An override with several values or a draw (see
             `search_space`) varies the key in every grid and replaces the key's values in the file.
             In a mapping, a list holds several values.
-        folder: Folder of the runs. Default: `runs`.
+        folder: folder of the runs. Default: `runs`.
+
+    Returns:
+        The sweep, with all trials resolved and without those that compute the same.
 
     Raises:
-        ConfigError: The sweep is invalid, or a trial cannot run; the message names its values.
+        ConfigError: the sweep is invalid, or a trial cannot run; the message names its values.
     """
     described = read_sweep(source, overrides)
     axes = search_space.varied_values(described.points)
@@ -449,7 +459,7 @@ def load_once(wanted: AnyData) -> data.Dataset:
     """Return a data set from the cache of this process, so that trials share it.
 
     Args:
-        wanted: Settings of the data set.
+        wanted: the section `data` of a trial.
     """
     return _load(type(wanted), wanted.model_dump_json(), data.version_of(wanted))
 

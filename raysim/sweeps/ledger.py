@@ -36,12 +36,12 @@ class SweepLedger:
     """Ledger of a sweep: the rows that its trials take, and those that they add.
 
     Args:
-        path: The ledger; it need not exist yet.
-        sweep: The sweep.
-        say: Called with one line for each bad row, and for rows of other versions.
+        path: file of the ledger; it need not exist yet.
+        sweep: the sweep.
+        say: called with one line for each damaged row, and for rows of other versions.
 
     Raises:
-        ConfigError: The file cannot be read or written.
+        ConfigError: the file cannot be read or written.
     """
 
     def __init__(self, path: str | Path, sweep: Sweep, say: Callable[[str], None]):
@@ -67,8 +67,8 @@ class SweepLedger:
         """Write the folder of a trial that takes a row.
 
         Args:
-            trial: The trial.
-            parent: Id of the sweep's run in the tracking store.
+            trial: a trial in `taken`.
+            parent: id of the sweep's run in the tracking store.
         """
         tracking = without_secrets(trial.config).tracking
         recorder = Recorder(tracking.uri, tracking.experiment, trial.folder, parent)
@@ -78,10 +78,10 @@ class SweepLedger:
         """Append the rows of ended trials that the ledger does not have.
 
         Args:
-            trials: Trials with a result.
+            trials: trials with a result.
 
         Raises:
-            ConfigError: The ledger cannot be written.
+            ConfigError: the ledger cannot be written.
         """
         rows = [_row_of(trial, self._stopping) for trial in trials]
         new = {row.key: row for row in rows if row.key not in self._known}
@@ -92,10 +92,10 @@ class SweepLedger:
         """Append the rows of all trials of a sweep that have ended.
 
         Args:
-            sweep: The sweep.
+            sweep: the sweep.
 
         Raises:
-            ConfigError: The ledger cannot be written.
+            ConfigError: the ledger cannot be written.
         """
         self.add(trial for trial in sweep.trials if sweep.done(trial))
 
@@ -105,7 +105,7 @@ class SweepLedger:
         A row that cannot be written does not stop the other trials; it is tried again at the end.
 
         Args:
-            watch: Called with all events.
+            watch: called with all events.
         """
 
         def adding(trial: Trial, state: str, facts: Mapping[str, Any]) -> None:

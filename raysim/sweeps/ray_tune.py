@@ -95,6 +95,9 @@ def bundles_of(config: Config) -> list[dict[str, float]]:
 
     Args:
         config: the configuration of the trial.
+
+    Returns:
+        The CPUs and GPUs of each bundle; {} for the trial's own process if it has actors.
     """
     r = config.resources
     if r.executor == "inline":
@@ -111,10 +114,10 @@ def run_on_tune(
 
     Args:
         sweep: the sweep.
-        missing: its trials to run.
+        missing: the trials of the sweep to run, at least one.
         parent: id of the sweep's run in the tracking store.
         parallel: largest number of trials at once; None means as many as there is room for.
-        watch: as for `sweep`.
+        watch: called with each trial, its state, and its facts; see `WatchCallback`.
 
     Returns:
         The failed trials with their errors.
@@ -130,7 +133,7 @@ def run_on_tune(
     stopping = sweep.settings.early_stopping
     log = TrialLog(missing, watch)
     try:
-        with stoppable():  # once more: to start Ray was to put its own handlers in place
+        with stoppable():  # once more: the start of Ray has replaced the handlers
             tune.run(
                 tune.with_resources(
                     _trial_function(sweep, missing, parent),
@@ -249,7 +252,12 @@ def _replay_finished(
 
 
 class TrialLog:
-    """Bookkeeping of started trials, by their position in the sweep."""
+    """Bookkeeping of the trials that Tune runs, by their positions among them.
+
+    Args:
+        trials: the trials that run, in the order of their positions.
+        watch: called with each trial, its state, and its facts.
+    """
 
     def __init__(self, trials: list[Trial], watch: WatchCallback):
         self.trials, self.watch = trials, watch
@@ -261,7 +269,7 @@ class TrialLog:
         """Log that a trial has started.
 
         Args:
-            place: position of the trial in the sweep.
+            place: position of the trial among those that run.
             actor: handle of the actor that runs it.
         """
         self.running[place], self.actors[place] = self.trials[place], actor
@@ -271,7 +279,7 @@ class TrialLog:
         """Log that a trial is tried again.
 
         Args:
-            place: position of the trial in the sweep; its process has ended without a result.
+            place: position of the trial, whose process has ended without a result.
         """
         trial, mistake = self._gone(place), self.trials[place].folder / "error.txt"
         text = self._error(trial, died=True)
@@ -282,7 +290,7 @@ class TrialLog:
         """Log that a trial has ended: finished, stopped early or failed.
 
         Args:
-            place: position of the trial in the sweep.
+            place: position of the trial among those that run.
             died: whether its process has ended without a result.
         """
         trial = self._gone(place)

@@ -57,13 +57,13 @@ def sweep(
         folder: folder of the trials; the default is `runs`.
         ledger: file with a row for each finished run. Trials whose rows are there are not trained;
             the rows of the others are appended.
-        watch: called with each trial, its state, and its facts.
+        watch: called with each trial, its state and its facts; see `WatchCallback`.
 
     Returns:
         The trials with their results, the failed ones, and a table of results.
 
     Raises:
-        ConfigError: a trial cannot run; nothing has started.
+        ConfigError: a trial cannot run, or the ledger cannot be used; nothing has started.
         RaysimError: the tracking store cannot be used, or another sweep runs in the same folder.
     """
     planned = prepare_sweep(named_source(source), named_inputs(overrides, several=True), folder)
@@ -83,9 +83,12 @@ def run_sweep(
 
     Args:
         sweep: the sweep.
-        parallel: largest number of trials at once.
+        parallel: largest number of trials at once; None: as many as there is room for.
         watch: as for `sweep`.
-        ledger: its rows stand for trials, and it gets the rows of the others.
+        ledger: its rows replace trials, and the rows of the others are appended; None: no ledger.
+
+    Returns:
+        The trials with their results, the failed ones, and a table of results.
 
     Raises:
         ConfigError: a trial needs more than the machine or the cluster has, or the ledger cannot be

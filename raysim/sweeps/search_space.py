@@ -94,7 +94,7 @@ def as_text(value: Any) -> str:
 def split_overrides(
     overrides: Iterable[str] | Mapping[str, Any],
 ) -> tuple[dict[str, Any], dict[str, Axis]]:
-    """Return the overrides of one value, and those that vary.
+    """Return the overrides with one value, and the values of the keys that vary.
 
     In a mapping a list holds several values, as it does in the section `sweep` of a file.
 
@@ -134,10 +134,11 @@ def parse_axis(key: str, values_text: Any) -> Axis:
 
     Args:
         key: a dotted key of the configuration.
-        values_text: a value, a list of values, a range as 0..4, or a call such as "uniform(0, 1)".
+        values_text: a value, a list of values, a range such as 0..4, or a call such as "uniform(0,
+            1)".
 
     Raises:
-        ConfigError: the key cannot vary, or what is given has no value in it.
+        ConfigError: the key cannot vary, a range or a draw is invalid, or there is no value.
     """
     if re.match(r"(sweep|extends|run_dir|tracking)\b", key):
         raise ConfigError(f"sweep: {key} cannot vary; the trials of a sweep have it in common")
@@ -161,12 +162,12 @@ def parse_axis(key: str, values_text: Any) -> Axis:
 
 
 def _parse_value(key: str, piece: str) -> Any:
-    """One value of the command line."""
+    """Return one value of the command line."""
     return _parse_draw(key, piece) or loading.parse_overrides([f"{key}={piece}"])[key]
 
 
 def _parse_draw(key: str, item: Any) -> Draw | None:
-    """uniform(0, 1), or {uniform: [0, 1]}, as it was written; None of anything else."""
+    """Return the draw that `uniform(0, 1)` or {uniform: [0, 1]} means, unchecked; else None."""
     if (
         isinstance(item, Mapping)
         and len(item) == 1
@@ -279,7 +280,7 @@ def _ends(key: str, value: str) -> list[int]:
 
 
 def _refuse_too_many(key: str, range_text: object, count: int) -> None:
-    """Raise ConfigError for a range that is longer than a sweep, before its values are laid out."""
+    """Raise ConfigError for a range that is longer than a sweep, before its values are listed."""
     if count > MAX_TRIALS:
         raise ConfigError(
             f"{key}: the range {range_text} has {count:,} values; a sweep has {MAX_TRIALS:,} "
@@ -331,7 +332,7 @@ def grids(section: Any) -> list[dict[str, Axis]]:
 def laid_over(
     grid: Mapping[str, Axis], fixed: Mapping[str, Any], axes: Mapping[str, Axis]
 ) -> dict[str, Axis]:
-    """Return a grid of the file, changed by the command line.
+    """Return a grid of the file with the changes of the command line.
 
     Args:
         grid: values by key, as in the file.
@@ -349,8 +350,8 @@ def check_size(grids: Iterable[Mapping[str, Axis]], samples: int) -> None:
     """Check the number of trials.
 
     Args:
-        grids: grids of values.
-        samples: number of draws.
+        grids: for each grid the values of its keys.
+        samples: number of draws of a grid with keys that are drawn.
 
     Raises:
         ConfigError: there are more than `MAX_TRIALS` trials.
@@ -379,12 +380,12 @@ def check_size(grids: Iterable[Mapping[str, Axis]], samples: int) -> None:
 
 
 def points(grid: Mapping[str, Axis], samples: int, seed: int) -> Iterator[dict[str, Any]]:
-    """Return one mapping of keys to values for each trial.
+    """Yield one mapping of keys to values for each point of a grid.
 
     Args:
-        grid: the values of each key.
-        samples: number of draws.
-        seed: the seed.
+        grid: the values of each key, or its distribution.
+        samples: number of draws, each combined with the whole grid; only used if a key is drawn.
+        seed: seed of the draws.
     """
     draws = {key: axis for key, axis in grid.items() if isinstance(axis, Draw)}
     values = {key: [] if isinstance(axis, Draw) else axis for key, axis in grid.items()}
@@ -399,7 +400,7 @@ def varied_values(points: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
     """Return the keys that have several values, with these.
 
     Args:
-        points: values by key, of each trial.
+        points: values by key, of each point.
     """
     axes: dict[str, list[Any]] = {}
     for point in points:
@@ -411,5 +412,5 @@ def varied_values(points: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
 
 
 def _plain_key(key: str) -> str:
-    """`algorithm` for `algorithm.name`, which means the same."""
+    """Return a key without `.name` where both mean the same, as for `algorithm.name`."""
     return key.removesuffix(".name") if key.removesuffix(".name") in SECTIONS_WITH_NAME else key

@@ -104,8 +104,8 @@ def description(sweep: Sweep, results: str = "") -> str:
     """Return the description of a sweep as Markdown.
 
     Args:
-        sweep: Sweep to describe.
-        results: Table of the results as Markdown, once the sweep has ended.
+        sweep: sweep to describe.
+        results: table of the results as Markdown, once the sweep has ended.
     """
     axes = {f"`{key}`": " ".join(map(as_text, values)) for key, values in sweep.axes.items()}
     axes |= {f"`{key}`": str(draw) for key, draw in sweep.drawn.items()}
@@ -125,16 +125,19 @@ def summary_files(folder: Path) -> list[Path]:
     """Return the existing summary files of a sweep's folder.
 
     Args:
-        folder: Folder of the sweep.
+        folder: folder of the sweep.
     """
     return [folder / name for name in SUMMARY_FILES if (folder / name).exists()]
 
 
 def write_summary(outcome: SweepResult) -> str:
-    """Write all summary files and return the table of the results as Markdown.
+    """Write all summary files into the folder of the sweep.
 
     Args:
-        outcome: the results.
+        outcome: the result of the sweep; its `table` is not set yet.
+
+    Returns:
+        The table of the results as Markdown, or a sentence if no trial has finished.
     """
     sweep, folder = outcome.sweep, outcome.sweep.folder
     # Remove files of an earlier attempt: this attempt may not write all of them again.

@@ -52,12 +52,12 @@ def train_trial(
     """Run a trial, from its last checkpoint if there is one.
 
     Args:
-        trial: Trial to run.
-        uri: Address of the tracking store, without secrets.
-        name: Name of the experiment.
-        parent: Id of the sweep's run in the tracking store.
-        stopping: Settings of early stopping, or None.
-        report: Called with the progress of the trial; it decides whether the trial stops.
+        trial: trial to run.
+        uri: address of the tracking store, without secrets.
+        name: name of the experiment in the tracking store.
+        parent: id of the sweep's run in the tracking store.
+        stopping: settings of early stopping; None: the trial is not stopped early.
+        report: called with the progress of the trial; it decides whether the trial stops.
 
     Returns:
         The error, which error.txt holds too: one line, possibly followed by a traceback. "" if the
@@ -144,8 +144,8 @@ class RungTracker:
     """Tracker of the rungs that a run reaches.
 
     Args:
-        stopping: Settings of early stopping; None for a run without rungs.
-        rounds: Rounds of the run.
+        stopping: settings of early stopping; None for a run without rungs.
+        rounds: number of rounds of the run.
     """
 
     def __init__(self, stopping: EarlyStopping | None, rounds: int):
@@ -158,10 +158,10 @@ class RungTracker:
         """Return the rung that a record reaches with its value, or None between two rungs.
 
         Args:
-            record: Metrics of a round, with its number as "round".
+            record: metrics of a round, with its number as "round".
 
         Raises:
-            RaysimError: The metric has not been logged up to the first rung.
+            RaysimError: the metric has not been logged up to the first rung.
         """
         if not self.left or self.stopping is None:
             return None
@@ -189,10 +189,10 @@ class TrialReporter:
     `stopped` is the reason to stop the trial, or "".
 
     Args:
-        ladder: Tracker of the rungs.
-        report: Receives the reports.
-        before: Records of the rounds before a resumed run; the trial is judged by them too.
-        shown: Metrics that reports show, beside that of the rungs.
+        ladder: tracker of the rungs.
+        report: receives the reports.
+        before: records of the rounds before a resumed run; the trial is judged by them too.
+        shown: metrics that reports show, beside that of the rungs.
     """
 
     def __init__(
