@@ -3,7 +3,7 @@
     prepare  theta0 = x; for each batch (X, Y) of one shuffled pass, E steps of sign ascent:
                  X <- X + eta sign(grad_X L(theta0; X, Y))
              pseudo data       eta = eta_s, labels f_theta0(X): what the global model knows
-             perturbed data    eta = eta_p, labels Y: what the client's data say
+             perturbed data    eta = eta_p, labels Y: what the client's data show
     step     g = grad L(gamma theta + (1 - gamma) theta0; batch);    theta <- theta - lr g
              g_s, g_p = grad L((theta + theta0) / 2; pseudo), the same of perturbed
              w_s = max(0, <theta - theta0, g_s> / |g_s|^2)

@@ -23,7 +23,7 @@ def from_torchvision(data: TorchvisionData) -> Dataset:
     """Load a classification data set of torchvision.
 
     Its class has an argument `train`, or an argument `split` with the values train and test (or
-    val); or `train_arguments` and `test_arguments` say what each half is. Images of different sizes
+    val); or `train_arguments` and `test_arguments` select the halves. Images of different sizes
     become squares.
 
     Args:

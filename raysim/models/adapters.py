@@ -13,7 +13,7 @@ from torch import nn
 def merged(net: nn.Module) -> nn.Module:
     """Return a net whose adapters are added to the weights of its base net, by peft's own merge.
 
-    It computes the same up to rounding, is made of the base net's layers only, and needs no peft.
+    It computes the same up to rounding, consists of the base net's layers only, and needs no peft.
 
     Args:
         net: any net; it is not changed.

@@ -101,7 +101,7 @@ class KeyedBatchNorm(nn.Module):
         """Normalise `x` [B, channels, ...] by channel.
 
         Args:
-            x: [B, channels, ...]; `frame.mask` says which examples are padding.
+            x: [B, channels, ...]; `frame.mask` marks the real examples.
         """
         if x.dtype is torch.bfloat16:  # of an autocast layer; its statistics would be coarse
             x = x.float()

@@ -34,7 +34,7 @@ def rows(
 
     Args:
         runs: Runs of any experiments.
-        metric: Metric of their histories. `lower_is_better` says which values are better.
+        metric: Metric of their histories. `lower_is_better` gives its direction.
         target: Value whose first round is reported, or a function from the runs of a row to it.
         group: Parameters that distinguish rows; `side` is allowed too. Default: all that differ.
         best_of: Parameters; only the row with the best mean of each combination of their values is
@@ -114,7 +114,7 @@ def ranked(
 
     Args:
         table: Rows, as from `rows`.
-        metric: Metric of the rows. `lower_is_better` says which values are better.
+        metric: Metric of the rows. `lower_is_better` gives its direction.
         say: Called with one line if the methods do not share all scenarios.
     """
     lower = lower_is_better(metric)

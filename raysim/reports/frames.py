@@ -99,7 +99,7 @@ def table_frame(
 
     Args:
         runs: Names of experiments, or ids of runs.
-        uri: Address of the tracking store.
+        uri: Address of the tracking store. Default: that of a configuration.
         ledger: Ledgers to read in place of MLflow.
         metric: Metric whose best and last values are reported. Default: that of `evaluate.best`.
         target: Value of the metric whose first round is reported. "paper" uses the target that
@@ -159,7 +159,7 @@ def curves_frame(
 
     Args:
         runs: Names of experiments, or ids of runs.
-        uri: Address of the tracking store.
+        uri: Address of the tracking store. Default: that of a configuration.
         ledger: Ledgers to read in place of MLflow.
         metric: Metric on the y-axis. Default: that of `evaluate.best`.
         group: Parameters that distinguish curves; `side` is allowed too. Default: all that differ.
@@ -195,7 +195,7 @@ def sweep_frame(
         runs: Names of experiments, or ids of runs.
         x: First parameter. Without `y` its values must be numbers.
         y: Second parameter.
-        uri: Address of the tracking store.
+        uri: Address of the tracking store. Default: that of a configuration.
         ledger: Ledgers to read in place of MLflow.
         metric: Metric whose best value is reported. Default: that of `evaluate.best`.
         target: Report the first round with this value of the metric instead. Not allowed with `y`.
@@ -239,7 +239,7 @@ def sensitivity_frame(
     Args:
         runs: Names of experiments, or ids of runs.
         keys: Parameters to compare. Default: all that differ.
-        uri: Address of the tracking store.
+        uri: Address of the tracking store. Default: that of a configuration.
         ledger: Ledgers to read in place of MLflow.
         metric: Metric of the results. Default: that of `evaluate.best`.
         statistic: Result of a run: best, or last10 (the mean of its last ten evaluations).
@@ -286,7 +286,7 @@ def speedup_frame(
         runs: Names of experiments, or ids of runs.
         target: Value of the metric to reach.
         over: Parameter whose values are numbers.
-        uri: Address of the tracking store.
+        uri: Address of the tracking store. Default: that of a configuration.
         ledger: Ledgers to read in place of MLflow.
         metric: Metric whose last value is the result of a run.
 

@@ -81,7 +81,7 @@ def result_of_run(statistic: str, metric: str) -> Callable[[TrackedRun], float]:
 
     Args:
         statistic: "best" (the best value) or "last10" (the mean of the last ten values).
-        metric: Metric of the run's history. `lower_is_better` says which values are better.
+        metric: Metric of the run's history. `lower_is_better` gives its direction.
 
     Returns:
         A function from a run to its result.

@@ -1,4 +1,4 @@
-"""The lines below the fields of a rule's class, which say what each hyper-parameter means."""
+"""The lines below the fields of a rule's class, which describe the hyper-parameters."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ class LearningTask:
             data: the examples.
 
         Raises:
-            ValueError: the examples do not fit; the message says which one, and the fix.
+            ValueError: the examples do not fit; the message names the example and the fix.
         """
 
     def outputs(self, data: TaskData) -> int:

@@ -44,7 +44,7 @@ class Net(ABC):
         """Output of each stage, `[h_1, ..., h_L, logits]`.
 
         Raises:
-            ValueError: the net is not made of stages.
+            ValueError: the net does not consist of stages.
         """
 
     @abstractmethod

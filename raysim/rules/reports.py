@@ -158,7 +158,7 @@ class Reports(Cohort):
         return self._total("sum", key)
 
     def difference(self, key: str) -> Tensor:
-        """Return sum_i w_i (u_i - client i's last upload), float64 [P].
+        """Return sum_i w_i (u_i - client i's last upload), float64, in the upload's shape.
 
         w_i is the client's weight among ALL clients: 1/N, or its share of all samples. Accumulated
         over the rounds it is the mean of the latest known upload of every client, with zero for

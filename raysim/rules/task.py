@@ -130,7 +130,7 @@ class Task(TellsPresentNames, ABC):
         """Public examples of the data set, the same for all clients.
 
         Raises:
-            ValueError: the rule's class does not say `needs_public_data`.
+            ValueError: the rule's class does not set `needs_public_data`.
         """
 
     @abstractmethod

@@ -21,7 +21,7 @@ logger = logging.getLogger("raysim.tracking")
 DIED_MESSAGE = "its process died without a word: killed, out of memory, or with its Ray"
 
 MAX_WATCHED_FOLDERS = 32
-"""Folders that are looked at at one time: the lock of another host takes a while to be known as
+"""Folders that are checked at one time. It takes a while until another host's lock is known as
 stale."""
 
 
@@ -64,7 +64,7 @@ def finish_abandoned(folders: Iterable[Path]) -> list[Path]:
 
 
 def folders_below(root: Path) -> list[Path]:
-    """Return the folders of runs in which a process is at work, or has died.
+    """Return the folders of runs that a process is training, or whose process has died.
 
     Args:
         root: folder to search, with all folders below it.

@@ -25,7 +25,7 @@ from raysim.tracking.spool import Tail
 logger = logging.getLogger("raysim.tracking")
 
 FOLLOW_INTERVAL_S = 1.0
-"""Seconds between two looks at the spool."""
+"""Seconds between two reads of the spool."""
 
 FOLLOWER_DRAIN_TIMEOUT_S = 20.0
 """Seconds that a follower gets for the remaining records when the run has ended."""
@@ -87,7 +87,7 @@ class Follower(ABC):
         """Log a file or a folder of the run.
 
         Args:
-            path: a file or folder that exists.
+            path: a file or folder, which may have been removed since.
         """
 
     @abstractmethod

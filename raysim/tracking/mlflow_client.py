@@ -302,7 +302,7 @@ def open_store(uri: str | None, purpose: str = "read") -> Iterator[Any]:
 
     Args:
         uri: tracking URI; None: the default of `tracking.uri`.
-        purpose: past participle that says in errors what the block does with the store.
+        purpose: past participle of what the block does with the store, such as "read", for errors.
 
     Raises:
         ConfigError: the URI is not usable, or there is no such database.

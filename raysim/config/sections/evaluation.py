@@ -81,7 +81,7 @@ class EvaluateClients(Section):
 
 
 class BestBy(Section):
-    """The metric that says which of two models is better."""
+    """The metric that determines which of two models is better."""
 
     metric: str
     """Name of a metric that evaluations log, for example accuracy or val/loss."""
