@@ -18,12 +18,12 @@ logger = logging.getLogger("raysim")
 
 
 def write_attack(result: AttackResult, plan: Plan, run_dir: Path) -> Path:
-    """Write the plot, the table and the options, and add them to the run in MLflow.
+    """Write plot, table and options of an attack, and add them to the run in MLflow.
 
     Args:
-        result: the attack.
+        result: the result of the attack.
         plan: the run that was attacked.
-        run_dir: its folder.
+        run_dir: the folder of that run.
 
     Returns:
         The folder that holds them.
@@ -84,7 +84,7 @@ def _plot(result: AttackResult, plan: Plan, path: Path) -> None:
 
 
 def _new_folder(stem: Path) -> tuple[Path, int]:
-    """A new folder, numbered if there is one already, and its number."""
+    """Create a folder, numbered if there is one already; return it and its number."""
     for number in range(1, 10_000):
         path = stem if number == 1 else stem.with_name(f"{stem.name}-{number}")
         try:

@@ -61,7 +61,7 @@ def attack(
     The results are written to <run_dir>/attack and to the run's MLflow record.
 
     Args:
-        run_dir: the run's folder.
+        run_dir: the folder of a run with recorded updates.
         overrides: "key=value" for the fields of `AttackOptions`, or a mapping.
         progress: called after each iteration with the number of iterations done, the number of all
             iterations, and the costs.
@@ -103,10 +103,13 @@ def invert(
     Args:
         plan: the run whose model and rule are attacked.
         observations: what the attacker has seen of each client in the round.
-        options: iterations, restarts, step size and prior of the attack.
+        options: the options of the attack; `round` is not used.
         progress: called after each iteration with the iterations done, their total, and the costs.
         side_by_side: whether clients may be attacked at once under vmap; False: one after the
             other.
+
+    Returns:
+        The reconstructions in the order of the observations.
 
     Raises:
         ConfigError: the observations or the client's rule leave nothing to invert.
@@ -172,7 +175,7 @@ def _alike(observation: Observation) -> tuple[int, int]:
 
 
 def _rank(candidate: Candidate) -> tuple[bool, float]:
-    """Lowest cost first, those that are not finite last."""
+    """Return a key that sorts the lowest cost first and costs that are not finite last."""
     return not math.isfinite(candidate[0]), candidate[0]
 
 

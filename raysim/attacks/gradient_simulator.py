@@ -30,29 +30,29 @@ from raysim.training.vmap import VmapTask, why_not_vmap
 logger = logging.getLogger("raysim")
 
 MAX_GRADIENT_NUMBERS = 2**26
-"""Numbers that the gradients of observations attacked side by side may take, with what their own
-gradients need."""
+"""Limit on the numbers in the gradients of observations that are attacked side by side, with those
+that differentiating them needs."""
 VECTORS_PER_GRADIENT = 8
 """Vectors [P] that one simulated gradient keeps for its own gradient, roughly."""
 
 
 def squared_distance(g: Tensor, simulated: Tensor) -> Tensor:
-    """Σ (g - ĝ)² over all tensors (Zhu 2019).
+    """Return Σ (g - ĝ)² over all parameters (Zhu 2019).
 
     Args:
-        g: the observed gradients, by tensor.
-        simulated: the simulated gradients, by tensor.
+        g: [P], the observed gradient.
+        simulated: [P], the simulated gradient.
     """
     difference = g - simulated
     return (difference * difference).sum()
 
 
 def cosine_distance(g: Tensor, simulated: Tensor) -> Tensor:
-    """1 - ⟨g, ĝ⟩ / (‖g‖ ‖ĝ‖), all tensors jointly (Geiping 2020); 1 where one of them is zero.
+    """Return 1 - ⟨g, ĝ⟩ / (‖g‖ ‖ĝ‖) (Geiping 2020); 1 if one of the vectors is zero.
 
     Args:
-        g: the observed gradients, by tensor.
-        simulated: the simulated gradients, by tensor.
+        g: [P], the observed gradient.
+        simulated: [P], the simulated gradient.
     """
     squares = [(v * v).sum().clamp(min=1e-30) for v in (g, simulated)]
     return 1 - (g * simulated).sum() / (squares[0].sqrt() * squares[1].sqrt())
@@ -70,7 +70,7 @@ def total_variation(x: Tensor) -> Tensor:
     It is mean |differences along rows| + mean |differences along columns|.
 
     Args:
-        x: images [b, C, H, W].
+        x: [b, C, H, W], the images.
     """
     return (x[..., 1:] - x[..., :-1]).abs().mean() + (x[..., 1:, :] - x[..., :-1, :]).abs().mean()
 
@@ -110,12 +110,12 @@ def simulated(
     """Return the simulated gradient ĝ [P], differentiable in x.
 
     It is the `delta` that a client with this rule sends after one step on the images x [b, C, H,
-    W], divided by its learning rate. Without a rule it is the gradient of the mean cross-entropy.
+    W], divided by its step size. Without a rule it is the gradient of the mean cross-entropy.
 
     Args:
-        rule: the client's rule; None: only the gradient.
+        rule: the client rule; None: the gradient of the mean cross-entropy.
         model: the net.
-        facts: learning rate and number of steps of the client.
+        facts: the constants of the client's training, among them its step size.
         broadcast: what the client received, with the global parameters [P].
         x: images [b, C, H, W].
         y: labels [b].
@@ -155,6 +155,15 @@ class GradientSimulator:
     """Gradients of observed clients, and the gradients that candidate images would give.
 
     All clients started from the same model and have the same number of images b.
+
+    Args:
+        plan: the run whose model and client rule are simulated.
+        seen: the observations of the clients, at least one.
+        options: the options of the attack.
+        device: name of the torch device.
+
+    Raises:
+        ConfigError: the adaptive attacker cannot simulate the client rule.
     """
 
     def __init__(
@@ -199,10 +208,13 @@ class GradientSimulator:
         )
 
     def starts(self, restart: int) -> Tensor:
-        """Random images to start from, standard normal, keyed by the client: [K, b, C, H, W].
+        """Return random images to start from.
 
         Args:
-            restart: number of the restart.
+            restart: number of the start, from 0.
+
+        Returns:
+            [K, b, C, H, W], standard normal and keyed by client and restart.
         """
         keyed = [generator(self.options.seed, "attack", client, restart) for client in self.clients]
         images = [torch.from_numpy(rng.standard_normal(self.shape)) for rng in keyed]
@@ -212,7 +224,7 @@ class GradientSimulator:
         """Find out whether the observations can be attacked side by side.
 
         Args:
-            side_by_side: whether clients may be attacked at once.
+            side_by_side: whether clients may be attacked at once; False: one after the other.
 
         Raises:
             ConfigError: they cannot be attacked at all.
@@ -274,10 +286,10 @@ class GradientSimulator:
         return torch.cat(costs), torch.cat(gradients)
 
     def costs(self, x: Tensor) -> Tensor:
-        """The costs [K] of images [K, b, C, H, W], without TV.
+        """Return the costs [K] of images, without total variation.
 
         Args:
-            x: images [K, b, C, H, W].
+            x: [K, b, C, H, W], candidates for the images of the clients.
         """
         return torch.cat([self._distances(part, start).detach() for start, part in self._parts(x)])
 
@@ -296,7 +308,7 @@ class GradientSimulator:
         return torch.func.vmap(lambda g, x, y: distance(g, simulate(x, y)))(g, x, y)
 
     def _one(self, i: int | None) -> Callable[[Tensor, Tensor], Tensor]:
-        """(x, y) -> ĝ of observation i, or (None) of any that goes side by side with the others."""
+        """Return the function (x, y) -> ĝ of observation i; None: of all, for use under vmap."""
         alone = len(set(self.sizes)) == 1 or i is not None
         n = self.sizes[i or 0]
 

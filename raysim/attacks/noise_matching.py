@@ -154,7 +154,7 @@ def bisect(
     tolerance: float,
     tries: int,
 ) -> list[NoiseTrial]:
-    """Search the noise multiplier at which the PSNR is `target`, by bisection of its logarithm.
+    """Search for the noise multiplier at which the PSNR is `target`, by bisection of its logarithm.
 
     Args:
         measure: returns the PSNR in dB at a noise multiplier; it falls with the noise.
@@ -205,7 +205,7 @@ def match(
     the experiment with "-attacked" after its name.
 
     Args:
-        source: a configuration with a section `match`.
+        source: path or name of a configuration with a section `match`.
         overrides: "key=value" with dots, or a mapping, also of keys such as `match.tolerance`.
         say: called with each line of progress.
 
@@ -265,7 +265,15 @@ class MethodComparison:
     """Runs of the two methods; `sigma` is the rival's noise multiplier, None the other method."""
 
     def __init__(self, raw: Mapping[str, Any], asked: MatchOptions):
-        """Check all four configurations; raise ConfigError before anything runs."""
+        """Check the configurations of both methods, as attacked and as trained.
+
+        Args:
+            raw: the configuration without its section `match`.
+            asked: the section `match`.
+
+        Raises:
+            ConfigError: one of them is invalid; nothing has run.
+        """
         self.raw, self.asked = raw, asked
         seen = {"schedule.cohort": asked.images, "record_updates.clients": asked.images}
         self.looked_on = {**ATTACK_OVERRIDES, **seen, **asked.attacked}
@@ -286,7 +294,7 @@ class MethodComparison:
         """Execute a run that records its updates for the attack; return its folder.
 
         Args:
-            sigma: the noise multiplier; None for a method without noise.
+            sigma: noise multiplier of the rival; None: the run is that of the method to match.
         """
         return execute(self._watched_plan(sigma)).run_dir
 
@@ -294,8 +302,8 @@ class MethodComparison:
         """Attack a run and return the summary.
 
         Args:
-            run_dir: the folder of the run.
-            attacker: name of the attacker.
+            run_dir: the folder of a run from `watched`.
+            attacker: "oblivious" or "adaptive".
 
         Raises:
             RaysimError: no recovered image has a finite PSNR.
@@ -311,8 +319,8 @@ class MethodComparison:
         """Train a method and return its results.
 
         Args:
-            sigma: the noise multiplier; None for a method without noise.
-            attacks: the summaries by attacker.
+            sigma: noise multiplier of the rival; None: the method to match is trained.
+            attacks: summaries of the attacks on the method, by attacker; they enter the result.
         """
         ready = resolve.prepare(self.raw, self._who(sigma))
         done = execute(ready)

@@ -24,12 +24,13 @@ class Reconstruction:
     """Reconstruction from one client's update.
 
     Attributes:
-        labels: of its b images.
+        client: number of the client.
+        labels: labels of its b images.
         cost: the distance of the gradients at the images found, without TV. May not be finite.
-        psnr: of each image, in dB; inf for one found exactly, NaN where the cost is not finite.
-        restart: which start was the best.
-        original, reconstructed: [b, C, H, W] in [0, 1]. With several images of a label,
-            `reconstructed` is in the order that matches.
+        psnr: PSNR of each image, in dB; inf for one found exactly, NaN if the cost is not finite.
+        restart: number of the start that led to the lowest cost.
+        original: [b, C, H, W] in [0, 1], the client's images.
+        reconstructed: [b, C, H, W] in [0, 1]; images of one label in the order that matches.
     """
 
     client: int
@@ -43,7 +44,14 @@ class Reconstruction:
 
 @dataclass(frozen=True)
 class AttackResult:
-    """An attack on the clients observed in one round."""
+    """Result of an attack on the clients observed in one round.
+
+    Attributes:
+        options: the options of the attack.
+        round: the attacked round, from 0.
+        clients: the reconstruction for each client.
+        seconds: duration of the attack.
+    """
 
     options: AttackOptions
     round: int
@@ -52,19 +60,19 @@ class AttackResult:
 
     @property
     def psnr(self) -> float:
-        """The mean over images, without those found exactly; NaN if there are no others."""
+        """Mean PSNR over images in dB, without those found exactly; NaN if there are no others."""
         finite = [p for client in self.clients for p in client.psnr if math.isfinite(p)]
         return statistics.fmean(finite) if finite else math.nan
 
     @property
     def median(self) -> float:
-        """The median over images, those found exactly among them; NaN if there is none."""
+        """Median PSNR over images in dB, including those found exactly; NaN if there is none."""
         values = [p for client in self.clients for p in client.psnr if not math.isnan(p)]
         return statistics.median(values) if values else math.nan
 
     @property
     def exact(self) -> int:
-        """How many images were found exactly."""
+        """Number of images that were found exactly."""
         return sum(p == math.inf for client in self.clients for p in client.psnr)
 
     @property
@@ -132,7 +140,7 @@ class PixelRange:
         """Return net inputs [..., C, H, W] as images in [0, 1], float64 on the CPU.
 
         Args:
-            x: inputs [..., C, H, W].
+            x: [..., C, H, W], inputs of the net.
         """
         low, high = self.low.double(), self.high.double()
         return ((x.double() - low) / (high - low)).cpu()
@@ -156,10 +164,10 @@ def judged(
 
     Args:
         observation: what the attacker has seen of the client.
-        cost: distance of the gradients at `x`.
+        cost: distance of the gradients at `x`; if it is not finite, the PSNR is NaN.
         restart: number of the start that led to `x`.
         x: the images found, as inputs of the net, [b, C, H, W].
-        pixels: range of the pixels.
+        pixels: range of the data set's pixels as inputs.
     """
     original, reconstructed = pixels.image(observation.x.to(x.device)), pixels.image(x).clamp(0, 1)
     labels = tuple(int(label) for label in observation.y)

@@ -1,4 +1,4 @@
-"""Which executor, how many actors and which blocks are fastest here, by trying them out.
+"""Find by measurement which executor, how many actors and which blocks are fastest here.
 
 Every candidate trains the same rounds of the given configuration, without evaluation, checkpoints
 and tracking: some to warm up, then as many as fit into the time. Where it runs does not change the
@@ -39,7 +39,14 @@ Settings = dict[str, Any]
 
 @dataclass
 class Candidate:
-    """Settings with their speed in clients per second (median of rounds), or why they failed."""
+    """Settings with their speed in clients per second (median of rounds), or why they failed.
+
+    Attributes:
+        settings: values of the configuration by dotted key.
+        clients_per_second: median over the rounds; 0 if they failed.
+        rounds: number of rounds that were measured.
+        problem: first line of the error; "" if they did not fail.
+    """
 
     settings: Settings
     clients_per_second: float = 0.0
@@ -48,7 +55,7 @@ class Candidate:
 
     @property
     def text(self) -> str:
-        """The settings as one would give them on the command line."""
+        """The settings as key=value on the command line."""
         return " ".join(f"{key}={value}" for key, value in self.settings.items())
 
 
@@ -60,7 +67,7 @@ class BenchResult:
 
     @property
     def best(self) -> Candidate | None:
-        """The fastest one."""
+        """The fastest candidate; None if none could run."""
         return max(
             (c for c in self.candidates if c.rounds),
             key=lambda c: c.clients_per_second,
@@ -79,10 +86,10 @@ def bench(
     """Measure the candidate settings for a configuration.
 
     Args:
-        source: as for `run`.
-        overrides: as for `run`; settings that are given here are not varied.
-        seconds: duration of each measurement, after the start.
-        blocks: also varies execution modes and block sizes.
+        source: as for `raysim.run`.
+        overrides: as for `raysim.run`; settings that are given here are not varied.
+        seconds: duration of each measurement after the warm-up rounds; at least one round.
+        blocks: whether to vary execution modes and block sizes too.
         tell: called with each candidate after its measurement.
 
     Returns:
@@ -125,11 +132,11 @@ def bench(
 
 
 def candidates(plan: Plan, fixed_keys: Iterable[str], blocks: bool) -> Iterator[Settings]:
-    """Yield the settings to try on this machine, except for keys that are `fixed_keys`.
+    """Yield the settings to try on this machine, without the keys in `fixed_keys`.
 
     Args:
-        plan: the configuration that is tried out.
-        fixed_keys: keys that the user has set; these are not changed.
+        plan: the plan of the run.
+        fixed_keys: keys with dots that the user has set; these are not changed.
         blocks: whether to try batching modes and sizes too, beside executors and actors.
     """
     places = _places(plan)

@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 Finding = tuple[bool | None, str]
-"""Whether a check is well (None: for raysim, but maybe not for other packages), and a word on it.
-"""
+"""Whether a check passes (None: for raysim, but maybe not for other packages), and its result."""
 
 
 def examine() -> Iterator[tuple[str, bool | None, str]]:

@@ -21,8 +21,8 @@ COMPARISON_WARM_UP_ROUNDS = 2
 """Rounds that are not timed."""
 
 MAX_RELATIVE_DIFFERENCE = 1e-4
-"""Between parameters of two modes in float32, after all rounds, as a part of the largest
-parameter."""
+"""Largest difference between the parameters of two modes in float32 after all rounds, relative to
+the largest parameter."""
 
 MODES: dict[str, dict[str, Any]] = {
     "loop": {"batching.mode": "loop", "batching.cuda_graphs": False},
@@ -37,7 +37,7 @@ class Comparison:
     """Speeds and results of the modes on one device."""
 
     clients_per_second: dict[str, float]
-    """By mode."""
+    """Median speed of each mode."""
     vmap_difference: float
     """Largest difference between the parameters of vmap and loop, as a part of the largest one."""
     graphs_equal: bool
@@ -76,11 +76,14 @@ class Comparison:
 
 
 def compare_modes(gpus: float = 1.0, rounds: int = 10) -> Comparison:
-    """Train the quickstart in every mode.
+    """Train the quickstart in every mode, and compare speeds and parameters.
 
     Args:
         gpus: `resources.gpus` of the runs; 0 trains on the CPU, where there are no CUDA graphs.
         rounds: the number of timed rounds.
+
+    Returns:
+        Speeds, differences, and whether any step ran as a CUDA graph.
 
     Raises:
         RaysimError: a run failed.

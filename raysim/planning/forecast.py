@@ -35,7 +35,7 @@ MAX_MEASURED_STEPS = 100
 
 @dataclass(frozen=True)
 class ClusterShape:
-    """So many nodes, with so many CPUs and GPUs each."""
+    """Number of nodes of a cluster, and of the CPUs and GPUs of each."""
 
     nodes: int = 4
     cpus: int = 8
@@ -44,13 +44,22 @@ class ClusterShape:
 
 @dataclass
 class Forecast:
-    """Result of a forecast: the rounds with and without sums that nodes aggregate."""
+    """Result of a forecast.
+
+    Attributes:
+        plan: the plan of the simulated run.
+        costs: the table of costs.
+        cluster: the simulated cluster.
+        added: the rounds if nodes aggregate the sums of their actors.
+        alone: the rounds if every actor sends its own sum to the server.
+        seconds: wall-clock duration of the forecast.
+    """
 
     plan: Plan
     costs: Costs
     cluster: ClusterShape
     actors: int
-    """On each node."""
+    """Number of actors on each node."""
     added: list[RoundSummary]
     alone: list[RoundSummary]
     seconds: float
@@ -81,6 +90,10 @@ def means(rounds: list[RoundSummary]) -> dict[str, Any]:
 
     Args:
         rounds: the rounds, in order.
+
+    Returns:
+        Mean seconds, clients per second, utilization, bytes, and seconds of each part of the
+        critical path.
     """
     later = rounds[1:] or rounds
     kinds = dict.fromkeys(kind for summary in later for kind in summary.path)
@@ -110,17 +123,17 @@ def run_forecast(
         source: as for `raysim.run`.
         overrides: as for `raysim.run`; `resources.cpus` and `resources.gpus` are the shares of each
             actor.
-        cluster: the cluster, which is filled with actors.
-        costs: a YAML file with the sections of `Costs`; without `training.step`, that is measured
-            here.
-        rounds: number of rounds.
-        picture: file of a plot; None: no plot.
+        cluster: the cluster, of which every node gets as many actors as fit.
+        costs: a YAML file with the sections of `Costs`; None: the defaults. Without
+            `training.step`, it is measured on this machine.
+        rounds: number of rounds to simulate.
+        picture: PNG file to write; None: no plot.
 
     Returns:
         The figures of the rounds, with and without aggregation on nodes.
 
     Raises:
-        ConfigError: a mistake in any of these.
+        ConfigError: a mistake in the configuration or in the costs, or no actor fits on a node.
     """
     began = time.perf_counter()
     table = _read_costs(costs)

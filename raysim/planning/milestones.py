@@ -15,22 +15,22 @@ class Milestone:
 
 
 def after(activity: str, seconds: float, *milestones: Milestone) -> Milestone:
-    """Return the milestone that follows all of these and takes so long.
+    """Return the milestone at the end of an activity that starts when all milestones are reached.
 
     Args:
         activity: what takes the time, such as "network".
-        seconds: duration in simulated seconds.
-        *milestones: what has to be done before; at least one.
+        seconds: duration in simulated seconds; 0 returns the last of the milestones.
+        *milestones: the milestones before it; at least one.
     """
     last = max(milestones, key=lambda milestone: milestone.time)
     return Milestone(last.time + seconds, activity, last) if seconds else last
 
 
 def path(end: Milestone, begin: float) -> dict[str, float]:
-    """The critical path to `end`: seconds of each kind since `begin`, the longest first.
+    """Return the critical path to `end`: the seconds of each activity since `begin`, longest first.
 
     Args:
-        end: the last milestone.
+        end: the milestone at the end of the path.
         begin: the virtual time at which the path begins.
     """
     seconds: dict[str, float] = {}

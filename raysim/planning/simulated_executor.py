@@ -43,7 +43,7 @@ T = TypeVar("T", covariant=True)
 
 @dataclass
 class SimulatedVersion:
-    """A version of the model: when the server has it, and when it has arrived on other nodes."""
+    """A version of the model: when the server has it, and when it has arrived on each node."""
 
     ready: Milestone
     there: dict[int, Milestone] = field(default_factory=dict)
@@ -51,14 +51,14 @@ class SimulatedVersion:
 
 @dataclass
 class VirtualFuture(Generic[T]):
-    """A result that is there at some virtual time; the driver waits for it."""
+    """A result that is available at some virtual time, for which the driver waits."""
 
     cluster: SimulatedExecutor
     milestone: Milestone
     value: T
 
     def ready(self) -> bool:
-        """Return True: virtual time never makes the driver wait for real."""
+        """Return whether the driver's clock has reached the result's milestone."""
         return self.milestone.time <= self.cluster.driver.time
 
     def get(self) -> T:
@@ -69,7 +69,7 @@ class VirtualFuture(Generic[T]):
 
 @dataclass
 class SimulatedActor:
-    """A ClientActor, how fast it is, and until when it is busy."""
+    """A ClientActor: its node, its relative speed, and the milestone from which on it is idle."""
 
     node: int
     speed: float
@@ -99,7 +99,14 @@ class RoundSummary:
 
 
 class SimulatedExecutor:
-    """Executor on simulated nodes with ClientActors; driver and server are on the first node."""
+    """Executor on simulated nodes with ClientActors; driver and server are on the first node.
+
+    Args:
+        costs: the table of costs.
+        nodes: number of nodes.
+        actors: ClientActors of each node.
+        aggregators: whether nodes aggregate the sums of their actors.
+    """
 
     def __init__(self, costs: Costs, nodes: int, actors: int, aggregators: bool = True):
         self.costs, self.recoveries, self.aggregators = costs, Counter[str](), aggregators
@@ -143,7 +150,7 @@ class SimulatedExecutor:
 
         Args:
             seconds: its duration in simulated seconds.
-            *milestones: what has to be done before, besides the driver's earlier work.
+            *milestones: the milestones before it, besides the driver's earlier work.
         """
         self.driver = after("driver", seconds, self.driver, *milestones)
 
@@ -151,7 +158,7 @@ class SimulatedExecutor:
         """Return the milestone at which a call of the driver reaches a node.
 
         Args:
-            node: id of the node.
+            node: number of the node; the driver is on node 0.
         """
         self.works(self.costs.driver.call)
         return after("messages", self.costs.network.latency if node else 0.0, self.driver)
@@ -161,7 +168,10 @@ class SimulatedExecutor:
 
         Args:
             size: size of the object in bytes.
-            *milestones: what has to be done before.
+            *milestones: the milestones before it.
+
+        Returns:
+            The milestone at which the store has the object.
         """
         return after(
             "object store",
@@ -170,10 +180,10 @@ class SimulatedExecutor:
         )
 
     def got(self, *milestones: Milestone) -> Milestone:
-        """Return when an actor has an object; on its own node that takes no copy.
+        """Return the milestone at which an actor has objects of its node's store, without a copy.
 
         Args:
-            *milestones: what has to be done before, such as the object's arrival on the node.
+            *milestones: the milestones before it, such as the arrival of each object on the node.
         """
         return after("object store", self.costs.store.latency, *milestones)
 
@@ -182,9 +192,12 @@ class SimulatedExecutor:
 
         Args:
             size: size of the object in bytes.
-            source: number of the node that sends it.
+            source: number of the node that sends it, from 0.
             target: number of the node that receives it; the driver is on node 0.
-            *milestones: what has to be done before.
+            *milestones: the milestones before it.
+
+        Returns:
+            The milestone at which the object has arrived; on one node it takes no time.
         """
         if source == target:
             return after("", 0.0, *milestones)
@@ -200,10 +213,10 @@ class SimulatedExecutor:
         return after("network", link.latency, out)
 
     def block_seconds(self, t: int, block: Block, actor: SimulatedActor) -> float:
-        """Return the seconds of a block on an actor: lognormal, the same on every actor.
+        """Return the seconds of a block on an actor: a lognormal time by the actor's speed.
 
         Args:
-            t: number of the round.
+            t: number of the round, which with the first client keys the random factor.
             block: the clients of the block.
             actor: the actor; a faster one needs fewer seconds.
         """
@@ -223,7 +236,7 @@ class SimulatedExecutor:
     # -- the engine's methods ----------------------------------------------------------------------
 
     def broadcast(self, following: RoundCohort) -> SimulatedVersion:
-        """Return the milestone of the first version. See `Executor.broadcast`."""
+        """Return the model as the server has it. See `Executor.broadcast`."""
         self.server = self.put(self.bytes_down, self.call(0), self.server)
         return SimulatedVersion(self.server)
 
@@ -346,7 +359,7 @@ class SimulatedExecutor:
 
 @dataclass
 class SimulatedCall:
-    """Blocks of one actor: when its message arrives, when its sums do, and its training time."""
+    """Call of an actor: its blocks, when its message and its sums are ready, its training time."""
 
     actor: int
     blocks: list[Block]
@@ -356,7 +369,7 @@ class SimulatedCall:
 
 
 class SimulatedRound:
-    """A round on its way; as `RayRound` does it, when nothing is lost."""
+    """Training of a round as by `RayRound`, without failures."""
 
     def __init__(self, cluster: SimulatedExecutor, t: int):
         self.cluster, self.t = cluster, t
@@ -461,7 +474,10 @@ def simulate_rounds(
         costs: the table of costs.
         nodes: number of nodes.
         actors: ClientActors of each node.
-        aggregators: whether nodes aggregate their own updates.
+        aggregators: whether nodes aggregate the sums of their actors.
+
+    Returns:
+        The figures of each round.
     """
     cluster = SimulatedExecutor(costs, nodes, actors, aggregators)
     cluster.open(plan)
