@@ -124,19 +124,19 @@ def counted(n: int, noun: str) -> str:
     """Return a number with its noun: "1 block", "2 blocks".
 
     Args:
-        n: the number.
+        n: number of things.
         noun: the noun in the singular.
     """
     return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}s"
 
 
 def with_cause(error: BaseException) -> str:
-    """Return an error as one line, with the error that it began with if that is another one.
+    """Return an error as one line, with the first error of its chain if that says something else.
 
     A package that cannot be imported often raises an error that does not say why.
 
     Args:
-        error: any error.
+        error: any error, with the errors that it was raised from.
     """
     first = error
     while first.__cause__ or (first.__context__ and not first.__suppress_context__):
@@ -153,7 +153,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
     Args:
         word: the unknown word.
-        known: the known words.
+        known: the known words, such as the keys of a section.
 
     Returns:
         Text to append to a message: the nearest known word, and all known words if there are at

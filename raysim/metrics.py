@@ -22,7 +22,14 @@ SOLVER = "every round, gradma and gradma_s"
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric, or with a part in braces all metrics of that form."""
+    """A metric, or with a part in braces all metrics of that form.
+
+    Attributes:
+        name: name in records and MLflow, such as "accuracy" or "staleness/from_{n}".
+        unit: unit of the values; "" for none.
+        meaning: what the metric measures.
+        logged: when it is logged, or the configuration key that switches it on.
+    """
 
     name: str
     unit: str
@@ -540,10 +547,10 @@ def find_metric(name: str) -> Metric | None:
 
 
 def name_taken(name: str) -> str | None:
-    """Return the metric of raysim that a user's metric of this name would collide with, or None.
+    """Return the metric of raysim with which a user's metric would collide; None if there is none.
 
     Args:
-        name: name of the user's metric. Evaluated on clients it is logged as "clients/NAME" too.
+        name: name of the user's metric, which is also logged as "clients/NAME".
     """
     entry = find_metric(name)
     if entry is not None and not entry.users_own:
@@ -552,7 +559,7 @@ def name_taken(name: str) -> str | None:
 
 
 def has_direction(name: str) -> bool:
-    """Return whether larger or smaller values of a metric are better, so that a run has a best one.
+    """Return whether a metric has a best value in a run, the largest or the smallest.
 
     Args:
         name: name of the metric.
@@ -572,10 +579,10 @@ def accumulates(name: str) -> bool:
 
 
 def best_label(name: str) -> str:
-    """Return the label of the value by which reports compare runs: "best accuracy".
+    """Return the label of the value by which reports compare runs, such as "best accuracy".
 
     Args:
-        name: name of the metric; of one that accumulates, the value is the last one.
+        name: name of the metric; for a metric that accumulates it is the last value.
     """
     return f"{'last' if accumulates(name) else 'best'} {name}"
 

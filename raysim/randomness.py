@@ -33,10 +33,10 @@ class _Key(ISeedSequence):
 def generator(seed: int, stream: str, *place: int) -> Generator:
     """Return the NumPy generator of one stream at one place.
 
-    An example is `generator(seed, "order", round, client)`.
+    An example is `generator(seed, "order", client, number_of_the_pass)`.
 
     Args:
-        seed: the run's seed.
+        seed: seed of the run.
         stream: the purpose ("partition", "init", "cohort", "order", "dropout", ...). Streams never
             overlap.
         place: integers that identify the place of use: round, client, pass over the data.
@@ -73,7 +73,7 @@ class KeyedStream:
 
         Args:
             k: index of the number, from 0.
-            place: integers that identify the place.
+            place: integers that identify the place, such as the number of a client.
         """
         chunk, position = divmod(k, _CHUNK_SIZE)
         cached_chunk, values = self._chunks.get(place, (-1, _NO_NUMBERS))

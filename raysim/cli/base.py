@@ -90,8 +90,8 @@ def print_table(table: Table, console: Console | None = None) -> None:
     each row is one line.
 
     Args:
-        table: the table.
-        console: where it is printed; the default is standard output.
+        table: the table; column widths and overflow are set in place.
+        console: where the table is printed; None: standard output.
     """
     console = console or Console()
     for column in table.columns:
@@ -118,7 +118,7 @@ def check_picture(path: Path) -> None:
         path: the file that the user named.
 
     Raises:
-        ConfigError: it is not .png, .svg or .pdf.
+        ConfigError: the suffix is not .png, .svg or .pdf.
     """
     if path.suffix not in (".png", ".svg", ".pdf"):
         raise ConfigError(

@@ -27,9 +27,9 @@ def checked_command(
     """Check a raysim command that is to be submitted as a job.
 
     Args:
-        command: the command's words without "raysim".
+        command: the words of the command without "raysim".
         working_dir: the folder that is uploaded with the job.
-        requirements: pip's file of the packages that nodes install, or None.
+        requirements: pip's file of the packages that nodes install; None: they install none.
 
     Returns:
         The command with paths relative to the working directory.

@@ -49,8 +49,8 @@ def configuration_schema(distribution: str | None = None) -> JsonSchema:
     No key is required, because a file may extend another one.
 
     Args:
-        distribution: list the names of this distribution only, such as "raysim"; None lists all
-            that are installed.
+        distribution: distribution whose names are listed, such as "raysim"; None: all installed
+            ones.
     """
     from raysim import data
     from raysim.config.explain import choices

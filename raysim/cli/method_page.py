@@ -19,10 +19,13 @@ if TYPE_CHECKING:
 
 
 def method_page(name: str) -> dict[str, Any]:
-    """Return what is known of a method.
+    """Return the facts about a method: its paper, rules, hyper-parameters and configurations.
 
     Args:
         name: name of an algorithm, or path.py:NAME.
+
+    Returns:
+        The facts by the titles of a page.
 
     Raises:
         ConfigError: there is no such method.
@@ -74,7 +77,7 @@ def print_method(page: Mapping[str, Any], name: str) -> None:
 
 
 def first_paragraph(documented: Any) -> str:
-    """Return the first paragraph of a docstring in one line; "" if nobody wrote one.
+    """Return the first paragraph of a docstring in one line; "" if there is none.
 
     Args:
         documented: a class or a function.

@@ -46,12 +46,12 @@ def duration(seconds: float) -> str:
 
 
 def times(elapsed: float, done: float, total: float) -> str:
-    """Return the time that has passed and that is left, if `done` of `total` took that long.
+    """Return the elapsed time, and an estimate of the time left, as text.
 
     Args:
         elapsed: seconds so far.
-        done: what is done by now, in any unit.
-        total: what there is to do, in the same unit.
+        done: amount of work that is done, in any unit; 0 gives no estimate.
+        total: amount of all work, in the same unit.
     """
     if done <= 0 or done >= total:
         return f"{duration(elapsed)} elapsed"
@@ -60,11 +60,11 @@ def times(elapsed: float, done: float, total: float) -> str:
 
 @contextmanager
 def preparing(console: Console, title: str) -> Iterator[None]:
-    """Show the stages of what is done inside the block, such as "loading mnist".
+    """Show the stages of the work inside the block, such as "loading mnist".
 
     Args:
         console: a terminal shows one changing line, anything else a line for each stage.
-        title: what is prepared.
+        title: text before the stage on a terminal, such as the name of a configuration.
     """
     if not console.is_terminal:
         with startup_stages.shown_by(
@@ -80,7 +80,12 @@ def preparing(console: Console, title: str) -> Iterator[None]:
 
 
 class RunProgress:
-    """Progress of a run: its stages before the first round, then rounds, metrics and time left."""
+    """Progress of a run: its stages before the first round, then rounds, metrics and time left.
+
+    Args:
+        plan: the plan of the run.
+        console: a terminal shows a live line, anything else plain lines.
+    """
 
     def __init__(self, plan: Plan, console: Console):
         resources = plan.config.resources
@@ -151,7 +156,7 @@ def summary(result: RunResult, done_before: int = 0) -> str:
     """Return the line that ends a run: rounds, time, last and best metric, clients a second.
 
     Args:
-        result: the run's result.
+        result: the result of the run.
         done_before: number of rounds that were done before this call.
     """
     from raysim.config.sections.evaluation import DEFAULT_BEST

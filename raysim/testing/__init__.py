@@ -53,7 +53,7 @@ def check_method(algorithm: str | Mapping[str, Any], *, actors: int = 0, **keys:
         The run in loop mode.
 
     Raises:
-        AssertionError: a result differs.
+        AssertionError: the parameters of two runs differ.
         ConfigError: the method or the keys are refused.
     """
     keys = {"algorithm": algorithm, **keys}
@@ -93,7 +93,7 @@ def check_resume(**keys: Any) -> None:
         **keys: the configuration, as for `check_method`.
 
     Raises:
-        AssertionError: the parameters differ.
+        AssertionError: the parameters of the resumed run differ.
         ConfigError: the configuration is refused.
     """
     whole = _train(keys)
@@ -107,7 +107,7 @@ def check_actors(actors: int = 2, **keys: Any) -> None:
     """Check that a run on Ray actors has the bits of one in this process. It takes some seconds.
 
     Args:
-        actors: number of actors; they share the cores of this machine.
+        actors: number of Ray actors; each reserves half a core of this machine.
         **keys: the configuration, as for `check_method`.
 
     Raises:
@@ -139,13 +139,16 @@ def check_reduction(first: Mapping[str, Any], second: Mapping[str, Any], rtol: f
 
 
 def assert_same(one: RunResult, other: RunResult, one_name: str, other_name: str) -> None:
-    """Raise AssertionError if two runs do not have the same bits.
+    """Check that the parameters of two runs have the same bits.
 
     Args:
-        one: a run.
-        other: another one.
-        one_name: the first run, for the message.
-        other_name: the second one.
+        one: result of the first run.
+        other: result of the second run.
+        one_name: name of the first run in the message.
+        other_name: name of the second run in the message.
+
+    Raises:
+        AssertionError: the parameters differ; the message says by how much.
     """
     assert one.digest == other.digest, (
         f"{one_name} and {other_name} differ by {_distance(one, other):.2g}, relative to the "
@@ -156,14 +159,17 @@ def assert_same(one: RunResult, other: RunResult, one_name: str, other_name: str
 def assert_close(
     one: RunResult, other: RunResult, rtol: float, one_name: str, other_name: str
 ) -> None:
-    """Raise AssertionError if parameters of two runs differ by more than a tolerance.
+    """Check that the parameters of two runs differ by a tolerance at most.
 
     Args:
-        one: a run.
-        other: another one.
+        one: result of the first run.
+        other: result of the second run.
         rtol: largest difference, relative to the largest parameter.
-        one_name: the first run, for the message.
-        other_name: the second one.
+        one_name: name of the first run in the message.
+        other_name: name of the second run in the message.
+
+    Raises:
+        AssertionError: the parameters differ; the message says by how much.
     """
     distance = _distance(one, other)
     assert distance <= rtol, (

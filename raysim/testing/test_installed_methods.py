@@ -16,6 +16,6 @@ def test_an_installed_method_has_one_result(name: str) -> None:
     """Check a method in loop mode, under vmap, and after a resume.
 
     Args:
-        name: its name.
+        name: name of the method.
     """
     testing.check_method(name)

@@ -25,7 +25,7 @@ def transcription(mu: float) -> np.ndarray:
     """Return the global parameters [P] after the last round, step by step as the paper has them.
 
     Args:
-        mu: the hyper-parameter.
+        mu: strength of the pull towards the received parameters.
     """
     f = raysim.quadratic_problem(**PROBLEM)
     x = np.zeros(DIMENSIONS)
@@ -45,7 +45,7 @@ def trained(mu: float) -> np.ndarray:
     """Return the global parameters [P] after the last round of an untracked run in this process.
 
     Args:
-        mu: the hyper-parameter.
+        mu: strength of the pull towards the received parameters.
     """
     configuration = {
         "rounds": ROUNDS,
@@ -66,7 +66,7 @@ def test_rounds_follow_the_paper(mu: float) -> None:
     """Compare the parameters after all rounds with the transcription.
 
     Args:
-        mu: the hyper-parameter.
+        mu: strength of the pull towards the received parameters.
     """
     np.testing.assert_allclose(trained(mu), transcription(mu), rtol=1e-9)
 

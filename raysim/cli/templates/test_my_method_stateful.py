@@ -23,7 +23,7 @@ def transcription(alpha: float) -> np.ndarray:
     """Return the global parameters [P] after the last round, step by step as the paper has them.
 
     Args:
-        alpha: the hyper-parameter.
+        alpha: strength of the correction.
     """
     f = raysim.quadratic_problem(**PROBLEM)
     x, c = np.zeros(DIMENSIONS), np.zeros(DIMENSIONS)
@@ -48,7 +48,7 @@ def trained(alpha: float) -> np.ndarray:
     """Return the global parameters [P] after the last round of an untracked run in this process.
 
     Args:
-        alpha: the hyper-parameter.
+        alpha: strength of the correction.
     """
     method = Path(__file__).with_name("my_method.py")
     configuration = {
@@ -70,7 +70,7 @@ def test_rounds_follow_the_paper(alpha: float) -> None:
     """Compare the parameters after all rounds with the transcription.
 
     Args:
-        alpha: the hyper-parameter.
+        alpha: strength of the correction.
     """
     np.testing.assert_allclose(trained(alpha), transcription(alpha), rtol=1e-9)
 
