@@ -14,10 +14,11 @@ All four are measured by default, each on W1, W2, LeNet-5 (w5) and GradMA:
 - `graphs`: CUDA graphs. They need a GPU, on which `benchmarks/gpu.py` compares them.
 
 Further workloads: `w3`; `tinynn` and `mlp5e5`, other dense nets; `trip2e5` and `trip1e6`, in which
-two clients make one step on one example, so that a round is little but its round trip from the
-server to the actors and back.
+two clients make one step on one example, so that a round takes little more than its round trip
+from the server to the actors and back.
 
-Both ways take turns. Prints the median of the ratios, the smallest and the largest; asserts none.
+Runs with and without an optimisation take turns. The script prints the median, the smallest and the
+largest ratio. It asserts nothing.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         for convolutions in ("im2col", "direct")
     ],
 }
-"""The configurations of each optimisation, first with it; one if something else switches it off."""
+"""Configurations of each optimisation, first with it; only one if it is switched off otherwise."""
 
 Rounds = Iterator[dict[str, float]]
 
@@ -105,7 +106,7 @@ def work_of(name: str) -> Workload:
 
 
 def configurations() -> Iterator[tuple[tuple[int, int, int], dict[str, Any]]]:
-    """Yield image shape and configuration of each run; of im2col those that can be measured."""
+    """Yield image shape and configuration of each run that can be measured."""
     for what, variants in VARIANTS.items():
         for name in ("w2", "w5") if what == "im2col" else (*DEFAULT_WORKLOADS, "trip2e5"):
             for variant in variants:
@@ -122,7 +123,7 @@ def plans(name: str, what: str, **more: Any) -> list[Plan]:
 
 
 def report(what: str, name: str, size: int, ours: list[float], theirs: list[float]) -> None:
-    """Print one line of the table; `ours` and `theirs` are seconds of a round, turn by turn."""
+    """Print one line of the table; `ours` and `theirs` are the seconds per round of each turn."""
     ratios = [b / a for a, b in zip(ours, theirs, strict=True)]
     milliseconds = [f"{1e3 * statistics.median(seconds):.4g}" for seconds in (ours, theirs)]
     spread = f"{statistics.median(ratios):.3f} | {min(ratios):.3f} | {max(ratios):.3f}"
@@ -130,7 +131,7 @@ def report(what: str, name: str, size: int, ours: list[float], theirs: list[floa
 
 
 def take_turns(repeats: int, ways: list[Callable[[], float]]) -> list[list[float]]:
-    """Call every way `repeats` times, in changing order; return what each call returned, by way."""
+    """Call each function `repeats` times in turns; return the results of each function's calls."""
     taken: list[list[float]] = [[] for _ in ways]
     for turn in range(repeats):
         order = range(len(ways)) if turn % 2 == 0 else reversed(range(len(ways)))
@@ -140,7 +141,7 @@ def take_turns(repeats: int, ways: list[Callable[[], float]]) -> list[list[float
 
 
 def cpu_seconds() -> float:
-    """Return the CPU time of this process and of all that come from it."""
+    """Return the CPU time of this process and of its descendants, in seconds."""
     ticks = 0
     for process in tree(os.getpid()):
         try:
@@ -152,7 +153,7 @@ def cpu_seconds() -> float:
 
 
 def started(plan: Plan, executor: Inline) -> Rounds:
-    """Return the rounds of a run in this process, after its first ones."""
+    """Return the rounds of a run in this process, after `WARM_UP` of them."""
     rounds = Engine(plan, executor).rounds()
     for _ in range(WARM_UP):
         next(rounds)
@@ -160,7 +161,7 @@ def started(plan: Plan, executor: Inline) -> Rounds:
 
 
 def take_turns_inline(given: argparse.Namespace, ours: Rounds, theirs: Rounds) -> list[list[float]]:
-    """Return the CPU seconds of a round of two runs in this process, turn by turn."""
+    """Return the CPU seconds per round of two runs in this process, by run and turn."""
 
     def timed(rounds: Rounds) -> float:
         count, began, wall = 0, time.process_time(), time.perf_counter()
@@ -188,7 +189,7 @@ def measure_gradient(name: str, given: argparse.Namespace) -> None:
 
 def measure_im2col(name: str, given: argparse.Namespace) -> None:
     """Compare convolutions as matrix products with grouped convolutions, under vmap."""
-    if work_of(name).net == "mlp":  # as those of `MODELS` are dense
+    if work_of(name).net == "mlp":  # W1 and W3, and the dense nets of `MODELS`
         raise NotMeasured("this net has no convolutions")
     runs = []
     for plan in plans(name, "im2col"):
@@ -232,7 +233,7 @@ def measure_memory(name: str, given: argparse.Namespace) -> None:
 
 
 def measure_graphs(name: str, given: argparse.Namespace) -> None:
-    """Say where CUDA graphs are measured."""
+    """Report that CUDA graphs are not measured here."""
     raise NotMeasured("needs a GPU; `python benchmarks/gpu.py` compares CUDA graphs on one")
 
 

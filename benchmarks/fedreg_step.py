@@ -1,11 +1,11 @@
-"""Cost of FedReg's local step beside FedAvg's, and of preparing its data: MNIST, its CNN,
-batches of 10.
+"""Cost of FedReg's local step and of preparing its data, relative to FedAvg's step.
 
     python benchmarks/fedreg_step.py [--repeats 5]
 
-One client with 100 examples trains one local epoch and three in this process: the difference is
-that of the steps alone, what is left of the shorter run that of the arrival. Prints medians and
-ratios; asserts none.
+The net is FedReg's CNN on MNIST, with batches of 10. One client with 100 examples trains for one
+local epoch and for three in this process. The difference is the time of the steps alone; the rest
+of the shorter run is the time before the steps. The script prints medians and ratios. It asserts
+nothing.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def configurations() -> Iterator[tuple[tuple[int, int, int], dict[str, Any]]]:
 
 
 class Client:
-    """One client's local training, again and again."""
+    """Repeated local training of one client."""
 
     def __init__(self, algorithm: str, options: dict[str, Any]):
         plan = prepare(configuration(algorithm, options))

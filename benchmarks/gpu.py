@@ -1,13 +1,12 @@
-"""Blocks of clients on a GPU: rounds a second beside one client after the other, and the part of
-the device's peak.
+"""Speed of blocks of clients on a GPU, relative to loop mode and to the device's peak.
 
     python benchmarks/gpu.py [--models lenet5 resnet20] [--blocks 1 8 32 128] [--repeats 5]
 
 FedAvg on random 3×32×32 images, 128 of 1,000 clients, five steps of 64, all in this process. Each
-size of blocks is trained under vmap with torch's own convolutions and with unfolded ones, as CUDA
-graphs and not. The peak is what a product of two large float32 matrices reaches in the same run.
-`--device cpu` tries the script without a GPU; there are no graphs then. Ways take turns; prints
-medians and ratios, asserts none.
+block size is trained under vmap with torch's own convolutions and with im2col, each with and
+without CUDA graphs. The peak is the speed of a product of two large float32 matrices in the same
+run. `--device cpu` tries the script without a GPU and without graphs. The modes take turns. The
+script prints medians and ratios. It asserts nothing.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ STEPS, BATCH, SHAPE = 5, 64, (3, 32, 32)
 
 def configuration(model: str, cohort: int, block: dict[str, Any], device: str) -> dict[str, Any]:
     return {
-        "data": {"name": "digits"},  # the loader has something else
+        "data": {"name": "digits"},  # the loader returns random images
         "rounds": 1_000_000,
         "partition": {"name": "virtual", "clients": 1000, "samples": 400},
         "model": {"name": model, **({"dropout": 0.0} if model == "lenet5" else {})},
@@ -82,7 +81,7 @@ def wait(device: str) -> float:
 
 
 def peak(device: str, n: int, repeats: int) -> float:
-    """Floating-point operations a second."""
+    """Return the floating-point operations per second of a product of two n × n matrices."""
     a, b = torch.randn(n, n, device=device), torch.randn(n, n, device=device)
     taken = []
     for _ in range(repeats + 1):
@@ -93,7 +92,7 @@ def peak(device: str, n: int, repeats: int) -> float:
 
 
 def operations(one: Plan) -> int:
-    """Of a round's gradients, as torch counts them."""
+    """Return the floating-point operations of the gradients of a round, as torch counts them."""
     net = one.model().module
     counter = FlopCounterMode(display=False)
     with counter:

@@ -1,11 +1,11 @@
-"""Cost of GradMA beside FedAvg: a round of each method, and the server's update beside a full
-Gram product.
+"""Cost of GradMA: a round relative to FedAvg's, and the server's update to a full Gram product.
 
     python benchmarks/gradma_cost.py [--models tinynn lenet5] [--repeats 5]
 
 Random images; 10 of 100 clients, five steps of 64, inline, on one core except for the server's
-inner products (both). The memory has a row for every client, and is nearly full before the clock
-starts. Methods take turns; prints medians and ratios, asserts none.
+inner products, which use both. The memory has a row for every client and is nearly full before the
+measurement starts. The methods take turns. The script prints medians and ratios. It asserts
+nothing.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def dataset(shape: tuple[int, int, int]) -> Dataset:
 
 def configuration(model: str, method: str) -> dict[str, Any]:
     return {
-        "data": {"name": "digits"},  # the loader has something else
+        "data": {"name": "digits"},  # the loader returns random images
         "rounds": 1_000_000,
         "partition": {"name": "iid", "clients": N},
         "model": model,
@@ -65,7 +65,7 @@ def configurations() -> Iterator[tuple[tuple[int, int, int], dict[str, Any]]]:
 
 
 def rounds(model: str, method: str, data: Dataset) -> Iterator[dict[str, float]]:
-    """An endless run; its rounds, as they are asked for."""
+    """Return the rounds of an endless run."""
     plan = resolve_plan(configuration(model, method), load=lambda _: data)
     executor = Inline()
     executor.open(plan)
@@ -97,7 +97,7 @@ def methods(model: str, repeats: int, n: int, warm_up: int) -> None:
 
 
 def server(m: int, P: int, repeats: int) -> None:
-    """The server's update for S uploads beside the product of all rows with all."""
+    """Print the time of the server's update for S uploads, relative to a full Gram product."""
     use_threads(None)
     rng = torch.Generator().manual_seed(0)
     memory, momentum = memory_init(m, P), torch.zeros(P)

@@ -1,10 +1,10 @@
-"""How raysim's cost grows: with the clients of a round, with those registered, and over rounds.
+"""Growth of raysim's cost with the clients of a round, with all clients, and over rounds.
 
     python benchmarks/growth.py [--seconds 3] [--rounds 1000] [--out growth.png]
 
-Inline, on workload w4 of `peers/workloads.py`: seconds a round for S = 10 to 1,000 (N = 10,000) and
-for N = 1,000 to 1,000,000 (S = 100), each run in a process of its own; and a process's memory (RSS)
-over many rounds. Prints Markdown and draws the figure; asserts nothing.
+Inline, on workload w4 of `peers/workloads.py`: seconds per round for S = 10 to 1,000 (N = 10,000)
+and for N = 1,000 to 1,000,000 (S = 100), each run in a separate process, and a process's memory
+(RSS) over many rounds. The script prints Markdown and draws a figure. It asserts nothing.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def run(*command: str) -> str:
 
 
 def seconds(clients: int, cohort: int, length: float) -> float:
-    """Of a round, the median."""
+    """Return the median seconds of a round; `length` is the duration of the run in seconds."""
     sizes = [
         "--clients",
         str(clients),
@@ -65,7 +65,7 @@ def seconds(clients: int, cohort: int, length: float) -> float:
 
 
 def slope(x: tuple[int, ...], y: list[float]) -> float:
-    """Of log y over log x."""
+    """Return the slope of log y over log x."""
     return float(np.polyfit(np.log(x), np.log(y), 1)[0])
 
 

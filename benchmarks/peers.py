@@ -4,9 +4,9 @@
         [--out FILE.md]
 
 Five workloads on random data (`peers/workloads.py`), without evaluation. Each measurement is a
-process of its own that trains for `--seconds` after its first round, at least one round more. The
-frameworks take turns, `--repeats` times. Prints Markdown: medians and ratios, the time to the first
-round and memory, and how raysim grows with the number of clients. Asserts nothing.
+separate process that trains for `--seconds` after its first round, at least one more round. The
+frameworks take turns, `--repeats` times. The script prints Markdown: medians and ratios, the time
+to the first round and memory, and how raysim grows with the number of clients. It asserts nothing.
 
 Other frameworks are installed with pip in virtual environments under `--envs`, if missing.
 Frameworks that cannot be installed, or fail, are left out, with a line that names the reason.
@@ -36,13 +36,12 @@ from peers.workloads import WORKLOADS
 
 ROOT = Path(__file__).resolve().parents[1]
 CONSTRAINTS = "torch>=2.9,<2.14\n"
-"""Makes pip prefer the build for CPUs, if there is one."""
+"""Constraints for pip, which make it prefer a build for CPUs if there is one."""
 
 
 @dataclass(frozen=True)
 class Contestant:
-    """One framework in the comparison: a script, its number of processes, and the packages that it
-    needs."""
+    """A framework in the comparison: its script, number of processes and packages."""
 
     title: str
     script: str
@@ -76,11 +75,11 @@ CONTESTANTS = {
     "pfl2": Contestant("pfl-research, two processes", "run_pfl.py", 2, "pfl", PFL),
     "fedlab": Contestant("FedLab, one process", "run_fedlab.py", 1, "fedlab", FEDLAB),
 }
-"""raysim's execution mode is the one that it chooses by itself, unless the title names one."""
+"""Contestants by name. raysim chooses its mode itself, unless the title names one."""
 
 
 def beside(checkout: Path) -> dict[str, Contestant]:
-    """Return the raysim contestants of another checkout, under their names with an `@` behind.
+    """Return the raysim contestants of another checkout, under their names with an `@` appended.
 
     They run in the checkout's own environment, `.venv`, in which it is installed.
     """
@@ -199,8 +198,7 @@ class Bench:
 
 
 def _end(process: subprocess.Popen) -> str:
-    """Ends a process and all that came from it, politely at first; gives what it had written to
-    stderr."""
+    """End a process and its descendants, first by SIGINT; return what it wrote to stderr."""
     others = tree(process.pid)[1:]
     process.send_signal(signal.SIGINT)
     try:
@@ -225,15 +223,16 @@ def _last_line(text: str) -> str:
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """Markdown; all columns but the first two are numbers."""
+    """Return a Markdown table; all columns except the first two are numbers."""
     lines = [list(head), *map(list, rows)]
     lines.insert(1, ["---", "---", *["---:"] * (len(lines[0]) - 2)])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def rates(bench: Bench, workloads: list[str], names: list[str]) -> str:
-    """Medians with their range, what of a round raysim itself takes beside training (Ray's
-    messages, the server, the driver), and each one's ratio to those that others are compared with.
+    """Return a table of medians with their range, overhead and ratios to the other frameworks.
+
+    The overhead of raysim is the time of a round except training: Ray's messages, server, driver.
     """
     rivals = [name for name in names if name.startswith("hand") or CONTESTANTS[name].env]
     rows = []
@@ -269,7 +268,7 @@ def rates(bench: Bench, workloads: list[str], names: list[str]) -> str:
 
 
 def starts(bench: Bench, workloads: list[str], names: list[str]) -> str:
-    """How long the first round takes to come, and what memory all processes have in the end."""
+    """Return a table of the time to the end of the first round, and the memory at the end."""
     rows = [
         [
             workload,
@@ -285,7 +284,7 @@ def starts(bench: Bench, workloads: list[str], names: list[str]) -> str:
 
 
 def growth(bench: Bench) -> str:
-    """raysim inline with more clients, in all and in a round."""
+    """Return a table of raysim inline with more clients, in total and per round."""
     rows = []
     for clients, cohort in GROWTH:
         place = ("inline", "w4", *sizes(clients, cohort))
@@ -305,12 +304,12 @@ def growth(bench: Bench) -> str:
 
 
 def sizes(clients: int, cohort: int) -> tuple[str, ...]:
-    """The options of a run with other numbers of clients than the workload's own."""
+    """Return the options of a run with other numbers of clients than the workload's."""
     return "--clients", str(clients), "--cohort", str(cohort)
 
 
 def report(bench: Bench, workloads: list[str], names: list[str], about: str) -> str:
-    """The whole page."""
+    """Return the whole page as Markdown."""
     versions = sorted({str(found["version"]) for every in bench.found.values() for found in every})
     parts = [
         about + " " + ", ".join(versions) + ".",
@@ -332,7 +331,7 @@ def report(bench: Bench, workloads: list[str], names: list[str], about: str) -> 
 
 
 def machine() -> str:
-    """The processor, and how busy it was."""
+    """Return the name of the processor, the number of cores and the load."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
     busy = os.getloadavg()[2]
@@ -386,7 +385,7 @@ def main() -> None:
                     bench.run(name, workload)
         for clients, cohort in [] if given.no_growth else GROWTH:
             bench.run("inline", "w4", *sizes(clients, cohort))
-        if given.out:  # what there is so far
+        if given.out:  # the measurements so far
             given.out.write_text(report(bench, given.workloads, given.peers, how))
     page = report(bench, given.workloads, given.peers, how)
     print(page)

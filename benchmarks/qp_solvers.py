@@ -1,11 +1,11 @@
-"""The server's QP by raysim's exact solver beside `scipy.optimize.nnls`, from Q and b alone.
+"""Time of raysim's exact solver of the server's QP, and of `scipy.optimize.nnls`, from Q and b.
 
     python benchmarks/qp_solvers.py [--repeats 51]
 
-Random columns with a part against the vector; in the last case every column is there twice, once
-rounded to float32. nnls needs a square root of Q: a Cholesky factor, or that of the eigenvalues if
-columns are dependent; it is part of its time. One thread. The ways take turns. Prints medians and
-the distance of the two projections of a unit vector; asserts none.
+Random columns with a component against the vector. In the last case every column occurs twice, once
+rounded to float32. nnls needs a square root of Q, a Cholesky factor or, for dependent columns, one
+from the eigenvalues; this is part of its time. One thread. The solvers take turns. The script
+prints medians and the distance of the two projections of a unit vector. It asserts nothing.
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
-"""Does the engine keep 32 actors busy with 10,000 clients per round, and does `raysim forecast`
-predict it?
+"""Utilization of 32 actors with 10,000 clients per round, measured and by `raysim forecast`.
 
     python benchmarks/scale.py [--rounds 6] [--blocks 12] [key=value ...]
 
-Four nodes on this machine (Ray's processes for each of them, with 8 CPUs and 8 GPUs that do not
-exist), 32 actors that import no torch. First real blocks are trained here, one after the other.
-Then every block of every round sleeps for the time of one of these. All else is as in a real run:
-the engine, the block scheduling, sums of the model's size through the object stores, a
-NodeAggregator for each node, the server's update. Prints the utilization of the actors, the time of
-a round, and the forecast of both. Asserts nothing.
+Four Ray nodes run on this machine, each with 8 CPUs and 8 GPUs that do not exist, and 32 actors
+that do not import torch. First some real blocks are trained here, one after the other. Then every
+block of every round sleeps for the time of one of them. Everything else is as in a real run: the
+engine, the block scheduling, sums of the model's size through the object stores, a NodeAggregator
+for each node, the server's update. The script prints the utilization of the actors, the time of a
+round, and the forecast of both. It asserts nothing.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ def configurations() -> Iterator[tuple[tuple[int, int, int], dict[str, Any]]]:
 
 
 def measure(plan: Plan, count: int) -> list[float]:
-    """Seconds of this process's own time for each of so many real blocks, trained here."""
+    """Train `count` real blocks here; return the CPU seconds of this process for each."""
     configure_process(1)
     trainer, inline = make_trainer(plan, "cpu"), Engine(plan, Inline())
     x0, buffers = plan.initial
@@ -83,7 +82,7 @@ def measure(plan: Plan, count: int) -> list[float]:
 
 
 class Sleeper:
-    """A ClientActor that trains nothing: each block takes one of these times."""
+    """A ClientActor that trains nothing: each block takes one of `times`, in seconds."""
 
     def __init__(self, heartbeat: Address, times: list[float], size: int):
         self.heartbeat, self.times, self.size = Heartbeat(heartbeat), times, size
@@ -114,7 +113,7 @@ class Sleeper:
 
 
 class Sleeping(WorkerPool):
-    """Actors, whose ClientActors sleep."""
+    """A pool of actors whose ClientActors sleep."""
 
     times: list[float]
     size: int
@@ -126,7 +125,7 @@ class Sleeping(WorkerPool):
 
 
 class Echo:
-    """Measures what messages and objects cost."""
+    """Actor for measuring the cost of messages and objects."""
 
     def make(self, size: int) -> np.ndarray:
         return np.zeros(size, np.uint8)
@@ -136,8 +135,10 @@ class Echo:
 
 
 def costs(plan: Plan, times: list[float]) -> Costs:
-    """Figures that `raysim forecast` needs: of blocks the mean and the spread, of messages and
-    objects between two of these nodes what is measured here and now; the rest as it is by default.
+    """Return the costs that `raysim forecast` needs.
+
+    Blocks have the mean and the spread of `times`. Messages and objects between two nodes are
+    measured now. The other costs are the defaults.
     """
     ids = [node["NodeID"] for node in ray.nodes()][:2]
     here, there = (

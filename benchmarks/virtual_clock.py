@@ -1,13 +1,12 @@
-"""Cost of the virtual clock: microseconds for each event, and the memory of a run with 10,000
-clients in flight.
+"""Cost of the virtual clock: time per event, and memory of a run with 10,000 clients in flight.
 
     python benchmarks/virtual_clock.py [--rounds 400] [--repeats 5]
 
-Events: a task's end with all that it causes (its successor's draw and place in the heap), over
-10,000 concurrent clients of which 100 arrive in a round; medians, beside a heap that pops and
-pushes as often and does nothing else. Memory: the largest resident size of a process that runs
-K-async FedAvg on 10,000 clients of MNIST with a net of 13,525 parameters, and how many versions of
-the model are alive. Prints; asserts nothing.
+An event is the end of a task with its consequences (the draw and the heap entry of its successor),
+with 10,000 clients in flight of which 100 arrive in a round. The script prints medians relative to
+a heap that only pops and pushes as often, and the memory: the largest resident size of a process
+that runs K-async FedAvg on 10,000 clients of MNIST with a net of 13,525 parameters, and the number
+of versions of the model in memory. It asserts nothing.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ def configurations() -> Iterator[tuple[tuple[int, int, int], dict[str, Any]]]:
 
 
 def clock(how: dict[str, Any], rounds: int) -> float:
-    """Seconds for each event."""
+    """Return the seconds per event of a schedule with the settings `how`."""
     plan = prepare(configuration(how))
     made = make_schedule(plan.config, plan.clients.sizes)
     before, began = made._events_added, time.perf_counter()
@@ -80,7 +79,7 @@ def clock(how: dict[str, Any], rounds: int) -> float:
 
 
 def bare(rounds: int) -> float:
-    """The same number of pops and pushes on a heap of this size."""
+    """Return the seconds per event of as many pops and pushes on a heap of the same size."""
     times = np.random.default_rng(0).random(CLIENTS + rounds * ARRIVALS)
     heap = [(t, i, 0, i, 0, 0.0) for i, t in enumerate(times[:CLIENTS])]
     heapq.heapify(heap)

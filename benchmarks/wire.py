@@ -1,16 +1,15 @@
-"""Bytes over the wire, measured: FedAvg on three hosts with 50 ms and 100 Mbit/s between them, each
-client actor's sum travelling alone, and added up on its host first.
+"""Bytes between three hosts in FedAvg, with and without aggregation on the hosts.
 
     python benchmarks/wire.py [--rounds 5] [--delay 0.05] [--rate 100e6] [key=value ...]
 
 Run it as root, on Linux.
 
-Hosts are network namespaces. Where the kernel has it, `tc netem` delays their packets; otherwise
-(or with --relay) they are joined by TUN devices whose packets a process of this script hands on,
-late and no faster than the rate. Ray is started in each of them, a real cluster: the driver and the
-server on the first host, four ClientActors on each other one. Counted are the bytes of the
-interfaces' own counters, so with all that Ray says beside; next to them what
-`system/network/bytes_up` and `system/network/bytes_down` say. Prints; asserts nothing.
+Hosts are network namespaces with 50 ms and 100 Mbit/s between them. If the kernel supports it,
+`tc netem` delays their packets. Otherwise (or with --relay) TUN devices join them, and a process of
+this script forwards the packets with the delay and the rate. Ray runs on each host, as a real
+cluster: the driver and the server on the first host, four ClientActors on each of the others. The
+script prints the bytes of the interfaces' counters, which include Ray's own messages, and the
+metrics `system/network/bytes_up` and `system/network/bytes_down`. It asserts nothing.
 """
 
 from __future__ import annotations
@@ -80,13 +79,13 @@ def inside(host: int, *command: str) -> list[str]:
 
 
 def enter(namespace: int) -> None:
-    """Puts this thread into a network namespace."""
+    """Move this thread into a network namespace."""
     if ctypes.CDLL(None, use_errno=True).setns(namespace, CLONE_NEWNET):
         raise OSError(ctypes.get_errno(), "setns")
 
 
 def tun(host: int) -> int:
-    """A TUN device in a host's namespace, and its file here."""
+    """Create a TUN device in a host's namespace; return its file descriptor here."""
     back = os.open("/proc/self/ns/net", os.O_RDONLY)
     there = os.open(f"/var/run/netns/{name(host)}", os.O_RDONLY)
     enter(there)
@@ -101,8 +100,11 @@ def tun(host: int) -> int:
 
 
 def relay(files: list[int], delay: float, rate: float) -> None:
-    """Hands packets on for ever: each waits for its host's link, which carries so many bits a
-    second, then `delay`."""
+    """Forward packets without end.
+
+    Each waits for the link of its host, which carries `rate` bits per second, then for `delay`
+    seconds.
+    """
     free, late, number = [0.0] * len(files), [], 0
     while True:
         wait = max(0.0, late[0][0] - time.monotonic()) if late else 1.0
@@ -125,7 +127,7 @@ def relay(files: list[int], delay: float, rate: float) -> None:
 
 
 def make_hosts(delay: float, rate: float, by_relay: bool) -> int | None:
-    """The namespaces, joined. Gives the relay's process, if there is one."""
+    """Create and join the namespaces; return the process id of the relay, None without one."""
     for host in range(HOSTS):
         sh("ip", "netns", "add", name(host))
         sh(*inside(host, "ip", "link", "set", "lo", "up"))
@@ -163,7 +165,7 @@ def make_hosts(delay: float, rate: float, by_relay: bool) -> int | None:
 
 
 def has_netem() -> bool:
-    """Whether the kernel delays packets by itself."""
+    """Return whether the kernel supports `tc netem`."""
     sh("ip", "link", "add", "rsprobe", "type", "veth", "peer", "name", "rsprobe2")
     try:
         tried = subprocess.run(
@@ -182,7 +184,7 @@ def has_netem() -> bool:
 
 
 def counted(host: int) -> tuple[int, int]:
-    """Bytes that have come to a host, and left it."""
+    """Return the bytes that a host has received and sent."""
     read = sh(*inside(host, "cat", "/proc/net/dev")).partition("wire:")[2].split()
     return int(read[0]), int(read[8])
 
@@ -216,8 +218,7 @@ print(json.dumps([records, [b - a for a, b in zip(before, after)]]))
 
 
 def run(how: str, config: dict[str, Any]) -> tuple[list[dict[str, float]], list[int]]:
-    """The records of a run whose driver is on the first host, and the bytes that came there and
-    left it meanwhile."""
+    """Run on the hosts; return the records, and the bytes that the first host received and sent."""
     command = inside(0, sys.executable, "-c", DRIVER, json.dumps(config), how)
     ran = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True)
     if ran.returncode:

@@ -1,1 +1,1 @@
-"""What `peers.py` runs: a script for each contestant, each a process of its own."""
+"""Scripts that `peers.py` runs: one for each framework, each in a separate process."""

@@ -1,7 +1,6 @@
-"""How a framework is measured, from inside: it reports each round to the meter, and prints the
-results.
+"""Measurement of a framework in its own process: it reports each round to a `Meter`.
 
-Needs nothing but the standard library and Linux's /proc.
+It needs only the standard library and Linux's /proc.
 """
 
 from __future__ import annotations
@@ -13,11 +12,11 @@ import time
 from pathlib import Path
 
 WARM_UP = 2
-"""Rounds after the first that do not count, where others follow."""
+"""Rounds after the first that do not count, if others follow."""
 
 
 class Meter:
-    """Times rounds for so many seconds, at least one after the first."""
+    """Times rounds for a number of seconds, at least one round after the first."""
 
     def __init__(self, seconds: float):
         self.seconds, self.first, self.last = seconds, 0.0, 0.0
@@ -25,8 +24,10 @@ class Meter:
         self.took: list[float] = []
 
     def round(self, took: float | None = None) -> bool:
-        """A round is done, which took the time since the one before unless said otherwise. Is there
-        time for more?"""
+        """Record a round; return whether there is time for another one.
+
+        `took` is its duration in seconds; None: the time since the end of the last round.
+        """
         now = time.perf_counter()
         if not self.first:
             self.first, self.ends = _age(), now + self.seconds
@@ -36,8 +37,7 @@ class Meter:
         return now < self.ends or not self.took
 
     def report(self, version: str, **more: float) -> None:
-        """Prints one line of JSON, with what else was found. To be called while all processes are
-        still there."""
+        """Print one line of JSON with rate, memory and `more`, while all processes still run."""
         counted = self.took[min(WARM_UP, len(self.took) - 1) :]
         found = {
             "rate": 1 / statistics.median(counted),
@@ -51,7 +51,7 @@ class Meter:
 
 
 def _age() -> float:
-    """Seconds since this process was started."""
+    """Return the seconds since this process was started."""
     started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf(
         "SC_CLK_TCK"
     )
@@ -59,21 +59,21 @@ def _age() -> float:
 
 
 def tree(root: int) -> list[int]:
-    """A process and all that come from it."""
+    """Return the ids of a process and of its descendants."""
     parents: dict[int, int] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
-        except OSError:  # it is gone
+        except OSError:  # it has ended
             continue
     found = [root]
-    for pid in found:  # grows on the way
+    for pid in found:  # grows in the loop
         found += [child for child, parent in parents.items() if parent == pid]
     return found
 
 
 def memory(root: int) -> dict[str, float]:
-    """MB of a tree of processes: `pss` counts shared pages once, `rss` in each process."""
+    """Return the memory of a tree of processes in MB; `pss` counts shared pages once."""
     total = {"Pss:": 0, "Rss:": 0}
     for pid in tree(root):
         try:

@@ -24,13 +24,13 @@ def main() -> None:
     from fedlab.core.standalone import StandalonePipeline
 
     class Data:
-        """What the trainer asks for: some batches for each client."""
+        """Data set of the trainer: some batches for each client."""
 
         def get_dataloader(self, client: int, batch_size: int):
             return clients(work).batches(client)
 
     class Timed(StandalonePipeline):
-        """The pipeline, which calls `evaluate` after each round: there it tells the meter."""
+        """Pipeline that reports each round to the meter in `evaluate`, which follows each round."""
 
         def evaluate(self) -> None:
             if not meter.round():

@@ -1,7 +1,7 @@
 """Flower: FedAvg over its message API on the Ray backend, one CPU for each actor.
 
-Every actor keeps the data in memory. What the workload asks for is Flower's own strategy; local
-training is the plain loop that its tutorials have.
+Every actor keeps the data in memory. The strategy is Flower's own FedAvg; local training is the
+plain loop of its tutorials.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ client, server = ClientApp(), ServerApp()
 
 
 class Over(Exception):
-    """Time is up."""
+    """The time of the measurement is over."""
 
 
 class Timed(FedAvg):
-    """FedAvg that tells the meter of each round."""
+    """FedAvg that reports each round to the meter."""
 
     def aggregate_train(self, server_round, replies):
         found = super().aggregate_train(server_round, replies)

@@ -1,9 +1,8 @@
-"""The hand-written loop: what a careful person would write for this one experiment, in one process
-or in more.
+"""A careful hand-written loop for this one experiment, in one process or in several.
 
-Parameters are views of one flat vector, data lies in memory as floats, a step is `autograd.grad`
-and one in-place update, and what is averaged is added up as it comes. Forked workers share the
-parameters, and each has a sum of its own; the process that hands the clients out adds the sums up.
+Parameters are views of one flat vector, the data are in memory as floats, a step is `autograd.grad`
+and one in-place update, and the clients' parameters are added to a running sum. Forked workers
+share the parameters, and each has its own sum; the process that assigns the clients adds the sums.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from workloads import LR, Clients, Workload, arguments, make_net
 
 
 def configure_process() -> None:
-    """One thread, and glibc's allocator set as raysim sets it."""
+    """Use one thread, and configure glibc's allocator as raysim does."""
     torch.set_num_threads(1)
     libc, trim_threshold, mmap_threshold = ctypes.CDLL("libc.so.6"), -1, -3
     libc.mallopt(mmap_threshold, 1 << 30)
@@ -39,7 +38,7 @@ class Hand:
         self.views = [p.data for p in self.parameters]
 
     def train(self, x: Tensor, clients: list[int], total: Tensor) -> None:
-        """Adds to `total` what each client makes of x."""
+        """Train clients from parameters x, and add the parameters of each to `total`."""
         for client in clients:
             self.w.copy_(x)
             for images, labels in self.clients.batches(client):

@@ -1,7 +1,7 @@
-"""pfl-research: its simulated backend in one process, or in more over torch.distributed (gloo).
+"""pfl-research: its simulated backend in one process, or in several over torch.distributed (gloo).
 
-Users come as its documentation advises, with as little reuse as possible. Evaluation, which pfl has
-in its first round at the least, looks at nothing.
+Users are sampled as its documentation advises, with as little reuse as possible. The evaluation,
+which pfl always has in its first round, computes nothing.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ RANK, ADDRESSES = "PFL_WORKER_RANK", "PFL_WORKER_ADDRESSES"
 
 
 def start_others(processes: int) -> list[subprocess.Popen]:
-    """Makes this process the first of so many, and starts the others. pfl reads both variables when
-    it is imported."""
+    """Make this process the first of `processes`, and start the others.
+
+    pfl reads both environment variables when it is imported.
+    """
     if processes == 1 or RANK in os.environ:
         return []
     with socket.socket() as free:
@@ -52,7 +54,7 @@ def main() -> None:
     meter, first = Meter(given.seconds), os.environ.get(RANK, "0") == "0"
 
     class Timed(TrainingProcessCallback):
-        """Tells the meter of each round; only the first process says when it is over."""
+        """Reports each round to the meter; only the first process ends the run."""
 
         def after_central_iteration(self, aggregate_metrics, model, *, central_iteration):
             return first and not meter.round(), Metrics()

@@ -1,5 +1,7 @@
-"""raysim: the engine on an open executor, as `raysim.run` has it, without the tracker. `--processes
-0`: inline."""
+"""raysim: the engine on an open executor, as in `raysim.run`, without the tracker.
+
+`--processes 0` uses the inline executor.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ from raysim.engine.resolve import resolve_plan
 
 
 def dataset(work: Workload) -> Dataset:
-    """The workload's data as raysim has it: pixels, which become floats batch by batch."""
+    """Return the data of a workload as raysim stores them: pixels, normalised batch by batch."""
     x, y = pixels(work)
     scale, shift = (np.full(work.shape[0], value, np.float32) for value in (1 / 255, -0.5))
     return Dataset("random", x, y, x[:100], y[:100], tuple(map(str, range(CLASSES))), scale, shift)
@@ -33,7 +35,7 @@ def dataset(work: Workload) -> Dataset:
 def configuration(work: Workload, actors: int, mode: str | None = None) -> dict[str, Any]:
     split = {"name": "virtual", "samples": work.samples} if work.virtual else {"name": "iid"}
     return {
-        "data": {"name": "digits"},  # the loader has something else
+        "data": {"name": "digits"},  # the loader returns random images
         "rounds": 1_000_000,
         "partition": {**split, "clients": work.clients},
         "model": {"name": work.net, **({"dropout": 0.0} if work.net == "lenet5" else {})},
@@ -72,7 +74,7 @@ def main() -> None:
     made = plan(work, given.processes, given.mode)
     executor.open(made)
     overhead = []
-    for record in Engine(made, executor).rounds():  # record 0 comes when round 1 is trained
+    for record in Engine(made, executor).rounds():  # record 0 is complete after round 1
         overhead.append(record.get("system/overhead_seconds", 0.0))
         if record["round"] != 1 and not meter.round(record.get("system/round_seconds")):
             break

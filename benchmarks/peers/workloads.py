@@ -1,4 +1,4 @@
-"""What the contestants train: five workloads on random data, the same for all of them.
+"""The workloads of the comparison: five on random data, the same for all frameworks.
 
 Client i has `samples` of 60,000 examples, from number i * samples on (modulo 60,000). A round is
 FedAvg with uniform weights: `cohort` clients make `steps` steps of plain SGD on batches of `batch`
@@ -21,7 +21,7 @@ EXAMPLES, CLASSES, LR = 60_000, 10, 0.01
 
 @dataclass(frozen=True)
 class Workload:
-    """A net, N clients, S of them in a round, and what each of these does."""
+    """A net, N clients, S of them in a round, and the local steps of each."""
 
     net: str
     clients: int
@@ -30,7 +30,7 @@ class Workload:
     steps: int
     batch: int
     virtual: bool = False
-    """Whether there are more clients than the examples would go round for."""
+    """Whether clients share examples, because there are more than the examples suffice for."""
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -59,14 +59,14 @@ WORKLOADS = {
 
 
 def pixels(work: Workload) -> tuple[np.ndarray, np.ndarray]:
-    """Random images, uint8 [60000, C, H, W], and labels, int64 [60000]."""
+    """Return random images, uint8 [60000, C, H, W], and labels, int64 [60000]."""
     rng = np.random.default_rng(0)
     x = rng.integers(0, 256, (EXAMPLES, *work.shape), dtype=np.uint8)
     return x, rng.integers(0, CLASSES, EXAMPLES)
 
 
 class Clients:
-    """Everybody's data in memory, ready for the net."""
+    """Data of all clients in memory, ready for the net."""
 
     def __init__(self, work: Workload, seed: int = 0):
         self.work, self.rng = work, np.random.default_rng(seed)
@@ -74,32 +74,31 @@ class Clients:
         self.x, self.y = torch.from_numpy(x).float().div_(255).sub_(0.5), torch.from_numpy(y)
 
     def sample(self) -> list[int]:
-        """The clients of a round."""
+        """Return the clients of a round."""
         return self.rng.choice(self.work.clients, self.work.cohort, replace=False).tolist()
 
     def examples(self, client: int) -> tuple[Tensor, Tensor]:
-        """What a client trains on in a round, batch after batch."""
+        """Return the examples of a client's batches in a round: x [n, C, H, W] and y [n]."""
         work = self.work
         chosen = self.rng.permutation(work.samples)[: work.steps * work.batch]
         where = torch.from_numpy((client * work.samples + chosen) % EXAMPLES)
         return self.x.index_select(0, where), self.y.index_select(0, where)
 
     def batches(self, client: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """The same, as batches."""
+        """Return the batches of a client in a round."""
         x, y = self.examples(client)
         return zip(x.split(self.work.batch), y.split(self.work.batch), strict=True)
 
 
 @cache
 def clients(work: Workload) -> Clients:
-    """One for each process: a peer's workers call this, and find the data there from the second
-    time on."""
+    """Return the data of a workload, which each process makes once."""
     torch.set_num_threads(1)
     return Clients(work)
 
 
 def make_net(work: Workload) -> nn.Sequential:
-    """The workload's net; ReLU everywhere."""
+    """Return the net of a workload, with ReLU as activation."""
     torch.manual_seed(0)
     if work.net == "mlp":
         layers = [nn.Flatten(), nn.Linear(784, 200), nn.ReLU(), nn.Linear(200, 200), nn.ReLU()]
@@ -119,7 +118,7 @@ def make_net(work: Workload) -> nn.Sequential:
 
 
 def arguments() -> tuple[Workload, argparse.Namespace]:
-    """What every contestant's script is told: the workload, how long, and on how many processes."""
+    """Parse the arguments of a framework's script; return its workload and all arguments."""
     parser = argparse.ArgumentParser()
     parser.add_argument("workload", choices=WORKLOADS)
     parser.add_argument("--seconds", type=float, default=20)
