@@ -1,15 +1,15 @@
-"""Gain of each remaining optimisation alone: rounds with it beside rounds without it.
+"""Gain of each remaining optimisation alone: rounds with it compared with rounds without it.
 
     python benchmarks/earns_its_place.py [gradient memory im2col graphs]
         [--workloads w1 w2 w5 gradma]
 
 All four are measured by default, each on W1, W2, LeNet-5 (w5) and GradMA:
 
-- `gradient`: the hand-written backward pass (`raysim.training.fast_gradient`) beside autograd, CPU
+- `gradient`: the hand-written backward pass (`raysim.training.fast_gradient`) and autograd, CPU
   time of a round in loop mode in this process. It exists for chains of dense layers only.
-- `memory`: `raysim.distributed.shared_memory` beside Ray's object store, CPU time of a round of all
+- `memory`: `raysim.distributed.shared_memory` and Ray's object store, CPU time of a round of all
   processes (this one, Ray's and its two actors).
-- `im2col`: convolutions as matrix products beside torch's grouped ones, CPU time of a round under
+- `im2col`: convolutions as matrix products and torch's grouped ones, CPU time of a round under
   vmap in this process.
 - `graphs`: CUDA graphs. They need a GPU, on which `benchmarks/gpu.py` compares them.
 

@@ -191,7 +191,7 @@ def main() -> None:
     parser.add_argument("--times", type=float, nargs="*", help="take these instead, in seconds")
     parser.add_argument("overrides", nargs="*")
     given = parser.parse_args()
-    os.environ["RAY_ADDRESS"] = "later"  # so that nobody asks this machine for 32 GPUs
+    os.environ["RAY_ADDRESS"] = "later"  # so that this machine is not checked for 32 GPUs
     plan = prepare(CONFIG, [*given.overrides, f"rounds={given.rounds}"])
     times = given.times or measure(plan, given.blocks)
     spread = statistics.pstdev(times) / statistics.fmean(times)

@@ -14,7 +14,7 @@ def main() -> None:
     for name in (
         "nms",
         "qnms",
-    ):  # beside a CPU build of torch, torchvision lacks them and cannot be imported
+    ):  # torchvision cannot be imported without them beside a CPU build of torch
         torch.library.define(
             f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
         )

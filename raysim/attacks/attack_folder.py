@@ -59,7 +59,7 @@ def _write_table(result: AttackResult, plan: Plan, path: Path) -> None:
 
 
 def _plot(result: AttackResult, plan: Plan, path: Path) -> None:
-    """Plot each image beside its reconstruction."""
+    """Plot each image above its reconstruction."""
     pairs = [
         (
             f"client {client.client}: {plan.dataset.classes[label]}",

@@ -235,7 +235,7 @@ class GradientSimulator:
         if self.vmap:
             try:
                 with warnings.catch_warnings():
-                    # torch warns where it would fall back to a slow loop of its own.
+                    # torch warns if it would fall back to a slow loop.
                     warnings.simplefilter("error")
                     self.gradient(x)
             except BaseException as error:

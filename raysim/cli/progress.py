@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from raysim.runs.result import RunResult
 
 WIDE_COLUMNS = 100
-"""Width of a terminal from which on a bar is drawn beside the figures."""
+"""Smallest width of a terminal on which a bar is drawn beside the figures."""
 
 LINE_INTERVAL_S = 5.0
 """Seconds between two plain lines."""

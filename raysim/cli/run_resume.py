@@ -105,7 +105,7 @@ def _execute_and_print(as_json: bool, console: Console, plan: Plan, *reopened: A
 
 
 def _what_is_left(plan: Plan, reopened: tuple) -> str:
-    """Return a text that says how a stopped run can be resumed."""
+    """Return a text on how a stopped run can be resumed."""
     from raysim.engine import checkpoint
     from raysim.runs.run_dir import latest_run_dir
 

@@ -144,7 +144,7 @@ def _sum_up(done: SweepResult, console: Console) -> None:
 
 
 SUMMARY_INTERVAL_S = 10.0
-"""Seconds without a line, elsewhere than on a terminal, after which one sums up what is running."""
+"""Seconds between two lines with the running trials, if the output is not a terminal."""
 
 
 class _SweepProgress:

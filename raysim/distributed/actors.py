@@ -299,7 +299,7 @@ class ServerActor(_Actor):
         """Return the clients of `pool` whose loss the server rule asks for.
 
         Args:
-            pool: the clients that are available, and what is known of them.
+            pool: the number of the round, the available clients, and the facts about them.
             rng: generator that is keyed by seed and round.
         """
         return self.server.candidates(pool, rng)
@@ -309,7 +309,7 @@ class ServerActor(_Actor):
         """Return the clients that the server rule selects from `pool`.
 
         Args:
-            pool: the clients that are available, and what is known of them.
+            pool: the number of the round, the available clients, and the facts about them.
             rng: generator that is keyed by seed and round.
         """
         return self.server.select(pool, rng)

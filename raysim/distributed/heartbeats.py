@@ -12,7 +12,7 @@ failed if
 
 The monitor also checks Ray. If the driver's node is dead or the head node does not answer, nothing
 can be recovered and the run ends. Only time during which the monitor runs counts, so that a driver
-that was suspended does not take the other processes for dead.
+that was suspended does not count the other processes as dead.
 """
 
 from __future__ import annotations

@@ -165,7 +165,7 @@ class RayRound:
 
         Raises:
             ClientError: workers died repeatedly during a block, and `on_client_error` is "stop".
-            ServerStateLost: the server has failed, or a vector that an actor needs is gone.
+            ServerStateLost: the server has failed, or a vector that an actor needs is lost.
             RaysimError: Ray itself has failed, or an actor raised an error.
         """
         self.last_answer = self.last_check = time.monotonic()
@@ -305,7 +305,7 @@ class RayRound:
     def _handle_failure(
         self, reference: ObjectRef[Any], call: BlockCall | NodeSum, error: RayError
     ) -> None:
-        """Retry a failed call if its actor or an input is gone; raise other errors."""
+        """Retry a failed call if its actor or an input is lost; raise other errors."""
         missing = (
             error.cause
             if isinstance(error, RayTaskError) and isinstance(error.cause, RayError)
@@ -433,7 +433,7 @@ class RayRound:
 
 
 class ClientEvaluationRound(RayRound):
-    """Evaluation of clients in progress, beside training.
+    """Evaluation of clients in progress, while clients train.
 
     All blocks are dispatched at once. Their times do not count for the speeds of workers, which are
     those of training. No result is left in a shared buffer, where it could replace an upload.

@@ -27,7 +27,7 @@ def get(reference: Any, awaited: str, timeout: float) -> Any:
 
     Raises:
         ActorDied: the actor has died.
-        ServerStateLost: an input of the actor is gone.
+        ServerStateLost: an input of the actor is lost.
         RaysimError: the limit has passed, or the actor raised an error. Errors of raysim pass
             unchanged.
     """

@@ -36,7 +36,7 @@ class ActiveRound(Generic[ModelHandle]):
     requests: dict[int, dict[str, Any]]
     """Requests of probes, by client and by probe."""
     training: RoundHandle[ModelHandle]
-    """Its local training, wherever that is computed."""
+    """Its local training on the executor."""
     tasks: list[ClientTask] = field(default_factory=list)
     """Its clients that were dispatched."""
     probed: Record = field(default_factory=dict)
@@ -57,7 +57,8 @@ class ActiveRound(Generic[ModelHandle]):
 def make_cohort(plan: Plan, scheduled: ScheduledRound) -> RoundCohort:
     """Return the cohort of a scheduled round, with the weights that the server rule gives it.
 
-    Under client-level privacy all weights are 1 / `schedule.cohort`, whoever takes part.
+    Under client-level privacy all weights are 1 / `schedule.cohort`, however many clients take
+    part.
 
     Args:
         plan: the plan of the run.
@@ -146,7 +147,7 @@ def make_tasks(
 def failed_clients(
     t: int, tasks: list[ClientTask], results: RoundResults, on_error: str
 ) -> dict[int, str]:
-    """Return the clients of a round that failed, each with a line that says why, and log them.
+    """Return the failed clients of a round, each with its error in one line, and log them.
 
     Args:
         t: number of the round, from 0.

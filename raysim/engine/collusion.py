@@ -107,7 +107,7 @@ class Collusion:
     def _tampered(
         rule: ClientRule, rows: Mapping[str, Tensor], mine: np.ndarray, reports: Reports
     ) -> dict[str, Tensor]:
-        """Return the uploads that the rule of the clients at positions `mine` makes of theirs."""
+        """Return the uploads that `collude` returns for the clients at positions `mine`."""
         rule = rule.at(reports.round)
         others = np.setdiff1d(np.arange(len(reports.ids)), mine)
         group_uploads = {key: uploads[mine] for key, uploads in rows.items()}
@@ -148,7 +148,7 @@ class Collusion:
 
 
 def _cohort_of(reports: Reports, positions: np.ndarray) -> Cohort:
-    """Return what is known of some clients of a round."""
+    """Return the facts about some clients of a round."""
     return Cohort(
         reports.round,
         [reports.ids[i] for i in positions],

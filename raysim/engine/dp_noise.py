@@ -38,7 +38,7 @@ class NoisyMean:
         self._seed = seed
 
     def shared(self, device: torch.device) -> State:
-        """Return what clients receive beside the rule's broadcast: an adaptive clip norm.
+        """Return what clients receive in addition to the rule's broadcast: an adaptive clip norm.
 
         Args:
             device: the device of the broadcast.

@@ -28,7 +28,7 @@ GivenModelHandle = TypeVar("GivenModelHandle", contravariant=True)
 
 
 class Future(Protocol[T]):
-    """A value that is there, or on its way."""
+    """A value that is available now or later."""
 
     def ready(self) -> bool:
         """Return whether `get` returns without waiting."""
@@ -41,7 +41,7 @@ class Future(Protocol[T]):
 
 @dataclass
 class CompletedResult(Generic[T]):
-    """A result that is there already."""
+    """A result that is available already."""
 
     value: T
 
@@ -56,7 +56,7 @@ class CompletedResult(Generic[T]):
 
 @dataclass
 class FailedResult:
-    """A result that never comes, because computing it has failed."""
+    """A result that could not be computed."""
 
     error: RaysimError
 
@@ -78,8 +78,8 @@ class RoundResults:
     """Results of a round's clients."""
 
     uploads: list[Any]
-    """Uploads for the server. They stay where they were computed (in the object store, say); only
-    the executor that made it looks inside."""
+    """Uploads for the server. They stay where they were computed, for example in the object store;
+    only the executor that made them reads them."""
     workers: list[WorkerResult]
     """Result of each client, without its vectors."""
     metrics: dict[str, float]
@@ -88,7 +88,7 @@ class RoundResults:
 
 @dataclass
 class PendingServerStep(Generic[ModelHandle]):
-    """A server update that is done, or on its way."""
+    """A server update that is done or in progress."""
 
     metrics: Future[dict[str, float]]
     """The server rule's metrics of the round that was aggregated."""
@@ -129,7 +129,7 @@ class Executor(Protocol[ModelHandle]):
     this process: the engine stores handles and passes them back. No method waits for training, the
     server or the evaluator, except where it says so. All executors compute the same bits.
 
-    Every method may raise ServerStateLost: what the server knew is gone. Then the engine calls
+    Every method may raise ServerStateLost: the state of the server is lost. Then the engine calls
     `recover`, and begins again from a checkpoint.
     """
 
@@ -223,7 +223,7 @@ class Executor(Protocol[ModelHandle]):
         ...
 
     def evaluate(self, broadcast: ModelHandle, parts: Sequence[str]) -> Future[dict[str, float]]:
-        """Evaluate the newest version of the model, beside the training of the next round.
+        """Evaluate the newest version of the model while the next round trains.
 
         Args:
             broadcast: the newest version of the model.
@@ -250,7 +250,7 @@ class Executor(Protocol[ModelHandle]):
         ...
 
     def snapshot(self) -> Future[State]:
-        """Return all that the server knows as of now, on the CPU, for a checkpoint."""
+        """Return the complete state of the server, on the CPU, for a checkpoint."""
         ...
 
     def restore(self, snapshot: State) -> None:

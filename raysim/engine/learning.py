@@ -66,7 +66,7 @@ def make_learning_task(
     Args:
         config: the configuration of the run.
         task: its class, or the loss function, see `find_learning_task`.
-        dataset: the data set, which says what task a loss function is for.
+        dataset: the data set, from which the task of a loss function is inferred.
 
     Raises:
         ConfigError: a parameter is wrong, or `task.like` names no task.

@@ -1,7 +1,7 @@
 """The training loop of a run: `Engine._train`, for every schedule.
 
 `Engine.rounds` recovers from failures around it. The methods below the loop are its steps. What
-passes from round to round is the `RunState`; what is logged of a round are the `Records`.
+passes from round to round is the `RunState`; the `Records` are the logged metrics.
 """
 
 from __future__ import annotations
@@ -249,7 +249,7 @@ class Engine(Generic[ModelHandle]):
             yield record
 
     def _end_if_met(self) -> None:
-        """Let the run end after the rounds that are done, if its section `stop` says so."""
+        """Let the run end after the rounds that are done, if its section `stop` ends it."""
         if self.ended:
             self.last_round = min(self.last_round, self.state.done)
 

@@ -1,7 +1,7 @@
 """The records of a run's rounds.
 
 A record is begun when the clients of its round have trained. It is complete when the metrics of the
-server and of the evaluation are there, which may be while the next rounds train.
+server and of the evaluation are available, which may be while the next rounds train.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from raysim.engine.schedule import ScheduledRound
 
 @dataclass
 class PendingRecord:
-    """The record of a round, some of whose metrics are still on their way (`results`)."""
+    """The record of a round, and futures of the metrics that it still lacks (`results`)."""
 
     record: Record
     results: list[Future[dict[str, float]]] = field(default_factory=list)
 
 
 class Records(Generic[ModelHandle]):
-    """The records that are not complete yet, and what is measured for them.
+    """The records that are not complete yet, and the measurements for them.
 
     Args:
         executor: the executor, which evaluates the model.

@@ -1,4 +1,4 @@
-"""The metrics of a round. The registry `raysim.metrics` says what each of them means."""
+"""The metrics of a round. The registry `raysim.metrics` defines each of them."""
 
 from __future__ import annotations
 
@@ -107,8 +107,8 @@ def staleness_metrics(scheduled: ScheduledRound) -> Record:
 def client_metrics(clients: Sequence[ClientResult]) -> Record:
     """Return the training loss of a round's clients, and the metrics that their rules reported.
 
-    Metrics of a rule are averaged over clients, except that a name ending in "_max" takes the
-    maximum.
+    Metrics of a rule are averaged over clients; of a metric whose name ends in "_max" the maximum
+    is used.
 
     Args:
         clients: the clients of the round whose updates were used.

@@ -355,7 +355,7 @@ class RuleDryRun:
     ) -> tuple[LoopTrainer, Broadcast, list[ClientTask]]:
         """Return trainer, first broadcast and client tasks in a precision.
 
-        Uploads keep that precision, whatever `local.upload_dtype` says.
+        Uploads keep that precision: `local.upload_dtype` is not used.
 
         Args:
             dtype: the type of the parameters.

@@ -39,7 +39,7 @@ class ClientHistory:
         self._metrics: dict[str, np.ndarray] = {}
 
     def pool(self, available: ClientPool, size: int, t: int) -> SelectionPool:
-        """Return the available clients with data, and what is known of them.
+        """Return the available clients with data, and the facts about their last rounds.
 
         Args:
             available: the available clients, with their numbers of examples.

@@ -25,7 +25,7 @@ def errors_name_rule(
         rule: the server rule.
         method: the rule's method that runs, for the message.
         t: number of the round, from 0.
-        details: returns what else the message should say at its end.
+        details: returns a text for the end of the message.
 
     Raises:
         RaysimError: the block inside raised; the message names rule and round.

@@ -107,7 +107,7 @@ def bench(
     }
     raw = loading.read_config(source, overrides, keys, registry.algorithm_defaults)
     raw.pop("sweep", None)
-    explain.validate(raw)  # also what is not used
+    explain.validate(raw)  # also the keys that are replaced
     raw |= quiet
     load = loading_once()
     plan, result = resolve_plan(raw, load), BenchResult()

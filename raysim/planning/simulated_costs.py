@@ -13,7 +13,7 @@ class TrainingCosts(Section):
     step: float = Field(gt=0)
     """Seconds of a client's local step."""
     block: float = Field(default=0.0, ge=0)
-    """Seconds of a block beside its steps."""
+    """Seconds of a block in addition to its steps."""
     spread: float = Field(default=0.05, ge=0, le=2)
     """Standard deviation of a block's time, as a share of its mean."""
     nodes: float = Field(default=0.0, ge=0, le=2)
@@ -61,7 +61,7 @@ class ServerCosts(Section):
     adds: float = Field(default=2e9, gt=0)
     """Bytes of sums that the server or a NodeAggregator adds in a second."""
     evaluate: float = Field(default=0.0, ge=0)
-    """Seconds of an evaluation, which runs beside the next round."""
+    """Seconds of an evaluation, which runs while the next round trains."""
 
 
 class Costs(Section):

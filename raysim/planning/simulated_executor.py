@@ -320,7 +320,7 @@ class SimulatedExecutor:
     def evaluate(
         self, broadcast: SimulatedVersion, parts: Sequence[str]
     ) -> VirtualFuture[dict[str, float]]:
-        """Simulate an evaluation beside the next round. See `Executor.evaluate`."""
+        """Simulate an evaluation while the next round trains. See `Executor.evaluate`."""
         self.eval = after(
             "evaluation", self.costs.server.evaluate, self.call(0), broadcast.ready, self.eval
         )

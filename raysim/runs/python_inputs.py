@@ -88,7 +88,7 @@ def _without_objects(key: str, value: Any) -> Any:
 
 
 def _section(key: str, value: Any, name_of: Callable[[str, Any], Section]) -> Any:
-    """Return a section without objects; what is none already is returned as it is."""
+    """Return a section without objects; a value without any is returned as it is."""
     if value is None or isinstance(value, str):
         return value
     if not isinstance(value, Mapping) or (key == "data" and own.is_content(value)):

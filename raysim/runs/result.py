@@ -111,8 +111,8 @@ class RunResult:
         It is a plain `torch.nn.Module` in evaluation mode, on the CPU.
 
         Raises:
-            ConfigError: the net cannot be built, for example because its file is gone. The data
-                set is read, whose shape and classes the net needs.
+            ConfigError: the net cannot be built, for example because its file is missing, or the
+                data set cannot be read, whose shape and classes the net needs.
         """
         try:
             return net_with(prepare(self.run_dir / "config.yaml"), self.state_dict)

@@ -33,7 +33,7 @@ RESULT_FILE = "result.json"
 
 
 class SweepLedger:
-    """Ledger of a sweep: the rows that its trials take, and those that they add.
+    """Ledger of a sweep: the rows that replace trials, and those that trials add.
 
     Args:
         path: file of the ledger; it need not exist yet.
@@ -54,7 +54,7 @@ class SweepLedger:
         for row in rows:
             by_identity.setdefault(row.fingerprint, []).append(row)
         self.taken: dict[Path, Row] = {}
-        """Rows by the folders of the trials that take them."""
+        """Rows by the folders of the trials that they replace."""
         for trial in sweep.trials:
             if sweep.done(trial):
                 continue
@@ -64,7 +64,7 @@ class SweepLedger:
         _name_versions([*self.taken.values()], say)
 
     def restore(self, trial: Trial, parent: str) -> None:
-        """Write the folder of a trial that takes a row.
+        """Write the folder of a trial that a row replaces.
 
         Args:
             trial: a trial in `taken`.
@@ -120,7 +120,7 @@ class SweepLedger:
 
 
 def _row_for(config: Config, rows: Sequence[Row], stopping: EarlyStopping | None) -> Row | None:
-    """Return the row that a trial takes: the first of a full run, else that of a stopped one."""
+    """Return the row that replaces a trial: the first of a full run, else of a stopped one."""
     for row in rows:
         if (covering := row.cut_to(config)) is not None:
             return covering

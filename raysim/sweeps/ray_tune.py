@@ -182,7 +182,7 @@ def _trial_function(
         order.unlink(missing_ok=True)
 
         def report(figures: dict[str, float]) -> str:
-            tune.report(figures)  # comes back when it has been judged
+            tune.report(figures)  # returns after the scheduler has decided
             return order.read_text() if order.exists() else ""
 
         error = train_trial(trial, uri, experiment, parent, stopping, report)
@@ -194,7 +194,7 @@ def _trial_function(
 
 
 def _order(trial: Trial) -> Path:
-    """Return the file that tells a trial to stop, and why."""
+    """Return the file that stops a trial; it holds the reason."""
     return trial.folder / "stop.txt"
 
 
@@ -219,7 +219,7 @@ def _halving(sweep: Sweep, missing: list[Trial], stopping: EarlyStopping) -> Any
             return TrialScheduler.CONTINUE
 
         def on_trial_complete(self, tune_controller: Any, trial: Any, result: dict) -> None:
-            pass  # the scheduler knows all of it from its rungs
+            pass  # the scheduler has the results of all rungs
 
     longest = max(trial.config.rounds for trial in sweep.trials)
     scheduler = Halving(
@@ -244,7 +244,7 @@ def _replay_finished(
         if trial in missing:
             continue
         ladder = RungTracker(stopping, trial.config.rounds)
-        of_tune = SimpleNamespace(trial_id=str(trial.folder))  # all that the scheduler reads of it
+        of_tune = SimpleNamespace(trial_id=str(trial.folder))  # the scheduler reads no more of it
         scheduler.on_trial_add(None, of_tune)
         for t, record in trial.history():
             if rung := ladder.climb({"round": t, **record}):
@@ -363,8 +363,8 @@ def _follow_trials(log: TrialLog) -> Any:
 
 
 def _close(trial: Trial, status: Any) -> None:
-    """End the record of a trial whose process is gone."""
-    for _ in range(50):  # the process may take a while to go
+    """End the record of a trial whose process has ended."""
+    for _ in range(50):  # the process may need a while to end
         try:
             recorder = Recorder("", "", trial.folder)
         except RaysimError:

@@ -148,7 +148,7 @@ def _run_trials(
     ledger: SweepLedger | None,
     parent: Tracker,
 ) -> SweepResult:
-    """Take the trials that were finished before, and run the missing ones."""
+    """Use the trials that were finished before, and run the missing ones."""
     if ledger:
         for trial in sweep.trials:
             if trial.folder in ledger.taken:

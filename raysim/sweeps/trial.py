@@ -192,7 +192,7 @@ class TrialReporter:
         ladder: tracker of the rungs.
         report: receives the reports.
         before: records of the rounds before a resumed run; the trial is judged by them too.
-        shown: metrics that reports show, beside that of the rungs.
+        shown: metrics that reports show in addition to that of the rungs.
     """
 
     def __init__(

@@ -22,8 +22,7 @@ from raysim.runs.run import execute, run
 from raysim.tracking.recorder import Untracked
 
 CLIENT_SIZES = (20, 1, 9, 0, 14, 2, 7, 17)
-"""Examples of each client: beside batches of 6, these are partial batches, one example, and none.
-"""
+"""Examples of each client: with batches of 6 there are partial batches, one example, and none."""
 
 SMALL_RUN: dict[str, Any] = {
     "rounds": 3,
@@ -46,7 +45,7 @@ def check_method(algorithm: str | Mapping[str, Any], *, actors: int = 0, **keys:
 
     Args:
         algorithm: the section `algorithm`: a name, path.py:NAME, or a mapping with its keys.
-        actors: also train on so many Ray actors, see `check_actors`; 0: not.
+        actors: number of Ray actors on which to train too, see `check_actors`; 0: none.
         **keys: sections of the configuration that replace those of `SMALL_RUN`.
 
     Returns:

@@ -22,7 +22,7 @@ CLIP_NORM = "privacy/clip_norm"
 """Key of the adaptive clip norm in the broadcast."""
 
 UNCLIPPED = "privacy/unclipped"
-"""Key of the upload that says whether a client's update was within the clip norm.
+"""Key of the upload that encodes whether a client's update was within the clip norm.
 
 It is 1/2 or -1/2, so that adding or removing a client changes the sum by 1/2 at most.
 """

@@ -1,4 +1,4 @@
-"""What a client starts from: its state, its parameters, and a net of its own."""
+"""Start of a client: its state, its parameters, and a newly initialised net."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ReceivedModel:
     buffers: Tensor
     """[Q], BatchNorm statistics before the first local step."""
     carried: State
-    """What `begin` returned beside them, which the local steps carry."""
+    """Tensors that `begin` returned in addition, which the local steps carry."""
 
 
 def begin_client(
@@ -41,7 +41,7 @@ def begin_client(
 ) -> ReceivedModel:
     """Return a client at the start of its local steps, and set `task` to that start.
 
-    It starts from the broadcast, or where the rule's `begin` says.
+    It starts from the broadcast, or from what the rule's `begin` returns.
 
     Args:
         rule: the client rule.

@@ -36,7 +36,7 @@ def measure(
         buffers: [Q], the BatchNorm statistics.
         examples: the examples, on the device of the net.
         batch_size: number of examples in a pass.
-        metrics: the metrics of the learning task to compute beside the loss.
+        metrics: the metrics of the learning task to compute in addition to the loss.
         classes: number of classes for "accuracy/class_{c}"; 0: none.
         positions: [n], the positions of the examples that count; None: all.
 

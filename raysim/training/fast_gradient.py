@@ -8,7 +8,7 @@ compares both on the device at hand, and a net that fails the comparison keeps t
 Only nets of dense layers gain enough to be here. The same for convolutional nets brought 5 to 8 %,
 and most of that came from max pooling before ReLU, which the shipped nets now do by themselves.
 CPU time of a round by autograd over that by `FastGradient`, in loop mode with one thread, median of
-7 pairs of turns (smallest, largest); 10 clients make 5 steps of 64 where nothing else is said:
+7 pairs of turns (smallest, largest); 10 clients make 5 steps of 64 unless noted otherwise:
 
     FedAvg, MLP 784-200-200-10, P = 199,210                   1.23 (1.13, 1.32)
     the same, 1000 clients, one step of 6                     1.23 (1.19, 1.32)
@@ -128,8 +128,8 @@ class FastGradient:
 def matches_autograd(model: Model) -> bool:
     """Return whether `FastGradient` gives autograd's gradients and statistics, to the bit.
 
-    It is False for nets that are not a chain of dense layers, that are so large that it does not
-    pay, or that compute under autocast, and for tasks other than classification.
+    It is False for nets that are not a chain of dense layers, have more than `MAX_PARAMETERS`, or
+    compute under autocast, and for tasks other than classification.
 
     Args:
         model: the net.
@@ -177,7 +177,7 @@ def by_autograd(
     buffers: Tensor | None,
     drop: tuple[Tensor, ...],
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Compute the mean loss of any net, and its gradient in tensors of its own.
+    """Compute the mean loss of any net, and its gradient in new tensors.
 
     Args:
         bound: the net with its parameters.
@@ -214,7 +214,7 @@ def _is_known(module: nn.Module) -> bool:
 
 
 def _is_modified(module: nn.Module) -> bool:
-    """Return whether a module has hooks or its own `forward`, so that its class says too little."""
+    """Return whether a module has hooks or its own `forward`, so it may differ from its class."""
     hooks = [
         module._forward_hooks,
         module._forward_pre_hooks,

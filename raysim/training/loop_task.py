@@ -287,7 +287,7 @@ class GradientMemo:
 
 
 class _Version:
-    """A tensor as it is now: gone once it is changed in place, or nobody else has it."""
+    """A weak reference to a tensor; `tensor` is None once it is changed in place or deleted."""
 
     __slots__ = ("_number", "_reference")
 
@@ -304,18 +304,18 @@ class _Version:
 
 
 MAX_BOUND_COPIES = 3
-"""Nets that are kept beside the one in training: GradMA's y, y_prev and x."""
+"""Number of nets that are kept in addition to the one in training: GradMA's y, y_prev and x."""
 
 
 class BoundCopies:
-    """Nets at a few vectors beside the one in training.
+    """Nets at a few vectors in addition to the one in training.
 
     The vectors used last stay bound, so that one that does not change needs no copy at each step. A
     net whose forward pass a rule still has keeps its vector.
     """
 
     def __init__(self, model: Model, fast: bool = False, constant: bool = False):
-        """Begin without any.
+        """Begin without copies.
 
         Args:
             model: the net.
@@ -324,7 +324,7 @@ class BoundCopies:
         """
         self.model, self.fast, self.constant = model, fast, constant
         self._copies: list[BoundCopy] = []
-        """The last used one is the last."""
+        """The copies, the one used last at the end."""
 
     def at(self, w: Tensor) -> BoundCopy:
         """Return a net with the parameters w [P].

@@ -172,7 +172,7 @@ class Trainer(ABC):
         return UploadChain(group.stages, group.rule, self.sent, shapes, config.seed, key)
 
     def add_groups(self, groups: Sequence[Trainer], members: np.ndarray) -> None:
-        """Let the clients of each group be trained by a trainer of their own.
+        """Train the clients of each group by another trainer.
 
         Args:
             groups: the trainers, in the order of the configuration.

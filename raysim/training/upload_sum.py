@@ -58,7 +58,7 @@ class UploadLayout:
         Args:
             config: the configuration.
             client: the client rule, which declares shapes and types of uploads.
-            server: the server rule, whose `uploads` say how it receives them.
+            server: the server rule, which declares the modes of uploads.
             model: the net; its P and C are sizes of declared uploads.
             n_clients: N, all clients; bounds the number of updates in one sum.
             personal: the parts of the model that stay with clients.

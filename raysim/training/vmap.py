@@ -1,7 +1,7 @@
 """The local steps of several clients side by side, as one under vmap: for small nets, and on GPUs.
 
-Clients with most steps come first, so that those still training are always the first ones. What
-they were sent has a client axis too, unless all were sent the same.
+Clients with most steps come first, so that those still training are always the first ones. The
+tensors that they received have a client axis too, unless all received the same.
 """
 
 from __future__ import annotations
@@ -227,7 +227,7 @@ statistics [Q]."""
 
 
 class VmapBlock:
-    """K clients that train side by side: what they carry, and a local step of those that still do.
+    """K clients that train side by side: their states, and steps of those that still train.
 
     The client with most mini-batches is the first one, so those that still train are the first
     ones too.
@@ -250,7 +250,7 @@ class VmapBlock:
             settings: the constants of their training.
             local: step sizes and accumulation.
             clients: the clients, in decreasing order of mini-batches.
-            cuda_graphs: runs the steps as CUDA graphs.
+            cuda_graphs: runs the steps as CUDA graphs; None: they run without.
         """
         self.model = model
         self.local = local
@@ -300,10 +300,10 @@ class VmapBlock:
             self.state = {key: value.clone() for key, value in self.state.items()}
 
     def step(self, i: int, batch: PaddedBatch) -> None:
-        """Train the clients that still do on their mini-batch `i`.
+        """Train the clients that have a mini-batch `i` on it.
 
         Args:
-            i: number of the mini-batch.
+            i: number of the mini-batch, from 0.
             batch: mini-batches of the first clients.
         """
         live = len(batch.x)
@@ -486,9 +486,7 @@ def why_not_vmap(model: Model) -> str | None:
 
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "error"
-            )  # torch warns where it would fall back to a slow loop of its own
+            warnings.simplefilter("error")  # torch warns if it would fall back to a slow loop
             many = torch.func.vmap(side_by_side)(x, y, mask, *drops)
         task = LoopTask(model, LocalSettings())
         task.buffers = buffers

@@ -33,7 +33,7 @@ from raysim.randomness import KeyedStream, generator
 TRACE_COLUMNS = ("client", "seconds_per_sample", "down", "up")
 
 MAX_TRACE_SECONDS = 1e100
-"""Longest duration of a task, in seconds, that a trace may give."""
+"""Longest duration of a task that a trace may have, in seconds."""
 
 
 class ClientTimes:
@@ -138,7 +138,7 @@ def _examples_per_task(config: Config, sizes: np.ndarray) -> np.ndarray:
 
 
 def _read_trace(path: Path, sizes: np.ndarray, examples_per_task: np.ndarray) -> np.ndarray:
-    """Return the seconds that each client's task takes by a trace, [N].
+    """Return the seconds of each client's task by a trace, [N].
 
     Raises:
         ConfigError: the trace is unreadable or incomplete; the message names the line.
