@@ -295,6 +295,9 @@ class MethodComparison:
 
         Args:
             sigma: noise multiplier of the rival; None: the run is that of the method to match.
+
+        Raises:
+            RaysimError: the run failed.
         """
         return execute(self._watched_plan(sigma)).run_dir
 
@@ -321,6 +324,9 @@ class MethodComparison:
         Args:
             sigma: noise multiplier of the rival; None: the method to match is trained.
             attacks: summaries of the attacks on the method, by attacker; they enter the result.
+
+        Raises:
+            RaysimError: the run failed.
         """
         ready = resolve.prepare(self.raw, self._who(sigma))
         done = execute(ready)

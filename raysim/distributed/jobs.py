@@ -84,7 +84,8 @@ class JobClient:
         Args:
             command: arguments of `raysim`, already checked.
             working_dir: directory to upload; the job runs in a copy of it.
-            requirements: requirements file of pip, whose packages the nodes install for the job.
+            requirements: requirements file of pip, whose packages the nodes install for the job;
+                None: they install none.
 
         Returns:
             The job.

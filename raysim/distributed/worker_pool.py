@@ -323,7 +323,8 @@ class WorkerPool:
         Args:
             number: number of the ClientActor.
             why: the reason, for the log.
-            actor: the actor itself. If another one has its number now, do nothing.
+            actor: the actor itself; if another one has its number now, do nothing. None: the actor
+                with that number.
         """
         worker = self.workers.get(number)
         if worker is not None and (actor is None or actor is worker.actor):

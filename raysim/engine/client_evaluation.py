@@ -253,7 +253,11 @@ class ClientMetrics:
         return self.results.ready()
 
     def get(self) -> dict[str, float]:
-        """Wait for the results and return their metrics."""
+        """Wait for the results and return their metrics.
+
+        Raises:
+            ClientError: an evaluation failed, and `faults.on_client_error` is "stop".
+        """
         return self.record(self.results.get())
 
 

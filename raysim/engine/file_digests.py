@@ -180,6 +180,9 @@ def code(config: Config) -> tuple[Code | PythonObject, ...]:
 
     Args:
         config: the configuration of the run.
+
+    Raises:
+        ConfigError: a file cannot be read, or an object is missing in this process.
     """
     by_package: dict[str, Code | PythonObject] = {}
     for key, reference in _references(config):

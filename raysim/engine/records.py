@@ -130,6 +130,9 @@ class Records(Generic[ModelHandle]):
 
         Returns:
             The metrics, which the last record has from now on; {} if it had them.
+
+        Raises:
+            RaysimError: an evaluation failed.
         """
         done, versions = self.state.done, self.state.versions
         evaluate, rounds = self.config.evaluate, self.config.rounds

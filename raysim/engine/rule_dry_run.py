@@ -286,6 +286,9 @@ class RuleDryRun:
 
         Returns:
             The difference, for a message; None if there is none or the rule fails in both modes.
+
+        Raises:
+            RaysimError: the server rule fails, or breaks its contract.
         """
         failure = None
         precisions = (DOUBLE_PRECISION,)

@@ -112,6 +112,10 @@ class RunState(Generic[ModelHandle]):
             server: the server's state after the same rounds.
             executor: the executor, which has the versions of the model.
             run_id: id of the run in MLflow.
+
+        Raises:
+            RaysimError: client states cannot be synced to disk.
+            ServerStateLost: a version of the model is lost with the server.
         """
         facts = {
             "round": self.done,

@@ -208,6 +208,9 @@ def seconds_of_a_step(plan: Plan) -> float:
 
     Args:
         plan: the plan of the run.
+
+    Raises:
+        RaysimError: the server rule fails.
     """
     executor = Inline()
     executor.open(_in_this_process(plan))

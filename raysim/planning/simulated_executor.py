@@ -478,6 +478,9 @@ def simulate_rounds(
 
     Returns:
         The figures of each round.
+
+    Raises:
+        RaysimError: the server rule's weights are invalid, or the schedule is exhausted.
     """
     cluster = SimulatedExecutor(costs, nodes, actors, aggregators)
     cluster.open(plan)

@@ -89,7 +89,7 @@ def recompute(row: Row, keys: Mapping[str, Any] | None = None) -> Recomputed:
 
     Args:
         row: a row with a digest.
-        keys: overrides that do not change the result, such as `data.root`.
+        keys: overrides that do not change the result, such as `data.root`; None: none.
 
     Returns:
         The row, with the digest of the parameters that this machine computed.
@@ -166,7 +166,7 @@ def carry_rows(
         rows: rows of a ledger.
         renamed: new name by old name of configuration keys, with dots.
         say: called with one line for each group.
-        keys: overrides that do not change the result, such as `data.root`.
+        keys: overrides that do not change the result, such as `data.root`; None: none.
 
     Returns:
         All rows in their order, those of changed identity with new fingerprint and configuration.

@@ -170,8 +170,8 @@ def last_and_best(
 
     Args:
         history: records of the rounds, in order.
-        best_by: the metric that selects the best model, with its direction; it is reported too.
-            None: none.
+        best_by: the metric that selects the best model, with its direction, which is reported too;
+            None: no further one.
 
     Returns:
         {"last": value, "best": value} by metric. Metrics without a finite value are left out.

@@ -87,10 +87,11 @@ def run(
             targets; `model` a torch.nn.Module or a function that returns one; `client`, `server`
             and `algorithm` a rule, its class, or an Algorithm. Metrics, probes, upload stages,
             sampling rules and the client rules of groups may be classes or instances, too.
-        progress: called with each round's record. If it returns True, or a text with the reason,
-            the run ends gracefully after the rounds that are trained by then: the last parameters
-            are evaluated, their result is returned, a checkpoint is written, and `resume` trains
-            the rest. In MLflow the run has the status KILLED and the tag `stopped_early`.
+        progress: called with each round's record; None: no call. If it returns True, or a text with
+            the reason, the run ends gracefully after the rounds that are trained by then: the last
+            parameters are evaluated, their result is returned, a checkpoint is written, and
+            `resume` trains the rest. In MLflow the run has the status KILLED and the tag
+            `stopped_early`.
         tracking: False for a run without MLflow, such as that of a test: nothing is imported from
             it or sent to it, and no pictures are drawn. Its folder is `run_dir`, or a temporary one
             that is removed when Python exits. A mapping is the section `tracking`.

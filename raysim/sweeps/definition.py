@@ -460,6 +460,9 @@ def load_once(wanted: AnyData) -> data.Dataset:
 
     Args:
         wanted: the section `data` of a trial.
+
+    Raises:
+        ConfigError: the data set cannot be loaded.
     """
     return _load(type(wanted), wanted.model_dump_json(), data.version_of(wanted))
 

@@ -55,8 +55,8 @@ def sweep(
         parallel: number of trials at once; by default as many as the machine or the cluster has
             room for.
         folder: folder of the trials; the default is `runs`.
-        ledger: file with a row for each finished run. Trials whose rows are there are not trained;
-            the rows of the others are appended.
+        ledger: file with a row for each finished run; None: no ledger. Trials whose rows are there
+            are not trained; the rows of the others are appended.
         watch: called with each trial, its state and its facts; see `WatchCallback`.
 
     Returns:

@@ -31,7 +31,7 @@ def local_steps(n: int, size: int, steps: int | None, epochs: int | None) -> int
         n: number of examples of the client; without examples it makes no steps.
         size: batch size; only used with `epochs`.
         steps: configured number of steps; None: `epochs` passes.
-        epochs: configured number of passes.
+        epochs: configured number of passes; not used with `steps`.
     """
     if n == 0:
         return 0

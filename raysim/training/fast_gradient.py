@@ -52,7 +52,11 @@ Forward = Callable[[Tensor], tuple[Tensor, Backward]]
 
 
 class FastGradient:
-    """The gradient of a bound net that is a chain of dense layers."""
+    """The gradient of a bound net that is a chain of dense layers.
+
+    Args:
+        bound: the net with its parameters; if it is not such a chain, `layers` is empty.
+    """
 
     def __init__(self, bound: BoundModel):
         """Find the layers of the net; `layers` stays empty if it is anything but such a chain."""
@@ -184,7 +188,7 @@ def by_autograd(
         x: inputs [B, ...].
         y: [B, ...], the targets.
         mode: mode of the pass; "train" moves `buffers`.
-        buffers: [Q], the BatchNorm statistics.
+        buffers: [Q], the BatchNorm statistics; None if the pass uses none.
         drop: dropout masks [B, ...], one for each layer.
 
     Returns:

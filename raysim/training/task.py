@@ -329,7 +329,13 @@ It returns the output of the last stage and the input of the classifier, None if
 
 
 class ForwardPass(Net):
-    """Lazy forward pass: the function `call` runs when an output is first read."""
+    """Lazy forward pass: the function `call` runs when an output is first read.
+
+    Args:
+        model: the net.
+        x: [B, ...], the inputs.
+        call: runs the net; see `Call`.
+    """
 
     def __init__(self, model: Model, x: Tensor, call: Call):
         self.learning_task = model.learning_task
@@ -391,7 +397,7 @@ def forward_pass(
         first: first stage that runs.
         levels: list to which the output of every stage is appended; None stores none.
         mode: mode of the pass.
-        buffers: running statistics [Q].
+        buffers: [Q], the running BatchNorm statistics; None if the pass uses none.
         mask: [B], 1 for real examples; None if all are real.
         drop: dropout masks, in the order of calls.
         moved: list to which mode "train" appends the new statistics [Q].
@@ -437,7 +443,7 @@ def one_by_one(
         params: [B, P], the parameters of each example.
         batch: the examples, with their dropout masks.
         mode: mode of the pass.
-        buffers: running statistics [Q].
+        buffers: [Q], the running BatchNorm statistics; None if the pass uses none.
 
     Returns:
         The pass as a `Call`: it returns outputs [B, classes] and inputs of the classifier [B, F].

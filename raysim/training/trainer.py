@@ -102,6 +102,10 @@ class Trainer(ABC):
         Args:
             group: the clients to train, with their rule and configuration.
             parts: what all groups share.
+
+        Raises:
+            ConfigError: the personal parameters are invalid.
+            ContractError: the rule's `noise` fails, or returns something that is forbidden.
         """
         config, client, model = group.config, group.rule, parts.model
         self.group = group
@@ -230,6 +234,10 @@ class Trainer(ABC):
 
         Returns:
             The sums, and the result of each client.
+
+        Raises:
+            ProbeError: a probe failed at a client.
+            ContractError: the server rule's `sent_to` returns something that is forbidden.
         """
         began = time.perf_counter()
         total = UploadSum(self.uploads)

@@ -146,6 +146,9 @@ class UploadSum:
 
     Inside a block, uploads are summed in the order of the clients, in float64. Blocks are summed in
     fixed point, so the result does not depend on which worker trains which block.
+
+    Args:
+        uploads: the uploads of every client, with their modes.
     """
 
     def __init__(self, uploads: UploadLayout):
