@@ -114,9 +114,8 @@ def relay(files: list[int], delay: float, rate: float) -> None:
                 packet = os.read(file, 65536)
             except BlockingIOError:
                 continue
-            target = (
-                packet[19] - 1 if packet[0] >> 4 == 4 else -1
-            )  # the last byte of an IPv4 destination
+            # The last byte of an IPv4 destination.
+            target = packet[19] - 1 if packet[0] >> 4 == 4 else -1
             if 0 <= target < len(files):
                 free[host] = max(free[host], time.monotonic()) + 8 * len(packet) / rate
                 heapq.heappush(late, (free[host] + delay, number := number + 1, target, packet))

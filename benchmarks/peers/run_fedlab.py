@@ -11,10 +11,8 @@ from workloads import LR, arguments, clients, make_net
 
 
 def main() -> None:
-    for name in (
-        "nms",
-        "qnms",
-    ):  # torchvision cannot be imported without them beside a CPU build of torch
+    # Beside a CPU build of torch, torchvision cannot be imported without these.
+    for name in ("nms", "qnms"):
         torch.library.define(
             f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
         )

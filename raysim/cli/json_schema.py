@@ -146,9 +146,8 @@ def _algorithms(distribution: str | None) -> dict[str, JsonSchema]:
     schemas = {}
     for name, algorithm, origin in registry.catalogue("algorithm"):
         if distribution in (None, origin):
-            if isinstance(
-                algorithm, type
-            ):  # an installed rule, which is paired with half of FedAvg
+            # An installed rule, which is paired with half of FedAvg.
+            if isinstance(algorithm, type):
                 schemas[name] = _described(algorithm)
                 continue
             keys = {**_hyper_parameters(algorithm.client), **_hyper_parameters(algorithm.server)}

@@ -83,15 +83,13 @@ class Inline:
         return CompletedResult(self.server.select(pool, rng))
 
     def evaluate(self, broadcast: Broadcast, parts: Sequence[str]) -> Future[dict[str, float]]:
-        """Evaluate a version now; an error is raised where the metrics are read, as on actors.
+        """Evaluate a version now; an error is raised when the metrics are read, as on actors.
 
         See `Executor.evaluate`.
         """
         try:
             return CompletedResult(self.evaluator.evaluate(broadcast, parts))
-        except (
-            RaysimError
-        ) as error:  # raised where the engine asks for the metrics, as by an evaluator on an actor
+        except RaysimError as error:
             return FailedResult(error)
 
     def evaluate_clients(

@@ -49,9 +49,8 @@ def configure_process(threads: int) -> None:
         threads: number of torch threads.
     """
     torch.set_num_threads(threads)
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = (
-        False  # cosines near 0 decide the QPs
-    )
+    # Cosines near 0 decide the QPs, so TF32 is too coarse.
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     try:
         libc = ctypes.CDLL("libc.so.6")
         m_trim_threshold, m_mmap_threshold = -1, -3
