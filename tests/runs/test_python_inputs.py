@@ -148,7 +148,7 @@ def test_a_lost_or_changed_file_of_examples_is_named(config, cache):
 @pytest.mark.parametrize(
     ("section", "value", "message"),
     [
-        ("data", (X, Y), "data: the training examples are a ndarray"),
+        ("data", (X, Y), "data: x and y have no test half"),
         ("data", {"x": X, "y": Y}, "data: the mapping has no x_test"),
         ("data", 3, "data: expected x, y, x_test, y_test"),
         ("model", 3, "model: a int is neither a torch.nn.Module nor a function"),
