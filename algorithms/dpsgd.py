@@ -4,7 +4,7 @@
              g_k is the gradient of example k; the batch is all of the client's data
     server   FedAvg
 
-State: none. Traffic: d down, d up.
+State: none. Traffic: P down, P up.
 
 This is FedSGD with the section `privacy: {max_grad_norm: C, noise_multiplier: sigma}`, in the form
 to which Xu 2022 compares. The section works with every client rule whose steps see the data through

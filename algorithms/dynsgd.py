@@ -3,7 +3,7 @@
     server   p_i ~ 1 / (s_i + 1);    x <- x - server.lr sum_i p_i d_i
              d_i = x_{b_i} - y_i, staleness s_i = t - b_i
 
-State: none. Traffic: d down, d up.
+State: none. Traffic: P down, P up.
 
 The original is a parameter server with one arrival per step, scaled by 1 / (s + 1) and not
 normalised: `normalise: false`, p_i = 1 / (K (s_i + 1)). For K arrivals Jiang X. et al. 2023

@@ -7,7 +7,7 @@
                = (s + 1)^-a                                           `polynomial`
                = 1 if s <= c else 1 / (a (s - c) + 1)                 `hinge`
 
-State: none. Traffic: d down, d up.
+State: none. Traffic: P down, P up.
 
 The server mixes models, not updates: a stale model pulls x back even if its client did not move.
 The paper counts a round per arrival: `schedule.k: 1`. With more arrivals per round (ten by default,

@@ -3,7 +3,7 @@
     client   y <- x;    y <- y - lr grad f_i(y; batch), I times;    d_i = x - y
     server   x <- x - server.lr sum_i w_i d_i
 
-State: none. Traffic: d down, d up.
+State: none. Traffic: P down, P up.
 
 The weights w_i are 1/S (`weights: uniform`, as in Luo 2023 and Xu 2022) or n_i / sum n_j
 (`weights: samples`, as in McMahan 2017). FedSGD makes one step on all of the client's data.
@@ -32,8 +32,9 @@ class FedAvgServer(ServerRule):
 
 
 AUTHORS_CODE = {"authors_code": {"weights": "samples"}}
-"""Preset of every method that Luo 2023 compares with: its code weights clients by samples, its text
-says 1/S. Differences of the method's own authors' code are hyper-parameters of the method."""
+"""Preset of every method that Luo 2023 compares with: the code of Luo 2023 weights clients by
+samples, its text says 1/S. Differences of the code of a method's own paper are its
+hyper-parameters."""
 
 Algorithm("fedavg", FedAvgClient, FedAvgServer, "McMahan 2017", presets=AUTHORS_CODE)
 Algorithm(

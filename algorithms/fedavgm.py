@@ -2,7 +2,7 @@
 
     server   m <- beta1 m + sum_i w_i d_i;    x <- x - server.lr m
 
-State: server d. Traffic: d down, d up.
+State: server P. Traffic: P down, P up.
 
 m starts at 0. It is neither damped nor a Nesterov momentum, so the effective step grows to
 server.lr / (1 - beta1). Momentum applies to the parameters, never to BatchNorm statistics. With
@@ -44,7 +44,7 @@ Algorithm(
     FedAvgClient,
     FedAvgMServer,
     "Hsu 2019",
-    state="server d, client 0",
+    state="server P, client 0",
     presets=AUTHORS_CODE,
 )
 Algorithm(
@@ -52,6 +52,6 @@ Algorithm(
     FedProxClient,
     FedAvgMServer,
     "Luo 2023",
-    state="server d, client 0",
+    state="server P, client 0",
     presets=AUTHORS_CODE,
 )

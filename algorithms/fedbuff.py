@@ -3,7 +3,7 @@
     server   m <- beta1 m + (1/K) sum_i d_i / sqrt(1 + s_i);    x <- x - server.lr m
              after every K arrivals; beta1 = 0 by default
 
-State: server d. Traffic: d down, d up.
+State: server P. Traffic: P down, P up.
 
 The sum is divided by K, not by the sum of the factors. The method runs on the `buffered` schedule:
 when a client arrives, another one starts at once from the newest model. That requires fewer clients
@@ -37,6 +37,6 @@ Algorithm(
     FedAvgClient,
     FedBuffServer,
     "Nguyen 2022",
-    state="server d, client 0",
+    state="server P, client 0",
     defaults={"schedule": {"name": "buffered"}},
 )

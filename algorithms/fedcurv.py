@@ -5,7 +5,7 @@
     server   x <- x - server.lr sum w_i d_i
              A <- sum_i F_i,    b <- sum_i F_i*y_i    over this round's clients
 
-State: server 2d; clients 2d with `own: false`. Traffic: 3d down, 2d up.
+State: server 2P; clients 2P with `own: false`. Traffic: 3P down, 2P up.
 
 The penalty lam sum_j (y - y_j)' diag(F_j) (y - y_j) pulls towards the parameters at which the last
 round's clients ended; the first round has none. The server could compute F_i*y_i itself; it is sent
@@ -128,6 +128,6 @@ Algorithm(
     FedCurvClient,
     FedCurvServer,
     "Shoham 2019",
-    state="server 2d, client 0",
-    traffic="down 3d, up 2d",
+    state="server 2P, client 0",
+    traffic="down 3P, up 2P",
 )

@@ -4,15 +4,15 @@
              lambda_i <- lambda_i + (y - x)
     server   a = sum w_i y_i;    h <- h + 1/N sum_i (y_i - x);    x <- a + h
 
-State: server d, client d for each client that ever participated. Traffic: d down, d up.
+State: server P, client P for each client that ever participated. Traffic: P down, P up.
 
 h is the mean of all lambda_i, that is -1/alpha times the paper's h. Clients train from x, and x is
 evaluated. The mean a of the round's models, smoother early on, is x - h. The server has no step
 size. h is a plain mean even under `weights: samples`, so the method then converges to the optimum
 of the unweighted objective.
 
-The authors' code scales alpha by the mean client size over n_i (`scale_alpha`); the paper does not.
-It also samples clients by independent coin flips, as `schedule.sampling: poisson` does.
+The code of Acar 2021 scales alpha by the mean client size over n_i (`scale_alpha`); the paper does
+not. It also samples clients by independent coin flips, as `schedule.sampling: poisson` does.
 """
 
 from dataclasses import dataclass
@@ -28,6 +28,7 @@ from raysim.rules import (
     Batch,
     ClientRule,
     LocalData,
+    PositiveScheduled,
     Problem,
     Report,
     Reports,
@@ -72,6 +73,9 @@ class FedDynClient(ClientRule):
 class FedDynServer(ServerRule):
     """Mean of the cohort's models, shifted by the mean of all lambda_i."""
 
+    lr: PositiveScheduled = 1.0
+    """Must be 1: FedDyn's server has no step size."""
+
     def check(self, problem: Problem) -> None:
         if self.lr != 1.0:
             raise ValueError("lr: FedDyn's server has no step size; leave lr at 1")
@@ -94,6 +98,6 @@ Algorithm(
     FedDynClient,
     FedDynServer,
     "Acar 2021",
-    state="server d, client d",
+    state="server P, client P",
     presets=AUTHORS_CODE,
 )

@@ -12,7 +12,7 @@
              phi = 2 - (e/2)^-s_i if e_i >= 0, else (e/2)^-s_i
              u_i <- kappa u_i + (1 - kappa) v_i
 
-State: server L (K + 1) d, and one number per client. Traffic: d down, d up.
+State: server L (K + 1) P, and one number per client. Traffic: P down, P up.
 
 g_i = x_{b_i} - y_i and s_i = t - b_i. LG holds the last L aggregates, LL the (i, s_i, g_i) of the
 last L rounds. The available text has lost its formulas: lines marked R are reconstructed from the
@@ -212,6 +212,6 @@ Algorithm(
     FedAvgClient,
     FedHistServer,
     "Jiang X. 2023",
-    state="server L(K+1)·d, client 0",
+    state="server L(K+1)·P, client 0",
     defaults=KASYNC,
 )

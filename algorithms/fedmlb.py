@@ -6,10 +6,10 @@
                    + lambda3 1/L sum_l KL(softmax(o_l / T) || softmax(o / T))
     server         FedAvg
 
-State: none. Traffic: d down, d up. A step costs L more partial passes.
+State: none. Traffic: P down, P up. A step costs L more partial passes.
 
-As in the authors' code there is no factor T^2, and the gradient of the KL term flows through both
-of its arguments. Frozen stages use batch statistics, update none and apply no dropout. With
+As in the code of Kim 2022 there is no factor T^2, and the gradient of the KL term flows through
+both of its arguments. Frozen stages use batch statistics, update none and apply no dropout. With
 lambda1 = 1 and lambda2 = lambda3 = 0 the method is FedAvg, bit for bit. FedMLBM (Luo 2023) has
 FedAvgM's server.
 
@@ -86,6 +86,6 @@ Algorithm(
     FedMLBClient,
     FedAvgMServer,
     "Luo 2023",
-    state="server d, client 0",
+    state="server P, client 0",
     presets=AUTHORS_CODE,
 )

@@ -8,19 +8,18 @@
     server   tau_eff = sum q_i a_i;    d = tau_eff sum q_i d_i / a_i;    q_i = n_i / sum n_j
              m <- beta1 m + d;    x <- x - server.lr m
 
-State: server d with momentum, else none. Traffic: d down, d + 1 up.
+State: server P with momentum, else none. Traffic: P down, P + 1 up.
 
 With equal K and neither momentum nor proximal term the method is FedAvg with `weights: samples`.
 `samples` is the default here; `weights: uniform` uses q_i = 1/S. The sums are not evaluated in
 closed form, which cancels for small lr mu and for rho near 1. Weight decay and gradient clipping,
 where configured, act on v; a_i ignores them.
 
-The authors' code differs in tau_eff with mu > 0. The server may choose tau_eff. Here it is always
-sum q_i a_i, so with equal K FedNova with mu > 0 is FedProx with `weights: samples`. The authors'
-code uses sum q_i a_i for mu = 0, with or without momentum, but sum q_i K_i for mu > 0. Since
-a_i <= K_i, its steps are longer, by K / a if all clients make K steps: 1.02 for K = 5 and
-lr mu = 0.01. If all K_i are equal, server.lr times that factor gives the authors' step; otherwise
-no constant does.
+The code of Wang J. 2020 differs in tau_eff with mu > 0. The server may choose tau_eff. Here it is
+always sum q_i a_i, so with equal K FedNova with mu > 0 is FedProx with `weights: samples`. That
+code uses sum q_i a_i for mu = 0, with or without momentum, but sum q_i K_i for mu > 0. Since a_i <=
+K_i, its steps are longer, by K / a if all clients make K steps: 1.02 for K = 5 and lr mu = 0.01. If
+all K_i are equal, server.lr times that factor gives that code's step; otherwise no constant does.
 """
 
 from dataclasses import dataclass
@@ -118,4 +117,4 @@ class FedNovaServer(ServerRule):
         return {**state, "x": state["x"] - self.lr * step}
 
 
-Algorithm("fednova", FedNovaClient, FedNovaServer, "Wang J. 2020", traffic="down d, up d + 1")
+Algorithm("fednova", FedNovaClient, FedNovaServer, "Wang J. 2020", traffic="down P, up P + 1")

@@ -6,7 +6,7 @@
     FedYogi      v <- v - (1 - beta2) D^2 sign(v - D^2)
     FedAMS       v as FedAdam;  vmax <- max(vmax, v, tau);  x <- x + server.lr m / sqrt(vmax)
 
-State: server 2d (FedAMS 3d). Traffic: d down, d up.
+State: server 2P (FedAMS 3P). Traffic: P down, P up.
 
 All operations are elementwise. m starts at 0, v at tau^2, vmax at 0; there is no bias correction.
 The papers search server.lr over powers of sqrt(10) between about 1e-3 and 10; the best value varies
@@ -16,8 +16,8 @@ method.
 FedAMS differs from its paper in one initial value: Wang Y. 2022 starts from v = 0, here v = tau^2
 as in the other three. Its rest in v after t rounds is beta2^t tau^2, below tau^2 = 1e-6 beside the
 floor tau = 1e-3 of vmax. It shows only in entries where v exceeds tau, as at most a share tau of v.
-The authors' code of FedAMS starts from v = 0 and vmax = --max_init (default 0) and adds --eps
-(default 1e-8) to the denominator. Their README's command sets --eps=0 --max_init=1e-3, so vmax
+The code of Wang Y. 2022 starts from v = 0 and vmax = `--max_init` (default 0) and adds `--eps`
+(default 1e-8) to the denominator. Its README's command sets `--eps=0 --max_init=1e-3`, so vmax
 starts at tau, the same as the floor. The code also corrects the bias: m / (1 - beta1^t) and
 sqrt(vmax) / sqrt(1 - beta2^t). The paper's algorithm and this file do not.
 """
@@ -135,12 +135,12 @@ for _server, _paper in (
     (FedYogiServer, "Reddi 2021"),
     (FedAMSServer, "Wang Y. 2022"),
 ):
-    _d = "3d" if _server is FedAMSServer else "2d"
+    _kept = "3P" if _server is FedAMSServer else "2P"
     Algorithm(
         _server.name,
         FedAvgClient,
         _server,
         _paper,
-        state=f"server {_d}, client 0",
+        state=f"server {_kept}, client 0",
         presets=AUTHORS_CODE,
     )

@@ -3,7 +3,7 @@
     client   y <- y - lr (grad f_i(y; batch) + mu (y - x))    gradient of f_i(y) + mu/2 |y - x|^2
     server   FedAvg
 
-State: none. Traffic: d down, d up.
+State: none. Traffic: P down, P up.
 
 The proximal term includes the factor 1/2: code that adds gamma |y - x|^2 means mu = 2 gamma. With
 mu = 0 the method is FedAvg, bit for bit.

@@ -11,7 +11,7 @@
              theta <- theta - w_s g_s - w_p g_p
     server   FedAvg
 
-State: none. Traffic: d down, d up. A step costs three gradients (FedReg-MG four), the preparation
+State: none. Traffic: P down, P up. A step costs three gradients (FedReg-MG four), the preparation
 2E input gradients per batch.
 
 The two corrections are projections onto half-spaces, one after the other: to first order no step
@@ -20,9 +20,9 @@ protects the client's data from gradient inversion: with q = grad L(pseudo image
 at the same parameters, g <- g - <g, q> / |q|^2 q.
 
 L is -sum y log(p + 1e-12). Step i uses the data that was prepared from batch i of the pass, not
-from its own images, as in the authors' code. `pairing: own` prepares the data anew at each step.
-The authors' q comes from the step's own images (`fresh: true`, preset authors_code). The authors'
-code intends to clamp images to the range of their batch but does not (`clamp`). On one device their
+from its own images, as in the code of Xu 2022. `pairing: own` prepares the data anew at each step.
+That code's q comes from the step's own images (`fresh: true`, preset authors_code). That code
+intends to clamp images to the range of their batch but does not (`clamp`). On one device its
 generator lets both sets share their storage, so that both become the same; this fault is not
 reproduced. If eta_s is so large that theta0 is certain of every pseudo image, g_s cancels to
 rounding noise and so does the projection along it: then runs of other builds, or in another

@@ -13,8 +13,8 @@
         D_i <- d_i (new) | beta2 D_i + d_i (sampled) | beta2 D_i (others)
         m <- QP(p, D);    x <- x - server.lr m
 
-State: server (m + 1) d, client d for each client that ever participated (none with
-`previous: reset`). Traffic: d down, d up. A client's step costs three gradients.
+State: server (m + 1) P, client P for each client that ever participated (none with
+`previous: reset`). Traffic: P down, P up. A client's step costs three gradients.
 
 `memory_dtype` stores the memory in half precision, `memory_device: cpu` in the CPU's memory instead
 of the GPU's. memory = 0 is FedAvgM.
@@ -24,7 +24,7 @@ beta2 in (0, 1) a straggler's direction binds as hard after a hundred rounds as 
 and `norm_floor` make it fade). And beta2 = 0 is another method, in which the rows of absent clients
 are zero and only this round's updates constrain.
 
-The authors' code (`preset: authors_code`) solves one QP for each named tensor
+The code of Luo 2023 (`preset: authors_code`) solves one QP for each named tensor
 (`qp_scope: per_tensor`), weights clients by samples, lets GradMA forget x' (`previous: reset`: the
 first local step is plain SGD), starts GradMA-W from the current global model instead of x0
 (`first_previous: global`), and draws other dropout masks for each of the three gradients
@@ -233,7 +233,7 @@ Algorithm(
     GradMAClient,
     FedAvgServer,
     "Luo 2023",
-    state="server 0, client d",
+    state="server 0, client P",
     presets={"authors_code": {**_AUTHORS_CODE, "previous": "memory", "first_previous": "global"}},
 )
 Algorithm(
@@ -241,7 +241,7 @@ Algorithm(
     FedAvgClient,
     GradMAServer,
     "Luo 2023",
-    state="server (m+1)·d, client 0",
+    state="server (m+1)·P, client 0",
     presets={"authors_code": _AUTHORS_CODE},
 )
 Algorithm(
@@ -249,6 +249,6 @@ Algorithm(
     GradMAClient,
     GradMAServer,
     "Luo 2023",
-    state="server (m+1)·d, client d",
+    state="server (m+1)·P, client P",
     presets={"authors_code": {**_AUTHORS_CODE, "previous": "reset"}},
 )

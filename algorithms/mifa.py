@@ -4,8 +4,8 @@
     server   D <- D + 1/N sum_i delta_i;    x <- x - server.lr D
     MIFAM    m <- beta1 m + D;    x <- x - server.lr m
 
-State: server d (float64, since a float32 sum would drift), MIFAM another d; client d for each
-client that ever participated. Traffic: d down, d up.
+State: server P (float64, since a float32 sum would drift), MIFAM another P; client P for each
+client that ever participated. Traffic: P down, P up.
 
 D is the mean over all clients of their latest known update. The upload mode "difference" does the
 client's part for any rule. With `weights: samples` that mean is weighted by samples.
@@ -79,13 +79,13 @@ class MIFAMServer(MIFAServer):
 
 
 Algorithm(
-    "mifa", FedAvgClient, MIFAServer, "Gu 2021", state="server d, client d", presets=AUTHORS_CODE
+    "mifa", FedAvgClient, MIFAServer, "Gu 2021", state="server P, client P", presets=AUTHORS_CODE
 )
 Algorithm(
     "mifam",
     FedAvgClient,
     MIFAMServer,
     "Luo 2023",
-    state="server 2d, client d",
+    state="server 2P, client P",
     presets=AUTHORS_CODE,
 )

@@ -4,7 +4,7 @@
              q_i = grad f_i(x), all data
     server   x <- x - server.lr sum w_i d_i;    m <- (1 - beta) sum w_i q_i + beta m
 
-State: server d. Traffic: 2d down, 2d up.
+State: server P. Traffic: 2P down, 2P up.
 
 q_i costs one pass over the client's data, not augmented, in train mode without dropout and without
 an update of BatchNorm statistics. The well-known JAX code is undamped (`damped: false`, grad f +
@@ -106,7 +106,7 @@ Algorithm(
     MimeLiteClient,
     MimeLiteServer,
     "Karimireddy 2020b",
-    state="server d, client 0",
-    traffic="down 2d, up 2d",
+    state="server P, client 0",
+    traffic="down 2P, up 2P",
     presets=AUTHORS_CODE,
 )

@@ -5,16 +5,16 @@
     loss           CE + mu * -log(e^{cos(z, z_g)/T} / (e^{cos(z, z_g)/T} + e^{cos(z, z_p)/T}))
     server         FedAvg
 
-State: client d and BatchNorm statistics, for each client that ever participated. Traffic: d down,
-d up. A step costs two more forward passes.
+State: client P and BatchNorm statistics, for each client that ever participated. Traffic: P down,
+P up. A step costs two more forward passes.
 
 Only z has a gradient; the two frozen models are in eval mode. With mu = 0 the method is FedAvg, bit
 for bit. MOONM (Luo 2023) has FedAvgM's server.
 
-The representation is the input of the model's linear classifier, so that d is the same for all
+The representation is the input of the model's linear classifier, so that P is the same for all
 methods; the paper adds a projection head (`model.projection: 256`). At the first participation
-there is no previous model: x is used, and the term vanishes (`first_previous: global`). The
-authors' code uses an independent random initialisation for each client (`first_previous: random`).
+there is no previous model: x is used, and the term vanishes (`first_previous: global`). The code
+of Li Q. 2021 uses an independent random initialisation for each client (`first_previous: random`).
 """
 
 from dataclasses import dataclass
@@ -122,8 +122,8 @@ def cosine(a: Tensor, b: Tensor, smallest: float = 1e-8) -> Tensor:
 
 
 Algorithm(
-    "moon", MOONClient, FedAvgServer, "Li Q. 2021", state="server 0, client d", presets=AUTHORS_CODE
+    "moon", MOONClient, FedAvgServer, "Li Q. 2021", state="server 0, client P", presets=AUTHORS_CODE
 )
 Algorithm(
-    "moonm", MOONClient, FedAvgMServer, "Luo 2023", state="server d, client d", presets=AUTHORS_CODE
+    "moonm", MOONClient, FedAvgMServer, "Luo 2023", state="server P, client P", presets=AUTHORS_CODE
 )

@@ -5,14 +5,14 @@
              L_k = |u_F - u_k|^2 / ((|F| + 1)^2 |u_F|^2),  L_max the largest of the round
              p = w / sum w;    x <- x - server.lr sum_k p_k u_k;    u_k = x_{b_k} - y_k
 
-State: none; the K updates are held for the round. Traffic: d down, d up.
+State: none; the K updates are held for the round. Traffic: P down, P up.
 
 A stale update is damped by its age and boosted by its deviation from u_F. In L_k / L_max everything
-but |u_F - u_k|^2 cancels. The authors' code divides the exponential by 10 (`boost_scale: 10`), so
-every stale update is boosted by 0.90 to 0.96 beta whatever its deviation. A round without fresh
-updates is common in K-async and not covered by the paper: then F are the least stale updates, with
-weight 1 / (s + 1). If u_F = 0 or nothing deviates there is no boost. `weights: samples` multiplies
-w_k by n_k. REFL's client selection and adaptive rounds are not part of this file.
+but |u_F - u_k|^2 cancels. The code of Abdelmoniem 2023 divides the exponential by 10 (`boost_scale:
+10`), so every stale update is boosted by 0.90 to 0.96 beta whatever its deviation. A round without
+fresh updates is common in K-async and not covered by the paper: then F are the least stale updates,
+with weight 1 / (s + 1). If u_F = 0 or nothing deviates there is no boost. `weights: samples`
+multiplies w_k by n_k. REFL's client selection and adaptive rounds are not part of this file.
 """
 
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ class REFLServer(ServerRule):
     beta: Annotated[float, Field(ge=0, le=1)] = 0.35
     """Share of the deviation in a stale update's weight."""
     boost_scale: Annotated[float, Field(ge=1)] = 1.0
-    """Divisor of the exponential; 10 in the authors' code."""
+    """Divisor of the exponential; 10 in the code of Abdelmoniem 2023."""
 
     weights_after_training = True
 

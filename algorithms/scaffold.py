@@ -6,7 +6,7 @@
              upload  delta = x - y  and  delta_c = c_i+ - c_i;  keep c_i+          (lines 13, 14)
     server   x <- x - server.lr * mean(delta);   c <- c + (1 / N) sum(delta_c)     (lines 16, 17)
 
-State: server d, client d for each client that ever participated. Traffic: 2d down, 2d up.
+State: server P, client P for each client that ever participated. Traffic: 2P down, 2P up.
 
 K is the number of local steps of this client, lr the step size of this round. c_i starts at 0. The
 sum over delta_c is divided by the number of ALL clients N, so with full participation c is the
@@ -106,7 +106,7 @@ Algorithm(
     SCAFFOLDClient,
     SCAFFOLDServer,
     "Karimireddy 2020a",
-    state="server d, client d",
-    traffic="down 2d, up 2d",
+    state="server P, client P",
+    traffic="down 2P, up 2P",
     presets=AUTHORS_CODE,
 )

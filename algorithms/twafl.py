@@ -3,7 +3,7 @@
     server   p_i ~ n_i (e/2)^-s_i;    x <- x - server.lr sum_i p_i d_i
              d_i = x_{b_i} - y_i, staleness s_i = t - b_i
 
-State: none. Traffic: d down, d up.
+State: none. Traffic: P down, P up.
 
 `weights: uniform` leaves n_i out, as in the comparison by Zhou et al. 2022. The paper multiplies
 the latest models of all clients by these factors without normalisation; here, as in that

@@ -8,7 +8,7 @@
                  G = sum_A q_i g_i    (H if A is empty)
              5.  x <- x - server.lr / (1 + decay (s_min + 1)) G
 
-State: server d; the K updates are held for the round. Traffic: d down, d up.
+State: server P; the K updates are held for the round. Traffic: P down, P up.
 
 d_i = x_{b_i} - y_i. The authors use gradients d_i / lr and clip each of them at 70. Here updates
 arrive, so server.lr = 1 is their eta_0 = lr, and `clip` is 70 lr for lr = 0.01 (null: no clipping).
@@ -114,5 +114,5 @@ def _cosines(g: list[Tensor], mean: Tensor) -> list[float]:
 
 
 Algorithm(
-    "wkafl", FedAvgClient, WKAFLServer, "Zhou 2022", state="server d, client 0", defaults=KASYNC
+    "wkafl", FedAvgClient, WKAFLServer, "Zhou 2022", state="server P, client 0", defaults=KASYNC
 )

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent / "_ext"))
-
-from sphinx.application import Sphinx
 
 from raysim.version import __version__
 
@@ -24,6 +21,7 @@ extensions = [
     "sphinx.ext.viewcode",
     "sphinx_copybutton",
     "sphinx_design",
+    "docstrings",
     "generated_pages",
 ]
 
@@ -36,6 +34,8 @@ html_title = f"raysim {release}"
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath", "fieldlist"]
 myst_heading_anchors = 3
 
+smartquotes = False  # would turn the dashes of --option into one
+
 default_role = "literal"
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
@@ -46,14 +46,3 @@ autodoc_type_aliases = {  # shown by name, not with their validators
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_custom_sections = [("Writes", "returns_style")]
-
-
-def setup(app: Sphinx) -> None:
-    """Take the bars of |x| in docstrings as they are; reStructuredText would substitute them."""
-
-    def escape(
-        app: Sphinx, what: str, name: str, object: Any, options: Any, lines: list[str]
-    ) -> None:
-        lines[:] = [line.replace("|", r"\|") for line in lines]
-
-    app.connect("autodoc-process-docstring", escape)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import json
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -14,13 +16,20 @@ from raysim.attacks.attack_options import AttackOptions
 from raysim.attacks.noise_matching import MatchOptions
 from raysim.config.explain import annotation_types
 from raysim.config.schema import Config
+from raysim.config.sections.groups import GroupLocal
+from raysim.config.sections.local import Local
+from raysim.models import build, zoo
 from raysim.planning.simulated_costs import Costs
 from raysim.reports.claims import Claim
+from raysim.rules import registry
+from raysim.rules.learning_tasks import TASKS
 from raysim.sweeps.definition import SweepSettings
 
 TAGS = ("name", "unit")
 """Keys by which a section's kind is chosen."""
 
+LIKE = {GroupLocal: Local}
+"""Sections whose keys mean the same as those of another one."""
 
 OTHER_SECTIONS = {"sweep": SweepSettings, "claims": Claim, "match": MatchOptions}
 """Sections of a file that are not part of a run's configuration."""
@@ -38,11 +47,10 @@ def pages() -> dict[str, str]:
 
 
 def _config() -> Iterator[str]:
-    sections = {key: _models(Config, key) for key in Config.model_fields}
-    plain = [key for key, models in sections.items() if not models]
-    yield f"## Top level\n\n{definition_list(_field(Config, key, '') for key in plain)}\n"
-    for key, models in sections.items():
-        if models:
+    yield "## Top level\n"
+    yield definition_list(_field(Config, key, "") for key in Config.model_fields)
+    for key in Config.model_fields:
+        if models := _models(Config, key):
             yield from _section(key, models, level=2)
 
 
@@ -52,8 +60,7 @@ def _keys(path: str, model: type[BaseModel], level: int) -> Iterator[str]:
         yield from _section(path, [model], level)
         return
     yield f"{inspect.cleandoc(model.__doc__ or '')}\n"
-    plain = [key for key in model.model_fields if not _models(model, key)]
-    yield definition_list(_field(model, key, "") for key in plain)
+    yield definition_list(_field(model, key, "") for key in model.model_fields)
     for key in model.model_fields:
         if models := _models(model, key):
             yield from _section(key, models, level)
@@ -62,21 +69,66 @@ def _keys(path: str, model: type[BaseModel], level: int) -> Iterator[str]:
 def _section(path: str, models: list[type[BaseModel]], level: int) -> Iterator[str]:
     """Yield a section that is one of several models, then the sections inside it."""
     yield f"{'#' * level} `{path}`\n"
-    for model in models:
-        name = _name(model)
-        if len(models) > 1:
-            yield f"{'#' * (level + 1)} `{path}: {name}`\n"
-        yield f"{inspect.cleandoc(model.__doc__ or '')}\n"
-        plain = [key for key in model.model_fields if not _models(model, key)]
-        hidden = TAGS if len(models) > 1 else ()
-        yield definition_list(_field(model, key, f"{path}.") for key in plain if key not in hidden)
     inner: dict[str, list[type[BaseModel]]] = {}
     for model in models:
+        if len(models) > 1:
+            yield f"{'#' * (level + 1)} `{path}: {_name(model)}`\n"
+        yield f"{inspect.cleandoc(model.__doc__ or '')}\n"
+        if like := LIKE.get(model):
+            yield _same_keys(model, like)
+            continue
+        hidden = TAGS if len(models) > 1 else ()
+        shown = [key for key in model.model_fields if key not in hidden]
+        yield definition_list(_field(model, key, f"{path}.") for key in shown)
         for key in model.model_fields:
-            if (found := _models(model, key)) and key not in inner:
-                inner[key] = found
+            if found := _models(model, key):
+                inner.setdefault(key, found)
+    if path in NAMED_BY_TABLE:
+        yield from NAMED_BY_TABLE[path]()
     for key, found in inner.items():
         yield from _section(f"{path}.{key}", found, min(level + 1, 6))
+
+
+def _same_keys(model: type[BaseModel], like: type[BaseModel]) -> str:
+    """Return the names of a section's keys, which another section explains."""
+    assert model.model_fields.keys() <= like.model_fields.keys(), model
+    names = ", ".join(f"`{key}`" for key in model.model_fields)
+    section = like.__name__.lower()
+    return f"Its keys are some of those of [`{section}`](#{section}): {names}.\n"
+
+
+def _nets() -> Iterator[str]:
+    """Yield the shipped nets with their keys, then the keys of every net."""
+    yield "| net | keys with defaults | what it is |\n| --- | --- | --- |"
+    for name, net in zoo.NETS.items():
+        keys = ", ".join(
+            f"`{key}: {json.dumps(parameter.default)}`"
+            for key, parameter in build.net_parameters(name).items()
+        )
+        text = _summary(net).removeprefix("Build ")
+        yield f"| `{name}` | {keys} | {text[0].upper()}{text[1:]} |"
+    yield "\nEvery net also has these keys:\n"
+    for key, (_, meaning) in build.COMMON_KEYS.items():
+        yield f"`model.{key}`\n: {meaning}\n"
+
+
+def _tasks() -> Iterator[str]:
+    """Yield the shipped learning tasks with their keys."""
+    yield "| task | keys | metrics | what it is |\n| --- | --- | --- | --- |"
+    for name, task in TASKS.items():
+        keys = ", ".join(f"`{key}`" for key in registry.hyperparameter_names(task))
+        metrics = ", ".join(f"`{metric}`" for metric in task.metric_classes)
+        yield f"| `{name}` | {keys} | {metrics} | {_summary(task)} |"
+    yield ""
+
+
+NAMED_BY_TABLE = {"model": _nets, "task": _tasks}
+"""Sections whose names have keys that only a registry knows."""
+
+
+def _summary(documented: Any) -> str:
+    """Return the first paragraph of a docstring in one line."""
+    return " ".join((documented.__doc__ or "").split("\n\n")[0].split())
 
 
 def _models(owner: type[BaseModel], key: str) -> list[type[BaseModel]]:
@@ -89,10 +141,16 @@ def _models(owner: type[BaseModel], key: str) -> list[type[BaseModel]]:
 
 
 def _name(model: type[BaseModel]) -> str:
-    """Return the `name` or `unit` by which a section's kind is chosen."""
+    """Return the `name` or `unit` by which a section's kind is chosen.
+
+    For a kind that has any name, it is "path.py:Class" if its text says so, else "NAME".
+    """
     tags = [key for key in TAGS if key in model.model_fields]
     [name] = annotation_types(model.model_fields[tags[0]].annotation) if tags else [""]
-    return str(name)
+    if name is not str:
+        return str(name)
+    path = re.match(r"path\.py:\w+", attribute_text(model, tags[0]))
+    return path[0] if path else "NAME"
 
 
 def _field(model: type[BaseModel], key: str, prefix: str) -> Field:
@@ -100,7 +158,7 @@ def _field(model: type[BaseModel], key: str, prefix: str) -> Field:
     field = model.model_fields[key]
     name = field.alias or key
     value = field.get_default(call_default_factory=True)
-    default = "" if value is PydanticUndefined else default_text(_jsonable(value))
+    default = "" if value is PydanticUndefined else _default(value)
     return Field(
         prefix + name,
         values_text(schema["properties"][name], schema.get("$defs", {})),
@@ -113,5 +171,8 @@ def _schema(model: type[BaseModel]) -> Mapping[str, Any]:
     return model.model_json_schema()
 
 
-def _jsonable(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
+def _default(value: Any) -> str:
+    """Return a default as it is written; of a section its name, and "" if it has none."""
+    if isinstance(value, BaseModel):
+        value = getattr(value, "name", "")
+    return default_text(list(value) if isinstance(value, tuple) else value)

@@ -11,6 +11,8 @@ from typing import Any
 
 from sphinx.pycode import ModuleAnalyzer
 
+BOOLEAN = "`true` or `false`"
+
 
 @dataclass(frozen=True)
 class Field:
@@ -66,14 +68,14 @@ def values_text(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> st
         "integer": "an integer",
         "number": "a number",
         "string": "a string",
-        "boolean": "`true` or `false`",
+        "boolean": BOOLEAN,
         "null": "`null`",
         "object": "a mapping",
     }.get(kind, kind)
     if "minimum" in schema and "maximum" in schema:
-        return f"{name} from {schema['minimum']:g} to {schema['maximum']:g}"
+        return f"{name} from {_number(schema['minimum'])} to {_number(schema['maximum'])}"
     bounds = [
-        f"{sign} {schema[bound]:g}"
+        f"{sign} {_number(schema[bound])}"
         for bound, sign in (
             ("minimum", "≥"),
             ("exclusiveMinimum", ">"),
@@ -85,6 +87,10 @@ def values_text(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> st
     return " ".join([name, ", ".join(bounds)]).strip()
 
 
+def _number(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:g}"
+
+
 def default_text(value: Any) -> str:
     """Return a default as it is written in a configuration."""
     return "" if value == "" else f"`{_plain(value)}`"
@@ -94,6 +100,10 @@ def _plain(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
+def _parts(text: str) -> list[str]:
+    return ["`true`", "`false`"] if text == BOOLEAN else [text]
+
+
 def _alternatives(texts: Iterable[str]) -> str:
-    *most, last = texts
+    *most, last = (part for text in texts for part in _parts(text))
     return f"{', '.join(most)} or {last}" if most else last

@@ -22,6 +22,7 @@ GENERATORS = {
         configuration_page.pages,
         command_pages.pages,
         example_pages.table,
+        method_pages.table,
         metrics_page.pages,
         renamed_page.pages,
     ),

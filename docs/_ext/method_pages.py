@@ -15,7 +15,7 @@ from fields import Field, attribute_text, default_text, definition_list, values_
 from pydantic import TypeAdapter
 from result_pages import CONFIGS, REPOSITORY, about
 
-from raysim.algorithms.fedavg import AUTHORS_CODE
+from raysim.algorithms.fedavg import AUTHORS_CODE, FedAvgClient, FedAvgServer
 from raysim.config.loading import shipped
 from raysim.rules import contract, registry
 from raysim.rules.contract import Algorithm
@@ -27,12 +27,47 @@ def pages() -> dict[str, str]:
     return {name: "\n".join(_page(method)) for name, method in contract.ALGORITHMS.items()}
 
 
+def table() -> dict[str, str]:
+    """Return the page `methods`, the table of all methods."""
+    registry.discover()
+    rows = []
+    for name, method in sorted(contract.ALGORITHMS.items()):
+        changed = [
+            rule
+            for rule, plain in ((method.client, FedAvgClient), (method.server, FedAvgServer))
+            if rule is not plain
+        ]
+        text = " ".join(map(_summary, changed)) or _other_defaults(method)
+        sides = [rule is method.client for rule in changed]
+        side = {(): "", (True,): "client", (False,): "server", (True, False): "both"}[tuple(sides)]
+        schedule = method.defaults.get("schedule", {}).get("name", "")
+        rows.append([f"[{name}](../methods/{name}.md)", text, side, schedule, method.paper])
+    header = ["method", "what its rules do", "side", "schedule", "paper"]
+    return {"methods": _markdown(header, rows)}
+
+
+def _other_defaults(method: Algorithm) -> str:
+    """Return how a method differs from FedAvg that has the same rules."""
+    keys = [
+        f"`{section}.{key}: {value}`"
+        for section, keys in method.defaults.items()
+        for key, value in keys.items()
+    ]
+    return f"FedAvg with {', '.join(keys)}." if keys else "Local SGD, and an average of the models."
+
+
+def _summary(rule: type[Any]) -> str:
+    """Return the first paragraph of a rule's docstring in one line."""
+    return " ".join((rule.__doc__ or "").split("\n\n")[0].split())
+
+
 def _page(method: Algorithm) -> Iterator[str]:
     path = _source(method)
     docstring = re.match(r'"""(.*?)"""', path.read_text(), re.DOTALL)
     assert docstring is not None, path
     yield f"# {method.name}\n"
     yield f"{method.paper}. State: {method.state}. Traffic for each client: {method.traffic}.\n"
+    yield LETTERS
     yield f"```bash\nraysim run quickstart algorithm={method.name}\n```\n"
     about_code, rest = _about_code(docstring[1].strip())
     yield "\n\n".join(rest) + "\n"
@@ -47,8 +82,12 @@ def _page(method: Algorithm) -> Iterator[str]:
 
 MENTIONS_CODE = re.compile(r"\b(code|text|printed|reconstructed)\b")
 NOTHING_RECORDED = (
-    "No difference between the paper's text and its authors' code is recorded for this method. The "
-    "oracle in `tests/oracle/` follows the text."
+    "No difference between the paper's text and the code of its own authors is recorded for this "
+    "method. The oracle in `tests/oracle/` follows the text."
+)
+LETTERS = (
+    "P is the number of the net's parameters. Figures and papers write N for `partition.clients`, "
+    "S for `schedule.cohort`, T for `rounds` and ω for `partition.alpha`.\n"
 )
 
 
@@ -76,8 +115,7 @@ def _hyperparameters(method: Algorithm) -> Iterator[str]:
     yield "## Hyper-parameters\n"
     yield "Each is a key of the section `algorithm`.\n"
     for half, rule in (("Client", method.client), ("Server", method.server)):
-        first_line = " ".join((rule.__doc__ or "").split("\n\n")[0].split())
-        yield f"**{half} rule `{rule.name}`.** {first_line}\n"
+        yield f"**{half} rule `{rule.name}`.** {_summary(rule)}\n"
         if listed := definition_list(_fields(rule, method)):
             yield listed
 
@@ -106,9 +144,10 @@ def _settings(method: Algorithm) -> Iterator[str]:
     for name, values in method.presets.items():
         yield f"## Preset `{name}`\n"
         author = "Luo 2023" if AUTHORS_CODE[name].items() <= values.items() else method.paper
+        other = "" if author == method.paper else f" for its comparison with {method.name},"
         yield (
-            f"`algorithm.preset={name}` follows the code that {author} published where it differs "
-            "from the text. It sets:\n"
+            f"`algorithm.preset={name}` follows the code that {author} published{other} where it "
+            f"differs from the text of {author}. It sets:\n"
         )
         yield f"```yaml\n{yaml.safe_dump({'algorithm': _plain(values)}, sort_keys=False)}```\n"
 

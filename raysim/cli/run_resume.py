@@ -62,7 +62,11 @@ def resume(
     overrides: Overrides = None,
     fork: Annotated[
         bool,
-        typer.Option("--fork", help="continue as a new run below the old one; any key may change"),
+        typer.Option(
+            "--fork",
+            help="continue as a new run below the old one; any key may change except data, "
+            "partition, model and dtype, and on a virtual clock the schedule",
+        ),
     ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="last line of standard output: one JSON object")

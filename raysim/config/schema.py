@@ -76,7 +76,7 @@ class Config(Section):
     """Learning task: its loss, and the metrics of evaluations. classification, multilabel,
     regression, next_token, or path.py:Class."""
     model: Annotated[Named, default_name("mlp")] = Named(name="mlp")
-    """Net, and its parameters."""
+    """Net, and its parameters: the name of a shipped or installed net, or path.py:Class."""
     algorithm: Annotated[Named, BeforeValidator(named)] | None = None
     """Method: a client rule with its server rule, and their hyper-parameters. Give this, or
     `client` and `server`."""
@@ -103,7 +103,7 @@ class Config(Section):
     stop: Stop | None = None
     """Early stopping by a metric; null: all rounds are trained."""
     record_updates: RecordUpdates | None = None
-    """Recorded updates; null: none."""
+    """Updates that are kept for `raysim attack`; null: none."""
     checkpoint: Checkpointing = Checkpointing()
     """Checkpoints."""
     client_state: ClientState = ClientState()
@@ -256,7 +256,11 @@ class Config(Section):
 
     @property
     def fingerprint(self) -> str:
-        """sha256 of `identity()`, in hex. Equal fingerprints mean equal bits."""
+        """sha256 of `identity()`, in hex.
+
+        Two runs with equal fingerprints and equally many rounds have equal bits, inline and on any
+        number of workers, on one kind of CPU or GPU with one build of torch.
+        """
         return hashlib.sha256(json.dumps(self.identity(), sort_keys=True).encode()).hexdigest()
 
     def dump(self) -> str:

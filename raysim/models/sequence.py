@@ -68,7 +68,7 @@ def lstm(
     layers: Width = 2,
     dropout: Rate = 0.0,
 ) -> nn.Module:
-    """Build McMahan 2017's LSTM for the next character: 8, 256, 256; d = 817 872 for 80 tokens.
+    """Build McMahan 2017's LSTM for the next character: 8, 256, 256; P = 817 872 for 80 tokens.
 
     Args:
         shape: shape (T,) of a sequence.
@@ -183,7 +183,7 @@ def transformer(
     layers: Width = 2,
     dropout: Rate = 0.0,
 ) -> nn.Module:
-    """Build a small causal transformer with LayerNorm before each part; d = 110 416 for 80 tokens.
+    """Build a small causal transformer with LayerNorm before each part; P = 110 416 for 80 tokens.
 
     Args:
         shape: shape (T,) of a sequence.

@@ -2,7 +2,7 @@
 
 Every function builds a net for images of a shape (C, H, W) and a number of classes. Every net
 except ViT is a sequence of stages; the last stage is the classifier. Initialisation is PyTorch's
-default unless the docstring names another. `d` is the number of trainable parameters. Max pooling
+default unless the docstring names another. `P` is the number of trainable parameters. Max pooling
 comes before ReLU: the numbers are the same, and ReLU has fewer of them to do. A user's own
 `nn.Module`, configured by its path, does not need stages.
 """
@@ -88,7 +88,7 @@ def quadratic(shape: Shape, classes: int) -> nn.Module:
 def mlp(shape: Shape, classes: int, hidden: tuple[int, ...] = (200, 200)) -> nn.Module:
     """Build a fully connected net with ReLU between its layers.
 
-    McMahan's 2NN is hidden = (200, 200), d = 199 210 on MNIST.
+    McMahan's 2NN is hidden = (200, 200), P = 199 210 on MNIST.
 
     Args:
         shape: shape (C, H, W) of one example.
@@ -105,7 +105,7 @@ def mlp(shape: Shape, classes: int, hidden: tuple[int, ...] = (200, 200)) -> nn.
 
 
 def tinynn(shape: Shape, classes: int) -> nn.Module:
-    """Build Luo 2023's MNIST net: 784-200-100-10 with BatchNorm and ReLU; d = 178 710.
+    """Build Luo 2023's MNIST net: 784-200-100-10 with BatchNorm and ReLU; P = 178 710.
 
     Args:
         shape: shape (C, H, W) of one example.
@@ -119,7 +119,7 @@ def tinynn(shape: Shape, classes: int) -> nn.Module:
 
 
 def lenet5(shape: Shape, classes: int, dropout: float = 0.5) -> nn.Module:
-    """Build Luo 2023's CIFAR-10 net; d = 941 834.
+    """Build Luo 2023's CIFAR-10 net; P = 941 834.
 
     It has 5×5 convolutions 32, 64, fully connected layers 512, 128 and BatchNorm. It differs much
     from LeCun's LeNet-5.
@@ -150,7 +150,7 @@ def lenet5(shape: Shape, classes: int, dropout: float = 0.5) -> nn.Module:
 def vgg11(shape: Shape, classes: int, dropout: float = 0.5) -> nn.Module:
     """Build Luo 2023's CIFAR-100 net: VGG-11 with BatchNorm and a small head.
 
-    d = 9 304 548 for 100 classes.
+    P = 9 304 548 for 100 classes.
 
     Args:
         shape: shape (C, H, W) of one example.
@@ -197,7 +197,7 @@ class _Residual(nn.Module):
 
 
 def resnet20(shape: Shape, classes: int) -> nn.Module:
-    """Build He 2016's CIFAR ResNet-20 (16-32-64, 3 blocks each); d = 284 824 for 200 classes.
+    """Build He 2016's CIFAR ResNet-20 (16-32-64, 3 blocks each); P = 284 824 for 200 classes.
 
     Args:
         shape: shape (C, H, W) of one example.
@@ -219,7 +219,7 @@ def resnet20(shape: Shape, classes: int) -> nn.Module:
 
 
 def lenet(shape: Shape, classes: int) -> nn.Module:
-    """Build the small CNN of Jiang 2023's comparison; d = 62 006 on 3×32×32.
+    """Build the small CNN of Jiang 2023's comparison; P = 62 006 on 3×32×32.
 
     It has 5×5 convolutions 6, 16 and fully connected layers 120, 84. Small images are padded.
 
@@ -246,7 +246,7 @@ def lenet(shape: Shape, classes: int) -> nn.Module:
 
 
 def mnist_cnn(shape: Shape, classes: int) -> nn.Module:
-    """Build Xu 2022's MNIST and EMNIST net; d = 228 010.
+    """Build Xu 2022's MNIST and EMNIST net; P = 228 010.
 
     It has 5×5 convolutions 32, 32, 64, a fully connected layer 256, and pooling before ReLU.
 
@@ -325,7 +325,7 @@ class _FixupBlock(nn.Module):
 def fixup_resnet9(shape: Shape, classes: int) -> nn.Module:
     """Build Xu 2022's CIFAR net: ResNet-9 with Fixup instead of BatchNorm.
 
-    The classifier is initially 0. d = 6 568 673 for 10 classes, 6 614 843 for 100.
+    The classifier is initially 0. P = 6 568 673 for 10 classes, 6 614 843 for 100.
 
     Args:
         shape: shape (C, H, W) of one example.
@@ -353,7 +353,7 @@ def ct_cnn(
     width: Annotated[int, Field(ge=1)] = 128,
     downsample: Annotated[int, Field(ge=1)] = 1,
 ) -> nn.Module:
-    """Build Xu 2022's CNN for CT images; d = 15 676 418 for 2 classes on 3×128×128.
+    """Build Xu 2022's CNN for CT images; P = 15 676 418 for 2 classes on 3×128×128.
 
     The net has nine 3×3 convolutions and a classifier on all features of the last one.
 
@@ -362,7 +362,7 @@ def ct_cnn(
         classes: number of classes.
         width: channels of the first convolution; the last ones have four times as many.
         downsample: side, in pixels, of the squares that are averaged first. The paper has none (1).
-            With width 24 and downsample 2 (d = 573 266 on 1×128×128) the net runs on a CPU.
+            With width 24 and downsample 2 (P = 573 266 on 1×128×128) the net runs on a CPU.
 
     Raises:
         ConfigError: too few pixels are left after downsampling.
@@ -391,7 +391,7 @@ GROUPNORM_GROUPS = 4
 
 
 def densenet121_gn(shape: Shape, classes: int) -> nn.Module:
-    """Build Xu 2022's net for CT images and landmarks; d = 7 054 210 for 2 classes on 3×224×224.
+    """Build Xu 2022's net for CT images and landmarks; P = 7 054 210 for 2 classes on 3×224×224.
 
     This is torchvision's DenseNet-121 (Huang 2017) with a GroupNorm of 4 groups instead of every
     BatchNorm. There is no average pooling: the classifier uses all places of the last feature maps.
@@ -449,7 +449,7 @@ def vit_b_32(
     image_size: Annotated[int, Field(ge=32, multiple_of=32)] | None = None,
     weights: str | None = None,
 ) -> nn.Module:
-    """Build torchvision's ViT-B/32 (Dosovitskiy 2021); d = 87 605 092 for 100 classes on 3×384×384.
+    """Build torchvision's ViT-B/32 (Dosovitskiy 2021); P = 87 605 092 for 100 classes on 3×384×384.
 
     The classifier is new, with weights 1 and bias 0, as in Xu 2022's experiments with CIFAR-100.
     The net has no stages.

@@ -506,8 +506,8 @@ class Algorithm:
     paper: str
     """First author and year."""
     state: str = "server 0, client 0"
-    """Floats that server and client keep, in multiples of d = P."""
-    traffic: str = "down d, up d"
+    """Floats that server and client keep, in multiples of P, the number of parameters."""
+    traffic: str = "down P, up P"
     """Floats that a client receives and sends in a round."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Defaults of other sections of the configuration."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import inspect
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +16,7 @@ import pytest
 
 from raysim.config.explain import choices
 from raysim.config.schema import Config
-from raysim.rules import contract, registry
+from raysim.rules import Algorithm, LocalData, Reports, contract, registry
 
 EXTENSIONS = Path(__file__).resolve().parents[2] / "docs" / "_ext"
 
@@ -41,6 +43,57 @@ def test_the_configuration_page_has_every_key(extension):
             assert f"`{section}: {name}`" in page
             for key in kind.model_fields:
                 assert key == "name" or f"`{section}.{key}`" in page, key
+
+
+def test_names_on_the_configuration_page_are_a_users(extension):
+    pages = extension("configuration_page").pages()
+    for page, text in pages.items():
+        assert "<class" not in text and "<function" not in text, page
+    page = pages["configuration"]
+    for heading in ("data: NAME", "data: path.py:function", "schedule.sampling: path.py:Class"):
+        assert f"# `{heading}`\n" in page
+    headings = re.findall(r"^#+ .+$", page, re.MULTILINE)
+    assert len(headings) == len(set(headings))
+
+
+def test_the_configuration_page_has_defaults_of_sections_and_keys_of_nets_and_tasks(extension):
+    page = extension("configuration_page").pages()["configuration"]
+    for key, default in {
+        "stop": "null",
+        "privacy": "null",
+        "evaluate.clients": "null",
+        "schedule": "sync",
+        "local.lr": f"{Config.model_fields['local'].default.lr}",
+    }.items():
+        assert re.search(rf"^`{re.escape(key)}`\n: .*; default `{default}`$", page, re.M), key
+    assert "| `lstm` | `embedding: 8`," in page and "`model.freeze`\n: " in page
+    assert "| `next_token` | `vocabulary`," in page
+    assert "`groups.local.steps`" not in page  # they are explained in `local`
+
+
+@pytest.mark.parametrize("cls", [LocalData, Reports, Algorithm], ids=lambda cls: cls.__name__)
+def test_signatures_show_no_functions(extension, cls: type):
+    """Both of the first have a default that is a function."""
+    signature = extension("docstrings").readable(str(inspect.signature(cls)))
+    assert "<function" not in signature and "<lambda>" not in signature
+
+
+def test_dashes_of_options_are_kept():
+    conf = (EXTENSIONS.parent / "conf.py").read_text()
+    assert re.search(r"^smartquotes = False\b", conf, re.MULTILINE)
+
+
+def test_the_table_of_methods_has_each_with_its_page_side_and_schedule(extension):
+    table = extension("method_pages").table()["methods"]
+    for name in contract.ALGORITHMS:
+        assert f"| [{name}](../methods/{name}.md) | " in table
+    for row in (
+        "fedprox.+| client |  | Li T. 2020",
+        "gradma.+| both |  | Luo 2023",
+        "fedbuff.+| server | buffered | Nguyen 2022",
+        "fedavg.+|  |  | McMahan 2017",
+    ):
+        assert re.search(rf"^. .{row} .$".replace("|", r"\|"), table, re.MULTILINE), row
 
 
 def test_keys_outside_of_a_run_are_on_a_page(extension):

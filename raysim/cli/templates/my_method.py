@@ -3,7 +3,7 @@
     client   y <- x;  K times: y <- y - lr (∇f_i(y; batch) + mu (y - x));  d_i = x - y
     server   x <- x - server.lr Σ_i w_i d_i
 
-State: none. Traffic: d floats down, d floats up. With mu = 0 it is FedAvg.
+State: none. Traffic: P floats down, P floats up. With mu = 0 it is FedAvg.
 
     raysim run quickstart algorithm=./my_method.py:my_method algorithm.mu=0.1
     pytest test_my_method.py

@@ -4,7 +4,7 @@
              c_i' = c_i - c + d_i / (K lr);  sends d_i and c_i' - c_i;  keeps c_i <- c_i'
     server   x <- x - server.lr Σ_i w_i d_i;  c <- c + 1/N Σ_i (c_i' - c_i)
 
-State: c_i, d floats for each client that took part. Traffic: 2d floats down, 2d floats up. With
+State: c_i, P floats for each client that took part. Traffic: 2P floats down, 2P floats up. With
 alpha = 0 it is FedAvg, with alpha = 1 SCAFFOLD (Karimireddy 2020a).
 
     raysim run quickstart algorithm=./my_method.py:my_method algorithm.alpha=0.5

@@ -91,16 +91,13 @@ class Section(BaseModel):
 
 
 class Named(BaseModel):
-    """A section whose keys, except `name`, belong to what it names (a model, a rule).
-
-    The named object checks them.
-    """
+    """A section whose other keys are the parameters of what `name` names, which checks them."""
 
     model_config = ConfigDict(
         extra="allow", frozen=True, allow_inf_nan=False, protected_namespaces=()
     )
     name: str
-    """Name of a registered object, or path.py:Name."""
+    """Name of a shipped or installed object, or path.py:Name."""
 
     @property
     def parameters(self) -> dict[str, Any]:

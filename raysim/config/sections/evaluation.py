@@ -97,8 +97,8 @@ class Evaluate(Section):
     """Evaluation of the global model, and probes."""
 
     every: int = Field(default=1, ge=0)
-    """Rounds between evaluations on the test set; 0: never. The last round is always evaluated
-    otherwise."""
+    """Rounds between evaluations on the test set. With 1 or more, the last round is always
+    evaluated. 0: never."""
     batch_size: int = Field(default=1000, ge=1)
     """Examples in a batch of the evaluation."""
     metrics: Annotated[tuple[str, ...], BeforeValidator(as_list)] | None = None

@@ -13,7 +13,7 @@ from raysim.config.sections.optimizer import AnyOptimizer
 
 
 class GroupLocal(Section):
-    """Local training of a group; null: as in `local`."""
+    """Local training of a group. A key that is null, the default, is as in `local`."""
 
     steps: int | None = Field(default=None, ge=1)
     """Mini-batches of each client in a round."""

@@ -40,7 +40,8 @@ class Local(Section):
     batch_size: Annotated[int, Field(ge=1)] | Literal["full"] = 64
     """Examples in a mini-batch, or `full` for all of the client's data."""
     lr: LearningRate = 0.01
-    """Step size, a list [[first round, value], ...], or a schedule `cosine`, `step` or `warmup`."""
+    """Step size: a number > 0, a list [[first round, value], ...], or a schedule (`cosine`, `step`,
+    `warmup`)."""
     optimizer: Annotated[AnyOptimizer, default_name("sgd")] = PLAIN_SGD
     """Optimizer of the local steps: `sgd`, `adam` or `adamw`. Clipping and `weight_decay` come
     before it."""

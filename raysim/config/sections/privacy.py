@@ -52,8 +52,9 @@ class ClientPrivacy(Section):
     """DP-FedAvg (McMahan 2018): the guarantee covers a client with all of its examples.
 
     Each client's update is clipped, and the server adds noise N(0, (noise_multiplier clip_norm)²)
-    to their sum, which it divides by `schedule.cohort`. With `adaptive` the noise is larger, see
-    `update_noise`.
+    to their sum, which it divides by `schedule.cohort`. With `adaptive`, the noise multiplier of
+    the sum is z = (noise_multiplier⁻² - (2 noise_std)⁻²)^(-1/2), which is larger: the sum and the
+    number of unclipped clients then cost as much privacy together (Andrew 2021, theorem 1).
     """
 
     unit: Literal["client"]

@@ -222,7 +222,8 @@ class InFlight(Clocked):
     """Asynchronous rounds: each ends with its K-th arrival, while other clients continue."""
 
     concurrency: int | None = Field(default=None, ge=1)
-    """Number of clients that train at one time; null: see the schedule."""
+    """Number of clients that train at one time. null: with `kasync` all clients with data, with
+    `buffered` all of them but `buffer_size`."""
     max_staleness: int | None = Field(default=None, ge=0)
     """Largest number of rounds that an arriving update may be behind; others are discarded, and
     their clients start again. null: no limit."""
