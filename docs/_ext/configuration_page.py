@@ -28,7 +28,7 @@ from raysim.sweeps.definition import SweepSettings
 TAGS = ("name", "unit")
 """Keys by which a section's kind is chosen."""
 
-LIKE = {GroupLocal: Local}
+LIKE: Mapping[type[BaseModel], type[BaseModel]] = {GroupLocal: Local}
 """Sections whose keys mean the same as those of another one."""
 
 OTHER_SECTIONS = {"sweep": SweepSettings, "claims": Claim, "match": MatchOptions}

@@ -60,11 +60,11 @@ def values_text(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> st
         return _alternatives([f"`{_plain(value)}`" for value in schema["enum"]])
     if choices := schema.get("anyOf") or schema.get("oneOf"):
         return _alternatives(dict.fromkeys(values_text(one, definitions) for one in choices))
-    kind = schema.get("type", "any value")
+    kind: str = schema.get("type", "any value")
     if kind == "array":
         first = schema.get("prefixItems", [{}])[0].get("type")
         return {"integer": "[first round, value]", "number": "two numbers"}.get(first, "a list")
-    name = {
+    name: str = {
         "integer": "an integer",
         "number": "a number",
         "string": "a string",

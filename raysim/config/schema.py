@@ -258,8 +258,8 @@ class Config(Section):
     def fingerprint(self) -> str:
         """sha256 of `identity()`, in hex.
 
-        Two runs with equal fingerprints and equally many rounds have equal bits, inline and on any
-        number of workers, on one kind of CPU or GPU with one build of torch.
+        Two runs with equal fingerprints and equally many rounds have equal bits, for one kind of
+        CPU or GPU and one build of torch. Threads and execution mode are part of the fingerprint.
         """
         return hashlib.sha256(json.dumps(self.identity(), sort_keys=True).encode()).hexdigest()
 

@@ -3,6 +3,9 @@
     client   y <- x;  K times: y <- y - lr (∇f_i(y; batch) + mu (y - x));  d_i = x - y
     server   x <- x - server.lr Σ_i w_i d_i
 
+`lr` is the key local.lr. Tables show the server's step size as server.lr; its key is algorithm.lr.
+P is the number of parameters.
+
 State: none. Traffic: P floats down, P floats up. With mu = 0 it is FedAvg.
 
     raysim run quickstart algorithm=./my_method.py:my_method algorithm.mu=0.1

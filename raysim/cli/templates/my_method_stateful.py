@@ -4,6 +4,9 @@
              c_i' = c_i - c + d_i / (K lr);  sends d_i and c_i' - c_i;  keeps c_i <- c_i'
     server   x <- x - server.lr Σ_i w_i d_i;  c <- c + 1/N Σ_i (c_i' - c_i)
 
+`lr` is the key local.lr. Tables show the server's step size as server.lr; its key is algorithm.lr.
+P is the number of parameters, N that of all clients.
+
 State: c_i, P floats for each client that took part. Traffic: 2P floats down, 2P floats up. With
 alpha = 0 it is FedAvg, with alpha = 1 SCAFFOLD (Karimireddy 2020a).
 
@@ -44,6 +47,14 @@ class MyMethodClient(ClientRule):
 
     # Every field is a hyper-parameter: algorithm.alpha=0.5. Its annotation is checked before a run
     # starts.
+
+    @property
+    def needs_plain_sgd(self) -> str:
+        """Why local steps of another optimizer than plain SGD, such as Adam, are refused.
+
+        See `ClientRule.needs_plain_sgd`.
+        """
+        return "c_i takes (x - y) / (K lr) for the mean gradient of the steps"
 
     def state(self, task: Task) -> State:
         """Return what a client keeps between rounds, as it is before its first round: c_i = 0.

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 import raysim
+from raysim import testing
 
+METHOD = f"{Path(__file__).with_name('my_method.py')}:my_method"
 CLIENTS = 5
 DIMENSIONS = 4
 ROUNDS = 6
@@ -50,14 +52,13 @@ def trained(alpha: float) -> np.ndarray:
     Args:
         alpha: strength of the correction.
     """
-    method = Path(__file__).with_name("my_method.py")
     configuration = {
         "rounds": ROUNDS,
         "dtype": "float64",
         "data": {"name": "quadratics", "problem": PROBLEM},
         "partition": "natural",
         "model": "quadratic",
-        "algorithm": {"name": f"{method}:my_method", "alpha": alpha},
+        "algorithm": {"name": METHOD, "alpha": alpha},
         "local": {"steps": LOCAL_STEPS, "batch_size": "full", "lr": LR},
         "schedule": {"name": "sync", "cohort": CLIENTS},
         "resources": {"executor": "inline"},
@@ -78,3 +79,20 @@ def test_rounds_follow_the_paper(alpha: float) -> None:
 def test_the_hyper_parameter_has_an_effect() -> None:
     """Check that alpha changes the result."""
     assert not np.allclose(trained(1.0), trained(0.0))
+
+
+def test_it_has_one_result() -> None:
+    """Check that loop mode, vmap and a resumed run agree, on clients of unequal sizes."""
+    testing.check_method(METHOD)
+
+
+@pytest.mark.parametrize(("alpha", "method"), [(0.0, "fedavg"), (1.0, "scaffold")])
+def test_it_reduces_to_other_methods(alpha: float, method: str) -> None:
+    """Check the reductions that my_method.py states.
+
+    Args:
+        alpha: strength of the correction.
+        method: name of the method that it then is.
+    """
+    first = {"algorithm": {"name": METHOD, "alpha": alpha}}
+    testing.check_reduction(first, {"algorithm": method}, rtol=1e-12)
