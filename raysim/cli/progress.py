@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 WIDE_COLUMNS = 100
 """Smallest width of a terminal on which a bar is drawn beside the figures."""
 
+EPSILON = "privacy/epsilon"
+"""Metric of the privacy loss of all rounds so far."""
+
 LINE_INTERVAL_S = 5.0
 """Seconds between two plain lines."""
 
@@ -118,7 +121,7 @@ class RunProgress:
         if self.console.is_terminal:
             self.bar.start()
         else:
-            self.console.print(f"{self.title}: {self.rounds} rounds")
+            self.console.print(f"{self.title}: {self.rounds} round{'s'[: self.rounds != 1]}")
         self.stages.__enter__()
         return self
 
@@ -153,7 +156,7 @@ class RunProgress:
 
 
 def summary(result: RunResult, done_before: int = 0) -> str:
-    """Return the line that ends a run: rounds, time, last and best metric, clients a second.
+    """Return the line that ends a run: rounds, time, last and best metric, ε, clients a second.
 
     Args:
         result: the result of the run.
@@ -162,7 +165,8 @@ def summary(result: RunResult, done_before: int = 0) -> str:
     from raysim.config.sections.evaluation import DEFAULT_BEST
 
     asked = f" of {result.config.rounds}" if result.early_stop else ""
-    parts = [f"{result.rounds}{asked} rounds in {result.seconds:.1f} s"]
+    total = result.config.rounds if result.early_stop else result.rounds
+    parts = [f"{result.rounds}{asked} round{'s'[: total != 1]} in {result.seconds:.1f} s"]
     training = sum(
         record.get("system/round_seconds", 0.0)
         for record in result.history
@@ -178,6 +182,9 @@ def summary(result: RunResult, done_before: int = 0) -> str:
         best = select(evaluated, key=lambda record: record[name])
         last = evaluated[-1][name]
         parts.append(f"{name} {last:.4f}, best {name} {best[name]:.4f} in round {best['round']:g}")
+    spent = [record[EPSILON] for record in result.history if EPSILON in record]
+    if spent and result.config.privacy is not None:
+        parts.append(f"ε {spent[-1]:.4g} at δ {result.config.privacy.delta:g}".replace("e-0", "e-"))
     parts.append(f"{result.clients_per_second:.0f} clients/s")
     if result.early_stop:
         parts.append(f"early stop in {result.early_stop}")

@@ -35,7 +35,7 @@ from raysim.engine.plan import Plan
 from raysim.engine.watched_rules import watched
 from raysim.errors import ConfigError, ContractError, RaysimError
 from raysim.randomness import generator
-from raysim.rules.contract import CLIENT_RULES, SERVER_RULES, ClientRule, ServerRule
+from raysim.rules.registry import is_shipped
 from raysim.rules.uploads import declared
 from raysim.rules.user_code import defined_at
 from raysim.system.processes import limited
@@ -144,16 +144,6 @@ def _dry_run_client_rule(plan: Plan, client_key: str) -> None:
         # For example, the server's state may be too large for this machine, but not for the one
         # that will hold it.
         logger.debug("no dry run of the client rule: %s", error)
-
-
-def is_shipped(rule: ClientRule | ServerRule) -> bool:
-    """Return whether a rule ships with raysim.
-
-    Args:
-        rule: a client or server rule.
-    """
-    registry = CLIENT_RULES if isinstance(rule, ClientRule) else SERVER_RULES
-    return registry.get(rule.name) is type(rule)
 
 
 def _check_first_broadcast(plan: Plan, key: str) -> None:

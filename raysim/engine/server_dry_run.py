@@ -6,38 +6,46 @@ key and certain mistakes in the code are found; the server checks the values tha
 addition, the tensors of the broadcast must not change while clients use them.
 
 An error that may come from the small round, for example too few clients for a trimmed mean, does
-not count. The run itself will report it, with the uploads that the rule received.
+not count. The run itself will report it, with the uploads that the rule received. Vectors of the
+wrong length beside vectors [P] do count: their lengths do not depend on the number of clients.
 """
 
 from __future__ import annotations
 
 import logging
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
 from numpy.random import Generator
 
 from raysim.engine.plan import Plan
-from raysim.engine.rule_dry_run import (
-    DRY_RUN_TIMEOUT_S,
-    LARGE_NET_PARAMETERS,
-    RuleDryRun,
-    is_shipped,
-)
+from raysim.engine.rule_dry_run import DRY_RUN_TIMEOUT_S, LARGE_NET_PARAMETERS, RuleDryRun
 from raysim.engine.schedule import make_schedule
 from raysim.engine.selection import ClientHistory
 from raysim.engine.server import RoundCohort, Server
 from raysim.engine.server_setup import make_server
+from raysim.engine.update_checks import described_tensor
 from raysim.engine.watched_rules import same_values, watched
-from raysim.errors import ConfigError, ContractError, RaysimError
+from raysim.errors import ConfigError, ContractError, RaysimError, round_name
 from raysim.randomness import generator
 from raysim.rules.contract import overridden
+from raysim.rules.registry import is_shipped
 from raysim.rules.sampling import ClientPool
 from raysim.rules.user_code import breach
 from raysim.system.processes import limited
 from raysim.training.messages import Block, Broadcast, ClientTask, WorkerResult
 
 logger = logging.getLogger("raysim")
+
+UNEQUAL_SIZES = re.compile(
+    r"size of tensor a \((\d+)\) must match the size of tensor b \((\d+)\)"
+    r"|output with shape \[(\d+)\] doesn't match the broadcast shape \[(\d+)\]"
+    r"|expected tensor \[(\d+)\] and src \[(\d+)\] to have the same number of elements"
+)
+"""Messages of PyTorch about two tensors of different sizes, with both sizes."""
 
 
 def dry_run_server_rule(plan: Plan, key: str) -> None:
@@ -100,12 +108,33 @@ def _train_one_round(plan: Plan) -> None:
     trainer, _, tasks = RuleDryRun(plan).stage(plan.dtype, steps=1)
     server = make_server(plan, "cpu")
     first = _round(tasks, trainer.clients.sizes.tolist(), 0)
-    broadcast = server.broadcast(first)
+    with _unequal_sizes_are_breaches(server):
+        broadcast = server.broadcast(first)
     outcome = trainer.train({0: broadcast}, [Block(0, tasks)])
     if any(result.error for result in outcome.clients):
         return
-    _update(server, first, outcome, broadcast)
-    server.broadcast(_round(tasks, first.samples, 1))
+    with _unequal_sizes_are_breaches(server):
+        _update(server, first, outcome, broadcast)
+        server.broadcast(_round(tasks, first.samples, 1))
+
+
+@contextmanager
+def _unequal_sizes_are_breaches(server: Server) -> Iterator[None]:
+    """Raise ContractError if a rule combines a vector [P] with a tensor of another size.
+
+    A multiple of P does not count: it may be the concatenated uploads of the two clients.
+    """
+    try:
+        yield
+    except RaysimError as error:
+        sizes = UNEQUAL_SIZES.search(str(error.__cause__))
+        numbers = {int(size) for size in sizes.groups() if size} if sizes else set()
+        size = server.problem.size
+        if size not in numbers or all(number % size == 0 for number in numbers):
+            raise
+        state = ", ".join(f"'{k}' {described_tensor(v)}" for k, v in server.state.items())
+        text = str(error).removeprefix(f"{round_name(server.cohort.round)}: ")
+        raise ContractError(f"{text}; the server's state has {state}") from None
 
 
 def _select_first_round(plan: Plan) -> None:

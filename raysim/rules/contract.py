@@ -22,6 +22,7 @@ from numpy.random import Generator
 from torch import Tensor
 
 from raysim.config.sections.base import PositiveScheduled
+from raysim.errors import ContractError
 from raysim.rules.batch import Batch
 from raysim.rules.losses import Net, task_loss
 from raysim.rules.reports import Cohort, Reports
@@ -29,7 +30,7 @@ from raysim.rules.rule import Problem, Rule
 from raysim.rules.sampling import SelectionPool
 from raysim.rules.task import LocalData, Task
 from raysim.rules.uploads import Upload, Uploads
-from raysim.rules.user_code import check_direction
+from raysim.rules.user_code import check_direction, class_defined_at, defined_at
 
 logger = logging.getLogger("raysim")
 
@@ -416,7 +417,18 @@ class ServerRule(Rule):
 
         Args:
             state: the server's state.
+
+        Raises:
+            ContractError: the state lacks a key of `provides`.
         """
+        if missing := [key for key in self.provides if key not in state]:
+            has_init = type(self).init is not ServerRule.init
+            place = defined_at(self, "init") if has_init else class_defined_at(type(self))
+            raise ContractError(
+                f"server rule '{self.name}' provides {', '.join(map(repr, missing))}, which its "
+                f"`init` does not return ({', '.join(state)}); return it there, or define "
+                f"`broadcast` ({place})"
+            )
         return {key: state[key] for key in self.provides}
 
     def sent_to(self, shared: State, client: int) -> State:

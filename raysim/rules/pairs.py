@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import sys
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
@@ -20,9 +21,11 @@ from raysim.rules.registry import (
     discover,
     find_rule,
     hyperparameter_names,
+    is_shipped,
     offered_names,
 )
 from raysim.rules.uploads import UploadMode, why_not_declared
+from raysim.rules.user_code import class_defined_at
 from raysim.system.signals import reraise_stop
 
 
@@ -112,16 +115,41 @@ def refuse_pair(client: ClientRule, server: ServerRule) -> None:
     pair = f"client rule '{client.name}' with server rule '{server.name}'"
     if missing := [k for k in client.needs if k not in server.provides]:
         raise ConfigError(
-            f"{pair}: the client needs {_quoted(missing)}, which the server does not broadcast; "
-            f"pair it with a server rule that does"
+            f"{pair}: the client needs {_quoted(missing)}, which the server does not broadcast"
+            + _fix_of_pair(missing, server.provides, server, "the server provides", client)
         )
     if missing := [k for k in server.uploads if k not in client.sends]:
         raise ConfigError(
-            f"{pair}: the server takes {_quoted(missing)}, which the client does not send; "
-            f"pair it with a client rule that does"
+            f"{pair}: the server takes {_quoted(missing)}, which the client does not send"
+            + _fix_of_pair(missing, client.sends, client, "the client sends", server)
         )
     if (why := why_not_declared(server.uploads, client.sends)) is not None:
         raise ConfigError(f"{pair}: {why}")
+
+
+def _fix_of_pair(
+    missing: Iterable[str],
+    keys: Iterable[str],
+    rule: ClientRule | ServerRule,
+    has: str,
+    other: ClientRule | ServerRule,
+) -> str:
+    """Return the end of the message of two rules that do not fit.
+
+    Args:
+        missing: the keys that `rule` lacks.
+        keys: the keys that it has.
+        rule: the rule that lacks them; if it is a user's one, the keys may be misspelled.
+        has: the words before its keys.
+        other: the rule that asks for them.
+    """
+    if is_shipped(rule):
+        half = "client" if isinstance(rule, ClientRule) else "server"
+        listed = "; see `raysim list pairs`" if is_shipped(other) else ""
+        return f"; pair it with a {half} rule that does{listed}"
+    near = [word for word in missing if difflib.get_close_matches(word, keys, n=1)]
+    hint = f"; did you mean {_quoted(near)}?" if near else ""
+    return f"; {has} {_quoted(keys)}{hint} ({class_defined_at(type(rule))})"
 
 
 def _rules_of_algorithm(config: Config) -> dict[str, Any]:

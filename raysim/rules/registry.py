@@ -62,6 +62,16 @@ def _installed(section: str, name: str) -> Any:
     )
 
 
+def is_shipped(rule: ClientRule | ServerRule) -> bool:
+    """Return whether a rule ships with raysim.
+
+    Args:
+        rule: a client or server rule.
+    """
+    registry = CLIENT_RULES if isinstance(rule, ClientRule) else SERVER_RULES
+    return registry.get(rule.name) is type(rule)
+
+
 def rule_reference(rule: type[Rule], algorithm: str) -> str:
     """Return the name by which a configuration finds the class of a rule again.
 

@@ -103,3 +103,18 @@ def test_summary():
     assert summary(result, done_before=2).startswith("3 rounds in 4.0 s, of which 0.5 s training")
     result.history = [{"round": 0.0}]
     assert summary(result) == "3 rounds in 4.0 s · 12 clients/s"
+
+
+def test_summary_of_a_private_run():
+    config = SimpleNamespace(
+        evaluate=SimpleNamespace(best=None), privacy=SimpleNamespace(delta=1e-5)
+    )
+    result: Any = SimpleNamespace(
+        rounds=1,
+        seconds=4.0,
+        history=[{"round": 0.0}, {"round": 1.0, "privacy/epsilon": 11.703}],
+        clients_per_second=12.3,
+        config=config,
+        early_stop="",
+    )
+    assert summary(result) == "1 round in 4.0 s · ε 11.7 at δ 1e-5 · 12 clients/s"

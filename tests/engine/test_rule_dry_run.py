@@ -280,11 +280,35 @@ class Updates(ServerRule):
                 x = x - step * float(reports.rng("scale").random())
             case "mismatch":
                 x = x - step[:5]
+            case "lost memory":
+                x = x - state["memory"].sum(0)
+            case "raises":
+                raise ValueError("too few clients")
             case _:
                 x = x - step
         memory = state["memory"]
         memory[reports.ids] += 1  # a large buffer may change in place
         return {"x": x, "memory": memory}
+"""
+
+FORGETS = """
+from dataclasses import dataclass
+
+from raysim.rules import ServerRule
+
+
+@dataclass(frozen=True)
+class ForgetsAll(ServerRule):
+    provides = ("x", "mom")
+
+    def update(self, state, reports):
+        return state
+
+
+@dataclass(frozen=True)
+class Forgets(ForgetsAll):
+    def init(self, x0, problem):
+        return {"x": x0, "m": x0.clone()}
 """
 
 
@@ -558,6 +582,8 @@ def updating(base, ragged, source):
         ("before", r"before_round of server rule 'updates' draws from torch's"),
         ("upload", r"a server rule asks for the mean of .deltas., which its `uploads` does not call .mean.; did you mean 'delta'.*\(update of server rule 'updates', .*servers\.py, line \d+: `.*deltas"),
         ("name", r"servers\.py, line \d+.*stepp"),
+        ("mismatch", r"update of server rule 'updates' failed: .*\(5\).*servers\.py, line \d+: `x = x - step.*the uploads were: mean of 'delta' \[\d+\] float32.*state has 'x' \[\d+\] float32, 'memory' \[2, 3\]"),
+        ("lost memory", r"update of server rule 'updates' failed: RuntimeError: .*\(3\)"),
     ],
 )  # fmt: skip
 def test_a_mistake_in_a_server_rule_is_refused(what, said, updating):
@@ -565,15 +591,30 @@ def test_a_mistake_in_a_server_rule_is_refused(what, said, updating):
         updating(what)
 
 
-@pytest.mark.parametrize("what", ["", "keyed", "few"])
+@pytest.mark.parametrize("what", ["", "keyed", "few", "raises"])
 def test_a_right_server_rule_passes_and_so_does_one_that_the_small_round_does_not_suit(
     what, updating
 ):
     updating(what)
 
 
+@pytest.mark.parametrize(
+    ("rule", "place"), [("Forgets", "init"), ("ForgetsAll", "class ForgetsAll")]
+)
+def test_a_server_rule_that_provides_what_its_init_does_not_return_is_refused(
+    rule, place, given, source
+):
+    path = source("forgets", FORGETS)
+    line = 1 + next(i for i, text in enumerate(FORGETS.splitlines()) if place in text)
+    if place != "init":
+        line -= 1  # the decorator
+    said = rf"provides 'mom', which its `init` does not return \(x.*forgets\.py, line {line}\)"
+    with pytest.raises(ConfigError, match=rf"server\.name: server rule '{rule.lower()}' {said}"):
+        prepare({**given("Plain"), "client": "fedavg", "server": f"{path}:{rule}"})
+
+
 def test_a_failed_update_lists_the_uploads_that_it_received(updating, base, engine):
-    plan = updating("mismatch")
+    plan = updating("raises")
     with pytest.raises(RaysimError, match=r"round 1: update of server rule 'updates' failed.*the uploads were: mean of 'delta' \[\d+\] float32"):  # fmt: skip
         engine({**base, "rounds": 2, "algorithm": "fedavg"}, change=lambda _: plan)
 

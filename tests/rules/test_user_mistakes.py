@@ -12,6 +12,8 @@ import torch
 import raysim
 from raysim.engine.resolve import prepare, read_run_config
 from raysim.errors import ClientError, ConfigError
+from raysim.rules.pairs import refuse_pair
+from raysim.rules.registry import find_rule
 
 HEADER = """
 from dataclasses import dataclass
@@ -332,3 +334,24 @@ def test_a_delta_that_is_no_parameter_vector_is_refused(delta, mine):
         f"algorithm.name: finish of client rule 'mine' sends 'delta' with the shape [{shape}], but "
         "server rule 'fedavg' takes it as an update of the parameters, [P] = [650] ("
     )
+
+
+def test_an_upload_with_a_misspelled_name_is_refused_with_the_name_that_the_server_takes(source):
+    path = source("pair", """
+from dataclasses import dataclass
+from raysim.rules import ClientRule, ServerRule
+
+@dataclass(frozen=True)
+class Sends(ClientRule):
+    sends = ("delta", "drifft")
+
+@dataclass(frozen=True)
+class Takes(ServerRule):
+    uploads = {"delta": "mean", "drift": "mean"}
+""")  # fmt: skip
+    client, server = find_rule("client", f"{path}:Sends"), find_rule("server", f"{path}:Takes")
+    said = r"the client sends 'delta', 'drifft'; did you mean 'drift'\? \(.*pair\.py, line 5\)"
+    with pytest.raises(ConfigError, match=said):
+        refuse_pair(client(), server())
+    with pytest.raises(ConfigError, match="does; see `raysim list pairs`"):
+        refuse_pair(find_rule("client", "fedavg")(), find_rule("server", "scaffold")())
