@@ -287,7 +287,7 @@ class HeavyTail(Split):
 
 
 class Natural(Split):
-    """The data set's own users or sources."""
+    """The data set's own users, such as writers or sources of images."""
 
     name: Literal["natural"]
     clients: int | None = Field(default=None, ge=1)
