@@ -159,9 +159,12 @@ def _field(model: type[BaseModel], key: str, prefix: str) -> Field:
     name = field.alias or key
     value = field.get_default(call_default_factory=True)
     default = "" if value is PydanticUndefined else _default(value)
+    values = values_text(schema["properties"][name], schema.get("$defs", {}))
+    if model is Config:
+        values = values.replace("a section", f"a [section](#{name})")
     return Field(
         prefix + name,
-        values_text(schema["properties"][name], schema.get("$defs", {})),
+        values,
         default,
         attribute_text(model, key),
     )

@@ -286,15 +286,14 @@ def _natural(p: Natural, dataset: Dataset, rng: np.random.Generator) -> np.ndarr
     """
     if dataset.groups is None:
         raise ConfigError(
-            "partition.name: natural needs a data set with users or sources; "
-            f"{dataset.name} has none"
+            f"partition.name: natural needs a data set with users; {dataset.name} has none"
         )
     n_groups = len(dataset.group_names)
     n_clients = p.clients or n_groups
     if n_clients > n_groups:
         raise ConfigError(
             f"partition.clients: {n_clients} are asked for, but {dataset.name} has only {n_groups} "
-            "natural groups; lower it, or set it to null for one client for each group"
+            "users; lower it, or set it to null for one client for each user"
         )
     client = rng.permutation(n_groups) % n_clients if p.clients else np.arange(n_groups)
     grouped = dataset.groups >= 0

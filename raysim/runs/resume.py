@@ -86,7 +86,8 @@ def fork(
 
     Args:
         run: the folder of the run to fork, or its MLflow id. That run is not changed.
-        overrides: any keys except those of data, partition and model.
+        overrides: any keys except data, partition, model and dtype, and on a virtual clock
+            schedule.
         progress: as for `raysim.run`.
 
     Returns:
