@@ -47,8 +47,11 @@ raysim_commit = cache(git._raysim_commit)
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark tests that start Ray or kill processes as tier `ray`, and run the slow folders first."""
+    tests = Path(__file__).parent
     for item in items:
-        folder = item.path.relative_to(Path(__file__).parent).parts[0]
+        if not item.path.is_relative_to(tests):  # those of raysim.testing, with --pyargs
+            continue
+        folder = item.path.relative_to(tests).parts[0]
         if folder in SLOW_FOLDERS or "local_ray" in getattr(item, "fixturenames", ()):
             item.add_marker("ray")
     items.sort(key=lambda item: not {*SLOW_FOLDERS, "sweeps"} & {*item.path.parts})

@@ -42,8 +42,17 @@ def check(
     file: File,
     keys: Keys = None,
     recompute: Annotated[
-        int, typer.Option(min=0, help="rows to train again, to compare their digests")
+        int,
+        typer.Option(
+            min=0,
+            help="rows to train again, to compare their digests: first those of this CPU, then by "
+            "fingerprint, which is as good as a random order",
+        ),
     ] = 0,
+    where: Annotated[
+        list[str] | None,
+        typer.Option(help="KEY=VALUE: train again only such rows, e.g. algorithm=fedavg"),
+    ] = None,
 ) -> None:
     """List damaged, contradicting and outdated rows; exit with 1 if there are any."""
     from raysim.config.loading import parse_overrides
@@ -62,7 +71,9 @@ def check(
             name(f"{row.place}: {reason}")
     print(f"{len(rows)} rows, {len(ledger.unique(rows))} runs, {len(problems)} problems")
     overrides = parse_overrides(keys or [])
-    for row in recomputed.comparable(rows)[:recompute]:
+    chosen = recomputed.having(recomputed.comparable(rows), where or [])
+    for row in chosen[:recompute]:
+        _aside(f"{row.place} ({row.title}): training again; it took {row.seconds:.0f} s")
         result = recomputed.recompute(row, overrides)
         print(result.text)
         if not result.same and result.is_comparable:

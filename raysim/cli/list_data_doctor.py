@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable
 from functools import partial
+from inspect import Parameter
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -198,14 +199,18 @@ def list_(
         str | None, typer.Argument(help=f"{', '.join(LISTABLE)}; without it, print these words")
     ] = None,
     name: Annotated[
-        str | None, typer.Argument(help="after algorithms: one method, with its hyper-parameters")
+        str | None, typer.Argument(help="after algorithms or models: one of them, with its keys")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
     """List all that a configuration can name: methods, models, data sets, stages, metrics."""
     if name is not None:
+        if listing == "models":
+            return _print_model(name, as_json)
         if listing != "algorithms":
-            raise ConfigError(f"list: '{name}' follows no '{listing}'; only algorithms have a page")
+            raise ConfigError(
+                f"list: '{name}' follows no '{listing}'; only algorithms and models have a page"
+            )
         page = method_page(name)
         return print(json.dumps(page)) if as_json else print_method(page, name)
     rows = _catalogue(listing) if listing else [{"raysim list": word} for word in LISTABLE]
@@ -217,6 +222,28 @@ def list_(
     table = Table(*rows[0], box=None)
     for row in rows:
         table.add_row(*(escape(str(text)) for text in row.values()))
+    print_table(table)
+
+
+def _print_model(name: str, as_json: bool) -> None:
+    """Print the keys of a net with their defaults."""
+    from raysim.models import build
+
+    def page_row(key: str, default: Any, what: str) -> dict[str, str]:
+        shown = "" if default is Parameter.empty else json.dumps(default, default=str)
+        return {"key": f"model.{key}", "default": shown, "what": what}
+
+    keys = build.net_parameters(name)
+    rows = [page_row(key, parameter.default, "") for key, parameter in keys.items()]
+    for key, (_, what) in build.COMMON_KEYS.items():
+        if key not in keys:
+            rows.append(page_row(key, Parameter.empty, what))
+    if as_json:
+        print(json.dumps(rows))
+        return
+    table = Table("key", "default", "what", box=None)
+    for row in rows:
+        table.add_row(*map(escape, row.values()))
     print_table(table)
 
 
@@ -344,8 +371,12 @@ def show(
         print(json.dumps(facts))
         return
     table = Table(show_header=False, box=None)
+    counts = facts.pop("counts")
+    facts["users"] = facts.pop("groups") or "none"
     for key, value in facts.items():
         table.add_row(key, str(value))
+    for name, (train, test) in counts.items():
+        table.add_row(f"class {name}", f"{train} train, {test} test")
     print_table(table)
 
 

@@ -45,6 +45,13 @@ GroupOption = Annotated[
         "differ; also side"
     ),
 ]
+Picture = Annotated[
+    Path | None,
+    typer.Option(
+        help="plot to write: .png, .svg or .pdf; default EXPERIMENT-REPORT.png, as in "
+        "quickstart-curves.png"
+    ),
+]
 Log = Annotated[
     bool,
     typer.Option(
@@ -129,15 +136,14 @@ def report_curves(
         typer.Option(help="KEY,KEY: one panel for each value of these parameters; also side"),
     ] = None,
     x_axis: Annotated[str, typer.Option(help=f"x-axis: {_SPENT}")] = "rounds",
-    out: Annotated[Path, typer.Option(help="plot to write: .png, .svg or .pdf")] = Path(
-        "curves.png"
-    ),
+    out: Picture = None,
     log: Log = False,
 ) -> None:
     """Plot learning curves: mean and one standard deviation over seeds."""
     from raysim.reports.table_rows import cost_unit_of
 
     unit = cost_unit_of(x_axis)
+    out = out or _picture("curves", runs, ledger)
     check_picture(out)
     source = _source(runs, uri, ledger, log)
     tracked = source.finished(metric, _aside, unit)
@@ -163,15 +169,14 @@ def report_sweep(
             help="plot the first round that reached this value, instead of the best value"
         ),
     ] = None,
-    out: Annotated[Path, typer.Option(help="plot to write: .png, .svg or .pdf")] = Path(
-        "sweep.png"
-    ),
+    out: Picture = None,
     log: Log = False,
 ) -> None:
     """Plot the best value, mean over seeds, over one parameter (lines) or two (heatmaps).
 
     Other differing parameters make further lines or panels.
     """
+    out = out or _picture("sweep", runs, ledger)
     check_picture(out)
     if y and log_x:
         raise ConfigError("--log-x: a heatmap has one column per value; leave out --log-x or --y")
@@ -194,9 +199,7 @@ def report_sensitivity(
     statistic: Annotated[
         str, typer.Option(help="result of a run: best, or last10 (mean of the last 10 evaluations)")
     ] = "best",
-    out: Annotated[Path, typer.Option(help="plot to write: .png, .svg or .pdf")] = Path(
-        "sensitivity.png"
-    ),
+    out: Picture = None,
     log: Log = False,
 ) -> None:
     """Show how much of the spread of runs each parameter explains, as a table and a plot.
@@ -206,6 +209,7 @@ def report_sensitivity(
     from raysim.reports import plots, sensitivity
 
     _one_of("--statistic", statistic, sensitivity.STATISTICS)
+    out = out or _picture("sensitivity", runs, ledger)
     check_picture(out)
     source = _source(runs, uri, ledger, log)
     tracked = source.finished(metric, _aside)
@@ -231,11 +235,13 @@ def report_speedup(
         str, typer.Option(help="metric whose last value in a run counts")
     ] = "theory/grad_norm2_mean",
     over: Annotated[str, typer.Option(help="parameter of the x-axis")] = "schedule.cohort",
-    out: Annotated[Path, typer.Option(help="plot to write")] = Path("speedup.png"),
+    out: Picture = None,
 ) -> None:
     """Plot the rounds to a target over a parameter on log axes, with the slope."""
     from raysim.reports import plots, speedup
 
+    out = out or _picture("speedup", runs, ledger)
+    check_picture(out)
     source = _source(runs, uri, ledger, False)
     tracked = source.finished(metric, _aside)
     lines = speedup.speedup(speedup.ends(tracked, over), target, _aside)
@@ -360,6 +366,12 @@ def _source(
 
     _refuse_to_keep(ledger, log)
     return RunSource(runs or (), uri, ledger or ())
+
+
+def _picture(report: str, runs: Sequence[str] | None, ledger: Sequence[Path] | None) -> Path:
+    """Return the default file of a plot, which names the experiments (or ledgers) that it shows."""
+    names = runs or [file.stem for file in ledger or ()]
+    return Path(f"{'-'.join([*(Path(name).name for name in names), report])}.png")
 
 
 def _refuse_to_keep(ledger: Sequence[Path] | None, log: bool) -> None:

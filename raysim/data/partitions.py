@@ -293,7 +293,8 @@ def _natural(p: Natural, dataset: Dataset, rng: np.random.Generator) -> np.ndarr
     if n_clients > n_groups:
         raise ConfigError(
             f"partition.clients: {n_clients} are asked for, but {dataset.name} has only {n_groups} "
-            "users; lower it, or set it to null for one client for each user"
+            "users; lower it, or write partition={name: natural, clients: null} for one client for "
+            "each user"
         )
     client = rng.permutation(n_groups) % n_clients if p.clients else np.arange(n_groups)
     grouped = dataset.groups >= 0

@@ -61,9 +61,10 @@ def check_resources(config: Config) -> None:
     n_cores = os.cpu_count() or 1
     requested_gpus = resources.gpus * (resources.actors if on_ray else 1)
     if requested_gpus > n_gpus:
+        each = f" ({resources.gpus:g} for each of {resources.actors} actors)" if on_ray else ""
         raise ConfigError(
-            f"resources.gpus: the run requests {requested_gpus:g} GPUs in total, but this machine "
-            f"has {n_gpus}; set resources.gpus=0, or set resources.address to use a cluster"
+            f"resources.gpus: the run requests {requested_gpus:g} GPUs in total{each}, but this "
+            f"machine has {n_gpus}; set resources.gpus=0, or set resources.address to use a cluster"
         )
     requested_cores = resources.actors * resources.cpus
     if on_ray and (resources.cpus > n_cores or requested_cores > MAX_ACTORS_PER_CORE * n_cores):

@@ -13,7 +13,7 @@ from torch import nn
 
 from raysim.config import entry_points
 from raysim.config.explain import explain_validation_error
-from raysim.config.references import load_object
+from raysim.config.references import load_file, load_object
 from raysim.config.schema import Config
 from raysim.config.sections.base import Named, as_list
 from raysim.errors import ConfigError, did_you_mean, with_cause
@@ -33,6 +33,8 @@ def catalogue() -> Iterator[tuple[str, Any, str]]:
 def _find_factory(name: str) -> Callable:
     """Return the class or function that builds the net `name`."""
     factory: Any
+    if name.endswith(".py"):
+        raise ConfigError(_which_net(name))
     if ":" in name:
         factory = load_object(name, "model.name")
     else:
@@ -53,6 +55,22 @@ def _find_factory(name: str) -> Callable:
             f"model.name: '{name}' is neither a torch.nn.Module nor a function that returns one"
         )
     return factory
+
+
+def _which_net(file: str) -> str:
+    """Return the message for a file without the name of a net, with the nets in it."""
+    module = load_file(file, "model.name")
+    nets = [
+        f"{file}:{name}"
+        for name, value in vars(module).items()
+        if isinstance(value, type)
+        and issubclass(value, nn.Module)
+        and value.__module__ == module.__name__
+    ]
+    return (
+        f"model.name: '{file}' is a file; name the net in it: "
+        f"{' or '.join(nets) or f'{file}:NAME (it defines no torch.nn.Module)'}"
+    )
 
 
 PATTERNS = Annotated[list[str], BeforeValidator(as_list)]

@@ -399,6 +399,17 @@ def _line(
     return ClaimResult(claim, named, left, right, difference, count, verdict)
 
 
+def _name_of_side(line: ClaimResult, where: Mapping[str, Sequence[str]]) -> str:
+    """Return the values by which a side differs from the other one, such as "fedavg"; or ""."""
+    sides = (line.claim.left.where, line.claim.right.where)
+    named = {}
+    for key, values in where.items():
+        of_line = line.named.get(key, line.named.get(f"{key}.name"))
+        if any(side.get(key) != values for side in sides):
+            named[key] = of_line if of_line in values else " or ".join(map(str, values))
+    return grouping.label(named)
+
+
 def _difference_text(claim: Claim, apart: Sequence[Span]) -> str:
     """Return left minus right over seeds in words; only of seeds that all have a value."""
     exact = [low for low, high in apart if low == high]
@@ -515,12 +526,16 @@ def claims_markdown(lines: Sequence[ClaimResult]) -> str:
     Args:
         lines: Results, as from `check_claims`.
     """
-    header = ["claim", "left", "right", "difference [95 % interval]", "seeds for : against"]
+    header = ["claim", "left", "right", "left − right [95 % interval]", "seeds for : against"]
     cells = [[*header, "verdict"]]
     for line in lines:
         says = line.claim.says + (f" ({grouping.label(line.named)})" if line.named else "")
         votes = "{} : {}".format(*line.seeds)
-        cells.append([says, line.left, line.right, line.difference, votes, line.verdict])
+        left, right = (
+            f"{_name_of_side(line, side.where)} {text}".strip()
+            for side, text in ((line.claim.left, line.left), (line.claim.right, line.right))
+        )
+        cells.append([says, left, right, line.difference, votes, line.verdict])
     if any(line.claim.figure for line in lines):
         files = [line.claim.figure.file if line.claim.figure else "" for line in lines]
         cells = [[*row, last] for row, last in zip(cells, ["figure", *files], strict=True)]

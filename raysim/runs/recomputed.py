@@ -15,7 +15,8 @@ from raysim.config import explain
 from raysim.config.schema import Config
 from raysim.engine.plan import Plan
 from raysim.engine.resolve import prepare
-from raysim.errors import ConfigError, in_a_line
+from raysim.errors import ConfigError, did_you_mean, in_a_line
+from raysim.reports.published import same_value
 from raysim.runs.run import execute
 from raysim.tracking.ledger_row import Row, kept_config
 from raysim.tracking.recorder import Recorder, flatten_parameters
@@ -65,6 +66,34 @@ def comparable(rows: Sequence[Row]) -> list[Row]:
     cpu = torch.backends.cpu.get_cpu_capability()
     full = [row for row in rows if row.digest and not row.stopped]
     return sorted(full, key=lambda row: (row.cpu != cpu, row.fingerprint))
+
+
+def having(rows: Sequence[Row], where: Sequence[str]) -> list[Row]:
+    """Return the rows whose configurations have given values.
+
+    Args:
+        rows: rows of any ledgers.
+        where: KEY=VALUE texts; `algorithm` stands for `algorithm.name`, as in reports. Numbers are
+            compared as numbers.
+
+    Raises:
+        ConfigError: a text is not KEY=VALUE, or no row has the key or all the values.
+    """
+    params = [flatten_parameters(row.config) for row in rows]
+    for text in where:
+        key, _, value = text.partition("=")
+        if not key or not value:
+            raise ConfigError(f"--where: '{text}' is not KEY=VALUE")
+        known = sorted({name for entry in params for name in entry})
+        name = next((name for name in (key, f"{key}.name") if name in known), None)
+        if name is None:
+            raise ConfigError(f"--where: no row has a key '{key}'{did_you_mean(key, known)}")
+        kept = [i for i, entry in enumerate(params) if same_value(entry.get(name, ""), value)]
+        if not kept:
+            values = sorted({str(entry[name]) for entry in params if name in entry})
+            raise ConfigError(f"--where: no row has {name}={value}{did_you_mean(value, values)}")
+        rows, params = [rows[i] for i in kept], [params[i] for i in kept]
+    return list(rows)
 
 
 def why_other_identity(row: Row) -> str:

@@ -4,6 +4,7 @@ wrapped."""
 from __future__ import annotations
 
 import io
+import re
 
 import pytest
 from rich.console import Console
@@ -65,6 +66,12 @@ def test_a_method_has_a_page(raysim_):
     assert any(line.endswith("a schedule [[round, value], ...].") for line in said)
 
 
-@pytest.mark.parametrize("arguments", [["algorithms", "gradm"], ["models", "lenet"]])
+@pytest.mark.parametrize("arguments", [["algorithms", "gradm"], ["models", "lenett"]])
 def test_a_page_that_does_not_exist(arguments, raysim_):
     assert_one_message(raysim_("list", *arguments))
+
+
+def test_the_page_of_a_net_lists_its_keys(raysim_):
+    said = raysim_("list", "models", "mlp").out
+    assert re.search(r"model\.hidden +\[200, 200\]", said) and "model.freeze" in said
+    assert "only algorithms and models have a page" in raysim_("list", "servers", "fedavg").err

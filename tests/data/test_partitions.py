@@ -372,7 +372,8 @@ def test_natural_needs_groups(digits):
         split_dataset(partition(name="natural"), digits, 0)
     toy = dataset(np.zeros(4), [0, 0, 1, 1], 2)
     with pytest.raises(
-        ConfigError, match=r"partition\.clients: 3 are asked for, but toy has only 2 users"
+        ConfigError,
+        match=r"clients: 3 are asked for, but toy has only 2 users; lower it, or write partition=\{",
     ):
         split_dataset(partition(name="natural", clients=3), toy, 0)
 

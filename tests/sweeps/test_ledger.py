@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -17,7 +18,7 @@ from support.sweeps import SMALL, trained_in_this_process
 import raysim
 from raysim.errors import ConfigError
 from raysim.reports.runs import RunSource
-from raysim.runs.recomputed import recompute
+from raysim.runs.recomputed import having, recompute
 from raysim.sweeps import Sweep, SweepLedger, SweepResult, prepare_sweep, run_sweep
 from raysim.sweeps.trial import train_trial
 from raysim.tracking.ledger import append_rows, read_rows, unique, write_rows
@@ -392,6 +393,22 @@ def test_check_computes_rows_again(rows, raysim_):
     write_rows("rows.jsonl", [changed(rows[0], digest="0" * 64)])
     wrong = raysim_("ledger", "check", "rows.jsonl", "--recompute", "1")
     assert wrong.code == 1 and "another digest than with raysim" in wrong.out
+
+
+def test_check_chooses_rows_by_their_configuration(rows, raysim_):
+    one = rows[1]
+    name, seed = one.config["algorithm"]["name"], one.config["seed"]
+    same = [
+        row for row in rows if (row.config["algorithm"]["name"], row.config["seed"]) == (name, seed)
+    ]
+    assert having(rows, [f"algorithm={name}", f"seed={seed}"]) == same
+    for where, said in (
+        ("seed=77", "--where: no row has seed=77"),
+        ("sed=1", "--where: no row has a key 'sed'; did you mean 'seed'"),
+        ("seed", "--where: 'seed' is not KEY=VALUE"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(said)):
+            having(rows, [where])
 
 
 def old_keys(row: Row, **what: Any) -> Row:
