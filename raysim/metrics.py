@@ -595,12 +595,16 @@ def is_share(name: str) -> bool:
     """
     entry = find_metric(name)
     if entry is None or entry.unit == "as the metric":
-        entry = find_metric(_without_figure(name))
+        entry = find_metric(without_figure(name))
     return entry is not None and entry.unit == "share"
 
 
-def _without_figure(name: str) -> str:
-    """Return the name of a task's metric: "loss" for "clients/loss_worst10"."""
+def without_figure(name: str) -> str:
+    """Return the name of a task's metric: "loss" for "clients/loss_worst10".
+
+    Args:
+        name: name of the metric, or of a figure of its values at the clients.
+    """
     ends = "|".join(end for end in CLIENT_FIGURES if end)
     return re.sub(f"({ends})$", "", name.rpartition("/")[2])
 
@@ -613,7 +617,7 @@ def lower_is_better(name: str) -> bool:
     """
     if name.endswith("_std"):
         return True
-    bare = _without_figure(name)
+    bare = without_figure(name)
     for candidate in (name, bare):
         entry = find_metric(candidate)
         if entry is not None and entry.larger_is_better is not None:

@@ -174,7 +174,7 @@ def _from_rows(values: Any) -> np.ndarray | list[np.ndarray]:
         values = [_to_numpy(v) if isinstance(v, torch.Tensor) else v for v in values]
     try:
         array = np.asarray(values)
-        if array.dtype.kind == "O" and array.ndim:  # of numbers, or of rows
+        if array.dtype.kind == "O" and array.ndim and np.ndim(array.flat[0]):  # of rows
             array = np.asarray(array.tolist())
     except ValueError:  # rows of different lengths
         return [np.asarray(row) for row in values]
@@ -183,7 +183,7 @@ def _from_rows(values: Any) -> np.ndarray | list[np.ndarray]:
 
 def _first(array: np.ndarray) -> str:
     """Return " (number 3 is a str)" for the first object of an array that is no number."""
-    for k, value in enumerate(array):
+    for k, value in enumerate(array.flat):
         if not isinstance(value, int | float | np.number):
             return f" (number {k} is a {type(value).__name__})"
     return ""

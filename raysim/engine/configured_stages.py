@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
+from functools import partial
 
 import torch
 
 from raysim.config.references import load_object
 from raysim.config.schema import Config
 from raysim.config.sections.base import Named, Section
+from raysim.engine.watched_rules import RANDOM_NUMBERS_PAGE, RNG_ARGUMENT, keyed_numbers_only
 from raysim.errors import ConfigError, ContractError, did_you_mean
 from raysim.models.flat import Model
 from raysim.randomness import generator
@@ -18,7 +20,7 @@ from raysim.rules.registry import build_part
 from raysim.rules.upload_stages import STAGES, UploadStage, WireFormat
 from raysim.rules.uploads import declared
 from raysim.rules.user_code import translate_errors
-from raysim.training.upload_chain import check_encoded
+from raysim.training.upload_chain import check_encoded, check_wire_format
 
 
 def make_stages(key: str, section: Sequence[Named]) -> tuple[UploadStage, ...]:
@@ -98,12 +100,28 @@ def check_stages(
             update = torch.from_numpy(rng.standard_normal(model.size)).to(model.dtype)
             failed = f"{key}.name: {type(stage).__name__} failed on a random update: "
             try:
-                with translate_errors(lambda text, failed=failed: ConfigError(failed + text)):
+                with (
+                    translate_errors(lambda text, failed=failed: ConfigError(failed + text)),
+                    keyed_numbers_only(partial(_unkeyed, stage, key)),
+                ):
                     decoded = stage.encode(update, rng)
                     check_encoded(stage, key, update, decoded)
-                    stage.wire_format(WireFormat(model.size, 8 * update.element_size()), decoded)
+                    before = WireFormat(model.size, 8 * update.element_size())
+                    if not torch.isfinite(decoded).all():
+                        raise ConfigError(
+                            f"{key}: encode of {type(stage).__name__} returns numbers that are not "
+                            "finite for a finite update"
+                        )
+                    check_wire_format(stage, key, stage.wire_format(before, decoded))
             except ContractError as error:
                 raise ConfigError(str(error)) from None
+
+
+def _unkeyed(stage: UploadStage, key: str, drawn: str) -> ConfigError:
+    """Return the error for a stage that draws from a global generator."""
+    return ConfigError(
+        f"{key}: {type(stage).__name__} {drawn}, {RNG_ARGUMENT} {RANDOM_NUMBERS_PAGE}"
+    )
 
 
 def with_stage_parameters(config: Config, stages: Mapping[str, Sequence[UploadStage]]) -> Config:

@@ -9,7 +9,7 @@ from raysim.config import renamed
 from raysim.config.schema import Config
 from raysim.config.sections.evaluation import BestBy, Stop
 from raysim.errors import ConfigError, RaysimError, did_you_mean
-from raysim.metrics import lower_is_better
+from raysim.metrics import lower_is_better, without_figure
 
 ROUND_METRICS = (
     "train_loss",
@@ -168,5 +168,10 @@ def check_metric(key: str, metric: str, configs: Sequence[Config]) -> None:
         raise ConfigError(
             f"{key}: {metric} needs held-out examples; set partition.val_fraction=0.1"
         )
-    if metric.partition("/")[0] in OF_CLIENTS[1:] and any(not c.evaluate.clients for c in configs):
+    part, _, figure = metric.partition("/")
+    # Every round logs some clients/, such as clients/used; evaluations log those of the metrics.
+    of_evaluations = part in OF_CLIENTS[1:] or (
+        part == "clients" and without_figure(figure) in measured
+    )
+    if of_evaluations and any(not c.evaluate.clients for c in configs):
         raise ConfigError(f"{key}: {metric} needs evaluations of clients; set evaluate.clients")

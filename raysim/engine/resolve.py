@@ -20,7 +20,7 @@ from raysim.config.references import reading_once
 from raysim.config.schema import Config
 from raysim.config.sections.base import Named
 from raysim.config.sections.data import AnyData
-from raysim.config.sections.schedule import InFlight
+from raysim.config.sections.schedule import InFlight, OwnSampling, Sync
 from raysim.data import Dataset, load_dataset, split_dataset
 from raysim.data.clients import Clients, VirtualClients
 from raysim.data.groups import group_members, local_of_groups
@@ -39,7 +39,7 @@ from raysim.engine.absolute_paths import with_absolute_paths, with_run_folder
 from raysim.engine.block_choice import BlockChoice, choose_batching
 from raysim.engine.collusion import check_collusion
 from raysim.engine.plan import Plan, Probe, measures_clients
-from raysim.errors import ConfigError
+from raysim.errors import ConfigError, RaysimError
 from raysim.models import build
 from raysim.models.flat import Model
 from raysim.rules import pairs, registry
@@ -322,7 +322,15 @@ def _check_schedule(config: Config, clients: Clients | VirtualClients) -> None:
     if isinstance(config.schedule, InFlight):
         checks.check_cohort(config.schedule, _count_nonempty(clients), "there is data for")
     # Building the schedule validates it, including the trace file that it may name.
-    schedule.make_schedule(config, clients.sizes)
+    rounds = schedule.make_schedule(config, clients.sizes)
+    if isinstance(config.schedule, Sync) and isinstance(config.schedule.sampling, OwnSampling):
+        assert isinstance(rounds, schedule.Synchronous)
+        try:
+            rounds.sample_cohort(0)
+        except schedule.ScheduleExhausted:
+            pass  # the run reports it
+        except RaysimError as error:
+            raise ConfigError(str(error)) from None
 
 
 def _count_nonempty(clients: Clients | VirtualClients) -> int:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from raysim.errors import ContractError
+from raysim.errors import ContractError, RaysimError
 from raysim.rules.batch import Batch
 from raysim.rules.contract import ClientRule, ServerRule
 from raysim.rules.user_code import breach, described, place_of_error
@@ -34,6 +34,12 @@ MAX_COPIED_NUMBERS = 2_000_000
 
 LOCAL_STEP = ("direction", "step")
 """Methods that may change none of their arguments; the others may not change `shared`."""
+
+RNG_ARGUMENT = "those of its argument `rng`"
+"""Where a function finds random numbers that has a generator as an argument."""
+
+RANDOM_NUMBERS_PAGE = "(docs/how-to/random_numbers.md)"
+"""The page that explains keyed random numbers."""
 
 
 def watched(rule: AnyRule) -> AnyRule:
@@ -74,7 +80,7 @@ def _watched(name: str, method: Callable[..., Any], parameters: list[str]) -> Ca
         if isinstance(self, ServerRule):
             checked = ()
         before = [_Argument(key, arguments[key]) for key in checked if key in arguments]
-        with _keyed_numbers_only(self, name):
+        with keyed_numbers_only(lambda drawn: _unkeyed(self, name, drawn)):
             try:
                 returned = method(self, *args, **options)
             except BUGS as error:
@@ -156,8 +162,12 @@ def same_values(tensor: Tensor, copy: Tensor) -> bool:
 
 
 @contextmanager
-def _keyed_numbers_only(rule: ClientRule | ServerRule, method: str) -> Iterator[None]:
-    """Raise ContractError if a global random generator changes; its state is put back."""
+def keyed_numbers_only(refusal: Callable[[str], RaysimError]) -> Iterator[None]:
+    """Raise an error if a global random generator changes; its state is put back.
+
+    Args:
+        refusal: makes the error from what the code did, "draws from NumPy's global generator, …".
+    """
     torch_state = torch.get_rng_state()
     numpy_state = np.random.get_state()
     python_state = random.getstate()
@@ -173,20 +183,23 @@ def _keyed_numbers_only(rule: ClientRule | ServerRule, method: str) -> Iterator[
         library = "Python"
     else:
         return
+    raise refusal(
+        f"draws from {library}'s global generator, so a run could not be repeated; use keyed "
+        "numbers"
+    )
+
+
+def _unkeyed(rule: ClientRule | ServerRule, method: str, drawn: str) -> ContractError:
+    """Return the error for a method of a rule that draws from a global generator."""
     if method in ("candidates", "select"):
-        stream = "those of its argument `rng`"
+        stream = RNG_ARGUMENT
     elif isinstance(rule, ServerRule):
         stream = 'reports.rng("name") or cohort.rng("name")'
     elif method in LOCAL_STEP:
         stream = "`noise` and batch.noise"
     else:
         stream = 'task.rng("name")'
-    raise breach(
-        rule,
-        method,
-        f"draws from {library}'s global generator, so a run could not be repeated; use keyed "
-        f"numbers, {stream} (docs/how-to/random_numbers.md)",
-    )
+    return breach(rule, method, f"{drawn}, {stream} {RANDOM_NUMBERS_PAGE}")
 
 
 def _same_numpy_states(state: Any, other: Any) -> bool:

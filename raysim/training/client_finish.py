@@ -74,6 +74,7 @@ class ClientFinish:
             {**self._kept(rows, report, state, task), **encoded.memory},
             loss,
             encoded_bytes=encoded.nbytes,
+            error=encoded.error,
         )
         if client.task.requests:
             update.client = client
@@ -98,7 +99,7 @@ class ClientFinish:
         personal = self.uploads.personal
         encoded = self.chain.encode(personal.compacted(report, self.sent), client.task)
         return EncodedReport(
-            personal.expanded(encoded.report, report), encoded.memory, encoded.nbytes
+            personal.expanded(encoded.report, report), encoded.memory, encoded.nbytes, encoded.error
         )
 
     def _clipped(self, report: Report, rule: ClientRule, broadcast: Broadcast) -> Report:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,6 +28,9 @@ class EncodedReport:
     """Vectors that stages with error feedback removed, which the client keeps."""
     nbytes: dict[str, int] = field(default_factory=dict)
     """Bytes of each encoded upload."""
+    error: str | None = None
+    """Which stage made a finite upload infinite or NaN; the report is then the one before the
+    stages."""
 
 
 class UploadChain:
@@ -63,15 +67,16 @@ class UploadChain:
         After a stage that leaves entries out, error feedback adds the memory of the entries that
         are sent. The memory of the others waits, so the size of the upload stays.
 
-        A report with an upload that is not finite is returned as it is. The client is then refused
-        as without stages, and keeps its memory.
+        A report with an upload that is not finite before the stages is returned as it is. The
+        client is then refused as without stages, and keeps its memory.
 
         Args:
             report: the uploads and metrics of a client, without personal parameters.
             task: the client's task, with the memory of earlier rounds in its state.
 
         Raises:
-            ContractError: there is no upload [P], or a stage changes shape or type.
+            ContractError: there is no upload [P], or a stage changes shape or type, or returns a
+                size that is none.
         """
         memory: State = {}
         formats: dict[str, WireFormat] = {}
@@ -79,7 +84,7 @@ class UploadChain:
         for i, stage in enumerate(self._stages):
             key = stage.of or first_of_size(self._rule, self._sent, report, self._size, self._key)
             update = encoded[key].reshape(-1)
-            if not torch.isfinite(update.sum()):
+            if key not in formats and not torch.isfinite(update.sum()):
                 return EncodedReport(report)
             before = formats.get(key) or WireFormat(update.numel(), 8 * update.element_size())
             kept = sent = update
@@ -93,7 +98,11 @@ class UploadChain:
             check_encoded(stage, f"{self._key}.{i}", update, decoded)
             if stage.error_feedback:
                 memory[_memory_key(self._key, i)] = torch.where(sent, update - decoded, kept)
+            if not torch.isfinite(decoded.sum()) and not torch.isfinite(decoded).all():
+                name = f"{self._key}.{i}: {type(stage).__name__}"
+                return EncodedReport(report, error=f"{name} makes the finite '{key}' non-finite")
             formats[key] = stage.wire_format(before, decoded)
+            check_wire_format(stage, f"{self._key}.{i}", formats[key])
             encoded[key] = decoded.reshape(report[key].shape)
         sizes = {key: wire_format.nbytes for key, wire_format in formats.items()}
         return EncodedReport(encoded, memory, sizes)
@@ -137,6 +146,27 @@ def first_of_size(
         f"{upload_key}: client rule '{rule.name}' sends no upload of the model's size "
         f"({size:,} numbers); name another with the key `of`"
     )
+
+
+def check_wire_format(stage: UploadStage, key: str, size: WireFormat) -> None:
+    """Check that a stage returned the size of an encoded update.
+
+    Args:
+        stage: the stage.
+        key: its key in the configuration.
+        size: what the stage's `wire_format` returned.
+
+    Raises:
+        ContractError: it returned something else, or a number that is negative or not an integer.
+    """
+    name = f"{key}: wire_format of {type(stage).__name__}"
+    if not isinstance(size, WireFormat):
+        raise ContractError(f"{name} returns {size!r}; return a WireFormat")
+    for field_name, number in vars(size).items():
+        if isinstance(number, bool) or not isinstance(number, int | np.integer) or number < 0:
+            raise ContractError(
+                f"{name} returns {field_name}={number!r}; give an integer that is at least 0"
+            )
 
 
 def check_encoded(stage: UploadStage, key: str, update: Tensor, decoded: Tensor) -> None:

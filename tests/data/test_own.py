@@ -233,6 +233,7 @@ RAGGED = [[1.0], [1.0, 2.0]]
         ((X, Y, X_TEST[:, :4], Y_TEST), r"x has examples of shape \[5\], x_test of shape \[4\]"),
         ((X, Y, X_TEST, X_TEST[:, 0]), "y is int64, y_test is float64"),
         ((OBJECTS, Y[:2], X_TEST, Y_TEST), "x is an array of Python objects"),
+        ((X.astype(object), Y, X_TEST, Y_TEST), "x is an array of Python objects; give numbers"),
         (
             (RAGGED, Y[:2], X_TEST, Y_TEST),
             r"x: number 1 has shape \[2\], number 0 \[1\]; crop or pad",

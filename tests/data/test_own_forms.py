@@ -95,7 +95,6 @@ def test_a_third_split_is_named_and_not_used(caplog):
         torch.tensor(X).to_sparse(),
         [torch.tensor(row, requires_grad=True) for row in X],
         tuple(X),
-        X.astype(object),
         np.array([*X, None], dtype=object)[:-1],
     ],
 )

@@ -10,7 +10,7 @@ import pytest
 import raysim
 from raysim.config import explain
 from raysim.engine.schedule import make_schedule
-from raysim.errors import ConfigError, RaysimError
+from raysim.errors import ConfigError
 
 SIZES = np.array([5, 0, 20, 3, 40, 12])
 ROUNDS = 4000
@@ -19,6 +19,7 @@ BASE = {"data": "digits", "rounds": 3, "algorithm": "fedavg", "partition": {"cli
 OWN = """
 from dataclasses import dataclass
 from raysim.rules import ClientSampling
+import numpy as np
 
 @dataclass(frozen=True)
 class Newest(ClientSampling):
@@ -36,6 +37,11 @@ class Stranger(ClientSampling):
 class Crowd(ClientSampling):
     def sample(self, pool, size, t, rng):
         return pool.ids
+
+@dataclass(frozen=True)
+class Unkeyed(ClientSampling):
+    def sample(self, pool, size, t, rng):
+        return np.random.choice(pool.ids, size, replace=False)
 
 class NoRule:
     pass
@@ -152,9 +158,13 @@ def test_bad_sampling_is_refused_with_its_key(schedule, message, tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("Stranger", "returned client 99, which is not in pool.ids"), ("Crowd", "returned 6 clients")],
+    [
+        ("Stranger", "returned client 99, which is not in pool.ids"),
+        ("Crowd", "returned 6 clients"),
+        ("Unkeyed", r"schedule\.sampling Unkeyed draws from NumPy's global generator"),
+    ],
 )
-def test_a_rule_that_samples_strangers_or_too_many_ends_the_run(name, message, tmp_path):
+def test_a_rule_that_samples_wrongly_is_refused_before_the_run(name, message, tmp_path):
     rules = Path(tmp_path / "rules.py")
     rules.write_text(OWN)
     config = {
@@ -164,5 +174,5 @@ def test_a_rule_that_samples_strangers_or_too_many_ends_the_run(name, message, t
         "tracking": {"uri": f"sqlite:///{tmp_path}/m.db"},
         "run_dir": str(tmp_path / "run"),
     }
-    with pytest.raises(RaysimError, match=message):
+    with pytest.raises(ConfigError, match=message):
         raysim.run(config)

@@ -12,7 +12,7 @@ import torch
 
 import raysim
 from raysim.engine.resolve import prepare
-from raysim.errors import ConfigError
+from raysim.errors import ClientError, ConfigError
 from raysim.rules.contract import CLIENT_RULES, SERVER_RULES
 from raysim.rules.pairs import refuse_pair
 from raysim.rules.registry import discover
@@ -24,8 +24,10 @@ discover()
 
 RULES = """
 import math
-from dataclasses import dataclass
+import random
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from raysim.rules import ClientRule, UploadStage
@@ -70,6 +72,35 @@ class Shapes(UploadStage):
 class Fails(UploadStage):
     def encode(self, update, rng):
         raise ValueError("the dog ate my update")
+
+
+@dataclass(frozen=True)
+class Draws(UploadStage):
+    draws: str = ""
+
+    def encode(self, update, rng):
+        draw = {"numpy": np.random.rand, "torch": lambda: torch.rand(()).item(), "random": random.random}
+        return update * draw[self.draws]()
+
+
+@dataclass(frozen=True)
+class Sizes(UploadStage):
+    size: str = ""
+
+    def encode(self, update, rng):
+        return update
+
+    def wire_format(self, before, encoded):
+        return 17 if self.size == "17" else replace(before, values=-5)
+
+
+@dataclass(frozen=True)
+class Spoils(UploadStage):
+    '''Makes updates of a smaller norm NaN.'''
+    below: float = 0.0
+
+    def encode(self, update, rng):
+        return update * float("nan") if update.norm() < self.below else update
 """
 SIZES = [5, 20, 9]
 RNG = np.random.default_rng(0)
@@ -390,6 +421,13 @@ def test_a_run_without_stages_keeps_its_identity_and_pooled_is_not_chosen_with_t
         ({"name": "FILE:Half", "returns": "short"}, r"local\.upload\.0: encode of Half returns float64 \[3\]"),
         (["clip", {"name": "FILE:Half", "returns": "number"}], r"local\.upload\.1: encode of Half returns a int"),
         ("FILE:Fails", r"local\.upload\.0\.name: Fails failed .*the dog ate my update"),
+        *[
+            ({"name": "FILE:Draws", "draws": draws}, f"local.upload.0: Draws draws from {library}'s global")
+            for draws, library in (("numpy", "NumPy"), ("torch", "torch"), ("random", "Python"))
+        ],
+        ({"name": "FILE:Sizes", "size": "17"}, r"local\.upload\.0: wire_format of Sizes returns 17"),
+        ({"name": "FILE:Sizes", "size": "negative"}, r"local\.upload\.0: wire_format of Sizes returns values=-5"),
+        ({"name": "FILE:Spoils", "below": 1e9}, r"local\.upload\.0: encode of Spoils .*not finite"),
         ("FILE:Waves", r"local\.upload\.0\.name: .*UploadStage"),
         ("FILE:Missing", r"local\.upload\.0\.name: .*Missing"),
     ],
@@ -397,6 +435,13 @@ def test_a_run_without_stages_keeps_its_identity_and_pooled_is_not_chosen_with_t
 def test_a_bad_stage_is_refused_with_its_key(upload, said, waves):
     with pytest.raises(ConfigError, match=said):
         prepare(waves(upload))
+
+
+def test_a_stage_that_spoils_a_finite_update_is_blamed_for_it(waves, engine):
+    """The random update of the dry run has a norm of about 18, a client's update one of 12."""
+    spoils = {"name": "FILE:Spoils", "below": 15.0}
+    with pytest.raises(ClientError, match=r"local\.upload\.0: Spoils makes the finite 'delta'"):
+        engine(waves([spoils, "clip"]))
 
 
 def test_a_stage_may_not_change_the_type(waves):

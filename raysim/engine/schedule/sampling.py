@@ -9,6 +9,7 @@ from numpy.random import Generator
 
 from raysim.config.references import load_object
 from raysim.config.sections.schedule import OwnSampling, PoissonSampling, SamplingBySamples, Sync
+from raysim.engine.watched_rules import RANDOM_NUMBERS_PAGE, RNG_ARGUMENT, keyed_numbers_only
 from raysim.errors import ConfigError, RaysimError, round_name
 from raysim.rules.registry import build_part
 from raysim.rules.sampling import ClientPool, ClientSampling
@@ -69,19 +70,23 @@ def _own(
 ) -> Sequence[int]:
     """Sample by a user's rule, and check its answer."""
     name = type(rule).__name__
-    with translate_errors(
-        lambda text: RaysimError(f"{round_name(t)}: {SECTION} {name} failed: {text}")
+    place = f"{round_name(t)}: {SECTION} {name}"
+    with (
+        translate_errors(lambda text: RaysimError(f"{place} failed: {text}")),
+        keyed_numbers_only(
+            lambda drawn: RaysimError(f"{place} {drawn}, {RNG_ARGUMENT} {RANDOM_NUMBERS_PAGE}")
+        ),
     ):
         sampled = [int(client) for client in rule.sample(pool, size, t, rng)]
     unknown = sorted(set(sampled) - set(pool.ids.tolist()))
     if unknown:
         raise RaysimError(
-            f"{round_name(t)}: {SECTION} {name} returned client {unknown[0]}, which is not in "
+            f"{place} returned client {unknown[0]}, which is not in "
             "pool.ids; return numbers from pool.ids"
         )
     if len(set(sampled)) > size:
         raise RaysimError(
-            f"{round_name(t)}: {SECTION} {name} returned {len(set(sampled))} clients; return at "
+            f"{place} returned {len(set(sampled))} clients; return at "
             f"most `size` ({size}), or raise schedule.cohort"
         )
     return sampled
