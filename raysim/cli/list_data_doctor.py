@@ -96,9 +96,14 @@ def _tasks() -> list[CatalogueRow]:
 
 def _datasets() -> list[CatalogueRow]:
     from raysim import data
+    from raysim.data.datasets import USER_FORMATS
 
     return [
-        {"name": name, "from": origin, "here": "yes" if is_present else "no"}
+        {
+            "name": name,
+            "from": origin,
+            "here": "at data.path" if name in USER_FORMATS else "yes" if is_present else "no",
+        }
         for name, origin, is_present in data.catalogue()
     ]
 

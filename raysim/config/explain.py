@@ -201,8 +201,12 @@ def _mistake(item: Any, path: list[str], raw: Any, model: type) -> tuple[list[st
         return [], "a key must be a word"
     if kind in _NO_SECTION:
         text = "expected a section, a mapping of keys"
+        if path == ["stop"]:
+            text += ", such as {metric: accuracy, patience: 5}"
     elif kind in _NO_LIST:
         text = "input should be a list"
+        if isinstance(item["input"], int | float | str) and not isinstance(item["input"], bool):
+            text += f"; write [{item['input']}]"
     elif kind == "value_error":  # of a validator of ours
         text = str(item["ctx"]["error"])
     else:

@@ -231,7 +231,8 @@ def download_dataset(name: str, root: str | Path | None = None) -> None:
         ConfigError: the name is unknown, the data set cannot be downloaded, or the download failed.
     """
     if name not in dataset_names():
-        raise ConfigError(f"unknown data set '{name}'{did_you_mean(name, dataset_names())}")
+        fetched = (*TORCHVISION_SOURCES, "tiny_imagenet")
+        raise ConfigError(f"unknown data set '{name}'{did_you_mean(name, fetched)}")
     if name in MANUAL_STEPS:
         raise ConfigError(f"{name} cannot be downloaded: {MANUAL_STEPS[name]}")
     folder = data_root(root)

@@ -1041,3 +1041,15 @@ def test_a_net_that_begins_with_a_non_finite_tensor_is_refused(
     torch.save(state, weights)
     with pytest.raises(ConfigError, match=rf"^model\.name: .* '{name}' .*weights\.pt"):
         prepare({**small, "model": model})
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("stop=accuracy", "stop: expected a section.*such as {metric: accuracy, patience: 5}"),
+        ("model.hidden=64", r"model\.hidden: input should be a list; write \[64\]"),
+    ],
+)
+def test_a_value_of_the_wrong_form_is_refused_with_an_example(override, said):
+    with pytest.raises(ConfigError, match=said):
+        prepare("quickstart", [override])
