@@ -9,7 +9,7 @@ from raysim.config import renamed
 from raysim.config.schema import Config
 from raysim.config.sections.evaluation import BestBy, Stop
 from raysim.errors import ConfigError, RaysimError, did_you_mean
-from raysim.metrics import lower_is_better, without_figure
+from raysim.metrics import lower_is_better, reserved_prefixes, without_figure
 
 ROUND_METRICS = (
     "train_loss",
@@ -119,11 +119,12 @@ def written_out(stop: Stop | None, best: BestBy | None) -> Stop | None:
     return stop.model_copy(update={"metric": metric, "mode": stop.mode or mode})
 
 
-def check_stop(config: Config) -> None:
+def check_stop(config: Config, probes: Sequence[str] = ()) -> None:
     """Check that a run logs the metric of its section `stop`, and that time does not decide it.
 
     Args:
         config: the resolved configuration of the run.
+        probes: the names of its probes, with which their metrics begin.
 
     Raises:
         ConfigError: the run does not log the metric, or it is one of `system/`; the message names
@@ -138,6 +139,13 @@ def check_stop(config: Config) -> None:
             "elsewhere; name another metric"
         )
     check_metric(key, metric, [config])
+    source, _, rest = metric.partition("/")
+    has_own = any(":" in name for name in config.evaluate.metrics or ())
+    if rest and not has_own and source not in {*reserved_prefixes(), *probes}:
+        raise ConfigError(
+            f"{key}: '{metric}' is no metric, and no probe of this run is called '{source}'"
+            f"{did_you_mean(source, probes)}"
+        )
 
 
 def check_metric(key: str, metric: str, configs: Sequence[Config]) -> None:

@@ -125,6 +125,7 @@ def test_a_run_ends_after_the_same_round_and_as_finished_also_when_it_is_resumed
         ({}, r"stop: never ends a run; set patience, target, or both"),
         ({"patience": 0}, r"stop\.patience: "),
         ({"patience": 2, "metric": "acuracy"}, r"stop\.metric: .*did you mean 'accuracy'"),
+        ({"patience": 2, "metric": "draft/norm"}, r"stop\.metric: .*no probe of .* called 'draft'"),
         ({"patience": 2, "metric": "val/loss"}, r"stop\.metric: .*val_fraction"),
         ({"patience": 2, "metric": "fine_tuned/accuracy"}, r"stop\.metric: .*evaluate\.clients"),
         ({"patience": 2, "metric": "clients/accuracy"}, r"stop\.metric: .*evaluate\.clients"),
