@@ -128,6 +128,9 @@ class ArrayReader:
                         f"{lengths['y'][k]}; give one target for each token"
                     )
             longest = max([longest, *(n for part in lengths.values() for n in part)])
+        for suffix, (x, y) in halves.items():
+            if isinstance(x, list) and isinstance(y, np.ndarray):
+                self._check_tails(x, y, suffix)
         return {
             suffix: (
                 _pad(x, longest, PADDING_X) if pads_x else np.asarray(x),
@@ -135,6 +138,17 @@ class ArrayReader:
             )
             for suffix, (x, y) in halves.items()
         }  # pyright: ignore[reportReturnType]  # y is a list only if pads_y
+
+    def _check_tails(self, x: Sequences, y: np.ndarray, suffix: str) -> None:
+        """Refuse targets as long as the longest inputs that have tokens where x has none."""
+        if y.ndim != 2 or y.dtype.kind not in "iu" or y.shape[1] != max(map(len, x)):
+            return  # not one target for each token
+        for k, row in enumerate(x):
+            if (y[k, len(row) :] >= 0).any():
+                raise self.error(
+                    f"x{suffix}[{k}] has {len(row)} tokens, y{suffix}[{k}] has {y.shape[1]}; give "
+                    f"one target for each token, or pad y with {PADDING_Y}"
+                )
 
     def _lengths(self, part: np.ndarray | Sequences, name: str, ragged: str) -> list[int]:
         """Return the length of each sequence."""

@@ -224,7 +224,7 @@ class ActorSupervisor:
         """
         limit = self.start_timeout_s
         deadline = time.monotonic() + limit
-        awaited = f"the start of {len(places)} actors"
+        awaited = f"the start of {', '.join(places)}"
         pending: list[Any] = list(places.values())
         while pending and time.monotonic() < deadline:
             ready, pending = ray.wait(pending, num_returns=len(pending), timeout=POLL_INTERVAL_S)

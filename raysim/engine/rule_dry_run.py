@@ -35,11 +35,13 @@ from raysim.engine.plan import Plan
 from raysim.engine.watched_rules import watched
 from raysim.errors import ConfigError, ContractError, RaysimError
 from raysim.randomness import generator
+from raysim.rules.contract import overridden
 from raysim.rules.registry import is_shipped
 from raysim.rules.uploads import declared
 from raysim.rules.user_code import defined_at
 from raysim.system.processes import limited
 from raysim.training.batch_order import local_steps
+from raysim.training.client_evaluation import own_model
 from raysim.training.client_update import ClientUpdate
 from raysim.training.groups import ClientGroup
 from raysim.training.local_sgd import LoopTrainer
@@ -249,6 +251,21 @@ class RuleDryRun:
                 )
             except ContractError as error:
                 return str(error)
+        return self._wrong_evaluated(trainer, broadcast, tasks[0])
+
+    def _wrong_evaluated(
+        self, trainer: Trainer, broadcast: Broadcast, task: ClientTask
+    ) -> str | None:
+        """Return what is wrong with the model of `evaluated`; None if nothing is."""
+        is_used = self.config.evaluate.clients or overridden(self.plan.server, ["candidates"])
+        if not (is_used and overridden(self.plan.client, ["evaluated"])):
+            return None
+        try:
+            own_model(trainer, broadcast, task, self.clients.client(task.client))
+        except ContractError as error:
+            return str(error)
+        except Exception as error:  # it may depend on the client, so the run reports it
+            logger.debug("evaluated is not checked: %s", error)
         return None
 
     def _wrong_delta(self, trainer: Trainer, update: ClientUpdate) -> str | None:

@@ -10,6 +10,7 @@ import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -138,16 +139,7 @@ class ClientEvaluator:
         if not self.has_own_models:
             return broadcast.global_params, broadcast.buffers
         trainer = self.trainer.of_client(task.client)
-        rule = trainer.rule.at(task.base)
-        mine = self.training.client(task.client)
-        received = trainer.receive(rule, broadcast, task, mine)
-        w, buffers = received.local_params, received.buffers
-        if overridden(rule, ["evaluated"]):
-            shared, client_state = received.broadcast.shared, received.client_state
-            evaluated = rule.evaluated(shared, client_state, received.data, trainer.loop)
-            check_evaluated(rule, broadcast.global_params, broadcast.buffers, evaluated)
-            w, buffers = evaluated if isinstance(evaluated, tuple) else (evaluated, buffers)
-        return w, buffers
+        return own_model(trainer, broadcast, task, self.training.client(task.client))
 
     @torch.no_grad()
     def _measure(self, client: int, w: Tensor, buffers: Tensor) -> dict[str, float]:
@@ -157,6 +149,31 @@ class ClientEvaluator:
         return measure(
             self.net, buffers, self.examples, self.batch_size, self.metrics, positions=positions
         )
+
+
+def own_model(
+    trainer: Trainer, broadcast: Broadcast, task: ClientTask, mine: np.ndarray
+) -> tuple[Tensor, Tensor]:
+    """Return the parameters [P] and BatchNorm statistics [Q] that a client's rule evaluates.
+
+    Args:
+        trainer: the trainer of the client's group.
+        broadcast: the version of the model.
+        task: the client, with its state.
+        mine: [n], positions of the client's training examples.
+
+    Raises:
+        ContractError: `evaluated` of the rule returns something that its contract forbids.
+    """
+    rule = trainer.rule.at(task.base)
+    received = trainer.receive(rule, broadcast, task, mine)
+    w, buffers = received.local_params, received.buffers
+    if overridden(rule, ["evaluated"]):
+        shared, client_state = received.broadcast.shared, received.client_state
+        evaluated = rule.evaluated(shared, client_state, received.data, trainer.loop)
+        check_evaluated(rule, broadcast.global_params, broadcast.buffers, evaluated)
+        w, buffers = evaluated if isinstance(evaluated, tuple) else (evaluated, buffers)
+    return w, buffers
 
 
 def uses_own_models(config: Config, rule: ClientRule, server: ServerRule) -> bool:

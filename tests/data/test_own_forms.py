@@ -141,6 +141,19 @@ TWO = (X[0], 0), (X[1], 1)
 SEQUENCES = [[1, 2], [3]]
 
 
+def test_targets_where_there_is_no_token_are_refused():
+    """All targets are as long as the longest inputs, so only x is padded."""
+    padded = {"train": (SEQUENCES, [[5, 6], [7, -100]]), "test": (SEQUENCES, [[1, 2], [3, -100]])}
+    assert made(padded).x.tolist() == [[1, 2], [3, 0]]
+    assert made(padded).y.tolist() == [[5, 6], [7, -100]]
+    labels = (SEQUENCES, [[1, 0, 1], [0, 1, 1]])  # three for each sequence
+    assert made({"train": labels, "test": labels}).y.tolist() == labels[1]
+    with pytest.raises(
+        ConfigError, match=r"^data: x_test\[1\] has 1 tokens, y_test\[1\] has 2; give"
+    ):
+        made({**padded, "test": (SEQUENCES, [[1, 2], [3, 4]])})
+
+
 @pytest.mark.parametrize(
     ("train", "message"),
     [

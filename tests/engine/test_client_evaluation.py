@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from pathlib import Path
 from typing import Any
 
@@ -77,12 +78,13 @@ class Short(ClientRule):
 
 @dataclass(frozen=True)
 class Dies(ClientRule):
-    '''The first evaluation in the run kills its process.'''
+    '''The first evaluation outside of the driver kills its process.'''
 
+    driver: int = 0
     marker: str = ""
 
     def evaluated(self, shared, client_state, data, task):
-        if not Path(self.marker).exists():
+        if os.getpid() != self.driver and not Path(self.marker).exists():
             Path(self.marker).touch()
             os.kill(os.getpid(), signal.SIGKILL)
         return shared["x"]
@@ -450,7 +452,8 @@ def test_two_actors_compute_the_bits_of_this_process(setup, rules, recycled_acto
 
 
 def test_blocks_of_a_killed_worker_are_evaluated_again(setup, rules, recycled_actors, tmp_path):
-    setup |= {"client": {"name": f"{rules}:Dies", "marker": str(tmp_path / "died")}}
+    marker = str(tmp_path / "died")
+    setup |= {"client": {"name": f"{rules}:Dies", "driver": os.getpid(), "marker": marker}}
     setup |= {"server": "fedavg", "resources": {"executor": "ray", "actors": 2, "cpus": 1}}
     del setup["algorithm"]
     killed = raysim.run(setup, run_dir=setup["run_dir"] + "0")
@@ -479,7 +482,9 @@ def test_a_failed_evaluation_ends_the_run_or_leaves_the_client_out(setup, rules)
 def test_parameters_of_another_shape_are_refused(setup, rules):
     setup |= {"client": f"{rules}:Short", "server": "fedavg"}
     del setup["algorithm"]
-    with pytest.raises(ClientError, match=r"evaluated of client rule 'short' .*returns a Tensor"):
+    with pytest.raises(
+        ConfigError, match=r"client\.name: evaluated of .* 'short' returns a Tensor"
+    ):
         raysim.run(setup)
 
 
