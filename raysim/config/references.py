@@ -36,6 +36,7 @@ from raysim.config import python_objects
 from raysim.config.distributions import distribution_of
 from raysim.errors import ConfigError, with_cause
 from raysim.system.signals import reraise_stop
+from raysim.system.torchvision_operators import import_declaring_operators
 
 USER_MODULE_PREFIX = "raysim_user_"
 """Prefix of the names of the packages that hold users' files."""
@@ -406,7 +407,10 @@ def _local_import(package: str) -> Callable[..., ModuleType]:
     ) -> ModuleType:
         top = name.partition(".")[0]
         if level or top not in tops:
-            return builtins.__import__(name, globals, locals, fromlist, level)
+            # peft, for example, imports torchvision.
+            return import_declaring_operators(
+                lambda: builtins.__import__(name, globals, locals, fromlist, level)
+            )
         module = builtins.__import__(f"{package}.{name}", globals, locals, fromlist, 0)
         return module if fromlist else sys.modules[f"{package}.{top}"]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import hashlib
+import importlib
 import os
 import platform
 import statistics
@@ -18,7 +19,6 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
 from raysim.config.sections.data import Data
 from raysim.data.dataset import (
@@ -29,31 +29,16 @@ from raysim.data.dataset import (
     normalise,
 )
 from raysim.errors import ConfigError, in_a_line
+from raysim.system.torchvision_operators import import_declaring_operators
 
 
 def import_torchvision() -> ModuleType:
     """Import torchvision, also if its compiled operators do not load.
 
-    They do not load if a CUDA build of torchvision is installed beside a CPU build of torch. The
-    import then fails with "operator torchvision::nms does not exist", although reading images needs
-    no operators. Declaring the two operators, without a kernel, lets the import pass. An intact
-    torchvision is imported as it is.
-
     Returns:
         The module torchvision.
     """
-    try:
-        import torchvision
-    except RuntimeError as error:
-        if "torchvision::nms" not in str(error):
-            raise
-        for name in ("nms", "qnms"):
-            torch.library.define(
-                f"torchvision::{name}",
-                "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
-            )
-        import torchvision
-    return torchvision
+    return import_declaring_operators(lambda: importlib.import_module("torchvision"))
 
 
 def decode_images(

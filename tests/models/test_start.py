@@ -346,8 +346,6 @@ def test_only_adapters_of_peft_are_trained(mode: str):
 
 LORA = """
 from collections import OrderedDict
-from raysim.data import import_torchvision
-import_torchvision()  # peft imports it, and its operators may not load
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
@@ -432,8 +430,6 @@ def test_weights_that_do_not_fit_the_base_net_are_named_as_it_names_them():
 
 
 ADAPTED = """
-from raysim.data import import_torchvision
-import_torchvision()  # peft imports it, and its operators may not load
 from peft import LoraConfig, get_peft_model
 from raysim.models.sequence import transformer
 
