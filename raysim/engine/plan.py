@@ -30,6 +30,7 @@ from raysim.rules.contract import ClientRule, Problem, ServerRule
 from raysim.rules.learning_task import LearningTask, TaskMetric
 from raysim.rules.upload_stages import UploadStage
 from raysim.rules.uploads import with_mode
+from raysim.system.torchvision_operators import OperatorsOfDriver
 from raysim.training.groups import ClientGroup
 from raysim.training.messages import Broadcast
 from raysim.training.personal import PersonalParts, personal_parts
@@ -95,8 +96,12 @@ class Plan:
     """The probes that the configuration names. They are copied before use."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state to pickle, `code` first: unpickling the other fields needs it."""
-        return {"code": self.code, **self.__dict__}
+        """Return the state to pickle; unpickling the other fields needs the first two."""
+        return {"operators": OperatorsOfDriver(), "code": self.code, **self.__dict__}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Set the fields; `operators` has done its work."""
+        self.__dict__.update({key: value for key, value in state.items() if key != "operators"})
 
     @property
     def label(self) -> str:

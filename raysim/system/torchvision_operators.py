@@ -13,6 +13,9 @@ from types import ModuleType
 SIGN = "torchvision::nms"
 """Text in the error of such an import."""
 
+_DECLARED: list[bool] = []
+"""Not empty if this process has declared the operators."""
+
 
 def import_declaring_operators(load: Callable[[], ModuleType]) -> ModuleType:
     """Return an imported module; if torchvision's operators do not load, declare them and retry.
@@ -27,7 +30,7 @@ def import_declaring_operators(load: Callable[[], ModuleType]) -> ModuleType:
     except Exception as error:
         if not _is_for_operators(error):
             raise
-        _declare_operators()
+        declare_operators()
         return load()
 
 
@@ -40,11 +43,24 @@ def _is_for_operators(error: BaseException | None) -> bool:
     return False
 
 
-def _declare_operators() -> None:
-    """Declare the operators that the import of torchvision looks for."""
+def declare_operators() -> None:
+    """Declare the operators that the import of torchvision looks for, once in a process."""
     import torch
 
+    if _DECLARED:
+        return
     for name in ("nms", "qnms"):
         torch.library.define(
             f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
         )
+    _DECLARED.append(True)
+
+
+class OperatorsOfDriver:
+    """Declares the operators where it is unpickled, if the process that pickled it did so.
+
+    A pickle that holds it before a net can be read by a worker, whatever the net imports.
+    """
+
+    def __reduce__(self) -> tuple:
+        return (declare_operators if _DECLARED else type(self)), ()
