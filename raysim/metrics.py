@@ -590,13 +590,15 @@ def best_label(name: str) -> str:
 def is_share(name: str) -> bool:
     """Return whether a metric is a share between 0 and 1, such as an accuracy.
 
+    A metric that is not in the registry is one if its name ends in "accuracy".
+
     Args:
         name: name of the metric, such as "accuracy", "val/accuracy" or "clients/accuracy_worst10".
     """
     entry = find_metric(name)
     if entry is None or entry.unit == "as the metric":
         entry = find_metric(without_figure(name))
-    return entry is not None and entry.unit == "share"
+    return entry.unit == "share" if entry else name.endswith("accuracy")
 
 
 def without_figure(name: str) -> str:

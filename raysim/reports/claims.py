@@ -32,11 +32,18 @@ from raysim.config.explain import checked_section, explain_validation_error
 from raysim.config.sections.base import Section
 from raysim.config.sections.storage import Tracking
 from raysim.errors import ConfigError, did_you_mean
-from raysim.metrics import lower_is_better
+from raysim.metrics import is_share, lower_is_better
 from raysim.reports import grouping
 from raysim.reports.comparisons import paired_difference
 from raysim.reports.runs import RunSource
-from raysim.reports.tables import MISSING_TEXT, MeanStd, as_markdown, difference_text, number
+from raysim.reports.tables import (
+    MISSING_TEXT,
+    MeanStd,
+    as_markdown,
+    difference_text,
+    number,
+    rounded,
+)
 from raysim.reports.targets import why_unreachable
 from raysim.reports.tracked import MetricMissing, TrackedRun
 from raysim.tracking.recorder import flatten_parameters
@@ -499,7 +506,7 @@ def _seed(run: TrackedRun) -> str:
 
 def _is_percent(side: ClaimSide) -> bool:
     """Return whether the values of a side are shown in percent."""
-    return side.metric.endswith("accuracy") and not isinstance(side.statistic, RoundsTo)
+    return is_share(side.metric) and not isinstance(side.statistic, RoundsTo)
 
 
 def _text(spans: Mapping[str, Span], side: ClaimSide) -> str:
@@ -508,16 +515,14 @@ def _text(spans: Mapping[str, Span], side: ClaimSide) -> str:
     rounds, percent = isinstance(side.statistic, RoundsTo), _is_percent(side)
     if known is None:
         return (
-            f"> {_mean(list(spans.values()))[0] - 1:.4g} rounds"
+            f"> {rounded(_mean(list(spans.values()))[0] - 1, None)} rounds"
             if spans
             else number(None, None, percent)
         )
     some = f" ({known.n}/{len(spans)})" if known.n < len(spans) else ""
-    return (
-        number(known.mean, known.std, percent)
-        + (" rounds" if rounds else " %" if percent else "")
-        + some
-    )
+    if rounds:
+        return f"{rounded(known.mean, known.std)} rounds{some}"
+    return number(known.mean, known.std, percent) + (" %" if percent else "") + some
 
 
 def claims_markdown(lines: Sequence[ClaimResult]) -> str:

@@ -16,7 +16,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from raysim.metrics import best_label
+from raysim.metrics import best_label, is_share
 
 if TYPE_CHECKING:
     from raysim.reports.curves import Curve
@@ -102,7 +102,7 @@ def plot_heatmap(panels: Sequence[Panel], x: str, y: str, metric: str, path: Pat
         metric: Metric of the cells; accuracies are shown in percent.
         path: File to write; its suffix sets the format. The folder must exist.
     """
-    scale = 100 if metric.endswith("accuracy") else 1
+    scale = 100 if is_share(metric) else 1
     width, height = (max(len(panel[i]) for panel in panels) for i in (1, 2))
     figure, places = _panels(len(panels), (2 + 0.8 * width, 1.5 + 0.6 * height), shared=False)
     for axes, (title, columns, lines, cells) in zip(places, panels, strict=True):

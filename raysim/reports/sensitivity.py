@@ -22,7 +22,7 @@ from statistics import fmean
 from typing import TypeVar
 
 from raysim.errors import ConfigError
-from raysim.metrics import lower_is_better
+from raysim.metrics import is_share, lower_is_better
 from raysim.reports.grouping import grouped
 from raysim.reports.plots import Cloud
 from raysim.reports.tables import as_markdown, short
@@ -200,7 +200,7 @@ def effects_markdown(effects: Sequence[Effect], metric: str) -> str:
         effects: Effects, as from `effects`.
         metric: Metric of the results; accuracies are shown in percent.
     """
-    scale, percent = (100, " %") if metric.endswith("accuracy") else (1, "")
+    scale, percent = (100, " %") if is_share(metric) else (1, "")
     cells = [["parameter", "share of the variance", f"mean {metric}{percent}, by its values"]]
     for effect in effects:
         means = "; ".join(f"{group}: {scale * mean:.4g}" for group, mean in effect.means)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import pandas as pd
 
 from raysim.config.schema import SECTIONS_WITH_NAME
-from raysim.metrics import accumulates, best_label, lower_is_better
+from raysim.metrics import accumulates, best_label, is_share, lower_is_better
 from raysim.reports import published
 from raysim.reports.tracked import LAST_EVALUATIONS, CostUnit
 
@@ -264,7 +264,7 @@ def _cells(
     table: Sequence[TableRow], metric: str, target: float | None, cost_unit: CostUnit
 ) -> list[list[str]]:
     """Return the header and the lines of a table for readers, without empty columns."""
-    percent = metric.endswith("accuracy")
+    percent = is_share(metric)
     columns = {
         **_parameters(table),
         **_number_of_runs(table),
@@ -366,12 +366,16 @@ def _costs_of_target(
     targets = {row.target for row in table if row.target is not None}
     if not targets and common_target is not None:
         targets = {common_target}
-    aim = f"{min(targets):.4g}" if len(targets) == 1 else "target"
+    aim = "target"
+    if len(targets) == 1:
+        (common,) = targets
+        aim = f"{100 * common:.4g} %" if percent else f"{common:.4g}"
     columns: Columns = {}
     if len(targets) > 1:
         columns[f"target{_unit(percent)}"] = [number(row.target, None, percent) for row in table]
     if targets:
-        columns[f"{cost_unit} to {aim}"] = [_arrival(row) for row in table]
+        shown_unit = "MB" if cost_unit == "bytes" else cost_unit
+        columns[f"{shown_unit} to {aim}"] = [_arrival(row, cost_unit) for row in table]
     if cost_unit == "rounds" and any(row.printed and row.printed.rounds for row in table):
         columns[f"paper: rounds to {aim}"] = [_rounds(row.printed) for row in table]
     return columns
@@ -395,15 +399,31 @@ def _mean_std_text(figure: MeanStd | None, percent: bool) -> str:
     return number(figure.mean, figure.std, percent) if figure else MISSING_TEXT
 
 
-def _arrival(row: TableRow) -> str:
+def _arrival(row: TableRow, cost_unit: CostUnit) -> str:
     """Return the mean cost of reaching the target, with its deviation over the runs that do.
 
     Unless all runs do, their number follows.
     """
-    if row.to_target is None:
+    cost = row.to_target
+    if cost is None:
         return MISSING_TEXT
-    missed = f" ({row.to_target.n}/{row.seeds})" if row.to_target.n < row.seeds else ""
-    return number(row.to_target.mean, row.to_target.std, percent=False) + missed
+    missed = f" ({cost.n}/{row.seeds})" if cost.n < row.seeds else ""
+    if cost_unit == "bytes":
+        cost = MeanStd(cost.mean / 1e6, cost.std and cost.std / 1e6, cost.n)
+    return rounded(cost.mean, cost.std) + missed
+
+
+def rounded(mean: float, std: float | None) -> str:
+    """Return a mean cost, with its deviation if there is one: to one decimal place from 1 on.
+
+    Args:
+        mean: Mean.
+        std: Standard deviation; None: it is left out.
+    """
+    form = ".1f" if mean >= 1 else ".3g"
+    if std is None:
+        return f"{mean:.0f}" if mean == int(mean) else f"{mean:{form}}"
+    return f"{mean:{form}} ± {std:{form}}"
 
 
 def _ranks(table: Sequence[TableRow]) -> Columns:

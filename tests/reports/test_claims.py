@@ -151,7 +151,7 @@ def test_rounds_to_a_target():
         (0, 0),
     )
     (line,) = lines(of([early, late], [late, never]), **rounds_to(0.5))
-    assert (line.left, line.right) == ("10 ± 7.071 rounds", "15 rounds (1/2)")
+    assert (line.left, line.right) == ("10.0 ± 7.1 rounds", "15 rounds (1/2)")
     (line,) = lines(of([early], [never]), **rounds_to(0.5))
     assert (line.left, line.right) == ("5 rounds", "> 15 rounds")
 

@@ -279,7 +279,7 @@ def test_markdown_and_csv():
     ]
     found = rows(runs, target=0.7)
     assert markdown_table(found, target=0.7).splitlines() == [
-        "| local.lr | seeds | best accuracy % | mean of last 10 evaluations % | rounds to 0.7 | rounds done |",
+        "| local.lr | seeds | best accuracy % | mean of last 10 evaluations % | rounds to 70 % | rounds done |",
         "| --- | --- | --- | --- | --- | --- |",
         "| 0.1 | 2 | 62.50 ± 17.68 | 62.50 ± 17.68 | 1 (1/2) | 1 |",
         r"| [[0, 1]\|] | 1 | 12.50 | 12.50 | – | 0 |",
@@ -313,7 +313,7 @@ def test_the_way_to_the_target_in_what_was_spent():
     runs = [dataclasses.replace(each, costs={0: 0.0, 1: 100.0, 2: 250.0}) for each in runs]
     (row,) = rows(runs, target=0.5)
     assert row.to_target and row.to_target.mean == (100 + 250) / 2
-    assert "bytes to 0.5" in markdown_table([row], target=0.5, cost_unit="bytes").splitlines()[0]
+    assert "MB to 50 %" in markdown_table([row], target=0.5, cost_unit="bytes").splitlines()[0]
     (line,) = csv.DictReader(as_csv([row], "bytes").splitlines())
     assert line["bytes_to_target"] == "175.0"
 
@@ -502,7 +502,7 @@ def test_the_command(store, tmp_path: Path, capsys: Any, monkeypatch: pytest.Mon
 
     out, err = call("--target", "0.6")
     assert out.splitlines()[2:] == [
-        "| 0.1 | 2 | 65.00 ± 7.07 | 50.00 ± 7.07 | 1.5 ± 0.7071 | 2 |",
+        "| 0.1 | 2 | 65.00 ± 7.07 | 50.00 ± 7.07 | 1.5 ± 0.7 | 2 |",
         "| 0.2 | 1 | 40.00 | 40.00 | – | 0 |",
     ]
     assert "2 runs left out: unfinished or failed" in err
