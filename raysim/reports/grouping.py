@@ -185,9 +185,9 @@ def split_scenario(params: Mapping[str, str]) -> tuple[tuple, tuple]:
 def varied(params: Sequence[Mapping[str, str]]) -> list[str]:
     """Return the parameters that differ, except the seed and parameters without effect on results.
 
-    Parameters that follow from others (the rules from the algorithm, the cohort from the schedule)
-    or that only add measurements (`evaluate.clients`) are included only if they distinguish runs
-    that the others do not.
+    Parameters that follow from others (the rules from the algorithm, the cohort from the schedule,
+    the keys of an optimizer that only some runs use) or that only add measurements
+    (`evaluate.clients`) are included only if they distinguish runs that the others do not.
 
     A parameter that is null in one run and absent in another does not differ.
 
@@ -209,10 +209,16 @@ def varied(params: Sequence[Mapping[str, str]]) -> list[str]:
     differ.sort(key=lambda key: key == "batching.size")
     names = [key for key in differ if key.removesuffix(".name") in SECTIONS_WITH_NAME]
     names.sort(key=lambda key: key.startswith(("client.", "server.")))
+
+    def may_follow(key: str) -> bool:
+        name = f"{key.rpartition('.')[0]}.name"
+        of_other_name = name in differ and any(key not in run_params for run_params in params)
+        return of_other_name or key.startswith(_DERIVED_KEY_PREFIXES)
+
     chosen: list[str] = []
     for key in [
         *names,
-        *(k for k in differ if k not in names and not k.startswith(_DERIVED_KEY_PREFIXES)),
+        *(k for k in differ if k not in names and not may_follow(k)),
         *differ,
     ]:
         if key in chosen:
@@ -224,7 +230,7 @@ def varied(params: Sequence[Mapping[str, str]]) -> list[str]:
         halves = key in ("client.name", "server.name") and any(
             "algorithm.name" not in run_params for run_params in params
         )
-        if tells or halves or not key.startswith(_DERIVED_KEY_PREFIXES):
+        if tells or halves or not may_follow(key):
             chosen.append(key)
     return chosen
 

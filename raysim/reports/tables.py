@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -282,9 +283,14 @@ def _cells(
 def _parameters(table: Sequence[TableRow]) -> Columns:
     """Return a column for each parameter that distinguishes rows."""
     return {
-        short(key): [row.parameters.get(key, MISSING_TEXT) for row in table]
+        short(key): [_parameter_text(row.parameters.get(key, MISSING_TEXT)) for row in table]
         for key in _columns(table)
     }
+
+
+def _parameter_text(value: str) -> str:
+    """Return the value of a parameter as shown: of the digest of a file, the first eight digits."""
+    return value[:8] if re.fullmatch("[0-9a-f]{64}", value) else value
 
 
 def _number_of_runs(table: Sequence[TableRow]) -> Columns:

@@ -173,6 +173,19 @@ def test_null_and_absent_do_not_differ_and_null_and_a_value_do():
     ]
 
 
+def test_keys_that_only_one_kind_has_are_columns_only_where_they_tell_rows_apart():
+    sgd = run([0.1], local__optimizer__name="sgd")
+    adam = [
+        run([0.2], local__optimizer__name="adam", local__optimizer__eps=eps, files__net="a" * 64)
+        for eps in (0.1, 0.2)
+    ]
+    assert rows([sgd, adam[0]])[0].parameters == {"local.optimizer.name": "adam"}
+    columns = [row.parameters.get("local.optimizer.eps") for row in rows([sgd, *adam])]
+    assert sorted(columns, key=str) == ["0.1", "0.2", None]
+    (line,) = markdown_table(rows([adam[0]], group=["files.net"])).splitlines()[2:]
+    assert line.startswith("| aaaaaaaa | 1 |")
+
+
 def test_a_metric_that_accumulates_is_reported_by_its_last_value():
     runs = [
         dataclasses.replace(run([0.5, 1.0, end], seed=seed), metric="privacy/epsilon")
