@@ -42,7 +42,7 @@ class Metric:
     larger_is_better: bool | None = None
     """Whether larger values are better; None: neither."""
     accumulates: bool = False
-    """Whether the metric accumulates over the rounds; tables then show its last value."""
+    """True for a metric that grows over the rounds; tables show its last value."""
 
     def matches(self, name: str) -> bool:
         """Return whether a metric of this name is of this form.

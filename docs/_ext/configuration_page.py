@@ -20,7 +20,7 @@ from raysim.config.sections.groups import GroupLocal
 from raysim.config.sections.local import Local
 from raysim.models import build, zoo
 from raysim.planning.simulated_costs import Costs
-from raysim.reports.claims import Claim
+from raysim.reports.claim_section import Claim
 from raysim.rules import registry
 from raysim.rules.learning_tasks import TASKS
 from raysim.sweeps.definition import SweepSettings

@@ -285,10 +285,10 @@ def report_claims(
     """Check a paper's claims against runs: results of both sides, verdicts and plots."""
     from functools import cache
 
-    from raysim.reports import claims, grouping
+    from raysim.reports import claim_section, claims, grouping
     from raysim.reports.table_rows import cost_unit_of
 
-    asked = claims.require_claims(config)
+    asked = claim_section.require_claims(config)
     try:
         figures.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -296,7 +296,7 @@ def report_claims(
             f"--figures: cannot create {figures}: {error.strerror}; name another folder"
         ) from None
     _refuse_to_keep(ledger, log)
-    source = claims.runs_of_claims(config, runs, uri, ledger or ())
+    source = claim_section.runs_of_claims(config, runs, uri, ledger or ())
 
     @cache
     def runs_of(metric: str, cost_unit: Any = "rounds") -> list[TrackedRun]:

@@ -111,7 +111,7 @@ class ActorSupervisor:
 
     @property
     def ray_is_broken(self) -> bool:
-        """Whether Ray has failed. Its calls may then never return."""
+        """True if Ray has failed; its calls may never return."""
         return self._monitor is not None and bool(self._monitor.broken)
 
     def dead_nodes(self) -> set[str]:

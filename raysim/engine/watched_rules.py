@@ -36,7 +36,7 @@ LOCAL_STEP = ("direction", "step")
 """Methods that may change none of their arguments; the others may not change `shared`."""
 
 RNG_ARGUMENT = "those of its argument `rng`"
-"""Where a function finds random numbers that has a generator as an argument."""
+"""Random numbers that a function with such an argument must use, as the end of an error."""
 
 RANDOM_NUMBERS_PAGE = "(docs/how-to/random_numbers.md)"
 """The page that explains keyed random numbers."""

@@ -62,7 +62,7 @@ def load_weights(net: nn.Module, source: str, skip: Sequence[str] = ()) -> None:
     net_tensors = net.state_dict(keep_vars=True)
     loaded = read_weights(source)
     in_base = base_names(net)
-    if _has_adapters(loaded, net_tensors.keys() - in_base.keys()):
+    if _contain_adapters(loaded, net_tensors.keys() - in_base.keys()):
         in_base = {}
     for pattern in skip:
         known = [*net_tensors, *in_base.values(), *loaded]
@@ -97,7 +97,7 @@ def load_weights(net: nn.Module, source: str, skip: Sequence[str] = ()) -> None:
                     net_tensors[name].copy_(loaded[name])
 
 
-def _has_adapters(loaded: Iterable[str], adapters: Iterable[str]) -> bool:
+def _contain_adapters(loaded: Iterable[str], adapters: Iterable[str]) -> bool:
     """Return whether weights contain adapters, as those of a net or of a part of it."""
     adapters = set(adapters)
     return any(own == name or own.endswith(f".{name}") for name in loaded for own in adapters)

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 Finding = tuple[bool | None, str]
-"""Whether a check passes (None: for raysim, but maybe not for other packages), and its result."""
+"""Outcome of a check and its text. True: passed; False: failed; None: raysim can run, other
+packages may fail."""
 
 
 def examine() -> Iterator[tuple[str, bool | None, str]]:

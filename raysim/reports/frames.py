@@ -18,7 +18,7 @@ from typing import Any
 import pandas as pd
 
 from raysim.errors import ConfigError, did_you_mean
-from raysim.reports import claims, sensitivity, speedup, tables
+from raysim.reports import claim_section, claims, sensitivity, speedup, tables
 from raysim.reports.curves import Curve, along, curves, grid
 from raysim.reports.grouping import apart, label
 from raysim.reports.runs import RunSource
@@ -334,9 +334,9 @@ def claims_frame(
         ConfigError: The configuration has no valid section `claims`, or a run or metric does not
             exist.
     """
-    source = claims.runs_of_claims(config, runs, uri, _paths(ledger))
+    source = claim_section.runs_of_claims(config, runs, uri, _paths(ledger))
     lines = claims.check_claims(
-        claims.require_claims(config),
+        claim_section.require_claims(config),
         cache(lambda metric: source.finished(metric, _log_line)),
     )
     records = [

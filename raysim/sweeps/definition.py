@@ -28,7 +28,7 @@ from raysim.config.tracking_uri import redacted_uri
 from raysim.engine import early_stop, resolve
 from raysim.errors import ConfigError, did_you_mean
 from raysim.metrics import lower_is_better
-from raysim.reports import claims
+from raysim.reports.claim_section import read_claims
 from raysim.rules import registry
 from raysim.runs.python_inputs import SECTIONS_OF_RULES
 from raysim.sweeps import search_space
@@ -301,7 +301,7 @@ def read_sweep(
         ConfigError: the sweep is invalid.
     """
     # Errors in claims are reported before any trial runs.
-    claims.read_claims(source)
+    read_claims(source)
     fixed, axes = search_space.split_overrides(overrides)
     settings_overrides = {
         key: fixed.pop(key) for key in list(fixed) if key.partition(".")[0] == "sweep"

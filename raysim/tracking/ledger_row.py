@@ -113,7 +113,7 @@ class Row:
 
     @property
     def ended(self) -> bool:
-        """Whether the section `stop` ended the run, which then covers runs of more rounds too."""
+        """True if the section `stop` ended the run. Such a row also stands for longer runs."""
         is_short = self.rounds < self.config.get("rounds", 0)
         return is_short and bool(self.config.get("stop")) and not self.stopped
 

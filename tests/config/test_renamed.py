@@ -15,7 +15,7 @@ from raysim.config.schema import Config
 from raysim.engine.resolve import prepare
 from raysim.errors import ConfigError
 from raysim.planning.forecast import run_forecast
-from raysim.reports.claims import Figure
+from raysim.reports.claim_section import Figure
 
 
 def keys_now() -> set[str]:

@@ -17,7 +17,7 @@ from raysim import cli, sweeps
 from raysim.config.loading import shipped
 from raysim.engine import resolve
 from raysim.errors import ConfigError
-from raysim.reports import claims
+from raysim.reports import claim_section, claims
 from raysim.reports.tracked import TrackedRun
 from raysim.tracking import mlflow_client
 
@@ -45,7 +45,7 @@ def bests(**of: list[float]) -> list[TrackedRun]:
     ]
 
 
-def claim(**changed: Any) -> claims.Claim:
+def claim(**changed: Any) -> claim_section.Claim:
     basic = {
         "says": "a beats b",
         "left": {"where": {"algorithm": "a"}},
@@ -53,7 +53,7 @@ def claim(**changed: Any) -> claims.Claim:
         "right": {"where": {"algorithm": "b"}},
     }
     given = {**basic, **{key.rstrip("_"): value for key, value in changed.items()}}
-    return claims.read_claims({"claims": [given]})[0]
+    return claim_section.read_claims({"claims": [given]})[0]
 
 
 def lines(runs: list[TrackedRun], **changed: Any) -> list[claims.ClaimResult]:
@@ -378,12 +378,12 @@ def test_claims_change_nothing_of_what_is_computed(tmp_path):
     below = tmp_path / "below.yaml"
     below.write_text(yaml.safe_dump({**SMALL, "claims": [RIGHT]}))
     (tmp_path / "above.yaml").write_text("extends: below.yaml\nrounds: 4")
-    assert [each.says for each in claims.read_claims(tmp_path / "above.yaml")] == ["x"]
+    assert [each.says for each in claim_section.read_claims(tmp_path / "above.yaml")] == ["x"]
 
 
 @pytest.mark.parametrize("name", sorted(shipped()))
 def test_shipped_claims_are_written_rightly(name):
-    said = [each.says for each in claims.read_claims(name)]
+    said = [each.says for each in claim_section.read_claims(name)]
     assert len(said) == len(set(said))
 
 
