@@ -30,7 +30,7 @@ class Workload:
     steps: int
     batch: int
     virtual: bool = False
-    """Whether clients share examples, because there are more than the examples suffice for."""
+    """True: clients share examples, because the data set is too small for all of them."""
 
     @property
     def shape(self) -> tuple[int, int, int]:
