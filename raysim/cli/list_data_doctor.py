@@ -369,7 +369,7 @@ def show(
     )
     facts = data.dataset_summary(dataset)
     if dataset.are_images and dataset.are_labelled:
-        picture = out or Path(f"{dataset.name if ':' in name else name}.png")
+        picture = out or Path(f"{name.rpartition(':')[2]}.png")
         data.plot_samples(dataset, picture)
         facts["samples"] = str(picture)
     if as_json:

@@ -34,6 +34,7 @@ class Dataset:
     the run's dtype, and integers (tokens) stay integers.
 
     Attributes:
+        name: as the user knows it: a data set of raysim, path.py:FUNCTION, a file or a folder.
         x, x_test: uint8 [n, C, H, W], or numbers of any other type and shape [n, ...].
         y, y_test: int64 [n], labels from 0; or targets of another type and shape [n, ...].
         classes: names of the labels; () if `y` are not labels.

@@ -56,7 +56,7 @@ def from_function(data: OwnData, function: str) -> Dataset:
             cannot be used.
     """
     content = call_function("data", function, data.parameters)
-    return make_dataset(data.name.rpartition(":")[2], content, f"data.name: {data.name}")
+    return make_dataset(data.name, content, f"data.name: {data.name}")
 
 
 def from_npz(data: Arrays) -> Dataset:
@@ -103,7 +103,7 @@ def from_npz(data: Arrays) -> Dataset:
         content["public"] = (arrays["public_x"], arrays.get("public_y"))
     if data.classes is not None:
         content["classes"] = data.classes
-    return make_dataset(path.stem, content, f"data.path: {path}")
+    return make_dataset(path.name, content, f"data.path: {path}")
 
 
 # -- checks ---------------------------------------------------------------------------------------

@@ -92,7 +92,7 @@ def files(here: Path) -> Path:
 
 def test_a_function_gets_the_other_keys_and_returns_the_examples(files):
     dataset = load_dataset(section(name="mine.py:load", path="table.csv", n=20))
-    assert dataset.name == "load"
+    assert dataset.name == "mine.py:load"
     np.testing.assert_allclose(np.concatenate([dataset.x, dataset.x_test]), 2 * X[:20])
     assert (dataset.y.tolist(), dataset.y_test.tolist()) == (Y[:10].tolist(), Y[10:20].tolist())
     assert (dataset.classes, dataset.shape, dataset.n_classes) == (("0", "1", "2"), (5,), 3)
@@ -116,7 +116,7 @@ def test_an_npz_file_has_the_arrays_by_name(tmp_path):
     dataset = load_dataset(section(name="arrays", path=path))
     np.testing.assert_array_equal(dataset.x, X)
     np.testing.assert_array_equal(dataset.y_test, Y_TEST)
-    assert dataset.name == "a" and dataset.group_names == ("0", "1", "2")
+    assert dataset.name == "a.npz" and dataset.group_names == ("0", "1", "2")
     np.testing.assert_array_equal(dataset.public_y, Y_TEST)
     assert load_dataset(section(name="arrays", path=path, classes=7)).n_classes == 7
 
@@ -330,10 +330,10 @@ def test_an_npz_file_that_cannot_be_used_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("y", "y_test", "message"),
     [
-        (X[:, 0], X_TEST[:, 0], r"needs integer class labels \[n\], but y of a is float64 \[n\]"),
-        (X, X_TEST, r"but y of a is float64 \[n, 5\]"),
-        (Y - 3 * (np.arange(24) == 5), Y_TEST, r"labels from 0 to 2, but y\[5\] of a is -1"),
-        (Y, Y_TEST + 4 * (np.arange(9) == 7), r"labels from 0 to 2, but y_test\[7\] of a is 5"),
+        (X[:, 0], X_TEST[:, 0], r"integer class labels \[n\], but y of a.npz is float64 \[n\]"),
+        (X, X_TEST, r"but y of a.npz is float64 \[n, 5\]"),
+        (Y - 3 * (np.arange(24) == 5), Y_TEST, r"labels from 0 to 2, but y\[5\] of a.npz is -1"),
+        (Y, Y_TEST + 4 * (np.arange(9) == 7), r"labels from 0 to 2, but y_test\[7\] of a.npz is 5"),
     ],
 )
 def test_partitions_by_class_need_labels(tmp_path, name, y, y_test, message):
