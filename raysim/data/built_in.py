@@ -25,7 +25,7 @@ from raysim.data.dataset import (
     missing_files_error,
     normalise,
 )
-from raysim.data.images import cached, decode_images, import_torchvision
+from raysim.data.images import cached, decode_images, import_torchvision, torchvision_reason
 from raysim.errors import ConfigError
 from raysim.randomness import generator
 
@@ -53,6 +53,19 @@ TORCHVISION_SOURCES = {
         "CIFAR100", {}, ((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)), pad=4, flip=True
     ),
 }
+
+
+def torchvision_files(name: str, root: Path) -> tuple[Path, str]:
+    """Return the folder and the pattern of the files of a data set that torchvision reads.
+
+    Args:
+        name: a key of `TORCHVISION_SOURCES`.
+        root: the folder of the data sets.
+    """
+    source = TORCHVISION_SOURCES[name]
+    folders = {"CIFAR10": "cifar-10-batches-py", "CIFAR100": "cifar-100-python"}
+    folder = root / folders.get(source.cls, f"{source.cls}/raw")
+    return folder, f"*{source.arguments['split']}*" if "split" in source.arguments else "*"
 
 
 def torchvision_half(name: str, root: Path, **arguments: Any) -> Any:
@@ -86,9 +99,12 @@ def load_torchvision(name: str, root: Path) -> Dataset:
     try:
         train, test = (torchvision_half(name, root, train=half) for half in (True, False))
     except (RuntimeError, OSError) as error:
-        raise missing_files_error(
-            name, root, str(error).removesuffix(" You can use download=True to download it")
-        ) from None
+        folder, pattern = torchvision_files(name, root)
+        if any(folder.glob(pattern)):
+            detail = f"{torchvision_reason(error)} ({folder})"
+        else:
+            detail = f"there are no files {folder / pattern}"
+        raise missing_files_error(name, root, detail) from None
     except (ValueError, AssertionError, EOFError) as error:
         raise ConfigError(
             f"data.name: the files of {name} in {root} are damaged: {error}"
@@ -189,7 +205,9 @@ def load_tiny_imagenet(data: Data) -> Dataset:
         ]
         files = {wnid: sorted((folder / "train" / wnid / "images").iterdir()) for wnid in classes}
     except OSError as error:
-        raise missing_files_error("tiny_imagenet", root, f"no {error.filename}") from None
+        raise missing_files_error(
+            "tiny_imagenet", root, f"there is no file {error.filename}"
+        ) from None
     label = {wnid: k for k, wnid in enumerate(classes)}
     train = [(path, label[wnid]) for wnid in classes for path in files[wnid]]
     test = [(folder / "val" / "images" / file, label[wnid]) for file, wnid in rows]
@@ -249,7 +267,7 @@ def load_covid_ct(data: Data) -> Dataset:
         with open(folder / "index.csv", newline="", encoding="utf-8") as file:
             rows = list(csv.DictReader(file))
     except OSError as error:
-        raise missing_files_error("covid_ct", root, f"no {error.filename}") from None
+        raise missing_files_error("covid_ct", root, f"there is no file {error.filename}") from None
     if not rows or not rows[0].keys() >= {"file", "label", "split"}:
         raise ConfigError(
             f"{folder / 'index.csv'}: expected a row for each image, with columns file, label and "

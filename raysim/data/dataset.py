@@ -164,10 +164,10 @@ def missing_files_error(name: str, root: Path, detail: str) -> ConfigError:
     Args:
         name: name of the data set.
         root: the folder of the data sets.
-        detail: the missing file or the library's reason, for the message.
+        detail: what is missing or wrong, for the message.
     """
     remedy = MANUAL_STEPS.get(name) or f"run `raysim data fetch {name}`, or set data.download=true"
     return ConfigError(
-        f"data.name: {name} is not in {root} ({detail}); {remedy}, or set data.root (or "
+        f"data.name: {name} is not in {root}: {detail}; {remedy}, or set data.root (or "
         "$RAYSIM_DATA) to the folder that holds it"
     )

@@ -66,11 +66,8 @@ def is_present(name: str, root: str | Path | None = None) -> bool:
         root: folder of the data sets; None: that of `data_root`.
     """
     if name in TORCHVISION_SOURCES:
-        folder = {"CIFAR10": "cifar-10-batches-py", "CIFAR100": "cifar-100-python"}.get(
-            cls := TORCHVISION_SOURCES[name].cls, f"{cls}/raw"
-        )
-        pattern = f"*{TORCHVISION_SOURCES[name].arguments.get('split', '')}*"
-        return any((data_root(root) / folder).glob(pattern))
+        files, pattern = built_in.torchvision_files(name, data_root(root))
+        return any(files.glob(pattern))
     folder = {"tiny_imagenet": "tiny-imagenet-200", "covid_ct": "COVID-CT"}.get(name)
     return name in BUILT_IN_DATASETS or (folder is not None and (data_root(root) / folder).is_dir())
 

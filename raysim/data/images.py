@@ -8,6 +8,7 @@ import hashlib
 import importlib
 import os
 import platform
+import re
 import statistics
 import sys
 import warnings
@@ -39,6 +40,18 @@ def import_torchvision() -> ModuleType:
         The module torchvision.
     """
     return import_declaring_operators(lambda: importlib.import_module("torchvision"))
+
+
+def torchvision_reason(error: BaseException) -> str:
+    """Return in one line why torchvision cannot read the files of a data set.
+
+    Args:
+        error: the error that its class raised.
+    """
+    reason = re.sub(r" You (can|may) use download=True .*", "", in_a_line(error))
+    if re.fullmatch(r"RuntimeError: Dataset .*not found( or corrupted)?\.", reason):
+        return "files are missing or damaged"
+    return reason
 
 
 def decode_images(

@@ -10,7 +10,12 @@ import numpy as np
 
 from raysim.config.sections.data import TorchvisionData
 from raysim.data.dataset import Dataset, data_root
-from raysim.data.images import as_squares, common_side, import_torchvision
+from raysim.data.images import (
+    as_squares,
+    common_side,
+    import_torchvision,
+    torchvision_reason,
+)
 from raysim.data.own import make_dataset
 from raysim.errors import ConfigError, did_you_mean, in_a_line
 from raysim.system.signals import reraise_stop
@@ -98,12 +103,13 @@ def _half(cls: Any, data: TorchvisionData, root: Path, is_train: bool) -> Any:
             if not isinstance(caught, ValueError):  # ValueError: there is no such split
                 break
     assert error is not None
-    reason = in_a_line(error).removesuffix(" You can use download=True to download it")
+    reason = torchvision_reason(error)
     if "root" not in known:
         raise ConfigError(f"data.dataset: {data.dataset} cannot be read: {reason}") from None
+    download = "data.download=true, or " if "download" in known else ""
     raise ConfigError(
-        f"data.dataset: {data.dataset} cannot be read from {root}: {reason}; set "
-        "data.download=true, or data.root (or $RAYSIM_DATA) to the folder that holds it"
+        f"data.dataset: {data.dataset} cannot be read from {root}: {reason}; set {download}"
+        "data.root (or $RAYSIM_DATA) to the folder that holds it"
     ) from None
 
 

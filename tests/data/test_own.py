@@ -600,7 +600,7 @@ def test_a_missing_torchvision_data_set_is_refused_or_downloaded(torchvision_cla
     (tmp_path / "empty").mkdir()
     with pytest.raises(
         ConfigError,
-        match=r"Pictures cannot be read from .*/empty: RuntimeError: Dataset not found.; set data.d",
+        match=r"Pictures cannot be read from .*/empty: files are missing or damaged; set data.d",
     ):
         load_dataset(section(**keys))
     assert len(load_dataset(section(**keys, download=True)).y) == 12
