@@ -16,6 +16,9 @@ from typing import Any
 
 import typer
 
+PROBE_KEYS = ("record_updates", "evaluate.forgetting", "evaluate.theory")
+"""Keys that attach probes of raysim."""
+
 Completions = list[tuple[str, str]]
 """Possible completions of a word, each with its description."""
 
@@ -84,6 +87,22 @@ def complete_experiment(context: typer.Context, incomplete: str) -> Completions:
         query = "SELECT name FROM experiments WHERE lifecycle_stage = 'active' ORDER BY name"
         return _beginning_with(incomplete, [(name, "") for (name,) in db.execute(query)])
     return []
+
+
+def complete_listed(context: typer.Context, incomplete: str) -> Completions:
+    """Return the names that follow `raysim list LISTING` and begin with `incomplete`.
+
+    Args:
+        context: the command with the words so far, among them the list.
+        incomplete: the word before the cursor.
+    """
+    from raysim.cli.key_page import PLACES
+
+    listing = context.params.get("listing")
+    if listing == "probes":
+        return _beginning_with(incomplete, [(key, "") for key in PROBE_KEYS])
+    place = {"algorithms": "algorithm", **PLACES}.get(listing or "")
+    return _beginning_with(incomplete, _Schema([]).values(place)) if place else []
 
 
 def _beginning_with(incomplete: str, candidates: Completions) -> Completions:

@@ -6,7 +6,6 @@ import json
 import sys
 from collections.abc import Callable
 from functools import partial
-from inspect import Parameter
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -16,6 +15,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from raysim.cli.base import app, check_picture, data_app, print_table, tracking_app
+from raysim.cli.completion import complete_listed
+from raysim.cli.key_page import PLACES, key_page, print_keys
 from raysim.cli.method_page import first_paragraph, method_page, print_method
 from raysim.errors import ConfigError, did_you_mean
 
@@ -194,6 +195,9 @@ LISTABLE: dict[str, Callable[[], list[CatalogueRow]]] = {
 }
 """Functions that return the rows of a list, by the word that `raysim list` accepts."""
 
+WITH_PAGES = [listing for listing in LISTABLE if listing in ("algorithms", *PLACES)]
+"""Lists of things with keys, each of which has a page."""
+
 FORMER_WORDS = {"datasets": "data"}
 """Earlier words, which are accepted."""
 
@@ -201,20 +205,30 @@ FORMER_WORDS = {"datasets": "data"}
 @app.command(name="list")
 def list_(
     listing: Annotated[
-        str | None, typer.Argument(help=f"{', '.join(LISTABLE)}; without it, print these words")
+        str | None,
+        typer.Argument(
+            help=f"{', '.join(LISTABLE)}; without it, print these words",
+            autocompletion=lambda incomplete: [w for w in LISTABLE if w.startswith(incomplete)],
+        ),
     ] = None,
     name: Annotated[
-        str | None, typer.Argument(help="after algorithms or models: one of them, with its keys")
+        str | None,
+        typer.Argument(
+            help=f"one of {', '.join(WITH_PAGES)}, which is printed with its keys",
+            autocompletion=complete_listed,
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
     """List all that a configuration can name: methods, models, data sets, stages, metrics."""
     if name is not None:
-        if listing == "models":
-            return _print_model(name, as_json)
+        if listing in PLACES:
+            return (
+                print(json.dumps(key_page(listing, name))) if as_json else print_keys(listing, name)
+            )
         if listing != "algorithms":
             raise ConfigError(
-                f"list: '{name}' follows no '{listing}'; only algorithms and models have a page"
+                f"list: no page for '{name}'; these have pages: {', '.join(WITH_PAGES)}"
             )
         page = method_page(name)
         return print(json.dumps(page)) if as_json else print_method(page, name)
@@ -227,28 +241,6 @@ def list_(
     table = Table(*rows[0], box=None)
     for row in rows:
         table.add_row(*(escape(str(text)) for text in row.values()))
-    print_table(table)
-
-
-def _print_model(name: str, as_json: bool) -> None:
-    """Print the keys of a net with their defaults."""
-    from raysim.models import build
-
-    def page_row(key: str, default: Any, what: str) -> dict[str, str]:
-        shown = "" if default is Parameter.empty else json.dumps(default, default=str)
-        return {"key": f"model.{key}", "default": shown, "what": what}
-
-    keys = build.net_parameters(name)
-    rows = [page_row(key, parameter.default, "") for key, parameter in keys.items()]
-    for key, (_, what) in build.COMMON_KEYS.items():
-        if key not in keys:
-            rows.append(page_row(key, Parameter.empty, what))
-    if as_json:
-        print(json.dumps(rows))
-        return
-    table = Table("key", "default", "what", box=None)
-    for row in rows:
-        table.add_row(*map(escape, row.values()))
     print_table(table)
 
 

@@ -17,9 +17,15 @@ import jsonschema
 import pytest
 from support.command_line import assert_one_message
 
-from raysim.cli.completion import complete_configuration, complete_experiment, complete_override
+from raysim.cli.completion import (
+    complete_configuration,
+    complete_experiment,
+    complete_listed,
+    complete_override,
+)
 from raysim.cli.json_schema import configuration_schema
 from raysim.config import limited_yaml, loading
+from raysim.engine.probes import BUILT_IN_PROBES
 from raysim.engine.resolve import prepare
 from raysim.rules.contract import ALGORITHMS
 from raysim.rules.registry import discover
@@ -75,6 +81,15 @@ def test_completion_of_algorithms_and_configurations(here):
     assert [text for text, _ in complete_configuration("mi")] == ["mine.yaml"]
     assert [text for text, _ in complete_configuration("my")] == ["my/"]
     assert dict(complete_configuration("quick"))["quickstart"].startswith("GradMA on the embedded")
+
+
+def test_completion_of_what_is_listed():
+    def names(listing: str, incomplete: str) -> list[str]:
+        context = SimpleNamespace(params={"listing": listing})
+        return [text for text, _ in complete_listed(context, incomplete)]
+
+    assert names("stages", "to") == ["topk"] and names("optimizers", "ad") == ["adam", "adamw"]
+    assert names("probes", "") == list(BUILT_IN_PROBES) and names("metrics", "") == []
 
 
 def test_completion_of_experiments(here):

@@ -66,7 +66,17 @@ def test_a_method_has_a_page(raysim_):
     assert any(line.endswith("a schedule [[round, value], ...].") for line in said)
 
 
-@pytest.mark.parametrize("arguments", [["algorithms", "gradm"], ["models", "lenett"]])
+NO_PAGES = [
+    ["algorithms", "gradm"],
+    ["models", "lenett"],
+    ["stages", "topq"],
+    ["probes", "evaluate.theori"],
+    ["servers", "fedavk"],
+    ["metrics", "accuracy"],
+]
+
+
+@pytest.mark.parametrize("arguments", NO_PAGES)
 def test_a_page_that_does_not_exist(arguments, raysim_):
     assert_one_message(raysim_("list", *arguments))
 
@@ -74,4 +84,23 @@ def test_a_page_that_does_not_exist(arguments, raysim_):
 def test_the_page_of_a_net_lists_its_keys(raysim_):
     said = raysim_("list", "models", "mlp").out
     assert re.search(r"model\.hidden +\[200, 200\]", said) and "model.freeze" in said
-    assert "only algorithms and models have a page" in raysim_("list", "servers", "fedavg").err
+
+
+PAGES = {
+    ("stages", "topk"): "share 0.01 k as a share of P",
+    ("probes", "evaluate.forgetting"): "evaluate.forgetting.window 10 Past rounds",
+    ("servers", "fedadam"): "server.beta1",
+    ("tasks", "next_token"): "task.vocabulary",
+    ("partitions", "dirichlet"): "partition.alpha (required)",
+    ("sampling", "poisson"): "schedule.sampling={name: poisson}",
+    ("privacy", "client"): "privacy.noise_multiplier",
+}
+
+
+@pytest.mark.parametrize(("what", "line"), PAGES.items(), ids=lambda value: "-".join(value))
+def test_the_page_of_what_has_keys_lists_them(raysim_, what, line):
+    said = raysim_("list", *what)
+    assert said.code == 0, said.err
+    assert any(line in " ".join(row.split()) for row in said.out.splitlines())
+    rows = raysim_("list", *what, "--json").last
+    assert all(set(row) == {"key", "default", "what"} and row["what"] for row in rows)
