@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -20,6 +21,21 @@ if TYPE_CHECKING:
     from raysim.reports.tracked import TrackedRun
 
 _SPENT = "rounds, bytes, virtual-time or seconds"
+
+PLOT_OPTIONS = (
+    "x",
+    "y",
+    "keys",
+    "metric",
+    "x_axis",
+    "over",
+    "group",
+    "panels",
+    "target",
+    "statistic",
+    "log_x",
+)
+"""Options that change what a plot shows."""
 
 Runs = Annotated[
     list[str] | None,
@@ -48,8 +64,8 @@ GroupOption = Annotated[
 Picture = Annotated[
     Path | None,
     typer.Option(
-        help="plot to write: .png, .svg or .pdf; default EXPERIMENT-REPORT.png, as in "
-        "quickstart-curves.png"
+        help="plot to write: .png, .svg or .pdf; default EXPERIMENT-REPORT-OPTIONS.png, as in "
+        "quickstart-curves.png and quickstart-curves-loss-bytes.png"
     ),
 ]
 Log = Annotated[
@@ -126,6 +142,7 @@ def report_table(
 
 @report_app.command("curves")
 def report_curves(
+    context: typer.Context,
     runs: Runs = None,
     uri: Uri = None,
     ledger: LedgerOption = None,
@@ -143,7 +160,7 @@ def report_curves(
     from raysim.reports.table_rows import cost_unit_of
 
     unit = cost_unit_of(x_axis)
-    out = out or _picture("curves", runs, ledger)
+    out = out or _picture(context, "curves")
     check_picture(out)
     source = _source(runs, uri, ledger, log)
     tracked = source.finished(metric, _aside, unit)
@@ -154,6 +171,7 @@ def report_curves(
 
 @report_app.command("sweep")
 def report_sweep(
+    context: typer.Context,
     x: Annotated[str, typer.Option(help="parameter of the x-axis, e.g. server.memory")],
     y: Annotated[
         str | None, typer.Option(help="second parameter, for a heatmap, e.g. server.beta2")
@@ -176,7 +194,7 @@ def report_sweep(
 
     Other differing parameters make further lines or panels.
     """
-    out = out or _picture("sweep", runs, ledger)
+    out = out or _picture(context, "sweep")
     check_picture(out)
     if y and log_x:
         raise ConfigError("--log-x: a heatmap has one column per value; leave out --log-x or --y")
@@ -191,6 +209,7 @@ def report_sweep(
 
 @report_app.command("sensitivity")
 def report_sensitivity(
+    context: typer.Context,
     keys: Annotated[str, typer.Option(help="KEY,KEY: the parameters to compare")],
     runs: Runs = None,
     uri: Uri = None,
@@ -209,7 +228,7 @@ def report_sensitivity(
     from raysim.reports import plots, sensitivity
 
     _one_of("--statistic", statistic, sensitivity.STATISTICS)
-    out = out or _picture("sensitivity", runs, ledger)
+    out = out or _picture(context, "sensitivity")
     check_picture(out)
     source = _source(runs, uri, ledger, log)
     tracked = source.finished(metric, _aside)
@@ -227,6 +246,7 @@ def report_sensitivity(
 
 @report_app.command("speedup")
 def report_speedup(
+    context: typer.Context,
     target: Annotated[float, typer.Option(help="value of the metric to reach")],
     runs: Runs = None,
     uri: Uri = None,
@@ -240,7 +260,7 @@ def report_speedup(
     """Plot the rounds to a target over a parameter on log axes, with the slope."""
     from raysim.reports import plots, speedup
 
-    out = out or _picture("speedup", runs, ledger)
+    out = out or _picture(context, "speedup")
     check_picture(out)
     source = _source(runs, uri, ledger, False)
     tracked = source.finished(metric, _aside)
@@ -368,10 +388,28 @@ def _source(
     return RunSource(runs or (), uri, ledger or ())
 
 
-def _picture(report: str, runs: Sequence[str] | None, ledger: Sequence[Path] | None) -> Path:
-    """Return the default file of a plot, which names the experiments (or ledgers) that it shows."""
-    names = runs or [file.stem for file in ledger or ()]
-    return Path(f"{'-'.join([*(Path(name).name for name in names), report])}.png")
+def _picture(context: typer.Context, report: str) -> Path:
+    """Return the default file of a plot, which names what it shows.
+
+    Args:
+        context: the command with its options; those that are not at their default are named.
+        report: name of the report.
+    """
+    values = context.params
+    names = values["runs"] or [file.stem for file in values["ledger"] or ()]
+    options = [
+        _in_a_name(option.name, values[option.name])
+        for option in context.command.params
+        if option.name in PLOT_OPTIONS and values[option.name] not in (None, option.default)
+    ]
+    return Path(f"{'-'.join([*(Path(name).name for name in names), report, *options])}.png")
+
+
+def _in_a_name(option: str, value: str | float | bool) -> str:
+    """Return an option's value as part of the name of a file."""
+    if isinstance(value, bool):
+        return option
+    return re.sub(r"[^\w.]+", "_", value) if isinstance(value, str) else f"{option}{value:g}"
 
 
 def _refuse_to_keep(ledger: Sequence[Path] | None, log: bool) -> None:
