@@ -13,7 +13,7 @@ figure: {kind: curves, group: [algorithm]}      # or kind: sweep, with x and per
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -166,11 +166,6 @@ class Claim(Section):
     def _can_be_decided(self) -> Claim:
         if self.relation == "near" and not self.margin:
             raise ValueError("near needs a margin, the largest difference of the sides")
-        statistic = self.left.statistic
-        if isinstance(statistic, RoundsTo) and (
-            why := why_unreachable(statistic.rounds_to, self.left.metric)
-        ):
-            raise ValueError(f"left: rounds_to: {why}")
         return self
 
 
@@ -255,7 +250,11 @@ def _claim(entry: Any, place: str) -> Claim:
         for key in ClaimSide.model_fields
         if key not in right.model_fields_set
     }
-    changed: dict[str, Any] = {"right": right.model_copy(update=shared)}
+    right = right.model_copy(update=shared)
+    for key, value, metric in _metric_values(left, right, claim.margin):
+        if why := why_unreachable(value, metric):
+            raise ConfigError(f"{place}.{key}: {why}")
+    changed: dict[str, Any] = {"right": right}
     if figure is not None:
         named = {
             "metric": figure.metric or left.metric,
@@ -263,3 +262,17 @@ def _claim(entry: Any, place: str) -> Claim:
         }
         changed["figure"] = figure.model_copy(update=named)
     return claim.model_copy(update=changed)
+
+
+def _metric_values(
+    left: ClaimSide, right: RightSide, margin: float
+) -> Iterator[tuple[str, float, str]]:
+    """Yield key, number and metric of all numbers of a claim that are values of a metric."""
+    sides = {"left": left} | ({"right": right} if right.value is None else {})
+    for name, side in sides.items():
+        if isinstance(side.statistic, RoundsTo):
+            yield f"{name}.statistic.rounds_to", side.statistic.rounds_to, side.metric
+    if not isinstance(left.statistic, RoundsTo):
+        if right.value is not None:
+            yield "right", right.value, left.metric
+        yield "margin", margin, left.metric

@@ -312,8 +312,14 @@ WRONG = [
     ),
     (
         [{**RIGHT, "left": {"statistic": {"rounds_to": 80}}}],
-        "claims.0: left: rounds_to: accuracy is a share, .*; write 0.8 for 80 %",
+        "claims.0.left.statistic.rounds_to: accuracy is a share, .*; write 0.8 for 80 %",
     ),
+    (
+        [{**RIGHT, "right": {"statistic": {"rounds_to": 80}}}],
+        "claims.0.right.statistic.rounds_to: accuracy is a share, .*; write 0.8 for 80 %",
+    ),
+    ([{**RIGHT, "right": 90}], "claims.0.right: accuracy is a share, .*; write 0.9 for 90 %"),
+    ([{**RIGHT, "margin": 2}], "claims.0.margin: accuracy is a share, .*; write 0.02 for 2 %"),
     (
         [{**RIGHT, "left": {"where": {"algorithm": {"name": "a"}}}}],
         "claims.0.left.where: algorithm must have a value",

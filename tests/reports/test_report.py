@@ -602,6 +602,20 @@ def test_pictures_by_the_commands(
     drawing = tmp_path / "picture.svg"
     code, out, _ = call("sweep", "other", "--x", "local.lr", "--log-x", "--out", str(drawing))
     assert code == 0 and out == f"1 line in {drawing}\n" and "<svg" in drawing.read_text()
+    monkeypatch.chdir(tmp_path)
+    for arguments, name in (
+        (["curves", "other"], "other-curves.png"),
+        (
+            ["curves", "other", "--metric", "accuracy", "--group", "seed,local.lr"],
+            "other-curves-accuracy-seed_local.lr.png",
+        ),
+        (
+            ["sweep", "other", "--x", "local.lr", "--target", "0.5"],
+            "other-sweep-local.lr-target0.5.png",
+        ),
+    ):
+        code, out, _ = call(*arguments)
+        assert code == 0 and out.endswith(f" in {name}\n") and Path(name).exists()
     for arguments, said in (
         (["curves", "other", "--out", "/nowhere/x.png"], "--out: /nowhere/x.png cannot be written"),
         (
