@@ -223,9 +223,9 @@ def list_(
     """List all that a configuration can name: methods, models, data sets, stages, metrics."""
     if name is not None:
         if listing in PLACES:
-            return (
-                print(json.dumps(key_page(listing, name))) if as_json else print_keys(listing, name)
-            )
+            if as_json:
+                return print(json.dumps(key_page(listing, name)))
+            return print_keys(listing, name)
         if listing != "algorithms":
             raise ConfigError(
                 f"list: no page for '{name}'; these have pages: {', '.join(WITH_PAGES)}"
