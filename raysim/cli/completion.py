@@ -16,6 +16,23 @@ from typing import Any
 
 import typer
 
+PLACES = {
+    "clients": "client",
+    "servers": "server",
+    "models": "model",
+    "tasks": "task",
+    "probes": "evaluate.probes",
+    "partitions": "partition",
+    "schedules": "schedule",
+    "client_speeds": "schedule.client_speeds",
+    "sampling": "schedule.sampling",
+    "optimizers": "local.optimizer",
+    "lr": "local.lr",
+    "stages": "local.upload",
+    "privacy": "privacy",
+}
+"""The key of a configuration that names one of a list, by the list."""
+
 PROBE_KEYS = ("record_updates", "evaluate.forgetting", "evaluate.theory")
 """Keys that attach probes of raysim."""
 
@@ -96,8 +113,6 @@ def complete_listed(context: typer.Context, incomplete: str) -> Completions:
         context: the command with the words so far, among them the list.
         incomplete: the word before the cursor.
     """
-    from raysim.cli.key_page import PLACES
-
     listing = context.params.get("listing")
     if listing == "probes":
         return _beginning_with(incomplete, [(key, "") for key in PROBE_KEYS])

@@ -14,28 +14,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from raysim.cli.base import print_table
+from raysim.cli.completion import PLACES
 from raysim.cli.method_page import first_paragraph
 from raysim.errors import ConfigError, did_you_mean
 
 KeyRow = dict[str, str]
 """Name, default and meaning of a key."""
-
-PLACES = {
-    "clients": "client",
-    "servers": "server",
-    "models": "model",
-    "tasks": "task",
-    "probes": "evaluate.probes",
-    "partitions": "partition",
-    "schedules": "schedule",
-    "client_speeds": "schedule.client_speeds",
-    "sampling": "schedule.sampling",
-    "optimizers": "local.optimizer",
-    "lr": "local.lr",
-    "stages": "local.upload",
-    "privacy": "privacy",
-}
-"""The key of a configuration that names one of a list, by the list."""
 
 LISTS = ("evaluate.probes", "local.upload")
 """Keys whose values are lists, so that the keys of an entry have no path of their own."""

@@ -15,8 +15,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from raysim.cli.base import app, check_picture, data_app, print_table, tracking_app
-from raysim.cli.completion import complete_listed
-from raysim.cli.key_page import PLACES, key_page, print_keys
+from raysim.cli.completion import PLACES, complete_listed
+from raysim.cli.key_page import key_page, print_keys
 from raysim.cli.method_page import first_paragraph, method_page, print_method
 from raysim.errors import ConfigError, did_you_mean
 
