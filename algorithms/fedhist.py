@@ -183,14 +183,17 @@ class FedHistServer(ServerRule):
         ]
         reports.log(fresh=len(fresh))
         utility = state["utility"].clone()
+        means: dict[tuple[tuple[int, int], ...], Tensor] = {}  # of the judges, mostly the same
         for i, client in enumerate(state["LL/client"][at].tolist()):
-            judges = [place for place in fresh if not (self.leave_one_out and place == (at, i))]
+            judges = tuple(
+                place for place in fresh if not (self.leave_one_out and place == (at, i))
+            )
             if client < 0 or not judges:
                 continue
-            mean = weighted_sum(
-                [self._g(state, *place) for place in judges], [1 / len(judges)] * len(judges)
-            )
-            error = _cosine(self._g(state, at, i), mean) - self.theta
+            if judges not in means:
+                updates = [self._g(state, *place) for place in judges]
+                means[judges] = weighted_sum(updates, [1 / len(judges)] * len(judges))
+            error = _cosine(self._g(state, at, i), means[judges]) - self.theta
             young = (e / 2) ** -(r - int(state["LL/base"][at, i]))
             u = min(1.0, len(judges) / K) * error * (2 - young if error >= 0 else young)
             utility[client] = self.kappa * utility[client] + (1 - self.kappa) * u
