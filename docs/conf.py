@@ -30,6 +30,8 @@ suppress_warnings = ["myst.header"]  # a method's page starts with the headings 
 
 html_theme = "furo"
 html_title = f"raysim {release}"
+html_static_path = ["_static"]
+html_css_files = ["narrow.css"]
 
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath", "fieldlist"]
 myst_heading_anchors = 3
