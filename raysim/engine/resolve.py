@@ -34,6 +34,7 @@ from raysim.engine import (
     rule_dry_run,
     schedule,
     server_dry_run,
+    task_dry_run,
 )
 from raysim.engine.absolute_paths import with_absolute_paths, with_run_folder
 from raysim.engine.block_choice import BlockChoice, choose_batching
@@ -375,15 +376,17 @@ def record_files(config: Config, dataset: Dataset) -> Config:
 
 
 def try_rules(plan: Plan, config: Config) -> None:
-    """Run users' rules on a few clients.
+    """Run users' rules on a few clients, and their loss and metrics on a few examples.
 
     Args:
         plan: the plan of the run.
         config: the configuration before its defaults were written out; messages name its keys.
 
     Raises:
-        ConfigError: a rule fails, or computes different values in loop and vmap mode.
+        ConfigError: a rule fails, or computes different values in loop and vmap mode; or a rule, a
+            loss or a metric draws from a global random generator.
     """
+    task_dry_run.dry_run_task(plan)
     client_key = f"{config.section_of_rule('client')}.name"
     server_key = f"{config.section_of_rule('server')}.name"
     rule_dry_run.dry_run_rules(plan, client_key, server_key)

@@ -295,6 +295,7 @@ def test_early_stopping_judges_by_the_tasks_metric(base, source):
 # -- a task and a metric of one's own --------------------------------------------------------------
 
 OWN = '''
+import random
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -351,6 +352,26 @@ class Used(Bias):
     metric_name = "used"
 
 
+class Noisy(Bias):
+    metric_name = "noisy"
+
+    def inputs(self, x):
+        return x + torch.randn_like(x)
+
+
+class Resampled(Bias):
+    metric_name = "resampled"
+
+    def value(self, rows):
+        return float(np.random.choice(rows))
+
+
+@dataclass(frozen=True)
+class Jittered(Quantile):
+    def loss(self, outputs, batch):
+        return super().loss(outputs, batch) * random.random()
+
+
 class NoTask:
     pass
 '''
@@ -403,6 +424,9 @@ MISTAKES: list[tuple[str, dict[str, Any], str]] = [
     ("regression", {"evaluate": {"metrics": ["OWN:Accuracy"]}}, "has the name of raysim's metric 'accuracy'"),
     ("regression", {"evaluate": {"metrics": ["OWN:Used"]}}, "has the name of raysim's metric 'clients/used'"),
     ("regression", {"evaluate": {"metrics": ["OWN:NoTask"]}}, "is not a subclass of raysim.rules.TaskMetric"),
+    ("regression", {"evaluate": {"metrics": ["OWN:Noisy"]}}, r"evaluate.metrics: 'noisy' draws from torch's global generator, .*; use keyed numbers, such as .*random_numbers\.md"),
+    ("regression", {"evaluate": {"metrics": ["OWN:Resampled"]}}, "evaluate.metrics: 'resampled' draws from NumPy's global generator"),
+    ("OWN:Jittered", {}, "task.name: loss of 'Jittered' draws from Python's global generator"),
     ("regression", {"evaluate": {"per_class": True}}, "evaluate.per_class: task 'regression' has no class labels"),
     ("regression", {"algorithm": "fedreg"}, "client rule 'fedreg' needs class labels, which task 'regression' has not"),
     ("multilabel", {"algorithm": "fedmlb"}, "client rule 'fedmlb' needs class labels"),
