@@ -24,6 +24,9 @@ from raysim.rules.user_code import check_tensors
 from raysim.training.messages import Broadcast, WorkerResult
 from raysim.training.server_task import ServerTask
 
+FACTS_ABOUT_CLIENTS = ("ids", "samples", "steps", "draws", "staleness", "weights", "versions")
+"""Attributes of `Reports` with an entry for each client of the round."""
+
 NO_ROUND = -1
 """Value of `Server.last_prepared_round` before the first round."""
 
@@ -251,12 +254,14 @@ class Server:
                 state = {**state, "x": torch.where(self.personal, self.state["x"], state["x"])}
         self.state = state
         self._average_statistics(mean_statistics, client_statistics, reports.given_weights)
-        if reports.weights:
-            reports.log(weights_entropy=_entropy(reports.given_weights or reports.weights))
+        n_uploads = sum(client not in round.dropped for client in round.ids)
+        if n_uploads:
+            weights = reports.weights if self.noisy_mean is None else [1.0] * n_uploads
+            reports.log(weights_entropy=_entropy(reports.given_weights or weights))
         return {
             **self._named(reports.metrics),
             **privacy_metrics,
-            "server/uploads": float(len(reports.weights)),
+            "server/uploads": float(n_uploads),
             "system/server_state_bytes": float(self.bytes),
         }
 
@@ -302,18 +307,16 @@ class Server:
     ) -> tuple[Reports, dict[str, float]]:
         """Return a round's noisy mean for the rule, and the metrics of privacy.
 
-        The rule gets no facts about the clients, which ε does not cover.
+        The rule gets no facts about the clients, not even their number: ε does not cover them.
         """
         stay = [i for i, client in enumerate(round.ids) if client not in round.dropped]
         outcomes = [o for o in outcomes if o.ids] if stay else []
         totals = self._totals(outcomes, 1.0, 1.0) if outcomes else {}
         mean, metrics = noisy_mean.release(round.t, totals, len(stay), self.state["x"])
         cohort = vars(round.cohort(self.problem, stay))
-        secret = {name: _withheld(rule, name) for name in ("ids", "samples", "steps", "draws")}
+        secret = {name: _withheld(rule, name) for name in FACTS_ABOUT_CLIENTS}
         reports = Reports(
             **{**cohort, **secret, "metrics": dict(self.cohort.metrics)},
-            weights=[noisy_mean.weight] * len(stay),
-            versions=[round.bases[i] for i in stay],
             totals={("mean", noisy_mean.key): mean},
         )
         return reports, metrics

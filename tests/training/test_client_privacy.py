@@ -50,8 +50,10 @@ class Watches(FedAvgServer):
 
 @dataclass(frozen=True)
 class Asks(FedAvgServer):
+    of: str = "ids"
+
     def update(self, state, reports):
-        torch.tensor(reports.ids)
+        len(getattr(reports, self.of))
         return super().update(state, reports)
 
 
@@ -271,9 +273,15 @@ def test_what_has_no_epsilon_is_refused_by_name(changes, said, waves):
         prepare(waves({}, **changes))
 
 
-def test_a_server_rule_that_asks_for_the_participants_is_refused_before_the_run(waves):
-    with pytest.raises(ConfigError, match=r"^server.*: server rule 'asks' reads reports\.ids, and"):
-        prepare(waves({}, client="fedavg", server="FILE:Asks"))
+@pytest.mark.parametrize("of", ["ids", "samples", "weights", "versions", "staleness"])
+def test_a_server_rule_that_asks_for_the_participants_is_refused_before_the_run(of, waves):
+    """Already their number tells whether somebody took part, if each does by chance."""
+    said = rf"^server.*: server rule 'asks' reads reports\.{of}, and"
+    with pytest.raises(ConfigError, match=said):
+        prepare(waves({}, client="fedavg", server={"name": "FILE:Asks", "of": of}))
+
+
+def test_without_privacy_a_server_rule_may_ask_for_the_participants(waves):
     config = waves({}, client="fedavg", server="FILE:Asks")
     assert prepare({**config, "privacy": None}).server.name == "asks"
 
