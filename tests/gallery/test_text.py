@@ -13,6 +13,7 @@ import torch
 from support.examples import gallery
 
 import raysim
+from raysim.data import import_torchvision
 from raysim.engine.resolve import prepare
 
 CHARACTERS = gallery.FOLDER / "text" / "characters.py"
@@ -77,11 +78,27 @@ def test_text_is_learned_in_both_modes_and_resumed(net: str, text: dict[str, Any
     assert raysim.resume(part.run_dir, {"rounds": 3}).digest == done["vmap"].digest
 
 
+ADAPTED = """
+from peft import LoraConfig, get_peft_model
+from raysim.models.sequence import transformer
+
+def adapted(shape, classes):
+    net = transformer(shape, classes, width=8, heads=2, layers=1)
+    return get_peft_model(net, LoraConfig(r=2, target_modules=["project", "out"]))
+"""
+
+
 @pytest.mark.ray
+@pytest.mark.parametrize("net", ["lstm", pytest.param("adapted", marks=pytest.mark.long)])
 def test_actors_learn_the_same_from_text(
-    text: dict[str, Any], tmp_path: Path, recycled_actors: None
+    net: str, text: dict[str, Any], tmp_path: Path, recycled_actors: None
 ):
-    text |= {"model": NETS["lstm"]}
+    """`adapted` has adapters of peft on a frozen base; to import peft takes each process seconds."""
+    if net == "adapted":
+        import_torchvision()
+        pytest.importorskip("peft")
+        (tmp_path / "adapted.py").write_text(ADAPTED)
+    text |= {"model": NETS.get(net, f"{tmp_path}/adapted.py:adapted")}
     digests = {
         raysim.run(
             text, run_dir=str(tmp_path / resources["executor"]), resources=resources, tracking=False
