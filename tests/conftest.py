@@ -33,7 +33,11 @@ from raysim.tracking import mlflow_client
 torch.set_num_threads(1)
 
 
-SLOW_FOLDERS = ("distributed", "faults")
+RAY_FOLDERS = ("distributed", "faults")
+"""Folders whose tests all start Ray or kill processes."""
+
+FIRST_FOLDERS = (*RAY_FOLDERS, "sweeps", "runs", "docs", "rules")
+"""Folders with the longest files. They run first, so that no worker is alone with one at the end."""
 
 PLOTS_OF_A_RUN = (
     (artifacts, "plot_partition"),
@@ -46,15 +50,15 @@ raysim_commit = cache(git._raysim_commit)
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests that start Ray or kill processes as tier `ray`, and run the slow folders first."""
+    """Mark tests that start Ray or kill processes as tier `ray`, and run long files first."""
     tests = Path(__file__).parent
     for item in items:
         if not item.path.is_relative_to(tests):  # those of raysim.testing, with --pyargs
             continue
         folder = item.path.relative_to(tests).parts[0]
-        if folder in SLOW_FOLDERS or "local_ray" in getattr(item, "fixturenames", ()):
+        if folder in RAY_FOLDERS or "local_ray" in getattr(item, "fixturenames", ()):
             item.add_marker("ray")
-    items.sort(key=lambda item: not {*SLOW_FOLDERS, "sweeps"} & {*item.path.parts})
+    items.sort(key=lambda item: not {*FIRST_FOLDERS} & {*item.path.parts})
 
 
 @pytest.fixture(scope="session", autouse=True)

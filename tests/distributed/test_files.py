@@ -191,6 +191,7 @@ def config(folder: Path, rounds: int) -> dict[str, Any]:
     }
 
 
+@pytest.mark.long
 def test_slurm_runs_a_command_and_its_time_limit_ends_it_in_order(slurm, tmp_path):
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(config(tmp_path, rounds=100_000)))
     with (tmp_path / "said.txt").open("w") as said:

@@ -562,7 +562,7 @@ class Caching(ClientRule):
 
 
 @pytest.mark.ray
-def test_a_rule_with_caches_runs_on_actors_without_its_folder(here, base, small):
+def test_a_rule_with_caches_runs_on_actors_without_its_folder(here, base, small, recycled_actors):
     """lru_cache, a class's cache, a tensor and a lambda; modules beside it, imported at the top and
     late. The files are gone once the run is prepared, as they are on another node."""
     texts = {

@@ -54,10 +54,10 @@ class Slow(FedAvgClient):
 def test_a_server_that_goes_and_comes_back_loses_and_delays_nothing(
     server, tmp_path, source, caplog
 ):
-    """It goes after round 30, and is started again after round 60; the run ends once it is heard of
+    """It goes after round 20, and is started again after round 40; the run ends once it is heard of
     again."""
     config = basic(tmp_path, server.uri) | {
-        "rounds": 150,
+        "rounds": 80,
         "algorithm": f"{source('slow', SLOW)}:Slow",
     }
     last, gaps = time.monotonic(), {}
@@ -66,19 +66,19 @@ def test_a_server_that_goes_and_comes_back_loses_and_delays_nothing(
         nonlocal last
         gaps[int(record["round"])] = time.monotonic() - last
         match record["round"]:
-            case 30:
+            case 20:
                 server.stop()
-            case 60:
+            case 40:
                 server.start()
-            case 140:
+            case 75:
                 server.wait()
                 until(lambda: "tracking is back" in caplog.text, 60, caplog.text)
         last = time.monotonic()
 
     done = raysim.run(config, progress=progress)
-    assert list(gaps) == list(range(151))
-    usual = max(gaps[t] for t in range(3, 30))
-    assert max(gaps[t] for t in range(31, 150)) < usual + 1
+    assert list(gaps) == list(range(81))
+    usual = max(gaps[t] for t in range(3, 20))
+    assert max(gaps[t] for t in range(21, 80)) < usual + 1
     run = client_of(server.uri).get_run(done.run_id)
     assert run.info.status == "FINISHED" and run.data.tags["digest"] == done.digest
     each_step_once(server.uri, done.run_id, done.history)

@@ -80,7 +80,11 @@ def small(base: dict) -> dict:
 
 @pytest.mark.ray
 @pytest.mark.parametrize(
-    "mode", [["-m", "raysim"], ["-c", "from raysim.cli import console; console()"]]
+    "mode",
+    [
+        ["-m", "raysim"],
+        pytest.param(["-c", "from raysim.cli import console; console()"], marks=pytest.mark.long),
+    ],
 )
 def test_a_package_of_ones_own_called_algorithms(tmp_path, mode):
     """Both forms put the working directory first, and with it the user's package."""

@@ -863,6 +863,7 @@ def pid(actor: Any) -> int:
     return ray.get(actor.__ray_call__.remote(lambda self: os.getpid()), timeout=30)
 
 
+@pytest.mark.long
 def test_a_killed_actor_does_not_show(on_ray, config, tmp_path):
     """Nor does anything of it stay in a Ray that was there before the run."""
     import ray
