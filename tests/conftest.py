@@ -39,6 +39,9 @@ RAY_FOLDERS = ("distributed", "faults")
 FIRST_FOLDERS = (*RAY_FOLDERS, "sweeps", "runs", "docs", "rules")
 """Folders with the longest files. They run first, so that no worker is alone with one at the end."""
 
+WORDS_OF_RAY_TESTS = ("mark.ray", "local_ray", "recycled_actors")
+"""What a file outside of those folders contains if it has tests of tier `ray`."""
+
 PLOTS_OF_A_RUN = (
     (artifacts, "plot_partition"),
     (plots, "plot_learning_curve"),
@@ -46,6 +49,17 @@ PLOTS_OF_A_RUN = (
 )
 
 raysim_commit = cache(git._raysim_commit)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out files without a test of tier `ray` where that tier is wanted: half of all."""
+    path = collection_path
+    if not config.option.markexpr.startswith("ray") or not path.name.startswith("test_"):
+        return None
+    if path.suffix != ".py" or path.parent.name in RAY_FOLDERS:
+        return None
+    text = path.read_text()
+    return None if any(word in text for word in WORDS_OF_RAY_TESTS) else True
 
 
 @pytest.hookimpl(tryfirst=True)

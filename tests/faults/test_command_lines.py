@@ -24,12 +24,12 @@ def explored(cases: int, seed: int, folder: Path) -> dict:
     return json.loads(done.stdout)
 
 
-def test_forty_command_lines_do_what_they_say_or_are_refused(tmp_path):
+def test_twenty_command_lines_do_what_they_say_or_are_refused(tmp_path):
     """The short version. How long a command takes counts in the long version only, on a quiet
     machine."""
-    found = explored(40, 1, tmp_path)
+    found = explored(20, 1, tmp_path)
     wrong = [case for case in found["wrong"] if case["problem"] != "too much time"]
-    assert found["cases"] == 40 and not wrong, json.dumps(wrong, indent=1)
+    assert found["cases"] == 20 and not wrong, json.dumps(wrong, indent=1)
 
 
 @pytest.mark.long
