@@ -15,9 +15,9 @@ os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 import numpy as np
 import pytest
 import torch
-from matplotlib.figure import Figure
 from support.command_line import raysim_  # noqa: F401  # a fixture
 from support.mlflow_tables import made_once
+from support.pictures import leave_out_pictures
 from support.processes import client_of
 from support.watched import Watched
 
@@ -26,7 +26,7 @@ from raysim.data import load_dataset
 from raysim.engine.loop import Engine
 from raysim.engine.plan import Plan
 from raysim.engine.resolve import prepare
-from raysim.runs import artifacts, git, plots
+from raysim.runs import git
 from raysim.tracking import mlflow as tracking
 from raysim.tracking import mlflow_client
 
@@ -41,12 +41,6 @@ FIRST_FOLDERS = (*RAY_FOLDERS, "sweeps", "runs", "docs", "rules")
 
 WORDS_OF_RAY_TESTS = ("mark.ray", "local_ray", "recycled_actors")
 """What a file outside of those folders contains if it has tests of tier `ray`."""
-
-PLOTS_OF_A_RUN = (
-    (artifacts, "plot_partition"),
-    (plots, "plot_learning_curve"),
-    (plots, "plot_virtual_clock"),
-)
 
 raysim_commit = cache(git._raysim_commit)
 
@@ -109,14 +103,11 @@ def seeded_torch() -> None:
 
 @pytest.fixture(autouse=True)
 def impatient(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Send metrics at once, ask git once for raysim's commit, and draw no pictures, which takes
-    longer than a test's run."""
+    """Send metrics at once, ask git once for raysim's commit, and draw no pictures."""
     monkeypatch.setattr(tracking, "FLUSH_INTERVAL_S", 0.05)
     monkeypatch.setattr(git, "_raysim_commit", raysim_commit)
     if "pictures" not in request.fixturenames:
-        monkeypatch.setattr(Figure, "savefig", lambda figure, path, **how: Path(path).touch())
-        for place, plot in PLOTS_OF_A_RUN:
-            monkeypatch.setattr(place, plot, lambda *what: Path(what[-1]).touch())
+        leave_out_pictures(monkeypatch.setattr)
 
 
 @pytest.fixture

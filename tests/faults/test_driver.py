@@ -96,19 +96,13 @@ def rounds_of(folder: Path) -> list[int]:
 
 
 def killed_until_it_is_done(
-    folder: Path,
-    config: dict[str, Any],
-    moments: list[str],
-    seed: int,
-    changes: tuple[str, ...] = (),
-    **environment: str,
+    folder: Path, config: dict[str, Any], moments: list[str], seed: int, **environment: str
 ) -> None:
-    """Starts a run and kills it as often as there are moments, then lets it end. A resumed run has
-    these changes."""
+    """Starts a run and kills it as often as there are moments, then lets it end."""
     choice, file, run = random.Random(seed), written(folder, config), Path(config["run_dir"])
     for moment in [*moments, "never"]:
         begun = (run / "config.yaml").exists()
-        arguments = ("resume", run, *changes) if begun else ("run", file)
+        arguments = ("resume", run) if begun else ("run", file)
         driver = raysim_(folder, *arguments, die=moment * (moment in MOMENTS), **environment)
         before = rounds_of(run)[-1:]
         if moment == "soon":
@@ -156,7 +150,7 @@ def runs_in(uri: str, experiment: str) -> list[Any]:
 
 
 def test_a_kill_of_a_driver_of_actors_does_not_show(uri, tmp_path, source):
-    """And its Ray is gone with it. One process finishes the run."""
+    """And its Ray is gone with it."""
     config = basic(tmp_path, uri) | sleepy(source("sleepy", SLEEPY), seconds=0.01)
     config |= {"rounds": 40, "checkpoint": {"every": 2}}
     whole = raysim.run(
@@ -167,10 +161,7 @@ def test_a_kill_of_a_driver_of_actors_does_not_show(uri, tmp_path, source):
         "resources": {"executor": "ray", "actors": 1, "cpus": 0.5},
     }
     mark = uuid.uuid4().hex
-    inline = ("resources.executor=inline",)
-    killed_until_it_is_done(
-        tmp_path, config, ["on its way"], seed=6, changes=inline, RAYSIM_TEST_MARK=mark
-    )
+    killed_until_it_is_done(tmp_path, config, ["on its way"], seed=6, RAYSIM_TEST_MARK=mark)
     run = run_in(uri, tmp_path.name)
     assert run.data.tags["digest"] == whole.digest
     saved = checkpoint.read_latest(tmp_path / "ray", pytest.fail)

@@ -1,4 +1,5 @@
-"""A Python that starts at once: each request forks a process that has imported everything.
+"""A Python that starts at once: each request forks a process that has imported everything, and
+draws no pictures.
 
 Each line of standard input is a request in JSON, and is answered by one: {"arguments": those of
 `python`, "cwd", "environment", "said": a file} -> {"pid"}; {"wait": pid} -> {"code"}.
@@ -24,6 +25,7 @@ import raysim.sweeps.runner  # noqa: F401
 from raysim import cli  # noqa: F401
 from raysim.tracking import mlflow_client
 from support.mlflow_tables import made_once
+from support.pictures import leave_out_pictures
 
 
 def run(arguments: list[str]) -> None:
@@ -57,6 +59,7 @@ def main() -> None:
     torch.set_num_threads(1)
     mlflow_client.import_mlflow("sqlite:///:memory:")
     mlflow_client.import_mlflow = made_once(Path(sys.argv[1]))
+    leave_out_pictures(setattr)
     gc.freeze()
     for line in sys.stdin:
         request = json.loads(line)
