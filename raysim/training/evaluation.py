@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from raysim.data import Examples
+from raysim.errors import RaysimError, in_a_line
 from raysim.models.flat import BoundModel
 from raysim.rules.batch import Batch
 from raysim.rules.learning_task import TaskMetric
@@ -42,6 +44,9 @@ def measure(
 
     Returns:
         The metrics by name, and "loss".
+
+    Raises:
+        RaysimError: a metric failed; the message names it.
     """
     rows: list[list[Tensor]] = [[] for _ in metrics]
     of_class = torch.zeros(2, classes, dtype=torch.long, device=buffers.device)
@@ -52,19 +57,31 @@ def measure(
         x, y = examples.batch(part)
         outputs = _outputs(net, buffers, x)
         for metric, parts in zip(metrics, rows, strict=True):
-            own_x = metric.inputs(x)
-            own_outputs = outputs if own_x is x else _outputs(net, buffers, own_x)
-            parts.append(metric.rows(own_outputs, y))
+            with _named(metric):
+                own_x = metric.inputs(x)
+                own_outputs = outputs if own_x is x else _outputs(net, buffers, own_x)
+                parts.append(metric.rows(own_outputs, y))
         loss += _summed_loss(net, outputs, x, y)
         if classes:
             hits = y[outputs.argmax(1) == y]
             of_class += torch.stack([torch.bincount(p, minlength=classes) for p in (hits, y)])
-    values = {
-        metric.name: float(metric.value(_whole(parts)))
-        for metric, parts in zip(metrics, rows, strict=True)
-    }
+    values = {}
+    for metric, parts in zip(metrics, rows, strict=True):
+        with _named(metric):
+            values[metric.name] = float(metric.value(_whole(parts)))
     per_class = {f"accuracy/class_{c}": r / k for c, (r, k) in enumerate(of_class.T.tolist()) if k}
     return {**values, "loss": loss.item() / len(positions), **per_class}
+
+
+@contextmanager
+def _named(metric: TaskMetric) -> Iterator[None]:
+    """Name the metric in the message if it fails, for it may be a user's."""
+    try:
+        yield
+    except RaysimError:
+        raise
+    except Exception as error:
+        raise RaysimError(f"metric '{metric.name}' failed: {in_a_line(error)}") from error
 
 
 def _outputs(net: BoundModel, buffers: Tensor, x: Tensor) -> Tensor:

@@ -352,6 +352,13 @@ class Used(Bias):
     metric_name = "used"
 
 
+class Broken(Bias):
+    metric_name = "broken"
+
+    def value(self, rows):
+        raise ValueError("not today")
+
+
 class Noisy(Bias):
     metric_name = "noisy"
 
@@ -409,6 +416,13 @@ def test_a_metric_of_changed_inputs_and_of_some_examples(plan_of, source):
     assert math.isclose(records[-1]["mse"], np.mean((outputs(x) - y) ** 2), rel_tol=1e-9)
     expected = outputs(x + 1)[y[:, 0] > 0].sum(1).mean()
     assert math.isclose(records[-1]["shifted"], expected, rel_tol=1e-9)
+
+
+def test_a_metric_that_fails_is_named(plan_of, source):
+    path = source("own_task", OWN)
+    plan = plan_of("regression", evaluate={"metrics": [f"{path}:Broken"]})
+    with pytest.raises(RaysimError, match=r"metric 'broken' failed: ValueError: not today"):
+        run(plan)
 
 
 MISTAKES: list[tuple[str, dict[str, Any], str]] = [
