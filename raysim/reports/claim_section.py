@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
@@ -25,6 +26,7 @@ from raysim.config.sections.base import Section
 from raysim.config.sections.storage import Tracking
 from raysim.errors import ConfigError, did_you_mean
 from raysim.metrics import lower_is_better
+from raysim.reports import grouping
 from raysim.reports.runs import RunSource
 from raysim.reports.targets import why_unreachable
 from raysim.tracking.recorder import flatten_parameters
@@ -210,6 +212,34 @@ def require_claims(source: str | Path | Mapping[str, Any]) -> list[Claim]:
             f"claims: {source} has no such section, a list of claims with says, left, is and right"
         )
     return claims
+
+
+def check_sides(claims: Sequence[Claim], parameters: Sequence[Mapping[str, str]]) -> list[str]:
+    """Check that a sweep has the runs that its claims are about.
+
+    Args:
+        claims: The claims.
+        parameters: The parameters of each run of the sweep.
+
+    Returns:
+        A sentence for each value that no run has.
+
+    Raises:
+        ConfigError: No run has a parameter; the message names the claim.
+    """
+    runs: Any = [SimpleNamespace(params=values) for values in parameters]
+    missing = []
+    for i, claim in enumerate(claims):
+        for name, side in (("left", claim.left), ("right", claim.right)):
+            place = f"claims.{i}.{name}.where"
+            for key, wanted in side.where.items():
+                (full,) = grouping.resolved(runs, [key], place)
+                known = {grouping.value_of(run.params, full) or "" for run in runs}
+                for value in wanted:
+                    if not grouping.having(runs, {key: [value]}, place):
+                        hint = did_you_mean(value, known)
+                        missing.append(f"{place}: no run of this sweep has {key}={value}{hint}")
+    return list(dict.fromkeys(missing))
 
 
 def runs_of_claims(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import csv
 import hashlib
 import json
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -28,12 +29,15 @@ from raysim.config.tracking_uri import redacted_uri
 from raysim.engine import early_stop, resolve
 from raysim.errors import ConfigError, did_you_mean
 from raysim.metrics import lower_is_better
-from raysim.reports.claim_section import read_claims
+from raysim.reports.claim_section import Claim, check_sides, read_claims
 from raysim.rules import registry
 from raysim.runs.python_inputs import SECTIONS_OF_RULES
 from raysim.sweeps import search_space
 from raysim.sweeps.search_space import Axis, Draw, as_text
+from raysim.tracking.ledger_row import kept_config
 from raysim.tracking.recorder import flatten_parameters
+
+logger = logging.getLogger("raysim")
 
 
 class EarlyStopping(Section):
@@ -390,6 +394,7 @@ def prepare_sweep(
     Raises:
         ConfigError: the sweep is invalid, or a trial cannot run; the message names its values.
     """
+    overrides = overrides if isinstance(overrides, Mapping) else list(overrides)
     described = read_sweep(source, overrides)
     axes = search_space.varied_values(described.points)
     trials: dict[str, Trial] = {}
@@ -412,6 +417,8 @@ def prepare_sweep(
             ),
         )
     everything = list(trials.values())
+    if not overrides:  # which may leave out the runs of some claims
+        _check_claims(read_claims(source), [trial.config for trial in everything])
     settings = described.settings
     if settings.early_stopping is not None:
         stopping = settings.early_stopping.of(everything[0].config)
@@ -447,6 +454,18 @@ def _check_stopping(asked: EarlyStopping, metric: str, trials: list[Config]) -> 
             f"{min(longest, asked.max_rounds or longest)}; lower it, or leave {place} out"
         )
     early_stop.check_metric(f"{place}.metric", metric, trials)
+
+
+def _check_claims(claims: list[Claim], trials: list[Config]) -> None:
+    """Raise ConfigError for metrics and parameters that no trial has; warn of such values."""
+    if not claims:
+        return
+    for i, claim in enumerate(claims):
+        for name, side in (("left", claim.left), ("right", claim.right)):
+            early_stop.check_metric(f"claims.{i}.{name}.metric", side.metric, trials)
+    kept = [flatten_parameters(kept_config(config)) for config in trials]
+    for sentence in check_sides(claims, kept):
+        logger.warning("%s", sentence)
 
 
 def _key(c: Config) -> str:

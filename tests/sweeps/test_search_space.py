@@ -262,6 +262,34 @@ def test_mistakes_come_before_anything_starts(here, section, overrides, said, ca
     assert sorted(path.name for path in here.iterdir()) == ["config.yaml"]
 
 
+CLAIM = {"says": "a", "left": {}, "is": "above", "right": {"where": {"algorithm": "fedavg"}}}
+
+
+@pytest.mark.parametrize(
+    ("left", "said"),
+    [
+        ({"where": {"algoritm": "fedavgm"}}, "claims.0.left.where: .*did you mean 'algorithm'"),
+        ({"metric": "acuracy"}, "claims.0.left.metric: .*did you mean 'accuracy'"),
+    ],
+)
+def test_claims_about_no_run_come_before_anything_starts(here, left, said):
+    whole = {**SMALL, "sweep": {"algorithm": ["fedavg", "fedavgm"]}}
+    with pytest.raises(ConfigError, match=said):
+        prepare_sweep({**whole, "claims": [{**CLAIM, "left": left}]})
+
+
+def test_a_value_in_claims_that_no_run_has_is_said(here, caplog):
+    """The runs may be those of another sweep. Overrides may leave out runs of claims."""
+    left = {"where": {"algorithm": ["fedavgm", "fedavgn"]}}
+    whole = {**SMALL, "sweep": {"algorithm": ["fedavg", "fedavgm"]}}
+    whole["claims"] = [{**CLAIM, "left": left}]
+    prepare_sweep(whole, ["algorithm=fedavg", "seed=0..1"])
+    assert not caplog.text
+    prepare_sweep(whole)
+    assert "has algorithm=fedavgn; did you mean 'fedavgm'" in caplog.text
+    assert "fedavgm;" not in caplog.text
+
+
 def test_a_sweep_is_not_a_run(here, capsys, monkeypatch):
     written(here / "many.yaml", sweep={"seed": "0..4"})
     monkeypatch.setattr(sys, "argv", ["raysim", "run", "many.yaml"])
