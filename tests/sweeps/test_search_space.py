@@ -286,7 +286,7 @@ def test_a_value_in_claims_that_no_run_has_is_said(here, caplog):
     prepare_sweep(whole, ["algorithm=fedavg", "seed=0..1"])
     assert not caplog.text
     prepare_sweep(whole)
-    assert "has algorithm=fedavgn; did you mean 'fedavgm'" in caplog.text
+    assert "has algorithm=fedavgn; did you mean 'fedavg'" in caplog.text
     assert "fedavgm;" not in caplog.text
 
 
