@@ -162,7 +162,10 @@ class _Reader(FormReader):
                 f"{list(other.shape[1:])}"
             )
         if (train.dtype.kind == "f") != (other.dtype.kind == "f"):
-            raise self.error(f"{name} is {train.dtype}, {other_name} is {other.dtype}")
+            raise self.error(
+                f"{name} is {train.dtype}, {other_name} is {other.dtype}; give both whole numbers, "
+                "or both floats"
+            )
 
     def groups(self, users: Any, n: int) -> tuple[np.ndarray, tuple[str, ...]]:
         """Return the number of each example's user, and the users' names."""

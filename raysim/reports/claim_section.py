@@ -230,7 +230,8 @@ def check_sides(claims: Sequence[Claim], parameters: Sequence[Mapping[str, str]]
     runs: Any = [SimpleNamespace(params=values) for values in parameters]
     missing = []
     for i, claim in enumerate(claims):
-        for name, side in (("left", claim.left), ("right", claim.right)):
+        right = {} if claim.right.where == claim.left.where else {"right": claim.right}
+        for name, side in ({"left": claim.left} | right).items():
             place = f"claims.{i}.{name}.where"
             for key, wanted in side.where.items():
                 (full,) = grouping.resolved(runs, [key], place)

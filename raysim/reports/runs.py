@@ -28,6 +28,7 @@ from raysim.reports.tracked import (
 )
 from raysim.tracking.abandoned import finish_abandoned
 from raysim.tracking.mlflow_client import open_store
+from raysim.tracking.recorder import FORK_CHANGES, FORK_ROUND, RESUMED_ROUNDS
 from raysim.tracking.spool import Tail
 
 
@@ -125,13 +126,27 @@ def finished_runs(
         finished = [
             FinishedRun(
                 run.info.run_id,
-                run.data.params,
+                _parameters(run),
                 frozenset(run.data.metrics),
                 partial(_history, client, run.info.run_id),
             )
             for run in sorted(done, key=lambda run: run.info.start_time)
         ]
         return with_histories(finished, ", ".join(wanted), metric, say, cost_unit)
+
+
+def _parameters(run: Any) -> dict[str, str]:
+    """Return a run's parameters with what its tags say of them.
+
+    `rounds` is that of the last resumption. `fork` tells a fork from a run that had its keys from
+    the beginning.
+    """
+    params, tags = dict(run.data.params), run.data.tags
+    if RESUMED_ROUNDS in tags:
+        params["rounds"] = tags[RESUMED_ROUNDS]
+    if FORK_ROUND in tags:
+        params["fork"] = f"after round {tags[FORK_ROUND]}: {tags[FORK_CHANGES]}"
+    return params
 
 
 def _ended(client: Any, runs: Mapping[str, Any], say: Callable[[str], None]) -> dict[str, Any]:

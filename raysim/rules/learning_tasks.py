@@ -41,11 +41,12 @@ class Classification(LearningTask):
         """
         for half, _, y in data.halves():
             if y.ndim != 1 or y.dtype.kind not in "iu":
+                one_hot = "y.argmax(1) for one-hot labels"
+                advice = one_hot if y.ndim == 2 else "y.astype(int) for whole numbers"
                 raise ValueError(
                     f"the {half} examples have y of type {y.dtype} and shape {list(y.shape)}, "
                     "expected one integer label for each example, [n]; "
-                    "write y.astype(int) for whole numbers, or see task=multilabel, regression, "
-                    "next_token"
+                    f"write {advice}, or see task=multilabel, regression, next_token"
                 )
         if not data.n_classes:
             _refuse_unnumbered(data)

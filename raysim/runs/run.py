@@ -47,7 +47,14 @@ from raysim.system import files, lock, processes, startup_stages
 from raysim.system.signals import Signals, stoppable
 from raysim.tracking.followers import FollowedRun, require_packages
 from raysim.tracking.mlflow import Tracker
-from raysim.tracking.recorder import Recorder, Status, Untracked
+from raysim.tracking.recorder import (
+    FORK_CHANGES,
+    FORK_ROUND,
+    RESUMED_ROUNDS,
+    Recorder,
+    Status,
+    Untracked,
+)
 
 logger = logging.getLogger("raysim")
 
@@ -413,6 +420,7 @@ def _start_tracking(
     if before:
         # The tags of the former end no longer apply.
         about |= {"error": "", "stopped_early": "", **command_tag("resumed.command")}
+        about |= {RESUMED_ROUNDS: str(plan.config.rounds)}
     else:
         about |= {NOTE: describe(plan, run_dir), **command_tag()}
     params = without_secrets(plan.config).model_dump(mode="json")
@@ -458,8 +466,8 @@ def _tags_of(origin: ForkOrigin | None, saved: checkpoint.Checkpoint | None) -> 
         return {}
     return {
         "fork.of": origin.run_id,
-        "fork.round": str(saved.facts["round"]),
-        "fork.changes": origin.changes,
+        FORK_ROUND: str(saved.facts["round"]),
+        FORK_CHANGES: origin.changes,
     }
 
 

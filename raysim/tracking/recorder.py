@@ -21,6 +21,15 @@ from raysim.tracking.spool import Spool, plain
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 """Status of a run in MLflow."""
 
+FORK_ROUND = "fork.round"
+"""Tag of a fork: the number of rounds before it."""
+
+FORK_CHANGES = "fork.changes"
+"""Tag of a fork: the keys that differ from those of the forked run."""
+
+RESUMED_ROUNDS = "resumed.rounds"
+"""Tag of a resumed run: its last `rounds`. MLflow keeps the first value of a parameter."""
+
 
 def flatten_parameters(nested: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     """Return a nested mapping as a flat one with dotted keys and text.

@@ -229,7 +229,7 @@ def test_what_was_done_is_kept_when_a_long_round_is_ended(
     ("later", "number"),
     [
         (0.3, signal.SIGINT),
-        (3.0, signal.SIGTERM),
+        pytest.param(3.0, signal.SIGTERM, marks=pytest.mark.long),
         pytest.param(1.5, signal.SIGTERM, marks=pytest.mark.long),
         pytest.param(5.0, signal.SIGINT, marks=pytest.mark.long),
     ],

@@ -64,6 +64,25 @@ def whole_history(folder: Path) -> list[dict[str, float]]:
     return saved.facts["history"]
 
 
+def test_reports_tell_a_fork_from_a_plain_run_and_use_the_last_rounds(config, uri, tmp_path):
+    """Three runs end with local.lr=0.2 after 9 rounds: a plain one, a fork, and the plain one of
+    another seed, which was begun with fewer rounds."""
+    config |= {"local": config["local"] | {"lr": 0.2}}
+    plain = raysim.run(config, run_dir=str(tmp_path / "plain"))
+    raysim.run(config, {"local.lr": 0.05, "rounds": 6})
+    forks = fork(tmp_path / "run", {"local.lr": 0.2, "rounds": 9})
+    other = raysim.run(config, {"seed": 1, "rounds": 6}, run_dir=str(tmp_path / "other"))
+    other = resume(tmp_path / "other", {"rounds": 9})
+    table = raysim.report("table", tmp_path.name, uri=uri)
+    rows = table[table["rounds"] == 9].fillna({"fork": ""}).set_index("fork")
+    best = [run.metrics["accuracy"]["best"] for run in (plain, forks, other)]
+    assert rows.loc[""]["seeds"] == 2 and len(rows) == 2
+    assert rows.loc[""]["best"] == pytest.approx((best[0] + best[2]) / 2)
+    (name,) = filter(None, rows.index)
+    assert name.startswith("after round 6: ") and "local.lr: 0.05 -> 0.2" in name
+    assert rows.loc[name]["best"] == pytest.approx(best[1])
+
+
 def test_a_fork_is_a_new_run_under_the_old_one(config, uri, tmp_path, monkeypatch):
     """It has the old history to the fork, and from there on what the same change at that round
     would have given."""

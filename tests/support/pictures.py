@@ -18,11 +18,15 @@ PLOTS_OF_A_RUN = (
 
 
 def leave_out_pictures(replace: Callable[[Any, str, Any], None]) -> None:
-    """Create empty files in place of pictures.
+    """Write files of zeros in place of pictures, as large as those.
 
     Args:
         replace: sets an attribute, as `setattr` does.
     """
-    replace(Figure, "savefig", lambda figure, path, **how: Path(path).touch())
+    replace(Figure, "savefig", lambda figure, path, **how: _write(path))
     for place, plot in PLOTS_OF_A_RUN:
-        replace(place, plot, lambda *what: Path(what[-1]).touch())
+        replace(place, plot, lambda *what: _write(what[-1]))
+
+
+def _write(path: str | Path) -> None:
+    Path(path).write_bytes(bytes(50_000))

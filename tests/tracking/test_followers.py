@@ -77,6 +77,7 @@ def test_tensorboard_gets_every_round_of_a_run(folder: Path):
 
 
 @pytest.mark.ray
+@pytest.mark.long
 def test_wandb_gets_every_round_of_a_run(folder: Path):
     """In a process of its own, because W&B starts a server and takes the process's signals."""
     keys = {**OVERRIDES, "rounds": 3, "run_dir": "r", "tracking.also": "wandb"}
