@@ -33,6 +33,12 @@ def main() -> None:
     except RaysimError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
+    except SystemExit as end:
+        if end.code == ConfigError.exit_code and (key := _key_with_dashes(sys.argv[1:])):
+            print(
+                f"error: --{key} is a key of the configuration; write {key}=VALUE", file=sys.stderr
+            )
+        raise
     except OSError as error:
         if error.errno != errno.ENAMETOOLONG:
             raise
@@ -41,6 +47,16 @@ def main() -> None:
             file=sys.stderr,
         )
         sys.exit(ConfigError.exit_code)
+
+
+def _key_with_dashes(arguments: list[str]) -> str:
+    """Return the key that is written like an option, --KEY; "" if there is none."""
+    if arguments[:1] not in (["run"], ["resume"], ["sweep"], ["forecast"], ["bench"]):
+        return ""
+    from raysim.config.schema import Config  # most commands do not need it
+
+    keys = (word[2:].partition("=")[0] for word in arguments if word.startswith("--"))
+    return next((key for key in keys if key.partition(".")[0] in Config.model_fields), "")
 
 
 def console() -> None:

@@ -55,7 +55,7 @@ class _Limited(_Parser):
             if isinstance(key, (list, dict, set)):
                 raise ConstructorError(None, None, "a key must be a word", key_node.start_mark)
             if key in seen:
-                raise ConstructorError(None, None, f"'{key}' is given twice", node.start_mark)
+                raise ConstructorError(None, None, f"'{key}' is given twice", key_node.start_mark)
             seen.add(key)
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:

@@ -96,7 +96,8 @@ def read_run_config(
     if raw.pop("sweep", None) is not None:
         file = "this configuration" if isinstance(source, Mapping) else source
         raise ConfigError(
-            f"sweep: {file} describes several runs; start them with: raysim sweep {file}"
+            f"sweep: {file} describes several runs; start them with: raysim sweep {file}; "
+            "overrides choose some of them, as in seed=1"
         )
     if "match" in raw:
         raise ConfigError(

@@ -189,11 +189,6 @@ def _as_part(section: str, name: str, part: Any) -> Any:
     Raises:
         ConfigError: it is something else.
     """
-    if section == "algorithm" and isinstance(part, type):
-        if issubclass(part, ClientRule):
-            return Algorithm(name, part, SERVER_RULES[FEDAVG], name)
-        if issubclass(part, ServerRule):
-            return Algorithm(name, CLIENT_RULES[FEDAVG], part, name)
     for rule in (part.client, part.server) if isinstance(part, Algorithm) else (part,):
         is_rule = isinstance(rule, type) and issubclass(rule, ClientRule | ServerRule)
         if is_rule and "__dataclass_params__" not in rule.__dict__:
@@ -201,6 +196,11 @@ def _as_part(section: str, name: str, part: Any) -> Any:
                 f"{section}.name: put @dataclass(frozen=True) above class {rule.__name__} "
                 f"({class_defined_at(rule)}): without it its fields are not hyper-parameters"
             )
+    if section == "algorithm" and isinstance(part, type):
+        if issubclass(part, ClientRule):
+            return Algorithm(name, part, SERVER_RULES[FEDAVG], name)
+        if issubclass(part, ServerRule):
+            return Algorithm(name, CLIENT_RULES[FEDAVG], part, name)
     family = {"client": ClientRule, "server": ServerRule}.get(section)
     if not (
         isinstance(part, Algorithm)

@@ -63,6 +63,12 @@ assert not {"ray", "mlflow", "torchvision"} & set(sys.modules), "run"
 # -- run -------------------------------------------------------------------------------------------
 
 
+def test_a_key_that_is_written_like_an_option_is_named(raysim_):
+    said = raysim_("run", "quickstart", "--local.lr=0.5")
+    assert said.code == 2 and "write local.lr=VALUE" in said.err.splitlines()[-1]
+    assert "VALUE" not in raysim_("run", "quickstart", "--nonsense", "5").err
+
+
 def test_print_config_runs(raysim_, small, tmp_path):
     said = raysim_(
         "run", small, "algorithm=gradma", "algorithm.memory=5", "local.lr=1e-2", "--print-config"

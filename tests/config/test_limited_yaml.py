@@ -42,7 +42,7 @@ REFUSED = {
     "no date": ("2024-13-45", "'2024-13-45' is no timestamp"),
     "no timestamp": ("!!timestamp x", "'x' is no timestamp"),
     "object": ("!!python/object/apply:os.getcwd []", "could not determine a constructor"),
-    "repeated key": ("{a: 1, a: 2}", "'a' is given twice"),
+    "repeated key": ("a: 1\nb: 2\na: 3", "'a' is given twice at line 3"),
     "mapping as a key": ("{{a: 1}: 2}", "a key must be a word"),
     "surrogate": ("a\udcff", "UTF-8"),
     "control character": ("a\x07", "not allowed"),
