@@ -40,7 +40,7 @@ FIRST_FOLDERS = (*RAY_FOLDERS, "sweeps", "runs", "docs", "rules")
 """Folders with the longest files. They run first, so that no worker is alone with one at the end."""
 
 WORDS_OF_RAY_TESTS = ("mark.ray", "local_ray", "recycled_actors")
-"""What a file outside of those folders contains if it has tests of tier `ray`."""
+"""A file outside of those folders with tests of tier `ray` contains one of these words."""
 
 raysim_commit = cache(git._raysim_commit)
 

@@ -1,14 +1,15 @@
 """The section `claims` of a configuration: a paper's claims about its runs.
 
-claims:
-- says: GradMA-S reaches 95 % in fewer rounds than FedAvg
-left: {where: {algorithm: gradma_s}, metric: accuracy, statistic: {rounds_to: 0.95}}
-is: below                                       # or above, or near
-right: {where: {algorithm: fedavg}}             # what it leaves out is as on the left; or a
-plain number
-margin: 0                                       # by at least this much; near: by at most
-each: [partition.alpha]                         # a line for each of their values
-figure: {kind: curves, group: [algorithm]}      # or kind: sweep, with x and perhaps y
+    claims:
+      - says: GradMA-S reaches 95 % in fewer rounds than FedAvg
+        left: {where: {algorithm: gradma_s}, metric: accuracy, statistic: {rounds_to: 0.95}}
+        is: below                    # or above, or near
+        right: {where: {algorithm: fedavg}}    # the rest as on the left; or a plain number
+        margin: 0                    # by at least this much; near: by at most
+        each: [partition.alpha]      # a line for each of their values
+        figure: {kind: curves, group: [algorithm]}    # or kind: sweep, with x and perhaps y
+
+`raysim.reports.claims` says which statistics there are, and how sides are compared.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ class ClaimSide(Section):
 
     @property
     def lower(self) -> bool:
-        """Whether small values are good."""
+        """True if smaller values of the metric are better."""
         return lower_is_better(self.metric)
 
 
@@ -126,7 +127,7 @@ class Figure(Section):
     y: str | None = None
     """Second parameter of `sweep`, which makes the plot a heatmap."""
     log_x: bool = False
-    """Whether the x-axis of `sweep` is logarithmic. Not for heatmaps."""
+    """True: the x-axis of `sweep` is logarithmic. Not for heatmaps."""
     file: str = ""
     """File name of the plot: .png, .svg or .pdf. Default: `claim-NUMBER.png`."""
 

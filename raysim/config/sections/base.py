@@ -28,7 +28,7 @@ def _scheduled(
         raise PydanticCustomError(
             "schedule",
             "expected a finite number, or a list of [first round, value] with rounds ascending "
-            "from 0, the first; a step size may also be {name: cosine, ...} (raysim list lr)",
+            "from 0, the first",
         ) from None
     if isinstance(scheduled, list):
         starts = [start for start, _ in scheduled]
