@@ -57,8 +57,9 @@ def test_a_clock_that_jumps_ends_no_lock_of_another_host(tmp_path, monkeypatch, 
 
 
 @pytest.mark.parametrize("jump", [HOURS, -HOURS])
-def test_the_lock_of_a_host_that_died_is_taken_over(tmp_path, brisk, jump):
+def test_the_lock_of_a_host_that_died_is_taken_over(tmp_path, brisk, monkeypatch, jump):
     """Also one whose clock was ahead: its last touch lies in the future."""
+    monkeypatch.setattr(lock, "STALE_WATCH_S", 0.2)
     file = foreign(tmp_path)
     os.utime(file, (time.time() + jump,) * 2)
     assert lock.running(tmp_path) is None
