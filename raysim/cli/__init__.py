@@ -29,6 +29,7 @@ def main() -> None:
     try:
         versions.check_versions()
         refuse_former_command(sys.argv[1:])
+        _warn_of_repeated_keys(sys.argv[1:])
         app()
     except RaysimError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -49,9 +50,25 @@ def main() -> None:
         sys.exit(ConfigError.exit_code)
 
 
+WITH_OVERRIDES = ("run", "resume", "sweep", "forecast", "bench")
+"""Commands that take key=value."""
+
+
+def _warn_of_repeated_keys(arguments: list[str]) -> None:
+    """Warn of a key that is given twice with different values: the last one counts."""
+    if not arguments or arguments[0] not in WITH_OVERRIDES:
+        return
+    seen: dict[str, str] = {}
+    for key, equals, value in (word.partition("=") for word in arguments[1:]):
+        if equals and not key.startswith("-"):
+            if seen.get(key, value) != value:
+                logging.warning(f"{key} is given twice; the last value counts: {key}={value}")
+            seen[key] = value
+
+
 def _key_with_dashes(arguments: list[str]) -> str:
     """Return the key that is written like an option, --KEY; "" if there is none."""
-    if arguments[:1] not in (["run"], ["resume"], ["sweep"], ["forecast"], ["bench"]):
+    if not arguments or arguments[0] not in WITH_OVERRIDES:
         return ""
     from raysim.config.schema import Config  # most commands do not need it
 

@@ -139,7 +139,8 @@ def _keys_of_net(name: str) -> list[KeyRow]:
     from raysim.models import build
 
     keys = build.net_parameters(name)
-    own = [(key, _default(parameter.default), "") for key, parameter in keys.items()]
+    docs = build.net_parameter_docs(name)
+    own = [(key, _default(parameter.default), docs.get(key, "")) for key, parameter in keys.items()]
     common = [
         (key, "null", what) for key, (_, what) in build.COMMON_KEYS.items() if key not in keys
     ]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import inspect
+import re
+import textwrap
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any
 
@@ -128,6 +130,32 @@ def net_parameters(name: str) -> dict[str, inspect.Parameter]:
         ConfigError: the net is unknown or cannot be loaded.
     """
     return _parameters(_find_factory(name))
+
+
+def net_parameter_docs(name: str) -> dict[str, str]:
+    """Return what the docstring of the net `name` says of its parameters.
+
+    Args:
+        name: a name that `raysim list models` shows, or path.py:NAME.
+
+    Returns:
+        One line for each parameter that the docstring's section "Args:" has, by its name. A class
+        has it in its own docstring or in that of `__init__`.
+
+    Raises:
+        ConfigError: the net is unknown or cannot be loaded.
+    """
+    factory = _find_factory(name)
+    docs: dict[str, str] = {}
+    for documented in (getattr(factory, "__init__", None), factory):
+        section = inspect.cleandoc(getattr(documented, "__doc__", None) or "").partition("Args:\n")[
+            2
+        ]
+        arguments = textwrap.dedent(re.split(r"\n(?=\S)", section)[0])
+        for argument in re.split(r"\n(?=\S)", arguments):
+            if match := re.match(r"(\w+)(?: \(.*?\))?:(.*)", argument, re.DOTALL):
+                docs[match[1]] = " ".join(match[2].split())
+    return docs
 
 
 def _parameters(factory: Callable) -> dict[str, inspect.Parameter]:

@@ -28,7 +28,7 @@ from raysim.reports.tables import (
 )
 from raysim.reports.tracked import MetricMissing, TrackedRun
 
-CONFIRMED, REFUTED, OPEN = "confirmed", "not confirmed", "not testable at this scale"
+CONFIRMED, REFUTED, OPEN = "confirmed", "not confirmed", "undecided"
 
 RunsOf = Callable[[str], Sequence[TrackedRun]]
 """The runs that have a metric."""

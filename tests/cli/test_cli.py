@@ -69,6 +69,14 @@ def test_a_key_that_is_written_like_an_option_is_named(raysim_):
     assert "VALUE" not in raysim_("run", "quickstart", "--nonsense", "5").err
 
 
+def test_a_key_that_is_given_twice_is_a_warning(raysim_, small, caplog):
+    said = raysim_(
+        "run", small, "seed=1", "local.lr=0.1", "seed=2", "local.lr=0.1", "--print-config"
+    )
+    assert yaml.safe_load(said.out)["seed"] == 2
+    assert caplog.messages == ["seed is given twice; the last value counts: seed=2"]
+
+
 def test_print_config_runs(raysim_, small, tmp_path):
     said = raysim_(
         "run", small, "algorithm=gradma", "algorithm.memory=5", "local.lr=1e-2", "--print-config"

@@ -4,6 +4,7 @@ wrapped."""
 from __future__ import annotations
 
 import io
+import json
 import re
 
 import pytest
@@ -83,7 +84,31 @@ def test_a_page_that_does_not_exist(arguments, raysim_):
 
 def test_the_page_of_a_net_lists_its_keys(raysim_):
     said = raysim_("list", "models", "mlp").out
-    assert re.search(r"model\.hidden +\[200, 200\]", said) and "model.freeze" in said
+    assert re.search(r"model\.hidden +\[200, 200\] +widths of the hidden layers", said)
+    assert "model.freeze" in said
+
+
+def test_the_docstring_of_an_own_net_explains_its_keys(raysim_, tmp_path):
+    (tmp_path / "own.py").write_text('''from torch import nn
+
+
+class Own(nn.Sequential):
+    """A net.
+
+    Args:
+        width (int): units of the hidden
+            layer.
+        depth: hidden layers.
+
+    Returns:
+        nothing: of interest.
+    """
+
+    def __init__(self, shape, classes, width=8, depth=1, nothing=0):
+        super().__init__(nn.Flatten(), nn.Linear(shape[-1] ** 2, classes))
+''')
+    rows = json.loads(raysim_("list", "models", f"{tmp_path}/own.py:Own", "--json").out)
+    assert [row["what"] for row in rows[:3]] == ["units of the hidden layer.", "hidden layers.", ""]
 
 
 PAGES = {

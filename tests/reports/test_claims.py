@@ -24,7 +24,7 @@ from raysim.tracking import mlflow_client
 pytestmark = pytest.mark.usefixtures("pictures")
 
 NUMBER = itertools.count()
-CONFIRMED, REFUTED, OPEN = "confirmed", "not confirmed", "not testable at this scale"
+CONFIRMED, REFUTED, OPEN = "confirmed", "not confirmed", "undecided"
 
 
 def run(values: list[float], every: int = 5, **params: object) -> TrackedRun:

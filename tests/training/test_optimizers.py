@@ -462,6 +462,7 @@ STEPS = {**COSINE, "over": "steps"}
         ("fedavg", {"optimizer": {**SGD, "dampening": 0.1, "nesterov": True}}, r"'dampening' of 0"),
         ("fedavg", {"optimizer": {"name": "adam", "betas": [0.9]}}, r"^local\.optimizer\.betas"),
         ("fedavg", {"lr": {"name": "cosin", "base_lr": 1}}, r"^local\.lr\.name: unknown name 'cosin'; did you mean"),
+        ("fedavg", {"lr": "cosine"}, r"^local\.lr: .*write {name: cosine, base_lr: …, T_max: …}"),
         ("fedavg", {"lr": {"base_lr": 1}}, r"^local\.lr\.name: missing; give it a name: cosine, step, warmup"),
         ("fedavg", {"lr": {"name": "step", "base_lr": 1}}, r"^local\.lr\.step_size: missing"),
         ("fedavg", {"lr": {"name": "warmup", "base_lr": 1, "total_iters": 2, "then": {**COSINE, "over": "steps"}}}, r"^local\.lr: 'then\.over' must be the same"),

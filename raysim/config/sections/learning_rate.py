@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import cos, pi
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from raysim.config.sections.base import Positive, PositiveScheduled, Section, at_round
 
@@ -200,6 +200,17 @@ def _kind(value: Any) -> str | None:
     return None if value.get("name") is None else str(value["name"])
 
 
+def _not_a_bare_name(value: Any) -> Any:
+    """Refuse the name of a schedule without the keys that it needs."""
+    schedules = {"cosine": CosineSchedule, "step": StepSchedule, "warmup": WarmupSchedule}
+    if schedule := schedules.get(value) if isinstance(value, str) else None:
+        fields = schedule.model_fields.items()
+        needed = [f"{key}: …" for key, field in fields if field.is_required() and key != "name"]
+        entry = ", ".join([f"name: {value}", *needed])
+        raise ValueError(f"a schedule needs its keys; write {{{entry}}}")
+    return value
+
+
 if TYPE_CHECKING:
     LearningRate = float | list[tuple[int, float]] | LearningRateSchedule
 else:
@@ -209,4 +220,5 @@ else:
         | Annotated[StepSchedule, Tag("step")]
         | Annotated[WarmupSchedule, Tag("warmup")],
         Discriminator(_kind),
+        BeforeValidator(_not_a_bare_name),
     ]
