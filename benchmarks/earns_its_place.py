@@ -201,7 +201,7 @@ def measure_im2col(name: str, given: argparse.Namespace) -> None:
 
 def measure_memory(name: str, given: argparse.Namespace) -> None:
     """Compare shared buffers with the object store, on two actors."""
-    from raysim.distributed.executor import RayExecutor
+    from raysim.distributed.ray_executor import RayExecutor
     from raysim.distributed.shared_memory import SharedBuffer
 
     (plan,) = plans(name, "memory", rounds=given.rounds)

@@ -30,8 +30,8 @@ from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raysim.config.explain import checked_section
-from raysim.distributed.executor import RayExecutor
 from raysim.distributed.heartbeats import Address, Heartbeat
+from raysim.distributed.ray_executor import RayExecutor
 from raysim.distributed.worker_pool import WorkerPool
 from raysim.engine.cohorts import make_cohort, make_tasks
 from raysim.engine.inline import Inline

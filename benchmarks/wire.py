@@ -193,7 +193,7 @@ import json, os, sys
 os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
 from raysim.engine.loop import Engine
 from raysim.engine.resolve import prepare
-from raysim.distributed.executor import RayExecutor
+from raysim.distributed.ray_executor import RayExecutor
 from raysim.distributed.worker_pool import WorkerPool
 
 def counted():

@@ -27,8 +27,8 @@ from raysim.engine.loop import Engine
 from raysim.engine.plan import Plan
 from raysim.engine.resolve import prepare
 from raysim.runs import git
-from raysim.tracking import mlflow as tracking
 from raysim.tracking import mlflow_client
+from raysim.tracking import tracker as tracking
 
 torch.set_num_threads(1)
 

@@ -255,7 +255,7 @@ MUTATIONS = (
     ),
     Mutation(
         "schedule: arrived clients of K-async give their places to others",
-        "raysim/engine/schedule/virtual_clock.py",
+        "raysim/engine/schedule/asynchronous.py",
         "free -= len(self._arrived)",
         "free -= 0",
         SCHEDULE,
@@ -350,7 +350,7 @@ MUTATIONS = (
     ),
     Mutation(
         "client evaluation: clients with their own models are measured at the global one",
-        "raysim/training/client_evaluation.py",
+        "raysim/training/client_evaluator.py",
         "if not self.has_own_models:",
         "if self.has_own_models or not self.has_own_models:",
         (*EVALUATION, "tests/rules/test_personalisation.py"),

@@ -66,7 +66,7 @@ def main() -> None:
     work, given = arguments()
     meter = Meter(given.seconds)
     if given.processes:
-        from raysim.distributed.executor import RayExecutor
+        from raysim.distributed.ray_executor import RayExecutor
 
         executor = RayExecutor(lambda line: print(line, file=sys.stderr))
     else:

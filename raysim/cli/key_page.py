@@ -65,7 +65,7 @@ def print_keys(listing: str, name: str) -> None:
     rows = key_page(listing, name)
     facts = Table(show_header=False, box=None)
     facts.add_row("name", escape(name))
-    if listing != "models" and (text := first_paragraph(_part(listing, name))):
+    if text := first_paragraph(_part(listing, name)):
         facts.add_row("what", escape(text))
     facts.add_row("set", escape(_setting(listing, name, rows)))
     print_table(facts)
@@ -79,14 +79,17 @@ def print_keys(listing: str, name: str) -> None:
 
 
 def _part(listing: str, name: str) -> Any:
-    """Return the class of an entry of a list."""
+    """Return the class of an entry of a list, or the function that builds a net."""
     from raysim.config import explain
     from raysim.config.references import load_object
     from raysim.engine import probes
+    from raysim.models import build
     from raysim.rules import registry
     from raysim.rules.learning_tasks import TASKS
     from raysim.rules.upload_stages import STAGES
 
+    if listing == "models":
+        return build.find_factory(name)
     if listing in ("clients", "servers"):
         section = PLACES[listing]
         return registry.find_rule(section, registry.full_reference(section, name))

@@ -97,7 +97,7 @@ def _tasks() -> list[CatalogueRow]:
 
 def _datasets() -> list[CatalogueRow]:
     from raysim import data
-    from raysim.data.datasets import USER_FORMATS
+    from raysim.data.loading import USER_FORMATS
 
     return [
         {
@@ -279,7 +279,7 @@ def sync(
 ) -> None:
     """Send the records that a run could not send while its tracking server was down."""
     from raysim.tracking import followers
-    from raysim.tracking.mlflow import replay_spool
+    from raysim.tracking.tracker import replay_spool
 
     for name in also or []:
         if name not in followers.FOLLOWERS:

@@ -2,7 +2,9 @@
 
 from raysim.data.clients import Clients, VirtualClients, partition_digest
 from raysim.data.dataset import Dataset, data_root
-from raysim.data.datasets import (
+from raysim.data.examples import Examples, shared_tensor
+from raysim.data.images import import_torchvision
+from raysim.data.loading import (
     catalogue,
     dataset_names,
     download_dataset,
@@ -11,8 +13,6 @@ from raysim.data.datasets import (
     loading_once,
     version_of,
 )
-from raysim.data.examples import Examples, shared_tensor
-from raysim.data.images import import_torchvision
 from raysim.data.partitions import split_dataset
 from raysim.data.plots import dataset_summary, plot_partition, plot_samples
 

@@ -18,7 +18,7 @@ from raysim.engine.plan import Plan
 from raysim.errors import ClientError, ConfigError
 from raysim.randomness import generator
 from raysim.system import files
-from raysim.training.client_evaluation import uses_own_models
+from raysim.training.client_evaluator import uses_own_models
 from raysim.training.messages import Block, ClientEvaluation, ClientTask, cut_blocks
 
 if TYPE_CHECKING:

@@ -41,7 +41,7 @@ from raysim.rules.uploads import declared
 from raysim.rules.user_code import defined_at
 from raysim.system.processes import limited
 from raysim.training.batch_order import local_steps
-from raysim.training.client_evaluation import own_model
+from raysim.training.client_evaluator import own_model
 from raysim.training.client_update import ClientUpdate
 from raysim.training.groups import ClientGroup
 from raysim.training.local_sgd import LoopTrainer

@@ -11,8 +11,8 @@ import torch
 from numpy.random import Generator
 from torch import Tensor
 
+from raysim.engine.client_dp_noise import NoisyMean
 from raysim.engine.collusion import Collusion
-from raysim.engine.dp_noise import NoisyMean
 from raysim.engine.selection import Candidates, named_candidates, selected_clients
 from raysim.engine.update_checks import check_update, described_uploads, errors_name_rule
 from raysim.errors import RaysimError

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from raysim.engine import learning
-from raysim.engine.dp_noise import NoisyMean
+from raysim.engine.client_dp_noise import NoisyMean
 from raysim.engine.plan import Plan
 from raysim.engine.server import Server
 from raysim.numerics import use_threads

@@ -19,7 +19,7 @@ from raysim.randomness import generator
 from raysim.rules.batch import Batch
 from raysim.rules.contract import ClientRule, ServerRule, overridden
 from raysim.rules.task import LocalData
-from raysim.training.client_evaluation import ClientEvaluator, uses_own_models
+from raysim.training.client_evaluator import ClientEvaluator, uses_own_models
 from raysim.training.groups import ClientGroup
 from raysim.training.local_sgd import LoopTrainer
 from raysim.training.personal import PersonalParts

@@ -32,8 +32,15 @@ def catalogue() -> Iterator[tuple[str, Any, str]]:
     yield from entry_points.offered(entry_points.MODELS, "model.name", NETS)
 
 
-def _find_factory(name: str) -> Callable:
-    """Return the class or function that builds the net `name`."""
+def find_factory(name: str) -> Callable:
+    """Return the class or function that builds the net `name`.
+
+    Args:
+        name: a name that `raysim list models` shows, or path.py:NAME.
+
+    Raises:
+        ConfigError: the net is unknown or cannot be loaded.
+    """
     factory: Any
     if name.endswith(".py"):
         raise ConfigError(_which_net(name))
@@ -129,7 +136,7 @@ def net_parameters(name: str) -> dict[str, inspect.Parameter]:
     Raises:
         ConfigError: the net is unknown or cannot be loaded.
     """
-    return _parameters(_find_factory(name))
+    return _parameters(find_factory(name))
 
 
 def net_parameter_docs(name: str) -> dict[str, str]:
@@ -145,7 +152,7 @@ def net_parameter_docs(name: str) -> dict[str, str]:
     Raises:
         ConfigError: the net is unknown or cannot be loaded.
     """
-    factory = _find_factory(name)
+    factory = find_factory(name)
     docs: dict[str, str] = {}
     for documented in (getattr(factory, "__init__", None), factory):
         section = inspect.cleandoc(getattr(documented, "__doc__", None) or "").partition("Args:\n")[
@@ -180,7 +187,7 @@ def net_arguments(model: Named) -> dict[str, Any]:
         ConfigError: the net is unknown or cannot be loaded, or a key is unknown or has the wrong
             type; the message names the key.
     """
-    factory = _find_factory(model.name)
+    factory = find_factory(model.name)
     known = _parameters(factory)
     signature = inspect.signature(factory)
     accepts_any_key = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
@@ -226,7 +233,7 @@ def make_net(config: Config, shape: tuple[int, ...], classes: int) -> nn.Module:
         ConfigError: the net is unknown, a parameter is wrong, or the net cannot be built.
     """
     name = config.model.name
-    factory = _find_factory(name)
+    factory = find_factory(name)
     arguments = net_arguments(config.model)
     own_keys = _parameters(factory)
     common = {k: arguments.pop(k) for k in COMMON_KEYS if k in arguments and k not in own_keys}

@@ -46,7 +46,6 @@ from raysim.runs.run_dir import (
 from raysim.system import files, lock, processes, startup_stages
 from raysim.system.signals import Signals, stoppable
 from raysim.tracking.followers import FollowedRun, require_packages
-from raysim.tracking.mlflow import Tracker
 from raysim.tracking.recorder import (
     FORK_CHANGES,
     FORK_ROUND,
@@ -55,6 +54,7 @@ from raysim.tracking.recorder import (
     Status,
     Untracked,
 )
+from raysim.tracking.tracker import Tracker
 
 logger = logging.getLogger("raysim")
 
@@ -272,7 +272,7 @@ def choose(plan: Plan, log: Callable[[str], None]) -> Executor:
     if plan.config.resources.executor == "inline":
         return Inline()
     # Importing Ray is slow.
-    from raysim.distributed.executor import RayExecutor
+    from raysim.distributed.ray_executor import RayExecutor
 
     return RayExecutor(log)
 

@@ -29,8 +29,8 @@ from raysim.sweeps.summary import SweepResult
 from raysim.sweeps.trial import labels_of
 from raysim.system import files, processes
 from raysim.system.signals import stoppable
-from raysim.tracking.mlflow import Forwarder, Tracker
 from raysim.tracking.recorder import Recorder
+from raysim.tracking.tracker import Forwarder, Tracker
 
 logger = logging.getLogger("raysim")
 

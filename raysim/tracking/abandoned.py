@@ -12,9 +12,9 @@ from pathlib import Path
 
 from raysim.errors import RaysimError
 from raysim.system import lock
-from raysim.tracking.mlflow import replay_spool
 from raysim.tracking.recorder import Recorder
 from raysim.tracking.spool import SPOOL_FILE
+from raysim.tracking.tracker import replay_spool
 
 logger = logging.getLogger("raysim.tracking")
 

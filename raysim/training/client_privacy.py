@@ -1,6 +1,6 @@
 """Client-level differential privacy: the clipped update of a client, and the privacy budget.
 
-The server's part is in `raysim.engine.dp_noise`. The accountant is Google's dp-accounting.
+The server's part is in `raysim.engine.client_dp_noise`. The accountant is Google's dp-accounting.
 """
 
 from __future__ import annotations

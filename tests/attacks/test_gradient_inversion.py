@@ -28,8 +28,8 @@ from raysim.diagnostics import recorded_updates
 from raysim.engine.plan import Plan
 from raysim.engine.resolve import prepare
 from raysim.errors import ConfigError
-from raysim.tracking import mlflow as tracking
 from raysim.tracking import mlflow_client
+from raysim.tracking import tracker as tracking
 from raysim.training.messages import Broadcast
 from raysim.training.vmap import VmapTask
 

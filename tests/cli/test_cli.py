@@ -18,7 +18,7 @@ from support.sweeps import written
 from raysim.engine.resolve import prepare
 from raysim.rules.contract import ALGORITHMS, CLIENT_RULES, SERVER_RULES
 from raysim.rules.registry import discover
-from raysim.tracking import mlflow as tracking
+from raysim.tracking import tracker as tracking
 
 discover()
 

@@ -21,8 +21,8 @@ from raysim.config.tracking_uri import (
 )
 from raysim.errors import ConfigError
 from raysim.runs.resume import reopen
-from raysim.tracking import mlflow as tracking
 from raysim.tracking import mlflow_client
+from raysim.tracking import tracker as tracking
 
 SECRETS = ("pass1", "pass2", "t0ken")
 

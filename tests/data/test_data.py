@@ -23,7 +23,7 @@ from raysim.config.sections.data import Data, Dirichlet, Natural, Virtual
 from raysim.data import (
     Dataset,
     Examples,
-    built_in,
+    built_in_datasets,
     dataset_names,
     dataset_summary,
     download_dataset,
@@ -61,7 +61,7 @@ def digits() -> Dataset:
 @pytest.fixture(scope="module")
 def colour() -> Dataset:
     """CIFAR-like: 3 x 32 x 32 with CIFAR-10's statistics and augmentation."""
-    source = built_in.TORCHVISION_SOURCES["cifar10"]
+    source = built_in_datasets.TORCHVISION_SOURCES["cifar10"]
     x, y = pixels(60, 3, 32, 32), np.arange(60) % 10
     norm = normalise(source.statistics)
     return Dataset(
@@ -130,7 +130,7 @@ def write_idx(path, array: np.ndarray) -> None:
 
 @pytest.mark.parametrize("name", ["mnist", "fashionmnist"])
 def test_mnist_format(name, tmp_path):
-    folder = tmp_path / built_in.TORCHVISION_SOURCES[name].cls / "raw"
+    folder = tmp_path / built_in_datasets.TORCHVISION_SOURCES[name].cls / "raw"
     images, labels = pixels(12, 28, 28), np.arange(12) % 10
     for half in ("train", "t10k"):
         write_idx(folder / f"{half}-images-idx3-ubyte", images)
@@ -625,7 +625,7 @@ def test_digest_sees_every_array(digits):
 
 def test_normalisation_is_torchvisions(colour):
     transforms = images.import_torchvision().transforms
-    mean, std = built_in.TORCHVISION_SOURCES["cifar10"].statistics
+    mean, std = built_in_datasets.TORCHVISION_SOURCES["cifar10"].statistics
     reference = transforms.Compose([transforms.ToTensor(), transforms.Normalize(mean, std)])
     indices = np.array([5, 0, 59, 5])
     x, y = Examples.of(colour, "train").batch(indices)
@@ -640,7 +640,7 @@ def test_normalisation_is_torchvisions(colour):
 def test_augmentation_is_torchvisions_at_the_same_offsets(colour):
     """RandomCrop pads the raw image with zeros before ToTensor and Normalize, then mirrors."""
     tv = images.import_torchvision().transforms
-    mean, std = built_in.TORCHVISION_SOURCES["cifar10"].statistics
+    mean, std = built_in_datasets.TORCHVISION_SOURCES["cifar10"].statistics
     indices = np.arange(60)
     draws = generator(0, "augment", 1).random((60, 3))
     x, _ = Examples.of(colour, "train").batch(indices, generator(0, "augment", 1))

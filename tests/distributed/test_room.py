@@ -9,8 +9,8 @@ import pytest
 
 from raysim.config.explain import checked_section
 from raysim.config.sections.execution import Resources
-from raysim.distributed.executor import RayExecutor
 from raysim.distributed.nodes import Node, check_cluster_resources, find_node, idle_gpus
+from raysim.distributed.ray_executor import RayExecutor
 from raysim.engine.resolve import prepare
 from raysim.errors import ConfigError
 

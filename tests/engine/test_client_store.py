@@ -29,7 +29,7 @@ from raysim.engine.resolve import prepare
 from raysim.errors import ConfigError, RaysimError
 from raysim.runs.result import RunResult
 from raysim.runs.resume import reopen, resume
-from raysim.tracking import mlflow as tracking
+from raysim.tracking import tracker as tracking
 
 N = 6
 

@@ -43,7 +43,7 @@ from raysim.engine.trainers import make_trainer
 from raysim.errors import ConfigError, RaysimError
 from raysim.randomness import generator
 from raysim.runs.resume import resume
-from raysim.tracking import mlflow as tracking
+from raysim.tracking import tracker as tracking
 from raysim.training.batch_order import local_steps
 from raysim.training.messages import Block, ClientTask
 

@@ -18,7 +18,7 @@ from raysim.attacks import gradient_inversion
 from raysim.cli.progress import summary
 from raysim.data import Dataset, load_dataset
 from raysim.data.clients import Clients
-from raysim.distributed.executor import RayExecutor
+from raysim.distributed.ray_executor import RayExecutor
 from raysim.engine.checkpoint import available_checkpoints
 from raysim.engine.inline import Inline
 from raysim.engine.loop import Engine

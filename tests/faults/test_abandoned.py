@@ -23,7 +23,7 @@ from raysim.planning import doctor
 from raysim.reports.runs import finished_runs
 from raysim.system import lock
 from raysim.tracking import abandoned
-from raysim.tracking import mlflow as tracking
+from raysim.tracking import tracker as tracking
 from raysim.tracking.recorder import Clock
 
 HOURS = 5 * 3600
@@ -34,7 +34,7 @@ DYING = """
     from raysim.system import lock
     from raysim.config.sections.storage import Tracking
     from raysim.tracking import abandoned
-    from raysim.tracking import mlflow as tracking
+    from raysim.tracking import tracker as tracking
     folder = Path(sys.argv[3])
     folder.mkdir(parents=True)
     with lock.alone(folder):

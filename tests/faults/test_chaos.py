@@ -16,7 +16,7 @@ import pytest
 from support.processes import basic, timeless
 
 import raysim
-from raysim.distributed.executor import RayExecutor
+from raysim.distributed.ray_executor import RayExecutor
 from raysim.distributed.shared_memory import SharedBuffer
 from raysim.distributed.worker_pool import WorkerPool
 from raysim.engine.resolve import prepare

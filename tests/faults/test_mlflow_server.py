@@ -12,7 +12,7 @@ from support.mlflow_server import Server
 from support.processes import basic, client_of, each_step_once, run_in, until
 
 import raysim
-from raysim.tracking import mlflow as tracking
+from raysim.tracking import tracker as tracking
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from support.processes import basic
 
-from raysim.distributed.executor import RayExecutor
+from raysim.distributed.ray_executor import RayExecutor
 from raysim.engine.resolve import prepare
 from raysim.runs import run as experiment
 

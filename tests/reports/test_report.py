@@ -25,8 +25,8 @@ from raysim.reports.runs import finished_runs
 from raysim.reports.tables import as_csv, latex, markdown_table
 from raysim.reports.targets import fraction_of
 from raysim.reports.tracked import TrackedRun
-from raysim.tracking import mlflow as tracking
 from raysim.tracking import mlflow_client
+from raysim.tracking import tracker as tracking
 from raysim.tracking.recorder import Recorder
 
 pytestmark = pytest.mark.usefixtures("pictures")

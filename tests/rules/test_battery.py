@@ -560,7 +560,7 @@ def test_one_parameter(client, server, engine, config, source):
 @pytest.fixture
 def on_ray(recycled_actors) -> Callable[[Plan], tuple[np.ndarray, list[dict[str, float]]]]:
     """on_ray(plan) -> (x, records): a run of `RayExecutor`."""
-    from raysim.distributed.executor import RayExecutor
+    from raysim.distributed.ray_executor import RayExecutor
 
     def run(plan: Plan) -> tuple[np.ndarray, list[dict[str, float]]]:
         executor = RayExecutor(lambda message: None)

@@ -827,7 +827,7 @@ def on_ray(
     """on_ray(config, hook): a run on two actors of the Ray that is there. `hook(executor, t)` is
     called when the blocks of round t have just been sent off. Gives what the run gave, and what it
     logged."""
-    from raysim.distributed.executor import RayExecutor
+    from raysim.distributed.ray_executor import RayExecutor
 
     class Hooked(RayExecutor):
         hook: Callable[[Any, int], None]
@@ -956,8 +956,8 @@ class Slow(FedAvgClient):
 
 
 def test_who_takes_too_long_or_is_lost_is_named(local_ray, config, source, monkeypatch):
-    from raysim.distributed.executor import RayExecutor
     from raysim.distributed.heartbeats import Monitor
+    from raysim.distributed.ray_executor import RayExecutor
     from raysim.engine.cohorts import make_cohort, make_tasks
     from raysim.engine.loop import Engine
     from raysim.engine.schedule import synchronous_round

@@ -30,8 +30,8 @@ import yaml
 from ray.cluster_utils import Cluster
 
 from raysim.distributed.actors import NodeAggregator
-from raysim.distributed.executor import RayExecutor
 from raysim.distributed.heartbeats import Address
+from raysim.distributed.ray_executor import RayExecutor
 from raysim.distributed.worker_pool import WorkerPool
 from raysim.engine.resolve import prepare
 from raysim.runs import run as experiment

@@ -19,7 +19,7 @@ import yaml
 from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raysim.distributed.executor import RayExecutor
+from raysim.distributed.ray_executor import RayExecutor
 from raysim.distributed.worker_pool import WorkerPool
 from raysim.engine.resolve import prepare
 from raysim.runs import run as experiment

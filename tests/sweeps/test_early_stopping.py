@@ -20,8 +20,8 @@ from raysim.runs import run as experiment
 from raysim.sweeps import SweepResult, Trial, prepare_sweep
 from raysim.sweeps.definition import EarlyStopping
 from raysim.sweeps.trial import WORST_VALUE, RungTracker
-from raysim.tracking import mlflow as tracking
 from raysim.tracking import mlflow_client
+from raysim.tracking import tracker as tracking
 
 URI = "sqlite:///mlflow.db"
 

@@ -30,11 +30,11 @@ from raysim.runs import run as experiment
 from raysim.sweeps import SweepResult, Trial, prepare_sweep, runner
 from raysim.sweeps import trial as one
 from raysim.sweeps.search_space import as_text
-from raysim.tracking import mlflow as tracking
 from raysim.tracking import mlflow_client
-from raysim.tracking.mlflow import Forwarder
+from raysim.tracking import tracker as tracking
 from raysim.tracking.recorder import Recorder
 from raysim.tracking.spool import Spool
+from raysim.tracking.tracker import Forwarder
 
 DEADLY = """
 import os, signal

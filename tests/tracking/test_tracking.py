@@ -30,10 +30,10 @@ from raysim.config.tracking_uri import absolute_uri
 from raysim.errors import ConfigError, RaysimError
 from raysim.runs.plots import plot_learning_curve
 from raysim.tracking import charts, mlflow_client
-from raysim.tracking import mlflow as tracking
-from raysim.tracking.mlflow import Tracker, replay_spool
+from raysim.tracking import tracker as tracking
 from raysim.tracking.recorder import flatten_parameters
 from raysim.tracking.spool import Spool
+from raysim.tracking.tracker import Tracker, replay_spool
 
 
 @pytest.fixture(scope="module")
@@ -283,7 +283,7 @@ def test_crash_before_acknowledgement(settings: Tracking, tmp_path: Path) -> Non
         from pathlib import Path
         from raysim.config.sections.storage import Tracking
         from raysim.tracking import mlflow_client
-        from raysim.tracking import mlflow as tracking
+        from raysim.tracking import tracker as tracking
         tracking.FLUSH = 0.05
         tracker = tracking.Tracker(Tracking(uri=sys.argv[1], experiment=sys.argv[2]), Path(sys.argv[3]))
         print(tracker.start("run", {"a": 1}, {}), flush=True)
@@ -323,7 +323,7 @@ def test_a_database_that_was_deleted_gets_the_whole_run_again(tmp_path: Path) ->
         tracker.metrics({"loss": float(t)}, t)
     tracker.finish("FINISHED")
     (tmp_path / "own.db").unlink()
-    code = "import sys; from raysim.tracking.mlflow import replay_spool; print(*(replay_spool(sys.argv[1]) for _ in range(2)))"
+    code = "import sys; from raysim.tracking.tracker import replay_spool; print(*(replay_spool(sys.argv[1]) for _ in range(2)))"
     said, error = python(code, tmp_path / "run").communicate(timeout=100)
     assert said.split() == ["9", "0"], error  # start, params, tags, 5 rounds, finish
     with contextlib.closing(sqlite3.connect(tmp_path / "own.db")) as database:
@@ -355,7 +355,7 @@ def test_two_processes_on_a_fresh_database(tmp_path: Path) -> None:
         import sys
         from pathlib import Path
         from raysim.config.sections.storage import Tracking
-        from raysim.tracking.mlflow import Tracker
+        from raysim.tracking.tracker import Tracker
         assert "mlflow" not in sys.modules
         tracker = Tracker(Tracking(), Path(sys.argv[1]))
         print(tracker.start(sys.argv[1], {}, {}))

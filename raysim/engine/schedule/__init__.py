@@ -7,8 +7,8 @@ The exception is a server rule that selects the cohorts of synchronous rounds it
 A task is the local training of one client, from the broadcast to the arrival of its update. Version
 v is the global model after v rounds. A scheduled round is a round as the server sees it: the
 updates that arrive in it, from which the server computes version t + 1. In a synchronous round all
-tasks started from version t (`cohort_sampling`). In an asynchronous round each started when its
-client was free, and its staleness is t minus the version it started from (`virtual_clock`).
+tasks started from version t (`synchronous`). In an asynchronous round each started when its
+client was free, and its staleness is t minus the version it started from (`asynchronous`).
 
 Tasks that drop out, miss the deadline or are discarded as stale are never trained (`stragglers`).
 The client state and the mini-batch streams of their clients stay as they are.
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from raysim.config.schema import Config
 from raysim.config.sections.schedule import InFlight
-from raysim.engine.schedule.cohort_sampling import Synchronous
+from raysim.engine.schedule.asynchronous import Asynchronous
 from raysim.engine.schedule.sampling import Sampler
 from raysim.engine.schedule.scheduled_round import (
     Arrival,
@@ -31,7 +31,7 @@ from raysim.engine.schedule.scheduled_round import (
     ScheduleExhausted,
     synchronous_round,
 )
-from raysim.engine.schedule.virtual_clock import Asynchronous
+from raysim.engine.schedule.synchronous import Synchronous
 
 RoundSchedule = Synchronous | Asynchronous
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from raysim.config import entry_points
 from raysim.config.references import read_code
 from raysim.config.sections.data import AnyData, Arrays, Data, HuggingFace, OwnData, TorchvisionData
-from raysim.data import built_in, own
-from raysim.data.built_in import TORCHVISION_SOURCES
+from raysim.data import built_in_datasets, own
+from raysim.data.built_in_datasets import TORCHVISION_SOURCES
 from raysim.data.dataset import (
     MANUAL_STEPS,
     MAX_PIXEL_VALUES,
@@ -43,7 +43,7 @@ OTHER_KINDS = ("arrays", "torchvision", "hf")
 
 def dataset_names() -> tuple[str, ...]:
     """Return the names of the data sets that need no code, file or further key of the user's."""
-    return tuple(sorted((*TORCHVISION_SOURCES, *built_in.LOADERS, *USER_FORMATS)))
+    return tuple(sorted((*TORCHVISION_SOURCES, *built_in_datasets.LOADERS, *USER_FORMATS)))
 
 
 def catalogue() -> Iterator[tuple[str, str, bool]]:
@@ -66,7 +66,7 @@ def is_present(name: str, root: str | Path | None = None) -> bool:
         root: folder of the data sets; None: that of `data_root`.
     """
     if name in TORCHVISION_SOURCES:
-        files, pattern = built_in.torchvision_files(name, data_root(root))
+        files, pattern = built_in_datasets.torchvision_files(name, data_root(root))
         return any(files.glob(pattern))
     folder = {"tiny_imagenet": "tiny-imagenet-200", "covid_ct": "COVID-CT"}.get(name)
     return name in BUILT_IN_DATASETS or (folder is not None and (data_root(root) / folder).is_dir())
@@ -213,8 +213,8 @@ def _load_known(data: Data) -> Dataset:
     if data.download and data.name not in MANUAL_STEPS:
         download_dataset(data.name, data.root)
     if data.name in TORCHVISION_SOURCES:
-        return built_in.load_torchvision(data.name, data_root(data.root))
-    return {**built_in.LOADERS, **USER_FORMATS}[data.name](data)
+        return built_in_datasets.load_torchvision(data.name, data_root(data.root))
+    return {**built_in_datasets.LOADERS, **USER_FORMATS}[data.name](data)
 
 
 def download_dataset(name: str, root: str | Path | None = None) -> None:
@@ -237,9 +237,9 @@ def download_dataset(name: str, root: str | Path | None = None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         if name in TORCHVISION_SOURCES:
             for train in (True, False):
-                built_in.torchvision_half(name, folder, train=train, download=True)
+                built_in_datasets.torchvision_half(name, folder, train=train, download=True)
         elif name == "tiny_imagenet":
-            built_in.download_tiny_imagenet(folder)
+            built_in_datasets.download_tiny_imagenet(folder)
     except (RuntimeError, OSError) as error:  # URLError is an OSError
         reason = " ".join(str(error).split())
         raise ConfigError(f"{name} could not be downloaded to {folder}: {reason}") from None
