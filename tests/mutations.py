@@ -161,7 +161,7 @@ MUTATIONS = (
     ),
     Mutation(
         "accumulate: an incomplete step is divided by the size of a full one",
-        "raysim/training/local_sgd.py",
+        "raysim/training/loop_trainer.py",
         "mean = self.sum / self.count",
         "mean = self.sum / self.size",
         ("tests/training/test_optimizers.py",),

@@ -33,8 +33,8 @@ from raysim.rules.contract import ClientRule, Problem, ServerRule, overridden
 from raysim.rules.uploads import declared
 from raysim.rules.user_code import translate_errors
 from raysim.system.signals import reraise_stop
+from raysim.training.local_step import LocalSettings
 from raysim.training.loop_task import LoopTask
-from raysim.training.task import LocalSettings
 
 logger = logging.getLogger("raysim")
 

@@ -44,7 +44,7 @@ from raysim.training.batch_order import local_steps
 from raysim.training.client_evaluator import own_model
 from raysim.training.client_update import ClientUpdate
 from raysim.training.groups import ClientGroup
-from raysim.training.local_sgd import LoopTrainer
+from raysim.training.loop_trainer import LoopTrainer
 from raysim.training.messages import Block, Broadcast, ClientTask
 from raysim.training.trainer import Trainer, WorkerParts
 from raysim.training.upload_chain import first_of_size

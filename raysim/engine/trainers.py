@@ -21,7 +21,7 @@ from raysim.rules.contract import ClientRule, ServerRule, overridden
 from raysim.rules.task import LocalData
 from raysim.training.client_evaluator import ClientEvaluator, uses_own_models
 from raysim.training.groups import ClientGroup
-from raysim.training.local_sgd import LoopTrainer
+from raysim.training.loop_trainer import LoopTrainer
 from raysim.training.personal import PersonalParts
 from raysim.training.pooled import PooledTrainer
 from raysim.training.trainer import Trainer, TrainingMode, WorkerParts

@@ -31,8 +31,8 @@ from raysim.tracking.abandoned import finish_abandoned
 from raysim.tracking.mlflow_client import check_database
 from raysim.tracking.recorder import flatten_parameters
 from raysim.training.groups import ClientGroup
+from raysim.training.local_step import LocalSettings
 from raysim.training.optimizers import kept, make_optimizer
-from raysim.training.task import LocalSettings
 from raysim.training.upload_chain import memory_keys
 from raysim.training.upload_sum import last_upload_key
 from raysim.training.vmap import VmapTask

@@ -18,8 +18,8 @@ from raysim.rules.task import LocalData
 from raysim.rules.uploads import Kind
 from raysim.rules.user_code import breach, described, with_traceback
 from raysim.training.client_privacy import UNCLIPPED
+from raysim.training.local_step import LocalSettings
 from raysim.training.messages import Broadcast, ClientTask
-from raysim.training.task import LocalSettings
 
 
 @dataclass

@@ -17,7 +17,8 @@ from raysim.rules.contract import State
 from raysim.rules.losses import Loss, Net, task_loss
 from raysim.rules.task import PassMode
 from raysim.training.fast_gradient import FastGradient, by_autograd
-from raysim.training.task import ForwardPass, LocalSettings, ModelTask
+from raysim.training.local_step import LocalSettings, step_in_place
+from raysim.training.task import ForwardPass, ModelTask
 
 
 class LoopTask(ModelTask):
@@ -109,7 +110,7 @@ class LoopTask(ModelTask):
             w: [P], the parameters; changed in place.
             direction: [P], the descent direction.
         """
-        w.add_(self._downhill(w, direction), alpha=-self.lr)
+        step_in_place(w, self._downhill(w, direction), self.lr)
 
     def descend_plainly(self, batch: Batch) -> None:
         """Make a step of plain SGD: no clipping, no decay, and no gradient vector.

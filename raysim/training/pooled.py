@@ -27,7 +27,7 @@ from raysim.rules.batch import Batch
 from raysim.rules.contract import PLAIN_STEP, ClientRule, ServerRule, overridden
 from raysim.system.signals import reraise_stop
 from raysim.training.batch_layouts import PooledBatch
-from raysim.training.local_sgd import LoopTrainer
+from raysim.training.loop_trainer import LoopTrainer
 from raysim.training.messages import Block, Broadcast
 from raysim.training.upload_sum import UploadSum
 

@@ -8,9 +8,9 @@ from torch import Tensor
 from raysim.config.schema import Config
 from raysim.models.flat import Model
 from raysim.rules.public import PublicData
+from raysim.training.local_step import LocalSettings
 from raysim.training.loop_task import LoopTask
 from raysim.training.optimizers import make_optimizer
-from raysim.training.task import LocalSettings
 
 SERVER = -1
 """Number of the server where a client has its own."""

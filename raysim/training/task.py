@@ -1,16 +1,14 @@
-"""The tasks of all modes: constants of a client's training, forward passes, private gradients."""
+"""The tasks of all modes: forward passes, private gradients, and what a rule asks for."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 import torch
 from numpy.random import Generator
 from torch import Tensor
 
-from raysim.config.sections.privacy import ExamplePrivacy
 from raysim.models.flat import Model
 from raysim.rules.batch import Batch
 from raysim.rules.contract import ClientRule, State
@@ -18,38 +16,8 @@ from raysim.rules.losses import Loss, Net, task_loss
 from raysim.rules.public import PublicData
 from raysim.rules.task import LocalData, PassMode, Task
 from raysim.rules.user_code import breach
-from raysim.training.optimizers import Optimizer
+from raysim.training.local_step import LocalSettings, downhill, stepped
 from raysim.training.privacy import clipped_sum, in_parts
-
-
-@dataclass(frozen=True)
-class LocalSettings:
-    """The constants of a client's local training."""
-
-    t: int | Tensor = 0
-    """The round in which the client started."""
-    lr: float = 0.0
-    """η_l of that round, or of the step; there a tensor under vmap."""
-    weight_decay: float = 0.0
-    """The factor of the parameters that is added to a descent direction."""
-    clip: float | None = None
-    """The largest norm of a descent direction; None: unlimited."""
-    privacy: ExamplePrivacy | None = None
-    """The section `privacy` of the configuration, if it protects examples."""
-    guarded: bool = False
-    """The rule may use the examples through private gradients only."""
-    x0: Tensor | None = None
-    """[P], the run's initial parameters."""
-    decayed: Tensor | None = None
-    """[P], 1 where weight decay applies; None without weight decay."""
-    seed: int = 0
-    """The run's seed."""
-    optimizer: Optimizer | None = None
-    """The optimizer of the steps; None: plain SGD."""
-    group: str = ""
-    """Name of the client's group."""
-    public: PublicData | None = None
-    """The public examples; None if no rule needs them."""
 
 
 class ModelTask(Task):
@@ -279,27 +247,14 @@ class ModelTask(Task):
         return torch.zeros(self.model.buffer_size, dtype=self.model.dtype, device=self.model.device)
 
     def _downhill(self, w: Tensor, direction: Tensor) -> Tensor:
-        """Return the direction after clipping, weight decay and the optimizer."""
-        if self.settings.clip is not None:
-            norm = (direction * direction).sum().sqrt()
-            factor = torch.clamp(self.settings.clip / norm.clamp(min=1e-30), max=1.0)
-            # A norm that is not finite gives NaN: a factor of 0 would hide the error.
-            direction = direction * torch.where(torch.isfinite(norm), factor, torch.nan)
-        if self.settings.decayed is not None:
-            direction = direction + self.settings.weight_decay * self.settings.decayed * w
-        if self.settings.optimizer is not None:
-            direction, self.optimizer_state = self.settings.optimizer.direction(
-                direction, w, self.optimizer_state
-            )
-            self.updates += 1
-        return direction
+        """Return the direction of the step, and count the step. See `local_step.downhill`."""
+        along, self.optimizer_state = downhill(w, direction, self.settings, self.optimizer_state)
+        self.updates += self.settings.optimizer is not None
+        return along
 
     def descend(self, w: Tensor, direction: Tensor) -> Tensor:
         """Return the parameters after one step of the optimizer. See `Task.descend`."""
-        downhill = self._downhill(w, direction)
-        if isinstance(self.lr, Tensor):
-            return w - self.lr * downhill
-        return torch.add(w, downhill, alpha=-self.lr)
+        return stepped(w, self._downhill(w, direction), self.lr)
 
     def check_update(self, rule: ClientRule) -> None:
         """Check that a rule's own step called `descend` once, if the optimizer has state.

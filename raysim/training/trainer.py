@@ -41,6 +41,7 @@ from raysim.training.client_start import ReceivedModel, begin_client, fresh_mode
 from raysim.training.client_update import ClientUpdate, PreparedClient
 from raysim.training.fast_gradient import matches_autograd
 from raysim.training.groups import ClientGroup
+from raysim.training.local_step import LocalSettings
 from raysim.training.loop_task import LoopTask
 from raysim.training.messages import (
     Block,
@@ -51,7 +52,6 @@ from raysim.training.messages import (
 )
 from raysim.training.optimizers import kept, kept_state, make_optimizer
 from raysim.training.personal import PersonalParts, personal_parts
-from raysim.training.task import LocalSettings
 from raysim.training.upload_chain import UploadChain
 from raysim.training.upload_sum import UploadLayout, UploadSum
 

@@ -27,9 +27,10 @@ from raysim.training.batch_layouts import PaddedBatch
 from raysim.training.client_update import ClientUpdate, PreparedClient, failed_update
 from raysim.training.cuda_graphs import CudaGraphCache
 from raysim.training.groups import ClientGroup
+from raysim.training.local_step import LocalSettings
 from raysim.training.loop_task import LoopTask
 from raysim.training.messages import Block, Broadcast, ClientTask
-from raysim.training.task import ForwardPass, LocalSettings, ModelTask, forward_pass
+from raysim.training.task import ForwardPass, ModelTask, forward_pass
 from raysim.training.trainer import Trainer, WorkerParts
 
 

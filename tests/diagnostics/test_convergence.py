@@ -28,8 +28,8 @@ from raysim.engine.trainers import make_trainer
 from raysim.errors import ConfigError
 from raysim.reports import speedup
 from raysim.runs.resume import resume
+from raysim.training.local_step import LocalSettings
 from raysim.training.loop_task import LoopTask
-from raysim.training.task import LocalSettings
 
 LOG2 = math.log(2)
 GIVEN = {

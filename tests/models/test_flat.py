@@ -22,8 +22,8 @@ from raysim.models import zoo
 from raysim.models.flat import BoundModel, Model
 from raysim.models.keyed_layers import UnfoldedConv2d
 from raysim.rules import Batch, Net
+from raysim.training.local_step import LocalSettings
 from raysim.training.loop_task import LoopTask
-from raysim.training.task import LocalSettings
 from raysim.training.vmap import VmapTask
 
 SHAPE, CLASSES = (3, 8, 8), 5

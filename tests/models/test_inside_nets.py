@@ -19,8 +19,8 @@ from raysim.models import zoo
 from raysim.models.flat import Model
 from raysim.rules import Batch, LocalData
 from raysim.training.client_start import fresh_model
+from raysim.training.local_step import LocalSettings
 from raysim.training.loop_task import LoopTask
-from raysim.training.task import LocalSettings
 from raysim.training.vmap import VmapTask
 
 SHAPE, CLASSES = (2, 4, 4), 5

@@ -17,8 +17,8 @@ from raysim.models import zoo
 from raysim.models.build import net_arguments
 from raysim.models.flat import Model
 from raysim.rules import Batch
+from raysim.training.local_step import LocalSettings
 from raysim.training.loop_task import LoopTask
-from raysim.training.task import LocalSettings
 from raysim.training.vmap import VmapTask, why_not_vmap
 
 

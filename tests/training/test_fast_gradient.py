@@ -28,8 +28,8 @@ from raysim.training.fast_gradient import (
     by_autograd,
     matches_autograd,
 )
+from raysim.training.local_step import LocalSettings
 from raysim.training.loop_task import LoopTask
-from raysim.training.task import LocalSettings
 
 SHAPE, CLASSES, LR = (1, 16, 16), 5, 0.1
 MODES: tuple[PassMode, ...] = ("train", "frozen", "eval")

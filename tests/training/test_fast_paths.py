@@ -30,7 +30,7 @@ from raysim.numerics.fixed_point import BlockSum, FixedSum
 from raysim.randomness import generator
 from raysim.training import batches as feeding
 from raysim.training.batches import ClientBatches, PrefetchedBatches
-from raysim.training.local_sgd import LoopTrainer
+from raysim.training.loop_trainer import LoopTrainer
 from raysim.training.messages import Block, Broadcast, ClientTask, cut_blocks
 from raysim.training.pooled import PooledTrainer
 

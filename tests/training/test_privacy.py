@@ -18,9 +18,9 @@ from raysim.models.zoo import lenet, mlp
 from raysim.rules import Batch, soft_cross_entropy
 from raysim.runs.resume import resume
 from raysim.training import privacy
+from raysim.training.local_step import LocalSettings
 from raysim.training.loop_task import LoopTask
 from raysim.training.privacy import clipped_sum, epsilon, in_parts, passes
-from raysim.training.task import LocalSettings
 from raysim.training.vmap import VmapTask
 
 
