@@ -117,4 +117,11 @@ class FedNovaServer(ServerRule):
         return {**state, "x": state["x"] - self.lr * step}
 
 
-Algorithm("fednova", FedNovaClient, FedNovaServer, "Wang J. 2020", traffic="down P, up P + 1")
+Algorithm(
+    "fednova",
+    FedNovaClient,
+    FedNovaServer,
+    "Wang J. 2020",
+    "server 0, client 0",
+    "down P, up P + 1",
+)

@@ -47,12 +47,19 @@ def new_method(
     """Write NAME.py, a working method to edit, and test_NAME.py, which compares it with NumPy."""
     if not name.isidentifier() or keyword.iskeyword(name) or name != name.lower():
         raise ConfigError(
-            f"'{name}' cannot name a method: use lower-case letters, digits and underscores"
+            f"'{name}' cannot name a method: begin with a letter, use lower-case letters, digits "
+            "and underscores, and no word of Python"
+        )
+    if _is_a_module(name):
+        raise ConfigError(
+            f"'{name}' is a module of this Python, which {name}.py would hide; choose another name"
         )
     if name in _taken_names():
         raise ConfigError(f"'{name}' is a method already (raysim list algorithms); choose another")
-    if not folder.is_dir():
-        raise ConfigError(f"--dir: there is no folder {folder}")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--dir: cannot create {folder}: {error.strerror}") from None
     method = folder / f"{name}.py"
     test = folder / f"test_{name}.py"
     for path in (method, test):
@@ -68,6 +75,12 @@ def new_method(
     if importlib.util.find_spec("pytest") is None:
         print("then      pip install pytest")
     print(f"test it   python -m pytest {test}")
+
+
+def _is_a_module(name: str) -> bool:
+    """Return whether a module of this name is installed, or belongs to Python."""
+    spec = importlib.util.find_spec(name)
+    return spec is not None and Path(spec.origin or "").parent != Path.cwd()
 
 
 def _taken_names() -> set[str]:

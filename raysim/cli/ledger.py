@@ -69,7 +69,8 @@ def check(
     for row in rows:
         if reason := recomputed.why_other_identity(row):
             name(f"{row.place}: {reason}")
-    print(f"{len(rows)} rows, {len(ledger.unique(rows))} runs, {len(problems)} problems")
+    found = f"{len(problems)} problem{'s'[: len(problems) != 1]}"
+    print(f"{len(rows)} rows, {len(ledger.unique(rows))} runs, {found}")
     overrides = parse_overrides(keys or [])
     chosen = recomputed.having(recomputed.comparable(rows), where or [])
     for row in chosen[:recompute]:

@@ -228,7 +228,8 @@ def list_(
             return print_keys(listing, name)
         if listing != "algorithms":
             raise ConfigError(
-                f"list: no page for '{name}'; these have pages: {', '.join(WITH_PAGES)}"
+                f"list: {listing} have no pages of their own; `raysim list {listing}` prints them "
+                f"all (with pages: {', '.join(WITH_PAGES)})"
             )
         page = method_page(name)
         return print(json.dumps(page)) if as_json else print_method(page, name)
@@ -248,6 +249,10 @@ def _catalogue(listing: str) -> list[CatalogueRow]:
     """Return the rows of a list."""
     listing = FORMER_WORDS.get(listing, listing)
     if listing not in LISTABLE:
+        if listing in (row["name"] for row in _algorithms()):
+            raise ConfigError(
+                f"list: '{listing}' is an algorithm; its page: raysim list algorithms {listing}"
+            )
         raise ConfigError(f"list: nothing called '{listing}'{did_you_mean(listing, LISTABLE)}")
     return LISTABLE[listing]()
 

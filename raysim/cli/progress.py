@@ -164,9 +164,10 @@ def summary(result: RunResult, done_before: int = 0) -> str:
     """
     from raysim.config.sections.evaluation import DEFAULT_BEST
 
-    asked = f" of {result.config.rounds}" if result.early_stop else ""
+    made = result.rounds - done_before
     total = result.config.rounds if result.early_stop else result.rounds
-    parts = [f"{result.rounds}{asked} round{'s'[: total != 1]} in {result.seconds:.1f} s"]
+    asked = f" of {total}" if made != total else ""
+    parts = [f"{made}{asked} round{'s'[: total != 1]} in {result.seconds:.1f} s"]
     training = sum(
         record.get("system/round_seconds", 0.0)
         for record in result.history

@@ -310,7 +310,8 @@ def report_claims(
 
     asked = claim_section.require_claims(config)
     try:
-        figures.mkdir(parents=True, exist_ok=True)
+        if any(claim.figure for claim in asked):
+            figures.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
             f"--figures: cannot create {figures}: {error.strerror}; name another folder"

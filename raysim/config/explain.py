@@ -225,12 +225,25 @@ def top_level_hint(word: str, more: Iterable[str] = ()) -> str:
     return _in_a_section(word, Config) or did_you_mean(word, [*Config.model_fields, *more])
 
 
+def keys_with_sections(word: str, model: type = Config) -> list[str]:
+    """Return the keys called `word` in the sections of a model, with dots.
+
+    Args:
+        word: the last part of a key, such as `lr`.
+        model: the model, by default the whole configuration.
+
+    Returns:
+        Those in the fewest sections inside one another, such as `local.lr`; [] if there are none.
+    """
+    full = [key for key in _dotted_keys(model) if key.rpartition(".")[2] == word]
+    depth = min((key.count(".") for key in full), default=0)
+    return [key for key in full if key.count(".") == depth]
+
+
 def _in_a_section(word: str, model: type) -> str | None:
     """Return the hint for a key that lacks its section, such as `lr`; None if unknown."""
     former = [new for old, new in renamed.KEYS.items() if old.rpartition(".")[2] == word]
-    full = [key for key in _dotted_keys(model) if key.rpartition(".")[2] == word]
-    depth = min((key.count(".") for key in full), default=0)
-    nearest = [key for key in full if key.count(".") == depth] or former
+    nearest = keys_with_sections(word, model) or former
     return f"; did you mean {' or '.join(nearest[:MAX_HINTS])}?" if nearest else None
 
 

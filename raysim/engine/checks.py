@@ -368,9 +368,11 @@ def check_local_steps(config: Config, client: ClientRule) -> None:
         raise ConfigError(f"local: {local.conflict}")
     if reason := client.needs_plain_sgd:
         if local.optimizer != PLAIN_SGD:
+            kind = local.optimizer.name
+            kind = f"'{kind}'" if kind != PLAIN_SGD.name else f"'{kind}' with further keys"
             raise ConfigError(
                 f"local.optimizer: client rule '{client.name}' needs plain SGD, not "
-                f"'{local.optimizer.name}': {reason}; leave local.optimizer out"
+                f"{kind}: {reason}; leave local.optimizer out"
                 + ("; local.weight_decay fits" if local.optimizer.weight_decay else "")
             )
         if local.step_sizes.varies_in_a_round:

@@ -79,10 +79,11 @@ def check_stages(
         key = f"{upload_key}.{i}"
         stage = stage.at_shapes(model.shapes)
         if stage.error_feedback and not stage.contracts:
+            scaling = [name for name in ("unbiased", "scaled") if name in named.parameters]
+            ways = ["leave it out", *(f"leave out {name}" for name in scaling), "or use topk"]
             raise ConfigError(
                 f"{key}.error_feedback: not with stage '{named.name}', whose error can be larger "
-                "than the update, so that the memory would grow; leave it out, or leave out "
-                "unbiased or scaled, or use topk"
+                f"than the update, so that the memory would grow; {', '.join(ways)}"
             )
         if stage.of is not None and stage.of not in server.uploads:
             raise ConfigError(

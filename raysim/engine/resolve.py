@@ -6,6 +6,7 @@ Everything is resolved once, and every mistake is reported before Ray starts.
 from __future__ import annotations
 
 import copy
+import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -18,7 +19,7 @@ from torch import nn
 from raysim.config import explain, loading, tracking_uri
 from raysim.config.references import reading_once
 from raysim.config.schema import Config
-from raysim.config.sections.base import Named
+from raysim.config.sections.base import Named, named
 from raysim.config.sections.data import AnyData
 from raysim.config.sections.schedule import InFlight, OwnSampling, Sync
 from raysim.data import Dataset, load_dataset, split_dataset
@@ -94,10 +95,12 @@ def read_run_config(
             "raysim sweep"
         )
     if raw.pop("sweep", None) is not None:
-        file = "this configuration" if isinstance(source, Mapping) else source
+        file = "this configuration" if isinstance(source, Mapping) else str(source)
+        chosen = [] if isinstance(overrides, Mapping) else [shlex.quote(text) for text in overrides]
+        command = " ".join(["raysim sweep", file, *chosen])
         raise ConfigError(
-            f"sweep: {file} describes several runs; start them with: raysim sweep {file}; "
-            "overrides choose some of them, as in seed=1"
+            f"sweep: {file} describes several runs, itself or by what it extends; `{command}` "
+            f"trains {'those that the overrides choose' if chosen else 'them; seed=1 chooses some'}"
         )
     if "match" in raw:
         raise ConfigError(
@@ -219,6 +222,7 @@ def load_config(raw: Mapping[str, Any]) -> Config:
     Raises:
         ConfigError: the configuration has a mistake, or a file of code has changed.
     """
+    _refuse_bare_hyperparameters(raw)
     config = _with_full_reference(explain.checked_section(Config, raw))
     file_digests.check_file_digests(config.files, file_digests.of_code(config))
     checks.check_resources(config)
@@ -230,6 +234,19 @@ def load_config(raw: Mapping[str, Any]) -> Config:
     if clients is not None:
         checks.check_cohort(config.schedule, clients)
     return with_absolute_paths(with_run_folder(config))
+
+
+def _refuse_bare_hyperparameters(raw: Mapping[str, Any]) -> None:
+    """Refuse a hyper-parameter of the algorithm that lacks its section, such as `mu`."""
+    algorithm = named(raw.get("algorithm")) if raw.get("algorithm") is not None else {}
+    unknown = [key for key in raw if key not in Config.model_fields]
+    if not unknown or not isinstance(algorithm, Mapping) or "name" not in algorithm:
+        return
+    known = registry.algorithm_hyperparameters(str(algorithm["name"]))
+    for key in unknown:
+        sections = {found.partition(".")[0] for found in explain.keys_with_sections(key)}
+        if key in known and not sections - {"data"}:
+            raise ConfigError(f"{key}: unknown key; did you mean algorithm.{key}?")
 
 
 def _with_full_reference(config: Config) -> Config:

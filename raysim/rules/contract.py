@@ -515,12 +515,14 @@ class Algorithm:
     """The client rule."""
     server: type[ServerRule]
     """The server rule."""
-    paper: str
-    """First author and year."""
-    state: str = "server 0, client 0"
-    """Floats that server and client keep, in multiples of P, the number of parameters."""
-    traffic: str = "down P, up P"
-    """Floats that a client receives and sends in a round."""
+    paper: str = ""
+    """First author and year; "" if there is none."""
+    state: str = ""
+    """Floats that server and client keep, in multiples of P, the number of parameters. Default:
+    "server 0, client 0" if no rule keeps any, else "not declared"."""
+    traffic: str = ""
+    """Floats that a client receives and sends in a round. Default: "down P, up P" if the rules send
+    what FedAvg's do, else "not declared"."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Defaults of other sections of the configuration."""
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -532,6 +534,22 @@ class Algorithm:
         definition = sys._getframe(2)  # 0 is this function, 1 the dataclass's __init__
         if definition.f_globals.get("__name__", "").startswith(f"{SHIPPED_PACKAGE}."):
             ALGORITHMS[self.name] = self
+        for fact, text in _plain_facts(self.client, self.server).items():
+            if not getattr(self, fact):
+                object.__setattr__(self, fact, text)
+
+
+def _plain_facts(client: Any, server: Any) -> dict[str, str]:
+    """Return what an algorithm keeps and sends that declares neither, as far as it is FedAvg's."""
+    facts = ClientRule.state, ServerRule.init, ("delta",), ("x",)
+    names = (client, "state"), (server, "init"), (client, "sends"), (server, "provides")
+    state, init, sends, provides = (
+        getattr(rule, name, None) == fact for (rule, name), fact in zip(names, facts, strict=True)
+    )
+    return {
+        "state": "server 0, client 0" if state and init else "not declared",
+        "traffic": "down P, up P" if sends and provides else "not declared",
+    }
 
 
 CLIENT_RULES: dict[str, type[ClientRule]] = {}

@@ -251,6 +251,19 @@ def hyperparameter_names(rule: type) -> list[str]:
     return [f.name for f in dataclasses.fields(rule)]
 
 
+def algorithm_hyperparameters(name: str) -> set[str]:
+    """Return the names of the hyper-parameters of an algorithm's rules; empty if there is none.
+
+    Args:
+        name: a registered name, or path.py:NAME.
+    """
+    try:
+        algorithm = find_rule("algorithm", name)
+    except ConfigError:  # `resolve_rules` reports it, with all the rest
+        return set()
+    return {*hyperparameter_names(algorithm.client), *hyperparameter_names(algorithm.server)}
+
+
 def shared_keys(section: str, before: str, name: str) -> set[str]:
     """Return the keys that mean the same in two algorithms, client rules or server rules.
 

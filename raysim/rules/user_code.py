@@ -215,6 +215,30 @@ def breach(rule: Rule, method: str, why: str) -> ContractError:
     )
 
 
+def check_passes(rule: Rule, passes: int) -> None:
+    """Check that a local step made one pass in mode "train", whose loss is logged.
+
+    Args:
+        rule: the client rule.
+        passes: passes in mode "train" that the step made.
+
+    Raises:
+        ContractError: it made none or several; names the rule, the method, its line and what to
+            write.
+    """
+    if passes == 1:
+        return
+    method = next((m for m in ("step", "direction", "loss") if m in vars(type(rule))), "direction")
+    fix = (
+        'compute the other gradients by task.grad(w, batch, mode="frozen")'
+        if passes
+        else 'compute one gradient by task.grad(w, batch), that is without mode="frozen" or "eval"'
+    )
+    raise breach(
+        rule, method, f"makes {passes} passes in mode 'train' in a step, in place of one; {fix}"
+    )
+
+
 def check_dict(rule: Rule, method: str, value: Any) -> None:
     """Check that a method returned a dict.
 

@@ -11,15 +11,19 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from raysim.config.sections.evaluation import DEFAULT_BEST
+from raysim.config.sections.evaluation import DEFAULT_BEST, BestBy
 from raysim.data.examples import Examples
 from raysim.engine import checkpoint
+from raysim.engine.loop import Record
 from raysim.engine.plan import Plan
 from raysim.engine.resolve import prepare
 from raysim.errors import ConfigError, RaysimError, in_a_line
 from raysim.models.adapters import merged
 from raysim.runs import result, run_dir
+from raysim.runs.run_dir import HISTORY_FILE
 from raysim.tracking.models import log_model
+
+logger = logging.getLogger("raysim")
 
 Format = Literal["torch", "onnx", "mlflow"]
 Which = Literal["final", "best"]
@@ -105,14 +109,30 @@ def _net(plan: Plan, folder: Path, which: Which) -> tuple[nn.Module, int]:
 def _best(plan: Plan, folder: Path) -> tuple[nn.Module, int]:
     """Return the net of the best checkpoint, and its round."""
     best = plan.config.evaluate.best or DEFAULT_BEST
-    saved = checkpoint.read_best(folder, logging.getLogger("raysim").warning, best)
+    saved = checkpoint.read_best(folder, logger.warning, best)
     if saved is None:
         raise ConfigError(
             f"{folder}: no checkpoint of an evaluated round is kept; set checkpoint.every and "
             "checkpoint.best"
         )
+    history = folder / HISTORY_FILE
+    if history.exists():
+        _warn_of_a_better_round(saved.facts["round"], result.read_history(history), best)
     named = plan.model().state_dict(saved.server["state/x"], saved.server["buffers"])
     return result.net_with(plan, named), saved.facts["round"]
+
+
+def _warn_of_a_better_round(t: int, history: list[Record], best: BestBy) -> None:
+    """Warn if a round was better than round t, the best one with a checkpoint."""
+    values = {record["round"]: record[best.metric] for record in history if best.metric in record}
+    choose = max if best.mode == "max" else min
+    better = choose(values, key=lambda t: values[t], default=t)
+    if t in values and values[better] != values[t]:
+        logger.warning(
+            f"the best checkpoint is that of round {t}, {best.metric} {values[t]:.4f}; round "
+            f"{better:g} had {values[better]:.4f}, but no checkpoint was written after it; "
+            "a smaller checkpoint.every writes more"
+        )
 
 
 def _example(plan: Plan) -> Tensor:

@@ -98,6 +98,18 @@ class RunResult:
         return read_clients(self.run_dir)
 
     @property
+    def partition(self) -> list[np.ndarray]:
+        """Positions of each client's training examples in the training half, N arrays int64 [n_i].
+
+        They are read again as the configuration says. Raises ConfigError if the data set cannot be.
+        """
+        try:
+            clients = prepare(self.run_dir / "config.yaml").clients
+        except ObjectMissing as error:
+            raise _not_loaded(error) from None
+        return [clients.client(i) for i in range(len(clients))]
+
+    @property
     def metrics(self) -> dict[str, dict[str, float]]:
         """Last and best values of metrics and losses by name.
 

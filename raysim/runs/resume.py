@@ -29,7 +29,8 @@ from raysim.runs.run import ForkOrigin, ProgressCallback, execute
 from raysim.runs.run_dir import find_run_dir, is_closed, make_run_dir
 from raysim.tracking.abandoned import finish_abandoned
 from raysim.tracking.mlflow_client import check_database
-from raysim.tracking.recorder import flatten_parameters
+from raysim.tracking.recorder import Untracked, flatten_parameters
+from raysim.tracking.spool import SPOOL_FILE
 from raysim.training.groups import ClientGroup
 from raysim.training.local_step import LocalSettings
 from raysim.training.optimizers import kept, make_optimizer
@@ -52,7 +53,8 @@ def resume(
     """Resume a stopped run from its last whole checkpoint, in the same MLflow run.
 
     The result is the one that an uninterrupted run would have given. A run that was killed after
-    its last round is closed: its parameters, history and artifacts are written, and its end.
+    its last round is closed: its parameters, history and artifacts are written, and its end. A run
+    that began with `tracking=False` stays without MLflow.
 
     Args:
         run: the run's folder, or its MLflow id.
@@ -69,9 +71,9 @@ def resume(
             its result.
         RaysimError: anything else that stopped the run.
     """
-    return execute(
-        *reopen(run, named_inputs(overrides)), progress=progress or (lambda record: None)
-    )
+    plan, folder, saved = reopen(run, named_inputs(overrides))
+    tracker = None if (folder / SPOOL_FILE).exists() else Untracked()
+    return execute(plan, folder, saved, progress=progress or (lambda record: None), tracker=tracker)
 
 
 def fork(

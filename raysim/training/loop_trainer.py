@@ -8,10 +8,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from raysim.errors import ContractError
 from raysim.rules.batch import Batch
 from raysim.rules.contract import PLAIN_STEP, ClientRule, State, overridden
-from raysim.rules.user_code import check_direction, check_step
+from raysim.rules.user_code import check_direction, check_passes, check_step
 from raysim.system.signals import reraise_stop
 from raysim.training.batches import PrefetchedBatches
 from raysim.training.client_update import ClientUpdate, PreparedClient, failed_update
@@ -90,11 +89,7 @@ class LoopTrainer(Trainer):
                 check_step(rule, state, after)
                 task.check_update(rule)
                 state = after
-            if len(task.losses) != passes + 1:
-                raise ContractError(
-                    f"client rule '{rule.name}' makes {len(task.losses) - passes} passes in "
-                    "mode 'train' in one step; make exactly one, the others 'frozen' or 'eval'"
-                )
+            check_passes(rule, len(task.losses) - passes)
         task.settings = client.settings
         return state
 

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from raysim.config.sections.local import Local
-from raysim.errors import ContractError, in_a_line
+from raysim.errors import in_a_line
 from raysim.models.flat import Model
 from raysim.rules.batch import Batch
 from raysim.rules.contract import ClientRule, State
 from raysim.rules.losses import Loss, Net, task_loss
 from raysim.rules.task import PassMode
-from raysim.rules.user_code import check_direction, check_step
+from raysim.rules.user_code import check_direction, check_passes, check_step
 from raysim.system.signals import reraise_stop
 from raysim.training.batch_layouts import PaddedBatch
 from raysim.training.client_update import ClientUpdate, PreparedClient, failed_update
@@ -359,11 +359,7 @@ def _step_of(model: Model, rule: ClientRule, settings: LocalSettings) -> Step:
             check_step(rule, rule_state, after)
             task.check_update(rule)
             after = after | _of_engine(task.optimizer_state)
-        if len(task.losses) != 1:
-            raise ContractError(
-                f"client rule '{rule.name}' makes {len(task.losses)} passes in mode 'train' in one "
-                "step; make exactly one, the others 'frozen' or 'eval'"
-            )
+        check_passes(rule, len(task.losses))
         return after, task.buffers, task.losses[0]
 
     return step

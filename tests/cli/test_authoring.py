@@ -235,7 +235,17 @@ def test_a_new_method_overwrites_nothing(raysim_, taken):
 
 @pytest.mark.parametrize(
     "arguments",
-    [["Fed"], ["a-b"], ["class"], ["../a"], ["a", "--dir", "nosuch"], ["fedavg"], ["gradma_w"]],
+    [
+        ["Fed"],
+        ["a-b"],
+        ["class"],
+        ["../a"],
+        ["3fed"],
+        ["numpy"],
+        ["json"],
+        ["fedavg"],
+        ["gradma_w"],
+    ],
 )
 def test_a_new_method_that_cannot_be(raysim_, arguments):
     assert_one_message(raysim_("new", "method", *arguments))

@@ -100,7 +100,7 @@ def test_summary():
     for record in history[1:]:
         record["system/round_seconds"] = 0.5
     assert summary(result).startswith("3 rounds in 4.0 s, of which 1.5 s training · accuracy")
-    assert summary(result, done_before=2).startswith("3 rounds in 4.0 s, of which 0.5 s training")
+    assert summary(result, done_before=2).startswith("1 of 3 rounds in 4.0 s, of which 0.5 s")
     result.history = [{"round": 0.0}]
     assert summary(result) == "3 rounds in 4.0 s · 12 clients/s"
 

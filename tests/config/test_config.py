@@ -427,6 +427,12 @@ def test_schedules_reach_the_rules(small):
     assert prepare(small, ["local.lr=[[0, 0.5], [5, 1]]"]).config.local.lr == [(0, 0.5), (5, 1.0)]
 
 
+def test_a_hyperparameter_without_its_section_is_told_where_it_belongs(small):
+    for override, key in (("mu=0.1", "algorithm.mu"), ("lr=0.1", "local.lr")):
+        with pytest.raises(ConfigError, match=rf"unknown key; did you mean {re.escape(key)}\?$"):
+            prepare(small, ["algorithm=fedprox", override])
+
+
 # -- the fingerprint -------------------------------------------------------------------------------
 
 

@@ -57,6 +57,10 @@ BODIES = {
     "        return task.grad(state['w'], batch).norm()",
     "short": "    def direction(self, shared, state, batch, task):\n"
     "        return task.grad(state['w'], batch)[:3]",
+    "twice": "    def direction(self, shared, state, batch, task):\n"
+    "        return task.grad(state['w'], batch) + task.grad(shared['x'], batch)",
+    "never": "    def direction(self, shared, state, batch, task):\n"
+    "        return task.grad(state['w'], batch, mode='frozen')",
     "branch": "    def direction(self, shared, state, batch, task):\n"
     "        g = task.grad(state['w'], batch)\n"
     "        return g / 2 if g.norm() > 1 else g",
@@ -129,6 +133,18 @@ def test_a_forgotten_decorator_is_told_with_its_line(given):
             "norm",
             "direction of client rule 'mine' returns a tensor of shape []; return one of the shape of "
             'state["w"], [650]',
+            DEF,
+        ),
+        (
+            "twice",
+            "direction of client rule 'mine' makes 2 passes in mode 'train' in a step, in place of one; "
+            'compute the other gradients by task.grad(w, batch, mode="frozen")',
+            DEF,
+        ),
+        (
+            "never",
+            "direction of client rule 'mine' makes 0 passes in mode 'train' in a step, in place of one; "
+            "compute one gradient by task.grad(w, batch)",
             DEF,
         ),
         ("short", "direction of client rule 'mine' returns a tensor of shape [3]", DEF),

@@ -72,6 +72,21 @@ def test_the_best_checkpoint_is_exported(trained: RunResult, test_half: Any, tmp
         assert accuracy(net(torch.from_numpy(test_half[0])), test_half[1]) == pytest.approx(best)
 
 
+def test_a_better_round_without_a_checkpoint_is_named(tmp_path: Path, caplog: Any):
+    done = raysim.run(
+        BASE, tracking=False, run_dir=str(tmp_path), checkpoint={"every": 6}, local={"lr": 3.0}
+    )
+    values = [record["accuracy"] for record in done.history]
+    best = max(range(7), key=values.__getitem__)
+    assert values[best] > values[6]
+    export(done.run_dir, "torch", "best")
+    assert caplog.messages == [
+        f"the best checkpoint is that of round 6, accuracy {values[6]:.4f}; round {best} had "
+        f"{values[best]:.4f}, but no checkpoint was written after it; a smaller checkpoint.every "
+        "writes more"
+    ]
+
+
 def test_mlflow_has_the_model_with_its_signature(trained: RunResult, test_half: Any):
     from raysim.tracking.mlflow_client import connected
 

@@ -157,7 +157,14 @@ assert done.run_dir.is_dir() and (done.run_id, done.stopped) == ("", "")
 assert raysim.load(done.run_dir).digest == done.digest
 kept = raysim.run(config, tracking=False, run_dir={str(tmp_path / "kept")!r})
 assert not {{"mlflow", "ray", "matplotlib", "wandb"}} & set(sys.modules)
-print(done.run_dir, done.digest, kept.digest)
+config["rounds"] += 1
+folder = {str(tmp_path / "resumed")!r}
+half = raysim.run(
+    config, tracking=False, run_dir=folder, progress=lambda record: record["round"] == 1
+)
+assert half.stopped and raysim.resume(folder, {{"rounds": config["rounds"] - 1}}).run_id == ""
+assert not {{"mlflow", "ray", "matplotlib", "wandb"}} & set(sys.modules)
+print(done.run_dir, done.digest, kept.digest, raysim.load(folder).digest)
 """
     said = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=100

@@ -126,4 +126,11 @@ class MyMethodServer(ServerRule):
         return {"x": x, "c": c}
 
 
-my_method = Algorithm("my_method", MyMethodClient, MyMethodServer, "Author year")
+my_method = Algorithm(
+    "my_method",
+    MyMethodClient,
+    MyMethodServer,
+    "Author year",
+    state="server P, client P",
+    traffic="down 2P, up 2P",
+)
