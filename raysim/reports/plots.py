@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from raysim.reports.speedup import Slope, SpeedupLines
 
 MAX_TITLE_LETTERS = 48
-"""Maximum number of characters in a line of a panel's title."""
+"""Maximum number of characters in a line of a panel's title, and in a legend inside of its axes."""
 
 
 def plot_curves(
@@ -59,6 +59,8 @@ def plot_curves(
             if any(f.std is not None for f in curve.figures):
                 std = np.array([f.std or 0.0 for f in curve.figures])
                 low, high = means - std, means + std
+                if is_share(metric):
+                    low, high = low.clip(0, 1), high.clip(0, 1)
                 axes.fill_between(
                     curve.costs, low, high, color=line.get_color(), alpha=0.2, linewidth=0
                 )
@@ -68,10 +70,18 @@ def plot_curves(
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(alpha=0.3)
         if len(shown) > 1:
-            axes.legend(fontsize="small", ncols=1 + len(shown) // 12)
+            _add_legend(axes, [curve.label for curve in shown])
     if title:
         figure.suptitle(title)
     figure.savefig(path)
+
+
+def _add_legend(axes: Axes, labels: Sequence[str]) -> None:
+    """Add a legend; one whose labels would hide the curves stands below the axes."""
+    if max(map(len, labels)) <= MAX_TITLE_LETTERS:
+        axes.legend(fontsize="small", ncols=1 + len(labels) // 12)
+    else:
+        axes.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.12))
 
 
 def _panels(
