@@ -65,9 +65,9 @@ def _check_torchvision() -> Finding:
 
 
 def _check_cores() -> tuple[bool, str]:
-    import torch
+    from raysim.system.cpu_kind import cpu_kind
 
-    return True, f"{os.cpu_count()}, capability {torch.backends.cpu.get_cpu_capability()}"
+    return True, f"{os.cpu_count()}, {cpu_kind()}"
 
 
 def _check_gpus() -> tuple[bool, str]:

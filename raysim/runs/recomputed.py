@@ -9,8 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from raysim.config import explain
 from raysim.config.schema import Config
 from raysim.engine.plan import Plan
@@ -18,6 +16,7 @@ from raysim.engine.resolve import prepare
 from raysim.errors import ConfigError, did_you_mean, in_a_line
 from raysim.reports.published import same_value
 from raysim.runs.run import execute
+from raysim.system.cpu_kind import cpu_kind, may_be_this_kind
 from raysim.tracking.ledger_row import Row, kept_config
 from raysim.tracking.recorder import Recorder, flatten_parameters
 
@@ -39,8 +38,8 @@ class Recomputed:
 
     @property
     def is_comparable(self) -> bool:
-        """True if the row was computed on this machine's CPU capability."""
-        return self.row.cpu == torch.backends.cpu.get_cpu_capability()
+        """True if the row was computed on this machine's kind of CPU."""
+        return self.row.cpu == cpu_kind()
 
     @property
     def text(self) -> str:
@@ -49,13 +48,16 @@ class Recomputed:
         if self.same:
             return f"{run}: the same digest"
         if not self.is_comparable:
-            return f"{run}: computed on {self.row.cpu}, whose last bits differ from this machine's"
+            where = f"{run}: computed on {self.row.cpu}"
+            if may_be_this_kind(self.row.cpu):
+                return f"{where}, perhaps not with the kernels of {cpu_kind()}: another digest"
+            return f"{where}, whose last bits differ from those of {cpu_kind()}"
         used = " ".join(f"{name} {version}" for name, version in self.row.versions.items())
         return f"{run}: another digest than with {used}"
 
 
 def comparable(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows that can be computed again, with those of this CPU capability first.
+    """Return the rows that can be computed again, with those of this kind of CPU first.
 
     Their order is otherwise that of their fingerprints: a choice as good as a random one, but
     always the same.
@@ -63,9 +65,8 @@ def comparable(rows: Sequence[Row]) -> list[Row]:
     Args:
         rows: rows of any ledgers. Rows without a digest and those of stopped trials are left out.
     """
-    cpu = torch.backends.cpu.get_cpu_capability()
     full = [row for row in rows if row.digest and not row.stopped]
-    return sorted(full, key=lambda row: (row.cpu != cpu, row.fingerprint))
+    return sorted(full, key=lambda row: (not may_be_this_kind(row.cpu), row.fingerprint))
 
 
 def having(rows: Sequence[Row], where: Sequence[str]) -> list[Row]:
@@ -221,14 +222,15 @@ def carry_rows(
         carried.append(new)
         group = (row.method, *renames, *_changes(raw, config))
         groups.setdefault(group, []).append((row, new))
-    cpu = torch.backends.cpu.get_cpu_capability()
     for (method, *changes), pairs in groups.items():
         title = f"{method}: {'; '.join(changes) or 'the identity has other keys'}"
-        usable = [new for _, new in pairs if new.cpu == cpu and new.digest and not new.stopped]
+        usable = [
+            new for _, new in pairs if may_be_this_kind(new.cpu) and new.digest and not new.stopped
+        ]
         if not usable:
             raise ConfigError(
-                f"{pairs[0][0].place}: no row of its group ({title}) was computed on {cpu}; carry "
-                "the ledger over on another machine"
+                f"{pairs[0][0].place}: no row of its group ({title}) was computed on {cpu_kind()}; "
+                "carry the ledger over on another machine"
             )
         tried = recompute(min(usable, key=lambda row: row.rounds), keys)
         if not tried.same:

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from raysim.data import dataset_summary, partition_digest
 from raysim.engine import checkpoint, client_store
@@ -44,6 +43,7 @@ from raysim.runs.run_dir import (
     write_config,
 )
 from raysim.system import files, lock, processes, startup_stages
+from raysim.system.cpu_kind import cpu_kind
 from raysim.system.signals import Signals, stoppable
 from raysim.tracking.followers import FollowedRun, require_packages
 from raysim.tracking.recorder import (
@@ -451,7 +451,7 @@ def run_tags(plan: Plan) -> dict[str, str]:
         "parameters": str(plan.problem.size),
         **git.git_tags(),
         **versions(),
-        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "cpu_capability": cpu_kind(),
         **(
             {"privacy.unprotected": ", ".join(plan.client.unprotected_uploads)}
             if c.example_privacy and plan.client.unprotected_uploads

@@ -59,7 +59,7 @@ def read_rows(paths: Iterable[str | Path], say: Say, missing: str = "") -> list[
 
 
 def _name_contradictions(rows: Sequence[Row], say: Say) -> None:
-    """Name rows of one identity and one CPU capability whose digests differ."""
+    """Name rows of one identity and one kind of CPU whose digests differ."""
     first: dict[tuple, Row] = {}
     for row in rows:
         if row.digest is None:

@@ -82,7 +82,7 @@ class Row:
     digest: str | None
     """sha256 of the parameters after the last round; None if the row was cut from a longer run."""
     cpu: str
-    """CPU capability, as torch names it."""
+    """Kind of CPU: `cpu_kind()`, or torch's capability alone in older rows."""
     versions: Mapping[str, str]
     """Versions of raysim, torch, numpy and python."""
     seconds: float

@@ -29,6 +29,7 @@ from raysim.rules.contract import ALGORITHMS
 from raysim.rules.registry import discover
 from raysim.runs.result import parameters_digest
 from raysim.runs.resume import resume
+from raysim.system.cpu_kind import cpu_kind
 
 discover()
 
@@ -205,7 +206,7 @@ def this_platform() -> str:
         " ".join(cpu[key] for key in ("vendor_id", "cpu family") if key in cpu)
         or platform.machine()
     )
-    return f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}, {kind}"
+    return f"torch {torch.__version__}, {cpu_kind()}, {kind}"
 
 
 def projection(x: torch.Tensor) -> list[float]:
