@@ -477,7 +477,10 @@ def test_what_cannot_be_is_refused_by_its_key(algorithm, local, message, planned
 
 def test_a_users_rule_refuses_by_its_reason(planned, rules):
     own = {"algorithm": None, "client": {"name": f"{rules}:Plain"}, "server": "fedavg"}
-    with pytest.raises(ConfigError, match=r"'plain' needs plain SGD, not 'sgd' with further keys: its paper says so"):
+    with pytest.raises(
+        ConfigError,
+        match=r"'plain' needs plain SGD, not 'sgd' with further keys: its paper says so",
+    ):
         planned("loop", {"optimizer": SGD}, **own)
 
 
