@@ -155,9 +155,8 @@ def net_parameter_docs(name: str) -> dict[str, str]:
     factory = find_factory(name)
     docs: dict[str, str] = {}
     for documented in (getattr(factory, "__init__", None), factory):
-        section = inspect.cleandoc(getattr(documented, "__doc__", None) or "").partition("Args:\n")[
-            2
-        ]
+        text = inspect.cleandoc(getattr(documented, "__doc__", None) or "")
+        section = text.partition("Args:\n")[2]
         arguments = textwrap.dedent(re.split(r"\n(?=\S)", section)[0])
         for argument in re.split(r"\n(?=\S)", arguments):
             if match := re.match(r"(\w+)(?: \(.*?\))?:(.*)", argument, re.DOTALL):

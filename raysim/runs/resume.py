@@ -54,7 +54,7 @@ def resume(
 
     The result is the one that an uninterrupted run would have given. A run that was killed after
     its last round is closed: its parameters, history and artifacts are written, and its end. A run
-    that began with `tracking=False` stays without MLflow.
+    that began with `tracking=False` and has a checkpoint stays without MLflow.
 
     Args:
         run: the run's folder, or its MLflow id.
@@ -72,7 +72,9 @@ def resume(
         RaysimError: anything else that stopped the run.
     """
     plan, folder, saved = reopen(run, named_inputs(overrides))
-    tracker = None if (folder / SPOOL_FILE).exists() else Untracked()
+    # A tracked run has a spool before its first checkpoint.
+    untracked = saved is not None and not (folder / SPOOL_FILE).exists()
+    tracker = Untracked() if untracked else None
     return execute(plan, folder, saved, progress=progress or (lambda record: None), tracker=tracker)
 
 
