@@ -45,6 +45,7 @@ DEFAULTS_LEFT_OUT = (
     ("local", "personal", []),
     ("local", "buffers", "averaged"),
     ("batching", "convolutions", "direct"),
+    ("partition", "seed", None),
     ("partition", "test", None),
     ("schedule", "sampling", {"name": "uniform"}),
 )

@@ -51,6 +51,7 @@ def split_dataset(
         partition: the kind of partition and its parameters.
         dataset: the data set.
         seed: seed of the run; the same seed gives the same partition on every machine.
+            `partition.seed` takes its place in all but the clients that never train.
         held_out: share of the clients that never train, at least 0 and below 1.
 
     Returns:
@@ -61,6 +62,7 @@ def split_dataset(
             labels, the file or the user's function is invalid, or no example is left to train
             on.
     """
+    own_seed = seed if partition.seed is None else partition.seed
     match partition:
         case Virtual():
             _require(
@@ -68,21 +70,21 @@ def split_dataset(
                 dataset,
                 f"partition.samples={partition.samples}",
             )
-            return VirtualClients(partition.clients, partition.samples, len(dataset.y), seed)
+            return VirtualClients(partition.clients, partition.samples, len(dataset.y), own_seed)
         case FromFile():
             clients = Clients(*read_partition(Path(partition.path).expanduser(), len(dataset.y)))
         case OwnPartition():
-            rng = generator(seed, "partition")
+            rng = generator(own_seed, "partition")
             clients = Clients(*divide_by_function(partition, dataset.y, rng))
         case _:
             if isinstance(partition, DIVIDED_BY_CLASS):
                 dataset.check_labels("partition.name", f"'{partition.name}' divides by class and")
-            owner = _owner(partition, dataset, generator(seed, "partition"))
+            owner = _owner(partition, dataset, generator(own_seed, "partition"))
             lists = ExampleLists.of(owner, partition.clients or len(dataset.group_names))
             clients = Clients(lists.indices, lists.offsets)
-    clients = hold_out_validation(clients, partition.val_fraction, generator(seed, "validation"))
+    clients = hold_out_validation(clients, partition.val_fraction, generator(own_seed, "validation"))
     if partition.test is not None:
-        clients = add_tests(clients, partition.test, dataset, generator(seed, "local test"))
+        clients = add_tests(clients, partition.test, dataset, generator(own_seed, "local test"))
     return hold_out_clients(clients, held_out_clients(len(clients), held_out, seed))
 
 

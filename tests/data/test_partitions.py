@@ -459,6 +459,25 @@ def test_the_seed_decides_what_is_held_out(digits):
     assert partition_digest(clients) != partition_digest(Clients(clients.indices, clients.offsets))
 
 
+@pytest.mark.parametrize("keys", EVERY, ids=str)
+def test_a_seed_of_its_own_gives_every_run_the_same_clients(keys, digits):
+    held_out = {} if keys["name"] == "virtual" else {"val_fraction": 0.2, "test": {"fraction": 0.2}}
+    split = partition(**keys, **held_out)
+    fixed = partition(**keys, **held_out, seed=5)
+    wanted = partition_digest(split_dataset(split, digits, 5))
+    assert partition_digest(split_dataset(fixed, digits, 0)) == wanted
+    assert partition_digest(split_dataset(fixed, digits, 1)) == wanted
+    assert partition_digest(split_dataset(split, digits, 1)) != wanted
+
+
+def test_clients_that_never_train_are_drawn_from_the_seed_of_the_run(digits):
+    fixed = partition(name="iid", clients=40, seed=5)
+    left = [
+        tuple(np.flatnonzero(split_dataset(fixed, digits, s, 0.25).sizes == 0)) for s in (0, 1)
+    ]
+    assert left[0] != left[1]
+
+
 def test_a_client_may_be_left_with_nothing(tmp_path):
     toy = dataset(np.zeros(400))
     clients = split_dataset(partition(name="iid", clients=400, val_fraction=0.5), toy, 0)

@@ -207,6 +207,9 @@ class LocalTest(Section):
 class Split(Section):
     """Keys that all partitions have."""
 
+    seed: int | None = Field(default=None, ge=0, lt=2**63)
+    """Seed of the partition, of its validation set and of the clients' test examples, where all seeds
+    of a study shall have the same clients; null: that of the run."""
     val_fraction: float = Field(default=0.0, ge=0, lt=1)
     """Probability with which each example moves to the validation set, which no client has. The
     evaluator reports on it (Xu 2022). A client may be left without examples."""
@@ -303,6 +306,8 @@ class OwnPartition(Named):
     """Number of clients."""
     overlap: bool = False
     """Whether clients may share examples."""
+    seed: int | None = Field(default=None, ge=0, lt=2**63)
+    """Seed of the generator that the function gets, and of what is held out; null: that of the run."""
     val_fraction: float = Field(default=0.0, ge=0, lt=1)
     """Probability with which each example moves to the validation set, which no client has."""
     test: LocalTest | None = None
