@@ -103,7 +103,9 @@ def _execute_and_print(as_json: bool, console: Console, plan: Plan, *reopened: A
     console.print(summary(done, saved.facts["round"] if saved else 0), soft_wrap=True)
     console.print(f"run directory  {done.run_dir}", soft_wrap=True)
     console.print(f"digest         {done.digest}", soft_wrap=True)
-    console.print(f"open in MLflow {ui.hint(plan.config.tracking, done.run_id)}", soft_wrap=True)
+    if done.run_id:
+        hint = ui.hint(plan.config.tracking, done.run_id)
+        console.print(f"open in MLflow {hint}", soft_wrap=True)
     if as_json:
         print(json.dumps(done.as_object()))
 

@@ -82,7 +82,9 @@ def split_dataset(
             owner = _owner(partition, dataset, generator(own_seed, "partition"))
             lists = ExampleLists.of(owner, partition.clients or len(dataset.group_names))
             clients = Clients(lists.indices, lists.offsets)
-    clients = hold_out_validation(clients, partition.val_fraction, generator(own_seed, "validation"))
+    clients = hold_out_validation(
+        clients, partition.val_fraction, generator(own_seed, "validation")
+    )
     if partition.test is not None:
         clients = add_tests(clients, partition.test, dataset, generator(own_seed, "local test"))
     return hold_out_clients(clients, held_out_clients(len(clients), held_out, seed))

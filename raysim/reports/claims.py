@@ -277,7 +277,14 @@ def claims_markdown(lines: Sequence[ClaimResult]) -> str:
     Args:
         lines: Results, as from `check_claims`.
     """
-    header = ["claim", "left", "right", "left − right [95 % interval]", "seeds for : against"]
+    header = [
+        "claim",
+        "left",
+        "should be",
+        "right",
+        "left − right [95 % interval]",
+        "seeds for : against",
+    ]
     cells = [[*header, "verdict"]]
     for line in lines:
         says = line.claim.says + (f" ({grouping.label(line.named)})" if line.named else "")
@@ -286,7 +293,7 @@ def claims_markdown(lines: Sequence[ClaimResult]) -> str:
             f"{_name_of_side(line, side.where)} {text}".strip()
             for side, text in ((line.claim.left, line.left), (line.claim.right, line.right))
         )
-        cells.append([says, left, right, line.difference, votes, line.verdict])
+        cells.append([says, left, line.claim.relation, right, line.difference, votes, line.verdict])
     if any(line.claim.figure for line in lines):
         files = [line.claim.figure.file if line.claim.figure else "" for line in lines]
         cells = [[*row, last] for row, last in zip(cells, ["figure", *files], strict=True)]

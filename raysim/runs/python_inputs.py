@@ -84,7 +84,7 @@ def _without_objects(key: str, value: Any) -> Any:
             return named["name"] if section != key and isinstance(named, Mapping) else named
     if isinstance(value, Mapping) and key.partition(".")[0] in SECTIONS_ABOVE:
         return {inner: _without_objects(f"{key}.{inner}", item) for inner, item in value.items()}
-    return value
+    return _plain(key, value)
 
 
 def _section(key: str, value: Any, name_of: Callable[[str, Any], Section]) -> Any:

@@ -29,8 +29,7 @@ from raysim.runs.run import ForkOrigin, ProgressCallback, execute
 from raysim.runs.run_dir import find_run_dir, is_closed, make_run_dir
 from raysim.tracking.abandoned import finish_abandoned
 from raysim.tracking.mlflow_client import check_database
-from raysim.tracking.recorder import Untracked, flatten_parameters
-from raysim.tracking.spool import SPOOL_FILE
+from raysim.tracking.recorder import flatten_parameters
 from raysim.training.groups import ClientGroup
 from raysim.training.local_step import LocalSettings
 from raysim.training.optimizers import kept, make_optimizer
@@ -72,10 +71,7 @@ def resume(
         RaysimError: anything else that stopped the run.
     """
     plan, folder, saved = reopen(run, named_inputs(overrides))
-    # A tracked run has a spool before its first checkpoint.
-    untracked = saved is not None and not (folder / SPOOL_FILE).exists()
-    tracker = Untracked() if untracked else None
-    return execute(plan, folder, saved, progress=progress or (lambda record: None), tracker=tracker)
+    return execute(plan, folder, saved, progress=progress or (lambda record: None))
 
 
 def fork(

@@ -54,6 +54,7 @@ from raysim.tracking.recorder import (
     Status,
     Untracked,
 )
+from raysim.tracking.spool import SPOOL_FILE
 from raysim.tracking.tracker import Tracker
 
 logger = logging.getLogger("raysim")
@@ -148,7 +149,8 @@ def execute(
         origin: the origin of a fork; None if the run is not a fork.
         progress: as for `run`.
         log: called with the text of each warning.
-        tracker: receives the metrics; the default is MLflow, as configured.
+        tracker: receives the metrics; the default is MLflow, as configured, or nothing if the
+            run is resumed and began untracked.
 
     Returns:
         The run's result.
@@ -162,6 +164,9 @@ def execute(
     run_dir = run_dir or make_run_dir(plan)
     with ExitStack() as closing:
         closing.enter_context(_own_folder(plan, run_dir, is_new))
+        if saved and not origin and not (run_dir / SPOOL_FILE).exists():
+            # A tracked run has a spool before its first checkpoint.
+            tracker = tracker or Untracked()
         run = _OpenRun(plan, run_dir, tracker, origin)
         closing.enter_context(processes.at_last(run.give_up))
         signals = closing.enter_context(stoppable())

@@ -15,6 +15,7 @@ import yaml
 from support.command_line import assert_one_message
 from support.sweeps import written
 
+import raysim
 from raysim.engine.resolve import prepare
 from raysim.rules.contract import ALGORITHMS, CLIENT_RULES, SERVER_RULES
 from raysim.rules.registry import discover
@@ -182,6 +183,20 @@ def test_run_and_resume_say_where_to_look(raysim_, small, tmp_path):
     finished = raysim_("resume", folder)
     assert finished.code == 2 and "rounds: 4 rounds are done" in finished.err
     assert raysim_("resume", tmp_path).code == 2
+
+
+def test_a_run_that_began_untracked_is_resumed_untracked(raysim_, small, tmp_path):
+    folder = tmp_path / "run"
+    keys = {"rounds": 4, "checkpoint.every": 1, "run_dir": folder}
+    raysim.run(small, keys, tracking=False, progress=_stop_after_one_round)
+    on = raysim_("resume", folder, "--json")
+    assert on.code == 0 and on.last["run_id"] == "" and "open in MLflow" not in on.err
+    assert on.last["rounds"] == 4 and not (folder / "spool.jsonl").exists()
+    assert on.last["digest"] == raysim_("run", small, "rounds=4", "--json").last["digest"]
+
+
+def _stop_after_one_round(record: dict[str, float]) -> bool:
+    return record["round"] == 1
 
 
 # -- one's own methods and nets --------------------------------------------------------------------

@@ -472,9 +472,7 @@ def test_a_seed_of_its_own_gives_every_run_the_same_clients(keys, digits):
 
 def test_clients_that_never_train_are_drawn_from_the_seed_of_the_run(digits):
     fixed = partition(name="iid", clients=40, seed=5)
-    left = [
-        tuple(np.flatnonzero(split_dataset(fixed, digits, s, 0.25).sizes == 0)) for s in (0, 1)
-    ]
+    left = [tuple(np.flatnonzero(split_dataset(fixed, digits, s, 0.25).sizes == 0)) for s in (0, 1)]
     assert left[0] != left[1]
 
 

@@ -242,7 +242,7 @@ def test_a_line_for_each_value():
         ("10", f"{OPEN} (no run of b)"),
     ]
     assert (
-        "| a beats b (partition.alpha 0.1) | a 30.00 % | b 40.00 % | -10.00 (one seed) | 0 : 1 |"
+        "| a beats b (partition.alpha 0.1) | a 30.00 % | above | b 40.00 % | -10.00 (one seed) | 0 : 1 |"
         in claims.claims_markdown(found)
     )
 
@@ -448,13 +448,13 @@ def test_the_command(store, tmp_path: Path, capsys: Any, monkeypatch: pytest.Mon
     }
     code, out, err = call([beats, much])
     assert code == 0 and out.splitlines() == [
-        "| claim | left | right | left − right [95 % interval] | seeds for : against | verdict "
-        "| figure |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-        "| x | a 56.25 ± 8.84 % | b 31.25 ± 8.84 % | +25.00 [+25.00, +25.00], p 0 | 2 : 0 "
+        "| claim | left | should be | right | left − right [95 % interval] | seeds for : against "
+        "| verdict | figure |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| x | a 56.25 ± 8.84 % | above | b 31.25 ± 8.84 % | +25.00 [+25.00, +25.00], p 0 | 2 : 0 "
         "| confirmed | beats.svg |",
         # 12.7062 · 8.8388 / √2 = 79.41 on both sides; p = 2/π · atan(6.25 / 46.25)
-        r"| much \| more | 43.75 ± 8.84 % | 90.00 % | -46.25 [-125.66, +33.16], p 0.086 | 0 : 2 "
+        r"| much \| more | 43.75 ± 8.84 % | above | 90.00 % | -46.25 [-125.66, +33.16], p 0.086 | 0 : 2 "
         "| not confirmed | claim-1.png |",
     ]
     assert "2 curves in beats.svg" in err and "<svg" in Path("beats.svg").read_text()

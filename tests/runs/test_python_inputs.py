@@ -82,6 +82,12 @@ def test_arrays_train_resume_in_the_shell_and_are_stored_once(config, cache, tmp
     assert len(list(cache.rglob("*"))) == 2
 
 
+def test_paths_and_numbers_of_numpy_are_plain_values():
+    inputs = {"run_dir": Path("runs/a"), "rounds": np.int64(3), "client_state": {"dir": Path("b")}}
+    plain = {"run_dir": "runs/a", "rounds": 3, "client_state": {"dir": "b"}}
+    assert named_inputs(inputs) == plain
+
+
 def test_forms_of_the_same_examples_are_the_same_run(config):
     x, y, x_test, y_test = ARRAYS
     tensors = [torch.tensor(a) for a in ARRAYS]

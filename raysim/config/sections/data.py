@@ -208,8 +208,8 @@ class Split(Section):
     """Keys that all partitions have."""
 
     seed: int | None = Field(default=None, ge=0, lt=2**63)
-    """Seed of the partition, of its validation set and of the clients' test examples, where all seeds
-    of a study shall have the same clients; null: that of the run."""
+    """Seed of the partition, of its validation set and of the clients' test examples, so that all
+    seeds of a study have the same clients; null: that of the run."""
     val_fraction: float = Field(default=0.0, ge=0, lt=1)
     """Probability with which each example moves to the validation set, which no client has. The
     evaluator reports on it (Xu 2022). A client may be left without examples."""
@@ -307,7 +307,7 @@ class OwnPartition(Named):
     overlap: bool = False
     """Whether clients may share examples."""
     seed: int | None = Field(default=None, ge=0, lt=2**63)
-    """Seed of the generator that the function gets, and of what is held out; null: that of the run."""
+    """Seed of the generator that the function gets and of what is held out; null: the run's."""
     val_fraction: float = Field(default=0.0, ge=0, lt=1)
     """Probability with which each example moves to the validation set, which no client has."""
     test: LocalTest | None = None
