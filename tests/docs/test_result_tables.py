@@ -1,0 +1,48 @@
+"""Tables of results are what their commands print: a README's table has the lines that the report
+makes from the ledger beside it, and configs/CLAIMS.md the verdicts."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+COMMAND = re.compile(r"^raysim (report (?:table|claims) .*--ledger [^#\n]*)", re.M)
+COMMANDS = [
+    (path, found.strip())
+    for path in sorted(CONFIGS.glob("*/README.md"))
+    for found in COMMAND.findall(path.read_text())
+]
+TURNED = ("full_tune_fmnist",)
+"""Ledgers whose table has a column where the command prints a row."""
+
+
+@pytest.mark.parametrize(("page", "command"), COMMANDS, ids=[c for _, c in COMMANDS])
+def test_a_table_is_what_its_command_prints(page: Path, command: str, raysim_: Callable):
+    said = raysim_(*shlex.split(command.replace(" configs/", f" {CONFIGS}/")))
+    assert said.code == 0, said.err
+    printed = [line for line in said.out.splitlines() if line.startswith("| ")]
+    assert len(printed) > 2
+    if any(name in command for name in TURNED):
+        return
+    place, kept = (
+        (CONFIGS / "CLAIMS.md", _of_a_claim) if "report claims" in command else (page, str)
+    )
+    written = {kept(line) for line in place.read_text().splitlines()}
+    missing = [line for line in printed if kept(line) not in written]
+    assert not missing, f"{place}: raysim {command} prints\n" + "\n".join(missing)
+
+
+def _of_a_claim(line: str) -> str:
+    """Return a line of claims without the names of the sides, which may be shorter on a page, and
+    without the column of figures."""
+    cells = line.strip("| ").split(" | ")
+    return " | ".join([cells[0], *cells[2:3], *cells[4:7]])
+
+
+def test_there_are_such_tables():
+    assert len(COMMANDS) > 8
