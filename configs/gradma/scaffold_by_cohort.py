@@ -1,0 +1,21 @@
+"""SCAFFOLD with a frequent mistake: the server's control variate moves by the mean over the cohort,
+sum(delta_c) / S, where Algorithm 1 of Karimireddy et al. (ICML 2020) divides by all N clients.
+
+    x <- x - server.lr * mean(delta);   c <- c + (1 / S) sum(delta_c)
+
+With N = 100 and S = 10, c is then ten times too large after the first round.
+"""
+
+from dataclasses import dataclass
+
+from raysim.algorithms.scaffold import SCAFFOLDServer
+from raysim.rules import Reports, State
+
+
+@dataclass(frozen=True)
+class ScaffoldByCohortServer(SCAFFOLDServer):
+    """The server of SCAFFOLD with c divided by the cohort."""
+
+    def update(self, state: State, reports: Reports) -> State:
+        c = state["c"] + reports.sum("delta_c") / len(reports.ids)
+        return {"x": state["x"] - self.lr * reports.mean("delta"), "c": c}
