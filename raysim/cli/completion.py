@@ -134,7 +134,7 @@ class _Schema:
     """
 
     def __init__(self, overrides: list[str]):
-        from raysim.config.loading import shipped_files
+        from raysim.config.shipped_files import shipped_files
 
         self.schema = json.loads(shipped_files("json")["schema"].read_text())
         for section in ONLY_IN_FILES:

@@ -30,7 +30,7 @@ def method_page(name: str) -> dict[str, Any]:
     Raises:
         ConfigError: there is no such method.
     """
-    from raysim.config.loading import shipped_files
+    from raysim.config.shipped_files import shipped_files
     from raysim.rules import contract, registry
 
     method = registry.find_rule("algorithm", registry.full_reference("algorithm", name))

@@ -20,23 +20,8 @@ from raysim.config import limited_yaml, renamed
 from raysim.config.explain import top_level_hint
 from raysim.config.schema import SECTIONS_WITH_NAME, Config
 from raysim.config.sections.base import named
+from raysim.config.shipped_files import FOLDER, shipped_files
 from raysim.errors import ConfigError, did_you_mean
-
-
-def shipped_files(kind: str = "yaml") -> dict[str, Path]:
-    """Return the shipped files of a kind by their paths below configs/, without the ending.
-
-    Args:
-        kind: ending of the files, without the dot, such as "yaml" or "csv".
-    """
-    package = Path(__file__).resolve().parents[1]
-    folders = (package / "configs", package.parent / "configs")
-    return {
-        str(p.relative_to(f).with_suffix("")): p
-        for f in folders
-        for p in sorted(f.rglob(f"*.{kind}"))
-    }
-
 
 SCHEMA_LINE = "# yaml-language-server: "
 """Beginning of the comment that names the file's JSON Schema for editors."""
@@ -75,7 +60,7 @@ def find_config(source: str | Path, folder: Path | None = None) -> Path:
     files = shipped_files()
     tried = [
         (folder or Path()) / text,
-        files.get(text.removeprefix("configs/").removesuffix(".yaml")),
+        files.get(text.removeprefix(FOLDER).removesuffix(".yaml")),
     ]
     for path in tried:
         if path is not None and os.path.isfile(path):  # False, too, for what can be no path

@@ -34,6 +34,7 @@ from typing import Any
 
 from raysim.config import python_objects
 from raysim.config.distributions import distribution_of
+from raysim.config.shipped_files import FOLDER, shipped_files
 from raysim.errors import ConfigError, with_cause
 from raysim.system.signals import reraise_stop
 from raysim.system.torchvision_operators import import_declaring_operators
@@ -183,13 +184,14 @@ def read_code(where: str, key: str) -> Code:
     """Return a file and the modules that it imports from its own folder, ready for import.
 
     Args:
-        where: path of a Python file; ~ is the home directory.
+        where: path of a Python file; ~ is the home directory. A path below configs/ that is no file
+            here is looked for among the shipped files.
         key: key that names the file, for errors.
 
     Raises:
         ConfigError: there is no such file.
     """
-    path = Path(os.path.expanduser(where)).absolute()
+    path = _python_file(where)
     known = _READ.get()
     if known is not None and path in known:
         return known[path]
@@ -203,6 +205,15 @@ def read_code(where: str, key: str) -> Code:
     if known is not None:
         known[path] = code
     return code
+
+
+def _python_file(where: str) -> Path:
+    """Return the absolute path of a Python file, which may be a shipped one."""
+    path = Path(os.path.expanduser(where)).absolute()
+    if where.startswith(FOLDER) and not path.is_file():
+        shipped = shipped_files("py").get(where.removeprefix(FOLDER).removesuffix(".py"))
+        return shipped or path
+    return path
 
 
 _READ: ContextVar[dict[Path, Code] | None] = ContextVar("files that were read", default=None)

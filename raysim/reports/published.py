@@ -20,8 +20,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from raysim.config import loading
 from raysim.config.schema import SECTIONS_WITH_NAME
+from raysim.config.shipped_files import shipped_files
 from raysim.errors import ConfigError, did_you_mean
 
 FIGURE_KEYS = ("best", "std", "target", "of", "rounds")
@@ -73,9 +73,7 @@ def read_published(name: str) -> list[PublishedResult]:
     Raises:
         ConfigError: The paper or file does not exist, or a line is invalid.
     """
-    known = {
-        path.removesuffix("/paper"): file for path, file in loading.shipped_files("csv").items()
-    }
+    known = {path.removesuffix("/paper"): file for path, file in shipped_files("csv").items()}
     path = Path(name) if name.endswith(".csv") else known.get(name)
     if path is None:
         raise ConfigError(

@@ -25,6 +25,7 @@ from raysim.cli.completion import (
 )
 from raysim.cli.json_schema import configuration_schema
 from raysim.config import limited_yaml, loading
+from raysim.config.shipped_files import shipped_files
 from raysim.engine.probes import BUILT_IN_PROBES
 from raysim.engine.resolve import prepare
 from raysim.rules.contract import ALGORITHMS
@@ -32,7 +33,7 @@ from raysim.rules.registry import discover
 
 discover()
 
-SCHEMA = loading.shipped_files("json")["schema"]
+SCHEMA = shipped_files("json")["schema"]
 
 
 def test_version(raysim_):

@@ -27,6 +27,7 @@ from raysim.runs.resume import forked
 from raysim.sweeps.definition import prepare_sweep
 from raysim.system import startup_stages
 
+REPOSITORY = Path(__file__).parents[2]
 RULE = """
 from dataclasses import dataclass
 
@@ -493,6 +494,19 @@ def test_a_file_in_a_package_may_name_the_package(tmp_path):
         "base.py",
         "__init__.py",
     }
+
+
+def test_a_shipped_rule_is_found_from_any_folder(tmp_path, monkeypatch):
+    """It is the same run there, and a file of this path in the working folder comes first."""
+    name = "gradma/full_scaffold_mnist"
+    monkeypatch.chdir(REPOSITORY)
+    here = prepare_sweep(name, [], "runs").trials[0].config.fingerprint
+    monkeypatch.chdir(tmp_path)
+    assert prepare_sweep(name, [], "runs").trials[0].config.fingerprint == here
+    mine = tmp_path / "configs" / "gradma" / "scaffold_by_cohort.py"
+    mine.parent.mkdir(parents=True)
+    mine.write_text((REPOSITORY / "configs/gradma/scaffold_by_cohort.py").read_text() + "# mine\n")
+    assert prepare_sweep(name, [], "runs").trials[0].config.fingerprint != here
 
 
 def test_an_edited_file_is_loaded_anew_and_a_mistake_has_its_line(tmp_path):

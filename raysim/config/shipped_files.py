@@ -1,0 +1,23 @@
+"""Files that raysim ships below configs/: configurations, published numbers, rules of studies."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+FOLDER = "configs/"
+"""Beginning of the path of a shipped file, in a clone and from any other folder."""
+
+
+def shipped_files(kind: str = "yaml") -> dict[str, Path]:
+    """Return the shipped files of a kind by their paths below configs/, without the ending.
+
+    Args:
+        kind: ending of the files, without the dot, such as "yaml", "csv" or "py".
+    """
+    package = Path(__file__).resolve().parents[1]
+    folders = (package / "configs", package.parent / "configs")
+    return {
+        str(p.relative_to(f).with_suffix("")): p
+        for f in folders
+        for p in sorted(f.rglob(f"*.{kind}"))
+    }
