@@ -8,6 +8,7 @@ of a side that differ in more than their seed the mean counts.
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,6 +19,8 @@ from raysim.metrics import is_share
 from raysim.reports import grouping
 from raysim.reports.claim_section import Claim, ClaimSide, RoundsTo
 from raysim.reports.comparisons import paired_difference
+from raysim.reports.grouping import by_size
+from raysim.reports.published import same_value
 from raysim.reports.tables import (
     MISSING_TEXT,
     MeanStd,
@@ -101,8 +104,8 @@ def _lines(claim: Claim, runs_of: RunsOf, place: str) -> list[ClaimResult]:
         if key not in fixed and any(grouping.value_of(run.params, key) for run in right)
     ]
     compared = [*left, *right] if free == keys else left
-    groups = grouping.grouped(compared, keys) if keys and compared else []
-    if not groups:
+    lines = _values_of_lines(claim, pool, compared, keys) if keys and compared else []
+    if not lines:
         return [_line(claim, {}, runs_of_sides)]
     return [
         _line(
@@ -113,8 +116,41 @@ def _lines(claim: Claim, runs_of: RunsOf, place: str) -> list[ClaimResult]:
                 for runs, side_keys in zip(runs_of_sides, (keys, free), strict=False)
             ],
         )
-        for named, _ in groups
+        for named in lines
     ]
+
+
+def _values_of_lines(
+    claim: Claim,
+    pool: Sequence[TrackedRun],
+    compared: Sequence[TrackedRun],
+    keys: Sequence[str],
+) -> list[dict[str, str]]:
+    """Return the values of the keys in each line: those of the runs, and those the left side lists.
+
+    A listed value without a run has a line too, so that the report shows what is missing. This
+    needs groups of the same keys.
+    """
+    found = [named for named, _ in grouping.grouped(compared, keys)]
+    full_names = grouping.resolved(pool, claim.left.where, "where")
+    listed = {
+        key: values
+        for key, values in zip(full_names, claim.left.where.values(), strict=True)
+        if key in keys and len(values) > 1
+    }
+    if any(len(named) < len(keys) for named in found):
+        return found
+    missing = []
+    for named in found:
+        for values in itertools.product(*listed.values()):
+            expected = {**named, **dict(zip(listed, values, strict=True))}
+            if not any(_same(expected, known) for known in (*found, *missing)):
+                missing.append(expected)
+    return sorted([*found, *missing], key=lambda named: [by_size(named[key]) for key in keys])
+
+
+def _same(named: Mapping[str, str], other: Mapping[str, str]) -> bool:
+    return all(same_value(value, other[key]) for key, value in named.items())
 
 
 def _sides(claim: Claim) -> dict[str, ClaimSide]:
@@ -145,7 +181,7 @@ def _line(
     apart = [_minus(measured[0][seed], measured[1][seed]) for seed in seeds]
     votes = [_holds(claim, span) for span in apart]
     count = (votes.count(True), votes.count(False))
-    missing = _missing_runs(runs_of_sides, sides)
+    missing = _missing_runs(runs_of_sides, [_narrowed(side.where, named) for side in sides])
     verdict = f"{OPEN} ({missing})" if missing else _verdict(claim, apart, votes)
     left, right = texts
     difference = _difference_text(claim, apart)
@@ -155,12 +191,9 @@ def _line(
 def _name_of_side(line: ClaimResult, where: Mapping[str, Sequence[str]]) -> str:
     """Return the values by which a side differs from the other one, such as "fedavg"; or ""."""
     sides = (line.claim.left.where, line.claim.right.where)
-    named = {}
-    for key, values in where.items():
-        of_line = line.named.get(key, line.named.get(f"{key}.name"))
-        if any(side.get(key) != values for side in sides):
-            named[key] = of_line if of_line in values else " or ".join(map(str, values))
-    return grouping.label(named)
+    in_line = _narrowed(where, line.named)
+    named = {key: v for key, v in in_line.items() if any(s.get(key) != where[key] for s in sides)}
+    return grouping.label({key: " or ".join(map(str, values)) for key, values in named.items()})
 
 
 def _difference_text(claim: Claim, apart: Sequence[Span]) -> str:
@@ -183,14 +216,23 @@ def _verdict(claim: Claim, apart: Sequence[Span], votes: Sequence[bool | None]) 
     return f"{OPEN} ({'not every seed' if True in votes else 'no run'} reached the target)"
 
 
-def _missing_runs(runs_of_sides: Sequence[Sequence[TrackedRun]], sides: Sequence[ClaimSide]) -> str:
+def _narrowed(
+    where: Mapping[str, Sequence[str]], named: Mapping[str, str]
+) -> dict[str, Sequence[str]]:
+    """Return the values of a side in one line: of a key of the line only its value there."""
+    in_line = {key: named.get(key, named.get(f"{key}.name")) for key in where}
+    return {
+        key: [v for v in values if v == in_line[key]] or values for key, values in where.items()
+    }
+
+
+def _missing_runs(
+    runs_of_sides: Sequence[Sequence[TrackedRun]], wheres: Sequence[Mapping[str, Sequence[str]]]
+) -> str:
     """Return which runs of these sides are missing: a whole side, or a seed of one."""
     seeds = {_seed(run) for runs in runs_of_sides for run in runs}
-    for runs, side in zip(runs_of_sides, sides, strict=True):
-        name = (
-            grouping.label({key: " or ".join(values) for key, values in side.where.items()})
-            or "any kind"
-        )
+    for runs, where in zip(runs_of_sides, wheres, strict=True):
+        name = grouping.label({k: " or ".join(map(str, v)) for k, v in where.items()}) or "any kind"
         if not runs:
             return f"no run of {name}"
         for named, members in grouping.grouped(runs):

@@ -272,6 +272,24 @@ def test_each_of_methods_that_have_no_run_yet():
     assert line.verdict == f"{OPEN} (no run of a or b)"
 
 
+def test_a_listed_method_without_a_run_has_a_line():
+    """In each scenario in which it is missing."""
+    there = [("a", 1), ("b", 1), ("c", 1), ("a", 2), ("c", 2)]
+    found = lines(
+        [run([0.0, 0.5], algorithm=name, alpha=alpha, seed=0) for name, alpha in there],
+        left={"where": {"algorithm": ["b", "a"]}},
+        right={"where": {"algorithm": "c"}},
+        each=["partition.alpha", "algorithm"],
+    )
+    assert [(*line.named.values(), line.verdict) for line in found] == [
+        ("1", "a", f"{REFUTED} (one seed)"),
+        ("1", "b", f"{REFUTED} (one seed)"),
+        ("2", "a", f"{REFUTED} (one seed)"),
+        ("2", "b", f"{OPEN} (no run of b)"),
+    ]
+    assert found[-1].left == "–" and found[-1].right == "50.00 %"
+
+
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
