@@ -23,6 +23,9 @@ CONFIDENCE = 0.95
 
 OPTION = "compare_with (--compare-with)"
 
+_ROUNDING = 1e-12
+"""Differences that are this close, relative to the values, are equal."""
+
 
 def paired_difference(values: Sequence[float], references: Sequence[float]) -> PairedDifference:
     """Return the mean of value minus reference over seeds, with its interval.
@@ -32,15 +35,14 @@ def paired_difference(values: Sequence[float], references: Sequence[float]) -> P
         references: The reference's values with the same seeds, in the same order.
 
     Returns:
-        The difference. A single seed has neither an interval nor a p-value. If all differences are
-        equal, the interval is that value, and the p-value is 0, or 1 for no difference.
+        The difference. A single seed has neither an interval nor a p-value, nor have differences
+        that are all equal up to rounding: without a deviation there is no test.
     """
     differences = [value - reference for value, reference in zip(values, references, strict=True)]
     mean = statistics.fmean(differences)
-    if len(differences) < 2:
+    size = max(map(abs, [*values, *references]))
+    if all(math.isclose(difference, mean, abs_tol=_ROUNDING * size) for difference in differences):
         return PairedDifference(mean, None, None, None, len(differences))
-    if len(set(differences)) == 1:
-        return PairedDifference(mean, mean, mean, float(mean == 0), len(differences))
     from scipy import stats  # takes half a second, which other reports save
 
     test = stats.ttest_rel(values, references)

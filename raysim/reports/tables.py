@@ -63,13 +63,13 @@ class PairedDifference:
     """Mean difference of the best values."""
 
     low: float | None
-    """Lower end of the 95 % interval of the mean; None for one seed."""
+    """Lower end of the 95 % interval of the mean; None for one seed or equal differences."""
 
     high: float | None
     """Upper end."""
 
     p_value: float | None
-    """Two-sided p-value of the paired t-test; None for one seed."""
+    """Two-sided p-value of the paired t-test; None where there is no interval."""
 
     n: int
     """Number of seeds."""
@@ -346,7 +346,7 @@ def difference_text(difference: PairedDifference | None, percent: bool) -> str:
     scale, form = (100, "+.2f") if percent else (1, "+.4g")
     text = f"{difference.mean * scale:{form}}"
     if difference.low is None or difference.high is None:
-        return f"{text} (one seed)"
+        return f"{text} ({'one seed' if difference.n == 1 else 'on each seed'})"
     ends = f"{difference.low * scale:{form}}, {difference.high * scale:{form}}"
     return f"{text} [{ends}], p {difference.p_value:.2g}"
 

@@ -45,9 +45,14 @@ def test_the_interval_is_that_of_the_paired_t_test(n):
 def test_one_seed_and_equal_differences():
     one = paired_difference([0.6], [0.5])
     assert (one.low, one.high, one.p_value, one.n) == (None, None, None, 1)
-    same = paired_difference([0.5, 0.75], [0.25, 0.5])
-    assert (same.low, same.high, same.p_value) == (0.25, 0.25, 0.0)
-    assert paired_difference([0.5, 0.75], [0.5, 0.75]).p_value == 1.0
+    for ours, theirs in (
+        ([0.5, 0.75], [0.25, 0.5]),
+        ([0.5, 0.75], [0.5, 0.75]),
+        ([0.1, 0.2, 0.3], [0.05, 0.15, 0.25]),  # equal up to rounding
+    ):
+        same = paired_difference(ours, theirs)
+        assert same.mean == pytest.approx(ours[0] - theirs[0])
+        assert (same.low, same.high, same.p_value, same.n) == (None, None, None, len(ours))
 
 
 def test_rows_are_compared_with_the_best_reference_of_their_scenario():
