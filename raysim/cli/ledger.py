@@ -57,6 +57,7 @@ def check(
     """List damaged, contradicting and outdated rows; exit with 1 if there are any."""
     from raysim.config.loading import parse_overrides
     from raysim.runs import recomputed
+    from raysim.system.cpu_kind import cpu_kind, may_be_this_kind
     from raysim.tracking import ledger
 
     problems: list[str] = []
@@ -65,7 +66,12 @@ def check(
         problems.append(line)
         _aside(line)
 
+    if not recompute and (keys or where):
+        given = (keys or [f"--where {text}" for text in where or []])[0]
+        raise ConfigError(f"{given}: only for rows that are trained again; add --recompute 1")
     rows = ledger.read_rows([file], name, missing=_MISSING)
+    if problems:
+        _aside(f"`raysim ledger merge {file} -o NEW` leaves such rows out")
     for row in rows:
         if reason := recomputed.why_other_identity(row):
             name(f"{row.place}: {reason}")
@@ -74,6 +80,12 @@ def check(
     overrides = parse_overrides(keys or [])
     chosen = recomputed.having(recomputed.comparable(rows), where or [])
     for row in chosen[:recompute]:
+        if not may_be_this_kind(row.cpu):
+            print(
+                f"{row.place} ({row.title}): not trained again: it was computed on {row.cpu}, "
+                f"whose last bits differ from those of this machine, {cpu_kind()}"
+            )
+            continue
         _aside(f"{row.place} ({row.title}): training again; it took {row.seconds:.0f} s")
         result = recomputed.recompute(row, overrides)
         print(result.text)

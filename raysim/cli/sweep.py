@@ -58,6 +58,13 @@ def sweep(
             "rows are appended"
         ),
     ] = None,
+    where: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="KEY=VALUE: only the trials with this value, e.g. algorithm=fedavg or seed=1,2; "
+            "may be repeated"
+        ),
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="last line of standard output: one JSON object")
     ] = False,
@@ -70,9 +77,11 @@ def sweep(
 
     console = Console(stderr=as_json, highlight=False)
     with preparing(console, "checking the trials"):
-        planned = sweeps.prepare_sweep(config, overrides or [], folder)
+        planned = sweeps.prepare_sweep(config, overrides or [], folder, where or [])
         book = None if ledger is None else sweeps.SweepLedger(ledger, planned, _aside)
-    taken = book.taken if book else {}
+    if book and book.note:
+        _aside(book.note)
+    taken = book.taken if book else None
     if dry_run:
         _list_trials(planned, taken, console)
         return
@@ -97,14 +106,14 @@ def _aside(line: str) -> None:
     print(line, file=sys.stderr)
 
 
-def _list_trials(planned: Sweep, taken: Mapping[Path, Row], console: Console) -> None:
+def _list_trials(planned: Sweep, taken: Mapping[Path, Row] | None, console: Console) -> None:
     """Print a table of the trials."""
     from raysim.sweeps.search_space import as_text
 
     table = Table("", *planned.axes, "folder", box=None)
     for trial in planned.trials:
         values = [as_text(trial.values[key]) if key in trial.values else "" for key in planned.axes]
-        state = "ledger" if trial.folder in taken else "done" if planned.done(trial) else ""
+        state = "ledger" if trial.folder in (taken or {}) else "done" if planned.done(trial) else ""
         table.add_row(state, *values, trial.folder.name)
     print_table(table, console)
     console.print(
@@ -113,10 +122,10 @@ def _list_trials(planned: Sweep, taken: Mapping[Path, Row], console: Console) ->
     console.print(_size(planned, taken))
 
 
-def _size(planned: Sweep, taken: Mapping[Path, Row]) -> str:
-    """Return the number of trials as text."""
+def _size(planned: Sweep, taken: Mapping[Path, Row] | None) -> str:
+    """Return the number of trials as text; `taken` is None without a ledger."""
     completed = sum(map(planned.done, planned.trials))
-    rows = f", {len(taken)} in the ledger" if taken else ""
+    rows = "" if taken is None else f", {len(taken)} in the ledger"
     merged = f", {planned.merged} further ones would compute the same" if planned.merged else ""
     count = "1 trial" if len(planned.trials) == 1 else f"{len(planned.trials)} trials"
     return f"{count} ({completed} already there{rows}{merged})"
@@ -154,11 +163,11 @@ class _SweepProgress:
     running trials.
     """
 
-    def __init__(self, planned: Sweep, taken: Mapping[Path, Row], console: Console):
+    def __init__(self, planned: Sweep, taken: Mapping[Path, Row] | None, console: Console):
         stopping = planned.settings.early_stopping
         self.console = console
         self.total = len(planned.trials)
-        self.ended = sum(map(planned.done, planned.trials)) + len(taken)
+        self.ended = sum(map(planned.done, planned.trials)) + len(taken or ())
         self.counts: Counter[str] = Counter()
         from raysim.config.sections.evaluation import DEFAULT_BEST
 

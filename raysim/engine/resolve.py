@@ -97,10 +97,10 @@ def read_run_config(
     if raw.pop("sweep", None) is not None:
         file = "this configuration" if isinstance(source, Mapping) else str(source)
         chosen = [] if isinstance(overrides, Mapping) else [shlex.quote(text) for text in overrides]
-        command = " ".join(["raysim sweep", file, *chosen])
+        command = " --where ".join([f"raysim sweep {file}", *(chosen or ["seed=1"])])
         raise ConfigError(
-            f"sweep: {file} describes several runs, itself or by what it extends; `{command}` "
-            f"trains {'those that the overrides choose' if chosen else 'them; seed=1 chooses some'}"
+            f"sweep: {file} describes several runs, itself or by what it extends; `raysim sweep "
+            f"{file}` trains them, and `{command}` those with these values"
         )
     if "match" in raw:
         raise ConfigError(

@@ -13,7 +13,14 @@ from dataclasses import replace
 from raysim.errors import ConfigError
 from raysim.metrics import lower_is_better
 from raysim.reports import published
-from raysim.reports.grouping import grouped, resolved, split_scenario, value_of, varied
+from raysim.reports.grouping import (
+    PARTITION_SEED,
+    grouped,
+    resolved,
+    split_scenario,
+    value_of,
+    varied,
+)
 from raysim.reports.tables import MeanStd, Rank, TableRow, sort_key
 from raysim.reports.tracked import TrackedRun
 
@@ -98,7 +105,7 @@ def _row(
         },
         target,
         ", ".join(f"{count} {reason}" for reason, count in reasons.items()),
-        pooled=bool(varied([run.params for run in members])),
+        pooled=any(key != PARTITION_SEED for key in varied([run.params for run in members])),
     )
 
 

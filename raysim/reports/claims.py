@@ -235,11 +235,20 @@ def _missing_runs(
         name = grouping.label({k: " or ".join(map(str, v)) for k, v in where.items()}) or "any kind"
         if not runs:
             return f"no run of {name}"
-        for named, members in grouping.grouped(runs):
+        for named, members in _methods(runs):
             if lacking := sorted(seeds - {_seed(run) for run in members}):
                 which = ", ".join(filter(None, [name, grouping.label(named)]))
                 return f"no run of {which} with seed {', '.join(lacking)}"
     return ""
+
+
+def _methods(
+    runs: Sequence[TrackedRun],
+) -> list[tuple[dict[str, str], list[TrackedRun]]]:
+    """Return the runs in groups that differ only in their seeds, that of the partition included."""
+    varied = grouping.varied([run.params for run in runs])
+    keys = [key for key in varied if key != grouping.PARTITION_SEED]
+    return grouping.grouped(runs, keys) if keys else [({}, list(runs))]
 
 
 def _measured(runs: Iterable[TrackedRun], side: ClaimSide) -> dict[str, Span]:
@@ -289,7 +298,7 @@ def _holds(claim: Claim, apart: Span) -> bool | None:
 
 
 def _seed(run: TrackedRun) -> str:
-    return run.params.get("seed", "0")
+    return grouping.replicate(run.params)
 
 
 def _is_percent(side: ClaimSide) -> bool:

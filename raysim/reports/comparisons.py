@@ -1,8 +1,9 @@
 """Paired comparisons: how much better a method is than a reference method with the same seeds.
 
 Runs with the same seed share their data split, their initial model and their cohorts. So the
-difference of two methods is taken seed by seed, which removes what both have in common. The
-interval and the p-value are those of the paired t-test (`scipy.stats.ttest_rel`).
+difference of two methods is taken seed by seed (and where `partition.seed` is set, for each pair of
+both seeds), which removes what both have in common. The interval and the p-value are those of the
+paired t-test (`scipy.stats.ttest_rel`).
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from raysim.errors import ConfigError
+from raysim.errors import ConfigError, did_you_mean
 from raysim.metrics import lower_is_better
-from raysim.reports.grouping import having, split_scenario
+from raysim.reports.grouping import having, replicate, resolved, split_scenario, value_of
 from raysim.reports.tables import PairedDifference, TableRow, sort_key
 from raysim.reports.tracked import TrackedRun
 
@@ -83,14 +84,16 @@ def compared(
     for row in sorted(table, key=lambda row: sort_key(row, lower)):
         if row.best and not row.pooled and chosen.issuperset(row.run_ids):
             references.setdefault(split_scenario(row.parameters)[0], row)
+    if not chosen:
+        (name,) = resolved(runs, [key], OPTION)
+        known = filter(None, {value_of(run.params, name) for run in runs})
+        raise ConfigError(f"{OPTION}: no run has {reference}{did_you_mean(value, known)}")
     if not references:
         raise ConfigError(
             f"{OPTION}: no row has only runs with {reference}; name a value that runs have, and "
             "use group (--group) so that it has a row of its own"
         )
-    best_of = {
-        run.run_id: (run.params.get("seed", "0"), run.best(lower)) for run in runs if run.history
-    }
+    best_of = {run.run_id: (replicate(run.params), run.best(lower)) for run in runs if run.history}
 
     def by_seed(row: TableRow) -> dict[str, float]:
         best_by_seed = dict(best_of[run_id] for run_id in row.run_ids if run_id in best_of)

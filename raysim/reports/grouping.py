@@ -45,13 +45,7 @@ def resolved(runs: Sequence[TrackedRun], keys: Iterable[str], option: str) -> li
     known = {key for run in runs for key in run.params}
     full_names = []
     for key in keys:
-        rest = key.removeprefix("algorithm.")
-        candidates = (
-            key,
-            f"{key}.name",
-            *(f"{half}.{rest}" for half in ("server", "client") if rest != key),
-        )
-        full = next((k for k in candidates if k in known or k == SIDE_COLUMN), None)
+        full = next((k for k in _candidates(key) if k in known or k == SIDE_COLUMN), None)
         if full is None:
             hint = did_you_mean(key, map(short, known))
             reason = (
@@ -60,6 +54,20 @@ def resolved(runs: Sequence[TrackedRun], keys: Iterable[str], option: str) -> li
             raise ConfigError(f"{option}: {reason}")
         full_names.append(full)
     return full_names
+
+
+PARTITION_SEED = "partition.seed"
+"""Seed of the partition alone; null: that of the run."""
+
+
+def replicate(params: Mapping[str, str]) -> str:
+    """Return which repetition of an experiment a run is: its seed, after that of its partition.
+
+    Args:
+        params: Parameters of the run.
+    """
+    seed, partition = params.get("seed", "0"), params.get(PARTITION_SEED, "null")
+    return seed if partition == "null" else f"{partition}/{seed}"
 
 
 def value_of(params: Mapping[str, str], key: str) -> str | None:
@@ -100,6 +108,47 @@ def having(
         )
 
     return [run for run in runs if all(has(run, key, values) for key, values in allowed.items())]
+
+
+def with_values(params: Sequence[Mapping[str, str]], where: Sequence[str], noun: str) -> list[int]:
+    """Return the positions of the runs whose parameters have given values.
+
+    Args:
+        params: Values by parameter, of each run.
+        where: KEY=VALUE texts, or KEY=VALUE,VALUE for any of several. Names are those of
+            `resolved`, and numbers are compared as numbers.
+        noun: What has the parameters, for errors: "row", or "trial".
+
+    Raises:
+        ConfigError: A text is not KEY=VALUE, or no run has the key or all the values.
+    """
+    kept = range(len(params))
+    for text in where:
+        key, _, allowed = text.partition("=")
+        if not key or not allowed:
+            raise ConfigError(f"--where: '{text}' is not KEY=VALUE")
+        known = sorted({name for entry in params for name in entry})
+        name = next((name for name in _candidates(key) if name in known), None)
+        if name is None:
+            raise ConfigError(f"--where: no {noun} has a key '{key}'{did_you_mean(key, known)}")
+        values = sorted({str(params[i][name]) for i in kept if name in params[i]})
+        chosen = [
+            value
+            for value in values
+            if any(published.same_value(value, one) for one in [allowed, *allowed.split(",")])
+        ]
+        if not chosen:
+            near = did_you_mean(allowed, values)
+            raise ConfigError(f"--where: no {noun} has {name}={allowed}{near}")
+        kept = [i for i in kept if params[i].get(name) in chosen]
+    return list(kept)
+
+
+def _candidates(key: str) -> tuple[str, ...]:
+    """Return the full names that a name of a parameter may stand for, the likeliest first."""
+    rest = key.removeprefix("algorithm.")
+    halves = [f"{half}.{rest}" for half in ("server", "client") if rest != key]
+    return key, f"{key}.name", *halves
 
 
 def grouped(

@@ -14,7 +14,7 @@ from raysim.config.schema import Config
 from raysim.engine.plan import Plan
 from raysim.engine.resolve import prepare
 from raysim.errors import ConfigError, did_you_mean, in_a_line
-from raysim.reports.published import same_value
+from raysim.reports import grouping
 from raysim.runs.run import execute
 from raysim.system.cpu_kind import cpu_kind, may_be_this_kind
 from raysim.tracking.ledger_row import Row, kept_config
@@ -74,27 +74,13 @@ def having(rows: Sequence[Row], where: Sequence[str]) -> list[Row]:
 
     Args:
         rows: rows of any ledgers.
-        where: KEY=VALUE texts; `algorithm` stands for `algorithm.name`, as in reports. Numbers are
-            compared as numbers.
+        where: KEY=VALUE texts, as for `grouping.with_values`.
 
     Raises:
         ConfigError: a text is not KEY=VALUE, or no row has the key or all the values.
     """
     params = [flatten_parameters(row.config) for row in rows]
-    for text in where:
-        key, _, value = text.partition("=")
-        if not key or not value:
-            raise ConfigError(f"--where: '{text}' is not KEY=VALUE")
-        known = sorted({name for entry in params for name in entry})
-        name = next((name for name in (key, f"{key}.name") if name in known), None)
-        if name is None:
-            raise ConfigError(f"--where: no row has a key '{key}'{did_you_mean(key, known)}")
-        kept = [i for i, entry in enumerate(params) if same_value(entry.get(name, ""), value)]
-        if not kept:
-            values = sorted({str(entry[name]) for entry in params if name in entry})
-            raise ConfigError(f"--where: no row has {name}={value}{did_you_mean(value, values)}")
-        rows, params = [rows[i] for i in kept], [params[i] for i in kept]
-    return list(rows)
+    return [rows[i] for i in grouping.with_values(params, where, "row")]
 
 
 def why_other_identity(row: Row) -> str:
@@ -205,6 +191,7 @@ def carry_rows(
         ConfigError: A configuration is not valid with today's keys, or a group has no row that was
             computed on this CPU capability, or a row gave another digest.
     """
+    _check_renames(rows, renamed)
     carried: list[Row] = []
     groups: dict[tuple[str, ...], list[tuple[Row, Row]]] = {}
     for row in rows:
@@ -237,6 +224,15 @@ def carry_rows(
             raise ConfigError(f"{tried.text}; nothing is carried over ({title})")
         say(f"{title}: {tried.text}; rows carried over: {len(pairs)}")
     return carried
+
+
+def _check_renames(rows: Sequence[Row], renamed: Mapping[str, str]) -> None:
+    """Raise ConfigError for the old name of a key that no row has."""
+    for old in renamed:
+        *path, last = old.split(".")
+        if not any(last in (_section(dict(row.config), path, False) or {}) for row in rows):
+            known = {key for row in rows for key in flatten_parameters(row.config)}
+            raise ConfigError(f"--rename: no row has a key '{old}'{did_you_mean(old, known)}")
 
 
 def _renamed(row: Row, renamed: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:

@@ -11,7 +11,7 @@ import csv
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -29,6 +29,7 @@ from raysim.config.tracking_uri import redacted_uri
 from raysim.engine import early_stop, resolve
 from raysim.errors import ConfigError, did_you_mean
 from raysim.metrics import lower_is_better
+from raysim.reports import grouping
 from raysim.reports.claim_section import Claim, check_sides, read_claims
 from raysim.rules import registry
 from raysim.runs.python_inputs import SECTIONS_OF_RULES
@@ -377,6 +378,7 @@ def prepare_sweep(
     source: str | Path | Mapping[str, Any],
     overrides: Iterable[str] | Mapping[str, Any] = (),
     folder: str | Path | None = None,
+    where: Sequence[str] = (),
 ) -> Sweep:
     """Read a sweep and check all its trials; nothing is started or written.
 
@@ -387,12 +389,14 @@ def prepare_sweep(
             `search_space`) varies the key in every grid and replaces the key's values in the file.
             In a mapping, a list holds several values.
         folder: folder of the runs. Default: `runs`.
+        where: "key=value" or "key=value,value" texts; only trials with these values are kept.
 
     Returns:
         The sweep, with all trials resolved and without those that compute the same.
 
     Raises:
-        ConfigError: the sweep is invalid, or a trial cannot run; the message names its values.
+        ConfigError: the sweep is invalid, or a trial cannot run, or no trial has the values of
+            `where`; the message names the values.
     """
     overrides = overrides if isinstance(overrides, Mapping) else list(overrides)
     described = read_sweep(source, overrides)
@@ -419,13 +423,22 @@ def prepare_sweep(
     everything = list(trials.values())
     if not overrides:  # which may leave out the runs of some claims
         _check_claims(read_claims(source), [trial.config for trial in everything])
+    everything = [
+        everything[i]
+        for i in grouping.with_values(
+            [flatten_parameters(kept_config(trial.config)) for trial in everything], where, "trial"
+        )
+    ]
+    axes = search_space.varied_values(trial.values for trial in everything) if where else axes
     settings = described.settings
     if settings.early_stopping is not None:
         stopping = settings.early_stopping.of(everything[0].config)
         _check_stopping(stopping, stopping.metric or "", [trial.config for trial in everything])
         settings = settings.model_copy(update={"early_stopping": stopping})
     name = "sweep" if isinstance(source, Mapping) else Path(source).stem
-    whole = hashlib.sha256(" ".join(sorted(trials)).encode()).hexdigest()[:12]
+    kept = {trial.folder for trial in everything}
+    keys = sorted(key for key, trial in trials.items() if trial.folder in kept)
+    whole = hashlib.sha256(" ".join(keys).encode()).hexdigest()[:12]
     sweeps = everything[0].folder.parents[1] / "sweeps"
     merged = len(described.points) - len(trials)
     base = described.raw({})

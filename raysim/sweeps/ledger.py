@@ -47,6 +47,7 @@ class SweepLedger:
     def __init__(self, path: str | Path, sweep: Sweep, say: Callable[[str], None]):
         self.path = Path(path)
         check_writable(self.path)
+        is_new = not self.path.exists()
         rows = read_rows([self.path], say)
         self._stopping = sweep.settings.early_stopping
         self._known = {row.key for row in rows}
@@ -61,6 +62,10 @@ class SweepLedger:
             candidates = by_identity.get(trial.config.fingerprint, [])
             if row := _row_for(trial.config, candidates, self._stopping):
                 self.taken[trial.folder] = row
+        self.note = f"{self.path}: a new ledger" if is_new else ""
+        """What may be a mistake in the choice of the file; "" if nothing."""
+        if rows and not self.taken and not all(map(sweep.done, sweep.trials)):
+            self.note = f"{self.path}: none of its {len(rows)} rows is of a trial of this sweep"
         _name_versions([*self.taken.values()], say)
 
     def restore(self, trial: Trial, parent: str) -> None:

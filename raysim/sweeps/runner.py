@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ def sweep(
     parallel: int | None = None,
     folder: str | Path | None = None,
     ledger: str | Path | None = None,
+    where: Sequence[str] = (),
     watch: WatchCallback = lambda trial, state, facts: None,
 ) -> SweepResult:
     """Run an experiment for many values of its keys; a repeated call runs what is missing.
@@ -57,6 +58,7 @@ def sweep(
         folder: folder of the trials; the default is `runs`.
         ledger: file with a row for each finished run; None: no ledger. Trials whose rows are there
             are not trained; the rows of the others are appended.
+        where: "key=value" or "key=value,value" texts; only trials with these values are trained.
         watch: called with each trial, its state and its facts; see `WatchCallback`.
 
     Returns:
@@ -66,8 +68,11 @@ def sweep(
         ConfigError: a trial cannot run, or the ledger cannot be used; nothing has started.
         RaysimError: the tracking store cannot be used, or another sweep runs in the same folder.
     """
-    planned = prepare_sweep(named_source(source), named_inputs(overrides, several=True), folder)
+    inputs = named_inputs(overrides, several=True)
+    planned = prepare_sweep(named_source(source), inputs, folder, where)
     book = None if ledger is None else SweepLedger(ledger, planned, logger.warning)
+    if book and book.note:
+        logger.info("%s", book.note)
     return run_sweep(planned, parallel, watch, book)
 
 

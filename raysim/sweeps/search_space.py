@@ -397,18 +397,31 @@ def points(grid: Mapping[str, Axis], samples: int, seed: int) -> Iterator[dict[s
 
 
 def varied_values(points: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Return the keys that have several values, with these.
+    """Return the keys that distinguish points, with their values.
+
+    These are the keys with several values, and of the keys that only some points have those that
+    points with equal values of the others differ in.
 
     Args:
         points: values by key, of each point.
     """
+    points = list(points)
     axes: dict[str, list[Any]] = {}
     for point in points:
         for key, value in point.items():
             values = axes.setdefault(key, [])
             if value not in values:
                 values.append(value)
-    return {key: values for key, values in axes.items() if len(values) > 1}
+    varied = [key for key, values in axes.items() if len(values) > 1]
+    for key in axes:
+        if key not in varied and _count(points, [*varied, key]) > _count(points, varied):
+            varied.append(key)
+    return {key: values for key, values in axes.items() if key in varied}
+
+
+def _count(points: Iterable[Mapping[str, Any]], keys: Iterable[str]) -> int:
+    """Return the number of points that differ in some keys."""
+    return len({as_text([point.get(key, "absent") for key in keys]) for point in points})
 
 
 def _plain_key(key: str) -> str:

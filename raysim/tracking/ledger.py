@@ -18,6 +18,9 @@ from raysim.errors import ConfigError
 from raysim.system import files
 from raysim.tracking.ledger_row import BadRow, Row, as_line, from_line
 
+FIRST_BYTES = b'{"ledger"'
+"""How each row begins, also one that a crash has cut off."""
+
 Say = Callable[[str], None]
 """Called with one line for each row that is left out or in doubt."""
 
@@ -32,7 +35,7 @@ def read_rows(paths: Iterable[str | Path], say: Say, missing: str = "") -> list[
             is an empty ledger.
 
     Raises:
-        ConfigError: A file does not exist, or it cannot be read.
+        ConfigError: A file does not exist, is not a ledger, or cannot be read.
     """
     rows = []
     for path in map(Path, paths):
@@ -44,6 +47,11 @@ def read_rows(paths: Iterable[str | Path], say: Say, missing: str = "") -> list[
             reason = error.strerror or error
             hint = "give the file that raysim sweep --ledger wrote"
             raise ConfigError(f"{missing or 'ledger'}: {path}: {reason}; {hint}") from None
+        if text.strip() and not text.lstrip().startswith(FIRST_BYTES):
+            raise ConfigError(
+                f"{missing or 'ledger (--ledger)'}: {path} is not a ledger: it does not begin with "
+                "a row; name a file that raysim sweep --ledger wrote, or a new one"
+            )
         for number, line in enumerate(text.split(b"\n"), 1):
             if not line.strip():
                 continue
@@ -144,6 +152,8 @@ def check_writable(path: str | Path) -> None:
     """
     path = Path(path)
     target = path if path.exists() else path.absolute().parent
+    if not target.exists():
+        raise ConfigError(f"ledger (--ledger): there is no folder {target} for {path.name}")
     if path.is_dir() or not os.access(target, os.W_OK):
         reason = "is a folder" if path.is_dir() else "cannot be written"
         raise ConfigError(f"ledger (--ledger): {path} {reason}; name a file in a folder of yours")

@@ -272,6 +272,17 @@ def test_each_of_methods_that_have_no_run_yet():
     assert line.verdict == f"{OPEN} (no run of a or b)"
 
 
+def test_partitions_and_seeds_vote_in_pairs():
+    """Two partitions with two seeds are four votes, whatever the mean of a seed would be."""
+    gains = {(3, 1): 0.1, (3, 2): 0.1, (4, 1): -0.05, (4, 2): 0.1}
+    runs = [
+        run([0.0, 0.5 + gain * (name == "a")], algorithm=name, seed=seed, **{"partition.seed": p})
+        for (p, seed), gain in gains.items()
+        for name in ("a", "b")
+    ]
+    assert verdict(runs) == (f"{OPEN} (seeds disagree)", (3, 1))
+
+
 def test_a_listed_method_without_a_run_has_a_line():
     """In each scenario in which it is missing."""
     there = [("a", 1), ("b", 1), ("c", 1), ("a", 2), ("c", 2)]
@@ -469,7 +480,7 @@ def test_the_command(store, tmp_path: Path, capsys: Any, monkeypatch: pytest.Mon
         "| claim | left | should be | right | left − right [95 % interval] | seeds for : against "
         "| verdict | figure |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
-        "| x | a 56.25 ± 8.84 % | above | b 31.25 ± 8.84 % | +25.00 [+25.00, +25.00], p 0 | 2 : 0 "
+        "| x | a 56.25 ± 8.84 % | above | b 31.25 ± 8.84 % | +25.00 (on each seed) | 2 : 0 "
         "| confirmed | beats.svg |",
         # 12.7062 · 8.8388 / √2 = 79.41 on both sides; p = 2/π · atan(6.25 / 46.25)
         r"| much \| more | 43.75 ± 8.84 % | above | 90.00 % | -46.25 [-125.66, +33.16], p 0.086 | 0 : 2 "

@@ -91,6 +91,30 @@ def test_seeds_that_only_one_method_has_are_left_out_and_said():
     assert len(lines) == 1 and "3 runs" in lines[0]
 
 
+def test_partitions_and_seeds_are_paired():
+    """A pair is one partition with one seed; each pair here has a difference of its own."""
+    gains = {(3, 1): 0.01, (3, 2): 0.02, (4, 1): 0.03, (4, 2): 0.05}
+    runs = []
+    for (partition, seed), gain in gains.items():
+        same = {"partition__seed": partition, "partition__alpha": 0.1}
+        runs.append(run(0.4 + partition / 20, seed, algorithm__name="fedavg", **same))
+        runs.append(run(0.4 + partition / 20 + gain, seed, algorithm__name="gradma", **same))
+    table = aggregate.rows(runs, group=["algorithm"])
+    (fedavg, gradma) = compared(table, runs, "algorithm=fedavg")
+    assert fedavg.versus is None and gradma.versus.n == 4
+    assert gradma.versus.mean == pytest.approx(statistics.fmean(gains.values()))
+    deviation = statistics.stdev(gains.values())
+    assert gradma.versus.high - gradma.versus.mean == pytest.approx(
+        3.18245 * deviation / 2, rel=1e-4
+    )
+
+
+def test_a_reference_that_no_run_has_is_named():
+    runs = [run(0.5, seed, algorithm__name="fedavg") for seed in (1, 2)]
+    with pytest.raises(ConfigError, match="no run has algorithm=fedavgg; did you mean 'fedavg'"):
+        compared(aggregate.rows(runs), runs, "algorithm=fedavgg")
+
+
 def test_the_columns_of_a_table():
     """Against FedAvg and against a published 0.5 ± 0.1."""
     values = {"fedavg": [0.5, 0.6, 0.7], "gradma": [0.7, 0.7, 0.7], "mifa": [0.8]}

@@ -411,6 +411,52 @@ def test_check_chooses_rows_by_their_configuration(rows, raysim_):
             having(rows, [where])
 
 
+def test_check_trains_no_row_of_another_cpu(rows, raysim_, monkeypatch):
+    """Its last bits differ, so nothing could be learnt from it."""
+    monkeypatch.setattr("raysim.runs.recomputed.recompute", lambda *given: 1 / 0)
+    write_rows("rows.jsonl", [changed(rows[0], cpu="another")])
+    said = raysim_("ledger", "check", "rows.jsonl", "--recompute", "1")
+    assert said.code == 0 and "not trained again: it was computed on another" in said.out
+
+
+def test_check_names_options_without_effect_and_the_way_out_of_damage(rows, raysim_):
+    write_rows("rows.jsonl", rows)
+    for option in (["--where", "seed=1"], ["data.root=/data"]):
+        said = raysim_("ledger", "check", "rows.jsonl", *option)
+        assert said.code == 2 and "add --recompute 1" in said.err
+    Path("rows.jsonl").write_text(Path("rows.jsonl").read_text()[:-40])
+    said = raysim_("ledger", "check", "rows.jsonl")
+    assert said.code == 1 and "`raysim ledger merge rows.jsonl -o NEW` leaves such" in said.err
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["report", "table", "--ledger", "notes.md"],
+        ["ledger", "merge", "notes.md", "-o", "all.jsonl"],
+        ["sweep", "small.yaml", "--ledger", "notes.md"],
+    ],
+    ids=lambda command: command[0],
+)
+def test_another_file_is_no_ledger(raysim_, command):
+    Path("notes.md").write_text("# Notes\n")
+    Path("small.yaml").write_text(json.dumps(SWEPT))
+    said = raysim_(*command)
+    assert said.code == 2 and "notes.md is not a ledger" in said.err
+    assert Path("notes.md").read_text() == "# Notes\n"
+
+
+def test_a_ledger_that_does_not_fit_is_named(rows, raysim_):
+    write_rows("rows.jsonl", rows)
+    Path("small.yaml").write_text(json.dumps(SWEPT))
+    new = raysim_("sweep", "small.yaml", "--ledger", "typo.jsonl", "--dry-run")
+    assert "typo.jsonl: a new ledger" in new.err and "0 in the ledger" in new.out
+    foreign = raysim_("sweep", "small.yaml", "rounds=77", "--ledger", "rows.jsonl", "--dry-run")
+    assert f"none of its {len(rows)} rows is of a trial of this sweep" in foreign.err
+    nowhere = raysim_("sweep", "small.yaml", "--ledger", "none/rows.jsonl")
+    assert nowhere.code == 2 and "there is no folder" in nowhere.err
+
+
 def old_keys(row: Row, **what: Any) -> Row:
     """A row of a version in which local.lr was called local.rate, and nobody knew of
     batching.convolutions."""
@@ -432,6 +478,14 @@ def test_rows_are_carried_over_to_new_names(rows, raysim_):
     assert said.code == 0 and "local.rate → local.lr; batching.convolutions" in said.out
     assert said.out.endswith("rows carried over: 3\n4 rows in new.jsonl\n")
     assert read_rows(["new.jsonl"], fail) == rows
+
+
+def test_a_rename_that_no_row_needs_is_refused(rows, raysim_):
+    write_rows("old.jsonl", rows)
+    said = raysim_(
+        "ledger", "carry", "old.jsonl", "-o", "new.jsonl", "--rename", "local.lrr=local.lr"
+    )
+    assert said.code == 2 and "no row has a key 'local.lrr'; did you mean 'local.lr'" in said.err
 
 
 @pytest.mark.parametrize(

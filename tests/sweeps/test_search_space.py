@@ -98,6 +98,34 @@ def test_what_computes_the_same_is_run_once(here):
     assert [trial.config.seed for trial in planned.trials] == [0, 1] and planned.merged == 4
 
 
+def test_a_key_that_only_some_trials_have_tells_them_apart(here):
+    grids = [{"seed": [1, 2]}, {"seed": [1, 2], "local.lr": 0.3}]
+    planned = prepare_sweep({**SMALL, "sweep": grids})
+    assert [trial.title for trial in planned.trials] == [
+        "seed=1",
+        "seed=2",
+        "seed=1 local.lr=0.3",
+        "seed=2 local.lr=0.3",
+    ]
+    assert planned.axes == {"seed": [1, 2], "local.lr": [0.3]}
+
+
+def test_where_chooses_trials_and_changes_none(here):
+    grids = [
+        {"algorithm": "fedavg", "seed": [1, 2], "local.lr": [0.1, 0.2]},
+        {"algorithm": "fedavgm", "algorithm.beta1": 0.5, "seed": [1, 2]},
+    ]
+    source = {**SMALL, "sweep": grids}
+    everything = prepare_sweep(source)
+    one = prepare_sweep(source, where=["algorithm=fedavg", "seed=2", "local.lr=2e-1"])
+    assert [trial.title for trial in one.trials] == ["algorithm=fedavg seed=2 local.lr=0.2"]
+    assert one.trials[0] in everything.trials and one.axes == {}
+    two = prepare_sweep(source, where=["algorithm.beta1=0.5", "seed=1,2"])
+    assert two.axes == {"seed": [1, 2]} and two.folder != one.folder
+    with pytest.raises(ConfigError, match=r"no trial has seed=3 \(known: 1, 2\)"):
+        prepare_sweep(source, where=["seed=3"])
+
+
 def test_extends(here):
     written(here / "below.yaml", sweep={"seed": "0..1", "local.lr": [0.1, 0.2]})
     (here / "above.yaml").write_text("extends: below.yaml\nsweep: {local.lr: [0.3]}\n")
