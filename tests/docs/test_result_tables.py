@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
-COMMAND = re.compile(r"^raysim (report (?:table|claims) .*--ledger [^#\n]*)", re.M)
+COMMAND = re.compile(r"^raysim (report (?:table|claims) .*--ledger configs/[^#\n]*)", re.M)
 COMMANDS = [
     (path, found.strip())
     for path in sorted(CONFIGS.glob("*/README.md"))
