@@ -210,7 +210,7 @@ def read_code(where: str, key: str) -> Code:
 def _python_file(where: str) -> Path:
     """Return the absolute path of a Python file, which may be a shipped one."""
     path = Path(os.path.expanduser(where)).absolute()
-    if where.startswith(FOLDER) and not path.is_file():
+    if where.startswith(FOLDER) and not os.path.isfile(path):
         shipped = shipped_files("py").get(where.removeprefix(FOLDER).removesuffix(".py"))
         return shipped or path
     return path

@@ -49,9 +49,7 @@ class Recomputed:
             return f"{run}: the same digest"
         if not self.is_comparable:
             where = f"{run}: computed on {self.row.cpu}"
-            if may_be_this_kind(self.row.cpu):
-                return f"{where}, perhaps not with the kernels of {cpu_kind()}: another digest"
-            return f"{where}, whose last bits differ from those of {cpu_kind()}"
+            return f"{where}, perhaps not with the kernels of {cpu_kind()}: another digest"
         used = " ".join(f"{name} {version}" for name, version in self.row.versions.items())
         return f"{run}: another digest than with {used}"
 

@@ -423,24 +423,21 @@ def prepare_sweep(
     everything = list(trials.values())
     if not overrides:  # which may leave out the runs of some claims
         _check_claims(read_claims(source), [trial.config for trial in everything])
-    everything = [
-        everything[i]
-        for i in grouping.with_values(
-            [flatten_parameters(kept_config(trial.config)) for trial in everything], where, "trial"
-        )
-    ]
-    axes = search_space.varied_values(trial.values for trial in everything) if where else axes
+    merged = len(described.points) - len(trials)
+    if where:
+        params = [flatten_parameters(kept_config(trial.config)) for trial in everything]
+        everything = [everything[i] for i in grouping.with_values(params, where, "trial")]
+        kept = {trial.folder for trial in everything}
+        trials = {key: trial for key, trial in trials.items() if trial.folder in kept}
+        axes = search_space.varied_values(trial.values for trial in everything)
     settings = described.settings
     if settings.early_stopping is not None:
         stopping = settings.early_stopping.of(everything[0].config)
         _check_stopping(stopping, stopping.metric or "", [trial.config for trial in everything])
         settings = settings.model_copy(update={"early_stopping": stopping})
     name = "sweep" if isinstance(source, Mapping) else Path(source).stem
-    kept = {trial.folder for trial in everything}
-    keys = sorted(key for key, trial in trials.items() if trial.folder in kept)
-    whole = hashlib.sha256(" ".join(keys).encode()).hexdigest()[:12]
+    whole = hashlib.sha256(" ".join(sorted(trials)).encode()).hexdigest()[:12]
     sweeps = everything[0].folder.parents[1] / "sweeps"
-    merged = len(described.points) - len(trials)
     base = described.raw({})
     return Sweep(name, everything, axes, described.drawn, base, merged, sweeps / whole, settings)
 

@@ -63,7 +63,7 @@ class SweepLedger:
             if row := _row_for(trial.config, candidates, self._stopping):
                 self.taken[trial.folder] = row
         self.note = f"{self.path}: a new ledger" if is_new else ""
-        """What may be a mistake in the choice of the file; "" if nothing."""
+        """Warning that the file may be the wrong one: it is new or of other runs; or ""."""
         if rows and not self.taken and not all(map(sweep.done, sweep.trials)):
             self.note = f"{self.path}: none of its {len(rows)} rows is of a trial of this sweep"
         _name_versions([*self.taken.values()], say)

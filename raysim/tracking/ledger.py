@@ -19,7 +19,7 @@ from raysim.system import files
 from raysim.tracking.ledger_row import BadRow, Row, as_line, from_line
 
 FIRST_BYTES = b'{"ledger"'
-"""How each row begins, also one that a crash has cut off."""
+"""How each row begins."""
 
 Say = Callable[[str], None]
 """Called with one line for each row that is left out or in doubt."""
@@ -47,10 +47,10 @@ def read_rows(paths: Iterable[str | Path], say: Say, missing: str = "") -> list[
             reason = error.strerror or error
             hint = "give the file that raysim sweep --ledger wrote"
             raise ConfigError(f"{missing or 'ledger'}: {path}: {reason}; {hint}") from None
-        if text.strip() and not text.lstrip().startswith(FIRST_BYTES):
+        if FIRST_BYTES not in text and not FIRST_BYTES.startswith(text.strip()):
             raise ConfigError(
-                f"{missing or 'ledger (--ledger)'}: {path} is not a ledger: it does not begin with "
-                "a row; name a file that raysim sweep --ledger wrote, or a new one"
+                f"{missing or 'ledger (--ledger)'}: {path} is not a ledger: it has no row; name a "
+                "file that raysim sweep --ledger wrote, or a new one"
             )
         for number, line in enumerate(text.split(b"\n"), 1):
             if not line.strip():

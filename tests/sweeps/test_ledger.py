@@ -446,6 +446,18 @@ def test_another_file_is_no_ledger(raysim_, command):
     assert Path("notes.md").read_text() == "# Notes\n"
 
 
+@pytest.mark.parametrize("first", ['{"led', "<<<<<<< ours"])
+def test_a_damaged_first_line_does_not_make_it_another_file(rows, first):
+    """Nor does it if a crash cut off the only row."""
+    Path("rows.jsonl").write_text(first + "\n")
+    if first.startswith("{"):
+        assert read_rows(["rows.jsonl"], lambda line: None) == []
+    append_rows("rows.jsonl", rows)
+    said: list[str] = []
+    assert read_rows(["rows.jsonl"], said.append) == rows
+    assert len(said) == 1 and "rows.jsonl:1: row left out" in said[0]
+
+
 def test_a_ledger_that_does_not_fit_is_named(rows, raysim_):
     write_rows("rows.jsonl", rows)
     Path("small.yaml").write_text(json.dumps(SWEPT))
