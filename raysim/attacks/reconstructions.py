@@ -14,7 +14,7 @@ from torch import Tensor
 
 from raysim.attacks.attack_options import AttackOptions
 from raysim.data import Dataset
-from raysim.data.dataset import MAX_PIXEL_VALUES
+from raysim.data.dataset import MAX_PIXEL_VALUES, broadcastable
 from raysim.diagnostics.recorded_updates import Observation
 from raysim.errors import ConfigError
 
@@ -107,7 +107,7 @@ class AttackResult:
 
 @dataclass(frozen=True)
 class PixelRange:
-    """Inputs that belong to a pixel of 0 and to the brightest pixel, [C, 1, 1] each."""
+    """Inputs that belong to a pixel of 0 and to the brightest, [C, 1, 1] or [C, H, W] each."""
 
     low: Tensor
     high: Tensor
@@ -122,7 +122,7 @@ class PixelRange:
             device: a device of torch.
 
         Returns:
-            Lowest and highest value, [C, 1, 1] each.
+            Lowest and highest value, [C, 1, 1] or [C, H, W] each.
 
         Raises:
             ConfigError: the examples are not images.
@@ -131,7 +131,7 @@ class PixelRange:
             raise ConfigError(f"data.name: {dataset.name} has no images to reconstruct")
         top = MAX_PIXEL_VALUES.get(dataset.name, 255)
         scale, shift = (
-            torch.tensor(a, dtype=dtype, device=device)[:, None, None]
+            torch.tensor(broadcastable(a), dtype=dtype, device=device)
             for a in (dataset.scale, dataset.shift)
         )
         return cls(shift, top * scale + shift)
@@ -139,11 +139,14 @@ class PixelRange:
     def image(self, x: Tensor) -> Tensor:
         """Return net inputs [..., C, H, W] as images in [0, 1], float64 on the CPU.
 
+        A pixel that is alike in all training images (`data.scaling=per_pixel`) is 0.
+
         Args:
             x: [..., C, H, W], inputs of the net.
         """
         low, high = self.low.double(), self.high.double()
-        return ((x.double() - low) / (high - low)).cpu()
+        known = high > low
+        return ((x.double() - low) / torch.where(known, high - low, 1) * known).cpu()
 
 
 def psnr(original: Tensor, reconstructed: Tensor) -> list[float]:

@@ -30,15 +30,15 @@ MANUAL_STEPS = {
 class Dataset:
     """Training and test examples, and how they become inputs of a net.
 
-    Pixels become `x * scale + shift` per channel. Where `scale` is None, floats become numbers of
-    the run's dtype, and integers (tokens) stay integers.
+    Pixels become `x * scale + shift`, by channel or by pixel. Where `scale` is None, floats become
+    numbers of the run's dtype, and integers (tokens) stay integers.
 
     Attributes:
         name: as the user knows it: a data set of raysim, path.py:FUNCTION, a file or a folder.
         x, x_test: uint8 [n, C, H, W], or numbers of any other type and shape [n, ...].
         y, y_test: int64 [n], labels from 0; or targets of another type and shape [n, ...].
         classes: names of the labels; () if `y` are not labels.
-        scale, shift: float32 [C]; None: the examples are inputs as they are.
+        scale, shift: float32 [C] or [C, H, W]; None: the examples are inputs as they are.
         pad: augmentation by random crops after zero padding of `pad` pixels on each side; 0: none.
         flip: augmentation by mirroring left to right.
         groups: int32 [n], the natural user or source of each training example; -1: none.
@@ -145,6 +145,27 @@ def normalise(
     """
     mean, std = (np.array(values, dtype=np.float64) for values in statistics)
     return (1 / (top * std)).astype(np.float32), (0 - mean / std).astype(np.float32)
+
+
+def normalise_each_pixel(images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return `scale` and `shift`, [C, H, W], so that each pixel has mean 0 and deviation 1.
+
+    A pixel that is alike in all of these images becomes 0, also in images where it differs.
+
+    Args:
+        images: uint8 [n, C, H, W].
+    """
+    n = len(images)
+    total = images.sum(0, dtype=np.int64)
+    squares = np.square(images, dtype=np.uint16).sum(0, dtype=np.int64)
+    deviation = np.sqrt(n * squares - total**2) / n  # of integers, so exactly 0 where all are alike
+    scale = np.divide(1, deviation, out=np.zeros_like(deviation), where=deviation > 0)
+    return scale.astype(np.float32), (0 - total / n * scale).astype(np.float32)
+
+
+def broadcastable(values: np.ndarray) -> np.ndarray:
+    """Return a `scale` or `shift` [C] or [C, H, W] in a shape that broadcasts with images."""
+    return values[:, None, None] if values.ndim == 1 else values
 
 
 def channels_first(images: np.ndarray, upright: bool) -> np.ndarray:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from raysim.data.dataset import Dataset
+from raysim.data.dataset import Dataset, broadcastable
 
 NUMBERS_PER_AUGMENTATION = 3
 """Uniform numbers that augmentation uses for each sample: for row, column and mirroring."""
@@ -56,8 +56,8 @@ class Examples:
         self.y = _typed(shared_tensor(y).to(self.device), dtype)
         self.scale = self.shift = None
         if scale is not None and shift is not None:
-            self.scale = shared_tensor(scale).to(self.device, dtype)[:, None, None]
-            self.shift = shared_tensor(shift).to(self.device, dtype)[:, None, None]
+            self.scale = shared_tensor(broadcastable(scale)).to(self.device, dtype)
+            self.shift = shared_tensor(broadcastable(shift)).to(self.device, dtype)
         elif self.x.is_floating_point():
             self.x = self.x.to(dtype)
 

@@ -23,6 +23,7 @@ from raysim.data.dataset import (
     Dataset,
     data_root,
     normalise,
+    normalise_each_pixel,
 )
 from raysim.data.hugging_face import from_hugging_face
 from raysim.data.images import load_folder, load_users
@@ -77,7 +78,7 @@ def load_dataset(data: AnyData) -> Dataset:
 
     `data.augment` decides on crops and mirroring: null as usual for the data set, false none, true
     also where it is not usual (then crops after padding by an eighth of the height).
-    `data.scaling=unit` leaves inputs in [0, 1].
+    `data.scaling=unit` leaves inputs in [0, 1], `per_pixel` standardises each pixel.
 
     Args:
         data: the section `data` of the configuration.
@@ -107,6 +108,13 @@ def load_dataset(data: AnyData) -> Dataset:
         top = MAX_PIXEL_VALUES.get(data.name, 255)
         channels = len(dataset.scale)
         scale, shift = normalise(([0.0] * channels, [1.0] * channels), top)
+        dataset = replace(dataset, scale=scale, shift=shift)
+    if data.scaling == "per_pixel":
+        if not dataset.are_images:
+            raise ConfigError(
+                f"data.scaling: {data.name} are not images with pixels to standardise; leave it out"
+            )
+        scale, shift = normalise_each_pixel(dataset.x)
         dataset = replace(dataset, scale=scale, shift=shift)
     if data.augment is None:
         return dataset

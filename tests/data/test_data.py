@@ -19,7 +19,7 @@ import pytest
 import torch
 from PIL import Image
 
-from raysim.config.sections.data import Data, Dirichlet, Natural, Virtual
+from raysim.config.sections.data import Arrays, Data, Dirichlet, Natural, Virtual
 from raysim.data import (
     Dataset,
     Examples,
@@ -587,6 +587,26 @@ def test_unit_scaling_leaves_pixels_in_0_to_1(digits, users):
         np.testing.assert_allclose(x, plain.x[:3] / top, rtol=1e-6)
         assert unit.digest == plain.digest
     assert load_dataset(Data(name="digits", scaling="unit", augment=True)).pad == 1
+
+
+def test_per_pixel_scaling_standardises_each_pixel_over_the_training_images(digits, users):
+    for data in (Data(name="digits"), Data(name="users", path=str(users[0]))):
+        dataset = load_dataset(data.model_copy(update={"scaling": "per_pixel"}))
+        raw, raw_test = dataset.x.astype(np.float64), dataset.x_test.astype(np.float64)
+        std = raw.std(0)
+        expected = np.where(std > 0, (raw_test - raw.mean(0)) / np.where(std > 0, std, 1), 0)
+        x, _ = Examples.of(dataset, "test").batch(np.arange(len(raw_test)))
+        np.testing.assert_allclose(x, expected, rtol=1e-5, atol=1e-5)
+        x, _ = Examples.of(dataset, "train").batch(np.arange(len(raw)))
+        np.testing.assert_allclose(x.double().std(0, correction=0), std > 0, atol=1e-5)
+
+
+def test_per_pixel_scaling_needs_images(tmp_path):
+    x, y = np.zeros((4, 2), np.float32), np.array([0, 1, 0, 1])
+    np.savez(tmp_path / "plain.npz", x=x, y=y, x_test=x, y_test=y)
+    data = Arrays(name="arrays", path=str(tmp_path / "plain.npz"), scaling="per_pixel")
+    with pytest.raises(ConfigError, match=r"data\.scaling: arrays are not images"):
+        load_dataset(data)
 
 
 def test_importing_raysim_data_is_light():

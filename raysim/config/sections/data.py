@@ -48,9 +48,10 @@ class Inputs(Section):
     """Name of the data set."""
     augment: bool | None = None
     """Random crop and flip; null: what is usual for the data set."""
-    scaling: Literal["standard", "unit"] = "standard"
+    scaling: Literal["standard", "per_pixel", "unit"] = "standard"
     """`standard`: pixels in [0, 1], then the data set's usual mean and deviation become 0 and 1.
-    `unit`: pixels in [0, 1] only."""
+    `per_pixel`: each pixel has mean 0 and deviation 1 over the training images. `unit`: pixels in
+    [0, 1] only."""
 
     NOT_THE_RESULT: ClassVar[tuple[str, ...]] = ()
     """Keys that do not determine the examples, or whose file's content does."""
@@ -144,7 +145,7 @@ class OwnData(Named):
     """path.py:function, or the name of an installed package's data set."""
     augment: bool | None = None
     """Random crop and flip of images; null: none."""
-    scaling: Literal["standard", "unit"] = "standard"
+    scaling: Literal["standard", "per_pixel", "unit"] = "standard"
     """As for other data sets."""
 
     NOT_THE_RESULT: ClassVar[tuple[str, ...]] = ()

@@ -1,0 +1,21 @@
+"""Xu 2022's MNIST net with the initial parameters of the authors' runs."""
+
+import torch
+from torch import nn
+
+from raysim.models.zoo import mnist_cnn as build
+
+SEED = 124
+"""What their code seeds torch with for `seed: 1`, just before it builds the net."""
+
+
+def mnist_cnn(shape: tuple[int, ...], classes: int) -> nn.Module:
+    """Return the net of `model: mnist_cnn`, whose layers draw in the same order as theirs.
+
+    Args:
+        shape: shape (C, H, W) of one example.
+        classes: number of classes.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(SEED)
+        return build(shape, classes)
