@@ -139,6 +139,18 @@ def test_psnr_is_of_images_in_the_unit_range():
     assert same == math.inf
 
 
+def test_images_return_from_inputs_whose_pixels_are_each_standardised():
+    """A pixel that is alike in all training images of digits, as some at the border, is 0."""
+    config = {"data": {"name": "digits", "scaling": "per_pixel"}, "rounds": 1, "algorithm": "fedavg"}
+    dataset = prepare(config).dataset
+    assert (dataset.scale == 0).any()
+    raw = np.full((1, 1, 8, 8), 6.0)
+    image = PixelRange.of(dataset, torch.float64).image(
+        torch.from_numpy(raw * dataset.scale + dataset.shift)
+    )
+    np.testing.assert_allclose(image.numpy()[0], np.where(dataset.scale > 0, 6 / 16, 0), atol=1e-5)
+
+
 def test_mean_psnr_leaves_out_and_counts_what_is_exact_or_failed():
     def one(client: int, cost: float, *psnr: float) -> reconstructions.Reconstruction:
         return reconstructions.Reconstruction(
