@@ -36,7 +36,7 @@ def plot_curves(
 ) -> None:
     """Plot curves, each with a band of one standard deviation over the seeds.
 
-    A single panel is 1000 × 600 pixels. Panels share their y-axis.
+    A single panel is 1000 × 600 pixels. Panels share their y-axis, and a label looks alike in all.
 
     Args:
         curves: Curves, as from `curves.curves` or `curves.along`.
@@ -47,23 +47,23 @@ def plot_curves(
         logarithmic: True for a logarithmic x-axis.
     """
     panels = list(dict.fromkeys(curve.panel for curve in curves))
+    looks = {label: i for i, label in enumerate(dict.fromkeys(curve.label for curve in curves))}
     figure, cells = _panels(len(panels), (10, 6) if len(panels) == 1 else (6, 4.5))
     for axes, panel in zip(cells, panels, strict=True):
         shown = [curve for curve in curves if curve.panel == panel]
-        for i, curve in enumerate(shown):
+        for curve in shown:
             means = np.array([f.mean for f in curve.figures])
             # Colours repeat after ten curves.
-            style = ("-", "--", ":", "-.")[i // 10 % 4]
+            i = looks[curve.label]
+            colour, style = f"C{i % 10}", ("-", "--", ":", "-.")[i // 10 % 4]
             marker = "." if len(means) <= 12 else None
-            (line,) = axes.plot(curve.costs, means, style, marker=marker, label=curve.label)
+            axes.plot(curve.costs, means, style, color=colour, marker=marker, label=curve.label)
             if any(f.std is not None for f in curve.figures):
                 std = np.array([f.std or 0.0 for f in curve.figures])
                 low, high = means - std, means + std
                 if is_share(metric):
                     low, high = low.clip(0, 1), high.clip(0, 1)
-                axes.fill_between(
-                    curve.costs, low, high, color=line.get_color(), alpha=0.2, linewidth=0
-                )
+                axes.fill_between(curve.costs, low, high, color=colour, alpha=0.2, linewidth=0)
         axes.set(xlabel=x_label, ylabel=metric, xscale="log" if logarithmic else "linear")
         axes.set_title(fill(panel, MAX_TITLE_LETTERS), fontsize="small")
         if x_label == "rounds":

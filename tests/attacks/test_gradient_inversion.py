@@ -141,7 +141,11 @@ def test_psnr_is_of_images_in_the_unit_range():
 
 def test_images_return_from_inputs_whose_pixels_are_each_standardised():
     """A pixel that is alike in all training images of digits, as some at the border, is 0."""
-    config = {"data": {"name": "digits", "scaling": "per_pixel"}, "rounds": 1, "algorithm": "fedavg"}
+    config = {
+        "data": {"name": "digits", "scaling": "per_pixel"},
+        "rounds": 1,
+        "algorithm": "fedavg",
+    }
     dataset = prepare(config).dataset
     assert (dataset.scale == 0).any()
     raw = np.full((1, 1, 8, 8), 6.0)
