@@ -150,7 +150,8 @@ def normalise(
 def normalise_each_pixel(images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return `scale` and `shift`, [C, H, W], so that each pixel has mean 0 and deviation 1.
 
-    A pixel that is alike in all of these images becomes 0, also in images where it differs.
+    A pixel that is alike in all of these images becomes 0, also in other images where it differs.
+    One that is lit in few of them becomes large there: in MNIST inputs reach some hundreds.
 
     Args:
         images: uint8 [n, C, H, W].
