@@ -127,7 +127,7 @@ class PixelRange:
         Raises:
             ConfigError: the examples are not images.
         """
-        if dataset.scale is None:
+        if dataset.scale is None or dataset.shift is None:
             raise ConfigError(f"data.name: {dataset.name} has no images to reconstruct")
         top = MAX_PIXEL_VALUES.get(dataset.name, 255)
         scale, shift = (

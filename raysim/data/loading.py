@@ -104,16 +104,17 @@ def load_dataset(data: AnyData) -> Dataset:
             dataset = from_hugging_face(data)
         case _:
             dataset = _load_known(data)
+    if data.scaling != "standard" and not dataset.are_images:
+        raise ConfigError(
+            f"data.scaling: {data.scaling} is for images, x as uint8 with one or three channels, "
+            f"but {dataset.name} has {dataset.x.dtype} {list(dataset.x.shape)}; leave it out"
+        )
     if data.scaling == "unit" and dataset.scale is not None:
         top = MAX_PIXEL_VALUES.get(data.name, 255)
         channels = len(dataset.scale)
         scale, shift = normalise(([0.0] * channels, [1.0] * channels), top)
         dataset = replace(dataset, scale=scale, shift=shift)
     if data.scaling == "per_pixel":
-        if not dataset.are_images:
-            raise ConfigError(
-                f"data.scaling: {data.name} are not images with pixels to standardise; leave it out"
-            )
         scale, shift = normalise_each_pixel(dataset.x)
         dataset = replace(dataset, scale=scale, shift=shift)
     if data.augment is None:

@@ -62,7 +62,7 @@ class SweepLedger:
             candidates = by_identity.get(trial.config.fingerprint, [])
             if row := _row_for(trial.config, candidates, self._stopping):
                 self.taken[trial.folder] = row
-        self.note = f"{self.path}: a new ledger" if is_new else ""
+        self.note = f"{self.path}: a new ledger, written after the first run" if is_new else ""
         """Warning that the file may be the wrong one: it is new or of other runs; or ""."""
         if rows and not self.taken and not all(map(sweep.done, sweep.trials)):
             self.note = f"{self.path}: none of its {len(rows)} rows is of a trial of this sweep"

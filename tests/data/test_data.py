@@ -601,11 +601,14 @@ def test_per_pixel_scaling_standardises_each_pixel_over_the_training_images(digi
         np.testing.assert_allclose(x.double().std(0, correction=0), std > 0, atol=1e-5)
 
 
-def test_per_pixel_scaling_needs_images(tmp_path):
+@pytest.mark.parametrize("scaling", ["unit", "per_pixel"])
+def test_scaling_of_pixels_needs_images(tmp_path, scaling):
     x, y = np.zeros((4, 2), np.float32), np.array([0, 1, 0, 1])
     np.savez(tmp_path / "plain.npz", x=x, y=y, x_test=x, y_test=y)
-    data = Arrays(name="arrays", path=str(tmp_path / "plain.npz"), scaling="per_pixel")
-    with pytest.raises(ConfigError, match=r"data\.scaling: arrays are not images"):
+    data = Arrays(name="arrays", path=str(tmp_path / "plain.npz"), scaling=scaling)
+    with pytest.raises(
+        ConfigError, match=rf"data\.scaling: {scaling} is for images.* float32 \[4, 2\]"
+    ):
         load_dataset(data)
 
 

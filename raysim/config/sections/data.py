@@ -50,8 +50,8 @@ class Inputs(Section):
     """Random crop and flip; null: what is usual for the data set."""
     scaling: Literal["standard", "per_pixel", "unit"] = "standard"
     """`standard`: pixels in [0, 1], then the data set's usual mean and deviation become 0 and 1.
-    `per_pixel`: each pixel has mean 0 and deviation 1 over the training images. `unit`: pixels in
-    [0, 1] only."""
+    `per_pixel`: each pixel has mean 0 and deviation 1 over the training images, and is 0 everywhere
+    if it is alike in all of them. `unit`: pixels in [0, 1] only. Both are for images only."""
 
     NOT_THE_RESULT: ClassVar[tuple[str, ...]] = ()
     """Keys that do not determine the examples, or whose file's content does."""
