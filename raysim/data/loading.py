@@ -78,7 +78,7 @@ def load_dataset(data: AnyData) -> Dataset:
 
     `data.augment` decides on crops and mirroring: null as usual for the data set, false none, true
     also where it is not usual (then crops after padding by an eighth of the height).
-    `data.scaling=unit` leaves inputs in [0, 1], `per_pixel` standardises each pixel.
+    `data.scaling=unit` leaves pixels in [0, 1], `per_pixel` standardises each of them.
 
     Args:
         data: the section `data` of the configuration.
@@ -109,9 +109,9 @@ def load_dataset(data: AnyData) -> Dataset:
             f"data.scaling: {data.scaling} is for images, x as uint8 with one or three channels, "
             f"but {dataset.name} has {dataset.x.dtype} {list(dataset.x.shape)}; leave it out"
         )
-    if data.scaling == "unit" and dataset.scale is not None:
+    if data.scaling == "unit":
         top = MAX_PIXEL_VALUES.get(data.name, 255)
-        channels = len(dataset.scale)
+        channels = dataset.shape[0]
         scale, shift = normalise(([0.0] * channels, [1.0] * channels), top)
         dataset = replace(dataset, scale=scale, shift=shift)
     if data.scaling == "per_pixel":
