@@ -6,11 +6,11 @@ from torch import nn
 from raysim.models.zoo import mnist_cnn as build
 
 SEED = 124
-"""What their code seeds torch with for `seed: 1`, just before it builds the net."""
+"""Seed of torch with which the authors' code builds every net, whatever the seed of the run."""
 
 
 def mnist_cnn(shape: tuple[int, ...], classes: int) -> nn.Module:
-    """Return the net of `model: mnist_cnn`, whose layers draw in the same order as theirs.
+    """Return the net of `model: mnist_cnn` with their initial parameters.
 
     Args:
         shape: shape (C, H, W) of one example.
