@@ -1,12 +1,13 @@
 """Sweeps: many runs of one experiment on Ray Tune, under one parent run in MLflow.
 
-    search_space.py   values of a key, and the grid points of several keys
-    definition.py     a sweep with all its trials resolved and checked, before anything starts
-    ledger.py         trials from the rows of a ledger, and rows for it
-    runner.py         a sweep from start to end, with a run of its own in the tracking store
-    ray_tune.py       trials on Ray Tune: placement, progress, early stopping, retries
-    trial.py          one trial in a separate process
-    summary.py        tables and plots of a sweep
+    search_space.py    values of a key, and the grid points of several keys
+    definition.py      a sweep with all its trials resolved and checked, before anything starts
+    early_stopping.py  settings of early stopping, and the rungs at which trials are judged
+    ledger.py          trials from the rows of a ledger, and rows for it
+    runner.py          a sweep from start to end, with a run of its own in the tracking store
+    ray_tune.py        trials on Ray Tune: placement, progress, early stopping, retries
+    trial.py           one trial in a separate process
+    summary.py         tables and plots of a sweep
 
 Every trial is an ordinary run. The name of its folder depends on what it computes (the fingerprint
 of its configuration and its rounds), not on its position in the sweep:

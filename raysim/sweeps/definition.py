@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import Field
 
@@ -28,77 +28,17 @@ from raysim.config.sections.storage import Tracking
 from raysim.config.tracking_uri import redacted_uri
 from raysim.engine import early_stop, resolve
 from raysim.errors import ConfigError, did_you_mean
-from raysim.metrics import lower_is_better
 from raysim.reports import grouping
 from raysim.reports.claim_section import Claim, check_sides, read_claims
 from raysim.rules import registry
 from raysim.runs.python_inputs import SECTIONS_OF_RULES
 from raysim.sweeps import search_space
+from raysim.sweeps.early_stopping import EarlyStopping
 from raysim.sweeps.search_space import Axis, Draw, as_text
 from raysim.tracking.ledger_row import kept_config
 from raysim.tracking.recorder import flatten_parameters
 
 logger = logging.getLogger("raysim")
-
-
-class EarlyStopping(Section):
-    """Asynchronous successive halving (ASHA; Li et al. 2020, algorithm 2).
-
-    A rung is a round at which a trial is judged: `grace_period`, then each `reduction_factor` times
-    the last. A trial continues only if it is among the best 1 / reduction_factor of the trials that
-    have reached the rung so far. No trial waits for others. Seeds are separate trials.
-    """
-
-    metric: str | None = None
-    """Metric by which trials are judged; unset, the one that says which model is best
-    (`evaluate.best`; accuracy for classification)."""
-
-    mode: Literal["max", "min"] | None = None
-    """Direction of the metric; unset, that of `evaluate.best` or of the metric's kind: losses,
-    errors and perplexity are minimized."""
-
-    grace_period: int = Field(default=10, ge=1)
-    """Round of the first rung."""
-
-    reduction_factor: float = Field(default=4, gt=1)
-    """Factor between rungs; 1 / reduction_factor of the trials continue at each."""
-
-    max_rounds: int | None = Field(default=None, ge=1)
-    """Maximum number of rounds of every trial, also of the best; unset, the trial's `rounds`."""
-
-    def of(self, config: Config) -> EarlyStopping:
-        """Return these settings with the metric of a trial, if none is set.
-
-        Args:
-            config: resolved configuration of the trial.
-        """
-        best = config.evaluate.best
-        if best is None or self.metric not in (None, best.metric):
-            return self
-        return self.model_copy(update={"metric": best.metric, "mode": self.mode or best.mode})
-
-    @property
-    def lower(self) -> bool:
-        """True if smaller values of the metric are better."""
-        return lower_is_better(self.metric or "") if self.mode is None else self.mode == "min"
-
-    def rungs(self, rounds: int) -> list[float]:
-        """Return the rungs of a trial; its last round is not a rung.
-
-        Args:
-            rounds: number of rounds of the trial.
-
-        Returns:
-            Rounds in ascending order, also fractions; with a smaller `max_rounds` it is the last
-            rung.
-        """
-        last = min(rounds, self.max_rounds or rounds)
-        rungs = []
-        rung = float(self.grace_period)
-        while rung < last:
-            rungs.append(rung)
-            rung *= self.reduction_factor
-        return [*rungs, float(last)] if last < rounds else rungs
 
 
 class SweepSettings(Section):

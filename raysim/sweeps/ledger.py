@@ -18,7 +18,8 @@ from raysim.errors import ConfigError
 from raysim.runs.provenance import versions
 from raysim.runs.result import best_figures, last_and_best, write_history
 from raysim.runs.run_dir import HISTORY_FILE, without_secrets
-from raysim.sweeps.definition import EarlyStopping, Sweep, Trial, WatchCallback
+from raysim.sweeps.definition import Sweep, Trial, WatchCallback
+from raysim.sweeps.early_stopping import EarlyStopping
 from raysim.sweeps.trial import labels_of
 from raysim.system import files
 from raysim.tracking.ledger import append_rows, check_writable, read_rows

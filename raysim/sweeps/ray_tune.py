@@ -20,8 +20,9 @@ from raysim.config.schema import Config
 from raysim.config.tracking_uri import absolute_uri, redacted_uri
 from raysim.engine import file_digests
 from raysim.errors import ConfigError, RaysimError
-from raysim.sweeps.definition import EarlyStopping, Sweep, Trial, WatchCallback
-from raysim.sweeps.trial import WORST_VALUE, RungTracker, train_trial
+from raysim.sweeps.definition import Sweep, Trial, WatchCallback
+from raysim.sweeps.early_stopping import WORST_VALUE, EarlyStopping, RungTracker
+from raysim.sweeps.trial import train_trial
 from raysim.system import startup_stages
 from raysim.system.signals import stoppable
 from raysim.tracking.recorder import Recorder

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import time
 import traceback
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from raysim.config.sections.evaluation import DEFAULT_BEST
@@ -22,9 +20,10 @@ from raysim.data import partition_digest
 from raysim.engine import checkpoint, client_store, resolve
 from raysim.engine.loop import Record
 from raysim.engine.plan import Plan
-from raysim.errors import RaysimError, did_you_mean
+from raysim.errors import RaysimError
 from raysim.runs import run as experiment
-from raysim.sweeps.definition import EarlyStopping, Trial, load_once
+from raysim.sweeps.definition import Trial, load_once
+from raysim.sweeps.early_stopping import EarlyStopping, RungTracker
 from raysim.sweeps.search_space import as_text
 from raysim.system import files, lock
 from raysim.tracking.recorder import Recorder
@@ -33,9 +32,6 @@ logger = logging.getLogger("raysim")
 
 REPORT_INTERVAL_S = 2.0
 """Minimum seconds between two progress reports of a trial; rungs are always reported."""
-
-WORST_VALUE = 1e300
-"""Magnitude that replaces a value that is not finite, so that percentiles stay finite."""
 
 ReportCallback = Callable[[dict[str, float]], str]
 """Receives a progress report; returns the reason to stop the trial, or "" to continue."""
@@ -138,49 +134,6 @@ def _where_it_stopped(trial: Trial, ready: Plan) -> checkpoint.Checkpoint | None
         "partition": partition_digest(ready.clients),
     }
     return saved if saved and all(saved.facts[fact] == now for fact, now in same.items()) else None
-
-
-class RungTracker:
-    """Tracker of the rungs that a run reaches.
-
-    Args:
-        stopping: settings of early stopping; None for a run without rungs.
-        rounds: number of rounds of the run.
-    """
-
-    def __init__(self, stopping: EarlyStopping | None, rounds: int):
-        self.stopping = stopping
-        self.left = deque(stopping.rungs(rounds) if stopping else ())
-        self.metric = (stopping.metric or "") if stopping else ""
-        self.seen = False
-
-    def climb(self, record: Mapping[str, float]) -> dict[str, float] | None:
-        """Return the rung that a record reaches with its value, or None between two rungs.
-
-        Args:
-            record: metrics of a round, with its number as "round".
-
-        Raises:
-            RaysimError: the metric has not been logged up to the first rung.
-        """
-        if not self.left or self.stopping is None:
-            return None
-        metric = self.metric
-        t = record["round"]
-        self.seen = self.seen or metric in record
-        if t >= self.left[0] and not self.seen:
-            raise RaysimError(
-                f"sweep.early_stopping.metric: up to round {t:g} there is no "
-                f"'{metric}'{did_you_mean(metric, record)}"
-            )
-        if t < self.left[0] or metric not in record:
-            return None
-        reached = max(rung for rung in self.left if rung <= t)
-        self.left = deque(rung for rung in self.left if rung > t)
-        value = record[metric]
-        if not math.isfinite(value):
-            value = WORST_VALUE if self.stopping.lower else -WORST_VALUE
-        return {"rung": reached, "value": value}
 
 
 class TrialReporter:

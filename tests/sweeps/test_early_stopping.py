@@ -18,8 +18,7 @@ from raysim.engine import resolve
 from raysim.errors import RaysimError
 from raysim.runs import run as experiment
 from raysim.sweeps import SweepResult, Trial, prepare_sweep
-from raysim.sweeps.definition import EarlyStopping
-from raysim.sweeps.trial import WORST_VALUE, RungTracker
+from raysim.sweeps.early_stopping import WORST_VALUE, EarlyStopping, RungTracker
 from raysim.tracking import mlflow_client
 from raysim.tracking import tracker as tracking
 
