@@ -107,12 +107,19 @@ def _aside(line: str) -> None:
 
 
 def _list_trials(planned: Sweep, taken: Mapping[Path, Row] | None, console: Console) -> None:
-    """Print a table of the trials."""
+    """Print a table of the trials, with the file's value where a trial does not vary a key."""
+    from raysim.reports.grouping import value_named
     from raysim.sweeps.search_space import as_text
+    from raysim.tracking.ledger_row import kept_config
+    from raysim.tracking.recorder import flatten_parameters
 
     table = Table("", *planned.axes, "folder", box=None)
     for trial in planned.trials:
-        values = [as_text(trial.values[key]) if key in trial.values else "" for key in planned.axes]
+        params = flatten_parameters(kept_config(trial.config))
+        values = [
+            as_text(trial.values[key]) if key in trial.values else value_named(params, key) or "–"
+            for key in planned.axes
+        ]
         state = "ledger" if trial.folder in (taken or {}) else "done" if planned.done(trial) else ""
         table.add_row(state, *values, trial.folder.name)
     print_table(table, console)

@@ -86,6 +86,19 @@ def value_of(params: Mapping[str, str], key: str) -> str | None:
     return method_sides.side(client, server) if client and server else None
 
 
+def value_named(params: Mapping[str, str], key: str) -> str | None:
+    """Return the value of a parameter that a user has named.
+
+    Args:
+        params: Parameters of a run.
+        key: Name as for `resolved`.
+
+    Returns:
+        The value as text; None if the run has no such parameter.
+    """
+    return next((params[name] for name in _candidates(key) if name in params), None)
+
+
 def having(
     runs: Sequence[TrackedRun], where: Mapping[str, Sequence[str]], option: str
 ) -> list[TrackedRun]:

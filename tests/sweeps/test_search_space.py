@@ -110,6 +110,22 @@ def test_a_key_that_only_some_trials_have_tells_them_apart(here):
     assert planned.axes == {"seed": [1, 2], "local.lr": [0.3]}
 
 
+def test_the_list_shows_the_file_s_value_where_a_trial_varies_no_key(raysim_):
+    grids = [{"seed": [1, 2]}, {"seed": 1, "algorithm": "fedprox", "algorithm.mu": [0.3, 0.4]}]
+    path = written(Path("list.yaml"), algorithm={"name": "fedprox", "mu": 0.2}, sweep=grids)
+    listed = [line.split() for line in raysim_("sweep", str(path), "--dry-run").out.splitlines()]
+    start = listed.index(["seed", "algorithm.mu", "folder"]) + 1
+    rows = [row[:2] for row in listed[start : start + 4]]
+    assert rows == [["1", "0.2"], ["2", "0.2"], ["1", "0.3"], ["1", "0.4"]]
+
+
+def test_the_list_shows_a_dash_where_a_trial_has_no_such_key(raysim_):
+    grids = [{"algorithm": "fedavg"}, {"algorithm": "fedprox", "algorithm.mu": [0.3, 0.4]}]
+    path = written(Path("list.yaml"), sweep=grids)
+    listed = [line.split() for line in raysim_("sweep", str(path), "--dry-run").out.splitlines()]
+    assert ["fedavg", "–"] in [row[:2] for row in listed]
+
+
 def test_where_chooses_trials_and_changes_none(here):
     grids = [
         {"algorithm": "fedavg", "seed": [1, 2], "local.lr": [0.1, 0.2]},
