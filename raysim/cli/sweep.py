@@ -110,12 +110,10 @@ def _list_trials(planned: Sweep, taken: Mapping[Path, Row] | None, console: Cons
     """Print a table of the trials, with the file's value where a trial does not vary a key."""
     from raysim.reports.grouping import value_named
     from raysim.sweeps.search_space import as_text
-    from raysim.tracking.ledger_row import kept_config
-    from raysim.tracking.recorder import flatten_parameters
 
     table = Table("", *planned.axes, "folder", box=None)
     for trial in planned.trials:
-        params = flatten_parameters(kept_config(trial.config))
+        params = trial.params
         values = [
             as_text(trial.values[key]) if key in trial.values else value_named(params, key) or "–"
             for key in planned.axes

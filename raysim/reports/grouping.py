@@ -6,7 +6,7 @@ that runs of one group differ only in their seed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
 from raysim.config import renamed
 from raysim.config.schema import SECTIONS_WITH_NAME
@@ -45,7 +45,7 @@ def resolved(runs: Sequence[TrackedRun], keys: Iterable[str], option: str) -> li
     known = {key for run in runs for key in run.params}
     full_names = []
     for key in keys:
-        full = next((k for k in _candidates(key) if k in known or k == SIDE_COLUMN), None)
+        full = _full_name(key, {*known, SIDE_COLUMN})
         if full is None:
             hint = did_you_mean(key, map(short, known))
             reason = (
@@ -96,7 +96,8 @@ def value_named(params: Mapping[str, str], key: str) -> str | None:
     Returns:
         The value as text; None if the run has no such parameter.
     """
-    return next((params[name] for name in _candidates(key) if name in params), None)
+    name = _full_name(key, params)
+    return None if name is None else params[name]
 
 
 def having(
@@ -141,7 +142,7 @@ def with_values(params: Sequence[Mapping[str, str]], where: Sequence[str], noun:
         if not key or not allowed:
             raise ConfigError(f"--where: '{text}' is not KEY=VALUE")
         known = sorted({name for entry in params for name in entry})
-        name = next((name for name in _candidates(key) if name in known), None)
+        name = _full_name(key, known)
         if name is None:
             raise ConfigError(f"--where: no {noun} has a key '{key}'{did_you_mean(key, known)}")
         values = sorted({str(params[i][name]) for i in kept if name in params[i]})
@@ -157,11 +158,11 @@ def with_values(params: Sequence[Mapping[str, str]], where: Sequence[str], noun:
     return list(kept)
 
 
-def _candidates(key: str) -> tuple[str, ...]:
-    """Return the full names that a name of a parameter may stand for, the likeliest first."""
+def _full_name(key: str, known: Container[str]) -> str | None:
+    """Return the likeliest of the known names that a name of a parameter stands for, or None."""
     rest = key.removeprefix("algorithm.")
     halves = [f"{half}.{rest}" for half in ("server", "client") if rest != key]
-    return key, f"{key}.name", *halves
+    return next((name for name in (key, f"{key}.name", *halves) if name in known), None)
 
 
 def grouped(

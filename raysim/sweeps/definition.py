@@ -88,6 +88,11 @@ class Trial:
         )
 
     @property
+    def params(self) -> dict[str, str]:
+        """Resolved configuration as text by dotted key, as in a ledger."""
+        return flatten_parameters(kept_config(self.config))
+
+    @property
     def result(self) -> dict[str, Any] | None:
         """Result of an ended trial, with a key `stopped` if it was stopped early; else None."""
         try:
@@ -362,10 +367,10 @@ def prepare_sweep(
         )
     everything = list(trials.values())
     if not overrides:  # which may leave out the runs of some claims
-        _check_claims(read_claims(source), [trial.config for trial in everything])
+        _check_claims(read_claims(source), everything)
     merged = len(described.points) - len(trials)
     if where:
-        params = [flatten_parameters(kept_config(trial.config)) for trial in everything]
+        params = [trial.params for trial in everything]
         everything = [everything[i] for i in grouping.with_values(params, where, "trial")]
         kept = {trial.folder for trial in everything}
         trials = {key: trial for key, trial in trials.items() if trial.folder in kept}
@@ -406,15 +411,15 @@ def _check_stopping(asked: EarlyStopping, metric: str, trials: list[Config]) -> 
     early_stop.check_metric(f"{place}.metric", metric, trials)
 
 
-def _check_claims(claims: list[Claim], trials: list[Config]) -> None:
+def _check_claims(claims: list[Claim], trials: list[Trial]) -> None:
     """Raise ConfigError for metrics and parameters that no trial has; warn of such values."""
     if not claims:
         return
+    configs = [trial.config for trial in trials]
     for i, claim in enumerate(claims):
         for name, side in (("left", claim.left), ("right", claim.right)):
-            early_stop.check_metric(f"claims.{i}.{name}.metric", side.metric, trials)
-    kept = [flatten_parameters(kept_config(config)) for config in trials]
-    for sentence in check_sides(claims, kept):
+            early_stop.check_metric(f"claims.{i}.{name}.metric", side.metric, configs)
+    for sentence in check_sides(claims, [trial.params for trial in trials]):
         logger.warning("%s", sentence)
 
 
