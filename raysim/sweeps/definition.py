@@ -345,7 +345,8 @@ def prepare_sweep(
     """
     overrides = overrides if isinstance(overrides, Mapping) else list(overrides)
     described = read_sweep(source, overrides)
-    axes = search_space.varied_values(described.points)
+    base = described.raw({})
+    axes = search_space.varied_values(described.points, base)
     trials: dict[str, Trial] = {}
     for point in described.points:
         values = {key: point[key] for key in axes if key in point}
@@ -374,7 +375,7 @@ def prepare_sweep(
         everything = [everything[i] for i in grouping.with_values(params, where, "trial")]
         kept = {trial.folder for trial in everything}
         trials = {key: trial for key, trial in trials.items() if trial.folder in kept}
-        axes = search_space.varied_values(trial.values for trial in everything)
+        axes = search_space.varied_values((trial.values for trial in everything), base)
     settings = described.settings
     if settings.early_stopping is not None:
         stopping = settings.early_stopping.of(everything[0].config)
@@ -383,7 +384,6 @@ def prepare_sweep(
     name = "sweep" if isinstance(source, Mapping) else Path(source).stem
     whole = hashlib.sha256(" ".join(sorted(trials)).encode()).hexdigest()[:12]
     sweeps = everything[0].folder.parents[1] / "sweeps"
-    base = described.raw({})
     return Sweep(name, everything, axes, described.drawn, base, merged, sweeps / whole, settings)
 
 

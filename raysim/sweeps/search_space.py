@@ -396,7 +396,9 @@ def points(grid: Mapping[str, Axis], samples: int, seed: int) -> Iterator[dict[s
             yield dict(zip(values, point, strict=True))
 
 
-def varied_values(points: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
+def varied_values(
+    points: Iterable[Mapping[str, Any]], base: Mapping[str, Any]
+) -> dict[str, list[Any]]:
     """Return the keys that distinguish points, with their values.
 
     These are the keys with several values, and of the keys that only some points have those that
@@ -404,6 +406,7 @@ def varied_values(points: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
 
     Args:
         points: values by key, of each point.
+        base: configuration, nested, with the values that points without a key have.
     """
     points = list(points)
     axes: dict[str, list[Any]] = {}
@@ -414,14 +417,29 @@ def varied_values(points: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
                 values.append(value)
     varied = [key for key, values in axes.items() if len(values) > 1]
     for key in axes:
-        if key not in varied and _count(points, [*varied, key]) > _count(points, varied):
+        if key not in varied and _count(points, [*varied, key], base) > _count(
+            points, varied, base
+        ):
             varied.append(key)
     return {key: values for key, values in axes.items() if key in varied}
 
 
-def _count(points: Iterable[Mapping[str, Any]], keys: Iterable[str]) -> int:
+def _count(
+    points: Iterable[Mapping[str, Any]], keys: Iterable[str], base: Mapping[str, Any]
+) -> int:
     """Return the number of points that differ in some keys."""
-    return len({as_text([point.get(key, "absent") for key in keys]) for point in points})
+    written = {key: _value_at(base, key) for key in keys}
+    return len({as_text([point.get(key, written[key]) for key in keys]) for point in points})
+
+
+def _value_at(base: Mapping[str, Any], key: str) -> Any:
+    """Return the value of a dotted key in a nested configuration; "absent" if it has none."""
+    value: Any = base
+    for part in key.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            return "absent"
+        value = value[part]
+    return value
 
 
 def _plain_key(key: str) -> str:

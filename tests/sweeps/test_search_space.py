@@ -110,6 +110,13 @@ def test_a_key_that_only_some_trials_have_tells_them_apart(here):
     assert planned.axes == {"seed": [1, 2], "local.lr": [0.3]}
 
 
+def test_a_key_is_named_where_the_others_have_the_file_s_values(here):
+    grids = [{"local.lr": [0.1, 0.2], "seed": 1}, {"partition": [{"name": "iid", "clients": 8}]}]
+    local = {**SMALL["local"], "lr": 0.1}
+    planned = prepare_sweep({**SMALL, "local": local, "seed": 1, "sweep": grids})
+    assert list(planned.axes) == ["local.lr", "partition"], "else two trials have lr 0.1, seed 1"
+
+
 def test_the_list_shows_the_file_s_value_where_a_trial_varies_no_key(raysim_):
     grids = [{"seed": [1, 2]}, {"seed": 1, "algorithm": "fedprox", "algorithm.mu": [0.3, 0.4]}]
     path = written(Path("list.yaml"), algorithm={"name": "fedprox", "mu": 0.2}, sweep=grids)
