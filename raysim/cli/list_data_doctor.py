@@ -97,13 +97,14 @@ def _tasks() -> list[CatalogueRow]:
 
 def _datasets() -> list[CatalogueRow]:
     from raysim import data
-    from raysim.data.loading import USER_FORMATS
+    from raysim.data.loading import DESCRIPTIONS, USER_FORMATS
 
     return [
         {
             "name": name,
             "from": origin,
             "here": "at data.path" if name in USER_FORMATS else "yes" if is_present else "no",
+            "what": DESCRIPTIONS.get(name, ""),
         }
         for name, origin, is_present in data.catalogue()
     ]

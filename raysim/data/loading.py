@@ -37,6 +37,23 @@ BUILT_IN_DATASETS = ("digits", "quadratics")
 USER_FORMATS = {"folder": load_folder, "users": load_users}
 """Layouts of a user's own images, with their loaders."""
 
+DESCRIPTIONS = {
+    "cifar10": "60,000 colour images of 10 things and animals, 32 x 32",
+    "cifar100": "60,000 colour images of 100 things and animals, 32 x 32",
+    "covid_ct": "746 grey images of lungs with and without COVID, 128 x 128",
+    "digits": "1,797 grey handwritten digits of scikit-learn, 8 x 8",
+    "emnist_balanced": "131,600 grey handwritten digits and letters in 47 classes, 28 x 28",
+    "emnist_digits": "280,000 grey handwritten digits, 28 x 28",
+    "emnist_letters": "145,600 grey handwritten letters in 26 classes, 28 x 28",
+    "fashionmnist": "70,000 grey images of 10 kinds of clothes, 28 x 28",
+    "folder": "your own images, in a folder for each class",
+    "mnist": "70,000 grey handwritten digits, 28 x 28",
+    "quadratics": "drawn least-squares problems, one for each client; no images",
+    "tiny_imagenet": "110,000 colour images of 200 classes, 64 x 64",
+    "users": "your own images of natural users, named by two tables",
+}
+"""What the data sets hold, training and test together."""
+
 
 OTHER_KINDS = ("arrays", "torchvision", "hf")
 """Names that need further keys."""

@@ -284,7 +284,7 @@ def test_ones_own_method_by_path(raysim_, small, source):
             {"name", "from", "what"},
             {"logistic", "mlp", "tinynn", "lenet5", "vgg11", "resnet20", "lenet"},
         ),
-        ("data", {"name", "from", "here"}, {"digits", "mnist", "cifar10"}),
+        ("data", {"name", "from", "here", "what"}, {"digits", "mnist", "cifar10"}),
         ("probes", {"name", "from", "what", "keys"}, {"evaluate.theory", "record_updates"}),
         (
             "partitions",

@@ -34,6 +34,7 @@ from raysim.data import (
     split_dataset,
 )
 from raysim.data.dataset import normalise
+from raysim.data.loading import DESCRIPTIONS
 from raysim.errors import ConfigError
 from raysim.randomness import generator
 
@@ -120,6 +121,20 @@ def test_real_files_have_the_known_statistics(name, shape, n):
     x, _ = Examples.of(dataset, "train").batch(np.arange(0, n, 5))
     assert x.mean().abs() < 0.02
     assert abs(x.std() - (1.247 if name == "cifar10" else 1)) < 0.02
+    assert_described(dataset)
+
+
+def assert_described(dataset: Dataset) -> None:
+    channels, height, width = dataset.x.shape[1:]
+    colour = "grey" if channels == 1 else "colour"
+    said = DESCRIPTIONS[dataset.name]
+    assert said.startswith(f"{len(dataset.x) + len(dataset.x_test):,} {colour} "), said
+    assert said.endswith(f", {height} x {width}"), said
+
+
+def test_every_named_data_set_is_described():
+    assert sorted(DESCRIPTIONS) == list(dataset_names())
+    assert_described(load_dataset(Data(name="digits")))
 
 
 def write_idx(path, array: np.ndarray) -> None:
