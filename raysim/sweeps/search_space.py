@@ -433,13 +433,16 @@ def _count(
 
 
 def _value_at(base: Mapping[str, Any], key: str) -> Any:
-    """Return the value of a dotted key in a nested configuration; "absent" if it has none."""
+    """Return the value of a dotted key in a nested configuration; "absent" if it has none.
+
+    A section's value is its name, as where a point names the method by `algorithm`.
+    """
     value: Any = base
     for part in key.split("."):
         if not isinstance(value, Mapping) or part not in value:
             return "absent"
         value = value[part]
-    return value
+    return value.get("name", value) if isinstance(value, Mapping) else value
 
 
 def _plain_key(key: str) -> str:

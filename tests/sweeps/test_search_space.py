@@ -111,10 +111,13 @@ def test_a_key_that_only_some_trials_have_tells_them_apart(here):
 
 
 def test_a_key_is_named_where_the_others_have_the_file_s_values(here):
-    grids = [{"local.lr": [0.1, 0.2], "seed": 1}, {"partition": [{"name": "iid", "clients": 8}]}]
-    local = {**SMALL["local"], "lr": 0.1}
-    planned = prepare_sweep({**SMALL, "local": local, "seed": 1, "sweep": grids})
-    assert list(planned.axes) == ["local.lr", "partition"], "else two trials have lr 0.1, seed 1"
+    grids = [
+        {"algorithm": ["fedavg", "fedavgm"], "local.lr": [0.1, 0.2], "seed": 1},
+        {"partition": [{"name": "iid", "clients": 8}]},
+    ]
+    given = {"local": {**SMALL["local"], "lr": 0.1}, "algorithm": {"name": "fedavg", "lr": 1}}
+    planned = prepare_sweep({**SMALL, **given, "seed": 1, "sweep": grids})
+    assert list(planned.axes) == ["algorithm", "local.lr", "partition"], "else two look the same"
 
 
 def test_the_list_shows_the_file_s_value_where_a_trial_varies_no_key(raysim_):
