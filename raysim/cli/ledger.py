@@ -31,10 +31,8 @@ def merge(
 
     if out.exists() and out.resolve() not in [file.resolve() for file in files]:
         raise ConfigError(f"--out: {out} exists; name it among the ledgers, or another file")
-    rows = ledger.read_rows(files, _aside, missing=_MISSING)
-    kept = ledger.without_copies(rows)
-    ledger.write_rows(out, kept)
-    print(f"{len(kept)} rows in {out}; {len(rows) - len(kept)} were there more than once")
+    kept, copies = ledger.merge(files, out, _aside, missing=_MISSING)
+    print(f"{kept} rows in {out}; {copies} were there more than once")
 
 
 @ledger_app.command("check")

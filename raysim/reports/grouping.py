@@ -145,12 +145,14 @@ def with_values(params: Sequence[Mapping[str, str]], where: Sequence[str], noun:
         name = _full_name(key, known)
         if name is None:
             raise ConfigError(f"--where: no {noun} has a key '{key}'{did_you_mean(key, known)}")
+        everywhere = sorted({str(entry[name]) for entry in params if name in entry})
+        asked = [allowed] if _same(allowed, everywhere) else allowed.split(",")
+        for one in asked:
+            if not _same(one, everywhere):
+                near = did_you_mean(one, everywhere)
+                raise ConfigError(f"--where: no {noun} has {name}={one}{near}")
         values = sorted({str(params[i][name]) for i in kept if name in params[i]})
-        chosen = [
-            value
-            for value in values
-            if any(published.same_value(value, one) for one in [allowed, *allowed.split(",")])
-        ]
+        chosen = [value for value in values if _same(value, asked)]
         if not chosen:
             near = did_you_mean(allowed, values)
             raise ConfigError(f"--where: no {noun} has {name}={allowed}{near}")
@@ -158,11 +160,19 @@ def with_values(params: Sequence[Mapping[str, str]], where: Sequence[str], noun:
     return list(kept)
 
 
+def _same(value: str, values: Iterable[str]) -> bool:
+    """Return True if a value is one of several; numbers are compared as numbers."""
+    return any(published.same_value(value, one) for one in values)
+
+
 def _full_name(key: str, known: Container[str]) -> str | None:
-    """Return the likeliest of the known names that a name of a parameter stands for, or None."""
+    """Return the likeliest of the known names that a name of a parameter stands for, or None.
+
+    `algorithm` is `algorithm.name`, also where pairs of rules have `algorithm: null`.
+    """
     rest = key.removeprefix("algorithm.")
     halves = [f"{half}.{rest}" for half in ("server", "client") if rest != key]
-    return next((name for name in (key, f"{key}.name", *halves) if name in known), None)
+    return next((name for name in (f"{key}.name", key, *halves) if name in known), None)
 
 
 def grouped(

@@ -54,7 +54,8 @@ def finished_rows(
         raise ConfigError(
             f"{title(wanted, ledgers)}: no run is finished; raysim sweep --ledger adds rows"
         )
-    return [_finished_run(_completed(row)) for row in unique(finished)]
+    # Of runs with the same parameters reports use the last, and of rows the first one counts.
+    return [_finished_run(_completed(row)) for row in reversed(unique(finished))]
 
 
 def _completed(row: Row) -> Row:

@@ -196,7 +196,7 @@ def with_histories(
         raise MetricMissing(f"{title}: {_why_without(done, metric)}")
     leave_out(len(done) - len(having), f"without '{metric}'")
     kept = _newest(having)
-    leave_out(len(having) - len(kept), "a newer one has the same parameters and seed")
+    leave_out(len(having) - len(kept), "another one has the same parameters and seed")
     runs = []
     for run in kept:
         history = run.history(metric)

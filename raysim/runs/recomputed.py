@@ -119,6 +119,11 @@ def recompute(row: Row, keys: Mapping[str, Any] | None = None) -> Recomputed:
             f"{row.place}: its configuration has another identity today ({changes}); "
             "raysim ledger carry takes its results over"
         )
+    if plan.config.rounds != row.config["rounds"]:
+        raise ConfigError(
+            f"rounds: {row.place} has the digest after {row.config['rounds']} rounds; leave "
+            f"rounds={plan.config.rounds} out"
+        )
     return Recomputed(row, _digest(plan))
 
 

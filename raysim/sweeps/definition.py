@@ -11,6 +11,7 @@ import csv
 import hashlib
 import json
 import logging
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -106,10 +107,14 @@ class Trial:
         return len(list(self.folder.glob("error-*.txt")))
 
     def history(self) -> list[tuple[int, dict[str, float]]]:
-        """Return (round, metrics) of a trial with a result."""
+        """Return (round, metrics) of a trial with a result, up to the last round of the result.
+
+        A run that was resumed for more rounds has more in its file.
+        """
+        last = (self.result or {}).get("rounds", math.inf)
         with (self.folder / "history.csv").open(newline="") as file:
             rows = [{k: float(v) for k, v in row.items() if v} for row in csv.DictReader(file)]
-        return [(int(row.pop("round")), row) for row in rows]
+        return [(t, row) for row in rows if (t := int(row.pop("round"))) <= last]
 
 
 WatchCallback = Callable[[Trial, str, Mapping[str, Any]], None]

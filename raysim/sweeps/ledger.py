@@ -89,7 +89,7 @@ class SweepLedger:
         Raises:
             ConfigError: the ledger cannot be written.
         """
-        rows = [_row_of(trial, self._stopping) for trial in trials]
+        rows = [row for trial in trials if (row := _row_of(trial)) is not None]
         new = {row.key: row for row in rows if row.key not in self._known}
         append_rows(self.path, new.values())
         self._known |= set(new)
@@ -151,19 +151,24 @@ def _name_versions(rows: Sequence[Row], say: Callable[[str], None]) -> None:
         say(f"{count} of the ledger's rows are of other versions than this machine's: {text}")
 
 
-def _row_of(trial: Trial, stopping: EarlyStopping | None) -> Row:
-    """Return the row of an ended trial; its versions are those of the process that trained it."""
+def _row_of(trial: Trial) -> Row | None:
+    """Return the row of an ended trial; its versions are those of the process that trained it.
+
+    None: the trial was stopped early, and its result does not say by which settings.
+    """
     result = trial.result or {}
     tags = Tail(trial.folder).tags()
     stopped = result.get("stopped", "")
-    settings = stopping.model_dump(mode="json") if stopping and stopped else None
+    settings = result.get("early_stopping")
+    if stopped and settings is None:
+        return None
     return Row(
         trial.config.fingerprint,
         trial.config.tracking.experiment,
         trial.title,
         trial.label,
         trial.config.seed,
-        result["rounds"] if stopped or result.get("early_stop") else trial.config.rounds,
+        result["rounds"],
         result.get("digest") or None,
         tags.get("cpu_capability", "unknown"),
         {name: tags.get(name, "unknown") for name in VERSIONS},
@@ -199,17 +204,18 @@ def _restore(trial: Trial, row: Row, ledger: Path, recorder: Recorder) -> None:
     for record in history:
         values = {name: value for name, value in record.items() if name != "round"}
         recorder.metrics(values, step=int(record["round"]))
-    recorder.metrics(best_figures(last_and_best(history)), step=row.rounds)
+    metrics = last_and_best(history, trial.config.evaluate.best)
+    recorder.metrics(best_figures(metrics), step=row.rounds)
     recorder.finish("KILLED" if row.stopped else "FINISHED")
     write_history(history, trial.folder / HISTORY_FILE)
     result = {
         "run_id": recorder.run_id,
         "run_dir": str(trial.folder),
         "rounds": row.rounds,
-        "metrics": last_and_best(history),
+        "metrics": metrics,
         "seconds": row.seconds,
         "digest": row.digest or "",
         "ledger": str(ledger),
-        **({"stopped": row.stopped} if row.stopped else {}),
+        **({"stopped": row.stopped, "early_stopping": row.early_stopping} if row.stopped else {}),
     }
     files.write_file(trial.folder / RESULT_FILE, json.dumps(result))

@@ -428,8 +428,13 @@ def _count(
     points: Iterable[Mapping[str, Any]], keys: Iterable[str], base: Mapping[str, Any]
 ) -> int:
     """Return the number of points that differ in some keys."""
+    spellings = {key: (key, _plain_key(key), f"{key}.name") for key in keys}
     written = {key: _value_at(base, key) for key in keys}
-    return len({as_text([point.get(key, written[key]) for key in keys]) for point in points})
+
+    def value(point: Mapping[str, Any], key: str) -> Any:
+        return next((point[name] for name in spellings[key] if name in point), written[key])
+
+    return len({as_text([value(point, key) for key in written]) for point in points})
 
 
 def _value_at(base: Mapping[str, Any], key: str) -> Any:

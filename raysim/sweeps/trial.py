@@ -1,6 +1,6 @@
 """A trial of a sweep: an ordinary run in a separate process that reports its progress.
 
-<run_dir>/result.json     result of an ended trial, with the reason if it was `stopped` early
+<run_dir>/result.json     result of an ended trial; why and by which settings it was `stopped` early
 <run_dir>/error.txt       error of the last attempt; error-1.txt, … of earlier attempts
 <run_dir>/log.txt         log of the run
 """
@@ -86,6 +86,8 @@ def train_trial(
         result = experiment.execute(
             ready, trial.folder, saved, progress=reporter, tracker=recorder
         ).as_object()
+        if stopping is not None and result.get("stopped"):
+            result["early_stopping"] = stopping.model_dump(mode="json")
         partial = trial.folder / ".result.json"
         partial.write_text(json.dumps(result))
         partial.rename(trial.folder / "result.json")

@@ -7,9 +7,10 @@ out; the next row begins on a line of its own.
 
 from __future__ import annotations
 
+import codecs
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from filelock import lock_descriptor
@@ -47,6 +48,7 @@ def read_rows(paths: Iterable[str | Path], say: Say, missing: str = "") -> list[
             reason = error.strerror or error
             hint = "give the file that raysim sweep --ledger wrote"
             raise ConfigError(f"{missing or 'ledger'}: {path}: {reason}; {hint}") from None
+        text = text.removeprefix(codecs.BOM_UTF8)
         if FIRST_BYTES not in text and not FIRST_BYTES.startswith(text.strip()):
             raise ConfigError(
                 f"{missing or 'ledger (--ledger)'}: {path} is not a ledger: it has no row; name a "
@@ -169,12 +171,41 @@ def write_rows(path: str | Path, rows: Iterable[Row]) -> None:
     Raises:
         ConfigError: The file cannot be written.
     """
-    text = "".join(as_line(row) + "\n" for row in rows)
     with _locked(Path(path)):
-        try:
-            files.write_file(Path(path).resolve(), text)
-        except OSError as error:
-            raise _unwritable(path, error) from None
+        _replace(path, rows)
+
+
+def merge(paths: Sequence[str | Path], out: str | Path, say: Say, missing: str) -> tuple[int, int]:
+    """Write the rows of several ledgers to one, without copies.
+
+    `out` may be one of the ledgers. It is then locked before it is read, so that no row is lost
+    that a sweep appends meanwhile.
+
+    Args:
+        paths: The ledgers, the first row of a run counts.
+        out: The ledger to write.
+        say: Called with one line for each row that is left out or in doubt.
+        missing: Option to name in the error for a file that does not exist.
+
+    Returns:
+        (number of rows written, number of copies).
+
+    Raises:
+        ConfigError: A file does not exist, is not a ledger, or cannot be read or written.
+    """
+    with _locked(Path(out)) if Path(out).exists() else nullcontext():
+        rows = read_rows(paths, say, missing)
+        kept = without_copies(rows)
+        _replace(out, kept)
+    return len(kept), len(rows) - len(kept)
+
+
+def _replace(path: str | Path, rows: Iterable[Row]) -> None:
+    """Replace a ledger by one of these rows."""
+    try:
+        files.write_file(Path(path).resolve(), "".join(as_line(row) + "\n" for row in rows))
+    except OSError as error:
+        raise _unwritable(path, error) from None
 
 
 @contextmanager

@@ -336,7 +336,7 @@ def from_line(line: str, place: str = "") -> Row:
         )
     except KeyError as error:
         raise BadRow(f"it has no {error}") from None
-    except (TypeError, ValueError, AttributeError) as error:
+    except (TypeError, ValueError, OverflowError, AttributeError) as error:
         raise BadRow(str(error)) from None
 
 

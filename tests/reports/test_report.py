@@ -444,7 +444,7 @@ def test_an_experiment(store):
     assert said == [
         "2 runs left out: unfinished or failed",
         "1 run left out: without 'accuracy'",
-        "2 runs left out: a newer one has the same parameters and seed",
+        "2 runs left out: another one has the same parameters and seed",
     ]
 
 

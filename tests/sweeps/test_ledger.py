@@ -7,6 +7,7 @@ import json
 import math
 import re
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from raysim.reports.runs import RunSource
 from raysim.runs.recomputed import having, recompute
 from raysim.sweeps import Sweep, SweepLedger, SweepResult, prepare_sweep, run_sweep
 from raysim.sweeps.trial import train_trial
+from raysim.tracking import ledger
 from raysim.tracking.ledger import append_rows, read_rows, unique, write_rows
 from raysim.tracking.ledger_row import BadRow, Row, as_line, from_line, kept_history
 
@@ -178,6 +180,9 @@ def test_a_stopped_trial_is_not_taken_as_a_full_one(here):
     train(planned)
     (row,) = read_rows([LEDGER], fail)
     assert (row.stopped, row.rounds, row.early_stopping["grace_period"]) == ("too slow", 3, 2)
+    later = swept(sweep={**asked, "early_stopping": {**stopping, "grace_period": 3}})
+    assert not train(later, "later.jsonl"), "a stopped trial is done, whatever stopped it"
+    assert read_rows(["later.jsonl"], fail) == [row], "with the settings that stopped it"
     forget_all_but_the_ledger()
     assert not SweepLedger(LEDGER, swept(sweep={"local.lr": [0.05]}), fail).taken
     other = swept(sweep={**asked, "early_stopping": {**stopping, "grace_period": 3}})
@@ -202,12 +207,41 @@ def test_a_run_that_its_stop_ended_stands_for_longer_ones_and_is_computed_again(
     done = run_sweep(longer, ledger=SweepLedger(LEDGER, longer, fail))
     assert done.counts == {"finished": 1, "stopped_early": 0, "failed": 0}
     assert (longer.trials[0].result or {})["rounds"] == 1
+    assert [(each.rounds, each.ended) for each in read_rows([LEDGER], fail)] == [(1, True)] * 2
     assert not SweepLedger(LEDGER, swept(sweep=asked), fail).taken
     other = swept(sweep=asked, stop={**stop, "target": 0.1})
     assert not SweepLedger(LEDGER, other, fail).taken
 
 
+def test_a_resumed_trial_counts_up_to_the_round_of_its_result(here):
+    planned = swept(rounds=2, sweep={"seed": "0..1"})
+    train(planned, "rows.jsonl")
+    raysim.resume(planned.trials[0].folder, {"rounds": 4})
+    book = SweepLedger("later.jsonl", planned, fail)
+    book.add_ended(planned)
+    before, after = (read_rows([path], fail) for path in ("rows.jsonl", "later.jsonl"))
+    for old, new in zip(before, after, strict=True):
+        assert (old.rounds, old.digest) == (new.rounds, new.digest)
+        assert old.history["accuracy"] == new.history["accuracy"]
+
+
+def test_a_restored_trial_has_the_metric_that_selects_the_model(here):
+    best = {"per_class": True, "best": {"metric": "accuracy/class_3", "mode": "max"}}
+    planned = swept(evaluate=best, sweep={"seed": 0})
+    train(planned)
+    (trial,) = planned.trials
+    before = (trial.result or {})["metrics"]
+    forget_all_but_the_ledger()
+    run_sweep(planned, ledger=SweepLedger(LEDGER, planned, fail))
+    assert (trial.result or {})["metrics"] == before and "accuracy/class_3" in before
+
+
 # -- the file --------------------------------------------------------------------------------------
+
+
+def test_a_byte_order_mark_hides_no_row(rows):
+    Path(LEDGER).write_bytes(b"\xef\xbb\xbf" + Path(LEDGER).read_bytes())
+    assert read_rows([LEDGER], fail) == rows
 
 
 def test_a_row_reads_back(rows):
@@ -385,6 +419,29 @@ def test_merge_keeps_one_of_equal_rows(rows, raysim_):
     assert again.code == 2 and "--out: c.jsonl exists" in again.err
 
 
+def test_merge_in_place_loses_no_row_that_is_appended_meanwhile(rows, monkeypatch):
+    write_rows(LEDGER, [rows[0], rows[0]])
+    appending = threading.Thread(target=append_rows, args=(LEDGER, rows[1:]))
+
+    def slow(read: list[Row]) -> list[Row]:
+        appending.start()
+        appending.join(0.3)
+        return unique(read)
+
+    monkeypatch.setattr(ledger, "without_copies", slow)
+    assert ledger.merge([LEDGER], LEDGER, fail, "FILE") == (1, 1)
+    appending.join()
+    assert read_rows([LEDGER], fail) == rows
+
+
+def test_of_rows_of_two_experiments_the_first_one_counts(rows):
+    write_rows("a.jsonl", [rows[0]])
+    lower = {**rows[0].history, "accuracy": dict.fromkeys(rows[0].history["accuracy"], 0.01)}
+    write_rows("b.jsonl", [changed(rows[0], experiment="other", history=lower)])
+    both = raysim.report("table", ledger=["a.jsonl", "b.jsonl"])
+    assert both.equals(raysim.report("table", ledger="a.jsonl"))
+
+
 def test_check_computes_rows_again(rows, raysim_):
     write_rows("rows.jsonl", rows)
     sound = raysim_("ledger", "check", "rows.jsonl", "--recompute", "1")
@@ -393,6 +450,8 @@ def test_check_computes_rows_again(rows, raysim_):
     write_rows("rows.jsonl", [changed(rows[0], digest="0" * 64)])
     wrong = raysim_("ledger", "check", "rows.jsonl", "--recompute", "1")
     assert wrong.code == 1 and "another digest than with raysim" in wrong.out
+    with pytest.raises(ConfigError, match="leave rounds=2 out"):
+        recompute(rows[0], {"rounds": 2})
 
 
 def test_check_chooses_rows_by_their_configuration(rows, raysim_):
@@ -402,8 +461,11 @@ def test_check_chooses_rows_by_their_configuration(rows, raysim_):
         row for row in rows if (row.config["algorithm"]["name"], row.config["seed"]) == (name, seed)
     ]
     assert having(rows, [f"algorithm={name}", f"seed={seed}"]) == same
+    pair = changed(rows[0], config={**rows[0].config, "algorithm": None})
+    assert having([pair, *rows], [f"algorithm={name}", f"seed={seed}"]) == same
     for where, said in (
         ("seed=77", "--where: no row has seed=77"),
+        (f"seed={seed},77", "--where: no row has seed=77"),
         ("sed=1", "--where: no row has a key 'sed'; did you mean 'seed'"),
         ("seed", "--where: 'seed' is not KEY=VALUE"),
     ):

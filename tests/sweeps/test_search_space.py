@@ -120,6 +120,11 @@ def test_a_key_is_named_where_the_others_have_the_file_s_values(here):
     assert list(planned.axes) == ["algorithm", "local.lr", "partition"], "else two look the same"
 
 
+def test_a_method_may_be_spelled_in_two_ways(here):
+    grids = [{"algorithm.name": "fedavgm"}, {"algorithm": "fedavgm", "algorithm.beta1": 0.5}]
+    assert "algorithm.beta1" in prepare_sweep({**SMALL, "sweep": grids}).axes
+
+
 def test_the_list_shows_the_file_s_value_where_a_trial_varies_no_key(raysim_):
     grids = [{"seed": [1, 2]}, {"seed": 1, "algorithm": "fedprox", "algorithm.mu": [0.3, 0.4]}]
     path = written(Path("list.yaml"), algorithm={"name": "fedprox", "mu": 0.2}, sweep=grids)
