@@ -199,7 +199,7 @@ def local_ray() -> Iterator[None]:
 
     from raysim.distributed import loopback
 
-    with loopback.any_agent_port():
+    with loopback.any_agent_port(), loopback.patient_start():
         ray.init(
             address="local",
             num_cpus=4,

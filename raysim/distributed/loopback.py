@@ -1,17 +1,19 @@
-"""Settings of a Ray that raysim starts on this machine: loopback only, free port, private token."""
+"""A Ray that raysim starts on this machine: loopback only, free port, private token, and patience."""
 
 from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from inspect import signature
 from pathlib import Path
+from typing import Any
 
 import ray
-from ray._private import parameter, ray_constants
+from ray._private import parameter, ray_constants, services
 
 CLUSTER_SWITCH_VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """Environment variable that, set to 0, makes all processes of Ray listen on 127.0.0.1 only.
@@ -21,6 +23,9 @@ This is Ray's default on systems where it does not support clusters."""
 
 AGENT_PORT_PARAMETER = "dashboard_agent_listen_port"
 """Ray's private parameter of the agent's port; None means any free port."""
+
+START_TIMEOUT_S = 120.0
+"""Time that a Ray started here has to register its node."""
 
 
 @contextmanager
@@ -58,6 +63,35 @@ def any_agent_port() -> Iterator[None]:
         yield
     finally:
         parameter.RayParams = parameters
+
+
+@contextmanager
+def patient_start() -> Iterator[None]:
+    """Return a context in which a Ray started here has `START_TIMEOUT_S` to register its node.
+
+    Ray itself waits for half a minute, which is too short on a busy machine and which no option
+    changes. A Ray without the private function that asks for the node is left alone.
+    """
+    get_node = getattr(services, "get_node", None)
+    if get_node is None:
+        yield
+        return
+    end = time.monotonic() + START_TIMEOUT_S
+
+    def patient(*arguments: Any) -> Any:
+        while True:
+            try:
+                return get_node(*arguments)
+            except RuntimeError:
+                if time.monotonic() > end:
+                    raise
+                time.sleep(0.1)
+
+    services.get_node = patient
+    try:
+        yield
+    finally:
+        services.get_node = get_node
 
 
 @contextmanager

@@ -87,6 +87,7 @@ def connect(address: str | None, cpus: float, log: Callable[[str], None]) -> boo
             with (
                 loopback.only(),
                 loopback.any_agent_port(),
+                loopback.patient_start(),
                 loopback.private_token(),
                 _handler_of_a_run_kept(),
             ):

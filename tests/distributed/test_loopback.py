@@ -1,5 +1,5 @@
-"""What must hold of a Ray that a run starts on this machine: it listens on 127.0.0.1, and its token
-is its owner's."""
+"""What must hold of a Ray that a run starts on this machine: it listens on 127.0.0.1, its token is
+its owner's, and it has time to start."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+
+import pytest
+from ray._private import services
 
 from raysim.distributed import loopback
 
@@ -70,3 +73,21 @@ def test_a_token_that_others_can_read_is_seen_and_closed(tmp_path, monkeypatch):
     with loopback.private_token():
         pass
     assert not loopback.token_is_open() and token.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_node_that_is_slow_to_register_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter([None, None, {"state": "ALIVE"}])
+
+    def get_node(address: str, node: str) -> dict[str, str]:
+        if (answer := next(answers)) is None:
+            raise RuntimeError("no such node")
+        return answer
+
+    monkeypatch.setattr(services, "get_node", get_node)
+    with loopback.patient_start():
+        assert services.get_node("address", "node") == {"state": "ALIVE"}
+    assert services.get_node is get_node
+    monkeypatch.setattr(loopback, "START_TIMEOUT_S", -1.0)
+    answers = iter([None])
+    with loopback.patient_start(), pytest.raises(RuntimeError, match="no such node"):
+        services.get_node("address", "node")

@@ -245,7 +245,7 @@ def test_a_signal_while_it_starts(uri, tmp_path, later, number):
     try:
         time.sleep(later)
         process.send_signal(number)
-        said = process.communicate(timeout=60)[0]
+        said = process.communicate(timeout=180)[0]
     finally:
         kill(process)
         process.communicate()  # closes its pipe

@@ -780,7 +780,7 @@ def signalled(
     try:
         until(
             lambda: checkpoint.available_checkpoints(folder / "run") or not process.alive(),
-            100,
+            200,
             name,
         )
         if process.alive():
