@@ -1,4 +1,4 @@
-"""A Ray that raysim starts on this machine: loopback only, free port, private token, and patience."""
+"""A Ray that raysim starts on this machine: loopback only, free port, private token, patience."""
 
 from __future__ import annotations
 
