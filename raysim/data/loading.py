@@ -52,8 +52,7 @@ DESCRIPTIONS = {
     "tiny_imagenet": "110,000 colour images of 200 classes, 64 x 64",
     "users": "your own images of natural users, named by two tables",
 }
-"""What the data sets hold, training and test together."""
-
+"""Description of each named data set; the counts include training and test examples."""
 
 OTHER_KINDS = ("arrays", "torchvision", "hf")
 """Names that need further keys."""

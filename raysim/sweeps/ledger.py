@@ -161,6 +161,12 @@ def _row_of(trial: Trial) -> Row | None:
     stopped = result.get("stopped", "")
     settings = result.get("early_stopping")
     if stopped and settings is None:
+        logger.warning(
+            "%s: no row for the ledger: result.json does not say by which settings the trial was "
+            "stopped early; delete %s to train it again",
+            trial.title,
+            trial.folder,
+        )
         return None
     return Row(
         trial.config.fingerprint,

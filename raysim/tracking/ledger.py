@@ -182,7 +182,7 @@ def merge(paths: Sequence[str | Path], out: str | Path, say: Say, missing: str) 
     that a sweep appends meanwhile.
 
     Args:
-        paths: The ledgers, the first row of a run counts.
+        paths: The ledgers; the first row of a run counts.
         out: The ledger to write.
         say: Called with one line for each row that is left out or in doubt.
         missing: Option to name in the error for a file that does not exist.

@@ -1,5 +1,5 @@
-"""What must hold of a Ray that a run starts on this machine: it listens on 127.0.0.1, its token is
-its owner's, and it has time to start."""
+"""Ray started by a run on this machine listens on 127.0.0.1 only, has a token that only its owner can
+read, and has two minutes to start."""
 
 from __future__ import annotations
 
