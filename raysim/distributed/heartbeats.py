@@ -11,8 +11,9 @@ failed if
                              no limit).
 
 The monitor also checks Ray. If the driver's node is dead or the head node does not answer, nothing
-can be recovered and the run ends. Only time during which the monitor runs counts, so that a driver
-that was suspended does not count the other processes as dead.
+can be recovered and the run ends. One thread calls Ray for this; another one only looks at Ray's
+port and processes, because a call may block until Ray ends the driver. Only time during which the
+monitor runs counts, so that a driver that was suspended does not count the other processes as dead.
 """
 
 from __future__ import annotations
@@ -189,8 +190,13 @@ class Monitor:
         self._home = ray.get_runtime_context().get_node_id()
         self._store: Any = internal_kv.internal_kv_get_gcs_client()
         self._look_at_nodes()
-        self._thread = threading.Thread(target=self._run, name="raysim-monitor", daemon=True)
-        self._thread.start()
+        self._vital = nodes.vital_processes()
+        self._threads = [
+            threading.Thread(target=self._read, name="raysim-monitor", daemon=True),
+            threading.Thread(target=self._watch, name="raysim-watch", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
 
     @property
     def start_s(self) -> float:
@@ -290,25 +296,35 @@ class Monitor:
         Call this before Ray shuts down: a later request would start another Ray.
         """
         self._ended.set()
-        self._thread.join(1)
-        if not self.broken and not self._thread.is_alive():
+        for thread in self._threads:
+            thread.join(1)
+        if not self.broken and not any(thread.is_alive() for thread in self._threads):
             with suppress(RayError, OSError):
                 self._store.internal_kv_del(self._prefix.encode(), True, KEY_NAMESPACE, 5.0)
 
-    def _run(self) -> None:
-        """Read all heartbeats and the state of the nodes until `stop`."""
-        polled = time.monotonic()
+    def _watch(self) -> None:
+        """Look for signs that Ray has ended, without calling it, until `stop`."""
+        looked = time.monotonic()
         broken_s = 0.0
         while not self._ended.wait(min(self.interval_s, 1.0)):
             now = time.monotonic()
-            elapsed = min(now - polled, 2 * self.interval_s)
-            polled = now
+            elapsed = min(now - looked, 2 * self.interval_s)
+            looked = now
             if self.broken:
                 broken_s += elapsed
                 if broken_s >= NOTICE_TIMEOUT_S:
                     processes.end_process(self.broken, nodes.started_here())
-                continue
-            if not self._head_listens(elapsed):
+            elif self._has_vital_processes():
+                self._head_listens(elapsed)
+
+    def _read(self) -> None:
+        """Read all heartbeats and the state of the nodes until `stop`."""
+        polled = time.monotonic()
+        while not self._ended.wait(min(self.interval_s, 1.0)):
+            now = time.monotonic()
+            elapsed = min(now - polled, 2 * self.interval_s)
+            polled = now
+            if self.broken or self._gone_s:
                 continue
             heard = self._heard
             beats = {}
@@ -323,6 +339,15 @@ class Monitor:
             for address, process in heard.items():
                 process.update(json.loads(beats.get(address.key, b"{}")), elapsed)
             self._polls += 1
+
+    def _has_vital_processes(self) -> bool:
+        """Return whether the Ray that this process started is alive; mark it as broken if not."""
+        ended = [name for name, process in self._vital.items() if not process.alive]
+        if ended:
+            self.broken = (
+                f"Ray on this machine has ended: its {' and its '.join(ended)} died; {self.advice}"
+            )
+        return not ended
 
     def _head_listens(self, elapsed: float) -> bool:
         """Return whether something listens at the head's port, and mark Ray as broken if not.

@@ -1,4 +1,4 @@
-"""A Ray that raysim starts on this machine: loopback only, free port, private token, patience."""
+"""A Ray that raysim starts on this machine: loopback only, free port, own signals, own token."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ AGENT_PORT_PARAMETER = "dashboard_agent_listen_port"
 """Ray's private parameter of the agent's port; None means any free port."""
 
 START_TIMEOUT_S = 120.0
-"""Time that a Ray started here has to register its node."""
+"""Time limit for a Ray started here to register its node, in seconds."""
 
 
 @contextmanager
@@ -92,6 +92,25 @@ def patient_start() -> Iterator[None]:
         yield
     finally:
         services.get_node = get_node
+
+
+@contextmanager
+def own_process_group() -> Iterator[None]:
+    """Return a context in which a Ray started here is in other process groups than this process.
+
+    A signal to the group of this process (a terminal, `timeout`, a batch system) then reaches this
+    process alone, which saves the progress of a run with the help of Ray before it ends Ray. A Ray
+    without the private class that starts its processes is left alone.
+    """
+    popen = getattr(services, "ConsolePopen", None)
+    if popen is None:
+        yield
+        return
+    services.ConsolePopen = partial(popen, process_group=0)
+    try:
+        yield
+    finally:
+        services.ConsolePopen = popen
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import ray
 from ray._private import utils
+from ray._private.ray_constants import PROCESS_TYPE_GCS_SERVER, PROCESS_TYPE_RAYLET
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -88,6 +89,7 @@ def connect(address: str | None, cpus: float, log: Callable[[str], None]) -> boo
                 loopback.only(),
                 loopback.any_agent_port(),
                 loopback.patient_start(),
+                loopback.own_process_group(),
                 loopback.private_token(),
                 _handler_of_a_run_kept(),
             ):
@@ -156,11 +158,28 @@ def started_here() -> list[Process]:
 
     The list is empty if this process connected to an existing cluster.
     """
+    return ending.descendants(process for kind in _daemons().values() for process in kind)
+
+
+def vital_processes() -> dict[str, Process]:
+    """Return the raylet and the GCS of the Ray that this process started, by "raylet" and "GCS".
+
+    Without one of them Ray cannot work. The mapping is empty if this process connected to an
+    existing cluster.
+    """
+    daemons = _daemons()
+    names = {"raylet": PROCESS_TYPE_RAYLET, "GCS": PROCESS_TYPE_GCS_SERVER}
+    return {name: process for name, kind in names.items() for process in daemons.get(kind, [])}
+
+
+def _daemons() -> dict[str, list[Process]]:
+    """Return the living processes that Ray has started from this process, by Ray's type."""
     node = cast(Any, ray)._private.worker._global_node
-    if node is None:
-        return []
-    pids = [info.process.pid for infos in node.all_processes.values() for info in infos]
-    return ending.descendants(filter(None, map(Process.at, pids)))
+    started = {} if node is None else node.all_processes
+    return {
+        kind: [process for info in infos if (process := Process.at(info.process.pid))]
+        for kind, infos in started.items()
+    }
 
 
 def knock(address: str, timeout_s: float) -> None:

@@ -1,5 +1,5 @@
 """Ray started by a run on this machine listens on 127.0.0.1 only, has a token that only its owner can
-read, and has two minutes to start."""
+read, has two minutes to start, and is not in the process group of the run."""
 
 from __future__ import annotations
 
@@ -39,6 +39,9 @@ LISTENING = """
 
     nodes.connect(None, 1, print)
     import os, ray
+    vital = nodes.vital_processes()
+    assert {*vital} == {"raylet", "GCS"} and all(process.alive for process in vital.values())
+    assert os.getpgid(0) not in {os.getpgid(process.pid) for process in nodes.started_here()}
     ray.get(ray.remote(lambda: 0).remote())
     port = ray._private.worker._global_node.dashboard_agent_listen_port
     secure = loopback.reached_from_outside(), loopback.asks_for_token()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import socket
+import subprocess
 
 import pytest
 import ray
 
 from raysim.distributed import nodes
 from raysim.distributed.heartbeats import Monitor
+from raysim.system.processes import Process
 
 
 @pytest.mark.parametrize(("setting", "limit_s"), [(None, 30), ("400", 200)])
@@ -31,6 +33,19 @@ def test_a_head_that_is_gone_breaks_ray_before_ray_ends_the_process(monkeypatch,
         f"the head node of Ray is gone: nothing has listened at {address} for {limit_s} s; "
         "start again"
     )
+
+
+def test_a_raylet_that_has_ended_breaks_ray_at_once():
+    monitor = Monitor.__new__(Monitor)
+    monitor.broken, monitor.advice = "", "start again"
+    with subprocess.Popen(["sleep", "60"]) as sleeping:
+        process = Process.at(sleeping.pid)
+        assert process is not None
+        monitor._vital = {"GCS": Process.this(), "raylet": process}
+        assert monitor._has_vital_processes() and not monitor.broken
+        sleeping.kill()
+    assert not monitor._has_vital_processes()
+    assert monitor.broken == "Ray on this machine has ended: its raylet died; start again"
 
 
 def head_port(address: str) -> int:

@@ -798,6 +798,7 @@ def test_a_signal_ends_a_run_with_its_code_and_one_line(signalled):
     said = run.process.said
     *_, last = said.rstrip().splitlines()
     assert "Traceback" not in said and last.startswith("stopped; what was done is kept"), said
+    assert "not saved" not in said, "Ray must live until the progress is saved"
     assert f"`raysim resume {run.folder / 'run'}` continues after round " in last
 
 
