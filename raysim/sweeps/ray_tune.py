@@ -134,7 +134,8 @@ def run_on_tune(
     stopping = sweep.settings.early_stopping
     log = TrialLog(missing, watch)
     try:
-        with stoppable():  # once more: the start of Ray has replaced the handlers
+        # Once more: the start of Ray has replaced the handlers.
+        with stoppable() as signals, signals.allowed():
             tune.run(
                 tune.with_resources(
                     _trial_function(sweep, missing, parent),

@@ -16,7 +16,8 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -350,6 +351,21 @@ def test_stopped(
     again = sweeps.run_sweep(prepare_sweep("stopped.yaml", ["seed=0,1,9"]))
     assert again.run_id == parent.info.run_id and again.reused == 2 and not again.failed
     assert [trial.config.seed for trial in started] == [9, 9]
+
+
+def test_a_signal_that_stops_a_sweep_on_ray_keeps_its_number(swept: SweepResult):
+    """Ray's waits turn every signal into a KeyboardInterrupt; the exit code must tell them apart."""
+    planned = prepare_sweep({**SMALL, "rounds": 100_000, "sweep": {"seed": "11..12"}})
+    sent = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM))
+
+    def watch(trial: Trial, state: str, facts: Mapping[str, Any]) -> None:
+        if state == "running" and not sent.ident:
+            sent.start()
+
+    with pytest.raises(KeyboardInterrupt) as stop:
+        sweeps.run_sweep(planned, parallel=2, watch=watch)
+    assert getattr(stop.value, "signal", None) == signal.SIGTERM
+    assert not any(trial.result for trial in planned.trials)
 
 
 # -- what is spooled is sent -----------------------------------------------------------------------
