@@ -6,7 +6,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from inspect import signature
 from pathlib import Path
@@ -46,8 +46,7 @@ def only() -> Iterator[None]:
             os.environ[CLUSTER_SWITCH_VARIABLE] = variable
 
 
-@contextmanager
-def any_agent_port() -> Iterator[None]:
+def any_agent_port() -> AbstractContextManager[None]:
     """Return a context in which the agent of a Ray started here listens at any free port.
 
     By default every Ray of a machine wants the same port. The second one tries for seconds, then
@@ -56,17 +55,11 @@ def any_agent_port() -> Iterator[None]:
     """
     parameters = getattr(parameter, "RayParams", None)
     if parameters is None or AGENT_PORT_PARAMETER not in signature(parameters).parameters:
-        yield
-        return
-    parameter.RayParams = partial(parameters, **{AGENT_PORT_PARAMETER: None})
-    try:
-        yield
-    finally:
-        parameter.RayParams = parameters
+        return nullcontext()
+    return _replaced(parameter, "RayParams", partial(parameters, **{AGENT_PORT_PARAMETER: None}))
 
 
-@contextmanager
-def patient_start() -> Iterator[None]:
+def patient_start() -> AbstractContextManager[None]:
     """Return a context in which a Ray started here has `START_TIMEOUT_S` to register its node.
 
     Ray itself waits for half a minute, which is too short on a busy machine and which no option
@@ -74,8 +67,7 @@ def patient_start() -> Iterator[None]:
     """
     get_node = getattr(services, "get_node", None)
     if get_node is None:
-        yield
-        return
+        return nullcontext()
     end = time.monotonic() + START_TIMEOUT_S
 
     def patient(*arguments: Any) -> Any:
@@ -87,15 +79,10 @@ def patient_start() -> Iterator[None]:
                     raise
                 time.sleep(0.1)
 
-    services.get_node = patient
-    try:
-        yield
-    finally:
-        services.get_node = get_node
+    return _replaced(services, "get_node", patient)
 
 
-@contextmanager
-def own_process_group() -> Iterator[None]:
+def own_process_group() -> AbstractContextManager[None]:
     """Return a context in which a Ray started here is in other process groups than this process.
 
     A signal to the group of this process (a terminal, `timeout`, a batch system) then reaches this
@@ -104,13 +91,19 @@ def own_process_group() -> Iterator[None]:
     """
     popen = getattr(services, "ConsolePopen", None)
     if popen is None:
-        yield
-        return
-    services.ConsolePopen = partial(popen, process_group=0)
+        return nullcontext()
+    return _replaced(services, "ConsolePopen", partial(popen, process_group=0))
+
+
+@contextmanager
+def _replaced(module: Any, name: str, value: Any) -> Iterator[None]:
+    """Return a context in which an attribute of a module of Ray has another value."""
+    original = getattr(module, name)
+    setattr(module, name, value)
     try:
         yield
     finally:
-        services.ConsolePopen = popen
+        setattr(module, name, original)
 
 
 @contextmanager

@@ -15,7 +15,6 @@ from typing import Any, cast
 
 import ray
 from ray._private import utils
-from ray._private.ray_constants import PROCESS_TYPE_GCS_SERVER, PROCESS_TYPE_RAYLET
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -168,7 +167,7 @@ def vital_processes() -> dict[str, Process]:
     existing cluster.
     """
     daemons = _daemons()
-    names = {"raylet": PROCESS_TYPE_RAYLET, "GCS": PROCESS_TYPE_GCS_SERVER}
+    names = {"raylet": "raylet", "GCS": "gcs_server"}
     return {name: process for name, kind in names.items() for process in daemons.get(kind, [])}
 
 
