@@ -37,8 +37,11 @@ class Reversed(SCAFFOLDClient):
 class ScaledByExamples(SCAFFOLDClient):
     """Lines 10 and 13 with weights p_i = n_i / mean(n): g(y) - c_i + c / p_i, and p_i delta_c.
 
-    It is SCAFFOLD for the sum of the clients' losses weighted by examples, as in the published code
-    of FedDyn (Acar et al., ICLR 2021).
+    These are the control variates in the published code of FedDyn (Acar et al., ICLR 2021).
+    SCAFFOLD for the sum of the clients' losses weighted by examples has c / p_i in line 12 too,
+    where that code has c. Both have the optimum of that sum as their fixed point. Not taken from
+    that code: it averages the clients' parameters with equal weights, and clips the corrected
+    gradients.
     """
 
     def init(self, shared: State, client_state: State, data: LocalData, task: Task) -> State:

@@ -102,7 +102,7 @@ def carry(
         list[str] | None, typer.Option(help="OLD=NEW: a configuration key that was renamed")
     ] = None,
 ) -> None:
-    """Write a ledger with current keys, after rows trained again have given the same digests."""
+    """Write a ledger with current keys and code, after rows trained again gave equal digests."""
     from raysim.config.loading import parse_overrides
     from raysim.runs import recomputed
     from raysim.tracking import ledger

@@ -19,6 +19,7 @@ from rich.table import Table
 from raysim.cli.base import app, print_table
 from raysim.cli.completion import complete_configuration, complete_override
 from raysim.cli.progress import preparing, times
+from raysim.errors import ConfigError
 from raysim.system import startup_stages
 
 if TYPE_CHECKING:
@@ -51,11 +52,12 @@ def sweep(
     folder: Annotated[
         str | None, typer.Option("--dir", help="folder of the trials; default runs")
     ] = None,
-    ledger: Annotated[
-        Path | None,
+    ledgers: Annotated[
+        list[Path] | None,
         typer.Option(
+            "--ledger",
             help="file with one row per finished run; runs with a row are not trained, and new "
-            "rows are appended"
+            "rows are appended",
         ),
     ] = None,
     where: Annotated[
@@ -75,6 +77,13 @@ def sweep(
     """Run an experiment for many values of its keys. Run it again to complete missing trials."""
     from raysim import sweeps
 
+    if ledgers and len(ledgers) > 1:
+        several = " ".join(map(str, ledgers))
+        raise ConfigError(
+            f"--ledger: a sweep writes into one ledger, and {len(ledgers)} are given; merge them "
+            f"first: raysim ledger merge {several} -o NEW"
+        )
+    ledger = ledgers[0] if ledgers else None
     console = Console(stderr=as_json, highlight=False)
     with preparing(console, "checking the trials"):
         planned = sweeps.prepare_sweep(config, overrides or [], folder, where or [])
@@ -130,7 +139,8 @@ def _list_trials(planned: Sweep, taken: Mapping[Path, Row] | None, console: Cons
 def _size(planned: Sweep, taken: Mapping[Path, Row] | None) -> str:
     """Return the number of trials as text; `taken` is None without a ledger."""
     completed = sum(map(planned.done, planned.trials))
-    rows = "" if taken is None else f", {len(taken)} in the ledger"
+    others = " of the others" if completed else ""
+    rows = "" if taken is None else f", {len(taken)}{others} in the ledger"
     merged = f", {planned.merged} further ones would compute the same" if planned.merged else ""
     count = "1 trial" if len(planned.trials) == 1 else f"{len(planned.trials)} trials"
     return f"{count} ({completed} already there{rows}{merged})"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import wraps
 from itertools import islice
 from typing import Any
@@ -27,6 +27,7 @@ from torch import Tensor
 from raysim.data.examples import shared_tensor
 from raysim.distributed.heartbeats import Address, Heartbeat
 from raysim.distributed.shared_memory import SharedBuffer, SharedBufferRef
+from raysim.distributed.versions import SourceCode, source_code
 from raysim.engine.evaluator import Evaluator
 from raysim.engine.plan import Plan
 from raysim.engine.selection import Candidates
@@ -91,6 +92,20 @@ def working(method: Any) -> Any:
     return reported
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where an actor runs."""
+
+    node: str
+    """Id of the node."""
+
+    gpus: list[str]
+    """Ids of the GPUs that the actor has a share of."""
+
+    code: SourceCode
+    """The text of raysim in its process."""
+
+
 class _Actor:
     """Base class of the actors: heartbeats, a device, and the shared buffers of this node.
 
@@ -109,10 +124,11 @@ class _Actor:
         self.device = "cuda:0" if gpus else "cpu"
         self.shared_buffers: dict[str, SharedBuffer] = {}
 
-    def where(self) -> tuple[str, list[str]]:
-        """Return the id of the actor's node, and the ids of the GPUs that it has a share of."""
+    def where(self) -> Place:
+        """Return where this actor runs."""
         context = ray.get_runtime_context()
-        return context.get_node_id(), context.get_accelerator_ids().get("GPU", [])
+        gpus = context.get_accelerator_ids().get("GPU", [])
+        return Place(context.get_node_id(), gpus, source_code())
 
     def open_shared_buffers(self, paths: dict[str, str]) -> None:
         """Open the shared buffers of all actors; `paths` has the file of each writer's buffer."""

@@ -1,14 +1,19 @@
-"""Versions of raysim, Ray and Python that a submitted job expects on its cluster.
+"""Versions of raysim, Ray and Python that must be the same in all processes of a run.
 
-Every command imports this module, so it imports nothing heavy.
+A submitted job has the versions that it expects on its cluster in an environment variable. Every
+command imports this module, so it imports nothing heavy.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import platform
+from dataclasses import dataclass
+from functools import lru_cache
 from importlib import metadata
+from pathlib import Path
 
 from raysim.errors import ConfigError
 from raysim.version import __version__
@@ -48,3 +53,50 @@ def check_versions() -> None:
                 f"submit: this job was submitted with {name} {version}, the cluster has "
                 f"{installed.get(name)}; install the same version on both"
             )
+
+
+@dataclass(frozen=True)
+class SourceCode:
+    """The text of raysim in one process."""
+
+    folder: str
+    """Folder of the package."""
+
+    digest: str
+    """sha256 of its modules, without the shipped configurations."""
+
+
+@lru_cache(maxsize=1)
+def source_code() -> SourceCode:
+    """Return the text of raysim in this process."""
+    folder = Path(__file__).parents[1]
+    whole = hashlib.sha256()
+    for here, folders, files in os.walk(folder, followlinks=True):
+        folders[:] = sorted(set(folders) - {"configs", "__pycache__"})
+        for file in sorted(name for name in files if name.endswith(".py")):
+            path = Path(here, file)
+            text = hashlib.sha256(path.read_bytes()).hexdigest()
+            whole.update(f"{path.relative_to(folder)} {text}\n".encode())
+    return SourceCode(str(folder), whole.hexdigest())
+
+
+def check_source_code(process: str, there: SourceCode, command: SourceCode) -> None:
+    """Check that a process of a run has the same text of raysim as the command that started it.
+
+    Ray's workers look for packages in the folder of the command first. So a folder raysim/ there,
+    such as a checkout, comes before the installed package.
+
+    Args:
+        process: name of the process, for the message.
+        there: its text.
+        command: the text in the command.
+
+    Raises:
+        ConfigError: the texts differ.
+    """
+    if there.digest != command.digest:
+        raise ConfigError(
+            f"resources: {process} has another raysim, in {there.folder}, than the command, in "
+            f"{command.folder}; install one of them everywhere (`pip install -e .` in a checkout), "
+            "or start from a folder without raysim/"
+        )

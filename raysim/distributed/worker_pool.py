@@ -25,9 +25,10 @@ from raysim.distributed.block_scheduler import WorkerSpeeds
 from raysim.distributed.node_traffic import ClusterTopology
 from raysim.distributed.shared_memory import SharedBuffer
 from raysim.distributed.supervision import ActorSupervisor
+from raysim.distributed.versions import check_source_code, source_code
 from raysim.distributed.waiting import POLL_INTERVAL_S, ActorDied, first_line
 from raysim.engine.plan import Plan
-from raysim.errors import RaysimError
+from raysim.errors import ConfigError, RaysimError
 from raysim.rules.uploads import sums
 from raysim.system import processes, startup_stages
 
@@ -124,14 +125,15 @@ class WorkerPool:
         # Without GPUs the evaluator takes no resources from the ClientActors, so it can start now.
         if evaluates and not resources.server_gpus:
             self.eval = self._start_evaluator()
-        places = self.supervisor.wait_for_start(
-            {
-                "the ServerActor": self.server.where.remote(),
-                **{f"ClientActor {number}": place for number, (_, place) in self.joining.items()},
-            }
-        )
-        self._set_server_node(places[0][0])
-        used_nodes = {node for node, _ in places}
+        awaited = {
+            "the ServerActor": self.server.where.remote(),
+            **{f"ClientActor {number}": place for number, (_, place) in self.joining.items()},
+        }
+        places = self.supervisor.wait_for_start(awaited)
+        for name, place in zip(awaited, places, strict=True):
+            check_source_code(name, place.code, source_code())
+        self._set_server_node(places[0].node)
+        used_nodes = {place.node for place in places}
         # An asynchronous run has several versions and rounds in flight at a time.
         if isinstance(plan.config.schedule, Sync) and used_nodes == {self.home}:
             self._create_shared_buffers(plan)
@@ -272,16 +274,17 @@ class WorkerPool:
         if not self.joining:
             return
         numbers = {place: number for number, (_, place) in self.joining.items()}
-        for place in ray.wait(list(numbers), num_returns=least or len(numbers), timeout=timeout)[0]:
-            number = numbers[place]
+        for ready in ray.wait(list(numbers), num_returns=least or len(numbers), timeout=timeout)[0]:
+            number = numbers[ready]
             actor, _ = self.joining.pop(number)
             try:
-                node, gpus = ray.get(place, timeout=self.timeout)
+                place = ray.get(ready, timeout=self.timeout)
+                check_source_code(f"ClientActor {number}", place.code, source_code())
                 self._open_shared_buffers(actor)
-            except (RayError, ActorDied) as error:
+            except (RayError, ActorDied, ConfigError) as error:
                 self._remove_joining(number, actor, first_line(error))
                 continue
-            self.workers[number] = Worker(actor, node, gpus)
+            self.workers[number] = Worker(actor, place.node, place.gpus)
         for number, (actor, _) in list(self.joining.items()):
             if self.supervisor.has_started(actor) and (why := self.supervisor.failure(actor)):
                 del self.joining[number]
@@ -382,10 +385,11 @@ class WorkerPool:
             self.supervisor.end(self.server)
             self._server = self._start_server()
             try:
-                node, _ = self.supervisor.wait(
+                place = self.supervisor.wait(
                     self.server.where.remote(), "the start of a new server", self.server
                 )
-                self._set_server_node(node)
+                check_source_code("the ServerActor", place.code, source_code())
+                self._set_server_node(place.node)
                 self._open_shared_buffers(self.server)
                 return
             except ActorDied as died:

@@ -1,8 +1,9 @@
-"""Rows of a ledger computed again, and carried over to another version's keys."""
+"""Rows of a ledger computed again, and carried over to other keys or changed code."""
 
 from __future__ import annotations
 
 import copy
+import re
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,6 +12,7 @@ from typing import Any
 
 from raysim.config import explain
 from raysim.config.schema import Config
+from raysim.engine import file_digests
 from raysim.engine.plan import Plan
 from raysim.engine.resolve import prepare
 from raysim.errors import ConfigError, did_you_mean, in_a_line
@@ -89,13 +91,34 @@ def why_other_identity(row: Row) -> str:
     """
     hint = "raysim ledger carry takes its results over"
     try:
-        config = explain.validate(row.config)
+        config = _today(row.config)
     except ConfigError as error:
         return f"{in_a_line(error)}; {hint}"
     if config.fingerprint == row.fingerprint:
         return ""
     changes = "; ".join(_changes(row.config, config)) or "the identity has other keys"
     return f"its configuration has another identity today ({changes}); {hint}"
+
+
+def _today(raw: Mapping[str, Any]) -> Config:
+    """Return the configuration of a row, with the digests that its code has today.
+
+    Code that is not on this machine keeps the recorded digests.
+
+    Args:
+        raw: the configuration.
+
+    Raises:
+        ConfigError: the configuration is not valid with today's keys.
+    """
+    config = explain.validate(raw)
+    recorded = config.files or {}
+    try:
+        current = file_digests.of_code(config)
+    except ConfigError:
+        return config
+    files = {key: current.get(key, digests) for key, digests in recorded.items()}
+    return config.model_copy(update={"files": files or None})
 
 
 def recompute(row: Row, keys: Mapping[str, Any] | None = None) -> Recomputed:
@@ -156,7 +179,7 @@ def _changes(before: Mapping[str, Any], config: Config) -> list[str]:
         for source in (before, kept_config(config))
     )
     return [
-        f"{key}: {old.get(key, 'absent')} → {new.get(key, 'absent')}"
+        f"{key}: {_in_short(old.get(key))} → {_in_short(new.get(key))}"
         for key in sorted(old.keys() | new.keys())
         if old.get(key) != new.get(key)
     ]
@@ -166,7 +189,13 @@ _MEASUREMENTS = ("evaluate.", "record_updates", "resources.")
 """Prefixes of keys that `recompute` changes, and that are no part of an identity."""
 
 
-# -- rows carried over to other keys -------------------------------------------------------------
+def _in_short(value: str | None) -> str:
+    """Return the value of a key; of a sha256 its beginning."""
+    text = "absent" if value is None else value
+    return text[:12] if re.fullmatch("[0-9a-f]{64}", text) else text
+
+
+# -- rows carried over ---------------------------------------------------------------------------
 
 
 def carry_rows(
@@ -175,7 +204,7 @@ def carry_rows(
     say: Callable[[str], None],
     keys: Mapping[str, Any] | None = None,
 ) -> list[Row]:
-    """Return rows with today's keys and identities.
+    """Return rows with today's keys, digests of code and identities.
 
     Rows whose identity has not changed are kept. The others are grouped by their method and by what
     changes in their configuration. The shortest run of each group is computed again, and the group
@@ -200,7 +229,7 @@ def carry_rows(
     for row in rows:
         raw, renames = _renamed(row, renamed)
         try:
-            config = explain.validate(raw)
+            config = _today(raw)
         except ConfigError as error:
             raise ConfigError(
                 f"{row.place}: {in_a_line(error)}; name renamed keys, as in --rename OLD=NEW"

@@ -57,16 +57,17 @@ class SweepLedger:
             by_identity.setdefault(row.fingerprint, []).append(row)
         self.taken: dict[Path, Row] = {}
         """Rows by the folders of the trials that they replace."""
+        found = 0
         for trial in sweep.trials:
-            if sweep.done(trial):
-                continue
             candidates = by_identity.get(trial.config.fingerprint, [])
             if row := _row_for(trial.config, candidates, self._stopping):
-                self.taken[trial.folder] = row
+                found += 1
+                if not sweep.done(trial):
+                    self.taken[trial.folder] = row
         self.note = f"{self.path}: a new ledger, written after the first run" if is_new else ""
         """Warning that the file may be the wrong one: it is new or of other runs; or ""."""
-        if rows and not self.taken and not all(map(sweep.done, sweep.trials)):
-            self.note = f"{self.path}: none of its {len(rows)} rows is of a trial of this sweep"
+        if rows and not found:
+            self.note = f"{self.path}: none of its {len(rows)} rows is of one of these trials"
         _name_versions([*self.taken.values()], say)
 
     def restore(self, trial: Trial, parent: str) -> None:

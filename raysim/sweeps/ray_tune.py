@@ -18,6 +18,7 @@ from typing import Any, cast
 
 from raysim.config.schema import Config
 from raysim.config.tracking_uri import absolute_uri, redacted_uri
+from raysim.distributed.versions import check_source_code, source_code
 from raysim.engine import file_digests
 from raysim.errors import ConfigError, RaysimError
 from raysim.sweeps.definition import Sweep, Trial, WatchCallback
@@ -174,10 +175,12 @@ def _trial_function(
     uri, experiment = redacted_uri(absolute_uri(sweep.tracking.uri)), sweep.tracking.experiment
     stopping, retries = sweep.settings.early_stopping, sweep.settings.retries
     code = [file_digests.code(trial.config) for trial in missing]
+    command = source_code()
 
     def run_trial(choice: dict[str, int]) -> None:
         os.chdir(working_directory)
         os.environ["RAY_ADDRESS"] = address
+        check_source_code("the process of a trial", source_code(), command)
         assert len(code) == len(missing)  # brings objects of Python to the trial's process
         trial = missing[choice["trial"]]
         order = _order(trial)

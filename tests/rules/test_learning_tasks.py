@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 import torch
 from sklearn import metrics as sk
+from support.configurations import IID_MLP
 
+from raysim.config.references import load_object
 from raysim.rules import Batch, Classification, Multilabel, NextToken, Regression, TaskData
 from raysim.rules.learning_task import LearningTask
 
@@ -58,6 +60,34 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 def test_classification_is_the_cross_entropy():
     expected = [-log_softmax(row)[label] for row, label in zip(LOGITS, LABELS, strict=True)]
     assert np.allclose(losses(Classification(), LOGITS, LABELS), expected)
+
+
+BOUNDED = "configs/fedreg/bounded_loss.py:BoundedClassification"
+
+
+def test_the_loss_of_the_methods_compared_with_fedreg_is_bounded():
+    """-log(p + 1e-12), as in the code of Xu 2022."""
+    bounded = load_object(BOUNDED, "task")()
+    certain = np.concatenate([LOGITS, [[0, 20, 0, 0, 0], [0, 28, 0, 0, 0], [0, 500, 0, 0, 0]]])
+    labels = np.concatenate([LABELS, [0, 0, 0]])
+    p = np.exp(log_softmax(certain))[np.arange(len(labels)), labels]
+    assert np.allclose(losses(bounded, certain, labels), -np.log(p + 1e-12), rtol=1e-12)
+    assert losses(bounded, certain, labels).max() == pytest.approx(12 * math.log(10))
+    outputs = tensor(certain).requires_grad_()
+    bounded.loss(outputs, Batch(outputs, tensor(labels))).sum().backward()
+    gradient = outputs.grad[np.arange(len(labels)), labels].numpy()
+    assert np.allclose(gradient, p * (p - 1) / (p + 1e-12))
+
+
+def test_fedreg_has_that_loss_with_either_task(engine):
+    def trained(algorithm: str, task: str, lr: float = 0.1) -> np.ndarray:
+        local = {"steps": 3, "batch_size": 8, "lr": lr}
+        config = {**IID_MLP, "algorithm": algorithm, "task": task, "local": local}
+        return engine(config)[0].executor.xs[-1]
+
+    assert np.array_equal(trained("fedreg", "classification"), trained("fedreg", BOUNDED))
+    plain, bounded = (trained("fedavg", task, 30.0) for task in ("classification", BOUNDED))
+    assert np.linalg.norm(plain) > 2 * np.linalg.norm(bounded)
 
 
 def test_multilabel_is_the_mean_binary_cross_entropy():

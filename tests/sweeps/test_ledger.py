@@ -531,7 +531,9 @@ def test_a_ledger_that_does_not_fit_is_named(rows, raysim_):
     new = raysim_("sweep", "small.yaml", "--ledger", "typo.jsonl", "--dry-run")
     assert "typo.jsonl: a new ledger" in new.err and "0 in the ledger" in new.out
     foreign = raysim_("sweep", "small.yaml", "rounds=77", "--ledger", "rows.jsonl", "--dry-run")
-    assert f"none of its {len(rows)} rows is of a trial of this sweep" in foreign.err
+    assert f"none of its {len(rows)} rows is of one of these trials" in foreign.err
+    two = raysim_("sweep", "small.yaml", "--ledger", "rows.jsonl", "--ledger", "more.jsonl")
+    assert two.code == 2 and "raysim ledger merge rows.jsonl more.jsonl -o NEW" in two.err
     nowhere = raysim_("sweep", "small.yaml", "--ledger", "none/rows.jsonl")
     assert nowhere.code == 2 and "there is no folder" in nowhere.err
 
@@ -580,6 +582,42 @@ def test_rows_that_are_not_confirmed_are_not_carried_over(rows, raysim_, what, m
     assert said.code == 2 and message in said.err and not Path("new.jsonl").exists()
 
 
+OWN_TASK = """
+from raysim.rules import Classification
+
+
+class Own(Classification):
+    def loss(self, outputs, batch):
+        return super().loss(outputs, batch)
+"""
+
+
+def test_rows_are_carried_over_to_changed_code(raysim_):
+    Path("own.py").write_text(OWN_TASK)
+    train(swept(task="own.py:Own"))
+    rows = read_rows([LEDGER], fail)
+    Path("own.py").write_text(f"# The text has changed, and not what it does.{OWN_TASK}")
+    checked = raysim_("ledger", "check", LEDGER)
+    assert checked.code == 1 and checked.err.count("(files.task.own.py: ") == len(rows) == 4
+    said = raysim_("ledger", "carry", LEDGER, "-o", "new.jsonl")
+    assert said.code == 0 and said.out.endswith("rows carried over: 4\n4 rows in new.jsonl\n")
+    new = read_rows(["new.jsonl"], fail)
+    assert [row.digest for row in new] == [row.digest for row in rows]
+    assert not {row.fingerprint for row in new} & {row.fingerprint for row in rows}
+    forget_all_but_the_ledger()
+    assert train(swept(task="own.py:Own"), "new.jsonl") == []
+
+
+def test_rows_are_not_carried_over_to_code_that_does_something_else(raysim_):
+    Path("own.py").write_text(OWN_TASK)
+    train(swept(task="own.py:Own"))
+    Path("own.py").write_text(OWN_TASK.replace("(outputs, batch)\n", "(2 * outputs, batch)\n"))
+    said = raysim_("ledger", "carry", LEDGER, "-o", "new.jsonl")
+    assert said.code == 2 and "another digest" in said.err and not Path("new.jsonl").exists()
+    Path("own.py").unlink()  # a row of code that is elsewhere cannot be judged
+    assert raysim_("ledger", "check", LEDGER).code == 0
+
+
 # -- the command line ------------------------------------------------------------------------------
 
 
@@ -589,8 +627,11 @@ def test_the_commands(raysim_: Callable, monkeypatch: pytest.MonkeyPatch):
     first = raysim_("sweep", "small.yaml", "seed=0,1", "local.lr=0.1", "--ledger", LEDGER)
     assert first.code == 0, first
     assert len(read_rows([LEDGER], fail)) == 2
-    shutil.rmtree("runs")
     fresh = "sqlite:///fresh.db"
+    done = raysim_("sweep", "small.yaml", "--where=local.lr=0.1", f"--ledger={LEDGER}", "--dry-run")
+    assert "2 trials (2 already there, 0 of the others in the ledger)" in done.out
+    assert "none of its" not in done.err  # the rows of trials that are done count
+    shutil.rmtree("runs")
     listed = raysim_("sweep", "small.yaml", "--ledger", LEDGER, "--dry-run")
     assert "4 trials (0 already there, 2 in the ledger)" in listed.out
     again = raysim_("sweep", "small.yaml", f"tracking.uri={fresh}", "--ledger", LEDGER, "--json")

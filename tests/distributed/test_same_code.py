@@ -1,0 +1,48 @@
+"""What must hold of raysim's own text: all processes of a run have the same, or the run ends."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from support.processes import basic, written
+
+import raysim
+from raysim.distributed.versions import source_code
+
+PACKAGE = Path(raysim.__file__).parent
+
+
+def copied(folder: Path) -> Path:
+    """A copy of the package, as in a checkout where a command is started."""
+    kept_out = shutil.ignore_patterns("__pycache__", "*.jsonl", "*.png", "*.svg")
+    return Path(shutil.copytree(PACKAGE, folder / "raysim", ignore=kept_out))
+
+
+def test_an_actor_with_another_text_of_raysim_is_refused(tmp_path, uri):
+    """Ray's workers find a package in the folder of the command before the installed one."""
+    copy = copied(tmp_path)
+    resources = {"executor": "ray", "actors": 1, "cpus": 1}
+    config = written(tmp_path, basic(tmp_path, uri) | {"resources": resources, "rounds": 1})
+    command = [sys.executable, "-P", "-m", "raysim", "run", config.name]
+    with (copy / "version.py").open("a") as file:
+        file.write("# another text\n")
+    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 2 and "Traceback" not in ran.stderr
+    line = ran.stderr.splitlines()[-1]
+    assert "the ServerActor has another raysim" in line
+    assert str(copy) in line and str(PACKAGE) in line and "pip install -e ." in line
+
+
+def test_the_text_is_that_of_all_modules_wherever_they_lie(tmp_path, monkeypatch):
+    here = source_code()
+    assert here.folder == str(PACKAGE)
+    monkeypatch.setattr(
+        "raysim.distributed.versions.__file__", str(copied(tmp_path) / "distributed/versions.py")
+    )
+    there = source_code.__wrapped__()
+    assert there.digest == here.digest and there.folder == str(tmp_path / "raysim")
+    (tmp_path / "raysim/algorithms/fedreg.py").write_text("")
+    assert source_code.__wrapped__().digest != here.digest
