@@ -32,7 +32,10 @@ def merge(
     if out.exists() and out.resolve() not in [file.resolve() for file in files]:
         raise ConfigError(f"--out: {out} exists; name it among the ledgers, or another file")
     kept, copies = ledger.merge(files, out, _aside, missing=_MISSING)
-    print(f"{kept} rows in {out}; {copies} were there more than once")
+    runs = len(ledger.unique(kept))
+    print(
+        f"{len(kept)} rows of {runs} runs in {out}; left out: {copies} with the same digest again"
+    )
 
 
 @ledger_app.command("check")

@@ -175,7 +175,9 @@ def write_rows(path: str | Path, rows: Iterable[Row]) -> None:
         _replace(path, rows)
 
 
-def merge(paths: Sequence[str | Path], out: str | Path, say: Say, missing: str) -> tuple[int, int]:
+def merge(
+    paths: Sequence[str | Path], out: str | Path, say: Say, missing: str
+) -> tuple[list[Row], int]:
     """Write the rows of several ledgers to one, without copies.
 
     `out` may be one of the ledgers. It is then locked before it is read, so that no row is lost
@@ -188,7 +190,7 @@ def merge(paths: Sequence[str | Path], out: str | Path, say: Say, missing: str) 
         missing: Option to name in the error for a file that does not exist.
 
     Returns:
-        (number of rows written, number of copies).
+        (the rows written, number of copies).
 
     Raises:
         ConfigError: A file does not exist, is not a ledger, or cannot be read or written.
@@ -197,7 +199,7 @@ def merge(paths: Sequence[str | Path], out: str | Path, say: Say, missing: str) 
         rows = read_rows(paths, say, missing)
         kept = without_copies(rows)
         _replace(out, kept)
-    return len(kept), len(rows) - len(kept)
+    return kept, len(rows) - len(kept)
 
 
 def _replace(path: str | Path, rows: Iterable[Row]) -> None:

@@ -417,7 +417,7 @@ def test_merge_keeps_one_of_equal_rows(rows, raysim_):
     write_rows("a.jsonl", rows[:3])
     write_rows("b.jsonl", [rows[2], changed(rows[0], digest="0" * 64), rows[3]])
     said = raysim_("ledger", "merge", "a.jsonl", "b.jsonl", "-o", "c.jsonl")
-    assert said.out == "5 rows in c.jsonl; 1 were there more than once\n"
+    assert said.out == "5 rows of 4 runs in c.jsonl; left out: 1 with the same digest again\n"
     assert said.err.startswith("a.jsonl:1 and b.jsonl:2 have different digests")
     assert unique(read_rows(["c.jsonl"], print)) == rows
     again = raysim_("ledger", "merge", "a.jsonl", "-o", "c.jsonl")
@@ -434,7 +434,7 @@ def test_merge_in_place_loses_no_row_that_is_appended_meanwhile(rows, monkeypatc
         return unique(read)
 
     monkeypatch.setattr(ledger, "without_copies", slow)
-    assert ledger.merge([LEDGER], LEDGER, fail, "FILE") == (1, 1)
+    assert ledger.merge([LEDGER], LEDGER, fail, "FILE") == (rows[:1], 1)
     appending.join()
     assert read_rows([LEDGER], fail) == rows
 
