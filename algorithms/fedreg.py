@@ -19,8 +19,10 @@ raises the loss on the pseudo data, nor then on the perturbed data. FedReg-MG (m
 protects the client's data from gradient inversion: with q = grad L(pseudo images, all labels 1/C)
 at the same parameters, g <- g - <g, q> / |q|^2 q.
 
-L is -sum y log(p + 1e-12). Step i uses the data that was prepared from batch i of the pass, not
-from its own images, as in the code of Xu 2022. `pairing: own` prepares the data anew at each step.
+L is -sum y log(p + 1e-12), with any task of class labels. In the code of Xu 2022 the methods that
+are compared with FedReg have this loss too, here by the task configs/fedreg/bounded_loss.py. Step i
+uses the data that was prepared from batch i of the pass, not from its own images, as in that code.
+`pairing: own` prepares the data anew at each step.
 That code's q comes from the step's own images (`fresh: true`, preset authors_code). That code
 intends to clamp images to the range of their batch but does not (`clamp`). On one device its
 generator lets both sets share their storage, so that both become the same; this fault is not
