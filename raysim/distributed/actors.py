@@ -94,7 +94,7 @@ def working(method: Any) -> Any:
 
 @dataclass(frozen=True)
 class Place:
-    """Where an actor runs."""
+    """Node, GPUs and source code of an actor."""
 
     node: str
     """Id of the node."""
@@ -103,7 +103,7 @@ class Place:
     """Ids of the GPUs that the actor has a share of."""
 
     code: SourceCode
-    """The text of raysim in its process."""
+    """The source code of raysim in its process."""
 
 
 class _Actor:
@@ -125,7 +125,7 @@ class _Actor:
         self.shared_buffers: dict[str, SharedBuffer] = {}
 
     def where(self) -> Place:
-        """Return where this actor runs."""
+        """Return node, GPUs and source code of this actor."""
         context = ray.get_runtime_context()
         gpus = context.get_accelerator_ids().get("GPU", [])
         return Place(context.get_node_id(), gpus, source_code())

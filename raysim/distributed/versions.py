@@ -57,7 +57,7 @@ def check_versions() -> None:
 
 @dataclass(frozen=True)
 class SourceCode:
-    """The text of raysim in one process."""
+    """The source code of raysim in one process."""
 
     folder: str
     """Folder of the package."""
@@ -68,7 +68,7 @@ class SourceCode:
 
 @lru_cache(maxsize=1)
 def source_code() -> SourceCode:
-    """Return the text of raysim in this process."""
+    """Return the source code of raysim in this process."""
     folder = Path(__file__).parents[1]
     whole = hashlib.sha256()
     for here, folders, files in os.walk(folder, followlinks=True):
@@ -81,18 +81,18 @@ def source_code() -> SourceCode:
 
 
 def check_source_code(process: str, there: SourceCode, command: SourceCode) -> None:
-    """Check that a process of a run has the same text of raysim as the command that started it.
+    """Check that a process of a run has the same source code of raysim as the command.
 
-    Ray's workers look for packages in the folder of the command first. So a folder raysim/ there,
-    such as a checkout, comes before the installed package.
+    Ray's workers look for packages in the folder where the command was started first. So a folder
+    raysim/ there, as in a checkout, comes before the installed package.
 
     Args:
         process: name of the process, for the message.
-        there: its text.
-        command: the text in the command.
+        there: its source code.
+        command: the source code in the command.
 
     Raises:
-        ConfigError: the texts differ.
+        ConfigError: they differ.
     """
     if there.digest != command.digest:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""What must hold of raysim's own text: all processes of a run have the same, or the run ends."""
+"""All processes of a run must have the same source code of raysim; otherwise the run ends."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def copied(folder: Path) -> Path:
     return Path(shutil.copytree(PACKAGE, folder / "raysim", ignore=kept_out))
 
 
-def test_an_actor_with_another_text_of_raysim_is_refused(tmp_path, uri):
+def test_an_actor_with_other_source_code_of_raysim_is_refused(tmp_path, uri):
     """Ray's workers find a package in the folder of the command before the installed one."""
     copy = copied(tmp_path)
     resources = {"executor": "ray", "actors": 1, "cpus": 1}
@@ -36,7 +36,7 @@ def test_an_actor_with_another_text_of_raysim_is_refused(tmp_path, uri):
     assert str(copy) in line and str(PACKAGE) in line and "pip install -e ." in line
 
 
-def test_the_text_is_that_of_all_modules_wherever_they_lie(tmp_path, monkeypatch):
+def test_the_source_code_is_that_of_all_modules_in_any_folder(tmp_path, monkeypatch):
     here = source_code()
     assert here.folder == str(PACKAGE)
     monkeypatch.setattr(
