@@ -116,16 +116,20 @@ def _aside(line: str) -> None:
 
 
 def _list_trials(planned: Sweep, taken: Mapping[Path, Row] | None, console: Console) -> None:
-    """Print a table of the trials, with the file's value where a trial does not vary a key."""
+    """Print a table of the trials, with the file's value where a trial does not vary a key.
+
+    A trial that is left alone shows all keys that the file varies.
+    """
     from raysim.reports.grouping import value_named
     from raysim.sweeps.search_space import as_text
 
-    table = Table("", *planned.axes, "folder", box=None)
+    keys = list(planned.axes or planned.trials[0].values)
+    table = Table("", *keys, "folder", box=None)
     for trial in planned.trials:
         params = trial.params
         values = [
             as_text(trial.values[key]) if key in trial.values else value_named(params, key) or "–"
-            for key in planned.axes
+            for key in keys
         ]
         state = "ledger" if trial.folder in (taken or {}) else "done" if planned.done(trial) else ""
         table.add_row(state, *values, trial.folder.name)

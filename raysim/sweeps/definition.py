@@ -358,9 +358,9 @@ def prepare_sweep(
         try:
             ready = resolve.resolve_plan(described.raw(point), load_once)
         except ConfigError as error:
-            where = " ".join(f"{k}={as_text(v)}" for k, v in point.items())
+            title = " ".join(f"{k}={as_text(v)}" for k, v in point.items())
             advice = _advice(str(error), axes)
-            raise ConfigError(f"trial {where}: {error}{advice}" if where else str(error)) from None
+            raise ConfigError(f"trial {title}: {error}{advice}" if title else str(error)) from None
         c = ready.config
         root = Path(folder or "runs").absolute() / c.tracking.folder
         key = _key(c)

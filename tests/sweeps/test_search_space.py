@@ -141,6 +141,13 @@ def test_the_list_shows_a_dash_where_a_trial_has_no_such_key(raysim_):
     assert ["fedavg", "–"] in [row[:2] for row in listed]
 
 
+def test_the_list_of_a_single_trial_names_its_values(raysim_):
+    path = written(Path("list.yaml"), sweep={"seed": [1, 2], "local.lr": [0.1, 0.2]})
+    chosen = ["--where=seed=2", "--where=local.lr=0.1", "--dry-run"]
+    lines = [line.split() for line in raysim_("sweep", str(path), *chosen).out.splitlines()]
+    assert lines[lines.index(["local.lr", "seed", "folder"]) + 1][:2] == ["0.1", "2"]
+
+
 def test_where_chooses_trials_and_changes_none(here):
     grids = [
         {"algorithm": "fedavg", "seed": [1, 2], "local.lr": [0.1, 0.2]},
