@@ -136,7 +136,7 @@ def test_every_method_has_a_page_with_its_hyperparameters(extension):
 
 def test_a_method_page_has_the_figures_of_rows_and_of_columns_with_their_commands(extension):
     pages = extension("method_pages").pages()
-    assert "raysim sweep gradma/short_table1_mnist" in pages["scaffold"]
+    assert "raysim sweep gradma/full_table1_mnist" in pages["scaffold"]
     assert "| both sides | scaffold |" in pages["scaffold"]
     assert "| client side | moon |" not in pages["scaffold"]
     assert "| lr | fedavg | twafl |" in pages["twafl"]
@@ -151,7 +151,7 @@ def test_the_command_page_has_every_command_and_its_options(extension):
 
 def test_links_of_readmes_lead_where_they_did(extension):
     pages = extension("result_pages").pages()
-    assert "](../../configs/gradma/pictures/by_side.png)" in pages["gradma"]
+    assert "](../../configs/gradma/pictures/full_table1_mnist.png)" in pages["gradma"]
     assert "](gradma.md)" in pages["claims"]
 
 
