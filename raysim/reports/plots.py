@@ -81,7 +81,10 @@ def _add_legend(axes: Axes, labels: Sequence[str]) -> None:
     if max(map(len, labels)) <= MAX_TITLE_LETTERS:
         axes.legend(fontsize="small", ncols=1 + len(labels) // 12)
     else:
-        axes.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.12))
+        # The padding, in font sizes, leaves room for the labels of the axis.
+        axes.legend(
+            fontsize="small", loc="upper center", bbox_to_anchor=(0.5, 0), borderaxespad=4.5
+        )
 
 
 def _panels(
