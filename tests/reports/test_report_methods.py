@@ -4,6 +4,7 @@ sweeps over one parameter or two, and what is kept in MLflow; all worked out by 
 from __future__ import annotations
 
 import csv
+import dataclasses
 import itertools
 import math
 import sys
@@ -391,6 +392,22 @@ def test_panels(tmp_path: Path):
     }
     plots.plot_curves(found, "accuracy", "rounds", tmp_path / "c.png")
     assert (tmp_path / "c.png").stat().st_size > 4000
+
+
+def test_a_legend_below_leaves_the_label_of_the_axis_free(tmp_path: Path, monkeypatch):
+    drawn = []
+    real = plots._panels
+    monkeypatch.setattr(plots, "_panels", lambda *sizes: drawn.append(real(*sizes)) or drawn[-1])
+    long = " of a method whose name is as long as that of a file with its own rule"
+    found = [
+        dataclasses.replace(curve, label=f"{i}: {curve.label}{long}")
+        for curve in curves(swept(), panels=["partition.alpha"])
+        for i in range(3)
+    ]
+    plots.plot_curves(found, "accuracy", "rounds", tmp_path / "c.png")
+    for axes in drawn[0][1]:
+        legend, label = axes.get_legend(), axes.xaxis.label
+        assert not legend.get_window_extent().overlaps(label.get_window_extent())
 
 
 def test_what_was_spent_in_rounds_that_do_not_say_is_what_was_spent_before():
