@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Annotated
 
@@ -32,10 +33,17 @@ def merge(
     if out.exists() and out.resolve() not in [file.resolve() for file in files]:
         raise ConfigError(f"--out: {out} exists; name it among the ledgers, or another file")
     kept, copies = ledger.merge(files, out, _aside, missing=_MISSING)
-    runs = len(ledger.unique(kept))
+    counts = Counter(row.key for row in kept)
     print(
-        f"{len(kept)} rows of {runs} runs in {out}; left out: {copies} with the same digest again"
+        f"{len(kept)} rows of {len(counts)} runs in {out}; left out: {copies} with the same digest "
+        "again"
     )
+    if again := len(kept) - len(counts):
+        kinds = sorted({row.cpu for row in kept if counts[row.key] > 1})
+        print(
+            f"kept: {again} of runs that another row has with another digest; the kinds of CPU of "
+            f"such runs: {'; '.join(kinds)}"
+        )
 
 
 @ledger_app.command("check")
