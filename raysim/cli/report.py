@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 _SPENT = "rounds, bytes, virtual-time or seconds"
 
 PLOT_OPTIONS = (
+    "where",
     "x",
     "y",
     "keys",
@@ -48,6 +49,10 @@ Runs = Annotated[
 LedgerOption = Annotated[
     list[Path] | None,
     typer.Option(help="a ledger to read instead of MLflow; several: --ledger A --ledger B"),
+]
+Where = Annotated[
+    list[str] | None,
+    typer.Option(help="KEY=VALUE or KEY=VALUE,VALUE: report only such runs; may be repeated"),
 ]
 Uri = Annotated[str | None, typer.Option(help="tracking store; default sqlite:///mlflow.db")]
 MetricOption = Annotated[
@@ -82,6 +87,7 @@ def report_table(
     runs: Runs = None,
     uri: Uri = None,
     ledger: LedgerOption = None,
+    where: Where = None,
     metric: MetricOption = None,
     target: Annotated[
         str | None,
@@ -119,7 +125,7 @@ def report_table(
 
     _one_of("--format", form, ("markdown", "csv", "latex"))
     unit, keys = table_rows.cost_unit_of(x_axis), (_keys(group), _keys(best_of))
-    source = _source(runs, uri, ledger, log)
+    source = _source(runs, uri, ledger, where, log)
     tracked, rows, goal = table_rows.table_rows(
         source, metric, target, *keys, relative_to, unit, ranks, paper, compare_with, _aside
     )
@@ -146,6 +152,7 @@ def report_curves(
     runs: Runs = None,
     uri: Uri = None,
     ledger: LedgerOption = None,
+    where: Where = None,
     metric: MetricOption = None,
     group: GroupOption = None,
     panels: Annotated[
@@ -162,7 +169,7 @@ def report_curves(
     unit = cost_unit_of(x_axis)
     out = out or _picture(context, "curves")
     check_picture(out)
-    source = _source(runs, uri, ledger, log)
+    source = _source(runs, uri, ledger, where, log)
     tracked = source.finished(metric, _aside, unit)
     print(_draw_curves(tracked, tracked[0].metric, unit, _keys(group), _keys(panels) or (), out))
     if log:
@@ -179,6 +186,7 @@ def report_sweep(
     runs: Runs = None,
     uri: Uri = None,
     ledger: LedgerOption = None,
+    where: Where = None,
     metric: MetricOption = None,
     log_x: Annotated[bool, typer.Option("--log-x", help="logarithmic x-axis")] = False,
     target: Annotated[
@@ -200,7 +208,7 @@ def report_sweep(
         raise ConfigError("--log-x: a heatmap has one column per value; leave out --log-x or --y")
     if y and target is not None:
         raise ConfigError("--target: a heatmap shows the best values; leave out --target or --y")
-    source = _source(runs, uri, ledger, log)
+    source = _source(runs, uri, ledger, where, log)
     tracked = source.finished(metric, _aside)
     print(_draw_sweep(tracked, tracked[0].metric, x, y, log_x, out, target))
     if log:
@@ -214,6 +222,7 @@ def report_sensitivity(
     runs: Runs = None,
     uri: Uri = None,
     ledger: LedgerOption = None,
+    where: Where = None,
     metric: MetricOption = None,
     statistic: Annotated[
         str, typer.Option(help="result of a run: best, or last10 (mean of the last 10 evaluations)")
@@ -230,7 +239,7 @@ def report_sensitivity(
     _one_of("--statistic", statistic, sensitivity.STATISTICS)
     out = out or _picture(context, "sensitivity")
     check_picture(out)
-    source = _source(runs, uri, ledger, log)
+    source = _source(runs, uri, ledger, where, log)
     tracked = source.finished(metric, _aside)
     metric = tracked[0].metric
     effects = sensitivity.effects(
@@ -251,6 +260,7 @@ def report_speedup(
     runs: Runs = None,
     uri: Uri = None,
     ledger: LedgerOption = None,
+    where: Where = None,
     metric: Annotated[
         str, typer.Option(help="metric whose last value in a run counts")
     ] = "theory/grad_norm2_mean",
@@ -262,7 +272,7 @@ def report_speedup(
 
     out = out or _picture(context, "speedup")
     check_picture(out)
-    source = _source(runs, uri, ledger, False)
+    source = _source(runs, uri, ledger, where, False)
     tracked = source.finished(metric, _aside)
     lines = speedup.speedup(speedup.ends(tracked, over), target, _aside)
     slope = speedup.slope(lines)
@@ -381,12 +391,16 @@ def _draw_sweep(
 
 
 def _source(
-    runs: Sequence[str] | None, uri: str | None, ledger: Sequence[Path] | None, log: bool
+    runs: Sequence[str] | None,
+    uri: str | None,
+    ledger: Sequence[Path] | None,
+    where: Sequence[str] | None,
+    log: bool,
 ) -> RunSource:
     from raysim.reports.runs import RunSource
 
     _refuse_to_keep(ledger, log)
-    return RunSource(runs or (), uri, ledger or ())
+    return RunSource(runs or (), uri, ledger or (), where or ())
 
 
 def _picture(context: typer.Context, report: str) -> Path:
@@ -401,16 +415,18 @@ def _picture(context: typer.Context, report: str) -> Path:
     options = [
         _in_a_name(option.name, values[option.name])
         for option in context.command.params
-        if option.name in PLOT_OPTIONS and values[option.name] not in (None, option.default)
+        if option.name in PLOT_OPTIONS and values[option.name] not in (None, (), option.default)
     ]
     return Path(f"{'-'.join([*(Path(name).name for name in names), report, *options])}.png")
 
 
-def _in_a_name(option: str, value: str | float | bool) -> str:
-    """Return an option's value as part of the name of a file."""
+def _in_a_name(option: str, value: str | float | bool | Sequence[str]) -> str:
+    """Return an option's value, or its values, as part of the name of a file."""
     if isinstance(value, bool):
         return option
-    return re.sub(r"[^\w.]+", "_", value) if isinstance(value, str) else f"{option}{value:g}"
+    if isinstance(value, int | float):
+        return f"{option}{value:g}"
+    return re.sub(r"[^\w.]+", "_", value if isinstance(value, str) else "_".join(value))
 
 
 def _refuse_to_keep(ledger: Sequence[Path] | None, log: bool) -> None:

@@ -85,6 +85,7 @@ def table_frame(
     *,
     uri: str | None = None,
     ledger: Ledger = None,
+    where: str | Sequence[str] = (),
     metric: str | None = None,
     target: float | str | None = None,
     group: KeyNames | None = None,
@@ -101,6 +102,7 @@ def table_frame(
         runs: Names of experiments, or ids of runs.
         uri: Address of the tracking store. Default: that of a configuration.
         ledger: Ledgers to read in place of MLflow.
+        where: "key=value" or "key=value,value" texts; only runs with these values are reported.
         metric: Metric whose best and last values are reported. Default: that of `evaluate.best`.
         target: Value of the metric whose first round is reported. "paper" uses the target that
             `paper` gives for each row.
@@ -130,7 +132,7 @@ def table_frame(
     """
     unit = cost_unit_of(x_axis)
     _, rows, _ = table_rows(
-        _source(runs, uri, ledger),
+        _source(runs, uri, ledger, where),
         metric,
         target,
         _split_keys(group),
@@ -150,6 +152,7 @@ def curves_frame(
     *,
     uri: str | None = None,
     ledger: Ledger = None,
+    where: str | Sequence[str] = (),
     metric: str | None = None,
     group: KeyNames | None = None,
     panels: KeyNames | None = None,
@@ -161,6 +164,7 @@ def curves_frame(
         runs: Names of experiments, or ids of runs.
         uri: Address of the tracking store. Default: that of a configuration.
         ledger: Ledgers to read in place of MLflow.
+        where: "key=value" or "key=value,value" texts; only runs with these values are reported.
         metric: Metric on the y-axis. Default: that of `evaluate.best`.
         group: Parameters that distinguish curves; `side` is allowed too. Default: all that differ.
         panels: Parameters whose values distinguish panels.
@@ -174,7 +178,7 @@ def curves_frame(
         ConfigError: An option is invalid, or a run, the metric or a parameter does not exist.
     """
     unit = cost_unit_of(x_axis)
-    tracked_runs = _source(runs, uri, ledger).finished(metric, _log_line, unit)
+    tracked_runs = _source(runs, uri, ledger, where).finished(metric, _log_line, unit)
     averaged = curves(tracked_runs, _split_keys(group), _log_line, _split_keys(panels) or ())
     return _points(averaged, unit.replace(" ", "_"))
 
@@ -186,6 +190,7 @@ def sweep_frame(
     y: str | None = None,
     uri: str | None = None,
     ledger: Ledger = None,
+    where: str | Sequence[str] = (),
     metric: str | None = None,
     target: float | None = None,
 ) -> pd.DataFrame:
@@ -197,6 +202,7 @@ def sweep_frame(
         y: Second parameter.
         uri: Address of the tracking store. Default: that of a configuration.
         ledger: Ledgers to read in place of MLflow.
+        where: "key=value" or "key=value,value" texts; only runs with these values are reported.
         metric: Metric whose best value is reported. Default: that of `evaluate.best`.
         target: Report the first round with this value of the metric instead. Not allowed with `y`.
 
@@ -212,7 +218,7 @@ def sweep_frame(
         raise ConfigError(
             "target (--target): a heatmap shows best values; leave out target or y (--y)"
         )
-    tracked_runs = _source(runs, uri, ledger).finished(metric, _log_line)
+    tracked_runs = _source(runs, uri, ledger, where).finished(metric, _log_line)
     metric = tracked_runs[0].metric
     if y is None:
         return _points(along(tracked_runs, x, metric, _log_line, target), x).drop(columns="panel")
@@ -231,6 +237,7 @@ def sensitivity_frame(
     keys: KeyNames | None = None,
     uri: str | None = None,
     ledger: Ledger = None,
+    where: str | Sequence[str] = (),
     metric: str | None = None,
     statistic: str = "best",
 ) -> pd.DataFrame:
@@ -241,6 +248,7 @@ def sensitivity_frame(
         keys: Parameters to compare. Default: all that differ.
         uri: Address of the tracking store. Default: that of a configuration.
         ledger: Ledgers to read in place of MLflow.
+        where: "key=value" or "key=value,value" texts; only runs with these values are reported.
         metric: Metric of the results. Default: that of `evaluate.best`.
         statistic: Result of a run: best, or last10 (the mean of its last ten evaluations).
 
@@ -257,7 +265,7 @@ def sensitivity_frame(
             f"statistic (--statistic): unknown statistic '{statistic}'"
             f"{did_you_mean(statistic, sensitivity.STATISTICS)}"
         )
-    tracked_runs = _source(runs, uri, ledger).finished(metric, _log_line)
+    tracked_runs = _source(runs, uri, ledger, where).finished(metric, _log_line)
     effects = sensitivity.effects(
         tracked_runs,
         _split_keys(keys) or (),
@@ -278,6 +286,7 @@ def speedup_frame(
     over: str = "schedule.cohort",
     uri: str | None = None,
     ledger: Ledger = None,
+    where: str | Sequence[str] = (),
     metric: str = "theory/grad_norm2_mean",
 ) -> pd.DataFrame:
     """Return the rounds to a target as a function of a parameter, from runs of several lengths.
@@ -288,6 +297,7 @@ def speedup_frame(
         over: Parameter whose values are numbers.
         uri: Address of the tracking store. Default: that of a configuration.
         ledger: Ledgers to read in place of MLflow.
+        where: "key=value" or "key=value,value" texts; only runs with these values are reported.
         metric: Metric whose last value is the result of a run.
 
     Returns:
@@ -299,7 +309,7 @@ def speedup_frame(
         ConfigError: Fewer than two seeds reach the target at two values of the parameter, or a run,
             the metric or the parameter does not exist.
     """
-    tracked_runs = _source(runs, uri, ledger).finished(metric, _log_line)
+    tracked_runs = _source(runs, uri, ledger, where).finished(metric, _log_line)
     lines = speedup.speedup(speedup.ends(tracked_runs, over), target, _log_line)
     slope = speedup.slope(lines)
     records = [(seed, x, rounds) for seed, line in lines.items() for x, rounds in line.items()]
@@ -376,9 +386,11 @@ def _split_keys(keys: KeyNames | None) -> list[str] | None:
     return keys.split(",") if isinstance(keys, str) else list(keys) if keys else None
 
 
-def _source(runs: Sequence[str], uri: str | None, ledger: Ledger) -> RunSource:
-    """Return the source of a report's runs."""
-    return RunSource(runs, uri, _paths(ledger))
+def _source(
+    runs: Sequence[str], uri: str | None, ledger: Ledger, where: str | Sequence[str]
+) -> RunSource:
+    """Return the source of a report's runs; a single text of `where` needs no list."""
+    return RunSource(runs, uri, _paths(ledger), [where] if isinstance(where, str) else where)
 
 
 def _paths(ledger: Ledger) -> Sequence[str | Path]:

@@ -131,7 +131,7 @@ def with_values(params: Sequence[Mapping[str, str]], where: Sequence[str], noun:
         params: Values by parameter, of each run.
         where: KEY=VALUE texts, or KEY=VALUE,VALUE for any of several. Names are those of
             `resolved`, and numbers are compared as numbers.
-        noun: What has the parameters, for errors: "row", or "trial".
+        noun: What has the parameters, for errors: "row", "run" or "trial".
 
     Raises:
         ConfigError: A text is not KEY=VALUE, or no run has the key or all the values.

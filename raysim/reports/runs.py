@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from raysim.errors import ConfigError, did_you_mean
+from raysim.reports.grouping import with_values
 from raysim.reports.ledger_runs import finished_rows, title
 from raysim.reports.tracked import (
     CostUnit,
@@ -49,6 +50,9 @@ class RunSource:
     ledgers: Sequence[str | Path] = ()
     """Ledgers to read in place of MLflow."""
 
+    where: Sequence[str] = ()
+    """KEY=VALUE texts: only runs with these values are reported; see `grouping.with_values`."""
+
     def __post_init__(self) -> None:
         """Check that the source is one or the other."""
         if self.ledgers and self.uri is not None:
@@ -79,9 +83,9 @@ class RunSource:
             RaysimError: See `finished_runs`.
         """
         if not self.ledgers:
-            return finished_runs(self.names, self.uri, metric, say, cost_unit)
+            return finished_runs(self.names, self.uri, metric, say, cost_unit, self.where)
         check_metric_name(metric)
-        rows = finished_rows(self.ledgers, self.names, say)
+        rows = _with_values(finished_rows(self.ledgers, self.names, say), self.where)
         return with_histories(rows, title(self.names, self.ledgers), metric, say, cost_unit)
 
 
@@ -91,6 +95,7 @@ def finished_runs(
     metric: str | None = None,
     say: Callable[[str], None] = lambda line: None,
     cost_unit: CostUnit = "rounds",
+    where: Sequence[str] = (),
 ) -> list[TrackedRun]:
     """Return the finished runs in MLflow, with the history of a metric.
 
@@ -100,13 +105,14 @@ def finished_runs(
         metric: Metric of the histories; see `with_histories`.
         say: Called with one line for each group of omitted runs.
         cost_unit: Unit of the runs' cost.
+        where: KEY=VALUE texts: only runs with these values; see `grouping.with_values`.
 
     Returns:
         The runs. Of several runs with the same parameters and seed only the newest is returned.
 
     Raises:
         ConfigError: An experiment, a run or the metric (`MetricMissing`) does not exist, or no run
-            is finished.
+            is finished, or none has the values of `where`.
         RaysimError: The tracking store cannot be read.
     """
     check_metric_name(metric)
@@ -132,7 +138,13 @@ def finished_runs(
             )
             for run in sorted(done, key=lambda run: run.info.start_time)
         ]
-        return with_histories(finished, ", ".join(wanted), metric, say, cost_unit)
+        chosen = _with_values(finished, where)
+        return with_histories(chosen, ", ".join(wanted), metric, say, cost_unit)
+
+
+def _with_values(runs: Sequence[FinishedRun], where: Sequence[str]) -> list[FinishedRun]:
+    """Return the runs whose parameters have the values of KEY=VALUE texts."""
+    return [runs[i] for i in with_values([run.params for run in runs], where, "run")]
 
 
 def _parameters(run: Any) -> dict[str, str]:

@@ -121,6 +121,32 @@ def test_a_table_is_the_command_lines(uri, capsys, monkeypatch):
     )
 
 
+@pytest.mark.parametrize(
+    ("kind", "options", "column"),
+    [
+        ("table", {}, "best"),
+        ("curves", {}, "mean"),
+        ("sweep", {"x": "server.beta1"}, "mean"),
+        ("sensitivity", {"keys": "algorithm"}, "mean"),
+    ],
+)
+def test_where_leaves_out_other_runs(uri, kind, options, column):
+    """The best values of a and b with beta1 = 0.9, and not those of beta1 = 0."""
+    with pytest.raises(ConfigError, match=r"^--where: no run has server\.beta1=7"):
+        raysim.report(kind, "methods", uri=uri, where=["server.beta1=0.90,7"], **options)
+    frame = raysim.report(kind, "methods", uri=uri, where=["server.beta1=0.90"], **options)
+    best = sorted(value for value in frame[column] if value > 0.3)
+    assert best == pytest.approx([0.4025, 0.6525])
+
+
+def test_where_takes_one_text_and_names_a_mistyped_key(uri):
+    frame = raysim.report("table", "methods", uri=uri, where="algorithm=b")
+    assert frame.best.tolist() == pytest.approx([0.3125, 0.4025])
+    assert raysim.report("speedup", "law", uri=uri, target=0.1, where="schedule.cohort=1,10").size
+    with pytest.raises(ConfigError, match=r"^--where: no run has a key 'algoritm'; did you mean"):
+        raysim.report("curves", "methods", uri=uri, where="algoritm=b")
+
+
 def test_curves(uri):
     frame = raysim.report(
         "curves", "methods", uri=uri, group=["algorithm"], panels="server.beta1", x_axis="bytes"

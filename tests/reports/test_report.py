@@ -613,6 +613,10 @@ def test_pictures_by_the_commands(
             ["sweep", "other", "--x", "local.lr", "--target", "0.5"],
             "other-sweep-local.lr-target0.5.png",
         ),
+        (
+            ["curves", "other", "--where", "local.lr=0.1", "--where", "seed=0,1"],
+            "other-curves-local.lr_0.1_seed_0_1.png",
+        ),
     ):
         code, out, _ = call(*arguments)
         assert code == 0 and out.endswith(f" in {name}\n") and Path(name).exists()
