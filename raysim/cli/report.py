@@ -52,7 +52,9 @@ LedgerOption = Annotated[
 ]
 Where = Annotated[
     list[str] | None,
-    typer.Option(help="KEY=VALUE or KEY=VALUE,VALUE: report only such runs; may be repeated"),
+    typer.Option(
+        help="KEY=VALUE, KEY=VALUE,VALUE or KEY=0..4: report only such runs; may be repeated"
+    ),
 ]
 Uri = Annotated[str | None, typer.Option(help="tracking store; default sqlite:///mlflow.db")]
 MetricOption = Annotated[

@@ -55,8 +55,15 @@ def _statistic(statistic: Any) -> Any:
     raise ValueError(f"expected {', '.join(names)} or {{rounds_to: 0.95}}, not {statistic}{hint}")
 
 
-def _value_texts(wanted: dict[str, Any]) -> dict[str, list[str]]:
-    """Return the accepted values of each parameter, as the texts that MLflow stores."""
+def value_texts(wanted: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Return the accepted values of each parameter, as the texts that MLflow stores.
+
+    Args:
+        wanted: A value, or a list of values, by parameter.
+
+    Raises:
+        ValueError: A parameter has no value, or a mapping.
+    """
     texts = {}
     for key, value in wanted.items():
         values = value if isinstance(value, list) else [value]
@@ -66,7 +73,7 @@ def _value_texts(wanted: dict[str, Any]) -> dict[str, list[str]]:
     return texts
 
 
-Where = Annotated[dict[str, Any], AfterValidator(_value_texts)]
+Where = Annotated[dict[str, Any], AfterValidator(value_texts)]
 KeyList = Annotated[
     list[str], BeforeValidator(lambda value: value.split(",") if isinstance(value, str) else value)
 ]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,9 @@ KeyNames = str | Sequence[str]
 Ledger = str | Path | Sequence[str | Path] | None
 """One ledger, or several."""
 
+Where = str | Sequence[str] | Mapping[str, Any]
+"""Runs to report: {key: value}, or {key: [value, value]}; or "key=value,value" texts."""
+
 
 def report(kind: str, runs: KeyNames | None = None, **options: Any) -> pd.DataFrame:
     """Return a report of tracked runs as a data frame.
@@ -48,7 +51,9 @@ def report(kind: str, runs: KeyNames | None = None, **options: Any) -> pd.DataFr
             and with a ledger, of which all rows are used.
         **options: Options of the kind. All kinds accept `uri`, the address of the tracking store
             (default sqlite:///mlflow.db), and `ledger`, one or several ledgers to read in its
-            place.
+            place. All but "claims" accept `where`, the values of the runs to report: a mapping such
+            as {"algorithm": ["fedavg", "gradma"], "partition.alpha": 0.1}, or the texts of the
+            command line, ["algorithm=fedavg,gradma", "partition.alpha=0.1"].
 
     Returns:
         A frame with one row for each table row, curve point, parameter group or claim.
@@ -85,7 +90,7 @@ def table_frame(
     *,
     uri: str | None = None,
     ledger: Ledger = None,
-    where: str | Sequence[str] = (),
+    where: Where = (),
     metric: str | None = None,
     target: float | str | None = None,
     group: KeyNames | None = None,
@@ -102,7 +107,7 @@ def table_frame(
         runs: Names of experiments, or ids of runs.
         uri: Address of the tracking store. Default: that of a configuration.
         ledger: Ledgers to read in place of MLflow.
-        where: "key=value" or "key=value,value" texts; only runs with these values are reported.
+        where: Values by parameter; only runs with them are reported. See `report`.
         metric: Metric whose best and last values are reported. Default: that of `evaluate.best`.
         target: Value of the metric whose first round is reported. "paper" uses the target that
             `paper` gives for each row.
@@ -152,7 +157,7 @@ def curves_frame(
     *,
     uri: str | None = None,
     ledger: Ledger = None,
-    where: str | Sequence[str] = (),
+    where: Where = (),
     metric: str | None = None,
     group: KeyNames | None = None,
     panels: KeyNames | None = None,
@@ -164,7 +169,7 @@ def curves_frame(
         runs: Names of experiments, or ids of runs.
         uri: Address of the tracking store. Default: that of a configuration.
         ledger: Ledgers to read in place of MLflow.
-        where: "key=value" or "key=value,value" texts; only runs with these values are reported.
+        where: Values by parameter; only runs with them are reported. See `report`.
         metric: Metric on the y-axis. Default: that of `evaluate.best`.
         group: Parameters that distinguish curves; `side` is allowed too. Default: all that differ.
         panels: Parameters whose values distinguish panels.
@@ -190,7 +195,7 @@ def sweep_frame(
     y: str | None = None,
     uri: str | None = None,
     ledger: Ledger = None,
-    where: str | Sequence[str] = (),
+    where: Where = (),
     metric: str | None = None,
     target: float | None = None,
 ) -> pd.DataFrame:
@@ -202,7 +207,7 @@ def sweep_frame(
         y: Second parameter.
         uri: Address of the tracking store. Default: that of a configuration.
         ledger: Ledgers to read in place of MLflow.
-        where: "key=value" or "key=value,value" texts; only runs with these values are reported.
+        where: Values by parameter; only runs with them are reported. See `report`.
         metric: Metric whose best value is reported. Default: that of `evaluate.best`.
         target: Report the first round with this value of the metric instead. Not allowed with `y`.
 
@@ -237,7 +242,7 @@ def sensitivity_frame(
     keys: KeyNames | None = None,
     uri: str | None = None,
     ledger: Ledger = None,
-    where: str | Sequence[str] = (),
+    where: Where = (),
     metric: str | None = None,
     statistic: str = "best",
 ) -> pd.DataFrame:
@@ -248,7 +253,7 @@ def sensitivity_frame(
         keys: Parameters to compare. Default: all that differ.
         uri: Address of the tracking store. Default: that of a configuration.
         ledger: Ledgers to read in place of MLflow.
-        where: "key=value" or "key=value,value" texts; only runs with these values are reported.
+        where: Values by parameter; only runs with them are reported. See `report`.
         metric: Metric of the results. Default: that of `evaluate.best`.
         statistic: Result of a run: best, or last10 (the mean of its last ten evaluations).
 
@@ -286,7 +291,7 @@ def speedup_frame(
     over: str = "schedule.cohort",
     uri: str | None = None,
     ledger: Ledger = None,
-    where: str | Sequence[str] = (),
+    where: Where = (),
     metric: str = "theory/grad_norm2_mean",
 ) -> pd.DataFrame:
     """Return the rounds to a target as a function of a parameter, from runs of several lengths.
@@ -297,7 +302,7 @@ def speedup_frame(
         over: Parameter whose values are numbers.
         uri: Address of the tracking store. Default: that of a configuration.
         ledger: Ledgers to read in place of MLflow.
-        where: "key=value" or "key=value,value" texts; only runs with these values are reported.
+        where: Values by parameter; only runs with them are reported. See `report`.
         metric: Metric whose last value is the result of a run.
 
     Returns:
@@ -386,10 +391,14 @@ def _split_keys(keys: KeyNames | None) -> list[str] | None:
     return keys.split(",") if isinstance(keys, str) else list(keys) if keys else None
 
 
-def _source(
-    runs: Sequence[str], uri: str | None, ledger: Ledger, where: str | Sequence[str]
-) -> RunSource:
-    """Return the source of a report's runs; a single text of `where` needs no list."""
+def _source(runs: Sequence[str], uri: str | None, ledger: Ledger, where: Where) -> RunSource:
+    """Return the source of a report's runs."""
+    if isinstance(where, Mapping):
+        try:
+            texts = claim_section.value_texts(where)
+        except ValueError as error:
+            raise ConfigError(f"where: {error}") from None
+        where = [f"{key}={','.join(values)}" for key, values in texts.items()]
     return RunSource(runs, uri, _paths(ledger), [where] if isinstance(where, str) else where)
 
 

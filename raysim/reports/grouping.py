@@ -129,8 +129,8 @@ def with_values(params: Sequence[Mapping[str, str]], where: Sequence[str], noun:
 
     Args:
         params: Values by parameter, of each run.
-        where: KEY=VALUE texts, or KEY=VALUE,VALUE for any of several. Names are those of
-            `resolved`, and numbers are compared as numbers.
+        where: KEY=VALUE texts; KEY=VALUE,VALUE and KEY=0..4 are any of several. Names are those
+            of `resolved`, and numbers are compared as numbers.
         noun: What has the parameters, for errors: "row", "run" or "trial".
 
     Raises:
@@ -144,9 +144,9 @@ def with_values(params: Sequence[Mapping[str, str]], where: Sequence[str], noun:
         known = sorted({name for entry in params for name in entry})
         name = _full_name(key, known)
         if name is None:
-            raise ConfigError(f"--where: no {noun} has a key '{key}'{did_you_mean(key, known)}")
+            raise ConfigError(f"--where: no {noun} has a key '{key}'{_keys_meant(key, known)}")
         everywhere = sorted({str(entry[name]) for entry in params if name in entry})
-        asked = [allowed] if _same(allowed, everywhere) else allowed.split(",")
+        asked = [allowed] if _same(allowed, everywhere) else _listed(allowed)
         for one in asked:
             if not _same(one, everywhere):
                 near = did_you_mean(one, everywhere)
@@ -158,6 +158,24 @@ def with_values(params: Sequence[Mapping[str, str]], where: Sequence[str], noun:
             raise ConfigError(f"--where: no {noun} has {name}={allowed}{near}")
         kept = [i for i in kept if params[i].get(name) in chosen]
     return list(kept)
+
+
+def _listed(values: str) -> list[str]:
+    """Return the values of a text such as "1,2" or "0..4", both ends included."""
+    listed: list[str] = []
+    for value in values.split(","):
+        first, _, last = value.partition("..")
+        is_range = first.isdecimal() and last.isdecimal()
+        listed += map(str, range(int(first), int(last) + 1)) if is_range else [value]
+    return listed
+
+
+def _keys_meant(key: str, known: Sequence[str]) -> str:
+    """Return a hint for an unknown name: the parameters that end with it, else the nearest one."""
+    ends = [f"'{name}'" for name in known if name.endswith(f".{key}")]
+    if ends:
+        return f"; did you mean {' or '.join(ends)}?"
+    return did_you_mean(key, {name.removesuffix(".name") for name in known})
 
 
 def _same(value: str, values: Iterable[str]) -> bool:

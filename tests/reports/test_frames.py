@@ -142,9 +142,19 @@ def test_where_leaves_out_other_runs(uri, kind, options, column):
 def test_where_takes_one_text_and_names_a_mistyped_key(uri):
     frame = raysim.report("table", "methods", uri=uri, where="algorithm=b")
     assert frame.best.tolist() == pytest.approx([0.3125, 0.4025])
+    asked = {"algorithm": "b", "server.beta1": [0.0, 0.9], "seed": "0..1"}
+    pd.testing.assert_frame_equal(raysim.report("table", "methods", uri=uri, where=asked), frame)
+    with pytest.raises(ConfigError, match=r"^where: algorithm must have a value"):
+        raysim.report("table", "methods", uri=uri, where={"algorithm": []})
+    with pytest.raises(ConfigError, match=r"^--where: no run has seed=2"):
+        raysim.report("table", "methods", uri=uri, where="seed=0..2")
     assert raysim.report("speedup", "law", uri=uri, target=0.1, where="schedule.cohort=1,10").size
-    with pytest.raises(ConfigError, match=r"^--where: no run has a key 'algoritm'; did you mean"):
+    with pytest.raises(
+        ConfigError, match=r"no run has a key 'algoritm'; did you mean 'algorithm'\?"
+    ):
         raysim.report("curves", "methods", uri=uri, where="algoritm=b")
+    with pytest.raises(ConfigError, match=r"has a key 'beta1'; did you mean 'server\.beta1'\?$"):
+        raysim.report("curves", "methods", uri=uri, where="beta1=0.9")
 
 
 def test_curves(uri):
