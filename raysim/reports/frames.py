@@ -52,8 +52,8 @@ def report(kind: str, runs: KeyNames | None = None, **options: Any) -> pd.DataFr
         **options: Options of the kind. All kinds accept `uri`, the address of the tracking store
             (default sqlite:///mlflow.db), and `ledger`, one or several ledgers to read in its
             place. All but "claims" accept `where`, the values of the runs to report: a mapping such
-            as {"algorithm": ["fedavg", "gradma"], "partition.alpha": 0.1}, or the texts of the
-            command line, ["algorithm=fedavg,gradma", "partition.alpha=0.1"].
+            as {"local.lr": [0.01, 0.1], "partition.alpha": 0.1}, or the texts of the
+            command line, ["local.lr=0.01,0.1", "partition.alpha=0.1"].
 
     Returns:
         A frame with one row for each table row, curve point, parameter group or claim.
