@@ -129,8 +129,8 @@ def with_values(params: Sequence[Mapping[str, str]], where: Sequence[str], noun:
 
     Args:
         params: Values by parameter, of each run.
-        where: KEY=VALUE texts; KEY=VALUE,VALUE and KEY=0..4 are any of several. Names are those
-            of `resolved`, and numbers are compared as numbers.
+        where: KEY=VALUE texts; KEY=VALUE,VALUE are any of several, KEY=0..4 any of a range. Names
+            are those of `resolved`, and numbers are compared as numbers.
         noun: What has the parameters, for errors: "row", "run" or "trial".
 
     Raises:
@@ -146,28 +146,19 @@ def with_values(params: Sequence[Mapping[str, str]], where: Sequence[str], noun:
         if name is None:
             raise ConfigError(f"--where: no {noun} has a key '{key}'{_keys_meant(key, known)}")
         everywhere = sorted({str(entry[name]) for entry in params if name in entry})
-        asked = [allowed] if _same(allowed, everywhere) else _listed(allowed)
+        is_one = any(_matches(value, allowed) for value in everywhere)
+        asked = [allowed] if is_one else allowed.split(",")
         for one in asked:
-            if not _same(one, everywhere):
+            if not any(_matches(value, one) for value in everywhere):
                 near = did_you_mean(one, everywhere)
                 raise ConfigError(f"--where: no {noun} has {name}={one}{near}")
         values = sorted({str(params[i][name]) for i in kept if name in params[i]})
-        chosen = [value for value in values if _same(value, asked)]
+        chosen = [value for value in values if any(_matches(value, one) for one in asked)]
         if not chosen:
             near = did_you_mean(allowed, values)
             raise ConfigError(f"--where: no {noun} has {name}={allowed}{near}")
         kept = [i for i in kept if params[i].get(name) in chosen]
     return list(kept)
-
-
-def _listed(values: str) -> list[str]:
-    """Return the values of a text such as "1,2" or "0..4", both ends included."""
-    listed: list[str] = []
-    for value in values.split(","):
-        first, _, last = value.partition("..")
-        is_range = first.isdecimal() and last.isdecimal()
-        listed += map(str, range(int(first), int(last) + 1)) if is_range else [value]
-    return listed
 
 
 def _keys_meant(key: str, known: Sequence[str]) -> str:
@@ -178,9 +169,12 @@ def _keys_meant(key: str, known: Sequence[str]) -> str:
     return did_you_mean(key, {name.removesuffix(".name") for name in known})
 
 
-def _same(value: str, values: Iterable[str]) -> bool:
-    """Return True if a value is one of several; numbers are compared as numbers."""
-    return any(published.same_value(value, one) for one in values)
+def _matches(value: str, asked: str) -> bool:
+    """Return True if a value is the asked one, as a number or text, or in a range such as 0..4."""
+    first, _, last = asked.partition("..")
+    if value.isdecimal() and first.isdecimal() and last.isdecimal():
+        return int(first) <= int(value) <= int(last)
+    return published.same_value(value, asked)
 
 
 def _full_name(key: str, known: Container[str]) -> str | None:

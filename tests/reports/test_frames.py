@@ -146,8 +146,11 @@ def test_where_takes_one_text_and_names_a_mistyped_key(uri):
     pd.testing.assert_frame_equal(raysim.report("table", "methods", uri=uri, where=asked), frame)
     with pytest.raises(ConfigError, match=r"^where: algorithm must have a value"):
         raysim.report("table", "methods", uri=uri, where={"algorithm": []})
-    with pytest.raises(ConfigError, match=r"^--where: no run has seed=2"):
-        raysim.report("table", "methods", uri=uri, where="seed=0..2")
+    second = raysim.report("table", "methods", uri=uri, where={"algorithm": "b", "seed": "1..9"})
+    assert second.best.tolist() == pytest.approx([0.375, 0.465]) and set(second.seeds) == {1}
+    for empty in ("2..9", "1..0"):
+        with pytest.raises(ConfigError, match=rf"^--where: no run has seed={empty}"):
+            raysim.report("table", "methods", uri=uri, where=f"seed=0,{empty}")
     assert raysim.report("speedup", "law", uri=uri, target=0.1, where="schedule.cohort=1,10").size
     with pytest.raises(
         ConfigError, match=r"no run has a key 'algoritm'; did you mean 'algorithm'\?"
