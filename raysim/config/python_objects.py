@@ -220,15 +220,27 @@ class _Description:
         return name
 
     def net(self, net: Any) -> bytes:
-        """Return the structure of a net, the plain attributes of its modules, and its tensors."""
-        lines = [repr(net)]
+        """Return the structure of a net, and all attributes, hooks and tensors of its modules."""
+        lines = [repr(net).encode()]
         for path, module in net.named_modules():
-            self.content(type(module))
-            plain = {k: v for k, v in vars(module).items() if isinstance(v, (*PLAIN, tuple))}
-            lines.append(f"{path}: {type(module).__qualname__} {sorted(plain.items())}")
-        for name, tensor in net.state_dict(keep_vars=True).items():
-            lines.append(f"{name}: {_of_array(tensor)} {getattr(tensor, 'requires_grad', False)}")
-        return "\n".join(lines).encode()
+            lines.append(f"{path}: ".encode() + self.content(type(module)))
+            for key, value in sorted(vars(module).items()):
+                if key in ("training", "_modules", "_parameters", "_buffers"):
+                    continue
+                # Hooks are numbered in the order of a process, so the numbers do not count.
+                is_hooks = key.startswith("_") and isinstance(value, dict)
+                content = self.content(list(value.values()) if is_hooks else value)
+                lines.append(f"{path}.{key} ".encode() + content)
+            for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+                lines.append(f"{path}.{name} {_of_tensor(tensor)}".encode())
+        return b"\n".join(lines)
+
+
+def _of_tensor(tensor: Any) -> str:
+    """Return the digest of a tensor of a net, and whether it is trained."""
+    if tensor is None or "Uninitialized" in type(tensor).__name__:
+        return type(tensor).__name__
+    return f"{_of_array(tensor)} {tensor.requires_grad}"
 
 
 def _is_net(value: Any) -> bool:

@@ -28,6 +28,7 @@ from raysim.data.groups import local_of_groups
 from raysim.errors import ConfigError, in_a_line
 from raysim.models import build
 from raysim.models.flat import Model
+from raysim.models.reading import couples_examples
 from raysim.rules import registry
 from raysim.rules.contract import ClientRule, Problem, ServerRule, overridden
 from raysim.rules.uploads import declared
@@ -297,7 +298,7 @@ def check_groups(
     for name, rule in own_rules.items():
         place = f"groups.{name}.client"
         check_rule(place, "client", rule, problem)
-        check_privacy(config, rule, server, model.module)
+        check_privacy(config, rule, server, model)
         if overridden(rule, ["personal"]) and type(rule).personal is not type(client).personal:
             raise ConfigError(
                 f"{place}: client rule '{rule.name}' declares personal parameters, which are the "
@@ -398,7 +399,7 @@ def check_local_steps(config: Config, client: ClientRule) -> None:
         )
 
 
-def check_privacy(config: Config, client: ClientRule, server: ServerRule, net: nn.Module) -> None:
+def check_privacy(config: Config, client: ClientRule, server: ServerRule, model: Model) -> None:
     """Check that rules, schedule and net support differentially private training.
 
     DP-SGD protects an example only if the client uses it through the clipped, noisy gradient
@@ -409,7 +410,7 @@ def check_privacy(config: Config, client: ClientRule, server: ServerRule, net: n
         config: the configuration; without a section `privacy` there is nothing to check.
         client: the client rule.
         server: the server rule.
-        net: the net, which must not have BatchNorm.
+        model: the net, in which examples must not meet, as they do in BatchNorm.
 
     Raises:
         ConfigError: the net has BatchNorm, the client rule computes other gradients, or rules or
@@ -426,11 +427,12 @@ def check_privacy(config: Config, client: ClientRule, server: ServerRule, net: n
             "privacy.noise_multiplier: 0 adds no noise, so the run is not private (epsilon is "
             "infinite)"
         )
-    if any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in net.modules()):
+    has_norm = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.module.modules())
+    if has_norm or model.buffer_size or couples_examples(model):
         raise ConfigError(
-            f"privacy: model '{config.model.name}' has BatchNorm, which makes the gradient of an "
-            "example depend on the other examples, and whose statistics are sent without noise; "
-            "use a net with GroupNorm or none"
+            f"privacy: model '{config.model.name}' has BatchNorm or the like, which makes the "
+            "gradient of an example depend on the other examples, or sends statistics without "
+            "noise; use a net with GroupNorm or none"
         )
     if config.client_privacy is not None:
         _check_client_privacy(config, config.client_privacy, server)

@@ -25,6 +25,7 @@ from raysim.engine.collusion import Collusion, colludes
 from raysim.engine.first_broadcast import shapes_of_first_broadcast
 from raysim.engine.server import RoundCohort
 from raysim.models.flat import Model
+from raysim.models.reading import check_same_outputs
 from raysim.rules import contract
 from raysim.rules.contract import ClientRule, Problem, ServerRule
 from raysim.rules.learning_task import LearningTask, TaskMetric
@@ -95,6 +96,9 @@ class Plan:
     probes: tuple[Probe, ...] = ()
     """The probes that the configuration names. They are copied before use."""
 
+    outputs: Tensor | None = None
+    """Outputs of the initial net on a few examples, which are the same in every process."""
+
     def __getstate__(self) -> dict[str, Any]:
         """Return the state to pickle; unpickling the other fields needs the first two."""
         return {"operators": OperatorsOfDriver(), "code": self.code, **self.__dict__}
@@ -139,8 +143,11 @@ class Plan:
         Args:
             device: the device of the copy.
             im2col: whether convolutions are computed as matrix products (im2col).
+
+        Raises:
+            ConfigError: the net gives other outputs in this process than where the run was planned.
         """
-        return Model(
+        model = Model(
             copy.deepcopy(self.net),
             self.dataset.shape,
             self.problem.classes,
@@ -151,6 +158,9 @@ class Plan:
             sample=learning.sample_batch(self.dataset, self.dtype),
             name=self.config.model.name,
         )
+        if self.outputs is not None:
+            check_same_outputs(model, self.outputs)
+        return model
 
     @property
     def collusion(self) -> Collusion | None:

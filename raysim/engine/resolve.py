@@ -44,6 +44,7 @@ from raysim.engine.plan import Plan, Probe, measures_clients
 from raysim.errors import ConfigError, RaysimError
 from raysim.models import build
 from raysim.models.flat import Model
+from raysim.models.reading import check_reading, sample_outputs
 from raysim.rules import pairs, registry
 from raysim.rules.contract import ClientRule, Problem, ServerRule
 from raysim.rules.learning_task import LearningTask, TaskMetric
@@ -200,6 +201,7 @@ def resolve_plan(raw: Mapping[str, Any], load: Callable[[AnyData], Dataset] = lo
         groups=_groups(resolved, rules),
         members=workload.members,
         probes=attached,
+        outputs=sample_outputs(workload.model),
     )
     probes.check_probes(plan)
     if config.files is None:
@@ -312,6 +314,7 @@ def build_problem(
         name=config.model.name,
     )
     checks.check_net_is_finite(config, net)
+    check_reading(net, model)
     problem = Problem(
         n_clients=len(clients),
         cohort=config.schedule.size,
@@ -365,7 +368,7 @@ def _check_rules(config: Config, rules: Rules, workload: Workload) -> None:
     learning.check_public_data(workload.dataset, *all_rules)
     checks.check_rules(config, client, server, workload.problem)
     checks.check_selection(config, server)
-    checks.check_privacy(config, client, server, workload.net)
+    checks.check_privacy(config, client, server, model)
     personal_parts(config, client, model)  # refuses masks that are none
     checks.check_local_steps(config, client)
     checks.check_groups(config, (client, server), rules.groups, workload.problem, model)

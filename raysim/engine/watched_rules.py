@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import functools
 import inspect
-import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import FrozenInstanceError
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,6 +21,7 @@ from raysim.errors import ContractError, RaysimError
 from raysim.rules.batch import Batch
 from raysim.rules.contract import ClientRule, ServerRule
 from raysim.rules.user_code import breach, described, place_of_error
+from raysim.system.global_generators import GlobalGenerators
 
 AnyRule = TypeVar("AnyRule", ClientRule, ServerRule)
 
@@ -168,21 +167,12 @@ def keyed_numbers_only(refusal: Callable[[str], RaysimError]) -> Iterator[None]:
     Args:
         refusal: makes the error from what the code did, "draws from NumPy's global generator, …".
     """
-    torch_state = torch.get_rng_state()
-    numpy_state = np.random.get_state()
-    python_state = random.getstate()
+    before = GlobalGenerators()
     yield
-    if not torch.equal(torch_state, torch.get_rng_state()):
-        torch.set_rng_state(torch_state)
-        library = "torch"
-    elif not _same_numpy_states(numpy_state, np.random.get_state()):
-        np.random.set_state(numpy_state)
-        library = "NumPy"
-    elif python_state != random.getstate():
-        random.setstate(python_state)
-        library = "Python"
-    else:
+    library = before.drawn_from()
+    if library is None:
         return
+    before.restore()
     raise refusal(
         f"draws from {library}'s global generator, so a run could not be repeated; use keyed "
         "numbers"
@@ -200,7 +190,3 @@ def _unkeyed(rule: ClientRule | ServerRule, method: str, drawn: str) -> Contract
     else:
         stream = 'task.rng("name")'
     return breach(rule, method, f"{drawn}, {stream} {RANDOM_NUMBERS_PAGE}")
-
-
-def _same_numpy_states(state: Any, other: Any) -> bool:
-    return all(np.array_equal(a, b) for a, b in zip(state, other, strict=True))

@@ -1,17 +1,18 @@
 """A net as a function of a flat parameter vector.
 
-The layers of raysim.models.keyed_layers replace layers that keep state or draw random numbers. A
-net then runs in two ways: as a `BoundModel`, a copy whose parameters are views of one flat vector
-(fast for one client), or with `torch.func.functional_call` on the views of any vector (for
-`torch.func.vmap` over many clients).
+A net runs in two ways: as a `BoundModel`, a copy whose parameters and statistics are views of flat
+vectors (fast for one client), or with `torch.func.functional_call` on the views of any vector (for
+`torch.func.vmap` over many clients). PyTorch's own BatchNorm and Dropout layers compute by the
+forwards of raysim.models.keyed_layers, every other layer by its own.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import cached_property
 from itertools import accumulate
-from typing import Any, cast
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -22,18 +23,48 @@ from raysim.models.keyed_layers import (
     ForwardContext,
     KeyedBatchNorm,
     KeyedDropout,
-    note_features,
-    swap,
+    NoteFeatures,
+    set_keyed_forwards,
     unfold_convolutions,
 )
 from raysim.models.parts import classifier_of, parameters_in_part
+from raysim.models.statistics import (
+    BoundStatistics,
+    find_statistics,
+    named_statistics,
+    statistics_vector,
+)
 from raysim.randomness import generator
 from raysim.rules.batch import Batch
 from raysim.rules.learning_task import LearningTask
 from raysim.rules.learning_tasks import TASKS, Classification
 from raysim.rules.losses import Loss, cross_entropy, task_loss
 from raysim.rules.task import PassMode
+from raysim.system.global_generators import GlobalGenerators
 from raysim.system.signals import reraise_stop
+
+
+def _refuse_odd_parameters(net: nn.Module) -> None:
+    """Refuse parameters and buffers that are no vector of real numbers."""
+    for name, module in net.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ConfigError(
+                f"model: {name or 'the net'} is compiled to TorchScript, whose layers cannot be "
+                "read; give the module that it was made from"
+            )
+    for name, tensor in [*net.named_parameters(), *net.named_buffers()]:
+        layer = name.rpartition(".")[0]
+        kind = type(net.get_submodule(layer)).__name__
+        if nn.parameter.is_lazy(tensor):
+            raise ConfigError(
+                f"model: {layer or 'the net'} ({kind}) has no shape before its first batch; give "
+                "the sizes, or run the net on one batch before"
+            )
+        if tensor.is_complex():
+            raise ConfigError(
+                f"model: '{name}' is complex, and parameters are one vector of real numbers; keep "
+                "real and imaginary part, and join them in forward by torch.complex"
+            )
 
 
 class StagedModel(nn.Sequential):
@@ -43,11 +74,7 @@ class StagedModel(nn.Sequential):
     def stages(self) -> list[nn.Module]:
         """The children of a net that is an `nn.Sequential`; [] for other nets."""
         net = self[0]
-        return (
-            list(net)
-            if isinstance(net, nn.Sequential) and type(net).forward is nn.Sequential.forward
-            else []
-        )
+        return list(net) if is_chain(net) else []
 
     def forward(self, x: Tensor, first: int = 0, levels: list[Tensor] | None = None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]  # torch calls x `input`
         """Run the net on a batch.
@@ -70,6 +97,39 @@ class StagedModel(nn.Sequential):
         return x
 
 
+def is_chain(net: nn.Module) -> TypeGuard[nn.Sequential]:
+    """Return whether a net is its children, one after the other, and nothing else.
+
+    Args:
+        net: any module; one with hooks, or of a subclass with a forward of its own, may do more.
+    """
+    if not isinstance(net, nn.Sequential):
+        return False
+    methods_are_plain = (
+        type(net).forward is nn.Sequential.forward and type(net).__call__ is nn.Module.__call__
+    )
+    return methods_are_plain and not is_modified(net)
+
+
+def is_modified(module: nn.Module) -> bool:
+    """Return whether one layer may compute something else than its class, by hooks or otherwise.
+
+    Args:
+        module: any layer. The engine's own forwards and hooks do not count.
+    """
+    hooks = [
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+    ]
+    hooked = any(
+        not isinstance(hook, NoteFeatures) for registered in hooks for hook in registered.values()
+    )
+    forward = vars(module).get("forward")
+    return hooked or not isinstance(forward, KeyedBatchNorm | KeyedDropout | None)
+
+
 class Model:
     """A net as a function of a flat parameter vector [P] and a flat buffer vector [Q]."""
 
@@ -89,7 +149,7 @@ class Model:
         """Prepare a net and check it with one forward pass.
 
         Args:
-            net: the net; its layers are replaced in place.
+            net: the net; changed in place.
             shape: shape of one input, (C, H, W) for an image.
             classes: number of outputs: of classes, labels, columns or tokens.
             dtype: type of the parameters.
@@ -100,33 +160,44 @@ class Model:
             name: name of the net, for messages.
 
         Raises:
-            ConfigError: the net has no trainable parameters or a layer without a keyed version,
-                fails on two examples, draws from the global generator, or changes buffers other
-                than BatchNorm statistics; or its output or the loss has the wrong shape.
+            ConfigError: the net has no trainable parameters or some of another kind than real
+                numbers, fails on two examples, or draws from the global generator; or its output
+                or the loss has the wrong shape.
         """
         self.learning_task = learning_task or Classification()
         self.is_classifier = type(self.learning_task) is Classification
         """Whether the loss is the plain cross-entropy of class labels."""
         self.name = name
         self.sample = sample
-        # The container allows to swap a net that is itself a Dropout or a BatchNorm.
-        root = StagedModel(net)
-        self.frame = ForwardContext()
-        self.buffer_size = swap(root, self.frame)
-        if im2col:
-            unfold_convolutions(root)
-        self.module = root.to(dtype=dtype, device=device)
-        self.levels = max(len(root.stages) - 1, 0)
-        """L, the number of stages before the classifier; 0 for a net without stages."""
-        dropouts = [
-            sum(isinstance(m, KeyedDropout) for m in stage.modules()) for stage in root.stages
-        ]
-        self.dropouts_before = [0, *accumulate(dropouts)]
-        """The number of dropouts before each stage."""
         self.shape = shape
         self.classes = classes
         self.dtype = dtype
         self.device = torch.device(device)
+        _refuse_odd_parameters(net)
+        root = StagedModel(net).to(dtype=dtype, device=device)
+        root.train()
+        self.frame = ForwardContext()
+        x, _ = self.examples(2)
+        self.statistics = find_statistics(net, x)
+        """The buffers that training moves, in the order of the flat vector."""
+        self.buffer_size = sum(statistic.size for statistic in self.statistics)
+        """Q, the number of numbers of all statistics."""
+        self.has_unkeyed_statistics = not all(s.is_keyed for s in self.statistics)
+        """Whether a forward of the user's moves a statistic."""
+        starts = {s.layer: s.start for s in reversed(self.statistics)}
+        set_keyed_forwards(net, self.frame, starts)
+        if im2col:
+            unfold_convolutions(root)
+        self.module = root
+        """The net as it was handed over. It never runs: its copies do."""
+        self.levels = max(len(root.stages) - 1, 0)
+        """L, the number of stages before the classifier; 0 for a net without stages."""
+        dropouts = [
+            sum(isinstance(vars(m).get("forward"), KeyedDropout) for m in stage.modules())
+            for stage in root.stages
+        ]
+        self.dropouts_before = [0, *accumulate(dropouts)]
+        """The number of dropouts before each stage."""
         self.autocast: torch.dtype | None = None
         """Type in which passes compute by torch.autocast; None: that of the parameters."""
         parameters = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
@@ -143,11 +214,10 @@ class Model:
         self.classifier = classifier_of(self.module, classes)
         """The last linear layer with one output per class."""
         self.frozen_statistics = False
-        """Whether BatchNorm uses its running statistics in all modes."""
+        """Whether normalisation layers use their running statistics in all modes."""
         size_below_classifier = 0
         if self.classifier is not None:
-            self.classifier.frame = cast(Any, self.frame)  # nn.Module is typed for tensors only
-            self.classifier.register_forward_pre_hook(note_features)
+            self.classifier.register_forward_pre_hook(NoteFeatures(self.frame))
             classifier_size = sum(
                 p.numel() for p in self.classifier.parameters() if p.requires_grad
             )
@@ -162,19 +232,12 @@ class Model:
         """Shape and rate of every dropout, in the order of calls."""
 
     def _dry_run(self) -> list[tuple[tuple[int, ...], float]]:
-        """Run two examples, refuse a net that cannot be simulated, return the dropouts."""
-        x = self._real(2)[0] if self.sample is not None else self.trial(2)[0]
-        frame = self.frame
+        """Run two examples, refuse outputs that do not fit the task, return the dropouts."""
+        x, _ = self.examples(2)
         net = f"model: '{self.name}'" if self.name else "model: the net"
-        before = {k: v.clone() for k, v in self.module.named_buffers()}
-        frame.mode = "train"
-        frame.probe = []
-        frame.buffers = self.initial()[1]
-        state = torch.get_rng_state()
-        self.module.train()
+        generators = GlobalGenerators()
         try:
-            with torch.no_grad():
-                outputs = self.module(x)
+            outputs, dropouts = self._first_pass(x)
         except ConfigError:
             raise
         except BaseException as error:
@@ -184,16 +247,7 @@ class Model:
                 f"{net} fails on two examples of shape {list(self.shape)}: {in_a_line(error)}{hint}"
             ) from None
         finally:
-            dropouts = frame.probe or []
-            frame.probe = None
-            frame.mode = "eval"
-            frame.features = None
-        if not torch.equal(state, torch.get_rng_state()):
-            torch.set_rng_state(state)
-            raise ConfigError(
-                f"{net} draws from torch's global generator (a functional dropout?); "
-                "use nn.Dropout modules, which raysim keys"
-            )
+            generators.restore()
         expected = [2, *self.output_shape]
         if not isinstance(outputs, Tensor) or list(outputs.shape) != expected:
             got = list(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
@@ -207,13 +261,22 @@ class Model:
                 f"but task '{self.learning_task.name}' expects outputs of shape {expected}{fix}"
             )
         self._check_loss(outputs)
-        for name, value in self.module.named_buffers():
-            if not torch.equal(before[name], value):
-                raise ConfigError(
-                    f"model: buffer '{name}' changes in a forward pass; "
-                    "only BatchNorm statistics may change"
-                )
         return dropouts
+
+    def _first_pass(self, x: Tensor) -> tuple[Tensor, list[tuple[tuple[int, ...], float]]]:
+        """Return the outputs for inputs x, and the dropouts; choose the memory format."""
+        bound = BoundModel(self)
+        bound.frame.probe = []
+        try:
+            with torch.no_grad():
+                outputs = bound.forward(self.as_trained(x), "train", self.initial()[1])
+        except RuntimeError:
+            if not self.channels_last:
+                raise
+            # Code such as x.view(len(x), -1) needs PyTorch's default format.
+            self.channels_last = False
+            return self._first_pass(x)
+        return outputs, bound.frame.probe
 
     def _check_loss(self, outputs: Tensor) -> None:
         """Refuse a user's task whose loss is not one finite number for each of two examples."""
@@ -233,6 +296,24 @@ class Model:
                 f"task: loss of '{self.learning_task.name}' returns {got} for two examples, "
                 "expected one number for each, [2]; the engine takes the mean"
             )
+
+    def as_trained(self, x: Tensor) -> Tensor:
+        """Return inputs in the memory format in which the net trains.
+
+        Args:
+            x: the inputs, [B, ...].
+        """
+        if self.channels_last and self.device.type == "cpu":
+            return x.contiguous(memory_format=torch.channels_last)
+        return x
+
+    def examples(self, n: int) -> tuple[Tensor, Tensor]:
+        """Return inputs and targets for checks of the net: real examples if there are any.
+
+        Args:
+            n: number of examples.
+        """
+        return self.trial(n) if self.sample is None else self._real(n)
 
     def _real(self, n: int) -> tuple[Tensor, Tensor]:
         """Return x and y of n real examples; they repeat if the sample has fewer."""
@@ -279,16 +360,9 @@ class Model:
         return self.learning_task.loss(outputs, Batch(x, y)).mean()
 
     def initial(self) -> tuple[Tensor, Tensor]:
-        """Return the initial parameters [P] and running statistics [Q] of the net.
-
-        Loaded weights include their statistics. A new net has means 0 and variances 1.
-        """
+        """Return the initial parameters [P] and statistics [Q] of the net."""
         flat = torch.cat([p.detach().reshape(-1) for p in self._trained()])
-        buffers = torch.zeros(self.buffer_size, dtype=self.dtype, device=self.device)
-        for m in self.module.modules():
-            if isinstance(m, KeyedBatchNorm) and m.tracked:
-                buffers[m.start : m.start + 2 * m.channels] = m.initial
-        return flat, buffers
+        return flat, statistics_vector(self.module[0], self.statistics, self.dtype)
 
     def _trained(self) -> list[nn.Parameter]:
         """Return the parameters that are trained, each once, in the order of the flat vector."""
@@ -324,16 +398,7 @@ class Model:
             for n, p in self.module.named_parameters(remove_duplicate=False)
             if id(p) in values
         }
-        for name, m in self.module.named_modules(remove_duplicate=False):
-            if isinstance(m, KeyedBatchNorm) and m.tracked:
-                path = name.removeprefix("0").removeprefix(".")
-                mean, var = buffers[m.start : m.start + 2 * m.channels].split(m.channels)
-                statistics = {
-                    "running_mean": mean,
-                    "running_var": var,
-                    "num_batches_tracked": torch.tensor(0),
-                }
-                named |= {f"{path}.{k}".lstrip("."): v.clone() for k, v in statistics.items()}
+        named |= named_statistics(self.module[0], self.statistics, buffers)
         fixed = {n.removeprefix("0."): v.cpu().clone() for n, v in self.module.state_dict().items()}
         return {**fixed, **named}
 
@@ -346,11 +411,54 @@ class Model:
         return torch.cat(parts).to(self.device, self.dtype)
 
     def freeze_statistics(self) -> None:
-        """Let BatchNorm use its running statistics in all modes, without updating them."""
+        """Let normalisation layers use their running statistics in all modes."""
         self.frozen_statistics = True
-        for layer in self.module.modules():
-            if isinstance(layer, KeyedBatchNorm):
-                layer.frozen = True
+
+    def set_training(self, module: nn.Module, training: bool) -> None:
+        """Put a copy of the net into training or evaluation mode, as PyTorch does.
+
+        Args:
+            module: the copy; its own `train` decides what that means.
+            training: the mode.
+        """
+        module.train(training)
+        if self.frozen_statistics:
+            for layer in module.modules():
+                if isinstance(layer, nn.modules.batchnorm._NormBase):
+                    layer.eval()
+
+    def copy_of_module(self, frame: ForwardContext) -> StagedModel:
+        """Return a copy of the net that shares its frozen parameters.
+
+        Args:
+            frame: the context of its keyed layers.
+        """
+        shared: dict[int, object] = {
+            id(p): p for p in self.module.parameters() if not p.requires_grad
+        }
+        return copy.deepcopy(self.module, {**shared, id(self.frame): frame})
+
+    def unkeyed_statistics(self, buffers: Tensor, mode: PassMode) -> dict[str, Tensor]:
+        """Return the statistics of a pure pass that forwards of the user's read, by their names.
+
+        Args:
+            buffers: [Q], the statistics.
+            mode: mode of the pass.
+
+        Raises:
+            ValueError: the pass would move one.
+        """
+        unkeyed = [statistic for statistic in self.statistics if not statistic.is_keyed]
+        if unkeyed and mode != "eval":
+            raise ValueError(f"{unkeyed[0].layer} moves '{unkeyed[0].name}' in its own forward")
+        return {f"0.{s.layer}.{s.name}".replace("..", "."): s.of(buffers) for s in unkeyed}
+
+    @cached_property
+    def pure_module(self) -> StagedModel:
+        """The copy of the net for passes as pure functions, whose context is `frame`."""
+        module = self.copy_of_module(self.frame)
+        self.set_training(module, True)
+        return module
 
     def part(self, pattern: str) -> Tensor:
         """Return a mask of the parameters in a part of the net.
@@ -425,12 +533,11 @@ class BoundModel:
 
     def __init__(self, model: Model):
         self.model = model
-        frozen = (p for p in model.module.parameters() if not p.requires_grad)
-        self.module = copy.deepcopy(model.module, {id(p): p for p in frozen})  # these are shared
         self.frame = ForwardContext()
-        for m in self.module.modules():
-            if hasattr(m, "frame"):
-                m.frame = cast(Any, self.frame)
+        self.module = model.copy_of_module(self.frame)
+        self.is_training: bool | None = None
+        """Mode that the net was put into; None before its first pass."""
+        self.statistics = BoundStatistics(self.module[0], model.statistics)
         self.w = torch.zeros(model.size, dtype=model.dtype, device=model.device)
         self.parameters = [p for p in self.module.parameters() if p.requires_grad]
         self.views = list(model.views(self.w).values())
@@ -460,8 +567,14 @@ class BoundModel:
         Returns:
             The outputs, [B, classes] or in the shape of the learning task.
         """
+        if self.model.has_unkeyed_statistics and mode != "train":
+            # A forward of the user's moves what it is given.
+            buffers = None if buffers is None else buffers.clone()
         self.tell(mode, buffers, drop, first)
-        return self.model.in_precision(lambda: self.module(x, first, levels), self.frame, levels)
+        out = self.model.in_precision(lambda: self.module(x, first, levels), self.frame, levels)
+        if self.model.has_unkeyed_statistics:
+            self.statistics.collect()
+        return out
 
     def tell(
         self, mode: PassMode, buffers: Tensor | None, drop: tuple[Tensor, ...], first: int = 0
@@ -474,6 +587,12 @@ class BoundModel:
             drop: see `forward`.
             first: the first stage that runs.
         """
+        is_training = mode != "eval"
+        if is_training != self.is_training:
+            self.model.set_training(self.module, is_training)
+            self.is_training = is_training
+        if buffers is not None:
+            self.statistics.bind(buffers)
         frame = self.frame
         frame.mode = mode
         frame.buffers = buffers

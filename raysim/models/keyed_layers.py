@@ -1,12 +1,14 @@
-"""Layers without state: pure functions of their parameters, their input and a `ForwardContext`.
+"""Forwards of layers as pure functions of parameters, input and a `ForwardContext`.
 
 The keyed BatchNorm uses the batch statistics of real examples only, and keeps its running
 statistics in a flat buffer vector. The keyed Dropout uses masks that its caller drew from keyed
-generators. A `ForwardContext` sets the behaviour of each forward pass.
+generators. A `ForwardContext` sets the behaviour of each forward pass. Only forwards are exchanged,
+and only those of PyTorch's own layers: a subclass may compute something else.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard, cast
 
@@ -14,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from raysim.errors import ConfigError
 from raysim.rules.task import PassMode
 
 
@@ -41,41 +42,35 @@ class ForwardContext:
     """Number of dropout calls of this pass so far."""
     features: Tensor | None = None
     """[B, F], the input of the last classifier."""
+    passed: set[int] = field(default_factory=set)
+    """Positions in `buffers` of the statistics of each BatchNorm that ran."""
 
 
-class KeyedBatchNorm(nn.Module):
-    """BatchNorm over the real examples of a batch, with running statistics in `frame.buffers`."""
+@dataclass(eq=False)
+class KeyedBatchNorm:
+    """Forward of a BatchNorm over the real examples of a batch, in place of the layer's own.
 
-    def __init__(self, old: nn.modules.batchnorm._BatchNorm, start: int, frame: ForwardContext):
-        """Replace a BatchNorm of PyTorch.
+    The layer stays the module that the user wrote, with its type, its hooks and its names.
+    """
 
-        Args:
-            old: the layer that is replaced; its weight and bias are shared.
-            start: position of this layer's running statistics in the buffer vector.
-            frame: the context of the net.
-        """
-        super().__init__()
-        self.weight = old.weight
-        self.bias = old.bias
-        self.eps = old.eps
-        self.channels = old.num_features
-        self.tracked = old.track_running_stats
+    layer: nn.modules.batchnorm._BatchNorm
+    """The layer whose forward this is."""
+    start: int
+    """Position of the layer's running statistics in the buffer vector."""
+    frame: ForwardContext
+    """The context of the net."""
+
+    @property
+    def tracked(self) -> bool:
         """Whether the layer has running statistics."""
-        self.start = start
-        self.frame = frame
-        self.frozen = False
-        """Whether the running statistics are used in all modes, and never change."""
-        self.momentum = float(old.momentum or 0.0)
-        mean = torch.zeros(self.channels) if old.running_mean is None else old.running_mean
-        var = torch.ones(self.channels) if old.running_var is None else old.running_var
-        self.initial = torch.cat([mean, var]).detach()
-        """[2 * channels], initial means and variances: loaded values, or 0 and 1."""
+        return self.layer.running_mean is not None
 
     def _running(self) -> tuple[Tensor, Tensor]:
         """Return views of the running means and variances, [channels] each."""
         assert self.frame.buffers is not None
-        statistics = self.frame.buffers.narrow(-1, self.start, 2 * self.channels)
-        mean, var = statistics.split(self.channels, -1)
+        channels = self.layer.num_features
+        statistics = self.frame.buffers.narrow(-1, self.start, 2 * channels)
+        mean, var = statistics.split(channels, -1)
         return mean, var
 
     def how(self, x: Tensor) -> tuple[Tensor | None, Tensor | None, bool, float] | None:
@@ -89,27 +84,31 @@ class KeyedBatchNorm(nn.Module):
             momentum. None if the kernel does not support this pass (padded examples, running
             statistics outside `buffers`, or one value per channel).
         """
-        frame = self.frame
-        if (frame.mode == "eval" or self.frozen) and self.tracked:
+        frame, layer = self.frame, self.layer
+        if not layer.training and self.tracked:
             return *self._running(), False, 0.0
-        if not frame.in_place or frame.mask is not None or x.numel() <= self.channels:
+        if not frame.in_place or frame.mask is not None or x.numel() <= layer.num_features:
             return None
         mean, var = self._running() if frame.mode == "train" and self.tracked else (None, None)
-        return mean, var, True, self.momentum
+        return mean, var, True, layer.momentum or 0.0
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalise `x` [B, channels, ...] by channel.
+    def __call__(self, input: Tensor) -> Tensor:
+        """Normalise a batch by channel.
 
         Args:
-            x: [B, channels, ...]; `frame.mask` marks the real examples.
+            input: [B, channels, ...]; `frame.mask` marks the real examples.
         """
+        x, layer, frame = input, self.layer, self.frame
+        layer._check_input_dim(x)
         if x.dtype is torch.bfloat16:  # of an autocast layer; its statistics would be coarse
             x = x.float()
-        frame = self.frame
+        frame.passed.add(self.start)
         kernel_arguments = self.how(x)
         if kernel_arguments is not None:
             mean, var, training, momentum = kernel_arguments
-            return F.batch_norm(x, mean, var, self.weight, self.bias, training, momentum, self.eps)
+            return F.batch_norm(
+                x, mean, var, layer.weight, layer.bias, training, momentum, layer.eps
+            )
         updates_statistics = frame.mode == "train" and self.tracked
         axes = [0, *range(2, x.ndim)]
         shape = (1, -1, *[1] * (x.ndim - 2))
@@ -125,93 +124,84 @@ class KeyedBatchNorm(nn.Module):
             of_batch = torch.cat([mean, unbiased_var]).detach()
             old = frame.moved.get(self.start)
             old = torch.cat(self._running()) if old is None else old
-            new = (1 - self.momentum) * old + self.momentum * of_batch
+            momentum = layer.momentum or 0.0
+            new = (1 - momentum) * old + momentum * of_batch
             if frame.in_place:
                 assert frame.buffers is not None
-                frame.buffers.data.narrow(-1, self.start, 2 * self.channels).copy_(new)
+                frame.buffers.data.narrow(-1, self.start, 2 * layer.num_features).copy_(new)
             else:
                 frame.moved[self.start] = new
-        out = centred * torch.rsqrt(var + self.eps).reshape(shape)
-        if self.weight is None:
+        out = centred * torch.rsqrt(var + layer.eps).reshape(shape)
+        if layer.weight is None:
             return out
-        return out * self.weight.reshape(shape) + self.bias.reshape(shape)
+        return out * layer.weight.reshape(shape) + layer.bias.reshape(shape)
 
 
-class KeyedDropout(nn.Module):
-    """Dropout with the masks in `frame.drop`, in the order of calls."""
+@dataclass(eq=False)
+class KeyedDropout:
+    """Forward of a dropout with the masks in `frame.drop`, in the order of calls."""
 
-    def __init__(self, rate: float, channels: bool, frame: ForwardContext):
-        """Store the settings of the layer.
+    layer: nn.modules.dropout._DropoutNd
+    """The layer whose forward this is."""
+    frame: ForwardContext
+    """The context of the net."""
 
-        Args:
-            rate: probability that a number is dropped.
-            channels: whether whole channels are dropped.
-            frame: the context of the net.
-        """
-        super().__init__()
-        self.rate = rate
-        self.channels = channels
-        self.frame = frame
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Multiply `x` [B, ...] by the mask of this call; with a probe, record the mask's shape.
+    def __call__(self, input: Tensor) -> Tensor:
+        """Multiply a batch by the mask of this call; with a probe, record the mask's shape.
 
         Args:
-            x: the input, [B, ...].
+            input: [B, ...].
         """
-        frame = self.frame
+        x, layer, frame = input, self.layer, self.frame
         if frame.probe is not None:
-            shape = tuple(x.shape[1:])
-            if self.channels:
-                shape = shape[:1] + (1,) * len(shape[1:])
-            frame.probe.append((shape, self.rate))
+            if layer.training:
+                shape = tuple(x.shape[1:])
+                if type(layer) is not nn.Dropout:  # it drops whole channels
+                    shape = shape[:1] + (1,) * len(shape[1:])
+                frame.probe.append((shape, layer.p))
             return x
         mask = self.mask()
-        return x if mask is None else x * mask
+        if mask is None:
+            return x
+        return x.mul_(mask) if layer.inplace else x * mask
 
     def mask(self) -> Tensor | None:
         """Return the mask of this call, and count the call; None without dropout."""
         frame = self.frame
-        if frame.mode == "eval" or not frame.drop:
+        if frame.mode == "eval" or not frame.drop or not self.layer.training:
             return None
         frame.calls += 1
         return frame.drop[frame.calls - 1]
 
 
-class UnfoldedConv2d(nn.Conv2d):
-    """Convolution as a matrix product of its weights with the unfolded images (im2col).
+@dataclass(eq=False)
+class UnfoldedConv2d:
+    """Forward of a convolution as a product of its weights and the unfolded images (im2col).
 
-    Under `torch.func.vmap` over clients the weights differ. This layer then becomes one batched
+    Under `torch.func.vmap` over clients the weights differ. This forward then becomes one batched
     matrix product, and a plain convolution becomes a grouped convolution.
     """
 
-    @classmethod
-    def of(cls, old: nn.Conv2d) -> UnfoldedConv2d:
-        """Return `old` as an unfolded convolution that shares its parameters.
+    layer: nn.Conv2d
+    """The layer whose forward this is; `unfoldable` is True for it."""
 
-        Args:
-            old: a convolution for which `unfoldable` is True.
-        """
-        new = cls.__new__(cls)
-        new.__dict__ = old.__dict__
-        return new
-
-    def forward(self, input: Tensor) -> Tensor:
+    def __call__(self, input: Tensor) -> Tensor:
         """Convolve `input` [B, C, H, W]; returns [B, O, H', W'].
 
         Args:
             input: the images, [B, C, H, W].
         """
-        padding: Any = self.padding
+        conv = self.layer
+        padding: Any = conv.padding
         # Shapes, with L = H' W' places: columns [B, C k k, L], product [O, B L], output [B, O, L].
-        columns = F.unfold(input, self.kernel_size, self.dilation, padding, self.stride)
-        product = self.weight.flatten(1) @ columns.transpose(0, 1).flatten(1)
+        columns = F.unfold(input, conv.kernel_size, conv.dilation, padding, conv.stride)
+        product = conv.weight.flatten(1) @ columns.transpose(0, 1).flatten(1)
         out = product.unflatten(1, (len(input), -1)).transpose(0, 1)
         axes = zip(
-            input.shape[2:], padding, self.dilation, self.kernel_size, self.stride, strict=True
+            input.shape[2:], padding, conv.dilation, conv.kernel_size, conv.stride, strict=True
         )
         size = [(n + 2 * p - d * (k - 1) - 1) // s + 1 for n, p, d, k, s in axes]
-        return (out if self.bias is None else out + self.bias[:, None]).unflatten(2, size)
+        return (out if conv.bias is None else out + conv.bias[:, None]).unflatten(2, size)
 
 
 def unfoldable(module: nn.Module) -> TypeGuard[nn.Conv2d]:
@@ -221,83 +211,70 @@ def unfoldable(module: nn.Module) -> TypeGuard[nn.Conv2d]:
         module: any layer.
     """
     is_plain = type(module) is nn.Conv2d and module.groups == 1 and module.padding_mode == "zeros"
-    return is_plain and not isinstance(module.padding, str)
+    return is_plain and not isinstance(module.padding, str) and not has_own_forward(module)
 
 
-def unfold_convolutions(module: nn.Module) -> None:
-    """Replace the `unfoldable` convolutions inside `module` by `UnfoldedConv2d`.
+def unfold_convolutions(net: nn.Module) -> None:
+    """Let the `unfoldable` convolutions of a net compute as `UnfoldedConv2d`.
 
     Args:
-        module: the net, changed in place; it cannot itself be the convolution.
+        net: the net, changed in place.
     """
-    for name, child in module.named_children():
-        if unfoldable(child):
-            setattr(module, name, UnfoldedConv2d.of(child))
-        else:
-            unfold_convolutions(child)
+    for module in net.modules():
+        if unfoldable(module):
+            module.forward = UnfoldedConv2d(module)
 
 
-_UNKEYED = (nn.AlphaDropout, nn.FeatureAlphaDropout, nn.SyncBatchNorm)
-"""Layers with random numbers or state that have no keyed version."""
-
-
-def swap(
-    module: nn.Module,
-    frame: ForwardContext,
-    start: int = 0,
-    path: str = "",
-    swapped: dict[nn.Module, nn.Module] | None = None,
-) -> int:
-    """Replace the BatchNorm and Dropout layers inside `module` by keyed layers, in its order.
+def has_own_forward(module: nn.Module) -> bool:
+    """Return whether the forward of a layer was set for this one layer, and is not its class's.
 
     Args:
-        module: the net; changed in place.
+        module: any layer.
+    """
+    return "forward" in vars(module)
+
+
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+"""The layers that `KeyedBatchNorm` computes: these very types, since a subclass may differ."""
+
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
+"""The layers that `KeyedDropout` computes: these very types."""
+
+
+def set_keyed_forwards(net: nn.Module, frame: ForwardContext, starts: Mapping[str, int]) -> None:
+    """Give the BatchNorm and Dropout layers of a net their keyed forwards.
+
+    The layers stay what they are: their types, names, hooks and attributes are the user's. Any
+    other layer, such as a subclass, keeps its own forward.
+
+    Args:
+        net: the net; changed in place.
         frame: the context that all keyed layers of the net share.
-        start: length of the buffer vector before this module.
-        path: name of this module inside the net, for messages.
-        swapped: the keyed layer of each BatchNorm that was replaced; it may be in several places.
-
-    Returns:
-        Q, the length of the buffer vector after this module.
-
-    Raises:
-        ConfigError: a layer draws random numbers or keeps state, and has no keyed version.
+        starts: position of the running statistics of each BatchNorm in the buffer vector, by the
+            name of the layer; 0 for one that is missing.
     """
-    swapped = {} if swapped is None else swapped
-    for name, child in list(module._modules.items()):
-        child_path = f"{path}.{name}".lstrip(".")
-        if child is None:
+    for name, module in net.named_modules():
+        if has_own_forward(module):
             continue
-        if child in swapped:
-            setattr(module, name, swapped[child])
-        elif isinstance(child, _UNKEYED) or (
-            getattr(child, "dropout", 0) and isinstance(child, nn.RNNBase)
-        ):
-            raise ConfigError(
-                f"model: {child_path} ({type(child).__name__}) draws random numbers or keeps "
-                "state; use BatchNorm1d-3d, Dropout or Dropout1d-3d, which raysim keys"
-            )
-        elif isinstance(child, nn.modules.batchnorm._BatchNorm):
-            if child.momentum is None:
-                raise ConfigError(
-                    f"model: {child_path} is a BatchNorm with momentum=None; "
-                    "set it to a number, for example 0.1"
-                )
-            swapped[child] = KeyedBatchNorm(child, start, frame)
-            setattr(module, name, swapped[child])
-            start += 2 * child.num_features if child.track_running_stats else 0
-        elif isinstance(child, nn.modules.dropout._DropoutNd):
-            setattr(module, name, KeyedDropout(child.p, not isinstance(child, nn.Dropout), frame))
-        else:
-            start = swap(child, frame, start, child_path, swapped)
-    return start
+        if type(module) in BATCH_NORMS:
+            module.forward = KeyedBatchNorm(cast(Any, module), starts.get(name, 0), frame)
+        elif type(module) in DROPOUTS:
+            module.forward = KeyedDropout(cast(Any, module), frame)
 
 
-def note_features(classifier: nn.Module, args: tuple[Tensor, ...]) -> None:
-    """Store the input of the classifier in `features`; a forward pre-hook.
+@dataclass(eq=False)
+class NoteFeatures:
+    """Forward pre-hook of the classifier, which stores its input in `frame.features`."""
 
-    Args:
-        classifier: the classifier of the net; its attribute `frame` is the context of the pass.
-        args: its positional arguments, of which the first is its input, [B, F].
-    """
-    cast(ForwardContext, classifier.frame).features = args[0]
+    frame: ForwardContext
+    """The context of the net."""
+
+    def __call__(self, classifier: nn.Module, args: tuple[Tensor, ...]) -> None:
+        """Store the input.
+
+        Args:
+            classifier: the classifier of the net.
+            args: its positional arguments, of which the first is its input, [B, F].
+        """
+        if args:
+            self.frame.features = args[0]

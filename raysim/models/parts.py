@@ -7,13 +7,10 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from raysim.models.keyed_layers import KeyedBatchNorm
-
 MAX_NAMES = 20
 """Largest number of names that a message lists."""
 
 NORMALISATION = (
-    KeyedBatchNorm,
     nn.modules.batchnorm._NormBase,
     nn.GroupNorm,
     nn.LayerNorm,

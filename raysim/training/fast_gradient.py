@@ -29,8 +29,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from raysim.models.flat import BoundModel, Model
-from raysim.models.keyed_layers import KeyedBatchNorm, KeyedDropout, note_features
+from raysim.models.flat import BoundModel, Model, is_chain, is_modified
+from raysim.models.keyed_layers import KeyedBatchNorm, KeyedDropout
 from raysim.randomness import generator
 from raysim.rules.task import PassMode
 from raysim.system.signals import reraise_stop
@@ -64,7 +64,7 @@ class FastGradient:
         parameters = [parameter for module in modules for parameter in module.parameters()]
         is_chain = (
             all(_is_known(module) for module in modules)
-            and not any(_is_modified(module) for module in bound.module.modules())
+            and not any(is_modified(module) for module in bound.module.modules())
             # No parameter is frozen or shared.
             and list(map(id, parameters)) == list(map(id, bound.parameters))
         )
@@ -73,8 +73,9 @@ class FastGradient:
         """Each layer with its number of parameter tensors."""
         if is_chain:
             for module in modules:
-                self.layers.append((LAYERS[type(module)](module), len(list(module.parameters()))))
-        self._normalized = any(isinstance(module, KeyedBatchNorm) for module in modules)
+                forward = LAYERS[_kind(module)](module)
+                self.layers.append((forward, len(list(module.parameters()))))
+        self._normalized = any(_kind(module) is KeyedBatchNorm for module in modules)
 
     def supports(self, x: Tensor) -> bool:
         """Return whether `gradient` can be called on images x [B, C, H, W].
@@ -167,7 +168,9 @@ def matches_autograd(model: Model) -> bool:
         except BaseException as error:  # if autograd fails too, training reports it
             reraise_stop(error)
             return False
-        expected = torch.cat([part.reshape(-1) for part in parts])
+        if any(part is None for part in parts):
+            return False
+        expected = torch.cat([part.reshape(-1) for part in parts if part is not None])
         if not (torch.equal(gradient, expected) and torch.equal(buffers, buffers_of_autograd)):
             return False
     return True
@@ -180,7 +183,7 @@ def by_autograd(
     mode: PassMode,
     buffers: Tensor | None,
     drop: tuple[Tensor, ...],
-) -> tuple[Tensor, tuple[Tensor, ...]]:
+) -> tuple[Tensor, tuple[Tensor | None, ...]]:
     """Compute the mean loss of any net, and its gradient in new tensors.
 
     Args:
@@ -192,10 +195,11 @@ def by_autograd(
         drop: dropout masks [B, ...], one for each layer.
 
     Returns:
-        The mean loss, and the gradient of each parameter tensor.
+        The mean loss, and the gradient of each parameter tensor; None where it does not depend on
+        the parameter.
     """
     loss = bound.model.mean_loss(bound.forward(x, mode, buffers, drop), x, y)
-    parts = torch.autograd.grad(loss, bound.parameters, materialize_grads=True)
+    parts = torch.autograd.grad(loss, bound.parameters, allow_unused=True)
     bound.frame.features = None
     return loss.detach(), parts
 
@@ -205,28 +209,21 @@ def by_autograd(
 
 def _leaves(module: nn.Module) -> Iterator[nn.Module]:
     """Iterate over the modules that a net runs one after the other."""
-    if type(module) is nn.Sequential:
+    if is_chain(module):
         for child in module:
             yield from _leaves(child)
     else:
         yield module
 
 
+def _kind(module: nn.Module) -> type:
+    """Return the key of a layer in `LAYERS`: its keyed forward's type, else its own."""
+    return type(vars(module).get("forward", module))
+
+
 def _is_known(module: nn.Module) -> bool:
-    without_weights = isinstance(module, KeyedBatchNorm) and module.weight is None
-    return type(module) in LAYERS and not without_weights
-
-
-def _is_modified(module: nn.Module) -> bool:
-    """Return whether a module has hooks or its own `forward`, so it may differ from its class."""
-    hooks = [
-        module._forward_hooks,
-        module._forward_pre_hooks,
-        module._backward_hooks,
-        module._backward_pre_hooks,
-    ]
-    hooked = any(hook is not note_features for kind in hooks for hook in kind.values())
-    return hooked or "forward" in vars(module)
+    without_weights = isinstance(module, nn.modules.batchnorm._NormBase) and module.weight is None
+    return _kind(module) in LAYERS and not without_weights
 
 
 def _linear(layer: nn.Linear) -> Forward:
@@ -258,21 +255,22 @@ def _multiply(a: Tensor, b: Tensor, out: Tensor) -> None:
         torch.mm(a, b, out=out)
 
 
-def _batch_norm(layer: KeyedBatchNorm) -> Forward:
-    weight, bias = layer.weight.data, layer.bias.data
+def _batch_norm(module: nn.modules.batchnorm._BatchNorm) -> Forward:
+    weight, bias, eps = module.weight.data, module.bias.data, module.eps
+    keyed: KeyedBatchNorm = vars(module)["forward"]
 
     def forward(x: Tensor) -> tuple[Tensor, Backward]:
-        arguments = layer.how(x)
+        arguments = keyed.how(x)
         assert arguments is not None
         mean, var, by_batch, momentum = arguments
         normalized, *saved = aten.native_batch_norm.default(
-            x, weight, bias, mean, var, by_batch, momentum, layer.eps
+            x, weight, bias, mean, var, by_batch, momentum, eps
         )
 
         def backward(g: Tensor, needs_input: bool, out: list[Tensor]) -> Tensor | None:
             wanted = (needs_input, True, True)
             below, g_weight, g_bias = aten.native_batch_norm_backward.default(
-                g, x, weight, mean, var, *saved, by_batch, layer.eps, wanted
+                g, x, weight, mean, var, *saved, by_batch, eps, wanted
             )
             out[0].copy_(g_weight)
             out[1].copy_(g_bias)
@@ -283,9 +281,11 @@ def _batch_norm(layer: KeyedBatchNorm) -> Forward:
     return forward
 
 
-def _dropout(layer: KeyedDropout) -> Forward:
+def _dropout(module: nn.Module) -> Forward:
+    keyed: KeyedDropout = vars(module)["forward"]
+
     def forward(x: Tensor) -> tuple[Tensor, Backward]:
-        mask = layer.mask()
+        mask = keyed.mask()
         if mask is None:
             return x, lambda g, needs_input, out: g
         return x * mask, lambda g, needs_input, out: g.mul_(mask)
@@ -313,7 +313,7 @@ def _flatten(layer: nn.Flatten) -> Forward:
     return forward
 
 
-LAYERS: dict[type[nn.Module], Callable[[Any], Forward]] = {
+LAYERS: dict[type, Callable[[Any], Forward]] = {
     nn.Linear: _linear,
     nn.ReLU: _relu,
     nn.Flatten: _flatten,

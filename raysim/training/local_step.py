@@ -48,7 +48,11 @@ class LocalSettings:
 
 
 def downhill(
-    w: Tensor, direction: Tensor, settings: LocalSettings, optimizer_state: State
+    w: Tensor,
+    direction: Tensor,
+    settings: LocalSettings,
+    optimizer_state: State,
+    idle: Tensor | None = None,
 ) -> tuple[Tensor, State]:
     """Return the direction u of a step, and the optimizer's next state.
 
@@ -57,6 +61,8 @@ def downhill(
         direction: [P], the rule's descent direction, such as the gradient.
         settings: the constants of the client's training.
         optimizer_state: the optimizer's state; not changed.
+        idle: bool [P], the parameters without a gradient, which keep their values and their
+            optimizer's state, as in torch.optim; None for none.
     """
     if settings.clip is not None:
         norm = (direction * direction).sum().sqrt()
@@ -66,7 +72,13 @@ def downhill(
     if settings.decayed is not None:
         direction = direction + settings.weight_decay * settings.decayed * w
     if settings.optimizer is not None:
-        return settings.optimizer.direction(direction, w, optimizer_state)
+        direction, moved = settings.optimizer.direction(direction, w, optimizer_state)
+        if idle is not None:
+            # A number of the state, such as Adam's count of steps, becomes one for each parameter.
+            moved = {k: torch.where(idle, optimizer_state[k], v) for k, v in moved.items()}
+        optimizer_state = moved
+    if idle is not None:
+        direction = torch.where(idle, torch.zeros_like(direction), direction)
     return direction, optimizer_state
 
 

@@ -85,6 +85,7 @@ class LoopTask(ModelTask):
             optimizer_state = settings.optimizer.start(global_params)
         self.optimizer_state = optimizer_state or {}
         self.updates = 0
+        self.unreached = None
         self.memo.start(self.local_params, global_params)
         return self.local_params
 
@@ -123,9 +124,14 @@ class LoopTask(ModelTask):
         inputs = batch.x, batch.y, "train", self.buffers, batch.drop
         if self.fast is not None and self.fast.supports(batch.x):
             loss, parts = self.fast.gradient(*inputs, self.parts), self.parts
+            views = self.trained.views
         else:
-            loss, parts = by_autograd(self.trained, *inputs)
-        torch._foreach_add_(self.trained.views, parts, alpha=-self.settings.lr)  # pyright: ignore[reportPrivateImportUsage]  # torch exports it, untyped
+            loss, gradients = by_autograd(self.trained, *inputs)
+            # A parameter that the loss does not depend on stays as it is.
+            pairs = zip(self.trained.views, gradients, strict=True)
+            reached = [(view, part) for view, part in pairs if part is not None]
+            views, parts = [view for view, _ in reached], [part for _, part in reached]
+        torch._foreach_add_(views, parts, alpha=-self.settings.lr)  # pyright: ignore[reportPrivateImportUsage]  # torch exports it, untyped
         self.losses.append(loss)
 
     def _grad(
@@ -141,6 +147,7 @@ class LoopTask(ModelTask):
         has_labels = self.model.is_own_loss(loss) and not batch.y.is_floating_point()
         if fast is not None and has_labels and fast.supports(batch.x):
             gradient, plain = self._without_autograd(fast, batch, mode, statistics)
+            self.unreached = []
         else:
             gradient, plain = self._by_autograd(bound, batch, loss, mode, statistics)
         if mode == "train":
@@ -165,10 +172,22 @@ class LoopTask(ModelTask):
         """
         net = self._net(bound, batch, mode, statistics)
         value = loss(net, batch).mean()
-        parts = torch.autograd.grad(value, bound.parameters, materialize_grads=True)
+        gradients = torch.autograd.grad(value, bound.parameters, allow_unused=True)
         is_plain = self.model.is_own_loss(loss) or mode != "train"
         plain = value if is_plain else task_loss(net, batch).mean()
-        return torch.cat([part.reshape(-1) for part in parts]), plain
+        return self._flat(gradients), plain
+
+    def _flat(self, gradients: tuple[Tensor | None, ...]) -> Tensor:
+        """Return gradients as a vector [P], and note the parameters that none of a step reached."""
+        missing = [k for k, gradient in enumerate(gradients) if gradient is None]
+        # In a step with several gradients, one that reaches a parameter is enough.
+        known = missing if self.unreached is None else self.unreached
+        self.unreached = [k for k in known if k in missing]
+        parts = [
+            self.trained.w.new_zeros(size) if gradient is None else gradient.reshape(-1)
+            for gradient, size in zip(gradients, self.segments, strict=True)
+        ]
+        return torch.cat(parts)
 
     def input_grad(
         self, w: Tensor, batch: Batch, loss: Loss = task_loss, buffers: Tensor | None = None

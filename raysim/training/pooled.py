@@ -22,7 +22,7 @@ from torch import Tensor
 from raysim.config.schema import Config
 from raysim.config.sections.optimizer import PLAIN_SGD
 from raysim.models.flat import BoundModel, Model
-from raysim.randomness import generator
+from raysim.models.reading import couples_examples
 from raysim.rules.batch import Batch
 from raysim.rules.contract import PLAIN_STEP, ClientRule, ServerRule, overridden
 from raysim.system.signals import reraise_stop
@@ -151,20 +151,8 @@ def why_not_pooled(
         return "privacy.unit 'client' clips what each client sends"
     if probed:
         return "what each client does is looked at"
-    if _examples_meet(model):
+    if model.has_unkeyed_statistics:
+        return "the net keeps statistics, which each client has to move by itself"
+    if couples_examples(model):
         return "examples meet in the net (BatchNorm?), so that clients are not the same together"
     return None
-
-
-def _examples_meet(model: Model) -> bool:
-    """Return whether the logits of an example depend on the other examples of its batch."""
-    x, _ = model.trial(3)
-    bound = BoundModel(model)
-    w, buffers = model.initial()
-    # Initial zeros would hide a dependence.
-    noise = generator(0, "dry run").standard_normal(model.size, dtype="float32")
-    bound.w.copy_(w + 0.1 * torch.from_numpy(noise).to(w))
-    with torch.no_grad():
-        together = bound.forward(x, "frozen", buffers.clone())
-        alone = torch.cat([bound.forward(image[None], "frozen", buffers.clone()) for image in x])
-    return not torch.allclose(together, alone, rtol=1e-3, atol=1e-4 * float(together.abs().max()))

@@ -52,6 +52,9 @@ class ModelTask(Task):
         """State of the optimizer after the last step; {} for plain SGD."""
         self.updates = 0
         """Number of directions that went through the optimizer."""
+        self.unreached: list[int] | None = None
+        """The parameters that no gradient since the last step depended on, as indices of
+        `segments`; None before the first gradient."""
 
     @property
     def client(self) -> int | Tensor:
@@ -232,11 +235,8 @@ class ModelTask(Task):
         return self.model.part(pattern)
 
     def _statistics(self, mode: PassMode, buffers: Tensor | None) -> Tensor | None:
-        """Return the BatchNorm statistics [Q] of a pass; None if it needs none."""
-        needs_own = mode == "eval" or self.model.frozen_statistics
-        if mode == "train" or (buffers is None and needs_own):
-            return self.buffers
-        return buffers
+        """Return the BatchNorm statistics [Q] of a pass, by default the client's."""
+        return self.buffers if mode == "train" or buffers is None else buffers
 
     def zeros(self) -> Tensor:
         """Return a zero vector [P]."""
@@ -248,9 +248,26 @@ class ModelTask(Task):
 
     def _downhill(self, w: Tensor, direction: Tensor) -> Tensor:
         """Return the direction of the step, and count the step. See `local_step.downhill`."""
-        along, self.optimizer_state = downhill(w, direction, self.settings, self.optimizer_state)
+        along, self.optimizer_state = downhill(
+            w, direction, self.settings, self.optimizer_state, self._idle(direction)
+        )
+        self.unreached = None
         self.updates += self.settings.optimizer is not None
         return along
+
+    def _idle(self, direction: Tensor) -> Tensor | None:
+        """Return a mask [P] of the parameters that the optimizer has to leave alone, if any.
+
+        The loss does not depend on them, and neither does the rule's direction move them.
+        """
+        if not self.unreached:
+            return None
+        mask = torch.zeros_like(direction, dtype=torch.bool)
+        parts = mask.split(list(self.segments))
+        for index, along in enumerate(direction.split(list(self.segments))):
+            if index in self.unreached and not along.any():
+                parts[index].fill_(True)
+        return mask
 
     def descend(self, w: Tensor, direction: Tensor) -> Tensor:
         """Return the parameters after one step of the optimizer. See `Task.descend`."""
@@ -360,7 +377,9 @@ def forward_pass(
     Returns:
         The output, and the input of the classifier [B, F], None if there is none.
     """
-    frame = model.frame
+    frame, module = model.frame, model.pure_module
+    if (mode != "eval") != module.training:
+        model.set_training(module, mode != "eval")
     frame.mode = mode
     frame.in_place = False
     frame.mask = mask
@@ -368,9 +387,12 @@ def forward_pass(
     frame.buffers = buffers
     frame.moved = {}
     frame.calls = model.dropouts_before[first]
+    tensors = model.views(w)
+    if buffers is not None:
+        tensors |= model.unkeyed_statistics(buffers, mode)
     try:
         out = model.in_precision(
-            lambda: torch.func.functional_call(model.module, model.views(w), (x, first, levels)),
+            lambda: torch.func.functional_call(module, tensors, (x, first, levels)),
             frame,
             levels,
         )

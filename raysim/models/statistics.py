@@ -1,0 +1,214 @@
+"""The statistics of a net: buffers that a training pass moves, such as BatchNorm's running means.
+
+They are gathered in one flat vector [Q], which a client moves and the server averages, as it would
+average the rest of a `state_dict`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from raysim.errors import ConfigError
+from raysim.models.keyed_layers import BATCH_NORMS, DROPOUTS, has_own_forward
+
+COUNTER = "num_batches_tracked"
+"""Buffer of normalisation layers that counts passes; only a momentum of None depends on it."""
+
+
+@dataclass(frozen=True)
+class Statistic:
+    """A buffer of a net and its place in the flat vector."""
+
+    layer: str
+    """Name of the layer."""
+    name: str
+    """Name of the buffer in the layer."""
+    start: int
+    """Position of its first number in the vector."""
+    shape: tuple[int, ...]
+    """Shape of the buffer."""
+    is_keyed: bool
+    """Whether a `KeyedBatchNorm` moves it, instead of a forward of the user's."""
+
+    @property
+    def size(self) -> int:
+        """Number of its numbers."""
+        return torch.Size(self.shape).numel()
+
+    def of(self, vector: Tensor) -> Tensor:
+        """Return a view of the statistic in a flat vector.
+
+        Args:
+            vector: [Q].
+        """
+        return vector[self.start : self.start + self.size].view(self.shape)
+
+
+def find_statistics(net: nn.Module, x: Tensor) -> list[Statistic]:
+    """Find the statistics of a net.
+
+    These are the running statistics of normalisation layers, and the other floating-point buffers
+    that a training pass moves.
+
+    Args:
+        net: the net, as the user wrote it; not changed.
+        x: [B, ...], inputs for a pass, which is made only if the net has other buffers.
+
+    Raises:
+        ConfigError: a BatchNorm averages over all batches (momentum None).
+    """
+    moved = _moved_buffers(net, x) if _has_unknown_buffers(net) else set()
+    statistics = []
+    start = 0
+    for layer, module in net.named_modules():
+        is_norm = isinstance(module, nn.modules.batchnorm._NormBase)
+        if is_norm and module.running_mean is not None and module.momentum is None:
+            raise ConfigError(
+                f"model: {_described(layer, module)} has momentum=None; "
+                "set it to a number, for example 0.1"
+            )
+        is_keyed = type(module) in BATCH_NORMS and not has_own_forward(module)
+        for name, buffer in module.named_buffers(recurse=False):
+            is_running = is_norm and name in ("running_mean", "running_var")
+            is_moved = buffer.is_floating_point() and _path(layer, name) in moved
+            if is_running or is_moved:
+                shape = tuple(buffer.shape)
+                statistics.append(Statistic(layer, name, start, shape, is_keyed and is_running))
+                start += statistics[-1].size
+    return statistics
+
+
+def _has_unknown_buffers(net: nn.Module) -> bool:
+    """Return whether a net has floating-point buffers beside those of normalisation layers."""
+    return any(
+        buffer.is_floating_point()
+        for module in net.modules()
+        if not isinstance(module, nn.modules.batchnorm._NormBase)
+        for buffer in module.buffers(recurse=False)
+    )
+
+
+def _moved_buffers(net: nn.Module, x: Tensor) -> set[str]:
+    """Return the names of the buffers that a pass in training mode changes."""
+    net = copy.deepcopy(net)
+    switch_off_dropout(net)
+    before = {name: buffer.clone() for name, buffer in net.named_buffers()}
+    net.train()
+    try:
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            net(x)
+    except Exception:  # the dry run reports it
+        return set()
+    return {name for name, buffer in net.named_buffers() if not same(before[name], buffer)}
+
+
+def switch_off_dropout(net: nn.Module) -> None:
+    """Let the layers of a net whose masks are keyed pass their input on.
+
+    Args:
+        net: the net; changed in place.
+    """
+    for module in net.modules():
+        if type(module) in DROPOUTS and not has_own_forward(module):
+            module.forward = _identity
+
+
+def _identity(input: Tensor) -> Tensor:
+    return input
+
+
+def same(tensor: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors have the same shape and values; nan equals nan.
+
+    Args:
+        tensor: a tensor.
+        other: a tensor of the same type.
+    """
+    if tensor.shape != other.shape:
+        return False
+    if torch.equal(tensor, other):
+        return True
+    return tensor.is_floating_point() and torch.allclose(tensor, other, 0.0, 0.0, equal_nan=True)
+
+
+def statistics_vector(net: nn.Module, statistics: list[Statistic], dtype: torch.dtype) -> Tensor:
+    """Return the statistics of a net as a flat vector [Q].
+
+    Args:
+        net: the net.
+        statistics: its statistics.
+        dtype: type of the vector.
+    """
+    parts = [
+        getattr(net.get_submodule(statistic.layer), statistic.name).detach().reshape(-1).to(dtype)
+        for statistic in statistics
+    ]
+    device = next(net.parameters()).device
+    return torch.cat(parts) if parts else torch.zeros(0, dtype=dtype, device=device)
+
+
+class BoundStatistics:
+    """The statistics of one net as views of a vector, so that a pass moves the vector.
+
+    Args:
+        net: the net.
+        statistics: its statistics.
+    """
+
+    def __init__(self, net: nn.Module, statistics: list[Statistic]):
+        self.places = [(net.get_submodule(s.layer), s) for s in statistics]
+        self.vector: Tensor | None = None
+
+    def bind(self, vector: Tensor) -> None:
+        """Let the net read and move a vector [Q].
+
+        Args:
+            vector: [Q], the statistics.
+        """
+        if vector is self.vector:
+            return
+        for module, statistic in self.places:
+            module._buffers[statistic.name] = statistic.of(vector)
+        self.vector = vector
+
+    def collect(self) -> None:
+        """Store what a pass put in the place of a view, instead of writing into it."""
+        assert self.vector is not None
+        for module, statistic in self.places:
+            view, buffer = statistic.of(self.vector), module._buffers[statistic.name]
+            assert buffer is not None
+            if buffer.data_ptr() != view.data_ptr():
+                view.copy_(buffer.detach())
+                module._buffers[statistic.name] = view
+
+
+def _path(layer: str, name: str) -> str:
+    return f"{layer}.{name}".lstrip(".")
+
+
+def _described(layer: str, module: nn.Module) -> str:
+    """Return the name of a layer and its kind, for messages."""
+    return f"{layer or 'the net'} ({type(module).__name__})"
+
+
+def named_statistics(
+    net: nn.Module, statistics: list[Statistic], vector: Tensor
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the names in a `state_dict` of a net and copies of its statistics.
+
+    Args:
+        net: the net. A layer in two places has two names.
+        statistics: its statistics.
+        vector: [Q], their values.
+    """
+    owners = {id(net.get_submodule(s.layer)): s.layer for s in statistics}
+    for path, module in net.named_modules(remove_duplicate=False):
+        layer = owners.get(id(module))
+        for statistic in statistics:
+            if layer is not None and statistic.layer == layer:
+                yield _path(path, statistic.name), statistic.of(vector).clone()
