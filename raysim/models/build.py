@@ -58,6 +58,7 @@ def find_factory(name: str) -> Callable:
         )
     if isinstance(factory, nn.Module):
         net = factory
+        _refuse_odd_tensors(net)
         return lambda: copy.deepcopy(net)
     if not callable(factory):
         raise ConfigError(
@@ -256,6 +257,7 @@ def make_net(config: Config, shape: tuple[int, ...], classes: int) -> nn.Module:
             ) from None
     if not isinstance(net, nn.Module):
         raise ConfigError(f"model.name: '{name}' is not a torch.nn.Module")
+    _refuse_odd_tensors(net)
     if "init_from" in common:
         net.to(getattr(torch, config.dtype))  # before, so that no weight is rounded
         load_weights(net, common["init_from"], common.get("init_skip", ()))
@@ -264,6 +266,34 @@ def make_net(config: Config, shape: tuple[int, ...], classes: int) -> nn.Module:
     if "freeze" in common:
         freeze(net, common["freeze"], classes)
     return net
+
+
+def _refuse_odd_tensors(net: nn.Module) -> None:
+    """Refuse parameters and buffers that are no vector of real numbers, or that copies change."""
+    for name, module in net.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ConfigError(
+                f"model: {name or 'the net'} is compiled to TorchScript, whose layers cannot be "
+                "read; give the module that it was made from"
+            )
+    for name, tensor in [*net.named_parameters(), *net.named_buffers()]:
+        layer = name.rpartition(".")[0]
+        if nn.parameter.is_lazy(tensor):
+            kind = type(net.get_submodule(layer)).__name__
+            raise ConfigError(
+                f"model: {layer or 'the net'} ({kind}) has no shape before its first batch; give "
+                "the sizes, or run the net on one batch before"
+            )
+        if tensor.is_complex():
+            raise ConfigError(
+                f"model: '{name}' is complex, and parameters are one vector of real numbers; keep "
+                "real and imaginary part, and join them in forward by torch.complex"
+            )
+        if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
+            raise ConfigError(
+                f"model: '{name}' has a hook, which copies of a tensor lose; change the gradient "
+                "in forward, or by a full backward hook of the layer"
+            )
 
 
 def _add_projection(net: nn.Module, width: int, classes: int) -> None:

@@ -44,29 +44,6 @@ from raysim.system.global_generators import GlobalGenerators
 from raysim.system.signals import reraise_stop
 
 
-def _refuse_odd_parameters(net: nn.Module) -> None:
-    """Refuse parameters and buffers that are no vector of real numbers."""
-    for name, module in net.named_modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            raise ConfigError(
-                f"model: {name or 'the net'} is compiled to TorchScript, whose layers cannot be "
-                "read; give the module that it was made from"
-            )
-    for name, tensor in [*net.named_parameters(), *net.named_buffers()]:
-        layer = name.rpartition(".")[0]
-        kind = type(net.get_submodule(layer)).__name__
-        if nn.parameter.is_lazy(tensor):
-            raise ConfigError(
-                f"model: {layer or 'the net'} ({kind}) has no shape before its first batch; give "
-                "the sizes, or run the net on one batch before"
-            )
-        if tensor.is_complex():
-            raise ConfigError(
-                f"model: '{name}' is complex, and parameters are one vector of real numbers; keep "
-                "real and imaginary part, and join them in forward by torch.complex"
-            )
-
-
 class StagedModel(nn.Sequential):
     """Container of a net, in which the net itself can be replaced and run stage by stage."""
 
@@ -173,7 +150,6 @@ class Model:
         self.classes = classes
         self.dtype = dtype
         self.device = torch.device(device)
-        _refuse_odd_parameters(net)
         root = StagedModel(net).to(dtype=dtype, device=device)
         root.train()
         self.frame = ForwardContext()

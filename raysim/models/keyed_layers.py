@@ -8,9 +8,11 @@ and only those of PyTorch's own layers: a subclass may compute something else.
 
 from __future__ import annotations
 
+import copy
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeGuard, cast
+from typing import Any, Generic, TypeGuard, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -46,19 +48,52 @@ class ForwardContext:
     """Positions in `buffers` of the statistics of each BatchNorm that ran."""
 
 
-@dataclass(eq=False)
-class KeyedBatchNorm:
-    """Forward of a BatchNorm over the real examples of a batch, in place of the layer's own.
+LayerT = TypeVar("LayerT", bound=nn.Module)
 
-    The layer stays the module that the user wrote, with its type, its hooks and its names.
+
+class LayerForward(Generic[LayerT]):
+    """Base of forwards in place of a layer's own.
+
+    The layer stays the module that the user wrote, with its type, its hooks and its names. It is
+    referred to weakly: nets in a circle of references would stay in memory for long.
     """
 
-    layer: nn.modules.batchnorm._BatchNorm
-    """The layer whose forward this is."""
-    start: int
-    """Position of the layer's running statistics in the buffer vector."""
-    frame: ForwardContext
-    """The context of the net."""
+    def __init__(self, layer: LayerT):
+        """Refer to a layer.
+
+        Args:
+            layer: the layer whose forward this will be.
+        """
+        self._layer = weakref.ref(layer)
+
+    @property
+    def layer(self) -> LayerT:
+        """The layer whose forward this is."""
+        layer = self._layer()
+        assert layer is not None
+        return layer
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LayerForward:
+        """Return the forward of the copy of the layer, which is being made."""
+        copied = copy.copy(self)
+        copied.__dict__ = {k: copy.deepcopy(v, memo) for k, v in vars(self).items()}
+        copied._layer = weakref.ref(memo[id(self.layer)])
+        return copied
+
+
+class KeyedBatchNorm(LayerForward[nn.modules.batchnorm._BatchNorm]):
+    """Forward of a BatchNorm over the real examples of a batch.
+
+    Args:
+        layer: the layer.
+        start: position of the layer's running statistics in the buffer vector.
+        frame: the context of the net.
+    """
+
+    def __init__(self, layer: nn.modules.batchnorm._BatchNorm, start: int, frame: ForwardContext):
+        super().__init__(layer)
+        self.start = start
+        self.frame = frame
 
     @property
     def tracked(self) -> bool:
@@ -137,14 +172,17 @@ class KeyedBatchNorm:
         return out * layer.weight.reshape(shape) + layer.bias.reshape(shape)
 
 
-@dataclass(eq=False)
-class KeyedDropout:
-    """Forward of a dropout with the masks in `frame.drop`, in the order of calls."""
+class KeyedDropout(LayerForward[nn.modules.dropout._DropoutNd]):
+    """Forward of a dropout with the masks in `frame.drop`, in the order of calls.
 
-    layer: nn.modules.dropout._DropoutNd
-    """The layer whose forward this is."""
-    frame: ForwardContext
-    """The context of the net."""
+    Args:
+        layer: the layer.
+        frame: the context of the net.
+    """
+
+    def __init__(self, layer: nn.modules.dropout._DropoutNd, frame: ForwardContext):
+        super().__init__(layer)
+        self.frame = frame
 
     def __call__(self, input: Tensor) -> Tensor:
         """Multiply a batch by the mask of this call; with a probe, record the mask's shape.
@@ -174,16 +212,12 @@ class KeyedDropout:
         return frame.drop[frame.calls - 1]
 
 
-@dataclass(eq=False)
-class UnfoldedConv2d:
+class UnfoldedConv2d(LayerForward[nn.Conv2d]):
     """Forward of a convolution as a product of its weights and the unfolded images (im2col).
 
     Under `torch.func.vmap` over clients the weights differ. This forward then becomes one batched
     matrix product, and a plain convolution becomes a grouped convolution.
     """
-
-    layer: nn.Conv2d
-    """The layer whose forward this is; `unfoldable` is True for it."""
 
     def __call__(self, input: Tensor) -> Tensor:
         """Convolve `input` [B, C, H, W]; returns [B, O, H', W'].

@@ -589,14 +589,18 @@ def test_unfolded_convolutions_are_convolutions(mode):
         made(net),
         Model(copy.deepcopy(net), SHAPE, CLASSES, torch.float64, im2col=True),
     )
-    assert sum(isinstance(vars(m).get("forward"), UnfoldedConv2d) for m in unfolded.module.modules()) == 2
+    assert (
+        sum(isinstance(vars(m).get("forward"), UnfoldedConv2d) for m in unfolded.module.modules())
+        == 2
+    )
     assert (
         unfolded.convolutional
         and unfolded.names == direct.names
         and unfolded.segments == direct.segments
     )
     assert not any(
-        isinstance(vars(m).get("forward"), UnfoldedConv2d) for m in (*net.modules(), *direct.module.modules())
+        isinstance(vars(m).get("forward"), UnfoldedConv2d)
+        for m in (*net.modules(), *direct.module.modules())
     )
     x0, buffers = direct.initial()
     assert torch.equal(unfolded.initial()[0], x0)
@@ -638,7 +642,8 @@ def test_a_run_with_unfolded_convolutions(one, source, engine):
     ways = [{"mode": "vmap"}, {"mode": "vmap", "convolutions": "im2col"}]
     direct, unfolded = (engine({**given, "batching": way})[0] for way in ways)
     assert any(
-        isinstance(vars(m).get("forward"), UnfoldedConv2d) for m in unfolded.executor.trainer.model.module.modules()
+        isinstance(vars(m).get("forward"), UnfoldedConv2d)
+        for m in unfolded.executor.trainer.model.module.modules()
     )
     x, other = direct.executor.xs[2], unfolded.executor.xs[2]
     torch.testing.assert_close(x, other, rtol=1e-10, atol=1e-12)

@@ -1,0 +1,594 @@
+"""Nets that users hand over come out as plain PyTorch trains them, or are refused in one sentence.
+
+The truth is federated averaging in PyTorch with the user's own module: its outputs, gradients and
+statistics, in training and in evaluation mode."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import numpy as np
+import pytest
+import torch
+from support.plain_fedavg import blobs, check, cut, fedavg, run
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations
+
+from raysim.engine.resolve import prepare
+from raysim.errors import ConfigError
+from raysim.models.reading import check_same_outputs, sample_outputs
+from raysim.runs.python_inputs import named_source
+from raysim.system.torchvision_operators import import_declaring_operators
+
+DATA, PARTS = blobs(), cut([60, 30, 20, 10])
+
+
+def sequence(*layers: nn.Module) -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(6, 8), *layers, nn.Linear(8, 3))
+
+
+class NormAndActivation(nn.BatchNorm1d):
+    def forward(self, x):
+        return torch.relu(super().forward(x))
+
+
+class OwnMomentum(nn.BatchNorm1d):
+    def forward(self, x):
+        running = self.running_mean, self.running_var
+        return F.batch_norm(x, *running, self.weight, self.bias, self.training, 0.3, self.eps)
+
+
+class CalledTwice(nn.BatchNorm1d):
+    def __call__(self, x):
+        return 2 * super().__call__(x)
+
+
+class NeverTrains(nn.BatchNorm1d):
+    def train(self, mode=True):
+        return super().train(False)
+
+
+class ScalesAtTest(nn.Dropout):
+    def forward(self, x):
+        return x if self.training else x / 2
+
+
+class OwnStatistics(nn.Module):
+    """Subtracts running means that it moves in place, or puts new ones in their place."""
+
+    def __init__(self, rebinds):
+        super().__init__()
+        self.register_buffer("means", torch.zeros(8))
+        self.rebinds = rebinds
+
+    def forward(self, x):
+        if not self.training:
+            return x - self.means
+        mean = x.mean(0)
+        if self.rebinds:
+            self.means = 0.9 * self.means + 0.1 * mean.detach()
+        else:
+            self.means.mul_(0.9).add_(0.1 * mean.detach())
+        return x - mean
+
+
+class WithNorm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.body, self.norm, self.head = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.head(torch.relu(self.norm(self.body(x))))
+
+
+class FindsItsNorms(WithNorm):
+    def forward(self, x):
+        h = self.body(x)
+        for layer in self.modules():
+            if isinstance(layer, nn.BatchNorm1d):
+                h = torch.relu(layer(h))
+        return self.head(h)
+
+
+class AsksForTheVeryType(WithNorm):
+    def forward(self, x):
+        h = self.body(x)
+        for layer in self.children():
+            if type(layer) is nn.BatchNorm1d:
+                h = torch.relu(layer(h))
+        return self.head(h)
+
+
+class NormAsFunction(WithNorm):
+    def forward(self, x):
+        norm = self.norm
+        running = norm.running_mean, norm.running_var
+        h = F.batch_norm(
+            self.body(x), *running, norm.weight, norm.bias, self.training, 0.2, norm.eps
+        )
+        return self.head(torch.relu(h))
+
+
+class ForwardOfTheClass(WithNorm):
+    def forward(self, x):
+        return self.head(torch.relu(nn.BatchNorm1d.forward(self.norm, self.body(x))))
+
+
+class KeepsNormInEvaluation(WithNorm):
+    def __init__(self):
+        super().__init__()
+        self.norm.running_mean += 0.5
+
+    def train(self, mode=True):
+        super().train(mode)
+        self.norm.eval()
+        return self
+
+
+class TwoHeads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.body, self.head, self.extra = nn.Linear(6, 8), nn.Linear(8, 3), nn.Linear(8, 3)
+
+    def forward(self, x):
+        h = torch.relu(self.body(x))
+        return self.head(h) + self.extra(h) if self.training else self.head(h)
+
+
+class Cooler(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.head(x) if self.training else self.head(x) / 4
+
+
+class StoresActivations(Cooler):
+    def forward(self, x):
+        self.last, self.shape = self.head(x), x.shape
+        return self.last
+
+
+class ReadsItsRate(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.head, self.drop = nn.Linear(6, 3), nn.Dropout(0.0)
+
+    def forward(self, x):
+        return self.drop(self.head(x)) * (0.5 - self.drop.p)
+
+
+class InPlace(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.body, self.drop, self.head = nn.Linear(6, 8), nn.Dropout(0.0, inplace=True), nn.Linear(8, 3)  # fmt: skip
+
+    def forward(self, x):
+        h = self.body(x)
+        return self.head(self.drop(h) + h)
+
+
+def with_hook(register: str, hook, *layers: nn.Module) -> nn.Module:
+    net = sequence(*layers)
+    getattr(net[1 if layers else 0], register)(hook)
+    return net
+
+
+def changed(change, index: int, *layers: nn.Module) -> nn.Module:
+    net = sequence(*layers)
+    change(net[index])
+    return net
+
+
+NETS = {
+    "norm with activation": lambda: sequence(NormAndActivation(8)),
+    "norm with a momentum of its own": lambda: sequence(OwnMomentum(8)),
+    "norm with its own call": lambda: sequence(CalledTwice(8)),
+    "norm that never trains": lambda: sequence(NeverTrains(8)),
+    "SyncBatchNorm": lambda: sequence(nn.SyncBatchNorm(8)),
+    "norm without statistics": lambda: sequence(nn.BatchNorm1d(8, track_running_stats=False)),
+    "norm without weights": lambda: sequence(nn.BatchNorm1d(8, affine=False)),
+    "norm that keeps its statistics": lambda: sequence(nn.BatchNorm1d(8, momentum=0.0)),
+    "instance norm with statistics": lambda: sequence(
+        nn.Unflatten(1, (2, 4)),
+        nn.InstanceNorm1d(2, affine=True, track_running_stats=True),
+        nn.Flatten(),
+    ),
+    "own statistics": lambda: sequence(OwnStatistics(False)),
+    "own statistics, rebound": lambda: sequence(OwnStatistics(True)),
+    "dropout that scales at test": lambda: sequence(ScalesAtTest(0.0)),
+    "rate of a dropout": ReadsItsRate,
+    "dropout in place": InPlace,
+    "isinstance": FindsItsNorms,
+    "type": AsksForTheVeryType,
+    "norm as a function": NormAsFunction,
+    "forward of the class": ForwardOfTheClass,
+    "hook": lambda: with_hook("register_forward_hook", lambda m, x, h: h / 2, nn.BatchNorm1d(8)),
+    "pre-hook": lambda: with_hook(
+        "register_forward_pre_hook", lambda m, x: (3 * x[0],), nn.BatchNorm1d(8)
+    ),
+    "hook on a linear layer": lambda: with_hook("register_forward_hook", lambda m, x, h: h.tanh()),
+    "backward hook": lambda: with_hook(
+        "register_full_backward_hook", lambda m, g, h: (2 * g[0],), nn.Tanh()
+    ),
+    "weight norm": lambda: changed(parametrizations.weight_norm, 0),
+    "spectral norm": lambda: changed(parametrizations.spectral_norm, 2, nn.Tanh()),
+    "norm with a parametrisation": lambda: changed(
+        parametrizations.weight_norm, 1, nn.BatchNorm1d(8)
+    ),
+    "forward of one layer": lambda: changed(
+        lambda m: setattr(m, "forward", torch.relu), 1, nn.BatchNorm1d(8)
+    ),
+    "two heads": TwoHeads,
+    "cooler": Cooler,
+    "train() of its own": KeepsNormInEvaluation,
+    "handed over in evaluation mode": lambda: sequence(nn.BatchNorm1d(8)).eval(),
+    "activations": StoresActivations,
+    "frozen layer": lambda: changed(lambda m: m.requires_grad_(False), 0, nn.BatchNorm1d(8)),
+}
+
+
+@pytest.mark.parametrize("make", NETS.values(), ids=NETS)
+def test_a_users_net_trains_as_in_pytorch(make):
+    net = make()
+    before = {key: value.clone() for key, value in net.state_dict().items()}
+    result = run(net, DATA, PARTS)
+    for key, value in net.state_dict().items():
+        assert torch.equal(value, before[key]), "a check before a run changed the net"
+    check(result, fedavg(make(), DATA, PARTS), DATA)
+
+
+# -- nets that couple the examples of a batch
+
+
+class Coupled(nn.Module):
+    def __init__(self, how):
+        super().__init__()
+        torch.manual_seed(1)
+        self.body, self.head, self.how = nn.Linear(6, 8), nn.Linear(8, 3), how
+
+    def forward(self, x):
+        return self.head(torch.relu(self.how(self.body(x))))
+
+
+COUPLINGS = {
+    "mean of the batch": lambda h: h - h.mean(0),
+    "a little of it": lambda h: h - 0.02 * h.mean(0),
+    "batch norm without statistics": lambda h: F.batch_norm(h, None, None, training=True),
+    "attention among examples": lambda h: torch.softmax(h @ h.transpose(-1, -2), -1) @ h,
+    "sum over the batch": lambda h: h / (1 + h.detach().abs().sum(0)),
+}
+
+
+@pytest.mark.parametrize("how", COUPLINGS.values(), ids=COUPLINGS)
+def test_padding_and_pooling_leave_out_nets_that_couple_examples(how):
+    sizes = np.random.default_rng(2).integers(2, 58, 39).tolist()
+    data, parts = blobs(1200), cut([*sizes, 1200 - sum(sizes)])
+    result = run(Coupled(how), data, parts, 2)
+    assert result.config.batching.mode == "loop"
+    check(result, fedavg(Coupled(how), data, parts, 2), data)
+    for mode in ("vmap", "pooled"):
+        with pytest.raises(ConfigError, match=r"batching\.mode"):
+            local = {"steps": 1, "batch_size": "full", "lr": 0.1}
+            run(Coupled(how), data, parts, 2, local=local, batching={"mode": mode})
+    one_step = {"steps": 1, "batch_size": "full", "lr": 0.1}
+    check(
+        run(Coupled(how), data, parts, 2, local=one_step),
+        fedavg(Coupled(how), data, parts, 2, steps=1),
+        data,
+    )
+
+
+def test_private_gradients_are_refused_for_a_net_that_couples_examples():
+    privacy = {"max_grad_norm": 1.0, "noise_multiplier": 1.0}
+    with pytest.raises(ConfigError, match="gradient of an example depend on the other examples"):
+        run(Coupled(COUPLINGS["mean of the batch"]), DATA, PARTS, privacy=privacy)
+
+
+# -- parameters without gradient
+
+
+class TwoBranches(nn.Module):
+    """A batch uses one of two heads; `never` is used by none."""
+
+    def __init__(self, unused=False):
+        super().__init__()
+        torch.manual_seed(1)
+        self.warm, self.cold = nn.Linear(6, 3), nn.Linear(6, 3)
+        if unused:
+            self.never = nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.warm(x) if x[:, 0].mean() > 0 else self.cold(x)
+
+
+OPTIMIZERS = {
+    "sgd": ({"name": "sgd", "weight_decay": 0.1}, torch.optim.SGD, {"weight_decay": 0.1}),
+    "momentum": (
+        {"name": "sgd", "momentum": 0.9, "weight_decay": 0.1},
+        torch.optim.SGD,
+        {"momentum": 0.9, "weight_decay": 0.1},
+    ),
+    "dampening": (
+        {"name": "sgd", "momentum": 0.9, "dampening": 0.5},
+        torch.optim.SGD,
+        {"momentum": 0.9, "dampening": 0.5},
+    ),
+    "adam": ({"name": "adam", "weight_decay": 0.1}, torch.optim.Adam, {"weight_decay": 0.1}),
+    "adamw": ({"name": "adamw", "weight_decay": 0.5}, torch.optim.AdamW, {"weight_decay": 0.5}),
+}
+
+
+@pytest.mark.parametrize("unused", [False, True])
+@pytest.mark.parametrize(("section", "optimizer", "keys"), OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_parameters_without_gradient_are_left_alone(section, optimizer, keys, unused):
+    x, y, *test = DATA
+    x = x.copy()
+    x[:, 0] = np.where(np.arange(120) < 60, 1, -1) * np.abs(x[:, 0])
+    data, parts = (x, y, *test), [list(range(60)), list(range(60, 120))]
+    local = {"steps": 3, "batch_size": "full", "lr": 0.1, "optimizer": section}
+    right = fedavg(
+        TwoBranches(unused), data, parts, 4, steps=3,
+        optimizer=lambda net: optimizer(net.parameters(), lr=0.1, **keys),
+    )  # fmt: skip
+    check(run(TwoBranches(unused), data, parts, 4, local=local), right, data)
+
+
+def test_a_branch_that_changes_between_steps_counts_its_own_steps():
+    """Adam's bias correction is that of each parameter's own steps."""
+
+    class Alternates(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(1)
+            self.warm, self.cold = nn.Linear(6, 3), nn.Linear(6, 3)
+
+        def forward(self, x):
+            # The first layer's own weights decide, so that local steps take both ways.
+            return self.warm(x) if self.warm.weight.sum() > 0.2 else self.cold(x) + 0 * self.warm(x)
+
+    local = {"steps": 6, "batch_size": "full", "lr": 0.1, "optimizer": {"name": "adamw", "weight_decay": 0.1}}  # fmt: skip
+    right = fedavg(
+        Alternates(), DATA, PARTS, 3, steps=6,
+        optimizer=lambda net: torch.optim.AdamW(net.parameters(), lr=0.1, weight_decay=0.1),
+    )  # fmt: skip
+    check(run(Alternates(), DATA, PARTS, 3, local=local), right, DATA)
+
+
+# -- refused in one sentence
+
+
+class Head(nn.Module):
+    """A head whose outputs `change` changes."""
+
+    def __init__(self, change):
+        super().__init__()
+        torch.manual_seed(1)
+        self.head, self.change, self.calls = nn.Linear(6, 3), change, 0
+
+    def forward(self, x):
+        return self.head(x) * self.change(self)
+
+
+class Counts(Head):
+    def forward(self, x):
+        self.calls += 1
+        return self.head(x) / (1 + (self.calls > 1000))
+
+
+class CountsInItsClass(Head):
+    passes = 0
+
+    def forward(self, x):
+        CountsInItsClass.passes += 1
+        return self.head(x) / (1 + (self.passes > 1000))
+
+
+class Clamps(Head):
+    def forward(self, x):
+        with torch.no_grad():
+            self.head.weight.clamp_(-self.change, self.change)
+        return self.head(x)
+
+
+class ListOfParameters(Head):
+    def __init__(self):
+        super().__init__(None)
+        self.scales = [nn.Parameter(torch.ones(3))]
+
+    def forward(self, x):
+        return self.head(x) * self.scales[0]
+
+
+class Detached(Head):
+    @torch.no_grad()
+    def forward(self, x):
+        return self.head(x)
+
+
+class Complex(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(6, 3, dtype=torch.cfloat))
+
+    def forward(self, x):
+        return (x.to(self.w.dtype) @ self.w).abs()
+
+
+class DropsInEvaluation(nn.Dropout):
+    def train(self, mode=True):
+        return super().train(True)
+
+
+class MovesInEvaluation(OwnStatistics):
+    def forward(self, x):
+        self.means.add_(x.mean(0).detach())
+        return x - self.means
+
+
+def renormalised() -> nn.Module:
+    net = nn.Sequential(nn.Linear(6, 3))
+
+    def divide(layer, inputs):
+        layer.weight.data.div_(layer.weight.data.norm())
+
+    net[0].register_forward_pre_hook(divide)
+    return net
+
+
+def hooked_tensor() -> nn.Module:
+    net = sequence()
+    net[0].weight.register_hook(lambda g: g / 2)
+    return net
+
+
+OWN_GENERATOR = np.random.default_rng(0)
+
+REFUSED = {
+    "torch": (lambda: Head(lambda m: torch.rand(())), "torch's global generator, in the net"),
+    "functional dropout": (
+        lambda: Head(lambda m: F.dropout(torch.ones(3), 0.5, m.training)),
+        "torch's global generator",
+    ),
+    "torch in evaluation": (
+        lambda: Head(lambda m: 1 if m.training else torch.rand(())),
+        "generator in evaluation mode",
+    ),
+    "Python": (lambda: Head(lambda m: random.random()), "Python's global generator"),
+    "NumPy": (lambda: Head(lambda m: np.random.rand()), "NumPy's global generator"),
+    "own generator": (lambda: Head(lambda m: OWN_GENERATOR.random()), "two outputs for the same"),
+    "clock": (lambda: Head(lambda m: 1 + time.perf_counter()), "two outputs for the same"),
+    "dropout layer": (lambda: sequence(nn.AlphaDropout(0.5)), r"in 1 \(AlphaDropout\)"),
+    "subclass of dropout": (lambda: sequence(DropsInEvaluation(0.5)), r"1 \(DropsInEvaluation\)"),
+    "counter": (lambda: Counts(None), "attribute 'calls' of the net"),
+    "counter of a class": (lambda: CountsInItsClass(None), "attribute 'passes' of class"),
+    "clamps": (lambda: Clamps(0.1), "changes its parameter 'head.weight'"),
+    "would clamp later": (lambda: Clamps(1.0), "changes its parameter 'head.weight'"),
+    "hook that divides": (renormalised, "changes its parameter '0.weight'"),
+    "moves in evaluation": (lambda: sequence(MovesInEvaluation(False)), "buffer '1.means' in eval"),
+    "list of parameters": (ListOfParameters, "not registered in it"),
+    "no gradient": (lambda: Detached(None), "depends on none of its trained parameters"),
+    "hook of a tensor": (hooked_tensor, "'0.weight' has a hook"),
+    "lazy": (lambda: nn.Sequential(nn.LazyLinear(3)), r"0 \(LazyLinear\) has no shape"),
+    "lazy norm": (lambda: sequence(nn.LazyBatchNorm1d()), r"1 \(LazyBatchNorm1d\) has no shape"),
+    "complex": (Complex, "'w' is complex"),
+    "momentum": (
+        lambda: sequence(nn.BatchNorm1d(8, momentum=None)),
+        r"1 \(BatchNorm1d\) has momentum=None",
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "message"), REFUSED.values(), ids=REFUSED)
+def test_a_net_that_cannot_be_simulated_is_refused(make, message):
+    with pytest.raises(ConfigError, match=f"^model.*{message}") as error:
+        run(make(), DATA, PARTS)
+    assert "\n" not in str(error.value)
+
+
+def test_another_default_type_is_refused():
+    torch.set_default_dtype(torch.float64)
+    try:
+        with pytest.raises(ConfigError, match="set the key dtype"):
+            run(sequence(), DATA, PARTS)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+class Scaled(nn.Module):
+    factor = 1.0
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.head(x) * (Scaled.factor if self.training else 1.0)
+
+
+def test_a_net_that_computes_something_else_in_another_process_is_refused(monkeypatch):
+    """Here a value of its class that the process of the user has changed, and a worker has not."""
+    config = {"data": DATA, "model": Scaled(), "partition": PARTS, "rounds": 1, "algorithm": "fedavg",
+              "schedule": {"cohort": 4}, "resources": {"executor": "inline"}}  # fmt: skip
+    plan = prepare(named_source(config))
+    check_same_outputs(plan.model(), sample_outputs(plan.model()))
+    monkeypatch.setattr(Scaled, "factor", 2.0)
+    with pytest.raises(ConfigError, match="other outputs in a worker"):
+        plan.model()
+
+
+# -- nets are what they hold
+
+
+def test_nets_that_differ_in_something_they_hold_are_two_nets():
+    """Two runs in one process each train the net that they were given."""
+
+    class Tuned(nn.Module):
+        def __init__(self, value):
+            super().__init__()
+            torch.manual_seed(1)
+            self.head, self.value = nn.Linear(6, 3), value
+
+        def forward(self, x):
+            value = self.value(x) if callable(self.value) else self.value[0]
+            return self.head(x) * value
+
+    pairs = [
+        (lambda x: x.mean(), lambda x: x.std()),
+        ([1.0], [2.0]),
+        (torch.tensor([1.0]), torch.tensor([2.0])),
+    ]
+    for values in pairs:
+        for value in values:
+            check(run(Tuned(value), DATA, PARTS, 1), fedavg(Tuned(value), DATA, PARTS, 1), DATA)
+    for factor in (2.0, 3.0):
+
+        def hook(layer, inputs, outputs, factor=factor):
+            return factor * outputs
+
+        def make(hook=hook):
+            return with_hook("register_forward_hook", hook)
+
+        check(run(make(), DATA, PARTS, 1), fedavg(make(), DATA, PARTS, 1), DATA)
+
+
+# -- timm
+
+FAMILIES = [
+    "test_resnet",
+    "test_byobnet",
+    "test_efficientnet",
+    "test_efficientnet_gn",
+    "test_convnext",
+    "test_vit",
+    "test_mambaout",
+    "test_nfnet",
+    "mobilenetv3_small_050",
+    "regnetx_002",
+    "ghostnet_050",
+    "densenet121",
+]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family_of_timm_trains_as_in_pytorch(name):
+    timm = import_declaring_operators(lambda: pytest.importorskip("timm"))
+    sized = {"img_size": 32} if "vit" in name else {}
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(20, 3, 32, 32)), np.arange(20) % 3
+    data, parts = (x[:16], y[:16], x[16:], y[16:]), [[*range(8)], [*range(8, 13)], [*range(13, 16)]]
+    torch.manual_seed(0)
+    net = timm.create_model(name, num_classes=3, **sized)
+    local = {"steps": 1, "batch_size": "full", "lr": 0.05}
+    check(run(net, data, parts, 1, local=local), fedavg(net, data, parts, 1, 0.05, 1), data, 1e-7)
