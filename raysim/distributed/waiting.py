@@ -7,7 +7,7 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
-from raysim.errors import RaysimError, ServerStateLost
+from raysim.errors import ConfigError, RaysimError, ServerStateLost
 
 POLL_INTERVAL_S = 1.0
 """Interval at which every wait checks for failed actors and dead nodes, in seconds."""
@@ -27,6 +27,7 @@ def get(reference: Any, awaited: str, timeout: float) -> Any:
 
     Raises:
         ActorDied: the actor has died.
+        ConfigError: the actor found a mistake in the configuration while it started.
         ServerStateLost: an input of the actor is lost.
         RaysimError: the limit has passed, or the actor raised an error. Errors of raysim pass
             unchanged.
@@ -44,7 +45,12 @@ def get(reference: Any, awaited: str, timeout: float) -> Any:
         kind = ServerStateLost if isinstance(error.cause, RayError) else RaysimError
         raise kind(f"{awaited} failed: {error}") from None
     except RayError as error:
-        raise ActorDied(f"{awaited} failed: {first_line(error)}") from None
+        reason = first_line(error)
+        # Ray keeps only the text of an error that an actor raised while it started.
+        kind, _, message = reason.partition(": ")
+        if kind == f"{ConfigError.__module__}.{ConfigError.__name__}":
+            raise ConfigError(message) from None
+        raise ActorDied(f"{awaited} failed: {reason}") from None
 
 
 def first_line(message: object) -> str:
