@@ -496,17 +496,23 @@ def test_a_file_in_a_package_may_name_the_package(tmp_path):
     }
 
 
-def test_a_shipped_rule_is_found_from_any_folder(tmp_path, monkeypatch):
+def test_a_shipped_rule_is_found_from_any_folder(base, tmp_path, monkeypatch):
     """It is the same run there, and a file of this path in the working folder comes first."""
-    name = "gradma/full_scaffold_mnist"
+    rule = "configs/gradma/scaffold_by_cohort.py"
+    server = f"{rule}:ScaffoldByCohortServer"
+    config = base | {"rounds": 1, "client": "scaffold", "server": server}
+
+    def fingerprint() -> str:
+        return prepare(config).config.fingerprint
+
     monkeypatch.chdir(REPOSITORY)
-    here = prepare_sweep(name, [], "runs").trials[0].config.fingerprint
+    here = fingerprint()
     monkeypatch.chdir(tmp_path)
-    assert prepare_sweep(name, [], "runs").trials[0].config.fingerprint == here
-    mine = tmp_path / "configs" / "gradma" / "scaffold_by_cohort.py"
+    assert fingerprint() == here
+    mine = tmp_path / rule
     mine.parent.mkdir(parents=True)
-    mine.write_text((REPOSITORY / "configs/gradma/scaffold_by_cohort.py").read_text() + "# mine\n")
-    assert prepare_sweep(name, [], "runs").trials[0].config.fingerprint != here
+    mine.write_text((REPOSITORY / rule).read_text() + "# mine\n")
+    assert fingerprint() != here
 
 
 def test_an_edited_file_is_loaded_anew_and_a_mistake_has_its_line(tmp_path):
