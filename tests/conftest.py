@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from support.isolation import opens_nothing_foreign  # noqa: F401  # a fixture; the first import
+
+# isort: split
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -8,7 +8,6 @@ import json
 import os
 import pickle
 import shutil
-import struct
 import subprocess
 import sys
 from types import ModuleType
@@ -18,6 +17,8 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from support.idx_files import write_idx
+from support.real_data import real_data_set
 
 from raysim.config.sections.data import Arrays, Data, Dirichlet, Natural, Virtual
 from raysim.data import (
@@ -45,13 +46,6 @@ RNG = np.random.default_rng(0)
 
 def pixels(*shape: int) -> np.ndarray:
     return RNG.integers(0, 256, shape, dtype=np.uint8)
-
-
-def real(name: str) -> Dataset:
-    try:
-        return load_dataset(Data(name=name))
-    except ConfigError as error:
-        pytest.skip(f"needs the real files: {error}")
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +110,7 @@ def test_digits_have_a_fixed_stratified_split(digits):
 def test_real_files_have_the_known_statistics(name, shape, n):
     """Mean 0 and standard deviation 1 after normalisation; CIFAR's published deviations are means
     of those within an image, which leaves 1.25."""
-    dataset = real(name)
+    dataset = real_data_set(name)
     check(dataset, n, 10_000, shape, 10)
     x, _ = Examples.of(dataset, "train").batch(np.arange(0, n, 5))
     assert x.mean().abs() < 0.02
@@ -135,12 +129,6 @@ def assert_described(dataset: Dataset) -> None:
 def test_every_named_data_set_is_described():
     assert sorted(DESCRIPTIONS) == list(dataset_names())
     assert_described(load_dataset(Data(name="digits")))
-
-
-def write_idx(path, array: np.ndarray) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    header = struct.pack(f">HBB{array.ndim}I", 0, 8, array.ndim, *array.shape)
-    path.write_bytes(header + array.astype(np.uint8).tobytes())
 
 
 @pytest.mark.parametrize("name", ["mnist", "fashionmnist"])
@@ -280,7 +268,7 @@ def test_covid_ct_format(tmp_path):
 
 
 def test_real_covid_ct():
-    dataset = real("covid_ct")
+    dataset = real_data_set("covid_ct")
     check(dataset, 425, 321, (1, 128, 128), 2)
     assert (dataset.y.sum(), dataset.y_test.sum()) == (191, 158)
     assert len(dataset.group_names) == 32
