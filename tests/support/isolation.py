@@ -68,20 +68,17 @@ def isolate() -> list[str]:
 
 def watch(foreign: list[str]) -> list[str]:
     """Return a list to which each foreign path is added when this process opens it."""
-    own = [str(CHECKOUT), os.environ["HOME"], tempfile.gettempdir()]
-    own += [sys.prefix, sys.base_prefix, *sys.path, os.environ.get("TESTS_DATA", "")]
-    is_foreign = dict.fromkeys(foreign, True) | dict.fromkeys(
-        map(os.path.abspath, filter(None, own)), False
-    )
-    for name in DEFAULT_OUTPUTS:
-        is_foreign[str(CHECKOUT / name)] = True
+    own = [str(CHECKOUT), os.environ["HOME"], tempfile.gettempdir(), sys.prefix, sys.base_prefix]
+    own += [folder for folder in (*sys.path, os.environ.get("TESTS_DATA")) if folder]
+    is_foreign = dict.fromkeys(foreign, True)
+    is_foreign |= dict.fromkeys(map(os.path.abspath, own), False)
     opened: list[str] = []
 
     def on_event(event: str, arguments: tuple[Any, ...]) -> None:
         if event not in EVENTS or not isinstance(arguments[0], str | bytes | os.PathLike):
             return
         path = os.path.abspath(os.fsdecode(arguments[0]))
-        folder = path
+        folder = path  # the innermost folder that is known decides
         while folder not in is_foreign and folder != "/":
             folder = os.path.dirname(folder)
         if is_foreign.get(folder):
