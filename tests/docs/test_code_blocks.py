@@ -216,14 +216,25 @@ def test_every_language_of_a_code_block_is_known():
 )
 def test_commands_of_the_readmes(path: Path) -> None:
     """They need data, a cluster or hours, so only their commands, options and configurations are
-    checked."""
+    checked, and the tests that they name."""
     for block in blocks(path):
         if block.language in ("sh", "bash"):
             for words in commands(block.text):
+                if "pytest" in words:
+                    named = [word for word in words if word.startswith("tests/")]
+                    assert all((REPOSITORY / word).exists() for word in named), words
                 if words[0] == "raysim":
                     given = _parse(words[1:], block.place)
                     if words[1] in VALIDATED and given["config"] in loading.shipped():
                         _needs_no_download(block, given["config"], given["overrides"] or [])
+
+
+def test_the_pages_for_users_and_for_contributors_make_the_same_environment() -> None:
+    readme = (REPOSITORY / "README.md").read_text()
+    command = re.search(r"<!-- tests -->\n```sh\n(.*) && (\S+ -m pytest .*)\n```", readme)
+    assert command
+    contributing = (REPOSITORY / "CONTRIBUTING.md").read_text()
+    assert all(part in contributing for part in command.groups())
 
 
 INLINE_CODE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
