@@ -430,9 +430,12 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A database with runs of two algorithms and two seeds in the experiment that SMALL names."""
     from mlflow.entities import Metric, Param
 
-    uri = f"sqlite:///{tmp_path_factory.mktemp('store')}/mlflow.db"
+    folder = tmp_path_factory.mktemp("store")
+    uri = f"sqlite:///{folder}/mlflow.db"
     client = mlflow_client.connected(uri)
-    experiment = client.create_experiment(SMALL["tracking"]["experiment"])
+    experiment = client.create_experiment(
+        SMALL["tracking"]["experiment"], artifact_location=(folder / "artifacts").as_uri()
+    )
     for name, best in (("a", 0.5), ("b", 0.25)):
         for seed in (0, 1):
             made = client.create_run(experiment).info.run_id
