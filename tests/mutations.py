@@ -135,10 +135,10 @@ MUTATIONS = (
         ORACLES,
     ),
     Mutation(
-        "batches: a last batch of one sample is kept",
+        "batches: a single sample that is left joins the batch before on every net",
         "raysim/training/batch_order.py",
-        "(n % size > 1 or",
-        "(n % size > 0 or",
+        "joins = needs_two and",
+        "joins =",
         ORACLES,
     ),
     Mutation(

@@ -35,7 +35,6 @@ from raysim.engine.plan import Probe, ProbedRun
 from raysim.errors import ConfigError
 from raysim.rules.contract import PLAIN_STEP, ServerRule, overridden
 from raysim.rules.reports import Cohort
-from raysim.training.batch_order import local_steps
 
 if TYPE_CHECKING:
     from raysim.engine.plan import Plan
@@ -321,12 +320,8 @@ def theorem_inputs(plan: Plan) -> TheoremInputs:
 
 def _steps(plan: Plan) -> list[int]:
     """Return the distinct numbers of local steps of clients with data, in ascending order."""
-    local = plan.config.local
     sizes = [int(n) for n in np.unique(plan.clients.sizes) if n]
-    batch = local.batch_size
-    return sorted(
-        {local_steps(n, n if batch == "full" else batch, local.steps, local.epochs) for n in sizes}
-    )
+    return sorted({plan.local_steps(plan.config.local, n) for n in sizes})
 
 
 @dataclass

@@ -10,7 +10,6 @@ from typing import Any, Generic
 
 import numpy as np
 
-from raysim.config.sections.local import Local
 from raysim.engine.client_store import ClientStateStore
 from raysim.engine.executor import ModelHandle, RoundHandle, RoundResults
 from raysim.engine.plan import Plan
@@ -19,7 +18,6 @@ from raysim.engine.schedule import ScheduledRound
 from raysim.engine.server import RoundCohort
 from raysim.engine.update_checks import errors_name_rule
 from raysim.errors import ClientError, RaysimError, round_name
-from raysim.training.batch_order import local_steps
 from raysim.training.messages import ClientTask
 
 logger = logging.getLogger("raysim")
@@ -70,7 +68,9 @@ def make_cohort(plan: Plan, scheduled: ScheduledRound) -> RoundCohort:
     """
     rule = plan.server
     sizes = plan.clients.sizes[scheduled.ids].tolist()
-    steps = [_steps(plan.local(client), n) for client, n in zip(scheduled.ids, sizes, strict=True)]
+    steps = [
+        plan.local_steps(plan.local(i), n) for i, n in zip(scheduled.ids, sizes, strict=True)
+    ]
     cohort = RoundCohort(
         scheduled.t,
         scheduled.ids,
@@ -96,12 +96,6 @@ def make_cohort(plan: Plan, scheduled: ScheduledRound) -> RoundCohort:
             f"negative and not all of them 0; it gave {cohort.weights}"
         )
     return cohort
-
-
-def _steps(local: Local, n: int) -> int:
-    """Return the local steps of a client with n examples."""
-    size = n if local.batch_size == "full" else local.batch_size
-    return local_steps(n, size, local.steps, local.epochs)
 
 
 def make_tasks(

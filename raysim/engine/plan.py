@@ -32,6 +32,7 @@ from raysim.rules.learning_task import LearningTask, TaskMetric
 from raysim.rules.upload_stages import UploadStage
 from raysim.rules.uploads import with_mode
 from raysim.system.torchvision_operators import OperatorsOfDriver
+from raysim.training.batch_order import local_steps
 from raysim.training.groups import ClientGroup
 from raysim.training.messages import Broadcast
 from raysim.training.personal import PersonalParts, personal_parts
@@ -175,6 +176,16 @@ class Plan:
             return list(self.server.uploads)
         return with_mode(self.server.uploads, "per_client")
 
+    def local_steps(self, local: Local, n: int) -> int:
+        """Return the local steps of a client in one round.
+
+        Args:
+            local: the local settings of the client.
+            n: number of its examples.
+        """
+        size = local.size_of_batches(n)
+        return local_steps(n, size, local.steps, local.epochs, self.needs_two_examples)
+
     def local(self, client: int) -> Local:
         """Return the local settings of a client.
 
@@ -194,11 +205,19 @@ class Plan:
         """The parts of the model that each client keeps to itself."""
         return self._derived[1]
 
+    @property
+    def needs_two_examples(self) -> bool:
+        """Whether a batch in local training needs two examples; see `batches_per_pass`."""
+        return self._derived[2]
+
     @cached_property
-    def _derived(self) -> tuple[tuple[Tensor, Tensor], PersonalParts]:
-        """`initial` and `personal`, from one copy of the net."""
+    def _derived(self) -> tuple[tuple[Tensor, Tensor], PersonalParts, bool]:
+        """`initial`, `personal` and `needs_two_examples`, from one copy of the net."""
         model = self.model()
-        return model.initial(), personal_parts(self.config, self.client, model)
+        if self.config.local.buffers == "frozen":
+            model.freeze_statistics()
+        personal = personal_parts(self.config, self.client, model)
+        return model.initial(), personal, model.needs_two_examples
 
     @cached_property
     def bytes_down(self) -> int:

@@ -40,7 +40,7 @@ from raysim.rules.registry import is_shipped
 from raysim.rules.uploads import declared
 from raysim.rules.user_code import defined_at
 from raysim.system.processes import limited
-from raysim.training.batch_order import local_steps
+from raysim.training.batch_order import batch_slice, batches_per_pass
 from raysim.training.client_evaluator import own_model
 from raysim.training.client_update import ClientUpdate
 from raysim.training.groups import ClientGroup
@@ -197,7 +197,7 @@ class RuleDryRun:
     def __init__(self, plan: Plan):
         self.plan = plan
         self.config = plan.config
-        batches = batch_sizes(self.config, plan.clients)
+        batches = batch_sizes(self.config, plan.clients, plan.needs_two_examples)
         large = min(max(batches), MAX_CLIENT_EXAMPLES)
         small = max(large - 2, 1) if len(batches) > 1 else large
         self.large = plan.problem.size > LARGE_NET_PARAMETERS
@@ -397,11 +397,9 @@ class RuleDryRun:
 
     def _client_tasks(self, max_steps: int) -> list[ClientTask]:
         """Return the tasks of both clients, with at most `max_steps` local steps each."""
-        local = self.config.local
         tasks = []
         for client, n in enumerate(self.clients.sizes.tolist()):
-            size = n if local.batch_size == "full" else local.batch_size
-            steps = min(local_steps(n, size, local.steps, local.epochs), max_steps)
+            steps = min(self.plan.local_steps(self.config.local, n), max_steps)
             tasks.append(ClientTask(client, 0, 0, 0.5, steps, share=1.0))
         return tasks
 
@@ -424,17 +422,21 @@ class RuleDryRun:
         return outputs, None
 
 
-def batch_sizes(config: Config, clients: Clients | VirtualClients) -> set[int]:
-    """Return the sizes of the mini-batches in a run; see `batch_positions`.
+def batch_sizes(
+    config: Config, clients: Clients | VirtualClients, needs_two: bool = False
+) -> set[int]:
+    """Return the sizes of the mini-batches in a run; see `batches_per_pass`.
 
     Args:
         config: the configuration, with `local.batch_size`.
         clients: the partition; clients without examples have no batches.
+        needs_two: whether a last batch of one joins the batch before.
     """
     sizes = set()
     for n in np.unique(clients.sizes[clients.sizes > 0]).tolist():
-        size = n if config.local.batch_size == "full" else config.local.batch_size
-        sizes |= {n} if n <= size else {size, n % size} - {0, 1} or {1}
+        size = config.local.size_of_batches(n)
+        for i in (0, batches_per_pass(n, size, needs_two) - 1):
+            sizes.add(len(range(n)[batch_slice(i, n, size, needs_two)]))
     return sizes or {1}
 
 

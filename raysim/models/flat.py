@@ -386,6 +386,14 @@ class Model:
         ]
         return torch.cat(parts).to(self.device, self.dtype)
 
+    @property
+    def needs_two_examples(self) -> bool:
+        """Whether a batch in training needs two examples: a BatchNorm uses its statistics."""
+        return any(
+            isinstance(layer, KeyedBatchNorm) and not (layer.frozen and layer.tracked)
+            for layer in self.module.modules()
+        )
+
     def freeze_statistics(self) -> None:
         """Let normalisation layers use their running statistics in all modes."""
         self.frozen_statistics = True

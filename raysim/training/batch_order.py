@@ -9,22 +9,39 @@ import numpy as np
 from raysim.randomness import generator
 
 
-def batches_per_pass(n: int, size: int) -> int:
+def batches_per_pass(n: int, size: int, needs_two: bool = False) -> int:
     """Return the number of batches in one pass over n examples.
 
-    A last partial batch counts, except if it holds a single example (BatchNorm needs two). A client
-    with fewer examples than the batch size has one batch.
+    Batches have `size` examples, the last one those that are left, as PyTorch's DataLoader makes
+    them. Where the net needs two examples, a single one that is left joins the batch before.
 
     Args:
         n: number of examples.
         size: batch size.
+        needs_two: whether a last batch of one joins the batch before, see
+            `Model.needs_two_examples`. Batches of size 1, and the batch of a client with a single
+            example, stay.
     """
-    if n <= size:
-        return min(n, 1)
-    return n // size + (n % size > 1 or (size == 1 and n % size > 0))
+    joins = needs_two and n > size and n % size == 1
+    return -(-n // size) - joins
 
 
-def local_steps(n: int, size: int, steps: int | None, epochs: int | None) -> int:
+def batch_slice(i: int, n: int, size: int, needs_two: bool = False) -> slice:
+    """Return the place of batch `i` of one pass over n examples.
+
+    Args:
+        i: number of the batch, less than `batches_per_pass`.
+        n: number of examples.
+        size: batch size.
+        needs_two: whether a last batch of one joins the batch before.
+    """
+    is_last = i + 1 == batches_per_pass(n, size, needs_two)
+    return slice(i * size, n if is_last else (i + 1) * size)
+
+
+def local_steps(
+    n: int, size: int, steps: int | None, epochs: int | None, needs_two: bool = False
+) -> int:
     """Return the number of local steps of a client in one round.
 
     Args:
@@ -32,16 +49,17 @@ def local_steps(n: int, size: int, steps: int | None, epochs: int | None) -> int
         size: batch size; only used with `epochs`.
         steps: configured number of steps; None: `epochs` passes.
         epochs: configured number of passes; not used with `steps`.
+        needs_two: whether a last batch of one joins the batch before.
     """
     if n == 0:
         return 0
     if steps is not None:
         return steps
-    return (epochs or 0) * batches_per_pass(n, size)
+    return (epochs or 0) * batches_per_pass(n, size, needs_two)
 
 
 def batch_positions(
-    seed: int, client: int, n: int, size: int, cursor: int, steps: int
+    seed: int, client: int, n: int, size: int, cursor: int, steps: int, needs_two: bool = False
 ) -> Iterator[np.ndarray]:
     """Yield the positions of the examples of consecutive batches.
 
@@ -54,11 +72,12 @@ def batch_positions(
         size: batch size.
         cursor: position of the first batch in the stream.
         steps: number of batches.
+        needs_two: whether a last batch of one joins the batch before.
 
     Yields:
         Positions in the client's list of examples, for each batch.
     """
-    per_pass = batches_per_pass(n, size)
+    per_pass = batches_per_pass(n, size, needs_two)
     shuffled = np.arange(n)
     shuffled_pass = -1
     for i in range(cursor, cursor + steps):
@@ -66,4 +85,4 @@ def batch_positions(
         if number != shuffled_pass and n > size:
             shuffled = generator(seed, "order", client, number).permutation(n)
             shuffled_pass = number
-        yield shuffled[position * size : (position + 1) * size]
+        yield shuffled[batch_slice(position, n, size, needs_two)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, groupby, pairwise
+from itertools import accumulate, groupby
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,7 @@ from raysim.numerics.inner_products import ROW_ALIGNMENT
 from raysim.randomness import generator
 from raysim.rules.batch import Batch
 from raysim.training.batch_layouts import PaddedBatch, PooledBatch
-from raysim.training.batch_order import batch_positions, batches_per_pass
+from raysim.training.batch_order import batch_positions, batch_slice, batches_per_pass
 from raysim.training.messages import ClientTask
 
 PREFETCH_EXAMPLES = 1024
@@ -73,6 +73,8 @@ class ClientBatches:
         self.sets = masks
         self.channels_last = channels_last
         self.noise_specs = noise or {}
+        self.needs_two = model.needs_two_examples
+        """Whether a last batch of one joins the batch before."""
 
     def size(self, mine: np.ndarray) -> int:
         """Return the batch size of a client.
@@ -80,8 +82,7 @@ class ClientBatches:
         Args:
             mine: [n], positions of the client's examples.
         """
-        batch = self.config.local.batch_size
-        return max(len(mine), 1) if batch == "full" else batch
+        return self.config.local.size_of_batches(len(mine))
 
     def images(
         self, indices: np.ndarray, draws: np.random.Generator | np.ndarray | None
@@ -107,14 +108,14 @@ class ClientBatches:
 
         Yields:
             Batches with inputs [B, ...], targets, dropout masks and noise. B is the batch size, or
-            fewer in the last batch of a pass.
+            fewer in the last batch of a pass (one more where a single example joins it).
         """
         return PrefetchedBatches(self, [task], [mine]).batches(0)
 
     def whole(self, mine: np.ndarray, augmented: ClientTask | None = None) -> Iterator[Batch]:
         """Yield all examples of a client once, in batches of the configured size.
 
-        A single example that is left over joins the last batch.
+        On every net a single example that is left joins the last batch.
 
         Args:
             mine: [n], positions of the client's examples.
@@ -124,15 +125,11 @@ class ClientBatches:
             Batches with x and y in the order of the client's examples, without dropout masks and
             noise.
         """
-        size = self.size(mine)
-        starts = list(range(0, len(mine), size))
-        if len(starts) > 1 and len(mine) - starts[-1] == 1:
-            starts.pop()
         draws = augmented and generator(
             self.config.seed, "augment whole", augmented.base, augmented.client
         )
-        for start, stop in pairwise([*starts, len(mine)]):
-            yield Batch(*self.images(mine[start:stop], draws))
+        for part in self._slices(mine, needs_two=True):
+            yield Batch(*self.images(mine[part], draws))
 
     def one_pass(self, task: ClientTask, mine: np.ndarray) -> Iterator[Batch]:
         """Yield a shuffled and augmented pass over a client's examples, without dropout.
@@ -150,8 +147,14 @@ class ClientBatches:
         rng = generator(seed, "made", task.base, task.client)
         shuffled = rng.permutation(len(mine)) if len(mine) > size else np.arange(len(mine))
         draws = generator(seed, "augment made", task.base, task.client)
-        for i in range(batches_per_pass(len(mine), size)):
-            yield Batch(*self.images(mine[shuffled[i * size : (i + 1) * size]], draws))
+        for part in self._slices(mine, self.needs_two):
+            yield Batch(*self.images(mine[shuffled[part]], draws))
+
+    def _slices(self, mine: np.ndarray, needs_two: bool) -> Iterator[slice]:
+        """Yield the place of each batch in one pass over a client's examples."""
+        n, size = len(mine), self.size(mine)
+        for i in range(batches_per_pass(n, size, needs_two)):
+            yield batch_slice(i, n, size, needs_two)
 
     def stacked(
         self,
@@ -278,7 +281,13 @@ class ClientBatches:
             [B], positions within `mine`.
         """
         return batch_positions(
-            self.config.seed, task.client, len(mine), self.size(mine), task.cursor, task.steps
+            self.config.seed,
+            task.client,
+            len(mine),
+            self.size(mine),
+            task.cursor,
+            task.steps,
+            self.needs_two,
         )
 
     def draws(self, task: ClientTask) -> RandomStreams:

@@ -477,11 +477,13 @@ def test_without_padding_in_the_run_there_is_none_to_get_wrong(given, ragged):
 
 
 def test_batch_sizes_of_a_run(given, ragged):
-    """With 20 examples and batches of 6: 6 and 2. A single one left over is no batch."""
+    """With 20 examples and batches of 6: 6 and 2. With BatchNorm, of 7 examples there is one batch."""
     sizes = {6: {6, 2, 1, 3, 5}, "full": {20, 1, 9, 14, 2, 7, 17}, 1: {1}}
     for batch, expected in sizes.items():
         plan = prepare(given("Right", local={"steps": 1, "batch_size": batch, "lr": 0.1}))
         assert batch_sizes(plan.config, plan.clients) == expected
+    plan = prepare(given("Right", local={"steps": 1, "batch_size": 6, "lr": 0.1}))
+    assert batch_sizes(plan.config, plan.clients, needs_two=True) == {6, 7, 2, 1, 3, 5}
 
 
 def test_a_step_that_vmap_cannot_run_is_refused(given):

@@ -1,20 +1,13 @@
-"""Sizes of the mini-batches of one pass: the batch rule of the GradMA authors' code.
+"""Sizes of the mini-batches of one pass: those of PyTorch's DataLoader.
 
-n < B:   one batch, all n samples
-else:    batches of B; the last partial batch is kept, unless it would have exactly one sample
+Batches of B, and a last one of what is left. A net with BatchNorm needs two examples in a batch:
+there a single example that is left joins the batch before.
 """
 
 
-def batch_sizes(n: int, batch_size: int) -> list[int]:
+def batch_sizes(n: int, batch_size: int, batch_norm: bool = False) -> list[int]:
     """Sizes, in order, of the batches of one pass over n samples; [] for an empty client."""
-    if n == 0:
-        return []
-    if n < batch_size:
-        return [n]
-    sizes = [batch_size] * (n // batch_size)
-    partial = n % batch_size
-    if partial == 1:
-        return sizes
-    if partial > 1:
-        sizes.append(partial)
+    sizes = [min(batch_size, n - start) for start in range(0, n, batch_size)]
+    if batch_norm and batch_size > 1 and len(sizes) > 1 and sizes[-1] == 1:
+        sizes[-2:] = [batch_size + 1]
     return sizes

@@ -138,7 +138,11 @@ def test_batch_sizes():
     assert batch_sizes(1, 64) == [1]
     assert batch_sizes(63, 64) == [63]
     assert batch_sizes(64, 64) == [64]
-    assert batch_sizes(65, 64) == [64]
+    assert batch_sizes(65, 64) == [64, 1]
+    assert batch_sizes(65, 64, batch_norm=True) == [65]
+    assert batch_sizes(129, 64, batch_norm=True) == [64, 65]
+    assert batch_sizes(1, 64, batch_norm=True) == [1]
+    assert batch_sizes(3, 1, batch_norm=True) == [1, 1, 1]
     assert batch_sizes(66, 64) == [64, 2]
     assert batch_sizes(3, 1) == [1, 1, 1]
 

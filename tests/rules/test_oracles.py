@@ -438,36 +438,30 @@ def test_batch_norm_statistics_travel_beside_the_parameters(name, mode, engine, 
 # --- mini-batches
 
 
+@pytest.mark.parametrize("batch_norm", [False, True])
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7, 16])
-def test_batch_sizes_follow_the_reference_rule(size):
-    """n < B: one batch; else batches of B and a last partial one, unless that is a single sample.
-    Each pass covers every sample once, but for that one."""
+def test_a_pass_covers_every_example_once_in_the_batches_of_a_data_loader(size, batch_norm):
+    """With BatchNorm a single example that is left joins the batch before."""
     for n in range(1, 40):
-        expected = batch_sizes(n, size)
-        assert batches_per_pass(n, size) == len(expected), n
+        expected = batch_sizes(n, size, batch_norm)
+        if not batch_norm:
+            loader = torch.utils.data.DataLoader(torch.arange(n), batch_size=size)
+            assert expected == [len(batch) for batch in loader]
+        assert batches_per_pass(n, size, batch_norm) == len(expected), n
         for number in range(3):
-            batches = list(batch_positions(3, 7, n, size, number * len(expected), len(expected)))
+            first = number * len(expected)
+            batches = list(batch_positions(3, 7, n, size, first, len(expected), batch_norm))
             assert [len(batch) for batch in batches] == expected, n
-            together = np.concatenate(batches)
-            assert (
-                len(set(together)) == len(together) == n - (size > 1 and n > size and n % size == 1)
-            )
-            assert set(together) <= set(range(n))
-    assert batches_per_pass(0, size) == 0
+            assert sorted(np.concatenate(batches).tolist()) == list(range(n))
+    assert batches_per_pass(0, size, batch_norm) == 0
 
 
 def test_local_steps():
     """`steps` as they are, `epochs` in whole passes; a client without data has none."""
+    sizes = (0, 1, 16, 17, 18, 33, 34)
     assert local_steps(33, 16, steps=5, epochs=None) == 5
-    assert [local_steps(n, 16, None, 2) for n in (0, 1, 16, 17, 18, 33, 34)] == [
-        0,
-        2,
-        2,
-        2,
-        4,
-        4,
-        6,
-    ]
+    assert [local_steps(n, 16, None, 2) for n in sizes] == [0, 2, 2, 4, 4, 6, 6]
+    assert [local_steps(n, 16, None, 2, True) for n in sizes] == [0, 2, 2, 2, 4, 4, 6]
 
 
 def test_a_round_goes_on_where_the_last_one_stopped():
@@ -484,8 +478,8 @@ def test_a_round_goes_on_where_the_last_one_stopped():
 
 def test_passes_are_reshuffled_and_clients_differ():
     """One pass of 200 samples in batches of 10, seen as one permutation: another one in every pass,
-    for every client and seed, none of them in order; and each sample is left out by some pass over
-    41 in batches of 10."""
+    for every client and seed, none of them in order; and each of 41 samples is in the last batch, of
+    one, of some pass in batches of 10."""
 
     def one_pass(seed, client, number):
         return tuple(np.concatenate(list(batch_positions(seed, client, 200, 10, 20 * number, 20))))
@@ -498,8 +492,5 @@ def test_passes_are_reshuffled_and_clients_differ():
     }
     assert len(drawn) == 24
     assert tuple(range(200)) not in drawn
-    covered = [
-        np.concatenate(list(batch_positions(0, 0, 41, 10, 4 * number, 4))).tolist()
-        for number in range(400)
-    ]
-    assert {(set(range(41)) - set(batches)).pop() for batches in covered} == set(range(41))
+    last = [list(batch_positions(0, 0, 41, 10, 5 * number, 5))[-1] for number in range(400)]
+    assert {batch.item() for batch in last} == set(range(41))

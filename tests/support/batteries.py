@@ -10,7 +10,7 @@ from raysim.engine.plan import Plan
 from raysim.rules import contract, registry
 
 SIZES = [20, 1, 9, 0, 14, 2, 7, 17]
-"""Beside batches of 6: partial batches, a dropped last sample, one sample, two, none."""
+"""Beside batches of 6: partial batches, a last one of a single sample, one sample, two, none."""
 
 
 BAD = 4

@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 from oracle.batches import batch_sizes
 from oracle.nets import MLP, MLPBatchNorm, Softmax
+from torch import nn
 
 from raysim.training.batch_order import batch_positions
 
 SIZES = [30, 1, 17, 2, 45, 0, 8, 23, 16, 5, 33, 12]
-"""Beside batches of 16: less than one, exactly one, one and a dropped sample, more than two,
+"""Beside batches of 16: less than one, exactly one, one and a single sample, more than two,
 nothing."""
 
 
@@ -77,15 +78,16 @@ def feed(engine: Any, cohorts: list[list[int]] | None = None) -> Feed:
     x = (d.x.astype(np.float64) * scale + shift).reshape(len(d.y), -1)
     mine = [plan.clients.client(i) for i in range(len(plan.clients))]
     sizes, drawn, batches = [len(m) for m in mine], [0] * len(mine), []
+    batch_norm = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in plan.net.modules())
     if cohorts is None:
         cohorts = [engine.schedule.sample_cohort(t) for t in range(engine.config.rounds)]
     for cohort in cohorts:
         batches.append({})
         for i in cohort:
             size = sizes[i] if local.batch_size == "full" else local.batch_size
-            steps = local.steps or local.epochs * len(batch_sizes(sizes[i], size))
+            steps = local.steps or local.epochs * len(batch_sizes(sizes[i], size, batch_norm))
             batches[-1][i] = list(
-                batch_positions(engine.config.seed, i, sizes[i], size, drawn[i], steps)
+                batch_positions(engine.config.seed, i, sizes[i], size, drawn[i], steps, batch_norm)
             )
             drawn[i] += steps
     return Feed(engine.executor.xs[0], cohorts, sizes, batches, [(x[m], d.y[m]) for m in mine])

@@ -36,9 +36,11 @@ class Local(Section):
     """Mini-batches of each client in a round. They continue where the client's last round stopped.
     Give either `steps` or `epochs`; 5 steps if neither is given."""
     epochs: int | None = Field(default=None, ge=1)
-    """Passes over the client's data in a round."""
+    """Passes over the client's data in a round. The last batch of a pass has the examples that are
+    left, also a single one. On a net with BatchNorm, which needs two, it joins the batch before."""
     batch_size: Annotated[int, Field(ge=1)] | Literal["full"] = 64
-    """Examples in a mini-batch, or `full` for all of the client's data."""
+    """Examples in a mini-batch, or `full` for all of the client's data. A client with fewer examples
+    has one batch of all of them."""
     lr: LearningRate = 0.01
     """Step size: a number > 0, a list [[first round, value], ...], or a schedule (`cosine`, `step`,
     `warmup`)."""
@@ -106,6 +108,14 @@ class Local(Section):
             if values.get("steps") is None and values.get("epochs") is None:
                 values = {**values, "steps": 5}
         return values
+
+    def size_of_batches(self, n: int) -> int:
+        """Return the batch size of a client.
+
+        Args:
+            n: number of its examples.
+        """
+        return max(n, 1) if self.batch_size == "full" else self.batch_size
 
     def n_updates(self, batches: int) -> int:
         """Return the number of steps that a client makes in a round.
