@@ -9,7 +9,9 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -31,13 +33,19 @@ from raysim.models.flat import Model
 from raysim.models.reading import couples_examples
 from raysim.rules import registry
 from raysim.rules.contract import ClientRule, Problem, ServerRule, overridden
-from raysim.rules.uploads import declared
+from raysim.rules.uploads import declared, with_mode
 from raysim.rules.user_code import translate_errors
 from raysim.system.signals import reraise_stop
 from raysim.training.local_step import LocalSettings
 from raysim.training.loop_task import LoopTask
+from raysim.training.personal import PersonalParts, personal_batch_norms
+
+if TYPE_CHECKING:
+    from raysim.engine.plan import Plan
 
 logger = logging.getLogger("raysim")
+notes = logging.getLogger("raysim.notes")
+"""Facts about a run that are no mistakes; the command line shows them."""
 
 MAX_ACTORS_PER_CORE = 4
 """Largest number of actors per CPU core of this machine; a request for more is refused."""
@@ -351,6 +359,66 @@ def check_selection(config: Config, server: ServerRule) -> None:
         )
     if config.privacy is not None:
         logger.warning("privacy: %s; the training losses that it sees get no noise", selects)
+
+
+def warn_of_averaged_statistics(server: ServerRule, model: Model, personal: PersonalParts) -> None:
+    """Warn if the server averages BatchNorm statistics of models that differ between clients.
+
+    Args:
+        server: the server rule.
+        model: the net.
+        personal: the parts of the net that stay with clients.
+    """
+    if personal.statistics != "averaged" or not model.buffer_size:
+        return
+    fix = "set local.buffers=personal if clients are to keep them"
+    if overridden(server, ["sent_to"]):
+        logger.warning(
+            "server rule '%s' sends clients different models, but the net's BatchNorm statistics "
+            "are averaged over all clients; %s",
+            server.name,
+            fix,
+        )
+    layers = [] if personal.mask is None else personal_batch_norms(model, personal.mask)
+    if layers:
+        logger.warning(
+            "the parameters of BatchNorm layer %s are personal, but its statistics are averaged "
+            "like those of the other layers; %s",
+            " and ".join(f"'{layer}'" for layer in layers),
+            fix,
+        )
+
+
+def note_uniform_weights(raw: Mapping[str, Any], plan: Plan) -> None:
+    """Log that clients of different sizes count equally, if nobody has chosen it.
+
+    Args:
+        raw: the configuration of the run, before its defaults were written out.
+        plan: the plan of the run.
+    """
+    server, config = plan.server, plan.config
+    sections = [raw.get(key) for key in ("algorithm", "server")]
+    is_chosen = any(isinstance(section, Mapping) and "weights" in section for section in sections)
+    own_weights = overridden(server, ["weigh"]) or config.client_privacy is not None
+    if is_chosen or own_weights or server.weights != "uniform":
+        return
+    # A user's rule that gets the uploads one by one may well count them equally on purpose.
+    takes_means = with_mode(server.uploads, "mean") or registry.is_shipped(server)
+    sizes = plan.clients.sizes[plan.clients.sizes > 0]
+    if not takes_means or sizes.min() == sizes.max():
+        return
+    try:
+        replace(server, weights="samples").check(plan.problem)
+    except ValueError:  # the rule has no weights
+        return
+    key = "server" if raw.get("server") is not None else "algorithm"
+    notes.info(
+        "clients have %d to %d examples and count equally in means; McMahan 2017, Flower and "
+        "PFLlib weigh them by their examples: %s.weights=samples",
+        sizes.min(),
+        sizes.max(),
+        key,
+    )
 
 
 def check_local_steps(config: Config, client: ClientRule) -> None:

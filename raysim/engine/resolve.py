@@ -68,7 +68,10 @@ def prepare(
     Raises:
         ConfigError: the configuration has a mistake; the message names the key and the fix.
     """
-    return resolve_plan(read_run_config(source, overrides))
+    raw = read_run_config(source, overrides)
+    plan = resolve_plan(raw)
+    checks.note_uniform_weights(raw, plan)
+    return plan
 
 
 def read_run_config(
@@ -369,7 +372,8 @@ def _check_rules(config: Config, rules: Rules, workload: Workload) -> None:
     checks.check_rules(config, client, server, workload.problem)
     checks.check_selection(config, server)
     checks.check_privacy(config, client, server, model)
-    personal_parts(config, client, model)  # refuses masks that are none
+    personal = personal_parts(config, client, model)
+    checks.warn_of_averaged_statistics(server, model, personal)
     checks.check_local_steps(config, client)
     checks.check_groups(config, (client, server), rules.groups, workload.problem, model)
     by_key = {f"groups.{name}.client": rule for name, rule in rules.groups.items()}

@@ -251,14 +251,19 @@ class RuleDryRun:
                 )
             except ContractError as error:
                 return str(error)
-        return self._wrong_evaluated(trainer, broadcast, tasks[0])
+        kept = {key: value.cpu().numpy() for key, value in trained[0].client_state.items()}
+        after = replace(tasks[0], client_state=kept or None, seen=True)
+        for task in (tasks[0], after):
+            if (wrong := self._wrong_own_model(trainer, broadcast, task)) is not None:
+                return wrong
+        return None
 
-    def _wrong_evaluated(
+    def _wrong_own_model(
         self, trainer: Trainer, broadcast: Broadcast, task: ClientTask
     ) -> str | None:
-        """Return what is wrong with the model of `evaluated`; None if nothing is."""
+        """Return what is wrong with the model that a client is evaluated with, if it is."""
         is_used = self.config.evaluate.clients or overridden(self.plan.server, ["candidates"])
-        if not (is_used and overridden(self.plan.client, ["evaluated"])):
+        if not (is_used and overridden(self.plan.client, ["begin", "evaluated"])):
             return None
         try:
             own_model(trainer, broadcast, task, self.clients.client(task.client))

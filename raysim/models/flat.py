@@ -338,7 +338,11 @@ class Model:
     def initial(self) -> tuple[Tensor, Tensor]:
         """Return the initial parameters [P] and statistics [Q] of the net."""
         flat = torch.cat([p.detach().reshape(-1) for p in self._trained()])
-        return flat, statistics_vector(self.module[0], self.statistics, self.dtype)
+        return flat, self.initial_buffers()
+
+    def initial_buffers(self) -> Tensor:
+        """Return the initial statistics [Q] of the net."""
+        return statistics_vector(self.module[0], self.statistics, self.dtype)
 
     def _trained(self) -> list[nn.Parameter]:
         """Return the parameters that are trained, each once, in the order of the flat vector."""
@@ -387,10 +391,21 @@ class Model:
         return torch.cat(parts).to(self.device, self.dtype)
 
     @property
+    def batch_norms(self) -> dict[str, list[str]]:
+        """The names of the parameters of each layer with statistics, by the layer's name."""
+        layers = {}
+        for statistic in self.statistics:
+            path = f"0.{statistic.layer}".rstrip(".")
+            own = [name for name in self.names if name.rpartition(".")[0] == path]
+            layers[statistic.layer] = own
+        return layers
+
+    @property
     def needs_two_examples(self) -> bool:
         """Whether a batch in training needs two examples: a BatchNorm uses its statistics."""
         return any(
-            isinstance(layer, KeyedBatchNorm) and not (layer.frozen and layer.tracked)
+            isinstance(layer, nn.modules.batchnorm._BatchNorm)
+            and not (self.frozen_statistics and layer.running_mean is not None)
             for layer in self.module.modules()
         )
 

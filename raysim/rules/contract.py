@@ -172,7 +172,8 @@ class ClientRule(Rule):
             task: the client's task.
 
         Returns:
-            The parameters "w" [P], and the BatchNorm statistics [Q], None for those received. A
+            The parameters "w" [P], and the BatchNorm statistics [Q], None for those received; a
+            client is not evaluated with its own w and None on a net with statistics. A
             third part is optional: tensors by name that the local steps carry, like those of
             `init`. They hold what `begin` has computed for `step` and `finish`.
         """
@@ -285,8 +286,10 @@ class ClientRule(Rule):
             task: the client's task.
 
         Returns:
-            The parameters [P], or a pair of these and the BatchNorm statistics [Q]; alone, the
-            statistics are those that the local steps would start from.
+            A pair of the parameters [P] and the BatchNorm statistics [Q]. On a net without
+            statistics the parameters do alone, and on others where they are those received or
+            `local.buffers` is not `averaged`. The statistics of a model that the client keeps move
+            by `task.grad_and_buffers`; `task.buffers` are those received.
         """
         return self.begin(shared, client_state, data, task)[0]
 

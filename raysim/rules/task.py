@@ -126,6 +126,11 @@ class Task(TellsPresentNames, ABC):
 
     @property
     @abstractmethod
+    def initial_buffers(self) -> Tensor:
+        """Initial BatchNorm statistics of the run, [Q]: those that go with `x0`."""
+
+    @property
+    @abstractmethod
     def public(self) -> PublicData:
         """Public examples of the data set, the same for all clients.
 
@@ -174,6 +179,29 @@ class Task(TellsPresentNames, ABC):
 
         Raises:
             ValueError: under `privacy`, mode is not "train".
+        """
+
+    @abstractmethod
+    def grad_and_buffers(
+        self, w: Tensor, batch: Batch, buffers: Tensor, loss: Loss = task_loss
+    ) -> tuple[Tensor, Tensor]:
+        """Compute the gradient of a model that the client keeps beside the one in training.
+
+        The model has BatchNorm statistics of its own, which move in the pass as those of a PyTorch
+        module in training do. The gradient is that of `grad` in mode "frozen". The pass does not
+        count as the step's pass in mode "train", and `task.buffers` stay.
+
+        Args:
+            w: [P], the parameters of the model.
+            batch: the mini-batch.
+            buffers: [Q], the statistics of the model; not changed.
+            loss: returns one value for each example, [B].
+
+        Returns:
+            The gradient [P], and the model's statistics after the pass [Q].
+
+        Raises:
+            ValueError: under `privacy`.
         """
 
     @abstractmethod

@@ -437,6 +437,32 @@ def check_evaluated(rule: Rule, x: Tensor, buffers: Tensor, evaluated: Any) -> N
             )
 
 
+def check_statistics_named(rule: Rule, method: str, w: Tensor, x: Tensor) -> None:
+    """Check that a model without BatchNorm statistics of its own is the one that was received.
+
+    The statistics received are those of x. Another model would be evaluated with statistics that it
+    was not trained with.
+
+    Args:
+        rule: the client rule.
+        method: `begin` or `evaluated`, which returned w without statistics.
+        w: [P], the parameters that it returned.
+        x: [P], the parameters received.
+
+    Raises:
+        ContractError: w differs from x; names the rule, the method, its line and what to return.
+    """
+    if not torch.equal(w, x):
+        raise breach(
+            rule,
+            method,
+            "returns parameters of the client's own without BatchNorm statistics; return a pair "
+            "(w, buffers) with statistics that the client keeps beside w "
+            "(task.grad_and_buffers moves them), or with task.buffers for those received, or set "
+            "local.buffers=personal",
+        )
+
+
 def check_finish(rule: Rule, value: Any) -> None:
     """Check that `finish` returned a report and a state.
 

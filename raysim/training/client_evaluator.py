@@ -20,7 +20,7 @@ from raysim.data.clients import ExampleLists, VirtualClients
 from raysim.models.flat import BoundModel
 from raysim.rules.contract import ClientRule, ServerRule, State, overridden
 from raysim.rules.learning_task import TaskMetric
-from raysim.rules.user_code import check_evaluated, with_traceback
+from raysim.rules.user_code import check_evaluated, check_statistics_named, with_traceback
 from raysim.system.signals import reraise_stop
 from raysim.training.evaluation import measure
 from raysim.training.messages import Block, Broadcast, ClientEvaluation, ClientTask
@@ -163,16 +163,21 @@ def own_model(
         mine: [n], positions of the client's training examples.
 
     Raises:
-        ContractError: `evaluated` of the rule returns something that its contract forbids.
+        ContractError: `evaluated` of the rule returns something that its contract forbids, or the
+            model is the client's own and has no BatchNorm statistics.
     """
     rule = trainer.rule.at(task.base)
     received = trainer.receive(rule, broadcast, task, mine)
     w, buffers = received.local_params, received.buffers
+    method, names_buffers = "begin", received.names_buffers
     if overridden(rule, ["evaluated"]):
         shared, client_state = received.broadcast.shared, received.client_state
         evaluated = rule.evaluated(shared, client_state, received.data, trainer.loop)
         check_evaluated(rule, broadcast.global_params, broadcast.buffers, evaluated)
+        method, names_buffers = "evaluated", isinstance(evaluated, tuple)
         w, buffers = evaluated if isinstance(evaluated, tuple) else (evaluated, buffers)
+    if trainer.uploads.averages_statistics and not names_buffers:
+        check_statistics_named(rule, method, w, received.broadcast.global_params)
     return w, buffers
 
 

@@ -32,6 +32,8 @@ class ReceivedModel:
     """[P], parameters before the first local step."""
     buffers: Tensor
     """[Q], BatchNorm statistics before the first local step."""
+    names_buffers: bool
+    """Whether `begin` returned these statistics; else they are those received."""
     carried: State
     """Tensors that `begin` returned in addition, which the local steps carry."""
 
@@ -55,6 +57,7 @@ def begin_client(
     """
     w, buffers = broadcast.global_params, broadcast.buffers
     carried: State = {}
+    names_buffers = False
     if overridden(rule, ["begin"]):
         begun = rule.begin(broadcast.shared, client_state, data, task)
         check_begin(rule, begun, w, buffers)
@@ -62,8 +65,9 @@ def begin_client(
         task.local_params.copy_(w)
         if begun[1] is not None:
             buffers = begun[1]
+            names_buffers = True
             task.buffers.copy_(buffers)
-    return ReceivedModel(broadcast, data, client_state, w, buffers, carried)
+    return ReceivedModel(broadcast, data, client_state, w, buffers, names_buffers, carried)
 
 
 def kept_or_new_state(rule: ClientRule, task: LoopTask, client_task: ClientTask) -> State:

@@ -139,21 +139,34 @@ class LoopTask(ModelTask):
     ) -> Tensor:
         if mode == "frozen" and (known := self.memo.find(w, batch, loss)) is not None:
             return known
-        bound, fast = self.trained, self.fast
-        if w is not bound.w:
-            copy = self.others.at(w)
-            bound, fast = copy.bound, copy.fast
-        statistics = self._statistics(mode, buffers)
-        has_labels = self.model.is_own_loss(loss) and not batch.y.is_floating_point()
-        if fast is not None and has_labels and fast.supports(batch.x):
-            gradient, plain = self._without_autograd(fast, batch, mode, statistics)
-            self.unreached = []
-        else:
-            gradient, plain = self._by_autograd(bound, batch, loss, mode, statistics)
+        gradient, plain = self._pass(w, batch, loss, mode, self._statistics(mode, buffers))
         if mode == "train":
             self.losses.append(plain.detach())
             self.memo.keep(w, batch, loss, gradient)
         return gradient
+
+    def _grad_and_buffers(
+        self, w: Tensor, batch: Batch, loss: Loss, buffers: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        moved = buffers.clone()
+        return self._pass(w, batch, loss, "train", moved)[0], moved
+
+    def _pass(
+        self, w: Tensor, batch: Batch, loss: Loss, mode: PassMode, statistics: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the gradient [P] of the mean loss, and a mean for the log.
+
+        Mode "train" moves the statistics in place.
+        """
+        bound, fast = self.trained, self.fast
+        if w is not bound.w:
+            copy = self.others.at(w)
+            bound, fast = copy.bound, copy.fast
+        has_labels = self.model.is_own_loss(loss) and not batch.y.is_floating_point()
+        if fast is not None and has_labels and fast.supports(batch.x):
+            self.unreached = []
+            return self._without_autograd(fast, batch, mode, statistics)
+        return self._by_autograd(bound, batch, loss, mode, statistics)
 
     def _without_autograd(
         self, fast: FastGradient, batch: Batch, mode: PassMode, statistics: Tensor | None

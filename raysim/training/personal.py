@@ -38,7 +38,8 @@ class PersonalParts:
     mask: Tensor | None = None
     """[P] bool, True for the parameters that each client keeps; None if there are none."""
     statistics: Literal["averaged", "personal", "frozen"] = "averaged"
-    """`local.buffers` of the configuration."""
+    """What happens to the BatchNorm statistics: `local.buffers` of the configuration, but a net
+    whose BatchNorm layers are all personal keeps their statistics with them."""
 
     @cached_property
     def size(self) -> int:
@@ -203,7 +204,29 @@ def personal_parts(config: Config, rule: ClientRule, model: Model) -> PersonalPa
             raise ConfigError(f"{section}.name: {error}") from None
         masks += [] if mask is None else [mask]
     mask = torch.stack(masks).any(0) if masks else None
+    if config.local.buffers == "averaged" and mask is not None:
+        layers = model.batch_norms
+        if layers and len(personal_batch_norms(model, mask)) == len(layers):
+            return PersonalParts(mask, "personal")
     return PersonalParts(mask, config.local.buffers)
+
+
+def personal_batch_norms(model: Model, mask: Tensor) -> list[str]:
+    """Return the names of the BatchNorm layers, with statistics, that clients keep to themselves.
+
+    A layer is personal if all of its parameters are; one without parameters, if all of the net is.
+
+    Args:
+        model: the net.
+        mask: [P] bool, True for personal parameters.
+    """
+    parts = mask.split(list(model.segments))
+    is_personal = {name: bool(part.all()) for name, part in zip(model.names, parts, strict=True)}
+    return [
+        layer
+        for layer, names in model.batch_norms.items()
+        if all(is_personal[name] for name in names or model.names)
+    ]
 
 
 def _declared_mask(rule: ClientRule, model: Model) -> Tensor | None:

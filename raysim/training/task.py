@@ -88,6 +88,11 @@ class ModelTask(Task):
         return self.settings.x0
 
     @property
+    def initial_buffers(self) -> Tensor:
+        """Initial BatchNorm statistics of the run, [Q]."""
+        return self.model.initial_buffers()
+
+    @property
     def public(self) -> PublicData:
         """Public examples of the data set. See `Task.public`."""
         if self.settings.public is None:
@@ -112,14 +117,41 @@ class ModelTask(Task):
         buffers: Tensor | None = None,
     ) -> Tensor:
         """Compute the gradient of the mean loss, private if configured. See `Task.grad`."""
-        if self.settings.privacy is None:
-            return self._grad(w, batch, loss, mode, buffers)
         if mode != "train":
+            self._refuse_under_privacy()
+        elif self.settings.privacy is not None:
+            return self._private_grad(w, batch, loss)
+        return self._grad(w, batch, loss, mode, buffers)
+
+    def grad_and_buffers(
+        self, w: Tensor, batch: Batch, buffers: Tensor, loss: Loss = task_loss
+    ) -> tuple[Tensor, Tensor]:
+        """Compute the gradient of a model of the client's own. See `Task.grad_and_buffers`."""
+        self._refuse_under_privacy()
+        size = self.model.buffer_size
+        if not isinstance(buffers, Tensor) or buffers.shape != (size,):
+            given = list(buffers.shape) if isinstance(buffers, Tensor) else type(buffers).__name__
+            raise ValueError(
+                f"task.grad_and_buffers: buffers is {given}; give the BatchNorm statistics of the "
+                f"model, [{size}], such as task.initial_buffers before its first pass"
+            )
+        if not size:
+            return self._grad(w, batch, loss, "frozen", None), buffers
+        return self._grad_and_buffers(w, batch, loss, buffers)
+
+    def _refuse_under_privacy(self) -> None:
+        """Refuse a gradient that the accountant does not count."""
+        if self.settings.privacy is not None:
             raise ValueError(
                 "privacy covers the gradient in mode 'train' only; this rule uses another gradient "
                 "of the data"
             )
-        return self._private_grad(w, batch, loss)
+
+    @abstractmethod
+    def _grad_and_buffers(
+        self, w: Tensor, batch: Batch, loss: Loss, buffers: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Compute gradient [P] and moved statistics [Q] of a net with BatchNorm."""
 
     @abstractmethod
     def _grad(

@@ -92,6 +92,11 @@ class UploadLayout:
         )
 
     @property
+    def averages_statistics(self) -> bool:
+        """Whether the server averages the net's BatchNorm statistics."""
+        return ("mean", "buffers") in self.sums
+
+    @property
     def sent(self) -> list[str]:
         """Keys of all uploads."""
         return list(dict.fromkeys([*(key for _, key in self.sums), *self.per_client]))

@@ -42,6 +42,21 @@ class VmapTask(ModelTask):
         self, w: Tensor, batch: Batch, loss: Loss, mode: PassMode, buffers: Tensor | None
     ) -> Tensor:
         statistics = self._statistics(mode, buffers)
+        gradient, moved, value = self._pass(w, batch, loss, mode, statistics)
+        if mode == "train":
+            self.buffers = moved
+            self.losses.append(value)
+        return gradient
+
+    def _grad_and_buffers(
+        self, w: Tensor, batch: Batch, loss: Loss, buffers: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        return self._pass(w, batch, loss, "train", buffers)[:2]
+
+    def _pass(
+        self, w: Tensor, batch: Batch, loss: Loss, mode: PassMode, statistics: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradient [P], in mode "train" the new statistics [Q], and a loss for the log."""
 
         def mean_loss(w: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
             moved: list[Tensor] = []
@@ -51,11 +66,8 @@ class VmapTask(ModelTask):
             plain = value if is_plain else batch.mean(task_loss(net, batch))
             return value, (moved[0] if moved else value.new_zeros(0), plain.detach())
 
-        grad, (moved, value) = torch.func.grad(mean_loss, has_aux=True)(w)
-        if mode == "train":
-            self.buffers = moved
-            self.losses.append(value)
-        return grad
+        gradient, (moved, value) = torch.func.grad(mean_loss, has_aux=True)(w)
+        return gradient, moved, value
 
     def input_grad(
         self, w: Tensor, batch: Batch, loss: Loss = task_loss, buffers: Tensor | None = None

@@ -18,7 +18,7 @@ def train(engine: Callable, ragged: Callable) -> Callable[..., Done]:
     def located(rule: Any) -> Any:
         if isinstance(rule, dict):
             return {**rule, "name": located(rule["name"])}
-        return f"{gallery.FOLDER}/{rule}" if ".py:" in rule else rule
+        return str(gallery.FOLDER / rule) if ".py:" in rule else rule
 
     def run(mode: str = "loop", sizes: Sequence[int] = SIZES, **sections: Any) -> Done:
         sections = {"client": "fedavg", "server": "fedavg", **sections}

@@ -12,7 +12,7 @@ import torch
 from oracle.batches import batch_sizes
 
 from raysim.randomness import generator
-from support.oracle_cases import NETS, Feed
+from support.oracle_cases import NETS, Feed, has_batch_norm
 
 SIZES = [30, 9, 17, 12, 45, 8]
 LR = 0.2
@@ -73,7 +73,8 @@ class Done:
         order = np.arange(len(y))
         if len(y) > size:
             order = generator(self.engine.config.seed, "made", t, client).permutation(len(y))
-        cuts = np.cumsum([0, *batch_sizes(len(y), size)])
+        batch_norm = has_batch_norm(self.engine.plan.net)
+        cuts = np.cumsum([0, *batch_sizes(len(y), size, batch_norm)])
         parts = [order[a:b] for a, b in pairwise(cuts)]
         return [(x[p], y[p]) for p in islice(cycle(parts), len(self.feed.batches[t][client]))]
 

@@ -78,7 +78,7 @@ def feed(engine: Any, cohorts: list[list[int]] | None = None) -> Feed:
     x = (d.x.astype(np.float64) * scale + shift).reshape(len(d.y), -1)
     mine = [plan.clients.client(i) for i in range(len(plan.clients))]
     sizes, drawn, batches = [len(m) for m in mine], [0] * len(mine), []
-    batch_norm = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in plan.net.modules())
+    batch_norm = local.buffers != "frozen" and has_batch_norm(plan.net)
     if cohorts is None:
         cohorts = [engine.schedule.sample_cohort(t) for t in range(engine.config.rounds)]
     for cohort in cohorts:
@@ -91,6 +91,11 @@ def feed(engine: Any, cohorts: list[list[int]] | None = None) -> Feed:
             )
             drawn[i] += steps
     return Feed(engine.executor.xs[0], cohorts, sizes, batches, [(x[m], d.y[m]) for m in mine])
+
+
+def has_batch_norm(net: nn.Module) -> bool:
+    """Whether a net has a layer that normalises by the batch."""
+    return any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in net.modules())
 
 
 class Watching:

@@ -20,22 +20,26 @@ from raysim import ClientRule
 @dataclass(frozen=True)
 class FedRoDClient(ClientRule):
     def state(self, task):
-        return {"head": task.zeros()}
+        return {"head": task.zeros(), "buffers": task.initial_buffers}
 
     def init(self, shared, client_state, data, task):
         n = data.examples.y.bincount(minlength=task.classes).to(shared["x"])
-        return {"head": client_state["head"], "log_n": n.clamp(min=1e-8).log()}
+        kept = {"head": client_state["head"], "buffers": client_state["buffers"]}
+        return {**kept, "log_n": n.clamp(min=1e-8).log()}
 
     def loss(self, shared, state, net, batch, task):
         return cross_entropy(net.logits + state["log_n"], batch.y, reduction="none")
 
     def step(self, shared, state, batch, task):
-        gradient = task.grad(state["w"] + state["head"], batch, mode="frozen")
-        head = state["head"] - task.lr * gradient * task.part("classifier")
-        return {**super().step(shared, state, batch, task), "head": head}
+        w, head = state["w"] + state["head"], state["head"]
+        gradient, buffers = task.grad_and_buffers(w, batch, state["buffers"])
+        head = head - task.lr * gradient * task.part("classifier")
+        return {**super().step(shared, state, batch, task), "head": head, "buffers": buffers}
 
     def finish(self, shared, state, client_state, data, task):
-        return {"delta": shared["x"] - state["w"]}, {"head": state["head"]}
+        kept = {"head": state["head"], "buffers": state["buffers"]}
+        return {"delta": shared["x"] - state["w"]}, kept
 
     def evaluated(self, shared, client_state, data, task):
-        return shared["x"] + client_state["head"]
+        buffers = client_state["buffers"] if client_state["seen"] else task.buffers
+        return shared["x"] + client_state["head"], buffers

@@ -22,15 +22,19 @@ class FedALAClient(ClientRule):
     passes: int = 1
 
     def state(self, task):
-        return {"own": task.x0, "W": torch.ones_like(task.x0)}
+        own = {"own": task.x0, "buffers": task.initial_buffers}
+        return {**own, "W": torch.ones_like(task.x0)}
 
     def begin(self, shared, client_state, data, task):
-        own = client_state["own"] if client_state["seen"] else shared["x"]
+        own, buffers = shared["x"], task.buffers
+        if client_state["seen"]:
+            own, buffers = client_state["own"], client_state["buffers"]
         apart, W = shared["x"] - own, client_state["W"]
         for batch in [*data.batches()] * self.passes:
             gradient = task.grad(own + W * apart, batch, mode="frozen")
             W = (W - self.eta * task.part("classifier") * apart * gradient).clamp(0, 1)
-        return own + W * apart, None, {"W": W}
+        return own + W * apart, buffers, {"W": W}
 
     def finish(self, shared, state, client_state, data, task):
-        return {"delta": shared["x"] - state["w"]}, {"own": state["w"], "W": state["W"]}
+        kept = {"own": state["w"], "buffers": task.buffers, "W": state["W"]}
+        return {"delta": shared["x"] - state["w"]}, kept

@@ -25,4 +25,8 @@ class PerFedAvgClient(ClientRule):
         return task.grad(state["w"] - self.alpha * gradient, batch)
 
     def evaluated(self, shared, client_state, data, task):
-        return shared["x"] - self.alpha * task.full_grad(shared["x"], data)
+        u, buffers = shared["x"], task.buffers
+        for batch in data.batches():
+            gradient, buffers = task.grad_and_buffers(shared["x"], batch, buffers)
+            u = u - self.alpha * batch.size / data.n * gradient
+        return u, buffers

@@ -21,20 +21,25 @@ class PFedMeClient(ClientRule):
     K: int = 5
 
     def state(self, task):
-        return {"theta": task.x0}
+        return {"theta": task.x0, "buffers": task.initial_buffers}
 
     def init(self, shared, client_state, data, task):
-        return {"theta": client_state["theta"]}
+        return {"theta": client_state["theta"], "buffers": client_state["buffers"]}
 
     def step(self, shared, state, batch, task):
-        theta = w = state["w"]
-        for k in range(self.K):
-            gradient = task.grad(theta, batch, mode="frozen" if k else "train")
+        theta, w, buffers = state["w"], state["w"], state["buffers"]
+        task.grad(w, batch)  # w has BatchNorm statistics too
+        for _ in range(self.K):
+            gradient, buffers = task.grad_and_buffers(theta, batch, buffers)
             theta = theta - self.personal_lr * (gradient + self.lam * (theta - w))
-        return {"w": task.descend(w, self.lam * (w - theta)), "theta": theta}
+        w = task.descend(w, self.lam * (w - theta))
+        return {"w": w, "theta": theta, "buffers": buffers}
 
     def finish(self, shared, state, client_state, data, task):
-        return {"delta": shared["x"] - state["w"]}, {"theta": state["theta"]}
+        kept = {"theta": state["theta"], "buffers": state["buffers"]}
+        return {"delta": shared["x"] - state["w"]}, kept
 
     def evaluated(self, shared, client_state, data, task):
-        return client_state["theta"] if client_state["seen"] else shared["x"]
+        if not client_state["seen"]:
+            return shared["x"], task.buffers
+        return client_state["theta"], client_state["buffers"]

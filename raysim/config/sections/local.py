@@ -69,7 +69,8 @@ class Local(Section):
     as `fc*`."""
     buffers: Literal["averaged", "personal", "frozen"] = "averaged"
     """BatchNorm statistics: `averaged` by the server, `personal` to each client, or `frozen`, which
-    normalises with those of the initial model."""
+    normalises with those of the initial model. If the parameters of all BatchNorm layers are
+    personal, so are their statistics."""
 
     @property
     def step_sizes(self) -> StepSizes:
