@@ -20,6 +20,10 @@ always sum q_i a_i, so with equal K FedNova with mu > 0 is FedProx with `weights
 code uses sum q_i a_i for mu = 0, with or without momentum, but sum q_i K_i for mu > 0. Since a_i <=
 K_i, its steps are longer, by K / a if all clients make K steps: 1.02 for K = 5 and lr mu = 0.01. If
 all K_i are equal, server.lr times that factor gives that code's step; otherwise no constant does.
+
+That code keeps the server's momentum per unit of step size: m <- beta1 m + d / lr, x <- x - lr m.
+With a constant local.lr this is the same. Under a schedule of local.lr old updates shrink there
+with lr, and keep their length here.
 """
 
 from dataclasses import dataclass

@@ -29,7 +29,8 @@ The code of Luo 2023 (`preset: authors_code`) solves one QP for each named tenso
 first local step is plain SGD), starts GradMA-W from the current global model instead of x0
 (`first_previous: global`), and draws other dropout masks for each of the three gradients
 (`dropout: independent`). Its solver amplifies tensors with tiny columns: `small_tensor_rule: sum`
-imitates that and is in no preset. Weight decay, where configured, is added after the projection.
+imitates that and is in no preset. The code leaves out the last batch of a pass if that holds a
+single example. Weight decay, where configured, is added after the projection.
 
 The metrics `client/eps_l` = |g - QP(g)| and `server/eps_g` = |p - QP(p)| sqrt(1 - beta2) are the
 terms of the paper's Theorem 1.

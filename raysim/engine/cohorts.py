@@ -68,9 +68,7 @@ def make_cohort(plan: Plan, scheduled: ScheduledRound) -> RoundCohort:
     """
     rule = plan.server
     sizes = plan.clients.sizes[scheduled.ids].tolist()
-    steps = [
-        plan.local_steps(plan.local(i), n) for i, n in zip(scheduled.ids, sizes, strict=True)
-    ]
+    steps = [plan.local_steps(plan.local(i), n) for i, n in zip(scheduled.ids, sizes, strict=True)]
     cohort = RoundCohort(
         scheduled.t,
         scheduled.ids,

@@ -56,7 +56,7 @@ class VmapTask(ModelTask):
     def _pass(
         self, w: Tensor, batch: Batch, loss: Loss, mode: PassMode, statistics: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradient [P], in mode "train" the new statistics [Q], and a loss for the log."""
+        """Return gradient [P], in mode "train" the new statistics [Q], and a loss for the log."""
 
         def mean_loss(w: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
             moved: list[Tensor] = []

@@ -34,7 +34,9 @@ def fitted(train: Callable[..., Done], source: Callable[[str, str], str]) -> Cal
 
     def run(mode: str, **sections: Any) -> Done:
         model = {"name": source("batch_norm", BATCH_NORM) + ":Net"}
-        return train(mode, sizes=SIZES, model=model, schedule={"cohort": TRAINED_BY_CLIENT}, **sections)
+        return train(
+            mode, sizes=SIZES, model=model, schedule={"cohort": TRAINED_BY_CLIENT}, **sections
+        )
 
     return run
 
@@ -51,7 +53,9 @@ class Simulation:
         self.start = copy.deepcopy(self.server)
         self.own: dict[int, Any] = {}
 
-    def run(self, local: Callable[[nn.Module, int, list[tuple[Tensor, Tensor]]], nn.Module]) -> None:
+    def run(
+        self, local: Callable[[nn.Module, int, list[tuple[Tensor, Tensor]]], nn.Module]
+    ) -> None:
         """Train all rounds; `local` gets a copy of the server's module and returns its upload."""
         for t, cohort in enumerate(self.done.feed.cohorts):
             self.t = t
@@ -116,7 +120,7 @@ def gradient(module: nn.Module, x: Tensor, y: Tensor, shift: Tensor | float = 0.
     """Backward pass of a module in training mode, which moves its statistics."""
     module.zero_grad()
     cross_entropy(module(x) + shift, y).backward()
-    return torch.cat([p.grad.reshape(-1) for p in module.parameters()])
+    return torch.cat([p.grad.reshape(-1) for p in module.parameters() if p.grad is not None])
 
 
 def descend(module: nn.Module, batches: list[tuple[Tensor, Tensor]], shift: Any = 0.0) -> nn.Module:

@@ -107,9 +107,13 @@ class Pairs(ServerRule):
 
 
 @pytest.fixture
-def given(base, ragged, source):
+def rules(source):
+    return source("own_rules", RULES)
+
+
+@pytest.fixture
+def given(base, ragged, source, rules):
     """given(client, ...): a small run on the net with BatchNorm, which evaluates its clients."""
-    rules = source("own_rules", RULES)
     small = source("batch_norm", BATCH_NORM)
 
     def config(client: str, **sections):
@@ -122,7 +126,6 @@ def given(base, ragged, source):
             "local": {"steps": 2, "batch_size": 6, "lr": 0.1, **sections.get("local", {})},
         }  # fmt: skip
 
-    config.rules = rules
     return config
 
 
@@ -157,7 +160,12 @@ def test_a_pass_moves_the_statistics_that_it_is_given_as_a_module_does(kind, los
         buffers = moved
         factor = 1 if loss is task_loss else 2
         assert torch.allclose(ours, factor * g, rtol=0, atol=1e-10)
-        statistics = [module[1].running_mean, module[1].running_var, module[4].running_mean, module[4].running_var]
+        statistics = [
+            module[1].running_mean,
+            module[1].running_var,
+            module[4].running_mean,
+            module[4].running_var,
+        ]
         assert torch.allclose(buffers, torch.cat(statistics), rtol=0, atol=1e-10)
     assert not task.losses and torch.equal(task.buffers, before)
 
@@ -172,7 +180,9 @@ def test_a_net_without_statistics_has_none_to_move(kind):
 
 
 def test_statistics_of_another_shape_are_named(given):
-    with pytest.raises(raysim.RaysimError, match=r"buffers is \[3\]; give .*\[12\], such as task\.initial_buffers"):
+    with pytest.raises(
+        raysim.RaysimError, match=r"buffers is \[3\]; give .*\[12\], such as task\.initial_buffers"
+    ):
         raysim.run(given("Wrong"), tracking=False)
 
 
@@ -204,13 +214,13 @@ def test_where_statistics_are_the_clients_or_none_parameters_do(client, sections
     assert raysim.run(given(client, **sections), tracking=False).history
 
 
-def test_averaged_statistics_of_different_models_are_pointed_out(given, caplog):
+def test_averaged_statistics_of_different_models_are_pointed_out(given, rules, caplog):
     def warnings(**sections):
         caplog.clear()
         prepare(given("fedavg", **sections))
         return " ".join(r.message for r in caplog.records if r.levelno == logging.WARNING)
 
-    pairs = {"server": f"{given.rules}:Pairs"}
+    pairs = {"server": f"{rules}:Pairs"}
     assert "server rule 'pairs' sends clients different models" in warnings(**pairs)
     assert not warnings(**pairs, local={"buffers": "personal"})
     assert not warnings(**pairs, model={"name": "mlp", "hidden": [4]})
@@ -218,7 +228,8 @@ def test_averaged_statistics_of_different_models_are_pointed_out(given, caplog):
 
 def test_part_of_the_batch_norms_is_pointed_out(given, caplog, source):
     net = BATCH_NORM.replace(
-        "nn.Linear(hidden, classes)", "nn.Sequential(nn.BatchNorm1d(hidden), nn.Linear(hidden, classes))"
+        "nn.Linear(hidden, classes)",
+        "nn.Sequential(nn.BatchNorm1d(hidden), nn.Linear(hidden, classes))",
     )
     model = {"name": source("two", net) + ":Net"}
     plan = prepare(given("fedavg", model=model, local={"personal": "bn"}))

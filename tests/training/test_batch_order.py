@@ -14,7 +14,9 @@ from raysim.engine.resolve import prepare
 from raysim.randomness import generator
 
 LR = 0.1
-UNTRACKED = BATCH_NORM.replace("BatchNorm1d(hidden)", "BatchNorm1d(hidden, track_running_stats=False)")
+UNTRACKED = BATCH_NORM.replace(
+    "BatchNorm1d(hidden)", "BatchNorm1d(hidden, track_running_stats=False)"
+)
 PLAIN = BATCH_NORM.replace("nn.BatchNorm1d(hidden)", "nn.LayerNorm(hidden)")
 NETS = {"plain": PLAIN, "batch norm": BATCH_NORM, "untracked batch norm": UNTRACKED}
 

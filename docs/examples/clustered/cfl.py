@@ -5,7 +5,9 @@ updates is shorter than eps1, although one of them is longer than eps2. It is th
 that the largest cosine between updates of different halves is as small as possible, which single
 linkage does. The paper's further condition for a split, which compares gamma_max with the
 largest cosine across, is left out. Means are unweighted. All clients take part in each round.
-Good values of eps1 and eps2 depend on net and step sizes; the authors' code has 0.4 and 1.6.
+Good values of eps1 and eps2 depend on net and step sizes. The authors' code has 0.4 and 1.6, splits
+after round 20 and clusters of more than two clients only, by complete linkage, and averages each
+half by itself from the round of the split on; here the halves part in the next round.
 
 Run: raysim run quickstart client=fedavg server=cfl.py:CFLServer schedule.cohort=100
 partition.test.fraction=0.2 evaluate.every=0 evaluate.clients.every=20

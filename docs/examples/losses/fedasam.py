@@ -1,7 +1,8 @@
 """FedASAM (Caldarola et al., ECCV 2022).
 
 Adaptive sharpness-aware local steps: w <- w - lr ∇f(w + rho T² g / |T g|), where g = ∇f(w) on the
-same batch and T = |w| + eta, for each parameter. The authors' code has T = 1 for biases.
+same batch and T = |w| + eta, for each parameter. The authors' code has T = 1 for biases,
+and moves BatchNorm statistics in both passes; here they move in the second.
 
 Run: raysim run quickstart client=fedasam.py:FedASAMClient server=fedavg
 """

@@ -1,7 +1,8 @@
 """FedNTD, not-true distillation (Lee et al., NeurIPS 2022).
 
 Cross-entropy + beta KL(q_g || q), where q_g and q are the softmax of the global and of the local
-logits, divided by tau, over all classes but the true one.
+logits, divided by tau, over all classes but the true one. The authors' code multiplies the KL by
+tau² (the same for tau = 1), and weighs clients by samples (server.weights=samples).
 
 Run: raysim run quickstart client=fedntd.py:FedNTDClient server=fedavg
 """

@@ -1,6 +1,8 @@
 """FedSAM (Qu et al., ICML 2022).
 
 Sharpness-aware local steps: w <- w - lr ∇f(w + rho g / |g|), where g = ∇f(w) on the same batch.
+BatchNorm statistics move in the second pass; in a PyTorch loop, such as the code of FedASAM's
+authors, they move in both.
 
 Run: raysim run quickstart client=fedsam.py:FedSAMClient server=fedavg
 """

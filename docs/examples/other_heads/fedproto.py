@@ -2,10 +2,11 @@
 
 The nets stay with the clients. Clients send the sum of the features of each class and its number
 of examples; the server makes of them the prototypes, the mean features of each class over all
-examples of the round. (The authors' code averages the clients' means without weights.) The local
-loss adds lam times the mean squared difference between an example's features and the prototype of
-its class, as in the authors' code.
-An unknown prototype is NaN. Clients are evaluated with their classifiers.
+examples of the round. (The authors' code averages the clients' means without weights, and takes the
+features from the passes of the last local epoch, each before its step. Here they are those of the
+client's last model, in evaluation.) The local loss adds lam times the mean squared difference
+between an example's features and the prototype of its class, as in the authors' code. An unknown
+prototype is NaN. Clients are evaluated with their classifiers.
 
 Run: raysim run quickstart client=fedproto.py:FedProtoClient server=fedproto.py:FedProtoServer
 local.personal='["*"]' partition.test.fraction=0.2 evaluate.every=0 evaluate.clients.every=20

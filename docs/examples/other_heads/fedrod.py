@@ -4,7 +4,8 @@ Body and generic head are trained with the balanced softmax, whose logits get th
 client's number of examples of each class. On top of the same features, each client trains a
 personal head with the plain loss of the sum of both heads. With linear heads, this sum is one
 head: the personal model is x + head. The linear form of the paper; the personal head starts at 0.
-For a missing class the number counts as 1e-8.
+For a missing class the number counts as 1e-8. The personal model has BatchNorm statistics of its
+own, moved by its passes.
 
 Run: raysim run quickstart client=fedrod.py:FedRoDClient server=fedavg
 partition.test.fraction=0.2 evaluate.clients.every=20

@@ -26,7 +26,7 @@ class APFLClient(ClientRule):
         return {"v": task.x0, "alpha": alpha, "buffers": task.initial_buffers}
 
     def init(self, shared, client_state, data, task):
-        return {key: client_state[key] for key in ("v", "alpha", "buffers")}
+        return {k: client_state[k] for k in ("v", "alpha", "buffers")}
 
     def step(self, shared, state, batch, task):
         w, v, alpha = state["w"], state["v"], state["alpha"]
@@ -37,8 +37,7 @@ class APFLClient(ClientRule):
         return {"w": task.descend(w, task.grad(w, batch)), **own}
 
     def finish(self, shared, state, client_state, data, task):
-        kept = {key: state[key] for key in ("v", "alpha", "buffers")}
-        return {"delta": shared["x"] - state["w"]}, kept
+        return {"delta": shared["x"] - state["w"]}, {k: state[k] for k in ("v", "alpha", "buffers")}
 
     def evaluated(self, shared, client_state, data, task):
         if not client_state["seen"]:

@@ -3,7 +3,10 @@
 A client starts from own + W (x - own), with own its last model, x the global one, and a weight W
 in [0, 1] for each parameter of the classifier; elsewhere W is 1. W descends the client's loss:
 W <- W - eta (x - own) ∇f(start). The paper repeats this until W converges in the first round, and
-passes over a part of the data once in the others; here `passes` is the same in all rounds.
+passes over a part of the data once in the others; here `passes` is the same in all rounds. A client
+keeps its BatchNorm statistics. The authors' code weighs clients by samples
+(server.weights=samples), and all clients, not only those of the round, move their models to such a
+start in each round.
 
 Run: raysim run quickstart client=fedala.py:FedALAClient server=fedavg
 partition.test.fraction=0.2 evaluate.clients.every=20

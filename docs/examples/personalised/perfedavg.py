@@ -2,7 +2,8 @@
 
 The global model is a good start for one step on a client's data. With two batches D and D' of the
 client, u = w - alpha ∇f(w; D) and w <- w - lr ∇f(u; D'). The term with the Hessian is left out. A
-client is evaluated after one step of size alpha on its own data.
+client is evaluated after one step of size alpha on its own data, with the BatchNorm statistics that
+this pass has moved. In local steps they move in the pass at u.
 
 Run: raysim run quickstart client=perfedavg.py:PerFedAvgClient server=fedavg
 partition.test.fraction=0.2 evaluate.clients.every=20

@@ -3,7 +3,9 @@
 The personal model theta is nearly the minimum of f(theta) + lam/2 |theta - w|^2 on a batch: K
 steps of size personal_lr, from w (in the authors' code from the theta of the step before). Then
 w <- w - lr lam (w - theta). The server moves the global model by beta towards the mean of the
-clients' w; beta is its learning rate.
+clients' w; beta is its learning rate. theta has BatchNorm statistics of its own. In the authors'
+code all clients train in each round, also those whose w the server does not use, and the mean is
+weighted by samples (server.weights=samples).
 
 Run: raysim run quickstart client=pfedme.py:PFedMeClient server=fedavg server.lr=1.0 local.lr=0.05
 partition.test.fraction=0.2 evaluate.clients.every=20
@@ -24,7 +26,7 @@ class PFedMeClient(ClientRule):
         return {"theta": task.x0, "buffers": task.initial_buffers}
 
     def init(self, shared, client_state, data, task):
-        return {"theta": client_state["theta"], "buffers": client_state["buffers"]}
+        return {k: client_state[k] for k in ("theta", "buffers")}
 
     def step(self, shared, state, batch, task):
         theta, w, buffers = state["w"], state["w"], state["buffers"]
@@ -36,8 +38,7 @@ class PFedMeClient(ClientRule):
         return {"w": w, "theta": theta, "buffers": buffers}
 
     def finish(self, shared, state, client_state, data, task):
-        kept = {"theta": state["theta"], "buffers": state["buffers"]}
-        return {"delta": shared["x"] - state["w"]}, kept
+        return {"delta": shared["x"] - state["w"]}, {k: state[k] for k in ("theta", "buffers")}
 
     def evaluated(self, shared, client_state, data, task):
         if not client_state["seen"]:

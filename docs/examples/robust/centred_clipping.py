@@ -1,7 +1,9 @@
 """Centred clipping with client momentum (Karimireddy et al., ICML 2021).
 
 Clients send momenta m_i <- (1 - beta) delta_i + beta m_i. The server moves its last aggregate v
-towards each of them, by tau at most: v <- v + mean_i (m_i - v) min(1, tau / |m_i - v|).
+towards each of them, by tau at most: v <- v + mean_i (m_i - v) min(1, tau / |m_i - v|). In the
+authors' code the momenta are not damped, m_i <- delta_i + beta m_i, so that v and tau have
+1 / (1 - beta) times the size; m_i is delta_i in the first round in both.
 
 Run: raysim run quickstart client=centred_clipping.py:MomentumClient
 server=centred_clipping.py:CentredClippingServer server.tau=1.0

@@ -2,8 +2,8 @@
 
 The server extrapolates: x <- x - eta mean_i delta_i with
 eta = max(1, mean_i |delta_i|² / (2 (|mean_i delta_i|² + epsilon))). The paper evaluates the mean of
-the last two models. The authors' code has M epsilon for M clients in place of epsilon, and lowers
-it in each round.
+the last two models. The authors' code has M epsilon for M clients in place of epsilon, lowers it in
+each round, and weighs clients by samples in both means (server.weights=samples).
 
 Run: raysim run quickstart client=fedavg server=fedexp.py:FedExPServer
 """

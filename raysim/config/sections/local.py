@@ -39,8 +39,8 @@ class Local(Section):
     """Passes over the client's data in a round. The last batch of a pass has the examples that are
     left, also a single one. On a net with BatchNorm, which needs two, it joins the batch before."""
     batch_size: Annotated[int, Field(ge=1)] | Literal["full"] = 64
-    """Examples in a mini-batch, or `full` for all of the client's data. A client with fewer examples
-    has one batch of all of them."""
+    """Examples in a mini-batch, or `full` for all of the client's data. A client with fewer
+    examples has one batch of all of them."""
     lr: LearningRate = 0.01
     """Step size: a number > 0, a list [[first round, value], ...], or a schedule (`cosine`, `step`,
     `warmup`)."""
