@@ -445,8 +445,9 @@ def test_a_pass_covers_every_example_once_in_the_batches_of_a_data_loader(size, 
     for n in range(1, 40):
         expected = batch_sizes(n, size, batch_norm)
         if not batch_norm:
-            loader = torch.utils.data.DataLoader(range(n), batch_size=size)
-            assert expected == [len(batch) for batch in loader]
+            examples = torch.utils.data.TensorDataset(torch.arange(n))
+            loader = torch.utils.data.DataLoader(examples, batch_size=size)
+            assert expected == [len(batch) for (batch,) in loader]
         assert batches_per_pass(n, size, batch_norm) == len(expected), n
         for number in range(3):
             first = number * len(expected)
