@@ -274,6 +274,13 @@ METRICS = (
         "privacy.unit: client",
     ),
     Metric("server/uploads", "updates", "updates that the server rule received", EVERY_ROUND),
+    Metric(
+        "server/short_sums",
+        "sums",
+        "sums of updates that cancel so far that fixed point is coarser than float32",
+        "rounds in which there are some",
+        is_count=True,
+    ),
     Metric("server/weights_entropy", "nats", "entropy of the updates' weights", EVERY_ROUND),
     Metric(
         "server/eps_g", "", "distance of the projected momentum, as Theorem 1 counts it", SOLVER

@@ -34,7 +34,7 @@ from raysim.engine.selection import Candidates
 from raysim.engine.server import RoundCohort
 from raysim.engine.server_setup import make_server
 from raysim.engine.trainers import configure_process, make_trainer
-from raysim.numerics.fixed_point import combine
+from raysim.numerics.fixed_point import FixedTotal, combine
 from raysim.rules.sampling import SelectionPool
 from raysim.training.messages import Block, Broadcast, WorkerResult
 
@@ -198,9 +198,10 @@ class ClientActor(_Actor):
             for key, client_rows in outcome.rows.items()
             for i, row in enumerate(client_rows)
         }
-        size = sum(t.nbytes for t in outcome.sums.values()), sum(t.nbytes for t in rows.values())
+        limbs = as_limbs(outcome.sums)
+        size = sum(t.nbytes for t in limbs.values()), sum(t.nbytes for t in rows.values())
         result = replace(outcome, sums={}, rows={}, bytes=size)
-        shared = self._share("" if again else self.name, {"sums": outcome.sums, "rows": rows})
+        shared = self._share("" if again else self.name, {"sums": limbs, "rows": rows})
         if isinstance(shared, SharedBufferRef):
             return shared, {}, result
         return {"sums": shared["sums"]}, {"rows": shared["rows"]}, result
@@ -226,9 +227,10 @@ class NodeAggregator(_Actor):
             bound: upper bound of the absolute value of every entry of the result.
             *uploads: the first item that each call of `ClientActor.train` on this node returned.
         """
-        sums = [self._fetch(upload)["sums"] for upload in uploads]
+        sums = [read_limbs(self._fetch(upload)["sums"]) for upload in uploads]
         total = {name: combine([vectors[name] for vectors in sums], bound) for name in sums[0]}
-        return packed({"sums": total}), sum(t.nbytes for t in total.values())
+        limbs = as_limbs(total)
+        return packed({"sums": limbs}), sum(t.nbytes for t in limbs.values())
 
 
 class ServerActor(_Actor):
@@ -342,7 +344,7 @@ class ServerActor(_Actor):
         for clients, bound, count in uploads:
             outcomes.append(WorkerResult([], clients, bound=bound))
             for tree in islice(trees, count):
-                outcomes[-1].sums |= tree.get("sums", {})
+                outcomes[-1].sums |= read_limbs(tree.get("sums", {}))
                 for name, row in tree.get("rows", {}).items():
                     outcomes[-1].rows.setdefault(name.rpartition("/")[0], []).append(row)
         return outcomes, dict(zip(bases, map(read_broadcast, trees), strict=True))
@@ -398,6 +400,32 @@ class EvalActor(_Actor):
             RaysimError: the net or a probe failed.
         """
         return self.evaluator.evaluate(read_broadcast(self._fetch(broadcast)), parts)
+
+
+def as_limbs(sums: dict[str, FixedTotal]) -> dict[str, Tensor]:
+    """Return the limbs of fixed sums by "NAME/EXPONENT", the form in which actors send them.
+
+    Args:
+        sums: fixed sums by name.
+    """
+    limbs = {}
+    for name, total in sums.items():
+        for exponent, limb in total.items():
+            limbs[f"{name}/{exponent}"] = limb
+    return limbs
+
+
+def read_limbs(limbs: dict[str, Tensor]) -> dict[str, FixedTotal]:
+    """Return the fixed sums whose limbs are `limbs`: the inverse of `as_limbs`.
+
+    Args:
+        limbs: limbs by "NAME/EXPONENT".
+    """
+    sums: dict[str, FixedTotal] = {}
+    for place, limb in limbs.items():
+        name, _, exponent = place.rpartition("/")
+        sums.setdefault(name, {})[int(exponent)] = limb
+    return sums
 
 
 def as_groups(broadcast: Broadcast) -> dict[str, dict[str, Tensor]]:

@@ -348,7 +348,8 @@ class WorkerPool:
         If the machine has too little shared memory, the run uses the object store.
         """
         P, Q = plan.problem.size, plan.initial[1].numel()
-        up = (len(sums(plan.server.uploads)) * P + 2 * Q) * 8
+        limbs = 2 if plan.config.dtype == "float64" else 1
+        up = (limbs * len(sums(plan.server.uploads)) * P + 2 * limbs * Q) * 8
         rows = len(plan.sent_per_client) * plan.config.schedule.size * (P + Q) * 8
         sizes = {f"client {i}": up + rows for i in range(self.wanted)}
         sizes["server"] = plan.bytes_down

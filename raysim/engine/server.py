@@ -16,7 +16,7 @@ from raysim.engine.collusion import Collusion
 from raysim.engine.selection import Candidates, named_candidates, selected_clients
 from raysim.engine.update_checks import check_update, described_uploads, errors_name_rule
 from raysim.errors import RaysimError
-from raysim.numerics.fixed_point import combine, to_float
+from raysim.numerics.fixed_point import combine, is_short, to_float
 from raysim.rules.contract import Problem, ServerRule, State
 from raysim.rules.reports import NOT_REQUESTED, Cohort, Refused, Reports
 from raysim.rules.sampling import SelectionPool
@@ -30,11 +30,11 @@ FACTS_ABOUT_CLIENTS = ("ids", "samples", "steps", "draws", "staleness", "weights
 NO_ROUND = -1
 """Value of `Server.last_prepared_round` before the first round."""
 
-MIN_REMAINING_WEIGHT = 2.0**-14
+MIN_REMAINING_WEIGHT = 2.0**-900
 """Smallest share of a round's weights that must remain after clients were dropped.
 
-Below it the remaining updates have too few digits in fixed point, and the round does not change the
-model. Only weights that decrease exponentially get this small.
+Below it weighted updates come near the smallest float64, and the round does not change the model.
+Only weights that decrease exponentially get this small.
 """
 
 
@@ -287,14 +287,18 @@ class Server:
             remaining = weight_in_sums / sum(weights)
             if remaining < MIN_REMAINING_WEIGHT:
                 return None
+        totals, n_short = self._totals(outcomes, remaining, sum(weights))
+        metrics = dict(self.cohort.metrics)
+        if n_short:
+            metrics["short_sums"] = float(n_short)
         return Reports(
-            **{**vars(cohort), "metrics": dict(self.cohort.metrics)},
+            **{**vars(cohort), "metrics": metrics},
             weights=weights,
             versions=[round.bases[i] for i in stay],
             bases=[rule.sent_to(bases[round.bases[i]].shared, round.ids[i])["x"] for i in stay]
             if rule.needs_base_params
             else NOT_REQUESTED,
-            totals=self._totals(outcomes, remaining, sum(weights)),
+            totals=totals,
             rows=self._rows(outcomes, [round.ids[i] for i in stay]),
         )
 
@@ -311,7 +315,7 @@ class Server:
         """
         stay = [i for i, client in enumerate(round.ids) if client not in round.dropped]
         outcomes = [o for o in outcomes if o.ids] if stay else []
-        totals = self._totals(outcomes, 1.0, 1.0) if outcomes else {}
+        totals = self._totals(outcomes, 1.0, 1.0)[0] if outcomes else {}
         mean, metrics = noisy_mean.release(round.t, totals, len(stay), self.state["x"])
         cohort = vars(round.cohort(self.problem, stay))
         secret = {name: _withheld(rule, name) for name in FACTS_ABOUT_CLIENTS}
@@ -340,8 +344,8 @@ class Server:
 
     def _totals(
         self, outcomes: list[WorkerResult], remaining: float, weight: float
-    ) -> dict[tuple[str, str], Tensor]:
-        """Return the sums over all workers, by upload mode and key.
+    ) -> tuple[dict[tuple[str, str], Tensor], int]:
+        """Return the sums over all workers by upload mode and key, and how many are short.
 
         Args:
             outcomes: the results of the workers.
@@ -353,6 +357,7 @@ class Server:
         x = self.state["x"]
         bound = sum(o.bound for o in outcomes)
         totals = {}
+        n_short = 0
         for name in outcomes[0].sums:
             mode, _, key = name.partition(" ")
             total = combine([o.sums[name] for o in outcomes], bound)
@@ -363,8 +368,9 @@ class Server:
             is_exact = mode == "difference" or self.noisy_mean is not None
             dtype = torch.float64 if is_exact else x.dtype
             summed = to_float(total, dtype, divisor).to(x.device)
+            n_short += is_short(total, summed, divisor, x.dtype == torch.float64)
             totals[mode, key] = summed.reshape(self.shapes.get(key, (-1,)))
-        return totals
+        return totals, n_short
 
     def _rows(self, outcomes: list[WorkerResult], ids: list[int]) -> dict[str, list[Tensor]]:
         """Return the uploads that are kept per client, by key, in the order of `ids`."""

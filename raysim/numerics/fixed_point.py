@@ -4,30 +4,67 @@ A block of clients is summed in client order in float64, then rounded once to fi
 there on sums are integer sums, which are associative. The grouping by arrival, node or tree cannot
 show in the result.
 
-A fixed sum is int64 [L, P]. Its low limb counts multiples of `FIXED_POINT_UNIT`. It has a high
-limb, in multiples of `HIGH_LIMB_UNIT`, if some block reached that magnitude (the running variances
-of clients with two examples do). How a block is split depends on the block alone.
+A fixed sum consists of limbs: an int64 vector [P] for each unit in use, by the unit's exponent.
+Most blocks have one limb, in multiples of `FIXED_POINT_UNIT`. A block has others if its largest
+entry asks for it:
+
+- of `HIGH_LIMB_UNIT` or more: a limb in multiples of that, and the rest in `FIXED_POINT_UNIT`
+- below `SMALL_BLOCK`: a limb in multiples of a unit that suits it, in place of `FIXED_POINT_UNIT`
+- in a sum of float64 vectors: a last limb that is finer by `FINE_BITS` bits
+
+So the rounding of a block is below 2^-27 of its largest entry, below 2^-30 if that is small, and
+below 2^-53 in a sum of float64 vectors. Which limbs a block has depends on the block alone.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-FIXED_POINT_UNIT = 2.0**-40
-"""Value of one unit of the low limb."""
+FixedTotal = dict[int, Tensor]
+"""A fixed sum: limbs, int64 [P], by exponent e; the sum is the sum of all limbs times 2^e."""
 
-HIGH_LIMB_UNIT = 2.0**10
-"""Value of one unit of the high limb; blocks below it need no high limb."""
+UNIT_EXPONENT = -40
+"""Exponent of `FIXED_POINT_UNIT`."""
+
+FIXED_POINT_UNIT = 2.0**UNIT_EXPONENT
+"""Value of one unit of the limb that ordinary blocks have."""
+
+HIGH_LIMB_EXPONENT = 10
+"""Exponent of `HIGH_LIMB_UNIT`."""
+
+HIGH_LIMB_UNIT = 2.0**HIGH_LIMB_EXPONENT
+"""Value of one unit of the high limb; blocks below it need no high limb. The running variances of
+clients with two examples reach it."""
+
+SMALL_BLOCK = 2.0**-14
+"""Blocks whose entries are all below it have a unit of their own."""
+
+SMALL_BLOCK_BITS = 29
+"""The unit of a small block is at most 2^-29 of its largest entry."""
+
+EXPONENTS_APART = 10
+"""Small blocks have units 2^-50, 2^-60 and so on, so that blocks of one round mostly share one."""
+
+FINE_BITS = 40
+"""How much finer the last limb of float64 vectors is, in bits."""
+
+SMALLEST_FACTOR_EXPONENT = -500
+"""Units below 2^-500 are applied in two factors, because 2^1024 is no float64."""
 
 MAX_MAGNITUDE = 2.0**60
 """Entries of this magnitude or more count as non-finite."""
 
 MAX_LOW_LIMB_SUM = 2.0**22
-"""Largest sum of the low limbs of all blocks. int64 ends at 2**63 * FIXED_POINT_UNIT = 2**23."""
+"""Largest sum of the limbs of all blocks, in multiples of 2^40 units; int64 ends at 2^23 of them.
+That is the value of a limb in `FIXED_POINT_UNIT`."""
+
+MAX_OTHER_LIMB = 0.5
+"""Largest entry of the limbs of small blocks and of last limbs, in multiples of 2^40 units."""
 
 ROUNDING_SHIFT = 1.5 * 2.0**52
 """Adding it to a float64 rounds to whole units in one pass, because its last bit counts 1."""
@@ -39,10 +76,10 @@ ENTRIES_PER_PIECE = 2**15
 """Entries of a vector that are processed together, so that they stay in a CPU's cache."""
 
 MAX_BLOCKS_PER_PASS = 8
-"""Number of small blocks that are added in one pass over the total."""
+"""Number of blocks of one unit that are added in one pass over the total."""
 
 MAX_WAITING_BYTES = 2**24
-"""Bytes of small blocks that may wait to be added."""
+"""Bytes of blocks that may wait to be added."""
 
 SMALL_SUM = 0.25
 """Blocks below this magnitude are bounded by their norm, which is faster to compute than the
@@ -65,6 +102,7 @@ class BlockSum:
         value: [P]; the sum is `value` times `weight`.
         weight: factor of `value`; 1 unless the block has a single row.
         size: bound of the magnitudes; NaN or infinite if an entry is.
+        exponent: exponent of the block's unit.
 
     Raises:
         ValueError: there are not as many weights as rows.
@@ -86,29 +124,62 @@ class BlockSum:
                 for row_part, weight in zip(row_parts, weights, strict=True):
                     # Two steps, each of them vectorised.
                     part.add_(exact.copy_(row_part), alpha=weight)
-        largest = float(torch.linalg.vector_norm(self.value))
-        if not largest * abs(self.weight) < SMALL_SUM:
-            largest = max(map(abs, map(float, torch.aminmax(self.value))))
-        self.size = largest * abs(self.weight)
+        self.size, largest = self._sizes()
+        self.exponent = UNIT_EXPONENT
+        if 0 < largest < SMALL_BLOCK:
+            exponent_of_largest = math.frexp(largest)[1] - 1
+            steps = (exponent_of_largest - SMALL_BLOCK_BITS) // EXPONENTS_APART
+            self.exponent = EXPONENTS_APART * steps
+
+    def _sizes(self) -> tuple[float, float]:
+        """Return a bound of the magnitudes, and the largest one if it is below `SMALL_BLOCK`.
+
+        Whether a block is small must not depend on a norm's last bits, which may depend on the
+        number of torch's threads.
+        """
+        factor = abs(self.weight)
+        pieces = _cache_sized_pieces(self.value)
+        if len(pieces) > 1:
+            norm = float(torch.linalg.vector_norm(self.value)) * factor
+            if norm < SMALL_SUM:
+                # The first piece mostly shows that a block is not small.
+                largest = _largest(pieces, factor, SMALL_BLOCK)
+                return (largest if largest < SMALL_BLOCK else norm), largest
+        largest = _largest(pieces, factor, math.inf)
+        return largest, largest
+
+    def exponents(self, is_fine: bool) -> list[int]:
+        """Return the exponents of the block's limbs, in descending order.
+
+        Args:
+            is_fine: whether the block belongs to a sum of float64 vectors.
+        """
+        high = [HIGH_LIMB_EXPONENT] if self.size >= HIGH_LIMB_UNIT else []
+        fine = [self.exponent - FINE_BITS] if is_fine else []
+        return [*high, self.exponent, *fine]
 
 
 class FixedSum:
     """Running fixed sum of blocks.
 
+    Args:
+        is_fine: whether blocks have a last limb, for float64 vectors.
+
     Attributes:
-        bound: sum of the blocks' sizes, each at most `HIGH_LIMB_UNIT`.
+        bound: bound of the limbs, in multiples of 2^40 units.
     """
 
-    def __init__(self) -> None:
-        self._total: Tensor | None = None
+    def __init__(self, is_fine: bool = False) -> None:
+        self.is_fine = is_fine
+        self._limbs: FixedTotal = {}
         self._waiting: list[BlockSum] = []
         self.bound = 0.0
 
     @property
-    def total(self) -> Tensor | None:
-        """The sum so far, int64 [L, P]; None before the first block."""
+    def total(self) -> FixedTotal | None:
+        """The sum so far; None before the first block."""
         self._add_waiting()
-        return self._total
+        return self._limbs or None
 
     def add(self, block: BlockSum) -> None:
         """Add one block.
@@ -126,49 +197,78 @@ class FixedSum:
                 f"the sum of {block.count} updates reaches {block.size}; "
                 f"it must stay below {MAX_MAGNITUDE:.0e}"
             )
-        if self.bound + min(block.size, HIGH_LIMB_UNIT) >= MAX_LOW_LIMB_SUM:
+        exponents = block.exponents(self.is_fine)
+        bound = min(block.size, HIGH_LIMB_UNIT)
+        if exponents[-1] < UNIT_EXPONENT:
+            bound = max(bound, MAX_OTHER_LIMB)
+        if self.bound + bound >= MAX_LOW_LIMB_SUM:
             raise NonFiniteError("the sum of all blocks may leave the range of fixed point")
-        self.bound += min(block.size, HIGH_LIMB_UNIT)
-        if block.size >= HIGH_LIMB_UNIT:
-            limbs = _low_and_high(block.value, block.weight)
-            self._total = limbs if self._total is None else _plus(self._total, limbs)
+        self.bound += bound
+        if len(exponents) > 1 or exponents[0] < SMALLEST_FACTOR_EXPONENT:
+            self._add_split(block, exponents)
             return
         self._waiting.append(block)
         if len(self._waiting) * block.value.nbytes > MAX_WAITING_BYTES:
             self._add_waiting()
 
     def _add_waiting(self) -> None:
-        """Add the small blocks that wait: `in_units` of each, with the same bits but faster.
-
-        Several blocks are added in one pass over the total, which is larger than their pieces.
-        """
+        """Add the blocks that wait, all blocks of one unit together."""
         while self._waiting:
-            blocks = self._waiting[:MAX_BLOCKS_PER_PASS]
-            self._waiting = self._waiting[MAX_BLOCKS_PER_PASS:]
-            value = blocks[0].value
-            is_first = self._total is None
-            if self._total is None:
-                self._total = torch.empty_like(value, dtype=torch.int64)[None]
-            totals, *columns = map(
-                _cache_sized_pieces, (self._total[0], *(block.value for block in blocks))
-            )
-            scratch = torch.empty(
-                len(blocks), len(totals[0]), dtype=torch.float64, device=value.device
-            )
-            shift = scratch.new_tensor(ROUNDING_SHIFT)
-            for total, *parts in zip(totals, *columns, strict=True):
-                is_only = is_first and len(blocks) == 1
-                shifted = total.view(torch.float64)[None] if is_only else scratch[:, : len(total)]
-                for row, part, block in zip(shifted.unbind(), parts, blocks, strict=True):
-                    torch.add(
-                        shift, row.copy_(part), alpha=block.weight / FIXED_POINT_UNIT, out=row
-                    )
-                if is_first and not is_only:
-                    torch.sum(shifted.view(torch.int64), 0, out=total)
-                elif not is_first:
-                    total += shifted.view(torch.int64).sum(0)
-                # int64 wraps around, and so does the number that is subtracted.
-                total -= (len(blocks) * ROUNDING_SHIFT_BITS + 2**63) % 2**64 - 2**63
+            exponent = self._waiting[0].exponent
+            same = [block for block in self._waiting if block.exponent == exponent]
+            self._waiting = [block for block in self._waiting if block.exponent != exponent]
+            for start in range(0, len(same), MAX_BLOCKS_PER_PASS):
+                self._add_in_one_pass(same[start : start + MAX_BLOCKS_PER_PASS], exponent)
+
+    def _add_in_one_pass(self, blocks: list[BlockSum], exponent: int) -> None:
+        """Add blocks of one limb, rounded half to even, in one pass over the total.
+
+        Adding `ROUNDING_SHIFT` in float64 rounds. The bits of the sum, read as an integer, count
+        units from `ROUNDING_SHIFT_BITS` on.
+        """
+        unit = 2.0**exponent
+        value = blocks[0].value
+        is_first = exponent not in self._limbs
+        if is_first:
+            self._limbs[exponent] = torch.empty_like(value, dtype=torch.int64)
+        totals, *columns = map(
+            _cache_sized_pieces, (self._limbs[exponent], *(block.value for block in blocks))
+        )
+        scratch = torch.empty(len(blocks), len(totals[0]), dtype=torch.float64, device=value.device)
+        shift = scratch.new_tensor(ROUNDING_SHIFT)
+        for total, *parts in zip(totals, *columns, strict=True):
+            is_only = is_first and len(blocks) == 1
+            shifted = total.view(torch.float64)[None] if is_only else scratch[:, : len(total)]
+            for row, part, block in zip(shifted.unbind(), parts, blocks, strict=True):
+                torch.add(shift, row.copy_(part), alpha=block.weight / unit, out=row)
+            if is_first and not is_only:
+                torch.sum(shifted.view(torch.int64), 0, out=total)
+            elif not is_first:
+                total += shifted.view(torch.int64).sum(0)
+            # int64 wraps around, and so does the number that is subtracted.
+            total -= (len(blocks) * ROUNDING_SHIFT_BITS + 2**63) % 2**64 - 2**63
+
+    def _add_split(self, block: BlockSum, exponents: list[int]) -> None:
+        """Add a block of several limbs: each takes what the coarser ones left, half to even."""
+        lift = SMALLEST_FACTOR_EXPONENT if exponents[0] < SMALLEST_FACTOR_EXPONENT else 0
+        value = block.value
+        for exponent in exponents:
+            if exponent not in self._limbs:
+                self._limbs[exponent] = torch.zeros_like(value, dtype=torch.int64)
+        limbs = [self._limbs[exponent] for exponent in exponents]
+        units = [2.0 ** (exponent - lift) for exponent in exponents]
+        parts, *columns = map(_cache_sized_pieces, (value, *limbs))
+        scratch = torch.empty(2, len(parts[0]), dtype=torch.float64, device=value.device)
+        shift = scratch.new_tensor(ROUNDING_SHIFT)
+        for part, *limb_parts in zip(parts, *columns, strict=True):
+            rest, whole = scratch[:, : len(part)].unbind()
+            rest.copy_(part).mul_(2.0**-lift).mul_(block.weight)
+            for limb, unit in zip(limb_parts, units, strict=True):
+                torch.add(shift, rest, alpha=1 / unit, out=whole)
+                limb += whole.view(torch.int64)
+                limb -= ROUNDING_SHIFT_BITS
+                if unit != units[-1]:
+                    rest.sub_(whole.sub_(shift), alpha=unit)  # exact, like the product
 
 
 def _cache_sized_pieces(vector: Tensor) -> tuple[Tensor, ...]:
@@ -176,58 +276,44 @@ def _cache_sized_pieces(vector: Tensor) -> tuple[Tensor, ...]:
     return vector.split(ENTRIES_PER_PIECE) if vector.device.type == "cpu" else (vector,)
 
 
-def in_units(block: BlockSum) -> Tensor:
-    """Return a small block as multiples of `FIXED_POINT_UNIT`, rounded half to even, int64 [P].
+def _largest(pieces: Sequence[Tensor], factor: float, enough: float) -> float:
+    """Return the largest magnitude in pieces of a vector times a factor; NaN if an entry is NaN.
 
-    Adding `ROUNDING_SHIFT` in float64 rounds. The bits of the sum, read as an integer, count units
-    from `ROUNDING_SHIFT_BITS` on.
-
-    Args:
-        block: a block whose `size` is below `HIGH_LIMB_UNIT`.
+    The pieces after one that reaches `enough` are not looked at.
     """
-    value = block.value.to(torch.float64)
-    shift = value.new_tensor(ROUNDING_SHIFT)
-    shifted = torch.add(shift, value, alpha=block.weight / FIXED_POINT_UNIT)
-    return shifted.view(torch.int64) - ROUNDING_SHIFT_BITS
+    largest = 0.0
+    for piece in pieces:
+        if piece.numel():
+            low, high = torch.aminmax(piece)
+            found = max(-float(low), float(high)) * factor
+            if not found <= largest:
+                largest = found
+            if not largest < enough:
+                return largest
+    return largest
 
 
-def _low_and_high(value: Tensor, weight: float) -> Tensor:
-    """Return `value` times `weight` as two limbs, int64 [2, P]."""
-    exact = value.to(torch.float64) * weight
-    high = (exact / HIGH_LIMB_UNIT).round_()
-    return torch.stack([((exact - high * HIGH_LIMB_UNIT) / FIXED_POINT_UNIT).round_(), high]).to(
-        torch.int64
-    )
-
-
-def _plus(total: Tensor, limbs: Tensor) -> Tensor:
-    """Add two fixed sums, in place of the one with more limbs."""
-    more, less = (total, limbs) if len(total) >= len(limbs) else (limbs, total)
-    more[: len(less)] += less
-    return more
-
-
-def fixed_sum(rows: Tensor | Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """Return the weighted sum of one block in fixed point, int64 [L, P].
+def fixed_sum(rows: Tensor | Sequence[Tensor], weights: Sequence[float]) -> FixedTotal:
+    """Return the weighted sum of one block in fixed point.
 
     Args:
-        rows: the vectors, [k, P] or k tensors [P].
+        rows: the vectors, [k, P] or k tensors [P]. float64 vectors have a last limb.
         weights: the weight of each row.
 
     Raises:
         NonFiniteError: see `FixedSum.add`.
     """
-    total = FixedSum()
+    total = FixedSum(rows[0].dtype == torch.float64)
     total.add(BlockSum(rows, weights))
     assert total.total is not None
     return total.total
 
 
-def combine(totals: Iterable[Tensor], bound: float | None = None) -> Tensor:
+def combine(totals: Iterable[FixedTotal], bound: float | None = None) -> FixedTotal:
     """Return the sum of fixed sums. Any order and any grouping gives the same bits.
 
     Args:
-        totals: fixed sums of several blocks, int64 [L, P].
+        totals: fixed sums of several blocks.
         bound: sum of their `FixedSum.bound`; None: it is computed in a pass over the numbers.
 
     Raises:
@@ -237,34 +323,64 @@ def combine(totals: Iterable[Tensor], bound: float | None = None) -> Tensor:
     if not others:
         return first
     units = sum(map(_magnitude, (first, *others))) if bound is None else bound / FIXED_POINT_UNIT
-    total = first.clone()
-    for other in others:
-        total = _plus(total, other if len(other) <= len(total) else other.clone())
     if units >= 2**63:
         raise NonFiniteError(
             f"the sum of {len(others) + 1} blocks may leave the range of fixed point"
         )
+    total = {exponent: limb.clone() for exponent, limb in first.items()}
+    for other in others:
+        for exponent, limb in other.items():
+            if exponent in total:
+                total[exponent] += limb
+            else:
+                total[exponent] = limb.clone()
     return total
 
 
-def to_float(total: Tensor, dtype: torch.dtype, divisor: float = 1.0) -> Tensor:
+def to_float(total: FixedTotal, dtype: torch.dtype, divisor: float = 1.0) -> Tensor:
     """Return a fixed sum as floating point.
 
     Args:
-        total: the sum, int64 [L, P].
+        total: the sum.
         dtype: the result's dtype; the value is rounded to it once.
         divisor: number by which the sum is divided.
 
     Returns:
         [P], in `dtype`.
     """
-    value = total[0].to(torch.float64).mul_(FIXED_POINT_UNIT / divisor)
-    if len(total) > 1:
-        value += total[1].to(torch.float64).mul_(HIGH_LIMB_UNIT / divisor)
+    value = None
+    for exponent, limb in sorted(total.items()):
+        first_factor = max(exponent, SMALLEST_FACTOR_EXPONENT)
+        part = limb.to(torch.float64).mul_(2.0**first_factor / divisor)
+        if exponent < first_factor:
+            part.mul_(2.0 ** (exponent - first_factor))
+        value = part if value is None else value.add_(part)
+    assert value is not None
     return value.to(dtype)
 
 
-def _magnitude(total: Tensor) -> int:
-    """Return the largest magnitude in a fixed sum, in units."""
-    low, high = torch.aminmax(total)
-    return max(-int(low), int(high))
+def is_short(total: FixedTotal, value: Tensor, divisor: float, is_fine: bool) -> bool:
+    """Return whether a unit of fixed point shows in float32's digits of the sum's largest entry.
+
+    Only blocks that cancel each other do that: a unit is small beside each block.
+
+    Args:
+        total: the sum.
+        value: what `to_float` returned for it, [P].
+        divisor: number by which the sum was divided there.
+        is_fine: whether its blocks had a last limb, for float64 vectors.
+    """
+    # Blocks were rounded to the units below the high limb's, or in the last limbs of these.
+    coarsest = max(exponent for exponent in total if exponent < HIGH_LIMB_EXPONENT)
+    unit = 2.0 ** (coarsest - (FINE_BITS if is_fine else 0))
+    enough = unit / float(np.finfo(np.float32).eps) * 2
+    return 0 < _largest(_cache_sized_pieces(value), divisor, enough) < enough
+
+
+def _magnitude(total: FixedTotal) -> int:
+    """Return the largest magnitude in the limbs of a fixed sum, in units."""
+    largest = 0
+    for limb in total.values():
+        low, high = torch.aminmax(limb)
+        largest = max(largest, -int(low), int(high))
+    return largest

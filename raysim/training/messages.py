@@ -13,6 +13,7 @@ import numpy as np
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from raysim.numerics.fixed_point import FixedTotal
     from raysim.rules.contract import State
 
 
@@ -116,10 +117,10 @@ class WorkerResult:
     """Result of every client, accepted or refused."""
     ids: list[int] = field(default_factory=list)
     """Numbers of the clients whose uploads were accepted."""
-    sums: dict[str, Tensor] = field(default_factory=dict)
+    sums: dict[str, FixedTotal] = field(default_factory=dict)
     """Fixed-point sums of the uploads, by mode and key."""
     bound: float = 0.0
-    """Upper bound on the entries of all sums."""
+    """Upper bound on the limbs of each sum, in multiples of 2^40 units."""
     rows: dict[str, list[Tensor]] = field(default_factory=dict)
     """Uploads of single clients by key, in the order of `ids`."""
     seconds: float = 0.0

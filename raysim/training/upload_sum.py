@@ -37,6 +37,8 @@ class UploadLayout:
     """Precision to which vectors [P] are rounded; None: no rounding."""
     largest: float
     """Limit on the sum of a block, so that the sum of a round stays in the fixed-point range."""
+    is_float64: bool = False
+    """Whether the run computes in float64; its sums then have a finer last limb."""
     declared: dict[str, Kind] = field(default_factory=dict)
     """Shape and type of each upload that the client rule declares."""
     personal: PersonalParts = field(default_factory=PersonalParts)
@@ -84,6 +86,7 @@ class UploadLayout:
             model.size,
             getattr(torch, config.local.upload_dtype or "", None),
             MAX_MAGNITUDE / config.schedule.largest_round(n_clients),
+            model.dtype == torch.float64,
             {
                 key: upload.resolved(model, model.dtype)
                 for key, upload in declared(client.sends).items()
@@ -158,7 +161,7 @@ class UploadSum:
 
     def __init__(self, uploads: UploadLayout):
         self.uploads = uploads
-        self._sums = {f"{mode} {key}": FixedSum() for mode, key in uploads.sums}
+        self._sums = {f"{mode} {key}": FixedSum(uploads.is_float64) for mode, key in uploads.sums}
         self._outcome = WorkerResult()
 
     def add(self, updates: list[ClientUpdate]) -> None:

@@ -47,6 +47,44 @@ def test_qfedavg(q, base, engine, tmp_path):
         assert np.allclose(run.executor.xs[t + 1], x, rtol=0, atol=1e-10)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_qfedavg_weighs_clients_whose_losses_are_small(dtype, base, engine, tmp_path):
+    """With q = 5 the clients' uploads get as small as their losses' fifth powers, 1e-14 and less,
+    and the method goes on as in exact arithmetic."""
+    x, rounds = 4 * X / np.abs(X).max(1, keepdims=True) + 8 * np.eye(3, 5)[Y], 120
+    file = f"{gallery.FOLDER}/servers/qfedavg.py"
+    config = softmax_regression.config(
+        tmp_path,
+        base,
+        client={"name": f"{file}:QFedAvgClient", "q": 5.0},
+        server=f"{file}:QFedAvgServer",
+        rounds=rounds,
+        dtype=dtype,
+    )
+    data = np.load(tmp_path / "arrays.npz")
+    np.savez(tmp_path / "arrays.npz", **{**data, "x": x[: sum(SIZES)]})
+    run, records = engine(config)
+    w, L = run.executor.xs[0].astype(np.float64), 1 / LR
+    losses = []
+    for t in range(rounds):
+        above, below, losses = np.zeros_like(w), 0.0, []
+        for i in range(len(SIZES)):
+            rows, end = examples_of(i), w
+            for _ in range(softmax_regression.STEPS):
+                target = np.eye(3)[Y[rows]]
+                end = end - LR * softmax_regression.gradient(end, x[rows], target)
+            p = softmax(logits(w, x[rows]))[np.arange(len(rows)), Y[rows]]
+            F, u = -np.log(p).mean(), L * (w - end)
+            losses.append(F)
+            above += F**5 * u
+            below += 5 * F**4 * (u @ u) + L * F**5
+        w = w - above / below
+        tolerance = 1e-9 if dtype == "float64" else 1e-3
+        assert np.abs(run.executor.xs[t + 1] - w).max() <= tolerance * np.abs(w).max()
+    assert max(losses) ** 5 < 1e-12
+    assert not any("server/short_sums" in record for record in records)
+
+
 def test_dp_ftrl():
     """Kairouz 2021, algorithm 1: x_0 - lr (sum + tree noise) / K; the nodes of rounds 1..t are the
     bits of t."""

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.fixed_sums import same
 
 from raysim.numerics import NonFiniteError, combine, dot, fixed_sum, gram, norm, to_float
 from raysim.numerics.fixed_point import (
@@ -14,16 +15,24 @@ from raysim.numerics.fixed_point import (
     MAX_LOW_LIMB_SUM,
     MAX_MAGNITUDE,
     MAX_WAITING_BYTES,
+    SMALL_BLOCK,
     SMALL_SUM,
     BlockSum,
     FixedSum,
-    in_units,
+    FixedTotal,
+    is_short,
 )
 from raysim.numerics.inner_products import LazyGram, aligned, cross
 
 
 def vectors(seed: int, k: int, P: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(k, P, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def rounded(block: BlockSum) -> FixedTotal:
+    """A block of one limb, rounded half to even, without the code that is tested."""
+    scaled = block.value.double().numpy() * block.weight * 2.0**-block.exponent
+    return {block.exponent: torch.from_numpy(np.rint(scaled).astype(np.int64))}
 
 
 def shifted(v: torch.Tensor, offset: int) -> torch.Tensor:
@@ -43,7 +52,7 @@ def test_any_order_and_grouping_of_blocks_gives_the_same_bits(seed, blocks, P, r
     while len(pool) > 1:  # a random tree
         random.shuffle(pool)
         pool.append(combine([pool.pop() for _ in range(random.randint(2, len(pool)))]))
-    assert torch.equal(pool[0], expected)
+    assert same(pool[0], expected)
 
 
 @settings(deadline=None, max_examples=40, derandomize=True, database=None)
@@ -75,8 +84,9 @@ def test_the_largest_value_fits_and_overflow_across_blocks_is_refused():
     largest = fixed_sum(torch.full((1, 3), 2.0**60 - 2.0**40), [1.0])
     assert to_float(largest, torch.float64).tolist() == [2.0**60 - 2.0**40] * 3
     with pytest.raises(NonFiniteError):
-        combine([torch.full((1, 3), 2**62)] * 3)
-    assert to_float(combine([largest, -largest]), torch.float32).tolist() == [0.0] * 3
+        combine([{-40: torch.full((3,), 2**62)}] * 3)
+    negative = {exponent: -limb for exponent, limb in largest.items()}
+    assert to_float(combine([largest, negative]), torch.float32).tolist() == [0.0] * 3
 
 
 def test_large_and_small_blocks_add_up_in_any_order():
@@ -92,15 +102,17 @@ def test_large_and_small_blocks_add_up_in_any_order():
     expected = torch.tensor(
         [math.fsum(0.25 * v for v in column) for column in columns], dtype=torch.float64
     )
-    forward, backward = combine(fixed), combine([combine([fixed[2].clone(), fixed[0]]), fixed[1]])
-    assert torch.equal(forward, backward)
-    assert torch.allclose(to_float(forward, torch.float64), expected, rtol=1e-14, atol=2.0**-39)
+    forward, backward = combine(fixed), combine([combine([fixed[2], fixed[0]]), fixed[1]])
+    assert same(forward, backward)
+    assert torch.allclose(to_float(forward, torch.float64), expected, rtol=1e-14, atol=2.0**-78)
 
 
 def test_small_entries_beside_a_large_one_are_rounded_half_to_even():
-    row = torch.tensor([[2.0**80, 0.75, -0.75, 1.5, 2.5]], dtype=torch.float64) * 2.0**-40
-    rounded = to_float(fixed_sum(row, [1.0]), torch.float64) * 2.0**40
-    assert rounded.tolist() == [2.0**80, 1.0, -1.0, 2.0, 2.0]
+    units = torch.tensor([[2.0**80, 0.75, -0.75, 1.5, 2.5]])
+    found = to_float(fixed_sum(units * 2.0**-40, [1.0]), torch.float64) * 2.0**40
+    assert found.tolist() == [2.0**80, 1.0, -1.0, 2.0, 2.0]
+    fine = to_float(fixed_sum(units.double() * 2.0**-80, [1.0]), torch.float64) * 2.0**80
+    assert fine.tolist() == [2.0**80, 1.0, -1.0, 2.0, 2.0]
 
 
 def test_weights_and_rows_must_match():
@@ -161,13 +173,13 @@ def test_waiting_does_not_show(given, P, together, random):
             return total
 
         expected = added(given, False).total
-        assert expected is not None and expected.dtype == torch.int64
+        assert expected is not None and all(x.dtype == torch.int64 for x in expected.values())
         shuffled = random.sample(given, len(given))
         again = added(shuffled, True).total
-        assert torch.equal(again, expected)
+        assert same(again, expected)
         at = random.randint(0, len(given))
         parts = [added(part, True) for part in (shuffled[:at], shuffled[at:]) if part]
-        assert torch.equal(
+        assert same(
             combine([part.total for part in parts], sum(part.bound for part in parts)), expected
         )
         single = [block(seed, P, kind) for seed, kind in given]
@@ -179,7 +191,9 @@ def test_waiting_does_not_show(given, P, together, random):
 def test_a_small_block_is_rounded_to_units_half_to_even():
     units = [0.0, 0.49, 0.5, 1.5, 2.5, -0.5, -1.5, -2.51, 2.0**49 - 0.5, 1.0 - 2.0**49]
     value = torch.tensor(units, dtype=torch.float64) * 2.0**-37  # with the weight 2**-40 each
-    assert in_units(BlockSum([value], [0.125])).tolist() == list(map(round, units))
+    total = FixedSum()
+    total.add(BlockSum([value], [0.125]))
+    assert total.total[-40].tolist() == list(map(round, units))
 
 
 @pytest.mark.parametrize("n", [1, 2, 8, 9])
@@ -190,7 +204,7 @@ def test_waiting_blocks_are_added_in_units(n, P):
     for one in blocks:
         total.add(one)
     assert len(total._waiting) == n
-    assert torch.equal(total.total, sum(map(in_units, blocks))[None])
+    assert same(total.total, combine(map(rounded, blocks)))
 
 
 @pytest.mark.parametrize("times", [1 - 2**-40, 1, 3, 7.9, 100, 1e9])
@@ -198,8 +212,10 @@ def test_a_block_has_a_high_limb_from_where_it_needs_one(times):
     values = torch.tensor(
         [times * HIGH_LIMB_UNIT, -times * HIGH_LIMB_UNIT, 0.123, 2.0**-40], dtype=torch.float64
     )
-    found = fixed_sum([values], [1.0])
-    assert len(found) == (1 if times < 1 else 2)
+    total = FixedSum()
+    total.add(BlockSum([values], [1.0]))
+    found = total.total
+    assert set(found) == ({-40} if times < 1 else {-40, 10})
     assert torch.allclose(
         to_float(found, torch.float64),
         values,
@@ -223,7 +239,7 @@ def test_one_by_one_or_all_together_whatever_waits(P, monkeypatch):
         by_itself = FixedSum()
         by_itself.add(one)
         own.append(by_itself.total)
-    assert torch.equal(total.total, torch.stack(own).sum(0))
+    assert same(total.total, combine(own))
 
 
 @pytest.mark.parametrize("waiting", [0, 3])
@@ -244,7 +260,7 @@ def test_what_is_refused_leaves_those_who_wait_alone(bad, k, waiting):
     if not waiting:
         assert total.total is None
     else:
-        assert torch.equal(total.total, wanted.total)
+        assert same(total.total, wanted.total)
 
 
 @pytest.mark.parametrize("limit", [MAX_MAGNITUDE * (1 - 2**-20), -MAX_MAGNITUDE * (1 - 2**-20)])
@@ -315,7 +331,7 @@ def test_vectors_of_nothing_add_up_to_nothing(k):
     assert total.total is None
     for _ in range(3):
         total.add(BlockSum([torch.zeros(0)] * k, [0.5] * k))
-    assert total.total is not None and total.total.shape == (1, 0) and total.bound == 0
+    assert total.total is not None and total.total[-40].shape == (0,) and total.bound == 0
     assert to_float(combine([total.total, total.total], 0.0), torch.float32).shape == (0,)
 
 
@@ -334,7 +350,7 @@ def test_inner_products_do_not_see_alignment(P, dtype):
         assert torch.equal(gram(shifted(rows, offset)), expected)
         assert torch.equal(LazyGram(moved, [P]).gram(), few)
         assert torch.equal(cross(aligned(moved[:1]), aligned(moved)), products)
-        assert torch.equal(fixed_sum(moved, [0.3] * 4), fixed_sum(rows, [0.3] * 4))
+        assert same(fixed_sum(moved, [0.3] * 4), fixed_sum(rows, [0.3] * 4))
 
 
 @pytest.mark.parametrize("P", [1, 5, 4096, 12_345])
@@ -366,3 +382,160 @@ def test_a_bad_row_spoils_its_own_row_and_column_only():
     rows[1, 7] = torch.nan
     good = gram(rows).isfinite()
     assert good.tolist() == [[True, False, True], [False, False, False], [True, False, True]]
+
+
+# -- Small numbers.
+
+MAGNITUDES = [1e-300, 1e-160, 1e-40, 1e-20, 1e-11, 1e-8, 5e-5, 1e-3, 1.0, 2e3, 1e9, 1e15]
+FEWEST_BITS = {torch.float32: 2.0**-27, torch.float64: 2.0**-52}
+"""Rounding of a block, as a share of its largest entry."""
+
+
+def magnitude_block(seed: int, magnitude: float, P: int, dtype: torch.dtype) -> BlockSum:
+    """A block whose entries are of very different sizes, up to about `magnitude`."""
+    rng = np.random.default_rng(seed)
+    k = int(rng.integers(1, 4))
+    spread = 10.0 ** rng.uniform(-12, 0, (k, P))
+    rows = torch.from_numpy(magnitude * spread * rng.choice([-1.0, 1.0], (k, P)))
+    return BlockSum(rows.to(dtype), rng.uniform(0.1, 1.0, k).tolist())
+
+
+@settings(deadline=None, max_examples=150, derandomize=True, database=None)
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 10**6), st.sampled_from(MAGNITUDES)), min_size=1, max_size=12
+    ),
+    st.sampled_from([1, 7, 2**15 + 3]),
+    st.sampled_from([torch.float32, torch.float64]),
+    st.randoms(use_true_random=False),
+)
+def test_sums_of_any_magnitudes_have_the_same_bits_in_every_grouping(given, P, dtype, random):
+    """Blocks of 1e-300 beside blocks of 1e15: any order, any grouping into several sums and any
+    tree of these; and each block is right to its share of its largest entry."""
+    is_fine = dtype == torch.float64
+
+    def added(some: list[tuple[int, float]]) -> FixedSum:
+        total = FixedSum(is_fine)
+        for seed, magnitude in some:
+            total.add(magnitude_block(seed, magnitude, P, dtype))
+        return total
+
+    expected = added(given)
+    pool = []
+    rest = random.sample(given, len(given))
+    while rest:
+        size = random.randint(1, len(rest))
+        part = added(rest[:size])
+        pool.append((part.total, part.bound))
+        rest = rest[size:]
+    while len(pool) > 1:
+        random.shuffle(pool)
+        some = [pool.pop() for _ in range(random.randint(2, len(pool)))]
+        bound = sum(bound for _, bound in some)
+        pool.append((combine([total for total, _ in some], bound), bound))
+    assert same(pool[0][0], expected.total)
+    blocks = [magnitude_block(seed, magnitude, P, dtype) for seed, magnitude in given]
+    found = to_float(pool[0][0], torch.float64).numpy()
+    columns = torch.stack([one.value.double() * one.weight for one in blocks]).T[:50]
+    exact = np.array([math.fsum(column) for column in columns.tolist()])
+    sizes = [float((one.value.double() * one.weight).abs().max()) for one in blocks]
+    allowed = FEWEST_BITS[dtype] * sum(sizes) + 2.0**-50 * np.abs(exact)
+    assert (np.abs(found[:50] - exact) <= allowed).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("exponent", [-5, -8, -11, -14, -20, -37])
+@pytest.mark.parametrize("n", [1, 3, 20])
+def test_small_means_are_right(n, exponent, dtype):
+    """The mean of n clients, each in a block of its own, to float32's digits."""
+    rows = (10.0**exponent * (1 + vectors(n, n, 400, torch.float64).abs())).to(dtype)
+    total = FixedSum(dtype == torch.float64)
+    for row in rows:
+        total.add(BlockSum([row], [1 / n]))
+    exact = np.array([math.fsum(column) for column in rows.double().T.tolist()]) / n
+    found = to_float(total.total, torch.float64).numpy()
+    tolerance = 1e-15 if dtype == torch.float64 else 1e-9
+    if dtype == torch.float32 and 10.0**exponent / n > SMALL_BLOCK / 8:
+        tolerance = 2.0**-26  # ordinary blocks
+    assert (np.abs(found - exact) <= tolerance * np.abs(exact)).all()
+
+
+@pytest.mark.parametrize("is_fine", [False, True])
+@pytest.mark.parametrize("exponent", range(-1022, 60, 17))
+def test_nothing_is_lost_down_to_the_smallest_normal_number(exponent, is_fine):
+    value = torch.tensor([1.0, -0.999999999, 0.1, 1 / 3], dtype=torch.float64) * 2.0**exponent
+    total = FixedSum(is_fine)
+    total.add(BlockSum([value], [1.0]))
+    error = (to_float(total.total, torch.float64) - value).abs() * 2.0**-exponent
+    tolerance = 2.0**-53 if is_fine else 2.0**-30
+    if not is_fine and -14 <= exponent < -10:
+        tolerance = 2.0**-27  # ordinary blocks
+    assert float(error.max()) <= tolerance
+
+
+def test_small_entries_beside_large_ones_keep_a_doubles_digits_in_float64():
+    value = torch.tensor([[1000.0, 1.0, 1e-3, 1e-6, 1e-9]], dtype=torch.float64) / 3
+    found = to_float(fixed_sum(value, [1.0]), torch.float64)
+    assert torch.allclose(found, value[0], rtol=2e-15, atol=0)
+    assert torch.allclose(to_float(fixed_sum(value, [1.0]), torch.float64, 7.0), value[0] / 7)
+
+
+@pytest.mark.parametrize("P", [3, 2**15 + 3, 3 * 2**15])
+@pytest.mark.parametrize("largest", [SMALL_BLOCK, SMALL_BLOCK * (1 - 2**-20)])
+@pytest.mark.parametrize("at", [0, -1])
+def test_whether_a_block_is_small_depends_on_its_largest_entry_alone(P, largest, at):
+    """Wherever that is, however long the vector and however large its norm."""
+    value = torch.full((P,), SMALL_BLOCK / 3)
+    value[at] = largest
+    for weight, factor in ((1.0, 1.0), (-0.25, 4.0)):
+        block = BlockSum([value * factor], [weight])
+        assert block.exponent == (-40 if largest >= SMALL_BLOCK else -50)
+        assert block.size >= largest
+    assert BlockSum([value / 2**7], [1.0]).exponent == (-50 if largest >= SMALL_BLOCK else -60)
+
+
+def test_ordinary_blocks_have_the_one_limb_that_they_always_had():
+    for magnitude in (SMALL_BLOCK, 0.1, 1000.0):
+        value = magnitude * vectors(3, 1, 500).clamp(-1, 1)
+        value[0, 0] = magnitude
+        block = BlockSum(value, [1.0])
+        total = FixedSum()
+        total.add(block)
+        assert list(total.total) == [-40] and same(total.total, rounded(block))
+
+
+@pytest.mark.parametrize("is_fine", [False, True])
+def test_many_small_blocks_stay_in_the_range_of_int64(is_fine):
+    """Each has the largest limbs that there are; what no longer fits is refused, not wrapped."""
+    total = FixedSum(is_fine)
+    largest = 2.0**-21 * (1 - 2**-40)
+    one = BlockSum([torch.tensor([largest, -largest], dtype=torch.float64)], [1.0])
+    total.add(one)
+    for _ in range(22):
+        doubled = combine([total.total, total.total], 2 * total.bound)
+        total._limbs, total.bound = doubled, 2 * total.bound
+    found = to_float(total.total, torch.float64)
+    assert found.tolist() == pytest.approx([largest * 2**22, -largest * 2**22], rel=1e-9)
+    with pytest.raises(NonFiniteError, match="all blocks"):
+        for _ in range(2):
+            total.add(one)
+            total.bound *= 2
+
+
+def test_a_sum_is_short_if_its_blocks_cancel():
+    def short(values: list[list[float]], dtype: torch.dtype) -> bool:
+        is_fine = dtype == torch.float64
+        total = FixedSum(is_fine)
+        for value in values:
+            total.add(BlockSum([torch.tensor(value, dtype=torch.float64)], [0.5]))
+        return is_short(total.total, to_float(total.total, dtype, 0.5), 0.5, is_fine)
+
+    for dtype in (torch.float32, torch.float64):
+        assert not short([[1.0, 1e-9], [1.0, 1e-9]], dtype)
+        assert not short([[1e-11, 0.0], [2e-11, 1e-12]], dtype)
+        assert not short([[1e8, 1.0], [1.0, 1.0]], dtype)
+        assert not short([[0.0, 0.0]], dtype)
+        assert short([[1.0, 1.0], [-1.0, -1.0 + 2.0**-22]], dtype) == (dtype == torch.float32)
+        assert not short([[1.0, 0.5], [-1.0, 0.5]], dtype)
+        assert not short([[1e-20], [-1e-20 * (1 - 1e-2)]], dtype)
+        assert short([[1e-20], [-1e-20 * (1 - 1e-6)]], dtype) == (dtype == torch.float32)
