@@ -261,6 +261,26 @@ def test_two_actors_compute_what_is_recorded(folder: Path, tmp_path: Path, recyc
     check("method gradma", raysim.run(config | {"resources": resources}).parameters)
 
 
+def test_two_actors_sum_small_updates_like_one_process(
+    folder: Path, tmp_path: Path, recycled_actors: None
+):
+    def run(name: str, scale: float, **sections: Any) -> raysim.RunResult:
+        one_step = {
+            "server": {"name": "fedavg", "lr": 0.1 / scale},
+            "client": "fedavg",
+            "local": {"steps": 1, "batch_size": 8, "lr": scale},
+            "batching": {"mode": "loop", "size": 1},
+            "schedule": {"cohort": 8},
+            "dtype": "float64",
+        }
+        return raysim.run(configuration(one_step | sections, folder, tmp_path / name))
+
+    ordinary, small = run("ordinary", 1.0), run("small", 1e-12)
+    assert torch.allclose(small.parameters, ordinary.parameters, rtol=1e-3, atol=1e-4)
+    resources = {"executor": "ray", "actors": 2, "threads": 1}
+    assert run("two", 1e-12, resources=resources).digest == small.digest
+
+
 def test_every_case_is_recorded():
     recorded = json.loads(FILE.read_text())
     assert set(recorded["projections"]) == set(CASES)

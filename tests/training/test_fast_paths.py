@@ -377,10 +377,15 @@ def test_an_empty_client_in_a_pooled_block_sends_nothing(engine, config):
         assert [done.bytes for done in ours.clients] == [done.bytes for done in theirs.clients]
 
 
+@pytest.mark.parametrize("lr", [None, 1e-9, 1e-200])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_pooled_blocks_have_the_same_bits_whoever_trains_them(dtype, engine, config):
-    """One worker or two, in any order, one that has trained other things before."""
+def test_pooled_blocks_have_the_same_bits_whoever_trains_them(dtype, lr, engine, config):
+    """One worker or two, in any order, one that has trained other things before; updates of any
+    size."""
     run, _ = engine(config(rounds=1, dtype=dtype))
+    if lr is not None:
+        step_sizes = {"local": run.plan.config.local.model_copy(update={"lr": lr})}
+        run.plan = replace(run.plan, config=run.plan.config.model_copy(update=step_sizes))
     broadcast = {0: Broadcast({"x": run.plan.initial[0]}, run.plan.initial[1])}
     blocks = cut_blocks(
         make_tasks(
