@@ -93,6 +93,11 @@ class Clients(ExampleLists):
         """Number of clients that may train."""
         return len(self) - len(self.held_out)
 
+    @property
+    def n_nonempty(self) -> int:
+        """Number of clients with training examples."""
+        return int(np.count_nonzero(self.sizes))
+
     def all_examples(self) -> ExampleLists:
         """Return the examples of each client, including those of clients that never train."""
         if self.reserved is None:
@@ -127,6 +132,11 @@ class VirtualClients:
     @property
     def n_training(self) -> int:
         """Number of clients that may train: all."""
+        return self.n_clients
+
+    @property
+    def n_nonempty(self) -> int:
+        """Number of clients with training examples: all."""
         return self.n_clients
 
     @property

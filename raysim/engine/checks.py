@@ -26,6 +26,7 @@ from raysim.config.sections.schedule import (
     Sync,
     UniformSampling,
 )
+from raysim.data.clients import Clients, VirtualClients
 from raysim.data.groups import local_of_groups
 from raysim.errors import ConfigError, in_a_line
 from raysim.models import build
@@ -142,6 +143,35 @@ def check_cohort(
                 f"schedule.{key}: the schedule needs {number} clients at one time, but {source} "
                 f"only {clients}; lower schedule.{key}, or raise the number of clients"
             )
+
+
+def warn_of_empty_clients(config: Config, clients: Clients | VirtualClients) -> None:
+    """Log how many clients have no training examples, and what would avoid it.
+
+    Args:
+        config: the configuration of the run.
+        clients: the partition.
+    """
+    empty = clients.n_training - clients.n_nonempty
+    if not empty:
+        return
+    partition = config.partition
+    if partition.val_fraction:
+        way_out = "a smaller partition.val_fraction may avoid it"
+    elif partition.name == "dirichlet":
+        way_out = "partition.min_samples=1 avoids it"
+    elif partition.name == "slow_class":
+        way_out = "fewer partition.clients or a larger partition.alpha may avoid it"
+    else:
+        way_out = "leave them out of the partition"
+    logger.warning(
+        "%d of %d clients have no training examples; they never train, and methods count N = %d "
+        "clients (%s)",
+        empty,
+        clients.n_training,
+        clients.n_nonempty,
+        way_out,
+    )
 
 
 def check_client_evaluation(config: Config) -> None:

@@ -113,7 +113,7 @@ def make_tasks(
         requests: requests of probes, by client and by probe.
     """
     by_samples = plan.server.weights == "samples"
-    n_clients = plan.clients.n_training
+    n_clients = plan.problem.n_nonempty
     all_samples = int(plan.clients.sizes.sum()) if by_samples else 0
     chosen = [True] * len(cohort.ids) if which is None else which
     clients = zip(

@@ -304,6 +304,7 @@ def build_problem(
     metrics = learning.make_metrics(config, task, outputs)
     clients = split_dataset(config.partition, dataset, config.seed, config.held_out)
     _check_schedule(config, clients)
+    checks.warn_of_empty_clients(config, clients)
     checks.check_model_fits_data(config)
     net = build.make_net(config, dataset.shape, outputs)
     dtype = getattr(torch, config.dtype)
@@ -323,7 +324,7 @@ def build_problem(
         cohort=config.schedule.size,
         size=model.size,
         segments=model.segments,
-        n_nonempty=_count_nonempty(clients),
+        n_nonempty=clients.n_nonempty,
         model=config.model.name,
         levels=model.levels,
         has_features=model.has_features,
@@ -345,7 +346,7 @@ def _check_schedule(config: Config, clients: Clients | VirtualClients) -> None:
     checks.check_cohort(config.schedule, len(clients))
     checks.check_cohort(config.schedule, clients.n_training, "evaluate.clients.held_out leaves")
     if isinstance(config.schedule, InFlight):
-        checks.check_cohort(config.schedule, _count_nonempty(clients), "there is data for")
+        checks.check_cohort(config.schedule, clients.n_nonempty, "there is data for")
     # Building the schedule validates it, including the trace file that it may name.
     rounds = schedule.make_schedule(config, clients.sizes)
     if isinstance(config.schedule, Sync) and isinstance(config.schedule.sampling, OwnSampling):
@@ -356,11 +357,6 @@ def _check_schedule(config: Config, clients: Clients | VirtualClients) -> None:
             pass  # the run reports it
         except RaysimError as error:
             raise ConfigError(str(error)) from None
-
-
-def _count_nonempty(clients: Clients | VirtualClients) -> int:
-    """Return the number of clients that have examples."""
-    return int((clients.sizes > 0).sum())
 
 
 def _check_rules(config: Config, rules: Rules, workload: Workload) -> None:

@@ -77,7 +77,7 @@ class RoundCohort:
         return Cohort(
             self.t,
             [self.ids[i] for i in positions],
-            problem.n_training,
+            problem.n_nonempty,
             samples=[self.samples[i] for i in positions],
             steps=[self.steps[i] for i in positions],
             staleness=[self.t - self.bases[i] for i in positions],
@@ -139,7 +139,7 @@ class Server:
             self.state = rule.init(x0.clone(), problem)
             self.buffers = buffers.clone()
             check_tensors(rule, "init", self.state)
-        self.cohort = Cohort(0, [], problem.n_training, seed=problem.seed)
+        self.cohort = Cohort(0, [], problem.n_nonempty, seed=problem.seed)
         self.last_prepared_round = NO_ROUND
         """The last round for which the rule's `before_round` has run."""
         self.selection: list[int] = []
@@ -361,7 +361,7 @@ class Server:
         for name in outcomes[0].sums:
             mode, _, key = name.partition(" ")
             total = combine([o.sums[name] for o in outcomes], bound)
-            divisor = {"mean": remaining, "sum": 1.0, "difference": float(self.problem.n_training)}[
+            divisor = {"mean": remaining, "sum": 1.0, "difference": float(self.problem.n_nonempty)}[
                 mode
             ]
             divisor *= weight if key == "buffers" else 1.0

@@ -27,7 +27,7 @@ class Cohort(TellsPresentNames):
     ids: list[int]
     """The clients' numbers [K]."""
     n_clients: int
-    """N, all clients except those that are held out of training."""
+    """N, all clients that have training examples."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Metrics that `log` has recorded."""
     samples: list[int] = field(default_factory=list)

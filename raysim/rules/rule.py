@@ -19,7 +19,7 @@ class Problem:
     """Sizes of the run that a rule may use before it starts."""
 
     n_clients: int
-    """N, all clients. Their numbers are 0 to N - 1."""
+    """All clients, with those that never train. Their numbers are 0 to n_clients - 1."""
     cohort: int
     """Clients in one round."""
     size: int
@@ -27,7 +27,7 @@ class Problem:
     segments: tuple[int, ...] = ()
     """Lengths of the named tensors in the order of the flat vector; their sum is P."""
     n_nonempty: int = 0
-    """Clients that have any data."""
+    """N, the clients that have training examples."""
     model: str = ""
     """Name of the model in the configuration."""
     levels: int = 0
@@ -46,11 +46,6 @@ class Problem:
     """Clients that never train (`evaluate.clients.held_out`)."""
     n_public: int = 0
     """Public examples of the data set; 0 without any."""
-
-    @property
-    def n_training(self) -> int:
-        """Clients that may train."""
-        return self.n_clients - self.n_held_out
 
     def rng(self, stream: str) -> Generator:
         """Return a generator that is keyed by seed and stream, for a server rule's `init`.

@@ -122,7 +122,7 @@ class Trainer(ABC):
         """[N], the group of each client, 0 for none; None without groups."""
         self.evaluate_block: dict[str, EvaluateBlock] = {}
         """Evaluate the clients of a block, by the examples on which they are evaluated."""
-        self.average = float(parts.clients.sizes.sum() / parts.clients.n_training)
+        self.average = float(parts.clients.sizes.sum() / parts.clients.n_nonempty)
         self.personal = parts.personal or personal_parts(config, client, model)
         if config.local.buffers == "frozen":
             model.freeze_statistics()

@@ -22,10 +22,12 @@ from raysim.rules.sampling import ClientPool
 class Synchronous:
     """The synchronous schedule: a cohort is sampled for each round and starts together.
 
-    All algorithms see the same cohorts for the same seed. Sampled clients without data are left
-    out, so a round may have fewer clients, or none. Clients are sampled from those that are
-    available: not held out, not away after a drop-out, and with an open window. How they are
-    sampled is `schedule.sampling`, or a server rule's `select`.
+    All algorithms see the same cohorts for the same seed. Clients are sampled from those that have
+    data and are available: not held out, not away after a drop-out, and with an open window. How
+    they are sampled is `schedule.sampling`, or a server rule's `select`.
+
+    Under client-level privacy clients without data are sampled as well and left out of the round:
+    who has data must not show in how often the others are sampled.
 
     A round starts when at least one client with data is available. It ends when its last task
     ends, or at the deadline if a client missed it. A client that missed the deadline may be sampled
@@ -46,6 +48,8 @@ class Synchronous:
         self._seed = config.seed
         held_out = held_out_clients(len(sizes), config.held_out, config.seed)
         self._pool = np.delete(np.arange(len(sizes)), held_out)
+        if config.client_privacy is None:
+            self._pool = self._pool[sizes[self._pool] > 0]
         self._sample = select or make_sampler(config.schedule, len(self._pool))
         self._sizes = sizes
         self._everybody = ClientPool(self._pool, sizes[self._pool])
