@@ -244,12 +244,16 @@ def departures(plan: Plan) -> list[str]:
             f"server rule '{plan.server.name}' weighs clients differently "
             "(weights: uniform does not)"
         )
-    if isinstance(schedule, Sync) and (
-        schedule.deadline or schedule.client_dropout or schedule.availability
+    samples_empty_clients = schedule.size < len(plan.clients) and plan.problem.n_nonempty < len(
+        plan.clients
+    )
+    if samples_empty_clients or (
+        isinstance(schedule, Sync)
+        and (schedule.deadline or schedule.client_dropout or schedule.availability)
     ):
         violated.append(
-            "rounds have different numbers of clients (schedule.deadline, schedule.client_dropout "
-            "or schedule.availability)"
+            "rounds have different numbers of clients (schedule.deadline, schedule.client_dropout, "
+            "schedule.availability, or clients without data)"
         )
     if isinstance(schedule, Sync) and schedule.sampling.name != "uniform":
         violated.append("clients are not sampled uniformly (schedule.sampling)")

@@ -56,7 +56,7 @@ def _by_samples(
     """Sample with probabilities proportional to the clients' numbers of examples."""
     shares = pool.samples / pool.samples.sum()
     if not replace:
-        size = min(size, len(pool.ids))
+        size = min(size, int((pool.samples > 0).sum()))
     return pool.ids[rng.choice(len(pool.ids), size, replace=replace, p=shares)].tolist()
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from raysim.config.schema import Config
-from raysim.config.sections.schedule import Sync
+from raysim.config.sections.schedule import Sync, UniformSampling
 from raysim.data.kept_out import held_out_clients
 from raysim.engine.schedule.client_times import ClientTimes
 from raysim.engine.schedule.sampling import Sampler, make_sampler
@@ -22,12 +22,13 @@ from raysim.rules.sampling import ClientPool
 class Synchronous:
     """The synchronous schedule: a cohort is sampled for each round and starts together.
 
-    All algorithms see the same cohorts for the same seed. Clients are sampled from those that have
-    data and are available: not held out, not away after a drop-out, and with an open window. How
-    they are sampled is `schedule.sampling`, or a server rule's `select`.
+    All algorithms see the same cohorts for the same seed. Clients are sampled from those that are
+    available: not held out, not away after a drop-out, and with an open window. How they are
+    sampled is `schedule.sampling`, or a server rule's `select`.
 
-    Under client-level privacy clients without data are sampled as well and left out of the round:
-    who has data must not show in how often the others are sampled.
+    Sampled clients without data are left out, so a round may have fewer clients. If uniform
+    sampling finds only such clients, it samples again among those with data; not so under
+    client-level privacy, where who has data must not show in how often the others are sampled.
 
     A round starts when at least one client with data is available. It ends when its last task
     ends, or at the deadline if a client missed it. A client that missed the deadline may be sampled
@@ -48,9 +49,9 @@ class Synchronous:
         self._seed = config.seed
         held_out = held_out_clients(len(sizes), config.held_out, config.seed)
         self._pool = np.delete(np.arange(len(sizes)), held_out)
-        if config.client_privacy is None:
-            self._pool = self._pool[sizes[self._pool] > 0]
         self._sample = select or make_sampler(config.schedule, len(self._pool))
+        is_uniform = select is None and isinstance(config.schedule.sampling, UniformSampling)
+        self._samples_again = is_uniform and config.client_privacy is None
         self._sizes = sizes
         self._everybody = ClientPool(self._pool, sizes[self._pool])
         self._times = ClientTimes(config, sizes)
@@ -118,6 +119,10 @@ class Synchronous:
             available = np.array(self._wait_for_available_clients())
             pool = ClientPool(available, self._sizes[available])
         sampled = self._sample(pool, t, generator(self._seed, "cohort", t))
+        if self._samples_again and not self._sizes[sampled].any():
+            ids = pool.ids[pool.samples > 0]
+            with_data = ClientPool(ids, self._sizes[ids])
+            sampled = self._sample(with_data, t, generator(self._seed, "cohort", t))
         return dict(Counter(client for client in sampled if self._sizes[client] > 0))
 
     def _wait_for_available_clients(self) -> list[int]:
