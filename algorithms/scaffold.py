@@ -9,7 +9,7 @@
 State: server P, client P for each client that ever participated. Traffic: 2P down, 2P up.
 
 K is the number of local steps of this client, lr the step size of this round. c_i starts at 0. The
-sum over delta_c is divided by the number of ALL clients N, so with full participation c is the
+sum over delta_c is divided by N, ALL clients with examples, so with full participation c is the
 mean of all c_i. Weight decay and gradient clipping, where configured, enter x - y and therefore
 c_i under option II. Under option I, c_i is the plain gradient of f_i, and another optimizer of the
 local steps receives g(y) - c_i + c as its gradient. c is a plain mean even under `weights:

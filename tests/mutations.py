@@ -305,10 +305,17 @@ MUTATIONS = (
         FIXED_POINT,
     ),
     Mutation(
-        "fixed point: large numbers are cut, not rounded",
+        "fixed point: what a limb leaves is not passed on",
         "raysim/numerics/fixed_point.py",
-        "/ FIXED_POINT_UNIT).round_(), high]",
-        "/ FIXED_POINT_UNIT).floor_(), high]",
+        "rest.sub_(whole.sub_(shift), alpha=unit)",
+        "rest.sub_(whole.sub_(shift), alpha=0)",
+        FIXED_POINT,
+    ),
+    Mutation(
+        "fixed point: a small block's unit is too coarse",
+        "raysim/numerics/fixed_point.py",
+        "SMALL_BLOCK_BITS = 29",
+        "SMALL_BLOCK_BITS = 19",
         FIXED_POINT,
     ),
     # Differential privacy

@@ -287,9 +287,13 @@ class PlainSync:
         if self.now == np.inf:
             raise NothingMore
         there = [i for i in range(n) if self.there_from(i) == self.now]
-        drawn = generator(self.config.seed, "cohort", t).choice(
-            len(there), min(self.s.cohort, len(there)), replace=False
-        )
+        with_data = [i for i in there if self.sizes[i]]
+        for there in (there, with_data):  # again if the first draw has nobody with data
+            drawn = generator(self.config.seed, "cohort", t).choice(
+                len(there), min(self.s.cohort, len(there)), replace=False
+            )
+            if any(self.sizes[there[i]] for i in drawn):
+                break
         ends = []
         for client in (there[i] for i in drawn if self.sizes[there[i]]):
             took = self.chance.takes(client, t)
