@@ -79,8 +79,13 @@ class Dataset:
 
     @property
     def are_labelled(self) -> bool:
-        """Whether each target is one integer from 0, as the label of a class is."""
-        return bool(self.classes) and self.y.ndim == 1 and self.y.dtype.kind in "iu"
+        """Whether each target is one integer from 0, as the label of a class is.
+
+        Labels outside of the classes, which a loss may ignore, are none.
+        """
+        if not self.classes or self.y.ndim != 1 or self.y.dtype.kind not in "iu":
+            return False
+        return bool(self.y.min(initial=0) >= 0 and self.y.max(initial=0) < self.n_classes)
 
     @cached_property
     def digest(self) -> str:

@@ -1,6 +1,6 @@
 """Clients' full gradients at a model, and the curvature of their objectives.
 
-Convergence theory needs both. f_i is the mean cross-entropy of client i over its examples without
+Convergence theory needs both. f_i is the mean loss of client i over its examples without
 augmentation and dropout; BatchNorm uses the statistics of the client's batches. f is the mean
 of the f_i with the weights of the server rule, uniform or by samples. A sample of clients is drawn
 once for a run; f is then the mean over the sample.
@@ -13,7 +13,9 @@ clients counts. The power method comes close to L.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -24,6 +26,7 @@ from raysim.data.clients import Clients, VirtualClients
 from raysim.models.flat import BoundModel, Model
 from raysim.numerics import norm, weighted_sum
 from raysim.randomness import generator
+from raysim.rules.batch import Batch
 from raysim.training.trainer import Trainer
 
 GRADIENT_FORWARD_PASSES = 3
@@ -187,12 +190,12 @@ class FullGradients:
         indices = self.trainer.clients.client(client)
         value = 0.0
         total = torch.zeros_like(self.bound.w)
-        for batch in self.trainer.client_batches.whole(indices):
+        for batch, count in self._batches(indices):
             loss = self.bound.model.mean_loss(
                 self.bound.forward(batch.x, "frozen", None), batch.x, batch.y
             )
             parts = torch.autograd.grad(loss, self.bound.parameters, materialize_grads=True)
-            share = len(batch.y) / len(indices)
+            share = count / len(indices)
             total.add_(torch.cat([part.reshape(-1) for part in parts]), alpha=share)
             value += float(loss.detach()) * share
         return value, total
@@ -201,10 +204,15 @@ class FullGradients:
         """Return H_i v, [P], of a client."""
         indices = self.trainer.clients.client(client)
         total = torch.zeros_like(v)
-        for batch in self.trainer.client_batches.whole(indices):
+        for batch, count in self._batches(indices):
             product = _hessian_product(self.bound, batch.x, batch.y, v)
-            total.add_(product, alpha=len(batch.y) / len(indices))
+            total.add_(product, alpha=count / len(indices))
         return total
+
+    def _batches(self, indices: np.ndarray) -> Iterator[tuple[Batch, float]]:
+        """Yield a client's batches with the number of examples that each stands for."""
+        whole = partial(self.trainer.client_batches.whole, indices)
+        return self.bound.model.learning_task.in_batches(whole, len(indices))
 
 
 def _hessian_product(bound: BoundModel, x: Tensor, y: Tensor, v: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any, cast, get_args
@@ -21,9 +22,10 @@ from raysim.rules.batch import Batch
 from raysim.rules.contract import ClientRule, ServerRule
 from raysim.rules.learning_task import LearningTask, TaskData, TaskMetric
 from raysim.rules.learning_tasks import TASKS
-from raysim.rules.loss_task import LossFunction, LossTask, task_like, with_loss
+from raysim.rules.loss_reading import LossFunction
+from raysim.rules.loss_task import LossTask, make_loss_task, task_like
 from raysim.rules.public import PublicData, PublicNeed
-from raysim.rules.registry import build_part
+from raysim.rules.registry import build_part, is_shipped
 from raysim.system.signals import reraise_stop
 
 SAMPLE_EXAMPLES = 6
@@ -74,11 +76,16 @@ def make_learning_task(
     parameters = config.task.parameters
     if isinstance(task, type):
         return build_part("task", task, parameters)
-    like = parameters.pop("like", None) or task_like(task, _task_data(dataset))
+    data = _task_data(dataset)
+    like = parameters.pop("like", None) or task_like(task, data)
     if like not in TASKS:
         raise ConfigError(f"task.like: unknown task {like!r}{did_you_mean(str(like), TASKS)}")
     name = config.task.name.rpartition(":")[2].rpartition(".")[2]
-    return build_part("task", with_loss(task, like, name), parameters)
+    build = functools.partial(build_part, "task", parameters=parameters)
+    try:
+        return make_loss_task(task, like, name, data, build)
+    except ValueError as error:
+        raise ConfigError(f"task: {error}") from None
 
 
 def task_section(config: Config, task: LearningTask) -> Named:
@@ -133,22 +140,45 @@ def check_data(config: Config, task: LearningTask, dataset: Dataset) -> int:
 
 
 def check_rules_of_task(task: LearningTask, *rules: ClientRule | ServerRule) -> None:
-    """Check that no rule that needs class labels is used for a task without them.
+    """Check that rules that need class labels have them, and that they train by the task's loss.
 
     Args:
         task: the learning task.
         rules: the rules of the run.
 
     Raises:
-        ConfigError: a rule needs class labels; the message names it.
+        ConfigError: a rule needs class labels, or has a loss of its own; the message names it.
     """
     for rule in rules:
+        kind = "client" if isinstance(rule, ClientRule) else "server"
         if rule.needs_class_labels and not task.class_labels:
-            kind = "client" if isinstance(rule, ClientRule) else "server"
             raise ConfigError(
                 f"task: {kind} rule '{rule.name}' needs class labels, which task '{task.name}' has "
                 f"not; use another {kind} rule, or task=classification"
             )
+        is_other_loss = isinstance(task, LossTask) and not task.reading.is_cross_entropy
+        if is_other_loss and rule.needs_class_labels and is_shipped(rule):
+            raise ConfigError(
+                f"task: {kind} rule '{rule.name}' trains by a cross-entropy of its own and not by "
+                f"the loss '{task.name}'; use another {kind} rule, or task=classification"
+            )
+
+
+def check_privacy_of_task(config: Config, task: LearningTask) -> None:
+    """Check that the loss has a gradient for each example, if privacy clips those.
+
+    Args:
+        config: the configuration of the run.
+        task: the learning task.
+
+    Raises:
+        ConfigError: the loss is one of all examples of a batch together.
+    """
+    if config.example_privacy is not None and task.loss_reduction == "batch":
+        raise ConfigError(
+            f"privacy: the loss '{task.name}' is one of all examples of a batch together, so that "
+            "no example has a gradient that could be clipped; use another loss"
+        )
 
 
 def check_public_data(dataset: Dataset, *rules: ClientRule | ServerRule) -> None:

@@ -365,6 +365,7 @@ def _check_rules(config: Config, rules: Rules, workload: Workload) -> None:
     all_rules = (client, server, *rules.groups.values())
     learning.check_rules_of_task(workload.learning_task, *all_rules)
     learning.check_public_data(workload.dataset, *all_rules)
+    learning.check_privacy_of_task(config, workload.learning_task)
     checks.check_rules(config, client, server, workload.problem)
     checks.check_selection(config, server)
     checks.check_privacy(config, client, server, model)

@@ -38,6 +38,7 @@ from raysim.randomness import generator
 from raysim.rules.batch import Batch
 from raysim.rules.learning_task import LearningTask
 from raysim.rules.learning_tasks import TASKS, Classification
+from raysim.rules.loss_task import LossTask
 from raysim.rules.losses import Loss, cross_entropy, task_loss
 from raysim.rules.task import PassMode
 from raysim.system.global_generators import GlobalGenerators
@@ -258,8 +259,11 @@ class Model:
         """Refuse a user's task whose loss is not one finite number for each of two examples."""
         if self.sample is None or type(self.learning_task) in TASKS.values():
             return
+        batch = Batch(*self._real(2))
         try:
-            loss = self.learning_task.loss(outputs, Batch(*self._real(2)))
+            loss = self.learning_task.loss(outputs, batch)
+            if isinstance(self.learning_task, LossTask):
+                self.learning_task.confirm(outputs, batch)
         except BaseException as error:
             reraise_stop(error)
             raise ConfigError(
@@ -333,7 +337,7 @@ class Model:
         """
         if self.is_classifier:
             return F.cross_entropy(outputs, y)
-        return self.learning_task.loss(outputs, Batch(x, y)).mean()
+        return self.learning_task.batch_losses(outputs, Batch(x, y)).mean()
 
     def initial(self) -> tuple[Tensor, Tensor]:
         """Return the initial parameters [P] and statistics [Q] of the net."""

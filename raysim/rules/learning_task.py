@@ -11,15 +11,19 @@ divided over evaluations.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import numpy as np
+import torch
 from pydantic import ConfigDict
 from torch import Tensor
 
 from raysim.rules.batch import Batch
+
+LossReduction = Literal["mean", "sum", "batch"]
+"""How the losses of examples become the loss of a batch; see `LearningTask.loss_reduction`."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,15 @@ class LearningTask:
         """Name of the task in messages."""
         return type(self).__dict__.get("config_name", type(self).__name__)
 
+    @property
+    def loss_reduction(self) -> LossReduction:
+        """How the losses of examples become the loss of a batch.
+
+        mean: their sum over the sum of `mean_weights`. sum: their sum. batch: they cannot be
+        divided, and `loss` gives every example the loss of its whole batch.
+        """
+        return "mean"
+
     def check(self, data: TaskData) -> None:
         """Check the examples before the run starts.
 
@@ -105,6 +118,93 @@ class LearningTask:
             batch: the batch, with the targets as `y`, [B, ...].
         """
         raise NotImplementedError(f"{type(self).__name__} defines no loss")
+
+    def mean_weights(self, y: Tensor) -> Tensor | None:
+        """Return each example's weight in the mean, [B]; by default None: all have weight 1.
+
+        The loss of a batch is Σ loss / Σ weight over its real examples. A weight counts in the
+        denominator only: `loss` contains it already. The same holds for the examples of a client
+        or of a test set, however they are divided into batches.
+
+        Args:
+            y: the targets, [B, ...].
+        """
+        return None
+
+    def batch_losses(self, outputs: Tensor, batch: Batch) -> Tensor:
+        """Return the examples' parts of the batch's loss, [B]; `batch.mean` of them is the loss.
+
+        Where all weights are 1, they are the losses themselves. They are 0 if the sum of the
+        weights is 0, as for a batch of ignored labels: such a step has no gradient.
+
+        Args:
+            outputs: the net's outputs, [B, ...].
+            batch: the batch, with the targets as `y`, [B, ...].
+        """
+        values = self.loss(outputs, batch)
+        if self.loss_reduction == "sum":
+            return values * batch.size
+        weights = self.mean_weights(batch.y)
+        if self.loss_reduction == "batch" or weights is None:
+            return values
+        total = (weights if batch.mask is None else weights * batch.mask).sum()
+        return values * (batch.size / torch.where(total > 0, total, 1.0)).to(values.dtype)
+
+    def single_losses(self, outputs: Tensor, batch: Batch) -> Tensor:
+        """Return each example's loss by itself, [B]; for privacy and the Fisher information.
+
+        It depends on no other example, so it has no part in a common denominator.
+
+        Args:
+            outputs: the net's outputs, [B, ...].
+            batch: the batch, with the targets as `y`, [B, ...].
+        """
+        return self.loss(outputs, batch)
+
+    def in_batches(
+        self, batches: Callable[[], Iterable[Batch]], n: int
+    ) -> Iterator[tuple[Batch, float]]:
+        """Yield batches and the number of examples that each stands for in a mean over all.
+
+        The loss of all examples is Σ number · loss of the batch / n. A loss that cannot be divided
+        needs all examples in one batch.
+
+        Args:
+            batches: returns the batches, without padding; the same ones whenever it is called.
+            n: number of all examples.
+        """
+        if self.loss_reduction == "batch":
+            parts = list(batches())
+            if parts:
+                x, y = (torch.cat([getattr(part, key) for part in parts]) for key in "xy")
+                yield Batch(x, y), n
+            return
+        if self.loss_reduction == "sum":
+            for batch in batches():
+                yield batch, n
+            return
+        total: float | None = None
+        for batch in batches():
+            weights = self.mean_weights(batch.y)
+            if weights is None:
+                yield batch, len(batch.y)
+                continue
+            if total is None:
+                total = sum(self._total_weight(other.y) for other in batches())
+            yield batch, n * self._total_weight(batch.y) / (total or 1.0)
+
+    def counted(self, y: Tensor) -> Tensor | None:
+        """Return which examples count in metrics other than the loss, bool [B]; None: all.
+
+        Args:
+            y: the targets, [B, ...].
+        """
+        return None
+
+    def _total_weight(self, y: Tensor) -> float:
+        """Return the sum of the weights of targets."""
+        weights = self.mean_weights(y)
+        return float(len(y) if weights is None else weights.sum())
 
 
 @dataclass(frozen=True)

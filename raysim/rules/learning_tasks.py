@@ -223,6 +223,14 @@ class NextToken(LearningTask):
         values = F.cross_entropy(outputs.flatten(0, 1), target.flatten(), reduction="none")
         return values.view(y.shape) * real
 
+    def token_weights(self, y: Tensor) -> Tensor:
+        """Return the weight of each position in a mean over tokens, [B, T]; 0 for padding.
+
+        Args:
+            y: the next tokens, [B, T].
+        """
+        return self.real(y)
+
     def real(self, y: Tensor) -> Tensor:
         """Return which positions are no padding, bool [B, T].
 

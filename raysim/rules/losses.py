@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from raysim.rules.batch import Batch
 from raysim.rules.learning_task import LearningTask
 from raysim.rules.learning_tasks import Classification
+from raysim.rules.loss_task import LossTask
 
 
 class Net(ABC):
@@ -23,6 +24,8 @@ class Net(ABC):
 
     learning_task: LearningTask = Classification()
     """Learning task of the net: the section `task` of the configuration."""
+    one_by_one: bool = False
+    """Whether each example's loss is needed by itself, not as a part of the batch's loss."""
 
     @property
     @abstractmethod
@@ -67,13 +70,18 @@ Loss = Callable[[Net, Batch], Tensor]
 def task_loss(net: Net, batch: Batch) -> Tensor:
     """Return the loss of each example by the run's learning task, [B].
 
-    A method that adds terms to the loss adds them to this one, and then works for every task.
+    Their mean over the batch is the task's loss of the batch. So a loss with weights of classes is
+    divided by the batch's own denominator. A method that adds terms to the loss adds them to this
+    one, and then works for every task.
 
     Args:
         net: the forward pass.
         batch: the batch.
     """
-    return net.learning_task.loss(net.logits, batch)
+    task = net.learning_task
+    if net.one_by_one:
+        return task.single_losses(net.logits, batch)
+    return task.batch_losses(net.logits, batch)
 
 
 def cross_entropy(net: Net, batch: Batch) -> Tensor:
@@ -116,3 +124,5 @@ def _require_class_labels(net: Net, loss: str) -> None:
         raise ValueError(
             f"{loss} needs class labels, which task '{task.name}' has not; use task_loss"
         )
+    if isinstance(task, LossTask) and not task.reading.is_cross_entropy:
+        raise ValueError(f"{loss} is not the loss '{task.name}' of this run; use task_loss")

@@ -226,17 +226,17 @@ class TokenAccuracy(_OverTokens):
 
 
 class Perplexity(_OverTokens):
-    """exp of the mean cross-entropy over all real positions."""
+    """exp of the mean loss over all real positions."""
 
     larger_is_better = False
 
     def rows(self, outputs: Tensor, y: Tensor) -> Tensor:
-        """Return the summed cross-entropy and the real positions of each sequence, [B, 2].
+        """Return the summed loss and the real positions of each sequence, [B, 2].
 
         See `TaskMetric.rows`.
         """
         losses = self.task.token_losses(outputs.double(), y).sum(1)
-        return torch.stack([losses, self.task.real(y).sum(1).double()], 1)
+        return torch.stack([losses, self.task.token_weights(y).sum(1).double()], 1)
 
     def value(self, rows: np.ndarray) -> float:
         """Return the perplexity. See `TaskMetric.value`."""

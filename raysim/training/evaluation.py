@@ -50,18 +50,20 @@ def measure(
     """
     rows: list[list[Tensor]] = [[] for _ in metrics]
     of_class = torch.zeros(2, classes, dtype=torch.long, device=buffers.device)
-    loss = torch.zeros((), dtype=torch.float64, device=buffers.device)
+    loss = _MeanLoss(net)
     if positions is None:
         positions = torch.arange(len(examples))
     for part in positions.split(batch_size):
         x, y = examples.batch(part)
         outputs = _outputs(net, buffers, x)
+        loss.add(outputs, x, y)
+        if (counted := net.model.learning_task.counted(y)) is not None:
+            outputs, x, y = outputs[counted], x[counted], y[counted]
         for metric, parts in zip(metrics, rows, strict=True):
             with _named(metric):
                 own_x = metric.inputs(x)
                 own_outputs = outputs if own_x is x else _outputs(net, buffers, own_x)
                 parts.append(metric.rows(own_outputs, y))
-        loss += _summed_loss(net, outputs, x, y)
         if classes:
             hits = y[outputs.argmax(1) == y]
             of_class += torch.stack([torch.bincount(p, minlength=classes) for p in (hits, y)])
@@ -70,7 +72,7 @@ def measure(
         with _named(metric):
             values[metric.name] = float(metric.value(_whole(parts)))
     per_class = {f"accuracy/class_{c}": r / k for c, (r, k) in enumerate(of_class.T.tolist()) if k}
-    return {**values, "loss": loss.item() / len(positions), **per_class}
+    return {**values, "loss": loss.value(), **per_class}
 
 
 @contextmanager
@@ -96,11 +98,38 @@ def _whole(parts: list[Tensor]) -> np.ndarray:
     return torch.cat([part.cpu() for part in parts]).numpy()
 
 
-def _summed_loss(net: BoundModel, outputs: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    """Return the sum of the examples' losses, float64."""
-    task = net.model.learning_task
-    if net.model.is_classifier:
-        return F.cross_entropy(outputs.double(), y, reduction="sum")
-    if isinstance(task, LossTask):  # a function of the user's may hold tensors of the run's dtype
-        return task.loss(outputs, Batch(x, y)).double().sum()
-    return task.loss(outputs.double(), Batch(x, y)).sum()
+class _MeanLoss:
+    """The learning task's loss of all examples, however they are divided into batches."""
+
+    def __init__(self, net: BoundModel):
+        self.net = net
+        self.task = net.model.learning_task
+        self.total = torch.zeros((), dtype=torch.float64, device=net.w.device)
+        """Sum of the examples' losses."""
+        self.denominator = 0.0
+        self.parts: list[tuple[Tensor, Tensor]] = []
+        """Outputs and targets of all batches, for a loss that cannot be divided."""
+
+    def add(self, outputs: Tensor, x: Tensor, y: Tensor) -> None:
+        """Add the examples of a batch, without padding."""
+        task = self.task
+        weights = task.mean_weights(y)
+        self.denominator += len(y) if weights is None else float(weights.sum())
+        if self.net.model.is_classifier:
+            self.total += F.cross_entropy(outputs.double(), y, reduction="sum")
+        elif task.loss_reduction == "batch":
+            self.parts.append((outputs, y))
+        elif isinstance(task, LossTask):
+            # A function of the user's may hold tensors of the run's dtype.
+            self.total += task.loss(outputs, Batch(x, y)).double().sum()
+        else:
+            self.total += task.loss(outputs.double(), Batch(x, y)).sum()
+
+    def value(self) -> float:
+        """Return the loss; NaN if all examples have weight 0."""
+        if self.task.loss_reduction == "sum":
+            return self.total.item()
+        if self.parts:
+            outputs, y = map(torch.cat, zip(*self.parts, strict=True))
+            return float(self.task.loss(outputs, Batch(outputs, y))[0])
+        return self.total.item() / self.denominator if self.denominator else float("nan")

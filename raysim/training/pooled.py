@@ -5,6 +5,8 @@ of the updates, then that mean is lr times one gradient:
 
     Σ_i w_i lr ∇f_i(x) = lr ∇ Σ_i w_i / n_i Σ_k l(x; k),   k over the n_i examples of client i.
 
+With weights of examples, as a loss with weights of classes has them, n_i is their sum.
+
 Both sides are equal up to rounding, if the net treats every example separately. The cost of a
 client then depends on its examples and not on P.
 """
@@ -25,6 +27,7 @@ from raysim.models.flat import BoundModel, Model
 from raysim.models.reading import couples_examples
 from raysim.rules.batch import Batch
 from raysim.rules.contract import PLAIN_STEP, ClientRule, ServerRule, overridden
+from raysim.rules.learning_task import LearningTask
 from raysim.system.signals import reraise_stop
 from raysim.training.batch_layouts import PooledBatch
 from raysim.training.loop_trainer import LoopTrainer
@@ -97,7 +100,11 @@ def gradient(bound: BoundModel, pool: PooledBatch) -> tuple[Tensor, list[float]]
     Returns:
         Σ_i w_i ∇f_i [P], and every f_i, the mean loss of a client's examples.
     """
-    weights = np.repeat(np.array(pool.weights) / np.maximum(pool.sizes, 1), pool.sizes)
+    bounds = np.cumsum([0, *pool.sizes])
+    denominators = _denominators(bound.model.learning_task, pool, bounds)
+    weights = np.repeat(
+        np.array(pool.weights) / np.where(denominators, denominators, 1), pool.sizes
+    )
     example_weights = torch.from_numpy(weights).to(bound.w.device, bound.w.dtype)
     total = torch.zeros_like(bound.w)
     losses = []
@@ -109,11 +116,22 @@ def gradient(bound: BoundModel, pool: PooledBatch) -> tuple[Tensor, list[float]]
         total += torch.cat([part.reshape(-1) for part in parts])
         losses.append(values.detach())
     bound.frame.features = None
-    bounds = np.cumsum([0, *pool.sizes])
     all_losses = torch.cat(losses).double().cpu().numpy()
     return total, [
-        all_losses[start:stop].sum() / (stop - start or np.nan) for start, stop in pairwise(bounds)
+        all_losses[start:stop].sum() / (denominator or np.nan)
+        for (start, stop), denominator in zip(pairwise(bounds), denominators.tolist(), strict=True)
     ]
+
+
+def _denominators(task: LearningTask, pool: PooledBatch, bounds: np.ndarray) -> np.ndarray:
+    """Return what the sum of each client's losses is divided by, [K]."""
+    if task.loss_reduction == "sum":
+        return np.ones(len(pool.sizes))
+    weights = task.mean_weights(pool.y)
+    if weights is None:
+        return np.array(pool.sizes)
+    weights = weights.double().cpu().numpy()
+    return np.array([weights[start:stop].sum() for start, stop in pairwise(bounds)])
 
 
 def why_not_pooled(
@@ -129,6 +147,8 @@ def why_not_pooled(
         probed: whether a probe measures single clients, which needs their own updates.
     """
     local = config.local
+    if model.learning_task.loss_reduction == "batch":
+        return f"the loss '{model.learning_task.name}' is one of all examples of a batch together"
     if config.groups:
         return "groups of clients train differently"
     if local.upload:

@@ -176,7 +176,8 @@ class ModelTask(Task):
         self.losses.append((plain / count).detach())
         if privacy.max_grad_norm is not None and batch.private_noise is not None:
             total = total + privacy.max_grad_norm * privacy.noise_multiplier * batch.private_noise
-        return total / count
+        is_sum = self.model.learning_task.loss_reduction == "sum"
+        return total if is_sum else total / count
 
     def sample_grads(
         self,
@@ -203,12 +204,23 @@ class ModelTask(Task):
     def _sample_grads(
         self, w: Tensor, batch: Batch, loss: Loss, mode: PassMode, buffers: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return the gradient [B, P] and the loss by the learning task [B] of every example."""
+        """Return the gradient [B, P] and the loss by the learning task [B] of every example.
+
+        They depend on the example alone, so that a clipped gradient bounds its influence; see
+        `LearningTask.single_losses`.
+        """
+        learning_task = self.model.learning_task
+        if learning_task.loss_reduction == "batch":
+            raise ValueError(
+                f"the loss '{learning_task.name}' is one of all examples of a batch together, so "
+                "single examples have no gradients"
+            )
 
         def total(rows: Tensor) -> tuple[Tensor, Tensor]:
             net = ForwardPass(
                 self.model, batch.x, one_by_one(self.model, rows, batch, mode, buffers)
             )
+            net.one_by_one = True
             values = loss(net, batch)
             is_plain = self.model.is_own_loss(loss) or mode != "train"
             plain = values if is_plain else task_loss(net, batch)
@@ -244,16 +256,17 @@ class ModelTask(Task):
         """Compute the mean gradient over the client's examples. See `Task.full_grad`."""
         self._guard("full_grad")
         total = torch.zeros_like(w)
-        for batch in data.batches():
-            total += self._grad(w, batch, task_loss, "frozen", None) * (len(batch.y) / data.n)
+        for batch, count in self.model.learning_task.in_batches(data.batches, data.n):
+            total += self._grad(w, batch, task_loss, "frozen", None) * (count / data.n)
         return total
 
     def full_loss(self, w: Tensor, data: LocalData) -> Tensor:
         """Compute the mean loss over the client's examples. See `Task.full_loss`."""
         self._guard("full_loss")
         total = w.new_zeros(())
-        for batch in data.batches():
-            total = total + task_loss(self.net(w, batch, "eval", self.buffers), batch).sum()
+        for batch, count in self.model.learning_task.in_batches(data.batches, data.n):
+            losses = task_loss(self.net(w, batch, "eval", self.buffers), batch)
+            total = total + losses.sum() * (count / len(batch.y))
         return total / data.n
 
     def fresh_model(self) -> tuple[Tensor, Tensor]:

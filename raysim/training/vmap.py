@@ -487,6 +487,8 @@ def why_not_vmap(model: Model) -> str | None:
     Args:
         model: the net.
     """
+    if model.learning_task.loss_reduction == "batch":
+        return f"the loss '{model.learning_task.name}' is one of all examples of a batch together"
     sizes = (3, 2)
     x, y = model.trial(sum(sizes))
     w, buffers = model.initial()
