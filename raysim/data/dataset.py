@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +13,12 @@ from pathlib import Path
 import numpy as np
 
 from raysim.errors import ConfigError
+
+logger = logging.getLogger("raysim")
+
+MIN_EXAMPLES_PER_LABEL = 10
+"""Mean number of examples of a label above which no class lacks examples by chance: one of the same
+frequency does with probability exp(-10)."""
 
 IMAGENET_MEAN_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 IMAGENET_GREY_MEAN_STD = (0.449,), (0.226,)
@@ -45,6 +52,7 @@ class Dataset:
         group_names: names of the groups.
         public_x: [m, ...], examples that no client owns, like those of `x`; None: none.
         public_y: [m, ...], their targets, like those of `y`; None: unlabelled.
+        classes_declared: whether the classes were given; else they are counted from the labels.
     """
 
     name: str
@@ -61,6 +69,7 @@ class Dataset:
     group_names: tuple[str, ...] = ()
     public_x: np.ndarray | None = None
     public_y: np.ndarray | None = None
+    classes_declared: bool = True
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -128,6 +137,66 @@ class Dataset:
                 f"{key}: {reader} needs classes, but the labels of {self.name} go up to "
                 f"{n_classes - 1}; number them from 0, or give the number of classes"
             )
+
+    def check_range(self, dtype: str) -> None:
+        """Check that all floats are finite in the type of a run.
+
+        Args:
+            dtype: "float32" or "float64".
+
+        Raises:
+            ConfigError: a number is too large for it; the message names the first one.
+        """
+        largest = np.finfo(dtype).max
+        for name in ("x", "y", "x_test", "y_test", "public_x", "public_y"):
+            array = getattr(self, name)
+            if array is None or array.dtype.kind != "f" or array.dtype.itemsize <= largest.itemsize:
+                continue
+            if not array.size or max(array.max(), -array.min()) <= largest:
+                continue
+            # Numbers above the largest one by less than half of its last bit are rounded down.
+            with np.errstate(over="ignore"):
+                position = np.argwhere(np.isinf(array.astype(dtype)))
+            if len(position):
+                k = position[0]
+                raise ConfigError(
+                    f"data.name: {name}[{k[0]}] of {self.name} holds {array[tuple(k)]}, which is "
+                    f"infinite in {dtype}; scale the data, or set dtype=float64"
+                )
+
+    def check_numbering(self, key: str) -> None:
+        """Check that labels from which the number of classes is counted are numbers from 0 on.
+
+        A class may lack all examples by chance, where classes have few. This is only logged.
+
+        Args:
+            key: the key of the configuration that needs labels.
+
+        Raises:
+            ConfigError: the labels have gaps.
+        """
+        if self.classes_declared or not self.are_labelled:
+            return
+        counts = np.bincount(self.y, minlength=self.n_classes)
+        counts += np.bincount(self.y_test, minlength=self.n_classes)
+        n_labels = np.count_nonzero(counts)
+        if n_labels == self.n_classes:
+            return
+        label = int(np.argmin(counts))
+        gaps = (
+            f"{key}: the labels of {self.name} go up to {self.n_classes - 1}, but only "
+            f"{n_labels} of these {self.n_classes} classes have examples; class {label} has none"
+        )
+        fix = (
+            "give the number of classes (classes), or number the labels from 0, alike in both "
+            "halves: names = np.unique([*y, *y_test]), then np.searchsorted(names, y) and "
+            "np.searchsorted(names, y_test)"
+        )
+        by_chance = counts.sum() < MIN_EXAMPLES_PER_LABEL * n_labels
+        if by_chance and 2 * n_labels > self.n_classes:
+            logger.warning("%s; if it does not exist, %s", gaps, fix)
+            return
+        raise ConfigError(f"{gaps}; {fix}")
 
 
 def data_root(root: str | Path | None = None) -> Path:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ def read_partition(path: Path, n: int) -> IndexLists:
             with np.load(path) as arrays:
                 indices, offsets = (_whole_numbers(arrays[key]) for key in ("indices", "offsets"))
         else:
-            lists = [_whole_numbers(np.array(entry)) for entry in json.loads(path.read_text())]
+            lists = [_whole_numbers(entry) for entry in json.loads(path.read_text())]
             indices = np.concatenate([np.empty(0, dtype=np.int64), *lists])
             offsets = np.cumsum([0, *map(len, lists)])
     except OSError as error:
@@ -74,7 +74,7 @@ def divide_by_function(p: OwnPartition, y: np.ndarray, rng: np.random.Generator)
     place = f"partition.name: {p.name}"
     returned = call_function("partition", p.name, p.parameters, y.copy(), p.clients, rng)
     try:
-        lists = [_whole_numbers(np.asarray(entry)) for entry in returned]
+        lists = [_whole_numbers(entry) for entry in returned]
     except (TypeError, ValueError) as error:
         raise ConfigError(
             f"{place} returned a {type(returned).__name__}; return a list with the positions of "
@@ -92,47 +92,79 @@ def divide_by_function(p: OwnPartition, y: np.ndarray, rng: np.random.Generator)
     return indices, offsets
 
 
-def store_partition(lists: Sequence[Any]) -> dict[str, Any]:
+def is_lists(value: Mapping[Any, Any]) -> bool:
+    """Return whether a mapping holds index lists by client, and not the keys of a section.
+
+    Args:
+        value: a mapping that was given as `partition`.
+    """
+    no_lists = (str, int, float, Mapping, type(None))
+    return bool(value) and not any(isinstance(entry, no_lists) for entry in value.values())
+
+
+def store_partition(lists: Sequence[Any] | Mapping[Any, Any]) -> dict[str, Any]:
     """Write a partition that was given from Python to a file that is named after its content.
 
     Args:
-        lists: for each client the positions of its examples in the training half.
+        lists: for each client the positions of its examples in the training half; a mapping has
+            the clients 0 to N - 1.
 
     Returns:
         The section `partition` that reads it.
 
     Raises:
-        ConfigError: an entry is not a list of positions, or the file cannot be written.
+        ConfigError: an entry is not a list of positions, an example occurs twice, or the file
+            cannot be written.
     """
-    try:
-        clients = [_whole_numbers(np.asarray(entry)) for entry in lists]
-    except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"partition: expected the positions of each client's examples: {error}"
-        ) from None
+    if isinstance(lists, Mapping):
+        lists = _in_order(lists)
+    clients = []
+    for k, entry in enumerate(lists):
+        try:
+            clients.append(_whole_numbers(entry))
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"partition: expected the positions of client {k}'s examples: {error}"
+            ) from None
     indices = np.concatenate([np.empty(0, dtype=np.int64), *clients])
     offsets = np.cumsum([0, *map(len, clients)])
+    if not len(indices):
+        raise ConfigError("partition: no client has an example")
+    _check_indices(indices, offsets, None, "partition")
     path = stored_arrays("partition", {"indices": indices, "offsets": offsets})
     return {"name": "file", "path": str(path)}
 
 
+def _in_order(lists: Mapping[Any, Any]) -> list[Any]:
+    """Return the index lists of a mapping in the order of the clients' numbers."""
+    numbers = [key for key in lists if isinstance(key, int | np.integer)]
+    if sorted(numbers) != list(range(len(lists))):
+        raise ConfigError(
+            f"partition: a mapping of index lists has the clients 0 to {len(lists) - 1} as keys, "
+            f"this one has {', '.join(map(repr, list(lists)[:5]))}; give list(partition.values())"
+        )
+    return [lists[client] for client in range(len(lists))]
+
+
 def _check_indices(
-    indices: np.ndarray, offsets: np.ndarray, n: int, place: str, overlap: bool = False
+    indices: np.ndarray, offsets: np.ndarray, n: int | None, place: str, overlap: bool = False
 ) -> None:
     """Refuse indices that are no examples, and examples that occur twice.
 
     Args:
         indices: the clients' examples, as in `Clients`.
         offsets: the bounds of the clients.
-        n: number of examples.
+        n: number of examples; None: not yet known.
         place: key and source, with which errors begin.
         overlap: whether clients may share examples. No client has one twice.
     """
     client = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
-    if (wrong := np.flatnonzero((indices < 0) | (indices >= n))).size:
+    outside = indices < 0 if n is None else (indices < 0) | (indices >= n)
+    if (wrong := np.flatnonzero(outside)).size:
         k = wrong[0]
+        last = "n - 1" if n is None else n - 1
         raise ConfigError(
-            f"{place}: client {client[k]} has example {indices[k]}, outside 0 to {n - 1}"
+            f"{place}: client {client[k]} has example {indices[k]}, outside 0 to {last}"
         )
     order = np.lexsort((client, indices))
     repeated = np.diff(indices[order]) == 0
@@ -143,14 +175,22 @@ def _check_indices(
         if client[first] == client[second]:
             conflict = "twice"
         else:
-            conflict = f"which is also client {client[first]}'s"
+            conflict = (
+                f"which is also client {client[first]}'s; clients share examples if a function "
+                "(path.py:FUNCTION) returns the lists and partition.overlap is true"
+            )
         raise ConfigError(
             f"{place}: client {client[second]} has example {indices[second]} {conflict}"
         )
 
 
-def _whole_numbers(values: np.ndarray) -> np.ndarray:
-    """Return a one-dimensional integer array as int64; raise `ValueError` for any other."""
+def _whole_numbers(entry: Any) -> np.ndarray:
+    """Return one-dimensional integers as int64; raise `ValueError` for anything else."""
+    if np.ma.is_masked(entry):
+        raise ValueError("expected whole numbers in a row, found masked ones")
+    values = np.asarray(entry)
+    if values.ndim == 1 and values.dtype.kind == "b":
+        raise ValueError("expected whole numbers, found true and false; take np.flatnonzero of it")
     if values.ndim != 1 or (values.size and values.dtype.kind not in "iu"):
         raise ValueError(
             f"expected whole numbers in a row, found {values.dtype} of shape {values.shape}"

@@ -8,10 +8,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
+
 from raysim.config.sections.data import HuggingFace
+from raysim.data.class_names import column_names, in_names_order
 from raysim.data.dataset import Dataset
-from raysim.data.images import as_squares, common_side, import_torchvision
+from raysim.data.images import as_squares, common_mode, common_side, import_torchvision
 from raysim.data.own import make_dataset
+from raysim.data.own_forms import read_column
 from raysim.errors import ConfigError, did_you_mean, in_a_line
 from raysim.system.signals import reraise_stop
 
@@ -41,14 +45,17 @@ def from_hugging_face(data: HuggingFace) -> Dataset:
         _check_column(train, data, key, column, data.train)
         if key != "user":
             _check_column(test, data, key, column, data.test)
-    y, y_test = (_numbers(half, data.y) for half in (train, test))
+    place = f"data.path: {data.path}"
+    y, y_test = (read_column(half, data.y) for half in (train, test))
+    names, names_test = (column_names(half, data.y) for half in (train, test))
+    y_test = in_names_order(y_test, names, names_test, place)
     x, x_test = _inputs(train, test, data)
     content: dict[str, Any] = {"train": (x, y), "test": (x_test, y_test)}
     if data.user:
-        content["users"] = _numbers(train, data.user)
-    if (names := getattr(train.features[data.y], "names", None)) and min(y) >= 0:
+        content["users"] = read_column(train, data.user)
+    if names and np.ndim(y[0]) == 0 and min(y) >= 0:
         content["classes"] = names
-    return make_dataset(Path(data.path).name, content, f"data.path: {data.path}")
+    return make_dataset(Path(data.path).name, content, place)
 
 
 def _package() -> ModuleType:
@@ -72,6 +79,8 @@ def _load_splits(data: HuggingFace) -> dict[str, Any]:
     place = f"data.path: {data.path}"
     folder = Path(data.path).expanduser()
     saved = [name for name in SAVED_FILES if (folder / name).is_file()]
+    if folder.is_file():
+        raise ConfigError(f"{place} is a file; give the folder that holds it")
     if not folder.is_dir() and not HUB_NAME.fullmatch(data.path):
         raise ConfigError(f"{place} is neither a folder nor a name on the Hugging Face hub")
     if saved and data.config is not None:
@@ -120,25 +129,23 @@ def _check_column(half: Any, data: HuggingFace, key: str, column: str, split: st
         raise ConfigError(f"{place} has texts in its column '{column}'; {fix} and save_to_disk")
 
 
-def _numbers(half: Any, column: str) -> Any:
-    """Return a column as an array; one of objects if its lists have different lengths."""
-    return half.with_format("numpy")[column][:]
-
-
 def _inputs(train: Any, test: Any, data: HuggingFace) -> tuple[Any, Any]:
     """Return the inputs of both halves; images are uint8 [n, H, W] or [n, H, W, C]."""
     if not hasattr(train[0][data.x] if len(train) else None, "convert"):
         if data.size is not None:
             raise ConfigError(f"data.size: the column '{data.x}' of {data.path} holds no images")
-        return _numbers(train, data.x), _numbers(test, data.x)
+        return read_column(train, data.x), read_column(test, data.x)
     halves = [
         _images(half, data, split) for half, split in ((train, data.train), (test, data.test))
     ]
-    images = [image for half in halves for image in half]
+    places, places_test = (
+        [f"data.x: example {k} of the split {split} of {data.path}" for k in range(len(half))]
+        for split, half in zip((data.train, data.test), halves, strict=True)
+    )
     side = common_side(halves[0], halves[1], data.size)
-    mode = "L" if all(image.mode in ("1", "L") for image in images) else "RGB"
-    x, x_test = (as_squares(half, side, mode) for half in halves)
-    return x, x_test
+    mode = common_mode([*halves[0], *halves[1]], [*places, *places_test])
+    x = as_squares(halves[0], side, mode, places)
+    return x, as_squares(halves[1], side, mode, places_test)
 
 
 def _images(half: Any, data: HuggingFace, split: str) -> list[Any]:

@@ -6,6 +6,7 @@ import contextlib
 import csv
 import hashlib
 import importlib
+import logging
 import os
 import platform
 import re
@@ -31,6 +32,14 @@ from raysim.data.dataset import (
 )
 from raysim.errors import ConfigError, in_a_line
 from raysim.system.torchvision_operators import import_declaring_operators
+
+logger = logging.getLogger("raysim")
+
+GREY_MODES = ("1", "L")
+"""Modes of Pillow for grey images of at most 8 bits."""
+
+COLOUR_MODES = ("P", "PA", "LA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "HSV")
+"""Modes of Pillow that become RGB with 8 bits for each channel."""
 
 
 def import_torchvision() -> ModuleType:
@@ -74,14 +83,102 @@ def decode_images(
 
     transforms = import_torchvision().transforms
     square = transforms.Compose([transforms.Resize(side), transforms.CenterCrop(side)])
-    images, paths = [], list(paths)
+    images, paths, transparent = [], list(paths), []
     for path, place in zip(paths, places or map(str, paths), strict=True):
         try:
             with _large_images_allowed(), Image.open(path) as image:
-                images.append(np.asarray(square(image.convert(mode))))
+                if _is_transparent(image):
+                    transparent.append(place)
+                images.append(np.asarray(square(_in_mode(image, mode, place))))
+        except ConfigError:
+            raise
         except Exception as error:  # a damaged image may raise nearly anything
             raise _unreadable(place, error) from None
+    _log_transparent(transparent, len(paths))
     return channels_first(np.stack(images), upright=False)
+
+
+def is_picture(value: Any) -> bool:
+    """Return whether an object is an image of Pillow.
+
+    Args:
+        value: any object.
+    """
+    return hasattr(value, "convert") and hasattr(value, "getbands")
+
+
+def common_mode(images: Sequence[Any], places: Iterable[str]) -> str:
+    """Return the mode that images of Pillow get: "L" if all are grey, else "RGB".
+
+    Args:
+        images: the images.
+        places: for each one, the words that name it in errors.
+
+    Raises:
+        ConfigError: an image has pixels of more than 8 bits.
+    """
+    for image, place in zip(images, places, strict=True):
+        _check_depth(image.mode, place)
+    return "L" if all(image.mode in GREY_MODES for image in images) else "RGB"
+
+
+def in_mode(images: Sequence[Any], mode: str, places: Iterable[str]) -> list[Any]:
+    """Return images of Pillow in one mode, converted as torchvision's loader does.
+
+    Args:
+        images: n images.
+        mode: "L" (grey, one channel) or "RGB".
+        places: for each image, the words that name it in errors.
+
+    Raises:
+        ConfigError: an image has pixels of more than 8 bits.
+    """
+    converted, transparent = [], []
+    for image, place in zip(images, places, strict=True):
+        if _is_transparent(image):
+            transparent.append(place)
+        converted.append(_in_mode(image, mode, place))
+    _log_transparent(transparent, len(images))
+    return converted
+
+
+def _check_depth(mode: str, place: str) -> None:
+    """Refuse images of 16 or 32 bits, which Pillow would clip at 255, and other colour spaces."""
+    if mode not in (*GREY_MODES, *COLOUR_MODES):
+        raise ConfigError(
+            f"{place}: is an image of Pillow's mode {mode}, which 8 bits for each of one or three "
+            "channels cannot hold; scale it to 0..255 and save it as L or RGB, or give arrays of "
+            "floats (data: path.py:function)"
+        )
+
+
+def _in_mode(image: Any, mode: str, place: str) -> Any:
+    """Return an image in mode "L" or "RGB", as torchvision's loader converts it."""
+    _check_depth(image.mode, place)
+    with warnings.catch_warnings():
+        # Pillow advises to keep the transparency of palettes, which has no place in RGB.
+        warnings.filterwarnings("ignore", message="Palette images with Transparency")
+        return image.convert(mode)
+
+
+def _is_transparent(image: Any) -> bool:
+    """Return whether an image has a pixel that is not opaque."""
+    if not image.has_transparency_data:
+        return False
+    lowest, _ = image.convert("RGBA").getchannel("A").getextrema()
+    return lowest < 255
+
+
+def _log_transparent(places: Sequence[str], n: int) -> None:
+    """Log how many images have transparent pixels, whose colours count all the same."""
+    if places:
+        logger.warning(
+            "%s: has transparent pixels (as %d of %d images have); their colours are read as if "
+            "they were opaque, as torchvision's ImageFolder does",
+            places[0],
+            len(places),
+            n,
+        )
 
 
 def common_side(images: Sequence[Any], images_test: Sequence[Any], size: int | None) -> int | None:
@@ -97,19 +194,26 @@ def common_side(images: Sequence[Any], images_test: Sequence[Any], size: int | N
     return size
 
 
-def as_squares(images: Sequence[Any], side: int | None, mode: str) -> np.ndarray:
+def as_squares(
+    images: Sequence[Any], side: int | None, mode: str, places: Sequence[str]
+) -> np.ndarray:
     """Return images as uint8 [n, H, W] or [n, H, W, C], resized and cropped to squares.
 
     Args:
         images: n images of Pillow.
         side: height and width in pixels; None: they stay as they are.
         mode: "L" (grey, one channel) or "RGB".
+        places: for each image, the words that name it in errors.
+
+    Raises:
+        ConfigError: an image has pixels of more than 8 bits.
     """
+    converted = in_mode(images, mode, places)
     if side is not None:
         transforms = import_torchvision().transforms
         square = transforms.Compose([transforms.Resize(side), transforms.CenterCrop(side)])
-        images = [square(image) for image in images]
-    return np.stack([np.asarray(image.convert(mode)) for image in images])
+        converted = [square(image) for image in converted]
+    return np.stack([np.asarray(image) for image in converted])
 
 
 @contextlib.contextmanager
@@ -254,10 +358,13 @@ def _common_form(
     for path, place in zip(paths, places or map(str, paths), strict=True):
         try:
             with _large_images_allowed(), Image.open(path) as image:
+                _check_depth(image.mode, place)
                 shapes.append((min(image.size), image.mode))
+        except ConfigError:
+            raise
         except Exception as error:  # likewise
             raise _unreadable(place, error) from None
-    grey = all(mode in ("1", "L") for _, mode in shapes)
+    grey = all(mode in GREY_MODES for _, mode in shapes)
     return size or round(
         statistics.median(shorter for shorter, _ in shapes)
     ), "L" if grey else "RGB"

@@ -203,6 +203,8 @@ def _door_to(name: str) -> str:
             "give a function that reads it, as data=path.py:FUNCTION, or a folder of it by "
             "data={name: hf, path: FOLDER, x: COLUMN, y: COLUMN}"
         )
+    if kind in (".pt", ".pth", ".pkl", ".mat", ".h5", ".hdf5", ".tsv", ".txt", ".xlsx", ".zip"):
+        return "give a function that reads it, as data=path.py:FUNCTION"
     return ""
 
 

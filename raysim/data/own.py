@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from raysim.config.sections.data import Arrays, OwnData
+from raysim.data.class_names import in_names_order
 from raysim.data.dataset import (
     IMAGENET_GREY_MEAN_STD,
     IMAGENET_MEAN_STD,
@@ -70,6 +71,7 @@ def from_npz(data: Arrays) -> Dataset:
     """
     path = Path(data.path).expanduser()
     try:
+        _check_npz(path)
         with np.load(path, allow_pickle=False) as file:
             names = list(file)
             known = (*REQUIRED_ARRAYS, *OPTIONAL_ARRAYS)
@@ -104,6 +106,30 @@ def from_npz(data: Arrays) -> Dataset:
     if data.classes is not None:
         content["classes"] = data.classes
     return make_dataset(path.name, content, f"data.path: {path}")
+
+
+def _check_npz(path: Path) -> None:
+    """Refuse files of other kinds, which NumPy would take for pickles; the message says which."""
+    with open(path, "rb") as file:
+        start = file.read(64)
+    if start.startswith(b"PK") and zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            members = archive.namelist()
+        if all(name.endswith(".npy") for name in members):
+            return
+        kind = f"a zip archive with {members[0]}, as torch.save and spreadsheets make"
+    elif start.startswith(b"\x93NUMPY"):
+        kind = "one array of np.save"
+    elif not start:
+        kind = "empty"
+    elif start.startswith(b"PK"):
+        kind = "a damaged or cut-off zip archive"
+    else:
+        kind = f"a file that begins with {start[:20].decode(errors='replace')!r}"
+    raise ConfigError(
+        f"data.path: {path} is not an .npz file but {kind}; save x, y, x_test and y_test with "
+        "np.savez, or give a function that reads the file, as data=path.py:FUNCTION"
+    )
 
 
 # -- checks ---------------------------------------------------------------------------------------
@@ -152,7 +178,20 @@ class _Reader(FormReader):
             if y.dtype.kind in "biu" and y.ndim == 1:
                 y = y.astype(np.int64)
             self.check_finite(y, f"y{suffix}")
+        if x.dtype == np.uint8 and x.ndim == 4 and not {1, 3} & {x.shape[1], x.shape[3]}:
+            self._refuse_alpha(x, f"x{suffix}")
         return _as_images(x), y
+
+    def _refuse_alpha(self, x: np.ndarray, name: str) -> None:
+        """Refuse images with a channel of transparency; other arrays are integers."""
+        for axis, part in ((3, "[..., :{}]"), (1, "[:, :{}]")):
+            if (channels := x.shape[axis]) in (2, 4):
+                colours = name + part.format(channels - 1)
+                raise self.error(
+                    f"{name} is uint8 {list(x.shape)}, images with {channels} channels, and images "
+                    f"have one or three; give {colours} without transparency, or "
+                    f"{name}.astype('float32') / 255 as numbers"
+                )
 
     def check_alike(self, train: np.ndarray, other: np.ndarray, name: str, other_name: str) -> None:
         """Refuse halves whose examples have different shapes or kinds of numbers."""
@@ -169,6 +208,7 @@ class _Reader(FormReader):
 
     def groups(self, users: Any, n: int) -> tuple[np.ndarray, tuple[str, ...]]:
         """Return the number of each example's user, and the users' names."""
+        self.check_masked(users, "users")
         users = users.numpy() if isinstance(users, torch.Tensor) else users
         # NumPy would turn a missing word of a list into the word "nan".
         users = np.asarray(users, dtype=object if isinstance(users, list | tuple) else None)
@@ -219,6 +259,7 @@ def make_dataset(name: str, content: Any, place: str) -> Dataset:
     """
     reader = _Reader(place)
     train, test, others = reader.halves(content)
+    class_names = reader.names(train)
     x, y, users = reader.half(train, "training")
     x_test, y_test, _ = reader.half(test, "test")
     halves = {"": reader.arrays(x, y, ""), "_test": reader.arrays(x_test, y_test, "_test")}
@@ -230,6 +271,7 @@ def make_dataset(name: str, content: Any, place: str) -> Dataset:
     x, y = reader.examples(*arrays[""], "")
     x_test, y_test = reader.examples(*arrays["_test"], "_test")
     assert y is not None and y_test is not None
+    y_test = in_names_order(y_test, class_names, reader.names(test), place)
     reader.check_alike(x, x_test, "x", "x_test")
     reader.check_alike(y, y_test, "y", "y_test")
     public_x = public_y = groups = None
@@ -247,15 +289,19 @@ def make_dataset(name: str, content: Any, place: str) -> Dataset:
     if x.dtype == np.uint8 and x.ndim == 4 and x.shape[1] in (1, 3):
         statistics = IMAGENET_GREY_MEAN_STD if x.shape[1] == 1 else IMAGENET_MEAN_STD
         scale, shift = normalise(statistics)
+    declared = others.get("classes")
+    if declared is None and len(class_names) >= _number_of_labels(y, y_test) > 0:
+        declared = class_names
     return Dataset(
         name,
         x,
         y,
         x_test,
         y_test,
-        reader.classes(others.get("classes"), y, y_test),
+        reader.classes(declared, y, y_test),
         scale,
         shift,
+        classes_declared=declared is not None,
         groups=groups,
         group_names=names,
         public_x=public_x,
@@ -323,5 +369,5 @@ def store_examples(content: Any) -> dict[str, Any]:
         arrays["public_y"] = dataset.public_y
     identity = f"{dataset.digest} {dataset.group_names}"
     path = stored_arrays("data", arrays, identity)
-    classes = dataset.n_classes or None
+    classes = dataset.n_classes if dataset.classes_declared else None
     return {"name": "arrays", "path": str(path), "classes": classes}

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from raysim.data.images import common_mode, in_mode, is_picture
 from raysim.errors import ConfigError, in_a_line
 from raysim.system.signals import reraise_stop
 
@@ -55,6 +56,11 @@ class ArrayReader:
         Raises:
             ConfigError: they are no numbers, or have rows of different shapes.
         """
+        self.check_masked(values, name)
+        if is_picture(values):
+            return self.pictures([values], name)[0]
+        if isinstance(values, list | tuple) and values and all(map(is_picture, values)):
+            return self.pictures(values, name)
         try:
             array = _to_numpy(values) if isinstance(values, torch.Tensor) else _from_rows(values)
         except BaseException as error:
@@ -62,18 +68,79 @@ class ArrayReader:
             raise self.error(f"{name} cannot be read as an array: {in_a_line(error)}") from None
         if isinstance(array, list):
             return self.stacked(array, name)
-        if array.dtype.kind == "O" and not array.ndim:
-            raise self.error(f"{name} is a {type(values).__name__}; give numbers")
-        if array.dtype.kind == "O":
-            raise self.error(f"{name} is an array of Python objects{_first(array)}; give numbers")
-        if array.dtype.kind not in "biuf":
-            raise self.error(f"{name} is of type {array.dtype}; give numbers")
+        self._check_numbers(array, values, name)
         kind, size = array.dtype.kind, array.dtype.itemsize
         if kind == "u" and size > 1:
-            array = array.astype(np.int64)
+            array = self._converted(array, np.int64, name)
         if kind == "f" and size > 8:
-            array = array.astype(np.float64)
+            array = self._converted(array, np.float64, name)
         return np.asarray(array, dtype=array.dtype.newbyteorder("="), order="C")
+
+    def pictures(self, pictures: Sequence[Any], name: str) -> np.ndarray:
+        """Return images of Pillow as uint8 [n, H, W] if all are grey, else [n, H, W, 3].
+
+        Args:
+            pictures: the images, of one size.
+            name: name of the array in errors.
+
+        Raises:
+            ConfigError: an image has other pixels than those of 8 bits, or another size.
+        """
+        places = [f"{self.place}: {name}[{k}]" for k in range(len(pictures))]
+        mode = common_mode(pictures, places)
+        converted = in_mode(pictures, mode, places)
+        stacked = self.stacked([np.asarray(picture) for picture in converted], name)
+        assert isinstance(stacked, np.ndarray)  # sequences have one dimension
+        return stacked
+
+    def check_masked(self, values: Any, name: str) -> None:
+        """Refuse masked arrays with missing values, also among the rows of lists.
+
+        Args:
+            values: anything that may be read as an array.
+            name: name of the array in errors.
+
+        Raises:
+            ConfigError: a value is masked; the message names the first one.
+        """
+        if isinstance(values, np.ma.MaskedArray):
+            mask = np.ma.getmaskarray(values)
+            if not mask.any():
+                return
+            position = np.argwhere(mask)[0].tolist()
+            place = f"{name}[{', '.join(map(str, position))}]" if position else name
+            raise self.error(f"{place} is masked, a missing value; remove the example or fill it")
+        is_object_array = isinstance(values, np.ndarray) and values.dtype.kind == "O"
+        if isinstance(values, list | tuple) or (is_object_array and values.ndim):
+            for k, row in enumerate(values):
+                if isinstance(row, np.ma.MaskedArray | list | tuple):
+                    self.check_masked(row, f"{name}[{k}]")
+
+    def _check_numbers(self, array: np.ndarray, values: Any, name: str) -> None:
+        """Refuse arrays of anything but numbers."""
+        if array.dtype.kind == "O" and not array.ndim:
+            dense = ", as .toarray() makes them" if hasattr(values, "toarray") else ""
+            raise self.error(f"{name} is a {type(values).__name__}; give numbers{dense}")
+        if array.dtype.kind == "O":
+            raise self.error(f"{name} is an array of Python objects{_first(array)}; give numbers")
+        if array.dtype.kind in "US":
+            raise self.error(f"{name} is of type {array.dtype}; give numbers{_numbering(name)}")
+        if array.dtype.kind not in "biuf":
+            raise self.error(f"{name} is of type {array.dtype}; give numbers")
+
+    def _converted(self, array: np.ndarray, dtype: type, name: str) -> np.ndarray:
+        """Return an array in another type; refuse values that are too large for it."""
+        with np.errstate(over="ignore"):
+            converted = array.astype(dtype)
+        wrong = converted < 0 if array.dtype.kind == "u" else np.isinf(converted) & ~np.isinf(array)
+        if wrong.any():
+            position = np.argwhere(wrong)[0].tolist()
+            value = array[tuple(position)] if position else array
+            raise self.error(
+                f"{name}{position[:1] or ''} holds {value}, which is too large for "
+                f"{np.dtype(dtype)}; scale or remove it"
+            )
+        return converted
 
     def stacked(self, rows: Sequence[np.ndarray], name: str) -> np.ndarray | Sequences:
         """Return rows of one shape as an array, and sequences of different lengths as they are.
@@ -197,7 +264,19 @@ def _from_rows(values: Any) -> np.ndarray | list[np.ndarray]:
 
 def _first(array: np.ndarray) -> str:
     """Return " (number 3 is a str)" for the first object of an array that is no number."""
-    for k, value in enumerate(array.flat):
+    for position, value in np.ndenumerate(array):
         if not isinstance(value, int | float | np.number):
-            return f" (number {k} is a {type(value).__name__})"
+            return f" (number {position[0]} is a {type(value).__name__})"
+        if isinstance(value, int) and not -(2**63) <= value < 2**63:
+            return f" (number {position[0]} is {value}, which has more than 64 bits)"
     return ""
+
+
+def _numbering(name: str) -> str:
+    """Return how texts become labels, for the errors of targets."""
+    if not name.startswith("y"):
+        return ""
+    return (
+        ", the same in both halves: names = np.unique(y), then np.searchsorted(names, y) and "
+        "np.searchsorted(names, y_test)"
+    )

@@ -8,7 +8,7 @@ These are read:
   set with the columns x and y.
 
 A mapping may also have `users`, `public` and `classes`. The examples of a torch data set are pairs
-or mappings likewise. A third entry of an example, and the entry `user` of a mapping, is its user.
+or mappings likewise. The entry `user` of a mapping is its user.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from raysim.data.class_names import Names, class_names, column_names
+from raysim.data.images import is_picture
 from raysim.data.own_arrays import ArrayReader, Sequences
+from raysim.data.read_again import first_changed
 from raysim.errors import ConfigError, did_you_mean, in_a_line
 from raysim.system.signals import reraise_stop
 
@@ -98,10 +101,10 @@ class FormReader(ArrayReader):
         Raises:
             ConfigError: it has another form, or a data set of the user fails.
         """
-        if _is_table(half):
+        if _is_table(half) and not _is_transformed(half):
             return self._columns(half, split)
-        if isinstance(half, torch.utils.data.Dataset):
-            return self._torch_examples(half, split)
+        if isinstance(half, torch.utils.data.Dataset) or _is_table(half):
+            return self._examples(half, split)
         if isinstance(half, Mapping):
             return self._entries(half, f"the {split} half")
         if isinstance(half, tuple | list) and len(half) == 2:
@@ -114,6 +117,17 @@ class FormReader(ArrayReader):
             "torch Dataset or a Hugging Face dataset"
         )
 
+    def names(self, half: Any) -> Names:
+        """Return the names of the classes of one half, by number; () if it carries none.
+
+        Args:
+            half: the half, in one of the known forms.
+        """
+        if _is_table(half):
+            return column_names(half, "y")
+        is_data_set = isinstance(half, torch.utils.data.Dataset)
+        return class_names(half, self.place) if is_data_set else ()
+
     def _entries(self, entries: Mapping[Any, Any], place: str) -> Half:
         """Return x, y and user of a mapping."""
         for key in entries:
@@ -125,8 +139,8 @@ class FormReader(ArrayReader):
         user = next((entries[key] for key in USER_KEYS if key in entries), None)
         return entries["x"], entries["y"], user
 
-    def _torch_examples(self, half: Any, split: str) -> Half:
-        """Return the stacked examples of a map-style torch data set."""
+    def _examples(self, half: Any, split: str) -> Half:
+        """Return the stacked examples of a map-style data set."""
         if isinstance(half, torch.utils.data.IterableDataset):
             raise self._no_length(split)
         if type(half) is torch.utils.data.TensorDataset and len(half.tensors) == 2:
@@ -138,7 +152,17 @@ class FormReader(ArrayReader):
             raise self.error(
                 f"the {split} examples have no length ({in_a_line(error)}); define __len__"
             ) from None
-        examples = [self._example(half, k, f"{split} example {k}") for k in range(n)]
+
+        def read(k: int) -> Half:
+            return self._example(half, k, f"{split} example {k}")
+
+        examples = [read(k) for k in range(n)]
+        if (k := first_changed(read, examples)) is not None:
+            raise self.error(
+                f"{split} example {k} differs when it is read again, as with a random transform, "
+                "but each example is read once, for all rounds; leave the transform out, and set "
+                "data.augment=true to crop and mirror uint8 images anew for each use"
+            )
         x, y = (
             self._stacked([example[i] for example in examples], name, split)
             for i, name in enumerate("xy")
@@ -157,18 +181,23 @@ class FormReader(ArrayReader):
             reraise_stop(error)
             raise self.error(f"{place} fails: {in_a_line(error)}") from None
         if isinstance(example, Mapping):
+            if _is_table(half):  # its other columns are not used
+                example = {key: example[key] for key in ("x", "y", *USER_KEYS) if key in example}
             return self._entries(example, place)
-        if isinstance(example, tuple | list) and len(example) in (2, 3):
-            return *example[:2], example[2] if len(example) == 3 else None
+        if isinstance(example, tuple | list) and len(example) == 2:
+            return *example, None
         type_name = type(example).__name__
         if isinstance(example, tuple | list):
             type_name += f" of {len(example)}"
         raise self.error(
-            f"{place} is a {type_name}; expected a pair (x, y), (x, y, user) or a mapping of these"
+            f"{place} is a {type_name}; expected a pair (x, y), or a mapping that names its "
+            "entries: x, y and user"
         )
 
     def _stacked(self, rows: list[Any], name: str, split: str) -> np.ndarray | Sequences:
         """Return the x or the y of all examples."""
+        if rows and all(map(is_picture, rows)):
+            return self.pictures(rows, f"{name} of the {split} examples")
         arrays = [self.array(row, f"{name} of {split} example {k}") for k, row in enumerate(rows)]
         lists = [k for k, array in enumerate(arrays) if isinstance(array, list)]
         if lists:
@@ -186,8 +215,11 @@ class FormReader(ArrayReader):
                 f"{', '.join(names)}; rename them with rename_column"
             )
         user = next((name for name in USER_KEYS if name in names), None)
-        table = half.with_format("numpy")
-        return table["x"][:], table["y"][:], user and table[user][:]
+        return (
+            read_column(half, "x"),
+            read_column(half, "y"),
+            None if user is None else read_column(half, user),
+        )
 
     def _no_length(self, split: str) -> ConfigError:
         """Return the error for a stream of examples."""
@@ -195,6 +227,29 @@ class FormReader(ArrayReader):
             f"the {split} examples are an IterableDataset, which has no length; give a map-style "
             "Dataset, or arrays"
         )
+
+
+def read_column(half: Any, name: str) -> Any:
+    """Return a column of a Hugging Face data set: numbers in their own type, or images of Pillow.
+
+    Args:
+        half: the data set.
+        name: the column.
+    """
+    feature = half.features[name]
+    if type(feature).__name__ == "Image" and feature.decode:
+        return list(half.with_format(None)[name])
+    while hasattr(feature, "feature"):  # of a list
+        feature = feature.feature
+    # Without a type, floats of 64 bits would become floats of 32.
+    is_double = getattr(feature, "dtype", "") in ("float64", "double")
+    table = half.with_format("numpy", **({"dtype": np.float64} if is_double else {}))
+    return table[name][:]
+
+
+def _is_transformed(table: Any) -> bool:
+    """Return whether a Hugging Face data set has a transform, of `set_transform`."""
+    return table.format["type"] == "custom" if hasattr(table, "format") else False
 
 
 def _is_table(value: Any) -> bool:

@@ -174,10 +174,10 @@ def _class_over_clients(p: Dirichlet, dataset: Dataset, rng: np.random.Generator
     of its remaining examples and q ~ Dirichlet(alpha) over the clients.
     """
     y = dataset.y
-    n_classes = dataset.n_classes
     keys = f"partition.clients={p.clients} with partition.min_samples={p.min_samples}"
     _require(p.clients * p.min_samples <= len(y), dataset, keys)
-    pools = [np.flatnonzero(y == c) for c in range(n_classes)]
+    pools = _pools(y)
+    n_classes = len(pools)
     left = [len(pool) for pool in pools]
     owner = np.empty(len(y), dtype=np.int64)
     for client in np.repeat(np.arange(p.clients), p.min_samples):
@@ -201,14 +201,15 @@ def _client_over_classes(p: Dirichlet, dataset: Dataset, rng: np.random.Generato
     client's q_i, renormalised over the classes that still have examples. All places are drawn at
     once; where a class runs out, the places after that are drawn again.
     """
-    y = dataset.y
+    _, y = np.unique(dataset.y, return_inverse=True)  # classes without examples take no part
     n = len(y)
+    n_classes = int(y.max()) + 1
     keys = f"partition.clients={p.clients} with partition.min_samples={p.min_samples}"
     _require(p.clients * max(p.min_samples, 1) <= n, dataset, keys)
-    log_q = _log_dirichlet(rng, p.alpha, (p.clients, dataset.n_classes))
+    log_q = _log_dirichlet(rng, p.alpha, (p.clients, n_classes))
     client = rng.permutation(np.arange(n) % p.clients)
     label = np.empty(n, dtype=np.int64)
-    left = np.bincount(y, minlength=dataset.n_classes)
+    left = np.bincount(y, minlength=n_classes)
     done = 0
     while done < n:
         label[done:] = _draw_classes(rng, np.where(left > 0, log_q, -np.inf), client[done:])
@@ -262,7 +263,7 @@ def _heavy_tail(p: HeavyTail, dataset: Dataset, rng: np.random.Generator) -> np.
         1 + np.floor(rng.lognormal(p.mean, p.sigma, p.clients)), p.max_samples
     ).astype(np.int64)
     sizes = np.maximum(sizes, p.classes)
-    pools = [rng.permutation(np.flatnonzero(dataset.y == c)) for c in range(dataset.n_classes)]
+    pools = [rng.permutation(pool) for pool in _pools(dataset.y)]
     left = np.array([len(pool) for pool in pools])
     owner = np.full(len(dataset.y), -1, dtype=np.int64)
     for client, size in enumerate(sizes):
@@ -312,6 +313,12 @@ def _natural(p: Natural, dataset: Dataset, rng: np.random.Generator) -> np.ndarr
     )
     owner[others] = np.searchsorted(ends, np.arange(len(others)), side="right")
     return owner
+
+
+def _pools(y: np.ndarray) -> list[np.ndarray]:
+    """Return the examples of each class that has any, in ascending order."""
+    ends = np.cumsum(np.unique(y, return_counts=True)[1])
+    return np.split(np.argsort(y, kind="stable"), ends[:-1])
 
 
 def _by_class(y: np.ndarray, rng: np.random.Generator) -> np.ndarray:

@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 
 from raysim.config.sections.data import TorchvisionData
+from raysim.data.class_names import class_names, in_names_order
 from raysim.data.dataset import Dataset, data_root
 from raysim.data.images import (
     as_squares,
+    common_mode,
     common_side,
     import_torchvision,
     torchvision_reason,
@@ -46,12 +48,19 @@ def from_torchvision(data: TorchvisionData) -> Dataset:
     halves = [_half(cls, data, root, is_train) for is_train in (True, False)]
     (images, y), (images_test, y_test) = (_examples(half, place) for half in halves)
     side = common_side(images, images_test, data.size)
-    mode = "L" if all(image.mode in ("1", "L") for image in images) else "RGB"
-    x, x_test = (as_squares(half, side, mode) for half in (images, images_test))
+    places, places_test = (
+        [f"{place}: {split} example {k}" for k in range(len(half))]
+        for split, half in (("training", images), ("test", images_test))
+    )
+    mode = common_mode(images, places)
+    x = as_squares(images, side, mode, places)
+    x_test = as_squares(images_test, side, mode, places_test)
     content: dict[str, Any] = {"train": (x, y), "test": (x_test, y_test)}
-    names = getattr(halves[0], "classes", None)
-    if names is not None and len(names) > max(y, default=0):
+    names, names_test = (class_names(half, place) for half in halves)
+    if names and len(names) > max(y, default=0):
         content["classes"] = names
+        y_test = in_names_order(np.array(y_test), names, names_test, place)
+        content["test"] = (x_test, y_test)
     return make_dataset(data.dataset, content, place)
 
 

@@ -131,6 +131,9 @@ def check_data(config: Config, task: LearningTask, dataset: Dataset) -> int:
         raise ConfigError(
             f"task: check of '{task.name}' failed on data '{dataset.name}': {in_a_line(error)}"
         ) from None
+    if task.class_labels:
+        dataset.check_numbering("data.classes")
+    dataset.check_range(config.dtype)
     if outputs < 1:
         raise ConfigError(
             f"task: '{task.name}' has {outputs} outputs on data '{dataset.name}'; return at least "

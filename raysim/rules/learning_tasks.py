@@ -41,12 +41,10 @@ class Classification(LearningTask):
         """
         for half, _, y in data.halves():
             if y.ndim != 1 or y.dtype.kind not in "iu":
-                one_hot = "y.argmax(1) for one-hot labels"
-                advice = one_hot if y.ndim == 2 else "y.astype(int) for whole numbers"
                 raise ValueError(
                     f"the {half} examples have y of type {y.dtype} and shape {list(y.shape)}, "
-                    "expected one integer label for each example, [n]; "
-                    f"write {advice}, or see task=multilabel, regression, next_token"
+                    f"expected one integer label for each example, [n]; {_as_labels(y)}see "
+                    "task=multilabel, regression, next_token"
                 )
         if not data.n_classes:
             _refuse_unnumbered(data)
@@ -246,8 +244,24 @@ TASKS: dict[str, type[LearningTask]] = {
 """The shipped learning tasks by name."""
 
 
-RENUMBER = "number the labels from 0, as np.unique(y, return_inverse=True)[1] does"
+RENUMBER = (
+    "number the labels from 0, alike in both halves: names = np.unique([*y, *y_test]), then "
+    "np.searchsorted(names, y) and np.searchsorted(names, y_test)"
+)
 """The fix for labels that are no numbers of classes."""
+
+
+def _as_labels(y: np.ndarray) -> str:
+    """Return how targets become labels, [n], as the beginning of a fix; "" if they are none."""
+    column = ""
+    if y.ndim == 2 and y.shape[1] == 1:
+        column, y = "[:, 0]", y[:, 0]
+    if y.ndim == 2 and bool((((y == 0) | (y == 1)).all(1) & (y.sum(1) == 1)).all()):
+        return "write y.argmax(1) for one-hot labels, or "
+    if y.ndim > 1 or (y.dtype.kind == "f" and bool((y != np.floor(y)).any())):
+        return ""
+    whole = "" if y.dtype.kind in "iu" else ".astype(int)"
+    return f"write y{column}{whole}, or "
 
 
 def _refuse_unnumbered(data: TaskData) -> None:

@@ -91,7 +91,8 @@ def _section(key: str, value: Any, name_of: Callable[[str, Any], Section]) -> An
     """Return a section without objects; a value without any is returned as it is."""
     if value is None or isinstance(value, str):
         return value
-    if not isinstance(value, Mapping) or (key == "data" and own.is_content(value)):
+    holds_objects = HOLDS_OBJECTS.get(key)
+    if not isinstance(value, Mapping) or (holds_objects and holds_objects(value)):
         return name_of(key, value)
     parameters = {
         inner: item if inner == "name" else _plain(f"{key}.{inner}", item)
@@ -147,7 +148,7 @@ def _data(key: str, value: Any) -> Section:
 def _partition(key: str, value: Any) -> Section:
     if callable(value):
         return {"name": python_objects.reference(value)}
-    if isinstance(value, list | tuple):
+    if isinstance(value, list | tuple | Mapping):
         return given_partitions.store_partition(value)
     raise ConfigError(
         f"{key}: a {type(value).__name__} is neither a function of (y, clients, rng) nor a list "
@@ -219,6 +220,12 @@ SECTIONS: dict[str, Callable[[str, Any], Section]] = {
     "schedule.sampling": _derived(ClientSampling),
 }
 """For each section that may be an object: the function that returns its name and parameters."""
+
+HOLDS_OBJECTS: dict[str, Callable[[Mapping[Any, Any]], bool]] = {
+    "data": own.is_content,
+    "partition": given_partitions.is_lists,
+}
+"""For each section that a mapping of objects may be: whether a mapping is one."""
 
 LISTS: dict[str, Callable[[str, Any], Section]] = {
     "local.upload": _derived(UploadStage, STAGES),
