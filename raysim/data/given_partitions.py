@@ -86,8 +86,6 @@ def divide_by_function(p: OwnPartition, y: np.ndarray, rng: np.random.Generator)
         )
     indices = np.concatenate([np.empty(0, dtype=np.int64), *lists])
     offsets = np.cumsum([0, *map(len, lists)])
-    if not len(indices):
-        raise ConfigError(f"{place} gave no client an example")
     _check_indices(indices, offsets, len(y), place, p.overlap)
     return indices, offsets
 
@@ -128,8 +126,6 @@ def store_partition(lists: Sequence[Any] | Mapping[Any, Any]) -> dict[str, Any]:
             ) from None
     indices = np.concatenate([np.empty(0, dtype=np.int64), *clients])
     offsets = np.cumsum([0, *map(len, clients)])
-    if not len(indices):
-        raise ConfigError("partition: no client has an example")
     _check_indices(indices, offsets, None, "partition")
     path = stored_arrays("partition", {"indices": indices, "offsets": offsets})
     return {"name": "file", "path": str(path)}
@@ -158,6 +154,8 @@ def _check_indices(
         place: key and source, with which errors begin.
         overlap: whether clients may share examples. No client has one twice.
     """
+    if not len(indices):
+        raise ConfigError(f"{place} gave no client an example")
     client = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
     outside = indices < 0 if n is None else (indices < 0) | (indices >= n)
     if (wrong := np.flatnonzero(outside)).size:

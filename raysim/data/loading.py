@@ -58,6 +58,10 @@ OTHER_KINDS = ("arrays", "torchvision", "hf")
 """Names that need further keys."""
 
 
+OTHER_FILES = (".npy", ".pt", ".pth", ".pkl", ".mat", ".h5", ".tsv", ".txt", ".xlsx", ".zip")
+"""Suffixes of files that only a user's own function reads."""
+
+
 def dataset_names() -> tuple[str, ...]:
     """Return the names of the data sets that need no code, file or further key of the user's."""
     return tuple(sorted((*TORCHVISION_SOURCES, *built_in_datasets.LOADERS, *USER_FORMATS)))
@@ -194,7 +198,7 @@ def version_of(data: AnyData) -> str:
 def _door_to(name: str) -> str:
     """Return how a file of this name is given as data; "" for other names."""
     kind = Path(name).suffix
-    if kind in (".npz", ".npy"):
+    if kind == ".npz":
         return f"give the arrays x, y, x_test and y_test as data={{name: arrays, path: {name}}}"
     if kind == ".py":
         return f"name the function in it that returns the examples, as data={name}:FUNCTION"
@@ -203,7 +207,19 @@ def _door_to(name: str) -> str:
             "give a function that reads it, as data=path.py:FUNCTION, or a folder of it by "
             "data={name: hf, path: FOLDER, x: COLUMN, y: COLUMN}"
         )
-    if kind in (".pt", ".pth", ".pkl", ".mat", ".h5", ".hdf5", ".tsv", ".txt", ".xlsx", ".zip"):
+    if kind in (
+        ".npy",
+        ".pt",
+        ".pth",
+        ".pkl",
+        ".mat",
+        ".h5",
+        ".hdf5",
+        ".tsv",
+        ".txt",
+        ".xlsx",
+        ".zip",
+    ):
         return "give a function that reads it, as data=path.py:FUNCTION"
     return ""
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import re
+import time
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,6 +25,7 @@ from raysim.data.dataset import (
     normalise,
 )
 from raysim.data.own_forms import REQUIRED_ARRAYS, USER_KEYS, FormReader
+from raysim.data.read_again import generators_kept
 from raysim.data.stored import stored_arrays
 from raysim.data.users_function import call_function
 from raysim.errors import ConfigError, did_you_mean, in_a_line
@@ -33,6 +35,9 @@ OPTIONAL_ARRAYS = (*USER_KEYS, "public_x", "public_y")
 
 MAX_VALUES_CHECKED_AT_ONCE = 10_000_000
 """Numbers that are looked through for NaN in one pass; it bounds the memory that this takes."""
+
+MAX_SECONDS_TO_CALL_AGAIN = 0.3
+"""Longest time that a user's function may take to be called a second time for comparison."""
 
 MAX_INFERRED_CLASSES = 100_000
 """Largest number of classes that is taken from integer targets; larger ones are quantities, such as
@@ -48,16 +53,32 @@ INTEGER = re.compile("0|-?[1-9][0-9]{0,17}")
 def from_function(data: OwnData, function: str) -> Dataset:
     """Call the user's function and make a data set of what it returns.
 
+    A fast function is called twice, and must return the same examples.
+
     Args:
         data: the section `data`, which holds the function's arguments.
         function: path.py:FUNCTION, or module:FUNCTION of an installed package.
 
     Raises:
         ConfigError: the function is missing or fails, an argument is wrong, or what it returns
-            cannot be used.
+            cannot be used or differs the second time.
     """
-    content = call_function("data", function, data.parameters)
-    return make_dataset(data.name, content, f"data.name: {data.name}")
+
+    def load() -> Dataset:
+        content = call_function("data", function, data.parameters)
+        return make_dataset(data.name, content, f"data.name: {data.name}")
+
+    start = time.perf_counter()
+    dataset = load()
+    if time.perf_counter() - start < MAX_SECONDS_TO_CALL_AGAIN:
+        with generators_kept():
+            again = load()
+        if (again.digest, again.group_names) != (dataset.digest, dataset.group_names):
+            raise ConfigError(
+                f"data.name: {data.name} returns other examples when it is called again; seed its "
+                "generators inside of it, as np.random.default_rng(0) does"
+            )
+    return dataset
 
 
 def from_npz(data: Arrays) -> Dataset:

@@ -122,7 +122,9 @@ class ArrayReader:
             dense = ", as .toarray() makes them" if hasattr(values, "toarray") else ""
             raise self.error(f"{name} is a {type(values).__name__}; give numbers{dense}")
         if array.dtype.kind == "O":
-            raise self.error(f"{name} is an array of Python objects{_first(array)}; give numbers")
+            first = _first(array)
+            fix = "" if first else ", as .astype(float) makes of it"
+            raise self.error(f"{name} is an array of Python objects{first}; give numbers{fix}")
         if array.dtype.kind in "US":
             raise self.error(f"{name} is of type {array.dtype}; give numbers{_numbering(name)}")
         if array.dtype.kind not in "biuf":
@@ -137,7 +139,7 @@ class ArrayReader:
             position = np.argwhere(wrong)[0].tolist()
             value = array[tuple(position)] if position else array
             raise self.error(
-                f"{name}{position[:1] or ''} holds {value}, which is too large for "
+                f"{name}{position[:1] or ''} holds {value!s}, which is too large for "
                 f"{np.dtype(dtype)}; scale or remove it"
             )
         return converted
@@ -263,7 +265,7 @@ def _from_rows(values: Any) -> np.ndarray | list[np.ndarray]:
 
 
 def _first(array: np.ndarray) -> str:
-    """Return " (number 3 is a str)" for the first object of an array that is no number."""
+    """Return " (number 3 is a str)" for the first object that is no number."""
     for position, value in np.ndenumerate(array):
         if not isinstance(value, int | float | np.number):
             return f" (number {position[0]} is a {type(value).__name__})"

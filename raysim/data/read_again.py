@@ -44,7 +44,7 @@ def first_changed(read: Callable[[int], Any], examples: Sequence[Any]) -> int | 
     positions = positions[: MIN_EXAMPLES_READ_AGAIN + n // EXAMPLES_FOR_ONE_MORE].tolist()
     # Digests are taken first: an example may be a view of memory that the next reading changes.
     before = {k: _digest(examples[k]) for k in positions}
-    with _generators_kept():
+    with generators_kept():
         for repetition in range(1 + TIMES_READ_OFTEN):
             _seed_generators(repetition)
             for k in positions if not repetition else positions[:EXAMPLES_READ_OFTEN]:
@@ -61,7 +61,7 @@ def _seed_generators(seed: int) -> None:
 
 
 @contextlib.contextmanager
-def _generators_kept() -> Iterator[None]:
+def generators_kept() -> Iterator[None]:
     """Give the global generators their states back at the end."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:

@@ -68,6 +68,16 @@ def torch_sets():
     half = torch.utils.data.TensorDataset(torch.ones(4, 2), torch.arange(4))
     return half, half
 
+def drawn():
+    x = np.random.default_rng().normal(size=(6, 2))
+    return x, np.arange(6) % 2, x, np.arange(6) % 2
+
+def drawn_by_torch():
+    return {**mapping(), "public": torch.rand(3, 2)}
+
+def drawn_users():
+    return {**mapping(), "users": [f"u{k}" for k in np.random.permutation(4)]}
+
 def broken():
     return 1 / 0
 
@@ -216,6 +226,8 @@ def with_nan(value: float) -> np.ndarray:
     return x
 
 
+MASKED = np.ma.array(X, mask=False)
+MASKED[5, 2] = np.ma.masked
 OBJECTS = np.array([{}, 1], dtype=object)
 RAGGED = [[1.0], [1.0, 2.0]]
 
@@ -253,11 +265,28 @@ RAGGED = [[1.0], [1.0, 2.0]]
         ({"train": (X, Y), "test": (X, Y), "public": X[:, :3]}, "public x of shape"),
         ({"train": (X, Y), "test": (X, Y), "classes": 0}, "classes is 0"),
         ((Squares(0), Squares(2)), "x has no examples"),
+        ((MASKED, Y, X_TEST, Y_TEST), r"x\[5, 2\] is masked, a missing value; remove the example"),
+        ((X, np.ma.masked_equal(Y, 2), X_TEST, Y_TEST), r"y\[2\] is masked"),
+        ((X, Y, MASKED, Y), r"x_test\[5, 2\] is masked"),
+        ({"train": (X, Y), "test": (X, np.ma.masked_equal(Y, 1))}, r"y_test\[1\] is masked"),
+        ((list(MASKED), Y, X_TEST, Y_TEST), r"x\[5\]\[2\] is masked"),
+        ((MASKED.tolist(), Y, X_TEST, Y_TEST), "x is an array of Python objects"),
+        (([[np.ma.masked, 1.0]] * 24, Y, X_TEST, Y_TEST), r"x\[0\]\[0\] is masked"),
+        ({"train": (X, Y), "test": (X, Y), "public": MASKED}, r"x of public\[5, 2\] is masked"),
+        (
+            {"train": (X, Y), "test": (X, Y), "users": np.ma.masked_equal(Y, 0)},
+            r"users\[0\] is mas",
+        ),
     ],
 )
 def test_bad_examples_are_refused_by_name_and_place(content, message):
     with pytest.raises(ConfigError, match=f"^data: .*{message}"):
         made(content)
+
+
+def test_masked_arrays_without_a_missing_value_are_arrays():
+    arrays = [np.ma.array(array) for array in (X, Y, X_TEST, Y_TEST)]
+    assert made(arrays).digest == made((X, Y, X_TEST, Y_TEST)).digest
 
 
 class Stream(torch.utils.data.IterableDataset):
@@ -299,7 +328,10 @@ def test_torch_data_sets_that_cannot_be_stacked_are_refused(half, message):
             {"name": "mine.py:load", "path": "table.csv", "m": 3},
             r"data.m: unknown key of 'mine.py:load'.*known: n, path, scale",
         ),
-        ({"name": "mine.py:broken"}, "mine.py:broken failed in line 21 of .*/mine.py: ZeroDiv"),
+        ({"name": "mine.py:broken"}, "mine.py:broken failed in line 31 of .*/mine.py: ZeroDiv"),
+        ({"name": "mine.py:drawn"}, "mine.py:drawn returns other examples when it is called again"),
+        ({"name": "mine.py:drawn_by_torch"}, "drawn_by_torch returns other examples when it"),
+        ({"name": "mine.py:drawn_users"}, "drawn_users returns other examples when it"),
         ({"name": "mine.py:wrong"}, "mine.py:wrong: expected x, y, x_test.*; got a int"),
         ({"name": "mine.py:mapping", "augment": True}, "data.augment: mine.py:mapping are not im"),
     ],
@@ -321,9 +353,58 @@ def test_an_npz_file_that_cannot_be_used_is_refused(tmp_path):
     refused(saved(tmp_path / "c.npz", x=OBJECTS), "holds an array of Python objects")
     refused(saved(tmp_path / "d.npz", user=Y[:3]), "users has 3 entries for 24")
     (tmp_path / "e.npz").write_text("no zip")
-    refused(tmp_path / "e.npz", "is not an .npz file")
+    refused(tmp_path / "e.npz", "is not an .npz file but a file that begins with 'no zip'; save x")
     np.save(tmp_path / "f.npy", X)
-    refused(tmp_path / "f.npy", "is not an .npz file")
+    refused(tmp_path / "f.npy", "is not an .npz file but one array of np.save")
+    np.save(tmp_path / "h.npy", OBJECTS)
+    refused(tmp_path / "h.npy", "is not an .npz file but one array of np.save")
+    (tmp_path / "i.csv").write_text("a,b,label\n1,2,0\n")
+    refused(
+        tmp_path / "i.csv", r"is not an .npz file but .*'a,b,label\\n1.*np.savez, or give a func"
+    )
+    (tmp_path / "j.npz").write_bytes(b"")
+    refused(tmp_path / "j.npz", "is not an .npz file but empty")
+    (tmp_path / "k.npz").write_bytes((tmp_path / "a.npz").read_bytes()[:300])
+    refused(tmp_path / "k.npz", "is not an .npz file but a damaged or cut-off zip archive")
+    torch.save({"x": torch.tensor(X)}, tmp_path / "l.pt")
+    refused(tmp_path / "l.pt", "is not an .npz file but a zip archive with l/data.pkl")
+    (tmp_path / "m").mkdir()
+    refused(tmp_path / "m", "cannot be read: Is a directory")
+
+
+HUGE = with_nan(1e39)
+
+
+@pytest.mark.parametrize(
+    ("data", "place", "task"),
+    [
+        ((HUGE, Y, X_TEST, Y_TEST), "x[17]", "classification"),
+        ((X, Y, HUGE, Y), "x_test[17]", "classification"),
+        ((-HUGE.astype(np.longdouble), Y, X_TEST, Y_TEST), "x[17]", "classification"),
+        ((torch.tensor(HUGE), Y, X_TEST, Y_TEST), "x[17]", "classification"),
+        ((X, HUGE[:, 3], X_TEST, X_TEST[:, 0]), "y[17]", "regression"),
+        ((X, X, X, -HUGE), "y_test[17]", "regression"),
+        ({"train": (X, Y), "test": (X, Y), "public": HUGE}, "public_x[17]", "classification"),
+        (((X, X), (X, X), (X, HUGE)), "public_y[17]", "regression"),
+    ],
+)
+def test_numbers_that_are_infinite_in_the_type_of_the_run_are_named(config, data, place, task):
+    if isinstance(data, tuple) and len(data) == 3:
+        data = {"train": data[0], "test": data[1], "public": data[2]}
+    config = {**config, "data": data, "task": task, "dtype": "float32"}
+    with pytest.raises(ConfigError) as error:
+        raysim.run(config)
+    assert str(error.value).startswith(f"data.name: {place} of python-")
+    assert "1e+39, which is infinite in float32; scale the data, or set" in str(error.value)
+    assert torch.tensor(1e39, dtype=torch.float64).float().isinf()
+    made(data).check_range("float64")
+
+
+def test_the_largest_numbers_of_the_type_are_read(tmp_path):
+    largest = float(np.finfo(np.float32).max)
+    for value in (largest, -largest, np.nextafter(largest, np.inf)):
+        assert np.isfinite(np.float32(value))
+        made((with_nan(value), Y, X_TEST, Y_TEST)).check_range("float32")
 
 
 @pytest.mark.parametrize("name", ["dirichlet", "shards", "heavy_tail", "slow_class"])

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, TensorDataset
 
 from raysim.data import import_torchvision
 from raysim.data.own import make_dataset
@@ -63,9 +63,10 @@ def test_halves_of_each_form_hold_the_same_examples(half):
     [
         {"x": X, "y": Y, "user": USERS},
         {"x": X, "y": Y, "users": np.array(USERS, dtype=object)},
-        Listed(*((x, y, u) for (x, y), u in zip(PAIRS, USERS, strict=True))),
         Listed(*({"x": x, "y": y, "user": u} for (x, y), u in zip(PAIRS, USERS, strict=True))),
-        TensorDataset(torch.tensor(X), torch.tensor(Y), torch.tensor([0, 1, 0, 2, 1, 0])),
+        StackDataset(
+            x=TENSORS.tensors[0], y=TENSORS.tensors[1], user=torch.tensor([0, 1, 0, 2, 1, 0])
+        ),
     ],
 )
 def test_a_half_may_bring_the_users_of_its_examples(half):
@@ -159,10 +160,13 @@ def test_targets_where_there_is_no_token_are_refused():
     [
         (Listed(*TWO, KeyError("label")), "training example 2 fails: KeyError: 'label'"),
         (Listed(*TWO, (X[2], None)), "y of training example 2 is a NoneType; give numbers"),
+        (Listed(*((x, y, "ann") for x, y in PAIRS)), "training example 0 is a tuple of 3; .* mapping"),
+        (TensorDataset(*TENSORS.tensors, torch.arange(6) % 3), "training example 0 is a tuple of 3"),
+        (TensorDataset(*TENSORS.tensors, *TENSORS.tensors), "training example 0 is a tuple of 4"),
         (Listed(*TWO, (X[2],)), r"training example 2 is a tuple of 1; expected a pair \(x, y\)"),
         (Listed(*TWO, {"x": X[2], "label": 1}), "training example 2 has the unknown key 'label'"),
         (Listed(*TWO, {"x": X[2]}), "training example 2 has no y"),
-        (Listed(TWO[0], (X[1], 1, "ann")), "only 1 of the 2 training examples have a user"),
+        (Listed({"x": X[0], "y": 0}, {"x": X[1], "y": 1, "user": "ann"}), "only 1 of the 2 training examples have a user"),
         (Dataset(), "the training examples have no length .*; define __len__"),
         (X, "the training examples are a ndarray; expected"),
         ([X, Y, Y], "the training examples are a list of 3; expected"),
@@ -177,6 +181,10 @@ def test_targets_where_there_is_no_token_are_refused():
         (([[1, 2], [3, 4]], [[1, 2], [3]]), r"x\[1\] has 2 tokens, y\[1\] has 1; give one target"),
         (([[1.5, 2], [3.0]], [0, 1]), r"x: number 1 has shape \[1\], number 0 \[2\]; crop or pad"),
         ((["a b", "c"], [0, 1]), "x is of type <U3; give numbers"),
+        ((X, list("abcabc")), "y is of type <U1; give numbers, the same in both halves: names = np"),
+        ((X, np.full(6, 2**63 + 5, np.uint64)), r"y\[0\] holds 9223372036854775813, .* for int64"),
+        ((np.full((6, 3), np.longdouble("1e400")), Y), r"x\[0\] holds 1e\+400, .* large for float64"),
+        (([[1, 2], [3, 10**20]], [0, 1]), r"x is an array .* \(number 1 is 10+, which has more"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_read_is_one_error_that_names_it(train, message):
