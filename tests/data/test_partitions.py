@@ -18,6 +18,8 @@ from raysim.data.partitions import _log_dirichlet
 from raysim.errors import ConfigError
 from raysim.randomness import generator
 
+RNG = np.random.default_rng(0)
+
 
 def partition(**keys):
     return validate(
@@ -408,6 +410,26 @@ def test_virtual_clients_draw_uniformly():
     assert np.abs(counts - 900).max() < 5 * np.sqrt(3000 * 0.3 * 0.7)
 
 
+BY_CLASS = [
+    {"name": "dirichlet", "alpha": 0.5},
+    {"name": "dirichlet", "alpha": 0.1, "min_samples": 0, "kind": "client_over_classes"},
+    {"name": "heavy_tail"},
+    {"name": "heavy_tail", "classes": 2},
+    {"name": "shards"},
+]
+
+
+@pytest.mark.parametrize("keys", BY_CLASS, ids=str)
+@pytest.mark.parametrize("numbers", [(0, 99_999), (3, 7), (0, 10, 20), (1, 2, 3, 900_000)])
+def test_partitions_by_class_depend_on_the_classes_that_have_examples(keys, numbers):
+    """Neither time nor clients depend on the numbers of the labels."""
+    order = RNG.integers(0, len(numbers), 600)
+    p = partition(clients=20, **keys)
+    renumbered = split_dataset(p, dataset(order), 4)
+    clients = split_dataset(p, dataset(np.array(numbers)[order]), 4)
+    assert partition_digest(clients) == partition_digest(renumbered)
+
+
 # Validation
 
 
@@ -523,7 +545,7 @@ def test_file_round_trip(tmp_path):
     [
         ([[0], [1, 6]], "client 1 has example 6, outside 0 to 5"),
         ([[0], [-1]], "client 1 has example -1, outside 0 to 5"),
-        ([[0, 1], [2, 1]], "client 1 has example 1 which is also client 0's"),
+        ([[0, 1], [2, 1]], "client 1 has example 1 which is also client 0's; .*overlap is true"),
         ([[0], [3, 2, 3]], "client 1 has example 3 twice"),
         ([[0], [1.5]], "neither a JSON list of lists of indices nor"),
         ([0, 1], "neither a JSON list of lists of indices nor"),
@@ -532,6 +554,8 @@ def test_file_round_trip(tmp_path):
         ([[[0]]], "neither a JSON list of lists of indices nor"),
         ([[0], [[1], [2, 3]]], "neither a JSON list of lists of indices nor"),
         ([], "offsets must rise"),
+        ([[], []], "gave no client an example"),
+        ([[0], [True, False]], "expected whole numbers, found true and false; take np.flatnonzero"),
     ],
 )
 def test_file_mistakes_name_the_client(content, message, tmp_path):

@@ -192,6 +192,40 @@ def test_positions_of_each_clients_examples_are_a_partition(config):
     assert [plan.clients.client(i).tolist() for i in range(3)] == [[0, 5], [1, 2, 3], [7, 8]]
 
 
+@pytest.mark.parametrize("number", [int, np.int64])
+def test_a_mapping_of_positions_is_a_partition_in_the_order_of_the_clients(config, number):
+    lists = {number(2): [7, 8], number(0): np.array([0, 5]), number(1): torch.tensor([1, 2, 3])}
+    plan = prepare(named_inputs({**config, "partition": lists}))
+    assert [plan.clients.client(i).tolist() for i in range(3)] == [[0, 5], [1, 2, 3], [7, 8]]
+
+
+def test_a_function_may_return_positions_that_clients_share(config):
+    shared = {"name": lambda y, clients, rng: [[0, 1], [1, 2]], "clients": 2, "overlap": True}
+    plan = prepare(named_inputs({**config, "partition": shared, "schedule": {"cohort": 2}}))
+    assert [plan.clients.client(i).tolist() for i in range(2)] == [[0, 1], [1, 2]]
+
+
+@pytest.mark.parametrize(
+    ("lists", "message"),
+    [
+        ({"ann": [0], "bob": [1]}, "a mapping of index lists has .* 0 to 1 as keys, this one has 'a"),
+        ({1: [0], 2: [1]}, r"this one has 1, 2; give list\(partition.values\(\)\)"),
+        ([[0, 1], [1, 2]], "client 1 has example 1 which is also client 0's; .*overlap is true"),
+        ({0: [0, 1], 1: [1, 2]}, "client 1 has example 1 which is also client 0's"),
+        ([[0], [1, 1]], "client 1 has example 1 twice"),
+        ([[0], [-1]], "client 1 has example -1, outside 0 to n - 1"),
+        ([[], []], "gave no client an example"),
+        ([[0], [1.0]], "expected the positions of client 1's examples: expected whole numbers in a"),
+        ([np.arange(30) < 9], "client 0's .*: expected whole numbers, found true and false; take np"),
+        ([np.ma.masked_equal([0, 1], 1)], "client 0's examples: .* found masked ones"),
+        ([{1, 2}], "client 0's examples: expected whole numbers in a row, found object"),
+    ],
+)  # fmt: skip
+def test_positions_that_are_no_partition_are_refused(config, lists, message):
+    with pytest.raises(ConfigError, match=f"^partition.*{message}"):
+        raysim.run({**config, "partition": lists}, tracking=False)
+
+
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
