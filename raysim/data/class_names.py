@@ -19,15 +19,18 @@ Names = tuple[str, ...]
 
 
 def class_names(half: Any, place: str) -> Names:
-    """Return the names of a torch data set's labels, also of a part of it or of several.
+    """Return the names of a data set's labels, also of a part of it or of several.
 
     Args:
-        half: the data set. One with a `target_transform` may give other labels.
+        half: a data set of torch, which may give other labels if it has a `target_transform`, or of
+            Hugging Face with the column y.
         place: key and source, with which errors begin.
 
     Raises:
         ConfigError: the parts of a ConcatDataset number their classes differently.
     """
+    if hasattr(half, "column_names"):
+        return column_names(half, "y")
     if isinstance(half, Subset):
         return class_names(half.dataset, place)
     if isinstance(half, ConcatDataset):
@@ -52,7 +55,7 @@ def column_names(half: Any, column: str) -> Names:
         half: the data set.
         column: the column, of labels or of lists of labels.
     """
-    feature = half.features[column]
+    feature = (half.features or {}).get(column)
     while hasattr(feature, "feature"):  # of a list
         feature = feature.feature
     return tuple(getattr(feature, "names", None) or ())

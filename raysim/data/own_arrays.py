@@ -25,6 +25,9 @@ PADDING_Y = -100
 NUMPY_FLOATS = (torch.float16, torch.float32, torch.float64)
 """Types of torch that NumPy has."""
 
+MAY_BE_MASKED = (np.ma.MaskedArray, list, tuple)
+"""Types of rows in which a value may be missing."""
+
 Sequences = list[np.ndarray]
 """Rows of whole numbers, int64 [T_k], of different lengths."""
 
@@ -113,7 +116,7 @@ class ArrayReader:
         is_object_array = isinstance(values, np.ndarray) and values.dtype.kind == "O"
         if isinstance(values, list | tuple) or (is_object_array and values.ndim):
             for k, row in enumerate(values):
-                if isinstance(row, np.ma.MaskedArray | list | tuple):
+                if isinstance(row, MAY_BE_MASKED):
                     self.check_masked(row, f"{name}[{k}]")
 
     def _check_numbers(self, array: np.ndarray, values: Any, name: str) -> None:

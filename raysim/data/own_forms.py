@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from raysim.data.class_names import Names, class_names, column_names
+from raysim.data.class_names import Names, class_names
 from raysim.data.images import is_picture
 from raysim.data.own_arrays import ArrayReader, Sequences
 from raysim.data.read_again import first_changed
@@ -123,9 +123,7 @@ class FormReader(ArrayReader):
         Args:
             half: the half, in one of the known forms.
         """
-        if _is_table(half):
-            return column_names(half, "y")
-        is_data_set = isinstance(half, torch.utils.data.Dataset)
+        is_data_set = isinstance(half, torch.utils.data.Dataset) or _is_table(half)
         return class_names(half, self.place) if is_data_set else ()
 
     def _entries(self, entries: Mapping[Any, Any], place: str) -> Half:

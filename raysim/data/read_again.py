@@ -28,6 +28,9 @@ EXAMPLES_READ_OFTEN = 32
 
 TIMES_READ_OFTEN = 4
 
+SCALARS = {bool, int, float, complex, str, bytes, type(None)}
+"""Types whose representation tells their values apart."""
+
 
 def first_changed(read: Callable[[int], Any], examples: Sequence[Any]) -> int | None:
     """Return an example that differs when it is read again; None if none is found.
@@ -81,7 +84,12 @@ def _digest(value: Any) -> bytes:
 
 def _add(whole: Any, value: Any) -> None:
     """Add an example, or a part of it, to a digest."""
-    whole.update(type(value).__name__.encode())
+    kind = type(value)
+    whole.update(kind.__name__.encode())
+    is_list = kind in (list, tuple)
+    if kind in SCALARS or (is_list and set(map(type, value)) <= SCALARS):
+        whole.update(repr(value).encode())
+        return
     if isinstance(value, torch.Tensor):
         value = value.detach().to_dense() if value.layout is not torch.strided else value.detach()
         # The bytes of types that NumPy lacks, such as bfloat16.
@@ -99,7 +107,7 @@ def _add(whole: Any, value: Any) -> None:
         whole.update(f"{value.mode}{value.size}".encode() + value.tobytes())
     elif hasattr(value, "__array__"):
         _add_array(whole, np.asarray(value))
-    elif isinstance(value, str | bytes | int | float | complex | None):
+    elif isinstance(value, str | int | float):  # of a subclass, such as an enumeration
         whole.update(repr(value).encode())
 
 

@@ -58,6 +58,12 @@ def test_labels_of_another_order_have_the_numbers_of_the_training_half(order, tm
         assert dataset.y.tolist() == dataset.y_test.tolist() == Y.tolist()
 
 
+def test_parts_of_a_data_set_keep_its_names():
+    test = ConcatDataset([Subset(half(ORDERS[0], ALL), range(9)), half(ORDERS[0], ALL)])  # pyright: ignore[reportArgumentType]
+    dataset = made((half(NAMES, ALL), test))
+    assert dataset.y_test.tolist() == [*Y[:9], *Y]
+
+
 def test_a_class_that_the_test_half_lacks_shifts_no_label():
     wanted = [name for name in ALL if name != "cat"]
     train = datasets.Dataset.from_dict({"x": X.tolist(), "y": ALL})
