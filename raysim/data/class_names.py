@@ -55,7 +55,7 @@ def column_names(half: Any, column: str) -> Names:
         half: the data set.
         column: the column, of labels or of lists of labels.
     """
-    feature = (half.features or {}).get(column)
+    feature: Any = (half.features or {}).get(column)
     while hasattr(feature, "feature"):  # of a list
         feature = feature.feature
     return tuple(getattr(feature, "names", None) or ())

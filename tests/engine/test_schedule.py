@@ -288,14 +288,14 @@ class PlainSync:
             raise NothingMore
         there = [i for i in range(n) if self.there_from(i) == self.now]
         with_data = [i for i in there if self.sizes[i]]
-        for there in (there, with_data):  # again if the first draw has nobody with data
+        for pool in (there, with_data):  # again if the first draw has nobody with data
             drawn = generator(self.config.seed, "cohort", t).choice(
-                len(there), min(self.s.cohort, len(there)), replace=False
+                len(pool), min(self.s.cohort, len(pool)), replace=False
             )
-            if any(self.sizes[there[i]] for i in drawn):
+            if any(self.sizes[pool[i]] for i in drawn):
                 break
         ends = []
-        for client in (there[i] for i in drawn if self.sizes[there[i]]):
+        for client in (pool[i] for i in drawn if self.sizes[pool[i]]):
             took = self.chance.takes(client, t)
             if self.s.deadline is not None and took > self.s.deadline:
                 facts.late.append(client)
