@@ -286,16 +286,16 @@ class PlainSync:
         self.now = max(self.now, min(self.there_from(i) for i in range(n) if self.sizes[i]))
         if self.now == np.inf:
             raise NothingMore
-        there = [i for i in range(n) if self.there_from(i) == self.now]
-        with_data = [i for i in there if self.sizes[i]]
-        for pool in (there, with_data):  # again if the first draw has nobody with data
+        available = [i for i in range(n) if self.there_from(i) == self.now]
+        with_data = [i for i in available if self.sizes[i]]
+        for there in (available, with_data):  # again if the first draw has nobody with data
             drawn = generator(self.config.seed, "cohort", t).choice(
-                len(pool), min(self.s.cohort, len(pool)), replace=False
+                len(there), min(self.s.cohort, len(there)), replace=False
             )
-            if any(self.sizes[pool[i]] for i in drawn):
+            if any(self.sizes[there[i]] for i in drawn):
                 break
         ends = []
-        for client in (pool[i] for i in drawn if self.sizes[pool[i]]):
+        for client in (there[i] for i in drawn if self.sizes[there[i]]):
             took = self.chance.takes(client, t)
             if self.s.deadline is not None and took > self.s.deadline:
                 facts.late.append(client)
