@@ -22,7 +22,9 @@ def batches_per_pass(n: int, size: int, needs_two: bool = False) -> int:
             `Model.needs_two_examples`. Batches of size 1, and the batch of a client with a single
             example, stay.
     """
-    joins = needs_two and n > size and n % size == 1
+    if n <= size:
+        return min(n, 1)
+    joins = needs_two and n % size == 1
     return -(-n // size) - joins
 
 

@@ -454,7 +454,7 @@ def test_a_pass_covers_every_example_once_in_the_batches_of_a_data_loader(size, 
             batches = list(batch_positions(3, 7, n, size, first, len(expected), batch_norm))
             assert [len(batch) for batch in batches] == expected, n
             assert sorted(np.concatenate(batches).tolist()) == list(range(n))
-    assert batches_per_pass(0, size, batch_norm) == 0
+    assert batches_per_pass(0, size, batch_norm) == batches_per_pass(0, 0, batch_norm) == 0
 
 
 def test_local_steps():
