@@ -30,7 +30,7 @@ def trace(
     x = np.array(x0, dtype=np.float64)
     h, rows = np.zeros_like(x), {}
     out = Trace([x])
-    N = len(sizes)
+    N = np.count_nonzero(sizes)  # a client without examples is none
     for t, cohort in enumerate(cohorts):
         clients = present(cohort, sizes, batches[t])
         if clients:

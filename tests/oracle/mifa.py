@@ -37,7 +37,9 @@ def run(
     N = len(sizes)
     table = np.zeros((N, len(x)))
     omega = (
-        np.full(N, 1.0 / N) if weights == "uniform" else np.array([n / sum(sizes) for n in sizes])
+        np.array(sizes, bool) / np.count_nonzero(sizes)  # the mean over clients with examples
+        if weights == "uniform"
+        else np.array([n / sum(sizes) for n in sizes])
     )
     seen = set()
     everybody = {i for i in range(N) if sizes[i] > 0}

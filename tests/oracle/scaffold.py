@@ -48,7 +48,7 @@ def trace(
                 d[i], dc[i] = x - y, c_plus - c_i
                 rows[i] = c_plus
             x = x - at(server_lr, t) * weighted_sum(aggregation_weights(clients, sizes, weights), d)
-            c = c + sum(dc.values()) / len(sizes)
+            c = c + sum(dc.values()) / np.count_nonzero(sizes)  # clients with examples
         out.x.append(x)
         out.c.append(c)
         out.rows.append(dict(rows))
