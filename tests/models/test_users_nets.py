@@ -156,6 +156,16 @@ class StoresActivations(Cooler):
         return self.last
 
 
+class OnlyCounts(Cooler):
+    """Outputs do not depend on the counter, so it is no harm."""
+
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.head(x)
+
+
 class ReadsItsRate(nn.Module):
     def __init__(self):
         super().__init__()
@@ -233,6 +243,7 @@ NETS = {
     "train() of its own": KeepsNormInEvaluation,
     "handed over in evaluation mode": lambda: sequence(nn.BatchNorm1d(8)).eval(),
     "activations": StoresActivations,
+    "counter for a log": OnlyCounts,
     "frozen layer": lambda: changed(lambda m: m.requires_grad_(False), 0, nn.BatchNorm1d(8)),
 }
 
@@ -385,6 +396,12 @@ class Counts(Head):
         return self.head(x) / (1 + (self.calls > 1000))
 
 
+class Toggles(Head):
+    def forward(self, x):
+        self.change = not self.change
+        return self.head(x) if self.change else 2 * self.head(x)
+
+
 class CountsInItsClass(Head):
     passes = 0
 
@@ -469,6 +486,7 @@ REFUSED = {
     "clock": (lambda: Head(lambda m: 1 + time.perf_counter()), "two outputs for the same"),
     "dropout layer": (lambda: sequence(nn.AlphaDropout(0.5)), r"in 1 \(AlphaDropout\)"),
     "subclass of dropout": (lambda: sequence(DropsInEvaluation(0.5)), r"1 \(DropsInEvaluation\)"),
+    "switch": (lambda: Toggles(False), "attribute 'change' of the net"),
     "counter": (lambda: Counts(None), "attribute 'calls' of the net"),
     "counter of a class": (lambda: CountsInItsClass(None), "attribute 'passes' of class"),
     "clamps": (lambda: Clamps(0.1), "changes its parameter 'head.weight'"),

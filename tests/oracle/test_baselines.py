@@ -381,7 +381,9 @@ def test_scaffold_keeps_c_the_mean_of_all_c_i(option):
     _, args = problem()
     out = scaffold.trace(*args, lr=0.3, weights="samples", option=option)
     for c, rows in zip(out.c, out.rows, strict=True):
-        np.testing.assert_allclose(c, sum(rows.values()) / np.count_nonzero(args[2]), rtol=1e-12, atol=1e-15)
+        np.testing.assert_allclose(
+            c, sum(rows.values()) / np.count_nonzero(args[2]), rtol=1e-12, atol=1e-15
+        )
     other = scaffold.trace(*args, lr=0.3, weights="samples", option="II" if option == "I" else "I")
     assert not np.allclose(out.x[-1], other.x[-1])
 
@@ -420,7 +422,9 @@ def test_feddyn_keeps_h_the_mean_of_all_lambda_i():
     _, args = problem()
     out = feddyn.trace(*args, lr=0.3, alpha=0.2, weights="samples")
     for h, rows in zip(out.h, out.rows, strict=True):
-        np.testing.assert_allclose(h, sum(rows.values()) / np.count_nonzero(args[2]), rtol=1e-12, atol=1e-15)
+        np.testing.assert_allclose(
+            h, sum(rows.values()) / np.count_nonzero(args[2]), rtol=1e-12, atol=1e-15
+        )
     hyper = {"lr": 0.3, "alpha": 0.2, "weights": "samples"}
     for other in ({"alpha": 0.1}, {"scale_alpha": True}, {"weights": "uniform"}):
         assert not np.allclose(out.x[-1], feddyn.run(*args, **{**hyper, **other})[-1])

@@ -128,8 +128,8 @@ class Mine(nn.Module):
 
     def forward(self, x):
         self.calls += 1
-        batch = "dry run" if len(x) < 4 else "train" if len(x) < 100 else "eval"
-        if "{hook}" == batch or "{hook}" == "dry run":
+        batch = "dry run" if len(x) < 5 else "train" if len(x) < 100 else "eval"
+        if "{hook}" == batch or "{hook}" == "dry run" or "{hook}" == "check" and len(x) == 4:
             raise {error}
         return self.linear(x.flatten(1))
 """
@@ -224,6 +224,7 @@ def test_what_a_property_raises_is_a_mistake_in_the_rule(config, source, kind, h
     [
         ("__init__", "model.name: '.*' cannot be built: "),
         ("dry run", "model: .* fails on two examples of shape .*: "),
+        ("check", "model: .* fails on 4 examples: "),
         ("train", r"client \d+ failed in round 1: "),
         ("eval", "the evaluation of model '.*' failed: "),
     ],
