@@ -48,6 +48,9 @@ logger = logging.getLogger("raysim")
 notes = logging.getLogger("raysim.notes")
 """Facts about a run that are no mistakes; the command line shows them."""
 
+ALIKE = 1.1
+"""Largest ratio of the sizes of clients that an even partition makes, and that no line mentions."""
+
 MAX_ACTORS_PER_CORE = 4
 """Largest number of actors per CPU core of this machine; a request for more is refused."""
 
@@ -435,7 +438,7 @@ def note_uniform_weights(raw: Mapping[str, Any], plan: Plan) -> None:
     # A user's rule that gets the uploads one by one may well count them equally on purpose.
     takes_means = with_mode(server.uploads, "mean") or registry.is_shipped(server)
     sizes = plan.clients.sizes[plan.clients.sizes > 0]
-    if not takes_means or sizes.min() == sizes.max():
+    if not takes_means or sizes.max() <= ALIKE * sizes.min():
         return
     try:
         replace(server, weights="samples").check(plan.problem)
