@@ -26,7 +26,6 @@ from raysim.cli import forecast_bench_attacks, list_data_doctor, authoring, ui  
 def main() -> None:
     """Execute the command line and print errors without a traceback."""
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
-    logging.getLogger("raysim.notes").setLevel(logging.INFO)
     try:
         versions.check_versions()
         refuse_former_command(sys.argv[1:])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable
-from contextlib import closing, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -15,6 +15,7 @@ from rich.table import Table
 from raysim.cli.base import Configuration, Overrides, app, print_table
 from raysim.cli.progress import RunProgress, preparing, summary
 from raysim.errors import ClientError, ConfigError, counted, round_name
+from raysim.system import startup_stages
 
 if TYPE_CHECKING:
     from raysim.engine.plan import Plan
@@ -39,7 +40,8 @@ def run(
 
     console = Console(stderr=as_json, highlight=False)
     try:
-        with nullcontext() if print_config else preparing(console, config):
+        shown = nullcontext() if print_config or dry_run else _notes_shown(console)
+        with shown, nullcontext() if print_config else preparing(console, config):
             plan = prepare(config, overrides or [])
     except ConfigError as error:
         if several := _keys_of_sweeps(overrides or []):
@@ -79,6 +81,14 @@ def resume(
     with preparing(console, run):
         reopened = forked(run, overrides or []) if fork else (*reopen(run, overrides or []), None)
     _execute_and_print(as_json, console, *reopened)
+
+
+def _notes_shown(console: Console) -> AbstractContextManager[None]:
+    """Print each note on the run that is prepared inside the block."""
+    return startup_stages.shown_by(
+        lambda note: console.print(f"note: {note}", soft_wrap=True, markup=False),
+        startup_stages.notes,
+    )
 
 
 def _execute_and_print(as_json: bool, console: Console, plan: Plan, *reopened: Any) -> None:

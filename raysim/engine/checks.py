@@ -36,6 +36,7 @@ from raysim.rules import registry
 from raysim.rules.contract import ClientRule, Problem, ServerRule, overridden
 from raysim.rules.uploads import declared, with_mode
 from raysim.rules.user_code import translate_errors
+from raysim.system import startup_stages
 from raysim.system.signals import reraise_stop
 from raysim.training.local_step import LocalSettings
 from raysim.training.loop_task import LoopTask
@@ -45,8 +46,6 @@ if TYPE_CHECKING:
     from raysim.engine.plan import Plan
 
 logger = logging.getLogger("raysim")
-notes = logging.getLogger("raysim.notes")
-"""Facts about a run that are no mistakes; the command line shows them."""
 
 ALIKE = 1.1
 """Largest ratio of the sizes of clients that an even partition makes, and that no line mentions."""
@@ -445,7 +444,7 @@ def note_uniform_weights(raw: Mapping[str, Any], plan: Plan) -> None:
     except ValueError:  # the rule has no weights
         return
     key = "server" if raw.get("server") is not None else "algorithm"
-    notes.info(
+    startup_stages.notes.info(
         "clients have %d to %d examples and count equally in means; McMahan 2017, Flower and "
         "PFLlib weigh them by their examples: %s.weights=samples",
         sizes.min(),

@@ -1,7 +1,8 @@
 """Stages of a command before its first round, such as "loading mnist", "starting Ray".
 
 Each stage is a record of the logger `raysim.system.startup_stages`, at level INFO, which nothing
-shows unless a handler is added.
+shows unless a handler is added. Facts about a run that are no mistakes are records of the logger
+`raysim.notes`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 logger = logging.getLogger("raysim.system.startup_stages")
+notes = logging.getLogger("raysim.notes")
 
 
 def begin(stage: str) -> None:
@@ -23,11 +25,12 @@ def begin(stage: str) -> None:
 
 
 @contextmanager
-def shown_by(show: Callable[[str], None]) -> Iterator[None]:
+def shown_by(show: Callable[[str], None], logger: logging.Logger = logger) -> Iterator[None]:
     """Inside the block, call `show` with every stage that begins in this process.
 
     Args:
         show: the function to call with each stage.
+        logger: `notes` for notes in place of stages.
     """
     handler = _Handler(show)
     level = logger.level
