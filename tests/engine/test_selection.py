@@ -179,7 +179,7 @@ def test_power_of_choice_is_rpow_d_of_its_paper(config, power_of_choice, engine)
     assert by_loss > 1  # known losses decided
 
 
-def test_a_rule_that_samples_uniformly_is_the_uniform_sampling(config, rules):
+def test_a_rule_that_samples_uniformly_is_the_uniform_sampling(config, rules, here):
     plain = raysim.run(config("fedavg", run_dir=None))
     assert raysim.run(config(rules("Uniform"), run_dir=None)).digest == plain.digest
 

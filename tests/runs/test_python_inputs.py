@@ -231,7 +231,7 @@ def test_each_part_of_a_net_is_part_of_its_name(change):
 # -- rules -----------------------------------------------------------------------------------------
 
 
-def test_a_rule_and_its_values_are_part_of_the_run(config, another_process):
+def test_a_rule_and_its_values_are_part_of_the_run(config, another_process, here):
     rule = bigger(2.0)
     done = raysim.run(config, algorithm=rule(power=2.0))
     assert not torch.equal(done.parameters, raysim.run(config, run_dir=None).parameters)
