@@ -10,9 +10,10 @@ when a client arrives, another one starts at once from the newest model. That re
 in flight than there are clients (`schedule.concurrency`, by default N - K). Without staleness and
 with beta1 = 0 the method is FedAvg. `weights: samples` uses n_i / sum n_j for 1/K.
 
-The authors' simulator FLSim divides the factor of an update by that of an update with
-`avg_staleness` (1 by default), which gives sqrt(2 / (1 + s)), and its default reducer leaves out
-1/K: server.lr times sqrt(2) K gives its step.
+With its polynomial weight of exponent 0.5, the authors' simulator FLSim divides the factor of an
+update by that of an update with `avg_staleness` (1 by default), which gives sqrt(2 / (1 + s)); its
+default weight is constant. Its default reducer leaves out 1/K. So server.lr times sqrt(2) K gives
+its step with the polynomial weight.
 """
 
 from dataclasses import dataclass

@@ -12,13 +12,14 @@ State: server P; the K updates are held for the round. Traffic: P down, P up.
 
 d_i = x_{b_i} - y_i. The authors use gradients d_i / lr and clip each of them at 70. Here updates
 arrive, so server.lr = 1 is their eta_0 = lr, and `clip` is 70 lr for lr = 0.01 (null: no clipping).
-Their stage two reads past the end of its list of norms; |H| is what it means. `weights: samples`
-multiplies p_i by n_i.
+Their stage two reads past the end of its list of norms in the file for CIFAR-10; in the others its
+bound is 0 or undefined. |H| is what the paper means. `weights: samples` multiplies p_i by n_i.
 
 The defaults are the constants of their code for CIFAR-10. It has others for each data set: on
 gradients clip 70, clip2 5, stage2 3500, sharpness 50 and decay 0.01 for CIFAR-10; 100, 10, 1000, 10
-and 0.1 for MNIST; 100, 10, 5000, 10 and 0.1 for EMNIST; 500, 5, 1000, 20 and 0.05 for CelebA. For
-the last two it adds alpha G to 2 d_i, and leaves p_i out of q_i.
+and 0.1 for MNIST; 100, 10, 5000, 10 and 0.1 for EMNIST; 500, 5, 1000, 20 and 0.05 for CelebA, where
+the decay has no effect. For the last two it adds alpha G to 2 d_i from the second round on, and
+leaves p_i out of q_i.
 """
 
 from dataclasses import dataclass

@@ -61,7 +61,7 @@ class ClientStateStore:
     participated. The arrays of a row may have any shape, including `()` and `(0,)`.
 
     Args:
-        n_clients: the number of clients N; `cursors` is int64 [N], `seen` is bool [N].
+        n_clients: the number of all clients; `cursors` is int64 and `seen` bool, one for each.
         memory: limit on the memory of the rows in bytes; one row is always allowed.
         dir: folder for the rows beyond that limit, created when first needed. With None, exceeding
             the limit is an error.

@@ -131,7 +131,8 @@ def check_data(config: Config, task: LearningTask, dataset: Dataset) -> int:
         raise ConfigError(
             f"task: check of '{task.name}' failed on data '{dataset.name}': {in_a_line(error)}"
         ) from None
-    if task.class_labels:
+    # A loss that ignores labels outside of the classes knows how many classes there are.
+    if task.class_labels and outputs == dataset.n_classes:
         dataset.check_numbering("data.classes")
     dataset.check_range(config.dtype)
     if outputs < 1:

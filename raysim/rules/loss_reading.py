@@ -129,7 +129,8 @@ class UserLoss:
             y: the targets, [B, ...].
 
         Raises:
-            ValueError: they do, so that the loss would depend on the order of all calls of a run.
+            ValueError: they do, so that the loss would depend on the order of all calls of a run,
+                or the function draws random numbers.
         """
         function, random = self._copy(outputs, False), torch.get_rng_state()
         before = _state(function)
@@ -138,7 +139,12 @@ class UserLoss:
         changed = [key for key in before if not torch.equal(before[key], after[key])]
         is_random = not torch.equal(random, torch.get_rng_state())
         torch.set_rng_state(random)
-        if not changed and (is_random or torch.allclose(first, second, 0, 0, equal_nan=True)):
+        if is_random:
+            raise ValueError(
+                "the loss draws from torch's global generator, so a run could not be repeated; use "
+                "a loss without random numbers"
+            )
+        if not changed and torch.allclose(first, second, 0, 0, equal_nan=True):
             return
         what = f"{changed[0]} of the loss changes" if changed else "the loss changes"
         raise ValueError(
@@ -341,6 +347,9 @@ def takes_numbers(loss: UserLoss) -> bool:
     )
 
 
+LARGE_OUTPUT = 100.0
+"""Range of outputs at which a bounded cross-entropy differs from the plain one."""
+
 _TYPES = (torch.float64, torch.float32)
 """Types in which functions are read: a function may hold tensors that cannot be copied."""
 
@@ -382,9 +391,19 @@ def _is_cross_entropy(loss: UserLoss, reading: LossReading, classes: int) -> boo
     if reading.reduction != "mean" or reading.weights is not None:
         return False
     y = torch.arange(min(classes, MIN_PROBES))
-    outputs = _made_up((len(y), classes), torch.float32)
-    values = loss.of_examples(reading, outputs, y)
-    return torch.allclose(values, nn.functional.cross_entropy(outputs, y, reduction="none"), 1e-4)
+    # Large outputs show a bound of the loss or of the outputs.
+    for scale in (1.0, LARGE_OUTPUT):
+        outputs = (_made_up((len(y), classes), torch.float32) - 0.5) * scale
+        outputs.requires_grad_()
+        values = loss.of_examples(reading, outputs, y)
+        expected = nn.functional.cross_entropy(outputs, y, reduction="none")
+        pairs = [(values, expected)]
+        if values.requires_grad:
+            gradients = [torch.autograd.grad(v.sum(), outputs)[0] for v in (values, expected)]
+            pairs.append((gradients[0], gradients[1]))
+        if not all(torch.allclose(a, b, 1e-4, 1e-6) for a, b in pairs):
+            return False
+    return True
 
 
 def read_numbers(loss: UserLoss, y: np.ndarray) -> LossReading:

@@ -59,7 +59,7 @@ def client_epsilon(
     Args:
         sampling: how cohorts are sampled; "uniform" is without replacement, of fixed size.
         cohort: the (expected) size of a cohort.
-        n_clients: N, all clients.
+        n_clients: all clients, also those without examples.
         noise_multiplier: standard deviation of the noise, in units of the clip norm.
         delta: δ of the guarantee.
         rounds: number of rounds.

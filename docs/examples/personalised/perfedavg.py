@@ -26,8 +26,7 @@ class PerFedAvgClient(ClientRule):
         return task.grad(state["w"] - self.alpha * gradient, batch)
 
     def evaluated(self, shared, client_state, data, task):
-        u, buffers = shared["x"], task.buffers
+        x, buffers = shared["x"], task.buffers
         for batch in data.batches():
-            gradient, buffers = task.grad_and_buffers(shared["x"], batch, buffers)
-            u = u - self.alpha * batch.size / data.n * gradient
-        return u, buffers
+            _, buffers = task.grad_and_buffers(x, batch, buffers)
+        return x - self.alpha * task.full_grad(x, data), buffers
