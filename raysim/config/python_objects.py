@@ -19,6 +19,7 @@ import operator
 import os
 import sys
 import uuid
+import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
@@ -168,7 +169,7 @@ class _Description:
             return _of_array(value).encode()
         if id(value) in self.names:
             return self.names[id(value)].encode()
-        if id(value) in self.seen or inspect.ismodule(value):
+        if id(value) in self.seen or inspect.ismodule(value) or isinstance(value, weakref.ref):
             return b""
         self.seen[id(value)] = value
         if isinstance(value, tuple | list):

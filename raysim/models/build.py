@@ -276,6 +276,24 @@ def _refuse_odd_tensors(net: nn.Module) -> None:
                 f"model: {name or 'the net'} is compiled to TorchScript, whose layers cannot be "
                 "read; give the module that it was made from"
             )
+        for key, value in vars(module).items():
+            if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+                raise ConfigError(
+                    f"model: '{key}' of {name or 'the net'} is the result of a computation, which "
+                    "cannot be copied; compute it in forward, such as by "
+                    "torch.nn.utils.parametrizations, or detach it"
+                )
+        if getattr(module, "sparse", False) is True:
+            raise ConfigError(
+                f"model: {name or 'the net'} has sparse gradients, and a step needs dense ones; "
+                "set sparse=False"
+            )
+    for name, value in net.state_dict(keep_vars=True).items():
+        if not isinstance(value, torch.Tensor):
+            raise ConfigError(
+                f"model: '{name}' of the state_dict is no tensor but {type(value).__name__}, which "
+                "the server could not average; keep it in an attribute"
+            )
     for name, tensor in [*net.named_parameters(), *net.named_buffers()]:
         layer = name.rpartition(".")[0]
         if nn.parameter.is_lazy(tensor):

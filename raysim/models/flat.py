@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate
 from typing import TypeGuard
@@ -159,8 +160,6 @@ class Model:
         """The buffers that training moves, in the order of the flat vector."""
         self.buffer_size = sum(statistic.size for statistic in self.statistics)
         """Q, the number of numbers of all statistics."""
-        self.has_unkeyed_statistics = not all(s.is_keyed for s in self.statistics)
-        """Whether a forward of the user's moves a statistic."""
         starts = {s.layer: s.start for s in reversed(self.statistics)}
         set_keyed_forwards(net, self.frame, starts)
         if im2col:
@@ -253,6 +252,12 @@ class Model:
             # Code such as x.view(len(x), -1) needs PyTorch's default format.
             self.channels_last = False
             return self._first_pass(x)
+        # The user's code may use the statistics of a BatchNorm without calling it.
+        called = bound.frame.passed
+        layers = {s.layer for s in self.statistics if s.start in called}
+        self.statistics = [
+            replace(s, is_keyed=s.is_keyed and s.layer in layers) for s in self.statistics
+        ]
         return outputs, bound.frame.probe
 
     def _check_loss(self, outputs: Tensor) -> None:
@@ -378,12 +383,15 @@ class Model:
         """
         values = dict(zip(map(id, self._trained()), self.views(x).values(), strict=True))
         named = {
-            n.removeprefix("0."): values[id(p)].clone()
+            n.removeprefix("0."): values[id(p)].clone(memory_format=torch.contiguous_format)
             for n, p in self.module.named_parameters(remove_duplicate=False)
             if id(p) in values
         }
         named |= named_statistics(self.module[0], self.statistics, buffers)
-        fixed = {n.removeprefix("0."): v.cpu().clone() for n, v in self.module.state_dict().items()}
+        fixed = {
+            n.removeprefix("0."): v.cpu().clone(memory_format=torch.contiguous_format)
+            for n, v in self.module.state_dict().items()
+        }
         return {**fixed, **named}
 
     def decayed(self) -> Tensor:
@@ -440,6 +448,11 @@ class Model:
             id(p): p for p in self.module.parameters() if not p.requires_grad
         }
         return copy.deepcopy(self.module, {**shared, id(self.frame): frame})
+
+    @property
+    def has_unkeyed_statistics(self) -> bool:
+        """Whether a forward of the user's moves a statistic."""
+        return not all(statistic.is_keyed for statistic in self.statistics)
 
     def unkeyed_statistics(self, buffers: Tensor, mode: PassMode) -> dict[str, Tensor]:
         """Return the statistics of a pure pass that forwards of the user's read, by their names.
@@ -570,12 +583,9 @@ class BoundModel:
         Returns:
             The outputs, [B, classes] or in the shape of the learning task.
         """
-        if self.model.has_unkeyed_statistics and mode != "train":
-            # A forward of the user's moves what it is given.
-            buffers = None if buffers is None else buffers.clone()
         self.tell(mode, buffers, drop, first)
         out = self.model.in_precision(lambda: self.module(x, first, levels), self.frame, levels)
-        if self.model.has_unkeyed_statistics:
+        if self.model.has_unkeyed_statistics and mode == "train":
             self.statistics.collect()
         return out
 

@@ -39,6 +39,15 @@ STEP_SHARE = 0.1
 MODES = ("training", "evaluation", "training")
 """Modes of the passes that show whether a net keeps something between passes."""
 
+FEW = 3
+"""Examples that pass a net one by one, to see whether examples meet in a batch."""
+
+MANY = 67
+"""Examples of the batch that they pass together."""
+
+LARGE_INPUTS = 8.0
+"""Factor of inputs in a second batch."""
+
 SCALE = 8.0
 """Factor of the parameters in a pass that shows whether forward limits them."""
 
@@ -133,18 +142,37 @@ def couples_examples(model: Model) -> bool:
     Args:
         model: the net.
     """
-    x, _ = model.trial(3)
     bound = BoundModel(model)
     w, buffers = model.initial()
     # Initial zeros would hide a dependence.
     noise = generator(0, "dry run").standard_normal(model.size, dtype="float32")
     bound.w.copy_(w + 0.1 * torch.from_numpy(noise).to(w))
-    together = bound.forward(x, "frozen", buffers.clone())
-    try:
-        alone = torch.cat([bound.forward(row[None], "frozen", buffers.clone()) for row in x])
-    except Exception:  # such as PyTorch's batch norm, which needs more than one value
-        return True
-    return not _close(alone, together, 1e-8 if model.dtype is torch.float64 else 1e-4)
+    tolerance = 1e-8 if model.dtype is torch.float64 else 1e-4
+
+    def outputs(x: Tensor) -> Tensor:
+        return bound.forward(x, "frozen", buffers.clone())
+
+    # Some nets couple the examples of large batches only, or those of large inputs.
+    for x in coupling_trials(model):
+        together = outputs(x)
+        parts = [*x[:FEW].split(1), *x[FEW:].split(len(x) // 2)]
+        try:
+            alone = torch.cat([outputs(part) for part in parts])
+        except Exception:  # such as PyTorch's batch norm, which needs more than one value
+            return True
+        if not _close(alone, together, tolerance):
+            return True
+    return False
+
+
+def coupling_trials(model: Model) -> list[Tensor]:
+    """Return batches of inputs on which examples are looked at together and apart, [B, ...] each.
+
+    Args:
+        model: the net.
+    """
+    x, _ = model.trial(MANY)
+    return [x, x * LARGE_INPUTS] if x.is_floating_point() else [x]
 
 
 def _original(net: nn.Module, model: Model) -> nn.Module:
@@ -219,14 +247,11 @@ def _refuse_hidden_state(net: nn.Module, model: Model, x: Tensor) -> None:
     known = {f"{s.layer}.{s.name}".lstrip(".") for s in model.statistics}
     first = _passes(original, x)
     _refuse_changed_parameters(original, model, start)
-    for name, buffer in original.named_buffers():
-        if name in known or name.endswith(COUNTER) or same(buffer, start[name]):
-            continue
-        raise ConfigError(
-            f"{_named(model)} changes its buffer '{name}' of type {buffer.dtype} in a forward "
-            "pass; only buffers of floating-point numbers may change, which clients train and the "
-            "server averages"
-        )
+    moved = [
+        name
+        for name, buffer in original.named_buffers()
+        if name not in known and not name.endswith(COUNTER) and not same(buffer, start[name])
+    ]
     attributes = _attributes(original)
     _restore(original, start)
     second = _passes(original, x)
@@ -240,6 +265,20 @@ def _refuse_hidden_state(net: nn.Module, model: Model, x: Tensor) -> None:
             f"{_named(model)} changes {place} in each forward pass, so its outputs could depend on "
             "how many passes a worker has made; make it a buffer, or compute it from the inputs"
         )
+    for name in moved:
+        # An integer may only count, as that of BatchNorm does.
+        later = start | {
+            name: start[name] ^ True
+            if start[name].dtype is torch.bool
+            else start[name] + MANY_PASSES
+        }
+        _restore(original, later)
+        if not all(_close(a, b, 1e-6) for a, b in zip(_passes(original, x), second, strict=True)):
+            raise ConfigError(
+                f"{_named(model)} changes its buffer '{name}' of type {start[name].dtype} in a "
+                "forward pass, and its outputs depend on it; only buffers of floating-point "
+                "numbers may change, which clients train and the server averages"
+            )
     for mode, a, b in zip(MODES, first, second, strict=True):
         if not _close(a, b, 1e-10 if model.dtype is torch.float64 else 1e-5):
             raise ConfigError(

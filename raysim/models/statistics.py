@@ -155,6 +155,9 @@ def statistics_vector(net: nn.Module, statistics: list[Statistic], dtype: torch.
 class BoundStatistics:
     """The statistics of one net as views of a vector, so that a pass moves the vector.
 
+    A forward of the user's gets copies, since it may put new tensors in their place; `collect`
+    stores what it made of them.
+
     Args:
         net: the net.
         statistics: its statistics.
@@ -170,21 +173,21 @@ class BoundStatistics:
         Args:
             vector: [Q], the statistics.
         """
-        if vector is self.vector:
-            return
         for module, statistic in self.places:
-            module._buffers[statistic.name] = statistic.of(vector)
+            if not statistic.is_keyed:
+                module._buffers[statistic.name] = statistic.of(vector).clone()
+            elif vector is not self.vector:
+                module._buffers[statistic.name] = statistic.of(vector)
         self.vector = vector
 
     def collect(self) -> None:
-        """Store what a pass put in the place of a view, instead of writing into it."""
+        """Store the statistics that forwards of the user's moved, in the vector."""
         assert self.vector is not None
         for module, statistic in self.places:
-            view, buffer = statistic.of(self.vector), module._buffers[statistic.name]
-            assert buffer is not None
-            if buffer.data_ptr() != view.data_ptr():
-                view.copy_(buffer.detach())
-                module._buffers[statistic.name] = view
+            if not statistic.is_keyed:
+                buffer = module._buffers[statistic.name]
+                assert buffer is not None
+                statistic.of(self.vector).copy_(buffer.detach())
 
 
 def _path(layer: str, name: str) -> str:

@@ -27,7 +27,7 @@ from raysim.rules.learning_task import LossReduction, TaskData
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 """loss(outputs, y), of a batch."""
 
-MIN_PROBES = 12
+MIN_PROBES = 64
 """Number of made-up examples on which a function is read, at least."""
 
 MAX_PROBE_NUMBERS = 1_000_000
@@ -347,6 +347,9 @@ def takes_numbers(loss: UserLoss) -> bool:
     )
 
 
+WIDE_OUTPUT = 16.0
+"""Range of outputs around 0 at which a reading is compared too, if the function takes them."""
+
 LARGE_OUTPUT = 100.0
 """Range of outputs at which a bounded cross-entropy differs from the plain one."""
 
@@ -429,8 +432,14 @@ def _read(loss: UserLoss, shape: tuple[int, ...], y: Tensor, classes: int) -> Lo
             if _value(loss, outputs, targets) is None:
                 continue
             loss.check_state(outputs, targets)
+            # Some losses couple the examples for outputs far from their targets only.
+            wide = (outputs - 0.5) * WIDE_OUTPUT
+            value = _value(loss, wide, targets)
+            has_wide = value is not None and bool(torch.isfinite(value))
             for reading in _readings(loss, outputs, classes):
-                if _explains(loss, reading, outputs, targets):
+                if not _explains(loss, reading, outputs, targets):
+                    continue
+                if not has_wide or _explains(loss, reading, wide, targets):
                     return reading
             break
     return LossReading("alone", "batch")

@@ -62,7 +62,7 @@ class UploadLayout:
             client: the client rule, which declares shapes and types of uploads.
             server: the server rule, which declares the modes of uploads.
             model: the net; its P and C are sizes of declared uploads.
-            n_clients: all clients, also those without examples; bounds the number of updates in one sum.
+            n_clients: number of all clients; bounds the number of updates in one sum.
             personal: the parts of the model that stay with clients.
             all_per_client: whether the server receives every upload client by client too.
         """

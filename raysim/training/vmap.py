@@ -489,15 +489,43 @@ def why_not_vmap(model: Model) -> str | None:
     """
     if model.learning_task.loss_reduction == "batch":
         return f"the loss '{model.learning_task.name}' is one of all examples of a batch together"
-    sizes = (3, 2)
+    for larger, smaller, factor in PADDED_TRIALS:
+        if larger > SMALL_TRIAL and model.size > MAX_PARAMETERS_OF_LARGE_TRIALS:
+            continue
+        if why := _why_not_padded(model, larger, smaller, factor):
+            return why
+    return None
+
+
+PADDED_TRIALS = ((3, 2, 1.0), (3, 2, 8.0), (40, 9, 1.0), (40, 9, 8.0))
+"""Numbers of examples of two clients, and a factor of their inputs: some nets couple the examples
+of large batches only, or of large inputs."""
+
+SMALL_TRIAL = 3
+"""Number of examples of the larger client in a trial that every net can afford."""
+
+MAX_PARAMETERS_OF_LARGE_TRIALS = 1_000_000
+"""Larger nets make small trials only, since the others would take seconds."""
+
+
+def _why_not_padded(model: Model, larger: int, smaller: int, factor: float) -> str | None:
+    """Return why two clients cannot train side by side; None if they can."""
+    sizes = (larger, smaller)
     x, y = model.trial(sum(sizes))
+    if x.is_floating_point():
+        x = x * factor
     w, buffers = model.initial()
     # Initial zeros would hide a difference.
     noise = generator(0, "dry run").standard_normal(model.size, dtype="float32")
     w = w + 0.02 * torch.from_numpy(noise).to(w)
-    padded = [torch.stack([rows[:3], torch.cat([rows[3:], rows[-1:]])]) for rows in (x, y)]
-    mask = x.new_tensor([[1, 1, 1], [1, 1, 0]])
-    drops = tuple(x.new_ones(2, 3, *shape) for shape, _ in model.dropouts)
+    padding = larger - smaller
+    padded = [
+        torch.stack([rows[:larger], torch.cat([rows[larger:], *[rows[-1:]] * padding])])
+        for rows in (x, y)
+    ]
+    mask = w.new_ones(2, larger)
+    mask[1, smaller:] = 0
+    drops = tuple(w.new_ones(2, larger, *shape) for shape, _ in model.dropouts)
 
     def side_by_side(x: Tensor, y: Tensor, mask: Tensor, *drop: Tensor) -> tuple[Tensor, Tensor]:
         task = VmapTask(model, LocalSettings(), buffers)
