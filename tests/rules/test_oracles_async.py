@@ -28,6 +28,7 @@ from support.oracle_cases import (
     STEPS,
     UNIFORM,
     Watching,
+    assert_insensitive,
     by_round,
     distance,
 )
@@ -328,6 +329,7 @@ def test_every_round_is_the_papers(name, mode, engine, ragged):
     assert np.abs(theirs[-1]).max() < 1e3  # nothing runs away
     assert distance(run.executor.xs, theirs) < 1e-9
     if mode == "loop":
+        assert_insensitive(theirs, lambda f: oracle(f, case, net), f)
         for other in case.matters:
             assert distance(run.executor.xs, oracle(f, case, net, **other)) > 1e-5, other
 

@@ -35,6 +35,7 @@ from support.oracle_cases import (
     UNIFORM,
     Case,
     Feed,
+    assert_insensitive,
     by_round,
     differs,
     distance,
@@ -234,6 +235,7 @@ def test_every_round_is_the_papers(name, engine, ragged):
     assert len(theirs) == case.rounds + 1
     assert np.abs(theirs[-1] - theirs[0]).max() > 1e-4
     assert np.abs(theirs[-1]).max() < 1e3  # nothing runs away
+    assert_insensitive(theirs, xs, f)
     for run in runs:
         assert distance(run.executor.xs, theirs) < 1e-9, run.plan.mode
     for change in case.matters:
