@@ -464,7 +464,10 @@ def _pass(
 ) -> Pass:
     """Make a training pass and its gradient."""
     outputs, of_layers = _layers(net, run)
+    # A loss that draws random numbers is refused later, by its own name.
+    generators = GlobalGenerators()
     loss = model.mean_loss(outputs, x, y)
+    generators.restore()
     if not loss.requires_grad:
         raise ConfigError(
             f"{_named(model)} has a loss that depends on none of its trained parameters; look for "
