@@ -72,6 +72,7 @@ class Pass:
     """The outputs of each layer in its last call, by its name, in the order of the calls."""
 
 
+@torch.enable_grad()
 def check_reading(net: nn.Module, model: Model) -> None:
     """Compare a net that was read with PyTorch's own passes of it.
 

@@ -553,6 +553,8 @@ def _why_not_padded(model: Model, larger: int, smaller: int, factor: float) -> s
         return in_a_line(error)
     for name, under_vmap, expected in zip(("gradients", "statistics"), many, each, strict=True):
         if not (torch.isfinite(under_vmap).all() and torch.isfinite(expected).all()):
+            if factor != 1:  # a net need not take large inputs
+                return None
             return f"its {name} on random inputs are not finite, so the two ways cannot be compared"
         tolerance = 1e-8 if model.dtype is torch.float64 else 1e-3
         if float((under_vmap - expected).norm()) > tolerance * float(expected.norm()):
