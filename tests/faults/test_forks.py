@@ -70,7 +70,9 @@ def test_reports_tell_a_fork_from_a_plain_run_and_use_the_last_rounds(config, ur
     config |= {"local": config["local"] | {"lr": 0.2}}
     plain = raysim.run(config, run_dir=str(tmp_path / "plain"))
     raysim.run(config, {"local.lr": 0.05, "rounds": 6})
-    forks = fork(tmp_path / "run", {"local.lr": 0.2, "rounds": 9})
+    forks = fork(
+        tmp_path / "run", {"local.lr": 0.2, "rounds": 9, "run_dir": str(tmp_path / "fork")}
+    )
     other = raysim.run(config, {"seed": 1, "rounds": 6}, run_dir=str(tmp_path / "other"))
     other = resume(tmp_path / "other", {"rounds": 9})
     table = raysim.report("table", tmp_path.name, uri=uri)
