@@ -680,7 +680,7 @@ class Counting(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
-        return self.last(x.flatten(1))
+        return self.last(x.flatten(1)) / (1 + self.calls)
 
 
 class Steady(nn.Module):
