@@ -88,7 +88,7 @@ class Dataset:
 
     @property
     def are_labelled(self) -> bool:
-        """Whether each target is one integer from 0, as the label of a class is.
+        """True if each target is one integer from 0, as the label of a class is.
 
         Labels outside of the classes, which a loss may ignore, are none.
         """

@@ -30,8 +30,8 @@ from raysim.data.clients import Clients, VirtualClients
 from raysim.data.groups import local_of_groups
 from raysim.errors import ConfigError, in_a_line
 from raysim.models import build
+from raysim.models.coupling import couples_examples
 from raysim.models.flat import Model
-from raysim.models.reading import couples_examples
 from raysim.rules import registry
 from raysim.rules.contract import ClientRule, Problem, ServerRule, overridden
 from raysim.rules.uploads import declared, with_mode

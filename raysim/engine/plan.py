@@ -207,7 +207,7 @@ class Plan:
 
     @property
     def needs_two_examples(self) -> bool:
-        """Whether a batch in local training needs two examples; see `batches_per_pass`."""
+        """True if a batch in local training needs two examples; see `batches_per_pass`."""
         return self._derived[2]
 
     @cached_property

@@ -28,8 +28,9 @@ from raysim.engine.selection import ClientHistory
 from raysim.engine.server import RoundCohort, Server
 from raysim.engine.server_setup import make_server
 from raysim.engine.update_checks import described_tensor
-from raysim.engine.watched_rules import same_values, watched
+from raysim.engine.watched_rules import watched
 from raysim.errors import ConfigError, ContractError, RaysimError, round_name
+from raysim.models.comparison import same_values
 from raysim.randomness import generator
 from raysim.rules.contract import overridden
 from raysim.rules.registry import is_shipped

@@ -14,10 +14,10 @@ from contextlib import contextmanager
 from dataclasses import FrozenInstanceError
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 
 from raysim.errors import ContractError, RaysimError
+from raysim.models.comparison import same_values
 from raysim.rules.batch import Batch
 from raysim.rules.contract import ClientRule, ServerRule
 from raysim.rules.user_code import breach, described, place_of_error
@@ -146,18 +146,6 @@ class _Argument:
 
     def _text(self, key: str) -> str:
         return f"batch.{key}" if isinstance(self.value, Batch) else f'{self.name}["{key}"]'
-
-
-def same_values(tensor: Tensor, copy: Tensor) -> bool:
-    """Return whether two tensors have the same values; nan equals nan.
-
-    Args:
-        tensor: a tensor that a rule was given.
-        copy: a copy of it from before the call, of the same shape and type.
-    """
-    if torch.equal(tensor, copy):
-        return True
-    return tensor.is_floating_point() and torch.allclose(tensor, copy, 0.0, 0.0, equal_nan=True)
 
 
 @contextmanager

@@ -58,7 +58,7 @@ def find_factory(name: str) -> Callable:
         )
     if isinstance(factory, nn.Module):
         net = factory
-        _refuse_odd_tensors(net)
+        _refuse_odd_nets(net)
         return lambda: copy.deepcopy(net)
     if not callable(factory):
         raise ConfigError(
@@ -257,7 +257,7 @@ def make_net(config: Config, shape: tuple[int, ...], classes: int) -> nn.Module:
             ) from None
     if not isinstance(net, nn.Module):
         raise ConfigError(f"model.name: '{name}' is not a torch.nn.Module")
-    _refuse_odd_tensors(net)
+    _refuse_odd_nets(net)
     if "init_from" in common:
         net.to(getattr(torch, config.dtype))  # before, so that no weight is rounded
         load_weights(net, common["init_from"], common.get("init_skip", ()))
@@ -268,8 +268,20 @@ def make_net(config: Config, shape: tuple[int, ...], classes: int) -> nn.Module:
     return net
 
 
-def _refuse_odd_tensors(net: nn.Module) -> None:
-    """Refuse parameters and buffers that are no vector of real numbers, or that copies change."""
+def _refuse_odd_nets(net: nn.Module) -> None:
+    """Refuse a net that cannot be copied, read layer by layer, or bound to vectors."""
+    _refuse_odd_layers(net)
+    for name, value in net.state_dict(keep_vars=True).items():
+        if not isinstance(value, torch.Tensor):
+            raise ConfigError(
+                f"model: '{name}' of the state_dict is no tensor but {type(value).__name__}, which "
+                "the server could not average; keep it in an attribute"
+            )
+    _refuse_odd_tensors(net)
+
+
+def _refuse_odd_layers(net: nn.Module) -> None:
+    """Refuse layers that are compiled, hold computed tensors, or have sparse gradients."""
     for name, module in net.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise ConfigError(
@@ -288,12 +300,10 @@ def _refuse_odd_tensors(net: nn.Module) -> None:
                 f"model: {name or 'the net'} has sparse gradients, and a step needs dense ones; "
                 "set sparse=False"
             )
-    for name, value in net.state_dict(keep_vars=True).items():
-        if not isinstance(value, torch.Tensor):
-            raise ConfigError(
-                f"model: '{name}' of the state_dict is no tensor but {type(value).__name__}, which "
-                "the server could not average; keep it in an attribute"
-            )
+
+
+def _refuse_odd_tensors(net: nn.Module) -> None:
+    """Refuse parameters and buffers without a shape, of complex numbers, or with hooks."""
     for name, tensor in [*net.named_parameters(), *net.named_buffers()]:
         layer = name.rpartition(".")[0]
         if nn.parameter.is_lazy(tensor):

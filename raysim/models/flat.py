@@ -12,8 +12,6 @@ import copy
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
-from itertools import accumulate
-from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -22,13 +20,12 @@ from torch.nn import functional as F
 from raysim.errors import ConfigError, in_a_line
 from raysim.models.keyed_layers import (
     ForwardContext,
-    KeyedBatchNorm,
-    KeyedDropout,
     NoteFeatures,
     set_keyed_forwards,
     unfold_convolutions,
 )
 from raysim.models.parts import classifier_of, parameters_in_part
+from raysim.models.stages import StagedModel
 from raysim.models.statistics import (
     BoundStatistics,
     find_statistics,
@@ -44,69 +41,6 @@ from raysim.rules.losses import Loss, cross_entropy, task_loss
 from raysim.rules.task import PassMode
 from raysim.system.global_generators import GlobalGenerators
 from raysim.system.signals import reraise_stop
-
-
-class StagedModel(nn.Sequential):
-    """Container of a net, in which the net itself can be replaced and run stage by stage."""
-
-    @property
-    def stages(self) -> list[nn.Module]:
-        """The children of a net that is an `nn.Sequential`; [] for other nets."""
-        net = self[0]
-        return list(net) if is_chain(net) else []
-
-    def forward(self, x: Tensor, first: int = 0, levels: list[Tensor] | None = None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]  # torch calls x `input`
-        """Run the net on a batch.
-
-        Args:
-            x: inputs of the net, [B, ...], or of stage `first`.
-            first: first stage that runs.
-            levels: list to which the output of every stage is appended; None stores none.
-
-        Returns:
-            The outputs, [B, classes] or in the shape of the learning task. With `first` or
-            `levels` the net runs stage by stage.
-        """
-        if levels is None and first == 0:
-            return self[0](x)
-        for stage in self.stages[first:]:
-            x = stage(x)
-            if levels is not None:
-                levels.append(x)
-        return x
-
-
-def is_chain(net: nn.Module) -> TypeGuard[nn.Sequential]:
-    """Return whether a net is its children, one after the other, and nothing else.
-
-    Args:
-        net: any module; one with hooks, or of a subclass with a forward of its own, may do more.
-    """
-    if not isinstance(net, nn.Sequential):
-        return False
-    methods_are_plain = (
-        type(net).forward is nn.Sequential.forward and type(net).__call__ is nn.Module.__call__
-    )
-    return methods_are_plain and not is_modified(net)
-
-
-def is_modified(module: nn.Module) -> bool:
-    """Return whether one layer may compute something else than its class, by hooks or otherwise.
-
-    Args:
-        module: any layer. The engine's own forwards and hooks do not count.
-    """
-    hooks = [
-        module._forward_hooks,
-        module._forward_pre_hooks,
-        module._backward_hooks,
-        module._backward_pre_hooks,
-    ]
-    hooked = any(
-        not isinstance(hook, NoteFeatures) for registered in hooks for hook in registered.values()
-    )
-    forward = vars(module).get("forward")
-    return hooked or not isinstance(forward, KeyedBatchNorm | KeyedDropout | None)
 
 
 class Model:
@@ -168,11 +102,7 @@ class Model:
         """The net as it was handed over. It never runs: its copies do."""
         self.levels = max(len(root.stages) - 1, 0)
         """L, the number of stages before the classifier; 0 for a net without stages."""
-        dropouts = [
-            sum(isinstance(vars(m).get("forward"), KeyedDropout) for m in stage.modules())
-            for stage in root.stages
-        ]
-        self.dropouts_before = [0, *accumulate(dropouts)]
+        self.dropouts_before = root.dropouts_before
         """The number of dropouts before each stage."""
         self.autocast: torch.dtype | None = None
         """Type in which passes compute by torch.autocast; None: that of the parameters."""
@@ -190,7 +120,7 @@ class Model:
         self.classifier = classifier_of(self.module, classes)
         """The last linear layer with one output per class."""
         self.frozen_statistics = False
-        """Whether normalisation layers use their running statistics in all modes."""
+        """True if normalisation layers use their running statistics in all modes."""
         size_below_classifier = 0
         if self.classifier is not None:
             self.classifier.register_forward_pre_hook(NoteFeatures(self.frame))
@@ -210,7 +140,7 @@ class Model:
     def _dry_run(self) -> list[tuple[tuple[int, ...], float]]:
         """Run two examples, refuse outputs that do not fit the task, return the dropouts."""
         x, _ = self.examples(2)
-        net = f"model: '{self.name}'" if self.name else "model: the net"
+        net = self.label
         generators = GlobalGenerators()
         try:
             outputs, dropouts = self._first_pass(x)
@@ -353,6 +283,11 @@ class Model:
         """Return the initial statistics [Q] of the net."""
         return statistics_vector(self.module[0], self.statistics, self.dtype)
 
+    @property
+    def label(self) -> str:
+        """Beginning of a message about the net."""
+        return f"model: '{self.name}'" if self.name else "model: the net"
+
     def _trained(self) -> list[nn.Parameter]:
         """Return the parameters that are trained, each once, in the order of the flat vector."""
         return [p for p in self.module.parameters() if p.requires_grad]
@@ -414,7 +349,7 @@ class Model:
 
     @property
     def needs_two_examples(self) -> bool:
-        """Whether a batch in training needs two examples: a BatchNorm uses its statistics."""
+        """True if a BatchNorm uses the statistics of a batch, which then needs two examples."""
         return any(
             isinstance(layer, nn.modules.batchnorm._BatchNorm)
             and not (self.frozen_statistics and layer.running_mean is not None)
@@ -451,7 +386,7 @@ class Model:
 
     @property
     def has_unkeyed_statistics(self) -> bool:
-        """Whether a forward of the user's moves a statistic."""
+        """True if a forward of the user's moves a statistic."""
         return not all(statistic.is_keyed for statistic in self.statistics)
 
     def unkeyed_statistics(self, buffers: Tensor, mode: PassMode) -> dict[str, Tensor]:
@@ -585,7 +520,7 @@ class BoundModel:
         """
         self.tell(mode, buffers, drop, first)
         out = self.model.in_precision(lambda: self.module(x, first, levels), self.frame, levels)
-        if self.model.has_unkeyed_statistics and mode == "train":
+        if self.statistics.unkeyed and mode == "train":
             self.statistics.collect()
         return out
 

@@ -97,7 +97,7 @@ class KeyedBatchNorm(LayerForward[nn.modules.batchnorm._BatchNorm]):
 
     @property
     def tracked(self) -> bool:
-        """Whether the layer has running statistics."""
+        """True if the layer has running statistics."""
         return self.layer.running_mean is not None
 
     def _running(self) -> tuple[Tensor, Tensor]:
@@ -312,3 +312,18 @@ class NoteFeatures:
         """
         if args:
             self.frame.features = args[0]
+
+
+def switch_off_dropout(net: nn.Module) -> None:
+    """Let the layers of a net whose masks are keyed pass their input on.
+
+    Args:
+        net: the net; changed in place.
+    """
+    for module in net.modules():
+        if type(module) in DROPOUTS and not has_own_forward(module):
+            module.forward = _identity
+
+
+def _identity(input: Tensor) -> Tensor:
+    return input

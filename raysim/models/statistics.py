@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from raysim.errors import ConfigError
-from raysim.models.keyed_layers import BATCH_NORMS, DROPOUTS, has_own_forward
+from raysim.models.comparison import same_values
+from raysim.models.keyed_layers import BATCH_NORMS, has_own_forward, switch_off_dropout
 
 COUNTER = "num_batches_tracked"
 """Buffer of normalisation layers that counts passes; only a momentum of None depends on it."""
@@ -33,7 +34,7 @@ class Statistic:
     shape: tuple[int, ...]
     """Shape of the buffer."""
     is_keyed: bool
-    """Whether a `KeyedBatchNorm` moves it, instead of a forward of the user's."""
+    """True if a `KeyedBatchNorm` moves it, False if a forward of the user's does."""
 
     @property
     def size(self) -> int:
@@ -104,36 +105,7 @@ def _moved_buffers(net: nn.Module, x: Tensor) -> set[str]:
             net(x)
     except Exception:  # the dry run reports it
         return set()
-    return {name for name, buffer in net.named_buffers() if not same(before[name], buffer)}
-
-
-def switch_off_dropout(net: nn.Module) -> None:
-    """Let the layers of a net whose masks are keyed pass their input on.
-
-    Args:
-        net: the net; changed in place.
-    """
-    for module in net.modules():
-        if type(module) in DROPOUTS and not has_own_forward(module):
-            module.forward = _identity
-
-
-def _identity(input: Tensor) -> Tensor:
-    return input
-
-
-def same(tensor: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors have the same shape and values; nan equals nan.
-
-    Args:
-        tensor: a tensor.
-        other: a tensor of the same type.
-    """
-    if tensor.shape != other.shape:
-        return False
-    if torch.equal(tensor, other):
-        return True
-    return tensor.is_floating_point() and torch.allclose(tensor, other, 0.0, 0.0, equal_nan=True)
+    return {name for name, buffer in net.named_buffers() if not same_values(before[name], buffer)}
 
 
 def statistics_vector(net: nn.Module, statistics: list[Statistic], dtype: torch.dtype) -> Tensor:
@@ -164,7 +136,9 @@ class BoundStatistics:
     """
 
     def __init__(self, net: nn.Module, statistics: list[Statistic]):
-        self.places = [(net.get_submodule(s.layer), s) for s in statistics]
+        places = [(net.get_submodule(s.layer), s) for s in statistics]
+        self.keyed = [place for place in places if place[1].is_keyed]
+        self.unkeyed = [place for place in places if not place[1].is_keyed]
         self.vector: Tensor | None = None
 
     def bind(self, vector: Tensor) -> None:
@@ -173,21 +147,21 @@ class BoundStatistics:
         Args:
             vector: [Q], the statistics.
         """
-        for module, statistic in self.places:
-            if not statistic.is_keyed:
-                module._buffers[statistic.name] = statistic.of(vector).clone()
-            elif vector is not self.vector:
-                module._buffers[statistic.name] = statistic.of(vector)
+        for module, statistic in self.unkeyed:
+            module._buffers[statistic.name] = statistic.of(vector).clone()
+        if vector is self.vector:
+            return
+        for module, statistic in self.keyed:
+            module._buffers[statistic.name] = statistic.of(vector)
         self.vector = vector
 
     def collect(self) -> None:
         """Store the statistics that forwards of the user's moved, in the vector."""
         assert self.vector is not None
-        for module, statistic in self.places:
-            if not statistic.is_keyed:
-                buffer = module._buffers[statistic.name]
-                assert buffer is not None
-                statistic.of(self.vector).copy_(buffer.detach())
+        for module, statistic in self.unkeyed:
+            buffer = module._buffers[statistic.name]
+            assert buffer is not None
+            statistic.of(self.vector).copy_(buffer.detach())
 
 
 def _path(layer: str, name: str) -> str:

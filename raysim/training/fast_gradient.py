@@ -29,8 +29,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from raysim.models.flat import BoundModel, Model, is_chain, is_modified
+from raysim.models.flat import BoundModel, Model
 from raysim.models.keyed_layers import KeyedBatchNorm, KeyedDropout
+from raysim.models.stages import is_chain, is_modified
 from raysim.randomness import generator
 from raysim.rules.task import PassMode
 from raysim.system.signals import reraise_stop

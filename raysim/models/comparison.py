@@ -1,0 +1,69 @@
+"""What the checks of nets share: comparison of tensors, a copy to run, names of layers."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from raysim.models.keyed_layers import switch_off_dropout
+
+
+def same_values(tensor: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors have the same shape and values; nan equals nan.
+
+    Args:
+        tensor: a tensor.
+        other: a tensor of the same type.
+    """
+    if tensor.shape != other.shape:
+        return False
+    if torch.equal(tensor, other):
+        return True
+    return tensor.is_floating_point() and torch.allclose(tensor, other, 0.0, 0.0, equal_nan=True)
+
+
+def close(a: Tensor, b: Tensor, tolerance: float | None = None) -> bool:
+    """Return whether two tensors are equal up to rounding.
+
+    Args:
+        a: a tensor.
+        b: the tensor that it is compared with.
+        tolerance: largest difference, as a share of the largest magnitude in `b`; None: that of a
+            different order of operations in the type of `b`.
+    """
+    if a.shape != b.shape:
+        return False
+    if tolerance is None:
+        tolerance = 1e-7 if b.dtype is torch.float64 else 5e-3
+    scale = float(b.abs().max()) if b.numel() else 0.0
+    if not np.isfinite(scale):
+        return torch.equal(torch.isfinite(a), torch.isfinite(b))
+    return torch.allclose(a, b, 0.0, tolerance * scale + 1e-12, equal_nan=True)
+
+
+def original_copy(net: nn.Module, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """Return a copy of a user's net in the run's type, whose keyed dropout is off.
+
+    Args:
+        net: the net as the user wrote it.
+        dtype: type of the run.
+        device: device of the copy.
+    """
+    original = copy.deepcopy(net).to(dtype=dtype, device=device)
+    switch_off_dropout(original)
+    return original
+
+
+def layer_names(net: nn.Module) -> dict[nn.Module, str]:
+    """Return name and kind of each layer of a net, for messages.
+
+    Args:
+        net: the net.
+    """
+    return {
+        module: f"{name or 'the net'} ({type(module).__name__})"
+        for name, module in net.named_modules()
+    }

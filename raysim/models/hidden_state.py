@@ -1,0 +1,285 @@
+"""Refusal of nets whose passes depend on something that neither parameters nor statistics hold.
+
+Random numbers, counters, clocks, and parameters that forward changes: a worker makes passes for
+many clients, so such a net would compute something else on another number of workers.
+"""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from raysim.errors import ConfigError
+from raysim.models.comparison import close, layer_names, original_copy, same_values
+from raysim.models.flat import Model
+from raysim.models.statistics import COUNTER
+from raysim.system.global_generators import GlobalGenerators
+
+MODES = ("training", "evaluation", "training")
+"""Modes of the passes that show whether a net keeps something between passes."""
+
+SCALE = 8.0
+"""Factor of the parameters in a pass that shows whether forward limits them."""
+
+MANY_PASSES = 1001
+"""Number that is added to a counter, to see if outputs depend on it."""
+
+MAX_ATTRIBUTE_NUMBERS = 1_000_000
+"""Larger arrays among the attributes of layers are not watched."""
+
+
+def refuse_draws(net: nn.Module, model: Model, x: Tensor) -> None:
+    """Refuse a net that draws random numbers in a pass, apart from keyed dropout.
+
+    Args:
+        net: the net as the user wrote it; not changed.
+        model: the net as raysim reads it.
+        x: [B, ...], inputs.
+
+    Raises:
+        ConfigError: it draws; the message names the layer.
+    """
+    original = original_copy(net, model.dtype, model.device)
+    for training in (True, False):
+        original.train(training)
+        before = GlobalGenerators()
+        with torch.no_grad():
+            original(x)
+        library = before.drawn_from()
+        if library is not None:
+            before.restore()
+            layer = _drawing_layer(original, x)
+            mode = "" if training else " in evaluation mode"
+            advice = "nn.Dropout itself, whose masks raysim keys" if training else "none there"
+            raise ConfigError(
+                f"{model.label} draws from {library}'s global generator{mode}, in {layer}, so a "
+                f"run could not be repeated; use {advice}"
+            )
+    if any(_keeps_dropout(module, original) for module in original.modules()):
+        raise ConfigError(
+            f"{model.label} keeps dropout on in evaluation mode, so its metrics would be random; "
+            "let eval() switch it off"
+        )
+
+
+def _keeps_dropout(module: nn.Module, net: nn.Module) -> bool:
+    """Return whether a dropout of a net in evaluation mode would draw."""
+    assert not net.training
+    return isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0
+
+
+def _drawing_layer(net: nn.Module, x: Tensor) -> str:
+    """Return the innermost layer in whose pass a global generator changes."""
+    start = GlobalGenerators()
+    before: list[GlobalGenerators] = []
+    layers: list[str] = []
+    names = layer_names(net)
+
+    def enter(module: nn.Module, args: Any) -> None:
+        before.append(GlobalGenerators())
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        if before.pop().drawn_from() is not None:
+            layers.append(names[module])
+
+    handles = []
+    for module in net.modules():
+        handles.append(module.register_forward_pre_hook(enter))
+        handles.append(module.register_forward_hook(leave))
+    with torch.no_grad():
+        net(x)
+    for handle in handles:
+        handle.remove()
+    start.restore()
+    return layers[0] if layers else "forward"
+
+
+def refuse_hidden_state(net: nn.Module, model: Model, x: Tensor) -> None:
+    """Refuse a net whose passes change its parameters, or something that no vector holds.
+
+    Args:
+        net: the net as the user wrote it; not changed.
+        model: the net as raysim reads it.
+        x: [B, ...], inputs.
+
+    Raises:
+        ConfigError: they do; the message names the parameter, buffer or attribute.
+    """
+    original = original_copy(net, model.dtype, model.device)
+    tensors = dict(original.named_parameters()) | dict(original.named_buffers())
+    start = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+    known = {f"{s.layer}.{s.name}".lstrip(".") for s in model.statistics}
+    first = _passes(original, x)
+    _refuse_changed_parameters(original, model, start)
+    moved = [
+        name
+        for name, buffer in original.named_buffers()
+        if name not in known and not name.endswith(COUNTER) and not same_values(buffer, start[name])
+    ]
+    attributes = _attributes(original)
+    _restore(original, start)
+    second = _passes(original, x)
+    for place, attribute in _attributes(original).items():
+        if attributes.get(place, attribute) == attribute:
+            continue
+        _restore(original, start)
+        if not _steers(original, x, attribute, second):
+            continue
+        raise ConfigError(
+            f"{model.label} changes {place} in each forward pass, so its outputs could depend on "
+            "how many passes a worker has made; make it a buffer, or compute it from the inputs"
+        )
+    _refuse_steering_buffers(original, model, x, moved, start, second)
+    for mode, a, b in zip(MODES, first, second, strict=True):
+        if not close(a, b, 1e-10 if model.dtype is torch.float64 else 1e-5):
+            raise ConfigError(
+                f"{model.label} gives two outputs for the same examples and parameters in "
+                f"{mode} mode: forward depends on something else, such as a clock, a random "
+                "generator of its own, or an attribute that it changes; make it a buffer, or a "
+                "function of the inputs"
+            )
+    # Larger parameters show a forward that limits their norm.
+    larger = start | {name: start[name] * SCALE for name, _ in original.named_parameters()}
+    _restore(original, larger)
+    _passes(original, x)
+    _refuse_changed_parameters(original, model, larger)
+    _refuse_moves_in_evaluation(original, model, x)
+
+
+def _refuse_steering_buffers(
+    original: nn.Module,
+    model: Model,
+    x: Tensor,
+    moved: list[str],
+    start: dict[str, Tensor],
+    outputs: list[Tensor],
+) -> None:
+    """Refuse a net whose outputs depend on a buffer that moves and is no statistic."""
+    for name in moved:
+        # An integer may only count, as that of BatchNorm does.
+        is_switch = start[name].dtype is torch.bool
+        later = ~start[name] if is_switch else start[name] + MANY_PASSES
+        _restore(original, start | {name: later})
+        if not all(close(a, b, 1e-6) for a, b in zip(_passes(original, x), outputs, strict=True)):
+            raise ConfigError(
+                f"{model.label} changes its buffer '{name}' of type {start[name].dtype} in a "
+                "forward pass, and its outputs depend on it; only buffers of floating-point "
+                "numbers may change, which clients train and the server averages"
+            )
+
+
+def _refuse_changed_parameters(net: nn.Module, model: Model, before: dict[str, Tensor]) -> None:
+    """Refuse a net that has changed a parameter in a pass."""
+    for name, parameter in net.named_parameters():
+        if not same_values(parameter.detach(), before[name]):
+            raise ConfigError(
+                f"{model.label} changes its parameter '{name}' in a forward pass, and only a "
+                "local step may change parameters; compute with a changed copy instead"
+            )
+
+
+def _refuse_moves_in_evaluation(net: nn.Module, model: Model, x: Tensor) -> None:
+    """Refuse a net that moves its statistics in evaluation mode."""
+    net.eval()
+    before = {name: buffer.clone() for name, buffer in net.named_buffers()}
+    with torch.no_grad():
+        net(x)
+    for name, buffer in net.named_buffers():
+        if not name.endswith(COUNTER) and not same_values(buffer, before[name]):
+            raise ConfigError(
+                f"{model.label} changes its buffer '{name}' in evaluation mode, so metrics would "
+                "change the model; let eval() switch that off"
+            )
+
+
+@torch.no_grad()
+def _passes(net: nn.Module, x: Tensor) -> list[Tensor]:
+    """Return the outputs of an odd number of passes, so that a switch shows, in these `MODES`."""
+    outputs = []
+    for mode in MODES:
+        net.train(mode == "training")
+        outputs.append(net(x).clone())
+    return outputs
+
+
+@torch.no_grad()
+def _restore(net: nn.Module, tensors: dict[str, Tensor]) -> None:
+    """Set the parameters and buffers of a net."""
+    for name, tensor in [*net.named_parameters(), *net.named_buffers()]:
+        tensor.copy_(tensors[name])
+
+
+@dataclass(frozen=True)
+class Attribute:
+    """An attribute of a layer, or of its class."""
+
+    owner: Any = field(compare=False)
+    """The layer or the class."""
+    name: str
+    """Name of the attribute."""
+    fingerprint: bytes
+    """Bytes that change with the value."""
+
+
+def _steers(net: nn.Module, x: Tensor, attribute: Attribute, outputs: list[Tensor]) -> bool:
+    """Return whether an attribute that passes change can change the outputs of passes.
+
+    A number may only count; anything else is taken to.
+    """
+    value = getattr(attribute.owner, attribute.name)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return True
+    setattr(attribute.owner, attribute.name, value + MANY_PASSES)
+    try:
+        later = _passes(net, x)
+    finally:
+        setattr(attribute.owner, attribute.name, value)
+    return not all(close(a, b, 1e-6) for a, b in zip(later, outputs, strict=True))
+
+
+def _attributes(net: nn.Module) -> dict[str, Attribute]:
+    """Return the attributes of the layers that could steer a pass, by their names in messages.
+
+    Tensors are left out: an activation that a layer stores for a hook or a penalty is no harm, and
+    where a pass depends on it, two passes differ.
+    """
+    of_every_module = set(vars(nn.Module())) | {"forward"}
+    attributes = {}
+    owners: dict[str, Any] = {name: module for module, name in layer_names(net).items()}
+    for module in net.modules():
+        for cls in type(module).__mro__:
+            if not cls.__module__.startswith("torch.") and cls is not object:
+                owners[f"class {cls.__name__}"] = cls
+    for place, owner in owners.items():
+        for name, value in vars(owner).items():
+            if name in of_every_module or name.startswith("__") or callable(value):
+                continue
+            fingerprint = _fingerprint(value)
+            if fingerprint is not None:
+                attribute = Attribute(owner, name, fingerprint)
+                attributes[f"the attribute '{name}' of {place}"] = attribute
+    return attributes
+
+
+def _fingerprint(value: Any) -> bytes | None:
+    """Return the bytes of an attribute; None if it holds tensors, is large or has no bytes."""
+    if isinstance(value, Tensor) or (
+        isinstance(value, np.ndarray) and value.size > MAX_ATTRIBUTE_NUMBERS
+    ):
+        return None
+    if isinstance(value, dict) and any(isinstance(item, Tensor) for item in value.values()):
+        return None
+    if isinstance(value, list | tuple | set) and any(isinstance(item, Tensor) for item in value):
+        return None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return pickle.dumps(value)
+    except Exception:  # an open file, a lock, a lambda
+        return None
