@@ -299,6 +299,26 @@ def test_padding_and_pooling_leave_out_nets_that_couple_examples(how):
     )
 
 
+class CoupledIfLarge(Coupled):
+    """Its examples meet in batches of more than 16 only, or where inputs are large."""
+
+    def forward(self, x):
+        z = self.body(x)
+        if self.how == "many":
+            return self.head(z - z[:16].mean(0) if len(x) > 16 else z)
+        return self.head(z * (2.5 / z.detach().norm(dim=1).max()).clamp(max=1))
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("how", ["many", "large"])
+def test_examples_that_meet_only_sometimes_are_not_mixed_with_those_of_others(how, steps):
+    sizes = np.random.default_rng(2).integers(2, 58, 39).tolist()
+    data, parts = blobs(1200), cut([*sizes, 1200 - sum(sizes)])
+    local = {"steps": steps, "batch_size": "full", "lr": 0.1}
+    right = fedavg(CoupledIfLarge(how), data, parts, 2, steps=steps)
+    check(run(CoupledIfLarge(how), data, parts, 2, local=local), right, data)
+
+
 def test_private_gradients_are_refused_for_a_net_that_couples_examples():
     privacy = {"max_grad_norm": 1.0, "noise_multiplier": 1.0}
     with pytest.raises(ConfigError, match="gradient of an example depend on the other examples"):
