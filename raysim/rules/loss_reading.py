@@ -49,7 +49,7 @@ class LossReading:
     """How a function's value for a batch follows from its examples."""
 
     way: Literal["none", "alone"]
-    """Where the loss of each example comes from: reduction="none", or a batch of this example."""
+    """Source of the loss of each example: reduction="none", or a batch of this example."""
     reduction: LossReduction = "mean"
     """How the losses become one value. See `LearningTask.loss_reduction`."""
     columns: Literal["mean", "sum"] = "mean"
@@ -63,9 +63,9 @@ class LossReading:
     ignored: tuple[int, ...] = ()
     """Labels outside of the classes that occur in the data and that the function ignores."""
     is_cross_entropy: bool = False
-    """Whether the losses are the plain cross-entropies of the labels."""
+    """True if the losses are the plain cross-entropies of the labels."""
     of_sequences: bool = False
-    """Whether the function of tokens gets a batch of one sequence, [1, n, vocabulary]."""
+    """True if the function of tokens gets a batch of one sequence, [1, n, vocabulary]."""
 
     @classmethod
     def plain(cls, function: LossFunction) -> LossReading:

@@ -25,7 +25,7 @@ class Net(ABC):
     learning_task: LearningTask = Classification()
     """Learning task of the net: the section `task` of the configuration."""
     one_by_one: bool = False
-    """Whether each example's loss is needed by itself, not as a part of the batch's loss."""
+    """True if each example's loss is needed by itself, not as a part of the batch's loss."""
 
     @property
     @abstractmethod

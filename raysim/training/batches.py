@@ -74,7 +74,7 @@ class ClientBatches:
         self.channels_last = channels_last
         self.noise_specs = noise or {}
         self.needs_two = model.needs_two_examples
-        """Whether a last batch of one joins the batch before."""
+        """True if a last batch of one joins the batch before."""
 
     def size(self, mine: np.ndarray) -> int:
         """Return the batch size of a client.

@@ -33,7 +33,7 @@ class ReceivedModel:
     buffers: Tensor
     """[Q], BatchNorm statistics before the first local step."""
     names_buffers: bool
-    """Whether `begin` returned these statistics; else they are those received."""
+    """True if `begin` returned these statistics; else they are those received."""
     carried: State
     """Tensors that `begin` returned in addition, which the local steps carry."""
 

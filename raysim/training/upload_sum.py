@@ -38,7 +38,7 @@ class UploadLayout:
     largest: float
     """Limit on the sum of a block, so that the sum of a round stays in the fixed-point range."""
     is_float64: bool = False
-    """Whether the run computes in float64; its sums then have a finer last limb."""
+    """True if the run computes in float64; its sums then have a finer last limb."""
     declared: dict[str, Kind] = field(default_factory=dict)
     """Shape and type of each upload that the client rule declares."""
     personal: PersonalParts = field(default_factory=PersonalParts)
@@ -96,7 +96,7 @@ class UploadLayout:
 
     @property
     def averages_statistics(self) -> bool:
-        """Whether the server averages the net's BatchNorm statistics."""
+        """True if the server averages the net's BatchNorm statistics."""
         return ("mean", "buffers") in self.sums
 
     @property
