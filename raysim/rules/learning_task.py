@@ -147,8 +147,9 @@ class LearningTask:
         weights = self.mean_weights(batch.y)
         if self.loss_reduction == "batch" or weights is None:
             return values
+        weights = weights.to(values.dtype)  # counts are integers, and a quotient of them float32
         total = (weights if batch.mask is None else weights * batch.mask).sum()
-        return values * (batch.size / torch.where(total > 0, total, 1.0)).to(values.dtype)
+        return values * (batch.size / torch.where(total > 0, total, 1.0))
 
     def single_losses(self, outputs: Tensor, batch: Batch) -> Tensor:
         """Return each example's loss by itself, [B]; for privacy and the Fisher information.

@@ -66,7 +66,7 @@ def test_the_key_is_that_of_the_server_rule_where_the_run_names_one(notes):
         {"client": "fedavg", "server": {"name": "fedavg", "weights": "uniform"}},
         {"algorithm": "fednova"},
         {"algorithm": "fedasync", "schedule": {"name": "kasync", "k": 1}},
-        {"algorithm": "fedavg", "sizes": (4, 4, 0, 5)},
+        {"algorithm": "fedavg", "sizes": (20, 20, 0, 21)},
     ],
 )
 def test_else_it_is_not(sections, notes):

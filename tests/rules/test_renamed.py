@@ -109,6 +109,11 @@ def test_a_former_name_that_update_reads_is_told(given, source, engine):
         engine(given | {"server": server})
 
 
+A_TASK = ModelTask.__new__(
+    type("ATask", (ModelTask,), {name: None for name in ModelTask.__abstractmethods__})
+)
+
+
 @pytest.mark.parametrize(
     ("given_to_rule", "family"),
     [
@@ -116,7 +121,7 @@ def test_a_former_name_that_update_reads_is_told(given, source, engine):
         (Reports(0, [], 1), "Cohort"),
         (Reports(0, [], 1), "Reports"),
         (Batch(torch.zeros(1), torch.zeros(1)), "Batch"),
-        (ModelTask.__new__(type("ATask", (ModelTask,), {"_grad": None, "input_grad": None, "net": None})), "Task"),
+        (A_TASK, "Task"),
     ],
 )  # fmt: skip
 def test_what_a_rule_is_given_tells_the_present_names(given_to_rule, family):
@@ -130,7 +135,7 @@ def test_what_a_rule_is_given_tells_the_present_names(given_to_rule, family):
 @pytest.mark.parametrize(
     ("given_to_rule", "misspelled", "meant"),
     [
-        (ModelTask.__new__(type("ATask", (ModelTask,), {"_grad": None, "input_grad": None, "net": None})), "gradd", "grad"),
+        (A_TASK, "gradd", "grad"),
         (Reports(0, [], 1), "weight", "weights"),
         (Reports(0, [], 1), "stalenes", "staleness"),
         (Batch(torch.zeros(1), torch.zeros(1)), "noises", "noise"),
