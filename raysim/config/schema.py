@@ -47,6 +47,7 @@ DEFAULTS_LEFT_OUT = (
     ("batching", "convolutions", "direct"),
     ("partition", "seed", None),
     ("partition", "test", None),
+    ("partition", "val", None),
     ("schedule", "sampling", {"name": "uniform"}),
 )
 """Sections and keys that are no part of a run's identity where they have this value."""
@@ -224,6 +225,9 @@ class Config(Section):
         for section, key, default in DEFAULTS_LEFT_OUT:
             if whole[section].get(key, ...) == default:
                 whole[section].pop(key)
+        test = whole["partition"].get("test")
+        if test and not test["natural"]:
+            test.pop("natural")
         if self.example_privacy:
             whole["privacy"].pop("unit")
         whole["batching"].pop("cuda_graphs")

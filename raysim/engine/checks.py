@@ -177,7 +177,7 @@ def warn_of_empty_clients(config: Config, clients: Clients | VirtualClients) -> 
 
 
 def check_client_evaluation(config: Config) -> None:
-    """Check that clients have test examples if they are to be evaluated.
+    """Check that clients have test or validation examples if they are to be evaluated.
 
     Args:
         config: the configuration of the run.
@@ -185,7 +185,7 @@ def check_client_evaluation(config: Config) -> None:
     Raises:
         ConfigError: they have none.
     """
-    if config.evaluate.clients is None or config.partition.test is not None:
+    if config.evaluate.clients is None or config.partition.test or config.partition.val:
         return
     if config.partition.name == "virtual":
         raise ConfigError(
@@ -193,8 +193,9 @@ def check_client_evaluation(config: Config) -> None:
             "examples of their own; leave it out, or use another partition"
         )
     raise ConfigError(
-        "evaluate.clients: the clients have no test examples; set partition.test.fraction=0.2 or "
-        "partition.test.matched=true"
+        "evaluate.clients: the clients have no test examples; set partition.test.fraction=0.2, "
+        "partition.test=matched or, for users with test examples of their own, "
+        "partition.test=natural"
     )
 
 

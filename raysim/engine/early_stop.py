@@ -9,7 +9,7 @@ from raysim.config import renamed
 from raysim.config.schema import Config
 from raysim.config.sections.evaluation import BestBy, Stop
 from raysim.errors import ConfigError, RaysimError, did_you_mean
-from raysim.metrics import lower_is_better, reserved_prefixes, without_figure
+from raysim.metrics import VALIDATION, lower_is_better, reserved_prefixes, without_figure
 
 ROUND_METRICS = (
     "train_loss",
@@ -148,6 +148,20 @@ def check_stop(config: Config, probes: Sequence[str] = ()) -> None:
         )
 
 
+def check_best(config: Config) -> None:
+    """Check that a run logs the metric that selects its best model, if that is one of a part.
+
+    Args:
+        config: the resolved configuration of the run.
+
+    Raises:
+        ConfigError: the run does not log it; the message names the key and the fix.
+    """
+    best = config.evaluate.best
+    if best is not None and "/" in best.metric:
+        check_metric("evaluate.best.metric", best.metric, [config])
+
+
 def check_metric(key: str, metric: str, configs: Sequence[Config]) -> None:
     """Check that runs log a metric by which they are stopped.
 
@@ -183,3 +197,14 @@ def check_metric(key: str, metric: str, configs: Sequence[Config]) -> None:
     )
     if of_evaluations and any(not c.evaluate.clients for c in configs):
         raise ConfigError(f"{key}: {metric} needs evaluations of clients; set evaluate.clients")
+    is_val = of_evaluations and figure.startswith(VALIDATION)
+    if is_val and any(not c.partition.val for c in configs):
+        raise ConfigError(
+            f"{key}: {metric} needs validation examples of each client; set "
+            "partition.val.fraction=0.1"
+        )
+    if of_evaluations and not is_val and any(not c.partition.test for c in configs):
+        raise ConfigError(
+            f"{key}: {metric} needs test examples of each client; set partition.test, or name "
+            f"{part}/{VALIDATION}{figure}"
+        )

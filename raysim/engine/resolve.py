@@ -185,6 +185,7 @@ def resolve_plan(raw: Mapping[str, Any], load: Callable[[AnyData], Dataset] = lo
 
     written_out = _written_out(config, rules, workload, batching, attached)
     early_stop.check_stop(written_out, [probes.name_of(probe) for probe in attached])
+    early_stop.check_best(written_out)
     resolved = record_files(written_out, workload.dataset)
     plan = Plan(
         config=resolved,

@@ -44,6 +44,8 @@ class LocalData:
     """One pass over all examples, not shuffled, without dropout; augmented with `augment=True`."""
     tests: Callable[[], LocalData] | None = None
     """Returns the client's test examples; None if clients have none."""
+    vals: Callable[[], LocalData] | None = None
+    """Returns the client's validation examples; None if clients have none."""
 
     @cached_property
     def test(self) -> LocalData:
@@ -60,6 +62,20 @@ class LocalData:
                 "partition.test.fraction=0.2"
             )
         return self.tests()
+
+    @cached_property
+    def val(self) -> LocalData:
+        """The client's own validation examples (`partition.val`), by which a method may choose.
+
+        Raises:
+            ValueError: the clients of the run have no validation examples.
+        """
+        if self.vals is None:
+            raise ValueError(
+                "data.val: clients have no validation examples in this run; set "
+                "partition.val.fraction=0.1"
+            )
+        return self.vals()
 
     @cached_property
     def examples(self) -> Batch:

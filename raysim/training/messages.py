@@ -95,16 +95,19 @@ class ClientResult:
 
 @dataclass
 class ClientEvaluation:
-    """Metrics of one client on its test examples."""
+    """Metrics of one client on its test and its validation examples."""
 
     client: int
     """Number of the client."""
     examples: int
     """Number of its test examples."""
+    val_examples: int
+    """Number of its validation examples."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Metrics of the model that the client would use, by name."""
+    """Metrics of the model that the client would use, by name; those on validation examples begin
+    with `VALIDATION`. Without examples there are none."""
     fine_tuned: dict[str, float] = field(default_factory=dict)
-    """Metrics after fine-tuning, by name; empty without it."""
+    """The same after fine-tuning; empty without it."""
     error: str | None = None
     """The error that stopped the evaluation; None if there is none."""
 
