@@ -174,7 +174,8 @@ def check_metric(key: str, metric: str, configs: Sequence[Config]) -> None:
         ConfigError: a run does not log it; the message names the key and the fix.
     """
     measured = {"loss", *(name for c in configs for name in c.evaluate.metrics or ())}
-    measured |= {c.evaluate.best.metric for c in configs if c.evaluate.best is not None}
+    best = [c.evaluate.best.metric for c in configs if c.evaluate.best is not None]
+    measured |= {name for name in best if "/" not in name}
     has_own = any(":" in name for name in measured)  # whose name is not that of their reference
     evaluated = {*measured, *(f"val/{name}" for name in measured)} - {*ROUND_METRICS}
     known = (*sorted(evaluated), *ROUND_METRICS)
@@ -193,7 +194,7 @@ def check_metric(key: str, metric: str, configs: Sequence[Config]) -> None:
     part, _, figure = metric.partition("/")
     # Every round logs some clients/, such as clients/used; evaluations log those of the metrics.
     of_evaluations = part in OF_CLIENTS[1:] or (
-        part == "clients" and without_figure(figure) in measured
+        part == "clients" and without_figure(metric) in measured
     )
     if of_evaluations and any(not c.evaluate.clients for c in configs):
         raise ConfigError(f"{key}: {metric} needs evaluations of clients; set evaluate.clients")

@@ -85,11 +85,11 @@ class ClientEvaluator:
         evaluations = []
         own_models: dict[int, State] = {}
         for task in block.tasks:
-            counts = [
-                0 if lists is None else len(lists.client(task.client))
-                for lists in (self.tests, self.val)
-            ]
-            result = ClientEvaluation(task.client, *counts)
+            result = ClientEvaluation(
+                task.client,
+                _n_examples(self.tests, task.client),
+                _n_examples(self.val, task.client),
+            )
             try:
                 w, buffers = self._model(broadcasts[task.base], task)
                 result.metrics = self._measure(task.client, w, buffers)
@@ -174,6 +174,11 @@ class ClientEvaluator:
             )
             metrics |= {f"{prefix}{name}": value for name, value in values.items()}
         return metrics
+
+
+def _n_examples(lists: ExampleLists | VirtualClients | None, client: int) -> int:
+    """Return how many examples a client has in lists of examples."""
+    return 0 if lists is None else len(lists.client(client))
 
 
 def own_model(

@@ -496,7 +496,8 @@ def test_users_mistakes_name_file_and_line(file, text, said, users):
 
 def test_users_need_a_folder():
     with pytest.raises(
-        ConfigError, match=r"data\.path: missing; data\.name=users needs one CSV file with the columns"
+        ConfigError,
+        match=r"data\.path: missing; data\.name=users needs one CSV file with the columns",
     ):
         load_dataset(Data(name="users"))
     with pytest.raises(ConfigError, match=r"users cannot be downloaded: give a CSV file"):
@@ -508,11 +509,7 @@ def test_users_need_a_folder():
 
 @pytest.mark.parametrize(
     "name",
-    [
-        n
-        for n in dataset_names()
-        if n not in ("digits", "quadratics", "covid_ct", *USER_FORMATS)
-    ],
+    [n for n in dataset_names() if n not in ("digits", "quadratics", "covid_ct", *USER_FORMATS)],
 )
 def test_missing_files_say_what_to_do(name, tmp_path):
     with pytest.raises(ConfigError) as caught:

@@ -107,7 +107,9 @@ def test_a_file_of_arrays(tmp_path, keys):
     arrays = dict(zip(keys, (USERS, TEST_USERS), strict=True))
     np.savez(tmp_path / "a.npz", x=X, y=Y, x_test=X_TEST, y_test=Y_TEST, **arrays)
     data = {"name": "arrays", "path": str(tmp_path / "a.npz")}
-    dataset = load_dataset(explain.validate({"data": data, "rounds": 1, "algorithm": "fedavg"}).data)
+    dataset = load_dataset(
+        explain.validate({"data": data, "rounds": 1, "algorithm": "fedavg"}).data
+    )
     assert own_tests(dataset, split(dataset)) == OWN
 
 
@@ -230,11 +232,17 @@ def test_two_tables_may_name_the_users_of_test_images(table):
 @pytest.mark.parametrize(
     ("rows", "said"),
     [
-        ([*ROWS[:7], ("eve", "9.png", "a", "val")], r"images\.csv:9: split is 'val'; it is train o"),
+        (
+            [*ROWS[:7], ("eve", "9.png", "a", "val")],
+            r"images\.csv:9: split is 'val'; it is train o",
+        ),
         (ROWS[:7], r"images\.csv: names no images of the split test"),
         ([("", "1.png", "a", "train"), *ROWS], r"images\.csv:2: no user"),
         ([*ROWS, ("", "1.png", "a", "test")], r"images\.csv:14: no user, but other test images ha"),
-        ([*ROWS, ("bob", "1.png", "a", "test")], r"images\.csv:14: the image is of user 'bob', who"),
+        (
+            [*ROWS, ("bob", "1.png", "a", "test")],
+            r"images\.csv:14: the image is of user 'bob', who",
+        ),
         ([(user, image, name, "") for user, image, name, _ in ROWS], r"images\.csv:2: no split"),
     ],
 )

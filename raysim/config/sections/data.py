@@ -214,7 +214,13 @@ class LocalTest(Section):
 
 def _named_test(value: Any) -> Any:
     """Return `natural` or `matched`, given as a word, as the section that it stands for."""
-    return {value: True} if isinstance(value, str) else value
+    if not isinstance(value, str):
+        return value
+    if value not in ("natural", "matched"):
+        raise ValueError(
+            f"'{value}' is neither natural nor matched, nor a mapping as {{fraction: 0.2}}"
+        )
+    return {value: True}
 
 
 LocalTestOrWord = Annotated[LocalTest, BeforeValidator(_named_test)]
