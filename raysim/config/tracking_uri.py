@@ -86,6 +86,15 @@ def absolute_uri(uri: str) -> str:
     return encoded_uri(uri).rstrip("/")
 
 
+def database_of(uri: str) -> Path | None:
+    """Return the file of a SQLite database; None for any other store.
+
+    Args:
+        uri: tracking URI, such as sqlite:///mlflow.db.
+    """
+    return Path(uri[10:].partition("?")[0]) if uri.startswith("sqlite:///") else None
+
+
 def mask_secrets(text: str) -> str:
     """Return a text to be shown, without the secrets of the addresses and settings in it.
 
