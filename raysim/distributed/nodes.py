@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import signal
 import socket
 from collections import Counter
@@ -18,9 +17,10 @@ from ray._private import utils
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raysim.config.sections.execution import Resources
+from raysim.config.sections.execution import Resources, cluster_address
 from raysim.distributed import loopback, versions
 from raysim.errors import ConfigError, RaysimError, did_you_mean
+from raysim.system import machine
 from raysim.system import processes as ending
 from raysim.system.processes import Process
 from raysim.system.signals import a_run_handles
@@ -52,8 +52,8 @@ def connect(address: str | None, cpus: float, log: Callable[[str], None]) -> boo
     If this process is connected already, do nothing.
 
     Args:
-        address: address of the cluster; None uses RAY_ADDRESS (set in a submitted job), and starts
-            Ray on this machine if that is not set either.
+        address: address of the cluster; None uses RAY_ADDRESS (set in a submitted job). If that is
+            not set either, or the address is "local", Ray is started on this machine.
         cpus: smallest number of CPUs of a Ray that is started.
         log: called with a line of text if `cpus` exceeds the cores of this machine.
 
@@ -61,14 +61,15 @@ def connect(address: str | None, cpus: float, log: Callable[[str], None]) -> boo
         Whether this call connected or started Ray, so that `leave_cluster` must follow.
 
     Raises:
-        ConfigError: no cluster answers at the address, it requires another token, or its versions
-            differ.
+        ConfigError: no cluster answers at the address, it requires another token, its versions
+            differ, or this process is a fork of one that uses Ray.
         RaysimError: Ray cannot be started on this machine.
     """
     if ray.is_initialized():
+        _refuse_fork()
         return False
     _print_no_deaths()
-    address = address or os.environ.get("RAY_ADDRESS")
+    address = cluster_address(address)
     quiet: dict[str, Any] = {
         "log_to_driver": False,
         "logging_level": "ERROR",
@@ -80,7 +81,7 @@ def connect(address: str | None, cpus: float, log: Callable[[str], None]) -> boo
             with loopback.private_token(), _handler_of_a_run_kept():
                 ray.init(address=address, **quiet)
         else:
-            cores = os.cpu_count() or 1
+            cores = machine.cores()
             wanted = ceil(cpus)
             if wanted > cores:
                 log(f"resources: {cpus:g} CPUs are asked for, they share {cores} cores")
@@ -112,6 +113,17 @@ def connect(address: str | None, cpus: float, log: Callable[[str], None]) -> boo
     if address and not versions.has_expected_versions():
         _compare(address)
     return True
+
+
+def _refuse_fork() -> None:
+    """Raise ConfigError in a fork of a process that uses Ray: Ray's threads are not in it."""
+    listener = getattr(cast(Any, ray)._private.worker.global_worker, "listener_thread", None)
+    if listener is not None and not listener.is_alive():
+        raise ConfigError(
+            "resources.executor: this process is a fork of one that uses Ray, and Ray does not "
+            "work in a fork; start it with multiprocessing.get_context('spawn'), fork before Ray "
+            "starts, or set resources.executor=inline"
+        )
 
 
 @contextmanager
