@@ -69,7 +69,10 @@ def connect(address: str | None, cpus: float, log: Callable[[str], None]) -> boo
         _refuse_fork()
         return False
     _print_no_deaths()
+    key = "resources.address" if address else "RAY_ADDRESS"
     address = cluster_address(address)
+    if address:
+        _check_address(key, address)
     quiet: dict[str, Any] = {
         "log_to_driver": False,
         "logging_level": "ERROR",
@@ -99,20 +102,53 @@ def connect(address: str | None, cpus: float, log: Callable[[str], None]) -> boo
     except Exception as error:
         lines = str(error).splitlines() or [type(error).__name__]
         if not address:
-            raise RaysimError(f"cannot start Ray on this machine: {lines[0]}") from None
+            remedy = ""
+            if "AF_UNIX path length" in str(error):
+                remedy = (
+                    ". The folder for temporary files (TMPDIR) is too deep for the paths of Ray's "
+                    "sockets; set RAY_TMPDIR=/tmp"
+                )
+            raise RaysimError(f"cannot start Ray on this machine: {lines[0]}{remedy}") from None
         if lines[0].startswith("Version mismatch"):
             reason = " ".join(" ".join(lines).split())
             raise ConfigError(
                 f"cannot join Ray at {address}: {reason}; install the same on both"
             ) from None
         raise ConfigError(
-            f"cannot join Ray at {address}: {lines[0]} (is it running? A cluster that asks for "
-            "tokens wants RAY_AUTH_MODE=token and its ~/.ray/auth_token here)"
+            f"{key}: cannot join Ray at {address}: {lines[0]} (is it running? A cluster that asks "
+            "for tokens wants RAY_AUTH_MODE=token and its ~/.ray/auth_token here; "
+            "RAY_ADDRESS=local, or none, starts Ray on this machine)"
         ) from None
     # A submitted job has compared its versions already.
     if address and not versions.has_expected_versions():
         _compare(address)
     return True
+
+
+def _check_address(key: str, address: str) -> None:
+    """Raise ConfigError for an address that Ray would try for half a minute in vain.
+
+    Args:
+        key: the configuration key or environment variable that has the address.
+        address: the address.
+    """
+    if address == "auto":
+        return
+    scheme, separator, _ = address.partition("://")
+    if scheme in ("http", "https") and separator:
+        raise ConfigError(
+            f"{key}: {address} is the address of a dashboard, to which jobs are sent: raysim "
+            f"submit --address {address} -- run …; for a run from here, give HEAD:6379"
+        )
+    if separator:
+        raise ConfigError(
+            f"{key}: {address} is an address of Ray Client, which has no actors on other nodes for "
+            "a run; give HEAD:6379, or send the run as a job (raysim submit)"
+        )
+    if not address.rpartition(":")[0] or not address.rpartition(":")[2].isdigit():
+        raise ConfigError(
+            f"{key}: '{address}' is not HOST:PORT, such as HEAD:6379; `ray start --head` prints it"
+        )
 
 
 def _refuse_fork() -> None:

@@ -18,12 +18,13 @@ from itertools import accumulate, takewhile
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
+from urllib.request import proxy_bypass
 
 from filelock import FileLock
 
 from raysim.config.sections.storage import Tracking
 from raysim.config.tracking_uri import absolute_uri, database_of, mask_secrets
-from raysim.errors import ConfigError, RaysimError
+from raysim.errors import ConfigError, RaysimError, printable
 from raysim.tracking import charts
 from raysim.tracking.recorder import legal
 from raysim.tracking.spool import Tail, plain
@@ -104,12 +105,42 @@ class RunClient:
         """Import what this store needs of MLflow, which takes seconds."""
         import_mlflow(self.uri)
 
-    @property
-    def remedy(self) -> str:
-        """Advice for a server that does not work."""
+    def remedy(self, error: Exception | None) -> str:
+        """Return advice for a store that does not work.
+
+        Args:
+            error: what it raised, if that is known.
+        """
+        text = f"{type(error).__name__} {error}"
+        if "mlflow db upgrade" in text:
+            return (
+                "Another version of MLflow made this database; keep a copy of it, then: mlflow db "
+                f"upgrade {mask_secrets(self.uri)}"
+            )
+        if isinstance(error, ImportError):
+            return (
+                "Install the database's driver: pip install psycopg2-binary (PostgreSQL), pip "
+                "install pymysql (mysql+pymysql://)"
+            )
         if self._database:
+            if "already exists" in text:
+                return (
+                    f"A process was killed while it made the tables; remove {self._database} if no "
+                    "run is in it"
+                )
+            if "database is locked" in text:
+                return f"End the process that holds {self._database}"
+            if "disk" in text:
+                return f"Make room on the disk of {self._database}"
             return (
                 f"See that {self._database} can be written and was made by this version of MLflow"
+            )
+        if not self.uri.startswith("http"):
+            return "See that the database runs, and that its address, user and password are right"
+        if proxy := _proxy(self.uri):
+            return (
+                f"{proxy} sends these requests to a proxy; add {urlsplit(self.uri).hostname} to "
+                "NO_PROXY, start the server, or correct the address"
             )
         return "Start the server (mlflow server --host HOST --port PORT) or correct the address"
 
@@ -190,9 +221,7 @@ class RunClient:
         mlflow = import_mlflow(self.uri)
         with self._alone():
             if self._database is not None and not self._database.exists():
-                # MLflow writes the place of its default experiment, the current folder, into SQL
-                # without quoting it
-                mlflow.store.tracking.sqlalchemy_store.SqlAlchemyStore(self.uri, self._artifacts)
+                self._create_database(mlflow)
             client = mlflow.MlflowClient(tracking_uri=self.uri)
             experiment = client.get_experiment_by_name(self.experiment)
             if experiment is None:
@@ -216,6 +245,21 @@ class RunClient:
                 if self._was_moved(experiment.artifact_location):
                     self._correct_locations(experiment.artifact_location)
         self._client = client
+
+    def _create_database(self, mlflow: Any) -> None:
+        """Create the tables of a SQLite file: all of them, or, if the process is killed, no file.
+
+        MLflow would write the place of its default experiment, the current folder, into SQL without
+        quoting it.
+        """
+        assert self._database is not None
+        partial = self._database.with_name(f".partial-{self._database.name}")
+        partial.unlink(missing_ok=True)
+        store = mlflow.store.tracking.sqlalchemy_store.SqlAlchemyStore(
+            f"sqlite:///{partial}", self._artifacts
+        )
+        store.engine.dispose()
+        partial.replace(self._database)
 
     def _was_moved(self, location: str) -> bool:
         """Return whether the files beside a SQLite database were elsewhere before."""
@@ -384,7 +428,14 @@ class RunClient:
             profile=json.dumps(record["profile"], default=plain),
         )
         context = InputTag("mlflow.data.context", record["context"])
-        self._client.log_inputs(self.run_id, datasets=[DatasetInput(dataset, [context])])
+        inputs = [DatasetInput(dataset, [context])]
+        try:
+            self._client.log_inputs(self.run_id, datasets=inputs)
+        except Exception as error:
+            if "unique constraint" not in str(error).lower():
+                raise
+            # Another run has just logged the same data set, which MLflow finds now.
+            self._client.log_inputs(self.run_id, datasets=inputs)
 
 
 def connected(uri: str) -> Any:
@@ -420,8 +471,8 @@ def open_store(uri: str | None, purpose: str = "read") -> Iterator[Any]:
     except RaysimError:
         raise
     except Exception as error:
-        why = " ".join(mask_secrets(str(error)).split())[:200]
-        why = "nothing answers; is the server up?" if "Max retries exceeded" in why else why
+        no_answer = "Max retries exceeded" in str(error)
+        why = "nothing answers; is the server up?" if no_answer else brief(error)
         raise RaysimError(f"--uri: {mask_secrets(address)} cannot be {purpose}: {why}") from None
 
 
@@ -493,7 +544,11 @@ def import_mlflow(uri: str) -> Any:
     import mlflow
 
     if not uri.startswith("http"):
+        import mlflow.store.db.utils
         import mlflow.store.tracking.sqlalchemy_store
+
+        # The writer tries again itself; MLflow would try for a minute, also with a wrong password.
+        mlflow.store.db.utils.MAX_RETRY_COUNT = 1
     logging.getLogger("mlflow.store").setLevel(logging.WARNING)
     logging.getLogger("mlflow.store.db.utils").setLevel(
         logging.CRITICAL
@@ -546,7 +601,17 @@ def brief(error: Exception) -> str:
         error: any error; passwords and tokens in its message are masked.
     """
     text = mask_secrets(" ".join(str(error).split())) or type(error).__name__
+    text = printable(text)
     return text if len(text) <= 200 else f"{text[:90]} … {text[-110:]}"
+
+
+def _proxy(uri: str) -> str:
+    """Return the environment variable that sends requests for an address to a proxy; "" if none."""
+    parts = urlsplit(uri)
+    if proxy_bypass(parts.hostname or ""):
+        return ""
+    names = (f"{parts.scheme}_proxy", f"{parts.scheme.upper()}_PROXY", "all_proxy", "ALL_PROXY")
+    return next((name for name in names if os.environ.get(name)), "")
 
 
 def _user() -> str:

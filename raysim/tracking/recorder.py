@@ -103,6 +103,9 @@ class Recorder:
     tracks = True
     """Whether anything is recorded."""
 
+    failure = ""
+    """After the end: why a required database lacks records of the run; "" if it does not."""
+
     def __init__(
         self,
         uri: str,

@@ -131,7 +131,7 @@ class Tracker(Recorder):
             self._key = ""  # there is no run
             raise RaysimError(
                 f"tracking.uri: {mask_secrets(self._server.uri)} cannot be used: {brief(error)}. "
-                f"{self._server.remedy}, "
+                f"{self._server.remedy(error)}, "
                 "or set tracking.required=false to run without it (what is tracked is then kept "
                 "and sent later)"
             ) from None
@@ -171,6 +171,14 @@ class Tracker(Recorder):
                 shlex.quote(str(self._spool.path.parent)),
                 _to_a_new_run(self._error),
             )
+            is_to_blame = not isinstance(self._error, FileRefused | RunDeleted | None)
+            if self.required and is_to_blame and database_of(self._server.uri):
+                self.failure = (
+                    f"tracking.uri: {self.pending} records of this run are not in "
+                    f"{self._server.uri}: {brief(self._error)}. The run itself is complete in "
+                    f"{self._spool.path.parent}. {self._server.remedy(self._error)}, then: raysim "
+                    f"tracking sync {shlex.quote(str(self._spool.path.parent))}"
+                )
         if lost := self._spool.homeless:
             logger.error("%d of them are lost: the disk of %s is full", lost, self._spool.path)
 
@@ -181,11 +189,14 @@ class Tracker(Recorder):
             self._news.wait_for(
                 lambda: self._beats, START_TIMEOUT_S["database"]
             )  # importing MLflow is not the server's fault
+            locked_until = time.monotonic() + START_TIMEOUT_S["database"]
             while self._server.key != self._key:
-                if self._error is not None:
+                # Another process may hold a SQLite file for a while.
+                locked = "database is locked" in str(self._error)
+                if self._error is not None and not (locked and time.monotonic() < locked_until):
                     return self._error
                 before = self._beats
-                if not self._news.wait_for(lambda: self._error or self._beats > before, patience):  # noqa: B023
+                if not self._news.wait_for(lambda: self._beats > before, patience):  # noqa: B023
                     return TimeoutError(f"no answer within {patience:g} s")
         return None
 
@@ -507,7 +518,7 @@ def _remedy(server: RunClient, error: Exception) -> str:
     """Return advice for records that cannot be sent."""
     if isinstance(error, FileRefused):
         return "Make the artifact store of the run usable from here"
-    return "Restore the run" if isinstance(error, RunDeleted) else server.remedy
+    return "Restore the run" if isinstance(error, RunDeleted) else server.remedy(error)
 
 
 def _to_a_new_run(error: Exception | None) -> str:

@@ -14,6 +14,7 @@ import pytest
 from ray._private import ray_constants, services
 
 from raysim.distributed import loopback, nodes
+from raysim.errors import ConfigError, RaysimError
 
 LISTENING = """
     import sys
@@ -151,3 +152,35 @@ def test_a_fork_of_a_process_that_uses_ray_is_refused(tmp_path: Path) -> None:
     error, code = ran.stdout.splitlines()
     assert "fork" in error and "spawn" in error and "executor=inline" in error
     assert code == "2"
+
+
+@pytest.mark.parametrize(
+    ("address", "advice"),
+    [
+        ("http://head:8265", "raysim submit"),
+        ("ray://head:10001", "Ray Client"),
+        ("head", "HOST:PORT"),
+        ("127.0.0.1:1", "RAY_ADDRESS=local"),
+    ],
+)
+def test_an_address_that_leads_nowhere_is_refused_by_its_variable(
+    monkeypatch: pytest.MonkeyPatch, address: str, advice: str
+) -> None:
+    monkeypatch.setattr(nodes.ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(nodes.ray, "init", lambda **options: pytest.fail("Ray would wait"))
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    with pytest.raises(ConfigError, match=f"^RAY_ADDRESS: .*{advice}"):
+        nodes.connect(None, 1, print)
+    with pytest.raises(ConfigError, match=r"^resources\.address: "):
+        nodes.connect(address, 1, print)
+
+
+def test_a_deep_folder_for_temporary_files_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def init(**options: Any) -> None:
+        raise OSError("AF_UNIX path length cannot exceed 107 bytes: /tmp/…")
+
+    monkeypatch.setattr(nodes.ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(nodes.ray, "init", init)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(RaysimError, match=r"TMPDIR.*RAY_TMPDIR=/tmp"):
+        nodes.connect(None, 1, print)
