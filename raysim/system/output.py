@@ -75,8 +75,9 @@ def make_lasting() -> None:
         before = getattr(sys, name)
         if before is not None and not _is_own(before, number):
             continue  # a test or a notebook has replaced it
-        with suppress(OSError, AttributeError):
-            before.flush()
+        if before is not None:
+            with suppress(OSError):
+                before.flush()
         _files[number] = file = _LastingFile(number)
         if closed:
             file.error = OSError(errno.EBADF, "it is closed")

@@ -97,6 +97,7 @@ class RunClient:
         # came from here.
         self._steps: dict[str, set[int]] | None = {} if run_id else None
         self._database = database_of(uri)
+        self._is_server = uri.startswith("http")
         self._artifacts = (
             (self._database.parent / "mlartifacts").as_uri() if self._database else None
         )
@@ -135,7 +136,7 @@ class RunClient:
             return (
                 f"See that {self._database} can be written and was made by this version of MLflow"
             )
-        if not self.uri.startswith("http"):
+        if not self._is_server:
             return "See that the database runs, and that its address, user and password are right"
         if proxy := _proxy(self.uri):
             return (
@@ -201,7 +202,7 @@ class RunClient:
         if not path.exists():
             raise Refused(f"{path} no longer exists")
         address = self._get(self.run_id or "").info.artifact_uri
-        if self._database is None and urlsplit(address).scheme in ("", "file"):
+        if self._is_server and urlsplit(address).scheme in ("", "file"):
             self.refuses_files = True
             raise FileRefused(
                 f"the server names a folder of this machine for them, {address}; start it with "

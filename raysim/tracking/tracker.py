@@ -171,12 +171,13 @@ class Tracker(Recorder):
                 shlex.quote(str(self._spool.path.parent)),
                 _to_a_new_run(self._error),
             )
-            is_to_blame = not isinstance(self._error, FileRefused | RunDeleted | None)
-            if self.required and is_to_blame and database_of(self._server.uri):
+            error, database = self._error, database_of(self._server.uri)
+            refused = isinstance(error, FileRefused | RunDeleted)
+            if self.required and database and error is not None and not refused:
                 self.failure = (
                     f"tracking.uri: {self.pending} records of this run are not in "
-                    f"{self._server.uri}: {brief(self._error)}. The run itself is complete in "
-                    f"{self._spool.path.parent}. {self._server.remedy(self._error)}, then: raysim "
+                    f"{self._server.uri}: {brief(error)}. The run itself is complete in "
+                    f"{self._spool.path.parent}. {self._server.remedy(error)}, then: raysim "
                     f"tracking sync {shlex.quote(str(self._spool.path.parent))}"
                 )
         if lost := self._spool.homeless:

@@ -115,7 +115,7 @@ def test_a_server_that_names_a_local_folder_gets_no_file(tmp_path: Path) -> None
     """It could have files written anywhere on this machine."""
     settings = Tracking(uri=f"sqlite:///{tmp_path}/mlflow.db", experiment="lies")
     tracker = Tracker(settings, tmp_path / "run")
-    tracker._server._database = None  # as of a server
+    tracker._server._is_server = True
     tracker._server._artifacts = (tmp_path / "elsewhere").as_uri()  # what the server answers
     run_id = tracker.start("run", {}, {})
     train(tracker, tmp_path / "run")
@@ -194,6 +194,7 @@ def test_a_moved_project_keeps_its_files_together(tmp_path: Path, caplog) -> Non
     assert replay_spool(after / "runs" / "second") > 5  # into the moved database
     assert not before.exists()
     second = Tail(after / "runs" / "second").run_id
+    assert second
     for run_id in (first, second, third):
         assert steps(uri, run_id) == list(range(5))
         assert [file.path for file in client(uri).list_artifacts(run_id)] == ["requirements.txt"]
