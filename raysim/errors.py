@@ -96,6 +96,15 @@ def _cut(text: str, most: int) -> str:
     return f"{text[: most // 3]}…({len(text):,} characters)…{text[-most // 6 :]}"
 
 
+def printable(text: str) -> str:
+    """Return a text without control characters, which a terminal would obey; lines stay.
+
+    Args:
+        text: any text, such as a name from a server.
+    """
+    return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
 def in_a_line(error: BaseException) -> str:
     """Return an error as one line, with its type unless it is a RaysimError.
 

@@ -1,6 +1,7 @@
 """Command line of raysim; each module of this package adds its commands.
 
-Exit codes: 0 success, 1 failed run, 2 invalid input, 130 ended by Ctrl-C, 143 ended by SIGTERM.
+Exit codes: 0 success, 1 failed run, 2 invalid input, 130 ended by Ctrl-C, 143 ended by SIGTERM, 129
+ended by SIGHUP.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from raysim.cli.base import app
 from raysim.config.renamed import refuse_former_command
 from raysim.distributed import versions
 from raysim.errors import ConfigError, RaysimError, shortened
-from raysim.system import processes
+from raysim.system import output, processes
 from raysim.system.signals import leave_at_once
 
 # isort: off
@@ -81,8 +82,12 @@ def console() -> None:
     # raysim reports the first error of a round; Ray would log the same error for other calls.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     leave_at_once()
+    output.make_lasting()
     try:
         main()
     except SystemExit as end:
-        processes.leave(end.code if isinstance(end.code, int) else int(end.code is not None))
-        raise
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if not output.flushed():
+            code = code or RaysimError.exit_code
+        processes.leave(code)
+        sys.exit(code)

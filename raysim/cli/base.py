@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from raysim.cli.completion import complete_configuration, complete_override
-from raysim.errors import ConfigError
+from raysim.errors import ConfigError, printable
 from raysim.version import __version__
 
 app = typer.Typer(
@@ -89,12 +89,17 @@ def print_table(table: Table, console: Console | None = None) -> None:
     On a terminal, cells of several words are wrapped, except those of the first column. Elsewhere
     each row is one line.
 
+    Control characters, which names from a tracking server may have, are replaced.
+
     Args:
         table: the table; column widths and overflow are set in place.
         console: where the table is printed; None: standard output.
     """
     console = console or Console()
     for column in table.columns:
+        column._cells = [
+            printable(cell) if isinstance(cell, str) else cell for cell in column.cells
+        ]
         words = [word for cell in column.cells for word in str(cell).split()]
         column.min_width = max(map(cell_len, words), default=0)
         column.overflow = "fold"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -84,8 +85,17 @@ def job_stop(
 
 def _follow_job(cluster: JobClient, number: str) -> None:
     """Print the output of a job until it ends; exit with its exit code if it fails."""
-    for piece in cluster.follow(number):
-        print(piece, end="", flush=True)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        for piece in cluster.follow(number):
+            print(piece, end="", flush=True)
+    except KeyboardInterrupt:
+        print(
+            f"\nthe job goes on; raysim job logs {number} follows it, and raysim job stop {number} "
+            "ends it",
+            file=sys.stderr,
+        )
+        raise typer.Exit(128 + signal.SIGINT) from None
     done = cluster.job(number)
     if done.state == "SUCCEEDED":
         return

@@ -282,6 +282,10 @@ def sync(
         list[str] | None,
         typer.Option(help="send them to this tracker too: tensorboard or wandb"),
     ] = None,
+    new_run: Annotated[
+        bool,
+        typer.Option("--new-run", help="send all records to a new run; the former was deleted"),
+    ] = False,
 ) -> None:
     """Send the records that a run could not send while its tracking server was down."""
     from raysim.tracking import followers
@@ -292,7 +296,7 @@ def sync(
             raise ConfigError(
                 f"--also: nothing called '{name}'{did_you_mean(name, followers.FOLLOWERS)}"
             )
-    print(f"{replay_spool(run_dir)} records sent")
+    print(f"{replay_spool(run_dir, new_run)} records sent")
     for name, count in followers.catch_up(run_dir, also or []).items():
         print(f"{count} records sent to {name}")
 

@@ -90,6 +90,7 @@ def read_run_config(
         ConfigError: the configuration cannot be read, or describes a sweep or a privacy match.
     """
     raw = loading.read_config(source, overrides, keys, registry.algorithm_defaults)
+    raw = tracking_uri.with_environment(raw)
     sweep_keys = [
         key for key in loading.parse_overrides(overrides) if key.partition(".")[0] == "sweep"
     ]

@@ -42,7 +42,7 @@ from raysim.runs.run_dir import (
     without_secrets,
     write_config,
 )
-from raysim.system import files, lock, processes, startup_stages
+from raysim.system import files, lock, output, processes, startup_stages
 from raysim.system.cpu_kind import cpu_kind
 from raysim.system.signals import Signals, stoppable
 from raysim.tracking.followers import FollowedRun, require_packages
@@ -187,7 +187,10 @@ def execute(
             with signals.held():
                 for record in engine.rounds():
                     run.log(engine, record, progress)
-                return run.result(engine, time.perf_counter() - began)
+                result = run.result(engine, time.perf_counter() - began)
+    if run.tracker.failure:
+        raise RaysimError(run.tracker.failure)
+    return result
 
 
 @contextmanager
@@ -195,6 +198,7 @@ def _own_folder(plan: Plan, run_dir: Path, is_new: bool) -> Iterator[None]:
     """Lock the folder of a run and write its configuration; forget a new run that is refused."""
     try:
         with lock.alone(run_dir):
+            output.keep_rest_in(run_dir)
             files.refuse_links(
                 run_dir, [client_store.ROWS_FOLDER] if plan.config.client_state.dir else []
             )

@@ -26,7 +26,7 @@ from raysim.config.schema import Config
 from raysim.config.sections.base import Section
 from raysim.config.sections.data import AnyData
 from raysim.config.sections.storage import Tracking
-from raysim.config.tracking_uri import redacted_uri
+from raysim.config.tracking_uri import redacted_uri, with_environment
 from raysim.engine import early_stop, resolve
 from raysim.errors import ConfigError, did_you_mean
 from raysim.reports import grouping
@@ -224,6 +224,7 @@ class SweepSpec:
             self.source, {**self.fixed, **point}, resolve.keys, registry.algorithm_defaults
         )
         raw.pop("sweep", None)
+        raw = with_environment(raw)
         if raw.get("run_dir") is not None:
             raise ConfigError(
                 "run_dir: every trial of a sweep has a separate folder; leave run_dir out (--dir "

@@ -4,7 +4,7 @@ A run's metrics, tags, data sets and files are appended to a spool in the run's 
 a few microseconds per record:
 
     spool.jsonl   all records in order, one line of JSON each; append-only
-    spool.sent    number of acknowledged records, and the run that received them
+    spool.sent    number of acknowledged records, the run that received them, and postponed files
 
 The sender (`raysim.tracking.tracker`) reads the spool in the same process or in another one.
 Further trackers (`raysim.tracking.followers`) read it too, each with a mark of its own.
@@ -61,6 +61,8 @@ class Tail:
         latest = self._read_mark()
         self.run_id: str | None = latest["run_id"]
         """Run that received the last acknowledged record."""
+        self.postponed: list[dict[str, Any]] = latest.get("postponed", [])
+        """Records of files that the store refused; those after them were sent."""
         self._sent = 0
         self._offset = 0
         for length in islice(map(len, self._whole_lines()), latest["records"]):
@@ -70,7 +72,7 @@ class Tail:
     @property
     def pending(self) -> int:
         """Number of unacknowledged records."""
-        return len(self._whole_lines(self._offset))
+        return len(self._whole_lines(self._offset)) + len(self.postponed)
 
     def head(self) -> list[dict[str, Any]]:
         """Return the next unsent records, at most about 250 kB."""
@@ -89,10 +91,36 @@ class Tail:
         self._offset += sum(self._window[:count])
         self._mark(run_id)
 
+    def postpone(self, record: dict[str, Any]) -> None:
+        """Keep the first record of the last `head` for later, and acknowledge it.
+
+        Args:
+            record: that record.
+        """
+        self.postponed.append(record)
+        self.acknowledge(1, self.run_id)
+
+    def acknowledge_postponed(self) -> None:
+        """Remove the first of the postponed records, which was sent or can never be."""
+        del self.postponed[0]
+        self._mark(self.run_id)
+
+    def place(self, path: Path) -> str:
+        """Return a path as records hold it: relative to the run's folder if it is below that.
+
+        The folder may be moved before a record is sent.
+
+        Args:
+            path: a file or a folder.
+        """
+        path, home = Path(path).absolute(), self.path.parent
+        return str(path.relative_to(home) if path.is_relative_to(home) else path)
+
     def rewind(self) -> None:
         """Mark all records as unsent, because the store that acknowledged them is lost."""
         self._sent = 0
         self._offset = 0
+        self.postponed = []
         self._mark(None)
 
     def last(self, *kinds: str) -> dict[str, Any] | None:
@@ -130,7 +158,10 @@ class Tail:
         self.run_id = run_id
         # If the disk is full, a crash causes these records to be sent again, which is harmless.
         with contextlib.suppress(OSError):
-            files.write_file(self._sent_path, json.dumps({"records": self._sent, "run_id": run_id}))
+            mark: dict[str, Any] = {"records": self._sent, "run_id": run_id}
+            if self.postponed:
+                mark["postponed"] = self.postponed
+            files.write_file(self._sent_path, json.dumps(mark))
 
     def _read_mark(self) -> dict[str, Any]:
         """Return the content of the file that marks how many records have been sent."""
@@ -184,7 +215,7 @@ class Spool(Tail):
     @property
     def pending(self) -> int:
         """Number of unacknowledged records, including those in memory."""
-        return self._total - self._sent + len(self._memory)
+        return self._total - self._sent + len(self._memory) + len(self.postponed)
 
     @property
     def homeless(self) -> int:

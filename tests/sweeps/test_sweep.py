@@ -446,3 +446,18 @@ def test_a_line_that_is_being_written_is_not_read(tmp_path: Path):
         and spool.pending == 1
     )
     spool.close()
+
+
+def test_a_call_from_python_names_its_failed_trials(tmp_path: Path, monkeypatch, caplog):
+    """The command prints them; a call would otherwise return without a word."""
+
+    def fail(sweep: Any, *others: Any) -> SweepResult:
+        failed = [(trial, "client.name: no such rule\n\nTraceback") for trial in sweep.trials]
+        return SweepResult(sweep, "", 0, failed=failed)
+
+    monkeypatch.setattr(runner, "run_sweep", fail)
+    runner.sweep({**SMALL}, {"seed": [0, 1]}, folder=tmp_path)
+    warnings = [record.getMessage() for record in caplog.records]
+    assert [line.partition(" (")[0] for line in warnings] == [
+        f"failed: seed={seed}: client.name: no such rule" for seed in (0, 1)
+    ]
