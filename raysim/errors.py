@@ -39,6 +39,10 @@ class RaysimError(Exception):
     exit_code = 1
     """Exit code of the command line."""
 
+    def _render_traceback_(self) -> list[str]:
+        """Return the lines that a notebook shows in place of a traceback (IPython's protocol)."""
+        return [f"{type(self).__name__}: {self}"]
+
 
 class ConfigError(RaysimError):
     """Mistake in the user's input: a key, a value or a file. Raised before anything starts.

@@ -536,7 +536,7 @@ METRICS = (
     Metric(
         "client/{name}",
         "",
-        "mean (name_max: maximum) over clients of what a client rule reports",
+        "mean (name_max: maximum) over clients of what a client rule logs by task.log",
         EVERY_ROUND,
         users_own=True,
     ),

@@ -17,6 +17,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from raysim.runs.progress import ProgressText
 from raysim.system import startup_stages
 
 if TYPE_CHECKING:
@@ -32,33 +33,6 @@ EPSILON = "privacy/epsilon"
 
 LINE_INTERVAL_S = 5.0
 """Seconds between two plain lines."""
-
-
-def duration(seconds: float) -> str:
-    """Return a time span as text: 8 s, 3 min 20 s, 2 h 5 min.
-
-    Args:
-        seconds: the time span, rounded to whole seconds.
-    """
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    return f"{whole // 3600} h {whole % 3600 // 60} min"
-
-
-def times(elapsed: float, done: float, total: float) -> str:
-    """Return the elapsed time, and an estimate of the time left, as text.
-
-    Args:
-        elapsed: seconds so far.
-        done: amount of work that is done, in any unit; 0 gives no estimate.
-        total: amount of all work, in the same unit.
-    """
-    if done <= 0 or done >= total:
-        return f"{duration(elapsed)} elapsed"
-    return f"{duration(elapsed)} elapsed, {duration(elapsed / done * (total - done))} left"
 
 
 @contextmanager
@@ -91,18 +65,10 @@ class RunProgress:
     """
 
     def __init__(self, plan: Plan, console: Console):
-        resources = plan.config.resources
         self.console = console
+        self.text = ProgressText(plan)
         self.rounds = plan.config.rounds
-        from raysim.config.sections.evaluation import DEFAULT_BEST
-
-        best = plan.config.evaluate.best or DEFAULT_BEST
-        self.metrics = dict.fromkeys((best.metric, "loss"))
-        actors = f"{resources.actors} actor{'s'[: resources.actors != 1]}"
-        self.workers = actors if resources.executor == "ray" else "inline"
-        self.title = f"{plan.label} on {plan.config.data.name}, {self.workers}"
-        self.began = self.last_line = time.monotonic()
-        self.first_round: int | None = None
+        self.last_line = time.monotonic()
         self.bar = Progress(
             TextColumn("{task.description}"),
             *([BarColumn(20)] if console.width >= WIDE_COLUMNS else []),
@@ -114,14 +80,15 @@ class RunProgress:
             console=console,
             transient=True,
         )
-        self.task = self.bar.add_task(self.title, total=self.rounds, status="")
+        self.task = self.bar.add_task(self.text.title, total=self.rounds, status="")
         self.stages = startup_stages.shown_by(self._show_stage)
 
     def __enter__(self) -> RunProgress:
         if self.console.is_terminal:
             self.bar.start()
         else:
-            self.console.print(f"{self.title}: {self.rounds} round{'s'[: self.rounds != 1]}")
+            rounds = f"{self.rounds} round{'s'[: self.rounds != 1]}"
+            self.console.print(f"{self.text.title}: {rounds}")
         self.stages.__enter__()
         return self
 
@@ -134,18 +101,13 @@ class RunProgress:
         """Show the record of a round."""
         done = int(record["round"])
         now = time.monotonic()
-        if self.first_round is None:  # the start of actors and of MLflow is not the rounds' time
-            self.first_round = done
-            self.began = now
-        figures = [f"{key} {record[key]:.4f}" for key in self.metrics if key in record]
-        if "system/clients_per_second" in record:
-            figures.append(f"{record['system/clients_per_second']:.0f} clients/s")
         if self.console.is_terminal:
+            figures = self.text.figures(record, now)
             self.bar.update(self.task, completed=done, status=" · ".join(figures))
-        elif done and (now - self.last_line > LINE_INTERVAL_S or done in (1, self.rounds)):
-            trained = done - self.first_round
-            figures.append(times(now - self.began, trained, self.rounds - self.first_round))
-            self.console.print(f"round {done}/{self.rounds}  " + "  ".join(figures), soft_wrap=True)
+            return
+        line = self.text.round_line(record, now)
+        if done and (now - self.last_line > LINE_INTERVAL_S or done in (1, self.rounds)):
+            self.console.print(line, soft_wrap=True)
             self.last_line = now
 
     def _show_stage(self, stage: str) -> None:

@@ -90,7 +90,27 @@ def report_table(
     uri: Uri = None,
     ledger: LedgerOption = None,
     where: Where = None,
-    metric: MetricOption = None,
+    metric: Annotated[
+        str | None,
+        typer.Option(
+            help="METRIC,METRIC: metrics to report; rows are compared by the first one; default: "
+            "the one that selects the runs' best model"
+        ),
+    ] = None,
+    statistic: Annotated[
+        str,
+        typer.Option(
+            help="values of a metric in a run: best, last, last10 (mean of the last 10 "
+            "evaluations); rows are compared by the first one"
+        ),
+    ] = "best,last",
+    select_by: Annotated[
+        str | None,
+        typer.Option(
+            help="metric whose best value chooses the round of best, such as val/accuracy, and "
+            "the rows of --best-of"
+        ),
+    ] = None,
     target: Annotated[
         str | None,
         typer.Option(
@@ -118,32 +138,46 @@ def report_table(
         str | None,
         typer.Option(help="KEY=VALUE: difference to this method over equal seeds, 95 % interval"),
     ] = None,
+    label: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="VALUE=NAME: show a value, parameter, metric or header under this name; also "
+            "KEY=VALUE=NAME; may be repeated"
+        ),
+    ] = None,
     form: Annotated[str, typer.Option("--format", help="markdown, csv or latex")] = "markdown",
     out: Annotated[Path | None, typer.Option(help="file to write instead of printing")] = None,
     log: Log = False,
 ) -> None:
     """Print a table of results, mean ± std over seeds, by the parameters that differ."""
-    from raysim.reports import table_rows, tables
+    from raysim.reports.table_rows import results_table
 
     _one_of("--format", form, ("markdown", "csv", "latex"))
-    unit, keys = table_rows.cost_unit_of(x_axis), (_keys(group), _keys(best_of))
     source = _source(runs, uri, ledger, where, log)
-    tracked, rows, goal = table_rows.table_rows(
-        source, metric, target, *keys, relative_to, unit, ranks, paper, compare_with, _aside
+    table = results_table(
+        source,
+        _aside,
+        metric=_keys(metric),
+        statistic=_keys(statistic),
+        select_by=select_by,
+        target=target,
+        group=_keys(group),
+        best_of=_keys(best_of),
+        relative_to=relative_to,
+        x_axis=x_axis,
+        ranks=ranks,
+        paper=paper,
+        compare_with=compare_with,
+        label=label or (),
     )
-    if form == "csv":
-        text = tables.as_csv(rows, unit)
-    else:
-        text = (tables.latex if form == "latex" else tables.markdown_table)(
-            rows, tracked[0].metric, goal, unit
-        )
+    text = table.text(form)
     _say(text, out)
     if log:
         _keep_text(
             f"table.{ ({'markdown': 'md', 'latex': 'tex'}.get(form, form)) }",
             text,
             [],
-            tracked,
+            table.runs,
             source,
         )
 
@@ -227,7 +261,10 @@ def report_sensitivity(
     where: Where = None,
     metric: MetricOption = None,
     statistic: Annotated[
-        str, typer.Option(help="result of a run: best, or last10 (mean of the last 10 evaluations)")
+        str,
+        typer.Option(
+            help="result of a run: best, last, or last10 (mean of the last 10 evaluations)"
+        ),
     ] = "best",
     out: Picture = None,
     log: Log = False,
@@ -237,15 +274,16 @@ def report_sensitivity(
     Meant for random search, where the parameters are independent.
     """
     from raysim.reports import plots, sensitivity
+    from raysim.reports.table_rows import known_statistic
 
-    _one_of("--statistic", statistic, sensitivity.STATISTICS)
+    result = known_statistic(statistic)
     out = out or _picture(context, "sensitivity")
     check_picture(out)
     source = _source(runs, uri, ledger, where, log)
     tracked = source.finished(metric, _aside)
     metric = tracked[0].metric
     effects = sensitivity.effects(
-        tracked, _keys(keys) or (), sensitivity.result_of_run(statistic, metric)
+        tracked, _keys(keys) or (), sensitivity.result_of_run(result, metric)
     )
     _write(
         out, lambda: plots.plot_scatter(sensitivity.clouds(effects), f"{statistic} {metric}", out)

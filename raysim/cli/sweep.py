@@ -18,8 +18,9 @@ from rich.table import Table
 
 from raysim.cli.base import app, print_table
 from raysim.cli.completion import complete_configuration, complete_override
-from raysim.cli.progress import preparing, times
+from raysim.cli.progress import preparing
 from raysim.errors import ConfigError
+from raysim.runs.progress import times
 from raysim.system import startup_stages
 
 if TYPE_CHECKING:

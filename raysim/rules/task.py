@@ -170,6 +170,26 @@ class Task(TellsPresentNames, ABC):
         """
 
     @abstractmethod
+    def log(self, **numbers: float | Tensor) -> None:
+        """Log numbers of this client, as the metrics client/NAME of its round.
+
+        The metric is the unweighted mean over the round's clients whose updates are used and that
+        logged it; of a name that ends in "_max" it is the maximum. What is logged in local steps
+        (`direction`, `step`, `loss`) is first averaged over the client's mini-batches, or their
+        maximum is taken. Of several calls with one name in a local step, or outside of them, the
+        last one counts, and `finish` counts more than local steps. Nothing is logged while clients
+        are evaluated. The numbers reach the engine, and neither the server rule nor the traffic.
+        Under `privacy` they are not protected: ε does not cover metrics.
+
+        Args:
+            numbers: numbers, or real tensors of one element, by name.
+
+        Raises:
+            ValueError: a value is not one real number, or there is no client's round: in `state`,
+                and on the server, which has `reports.log`.
+        """
+
+    @abstractmethod
     def grad(
         self,
         w: Tensor,

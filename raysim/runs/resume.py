@@ -23,9 +23,10 @@ from raysim.engine.resolve import read_run_config, resolve_plan
 from raysim.engine.server import Server
 from raysim.errors import ConfigError, RaysimError
 from raysim.rules.uploads import with_mode
+from raysim.runs.progress import ProgressCallback, shown
 from raysim.runs.python_inputs import named_inputs
 from raysim.runs.result import RunResult
-from raysim.runs.run import ForkOrigin, ProgressCallback, execute
+from raysim.runs.run import ForkOrigin, execute
 from raysim.runs.run_dir import find_run_dir, is_closed, make_run_dir
 from raysim.tracking.abandoned import finish_abandoned
 from raysim.tracking.mlflow_client import check_database
@@ -70,8 +71,9 @@ def resume(
             its result.
         RaysimError: anything else that stopped the run.
     """
-    plan, folder, saved = reopen(run, named_inputs(overrides))
-    return execute(plan, folder, saved, progress=progress or (lambda record: None))
+    with shown(progress) as shown_for:
+        plan, folder, saved = reopen(run, named_inputs(overrides))
+        return execute(plan, folder, saved, progress=shown_for(plan))
 
 
 def fork(
@@ -98,9 +100,9 @@ def fork(
             cannot use the states of clients and server.
         RaysimError: anything else that stopped the run.
     """
-    return execute(
-        *forked(run, named_inputs(overrides)), progress=progress or (lambda record: None)
-    )
+    with shown(progress) as shown_for:
+        plan, folder, saved, origin = forked(run, named_inputs(overrides))
+        return execute(plan, folder, saved, origin, progress=shown_for(plan))
 
 
 def reopen(

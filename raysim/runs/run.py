@@ -31,6 +31,7 @@ from raysim.runs import git
 from raysim.runs.artifacts import write_artifacts
 from raysim.runs.description import NOTE, describe
 from raysim.runs.export import log_models
+from raysim.runs.progress import ProgressCallback, shown
 from raysim.runs.provenance import REQUIREMENTS_FILE, command_tag, versions
 from raysim.runs.python_inputs import named_inputs, named_source
 from raysim.runs.result import RunResult, best_figures, parameters_digest, write_parameters
@@ -58,12 +59,6 @@ from raysim.tracking.spool import SPOOL_FILE
 from raysim.tracking.tracker import Tracker
 
 logger = logging.getLogger("raysim")
-
-ProgressCallback = Callable[[Record], bool | str | None]
-"""Function that is called with the record of each round.
-
-If it returns True, or a text with the reason, the run ends gracefully.
-"""
 
 
 @dataclass
@@ -95,7 +90,8 @@ def run(
             targets; `model` a torch.nn.Module or a function that returns one; `client`, `server`
             and `algorithm` a rule, its class, or an Algorithm. Metrics, probes, upload stages,
             sampling rules and the client rules of groups may be classes or instances, too.
-        progress: called with each round's record; None: no call. If it returns True, or a text with
+        progress: called with each round's record; None: a notebook shows one line that changes,
+            and elsewhere nothing is shown. If it returns True, or a text with
             the reason, the run ends gracefully after the rounds that are trained by then: the last
             parameters are evaluated, their result is returned, a checkpoint is written, and
             `resume` trains the rest. In MLflow the run has the status KILLED and the tag
@@ -115,12 +111,13 @@ def run(
     """
     if isinstance(tracking, Mapping):
         keys["tracking"] = tracking
-    plan = prepare(named_source(source), {**named_inputs(overrides), **named_inputs(keys)})
-    progress = progress or (lambda record: None)
-    if tracking:
-        return execute(plan, progress=progress)
-    folder = _temporary_folder() if plan.config.run_dir is None else None
-    return execute(plan, folder, progress=progress, tracker=Untracked())
+    with shown(progress) as shown_for:
+        plan = prepare(named_source(source), {**named_inputs(overrides), **named_inputs(keys)})
+        progress = shown_for(plan)
+        if tracking:
+            return execute(plan, progress=progress)
+        folder = _temporary_folder() if plan.config.run_dir is None else None
+        return execute(plan, folder, progress=progress, tracker=Untracked())
 
 
 def _temporary_folder() -> Path:

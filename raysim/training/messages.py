@@ -37,6 +37,16 @@ class Broadcast:
         return self.buffers.nbytes + sum(tensor.nbytes for tensor in self.shared.values())
 
 
+@dataclass(frozen=True)
+class EvaluationParts:
+    """What to measure of a version of the model."""
+
+    rounds_done: int
+    """Number of completed rounds; 0 is the untrained model."""
+    names: tuple[str, ...]
+    """"test" for the test set and held-out examples, or names of probes."""
+
+
 @dataclass
 class ClientTask:
     """Local training of one client in one round."""

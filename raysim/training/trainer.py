@@ -336,6 +336,7 @@ class Trainer(ABC):
             self.loop.settings,
             list(prepared),
             self.loop.optimizer_state,
+            self.loop.logged or {},
         )
 
     def receive(
