@@ -32,7 +32,7 @@ def main() -> None:
         _warn_of_repeated_keys(sys.argv[1:])
         app()
     except RaysimError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print("\n".join([f"error: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
         sys.exit(error.exit_code)
     except SystemExit as end:
         if end.code == ConfigError.exit_code and (key := _key_with_dashes(sys.argv[1:])):
