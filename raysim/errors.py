@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import difflib
-import os
 import re
 from collections.abc import Iterable
+from itertools import takewhile
 
 MAX_WORD_CHARACTERS = 300
 """Longer words in a message are shortened."""
@@ -184,7 +184,8 @@ def nearest_words(word: str, known: Iterable[str]) -> list[str]:
     similarities = {}
     for name in known:
         ratio = difflib.SequenceMatcher(None, name.lower(), word).ratio()
-        n_equal = len(os.path.commonprefix([name.lower(), word]))
+        equal = takewhile(lambda pair: pair[0] == pair[1], zip(name.lower(), word, strict=False))
+        n_equal = len(list(equal))
         begins_with_word = len(word) > 1 and n_equal == len(word)
         if begins_with_word or ratio >= MIN_SIMILARITY:
             winkler = ratio + min(n_equal, 4) / 10 * (1 - ratio)

@@ -211,7 +211,7 @@ def _mistake(item: Any, path: list[str], raw: Any, model: type) -> tuple[list[st
             text += f"; write {json.dumps([value], ensure_ascii=False)}"
     elif kind == "string_type" and isinstance(value, int | float) and not isinstance(value, bool):
         quoted = json.dumps(str(value))
-        text = f"input should be text; write {quoted}, on the command line {shlex.quote(quoted)}"
+        text = f"{item['msg']}; write {quoted}, on the command line {shlex.quote(quoted)}"
     elif kind == "value_error":  # of a validator of ours
         text = str(item["ctx"]["error"])
     else:
