@@ -41,6 +41,9 @@ def main() -> None:
             )
         raise
     except OSError as error:
+        if isinstance(error, FileNotFoundError) and _folder_is_gone():
+            print(f"error: {FOLDER_IS_GONE}", file=sys.stderr)
+            sys.exit(RaysimError.exit_code)
         if error.errno != errno.ENAMETOOLONG:
             raise
         print(
@@ -48,6 +51,23 @@ def main() -> None:
             file=sys.stderr,
         )
         sys.exit(ConfigError.exit_code)
+
+
+FOLDER_IS_GONE = (
+    "the folder from which this command was started no longer exists; start it from another one. "
+    "If it was that of a job of a cluster, two nodes of one machine share Ray's temporary folder, and "
+    "one of them has removed the job's: start each node with a --temp-dir of its own"
+)
+"""Message of a command that cannot work because its current folder was removed."""
+
+
+def _folder_is_gone() -> bool:
+    """Return whether the current folder of this process no longer exists."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return True
+    return False
 
 
 WITH_OVERRIDES = ("run", "resume", "sweep", "forecast", "bench")

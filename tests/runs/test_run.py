@@ -476,11 +476,12 @@ def test_a_failed_run_keeps_what_was_done(config, uri, tmp_path):
 def test_a_failed_run_says_how_to_continue_and_its_advice_works(config, tmp_path):
     lr, folder = [[0, 0.05], [2, 1e30]], tmp_path / "run"
     with pytest.raises(ClientError, match=r"lower the step size, local\.lr") as caught:
-        raysim.run(config, {"local.lr": lr})
+        raysim.run(config, {"local.lr": lr, "checkpoint.every": 1})
     (note,) = caught.value.__notes__
     assert f"`raysim resume {folder}` continues after round 2" in note
     assert f"`raysim resume {folder} --fork KEY=VALUE`" in note
-    assert raysim.fork(folder, {"local.lr": 0.05}).rounds == config["rounds"]
+    forked = raysim.fork(folder, {"local.lr": 0.05, "run_dir": str(tmp_path / "fork")})
+    assert forked.rounds == config["rounds"]
 
 
 def test_a_run_that_fails_in_its_first_round_has_no_round_to_continue_from(config, tmp_path):
