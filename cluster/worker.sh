@@ -10,4 +10,6 @@ if [[ -z ${RAY_AUTH_TOKEN:-} && ! -s ~/.ray/auth_token ]]; then
   exit 2
 fi
 export RAY_ENABLE_UV_RUN_RUNTIME_ENV=0 RAY_AUTH_MODE=token
-exec ray start --address="$address" --block --disable-usage-stats "$@"
+# Nodes of one machine must not share a folder: each removes the packages of jobs from its own.
+exec ray start --address="$address" --block --disable-usage-stats \
+  --temp-dir="${RAYSIM_TEMP_DIR:-/tmp/raysim-worker-$$}" "$@"

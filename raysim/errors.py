@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable
+from itertools import takewhile
 
 MAX_WORD_CHARACTERS = 300
 """Longer words in a message are shortened."""
@@ -14,6 +15,9 @@ MAX_LINE_CHARACTERS = 1500
 
 MAX_LINES = 40
 """Further lines of a message are left out."""
+
+MIN_SIMILARITY = 0.5
+"""Known words that are less similar to an unknown one are not suggested, see `difflib`."""
 
 SYNONYMS = {
     "learning_rate": "lr",
@@ -174,6 +178,29 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """
     known = sorted(map(str, known))
     near = [s for s in (SYNONYMS.get(str(word)),) if s in known]
-    near = near or difflib.get_close_matches(str(word), known, n=1, cutoff=0.5)
+    near = near or nearest_words(str(word), known)
     hint = f"; did you mean '{near[0]}'?" if near else ""
     return f"{hint} (known: {', '.join(known)})" if known and len(known) <= 40 else hint
+
+
+def nearest_words(word: str, known: Iterable[str]) -> list[str]:
+    """Return the known words that a misspelled or shortened word may mean, the likeliest first.
+
+    Words that begin with it come first. The others are ordered by Winkler's similarity, in which up
+    to four equal first letters count more than later ones: a beginning is rarely mistyped.
+
+    Args:
+        word: the unknown word.
+        known: the known words.
+    """
+    word = word.lower()
+    similarities = {}
+    for name in known:
+        ratio = difflib.SequenceMatcher(None, name.lower(), word).ratio()
+        equal = takewhile(lambda pair: pair[0] == pair[1], zip(name.lower(), word, strict=False))
+        n_equal = len(list(equal))
+        begins_with_word = len(word) > 1 and n_equal == len(word)
+        if begins_with_word or ratio >= MIN_SIMILARITY:
+            winkler = ratio + min(n_equal, 4) / 10 * (1 - ratio)
+            similarities[name] = begins_with_word, winkler
+    return sorted(similarities, key=lambda name: similarities[name], reverse=True)

@@ -33,7 +33,7 @@ def main() -> None:
         _warn_of_repeated_keys(sys.argv[1:])
         app()
     except RaysimError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print("\n".join([f"error: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
         sys.exit(error.exit_code)
     except SystemExit as end:
         if end.code == ConfigError.exit_code and (key := _key_with_dashes(sys.argv[1:])):
@@ -42,6 +42,9 @@ def main() -> None:
             )
         raise
     except OSError as error:
+        if isinstance(error, FileNotFoundError) and _folder_is_gone():
+            print(f"error: {FOLDER_IS_GONE}", file=sys.stderr)
+            sys.exit(RaysimError.exit_code)
         if error.errno != errno.ENAMETOOLONG:
             raise
         print(
@@ -49,6 +52,23 @@ def main() -> None:
             file=sys.stderr,
         )
         sys.exit(ConfigError.exit_code)
+
+
+FOLDER_IS_GONE = (
+    "the folder from which this command was started no longer exists; start it from another one. "
+    "If it was that of a job of a cluster, two nodes of one machine share Ray's temporary folder, and "
+    "one of them has removed the job's: start each node with a --temp-dir of its own"
+)
+"""Message of a command that cannot work because its current folder was removed."""
+
+
+def _folder_is_gone() -> bool:
+    """Return whether the current folder of this process no longer exists."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return True
+    return False
 
 
 WITH_OVERRIDES = ("run", "resume", "sweep", "forecast", "bench")

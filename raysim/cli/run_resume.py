@@ -36,6 +36,7 @@ def run(
     ] = False,
 ) -> None:
     """Run one experiment."""
+    from raysim.engine.checks import check_address
     from raysim.engine.resolve import prepare
 
     console = Console(stderr=as_json, highlight=False)
@@ -43,6 +44,7 @@ def run(
         shown = nullcontext() if print_config or dry_run else _notes_shown(console)
         with shown, nullcontext() if print_config else preparing(console, config):
             plan = prepare(config, overrides or [])
+        check_address(plan.config)
     except ConfigError as error:
         if several := _keys_of_sweeps(overrides or []):
             raise ConfigError(
@@ -122,19 +124,10 @@ def _execute_and_print(as_json: bool, console: Console, plan: Plan, *reopened: A
 
 def _what_is_left(plan: Plan, reopened: tuple) -> str:
     """Return a text on how a stopped run can be resumed."""
-    from raysim.engine import checkpoint
-    from raysim.runs.run_dir import latest_run_dir
+    from raysim.runs.run_dir import how_to_continue, latest_run_dir
 
     folder = reopened[0] if reopened else latest_run_dir(plan)
-    if folder is None:
-        return "nothing had begun"
-    saved = checkpoint.available_checkpoints(folder)
-    where = (
-        f"after round {int(saved[-1].name.removeprefix('round-'))}"
-        if saved
-        else "from the beginning"
-    )
-    return f"what was done is kept; `raysim resume {folder}` continues {where}"
+    return how_to_continue(folder) if folder is not None else "nothing had begun"
 
 
 def _dry_run(plan: Plan, console: Console) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -205,8 +207,11 @@ def _mistake(item: Any, path: list[str], raw: Any, model: type) -> tuple[list[st
             text += ", such as {metric: accuracy, patience: 5}"
     elif kind in _NO_LIST:
         text = "input should be a list"
-        if isinstance(item["input"], int | float | str) and not isinstance(item["input"], bool):
-            text += f"; write [{item['input']}]"
+        if isinstance(value, int | float | str) and not isinstance(value, bool):
+            text += f"; write {json.dumps([value], ensure_ascii=False)}"
+    elif kind == "string_type" and isinstance(value, int | float) and not isinstance(value, bool):
+        quoted = json.dumps(str(value))
+        text = f"{item['msg']}; write {quoted}, on the command line {shlex.quote(quoted)}"
     elif kind == "value_error":  # of a validator of ours
         text = str(item["ctx"]["error"])
     else:

@@ -157,7 +157,10 @@ def explain_yaml_error(error: yaml.YAMLError) -> str:
     Args:
         error: as `load_yaml` raises it.
     """
-    return shortened(" ".join(str(error).replace('in "<unicode string>", ', "at ").split()))
+    text = shortened(" ".join(str(error).replace('in "<unicode string>", ', "at ").split()))
+    if re.search(r"scanning an? (alias|anchor|tag)|undefined alias|constructor for the tag", text):
+        text += "; text that begins with *, & or ! needs quotes"
+    return text
 
 
 def _check_limits(text: str, loader: type) -> None:

@@ -171,7 +171,11 @@ class _Description:
         """Return what identifies a value; for code its name, as its source is among the texts."""
         if isinstance(value, PLAIN):
             return repr(value).encode()
-        if hasattr(value, "__array__") and not isinstance(value, type):
+        is_array = hasattr(value, "__array__") and not isinstance(value, type)
+        # A table of pandas has no bytes of its own; it is described by its parts.
+        if is_array and (hasattr(value, "detach") or hasattr(value, "tobytes")):
+            if str(getattr(value, "dtype", "")) == "object":  # whose bytes are addresses
+                return self.content([value.shape, value.tolist()])
             return _of_array(value).encode()
         if id(value) in self.names:
             return self.names[id(value)].encode()

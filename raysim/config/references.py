@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ast
 import builtins
-import difflib
 import hashlib
 import importlib
 import importlib.util
@@ -35,7 +34,7 @@ from typing import Any
 from raysim.config import python_objects
 from raysim.config.distributions import distribution_of
 from raysim.config.shipped_files import FOLDER, shipped_files
-from raysim.errors import ConfigError, with_cause
+from raysim.errors import ConfigError, nearest_words, with_cause
 from raysim.system.signals import reraise_stop
 from raysim.system.torchvision_operators import import_declaring_operators
 
@@ -74,7 +73,7 @@ def load_object(
         return operator.attrgetter(name)(module)
     except AttributeError:
         names = (offered or _classes)(module)
-        near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+        near = nearest_words(name, names)
         hint = f"; did you mean '{near[0]}'?" if near else ""
         known = f" (it has {', '.join(names)})" if names else ""
         raise ConfigError(f"{key}: {where} defines no '{name}'{hint}{known}") from None

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from raysim.config.sections.data import OwnPartition
-from raysim.data.stored import stored_arrays
+from raysim.data.stored import is_stored, stored_arrays
 from raysim.data.users_function import call_function
 from raysim.errors import ConfigError
 
@@ -56,7 +56,9 @@ def read_partition(path: Path, n: int) -> IndexLists:
             f"partition.path: {path}: offsets must rise from 0 to the number of indices, "
             f"{len(indices)}"
         )
-    _check_indices(indices, offsets, n, f"partition.path: {path}")
+    # A partition from Python is in a file that the user does not know.
+    place = "partition" if is_stored(path) else f"partition.path: {path}"
+    _check_indices(indices, offsets, n, place)
     return indices, offsets
 
 

@@ -216,8 +216,9 @@ def _door_to(name: str) -> str:
         return f"name the function in it that returns the examples, as data={name}:FUNCTION"
     if kind in (".csv", ".parquet", ".json", ".jsonl", ".arrow"):
         return (
-            "give a function that reads it, as data=path.py:FUNCTION, or a folder of it by "
-            "data={name: hf, path: FOLDER, x: COLUMN, y: COLUMN}"
+            "give a function that reads it and returns (x, y, x_test, y_test), as "
+            "data=path.py:FUNCTION (from Python also the arrays or tables themselves), or a folder "
+            "of it by data={name: hf, path: FOLDER, x: COLUMN, y: COLUMN}"
         )
     if kind in (
         ".npy",

@@ -234,6 +234,18 @@ class _Reader(FormReader):
                 "or both floats"
             )
 
+    def check_columns(self, train: Any, other: Any, name: str, other_name: str) -> None:
+        """Refuse tables of pandas or Polars whose columns are others or in another order."""
+        columns, other_columns = (
+            list(map(str, getattr(table, "columns", ()))) for table in (train, other)
+        )
+        if columns and other_columns and columns != other_columns:
+            raise self.error(
+                f"{name} has the columns {', '.join(columns)}, {other_name} has "
+                f"{', '.join(other_columns)}; give both the same columns in the same order, for "
+                "example test[train.columns]"
+            )
+
     def users(self, users: Any, n: int, split: str) -> np.ndarray:
         """Return the user of each example of a half, integers or texts [n]."""
         key = "users" if split == "training" else "users_test"
@@ -314,6 +326,9 @@ def make_dataset(name: str, content: Any, place: str) -> Dataset:
         is_pair = isinstance(public, tuple | list) and len(public) == 2
         public_x, public_y = public if is_pair else (public, None)
         halves[" of public"] = reader.arrays(public_x, public_y, " of public", y_may_lack=True)
+        reader.check_columns(x, public_x, "x", "public x")
+    reader.check_columns(x, x_test, "x", "x_test")
+    reader.check_columns(y, y_test, "y", "y_test")
     arrays = reader.padded(halves)
     x, y = reader.examples(*arrays[""], "")
     x_test, y_test = reader.examples(*arrays["_test"], "_test")

@@ -16,6 +16,15 @@ STORED_FOLDER = "from_python"
 """Folder of the files, in that of the data sets."""
 
 
+def is_stored(path: Path) -> bool:
+    """Return whether a file is one that `stored_arrays` has written.
+
+    Args:
+        path: the file.
+    """
+    return path.parent.name == STORED_FOLDER
+
+
 def stored_arrays(section: str, arrays: Mapping[str, np.ndarray], identity: str = "") -> Path:
     """Write arrays to a file that is named after their content, unless it is there.
 

@@ -89,6 +89,23 @@ def check_resources(config: Config) -> None:
         )
 
 
+def check_address(config: Config) -> None:
+    """Check that a single run uses the cluster that it names; trials of a sweep may run inline.
+
+    Args:
+        config: the configuration of the run.
+
+    Raises:
+        ConfigError: it names a cluster, and trains in this process.
+    """
+    resources = config.resources
+    if resources.executor == "inline" and resources.address is not None:
+        raise ConfigError(
+            "resources.address: resources.executor=inline trains in this process, not on the "
+            f"cluster {resources.address}; set resources.executor=ray, or resources.address=null"
+        )
+
+
 def check_client_store(config: Config) -> None:
     """Check that `client_state.dir` is a writable folder, or can be created in one.
 

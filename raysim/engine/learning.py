@@ -14,6 +14,7 @@ from torch import nn
 from raysim.config.references import load_object
 from raysim.config.schema import Config
 from raysim.config.sections.base import Named
+from raysim.config.sections.data import Arrays
 from raysim.config.sections.evaluation import BestBy, Evaluate
 from raysim.data import Dataset, Examples
 from raysim.errors import ConfigError, did_you_mean, in_a_line
@@ -125,6 +126,7 @@ def check_data(config: Config, task: LearningTask, dataset: Dataset) -> int:
     except ValueError as error:
         raise ConfigError(
             f"task: '{task.name}' does not fit data '{dataset.name}': {error}"
+            f"{_number_of_classes(config, task, dataset)}"
         ) from None
     except BaseException as error:
         reraise_stop(error)
@@ -141,6 +143,21 @@ def check_data(config: Config, task: LearningTask, dataset: Dataset) -> int:
             "1 from outputs()"
         )
     return outputs
+
+
+def _number_of_classes(config: Config, task: LearningTask, dataset: Dataset) -> str:
+    """Return the advice for classes that only the test half has; "" if that is not the mistake."""
+    is_counted = task.class_labels and dataset.are_labelled and not dataset.classes_declared
+    largest = int(dataset.y_test.max(initial=0)) if dataset.y_test.dtype.kind in "iu" else 0
+    if not is_counted or largest < dataset.n_classes:
+        return ""
+    n_classes = largest + 1
+    if isinstance(config.data, Arrays):
+        return f"; if class {largest} has no training example, set data.classes={n_classes}"
+    return (
+        f"; if class {largest} has no training example, give the number of classes, {n_classes}, "
+        "as `classes` of the data"
+    )
 
 
 def check_rules_of_task(task: LearningTask, *rules: ClientRule | ServerRule) -> None:

@@ -17,7 +17,7 @@ from raysim.config import entry_points
 from raysim.config.explain import explain_validation_error
 from raysim.config.references import load_file, load_object
 from raysim.config.schema import Config
-from raysim.config.sections.base import Named, as_list
+from raysim.config.sections.base import Named, as_names
 from raysim.errors import ConfigError, did_you_mean, with_cause
 from raysim.models.start import freeze, load_weights
 from raysim.models.zoo import NETS
@@ -83,7 +83,7 @@ def _which_net(file: str) -> str:
     )
 
 
-PATTERNS = Annotated[list[str], BeforeValidator(as_list)]
+PATTERNS = Annotated[list[str], BeforeValidator(as_names)]
 
 COMMON_KEYS: dict[str, tuple[Any, str]] = {
     "projection": (
@@ -262,7 +262,10 @@ def make_net(config: Config, shape: tuple[int, ...], classes: int) -> nn.Module:
         net.to(getattr(torch, config.dtype))  # before, so that no weight is rounded
         load_weights(net, common["init_from"], common.get("init_skip", ()))
     elif "init_skip" in common:
-        raise ConfigError("model.init_skip: there is no model.init_from that could set tensors")
+        raise ConfigError(
+            "model.init_skip: there is no model.init_from that could set tensors; give one, or "
+            "leave init_skip out"
+        )
     if "freeze" in common:
         freeze(net, common["freeze"], classes)
     return net

@@ -9,6 +9,7 @@ forwards of raysim.models.keyed_layers, every other layer by its own.
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
@@ -162,6 +163,12 @@ class Model:
                     f"{net} returns a {got}; let forward return its logits: return out.logits"
                 )
             fix = "" if isinstance(outputs, Tensor) else "; return a tensor, such as out.logits"
+            if isinstance(self.learning_task, LossTask) and not fix:
+                fix = (
+                    f" like task '{self.learning_task.like}'; set task.like to the task of these "
+                    f"outputs ({', '.join(TASKS)}), or give a class, a LearningTask with this loss "
+                    "and its own output_shape"
+                )
             raise ConfigError(
                 f"{net} turns two examples into {got}, "
                 f"but task '{self.learning_task.name}' expects outputs of shape {expected}{fix}"
@@ -201,16 +208,31 @@ class Model:
                 self.learning_task.confirm(outputs, batch)
         except BaseException as error:
             reraise_stop(error)
-            raise ConfigError(
-                f"task: loss of '{self.learning_task.name}' fails on two examples: "
-                f"{in_a_line(error)}"
-            ) from None
+            raise self.failed_loss(error, "two") from None
         if not isinstance(loss, Tensor) or loss.shape != (2,) or not loss.is_floating_point():
             got = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise ConfigError(
                 f"task: loss of '{self.learning_task.name}' returns {got} for two examples, "
                 "expected one number for each, [2]; the engine takes the mean"
             )
+
+    def failed_loss(self, error: BaseException, n_examples: str) -> ConfigError:
+        """Return the error for a user's loss that raised one.
+
+        Args:
+            error: what the loss raised.
+            n_examples: number of examples of the batch, as a word.
+        """
+        text, hint = in_a_line(error), ""
+        if re.search("scalar type|same dtype", text):
+            hint = (
+                f"; outputs are {str(self.dtype).removeprefix('torch.')}, as the key dtype says: "
+                "convert tensors that the loss computes with, for example weight.to(outputs)"
+            )
+        return ConfigError(
+            f"task: loss of '{self.learning_task.name}' fails on {n_examples} examples: {text}"
+            f"{hint}"
+        )
 
     def as_trained(self, x: Tensor) -> Tensor:
         """Return inputs in the memory format in which the net trains.

@@ -171,8 +171,14 @@ def _pass(
     outputs, of_layers = _layers(net, run)
     # A loss that draws random numbers is refused later, by its own name.
     generators = GlobalGenerators()
-    loss = model.mean_loss(outputs, x, y)
+    loss = _mean_loss(model, outputs, x, y)
     generators.restore()
+    if outputs.requires_grad and not loss.requires_grad:
+        raise ConfigError(
+            f"task: loss of '{model.learning_task.name}' returns a tensor without a gradient: it "
+            "does not depend on the outputs; compute it from them, without detach(), .item() or "
+            "no_grad()"
+        )
     if not loss.requires_grad:
         raise ConfigError(
             f"{model.label} has a loss that depends on none of its trained parameters; look for "
@@ -180,6 +186,15 @@ def _pass(
         )
     gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
     return Pass(outputs.detach(), list(gradients), of_layers)
+
+
+def _mean_loss(model: Model, outputs: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    """Return the loss of a batch; if it cannot be computed, the error names the loss."""
+    try:
+        return model.mean_loss(outputs, x, y)
+    except BaseException as error:
+        reraise_stop(error)
+        raise model.failed_loss(error, str(len(y))) from None
 
 
 def _layers(net: nn.Module, run: Callable[[], Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -203,7 +218,7 @@ def _refuse_foreign_parameters(net: nn.Module, model: Model, x: Tensor, y: Tenso
     """Refuse a net whose loss depends on a parameter that is not one of its own."""
     original = original_copy(net, model.dtype, model.device)
     own = {id(parameter) for parameter in original.parameters()}
-    loss = model.mean_loss(original(x), x, y)
+    loss = _mean_loss(model, original(x), x, y)
     for leaf in _leaves(loss):
         if id(leaf) not in own:
             raise ConfigError(

@@ -161,7 +161,7 @@ class UserLoss:
             outputs: the net's outputs, [B, ...].
             y: the targets, [B, ...].
         """
-        return self._copy(outputs, False)(outputs, y).mean()
+        return _as_tensor(self._copy(outputs, False)(outputs, y)).mean()
 
     def of_examples(self, reading: LossReading, outputs: Tensor, y: Tensor) -> Tensor:
         """Return the loss of each example, times its weight, [B].
@@ -172,7 +172,7 @@ class UserLoss:
             y: the targets, [B, ...].
         """
         if reading.way == "none":
-            values = self._copy(outputs, True)(outputs, y)
+            values = _as_tensor(self._copy(outputs, True)(outputs, y))
             if values.ndim == 1:
                 return values
             rows = values.flatten(1)
@@ -183,7 +183,7 @@ class UserLoss:
         function = self._copy(outputs, False)
 
         def alone(output: Tensor, target: Tensor) -> Tensor:
-            return function(output[None], target[None]).mean()
+            return _as_tensor(function(output[None], target[None])).mean()
 
         values = torch.func.vmap(alone)(outputs, y)
         return values if weights is None else values * weights.to(values.dtype)
@@ -224,6 +224,20 @@ def _like(function: Any, device: torch.device, dtype: torch.dtype) -> Any:
     if isinstance(function, Tensor):
         return function.detach().to(device, dtype if function.is_floating_point() else None)
     return function
+
+
+def _as_tensor(value: Any) -> Tensor:
+    """Return what a loss function returned if it is a tensor.
+
+    Raises:
+        TypeError: it is something else, such as a number without a gradient.
+    """
+    if isinstance(value, Tensor):
+        return value
+    raise TypeError(
+        f"it returns {type(value).__name__}, and not a tensor, of which training needs the "
+        "gradient; return a tensor computed from the outputs, without .item(), float() or .numpy()"
+    )
 
 
 def _on_one_sequence(function: LossFunction, outputs: Tensor, y: Tensor) -> Tensor:

@@ -29,7 +29,11 @@ def git_tags() -> dict[str, str]:
     tags = {}
     if commit := _raysim_commit():
         tags["commit"] = commit
-    if commit := _describe(Path.cwd()):
+    try:
+        here = Path.cwd()
+    except FileNotFoundError:  # the folder was deleted, as that of an ended job of a Ray cluster
+        return tags
+    if commit := _describe(here):
         tags["mlflow.source.git.commit"] = commit.removesuffix(DIRTY_SUFFIX)
         tags["mlflow.source.git.dirty"] = str(commit.endswith(DIRTY_SUFFIX)).lower()
     return tags

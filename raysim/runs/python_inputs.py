@@ -91,6 +91,8 @@ def _section(key: str, value: Any, name_of: Callable[[str, Any], Section]) -> An
     """Return a section without objects; a value without any is returned as it is."""
     if value is None or isinstance(value, str):
         return value
+    if isinstance(value, Path):
+        return str(value)
     holds_objects = HOLDS_OBJECTS.get(key)
     if not isinstance(value, Mapping) or (holds_objects and holds_objects(value)):
         return name_of(key, value)

@@ -17,6 +17,7 @@ from raysim.config.schema import KEYS_OF_FILES
 from raysim.data import loading_once, partition_digest
 from raysim.data.groups import batch_sizes_of
 from raysim.engine import checkpoint, client_store
+from raysim.engine.checks import check_address
 from raysim.engine.early_stop import StopRule
 from raysim.engine.plan import Plan
 from raysim.engine.resolve import read_run_config, resolve_plan
@@ -132,6 +133,8 @@ def reopen(
     before = resolve_plan(read_run_config(folder / "config.yaml", moved), load)
     _check_moved(folder, before, moved)
     plan = resolve_plan(read_run_config(folder / "config.yaml", overrides), load)
+    if "resources.address" in parsed:  # a trial of a sweep may have one that the sweep used
+        check_address(plan.config)
     if changed := _changes(before, plan):
         raise ConfigError(
             f"{', '.join(changed)}: would change the result of the run in {folder}; "
@@ -194,6 +197,8 @@ def forked(
     before = replace(before, config=before.config.model_copy(update={"files": recorded}))
     changes = {"run_dir": None, "files": None, **parsed}
     plan = resolve_plan(read_run_config(folder / "config.yaml", changes), load)
+    if "resources.address" in parsed:
+        check_address(plan.config)
     changed = _changes(before, plan)
     for key in changed:
         section = key.removeprefix("files.").partition(".")[0]

@@ -21,6 +21,7 @@ import numpy as np
 
 from raysim.data import dataset_summary, partition_digest
 from raysim.engine import checkpoint, client_store
+from raysim.engine.checks import check_address
 from raysim.engine.executor import Executor
 from raysim.engine.inline import Inline
 from raysim.engine.loop import Engine, Record
@@ -39,6 +40,7 @@ from raysim.runs.run_dir import (
     PARAMETERS_FILE,
     SOURCES_FOLDER,
     forget,
+    how_to_continue,
     make_run_dir,
     without_secrets,
     write_config,
@@ -59,6 +61,10 @@ from raysim.tracking.spool import SPOOL_FILE
 from raysim.tracking.tracker import Tracker
 
 logger = logging.getLogger("raysim")
+
+
+TEMPORARY_PREFIX = "raysim-untracked-"
+"""Beginning of the names of folders that are removed when Python exits."""
 
 
 @dataclass
@@ -107,12 +113,13 @@ def run(
     Raises:
         ConfigError: a mistake in the configuration, before anything has started.
         RaysimError: anything else that stopped the run; its folder and its MLflow run keep the
-            completed rounds.
+            completed rounds. A note of the error names the folder and how to continue.
     """
     if isinstance(tracking, Mapping):
         keys["tracking"] = tracking
     with shown(progress) as shown_for:
         plan = prepare(named_source(source), {**named_inputs(overrides), **named_inputs(keys)})
+        check_address(plan.config)
         progress = shown_for(plan)
         if tracking:
             return execute(plan, progress=progress)
@@ -122,7 +129,7 @@ def run(
 
 def _temporary_folder() -> Path:
     """Return a new folder that is removed when Python exits."""
-    folder = tempfile.mkdtemp(prefix="raysim-")
+    folder = tempfile.mkdtemp(prefix=TEMPORARY_PREFIX)
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return Path(folder)
 
@@ -192,7 +199,10 @@ def execute(
 
 @contextmanager
 def _own_folder(plan: Plan, run_dir: Path, is_new: bool) -> Iterator[None]:
-    """Lock the folder of a run and write its configuration; forget a new run that is refused."""
+    """Lock the folder of a run and write its configuration; forget a new run that is refused.
+
+    The error of a run that fails later gets a note on how to continue it.
+    """
     try:
         with lock.alone(run_dir):
             output.keep_rest_in(run_dir)
@@ -206,6 +216,10 @@ def _own_folder(plan: Plan, run_dir: Path, is_new: bool) -> Iterator[None]:
             except ConfigError:
                 if is_new:
                     forget(run_dir)
+                raise
+            except Exception as error:
+                if not run_dir.name.startswith(TEMPORARY_PREFIX):
+                    error.add_note(how_to_continue(run_dir))
                 raise
     finally:
         # Only the folder of a refused run is empty; rmdir fails for all others.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -10,6 +11,7 @@ from pathlib import Path
 
 from raysim.config.schema import Config
 from raysim.config.tracking_uri import absolute_uri, redacted_uri
+from raysim.engine import checkpoint
 from raysim.engine.plan import Plan
 from raysim.errors import ConfigError
 from raysim.models.weights import PARAMETERS_FILE
@@ -78,6 +80,25 @@ def latest_run_dir(plan: Plan) -> Path | None:
     stem = _stem(plan)
     return max(
         stem.parent.glob(f"{stem.name}*"), key=lambda path: path.stat().st_ctime, default=None
+    )
+
+
+def how_to_continue(folder: Path) -> str:
+    """Return a text on what a stopped run has left, with the commands that continue it.
+
+    Args:
+        folder: the folder of the run.
+    """
+    saved, quoted = checkpoint.available_checkpoints(folder), shlex.quote(str(folder))
+    if not saved:
+        return (
+            f"what was done is kept in {folder}, without a checkpoint; `raysim resume {quoted}` "
+            "continues from the beginning"
+        )
+    return (
+        f"what was done is kept in {folder}; `raysim resume {quoted}` continues after round "
+        f"{int(saved[-1].name.removeprefix('round-'))}, and `raysim resume {quoted} --fork "
+        "KEY=VALUE` does so as a new run with other keys or changed code"
     )
 
 

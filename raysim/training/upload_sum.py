@@ -231,7 +231,10 @@ class UploadSum:
             ]
             if bad:
                 keys = " and ".join(dict.fromkeys(bad))
-                update.error = f"non-finite {keys} (mean local loss {float(update.loss):.4g})"
+                update.error = (
+                    f"non-finite {keys} (mean local loss {float(update.loss):.4g}); lower the "
+                    "step size, local.lr"
+                )
         if all(update.error is None for update in good):
             return good, sums
         good = [update for update in good if update.error is None]

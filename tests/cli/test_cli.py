@@ -455,7 +455,20 @@ def test_a_run_that_fails_is_code_1(raysim_, small):
         "client" in said.err
         and "failed in round 1: non-finite" in said.err
         and "on_client_error=drop" in said.err
+        and "`raysim resume " in said.err.splitlines()[-1]
     )
+
+
+def test_a_command_whose_folder_is_removed_says_so_in_one_line(
+    raysim_, small, tmp_path, monkeypatch
+):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    said = raysim_("run", str(small))
+    assert said.code == 1 and "Traceback" not in said.err
+    assert "no longer exists" in said.err and "--temp-dir" in said.err
 
 
 def test_help(raysim_):

@@ -16,13 +16,14 @@ import pytest
 import torch
 import yaml
 
+import raysim
 from raysim.attacks.noise_matching import MatchOptions
 from raysim.config import explain
 from raysim.config.loading import read_config, shipped
 from raysim.config.sections.base import at_round
 from raysim.engine.plan import Plan
 from raysim.engine.resolve import keys, prepare
-from raysim.errors import ConfigError
+from raysim.errors import ConfigError, did_you_mean, nearest_words
 from raysim.rules.contract import ALGORITHMS
 from raysim.rules.pairs import resolve_rules
 from raysim.rules.registry import algorithm_defaults, discover
@@ -1059,3 +1060,43 @@ def test_a_net_that_begins_with_a_non_finite_tensor_is_refused(
 def test_a_value_of_the_wrong_form_is_refused_with_an_example(override, said):
     with pytest.raises(ConfigError, match=said):
         prepare("quickstart", [override])
+
+
+@pytest.mark.parametrize(
+    ("word", "known", "nearest"),
+    [
+        ("acc", ["auc", "accuracy", "f1"], "accuracy"),
+        ("ACC", ["auc", "accuracy", "f1"], "accuracy"),
+        ("acc", ["best_accuracy", "accuracy", "accuracy_worst10", "auc"], "accuracy"),
+        ("fedav", ["fedavgm", "scaffold", "fedavg"], "fedavg"),
+        ("leset", ["lenet", "reset"], "lenet"),
+        ("clinets", ["client", "clients", "linear"], "clients"),
+        ("roundz", ["sounds", "rounds"], "rounds"),
+    ],
+)
+def test_a_suggestion_begins_like_the_unknown_word(word, known, nearest):
+    for order in (known, known[::-1]):
+        assert nearest_words(word, order)[0] == nearest
+        assert f"; did you mean '{nearest}'?" in did_you_mean(word, order)
+
+
+@pytest.mark.parametrize("word", ["q", "xyzzy", ""])
+def test_nothing_is_suggested_for_a_word_that_is_like_none(word):
+    assert did_you_mean(word, ["accuracy", "quantile"]) == " (known: accuracy, quantile)"
+
+
+def test_a_metric_is_suggested_for_its_beginning(small):
+    with pytest.raises(ConfigError, match="no metric 'acc'; did you mean 'accuracy'"):
+        prepare(small, {"evaluate.metrics": ["acc"]})
+
+
+def test_a_cluster_beside_the_inline_executor_is_refused(small, tmp_path):
+    inline = {"resources.executor": "inline", "tracking": False, "run_dir": str(tmp_path / "run")}
+    keys = {**inline, "rounds": 1}
+    with pytest.raises(ConfigError, match=r"^resources\.address: .*set resources\.executor=ray"):
+        raysim.run(small, **keys, **{"resources.address": "10.0.0.1:6379"})
+    assert not (tmp_path / "run").exists()
+    assert raysim.run(small, **keys, **{"resources.address": None}).rounds == 1
+    for continued in (raysim.resume, raysim.fork):
+        with pytest.raises(ConfigError, match=r"^resources\.address"):
+            continued(tmp_path / "run", {"rounds": 2, "resources.address": "10.0.0.1:6379"})

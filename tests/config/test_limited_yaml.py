@@ -3,6 +3,7 @@ parsers."""
 
 from __future__ import annotations
 
+import shlex
 import time
 
 import pytest
@@ -97,6 +98,31 @@ def test_a_file_and_an_override_name_where_it_stands(tmp_path, name):
     with pytest.raises(ConfigError, match=r"mine\.yaml: ") as caught:
         prepare(path)
     assert len(str(caught.value)) < 4000
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("local.personal=*", "*"),
+        ("local.personal=[*]", ["*"]),
+        ("local.personal=[fc*, *.bias]", ["fc*", "*.bias"]),
+        ("model.freeze=!classifier", "!classifier"),
+        ("model.freeze=[*, !norm]", ["*", "!norm"]),
+        ("run_dir=@home", "@home"),
+    ],
+)
+def test_the_advice_for_text_that_needs_quotes_is_right(text, value):
+    with pytest.raises(ConfigError) as caught:
+        parse_overrides([text])
+    (advised,) = shlex.split(str(caught.value).rpartition("; write ")[2])
+    assert list(parse_overrides([advised]).values()) == [value]
+
+
+def test_text_that_needs_quotes_in_a_file_is_explained(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("local:\n  personal: *\n")
+    with pytest.raises(ConfigError, match=r"line 2.*begins with \*, & or ! needs quotes"):
+        prepare(path)
 
 
 def test_keys_and_names_of_any_length_are_refused_in_a_short_message(tmp_path, monkeypatch):

@@ -319,6 +319,22 @@ def test_bad_input_is_named(model: dict[str, Any], said: str):
         prepare({**DIGITS_MLP, "model": {"name": "mlp", **model}})
 
 
+def test_parts_of_a_sequential_net_are_named_by_numbers():
+    others = {name: value + 1 for name, value in prepare(DIGITS_MLP).net.state_dict().items()}
+    torch.save(others, "w.pt")
+    start = {**DIGITS_MLP["model"], "init_from": "w.pt"}
+    for names in (1, [1]):
+        assert prepare(DIGITS_MLP, {"model.freeze": names}).net[1].weight.requires_grad is False
+        assert prepare(DIGITS_MLP, {"local.personal": names}).config.local.personal == ("1",)
+        net = prepare({**DIGITS_MLP, "model": {**start, "init_skip": names}}).net
+        skipped = [
+            name for name, value in net.state_dict().items() if (value != others[name]).any()
+        ]
+        assert skipped == ["1.weight", "1.bias"]
+    with pytest.raises(ConfigError, match=r"""personal\S*: .* string; write "1\.5", on the"""):
+        prepare(DIGITS_MLP, {"local.personal": 1.5})
+
+
 def test_an_edited_file_of_weights_is_another_run():
     net = prepare(DIGITS_MLP).net
     torch.save(net.state_dict(), "w.pt")

@@ -70,6 +70,14 @@ def test_the_users_repository_and_whether_it_is_dirty(here):
     assert git.git_tags()[USERS] == first and git.git_tags()["mlflow.source.git.dirty"] == "true"
 
 
+def test_in_a_folder_that_was_deleted_nothing_of_the_user_is_tagged(here, tmp_path, monkeypatch):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert not any("git" in key for key in git.git_tags())
+
+
 def test_outside_of_a_repository_and_in_one_without_commits_nothing_is_tagged(here, caplog):
     assert not any("git" in key for key in git.git_tags())
     subprocess.run(["git", "init", "-q"], check=True)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 import weakref
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from torch import nn
@@ -18,7 +20,7 @@ from raysim.algorithms.fedavg import FedAvgClient
 from raysim.config import python_objects
 from raysim.engine.resolve import prepare
 from raysim.errors import ConfigError
-from raysim.rules import Batch, ClientSampling, Regression, TaskMetric, UploadStage
+from raysim.rules import Batch, ClientSampling, LearningTask, Regression, TaskMetric, UploadStage
 from raysim.rules.loss_task import task_like, with_loss
 from raysim.runs.python_inputs import named_inputs
 
@@ -215,6 +217,8 @@ def test_a_function_may_return_positions_that_clients_share(config):
         ([[0, 1], [1, 2]], "client 1 has example 1 which is also client 0's; .*overlap is true"),
         ({0: [0, 1], 1: [1, 2]}, "client 1 has example 1 which is also client 0's"),
         ([[0], [1, 1]], "client 1 has example 1 twice"),
+        ([[0], [1, 30]], "client 1 has example 30, outside 0 to 29"),
+        ({0: [30], 1: [0]}, "client 0 has example 30, outside 0 to 29"),
         ([[0], [-1]], "client 1 has example -1, outside 0 to n - 1"),
         ([[], []], "gave no client an example"),
         ([[0], [1.0]], "expected the positions of client 1's examples: expected whole numbers in a"),
@@ -224,7 +228,7 @@ def test_a_function_may_return_positions_that_clients_share(config):
     ],
 )  # fmt: skip
 def test_positions_that_are_no_partition_are_refused(config, lists, message):
-    with pytest.raises(ConfigError, match=f"^partition.*{message}"):
+    with pytest.raises(ConfigError, match=f"^partition: .*{message}"):
         raysim.run({**config, "partition": lists}, tracking=False)
 
 
@@ -234,6 +238,13 @@ def test_positions_that_are_no_partition_are_refused(config, lists, message):
         ({"task": nn.CrossEntropyLoss}, "task.name: .* is a class; give an instance of it"),
         ({"task": 3}, "task: a int is neither a LearningTask nor a loss function"),
         ({"task": lambda o, y: o.foo}, "task: loss of .* fails on two examples: AttributeError"),
+        ({"task": lambda o, y: F.cross_entropy(o, y).item()}, "^task: .* returns float, and not a t"),
+        ({"task": lambda o, y: o.detach().numpy().mean()}, "^task: .* returns float32, and not a t"),
+        ({"task": lambda o, y: None}, "^task: .* returns NoneType, and not a tensor"),
+        ({"task": lambda o, y: F.cross_entropy(o, y).detach()}, "^task: .* without a gradient"),
+        ({"task": lambda o, y: torch.tensor(1.0)}, "^task: .* without a gradient"),
+        ({"data": Path("t.csv")}, r"data.name: 't.csv' is a file; .* returns \(x, y, x_test, y_test\)"),
+        ({"data": Path("arrays.npz")}, "data.name: .* data={name: arrays, path: arrays.npz}"),
         ({"partition": 3}, "partition: a int is neither a function"),
         ({"evaluate": {"metrics": [3]}}, "evaluate.metrics: 3 is neither a name nor derived"),
         ({"local": {"upload": [Hits]}}, "local.upload: .*Hits.* is neither a name nor derived"),
@@ -244,6 +255,100 @@ def test_positions_that_are_no_partition_are_refused(config, lists, message):
 def test_what_cannot_be_used_is_refused_by_its_key(config, keys, message):
     with pytest.raises(ConfigError, match=message):
         raysim.run({**config, **keys}, tracking=False)
+
+
+@pytest.mark.parametrize("held", ["argument", "variable"])
+def test_a_loss_with_tensors_of_another_type_is_blamed_and_not_the_net(config, held):
+    weighted = {
+        "argument": lambda o, y: F.cross_entropy(o, y, weight=WEIGHTS),
+        "variable": lambda o, y: F.cross_entropy(o @ torch.eye(3), y),
+    }
+    with pytest.raises(ConfigError, match=r"^task: loss of .*the key dtype.*weight\.to\(outputs\)"):
+        trained(config, task=weighted[held], dtype="float64")
+    advised = lambda o, y: F.cross_entropy(o, y, weight=WEIGHTS.to(o))  # noqa: E731
+    assert trained(config, task=advised, dtype="float64").rounds == 1
+
+
+class Pairs(nn.Module):
+    """Outputs of a shape that no shipped task has, [B, 2, 3]."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 6)
+
+    def forward(self, x):
+        return self.linear(x).view(-1, 2, 3)
+
+
+def loss_of_pairs(outputs, y):
+    return ((outputs.sum((1, 2)) - y) ** 2).mean()
+
+
+@dataclass(frozen=True)
+class TaskOfPairs(LearningTask):
+    def outputs(self, data):
+        return 3
+
+    def output_shape(self, shape, outputs):
+        return (2, 3)
+
+    def loss(self, outputs, batch):
+        return (outputs.sum((1, 2)) - batch.y) ** 2
+
+
+@pytest.mark.parametrize(("like", "known"), [(None, "classification"), ("regression",) * 2])
+def test_outputs_that_no_shipped_task_has_need_a_task_of_their_own(config, like, known):
+    task = {"name": loss_of_pairs, **({"like": like} if like else {})}
+    expected = rf"\[2, 2, 3\].*like task '{known}'; set task\.like .*LearningTask .*output_shape"
+    with pytest.raises(ConfigError, match=expected):
+        trained(config, task=task, model=Pairs())
+    assert trained(config, task=TaskOfPairs(), model=Pairs()).rounds == 1
+
+
+def test_a_class_that_only_the_test_half_has_needs_the_number_of_classes(config):
+    data = (X[:30], Y[:30], X[30:], np.append(Y[30:-1], 3))
+    with pytest.raises(ConfigError, match=r"test example 9 has the label 3.*set data\.classes=4"):
+        trained(config, data=data)
+    whole = dict(zip(("x", "y", "x_test", "y_test"), data, strict=True))
+    assert trained(config, data={**whole, "classes": 4}).parameters.shape == (4 * 4 + 4,)
+    with pytest.raises(ConfigError, match="the number of classes, 4, as `classes` of the data"):
+        trained(config, data=lambda: whole)
+
+
+# -- tables ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("columns", [["b", "a", "c", "d"], ["a", "b", "c"], ["a", "b", "c", "e"]])
+@pytest.mark.parametrize("half", ["x_test", "public"])
+def test_tables_of_other_columns_are_refused(config, columns, half):
+    train = pd.DataFrame(X[:30], columns=list("abcd"))
+    test = pd.DataFrame(X[30:], columns=list("abcd"))
+    data = {"x": train, "y": Y[:30], "x_test": test, "y_test": Y[30:]}
+    plain = trained(config, data=data).digest
+    assert trained(config, data={**data, "x_test": test.to_numpy()}).digest == plain
+    with pytest.raises(
+        ConfigError, match=rf"x has the columns a, b, c, d, .* {', '.join(columns)};"
+    ):
+        trained(config, data={**data, half: test.reindex(columns=columns, fill_value=0.0)})
+
+
+def test_targets_of_other_columns_are_refused(config):
+    y = pd.DataFrame({"u": X[:, 0], "v": X[:, 1]})
+    data = (X[:30], y[:30], X[30:], y[["v", "u"]][30:])
+    with pytest.raises(ConfigError, match="y has the columns u, v, y_test has v, u"):
+        trained(config, data=data, task="regression")
+
+
+def test_a_function_is_known_by_the_tables_and_texts_that_it_uses():
+    def named(table, texts):
+        return python_objects.reference(lambda: (table, texts))
+
+    table, texts = pd.DataFrame({"a": [1.0, 2.0], "b": ["u", "v"]}), np.array(["u", None])
+    name = named(table, texts)
+    assert named(table.copy(), np.array(["".join("u"), None])) == name
+    others = [table.rename(columns={"a": "c"}), table.assign(a=3.0), table.assign(b="w")]
+    assert name not in {named(other, texts) for other in others}
+    assert named(table, np.array(["w", None])) != name
 
 
 # -- identity --------------------------------------------------------------------------------------

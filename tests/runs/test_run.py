@@ -473,6 +473,27 @@ def test_a_failed_run_keeps_what_was_done(config, uri, tmp_path):
     assert [row["round"] for row in rows][:2] == ["0.0", "1.0"]
 
 
+def test_a_failed_run_says_how_to_continue_and_its_advice_works(config, tmp_path):
+    lr, folder = [[0, 0.05], [2, 1e30]], tmp_path / "run"
+    with pytest.raises(ClientError, match=r"lower the step size, local\.lr") as caught:
+        raysim.run(config, {"local.lr": lr, "checkpoint.every": 1})
+    (note,) = caught.value.__notes__
+    assert f"`raysim resume {folder}` continues after round 2" in note
+    assert f"`raysim resume {folder} --fork KEY=VALUE`" in note
+    forked = raysim.fork(folder, {"local.lr": 0.05, "run_dir": str(tmp_path / "fork")})
+    assert forked.rounds == config["rounds"]
+
+
+def test_a_run_that_fails_in_its_first_round_has_no_round_to_continue_from(config, tmp_path):
+    with pytest.raises(ClientError) as caught:
+        raysim.run(config, {"local.lr": 1e30})
+    (note,) = caught.value.__notes__
+    assert "without a checkpoint" in note and "--fork" not in note and str(tmp_path / "run") in note
+    with pytest.raises(ClientError) as caught:
+        raysim.run({**config, "run_dir": None}, {"local.lr": 1e30}, tracking=False)
+    assert not hasattr(caught.value, "__notes__"), "its folder is removed when Python exits"
+
+
 def test_a_mistake_leaves_nothing_behind(config, tmp_path):
     with pytest.raises(ConfigError, match=r"tracking\.uri"):
         raysim.run(config, {"tracking.uri": "./mlruns"})

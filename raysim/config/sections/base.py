@@ -129,9 +129,22 @@ def as_list(value: Any) -> Any:
     """Return a single item as a list.
 
     Args:
-        value: a name or a mapping is a single item; anything else is returned as it is.
+        value: a name, a number or a mapping is a single item; anything else is returned as it is.
     """
-    return [value] if isinstance(value, str | Mapping) else value
+    is_item = isinstance(value, str | int | float | Mapping) and not isinstance(value, bool)
+    return [value] if is_item else value
+
+
+def as_names(value: Any) -> Any:
+    """Return names of a net's parts as a list; the parts of a torch.nn.Sequential are numbers.
+
+    Args:
+        value: a name, or a list of names; anything else is returned as it is.
+    """
+    names = as_list(value)
+    if not isinstance(names, list | tuple):
+        return names
+    return [str(name) if type(name) is int else name for name in names]
 
 
 def kind_or_own(value: Any) -> str:

@@ -12,6 +12,7 @@ from raysim.config.sections.base import (
     Positive,
     Section,
     as_list,
+    as_names,
     default_name,
     named,
 )
@@ -64,7 +65,7 @@ class Local(Section):
     upload: UploadStages = ()
     """Stages that change a client's update before it is sent, in order: `clip`, `topk`, `randk`,
     `qsgd`, `signsgd`, `cast`, or path.py:Class, each with its parameters."""
-    personal: Annotated[tuple[str, ...], BeforeValidator(as_list)] = ()
+    personal: Annotated[tuple[str, ...], BeforeValidator(as_names)] = ()
     """Parameters that each client keeps to itself: `classifier`, `norm`, or patterns of names such
     as `fc*`."""
     buffers: Literal["averaged", "personal", "frozen"] = "averaged"
