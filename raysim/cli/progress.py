@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from rich.console import Console
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -17,6 +16,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from raysim.cli.terminal import Terminal
+from raysim.errors import visible
 from raysim.system import startup_stages
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ def times(elapsed: float, done: float, total: float) -> str:
 
 
 @contextmanager
-def preparing(console: Console, title: str) -> Iterator[None]:
+def preparing(console: Terminal, title: str) -> Iterator[None]:
     """Show the stages of the work inside the block, such as "loading mnist".
 
     Args:
@@ -70,14 +71,14 @@ def preparing(console: Console, title: str) -> Iterator[None]:
         title: text before the stage on a terminal, such as the name of a configuration.
     """
     if not console.is_terminal:
-        with startup_stages.shown_by(
-            lambda stage: console.print(stage, soft_wrap=True, markup=False)
-        ):
+        with startup_stages.shown_by(lambda stage: console.print(stage, soft_wrap=True)):
             yield
         return
     with (
-        console.status(title) as status,
-        startup_stages.shown_by(lambda stage: status.update(f"{title}: {stage}")),
+        console.status(console.render_str(title)) as status,
+        startup_stages.shown_by(
+            lambda stage: status.update(console.render_str(f"{title}: {stage}"))
+        ),
     ):
         yield
 
@@ -90,7 +91,7 @@ class RunProgress:
         console: a terminal shows a live line, anything else plain lines.
     """
 
-    def __init__(self, plan: Plan, console: Console):
+    def __init__(self, plan: Plan, console: Terminal):
         resources = plan.config.resources
         self.console = console
         self.rounds = plan.config.rounds
@@ -100,14 +101,14 @@ class RunProgress:
         self.metrics = dict.fromkeys((best.metric, "loss"))
         actors = f"{resources.actors} actor{'s'[: resources.actors != 1]}"
         self.workers = actors if resources.executor == "ray" else "inline"
-        self.title = f"{plan.label} on {plan.config.data.name}, {self.workers}"
+        self.title = visible(f"{plan.label} on {plan.config.data.name}, {self.workers}")
         self.began = self.last_line = time.monotonic()
         self.first_round: int | None = None
         self.bar = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             *([BarColumn(20)] if console.width >= WIDE_COLUMNS else []),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[status]}"),
+            TextColumn("{task.fields[status]}", markup=False),
             TimeElapsedColumn(),
             TextColumn("left"),
             TimeRemainingColumn(),
@@ -141,7 +142,7 @@ class RunProgress:
         if "system/clients_per_second" in record:
             figures.append(f"{record['system/clients_per_second']:.0f} clients/s")
         if self.console.is_terminal:
-            self.bar.update(self.task, completed=done, status=" · ".join(figures))
+            self.bar.update(self.task, completed=done, status=visible(" · ".join(figures)))
         elif done and (now - self.last_line > LINE_INTERVAL_S or done in (1, self.rounds)):
             trained = done - self.first_round
             figures.append(times(now - self.began, trained, self.rounds - self.first_round))
@@ -150,9 +151,9 @@ class RunProgress:
 
     def _show_stage(self, stage: str) -> None:
         if self.console.is_terminal:
-            self.bar.update(self.task, status=stage)
+            self.bar.update(self.task, status=visible(stage))
         else:
-            self.console.print(stage, soft_wrap=True, markup=False)
+            self.console.print(stage, soft_wrap=True)
 
 
 def summary(result: RunResult, done_before: int = 0) -> str:

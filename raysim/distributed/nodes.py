@@ -61,8 +61,8 @@ def connect(address: str | None, cpus: float, log: Callable[[str], None]) -> boo
         Whether this call connected or started Ray, so that `leave_cluster` must follow.
 
     Raises:
-        ConfigError: no cluster answers at the address, it requires another token, or its versions
-            differ.
+        ConfigError: no cluster answers at the address, it requires another token, its versions
+            differ, or Ray's temporary folder on this machine cannot be written.
         RaysimError: Ray cannot be started on this machine.
     """
     if ray.is_initialized():
@@ -84,6 +84,7 @@ def connect(address: str | None, cpus: float, log: Callable[[str], None]) -> boo
             wanted = ceil(cpus)
             if wanted > cores:
                 log(f"resources: {cpus:g} CPUs are asked for, they share {cores} cores")
+            loopback.check_temporary_folder()
             with (
                 loopback.only(),
                 loopback.any_agent_port(),
@@ -95,6 +96,8 @@ def connect(address: str | None, cpus: float, log: Callable[[str], None]) -> boo
                 ray.init(
                     address="local", num_cpus=max(cores, wanted), include_dashboard=False, **quiet
                 )
+    except ConfigError:
+        raise
     except Exception as error:
         lines = str(error).splitlines() or [type(error).__name__]
         if not address:

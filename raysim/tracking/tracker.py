@@ -359,7 +359,11 @@ def replay_spool(run_dir: Path) -> int:
             spool.rewind()  # it was deleted, with all that was sent: a new one gets the whole run
         if not (left := spool.pending):
             return 0
-        assert start, "it is the first record of all"
+        if start is None:
+            raise ConfigError(
+                f"{run_dir / SPOOL_FILE} has no record of the start of a run; put the file back "
+                "from a copy"
+            )
         server = RunClient(restored_uri(start["uri"]), start["experiment"], spool.run_id)
         try:
             while _advance(spool, server):
