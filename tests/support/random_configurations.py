@@ -47,7 +47,7 @@ MAX_GIGABYTES = 4
 MAX_PARAMETERS = 300_000
 """Parameters of a net that is trained here."""
 
-LARGE_NETS = {"vit_b_32", "densenet121_gn", "vgg11", "ct_cnn", "fixup_resnet9"}
+LARGE_NETS = {"vit_b_32", "densenet121_gn", "vgg11", "ct_cnn", "fixup_resnet9", "resnet20"}
 """Nets that take long to build."""
 
 NOT_VARIED = {
