@@ -34,6 +34,12 @@ SYNONYMS = {
 }
 """Usual words for a key, and the word that a message suggests if it is a known one."""
 
+_CONTROL = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+"""Characters that control a terminal or the direction of text, except line breaks and tabs; and
+halves of surrogate pairs, which cannot be printed."""
+
 _LONG_WORD = re.compile(rf"\S{{{MAX_WORD_CHARACTERS + 1},}}")
 
 
@@ -104,13 +110,13 @@ def _cut(text: str, most: int) -> str:
     return f"{text[: most // 3]}…({len(text):,} characters)…{text[-most // 6 :]}"
 
 
-def printable(text: str) -> str:
-    """Return a text without control characters, which a terminal would obey; lines stay.
+def visible(text: str) -> str:
+    """Return a text whose control characters are written out, ESC as a backslash and x1b.
 
     Args:
-        text: any text, such as a name from a server.
+        text: any text, for example a message with a name in it. Line breaks and tabs stay.
     """
-    return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def in_a_line(error: BaseException) -> str:

@@ -11,6 +11,7 @@ import typer
 from rich.table import Table
 
 from raysim.cli.base import app, job_app, print_table
+from raysim.cli.terminal import say
 
 if TYPE_CHECKING:
     from raysim.distributed.jobs import JobClient
@@ -45,7 +46,7 @@ def submit(
     command = checked_command(command, working_dir, requirements)
     cluster = JobClient(address)
     job = cluster.submit(command, working_dir, requirements)
-    print(f"job {job.id}  (raysim job logs {job.id}, raysim job stop {job.id})", file=sys.stderr)
+    say(f"job {job.id}  (raysim job logs {job.id}, raysim job stop {job.id})", file=sys.stderr)
     if wait:
         _follow_job(cluster, job.id)
 
@@ -99,5 +100,5 @@ def _follow_job(cluster: JobClient, number: str) -> None:
     done = cluster.job(number)
     if done.state == "SUCCEEDED":
         return
-    print(f"error: job {number} has {done.state.lower()}: {done.message}", file=sys.stderr)
+    say(f"error: job {number} has {done.state.lower()}: {done.message}", file=sys.stderr)
     raise typer.Exit(done.exit_code or 1)

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from rich.console import Console
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -17,6 +16,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from raysim.cli.terminal import Terminal
+from raysim.errors import visible
 from raysim.runs.progress import ProgressText
 from raysim.system import startup_stages
 
@@ -36,7 +37,7 @@ LINE_INTERVAL_S = 5.0
 
 
 @contextmanager
-def preparing(console: Console, title: str) -> Iterator[None]:
+def preparing(console: Terminal, title: str) -> Iterator[None]:
     """Show the stages of the work inside the block, such as "loading mnist".
 
     Args:
@@ -44,14 +45,14 @@ def preparing(console: Console, title: str) -> Iterator[None]:
         title: text before the stage on a terminal, such as the name of a configuration.
     """
     if not console.is_terminal:
-        with startup_stages.shown_by(
-            lambda stage: console.print(stage, soft_wrap=True, markup=False)
-        ):
+        with startup_stages.shown_by(lambda stage: console.print(stage, soft_wrap=True)):
             yield
         return
     with (
-        console.status(title) as status,
-        startup_stages.shown_by(lambda stage: status.update(f"{title}: {stage}")),
+        console.status(console.render_str(title)) as status,
+        startup_stages.shown_by(
+            lambda stage: status.update(console.render_str(f"{title}: {stage}"))
+        ),
     ):
         yield
 
@@ -64,23 +65,23 @@ class RunProgress:
         console: a terminal shows a live line, anything else plain lines.
     """
 
-    def __init__(self, plan: Plan, console: Console):
+    def __init__(self, plan: Plan, console: Terminal):
         self.console = console
         self.text = ProgressText(plan)
         self.rounds = plan.config.rounds
         self.last_line = time.monotonic()
         self.bar = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             *([BarColumn(20)] if console.width >= WIDE_COLUMNS else []),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[status]}"),
+            TextColumn("{task.fields[status]}", markup=False),
             TimeElapsedColumn(),
             TextColumn("left"),
             TimeRemainingColumn(),
             console=console,
             transient=True,
         )
-        self.task = self.bar.add_task(self.text.title, total=self.rounds, status="")
+        self.task = self.bar.add_task(visible(self.text.title), total=self.rounds, status="")
         self.stages = startup_stages.shown_by(self._show_stage)
 
     def __enter__(self) -> RunProgress:
@@ -103,7 +104,7 @@ class RunProgress:
         now = time.monotonic()
         if self.console.is_terminal:
             figures = self.text.figures(record, now)
-            self.bar.update(self.task, completed=done, status=" · ".join(figures))
+            self.bar.update(self.task, completed=done, status=visible(" · ".join(figures)))
             return
         line = self.text.round_line(record, now)
         if done and (now - self.last_line > LINE_INTERVAL_S or done in (1, self.rounds)):
@@ -112,9 +113,9 @@ class RunProgress:
 
     def _show_stage(self, stage: str) -> None:
         if self.console.is_terminal:
-            self.bar.update(self.task, status=stage)
+            self.bar.update(self.task, status=visible(stage))
         else:
-            self.console.print(stage, soft_wrap=True, markup=False)
+            self.console.print(stage, soft_wrap=True)
 
 
 def summary(result: RunResult, done_before: int = 0) -> str:

@@ -13,6 +13,7 @@ import typer
 
 from raysim.cli.base import check_picture, report_app
 from raysim.cli.completion import complete_configuration, complete_experiment
+from raysim.cli.terminal import say
 from raysim.errors import ConfigError, did_you_mean
 from raysim.metrics import best_label
 
@@ -207,7 +208,7 @@ def report_curves(
     check_picture(out)
     source = _source(runs, uri, ledger, where, log)
     tracked = source.finished(metric, _aside, unit)
-    print(_draw_curves(tracked, tracked[0].metric, unit, _keys(group), _keys(panels) or (), out))
+    say(_draw_curves(tracked, tracked[0].metric, unit, _keys(group), _keys(panels) or (), out))
     if log:
         _keep_report([out], tracked, source)
 
@@ -246,7 +247,7 @@ def report_sweep(
         raise ConfigError("--target: a heatmap shows the best values; leave out --target or --y")
     source = _source(runs, uri, ledger, where, log)
     tracked = source.finished(metric, _aside)
-    print(_draw_sweep(tracked, tracked[0].metric, x, y, log_x, out, target))
+    say(_draw_sweep(tracked, tracked[0].metric, x, y, log_x, out, target))
     if log:
         _keep_report([out], tracked, source)
 
@@ -288,7 +289,7 @@ def report_sensitivity(
     _write(
         out, lambda: plots.plot_scatter(sensitivity.clouds(effects), f"{statistic} {metric}", out)
     )
-    print(f"{sensitivity.effects_markdown(effects, metric)}\n{len(tracked)} runs; {out}")
+    say(f"{sensitivity.effects_markdown(effects, metric)}\n{len(tracked)} runs; {out}")
     if log:
         _keep_report([out], tracked, source)
 
@@ -317,10 +318,10 @@ def report_speedup(
     lines = speedup.speedup(speedup.ends(tracked, over), target, _aside)
     slope = speedup.slope(lines)
     _write(out, lambda: plots.plot_speedup(lines, slope, f"{metric} {target:g}", over, out))
-    print(f"| {over} | rounds to {target:g} (each seed) |\n| --- | --- |")
+    say(f"| {over} | rounds to {target:g} (each seed) |\n| --- | --- |")
     for x in sorted({x for line in lines.values() for x in line}):
-        print(f"| {x:g} | {', '.join(f'{line[x]:.4g}' for line in lines.values() if x in line)} |")
-    print(
+        say(f"| {x:g} | {', '.join(f'{line[x]:.4g}' for line in lines.values() if x in line)} |")
+    say(
         f"slope {slope.mean:.3f}, 95 % interval [{slope.low:.3f}, {slope.high:.3f}] over "
         f"{slope.n} seeds; {out}"
     )
@@ -477,7 +478,7 @@ def _refuse_to_keep(ledger: Sequence[Path] | None, log: bool) -> None:
 
 
 def _aside(line: str) -> None:
-    print(line, file=sys.stderr)
+    say(line, file=sys.stderr)
 
 
 def _keys(text: str | None) -> list[str] | None:
@@ -492,7 +493,7 @@ def _one_of(option: str, word: str, known: tuple[str, ...]) -> None:
 def _say(text: str, out: Path | None) -> None:
     """Print a table, or write it to a file."""
     if out is None:
-        print(text)
+        say(text)
     else:
         _write(out, lambda: out.write_text(text + "\n"))
 

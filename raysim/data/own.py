@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 import time
-import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,11 +24,12 @@ from raysim.data.dataset import (
     normalise,
 )
 from raysim.data.natural_users import number_users
+from raysim.data.npz import read_arrays
 from raysim.data.own_forms import REQUIRED_ARRAYS, USER_KEYS, FormReader
 from raysim.data.read_again import generators_kept
 from raysim.data.stored import stored_arrays
 from raysim.data.users_function import call_function
-from raysim.errors import ConfigError, did_you_mean, in_a_line
+from raysim.errors import ConfigError
 
 TEST_USER_KEYS = ("user_test", "users_test")
 """Names of the array of the test examples' users in a file, which are the same."""
@@ -95,31 +95,11 @@ def from_npz(data: Arrays) -> Dataset:
         ConfigError: the file cannot be read, lacks an array, or its arrays cannot be used.
     """
     path = Path(data.path).expanduser()
-    try:
-        _check_npz(path)
-        with np.load(path, allow_pickle=False) as file:
-            names = list(file)
-            known = (*REQUIRED_ARRAYS, *OPTIONAL_ARRAYS)
-            if missing := [name for name in REQUIRED_ARRAYS if name not in names]:
-                raise ConfigError(
-                    f"data.path: {path} has no array {' and no '.join(missing)}; it has "
-                    f"{', '.join(names) or 'none'}"
-                )
-            if unknown := [name for name in names if name not in known]:
-                raise ConfigError(
-                    f"data.path: {path}: unknown array {unknown[0]}"
-                    f"{did_you_mean(unknown[0], known)}"
-                )
-            arrays = {name: file[name] for name in names}
-    except OSError as error:
-        reason = error.strerror or in_a_line(error)
-        raise ConfigError(f"data.path: {path} cannot be read: {reason}") from None
-    except (ValueError, EOFError, AttributeError, TypeError, zipfile.BadZipFile) as error:
-        if "Object arrays" in str(error):
-            raise ConfigError(
-                f"data.path: {path} holds an array of Python objects; save arrays of numbers"
-            ) from None
-        raise ConfigError(f"data.path: {path} is not an .npz file: {in_a_line(error)}") from None
+    advice = (
+        "save x, y, x_test and y_test with np.savez, or give a function that reads the file, as "
+        "data=path.py:FUNCTION"
+    )
+    arrays = read_arrays(path, "data.path", REQUIRED_ARRAYS, OPTIONAL_ARRAYS, advice)
     content = {name: arrays[name] for name in REQUIRED_ARRAYS}
     for entry, keys in (("users", USER_KEYS), ("users_test", TEST_USER_KEYS)):
         present = [key for key in keys if key in arrays]
@@ -134,30 +114,6 @@ def from_npz(data: Arrays) -> Dataset:
     if data.classes is not None:
         content["classes"] = data.classes
     return make_dataset(path.name, content, f"data.path: {path}")
-
-
-def _check_npz(path: Path) -> None:
-    """Refuse files of other kinds, which NumPy would take for pickles; the message says which."""
-    with open(path, "rb") as file:
-        start = file.read(64)
-    if start.startswith(b"PK") and zipfile.is_zipfile(path):
-        with zipfile.ZipFile(path) as archive:
-            members = archive.namelist()
-        if all(name.endswith(".npy") for name in members):
-            return
-        kind = f"a zip archive with {members[0]}, as torch.save and spreadsheets make"
-    elif start.startswith(b"\x93NUMPY"):
-        kind = "one array of np.save"
-    elif not start:
-        kind = "empty"
-    elif start.startswith(b"PK"):
-        kind = "a damaged or cut-off zip archive"
-    else:
-        kind = f"a file that begins with {start[:20].decode(errors='replace')!r}"
-    raise ConfigError(
-        f"data.path: {path} is not an .npz file but {kind}; save x, y, x_test and y_test with "
-        "np.savez, or give a function that reads the file, as data=path.py:FUNCTION"
-    )
 
 
 # -- checks ---------------------------------------------------------------------------------------

@@ -62,7 +62,8 @@ def connect(address: str | None, cpus: float, log: Callable[[str], None]) -> boo
 
     Raises:
         ConfigError: no cluster answers at the address, it requires another token, its versions
-            differ, or this process is a fork of one that uses Ray.
+            differ, Ray's temporary folder on this machine cannot be written, or this process is a
+            fork of one that uses Ray.
         RaysimError: Ray cannot be started on this machine.
     """
     if ray.is_initialized():
@@ -88,6 +89,7 @@ def connect(address: str | None, cpus: float, log: Callable[[str], None]) -> boo
             wanted = ceil(cpus)
             if wanted > cores:
                 log(f"resources: {cpus:g} CPUs are asked for, they share {cores} cores")
+            loopback.check_temporary_folder()
             with (
                 loopback.only(),
                 loopback.any_agent_port(),
@@ -99,6 +101,8 @@ def connect(address: str | None, cpus: float, log: Callable[[str], None]) -> boo
                 ray.init(
                     address="local", num_cpus=max(cores, wanted), include_dashboard=False, **quiet
                 )
+    except ConfigError:
+        raise
     except Exception as error:
         lines = str(error).splitlines() or [type(error).__name__]
         if not address:

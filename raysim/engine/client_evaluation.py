@@ -15,7 +15,7 @@ from raysim.data import Clients
 from raysim.engine.client_store import ClientStateStore
 from raysim.engine.executor import Executor, Future, ModelHandle, RoundResults
 from raysim.engine.plan import Plan
-from raysim.errors import ClientError, ConfigError
+from raysim.errors import ClientError, ConfigError, in_a_line
 from raysim.metrics import VALIDATION
 from raysim.randomness import generator
 from raysim.system import files
@@ -323,7 +323,7 @@ def read_clients(run_dir: Path) -> pd.DataFrame:
         also val_examples, and each metric on them as val_<metric>.
 
     Raises:
-        ConfigError: the run has evaluated no clients.
+        ConfigError: the run has evaluated no clients, or a table is damaged.
     """
     import pandas as pd
 
@@ -333,7 +333,16 @@ def read_clients(run_dir: Path) -> pd.DataFrame:
             f"{run_dir}: no clients were evaluated in this run; set evaluate.clients and "
             "partition.test"
         )
-    return pd.concat(map(pd.read_parquet, files), ignore_index=True)
+    read = []
+    for path in files:
+        try:
+            read.append(pd.read_parquet(path))
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"{path} is damaged: {in_a_line(error)}; remove it, and that evaluation is missing "
+                "in the table"
+            ) from None
+    return pd.concat(read, ignore_index=True)
 
 
 def _round_of(path: Path) -> int:

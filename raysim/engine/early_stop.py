@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from raysim.config import renamed
 from raysim.config.schema import Config
 from raysim.config.sections.evaluation import BestBy, Stop
 from raysim.errors import ConfigError, RaysimError, did_you_mean
-from raysim.metrics import VALIDATION, lower_is_better, reserved_prefixes, without_figure
+from raysim.metrics import (
+    VALIDATION,
+    find_metric,
+    lower_is_better,
+    reserved_prefixes,
+    without_figure,
+)
 
 ROUND_METRICS = (
     "train_loss",
@@ -139,6 +146,9 @@ def check_stop(config: Config, probes: Sequence[str] = ()) -> None:
             "elsewhere; name another metric"
         )
     check_metric(key, metric, [config])
+    entry = find_metric(metric)
+    if entry is not None and _is_missing(config, entry.logged):
+        raise ConfigError(f"{key}: {metric} is not measured; set {entry.logged}")
     source, _, rest = metric.partition("/")
     has_own = any(":" in name for name in config.evaluate.metrics or ())
     if rest and not has_own and source not in {*reserved_prefixes(), *probes}:
@@ -160,6 +170,17 @@ def check_best(config: Config) -> None:
     best = config.evaluate.best
     if best is not None and "/" in best.metric:
         check_metric("evaluate.best.metric", best.metric, [config])
+
+
+def _is_missing(config: Config, logged: str) -> bool:
+    """Return whether a metric is logged with a key of the configuration which is not set."""
+    section, *rest = logged.split(".")
+    if not rest or section not in Config.model_fields or not re.fullmatch(r"[\w.]+", logged):
+        return False
+    value = getattr(config, section)
+    for key in rest:
+        value = getattr(value, key, None)
+    return value is None
 
 
 def check_metric(key: str, metric: str, configs: Sequence[Config]) -> None:

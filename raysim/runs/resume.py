@@ -310,7 +310,10 @@ def _read_checkpoint(folder: Path, plan: Plan) -> checkpoint.Checkpoint | None:
     Raises:
         ConfigError: the configuration, the data or the partition differ from the checkpoint's.
     """
-    saved = checkpoint.read_latest(folder, logger.warning)
+    try:
+        saved = checkpoint.read_latest(folder, logger.warning)
+    except RaysimError as error:
+        raise ConfigError(str(error)) from None
     if saved is None:
         return None
     if saved.facts["fingerprint"] != plan.config.fingerprint:

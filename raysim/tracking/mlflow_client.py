@@ -24,7 +24,7 @@ from filelock import FileLock
 
 from raysim.config.sections.storage import Tracking
 from raysim.config.tracking_uri import absolute_uri, database_of, mask_secrets
-from raysim.errors import ConfigError, RaysimError, printable
+from raysim.errors import ConfigError, RaysimError, visible
 from raysim.tracking import charts
 from raysim.tracking.recorder import legal
 from raysim.tracking.spool import Tail, plain
@@ -602,7 +602,7 @@ def brief(error: Exception) -> str:
         error: any error; passwords and tokens in its message are masked.
     """
     text = mask_secrets(" ".join(str(error).split())) or type(error).__name__
-    text = printable(text)
+    text = visible(text)
     return text if len(text) <= 200 else f"{text[:90]} … {text[-110:]}"
 
 

@@ -21,12 +21,15 @@ from collections import deque
 from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from filelock import lock_descriptor
+from pydantic import Field
+from typing_extensions import TypedDict
 
-from raysim.errors import RaysimError
+from raysim.errors import ConfigError, RaysimError
 from raysim.system import files
+from raysim.system.json_files import parsed, read_json
 
 logger = logging.getLogger("raysim.tracking")
 
@@ -35,6 +38,77 @@ SPOOL_FILE = "spool.jsonl"
 
 SENT_FILE = "spool.sent"
 """Name of the file that holds the number of records that MLflow has received."""
+
+
+FIRST_BYTES = b'{"kind": "'
+"""How each record begins."""
+
+
+class _Record(TypedDict):
+    """Keys that all records have."""
+
+    time: int
+
+
+class _Start(_Record):
+    kind: Literal["start"]
+    key: str
+    run_id: str | None
+    name: str
+    parent: str | None
+    required: bool
+    uri: str
+    experiment: str
+
+
+class _Texts(_Record):
+    kind: Literal["params", "tags"]
+    values: dict[str, str]
+
+
+class _Metrics(_Record):
+    kind: Literal["metrics"]
+    step: int
+    values: dict[str, float]
+
+
+class _Inputs(_Record):
+    kind: Literal["inputs"]
+    name: str
+    digest: str
+    source: str
+    context: str
+    profile: dict[str, Any]
+
+
+class _Artifact(_Record):
+    kind: Literal["artifact"]
+    path: str
+    folder: str | None
+
+
+class _Parent(_Record):
+    kind: Literal["parent"]
+    parent: str
+
+
+class _Finish(_Record):
+    kind: Literal["finish"]
+    status: Literal["FINISHED", "FAILED", "KILLED"]
+
+
+RECORD = Annotated[
+    _Start | _Texts | _Metrics | _Inputs | _Artifact | _Parent | _Finish,
+    Field(discriminator="kind"),
+]
+"""Type of a record of the spool."""
+
+
+class _Mark(TypedDict):
+    """Content of the file that marks how many records have been sent."""
+
+    records: Annotated[int, Field(ge=0)]
+    run_id: str | None
 
 
 def plain(value: Any) -> Any:
@@ -78,7 +152,7 @@ class Tail:
         """Return the next unsent records, at most about 250 kB."""
         lines = self._whole_lines(self._offset, 1 << 18)
         self._window = [len(line) for line in lines]
-        return [json.loads(line) for line in lines]
+        return [self._record(line, self._sent + i) for i, line in enumerate(lines, 1)]
 
     def acknowledge(self, count: int, run_id: str | None) -> None:
         """Mark the first `count` records of the last `head` as received by this run.
@@ -130,18 +204,28 @@ class Tail:
             *kinds: kinds of records, such as "start" and "metrics".
         """
         starts = tuple(f'{{"kind": "{kind}"'.encode() for kind in kinds)
+        lines = list(enumerate(self._whole_lines(), 1))
         return next(
-            (json.loads(line) for line in reversed(self._whole_lines()) if line.startswith(starts)),
-            None,
+            (self._record(line, i) for i, line in reversed(lines) if line.startswith(starts)), None
         )
 
     def tags(self) -> dict[str, str]:
         """Return the newest value of each tag that was recorded, sent or not."""
         values: dict[str, str] = {}
-        for line in self._whole_lines():
+        for i, line in enumerate(self._whole_lines(), 1):
             if line.startswith(b'{"kind": "tags"'):
-                values |= json.loads(line)["values"]
+                values |= self._record(line, i)["values"]
         return values
+
+    def _record(self, line: bytes, number: int) -> dict[str, Any]:
+        """Return the record that a line holds; raise ConfigError if it is damaged."""
+        try:
+            return parsed(line, RECORD)
+        except ValueError as error:
+            raise ConfigError(
+                f"{self.path}: line {number} is not a record of a run: {error}; put the file back "
+                "from a copy, or remove that line, whose record is then lost"
+            ) from None
 
     def _whole_lines(self, offset: int = 0, size: int = -1) -> list[bytes]:
         """Return the complete lines from `offset` on, at most about `size` bytes."""
@@ -151,6 +235,11 @@ class Tail:
                 lines = file.readlines(size)
         except FileNotFoundError:
             return []
+        except OSError as error:
+            raise ConfigError(
+                f"{self.path} cannot be read: {error.strerror}; remove it, or put it back from a "
+                "copy"
+            ) from None
         return lines if not lines or lines[-1].endswith(b"\n") else lines[:-1]
 
     def _mark(self, run_id: str | None) -> None:
@@ -165,11 +254,17 @@ class Tail:
 
     def _read_mark(self) -> dict[str, Any]:
         """Return the content of the file that marks how many records have been sent."""
+        unsent = {"records": 0, "run_id": None}
+        if not self._sent_path.exists():
+            return unsent
+        if self._sent_path.is_dir():
+            raise ConfigError(f"{self._sent_path} is a folder; remove it")
         try:
-            return json.loads(self._sent_path.read_text())
-        except (FileNotFoundError, ValueError, RecursionError):
-            # The file is missing or incomplete. Sending all records again is harmless.
-            return {"records": 0, "run_id": None}
+            return read_json(self._sent_path, _Mark, "all records are sent again")
+        except ConfigError as error:
+            # Sending all records again is harmless.
+            logger.warning("%s", error)
+            return unsent
 
 
 class Spool(Tail):
@@ -182,7 +277,7 @@ class Spool(Tail):
         folder: the run's folder.
 
     Raises:
-        ConfigError: the spool is a symbolic link.
+        ConfigError: the spool is a symbolic link, or damaged.
         RaysimError: another process has this spool open, or it cannot be written.
     """
 
@@ -207,10 +302,16 @@ class Spool(Tail):
         self._total = len(lines)
         self.size = sum(map(len, lines))
         """Size of the spool in bytes."""
-        self.latest: int = json.loads(lines[-1])["time"] if lines else 0
+        self.latest: int = 0
         """Time of the last record when the spool was opened, in milliseconds since 1970."""
-        # Remove an incomplete last line, which a crash may have left.
-        os.ftruncate(self._file.fileno(), self.size)
+        try:
+            # The thread that sends the records could not report a damaged one.
+            for number, line in enumerate(lines, 1):
+                self.latest = self._record(line, number)["time"]
+            self._remove_incomplete_line()
+        except BaseException:
+            self._file.close()
+            raise
 
     @property
     def pending(self) -> int:
@@ -280,6 +381,16 @@ class Spool(Tail):
             if not self._file.closed and size is not None:
                 os.ftruncate(self._file.fileno(), size)
             self._file.close()
+
+    def _remove_incomplete_line(self) -> None:
+        """Remove the part of a last line that a crash has left; refuse anything else."""
+        part = os.pread(self._file.fileno(), len(FIRST_BYTES), self.size)
+        if not FIRST_BYTES.startswith(part):
+            raise ConfigError(
+                f"{self.path} does not end with a record of a run; put the file back from a copy, "
+                f"or remove what follows byte {self.size}"
+            )
+        os.ftruncate(self._file.fileno(), self.size)
 
     def _put(self, line: bytes) -> None:
         """Write one line completely; otherwise restore the file and raise OSError."""

@@ -398,7 +398,11 @@ def replay_spool(run_dir: Path, to_a_new_run: bool = False) -> int:
             spool.rewind()  # what was sent was deleted: a new run gets all records
         if not (left := spool.pending):
             return 0
-        assert start, "it is the first record of all"
+        if start is None:
+            raise ConfigError(
+                f"{run_dir / SPOOL_FILE} has no record of the start of a run; put the file back "
+                "from a copy"
+            )
         server = RunClient(restored_uri(uri), start["experiment"], spool.run_id, run_dir, replaces)
         try:
             while _advance(spool, server):

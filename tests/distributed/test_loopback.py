@@ -3,6 +3,7 @@ read, has two minutes to start, and is not in the process group of the run."""
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -184,3 +185,26 @@ def test_a_deep_folder_for_temporary_files_is_named(monkeypatch: pytest.MonkeyPa
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with pytest.raises(RaysimError, match=r"TMPDIR.*RAY_TMPDIR=/tmp"):
         nodes.connect(None, 1, print)
+
+
+def test_a_temporary_folder_that_cannot_be_written_is_refused_at_once(tmp_path, monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(nodes.ray, "init", lambda **options: pytest.fail("Ray is started"))
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path / "file"))
+    with pytest.raises(ConfigError, match=r"its temporary folder .*/file/ray cannot .*RAY_TMPDIR"):
+        nodes.connect(None, 1, print)
+
+    def allocate(handle: int, start: int, size: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path / "full"))
+    monkeypatch.setattr(os, "posix_fallocate", allocate)
+    with pytest.raises(ConfigError, match=r"full/ray cannot be written: No space .* MB free there"):
+        nodes.connect(None, 1, print)
+
+
+def test_the_folder_is_left_as_it_was(tmp_path, monkeypatch):
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    loopback.check_temporary_folder()
+    assert not list((tmp_path / "ray").iterdir())
