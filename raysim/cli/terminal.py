@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import Any, TextIO
+from typing import IO, Any
 
 from rich.console import Console
 from rich.text import Text
@@ -30,7 +30,7 @@ class Terminal(Console):
         return super().render_str(visible(text), **options)
 
 
-def say(text: str = "", *, file: TextIO | None = None, end: str = "\n") -> None:
+def say(text: str = "", *, file: IO[str] | None = None, end: str = "\n") -> None:
     """Print text at once, with control characters written out.
 
     Args:

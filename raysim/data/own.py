@@ -100,7 +100,7 @@ def from_npz(data: Arrays) -> Dataset:
         "data=path.py:FUNCTION"
     )
     arrays = read_arrays(path, "data.path", REQUIRED_ARRAYS, OPTIONAL_ARRAYS, advice)
-    content = {name: arrays[name] for name in REQUIRED_ARRAYS}
+    content: dict[str, Any] = {name: arrays[name] for name in REQUIRED_ARRAYS}
     for entry, keys in (("users", USER_KEYS), ("users_test", TEST_USER_KEYS)):
         present = [key for key in keys if key in arrays]
         if len(present) > 1:
