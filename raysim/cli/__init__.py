@@ -55,8 +55,8 @@ def main() -> None:
 
 FOLDER_IS_GONE = (
     "the folder from which this command was started no longer exists; start it from another one. "
-    "If it was that of a job of a cluster, two nodes of one machine share Ray's temporary folder, and "
-    "one of them has removed the job's: start each node with a --temp-dir of its own"
+    "If it was that of a job of a cluster, another node of the machine has removed it, with which "
+    "its node shares Ray's temporary folder: start each node with a --temp-dir of its own"
 )
 """Message of a command that cannot work because its current folder was removed."""
 
