@@ -34,6 +34,12 @@ SYNONYMS = {
 }
 """Usual words for a key, and the word that a message suggests if it is a known one."""
 
+_CONTROL = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+"""Characters that control a terminal or the direction of text, except line breaks and tabs; and
+halves of surrogate pairs, which cannot be printed."""
+
 _LONG_WORD = re.compile(rf"\S{{{MAX_WORD_CHARACTERS + 1},}}")
 
 
@@ -42,6 +48,10 @@ class RaysimError(Exception):
 
     exit_code = 1
     """Exit code of the command line."""
+
+    def _render_traceback_(self) -> list[str]:
+        """Return the lines that a notebook shows in place of a traceback (IPython's protocol)."""
+        return [f"{type(self).__name__}: {self}"]
 
 
 class ConfigError(RaysimError):
@@ -98,6 +108,15 @@ def _cut(text: str, most: int) -> str:
     if len(text) <= most:
         return text
     return f"{text[: most // 3]}…({len(text):,} characters)…{text[-most // 6 :]}"
+
+
+def visible(text: str) -> str:
+    """Return a text whose control characters are written out, ESC as a backslash and x1b.
+
+    Args:
+        text: any text, for example a message with a name in it. Line breaks and tabs stay.
+    """
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def in_a_line(error: BaseException) -> str:

@@ -55,8 +55,11 @@ class Metric:
         return re.fullmatch(pattern, name) is not None
 
 
+VALIDATION = "val_"
+"""Beginning of the name of a client's metric on its validation examples."""
+
 CLIENT_FIGURES = {
-    "_weighted": "mean, weighted by the clients' test examples",
+    "_weighted": "mean, weighted by the clients' numbers of examples",
     "_std": "population standard deviation",
     "_q10": "quantile 10 %, by value",
     "_worst10": "mean of the worst 10 % of the clients",
@@ -76,6 +79,12 @@ def _client_metrics() -> Iterator[Metric]:
         for end, figure in CLIENT_FIGURES.items():
             name, meaning = f"{prefix}/{{metric}}{end}", f"{figure}, over {clients}"
             yield Metric(name, "as the metric", meaning, f"evaluate.clients{key}")
+        yield Metric(
+            f"{prefix}/{VALIDATION}{{metric}}",
+            "as the metric",
+            "the same five figures on the clients' validation examples",
+            "evaluate.clients, partition.val",
+        )
     yield Metric(
         "participation_gap/{metric}",
         "as the metric",
@@ -238,8 +247,15 @@ METRICS = (
     Metric(
         "clients/without_test",
         "clients",
-        "clients with data that have no test example, and are left out",
+        "clients with data that have no test example, and are left out of the test's metrics",
         "evaluate.clients",
+        is_count=True,
+    ),
+    Metric(
+        "clients/without_val",
+        "clients",
+        "clients with data that have no validation example, and are left out of those metrics",
+        "evaluate.clients, partition.val",
         is_count=True,
     ),
     Metric(
@@ -520,7 +536,7 @@ METRICS = (
     Metric(
         "client/{name}",
         "",
-        "mean (name_max: maximum) over clients of what a client rule reports",
+        "mean (name_max: maximum) over clients of what a client rule logs by task.log",
         EVERY_ROUND,
         users_own=True,
     ),
@@ -609,13 +625,15 @@ def is_share(name: str) -> bool:
 
 
 def without_figure(name: str) -> str:
-    """Return the name of a task's metric: "loss" for "clients/loss_worst10".
+    """Return the name of a task's metric: "loss" for "clients/val_loss_worst10".
 
     Args:
         name: name of the metric, or of a figure of its values at the clients.
     """
     ends = "|".join(end for end in CLIENT_FIGURES if end)
-    return re.sub(f"({ends})$", "", name.rpartition("/")[2])
+    prefix, _, figure = name.rpartition("/")
+    bare = re.sub(f"({ends})$", "", figure)
+    return bare.removeprefix(VALIDATION) if prefix else bare
 
 
 def lower_is_better(name: str) -> bool:

@@ -1,6 +1,7 @@
 """Command line of raysim; each module of this package adds its commands.
 
-Exit codes: 0 success, 1 failed run, 2 invalid input, 130 ended by Ctrl-C, 143 ended by SIGTERM.
+Exit codes: 0 success, 1 failed run, 2 invalid input, 130 ended by Ctrl-C, 143 ended by SIGTERM, 129
+ended by SIGHUP.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ import os
 import sys
 
 from raysim.cli.base import app
+from raysim.cli.terminal import LogFormatter, say
 from raysim.config.renamed import refuse_former_command
 from raysim.distributed import versions
 from raysim.errors import ConfigError, RaysimError, shortened
-from raysim.system import processes
+from raysim.system import output, processes
 from raysim.system.signals import leave_at_once
 
 # isort: off
@@ -25,28 +27,28 @@ from raysim.cli import forecast_bench_attacks, list_data_doctor, authoring, ui  
 
 def main() -> None:
     """Execute the command line and print errors without a traceback."""
-    logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
+    handler = logging.StreamHandler()
+    handler.setFormatter(LogFormatter("%(levelname)s: %(message)s"))
+    logging.basicConfig(handlers=[handler], level=logging.WARNING)
     try:
         versions.check_versions()
         refuse_former_command(sys.argv[1:])
         _warn_of_repeated_keys(sys.argv[1:])
         app()
     except RaysimError as error:
-        print("\n".join([f"error: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
+        say("\n".join([f"error: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
         sys.exit(error.exit_code)
     except SystemExit as end:
         if end.code == ConfigError.exit_code and (key := _key_with_dashes(sys.argv[1:])):
-            print(
-                f"error: --{key} is a key of the configuration; write {key}=VALUE", file=sys.stderr
-            )
+            say(f"error: --{key} is a key of the configuration; write {key}=VALUE", file=sys.stderr)
         raise
     except OSError as error:
         if isinstance(error, FileNotFoundError) and _folder_is_gone():
-            print(f"error: {FOLDER_IS_GONE}", file=sys.stderr)
+            say(f"error: {FOLDER_IS_GONE}", file=sys.stderr)
             sys.exit(RaysimError.exit_code)
         if error.errno != errno.ENAMETOOLONG:
             raise
-        print(
+        say(
             f"error: {shortened(repr(error.filename))} is too long for a path; give a shorter one",
             file=sys.stderr,
         )
@@ -55,8 +57,8 @@ def main() -> None:
 
 FOLDER_IS_GONE = (
     "the folder from which this command was started no longer exists; start it from another one. "
-    "If it was that of a job of a cluster, another node of the machine has removed it, with which "
-    "its node shares Ray's temporary folder: start each node with a --temp-dir of its own"
+    "If it was that of a job of a cluster, two nodes of one machine share Ray's temporary folder, "
+    "and one of them has removed the job's: start each node with a --temp-dir of its own"
 )
 """Message of a command that cannot work because its current folder was removed."""
 
@@ -101,8 +103,12 @@ def console() -> None:
     # raysim reports the first error of a round; Ray would log the same error for other calls.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     leave_at_once()
+    output.make_lasting()
     try:
         main()
     except SystemExit as end:
-        processes.leave(end.code if isinstance(end.code, int) else int(end.code is not None))
-        raise
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if not output.flushed():
+            code = code or RaysimError.exit_code
+        processes.leave(code)
+        sys.exit(code)

@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from raysim.cli.base import app
+from raysim.cli.terminal import say
 from raysim.errors import ConfigError
 
 new_app = typer.Typer(no_args_is_help=True, help="Create files to start from.")
@@ -33,7 +34,7 @@ def schema(
     """Print the JSON Schema of a configuration file, with all installed methods, for editors."""
     from raysim.cli.json_schema import configuration_schema
 
-    print(json.dumps(configuration_schema("raysim" if shipped else None), indent=1))
+    say(json.dumps(configuration_schema("raysim" if shipped else None), indent=1))
 
 
 @new_app.command("method")
@@ -70,11 +71,11 @@ def new_method(
         text = (TEMPLATES / f"{prefix}{TEMPLATE}{kind}.py").read_text()
         path.write_text(_renamed(text, name))
     where = method if method.is_absolute() else f"./{method}"
-    print(f"wrote {method} and {test}")
-    print(f"run it    raysim run quickstart algorithm={where}:{name}")
+    say(f"wrote {method} and {test}")
+    say(f"run it    raysim run quickstart algorithm={where}:{name}")
     if importlib.util.find_spec("pytest") is None:
-        print("then      pip install pytest")
-    print(f"test it   python -m pytest {test}")
+        say("then      pip install pytest")
+    say(f"test it   python -m pytest {test}")
 
 
 def _is_a_module(name: str) -> bool:

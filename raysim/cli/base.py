@@ -10,10 +10,10 @@ from typing import Annotated
 
 import typer
 from rich.cells import cell_len
-from rich.console import Console
 from rich.table import Table
 
 from raysim.cli.completion import complete_configuration, complete_override
+from raysim.cli.terminal import Terminal, say
 from raysim.errors import ConfigError
 from raysim.version import __version__
 
@@ -61,10 +61,10 @@ def _print_versions(wanted: bool) -> None:
     """Print the versions and exit, if wanted."""
     if not wanted:
         return
-    print(f"raysim {__version__}")
-    print(f"Python {platform.python_version()}")
+    say(f"raysim {__version__}")
+    say(f"Python {platform.python_version()}")
     for name, distribution in (("torch", "torch"), ("Ray", "ray"), ("MLflow", "mlflow")):
-        print(f"{name} {metadata.version(distribution)}")
+        say(f"{name} {metadata.version(distribution)}")
     raise typer.Exit
 
 
@@ -83,17 +83,19 @@ def _command_options(
     """Federated-learning simulation on Ray."""
 
 
-def print_table(table: Table, console: Console | None = None) -> None:
+def print_table(table: Table, console: Terminal | None = None) -> None:
     """Print a table without cutting a word.
 
     On a terminal, cells of several words are wrapped, except those of the first column. Elsewhere
     each row is one line.
 
+    Control characters, which names from a tracking server may have, are replaced.
+
     Args:
         table: the table; column widths and overflow are set in place.
         console: where the table is printed; None: standard output.
     """
-    console = console or Console()
+    console = console or Terminal()
     for column in table.columns:
         words = [word for cell in column.cells for word in str(cell).split()]
         column.min_width = max(map(cell_len, words), default=0)
@@ -104,11 +106,11 @@ def print_table(table: Table, console: Console | None = None) -> None:
     if console.is_terminal:
         console.print(table, crop=False)
         return
-    whole = Console(file=io.StringIO(), width=UNLIMITED_COLUMNS, highlight=False)
+    whole = Terminal(file=io.StringIO(), width=UNLIMITED_COLUMNS)
     with whole.capture() as text:
         whole.print(table, crop=False)
     for line in text.get().splitlines():
-        print(line.rstrip(), file=console.file)
+        say(line.rstrip(), file=console.file)
 
 
 def check_picture(path: Path) -> None:

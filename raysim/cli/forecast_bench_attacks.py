@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from raysim.cli.base import Configuration, Overrides, app, check_picture, print_table
 from raysim.cli.completion import complete_configuration, complete_override
+from raysim.cli.terminal import Terminal, say
 from raysim.errors import ConfigError, counted
 
 if TYPE_CHECKING:
@@ -49,20 +49,20 @@ def bench(
     """Measure which executor, actors, GPU shares and blocks run a configuration fastest here."""
     from raysim.planning import bench as benches
 
-    console = Console(stderr=as_json, highlight=False)
+    console = Terminal(as_json)
 
     def tell(candidate: benches.Candidate) -> None:
         outcome = (
             candidate.problem
             or f"{candidate.clients_per_second:8.1f} clients/s over {candidate.rounds} rounds"
         )
-        console.print(f"{candidate.text or 'as given':64} {outcome}", soft_wrap=True, markup=False)
+        console.print(f"{candidate.text or 'as given':64} {outcome}", soft_wrap=True)
 
     best = benches.bench(config, overrides or [], seconds=seconds, blocks=blocks, tell=tell).best
     assert best is not None
-    console.print(f"fastest: {best.text or 'as given'}", soft_wrap=True, markup=False)
+    console.print(f"fastest: {best.text or 'as given'}", soft_wrap=True)
     if as_json:
-        print(
+        say(
             json.dumps(
                 {"settings": best.settings, "clients_per_second": round(best.clients_per_second, 3)}
             )
@@ -94,7 +94,7 @@ def check_convergence(
     from raysim.diagnostics import convergence as theorems
     from raysim.engine.resolve import prepare
 
-    console = Console(stderr=as_json, highlight=False)
+    console = Terminal(as_json)
     constants = [text.removeprefix("L=") for text in overrides or [] if text.startswith("L=")]
     if constants and sample:
         raise ConfigError("--sample: L is given, so it is not estimated; leave out one of the two")
@@ -108,10 +108,10 @@ def check_convergence(
     console.print(f"{plan.label} on {plan.config.data.name}: "
                   f"N {s.clients}, S {s.cohort}, I {s.steps}, T {s.rounds}, "
                   f"beta1 {s.beta1:g}, L {L:.4g} ({source})",
-                  soft_wrap=True, markup=False)  # fmt: skip
+                  soft_wrap=True)  # fmt: skip
     departures = theorems.departures(plan)
     for departure in departures:
-        console.print(f"differs from the theorem: {departure}", soft_wrap=True, markup=False)
+        console.print(f"differs from the theorem: {departure}", soft_wrap=True)
     table, conditions = (
         Table("condition of Theorem 1", "is", "at most", "share of the limit", "", box=None),
         [],
@@ -141,10 +141,10 @@ def check_convergence(
             "largest_server_lr": server_lr,
             "corollary": {"lr": steps[0], "server_lr": steps[1]},
         }
-        print(json.dumps({k: _finite(v) for k, v in facts.items()}))
+        say(json.dumps({k: _finite(v) for k, v in facts.items()}))
 
 
-def _smoothness(plan: Plan, sample: int | None, console: Console) -> tuple[float, str]:
+def _smoothness(plan: Plan, sample: int | None, console: Terminal) -> tuple[float, str]:
     """Return L and its source: configured, or estimated by the power method at x_0."""
     from raysim.diagnostics import full_gradients
     from raysim.engine.trainers import configure_process, make_trainer
@@ -230,7 +230,7 @@ def forecast_cluster(
         raise ConfigError(
             f"--out: there is no folder {out.absolute().parent}; create it, or name another one"
         )
-    console = Console(stderr=as_json, highlight=False)
+    console = Terminal(as_json)
     forecasted = forecast.run_forecast(
         config, overrides or [], forecast.ClusterShape(nodes, cpus, gpus), costs, rounds, out
     )
@@ -265,7 +265,7 @@ def forecast_cluster(
         console.print(f"not counted    {part}", soft_wrap=True)
     console.print(f"plot           {out}", soft_wrap=True)
     if as_json:
-        print(json.dumps({**forecasted.as_object(), "picture": str(out)}))
+        say(json.dumps({**forecasted.as_object(), "picture": str(out)}))
 
 
 @app.command()
@@ -287,7 +287,7 @@ def attack(
     """Try to recover clients' images from recorded updates (gradient inversion)."""
     from raysim.attacks import gradient_inversion as attacks
 
-    console = Console(stderr=as_json, highlight=False)
+    console = Terminal(as_json)
     with _AttackProgress(console) as progress:
         result, folder = attacks.attack(run_dir, overrides or [], progress)
     table = Table("client", "label", "cost", "PSNR (dB)", box=None)
@@ -306,12 +306,12 @@ def attack(
     console.print(f"images         {folder / 'attack.png'}", soft_wrap=True)
     if result.failed:
         clients = ", ".join(map(str, result.failed))
-        print(
+        say(
             f"the cost is not finite for client {clients}; lower lr, or try another seed",
             file=sys.stderr,
         )
     if as_json:
-        print(json.dumps({**result.as_object(), "folder": str(folder.absolute())}))
+        say(json.dumps({**result.as_object(), "folder": str(folder.absolute())}))
 
 
 @app.command(name="privacy-match")
@@ -331,9 +331,9 @@ def privacy_match(
     """Find the noise at which DP-SGD hides images as well as another method, and train both."""
     from raysim.attacks import noise_matching as matches
 
-    console = Console(stderr=as_json, highlight=False)
+    console = Terminal(as_json)
     comparison = matches.match(
-        config, overrides or [], lambda line: console.print(line, soft_wrap=True, markup=False)
+        config, overrides or [], lambda line: console.print(line, soft_wrap=True)
     )
     attackers = list(comparison.sides[0].attacks)
     table = Table(
@@ -358,16 +358,16 @@ def privacy_match(
                 f"images         {Path(attack_result.folder) / 'attack.png'}", soft_wrap=True
             )
     if not comparison.within:
-        print("no noise multiplier that was tried is within match.tolerance; this is the nearest "
+        say("no noise multiplier that was tried is within match.tolerance; this is the nearest "
               "one. Increase match.tries or match.images", file=sys.stderr)  # fmt: skip
     if as_json:
-        print(json.dumps(comparison.as_object()))
+        say(json.dumps(comparison.as_object()))
 
 
 class _AttackProgress:
     """One live line on a terminal, a plain line every few seconds elsewhere."""
 
-    def __init__(self, console: Console):
+    def __init__(self, console: Terminal):
         self.console, self.status = console, None
         self.began = self.last = time.monotonic()
 

@@ -11,7 +11,8 @@ from typing import Any
 from raysim.config import explain
 from raysim.config.loading import parse_overrides
 from raysim.config.schema import Config
-from raysim.config.tracking_uri import mask_secrets, redacted_uri
+from raysim.config.tracking_uri import MLFLOW_VARIABLES, mask_secrets, redacted_uri
+from raysim.distributed.jobs import is_excluded
 from raysim.engine import resolve
 from raysim.errors import ConfigError, did_you_mean
 from raysim.rules import pairs
@@ -53,6 +54,11 @@ def checked_command(
         raise ConfigError(f"--requirements: there is no file {requirements}")
     if name == "resume":
         _refuse_secrets(str(parse_overrides(words[1:]).get("tracking.uri", "")))
+        if not Path(words[0]).is_absolute() and (working_dir / words[0]).exists():
+            raise ConfigError(
+                f"submit: {words[0]} is not uploaded with the job; resume needs the absolute path "
+                "of a folder on a disk that all nodes see"
+            )
         return [name, *arguments]
     source = words[0]
     overrides = [word for word in words[1:] if "=" in word]
@@ -62,6 +68,11 @@ def checked_command(
             pairs.resolve_rules(config)
             _check_places(config)
     relative = _relative_to(working_dir, source)
+    if is_excluded(working_dir, relative):
+        raise ConfigError(
+            f"submit: {relative} is not uploaded with the job, because .gitignore or .rayignore "
+            f"of {working_dir.resolve()} names it; take it out there, or move the file"
+        )
     return [name, *(relative if argument == source else argument for argument in arguments)]
 
 
@@ -125,7 +136,10 @@ def _inside(folder: Path) -> Iterator[None]:
     """Change the current directory, as the job will, until the block is left."""
     before = Path.cwd()
     os.chdir(folder)
+    # The job has the variables of its nodes, not those of this machine.
+    variables = {name: os.environ.pop(name, None) for name in MLFLOW_VARIABLES}
     try:
         yield
     finally:
         os.chdir(before)
+        os.environ |= {name: value for name, value in variables.items() if value is not None}

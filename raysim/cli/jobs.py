@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,6 +11,7 @@ import typer
 from rich.table import Table
 
 from raysim.cli.base import app, job_app, print_table
+from raysim.cli.terminal import say
 
 if TYPE_CHECKING:
     from raysim.distributed.jobs import JobClient
@@ -44,7 +46,7 @@ def submit(
     command = checked_command(command, working_dir, requirements)
     cluster = JobClient(address)
     job = cluster.submit(command, working_dir, requirements)
-    print(f"job {job.id}  (raysim job logs {job.id}, raysim job stop {job.id})", file=sys.stderr)
+    say(f"job {job.id}  (raysim job logs {job.id}, raysim job stop {job.id})", file=sys.stderr)
     if wait:
         _follow_job(cluster, job.id)
 
@@ -84,10 +86,19 @@ def job_stop(
 
 def _follow_job(cluster: JobClient, number: str) -> None:
     """Print the output of a job until it ends; exit with its exit code if it fails."""
-    for piece in cluster.follow(number):
-        print(piece, end="", flush=True)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        for piece in cluster.follow(number):
+            print(piece, end="", flush=True)
+    except KeyboardInterrupt:
+        print(
+            f"\nthe job goes on; raysim job logs {number} follows it, and raysim job stop {number} "
+            "ends it",
+            file=sys.stderr,
+        )
+        raise typer.Exit(128 + signal.SIGINT) from None
     done = cluster.job(number)
     if done.state == "SUCCEEDED":
         return
-    print(f"error: job {number} has {done.state.lower()}: {done.message}", file=sys.stderr)
+    say(f"error: job {number} has {done.state.lower()}: {done.message}", file=sys.stderr)
     raise typer.Exit(done.exit_code or 1)

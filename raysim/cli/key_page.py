@@ -10,12 +10,12 @@ from typing import Any
 
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined, to_jsonable_python
-from rich.markup import escape
 from rich.table import Table
 
 from raysim.cli.base import print_table
 from raysim.cli.completion import PLACES
 from raysim.cli.method_page import first_paragraph
+from raysim.cli.terminal import say
 from raysim.errors import ConfigError, did_you_mean
 
 KeyRow = dict[str, str]
@@ -64,17 +64,17 @@ def print_keys(listing: str, name: str) -> None:
     """
     rows = key_page(listing, name)
     facts = Table(show_header=False, box=None)
-    facts.add_row("name", escape(name))
+    facts.add_row("name", name)
     if text := first_paragraph(_part(listing, name)):
-        facts.add_row("what", escape(text))
-    facts.add_row("set", escape(_setting(listing, name, rows)))
+        facts.add_row("what", text)
+    facts.add_row("set", _setting(listing, name, rows))
     print_table(facts)
     if not rows:
         return
-    print()
+    say()
     table = Table("key", "default", "what", box=None)
     for row in rows:
-        table.add_row(*map(escape, row.values()))
+        table.add_row(*row.values())
     print_table(table)
 
 

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from raysim.cli.base import ledger_app
+from raysim.cli.terminal import say
 from raysim.errors import ConfigError
 
 _MISSING = "FILE"
@@ -34,13 +35,13 @@ def merge(
         raise ConfigError(f"--out: {out} exists; name it among the ledgers, or another file")
     kept, copies = ledger.merge(files, out, _aside, missing=_MISSING)
     counts = Counter(row.key for row in kept)
-    print(
+    say(
         f"{len(kept)} rows of {len(counts)} runs in {out}; left out: {copies} with the same digest "
         "again"
     )
     if again := len(kept) - len(counts):
         kinds = sorted({row.cpu for row in kept if counts[row.key] > 1})
-        print(
+        say(
             f"kept: {again} of runs that another row has with another digest; the kinds of CPU of "
             f"such runs: {'; '.join(kinds)}"
         )
@@ -85,19 +86,19 @@ def check(
         if reason := recomputed.why_other_identity(row):
             name(f"{row.place}: {reason}")
     found = f"{len(problems)} problem{'s'[: len(problems) != 1]}"
-    print(f"{len(rows)} rows, {len(ledger.unique(rows))} runs, {found}")
+    say(f"{len(rows)} rows, {len(ledger.unique(rows))} runs, {found}")
     overrides = parse_overrides(keys or [])
     chosen = recomputed.having(recomputed.comparable(rows), where or [])
     for row in chosen[:recompute]:
         if not may_be_this_kind(row.cpu):
-            print(
+            say(
                 f"{row.place} ({row.title}): not trained again: it was computed on {row.cpu}, "
                 f"whose last bits differ from those of this machine, {cpu_kind()}"
             )
             continue
         _aside(f"{row.place} ({row.title}): training again; it took {row.seconds:.0f} s")
         result = recomputed.recompute(row, overrides)
-        print(result.text)
+        say(result.text)
         if not result.same and result.is_comparable:
             problems.append(result.text)
     if problems:
@@ -129,8 +130,8 @@ def carry(
     rows = ledger.read_rows([file], _aside, missing=_MISSING)
     carried = recomputed.carry_rows(rows, renamed, print, parse_overrides(keys or []))
     ledger.write_rows(out, carried)
-    print(f"{len(carried)} rows in {out}")
+    say(f"{len(carried)} rows in {out}")
 
 
 def _aside(line: str) -> None:
-    print(line, file=sys.stderr)
+    say(line, file=sys.stderr)

@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from raysim.cli.base import app, check_picture, data_app, print_table, tracking_app
 from raysim.cli.completion import PLACES, complete_listed
 from raysim.cli.key_page import key_page, print_keys
 from raysim.cli.method_page import first_paragraph, method_page, print_method
+from raysim.cli.terminal import Terminal, say
 from raysim.errors import ConfigError, did_you_mean
 
 CatalogueRow = dict[str, str]
@@ -225,7 +224,7 @@ def list_(
     if name is not None:
         if listing in PLACES:
             if as_json:
-                return print(json.dumps(key_page(listing, name)))
+                return say(json.dumps(key_page(listing, name)))
             return print_keys(listing, name)
         if listing != "algorithms":
             raise ConfigError(
@@ -233,16 +232,16 @@ def list_(
                 f"all (with pages: {', '.join(WITH_PAGES)})"
             )
         page = method_page(name)
-        return print(json.dumps(page)) if as_json else print_method(page, name)
+        return say(json.dumps(page)) if as_json else print_method(page, name)
     rows = _catalogue(listing) if listing else [{"raysim list": word} for word in LISTABLE]
     if as_json:
-        print(json.dumps(rows))
+        say(json.dumps(rows))
         return
     if listing == "pairs":
         return _print_pairs(rows)
     table = Table(*rows[0], box=None)
     for row in rows:
-        table.add_row(*(escape(str(text)) for text in row.values()))
+        table.add_row(*map(str, row.values()))
     print_table(table)
 
 
@@ -263,13 +262,13 @@ def _print_pairs(rows: list[CatalogueRow]) -> None:
     widths = {"server": max(len(row["server"]) for row in rows)} | {
         c: len(c) for c in rows[0] if c != "server"
     }
-    print("  ".join(key.ljust(width) for key, width in widths.items()))
+    say("  ".join(key.ljust(width) for key, width in widths.items()))
     for row in rows:
         marks = {c: "*" if name not in ("", "x") else name for c, name in row.items()} | {
             "server": row["server"]
         }
-        print("  ".join(marks[key].ljust(width) for key, width in widths.items()).rstrip())
-    print(
+        say("  ".join(marks[key].ljust(width) for key, width in widths.items()).rstrip())
+    say(
         "\n*: a named algorithm (raysim list algorithms)   x: runs as client=... server=...   "
         "empty: refused"
     )
@@ -282,6 +281,10 @@ def sync(
         list[str] | None,
         typer.Option(help="send them to this tracker too: tensorboard or wandb"),
     ] = None,
+    new_run: Annotated[
+        bool,
+        typer.Option("--new-run", help="send all records to a new run; the former was deleted"),
+    ] = False,
 ) -> None:
     """Send the records that a run could not send while its tracking server was down."""
     from raysim.tracking import followers
@@ -292,9 +295,9 @@ def sync(
             raise ConfigError(
                 f"--also: nothing called '{name}'{did_you_mean(name, followers.FOLLOWERS)}"
             )
-    print(f"{replay_spool(run_dir)} records sent")
+    say(f"{replay_spool(run_dir, new_run)} records sent")
     for name, count in followers.catch_up(run_dir, also or []).items():
-        print(f"{count} records sent to {name}")
+        say(f"{count} records sent to {name}")
 
 
 @app.command()
@@ -326,9 +329,7 @@ def export(
         raise ConfigError("--out: a model in MLflow has no file; leave it out")
     if keep_adapters and format != "torch":
         raise ConfigError(f"--keep-adapters: {format} has no adapters; leave it out")
-    print(
-        exports.export(run, cast(Any, format), cast(Any, which), out, keep_adapters=keep_adapters)
-    )
+    say(exports.export(run, cast(Any, format), cast(Any, which), out, keep_adapters=keep_adapters))
 
 
 @data_app.command()
@@ -339,7 +340,7 @@ def fetch(
     from raysim import data
 
     data.download_dataset(name, root)
-    print(f"{name} is there")
+    say(f"{name} is there")
 
 
 @data_app.command()
@@ -371,7 +372,7 @@ def show(
         data.plot_samples(dataset, picture)
         facts["samples"] = str(picture)
     if as_json:
-        print(json.dumps(facts))
+        say(json.dumps(facts))
         return
     table = Table(show_header=False, box=None)
     counts = facts.pop("counts")
@@ -388,7 +389,7 @@ def doctor() -> None:
     """Check that this machine can run raysim."""
     from raysim.planning import doctor as diagnosis
 
-    console = Console(highlight=False)
+    console = Terminal()
     failures = 0
     for name, good, report in diagnosis.examine():
         failures += good is False

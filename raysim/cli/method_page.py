@@ -8,10 +8,10 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from rich.markup import escape
 from rich.table import Table
 
 from raysim.cli.base import print_table
+from raysim.cli.terminal import say
 
 if TYPE_CHECKING:
     from raysim.rules.contract import Algorithm
@@ -60,19 +60,19 @@ def print_method(page: Mapping[str, Any], name: str) -> None:
     """
     facts = Table(show_header=False, box=None)
     for key in ("name", "paper", "client rule", "server rule", "state", "traffic"):
-        facts.add_row(key, escape(page[key]))
+        facts.add_row(key, page[key])
     for preset, values in page["presets"].items():
-        facts.add_row(f"preset {preset}", escape(json.dumps(values)))
+        facts.add_row(f"preset {preset}", json.dumps(values))
     if page["defaults"]:
-        facts.add_row("sets, unless you do", escape(json.dumps(page["defaults"])))
+        facts.add_row("sets, unless you do", json.dumps(page["defaults"]))
     facts.add_row("run it", f"raysim run quickstart algorithm={name}")
     if page["configurations"]:
         facts.add_row("configurations", ", ".join(page["configurations"]))
     print_table(facts)
-    print()
+    say()
     keys = Table("key", "of", "default", "what", box=None)
     for row in page["hyper-parameters"]:
-        keys.add_row(*map(escape, row.values()))
+        keys.add_row(*row.values())
     print_table(keys)
 
 

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from rich.console import Console
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -17,6 +16,9 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from raysim.cli.terminal import Terminal
+from raysim.errors import visible
+from raysim.runs.progress import ProgressText
 from raysim.system import startup_stages
 
 if TYPE_CHECKING:
@@ -34,35 +36,8 @@ LINE_INTERVAL_S = 5.0
 """Seconds between two plain lines."""
 
 
-def duration(seconds: float) -> str:
-    """Return a time span as text: 8 s, 3 min 20 s, 2 h 5 min.
-
-    Args:
-        seconds: the time span, rounded to whole seconds.
-    """
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    return f"{whole // 3600} h {whole % 3600 // 60} min"
-
-
-def times(elapsed: float, done: float, total: float) -> str:
-    """Return the elapsed time, and an estimate of the time left, as text.
-
-    Args:
-        elapsed: seconds so far.
-        done: amount of work that is done, in any unit; 0 gives no estimate.
-        total: amount of all work, in the same unit.
-    """
-    if done <= 0 or done >= total:
-        return f"{duration(elapsed)} elapsed"
-    return f"{duration(elapsed)} elapsed, {duration(elapsed / done * (total - done))} left"
-
-
 @contextmanager
-def preparing(console: Console, title: str) -> Iterator[None]:
+def preparing(console: Terminal, title: str) -> Iterator[None]:
     """Show the stages of the work inside the block, such as "loading mnist".
 
     Args:
@@ -70,14 +45,14 @@ def preparing(console: Console, title: str) -> Iterator[None]:
         title: text before the stage on a terminal, such as the name of a configuration.
     """
     if not console.is_terminal:
-        with startup_stages.shown_by(
-            lambda stage: console.print(stage, soft_wrap=True, markup=False)
-        ):
+        with startup_stages.shown_by(lambda stage: console.print(stage, soft_wrap=True)):
             yield
         return
     with (
-        console.status(title) as status,
-        startup_stages.shown_by(lambda stage: status.update(f"{title}: {stage}")),
+        console.status(console.render_str(title)) as status,
+        startup_stages.shown_by(
+            lambda stage: status.update(console.render_str(f"{title}: {stage}"))
+        ),
     ):
         yield
 
@@ -90,38 +65,31 @@ class RunProgress:
         console: a terminal shows a live line, anything else plain lines.
     """
 
-    def __init__(self, plan: Plan, console: Console):
-        resources = plan.config.resources
+    def __init__(self, plan: Plan, console: Terminal):
         self.console = console
+        self.text = ProgressText(plan)
         self.rounds = plan.config.rounds
-        from raysim.config.sections.evaluation import DEFAULT_BEST
-
-        best = plan.config.evaluate.best or DEFAULT_BEST
-        self.metrics = dict.fromkeys((best.metric, "loss"))
-        actors = f"{resources.actors} actor{'s'[: resources.actors != 1]}"
-        self.workers = actors if resources.executor == "ray" else "inline"
-        self.title = f"{plan.label} on {plan.config.data.name}, {self.workers}"
-        self.began = self.last_line = time.monotonic()
-        self.first_round: int | None = None
+        self.last_line = time.monotonic()
         self.bar = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             *([BarColumn(20)] if console.width >= WIDE_COLUMNS else []),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[status]}"),
+            TextColumn("{task.fields[status]}", markup=False),
             TimeElapsedColumn(),
             TextColumn("left"),
             TimeRemainingColumn(),
             console=console,
             transient=True,
         )
-        self.task = self.bar.add_task(self.title, total=self.rounds, status="")
+        self.task = self.bar.add_task(visible(self.text.title), total=self.rounds, status="")
         self.stages = startup_stages.shown_by(self._show_stage)
 
     def __enter__(self) -> RunProgress:
         if self.console.is_terminal:
             self.bar.start()
         else:
-            self.console.print(f"{self.title}: {self.rounds} round{'s'[: self.rounds != 1]}")
+            rounds = f"{self.rounds} round{'s'[: self.rounds != 1]}"
+            self.console.print(f"{self.text.title}: {rounds}")
         self.stages.__enter__()
         return self
 
@@ -134,25 +102,20 @@ class RunProgress:
         """Show the record of a round."""
         done = int(record["round"])
         now = time.monotonic()
-        if self.first_round is None:  # the start of actors and of MLflow is not the rounds' time
-            self.first_round = done
-            self.began = now
-        figures = [f"{key} {record[key]:.4f}" for key in self.metrics if key in record]
-        if "system/clients_per_second" in record:
-            figures.append(f"{record['system/clients_per_second']:.0f} clients/s")
         if self.console.is_terminal:
-            self.bar.update(self.task, completed=done, status=" · ".join(figures))
-        elif done and (now - self.last_line > LINE_INTERVAL_S or done in (1, self.rounds)):
-            trained = done - self.first_round
-            figures.append(times(now - self.began, trained, self.rounds - self.first_round))
-            self.console.print(f"round {done}/{self.rounds}  " + "  ".join(figures), soft_wrap=True)
+            figures = self.text.figures(record, now)
+            self.bar.update(self.task, completed=done, status=visible(" · ".join(figures)))
+            return
+        line = self.text.round_line(record, now)
+        if done and (now - self.last_line > LINE_INTERVAL_S or done in (1, self.rounds)):
+            self.console.print(line, soft_wrap=True)
             self.last_line = now
 
     def _show_stage(self, stage: str) -> None:
         if self.console.is_terminal:
-            self.bar.update(self.task, status=stage)
+            self.bar.update(self.task, status=visible(stage))
         else:
-            self.console.print(stage, soft_wrap=True, markup=False)
+            self.console.print(stage, soft_wrap=True)
 
 
 def summary(result: RunResult, done_before: int = 0) -> str:

@@ -13,6 +13,7 @@ import typer
 
 from raysim.cli.base import check_picture, report_app
 from raysim.cli.completion import complete_configuration, complete_experiment
+from raysim.cli.terminal import say
 from raysim.errors import ConfigError, did_you_mean
 from raysim.metrics import best_label
 
@@ -90,7 +91,27 @@ def report_table(
     uri: Uri = None,
     ledger: LedgerOption = None,
     where: Where = None,
-    metric: MetricOption = None,
+    metric: Annotated[
+        str | None,
+        typer.Option(
+            help="METRIC,METRIC: metrics to report; rows are compared by the first one; default: "
+            "the one that selects the runs' best model"
+        ),
+    ] = None,
+    statistic: Annotated[
+        str,
+        typer.Option(
+            help="values of a metric in a run: best, last, last10 (mean of the last 10 "
+            "evaluations); rows are compared by the first one"
+        ),
+    ] = "best,last",
+    select_by: Annotated[
+        str | None,
+        typer.Option(
+            help="metric whose best value chooses the round of best, such as val/accuracy, and "
+            "the rows of --best-of"
+        ),
+    ] = None,
     target: Annotated[
         str | None,
         typer.Option(
@@ -118,32 +139,46 @@ def report_table(
         str | None,
         typer.Option(help="KEY=VALUE: difference to this method over equal seeds, 95 % interval"),
     ] = None,
+    label: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="VALUE=NAME: show a value, parameter, metric or header under this name; also "
+            "KEY=VALUE=NAME; may be repeated"
+        ),
+    ] = None,
     form: Annotated[str, typer.Option("--format", help="markdown, csv or latex")] = "markdown",
     out: Annotated[Path | None, typer.Option(help="file to write instead of printing")] = None,
     log: Log = False,
 ) -> None:
     """Print a table of results, mean ± std over seeds, by the parameters that differ."""
-    from raysim.reports import table_rows, tables
+    from raysim.reports.table_rows import results_table
 
     _one_of("--format", form, ("markdown", "csv", "latex"))
-    unit, keys = table_rows.cost_unit_of(x_axis), (_keys(group), _keys(best_of))
     source = _source(runs, uri, ledger, where, log)
-    tracked, rows, goal = table_rows.table_rows(
-        source, metric, target, *keys, relative_to, unit, ranks, paper, compare_with, _aside
+    table = results_table(
+        source,
+        _aside,
+        metric=_keys(metric),
+        statistic=_keys(statistic),
+        select_by=select_by,
+        target=target,
+        group=_keys(group),
+        best_of=_keys(best_of),
+        relative_to=relative_to,
+        x_axis=x_axis,
+        ranks=ranks,
+        paper=paper,
+        compare_with=compare_with,
+        label=label or (),
     )
-    if form == "csv":
-        text = tables.as_csv(rows, unit)
-    else:
-        text = (tables.latex if form == "latex" else tables.markdown_table)(
-            rows, tracked[0].metric, goal, unit
-        )
+    text = table.text(form)
     _say(text, out)
     if log:
         _keep_text(
             f"table.{ ({'markdown': 'md', 'latex': 'tex'}.get(form, form)) }",
             text,
             [],
-            tracked,
+            table.runs,
             source,
         )
 
@@ -173,7 +208,7 @@ def report_curves(
     check_picture(out)
     source = _source(runs, uri, ledger, where, log)
     tracked = source.finished(metric, _aside, unit)
-    print(_draw_curves(tracked, tracked[0].metric, unit, _keys(group), _keys(panels) or (), out))
+    say(_draw_curves(tracked, tracked[0].metric, unit, _keys(group), _keys(panels) or (), out))
     if log:
         _keep_report([out], tracked, source)
 
@@ -212,7 +247,7 @@ def report_sweep(
         raise ConfigError("--target: a heatmap shows the best values; leave out --target or --y")
     source = _source(runs, uri, ledger, where, log)
     tracked = source.finished(metric, _aside)
-    print(_draw_sweep(tracked, tracked[0].metric, x, y, log_x, out, target))
+    say(_draw_sweep(tracked, tracked[0].metric, x, y, log_x, out, target))
     if log:
         _keep_report([out], tracked, source)
 
@@ -227,7 +262,10 @@ def report_sensitivity(
     where: Where = None,
     metric: MetricOption = None,
     statistic: Annotated[
-        str, typer.Option(help="result of a run: best, or last10 (mean of the last 10 evaluations)")
+        str,
+        typer.Option(
+            help="result of a run: best, last, or last10 (mean of the last 10 evaluations)"
+        ),
     ] = "best",
     out: Picture = None,
     log: Log = False,
@@ -237,20 +275,21 @@ def report_sensitivity(
     Meant for random search, where the parameters are independent.
     """
     from raysim.reports import plots, sensitivity
+    from raysim.reports.table_rows import known_statistic
 
-    _one_of("--statistic", statistic, sensitivity.STATISTICS)
+    result = known_statistic(statistic)
     out = out or _picture(context, "sensitivity")
     check_picture(out)
     source = _source(runs, uri, ledger, where, log)
     tracked = source.finished(metric, _aside)
     metric = tracked[0].metric
     effects = sensitivity.effects(
-        tracked, _keys(keys) or (), sensitivity.result_of_run(statistic, metric)
+        tracked, _keys(keys) or (), sensitivity.result_of_run(result, metric)
     )
     _write(
         out, lambda: plots.plot_scatter(sensitivity.clouds(effects), f"{statistic} {metric}", out)
     )
-    print(f"{sensitivity.effects_markdown(effects, metric)}\n{len(tracked)} runs; {out}")
+    say(f"{sensitivity.effects_markdown(effects, metric)}\n{len(tracked)} runs; {out}")
     if log:
         _keep_report([out], tracked, source)
 
@@ -279,10 +318,10 @@ def report_speedup(
     lines = speedup.speedup(speedup.ends(tracked, over), target, _aside)
     slope = speedup.slope(lines)
     _write(out, lambda: plots.plot_speedup(lines, slope, f"{metric} {target:g}", over, out))
-    print(f"| {over} | rounds to {target:g} (each seed) |\n| --- | --- |")
+    say(f"| {over} | rounds to {target:g} (each seed) |\n| --- | --- |")
     for x in sorted({x for line in lines.values() for x in line}):
-        print(f"| {x:g} | {', '.join(f'{line[x]:.4g}' for line in lines.values() if x in line)} |")
-    print(
+        say(f"| {x:g} | {', '.join(f'{line[x]:.4g}' for line in lines.values() if x in line)} |")
+    say(
         f"slope {slope.mean:.3f}, 95 % interval [{slope.low:.3f}, {slope.high:.3f}] over "
         f"{slope.n} seeds; {out}"
     )
@@ -439,7 +478,7 @@ def _refuse_to_keep(ledger: Sequence[Path] | None, log: bool) -> None:
 
 
 def _aside(line: str) -> None:
-    print(line, file=sys.stderr)
+    say(line, file=sys.stderr)
 
 
 def _keys(text: str | None) -> list[str] | None:
@@ -454,7 +493,7 @@ def _one_of(option: str, word: str, known: tuple[str, ...]) -> None:
 def _say(text: str, out: Path | None) -> None:
     """Print a table, or write it to a file."""
     if out is None:
-        print(text)
+        say(text)
     else:
         _write(out, lambda: out.write_text(text + "\n"))
 

@@ -9,11 +9,11 @@ from contextlib import AbstractContextManager, closing, nullcontext
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from raysim.cli.base import Configuration, Overrides, app, print_table
 from raysim.cli.progress import RunProgress, preparing, summary
+from raysim.cli.terminal import Terminal, say
 from raysim.errors import ClientError, ConfigError, counted, round_name
 from raysim.system import startup_stages
 
@@ -39,7 +39,7 @@ def run(
     from raysim.engine.checks import check_address
     from raysim.engine.resolve import prepare
 
-    console = Console(stderr=as_json, highlight=False)
+    console = Terminal(as_json)
     try:
         shown = nullcontext() if print_config or dry_run else _notes_shown(console)
         with shown, nullcontext() if print_config else preparing(console, config):
@@ -52,7 +52,7 @@ def run(
             ) from None
         raise
     if print_config:
-        print(plan.config.dump(), end="")
+        say(plan.config.dump(), end="")
         return
     if dry_run:
         _dry_run(plan, console)
@@ -79,21 +79,21 @@ def resume(
     """Resume a stopped run from its last checkpoint."""
     from raysim.runs.resume import forked, reopen
 
-    console = Console(stderr=as_json, highlight=False)
+    console = Terminal(as_json)
     with preparing(console, run):
         reopened = forked(run, overrides or []) if fork else (*reopen(run, overrides or []), None)
     _execute_and_print(as_json, console, *reopened)
 
 
-def _notes_shown(console: Console) -> AbstractContextManager[None]:
+def _notes_shown(console: Terminal) -> AbstractContextManager[None]:
     """Print each note on the run that is prepared inside the block."""
     return startup_stages.shown_by(
-        lambda note: console.print(f"note: {note}", soft_wrap=True, markup=False),
+        lambda note: console.print(f"note: {note}", soft_wrap=True),
         startup_stages.notes,
     )
 
 
-def _execute_and_print(as_json: bool, console: Console, plan: Plan, *reopened: Any) -> None:
+def _execute_and_print(as_json: bool, console: Terminal, plan: Plan, *reopened: Any) -> None:
     """Execute a plan, show its progress and print its result."""
     from raysim.runs.run import execute
     from raysim.tracking import ui
@@ -109,7 +109,7 @@ def _execute_and_print(as_json: bool, console: Console, plan: Plan, *reopened: A
         with RunProgress(plan, console) as progress:
             done = execute(plan, *reopened, progress=progress)
     except KeyboardInterrupt as stop:
-        print(f"stopped; {_what_is_left(plan, reopened)}", file=sys.stderr)
+        say(f"stopped; {_what_is_left(plan, reopened)}", file=sys.stderr)
         raise typer.Exit(128 + getattr(stop, "signal", 2)) from None
     saved = reopened[1] if reopened else None
     console.print(summary(done, saved.facts["round"] if saved else 0), soft_wrap=True)
@@ -119,7 +119,7 @@ def _execute_and_print(as_json: bool, console: Console, plan: Plan, *reopened: A
         hint = ui.hint(plan.config.tracking, done.run_id)
         console.print(f"open in MLflow {hint}", soft_wrap=True)
     if as_json:
-        print(json.dumps(done.as_object()))
+        say(json.dumps(done.as_object()))
 
 
 def _what_is_left(plan: Plan, reopened: tuple) -> str:
@@ -130,7 +130,7 @@ def _what_is_left(plan: Plan, reopened: tuple) -> str:
     return how_to_continue(folder) if folder is not None else "nothing had begun"
 
 
-def _dry_run(plan: Plan, console: Console) -> None:
+def _dry_run(plan: Plan, console: Terminal) -> None:
     """Train one client of the first round in this process and print a summary of the run."""
     import numpy as np
 

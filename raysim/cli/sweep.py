@@ -12,14 +12,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console, Group
+from rich.console import Group
 from rich.live import Live
 from rich.table import Table
 
 from raysim.cli.base import app, print_table
 from raysim.cli.completion import complete_configuration, complete_override
-from raysim.cli.progress import preparing, times
+from raysim.cli.progress import preparing
+from raysim.cli.terminal import Terminal, say
 from raysim.errors import ConfigError
+from raysim.runs.progress import times
 from raysim.system import startup_stages
 
 if TYPE_CHECKING:
@@ -84,7 +86,7 @@ def sweep(
             f"first: raysim ledger merge {several} -o NEW"
         )
     ledger = ledgers[0] if ledgers else None
-    console = Console(stderr=as_json, highlight=False)
+    console = Terminal(as_json)
     with preparing(console, "checking the trials"):
         planned = sweeps.prepare_sweep(config, overrides or [], folder, where or [])
         book = None if ledger is None else sweeps.SweepLedger(ledger, planned, _aside)
@@ -99,23 +101,23 @@ def sweep(
         with _SweepProgress(planned, taken, console) as progress:
             done = sweeps.run_sweep(planned, parallel, progress, book)
     except KeyboardInterrupt as stop:
-        print(
+        say(
             "stopped; finished trials are kept, and the same command runs the rest",
             file=sys.stderr,
         )
         raise typer.Exit(128 + getattr(stop, "signal", 2)) from None
     _sum_up(done, console)
     if as_json:
-        print(json.dumps(done.as_object()))
+        say(json.dumps(done.as_object()))
     if done.failed:
         raise typer.Exit(1)
 
 
 def _aside(line: str) -> None:
-    print(line, file=sys.stderr)
+    say(line, file=sys.stderr)
 
 
-def _list_trials(planned: Sweep, taken: Mapping[Path, Row] | None, console: Console) -> None:
+def _list_trials(planned: Sweep, taken: Mapping[Path, Row] | None, console: Terminal) -> None:
     """Print a table of the trials, with the file's value where a trial does not vary a key.
 
     A trial that is left alone shows all keys that the file varies.
@@ -150,13 +152,13 @@ def _size(planned: Sweep, taken: Mapping[Path, Row] | None) -> str:
     return f"{count} ({completed} already there{rows}{merged})"
 
 
-def _sum_up(done: SweepResult, console: Console) -> None:
+def _sum_up(done: SweepResult, console: Terminal) -> None:
     """Print the results of a sweep and its failed trials."""
     from raysim.tracking import ui
 
-    console.print(f"\n{done.table}\n", soft_wrap=True, markup=False)
+    console.print(f"\n{done.table}\n", soft_wrap=True)
     for trial, error in done.failed:
-        print(
+        say(
             f"failed: {trial.title}: {error.splitlines()[0]} ({trial.folder}/error.txt)",
             file=sys.stderr,
         )
@@ -182,7 +184,7 @@ class _SweepProgress:
     running trials.
     """
 
-    def __init__(self, planned: Sweep, taken: Mapping[Path, Row] | None, console: Console):
+    def __init__(self, planned: Sweep, taken: Mapping[Path, Row] | None, console: Terminal):
         stopping = planned.settings.early_stopping
         self.console = console
         self.total = len(planned.trials)
@@ -228,7 +230,6 @@ class _SweepProgress:
             self.console.print(
                 f"[{self.ended}/{self.total}] {trial.title}  {outcome}",
                 soft_wrap=True,
-                markup=False,
             )
         if self.live:
             self.live.update(Group(self._table(), self._line()), refresh=True)
@@ -242,7 +243,7 @@ class _SweepProgress:
         if self.live:
             self.live.update(stage, refresh=True)
         else:
-            self.console.print(stage, soft_wrap=True, markup=False)
+            self.console.print(stage, soft_wrap=True)
 
     def _table(self) -> Table:
         """Return the table of the running trials."""

@@ -11,6 +11,7 @@ import typer
 
 from raysim.cli.base import app
 from raysim.cli.completion import complete_experiment
+from raysim.cli.terminal import say
 from raysim.errors import RaysimError
 
 
@@ -46,11 +47,11 @@ def ui(
     is_chosen = port is not None
     port = pages.free_port(port)
     if not is_chosen and port != pages.PORT:
-        print(f"port {pages.PORT} is taken; --port chooses another one", file=sys.stderr)
+        say(f"port {pages.PORT} is taken; --port chooses another one", file=sys.stderr)
     try:
         with stoppable(), pages.served(store, port) as server:
             _show(pages.link(f"http://127.0.0.1:{port}", opened), browser)
-            print("Ctrl-C ends it", file=sys.stderr)
+            say("Ctrl-C ends it", file=sys.stderr)
             code = server.wait()
     except KeyboardInterrupt:
         return
@@ -59,7 +60,7 @@ def ui(
 
 def _show(link: str, browser: bool) -> None:
     """Print a link, and open it in a browser if there is a desktop."""
-    print(link, flush=True)
+    say(link)
     has_desktop = sys.platform == "darwin" or any(
         os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER")
     )

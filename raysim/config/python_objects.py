@@ -11,6 +11,8 @@ in the same process only.
 
 from __future__ import annotations
 
+import copyreg
+import dataclasses
 import functools
 import hashlib
 import inspect
@@ -38,6 +40,10 @@ DIGEST_CHARACTERS = 12
 
 UNREADABLE = "-holds-"
 """Part of the name of an object that holds something whose content cannot be read."""
+
+# A class of a notebook or a script is pickled by its content, and the fields of a dataclass without
+# a default hold this mark, which is compared by identity.
+copyreg.pickle(type(dataclasses.MISSING), lambda mark: "MISSING")
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 

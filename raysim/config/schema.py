@@ -47,6 +47,7 @@ DEFAULTS_LEFT_OUT = (
     ("batching", "convolutions", "direct"),
     ("partition", "seed", None),
     ("partition", "test", None),
+    ("partition", "val", None),
     ("schedule", "sampling", {"name": "uniform"}),
 )
 """Sections and keys that are no part of a run's identity where they have this value."""
@@ -224,6 +225,7 @@ class Config(Section):
         for section, key, default in DEFAULTS_LEFT_OUT:
             if whole[section].get(key, ...) == default:
                 whole[section].pop(key)
+        _leave_out_new_keys_of_test(whole["partition"])
         if self.example_privacy:
             whole["privacy"].pop("unit")
         whole["batching"].pop("cuda_graphs")
@@ -267,6 +269,13 @@ class Config(Section):
     def dump(self) -> str:
         """Return YAML that reads back to this configuration."""
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+
+
+def _leave_out_new_keys_of_test(partition: dict[str, Any]) -> None:
+    """Remove `test.natural` where it changes nothing, so that older runs keep their identity."""
+    test = partition.get("test")
+    if test and not test["natural"]:
+        test.pop("natural")
 
 
 def _leave_out_new_keys(local: dict[str, Any]) -> None:

@@ -3,7 +3,8 @@
 Passwords and tokens are kept in memory and never written to a file. A run's folder keeps its
 address with *** in place of each secret. A resumed run reads the secrets from the environment:
 
-- MLFLOW_TRACKING_URI: the whole address, if it is otherwise the same one.
+- MLFLOW_TRACKING_URI: the whole address, if it is otherwise the same one. A new run whose
+  configuration has no `tracking.uri` uses it, too.
 - MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN: of a server.
 - ~/.mlflow/credentials: MLflow's own file of these two.
 - DATABRICKS_TOKEN, DATABRICKS_CONFIG_PROFILE: of Databricks.
@@ -14,10 +15,13 @@ from __future__ import annotations
 import configparser
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 from urllib.parse import SplitResult, urlsplit, urlunsplit
 
 from raysim.errors import ConfigError
+from raysim.system import startup_stages
 
 SCHEMES = {
     "sqlite",
@@ -33,6 +37,9 @@ SCHEMES = {
 """Schemes of the addresses at which MLflow keeps runs."""
 
 REDACTED = "***"
+
+MLFLOW_VARIABLES = {"MLFLOW_TRACKING_URI": "uri", "MLFLOW_EXPERIMENT_NAME": "experiment"}
+"""MLflow's own variables, and the keys of `tracking` that they replace if these are not given."""
 
 _PATH_SCHEMES = ("sqlite", "file")
 """Schemes of addresses that are paths: an @ is part of a name."""
@@ -84,6 +91,44 @@ def absolute_uri(uri: str) -> str:
             "use sqlite:///mlflow.db or the address of a server, http://HOST:5000"
         )
     return encoded_uri(uri).rstrip("/")
+
+
+def with_environment(raw: dict[str, Any]) -> dict[str, Any]:
+    """Return a configuration with MLflow's own variables where it has no address or experiment.
+
+    MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME count, and a note says so.
+
+    Args:
+        raw: the configuration as nested mappings, not validated.
+
+    Raises:
+        ConfigError: MLFLOW_TRACKING_URI is not usable.
+    """
+    section = raw.get("tracking")
+    if not isinstance(section, Mapping | None):
+        return raw
+    found = {}
+    for name, key in MLFLOW_VARIABLES.items():
+        if (value := os.environ.get(name)) and key not in (section or {}):
+            found[key] = value
+            startup_stages.notes.info("tracking.%s is $%s: %s", key, name, mask_secrets(value))
+    if "uri" in found:
+        try:
+            absolute_uri(found["uri"])
+        except ConfigError as error:
+            raise ConfigError(
+                f"{error} (from $MLFLOW_TRACKING_URI; tracking.uri=… replaces it)"
+            ) from None
+    return {**raw, "tracking": {**(section or {}), **found}} if found else raw
+
+
+def database_of(uri: str) -> Path | None:
+    """Return the file of a SQLite database; None for any other store.
+
+    Args:
+        uri: tracking URI, such as sqlite:///mlflow.db.
+    """
+    return Path(uri[10:].partition("?")[0]) if uri.startswith("sqlite:///") else None
 
 
 def mask_secrets(text: str) -> str:

@@ -82,6 +82,9 @@ class Clients(ExampleLists):
     test_half: Literal["train", "test"] = "train"
     """The half of the data set in which `test` has its positions."""
 
+    val: ExampleLists | None = None
+    """Validation examples of each client, in the training half; None if clients have none."""
+
     held_out: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     """Numbers of the clients that never train, in ascending order, int64 [H]."""
 
@@ -177,7 +180,7 @@ def partition_digest(clients: Clients | VirtualClients) -> str:
     whole.update(np.ascontiguousarray(clients.indices).tobytes())
     if len(clients.validation):
         whole.update(b"validation" + np.ascontiguousarray(clients.validation).tobytes())
-    for name in ("test", "reserved"):
+    for name in ("test", "reserved", "val"):
         lists: ExampleLists | None = getattr(clients, name)
         if lists is not None:
             whole.update(name.encode() + lists.offsets.tobytes() + lists.indices.tobytes())

@@ -28,7 +28,9 @@ MAX_PIXEL_VALUES = {"digits": 16, "quadratics": 1}
 MANUAL_STEPS = {
     "covid_ct": "lay out COVID-CT/index.csv (columns file, label, split) and its images",
     "folder": "give the folder that holds train/ and test/ as data.path",
-    "users": "give the folder that holds train.csv and test.csv as data.path",
+    "leaf": "give the folder that holds LEAF's train/ and test/ as data.path",
+    "pfllib": "give the folder that holds PFLlib's train/ and test/ as data.path",
+    "users": "give a CSV file, or the folder that holds train.csv and test.csv, as data.path",
 }
 """Data sets that cannot be downloaded, and what to do instead."""
 
@@ -50,6 +52,7 @@ class Dataset:
         flip: augmentation by mirroring left to right.
         groups: int32 [n], the natural user or source of each training example; -1: none.
         group_names: names of the groups.
+        test_groups: int32 [n], the same of each test example; None: they have none.
         public_x: [m, ...], examples that no client owns, like those of `x`; None: none.
         public_y: [m, ...], their targets, like those of `y`; None: unlabelled.
         classes_declared: whether the classes were given; else they are counted from the labels.
@@ -70,6 +73,7 @@ class Dataset:
     public_x: np.ndarray | None = None
     public_y: np.ndarray | None = None
     classes_declared: bool = True
+    test_groups: np.ndarray | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -101,7 +105,7 @@ class Dataset:
         """sha256 (hex) of the arrays, their types and shapes."""
         arrays = (self.x, self.y, self.x_test, self.y_test, self.groups)
         whole = hashlib.sha256()
-        for array in (*arrays, self.public_x, self.public_y):
+        for array in (*arrays, self.public_x, self.public_y, self.test_groups):
             if array is not None:
                 whole.update(f"{array.dtype}{array.shape}".encode())
                 whole.update(np.ascontiguousarray(array).reshape(-1).data)

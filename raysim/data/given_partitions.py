@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,9 +9,11 @@ from typing import Any
 import numpy as np
 
 from raysim.config.sections.data import OwnPartition
+from raysim.data.npz import read_arrays
 from raysim.data.stored import is_stored, stored_arrays
 from raysim.data.users_function import call_function
 from raysim.errors import ConfigError
+from raysim.system.json_files import parsed
 
 IndexLists = tuple[np.ndarray, np.ndarray]
 """The `indices` and `offsets` of `raysim.data.Clients`."""
@@ -31,17 +31,18 @@ def read_partition(path: Path, n: int) -> IndexLists:
     """
     try:
         if path.suffix == ".npz":
-            with np.load(path) as arrays:
-                indices, offsets = (_whole_numbers(arrays[key]) for key in ("indices", "offsets"))
+            advice = "save the integer arrays indices and offsets with np.savez"
+            arrays = read_arrays(path, "partition.path", ("indices", "offsets"), (), advice)
+            indices, offsets = map(_whole_numbers, (arrays["indices"], arrays["offsets"]))
         else:
-            lists = [_whole_numbers(entry) for entry in json.loads(path.read_text())]
+            lists = [_whole_numbers(entry) for entry in parsed(path.read_bytes(), list)]
             indices = np.concatenate([np.empty(0, dtype=np.int64), *lists])
             offsets = np.cumsum([0, *map(len, lists)])
     except OSError as error:
         raise ConfigError(
             f"partition.path: {path} cannot be read: {error.strerror or error}"
         ) from None
-    except (ValueError, TypeError, KeyError, EOFError, zipfile.BadZipFile) as error:
+    except (ValueError, TypeError) as error:
         raise ConfigError(
             f"partition.path: {path} is neither a JSON list of lists of indices nor an .npz of the "
             f"integer arrays indices and offsets: {error}"

@@ -53,6 +53,8 @@ def from_hugging_face(data: HuggingFace) -> Dataset:
     content: dict[str, Any] = {"train": (x, y), "test": (x_test, y_test)}
     if data.user:
         content["users"] = read_column(train, data.user)
+        if data.user in test.column_names:
+            content["users_test"] = read_column(test, data.user)
     if names and np.ndim(y[0]) == 0 and min(y) >= 0:
         content["classes"] = names
     return make_dataset(Path(data.path).name, content, place)

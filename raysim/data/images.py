@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import csv
-import hashlib
 import importlib
 import logging
 import os
@@ -18,7 +16,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -340,7 +338,7 @@ def load_folder(data: Data) -> Dataset:
             f"{', '.join(sorted(unknown))}"
         )
     paths = [[Path(file) for file, _ in half.samples] for half in listings]
-    side, mode = _common_form(paths[0], data.size)
+    side, mode = common_form(paths[0], data.size)
     x, x_test = (decode_images(half, side, mode) for half in paths)
     y = np.array(train.targets, dtype=np.int64)
     y_test = np.array([train.class_to_idx[test.classes[k]] for k in test.targets], dtype=np.int64)
@@ -348,7 +346,7 @@ def load_folder(data: Data) -> Dataset:
     return Dataset(path.resolve().name, x, y, x_test, y_test, tuple(train.classes), *norm)
 
 
-def _common_form(
+def common_form(
     paths: Sequence[Path], size: int | None, places: Iterable[str] | None = None
 ) -> tuple[int, str]:
     """Return the side of the squares and the mode, L or RGB, of a user's images."""
@@ -368,101 +366,3 @@ def _common_form(
     return size or round(
         statistics.median(shorter for shorter, _ in shapes)
     ), "L" if grey else "RGB"
-
-
-class ImageRow(NamedTuple):
-    """An image that a CSV file names, and where it does."""
-
-    path: Path
-    label: str
-    user: str
-    place: str
-
-
-def load_users(data: Data) -> Dataset:
-    """Load images of natural users, in the format of Landmarks-User-160k (Hsu 2020).
-
-    Args:
-        data: the section `data`.
-
-    Raises:
-        ConfigError: the path is missing, or its tables or images cannot be used.
-    """
-    if data.path is None:
-        raise ConfigError(
-            "data.path: missing; data.name=users needs the folder that holds train.csv and test.csv"
-        )
-    folder = Path(data.path).expanduser()
-    train = _read_image_rows(folder / "train.csv", ("user", "image", "class"))
-    test = _read_image_rows(folder / "test.csv", ("image", "class"))
-    classes, users = sorted({row.label for row in train}), sorted({row.user for row in train})
-    label, group = ({name: k for k, name in enumerate(names)} for names in (classes, users))
-    listed = hashlib.sha256()
-    for row in (*train, *test):
-        if row.label not in label:
-            raise ConfigError(f"{row.place}: class '{row.label}' is not among those of train.csv")
-        try:
-            status = row.path.stat()
-        except OSError as error:
-            raise ConfigError(
-                f"{row.place}: image {row.path} cannot be read: {error.strerror}"
-            ) from None
-        listed.update(
-            f"{os.path.relpath(row.path, folder)} {status.st_size} {status.st_mtime_ns}\n".encode()
-        )
-
-    def decode() -> list[np.ndarray]:
-        form = _common_form([row.path for row in train], data.size, (row.place for row in train))
-        return [
-            decode_images((row.path for row in half), *form, (row.place for row in half))
-            for half in (train, test)
-        ]
-
-    kept = folder / f"raysim-{data.size or 'median'}-{listed.hexdigest()[:12]}.npz"
-    x, x_test = cached(kept, [len(train), len(test)], decode)
-    y, y_test = (
-        np.array([label[row.label] for row in half], dtype=np.int64) for half in (train, test)
-    )
-    return Dataset(
-        folder.resolve().name,
-        x,
-        y,
-        x_test,
-        y_test,
-        tuple(classes),
-        *normalise(IMAGENET_GREY_MEAN_STD if x.shape[1] == 1 else IMAGENET_MEAN_STD),
-        groups=np.array([group[row.user] for row in train], dtype=np.int32),
-        group_names=tuple(users),
-    )
-
-
-def _read_image_rows(file: Path, columns: Sequence[str]) -> list[ImageRow]:
-    """Return the rows of a CSV file; refuse missing columns and empty cells."""
-    rows = []
-    try:
-        with open(file, newline="", encoding="utf-8-sig") as lines:
-            reader = csv.DictReader(lines)
-            if missing := [c for c in columns if c not in (reader.fieldnames or ())]:
-                raise ConfigError(
-                    f"{file}:1: no column {', '.join(missing)}; expected {', '.join(columns)}"
-                )
-            for row in reader:
-                place = f"{file}:{reader.line_num}"
-                values = {c: (row[c] or "").strip() for c in columns}
-                if empty := [c for c in columns if not values[c]]:
-                    raise ConfigError(f"{place}: no {empty[0]}")
-                rows.append(
-                    ImageRow(
-                        file.parent / values["image"],
-                        values["class"],
-                        values.get("user", ""),
-                        place,
-                    )
-                )
-    except OSError as error:
-        raise ConfigError(f"data.path: {file} cannot be read: {error.strerror}") from None
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise ConfigError(f"data.path: {file} is not a CSV file in UTF-8: {error}") from None
-    if not rows:
-        raise ConfigError(f"{file}: names no images")
-    return rows

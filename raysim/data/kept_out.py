@@ -78,7 +78,11 @@ def hold_out_clients(clients: Clients, held_out: np.ndarray) -> Clients:
 
 
 def add_tests(
-    clients: Clients, test: LocalTest, dataset: Dataset, rng: np.random.Generator
+    clients: Clients,
+    test: LocalTest,
+    dataset: Dataset,
+    users: np.ndarray | None,
+    rng: np.random.Generator,
 ) -> Clients:
     """Give each client test examples of its own.
 
@@ -86,25 +90,61 @@ def add_tests(
         clients: the clients, without test examples.
         test: where the test examples come from.
         dataset: the data set.
+        users: the client of each user of the data set, int64 [users]; None: users are no clients.
         rng: generator of the draws.
 
     Raises:
-        ConfigError: `test.matched` needs class labels, which the data set does not have.
+        ConfigError: `test.matched` needs class labels, or `test.natural` users with test examples,
+            which the data set does not have.
     """
+    if test.natural:
+        return _users_tests(clients, dataset, users)
     if test.fraction is None:
         return _matched_tests(clients, dataset, rng)
-    return _own_tests(clients, test.fraction, rng)
+    lists, kept = _divided(clients, test.fraction, rng)
+    return replace(clients, indices=lists.indices, offsets=lists.offsets, test=kept)
 
 
-def _own_tests(clients: Clients, fraction: float, rng: np.random.Generator) -> Clients:
-    """Move a share of each client's examples to its test examples."""
+def add_validation(clients: Clients, fraction: float, rng: np.random.Generator) -> Clients:
+    """Move a share of each client's examples to its validation examples.
+
+    Args:
+        clients: the clients, with their test examples.
+        fraction: the share; at least one example stays in training.
+        rng: generator of the draws.
+    """
+    lists, kept = _divided(clients, fraction, rng)
+    return replace(clients, indices=lists.indices, offsets=lists.offsets, val=kept)
+
+
+def _divided(
+    clients: Clients, fraction: float, rng: np.random.Generator
+) -> tuple[ExampleLists, ExampleLists]:
+    """Return each client's examples without a random share of them, and this share."""
     owners, sizes = clients.owners, clients.sizes
     shuffled = np.lexsort((rng.random(len(owners)), owners))
     rank = np.empty_like(owners)
     rank[shuffled] = np.arange(len(owners)) - clients.offsets[owners]
     counts = np.minimum(np.floor(fraction * sizes + 0.5), np.maximum(sizes - 1, 0))
-    lists, test = clients.separated(rank < counts[owners])
-    return replace(clients, indices=lists.indices, offsets=lists.offsets, test=test)
+    return clients.separated(rank < counts[owners])
+
+
+def _users_tests(clients: Clients, dataset: Dataset, users: np.ndarray | None) -> Clients:
+    """Give each client the test examples of its users; those without a user go to nobody."""
+    key = "partition.test.natural"
+    if users is None:
+        raise ConfigError(
+            f"{key}: each user's own test examples need clients that are users; set "
+            "partition.name=natural, or use partition.test.fraction or matched"
+        )
+    if dataset.test_groups is None:
+        raise ConfigError(
+            f"{key}: the test examples of {dataset.name} have no users that train; give them "
+            "users, or use partition.test.fraction or matched"
+        )
+    # One more entry, so that -1, no user, leads to -1, no client.
+    owner = np.append(users, -1)[dataset.test_groups]
+    return replace(clients, test=ExampleLists.of(owner, len(clients)), test_half="test")
 
 
 def _matched_tests(clients: Clients, dataset: Dataset, rng: np.random.Generator) -> Clients:

@@ -17,6 +17,7 @@ from raysim.config.references import read_code
 from raysim.config.sections.data import AnyData, Arrays, Data, HuggingFace, OwnData, TorchvisionData
 from raysim.data import built_in_datasets, own
 from raysim.data.built_in_datasets import TORCHVISION_SOURCES
+from raysim.data.client_files import load_leaf, load_pfllib
 from raysim.data.dataset import (
     MANUAL_STEPS,
     MAX_PIXEL_VALUES,
@@ -26,16 +27,25 @@ from raysim.data.dataset import (
     normalise_each_pixel,
 )
 from raysim.data.hugging_face import from_hugging_face
-from raysim.data.images import load_folder, load_users
+from raysim.data.image_tables import load_users
+from raysim.data.images import load_folder
 from raysim.data.torchvision_data import from_torchvision
 from raysim.errors import ConfigError, did_you_mean
 from raysim.system import startup_stages
 
+IMAGE_FORMATS = ("folder", "leaf", "users")
+"""Those with `data.size`."""
+
 BUILT_IN_DATASETS = ("digits", "quadratics")
 """Data sets that need no file."""
 
-USER_FORMATS = {"folder": load_folder, "users": load_users}
-"""Layouts of a user's own images, with their loaders."""
+USER_FORMATS = {
+    "folder": load_folder,
+    "leaf": load_leaf,
+    "pfllib": load_pfllib,
+    "users": load_users,
+}
+"""Layouts of a user's own files, with their loaders."""
 
 DESCRIPTIONS = {
     "cifar10": "60,000 colour images of 10 things and animals, 32 x 32",
@@ -47,10 +57,12 @@ DESCRIPTIONS = {
     "emnist_letters": "145,600 grey handwritten letters in 26 classes, 28 x 28",
     "fashionmnist": "70,000 grey images of 10 kinds of clothes, 28 x 28",
     "folder": "your own images, in a folder for each class",
+    "leaf": "the JSON files of LEAF's benchmarks, with a test set for each user",
     "mnist": "70,000 grey handwritten digits, 28 x 28",
+    "pfllib": "the .npz files of PFLlib, with a test set for each client",
     "quadratics": "drawn least-squares problems, one for each client; no images",
     "tiny_imagenet": "110,000 colour images of 200 classes, 64 x 64",
-    "users": "your own images of natural users, named by two tables",
+    "users": "your own images of natural users, named by one table or two",
 }
 """Description of each named data set; the counts include training and test examples."""
 
@@ -242,13 +254,13 @@ def _load_known(data: Data) -> Dataset:
     """Load a data set by its name."""
     if data.path is not None and data.name not in USER_FORMATS:
         raise ConfigError(
-            f"data.path: only data.name=folder and data.name=users read it; {data.name} is looked "
-            "for in data.root"
+            f"data.path: only the data sets {', '.join(USER_FORMATS)} read it; {data.name} is "
+            "looked for in data.root"
         )
-    if data.size is not None and data.name not in USER_FORMATS:
+    if data.size is not None and data.name not in IMAGE_FORMATS:
         raise ConfigError(
-            f"data.size: only data.name=folder and data.name=users have it; {data.name} has its "
-            "own size"
+            f"data.size: only the data sets {', '.join(IMAGE_FORMATS)} have it; {data.name} has "
+            "its own size"
         )
     if data.problem is not None and data.name != "quadratics":
         raise ConfigError(

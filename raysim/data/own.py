@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 import time
-import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,13 +23,18 @@ from raysim.data.dataset import (
     channels_first,
     normalise,
 )
+from raysim.data.natural_users import number_users
+from raysim.data.npz import read_arrays
 from raysim.data.own_forms import REQUIRED_ARRAYS, USER_KEYS, FormReader
 from raysim.data.read_again import generators_kept
 from raysim.data.stored import stored_arrays
 from raysim.data.users_function import call_function
-from raysim.errors import ConfigError, did_you_mean, in_a_line
+from raysim.errors import ConfigError
 
-OPTIONAL_ARRAYS = (*USER_KEYS, "public_x", "public_y")
+TEST_USER_KEYS = ("user_test", "users_test")
+"""Names of the array of the test examples' users in a file, which are the same."""
+
+OPTIONAL_ARRAYS = (*USER_KEYS, *TEST_USER_KEYS, "public_x", "public_y")
 """Arrays that an .npz file may have."""
 
 MAX_VALUES_CHECKED_AT_ONCE = 10_000_000
@@ -91,66 +95,25 @@ def from_npz(data: Arrays) -> Dataset:
         ConfigError: the file cannot be read, lacks an array, or its arrays cannot be used.
     """
     path = Path(data.path).expanduser()
-    try:
-        _check_npz(path)
-        with np.load(path, allow_pickle=False) as file:
-            names = list(file)
-            known = (*REQUIRED_ARRAYS, *OPTIONAL_ARRAYS)
-            if missing := [name for name in REQUIRED_ARRAYS if name not in names]:
-                raise ConfigError(
-                    f"data.path: {path} has no array {' and no '.join(missing)}; it has "
-                    f"{', '.join(names) or 'none'}"
-                )
-            if unknown := [name for name in names if name not in known]:
-                raise ConfigError(
-                    f"data.path: {path}: unknown array {unknown[0]}"
-                    f"{did_you_mean(unknown[0], known)}"
-                )
-            arrays = {name: file[name] for name in names}
-    except OSError as error:
-        reason = error.strerror or in_a_line(error)
-        raise ConfigError(f"data.path: {path} cannot be read: {reason}") from None
-    except (ValueError, EOFError, AttributeError, TypeError, zipfile.BadZipFile) as error:
-        if "Object arrays" in str(error):
-            raise ConfigError(
-                f"data.path: {path} holds an array of Python objects; save arrays of numbers"
-            ) from None
-        raise ConfigError(f"data.path: {path} is not an .npz file: {in_a_line(error)}") from None
+    advice = (
+        "save x, y, x_test and y_test with np.savez, or give a function that reads the file, as "
+        "data=path.py:FUNCTION"
+    )
+    arrays = read_arrays(path, "data.path", REQUIRED_ARRAYS, OPTIONAL_ARRAYS, advice)
     content = {name: arrays[name] for name in REQUIRED_ARRAYS}
-    if all(key in arrays for key in USER_KEYS):
-        raise ConfigError(f"data.path: {path} has both an array user and users; leave one out")
-    for key in USER_KEYS:
-        if key in arrays:
-            content["users"] = arrays[key]
+    for entry, keys in (("users", USER_KEYS), ("users_test", TEST_USER_KEYS)):
+        present = [key for key in keys if key in arrays]
+        if len(present) > 1:
+            raise ConfigError(
+                f"data.path: {path} has both an array {keys[0]} and {keys[1]}; leave one out"
+            )
+        if present:
+            content[entry] = arrays[present[0]]
     if "public_x" in arrays:
         content["public"] = (arrays["public_x"], arrays.get("public_y"))
     if data.classes is not None:
         content["classes"] = data.classes
     return make_dataset(path.name, content, f"data.path: {path}")
-
-
-def _check_npz(path: Path) -> None:
-    """Refuse files of other kinds, which NumPy would take for pickles; the message says which."""
-    with open(path, "rb") as file:
-        start = file.read(64)
-    if start.startswith(b"PK") and zipfile.is_zipfile(path):
-        with zipfile.ZipFile(path) as archive:
-            members = archive.namelist()
-        if all(name.endswith(".npy") for name in members):
-            return
-        kind = f"a zip archive with {members[0]}, as torch.save and spreadsheets make"
-    elif start.startswith(b"\x93NUMPY"):
-        kind = "one array of np.save"
-    elif not start:
-        kind = "empty"
-    elif start.startswith(b"PK"):
-        kind = "a damaged or cut-off zip archive"
-    else:
-        kind = f"a file that begins with {start[:20].decode(errors='replace')!r}"
-    raise ConfigError(
-        f"data.path: {path} is not an .npz file but {kind}; save x, y, x_test and y_test with "
-        "np.savez, or give a function that reads the file, as data=path.py:FUNCTION"
-    )
 
 
 # -- checks ---------------------------------------------------------------------------------------
@@ -239,9 +202,10 @@ class _Reader(FormReader):
                 "example test[train.columns]"
             )
 
-    def groups(self, users: Any, n: int) -> tuple[np.ndarray, tuple[str, ...]]:
-        """Return the number of each example's user, and the users' names."""
-        self.check_masked(users, "users")
+    def users(self, users: Any, n: int, split: str) -> np.ndarray:
+        """Return the user of each example of a half, integers or texts [n]."""
+        key = "users" if split == "training" else "users_test"
+        self.check_masked(users, key)
         users = users.numpy() if isinstance(users, torch.Tensor) else users
         # NumPy would turn a missing word of a list into the word "nan".
         users = np.asarray(users, dtype=object if isinstance(users, list | tuple) else None)
@@ -249,19 +213,37 @@ class _Reader(FormReader):
             for k, user in enumerate(users):
                 if not isinstance(user, str | int | np.integer):
                     raise self.error(
-                        f"users[{k}] is {user!r}, a {type(user).__name__}; give one integer or "
-                        "text for each training example"
+                        f"{key}[{k}] is {user!r}, a {type(user).__name__}; give one integer or "
+                        f"text for each {split} example"
                     )
             users = np.array(users.tolist())
         if users.dtype.kind not in "biuUS" or users.ndim != 1:
             raise self.error(
-                f"users is {users.dtype} {list(users.shape)}; give one integer or text for each "
-                "training example"
+                f"{key} is {users.dtype} {list(users.shape)}; give one integer or text for each "
+                f"{split} example"
             )
         if len(users) != n:
-            raise self.error(f"users has {len(users)} entries for {n} training examples")
-        names, groups = np.unique(users, return_inverse=True)
-        return groups.astype(np.int32), tuple(map(str, names))
+            raise self.error(f"{key} has {len(users)} entries for {n} {split} examples")
+        return users
+
+    def groups(
+        self, users: Any, users_test: Any, n: int, n_test: int
+    ) -> tuple[np.ndarray | None, np.ndarray | None, tuple[str, ...]]:
+        """Return the number of each example's user in both halves (None: no users), and names."""
+        if users is None:
+            if users_test is not None:
+                raise self.error(
+                    "the test examples have users, but the training examples have none; give users"
+                )
+            return None, None, ()
+        of_training = self.users(users, n, "training")
+        of_test = None if users_test is None else self.users(users_test, n_test, "test")
+        return number_users(
+            of_training,
+            of_test,
+            self.place,
+            lambda k: f"{self.place}: test example {k}",
+        )
 
     def classes(self, declared: Any, y: np.ndarray, y_test: np.ndarray) -> tuple[str, ...]:
         """Return the names of the classes; () if the targets are not labels from 0."""
@@ -294,7 +276,7 @@ def make_dataset(name: str, content: Any, place: str) -> Dataset:
     train, test, others = reader.halves(content)
     class_names = reader.names(train)
     x, y, users = reader.half(train, "training")
-    x_test, y_test, _ = reader.half(test, "test")
+    x_test, y_test, users_test = reader.half(test, "test")
     halves = {"": reader.arrays(x, y, ""), "_test": reader.arrays(x_test, y_test, "_test")}
     if (public := others.get("public")) is not None:
         is_pair = isinstance(public, tuple | list) and len(public) == 2
@@ -310,7 +292,7 @@ def make_dataset(name: str, content: Any, place: str) -> Dataset:
     y_test = in_names_order(y_test, class_names, reader.names(test), place)
     reader.check_alike(x, x_test, "x", "x_test")
     reader.check_alike(y, y_test, "y", "y_test")
-    public_x = public_y = groups = None
+    public_x = public_y = None
     if " of public" in arrays:
         public_x, public_y = reader.examples(*arrays[" of public"], " of public")
         reader.check_alike(x, public_x, "x", "public x")
@@ -318,9 +300,9 @@ def make_dataset(name: str, content: Any, place: str) -> Dataset:
             reader.check_alike(y, public_y, "y", "public y")
     if others.get("users") is not None:
         users = others["users"]
-    names: tuple[str, ...] = ()
-    if users is not None:
-        groups, names = reader.groups(users, len(y))
+    if others.get("users_test") is not None:
+        users_test = others["users_test"]
+    groups, test_groups, names = reader.groups(users, users_test, len(y), len(y_test))
     scale = shift = None
     if x.dtype == np.uint8 and x.ndim == 4 and x.shape[1] in (1, 3):
         statistics = IMAGENET_GREY_MEAN_STD if x.shape[1] == 1 else IMAGENET_MEAN_STD
@@ -342,7 +324,33 @@ def make_dataset(name: str, content: Any, place: str) -> Dataset:
         group_names=names,
         public_x=public_x,
         public_y=public_y,
+        test_groups=test_groups,
     )
+
+
+def inputs_like(x: Any, dataset: Dataset) -> np.ndarray:
+    """Return a user's inputs in the form of a data set's examples.
+
+    Args:
+        x: inputs as the data set was given them: arrays, tensors, lists or images, [n, ...].
+        dataset: the data set.
+
+    Raises:
+        ConfigError: they have another shape or kind of numbers than the data set's.
+    """
+    reader = _Reader("predict")
+    array = reader.array(x, "x")
+    if isinstance(array, list):
+        raise reader.error("x has rows of different lengths; pad them as those of the data set")
+    if not array.ndim or not len(array):
+        raise reader.error("x has no examples")
+    if array.shape == dataset.shape:
+        raise reader.error("x is a single example; give x[None], one of one")
+    inputs, _ = reader.examples(array, None, "")
+    if dataset.are_images and inputs.dtype != np.uint8:
+        raise reader.error(f"x is {inputs.dtype}; {dataset.name} has images of uint8 pixels")
+    reader.check_alike(dataset.x, inputs, dataset.name, "x")
+    return inputs
 
 
 def _number_of_labels(y: np.ndarray, y_test: np.ndarray) -> int:
@@ -398,7 +406,10 @@ def store_examples(content: Any) -> dict[str, Any]:
     dataset = make_dataset("python", content, "data")
     arrays = {name: getattr(dataset, name) for name in REQUIRED_ARRAYS}
     if dataset.groups is not None:
-        arrays["user"] = _users_in_order(dataset.group_names)[dataset.groups]
+        users = _users_in_order(dataset.group_names)
+        arrays["user"] = users[dataset.groups]
+        if dataset.test_groups is not None:
+            arrays["user_test"] = users[dataset.test_groups]
     if dataset.public_x is not None:
         arrays["public_x"] = dataset.public_x
     if dataset.public_y is not None:

@@ -7,8 +7,8 @@ These are read:
   pair (x, y), a mapping with the keys x and y, a map-style torch data set, or a Hugging Face data
   set with the columns x and y.
 
-A mapping may also have `users`, `public` and `classes`. The examples of a torch data set are pairs
-or mappings likewise. The entry `user` of a mapping is its user.
+A mapping may also have `users`, `users_test`, `public` and `classes`. The examples of a torch data
+set are pairs or mappings likewise. The entry `user` of a half or of an example is its user.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ logger = logging.getLogger("raysim")
 REQUIRED_ARRAYS = ("x", "y", "x_test", "y_test")
 """Arrays of a data set."""
 
-MAPPING_KEYS = (*REQUIRED_ARRAYS, "train", "test", "users", "public", "classes")
+OTHER_KEYS = ("users", "users_test", "public", "classes")
+"""Keys of a mapping beside those of the examples."""
+
+MAPPING_KEYS = (*REQUIRED_ARRAYS, "train", "test", *OTHER_KEYS)
 """Keys of a mapping."""
 
 USER_KEYS = ("user", "users")
@@ -80,7 +83,7 @@ class FormReader(ArrayReader):
             if not _is_table(content[key]):
                 raise self.error(f"unknown key {key!r}{did_you_mean(str(key), MAPPING_KEYS)}")
             logger.warning("%s: the split %r is not used", self.place, key)
-        others = {k: content[k] for k in ("users", "public", "classes") if k in content}
+        others = {key: content[key] for key in OTHER_KEYS if key in content}
         wanted = ("train", "test") if "train" in content else REQUIRED_ARRAYS
         if missing := [key for key in wanted if key not in content]:
             raise self.error(f"the mapping has no {' and no '.join(missing)}")

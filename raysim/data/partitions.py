@@ -31,6 +31,7 @@ from raysim.data.dataset import Dataset
 from raysim.data.given_partitions import divide_by_function, read_partition
 from raysim.data.kept_out import (
     add_tests,
+    add_validation,
     held_out_clients,
     hold_out_clients,
     hold_out_validation,
@@ -63,6 +64,8 @@ def split_dataset(
             on.
     """
     own_seed = seed if partition.seed is None else partition.seed
+    _refuse_unused_users(partition, dataset)
+    users: np.ndarray | None = None
     match partition:
         case Virtual():
             _require(
@@ -82,12 +85,36 @@ def split_dataset(
             owner = _owner(partition, dataset, generator(own_seed, "partition"))
             lists = ExampleLists.of(owner, partition.clients or len(dataset.group_names))
             clients = Clients(lists.indices, lists.offsets)
+            if isinstance(partition, Natural) and dataset.groups is not None:
+                users = np.full(len(dataset.group_names), -1, dtype=np.int64)
+                users[dataset.groups[dataset.groups >= 0]] = owner[dataset.groups >= 0]
     clients = hold_out_validation(
         clients, partition.val_fraction, generator(own_seed, "validation")
     )
     if partition.test is not None:
-        clients = add_tests(clients, partition.test, dataset, generator(own_seed, "local test"))
+        rng = generator(own_seed, "local test")
+        clients = add_tests(clients, partition.test, dataset, users, rng)
+    if partition.val is not None:
+        rng = generator(own_seed, "local validation")
+        clients = add_validation(clients, partition.val.fraction, rng)
     return hold_out_clients(clients, held_out_clients(len(clients), held_out, seed))
+
+
+def _refuse_unused_users(partition: Partition, dataset: Dataset) -> None:
+    """Refuse test examples with users that the run would not use."""
+    if dataset.test_groups is None or (partition.test is not None and partition.test.natural):
+        return
+    if isinstance(partition, Natural):
+        raise ConfigError(
+            f"partition.test: the test examples of {dataset.name} have users; set "
+            "partition.test=natural, so that each client has those of its users (the test set of "
+            "all of them is evaluated too), or leave the users of the test examples out"
+        )
+    raise ConfigError(
+        f"partition.name: '{partition.name}' does not use the users of {dataset.name}, which its "
+        "test examples have too; set partition=natural and partition.test=natural, or leave the "
+        "users of the test examples out"
+    )
 
 
 def _owner(partition: Partition, dataset: Dataset, rng: np.random.Generator) -> np.ndarray:

@@ -31,14 +31,13 @@ from raysim.config.sections.optimizer import PLAIN_SGD
 from raysim.config.sections.schedule import Sync
 from raysim.diagnostics import full_gradients
 from raysim.diagnostics.full_gradients import FullGradients
-from raysim.engine.plan import Probe, ProbedRun
+from raysim.engine.plan import EvaluatedModel, Probe, ProbedRun
 from raysim.errors import ConfigError
 from raysim.rules.contract import PLAIN_STEP, ServerRule, overridden
 from raysim.rules.reports import Cohort
 
 if TYPE_CHECKING:
     from raysim.engine.plan import Plan
-    from raysim.training.messages import Broadcast
     from raysim.training.trainer import Trainer
 
 logger = logging.getLogger("raysim")
@@ -416,7 +415,7 @@ class ConvergenceMonitor(Probe):
         """Return whether a round is measured. See `Probe.evaluates`."""
         return is_due(self.every, rounds_done, self.run.plan.config.rounds)
 
-    def evaluate(self, trainer: Trainer, broadcast: Broadcast) -> dict[str, float]:
+    def evaluate(self, trainer: Trainer, model: EvaluatedModel) -> dict[str, float]:
         """Return f, ‖∇f‖², ρ² and the curvature at the model's parameters. See `Probe.evaluate`."""
         # The evaluator keeps its copy of the probe for all evaluations.
         if not hasattr(self, "gradients"):
@@ -424,7 +423,7 @@ class ConvergenceMonitor(Probe):
                 trainer.clients.sizes, self.sample, trainer.config.seed
             )
             self.gradients = FullGradients(trainer, clients, trainer.server.weights)
-        return self.gradients.measure(broadcast.global_params, curvature=self.L is None).metrics()
+        return self.gradients.measure(model.global_params, curvature=self.L is None).metrics()
 
     def follow(self, record: Mapping[str, float]) -> dict[str, float]:
         """Return the conditions and the bound of the theorem; {} if the model was not evaluated.

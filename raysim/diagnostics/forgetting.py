@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import TypedDict
 
 from raysim.config.sections.schedule import Sync
 from raysim.engine import schedule
@@ -28,6 +29,7 @@ from raysim.errors import ConfigError
 from raysim.rules.batch import Batch
 from raysim.rules.contract import overridden
 from raysim.rules.losses import task_loss
+from raysim.system.json_files import read_json
 
 if TYPE_CHECKING:
     from raysim.engine.plan import Plan
@@ -42,7 +44,7 @@ GRADIENTS_AT_A_TIME = 64
 class ForgettingRequest:
     """Measurements that a client of a round makes."""
 
-    clients: list[int]
+    clients: list[float]
     """Clients of the previous round, on whose data the local model is evaluated."""
 
     window: list[int]
@@ -240,6 +242,15 @@ def forgetting_metrics(measured: Mapping[str, list[float]]) -> dict[str, float]:
     return {key: float(value) for key, value in metrics.items()}
 
 
+class _Measured(TypedDict):
+    """Content of the file of a round: what `gather_losses` returns."""
+
+    clients: list[float]
+    before: list[float]
+    after: list[float]
+    fisher: list[float]
+
+
 def write_forgetting(run_dir: Path, t: int, measured: Mapping[str, list[float]]) -> None:
     """Write the result of `gather_losses` for round `t` to <run_dir>/forgetting/round-<t>.json.
 
@@ -260,4 +271,7 @@ def read_forgetting(run_dir: Path) -> dict[int, dict[str, list[float]]]:
         run_dir: the folder of the run.
     """
     files = sorted((run_dir / "forgetting").glob("round-*.json"))
-    return {int(file.stem.removeprefix("round-")): json.loads(file.read_text()) for file in files}
+    remedy = "remove it, and that round is missing in the table and the picture"
+    return {
+        int(file.stem.removeprefix("round-")): read_json(file, _Measured, remedy) for file in files
+    }

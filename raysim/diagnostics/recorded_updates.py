@@ -190,7 +190,7 @@ def read_observations(run_dir: Path, t: int | None = None) -> list[Observation]:
     t = rounds[0] if t is None else t
     try:
         return _read_round(files[rounds.index(t)], t)
-    except (SafetensorError, KeyError, TypeError, ValueError) as error:
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(
             f"{files[rounds.index(t)]} is damaged ({error}); run it again, or attack another round"
         ) from None

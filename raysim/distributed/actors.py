@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import wraps
 from itertools import islice
@@ -36,7 +36,7 @@ from raysim.engine.server_setup import make_server
 from raysim.engine.trainers import configure_process, make_trainer
 from raysim.numerics.fixed_point import FixedTotal, combine
 from raysim.rules.sampling import SelectionPool
-from raysim.training.messages import Block, Broadcast, WorkerResult
+from raysim.training.messages import Block, Broadcast, EvaluationParts, WorkerResult
 
 Tree = dict[str, Any]
 """Nested dictionary of tensors or arrays."""
@@ -389,12 +389,12 @@ class EvalActor(_Actor):
             self.evaluator = Evaluator(plan, self.device)
 
     @working
-    def evaluate(self, broadcast: Tree, parts: Sequence[str]) -> dict[str, float]:
+    def evaluate(self, broadcast: Tree, parts: EvaluationParts) -> dict[str, float]:
         """Return the metrics of a version of the model.
 
         Args:
             broadcast: the version as numpy arrays.
-            parts: what to measure: "test" for the test set, or names of probes.
+            parts: what to measure.
 
         Raises:
             RaysimError: the net or a probe failed.

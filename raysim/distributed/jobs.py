@@ -26,6 +26,9 @@ from raysim.errors import ConfigError, RaysimError
 STOP_GRACE_S = 60
 """Time that a stopped job has to save its progress before Ray kills it, in seconds."""
 
+MAX_MESSAGE_CHARACTERS = 500
+"""Longer messages of Ray about a job begin with pip's last error, if they have one."""
+
 EXCLUDED_FILES = [".git", "runs", "mlruns", "*.db", ".venv*", "__pycache__"]
 """Patterns of files that are not uploaded."""
 
@@ -183,6 +186,12 @@ class JobClient:
             ) from None
         except Exception as error:
             message = " ".join(str(error).split())
+            if "413" in message or "exceeds the maximum size" in message:
+                raise ConfigError(
+                    "--working-dir: the folder is too large to be uploaded; name large files and "
+                    "folders in its .rayignore (written like .gitignore), and keep data on a disk "
+                    "that all nodes see"
+                ) from None
             if isinstance(error, AuthenticationError):
                 raise ConfigError(
                     f"--address: {self.address} needs its token: set RAY_AUTH_MODE=token, and "
@@ -195,9 +204,27 @@ class JobClient:
             raise RaysimError(f"{self.address}: {message[:300]}") from None
 
 
+def is_excluded(working_dir: Path, path: str) -> bool:
+    """Return whether a file is left out of the upload by .gitignore or .rayignore.
+
+    Args:
+        working_dir: the folder that is uploaded.
+        path: path of the file, relative to the folder.
+    """
+    from ray._private.runtime_env import packaging
+
+    read = getattr(packaging, "get_excludes_from_ignore_files", None)
+    if read is None:  # another version of Ray
+        return False
+    excludes = read(working_dir.resolve(), include_gitignore=True)
+    return any(exclude((working_dir / path).resolve()) for exclude in excludes)
+
+
 def _job(details: Any) -> Job:
     """Return the job that Ray's `details` describe."""
     message = " ".join((details.message or "").partition(", last available logs")[0].split())
+    if len(message) > MAX_MESSAGE_CHARACTERS and (start := message.rfind("ERROR: ")) > 0:
+        message = message[start:]  # of pip, whose first lines are the command and its progress
     return Job(
         details.submission_id,
         str(details.status),

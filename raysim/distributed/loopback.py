@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -13,7 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray._common.utils import get_default_ray_temp_dir
 from ray._private import parameter, ray_constants, services
+
+from raysim.errors import ConfigError
 
 CLUSTER_SWITCH_VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """Environment variable that, set to 0, makes all processes of Ray listen on 127.0.0.1 only.
@@ -26,6 +31,30 @@ AGENT_PORT_PARAMETER = "dashboard_agent_listen_port"
 
 START_TIMEOUT_S = 120.0
 """Time limit for a Ray started here to register its node, in seconds."""
+
+
+TEMPORARY_BYTES = 16_000_000
+"""Bytes that a Ray started here needs in its temporary folder, for logs and sockets."""
+
+
+def check_temporary_folder() -> None:
+    """Check that Ray can write to its temporary folder; otherwise it tries for minutes.
+
+    Raises:
+        ConfigError: a file of `TEMPORARY_BYTES` cannot be written there.
+    """
+    folder = Path(get_default_ray_temp_dir())
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            os.posix_fallocate(file.fileno(), 0, TEMPORARY_BYTES)
+    except OSError as error:
+        free = shutil.disk_usage(folder).free / 1e6 if folder.is_dir() else 0
+        raise ConfigError(
+            f"cannot start Ray on this machine: its temporary folder {folder} cannot be written: "
+            f"{error.strerror} ({free:.0f} MB free there); make room there, or set RAY_TMPDIR to "
+            "another folder"
+        ) from None
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import signal
 import socket
 from collections import Counter
@@ -18,9 +17,10 @@ from ray._private import utils
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raysim.config.sections.execution import Resources
+from raysim.config.sections.execution import Resources, cluster_address
 from raysim.distributed import loopback, versions
 from raysim.errors import ConfigError, RaysimError, did_you_mean
+from raysim.system import machine
 from raysim.system import processes as ending
 from raysim.system.processes import Process
 from raysim.system.signals import a_run_handles
@@ -52,8 +52,8 @@ def connect(address: str | None, cpus: float, log: Callable[[str], None]) -> boo
     If this process is connected already, do nothing.
 
     Args:
-        address: address of the cluster; None uses RAY_ADDRESS (set in a submitted job), and starts
-            Ray on this machine if that is not set either.
+        address: address of the cluster; None uses RAY_ADDRESS (set in a submitted job). If that is
+            not set either, or the address is "local", Ray is started on this machine.
         cpus: smallest number of CPUs of a Ray that is started.
         log: called with a line of text if `cpus` exceeds the cores of this machine.
 
@@ -61,14 +61,19 @@ def connect(address: str | None, cpus: float, log: Callable[[str], None]) -> boo
         Whether this call connected or started Ray, so that `leave_cluster` must follow.
 
     Raises:
-        ConfigError: no cluster answers at the address, it requires another token, or its versions
-            differ.
+        ConfigError: no cluster answers at the address, it requires another token, its versions
+            differ, Ray's temporary folder on this machine cannot be written, or this process is a
+            fork of one that uses Ray.
         RaysimError: Ray cannot be started on this machine.
     """
     if ray.is_initialized():
+        _refuse_fork()
         return False
     _print_no_deaths()
-    address = address or os.environ.get("RAY_ADDRESS")
+    key = "resources.address" if address else "RAY_ADDRESS"
+    address = cluster_address(address)
+    if address:
+        _check_address(key, address)
     quiet: dict[str, Any] = {
         "log_to_driver": False,
         "logging_level": "ERROR",
@@ -80,10 +85,11 @@ def connect(address: str | None, cpus: float, log: Callable[[str], None]) -> boo
             with loopback.private_token(), _handler_of_a_run_kept():
                 ray.init(address=address, **quiet)
         else:
-            cores = os.cpu_count() or 1
+            cores = machine.cores()
             wanted = ceil(cpus)
             if wanted > cores:
                 log(f"resources: {cpus:g} CPUs are asked for, they share {cores} cores")
+            loopback.check_temporary_folder()
             with (
                 loopback.only(),
                 loopback.any_agent_port(),
@@ -95,23 +101,69 @@ def connect(address: str | None, cpus: float, log: Callable[[str], None]) -> boo
                 ray.init(
                     address="local", num_cpus=max(cores, wanted), include_dashboard=False, **quiet
                 )
+    except ConfigError:
+        raise
     except Exception as error:
         lines = str(error).splitlines() or [type(error).__name__]
         if not address:
-            raise RaysimError(f"cannot start Ray on this machine: {lines[0]}") from None
+            remedy = ""
+            if "AF_UNIX path length" in str(error):
+                remedy = (
+                    ". The folder for temporary files (TMPDIR) is too deep for the paths of Ray's "
+                    "sockets; set RAY_TMPDIR=/tmp"
+                )
+            raise RaysimError(f"cannot start Ray on this machine: {lines[0]}{remedy}") from None
         if lines[0].startswith("Version mismatch"):
             reason = " ".join(" ".join(lines).split())
             raise ConfigError(
                 f"cannot join Ray at {address}: {reason}; install the same on both"
             ) from None
         raise ConfigError(
-            f"cannot join Ray at {address}: {lines[0]} (is it running? A cluster that asks for "
-            "tokens wants RAY_AUTH_MODE=token and its ~/.ray/auth_token here)"
+            f"{key}: cannot join Ray at {address}: {lines[0]} (is it running? A cluster that asks "
+            "for tokens wants RAY_AUTH_MODE=token and its ~/.ray/auth_token here; "
+            "RAY_ADDRESS=local, or none, starts Ray on this machine)"
         ) from None
     # A submitted job has compared its versions already.
     if address and not versions.has_expected_versions():
         _compare(address)
     return True
+
+
+def _check_address(key: str, address: str) -> None:
+    """Raise ConfigError for an address that Ray would try for half a minute in vain.
+
+    Args:
+        key: the configuration key or environment variable that has the address.
+        address: the address.
+    """
+    if address == "auto":
+        return
+    scheme, separator, _ = address.partition("://")
+    if scheme in ("http", "https") and separator:
+        raise ConfigError(
+            f"{key}: {address} is the address of a dashboard, to which jobs are sent: raysim "
+            f"submit --address {address} -- run …; for a run from here, give HEAD:6379"
+        )
+    if separator:
+        raise ConfigError(
+            f"{key}: {address} is an address of Ray Client, which has no actors on other nodes for "
+            "a run; give HEAD:6379, or send the run as a job (raysim submit)"
+        )
+    if not address.rpartition(":")[0] or not address.rpartition(":")[2].isdigit():
+        raise ConfigError(
+            f"{key}: '{address}' is not HOST:PORT, such as HEAD:6379; `ray start --head` prints it"
+        )
+
+
+def _refuse_fork() -> None:
+    """Raise ConfigError in a fork of a process that uses Ray: Ray's threads are not in it."""
+    listener = getattr(cast(Any, ray)._private.worker.global_worker, "listener_thread", None)
+    if listener is not None and not listener.is_alive():
+        raise ConfigError(
+            "resources.executor: this process is a fork of one that uses Ray, and Ray does not "
+            "work in a fork; start it with multiprocessing.get_context('spawn'), fork before Ray "
+            "starts, or set resources.executor=inline"
+        )
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import signal
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Generic, TypeVar, cast
 
 import ray
@@ -43,7 +43,7 @@ from raysim.errors import RaysimError, round_name
 from raysim.rules.contract import State
 from raysim.rules.sampling import SelectionPool
 from raysim.system.signals import Stopped
-from raysim.training.messages import Block, Broadcast
+from raysim.training.messages import Block, Broadcast, EvaluationParts
 
 T = TypeVar("T")
 
@@ -173,14 +173,14 @@ class RayExecutor:
         return RayFuture(self.pool, selected, f"the selection of {round_name(pool.round)}", server)
 
     def evaluate(
-        self, broadcast: ObjectRef[ModelVersion], parts: Sequence[str]
+        self, broadcast: ObjectRef[ModelVersion], parts: EvaluationParts
     ) -> _EvaluationFuture | CompletedResult[dict[str, float]]:
         """Start the evaluation of the newest model version, and return its metrics as a future.
 
         Args:
             broadcast: reference to the newest version. The server publishes this version again,
                 because the next one overwrites the shared buffer.
-            parts: what to measure: "test" for the test set, or names of probes.
+            parts: what to measure.
         """
         evaluator = self.pool.eval
         if evaluator is None:
@@ -314,7 +314,7 @@ class _EvaluationFuture(RayFuture[dict[str, float]]):
         pool: WorkerPool,
         evaluator: ActorHandle[EvalActor],
         version: ObjectRef[ModelVersion],
-        parts: Sequence[str],
+        parts: EvaluationParts,
     ):
         self.pool = pool
         self.version = version

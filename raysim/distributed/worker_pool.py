@@ -21,6 +21,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from raysim.config.sections.schedule import Sync
 from raysim.distributed import nodes
 from raysim.distributed.actors import ClientActor, EvalActor, NodeAggregator, ServerActor
+from raysim.distributed.autoscaling import await_resources
 from raysim.distributed.block_scheduler import WorkerSpeeds
 from raysim.distributed.node_traffic import ClusterTopology
 from raysim.distributed.shared_memory import SharedBuffer
@@ -148,11 +149,17 @@ class WorkerPool:
         self.topology.mark = time.monotonic()
 
     def _connect(self, plan: Plan) -> None:
-        """Connect to the cluster, check its resources and choose the server's node."""
+        """Connect to the cluster, await its resources and choose the server's node."""
         resources = plan.config.resources
         self.ours = nodes.connect(resources.address, resources.actors * resources.cpus, self.log)
+        server = {"GPU": resources.server_gpus}
+        client = {"CPU": resources.cpus, "GPU": resources.gpus}
+        await_resources(
+            [*[client] * resources.actors, server, server],
+            lambda: nodes.check_cluster_resources(resources, nodes.alive_nodes()),
+            resources.timeout,
+        )
         alive = nodes.alive_nodes()
-        nodes.check_cluster_resources(resources, alive)
         if (idle := nodes.idle_gpus(resources, alive)) > 0 and resources.gpus < 1:
             self.log(
                 f"resources.gpus: {resources.actors} actors with {resources.gpus:g} GPUs each "

@@ -25,16 +25,19 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import Field
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from typing_extensions import TypedDict
 
 from raysim.config.sections.evaluation import DEFAULT_BEST, BestBy
 from raysim.engine import client_store
 from raysim.errors import RaysimError
+from raysim.system.json_files import parsed
 from raysim.training.messages import Broadcast
 
 CHECKPOINT_FORMAT = 3
@@ -42,6 +45,22 @@ CHECKPOINT_FORMAT = 3
 
 CHECKPOINT_FILES = ("server.safetensors", "clients.safetensors", "clock.safetensors", "run.json")
 """Names of the files of a checkpoint that have a checksum in sums.json."""
+
+
+class Facts(TypedDict):
+    """Content of run.json, beside the format."""
+
+    round: Annotated[int, Field(ge=0)]
+    bytes_down: int
+    bytes_up: int
+    history: list[dict[str, float]]
+    recoveries: dict[str, float]
+    run_id: str
+    fingerprint: str
+    data: str
+    partition: str
+    torch: str
+    raysim: str
 
 
 @dataclass
@@ -150,7 +169,7 @@ def _best_first(paths: list[Path], best: BestBy) -> list[Path]:
 def _measured(path: Path, metric: str) -> float | None:
     """Return a metric after the last round of a checkpoint; None if it was not measured."""
     with suppress(OSError, ValueError, KeyError, IndexError):
-        value = float(json.loads((path / CHECKPOINT_FILES[3]).read_text())["history"][-1][metric])
+        value = parsed((path / CHECKPOINT_FILES[3]).read_bytes(), Facts)["history"][-1][metric]
         return None if math.isnan(value) else value
     return None
 
@@ -205,18 +224,19 @@ def _first_complete(
     """Read the first of some checkpoints that is complete; see `read_latest`."""
     for path in paths:
         try:
-            sums = _read_json(path / "sums.json")
+            sums = _read_json(path / "sums.json", dict[str, str])
             damaged = [
                 name for name in CHECKPOINT_FILES if _sha256_of_file(path / name) != sums.get(name)
             ]
             if damaged:
                 raise ValueError(f"wrong checksum of {', '.join(damaged)}")
-            facts = _read_json(path / CHECKPOINT_FILES[3])
+            facts = _read_json(path / CHECKPOINT_FILES[3], dict[str, Any])
             if facts.get("format") != CHECKPOINT_FORMAT:
                 raise ValueError(
                     f"written by raysim {facts.get('raysim')} in format {facts.get('format')}; "
                     f"this one reads {CHECKPOINT_FORMAT}"
                 )
+            _read_json(path / CHECKPOINT_FILES[3], Facts)
             clients = load_file(path / CHECKPOINT_FILES[1])
             client_store.check_rows(clients, run_dir / client_store.ROWS_FOLDER)
             clock = load_file(path / CHECKPOINT_FILES[2])
@@ -238,15 +258,12 @@ def _first_complete(
     return None
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object of a file; raise ValueError if the file holds anything else."""
+def _read_json(path: Path, kind: Any) -> Any:
+    """Return the content of a JSON file; raise ValueError if it has another type."""
     try:
-        content = json.loads(path.read_text())
-    except (ValueError, RecursionError):
-        raise ValueError(f"{path.name} is not valid JSON") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{path.name} does not hold a JSON object")
-    return content
+        return parsed(path.read_bytes(), kind)
+    except ValueError as error:
+        raise ValueError(f"{path.name}: {error}") from None
 
 
 def _clock(checkpoint: Checkpoint) -> dict[str, Tensor]:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from raysim.config.schema import Config
+from raysim.config.sections.execution import cluster_address
 from raysim.config.sections.optimizer import PLAIN_SGD
 from raysim.config.sections.privacy import ClientPrivacy
 from raysim.config.sections.schedule import (
@@ -36,7 +37,8 @@ from raysim.rules import registry
 from raysim.rules.contract import ClientRule, Problem, ServerRule, overridden
 from raysim.rules.uploads import declared, with_mode
 from raysim.rules.user_code import translate_errors
-from raysim.system import startup_stages
+from raysim.system import machine, startup_stages
+from raysim.system.files import is_path
 from raysim.system.signals import reraise_stop
 from raysim.training.local_step import LocalSettings
 from raysim.training.loop_task import LoopTask
@@ -67,10 +69,10 @@ def check_resources(config: Config) -> None:
     """
     resources = config.resources
     on_ray = resources.executor == "ray"
-    if on_ray and (resources.address or os.environ.get("RAY_ADDRESS")):
+    if on_ray and cluster_address(resources.address):
         return
     n_gpus = torch.cuda.device_count()
-    n_cores = os.cpu_count() or 1
+    n_cores = machine.cores()
     requested_gpus = resources.gpus * (resources.actors if on_ray else 1)
     if requested_gpus > n_gpus:
         each = f" ({resources.gpus:g} for each of {resources.actors} actors)" if on_ray else ""
@@ -194,7 +196,7 @@ def warn_of_empty_clients(config: Config, clients: Clients | VirtualClients) -> 
 
 
 def check_client_evaluation(config: Config) -> None:
-    """Check that clients have test examples if they are to be evaluated.
+    """Check that clients have test or validation examples if they are to be evaluated.
 
     Args:
         config: the configuration of the run.
@@ -202,7 +204,7 @@ def check_client_evaluation(config: Config) -> None:
     Raises:
         ConfigError: they have none.
     """
-    if config.evaluate.clients is None or config.partition.test is not None:
+    if config.evaluate.clients is None or config.partition.test or config.partition.val:
         return
     if config.partition.name == "virtual":
         raise ConfigError(
@@ -210,8 +212,9 @@ def check_client_evaluation(config: Config) -> None:
             "examples of their own; leave it out, or use another partition"
         )
     raise ConfigError(
-        "evaluate.clients: the clients have no test examples; set partition.test.fraction=0.2 or "
-        "partition.test.matched=true"
+        "evaluate.clients: the clients have no test examples; set partition.test.fraction=0.2, "
+        "partition.test=matched or, for users with test examples of their own, "
+        "partition.test=natural"
     )
 
 
@@ -261,7 +264,7 @@ def check_net_is_finite(config: Config, net: nn.Module) -> None:
     for name, value in tensors.items():
         if not torch.isfinite(value.detach().sum()) and not torch.isfinite(value.detach()).all():
             texts = [text for text in config.model.parameters.values() if isinstance(text, str)]
-            files = [text for text in texts if Path(text).expanduser().is_file()]
+            files = [text for text in texts if is_path(text)]
             hint = f"; check {' and '.join(files)}" if files else ""
             raise ConfigError(
                 f"model.name: the initial '{name}' of model '{config.model.name}' is not "

@@ -15,7 +15,8 @@ from raysim.data import Clients
 from raysim.engine.client_store import ClientStateStore
 from raysim.engine.executor import Executor, Future, ModelHandle, RoundResults
 from raysim.engine.plan import Plan
-from raysim.errors import ClientError, ConfigError
+from raysim.errors import ClientError, ConfigError, in_a_line
+from raysim.metrics import VALIDATION
 from raysim.randomness import generator
 from raysim.system import files
 from raysim.training.client_evaluator import uses_own_models
@@ -53,15 +54,24 @@ class ClientEvaluations:
         self.asked = plan.config.evaluate.clients
         self.folder = None if run_dir is None else run_dir / TABLES_FOLDER
         self.metrics = {metric.name: metric.larger_is_better for metric in plan.metrics}
-        """The metrics of a client, and whether larger values are better."""
+        """The metrics of a client on its test and its validation examples, and whether larger
+        values are better."""
         self.metrics |= {"loss": False}
+        self.metrics |= {f"{VALIDATION}{name}": larger for name, larger in self.metrics.items()}
         self.sends_states = have_own_models(plan)
-        if self.asked is None or not isinstance(plan.clients, Clients) or plan.clients.test is None:
+        self.has_val = plan.config.partition.val is not None
+        if self.asked is None or not isinstance(plan.clients, Clients):
             return
-        training, tests = plan.clients.all_examples(), plan.clients.test
+        trains = plan.clients.all_examples().sizes > 0
         self.held_out = set(plan.clients.held_out.tolist())
-        self.n_without_test = int(((training.sizes > 0) & (tests.sizes == 0)).sum())
-        tested = np.flatnonzero(tests.sizes > 0)
+        self.n_without: dict[str, int] = {}
+        """How many clients with training examples have none for a test or for validation."""
+        has_examples = np.zeros(len(plan.clients), dtype=bool)
+        for kind, lists in (("test", plan.clients.test), ("val", plan.clients.val)):
+            if lists is not None:
+                self.n_without[f"clients/without_{kind}"] = int((trains & (lists.sizes == 0)).sum())
+                has_examples |= lists.sizes > 0
+        tested = np.flatnonzero(has_examples)
         groups = [tested[np.isin(tested, plan.clients.held_out) == held] for held in (False, True)]
         rng = generator(plan.config.seed, "evaluated clients")
         chosen = [rng.permutation(group)[: self.asked.sample] for group in groups]
@@ -126,7 +136,7 @@ class ClientEvaluations:
             self._write_table(version, evaluations)
         counts = {
             "clients/evaluated": len(evaluations),
-            "clients/without_test": self.n_without_test,
+            **self.n_without,
             "clients/evaluation_failed": n_failed,
         }
         return {
@@ -159,15 +169,17 @@ class ClientEvaluations:
             for held_out, prefix in ((False, "clients"), (True, "held_out")):
                 group = [done for done in evaluations if (done.client in self.held_out) == held_out]
                 after = [done for done in group if done.fine_tuned]
+                # Without examples, a metric is not defined.
                 for name, done, values in (
-                    (prefix, group, [done.metrics[metric] for done in group]),
+                    (prefix, group, [done.metrics.get(metric, np.nan) for done in group]),
                     (
                         "fine_tuned" if prefix == "clients" else f"{prefix}_fine_tuned",
                         after,
-                        [done.fine_tuned[metric] for done in after],
+                        [done.fine_tuned.get(metric, np.nan) for done in after],
                     ),
                 ):
-                    weights = [evaluation.examples for evaluation in done]
+                    is_val = metric.startswith(VALIDATION)
+                    weights = [one.val_examples if is_val else one.examples for one in done]
                     for figure, value in figures(values, weights, larger_is_better).items():
                         metrics[f"{name}/{metric}{figure}"] = value
             if {f"held_out/{metric}", f"clients/{metric}"} <= set(metrics):
@@ -185,6 +197,7 @@ class ClientEvaluations:
                 "round": version,
                 "client": done.client,
                 "examples": done.examples,
+                **({"val_examples": done.val_examples} if self.has_val else {}),
                 "held_out": done.client in self.held_out,
                 **done.metrics,
                 **{f"{FINE_TUNED}{name}": value for name, value in done.fine_tuned.items()},
@@ -268,7 +281,7 @@ def figures(values: list[float], weights: list[int], larger_is_better: bool) -> 
 
     Args:
         values: the metric of each client.
-        weights: number of test examples of each client.
+        weights: number of the examples of each client on which it was measured.
         larger_is_better: whether the worst clients are those with the lowest values.
 
     Returns:
@@ -306,10 +319,11 @@ def read_clients(run_dir: Path) -> pd.DataFrame:
 
     Returns:
         A row for each client and evaluation: round, client, examples (of its test), held_out,
-        the metrics, and the metrics after fine-tuning as fine_tuned_<metric>.
+        the metrics, and the metrics after fine-tuning as fine_tuned_<metric>. With `partition.val`
+        also val_examples, and each metric on them as val_<metric>.
 
     Raises:
-        ConfigError: the run has evaluated no clients.
+        ConfigError: the run has evaluated no clients, or a table is damaged.
     """
     import pandas as pd
 
@@ -319,7 +333,16 @@ def read_clients(run_dir: Path) -> pd.DataFrame:
             f"{run_dir}: no clients were evaluated in this run; set evaluate.clients and "
             "partition.test"
         )
-    return pd.concat(map(pd.read_parquet, files), ignore_index=True)
+    read = []
+    for path in files:
+        try:
+            read.append(pd.read_parquet(path))
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"{path} is damaged: {in_a_line(error)}; remove it, and that evaluation is missing "
+                "in the table"
+            ) from None
+    return pd.concat(read, ignore_index=True)
 
 
 def _round_of(path: Path) -> int:

@@ -443,7 +443,8 @@ def check_rows(packed: Mapping[str, Tensor], dir: Path) -> None:
         row_bytes = sum(
             v.dtype.itemsize * int(np.prod(v.shape[1:])) for v in _unpacked_rows(packed).values()
         )
-        size = (dir / ROWS_FILE).stat().st_size
+        with (dir / ROWS_FILE).open("rb") as file:  # which refuses a folder
+            size = os.fstat(file.fileno()).st_size
         needed = (int(slots.max()) + 1) * row_bytes
         if size < needed:
             raise ValueError(f"{dir / ROWS_FILE} has {size} bytes, but needs {needed}")

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from raysim.config import renamed
 from raysim.config.schema import Config
 from raysim.config.sections.evaluation import BestBy, Stop
 from raysim.errors import ConfigError, RaysimError, did_you_mean
-from raysim.metrics import lower_is_better, reserved_prefixes, without_figure
+from raysim.metrics import (
+    VALIDATION,
+    find_metric,
+    lower_is_better,
+    reserved_prefixes,
+    without_figure,
+)
 
 ROUND_METRICS = (
     "train_loss",
@@ -139,6 +146,9 @@ def check_stop(config: Config, probes: Sequence[str] = ()) -> None:
             "elsewhere; name another metric"
         )
     check_metric(key, metric, [config])
+    entry = find_metric(metric)
+    if entry is not None and _is_missing(config, entry.logged):
+        raise ConfigError(f"{key}: {metric} is not measured; set {entry.logged}")
     source, _, rest = metric.partition("/")
     has_own = any(":" in name for name in config.evaluate.metrics or ())
     if rest and not has_own and source not in {*reserved_prefixes(), *probes}:
@@ -146,6 +156,31 @@ def check_stop(config: Config, probes: Sequence[str] = ()) -> None:
             f"{key}: '{metric}' is no metric, and no probe of this run is called '{source}'"
             f"{did_you_mean(source, probes)}"
         )
+
+
+def check_best(config: Config) -> None:
+    """Check that a run logs the metric that selects its best model, if that is one of a part.
+
+    Args:
+        config: the resolved configuration of the run.
+
+    Raises:
+        ConfigError: the run does not log it; the message names the key and the fix.
+    """
+    best = config.evaluate.best
+    if best is not None and "/" in best.metric:
+        check_metric("evaluate.best.metric", best.metric, [config])
+
+
+def _is_missing(config: Config, logged: str) -> bool:
+    """Return whether a metric is logged with a key of the configuration which is not set."""
+    section, *rest = logged.split(".")
+    if not rest or section not in Config.model_fields or not re.fullmatch(r"[\w.]+", logged):
+        return False
+    value = getattr(config, section)
+    for key in rest:
+        value = getattr(value, key, None)
+    return value is None
 
 
 def check_metric(key: str, metric: str, configs: Sequence[Config]) -> None:
@@ -160,7 +195,8 @@ def check_metric(key: str, metric: str, configs: Sequence[Config]) -> None:
         ConfigError: a run does not log it; the message names the key and the fix.
     """
     measured = {"loss", *(name for c in configs for name in c.evaluate.metrics or ())}
-    measured |= {c.evaluate.best.metric for c in configs if c.evaluate.best is not None}
+    best = [c.evaluate.best.metric for c in configs if c.evaluate.best is not None]
+    measured |= {name for name in best if "/" not in name}
     has_own = any(":" in name for name in measured)  # whose name is not that of their reference
     evaluated = {*measured, *(f"val/{name}" for name in measured)} - {*ROUND_METRICS}
     known = (*sorted(evaluated), *ROUND_METRICS)
@@ -179,7 +215,18 @@ def check_metric(key: str, metric: str, configs: Sequence[Config]) -> None:
     part, _, figure = metric.partition("/")
     # Every round logs some clients/, such as clients/used; evaluations log those of the metrics.
     of_evaluations = part in OF_CLIENTS[1:] or (
-        part == "clients" and without_figure(figure) in measured
+        part == "clients" and without_figure(metric) in measured
     )
     if of_evaluations and any(not c.evaluate.clients for c in configs):
         raise ConfigError(f"{key}: {metric} needs evaluations of clients; set evaluate.clients")
+    is_val = of_evaluations and figure.startswith(VALIDATION)
+    if is_val and any(not c.partition.val for c in configs):
+        raise ConfigError(
+            f"{key}: {metric} needs validation examples of each client; set "
+            "partition.val.fraction=0.1"
+        )
+    if of_evaluations and not is_val and any(not c.partition.test for c in configs):
+        raise ConfigError(
+            f"{key}: {metric} needs test examples of each client; set partition.test, or name "
+            f"{part}/{VALIDATION}{figure}"
+        )

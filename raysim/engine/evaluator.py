@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from raysim.data import Examples
 from raysim.engine import probes
-from raysim.engine.plan import Plan
+from raysim.engine.plan import EvaluatedModel, Plan
 from raysim.engine.trainers import make_trainer
 from raysim.errors import RaysimError, in_a_line
 from raysim.models.flat import BoundModel
 from raysim.system.signals import reraise_stop
 from raysim.training.evaluation import measure
-from raysim.training.messages import Broadcast
+from raysim.training.messages import Broadcast, EvaluationParts
 
 
 class Evaluator:
@@ -45,13 +43,12 @@ class Evaluator:
         self.probes = probes.evaluations(plan)
         self.trainer = make_trainer(plan, device) if self.probes else None
 
-    def evaluate(self, broadcast: Broadcast, parts: Sequence[str]) -> dict[str, float]:
+    def evaluate(self, broadcast: Broadcast, parts: EvaluationParts) -> dict[str, float]:
         """Return the metrics of a version of the model.
 
         Args:
             broadcast: the version, with parameters [P] and BatchNorm statistics [Q].
-            parts: what to measure: "test" for the test set and held-out examples, or names of
-                probes.
+            parts: what to measure.
 
         Returns:
             The metrics by name.
@@ -60,10 +57,13 @@ class Evaluator:
             RaysimError: the net or a probe failed; both may be users' code.
         """
         try:
-            values = self._test(broadcast) if "test" in parts else {}
+            values = self._test(broadcast) if "test" in parts.names else {}
             for name, evaluate in self.probes.items():
-                if name in parts and self.trainer is not None:
-                    values |= evaluate(self.trainer, broadcast)
+                if name in parts.names and self.trainer is not None:
+                    model = EvaluatedModel(
+                        broadcast.shared, broadcast.buffers, parts.rounds_done, self.trainer.model
+                    )
+                    values |= evaluate(self.trainer, model)
         except RaysimError:
             raise
         except BaseException as error:

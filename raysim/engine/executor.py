@@ -7,7 +7,7 @@ bits.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -19,7 +19,7 @@ from raysim.engine.server import RoundCohort
 from raysim.errors import RaysimError
 from raysim.rules.contract import State
 from raysim.rules.sampling import SelectionPool
-from raysim.training.messages import Block, Broadcast, WorkerResult
+from raysim.training.messages import Block, Broadcast, EvaluationParts, WorkerResult
 
 T = TypeVar("T", covariant=True)
 ModelHandle = TypeVar("ModelHandle")
@@ -222,12 +222,12 @@ class Executor(Protocol[ModelHandle]):
         """
         ...
 
-    def evaluate(self, broadcast: ModelHandle, parts: Sequence[str]) -> Future[dict[str, float]]:
+    def evaluate(self, broadcast: ModelHandle, parts: EvaluationParts) -> Future[dict[str, float]]:
         """Evaluate the newest version of the model while the next round trains.
 
         Args:
             broadcast: the newest version of the model.
-            parts: what to measure: "test" for the test set, or names of probes.
+            parts: what to measure.
 
         Returns:
             The metrics by name, as a future.

@@ -50,6 +50,7 @@ from raysim.errors import ConfigError
 from raysim.models import build
 from raysim.models.weights import weight_files
 from raysim.rules import registry
+from raysim.system import files
 
 FileDigests = dict[str, dict[str, str]]
 """By configuration key: the sha256 of each file by path, and the version of each distribution."""
@@ -316,14 +317,8 @@ def _path_parameters(
             yield from (
                 (at, text)
                 for at, text in texts
-                if text and (_exists(text) or text in recorded.get(at, {}))
+                if text and (files.is_path(text) or text in recorded.get(at, {}))
             )
-
-
-def _exists(text: str) -> bool:
-    """Return whether a text is the path of a file or a folder."""
-    path = Path(text).expanduser()
-    return path.is_file() or path.is_dir()
 
 
 def _nested_texts(place: str, value: Any) -> Iterator[tuple[str, str]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from numpy.random import Generator
@@ -24,7 +24,7 @@ from raysim.engine.trainers import configure_process, make_trainer
 from raysim.errors import RaysimError
 from raysim.rules.contract import State
 from raysim.rules.sampling import SelectionPool
-from raysim.training.messages import Block, Broadcast
+from raysim.training.messages import Block, Broadcast, EvaluationParts
 from raysim.training.trainer import Trainer
 
 
@@ -82,7 +82,7 @@ class Inline:
         """Return the clients that the server rule selects. See `Executor.select`."""
         return CompletedResult(self.server.select(pool, rng))
 
-    def evaluate(self, broadcast: Broadcast, parts: Sequence[str]) -> Future[dict[str, float]]:
+    def evaluate(self, broadcast: Broadcast, parts: EvaluationParts) -> Future[dict[str, float]]:
         """Evaluate a version now; an error is raised when the metrics are read, as on actors.
 
         See `Executor.evaluate`.

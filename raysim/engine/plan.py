@@ -252,6 +252,21 @@ class ProbedRun:
 
 
 @dataclass
+class EvaluatedModel(Broadcast):
+    """The global model after a round, for `Probe.evaluate`."""
+
+    rounds_done: int
+    """Number of completed rounds; 0 is the untrained model."""
+
+    model: Model
+    """The net of the run, with the names and shapes of its tensors."""
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return a copy of parameters and statistics by name, as `load_state_dict` takes them."""
+        return self.model.state_dict(self.global_params, self.buffers)
+
+
+@dataclass
 class Probe:
     """A measurement about training that no method needs.
 
@@ -356,13 +371,13 @@ class Probe:
         """
         return False
 
-    def evaluate(self, trainer: Trainer, broadcast: Broadcast) -> dict[str, float]:
+    def evaluate(self, trainer: Trainer, model: EvaluatedModel) -> dict[str, float]:
         """Evaluate the global model, while the next round trains.
 
         Args:
             trainer: a trainer on the evaluator's device, with the net and the data of all clients.
-            broadcast: the model, with its parameters `shared["x"]` [P] and its BatchNorm statistics
-                `buffers` [Q].
+            model: the model after `rounds_done` rounds, by the names of its tensors
+                (`state_dict()`) and as vectors. Do not change these in place.
 
         Returns:
             Metrics by name, as of `metrics`.

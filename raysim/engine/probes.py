@@ -20,14 +20,21 @@ from raysim.config import entry_points
 from raysim.config.references import load_object
 from raysim.config.schema import Config
 from raysim.config.sections.base import Named
-from raysim.engine.plan import Plan, Probe, ProbedRun, evaluates_models, measures_clients
+from raysim.engine.plan import (
+    EvaluatedModel,
+    Plan,
+    Probe,
+    ProbedRun,
+    evaluates_models,
+    measures_clients,
+)
 from raysim.engine.server import RoundCohort
 from raysim.errors import ConfigError, ProbeError, did_you_mean, in_a_line, round_name
 from raysim.metrics import reserved_prefixes
 from raysim.rules import registry
 from raysim.rules.user_code import translate_errors
 from raysim.system.signals import reraise_stop
-from raysim.training.messages import Broadcast, WorkerResult
+from raysim.training.messages import WorkerResult
 
 if TYPE_CHECKING:
     from raysim.training.trainer import ClientUpdate, Measure, PreparedClient, Trainer
@@ -323,7 +330,7 @@ def _guarded_measure(probe: Probe) -> Measure:
     return measure
 
 
-def evaluations(plan: Plan) -> dict[str, Callable[[Trainer, Broadcast], dict[str, float]]]:
+def evaluations(plan: Plan) -> dict[str, Callable[[Trainer, EvaluatedModel], dict[str, float]]]:
     """Return the `evaluate` of each probe by its name, for the evaluator.
 
     The names of the metrics begin with the name of the probe.
@@ -338,12 +345,12 @@ def evaluations(plan: Plan) -> dict[str, Callable[[Trainer, Broadcast], dict[str
     }
 
 
-def _guarded_evaluate(probe: Probe) -> Callable[[Trainer, Broadcast], dict[str, float]]:
+def _guarded_evaluate(probe: Probe) -> Callable[[Trainer, EvaluatedModel], dict[str, float]]:
     """Return a probe's `evaluate` with its exceptions turned into ProbeError."""
 
-    def evaluate(trainer: Trainer, broadcast: Broadcast) -> dict[str, float]:
-        with _guarded(probe, "evaluate"):
-            return _named(probe, probe.evaluate(trainer, broadcast))
+    def evaluate(trainer: Trainer, model: EvaluatedModel) -> dict[str, float]:
+        with _guarded(probe, "evaluate", f"after {model.rounds_done} rounds: "):
+            return _named(probe, probe.evaluate(trainer, model))
 
     return evaluate
 

@@ -34,6 +34,7 @@ from raysim.engine.round_metrics import (
 )
 from raysim.engine.run_state import RunState
 from raysim.engine.schedule import ScheduledRound
+from raysim.training.messages import EvaluationParts
 
 
 @dataclass
@@ -101,7 +102,8 @@ class Records(Generic[ModelHandle]):
                 evaluate = self.evaluations.start
                 results.append(evaluate(self.executor, done, versions[done], self.state.store))
             if parts:
-                results.append(self.executor.evaluate(versions[done], parts))
+                asked = EvaluationParts(done, tuple(parts))
+                results.append(self.executor.evaluate(versions[done], asked))
 
     def completed(self, max_pending: int) -> Iterator[Record]:
         """Yield the completed records in order.
@@ -138,7 +140,8 @@ class Records(Generic[ModelHandle]):
         evaluate, rounds = self.config.evaluate, self.config.rounds
         metrics: Record = {}
         if evaluate.every and not evaluate.due(done, rounds):
-            metrics |= self.executor.evaluate(versions[done], ["test"]).get()
+            asked = EvaluationParts(done, ("test",))
+            metrics |= self.executor.evaluate(versions[done], asked).get()
         if evaluate.clients is not None and not evaluate.clients.due(done, rounds):
             start = self.evaluations.start
             metrics |= start(self.executor, done, versions[done], self.state.store).get()

@@ -90,6 +90,7 @@ def read_run_config(
         ConfigError: the configuration cannot be read, or describes a sweep or a privacy match.
     """
     raw = loading.read_config(source, overrides, keys, registry.algorithm_defaults)
+    raw = tracking_uri.with_environment(raw)
     sweep_keys = [
         key for key in loading.parse_overrides(overrides) if key.partition(".")[0] == "sweep"
     ]
@@ -185,6 +186,7 @@ def resolve_plan(raw: Mapping[str, Any], load: Callable[[AnyData], Dataset] = lo
 
     written_out = _written_out(config, rules, workload, batching, attached)
     early_stop.check_stop(written_out, [probes.name_of(probe) for probe in attached])
+    early_stop.check_best(written_out)
     resolved = record_files(written_out, workload.dataset)
     plan = Plan(
         config=resolved,

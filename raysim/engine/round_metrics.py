@@ -107,8 +107,8 @@ def staleness_metrics(scheduled: ScheduledRound) -> Record:
 def client_metrics(clients: Sequence[ClientResult]) -> Record:
     """Return the training loss of a round's clients, and the metrics that their rules reported.
 
-    Metrics of a rule are averaged over clients; of a metric whose name ends in "_max" the maximum
-    is used.
+    Metrics of a rule are averaged over the clients that have them; of a metric whose name ends in
+    "_max" the maximum is used.
 
     Args:
         clients: the clients of the round whose updates were used.
@@ -123,8 +123,9 @@ def client_metrics(clients: Sequence[ClientResult]) -> Record:
     metrics = {"train_loss": float(losses.mean())}
     for q, loss in zip(LOSS_QUANTILES, np.quantile(losses, LOSS_QUANTILES), strict=True):
         metrics[f"client_loss/q{round(100 * q)}"] = float(loss)
-    for key in clients[0].metrics:
-        values = [client.metrics[key] for client in clients]
+    # Clients of other groups, and those without mini-batches, may not have a metric.
+    for key in dict.fromkeys(key for client in clients for key in client.metrics):
+        values = [client.metrics[key] for client in clients if key in client.metrics]
         pooled = np.max(values) if key.endswith("_max") else np.mean(values)
         metrics[f"client/{key}"] = float(pooled)
     return metrics

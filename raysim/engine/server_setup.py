@@ -7,7 +7,9 @@ from raysim.engine.client_dp_noise import NoisyMean
 from raysim.engine.plan import Plan
 from raysim.engine.server import Server
 from raysim.numerics import use_threads
+from raysim.numerics.inner_products import MAX_DEFAULT_THREADS
 from raysim.rules.uploads import declared
+from raysim.system import machine
 from raysim.training.server_task import ServerTask
 
 
@@ -18,7 +20,7 @@ def make_server(plan: Plan, device: str) -> Server:
         plan: the plan of the run.
         device: name of the torch device.
     """
-    use_threads(plan.config.resources.server_threads)
+    use_threads(plan.config.resources.server_threads or min(MAX_DEFAULT_THREADS, machine.cores()))
     x0, buffers = plan.initial
     shapes = {
         key: upload.resolved(plan.problem, plan.dtype).shape

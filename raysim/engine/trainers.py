@@ -13,6 +13,7 @@ from raysim.config.schema import Config
 from raysim.config.sections.evaluation import FineTune
 from raysim.config.sections.local import Local
 from raysim.data import Clients, Examples, VirtualClients
+from raysim.data.clients import ExampleLists
 from raysim.engine import learning, probes
 from raysim.engine.plan import Plan
 from raysim.randomness import generator
@@ -74,7 +75,12 @@ def make_trainer(plan: Plan, device: str) -> Trainer:
     kind = TRAINERS[plan.mode]
     rules = (plan.client, *(group.rule for group in plan.groups))
     test_half = cache(lambda: Examples.of(plan.dataset, "test", device, plan.dtype))
-    tests = make_tests(plan, examples, test_half)
+    tests = vals = None
+    if isinstance(plan.clients, Clients):
+        size = plan.config.evaluate.batch_size
+        of_tests = test_half if plan.clients.test_half == "test" else lambda: examples
+        tests = _kept_examples(plan.clients.test, of_tests, size)
+        vals = _kept_examples(plan.clients.val, lambda: examples, size)
     public = learning.make_public_data(plan.dataset, plan.dtype, device, rules)
 
     parts = WorkerParts(
@@ -86,6 +92,7 @@ def make_trainer(plan: Plan, device: str) -> Trainer:
         plan.personal.to(device),
         public,
         tests,
+        vals,
         measures,
         plan.collusion is not None,
     )
@@ -102,32 +109,29 @@ def make_trainer(plan: Plan, device: str) -> Trainer:
     return trainer
 
 
-def make_tests(
-    plan: Plan, examples: Examples, test_half: Callable[[], Examples]
+def _kept_examples(
+    lists: ExampleLists | None, examples: Callable[[], Examples], batch_size: int
 ) -> Callable[[int], LocalData] | None:
-    """Return a function that returns a client's test examples; None if clients have none.
+    """Return a function that returns a client's test or validation examples; None without any.
 
     Args:
-        plan: the plan of the run.
-        examples: the training half of the data set, on the worker's device.
-        test_half: returns the test half.
+        lists: positions of each client's examples; None: clients have none.
+        examples: returns the half of the data set that `lists` refers to.
+        batch_size: examples in a batch.
     """
-    clients = plan.clients
-    if isinstance(clients, VirtualClients) or clients.test is None:
+    if lists is None:
         return None
-    lists, half, size = clients.test, clients.test_half, plan.config.evaluate.batch_size
 
-    def test_examples(client: int) -> LocalData:
+    def of_client(client: int) -> LocalData:
         positions = lists.client(client)
 
         def batches(augment: bool = False) -> Iterator[Batch]:
-            source = examples if half == "train" else test_half()
-            for start in range(0, len(positions), size):
-                yield Batch(*source.batch(positions[start : start + size]))
+            for start in range(0, len(positions), batch_size):
+                yield Batch(*examples().batch(positions[start : start + batch_size]))
 
         return LocalData(len(positions), float(lists.sizes.mean()), batches)
 
-    return test_examples
+    return of_client
 
 
 def _autocast(local: Local) -> torch.dtype | None:
@@ -143,7 +147,7 @@ def make_loss_evaluator(plan: Plan, trainer: Trainer) -> ClientEvaluator:
         trainer: the worker's trainer, with the net and the training set.
     """
     clients, examples = plan.clients, trainer.client_batches.examples
-    return ClientEvaluator(trainer, clients, examples, clients, LOSS_BATCH_SIZE, [], None)
+    return ClientEvaluator(trainer, clients, examples, None, clients, LOSS_BATCH_SIZE, [], None)
 
 
 def make_client_evaluator(
@@ -157,7 +161,7 @@ def make_client_evaluator(
         test_half: returns the test half of the data set, on the worker's device.
     """
     clients, asked = plan.clients, plan.config.evaluate.clients
-    if asked is None or isinstance(clients, VirtualClients) or clients.test is None:
+    if asked is None or isinstance(clients, VirtualClients):
         return None
     training = clients.all_examples()
     examples = trainer.client_batches.examples
@@ -178,7 +182,9 @@ def make_client_evaluator(
     if clients.test_half == "test":
         examples = test_half()
     size = plan.config.evaluate.batch_size
-    return ClientEvaluator(trainer, clients.test, examples, training, size, plan.metrics, tuner)
+    return ClientEvaluator(
+        trainer, clients.test, examples, clients.val, training, size, plan.metrics, tuner
+    )
 
 
 def _fine_tuning(config: Config, asked: FineTune) -> Config:

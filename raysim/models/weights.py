@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -14,9 +13,11 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
+from typing_extensions import TypedDict
 
 from raysim.data import import_torchvision
 from raysim.errors import ConfigError, did_you_mean, in_a_line
+from raysim.system.json_files import parsed
 from raysim.system.signals import reraise_stop
 from raysim.tracking import mlflow_client
 
@@ -34,6 +35,12 @@ TORCHVISION, HUGGING_FACE = "torchvision:", "hf:"
 
 KEY = "model.init_from"
 """The key of the configuration, for messages."""
+
+
+class _WeightIndex(TypedDict):
+    """Content of the index of weights that are divided over several files."""
+
+    weight_map: dict[str, str]
 
 
 def is_run_id(source: str) -> bool:
@@ -108,8 +115,8 @@ def _in_folder(folder: Path, source: str) -> list[Path]:
     index = folder / HUGGING_FACE_INDEX
     if index.is_file():
         try:
-            names = set(json.loads(index.read_text())["weight_map"].values())
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            names = set(parsed(index.read_bytes(), _WeightIndex)["weight_map"].values())
+        except (OSError, ValueError) as error:
             raise ConfigError(f"{KEY}: {index} cannot be read: {in_a_line(error)}") from None
         return [folder / name for name in sorted(names)]
     if (folder / "config.yaml").is_file():

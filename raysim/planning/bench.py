@@ -8,7 +8,6 @@ so blocks are varied only when asked for.
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -27,6 +26,7 @@ from raysim.engine.resolve import keys, resolve_plan
 from raysim.errors import ConfigError, RaysimError
 from raysim.rules import registry
 from raysim.runs.run import choose
+from raysim.system import machine
 
 WARM_UP_ROUNDS = 2
 """Rounds that are not counted."""
@@ -159,7 +159,7 @@ def candidates(plan: Plan, fixed_keys: Iterable[str], blocks: bool) -> Iterator[
 
 def _places(plan: Plan) -> list[Settings]:
     """Return the executors and numbers of actors to try: with GPUs if there are any."""
-    cores, gpus = os.cpu_count() or 1, _count_gpus()
+    cores, gpus = machine.cores(), _count_gpus()
     if not gpus and not plan.config.resources.gpus:
         return [
             {"resources.executor": "inline"},

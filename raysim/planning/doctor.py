@@ -9,6 +9,9 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from raysim.config.sections.execution import cluster_address
+from raysim.system import machine
+
 Finding = tuple[bool | None, str]
 """Outcome of a check and its text. True: passed; False: failed; None: raysim can run, other
 packages may fail."""
@@ -67,7 +70,9 @@ def _check_torchvision() -> Finding:
 def _check_cores() -> tuple[bool, str]:
     from raysim.system.cpu_kind import cpu_kind
 
-    return True, f"{os.cpu_count()}, {cpu_kind()}"
+    count, on_machine = machine.cores(), os.cpu_count() or 1
+    limited = f" (of {on_machine}; limited for this process)" if count < on_machine else ""
+    return True, f"{count}{limited}, {cpu_kind()}"
 
 
 def _check_gpus() -> tuple[bool, str]:
@@ -89,7 +94,9 @@ def _modes() -> tuple[bool, str]:
 
 
 def _check_memory() -> tuple[bool, str]:
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+    free = machine.free_memory() / 2**30
+    limit = machine.memory_limit()
+    within = f" (container's limit {limit / 2**30:.1f} GiB)" if limit else ""
     shared = shutil.disk_usage("/dev/shm").free / 2**30 if os.path.isdir("/dev/shm") else 0.0
     good = free > 2 and shared > 0.5
     advice = (
@@ -97,7 +104,7 @@ def _check_memory() -> tuple[bool, str]:
         if good
         else "; an actor takes about 0.4 GiB, and the object store lives in shared memory"
     )
-    return good, f"{free:.1f} GiB free, shared memory {shared:.1f} GiB{advice}"
+    return good, f"{free:.1f} GiB free{within}, shared memory {shared:.1f} GiB{advice}"
 
 
 def _check_data() -> tuple[bool, str]:
@@ -126,7 +133,7 @@ def _check_ray() -> tuple[bool, str]:
         size = (
             f"{have.get('CPU', 0):g} CPUs, {have.get('GPU', 0):g} GPUs, {len(ray.nodes())} node(s)"
         )
-        joined = os.environ.get("RAY_ADDRESS")
+        joined = cluster_address(None)
         starts_here = started and not joined
         open_to_all = starts_here and loopback.reached_from_outside()
         unasked = starts_here and not loopback.asks_for_token()

@@ -27,6 +27,7 @@ from raysim.planning import plots
 from raysim.planning.simulated_costs import Costs
 from raysim.planning.simulated_executor import RoundSummary, simulate_rounds
 from raysim.rules.contract import overridden
+from raysim.system import machine
 from raysim.training.messages import cut_blocks
 
 MAX_MEASURED_STEPS = 100
@@ -232,6 +233,6 @@ def seconds_of_a_step(plan: Plan) -> float:
 def _in_this_process(plan: Plan) -> Plan:
     """Return the plan on a GPU if there is one here."""
     r = plan.config.resources
-    gpus, threads = min(r.gpus, torch.cuda.device_count()), min(r.threads, os.cpu_count() or 1)
+    gpus, threads = min(r.gpus, torch.cuda.device_count()), min(r.threads, machine.cores())
     resources = r.model_copy(update={"gpus": gpus, "threads": threads})
     return replace(plan, config=plan.config.model_copy(update={"resources": resources}))

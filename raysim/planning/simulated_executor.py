@@ -15,7 +15,7 @@ requests, and all copies of a version come from the server's node.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count, groupby
@@ -36,7 +36,13 @@ from raysim.randomness import generator
 from raysim.rules.contract import State
 from raysim.rules.sampling import SelectionPool
 from raysim.rules.uploads import sums
-from raysim.training.messages import Block, Broadcast, ClientResult, WorkerResult
+from raysim.training.messages import (
+    Block,
+    Broadcast,
+    ClientResult,
+    EvaluationParts,
+    WorkerResult,
+)
 
 T = TypeVar("T", covariant=True)
 
@@ -318,7 +324,7 @@ class SimulatedExecutor:
         return VirtualFuture(self, self.server, selected.tolist())
 
     def evaluate(
-        self, broadcast: SimulatedVersion, parts: Sequence[str]
+        self, broadcast: SimulatedVersion, parts: EvaluationParts
     ) -> VirtualFuture[dict[str, float]]:
         """Simulate an evaluation while the next round trains. See `Executor.evaluate`."""
         self.eval = after(

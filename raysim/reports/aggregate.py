@@ -5,13 +5,13 @@ Reports read only the tracking store and therefore work for runs of other machin
 
 from __future__ import annotations
 
-import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from statistics import fmean
 
 from raysim.errors import ConfigError
-from raysim.metrics import lower_is_better
+from raysim.metrics import accumulates, lower_is_better
 from raysim.reports import published
 from raysim.reports.grouping import (
     PARTITION_SEED,
@@ -21,17 +21,57 @@ from raysim.reports.grouping import (
     value_of,
     varied,
 )
-from raysim.reports.tables import MeanStd, Rank, TableRow, sort_key
-from raysim.reports.tracked import TrackedRun
+from raysim.reports.tables import Figure, MeanStd, Rank, TableRow, sort_key, value_key
+from raysim.reports.tracked import Statistic, TrackedRun
+from raysim.reports.value_names import readable
 
 Goal = Callable[[Sequence[TrackedRun]], float | None]
 """Function from runs that differ only in their seed to their target (None: no target)."""
+
+
+DEFAULT_STATISTICS: tuple[Statistic, ...] = ("best", "last")
+"""Statistics of a table's metrics."""
+
+
+def direction(runs: Sequence[TrackedRun], metric: str) -> bool:
+    """Return whether smaller values of a metric are better.
+
+    Args:
+        runs: Runs with the metric. If it selects their best model, `evaluate.best.mode` counts.
+        metric: Name of the metric.
+    """
+    modes = {
+        run.params.get("evaluate.best.mode")
+        for run in runs
+        if run.params.get("evaluate.best.metric") == metric
+    }
+    return modes == {"min"} if len(modes) == 1 else lower_is_better(metric)
+
+
+def figures_of(
+    metric: str, statistics: Sequence[Statistic], lower: bool, select_by: str = ""
+) -> list[Figure]:
+    """Return the columns of a metric.
+
+    Args:
+        metric: Name of the metric.
+        statistics: Its statistics. Of a metric that accumulates only the last value is one, and
+            that at the chosen round.
+        lower: Whether smaller values are better.
+        select_by: Metric that chooses the round; "": the metric itself.
+    """
+    if accumulates(metric):
+        at_chosen_round: list[Statistic] = ["best"] if select_by and "best" in statistics else []
+        statistics = [*at_chosen_round, "last"]
+    return [Figure(metric, statistic, lower, select_by) for statistic in statistics]
 
 
 def rows(
     runs: Sequence[TrackedRun],
     metric: str = "accuracy",
     *,
+    statistics: Sequence[Statistic] = DEFAULT_STATISTICS,
+    select_by: str = "",
     target: float | Goal | None = None,
     group: Sequence[str] | None = None,
     best_of: Sequence[str] | None = None,
@@ -41,11 +81,13 @@ def rows(
 
     Args:
         runs: Runs of any experiments.
-        metric: Metric of their histories. `lower_is_better` gives its direction.
+        metric: Metric of their histories.
+        statistics: Columns of results, at least one; rows are compared by the first one.
+        select_by: Metric that has chosen the rounds of the runs.
         target: Value whose first round is reported, or a function from the runs of a row to it.
         group: Parameters that distinguish rows; `side` is allowed too. Default: all that differ.
         best_of: Parameters; only the row with the best mean of each combination of their values is
-            kept.
+            kept: the mean of `select_by`, if it is given.
         say: Called with one line if rows hold runs that differ in more than their seed.
 
     Returns:
@@ -55,11 +97,15 @@ def rows(
         ConfigError: No run has a parameter of `group` or `best_of`, or `best_of` names one that
             `group` lacks.
     """
-    lower = lower_is_better(metric)
+    figures = figures_of(metric, statistics, direction(runs, metric), select_by)
+    choice_lower = bool(select_by) and direction(runs, select_by)
+    groups = grouped(runs, group, say)
+    names = readable([named for named, _ in groups])
     rows_with_params = []
-    for named, members in grouped(runs, group, say):
+    for named, (_, members) in zip(names, groups, strict=True):
         goal = target(members) if callable(target) else target
-        rows_with_params.append((_row(named, members, lower, goal), members[0].params))
+        row = _row(named, members, figures, goal, choice_lower)
+        rows_with_params.append((row, members[0].params))
     if not best_of:
         return [row for row, _ in rows_with_params]
     keys = resolved(runs, best_of, "best_of (--best-of)")
@@ -74,27 +120,48 @@ def rows(
     for row, params in rows_with_params:
         combination = tuple(value_of(params, key) for key in keys)
         best_row = best_rows.get(combination)
-        if best_row is None or sort_key(row, lower) < sort_key(best_row, lower):
+        if best_row is None or _choice_key(row) < _choice_key(best_row):
             best_rows[combination] = row
     return list(best_rows.values())
 
 
+def _choice_key(row: TableRow) -> float:
+    """Return the key by which the best of several rows is chosen."""
+    return sort_key(row) if row.choice is None else value_key(row.choice, row.choice_lower)
+
+
+def values_of(
+    runs: Sequence[TrackedRun], figures: Sequence[Figure]
+) -> dict[Figure, MeanStd | None]:
+    """Return the values of columns over the runs of a row.
+
+    Args:
+        runs: Runs with a history of the figures' metric.
+        figures: Columns of one metric.
+    """
+    return {
+        figure: MeanStd.of([run.value(figure.statistic, figure.lower) for run in runs])
+        for figure in figures
+    }
+
+
 def _row(
-    parameters: dict[str, str], members: list[TrackedRun], lower: bool, target: float | None
+    parameters: dict[str, str],
+    members: list[TrackedRun],
+    figures: Sequence[Figure],
+    target: float | None,
+    choice_lower: bool,
 ) -> TableRow:
     """Return the row of runs that differ only in their seed."""
     runs = [run for run in members if run.history]
-    arrivals = [(run, run.arrival(target, lower)) for run in runs if target is not None]
-    best = MeanStd.of([run.best(lower) for run in runs])
-    last = MeanStd.of([run.settled for run in runs])
+    arrivals = [(run, run.arrival(target, figures[0].lower)) for run in runs if target is not None]
     ends = [run.history[-1][0] for run in runs] or [0]
     reasons = Counter(run.unfinished for run in members if run.unfinished)
     first_params = members[0].params
     return TableRow(
         parameters,
         len(members),
-        best,
-        last,
+        values_of(runs, figures),
         MeanStd.of([run.cost(t) for run, t in arrivals if t is not None]),
         (min(ends), max(ends)),
         tuple(run.run_id for run in members),
@@ -103,41 +170,39 @@ def _row(
             for key, value in first_params.items()
             if all(run.params.get(key) == value for run in members)
         },
-        target,
-        ", ".join(f"{count} {reason}" for reason, count in reasons.items()),
+        choice=MeanStd.of([run.chosen[1] for run in runs if run.chosen]),
+        choice_lower=choice_lower,
+        target=target,
+        unfinished=", ".join(f"{count} {reason}" for reason, count in reasons.items()),
         pooled=any(key != PARTITION_SEED for key in varied([run.params for run in members])),
     )
 
 
 def ranked(
-    table: Sequence[TableRow],
-    metric: str = "accuracy",
-    say: Callable[[str], None] = lambda line: None,
+    table: Sequence[TableRow], say: Callable[[str], None] = lambda line: None
 ) -> list[TableRow]:
-    """Return rows with their ranks by mean best value.
+    """Return rows with their ranks by mean result.
 
     The parameters of the data, partition, model, schedule and privacy define the scenario of a row;
     its other parameters define the method.
 
     Args:
         table: Rows, as from `rows`.
-        metric: Metric of the rows. `lower_is_better` gives its direction.
         say: Called with one line if the methods do not share all scenarios.
     """
-    lower = lower_is_better(metric)
     sort_keys: dict[tuple, list[float]] = {}
     for row in table:
-        if row.best:
-            sort_keys.setdefault(split_scenario(row.parameters)[0], []).append(sort_key(row, lower))
+        if row.result:
+            sort_keys.setdefault(split_scenario(row.parameters)[0], []).append(sort_key(row))
     places: dict[tuple, list[float]] = {}
     ranks: list[float | None] = []
     for row in table:
         scenario, method = split_scenario(row.parameters)
-        if row.best is None:
+        if row.result is None:
             ranks.append(None)
             continue
         scenario_keys = sort_keys[scenario]
-        row_key = sort_key(row, lower)
+        row_key = sort_key(row)
         better = sum(key < row_key for key in scenario_keys)
         place = better + (scenario_keys.count(row_key) + 1) / 2
         ranks.append(place)
@@ -149,12 +214,11 @@ def ranked(
         )
     ranked_rows = []
     for row, place in zip(table, ranks, strict=True):
-        method_places = places.get(split_scenario(row.parameters)[1], [])
-        rank = (
-            Rank(place, statistics.fmean(method_places), len(method_places))
-            if place is not None
-            else None
-        )
+        scenario, method = split_scenario(row.parameters)
+        method_places = places.get(method, [])
+        rank = None
+        if place is not None:
+            rank = Rank(place, fmean(method_places), len(method_places), scenario)
         ranked_rows.append(replace(row, rank=rank))
     return ranked_rows
 

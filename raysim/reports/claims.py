@@ -268,13 +268,12 @@ def _reached(run: TrackedRun, side: ClaimSide) -> Span:
     if isinstance(side.statistic, RoundsTo):
         arrival = run.arrival(side.statistic.rounds_to, side.lower)
         return (run.history[-1][0] + 1, math.inf) if arrival is None else (arrival, arrival)
-    value = {
-        "best": lambda: run.best(side.lower),
-        "last": lambda: values[-1],
-        "first": lambda: values[0],
-        "mean": lambda: statistics.fmean(run.trained),
-        "last10": lambda: run.settled,
-    }[side.statistic]()
+    if side.statistic == "first":
+        value = values[0]
+    elif side.statistic == "mean":
+        value = statistics.fmean(run.trained)
+    else:
+        value = run.value(side.statistic, side.lower)
     return value, value
 
 

@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from raysim.errors import ConfigError, did_you_mean
-from raysim.metrics import lower_is_better
 from raysim.reports.grouping import having, replicate, resolved, split_scenario, value_of
 from raysim.reports.tables import PairedDifference, TableRow, sort_key
 from raysim.reports.tracked import TrackedRun
@@ -55,7 +54,6 @@ def compared(
     table: Sequence[TableRow],
     runs: Sequence[TrackedRun],
     reference: str,
-    metric: str = "accuracy",
     say: Callable[[str], None] = lambda line: None,
 ) -> list[TableRow]:
     """Return rows with their difference to the reference row of the same scenario.
@@ -67,7 +65,6 @@ def compared(
         table: Rows, as from `aggregate.rows`.
         runs: The runs of the rows.
         reference: Parameter of the reference rows as KEY=VALUE.
-        metric: Metric of the rows. The best values are compared.
         say: Called with one line if seeds are left out because only one of both has them.
 
     Raises:
@@ -78,11 +75,10 @@ def compared(
         raise ConfigError(
             f"{OPTION}: '{reference}' is not KEY=VALUE; write, for example, algorithm=fedavg"
         )
-    lower = lower_is_better(metric)
     chosen = {run.run_id for run in having(runs, {key: [value]}, OPTION)}
     references: dict[tuple, TableRow] = {}
-    for row in sorted(table, key=lambda row: sort_key(row, lower)):
-        if row.best and not row.pooled and chosen.issuperset(row.run_ids):
+    for row in sorted(table, key=sort_key):
+        if row.result and not row.pooled and chosen.issuperset(row.run_ids):
             references.setdefault(split_scenario(row.parameters)[0], row)
     if not chosen:
         (name,) = resolved(runs, [key], OPTION)
@@ -93,11 +89,16 @@ def compared(
             f"{OPTION}: no row has only runs with {reference}; name a value that runs have, and "
             "use group (--group) so that it has a row of its own"
         )
-    best_of = {run.run_id: (replicate(run.params), run.best(lower)) for run in runs if run.history}
+    figure = table[0].figure
+    results = {
+        run.run_id: (replicate(run.params), run.value(figure.statistic, figure.lower))
+        for run in runs
+        if run.history
+    }
 
     def by_seed(row: TableRow) -> dict[str, float]:
-        best_by_seed = dict(best_of[run_id] for run_id in row.run_ids if run_id in best_of)
-        return {seed: best for seed, best in best_by_seed.items() if math.isfinite(best)}
+        result_by_seed = dict(results[run_id] for run_id in row.run_ids if run_id in results)
+        return {seed: value for seed, value in result_by_seed.items() if math.isfinite(value)}
 
     compared_rows, unpaired = [], 0
     for row in table:

@@ -12,6 +12,7 @@ from raysim.reports.grouping import apart, by_size, grouped, label, resolved, va
 from raysim.reports.tables import MeanStd
 from raysim.reports.targets import refuse_unreachable
 from raysim.reports.tracked import TrackedRun
+from raysim.reports.value_names import readable
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,9 @@ def curves(
     )
     all_keys = [*panel_keys, *(key for key in keys if key not in panel_keys)]
     result = []
-    for named, members in grouped(runs, all_keys or None, say):
+    groups = grouped(runs, all_keys or None, say)
+    names = readable([named for named, _ in groups])
+    for named, (_, members) in zip(names, groups, strict=True):
         members = [run for run in members if run.history]
         if not members:
             continue
@@ -96,7 +99,9 @@ def along(
         (key,) = resolved(members, [x], "x (--x)")
         table = rows(members, metric, target=target, group=[x], say=say)
         points = [
-            (row, row.best if target is None else row.to_target) for row in table if row.parameters
+            (row, row.result if target is None else row.to_target)
+            for row in table
+            if row.parameters
         ]
         try:
             values = [float(row.parameters[key]) for row, figure in points if figure]
@@ -132,7 +137,7 @@ def grid(
         ConfigError: No run has a parameter, or no run has both.
     """
     table = rows(runs, metric, group=[x, y], say=say)
-    pairs = [(tuple(row.parameters.values()), row.best.mean) for row in table if row.best]
+    pairs = [(tuple(row.parameters.values()), row.result.mean) for row in table if row.result]
     cells = {(values[0], values[1]): best for values, best in pairs if len(values) == 2}
     if not cells:
         raise ConfigError(f"x and y (--x and --y): no run has both {x} and {y}")

@@ -18,12 +18,11 @@ from typing import Any
 import pandas as pd
 
 from raysim.errors import ConfigError, did_you_mean
-from raysim.reports import claim_section, claims, sensitivity, speedup, tables
+from raysim.reports import claim_section, claims, sensitivity, speedup
 from raysim.reports.curves import Curve, along, curves, grid
 from raysim.reports.grouping import apart, label
 from raysim.reports.runs import RunSource
-from raysim.reports.table_rows import cost_unit_of, table_rows
-from raysim.reports.tables import TableRow
+from raysim.reports.table_rows import cost_unit_of, known_statistic, results_table
 
 logger = logging.getLogger("raysim")
 
@@ -32,6 +31,9 @@ KeyNames = str | Sequence[str]
 
 Ledger = str | Path | Sequence[str | Path] | None
 """One ledger, or several."""
+
+Labels = str | Sequence[str] | Mapping[str, str]
+"""Names to show: {value: name}; or "value=name" texts."""
 
 Where = str | Sequence[str] | Mapping[str, Any]
 """Runs to report: {key: value}, or {key: [value, value]}; or "key=value,value" texts."""
@@ -91,7 +93,9 @@ def table_frame(
     uri: str | None = None,
     ledger: Ledger = None,
     where: Where = (),
-    metric: str | None = None,
+    metric: KeyNames | None = None,
+    statistic: KeyNames | None = None,
+    select_by: str | None = None,
     target: float | str | None = None,
     group: KeyNames | None = None,
     best_of: KeyNames | None = None,
@@ -100,6 +104,7 @@ def table_frame(
     ranks: bool = False,
     paper: str | None = None,
     compare_with: str | None = None,
+    label: Labels = (),
 ) -> pd.DataFrame:
     """Return a table of results, one row for all runs that differ only in their seed.
 
@@ -108,9 +113,16 @@ def table_frame(
         uri: Address of the tracking store. Default: that of a configuration.
         ledger: Ledgers to read in place of MLflow.
         where: Values by parameter; only runs with them are reported. See `report`.
-        metric: Metric whose best and last values are reported. Default: that of `evaluate.best`.
-        target: Value of the metric whose first round is reported. "paper" uses the target that
-            `paper` gives for each row.
+        metric: Metrics to report. Default: that of `evaluate.best`. Rows are compared by the first
+            one: for `target`, `best_of`, `ranks`, `paper` and `compare_with`.
+        statistic: Values of a metric in a run: best (its best value), last (that of the last
+            round), last10 (the mean of the last ten evaluations). Rows are compared by the first
+            one. Default: best and last.
+        select_by: Metric that chooses a round in each run, such as val/accuracy: the one with its
+            best value, among the rounds with a value of every metric. `best` then means the value
+            at this round, and `best_of` chooses rows by this metric.
+        target: Value of the first metric whose first round is reported. "paper" uses the target
+            that `paper` gives for each row.
         group: Parameters that distinguish rows; `side` is allowed too. Default: all that differ.
         best_of: Parameters; only the best row of each combination of their values is kept.
         relative_to: KEY=VALUE. `target` is then a share of the best value of the runs with this
@@ -120,10 +132,13 @@ def table_frame(
         paper: Published results to show beside the runs: gradma, fedreg, fedhist or a FILE.csv.
         compare_with: KEY=VALUE, the method with which each row is compared in the same scenario,
             seed by seed.
+        label: Names of parameters and of their values.
 
     Returns:
         A frame with these columns: the parameters that differ; seeds (number of runs); best,
-        best_std; last, last_std (of the mean of the last ten values); target, rounds_to_target (or
+        best_std, last, last_std, last10, last10_std, as far as `statistic` names them (selected,
+        selected_std in place of best with `select_by`; with several metrics best_accuracy,
+        best_loss, …); target, rounds_to_target (or
         bytes_, virtual_time_, seconds_to_target) with its _std over the runs that reached the
         target, reached (their number);
         rounds_min, rounds_max; not_finished; rank, mean_rank; paper_best, paper_std,
@@ -135,21 +150,23 @@ def table_frame(
     Raises:
         ConfigError: An option is invalid, or a run, the metric or a parameter does not exist.
     """
-    unit = cost_unit_of(x_axis)
-    _, rows, _ = table_rows(
+    table = results_table(
         _source(runs, uri, ledger, where),
-        metric,
-        target,
-        _split_keys(group),
-        _split_keys(best_of),
-        relative_to,
-        unit,
-        ranks,
-        paper,
-        compare_with,
         _log_line,
+        metric=_split_keys(metric),
+        statistic=_split_keys(statistic),
+        select_by=select_by,
+        target=target,
+        group=_split_keys(group),
+        best_of=_split_keys(best_of),
+        relative_to=relative_to,
+        x_axis=x_axis,
+        ranks=ranks,
+        paper=paper,
+        compare_with=compare_with,
+        label=[label] if isinstance(label, str) else label,
     )
-    return _numeric(tables.frame(rows, unit), rows)
+    return _numeric(table.frame())
 
 
 def curves_frame(
@@ -255,7 +272,7 @@ def sensitivity_frame(
         ledger: Ledgers to read in place of MLflow.
         where: Values by parameter; only runs with them are reported. See `report`.
         metric: Metric of the results. Default: that of `evaluate.best`.
-        statistic: Result of a run: best, or last10 (the mean of its last ten evaluations).
+        statistic: Result of a run: best, last, or last10 (the mean of its last ten evaluations).
 
     Returns:
         A frame with one row for each parameter and group of its values, and one for all parameters
@@ -265,16 +282,12 @@ def sensitivity_frame(
     Raises:
         ConfigError: An option is invalid, or a run, the metric or a parameter does not exist.
     """
-    if statistic not in sensitivity.STATISTICS:
-        raise ConfigError(
-            f"statistic (--statistic): unknown statistic '{statistic}'"
-            f"{did_you_mean(statistic, sensitivity.STATISTICS)}"
-        )
+    result = known_statistic(statistic)
     tracked_runs = _source(runs, uri, ledger, where).finished(metric, _log_line)
     effects = sensitivity.effects(
         tracked_runs,
         _split_keys(keys) or (),
-        sensitivity.result_of_run(statistic, tracked_runs[0].metric),
+        sensitivity.result_of_run(result, tracked_runs[0].metric),
     )
     records = [
         (effect.name, effect.share, group, mean)
@@ -419,12 +432,13 @@ def _points(curves: Sequence[Curve], x: str) -> pd.DataFrame:
     )
 
 
-def _numeric(frame: pd.DataFrame, rows: Sequence[TableRow]) -> pd.DataFrame:
+def _numeric(frame: pd.DataFrame) -> pd.DataFrame:
     """Convert figures to numbers, and parameters too if all their values are numbers."""
-    parameters = {tables.short(key) for row in rows for key in row.parameters}
+    columns = list(frame)
+    parameters = columns[: columns.index("seeds")]
     counts = {"seeds", "reached", "rounds_min", "rounds_max", "not_finished"}
-    figures = {name: float for name in frame if name not in parameters | counts}
-    return _with_numbers(frame.astype(figures), sorted(parameters))
+    figures = {name: float for name in columns if name not in {*parameters, *counts}}
+    return _with_numbers(frame.astype(figures), parameters)
 
 
 def _with_numbers(frame: pd.DataFrame, names: Sequence[str]) -> pd.DataFrame:

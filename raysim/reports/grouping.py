@@ -14,6 +14,7 @@ from raysim.errors import ConfigError, did_you_mean
 from raysim.reports import method_sides, published
 from raysim.reports.tables import short
 from raysim.reports.tracked import KEYS_WITHOUT_EFFECT, TrackedRun
+from raysim.reports.value_names import readable
 
 SIDE_COLUMN = "side"
 """Derived parameter: the side on which a method differs from FedAvg. Shown only on request."""
@@ -249,7 +250,10 @@ def apart(runs: Sequence[TrackedRun], keys: Sequence[str]) -> list[tuple[str, li
         {k: v for k, v in zip(others, values, strict=True) if v is not None}
         for values, _ in ordered
     ]
-    return [(label(params), members) for params, (_, members) in zip(named, ordered, strict=True)]
+    return [
+        (label(params), members)
+        for params, (_, members) in zip(readable(named), ordered, strict=True)
+    ]
 
 
 def split_scenario(params: Mapping[str, str]) -> tuple[tuple, tuple]:
@@ -327,7 +331,7 @@ def label(named: Mapping[str, str]) -> str:
         named: Values by parameter, in the order of the label.
     """
     return ", ".join(
-        v if short(k) in (*SECTIONS_WITH_NAME, SIDE_COLUMN) else f"{k} {v}"
+        v if short(k) in (*SECTIONS_WITH_NAME, SIDE_COLUMN) else f"{short(k)} {v}"
         for k, v in named.items()
     )
 

@@ -26,12 +26,10 @@ from raysim.metrics import is_share, lower_is_better
 from raysim.reports.grouping import grouped
 from raysim.reports.plots import Cloud
 from raysim.reports.tables import as_markdown, short
-from raysim.reports.tracked import TrackedRun
+from raysim.reports.tracked import Statistic, TrackedRun
+from raysim.reports.value_names import readable
 
 T = TypeVar("T", bound=Hashable)
-
-STATISTICS = ("best", "last10")
-"""Names of the results that a run can be judged by."""
 
 MAX_UNGROUPED_VALUES = 5
 """Largest number of distinct values for which each value of a numeric parameter is a group."""
@@ -76,19 +74,17 @@ def explained_share(results: Sequence[float], groups: Sequence[Hashable]) -> flo
     return (total - within - (len(members) - 1) * within / degrees_of_freedom) / total
 
 
-def result_of_run(statistic: str, metric: str) -> Callable[[TrackedRun], float]:
+def result_of_run(statistic: Statistic, metric: str) -> Callable[[TrackedRun], float]:
     """Return the function that computes the result of a run.
 
     Args:
-        statistic: "best" (the best value) or "last10" (the mean of the last ten values).
+        statistic: One of `tracked.STATISTICS`.
         metric: Metric of the run's history. `lower_is_better` gives its direction.
 
     Returns:
         A function from a run to its result.
     """
-    if statistic == "best":
-        return lambda run: run.best(lower_is_better(metric))
-    return lambda run: run.settled
+    return lambda run: run.value(statistic, lower_is_better(metric))
 
 
 def effects(
@@ -108,7 +104,9 @@ def effects(
     Raises:
         ConfigError: No run has a parameter, or fewer than three runs have all parameters.
     """
-    named = grouped(runs, keys or None)
+    groups = grouped(runs, keys or None)
+    values_of_groups = readable([values for values, _ in groups])
+    named = [(values, runs) for values, (_, runs) in zip(values_of_groups, groups, strict=True)]
     names = list(dict.fromkeys(key for values, _ in named for key in values))
     whole = [
         (values, result(run))

@@ -6,14 +6,15 @@ import math
 import re
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pandas as pd
 
 from raysim.config.schema import SECTIONS_WITH_NAME
-from raysim.metrics import accumulates, best_label, is_share, lower_is_better
+from raysim.metrics import accumulates, is_share
 from raysim.reports import published
-from raysim.reports.tracked import LAST_EVALUATIONS, CostUnit
+from raysim.reports.tracked import LAST_EVALUATIONS, CostUnit, Statistic
+from raysim.reports.value_names import NO_NAMES, Names
 
 MISSING_TEXT = "–"
 """Text of a cell without a value."""
@@ -56,11 +57,65 @@ class MeanStd:
 
 
 @dataclass(frozen=True)
+class Figure:
+    """A column of results: a statistic of a metric over the rounds of a run."""
+
+    metric: str
+    """Name of the metric."""
+
+    statistic: Statistic = "best"
+    """Which of its values; `best` is the one at the chosen round if `select_by` is given."""
+
+    lower: bool = False
+    """Whether smaller values of the metric are better."""
+
+    select_by: str = ""
+    """Metric whose best round is used; "": the metric's own."""
+
+    @property
+    def percent(self) -> bool:
+        """Whether values are shown in percent."""
+        return is_share(self.metric)
+
+    @property
+    def selected(self) -> bool:
+        """Whether another metric chooses the round."""
+        return self.statistic == "best" and self.select_by not in ("", self.metric)
+
+    def header(self, names: Names, alone: bool) -> str:
+        """Return the header of the column.
+
+        Args:
+            names: Names of metrics.
+            alone: Whether the table has no other metric.
+        """
+        metric = names.get(self.metric, self.metric)
+        if self.selected:
+            text = f"{metric}{_unit(self.percent)}"
+            return f"{text} at best {names.get(self.select_by, self.select_by)}"
+        if self.statistic == "last10":
+            text = f"mean of last {LAST_EVALUATIONS} evaluations"
+            text = text if alone else f"{metric}, {text}"
+        else:
+            text = f"{self.statistic} {metric}"
+        return f"{text}{_unit(self.percent)}"
+
+    def column(self, alone: bool) -> str:
+        """Return the name of the column in a data frame, such as "best" or "best_loss".
+
+        Args:
+            alone: Whether the table has no other metric.
+        """
+        name = "selected" if self.selected else self.statistic
+        return name if alone else f"{name}_{self.metric}"
+
+
+@dataclass(frozen=True)
 class PairedDifference:
     """Difference to another method over the seeds of both; see `raysim.reports.comparisons`."""
 
     mean: float
-    """Mean difference of the best values."""
+    """Mean difference of the results."""
 
     low: float | None
     """Lower end of the 95 % interval of the mean; None for one seed or equal differences."""
@@ -88,6 +143,9 @@ class Rank:
     scenarios: int
     """Number of scenarios of the method."""
 
+    scenario: tuple = field(default=(), compare=False)
+    """Parameters of the scenario."""
+
 
 @dataclass(frozen=True)
 class TableRow:
@@ -102,11 +160,8 @@ class TableRow:
     seeds: int
     """Number of runs."""
 
-    best: MeanStd | None
-    """Best value over all evaluated rounds."""
-
-    last: MeanStd | None
-    """Mean of the last `LAST_EVALUATIONS` evaluated values after round 0."""
+    values: Mapping[Figure, MeanStd | None]
+    """Value of each column of results. Rows are compared by the first one."""
 
     to_target: MeanStd | None
     """Cost of first reaching the target, over the runs that do (`to_target.n` of `seeds`).
@@ -123,6 +178,12 @@ class TableRow:
 
     shared: Mapping[str, str]
     """Parameters that all runs have in common."""
+
+    choice: MeanStd | None = None
+    """Best value of the metric that chooses the rounds, if there is such a metric."""
+
+    choice_lower: bool = False
+    """Whether smaller values of that metric are better."""
 
     target: float | None = None
     """Target value of the metric."""
@@ -146,51 +207,68 @@ class TableRow:
     """Whether its runs differ in more than their seed."""
 
     @property
+    def figure(self) -> Figure:
+        """Column of results by which rows are compared."""
+        return next(iter(self.values))
+
+    @property
+    def result(self) -> MeanStd | None:
+        """Value by which rows are compared."""
+        return self.values[self.figure]
+
+    @property
     def difference(self) -> float | None:
-        """Mean best value minus the published one, in published standard deviations."""
+        """Mean result minus the published one, in published standard deviations."""
         return self._difference_over(self.printed.std if self.printed else None)
 
     @property
     def difference_in_own_stds(self) -> float | None:
-        """Mean best value minus the published one, in standard deviations over these runs."""
-        return self._difference_over(self.best.std if self.best else None)
+        """Mean result minus the published one, in standard deviations over these runs."""
+        return self._difference_over(self.result.std if self.result else None)
 
     def _difference_over(self, std: float | None) -> float | None:
-        if self.best and self.printed and self.printed.best is not None and std:
-            return (self.best.mean - self.printed.best) / std
+        if self.result and self.printed and self.printed.best is not None and std:
+            return (self.result.mean - self.printed.best) / std
         return None
 
 
-def sort_key(row: TableRow, lower: bool) -> float:
-    """Return the sort key of a row: best rows first, rows without a figure last.
-
-    Means that differ only by rounding are equal.
+def sort_key(row: TableRow) -> float:
+    """Return the sort key of a row: best rows first, rows without a result last.
 
     Args:
         row: Row to sort.
+    """
+    return value_key(row.result, row.figure.lower)
+
+
+def value_key(value: MeanStd | None, lower: bool) -> float:
+    """Return the sort key of a value: best values first. Means that rounding tells apart are equal.
+
+    Args:
+        value: Value; None sorts last.
         lower: Whether smaller values are better.
     """
-    if row.best is None or math.isnan(row.best.mean):
+    if value is None or math.isnan(value.mean):
         return math.inf
-    mean = float(f"{row.best.mean:.12g}")
+    mean = float(f"{value.mean:.12g}")
     return mean if lower else -mean
 
 
 def markdown_table(
     table: Sequence[TableRow],
-    metric: str = "accuracy",
     target: float | None = None,
     cost_unit: CostUnit = "rounds",
+    names: Names = NO_NAMES,
 ) -> str:
-    """Return rows as a Markdown table.
+    """Return rows as a Markdown table; accuracies are shown in percent.
 
     Args:
         table: Rows, as from `aggregate.rows`.
-        metric: Metric of the rows; accuracies are shown in percent.
         target: Common target of the rows, if their runs do not hold it.
         cost_unit: Unit of the cost of reaching the target.
+        names: Names of values, parameters, metrics and headers.
     """
-    return as_markdown(_cells(table, metric, target, cost_unit))
+    return as_markdown(_lines(table, _columns_of_text(table, target, cost_unit, names), names))
 
 
 def as_markdown(cells: Sequence[Sequence[str]]) -> str:
@@ -222,19 +300,20 @@ def number(mean: float | None, std: float | None, percent: bool) -> str:
 
 def latex(
     table: Sequence[TableRow],
-    metric: str = "accuracy",
     target: float | None = None,
     cost_unit: CostUnit = "rounds",
+    names: Names = NO_NAMES,
 ) -> str:
-    """Return rows as a LaTeX tabular that uses booktabs.
+    r"""Return rows as a LaTeX tabular that uses booktabs.
 
-    The best mean is bold; if rows have ranks, the best mean of each scenario is.
+    The best mean of each column of results is bold; if rows have ranks, that of each scenario is.
 
     Args:
         table: Rows, as from `aggregate.rows`.
-        metric: Metric of the rows; accuracies are shown in percent.
         target: Common target of the rows, if their runs do not hold it.
         cost_unit: Unit of the cost of reaching the target.
+        names: Names of values, parameters, metrics and headers. They are written as they are, so
+            that they may hold LaTeX such as `$\alpha$`.
     """
     special = {
         **{c: f"\\{c}" for c in "&%$#_{}"},
@@ -242,55 +321,117 @@ def latex(
         "^": r"\textasciicircum{}",
     }
     special |= {"\\": r"\textbackslash{}", "±": r"$\pm$", MISSING_TEXT: "--"}
+    # Private-use characters stand for the names while the rest is escaped.
+    marks = {key: chr(0xE000 + i) for i, key in enumerate(names)}
+    special |= {marks[key]: name for key, name in names.items()}
+    columns_of_text = _columns_of_text(table, target, cost_unit, marks)
     head, *lines = [
         ["".join(special.get(c, c) for c in cell) for cell in line]
-        for line in _cells(table, metric, target, cost_unit)
+        for line in _lines(table, columns_of_text, marks)
     ]
-    column = len(_columns(table)) + 1
-    keys = [sort_key(row, lower_is_better(metric)) for row in table]
-    for row, line, key in zip(table, lines, keys, strict=True):
-        if row.rank.place == 1 if row.rank else row.best and key == min(keys):
-            line[column] = rf"\textbf{{{line[column]}}}"
+    places = list(columns_of_text)
+    for figure in table[0].values:
+        column = places.index(figure.header(NO_NAMES, _alone(table)))
+        for i in _best_rows(table, figure):
+            lines[i][column] = rf"\textbf{{{lines[i][column]}}}"
     body = [" & ".join(line) + r" \\" for line in lines]
-    columns = "l" * (column - 1) + "r" * (len(head) - column + 1)
+    n_parameters = len(_headers(table))
+    columns = "l" * n_parameters + "r" * (len(head) - n_parameters)
     top = [rf"\begin{{tabular}}{{{columns}}}", r"\toprule", " & ".join(head) + r" \\", r"\midrule"]
     return "\n".join([*top, *body, r"\bottomrule", r"\end{tabular}"])
 
 
+def _best_rows(table: Sequence[TableRow], figure: Figure) -> list[int]:
+    """Return the positions of the rows with the best value, of each scenario if rows have ranks.
+
+    A metric that accumulates has none: more bytes are neither better nor worse.
+    """
+    if accumulates(figure.metric):
+        return []
+    keys = [value_key(row.values[figure], figure.lower) for row in table]
+    scenarios = [row.rank.scenario if row.rank else () for row in table]
+    best = []
+    for i, row in enumerate(table):
+        rivals = [key for key, other in zip(keys, scenarios, strict=True) if other == scenarios[i]]
+        if row.values[figure] and keys[i] == min(rivals):
+            best.append(i)
+    return best
+
+
 Columns = dict[str, list[str]]
-"""Text of every row, by the header of its column."""
+"""Text of every row, by the header of its column as it is without names."""
 
 
-def _cells(
-    table: Sequence[TableRow], metric: str, target: float | None, cost_unit: CostUnit
-) -> list[list[str]]:
-    """Return the header and the lines of a table for readers, without empty columns."""
-    percent = is_share(metric)
+def _columns_of_text(
+    table: Sequence[TableRow], target: float | None, cost_unit: CostUnit, names: Names
+) -> Columns:
+    """Return the columns of a table for readers, without empty ones."""
+    first, *others = table[0].values
     columns = {
-        **_parameters(table),
+        **_parameters(table, names),
         **_number_of_runs(table),
-        **_best_values(table, metric, percent),
-        **_published_best_values(table, percent),
-        **_paired_differences(table, percent),
-        **({} if accumulates(metric) else _last_values(table, percent)),
-        **_costs_of_target(table, target, cost_unit, percent),
+        **_values(table, first),
+        **_published_best_values(table, first.percent),
+        **_paired_differences(table, first.percent),
+    }
+    for figure in others:
+        columns |= _values(table, figure)
+    return {
+        **columns,
+        **_costs_of_target(table, target, cost_unit, first.percent),
         **_ranks(table),
         **_progress(table),
     }
-    return [list(columns), *map(list, zip(*columns.values(), strict=True))]
 
 
-def _parameters(table: Sequence[TableRow]) -> Columns:
+def _lines(table: Sequence[TableRow], columns: Columns, names: Names) -> list[list[str]]:
+    """Return the header and the lines of a table."""
+    alone = _alone(table)
+    headers = {
+        figure.header(NO_NAMES, alone): figure.header(names, alone) for figure in table[0].values
+    }
+    head = [names.get(header, headers.get(header, header)) for header in columns]
+    return [head, *map(list, zip(*columns.values(), strict=True))]
+
+
+def _alone(table: Sequence[TableRow]) -> bool:
+    """Return whether a table has one metric."""
+    return len({figure.metric for figure in table[0].values}) == 1
+
+
+def _parameters(table: Sequence[TableRow], names: Names) -> Columns:
     """Return a column for each parameter that distinguishes rows."""
     return {
-        short(key): [_parameter_text(row.parameters.get(key, MISSING_TEXT)) for row in table]
-        for key in _columns(table)
+        header: [_value_name(header, row.parameters.get(key, MISSING_TEXT), names) for row in table]
+        for key, header in _headers(table).items()
     }
 
 
-def _parameter_text(value: str) -> str:
-    """Return the value of a parameter as shown: of the digest of a file, the first eight digits."""
-    return value[:8] if re.fullmatch("[0-9a-f]{64}", value) else value
+def _value_name(header: str, value: str, names: Names) -> str:
+    """Return the name of a parameter's value, by the value or by KEY=VALUE."""
+    return names.get(f"{header}={value}", names.get(value, value))
+
+
+def nameable(
+    table: Sequence[TableRow], target: float | None = None, cost_unit: CostUnit = "rounds"
+) -> list[str]:
+    """Return all that may have a name: values, KEY=VALUE, metrics and headers.
+
+    Args:
+        table: Rows, as from `aggregate.rows`.
+        target: Common target of the rows, if their runs do not hold it.
+        cost_unit: Unit of the cost of reaching the target.
+    """
+    things: dict[str, None] = {}
+    for key, header in _headers(table).items():
+        for row in table:
+            value = row.parameters.get(key)
+            if value is not None:
+                things |= {value: None, f"{header}={value}": None}
+    for figure in table[0].values:
+        things |= {figure.metric: None, figure.select_by: None}
+    things |= dict.fromkeys(_columns_of_text(table, target, cost_unit, NO_NAMES))
+    return [thing for thing in things if thing]
 
 
 def _number_of_runs(table: Sequence[TableRow]) -> Columns:
@@ -299,13 +440,10 @@ def _number_of_runs(table: Sequence[TableRow]) -> Columns:
     return {header: [str(row.seeds) for row in table]}
 
 
-def _best_values(table: Sequence[TableRow], metric: str, percent: bool) -> Columns:
-    """Return the column of best values."""
-    return {
-        f"{best_label(metric)}{_unit(percent)}": [
-            _mean_std_text(row.best, percent) for row in table
-        ]
-    }
+def _values(table: Sequence[TableRow], figure: Figure) -> Columns:
+    """Return a column of results."""
+    header = figure.header(NO_NAMES, _alone(table))
+    return {header: [_mean_std_text(row.values[figure], figure.percent) for row in table]}
 
 
 def _published_best_values(table: Sequence[TableRow], percent: bool) -> Columns:
@@ -354,12 +492,6 @@ def difference_text(difference: PairedDifference | None, percent: bool) -> str:
 def _signed(number: float | None) -> str:
     """Return a number with its sign as text."""
     return MISSING_TEXT if number is None else f"{number:+.2f}"
-
-
-def _last_values(table: Sequence[TableRow], percent: bool) -> Columns:
-    """Return the column of the means of the last evaluations."""
-    header = f"mean of last {LAST_EVALUATIONS} evaluations{_unit(percent)}"
-    return {header: [_mean_std_text(row.last, percent) for row in table]}
 
 
 def _costs_of_target(
@@ -459,26 +591,33 @@ def _rounds(printed: published.PublishedResult | None) -> str:
     return "never" if printed.rounds == float("inf") else f"{printed.rounds:g}"
 
 
-def frame(table: Sequence[TableRow], cost_unit: CostUnit = "rounds") -> pd.DataFrame:
+def frame(
+    table: Sequence[TableRow], cost_unit: CostUnit = "rounds", names: Names = NO_NAMES
+) -> pd.DataFrame:
     """Return rows as a data frame.
 
     Args:
         table: Rows, as from `aggregate.rows`.
         cost_unit: Unit of the cost of reaching the target; it names the column.
+        names: Names of values and parameters.
 
     Returns:
         A frame with parameters as text, numbers that are not rounded, and None for figures that
         were not requested.
     """
-    keys = _columns(table)
+    alone, headers = _alone(table), _headers(table)
     records = [
-        {short(key): row.parameters.get(key) for key in keys}
+        {
+            names.get(header, header): _named_or_none(header, row.parameters.get(key), names)
+            for key, header in headers.items()
+        }
+        | {"seeds": row.seeds}
         | {
-            "seeds": row.seeds,
-            "best": row.best and row.best.mean,
-            "best_std": row.best and row.best.std,
-            "last": row.last and row.last.mean,
-            "last_std": row.last and row.last.std,
+            f"{figure.column(alone)}{end}": value and getattr(value, attribute)
+            for figure, value in row.values.items()
+            for end, attribute in (("", "mean"), ("_std", "std"))
+        }
+        | {
             "target": row.target,
             f"{cost_unit.replace(' ', '_')}_to_target": row.to_target and row.to_target.mean,
             f"{cost_unit.replace(' ', '_')}_to_target_std": row.to_target and row.to_target.std,
@@ -504,25 +643,42 @@ def frame(table: Sequence[TableRow], cost_unit: CostUnit = "rounds") -> pd.DataF
     return pd.DataFrame(records)
 
 
-def as_csv(table: Sequence[TableRow], cost_unit: CostUnit = "rounds") -> str:
+def _named_or_none(header: str, value: str | None, names: Names) -> str | None:
+    """Return the name of a parameter's value; None if the row has no value."""
+    return None if value is None else _value_name(header, value, names)
+
+
+def as_csv(
+    table: Sequence[TableRow], cost_unit: CostUnit = "rounds", names: Names = NO_NAMES
+) -> str:
     """Return rows as CSV, with the columns of `frame`; missing figures are empty.
 
     Args:
         table: Rows, as from `aggregate.rows`.
         cost_unit: Unit of the cost of reaching the target; it names the column.
+        names: Names of values and parameters.
     """
-    return frame(table, cost_unit).to_csv(index=False, lineterminator="\n").rstrip("\n")
+    return frame(table, cost_unit, names).to_csv(index=False, lineterminator="\n").rstrip("\n")
 
 
-def _columns(table: Sequence[TableRow]) -> list[str]:
-    """Return the parameters of all rows, in order of first appearance."""
-    return list(dict.fromkeys(key for row in table for key in row.parameters))
+def _headers(table: Sequence[TableRow]) -> dict[str, str]:
+    """Return the header of each parameter of the rows, in order of first appearance."""
+    keys = list(dict.fromkeys(key for row in table for key in row.parameters))
+    headers = [short(key) for key in keys]
+    return {
+        key: header if headers.count(header) == 1 else key
+        for key, header in zip(keys, headers, strict=True)
+    }
 
 
 def short(key: str) -> str:
     """Return the short form of a key: "algorithm" for "algorithm.name".
 
+    That of a file's content is "file my.py" for "files.client./home/me/my.py".
+
     Args:
         key: Dotted key of a configuration.
     """
+    if key.startswith("files.") and (file := re.search(r"[^./]+\.\w+$", key)):
+        return f"file {file[0]}"
     return key.removesuffix(".name") if key.removesuffix(".name") in SECTIONS_WITH_NAME else key

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from raysim.errors import ConfigError, did_you_mean
-from raysim.metrics import is_share, lower_is_better
-from raysim.reports.aggregate import Goal, rows
+from raysim.metrics import is_share
+from raysim.reports.aggregate import Goal, direction, rows
 from raysim.reports.grouping import SCENARIO_KEY_PREFIXES, having, resolved, varied
 from raysim.reports.tracked import TrackedRun
 
@@ -109,7 +109,7 @@ def fraction_of(
         (full,) = resolved(runs, [key], option)
         known = sorted({run.params[full] for run in runs if full in run.params})
         raise ConfigError(f"{option}: no run has {key}={value}{did_you_mean(value, known)}")
-    best = [row.best.mean for row in rows(chosen, metric) if row.best]
+    best = [row.result.mean for row in rows(chosen, metric) if row.result]
     if not best:
         raise ConfigError(f"{option}: no run with {reference} has a value of {metric}")
-    return share * (min if lower_is_better(metric) else max)(best)
+    return share * (min if direction(runs, metric) else max)(best)

@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Literal
+from typing import Literal, get_args
 
 from raysim.config import renamed
 from raysim.config.sections.evaluation import DEFAULT_BEST
@@ -38,6 +38,13 @@ KEYS_WITHOUT_EFFECT += ("resources.timeout", "resources.call_timeout", "sweep.",
 LAST_EVALUATIONS = 10
 """Number of last evaluated values over which the final mean is computed."""
 
+Statistic = Literal["best", "last", "last10"]
+"""Value of a metric in a run: at its best round, at the last round, or the mean of the last
+`LAST_EVALUATIONS` evaluations."""
+
+STATISTICS: tuple[Statistic, ...] = get_args(Statistic)
+"""All statistics."""
+
 
 @dataclass(frozen=True)
 class TrackedRun:
@@ -61,12 +68,31 @@ class TrackedRun:
     metric: str = DEFAULT_BEST.metric
     """Name of the metric."""
 
+    chosen: tuple[int, float] | None = None
+    """Round that another metric chose, and the value of that metric there; None: this metric's
+    best round is its own."""
+
+    def value(self, statistic: Statistic, lower: bool) -> float:
+        """Return a statistic of the metric.
+
+        Args:
+            statistic: One of `STATISTICS`.
+            lower: True if smaller values are better.
+        """
+        if statistic == "best":
+            return self.best(lower)
+        return self.history[-1][1] if statistic == "last" else self.settled
+
     def best(self, lower: bool) -> float:
-        """Return the best value over all rounds; the last one of a metric that accumulates.
+        """Return the value at the chosen round, or else the best one over all rounds.
+
+        Without a chosen round it is the last value of a metric that accumulates.
 
         Args:
             lower: True if smaller values are better.
         """
+        if self.chosen is not None:
+            return dict(self.history)[self.chosen[0]]
         if accumulates(self.metric):
             return self.history[-1][1]
         return (min if lower else max)(value for _, value in self.history)

@@ -265,8 +265,8 @@ class ClientRule(Rule):
 
         Returns:
             The report and the next client state. The report has every key of `sends`. A scalar
-            "metric/NAME" in it becomes the metric client/NAME, the mean over the round's clients
-            (for NAME_max the maximum). The client state has every key of `state`.
+            "metric/NAME" in it becomes the metric client/NAME, as with `task.log`. The client state
+            has every key of `state`.
         """
         return {"delta": shared["x"] - state["w"]}, {}
 

@@ -44,6 +44,8 @@ class LocalData:
     """One pass over all examples, not shuffled, without dropout; augmented with `augment=True`."""
     tests: Callable[[], LocalData] | None = None
     """Returns the client's test examples; None if clients have none."""
+    vals: Callable[[], LocalData] | None = None
+    """Returns the client's validation examples; None if clients have none."""
 
     @cached_property
     def test(self) -> LocalData:
@@ -60,6 +62,20 @@ class LocalData:
                 "partition.test.fraction=0.2"
             )
         return self.tests()
+
+    @cached_property
+    def val(self) -> LocalData:
+        """The client's own validation examples (`partition.val`), by which a method may choose.
+
+        Raises:
+            ValueError: the clients of the run have no validation examples.
+        """
+        if self.vals is None:
+            raise ValueError(
+                "data.val: clients have no validation examples in this run; set "
+                "partition.val.fraction=0.1"
+            )
+        return self.vals()
 
     @cached_property
     def examples(self) -> Batch:
@@ -151,6 +167,26 @@ class Task(TellsPresentNames, ABC):
 
         Raises:
             ValueError: inside a local step.
+        """
+
+    @abstractmethod
+    def log(self, **numbers: float | Tensor) -> None:
+        """Log numbers of this client, as the metrics client/NAME of its round.
+
+        The metric is the unweighted mean over the round's clients whose updates are used and that
+        logged it; of a name that ends in "_max" it is the maximum. What is logged in local steps
+        (`direction`, `step`, `loss`) is first averaged over the client's mini-batches, or their
+        maximum is taken. Of several calls with one name in a local step, or outside of them, the
+        last one counts, and `finish` counts more than local steps. Nothing is logged while clients
+        are evaluated. The numbers reach the engine, and neither the server rule nor the traffic.
+        Under `privacy` they are not protected: ε does not cover metrics.
+
+        Args:
+            numbers: numbers, or real tensors of one element, by name.
+
+        Raises:
+            ValueError: a value is not one real number, or there is no client's round: in `state`,
+                and on the server, which has `reports.log`.
         """
 
     @abstractmethod

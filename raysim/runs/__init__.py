@@ -2,6 +2,7 @@
 
 run.py            starts a run and closes everything that it opened
 resume.py         continues a stopped run, or forks a new run from its last checkpoint
+progress.py       progress as text, and its line in a notebook
 python_inputs.py  Python objects in place of names in a configuration
 run_dir.py        the run's folder: its path, and the files written before the first round
 description.py    the description of a run in MLflow

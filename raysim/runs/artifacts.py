@@ -115,5 +115,7 @@ def _draw(
     if client_evaluation.tables(run_dir):
         from raysim.runs.client_plots import plot_clients
 
-        evaluated = client_evaluation.read_clients(run_dir)
-        write("clients.png", lambda path: plot_clients(evaluated, path))
+        write(
+            "clients.png",
+            lambda path: plot_clients(client_evaluation.read_clients(run_dir), path),
+        )

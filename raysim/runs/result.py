@@ -23,6 +23,8 @@ from raysim.config.python_objects import ObjectMissing
 from raysim.config.renamed import with_present_metrics
 from raysim.config.schema import Config
 from raysim.config.sections.evaluation import BestBy
+from raysim.data import Examples
+from raysim.data.own import inputs_like
 from raysim.engine import checkpoint
 from raysim.engine.client_evaluation import read_clients
 from raysim.engine.early_stop import StopRule
@@ -130,6 +132,34 @@ class RunResult:
             return net_with(prepare(self.run_dir / "config.yaml"), self.state_dict)
         except ObjectMissing as error:
             raise _not_loaded(error) from None
+
+    @torch.no_grad()
+    def predict(self, x: Any) -> Tensor:
+        """Return the net's outputs for inputs that are given as the data set's examples were.
+
+        Inputs are scaled as those of the data set (`data.scaling`); images are uint8.
+
+        Args:
+            x: inputs, [n, ...].
+
+        Returns:
+            The outputs of the net in evaluation mode, [n, ...], on the CPU: for classification the
+            logits, whose `argmax(1)` is the class.
+
+        Raises:
+            ConfigError: `x` has another form than the data set's examples, or the net or the data
+                set cannot be read.
+        """
+        try:
+            plan = prepare(self.run_dir / "config.yaml")
+        except ObjectMissing as error:
+            raise _not_loaded(error) from None
+        inputs, net = inputs_like(x, plan.dataset), net_with(plan, self.state_dict)
+        labels = np.zeros(len(inputs), dtype=np.int64)
+        scale, shift = plan.dataset.scale, plan.dataset.shift
+        examples = Examples(inputs, labels, scale, shift, dtype=plan.dtype)
+        batches = torch.arange(len(inputs)).split(self.config.evaluate.batch_size)
+        return torch.cat([net(examples.batch(batch)[0]) for batch in batches])
 
     @property
     def clients_per_second(self) -> float:

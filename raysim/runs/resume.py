@@ -24,9 +24,10 @@ from raysim.engine.resolve import read_run_config, resolve_plan
 from raysim.engine.server import Server
 from raysim.errors import ConfigError, RaysimError
 from raysim.rules.uploads import with_mode
+from raysim.runs.progress import ProgressCallback, shown
 from raysim.runs.python_inputs import named_inputs
 from raysim.runs.result import RunResult
-from raysim.runs.run import ForkOrigin, ProgressCallback, execute
+from raysim.runs.run import ForkOrigin, execute
 from raysim.runs.run_dir import find_run_dir, is_closed, make_run_dir
 from raysim.tracking.abandoned import finish_abandoned
 from raysim.tracking.mlflow_client import check_database
@@ -71,8 +72,9 @@ def resume(
             its result.
         RaysimError: anything else that stopped the run.
     """
-    plan, folder, saved = reopen(run, named_inputs(overrides))
-    return execute(plan, folder, saved, progress=progress or (lambda record: None))
+    with shown(progress) as shown_for:
+        plan, folder, saved = reopen(run, named_inputs(overrides))
+        return execute(plan, folder, saved, progress=shown_for(plan))
 
 
 def fork(
@@ -99,9 +101,9 @@ def fork(
             cannot use the states of clients and server.
         RaysimError: anything else that stopped the run.
     """
-    return execute(
-        *forked(run, named_inputs(overrides)), progress=progress or (lambda record: None)
-    )
+    with shown(progress) as shown_for:
+        plan, folder, saved, origin = forked(run, named_inputs(overrides))
+        return execute(plan, folder, saved, origin, progress=shown_for(plan))
 
 
 def reopen(
@@ -308,7 +310,10 @@ def _read_checkpoint(folder: Path, plan: Plan) -> checkpoint.Checkpoint | None:
     Raises:
         ConfigError: the configuration, the data or the partition differ from the checkpoint's.
     """
-    saved = checkpoint.read_latest(folder, logger.warning)
+    try:
+        saved = checkpoint.read_latest(folder, logger.warning)
+    except RaysimError as error:
+        raise ConfigError(str(error)) from None
     if saved is None:
         return None
     if saved.facts["fingerprint"] != plan.config.fingerprint:

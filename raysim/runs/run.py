@@ -32,6 +32,7 @@ from raysim.runs import git
 from raysim.runs.artifacts import write_artifacts
 from raysim.runs.description import NOTE, describe
 from raysim.runs.export import log_models
+from raysim.runs.progress import ProgressCallback, shown
 from raysim.runs.provenance import REQUIREMENTS_FILE, command_tag, versions
 from raysim.runs.python_inputs import named_inputs, named_source
 from raysim.runs.result import RunResult, best_figures, parameters_digest, write_parameters
@@ -44,7 +45,7 @@ from raysim.runs.run_dir import (
     without_secrets,
     write_config,
 )
-from raysim.system import files, lock, processes, startup_stages
+from raysim.system import files, lock, output, processes, startup_stages
 from raysim.system.cpu_kind import cpu_kind
 from raysim.system.signals import Signals, stoppable
 from raysim.tracking.followers import FollowedRun, require_packages
@@ -60,12 +61,6 @@ from raysim.tracking.spool import SPOOL_FILE
 from raysim.tracking.tracker import Tracker
 
 logger = logging.getLogger("raysim")
-
-ProgressCallback = Callable[[Record], bool | str | None]
-"""Function that is called with the record of each round.
-
-If it returns True, or a text with the reason, the run ends gracefully.
-"""
 
 
 TEMPORARY_PREFIX = "raysim-untracked-"
@@ -101,7 +96,8 @@ def run(
             targets; `model` a torch.nn.Module or a function that returns one; `client`, `server`
             and `algorithm` a rule, its class, or an Algorithm. Metrics, probes, upload stages,
             sampling rules and the client rules of groups may be classes or instances, too.
-        progress: called with each round's record; None: no call. If it returns True, or a text with
+        progress: called with each round's record; None: a notebook shows one line that changes,
+            and elsewhere nothing is shown. If it returns True, or a text with
             the reason, the run ends gracefully after the rounds that are trained by then: the last
             parameters are evaluated, their result is returned, a checkpoint is written, and
             `resume` trains the rest. In MLflow the run has the status KILLED and the tag
@@ -121,13 +117,14 @@ def run(
     """
     if isinstance(tracking, Mapping):
         keys["tracking"] = tracking
-    plan = prepare(named_source(source), {**named_inputs(overrides), **named_inputs(keys)})
-    check_address(plan.config)
-    progress = progress or (lambda record: None)
-    if tracking:
-        return execute(plan, progress=progress)
-    folder = _temporary_folder() if plan.config.run_dir is None else None
-    return execute(plan, folder, progress=progress, tracker=Untracked())
+    with shown(progress) as shown_for:
+        plan = prepare(named_source(source), {**named_inputs(overrides), **named_inputs(keys)})
+        check_address(plan.config)
+        progress = shown_for(plan)
+        if tracking:
+            return execute(plan, progress=progress)
+        folder = _temporary_folder() if plan.config.run_dir is None else None
+        return execute(plan, folder, progress=progress, tracker=Untracked())
 
 
 def _temporary_folder() -> Path:
@@ -194,7 +191,10 @@ def execute(
             with signals.held():
                 for record in engine.rounds():
                     run.log(engine, record, progress)
-                return run.result(engine, time.perf_counter() - began)
+                result = run.result(engine, time.perf_counter() - began)
+    if run.tracker.failure:
+        raise RaysimError(run.tracker.failure)
+    return result
 
 
 @contextmanager
@@ -205,6 +205,7 @@ def _own_folder(plan: Plan, run_dir: Path, is_new: bool) -> Iterator[None]:
     """
     try:
         with lock.alone(run_dir):
+            output.keep_rest_in(run_dir)
             files.refuse_links(
                 run_dir, [client_store.ROWS_FOLDER] if plan.config.client_state.dir else []
             )

@@ -17,6 +17,7 @@ from raysim.errors import ConfigError
 from raysim.models.weights import PARAMETERS_FILE
 from raysim.runs.provenance import REQUIREMENTS_FILE, installed_packages
 from raysim.system import files, lock
+from raysim.system.output import REST_FILE
 from raysim.tracking import mlflow_client, spool
 
 HISTORY_FILE = "history.csv"
@@ -216,6 +217,7 @@ def forget(run_dir: Path) -> None:
         records.unlink(missing_ok=True)
         (run_dir / "config.yaml").unlink(missing_ok=True)
         (run_dir / REQUIREMENTS_FILE).unlink(missing_ok=True)
+        (run_dir / REST_FILE).unlink(missing_ok=True)
         shutil.rmtree(run_dir / SOURCES_FOLDER, ignore_errors=True)
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import Field
+from typing_extensions import TypedDict
 
 from raysim import data
 from raysim.config import explain, loading
@@ -26,7 +27,7 @@ from raysim.config.schema import Config
 from raysim.config.sections.base import Section
 from raysim.config.sections.data import AnyData
 from raysim.config.sections.storage import Tracking
-from raysim.config.tracking_uri import redacted_uri
+from raysim.config.tracking_uri import redacted_uri, with_environment
 from raysim.engine import early_stop, resolve
 from raysim.errors import ConfigError, did_you_mean
 from raysim.reports import grouping
@@ -36,6 +37,7 @@ from raysim.runs.python_inputs import SECTIONS_OF_RULES
 from raysim.sweeps import search_space
 from raysim.sweeps.early_stopping import EarlyStopping
 from raysim.sweeps.search_space import Axis, Draw, as_text
+from raysim.system.json_files import parsed
 from raysim.tracking.ledger_row import kept_config
 from raysim.tracking.recorder import flatten_parameters
 
@@ -63,6 +65,15 @@ class _SweepFile(Section):
 
     sweep: SweepSettings
     """Settings of the sweep."""
+
+
+class _Result(TypedDict):
+    """Keys of result.json that every ended trial has."""
+
+    run_id: str
+    rounds: int
+    metrics: dict[str, float]
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -97,7 +108,7 @@ class Trial:
     def result(self) -> dict[str, Any] | None:
         """Result of an ended trial, with a key `stopped` if it was stopped early; else None."""
         try:
-            return json.loads((self.folder / "result.json").read_text())
+            return parsed((self.folder / "result.json").read_bytes(), _Result)
         except (OSError, ValueError):
             return None
 
@@ -224,6 +235,7 @@ class SweepSpec:
             self.source, {**self.fixed, **point}, resolve.keys, registry.algorithm_defaults
         )
         raw.pop("sweep", None)
+        raw = with_environment(raw)
         if raw.get("run_dir") is not None:
             raise ConfigError(
                 "run_dir: every trial of a sweep has a separate folder; leave run_dir out (--dir "

@@ -63,6 +63,7 @@ def ray_with_resources(trials: list[Trial]) -> Iterator[None]:
         yield
         return
     # Ray is imported when it is used.
+    from raysim.distributed.autoscaling import await_resources
     from raysim.distributed.heartbeats import Monitor
     from raysim.distributed.nodes import connect, leave_cluster
 
@@ -73,23 +74,33 @@ def ray_with_resources(trials: list[Trial]) -> Iterator[None]:
     startup_stages.begin("starting Ray")
     resources = trials[0].config.resources
     ours = connect(resources.address, max(w["CPU"] for w in wanted), logger.warning)
-    import ray
-
     monitor = Monitor(resources.timeout, advice=CONTINUE_ADVICE)
     try:
-        have = ray.cluster_resources()
+        # Tune asks for the resources of several trials at once by itself.
         for trial, kinds in zip(trials, wanted, strict=True):
-            for kind, share in kinds.items():
-                if share > have.get(kind, 0) + 1e-9:
-                    raise ConfigError(
-                        f"trial {trial.title}: resources: it needs {share:g} {kind}s, the cluster "
-                        f"has {have.get(kind, 0):g}; lower resources.actors or the share of each"
-                    )
+            await_resources(
+                bundles_of(trial.config),
+                lambda trial=trial, kinds=kinds: _check_resources(trial, kinds),
+                trial.config.resources.timeout,
+            )
         yield
     finally:
         monitor.stop()
         if ours:
             leave_cluster(bool(monitor.broken))
+
+
+def _check_resources(trial: Trial, wanted: dict[str, float]) -> None:
+    """Raise ConfigError if a trial needs more than the cluster has."""
+    import ray
+
+    have = ray.cluster_resources()
+    for kind, share in wanted.items():
+        if share > have.get(kind, 0) + 1e-9:
+            raise ConfigError(
+                f"trial {trial.title}: resources: it needs {share:g} {kind}s, the cluster "
+                f"has {have.get(kind, 0):g}; lower resources.actors or the share of each"
+            )
 
 
 def bundles_of(config: Config) -> list[dict[str, float]]:

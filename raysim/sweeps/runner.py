@@ -27,7 +27,7 @@ from raysim.sweeps.ledger import SweepLedger
 from raysim.sweeps.ray_tune import ray_with_resources, run_on_tune
 from raysim.sweeps.summary import SweepResult
 from raysim.sweeps.trial import labels_of
-from raysim.system import files, processes
+from raysim.system import files, output, processes
 from raysim.system.signals import stoppable
 from raysim.tracking.recorder import Recorder
 from raysim.tracking.tracker import Forwarder, Tracker
@@ -62,7 +62,8 @@ def sweep(
         watch: called with each trial, its state and its facts; see `WatchCallback`.
 
     Returns:
-        The trials with their results, the failed ones, and a table of results.
+        The trials with their results, the failed ones, and a table of results. A warning is logged
+        for each failed trial.
 
     Raises:
         ConfigError: a trial cannot run, or the ledger cannot be used; nothing has started.
@@ -73,7 +74,11 @@ def sweep(
     book = None if ledger is None else SweepLedger(ledger, planned, logger.warning)
     if book and book.note:
         logger.info("%s", book.note)
-    return run_sweep(planned, parallel, watch, book)
+    outcome = run_sweep(planned, parallel, watch, book)
+    for trial, error in outcome.failed:
+        line = error.splitlines()[0]
+        logger.warning("failed: %s: %s (%s/error.txt)", trial.title, line, trial.folder)
+    return outcome
 
 
 def run_sweep(
@@ -227,6 +232,7 @@ class _Tally:
 def _lock_trials(folder: Path) -> Iterator[None]:
     """Lock the trials' folder against other sweeps, and remove it at the end if it is empty."""
     files.make_private(folder)
+    output.keep_rest_in(folder)
     alone = FileLock(folder.parent / ".lock", timeout=0)
     try:
         alone.acquire()

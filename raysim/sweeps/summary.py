@@ -146,12 +146,12 @@ def write_summary(outcome: SweepResult) -> str:
     metric, runs = _trials_as_runs(outcome)
     (folder / "trials.csv").write_text(_trials(outcome, metric, runs))
     rows = aggregate.rows(runs, metric)
-    if not any(row.best for row in rows):
+    if not any(row.result for row in rows):
         return "no trial has finished"
-    text = markdown_table(rows, metric)
+    text = markdown_table(rows)
     (folder / "table.md").write_text(text + "\n")
     (folder / "table.csv").write_text(as_csv(rows) + "\n")
-    best = sorted(rows, key=lambda row: sort_key(row, lower_is_better(metric)))[:MAX_CURVES]
+    best = sorted(rows, key=sort_key)[:MAX_CURVES]
     shown = {run_id for row in best for run_id in row.run_ids}
     title = f"the best {MAX_CURVES} of {len(rows)}" if len(rows) > MAX_CURVES else ""
     averaged = curves([run for run in runs if run.run_id in shown])

@@ -23,6 +23,16 @@ def make_private(folder: Path) -> None:
     folder.mkdir(PRIVATE_FOLDER_MODE, parents=True, exist_ok=True)
 
 
+def is_path(text: str) -> bool:
+    """Return whether a text is the path of an existing file or folder.
+
+    Args:
+        text: any text; one that cannot be a path, for example because it is too long, is none.
+    """
+    path = os.path.expanduser(text)
+    return os.path.isfile(path) or os.path.isdir(path)
+
+
 @contextmanager
 def whole(path: Path) -> Iterator[Path]:
     """Yield a temporary path beside `path` with the same suffix; it replaces `path` on success.

@@ -25,6 +25,7 @@ from filelock import lock_descriptor, unlock_descriptor
 
 from raysim.errors import ConfigError
 from raysim.system import files
+from raysim.system.json_files import parsed
 
 LOCK_FILE = "lock"
 """Name of the lock file in a run's folder."""
@@ -137,10 +138,9 @@ def _holder(handle: int, path: Path) -> str | None:
 def _facts(handle: int) -> dict[str, Any]:
     """Return the content of the lock file; {} if it is empty or incomplete."""
     try:
-        facts = json.loads(os.pread(handle, 4096, 0))
+        return parsed(os.pread(handle, 4096, 0), dict[str, Any])
     except ValueError:
-        facts = None
-    return facts if isinstance(facts, dict) else {}
+        return {}
 
 
 def _lock(handle: int) -> bool:

@@ -1,4 +1,4 @@
-"""Handling of SIGINT and SIGTERM.
+"""Handling of SIGINT, SIGTERM and SIGHUP, which a terminal that is closed sends.
 
 The first signal ends a run gracefully, as soon as no finished work is lost. A second one ends it at
 once.
@@ -16,14 +16,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-HANDLED_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+HANDLED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that end a run."""
 _IMPORT_SYSTEM = "<frozen importlib._bootstrap>"
 """Name of the file of Python's import locks, in its frames."""
 
 
+def handled() -> list[signal.Signals]:
+    """Return the signals of `HANDLED_SIGNALS`, without a SIGHUP that `nohup` has disabled."""
+    return [
+        n for n in HANDLED_SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN
+    ]
+
+
 class Stopped(KeyboardInterrupt):
-    """Exception that SIGINT or SIGTERM raises; `signal` is the signal's number."""
+    """Exception that SIGINT, SIGTERM or SIGHUP raises; `signal` is the signal's number."""
 
     def __init__(self, number: int):
         super().__init__()
@@ -82,8 +89,10 @@ class Signals:
             _send_again_soon(number)
             return
         self._received = number
-        for n in HANDLED_SIGNALS:
-            signal.signal(n, signal.SIG_DFL)
+        for n in handled():
+            # A terminal that is closed may send SIGHUP twice: the kernel and the shell do.
+            second = signal.SIG_IGN if n == signal.SIGHUP else signal.SIG_DFL
+            signal.signal(n, second)
         if self._open or not self._hold:
             self._raise()
 
@@ -95,7 +104,7 @@ class Signals:
         """
         self._raise()
         if threading.current_thread() is threading.main_thread():
-            for n in HANDLED_SIGNALS:
+            for n in handled():
                 signal.signal(n, self._handle)
 
 
@@ -166,7 +175,7 @@ def _by_a_raise_statement(error: BaseException) -> bool:
 
 def leave_at_once() -> None:
     """Let a signal end the process at once, because no run is active and no work can be lost."""
-    for n in HANDLED_SIGNALS:
+    for n in handled():
         signal.signal(n, lambda number, frame: os._exit(128 + number))
 
 
@@ -174,14 +183,14 @@ def leave_at_once() -> None:
 def stoppable() -> Iterator[Signals]:
     """Install the handlers of a run and restore the former ones at the end.
 
-    Inside the block, the first SIGINT or SIGTERM ends the work gracefully and a second one at once.
+    Inside the block, the first signal ends the work gracefully and a second one at once.
     Outside the main thread no handlers are installed.
     """
     signals = Signals()
     if threading.current_thread() is not threading.main_thread():
         yield signals
         return
-    before = {n: signal.getsignal(n) for n in HANDLED_SIGNALS}
+    before = {n: signal.getsignal(n) for n in handled()}
     signals.install()
     try:
         yield signals

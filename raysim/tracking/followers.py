@@ -265,7 +265,7 @@ def send(tail: Tail, follower: Follower) -> int:
             case "tags":
                 follower.tags(record["values"])
             case "artifact":
-                follower.artifact(Path(record["path"]))
+                follower.artifact(follower.run_dir / record["path"])
     if records:
         follower.flush()
         tail.acknowledge(len(records), None)

@@ -30,6 +30,7 @@ from typing import Any
 from raysim.config.renamed import with_present_metrics
 from raysim.config.schema import Config
 from raysim.metrics import find_metric
+from raysim.system.json_files import parsed
 from raysim.tracking.recorder import flatten_parameters
 
 FORMAT = 1
@@ -305,10 +306,10 @@ def from_line(line: str, place: str = "") -> Row:
         BadRow: The line is no row of this format, or it is damaged.
     """
     try:
-        content = json.loads(line)
-    except (ValueError, RecursionError):
-        raise BadRow("it is not JSON; it may have been cut off") from None
-    if not isinstance(content, dict) or "ledger" not in content:
+        content = parsed(line, dict[str, Any])
+    except ValueError as error:
+        raise BadRow(str(error)) from None
+    if "ledger" not in content:
         raise BadRow("it is not a row of a ledger")
     if content["ledger"] != FORMAT:
         raise BadRow(f"its format is {content['ledger']}, not {FORMAT}; use its raysim version")

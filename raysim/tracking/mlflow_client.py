@@ -11,17 +11,20 @@ import getpass
 import json
 import logging
 import os
+import sqlite3
 import warnings
 from collections.abc import Iterator, Mapping
 from itertools import accumulate, takewhile
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
+from urllib.request import proxy_bypass
 
 from filelock import FileLock
 
 from raysim.config.sections.storage import Tracking
-from raysim.config.tracking_uri import absolute_uri, mask_secrets
-from raysim.errors import ConfigError, RaysimError
+from raysim.config.tracking_uri import absolute_uri, database_of, mask_secrets
+from raysim.errors import ConfigError, RaysimError, visible
 from raysim.tracking import charts
 from raysim.tracking.recorder import legal
 from raysim.tracking.spool import Tail, plain
@@ -38,11 +41,28 @@ _MLFLOW_ENVIRONMENT = {
     "MLFLOW_DISABLE_AGENT_HINT": "true",
     "MLFLOW_DISABLE_TELEMETRY": "true",
 }
+_LOCATIONS = (
+    ("experiments", "artifact_location"),
+    ("runs", "artifact_uri"),
+    ("logged_models", "artifact_location"),
+)
+"""Tables and columns of MLflow's database that hold addresses of files."""
 _RUN_KEY_TAG = "raysim.key"
+
+
+_REPLACES_TAG = "raysim.replaces"
 
 
 class Refused(Exception):
     """Error for a record that the server will never accept."""
+
+
+class FileRefused(Exception):
+    """Error of a store that does not accept a file, while the server accepts other records."""
+
+
+class RunDeleted(RaysimError):
+    """Error for a run that was deleted in MLflow."""
 
 
 class RunClient:
@@ -52,19 +72,32 @@ class RunClient:
         uri: absolute tracking URI.
         experiment: name of the experiment, which is created if it does not exist.
         run_id: MLflow's id of the run that has received earlier records; None: none has.
+        run_dir: the run's folder, to which the paths of its files are relative.
+        replaces: id of a deleted run, whose records a new run receives; None: no run is replaced.
     """
 
-    def __init__(self, uri: str, experiment: str, run_id: str | None) -> None:
+    def __init__(
+        self,
+        uri: str,
+        experiment: str,
+        run_id: str | None,
+        run_dir: Path,
+        replaces: str | None = None,
+    ) -> None:
         self.uri, self.experiment, self.run_id = uri, experiment, run_id
+        self.run_dir, self.replaces = Path(run_dir).absolute(), replaces
         self.key: str | None = None
         """Id of the open run in its start record, possibly the provisional one."""
         self.refused = 0
+        self.refuses_files = False
+        """Whether the store has refused a file."""
         self._client: Any = None
         self._experiment_id = ""
         # Which steps a reopened run has, by metric; None for a run that was created here: all of it
         # came from here.
         self._steps: dict[str, set[int]] | None = {} if run_id else None
         self._database = database_of(uri)
+        self._is_server = uri.startswith("http")
         self._artifacts = (
             (self._database.parent / "mlartifacts").as_uri() if self._database else None
         )
@@ -73,12 +106,42 @@ class RunClient:
         """Import what this store needs of MLflow, which takes seconds."""
         import_mlflow(self.uri)
 
-    @property
-    def remedy(self) -> str:
-        """Advice for a server that does not work."""
+    def remedy(self, error: Exception | None) -> str:
+        """Return advice for a store that does not work.
+
+        Args:
+            error: what it raised, if that is known.
+        """
+        text = f"{type(error).__name__} {error}"
+        if "mlflow db upgrade" in text:
+            return (
+                "Another version of MLflow made this database; keep a copy of it, then: mlflow db "
+                f"upgrade {mask_secrets(self.uri)}"
+            )
+        if isinstance(error, ImportError):
+            return (
+                "Install the database's driver: pip install psycopg2-binary (PostgreSQL), pip "
+                "install pymysql (mysql+pymysql://)"
+            )
         if self._database:
+            if "already exists" in text:
+                return (
+                    f"A process was killed while it made the tables; remove {self._database} if no "
+                    "run is in it"
+                )
+            if "database is locked" in text:
+                return f"End the process that holds {self._database}"
+            if "disk" in text:
+                return f"Make room on the disk of {self._database}"
             return (
                 f"See that {self._database} can be written and was made by this version of MLflow"
+            )
+        if not self._is_server:
+            return "See that the database runs, and that its address, user and password are right"
+        if proxy := _proxy(self.uri):
+            return (
+                f"{proxy} sends these requests to a proxy; add {urlsplit(self.uri).hostname} to "
+                "NO_PROXY, start the server, or correct the address"
             )
         return "Start the server (mlflow server --host HOST --port PORT) or correct the address"
 
@@ -93,6 +156,8 @@ class RunClient:
 
         Raises:
             Refused: the server will never accept the first record.
+            FileRefused: the store does not accept the file of the first record.
+            RunDeleted: the run was deleted; the records belong to it or to a new one.
             Exception: any error of MLflow or the network. The record may or may not have arrived;
                 try again.
         """
@@ -108,6 +173,7 @@ class RunClient:
                 self._deliver(records[:1])
         except Exception as error:
             if _final(error) and records[0]["kind"] != "start":
+                self._get(self.run_id or "")  # every record of a deleted run would be refused
                 raise Refused(brief(error)) from error
             raise
         return count
@@ -125,16 +191,30 @@ class RunClient:
             case {"kind": "inputs"} as record:
                 self._inputs(record)
             case {"kind": "artifact", "path": path, "folder": folder}:
-                if not os.path.exists(path):
-                    raise Refused(f"{path} no longer exists")
-                send = (
-                    self._client.log_artifacts if os.path.isdir(path) else self._client.log_artifact
-                )
-                send(self.run_id, path, folder)
+                self._file(self.run_dir / path, folder)
             case {"kind": "parent", "parent": parent}:
                 self._tags(_under(self._id_of(parent)))
             case {"kind": "finish", "status": status, "time": end}:
                 self._client.set_terminated(self.run_id, status, end)
+
+    def _file(self, path: Path, folder: str | None) -> None:
+        """Send a file or a folder."""
+        if not path.exists():
+            raise Refused(f"{path} no longer exists")
+        address = self._get(self.run_id or "").info.artifact_uri
+        if self._is_server and urlsplit(address).scheme in ("", "file"):
+            self.refuses_files = True
+            raise FileRefused(
+                f"the server names a folder of this machine for them, {address}; start it with "
+                "--artifacts-destination instead"
+            )
+        send = self._client.log_artifacts if path.is_dir() else self._client.log_artifact
+        try:
+            send(self.run_id, str(path), folder)
+        except Exception as error:
+            self._get(self.run_id or "")  # raises if it is the server that fails, not its files
+            self.refuses_files = True
+            raise FileRefused(brief(error)) from error
 
     def _connect(self) -> None:
         if self._client is not None:
@@ -142,9 +222,7 @@ class RunClient:
         mlflow = import_mlflow(self.uri)
         with self._alone():
             if self._database is not None and not self._database.exists():
-                # MLflow writes the place of its default experiment, the current folder, into SQL
-                # without quoting it
-                mlflow.store.tracking.sqlalchemy_store.SqlAlchemyStore(self.uri, self._artifacts)
+                self._create_database(mlflow)
             client = mlflow.MlflowClient(tracking_uri=self.uri)
             experiment = client.get_experiment_by_name(self.experiment)
             if experiment is None:
@@ -165,7 +243,60 @@ class RunClient:
                         "another name"
                     )
                 self._experiment_id = experiment.experiment_id
+                if self._was_moved(experiment.artifact_location):
+                    self._correct_locations(experiment.artifact_location)
         self._client = client
+
+    def _create_database(self, mlflow: Any) -> None:
+        """Create the tables of a SQLite file: all of them, or, if the process is killed, no file.
+
+        MLflow would write the place of its default experiment, the current folder, into SQL without
+        quoting it.
+        """
+        assert self._database is not None
+        partial = self._database.with_name(f".partial-{self._database.name}")
+        partial.unlink(missing_ok=True)
+        store = mlflow.store.tracking.sqlalchemy_store.SqlAlchemyStore(
+            f"sqlite:///{partial}", self._artifacts
+        )
+        store.engine.dispose()
+        partial.replace(self._database)
+
+    def _was_moved(self, location: str) -> bool:
+        """Return whether the files beside a SQLite database were elsewhere before."""
+        if self._artifacts is None or location == self._artifacts:
+            return False
+        before = Path(unquote(urlsplit(location).path))
+        here = Path(unquote(urlsplit(self._artifacts).path))
+        if urlsplit(location).scheme != "file" or before.name != here.name:
+            return False  # somebody chose this location
+        return here.is_dir() or not before.is_dir()
+
+    def _correct_locations(self, before: str) -> None:
+        """Replace the former location of the files in a moved SQLite database.
+
+        MLflow has no call for it, and would create the former folder again.
+        """
+        assert self._artifacts is not None and self._database is not None
+        with contextlib.closing(sqlite3.connect(self._database)) as database, database:
+            for table, column in _LOCATIONS:
+                database.execute(
+                    f"UPDATE {table} SET {column} = ? || substr({column}, ?) "
+                    f"WHERE {column} = ? OR substr({column}, 1, ?) = ?",
+                    (
+                        self._artifacts,
+                        len(before) + 1,
+                        before,
+                        len(before) + 1,
+                        f"{before}/",
+                    ),
+                )
+        logger.warning(
+            "tracking: %s was moved: its files are taken to be in %s, no longer in %s",
+            self._database,
+            self._artifacts,
+            before,
+        )
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
@@ -181,13 +312,22 @@ class RunClient:
             yield
 
     def _find(self, name: str) -> Any:
-        """Return the run with this id, or created under this key; None if there is none."""
-        with contextlib.suppress(Refused):
+        """Return the run with this id, or the one that was created under this key or replaces it.
+
+        Return None if there is none.
+        """
+        try:
             return self._get(name)
-        runs = self._client.search_runs(
-            [self._experiment_id], f"tags.`{_RUN_KEY_TAG}` = '{name}'", max_results=1
-        )
-        return runs[0] if runs else None
+        except RunDeleted as deleted:
+            error = deleted
+        for tag in (_RUN_KEY_TAG, _REPLACES_TAG):
+            if runs := self._client.search_runs(
+                [self._experiment_id], f"tags.`{tag}` = '{name}'", max_results=1
+            ):
+                return runs[0]
+        if error.__cause__ is None:  # it can be restored
+            raise error
+        return None
 
     def _id_of(self, name: str) -> str:
         """Return MLflow's id of a run that may have a provisional one."""
@@ -199,22 +339,26 @@ class RunClient:
             run = self._client.get_run(run_id)
         except Exception as error:
             if getattr(error, "error_code", None) == "RESOURCE_DOES_NOT_EXIST":
-                raise Refused(f"there is no run {run_id}") from None
+                raise RunDeleted(f"there is no run {run_id}") from error
             raise
         if run.info.lifecycle_stage == "deleted":
-            raise RaysimError(
-                f"run {run_id} was deleted there; restore it (mlflow runs restore --run-id "
-                f"{run_id})"
-            )
+            experiment = self._client.get_experiment(run.info.experiment_id)
+            restore = f"mlflow runs restore --run-id {run_id}"
+            if experiment.lifecycle_stage == "deleted":
+                restore = f"mlflow experiments restore -x {run.info.experiment_id}"
+            raise RunDeleted(f"run {run_id} was deleted there; restore it ({restore})")
         return run
 
     def _open(self, start: Mapping[str, Any]) -> None:
-        run = self._find(start["key"])
+        if self.replaces:
+            run = self._get(self.run_id) if self.run_id else None
+        else:
+            run = self._find(start["key"])
         under = _under(self._id_of(start["parent"])) if start["parent"] else {}
         if run is not None:
             self._client.update_run(run.info.run_id, status="RUNNING")
             self._steps = {}
-        elif start["run_id"] and start["required"]:
+        elif start["run_id"] and start["required"] and not self.replaces:
             raise RaysimError(f"it has no run {start['run_id']}")
         else:
             tags = {
@@ -222,6 +366,7 @@ class RunClient:
                 "mlflow.user": _user(),
                 "mlflow.source.name": "raysim",
                 **under,
+                **({_REPLACES_TAG: self.replaces} if self.replaces else {}),
             }
             run = self._client.create_run(self._experiment_id, start["time"], tags, start["name"])
             self._steps = None
@@ -284,7 +429,14 @@ class RunClient:
             profile=json.dumps(record["profile"], default=plain),
         )
         context = InputTag("mlflow.data.context", record["context"])
-        self._client.log_inputs(self.run_id, datasets=[DatasetInput(dataset, [context])])
+        inputs = [DatasetInput(dataset, [context])]
+        try:
+            self._client.log_inputs(self.run_id, datasets=inputs)
+        except Exception as error:
+            if "unique constraint" not in str(error).lower():
+                raise
+            # Another run has just logged the same data set, which MLflow finds now.
+            self._client.log_inputs(self.run_id, datasets=inputs)
 
 
 def connected(uri: str) -> Any:
@@ -320,8 +472,8 @@ def open_store(uri: str | None, purpose: str = "read") -> Iterator[Any]:
     except RaysimError:
         raise
     except Exception as error:
-        why = " ".join(mask_secrets(str(error)).split())[:200]
-        why = "nothing answers; is the server up?" if "Max retries exceeded" in why else why
+        no_answer = "Max retries exceeded" in str(error)
+        why = "nothing answers; is the server up?" if no_answer else brief(error)
         raise RaysimError(f"--uri: {mask_secrets(address)} cannot be {purpose}: {why}") from None
 
 
@@ -393,21 +545,16 @@ def import_mlflow(uri: str) -> Any:
     import mlflow
 
     if not uri.startswith("http"):
+        import mlflow.store.db.utils
         import mlflow.store.tracking.sqlalchemy_store
+
+        # The writer tries again itself; MLflow would try for a minute, also with a wrong password.
+        mlflow.store.db.utils.MAX_RETRY_COUNT = 1
     logging.getLogger("mlflow.store").setLevel(logging.WARNING)
     logging.getLogger("mlflow.store.db.utils").setLevel(
         logging.CRITICAL
     )  # a traceback a try; the writer reports it
     return mlflow
-
-
-def database_of(uri: str) -> Path | None:
-    """Return the file of a SQLite database; None for any other store.
-
-    Args:
-        uri: tracking URI, such as sqlite:///mlflow.db.
-    """
-    return Path(uri[10:].partition("?")[0]) if uri.startswith("sqlite:///") else None
 
 
 def _together(records: list[dict[str, Any]]) -> int:
@@ -455,7 +602,17 @@ def brief(error: Exception) -> str:
         error: any error; passwords and tokens in its message are masked.
     """
     text = mask_secrets(" ".join(str(error).split())) or type(error).__name__
+    text = visible(text)
     return text if len(text) <= 200 else f"{text[:90]} … {text[-110:]}"
+
+
+def _proxy(uri: str) -> str:
+    """Return the environment variable that sends requests for an address to a proxy; "" if none."""
+    parts = urlsplit(uri)
+    if proxy_bypass(parts.hostname or ""):
+        return ""
+    names = (f"{parts.scheme}_proxy", f"{parts.scheme.upper()}_PROXY", "all_proxy", "ALL_PROXY")
+    return next((name for name in names if os.environ.get(name)), "")
 
 
 def _user() -> str:

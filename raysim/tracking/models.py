@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from pathlib import Path
 
@@ -46,6 +47,8 @@ def log_model(run_dir: Path, net: nn.Module, example: Tensor, name: str, step: i
         from mlflow.models import infer_signature
 
         status = client.get_run(tail.run_id).info.status
+        # `set_tracking_uri` sets the variable, which the next run of this process would use.
+        variable = os.environ.get("MLFLOW_TRACKING_URI")
         mlflow.set_tracking_uri(absolute_uri(restored_uri(start["uri"])))
         try:
             with warnings.catch_warnings(), mlflow.start_run(run_id=tail.run_id):
@@ -67,4 +70,7 @@ def log_model(run_dir: Path, net: nn.Module, example: Tensor, name: str, step: i
             ) from None
         finally:
             client.set_terminated(tail.run_id, status)
+            os.environ.pop("MLFLOW_TRACKING_URI", None)
+            if variable is not None:
+                os.environ["MLFLOW_TRACKING_URI"] = variable
     return logged.model_uri

@@ -6,6 +6,7 @@ The records go to the run's spool (`raysim.tracking.spool`), which another part 
 from __future__ import annotations
 
 import json
+import os
 import re
 import threading
 import time
@@ -15,7 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
-from raysim.config.tracking_uri import mask_secrets, redacted_uri
+from raysim.config.tracking_uri import database_of, mask_secrets, redacted_uri
 from raysim.tracking.spool import Spool, plain
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
@@ -102,6 +103,9 @@ class Recorder:
     tracks = True
     """Whether anything is recorded."""
 
+    failure = ""
+    """After the end: why a required database lacks records of the run; "" if it does not."""
+
     def __init__(
         self,
         uri: str,
@@ -151,6 +155,7 @@ class Recorder:
             `run_id`, or a new provisional id, which `resume` and `start(run_id=...)` accept.
         """
         self._key = run_id or uuid.uuid4().hex
+        database = database_of(self._uri)
         self._record(
             "start",
             key=self._key,
@@ -160,6 +165,8 @@ class Recorder:
             required=self.required,
             uri=redacted_uri(self._uri),
             experiment=self._experiment,
+            # Where a SQLite file is from the run's folder; both may be moved together.
+            database=database and os.path.relpath(database, self._spool.path.parent),
         )
         self._record(
             "params", values={k: mask_secrets(v) for k, v in flatten_parameters(params).items()}
@@ -220,7 +227,7 @@ class Recorder:
             path: the file or folder.
             folder: folder within the run's artifacts; None: their top folder.
         """
-        self._record("artifact", path=str(Path(path).absolute()), folder=folder)
+        self._record("artifact", path=self._spool.place(path), folder=folder)
 
     def tags(self, values: Mapping[str, Any]) -> None:
         """Record tags of the run; they replace older values.

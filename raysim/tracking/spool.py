@@ -4,7 +4,7 @@ A run's metrics, tags, data sets and files are appended to a spool in the run's 
 a few microseconds per record:
 
     spool.jsonl   all records in order, one line of JSON each; append-only
-    spool.sent    number of acknowledged records, and the run that received them
+    spool.sent    number of acknowledged records, the run that received them, and postponed files
 
 The sender (`raysim.tracking.tracker`) reads the spool in the same process or in another one.
 Further trackers (`raysim.tracking.followers`) read it too, each with a mark of its own.
@@ -21,12 +21,15 @@ from collections import deque
 from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from filelock import lock_descriptor
+from pydantic import Field
+from typing_extensions import TypedDict
 
-from raysim.errors import RaysimError
+from raysim.errors import ConfigError, RaysimError
 from raysim.system import files
+from raysim.system.json_files import parsed, read_json
 
 logger = logging.getLogger("raysim.tracking")
 
@@ -35,6 +38,77 @@ SPOOL_FILE = "spool.jsonl"
 
 SENT_FILE = "spool.sent"
 """Name of the file that holds the number of records that MLflow has received."""
+
+
+FIRST_BYTES = b'{"kind": "'
+"""How each record begins."""
+
+
+class _Record(TypedDict):
+    """Keys that all records have."""
+
+    time: int
+
+
+class _Start(_Record):
+    kind: Literal["start"]
+    key: str
+    run_id: str | None
+    name: str
+    parent: str | None
+    required: bool
+    uri: str
+    experiment: str
+
+
+class _Texts(_Record):
+    kind: Literal["params", "tags"]
+    values: dict[str, str]
+
+
+class _Metrics(_Record):
+    kind: Literal["metrics"]
+    step: int
+    values: dict[str, float]
+
+
+class _Inputs(_Record):
+    kind: Literal["inputs"]
+    name: str
+    digest: str
+    source: str
+    context: str
+    profile: dict[str, Any]
+
+
+class _Artifact(_Record):
+    kind: Literal["artifact"]
+    path: str
+    folder: str | None
+
+
+class _Parent(_Record):
+    kind: Literal["parent"]
+    parent: str
+
+
+class _Finish(_Record):
+    kind: Literal["finish"]
+    status: Literal["FINISHED", "FAILED", "KILLED"]
+
+
+RECORD = Annotated[
+    _Start | _Texts | _Metrics | _Inputs | _Artifact | _Parent | _Finish,
+    Field(discriminator="kind"),
+]
+"""Type of a record of the spool."""
+
+
+class _Mark(TypedDict):
+    """Content of the file that marks how many records have been sent."""
+
+    records: Annotated[int, Field(ge=0)]
+    run_id: str | None
 
 
 def plain(value: Any) -> Any:
@@ -61,6 +135,8 @@ class Tail:
         latest = self._read_mark()
         self.run_id: str | None = latest["run_id"]
         """Run that received the last acknowledged record."""
+        self.postponed: list[dict[str, Any]] = latest.get("postponed", [])
+        """Records of files that the store refused; those after them were sent."""
         self._sent = 0
         self._offset = 0
         for length in islice(map(len, self._whole_lines()), latest["records"]):
@@ -70,13 +146,13 @@ class Tail:
     @property
     def pending(self) -> int:
         """Number of unacknowledged records."""
-        return len(self._whole_lines(self._offset))
+        return len(self._whole_lines(self._offset)) + len(self.postponed)
 
     def head(self) -> list[dict[str, Any]]:
         """Return the next unsent records, at most about 250 kB."""
         lines = self._whole_lines(self._offset, 1 << 18)
         self._window = [len(line) for line in lines]
-        return [json.loads(line) for line in lines]
+        return [self._record(line, self._sent + i) for i, line in enumerate(lines, 1)]
 
     def acknowledge(self, count: int, run_id: str | None) -> None:
         """Mark the first `count` records of the last `head` as received by this run.
@@ -89,10 +165,36 @@ class Tail:
         self._offset += sum(self._window[:count])
         self._mark(run_id)
 
+    def postpone(self, record: dict[str, Any]) -> None:
+        """Keep the first record of the last `head` for later, and acknowledge it.
+
+        Args:
+            record: that record.
+        """
+        self.postponed.append(record)
+        self.acknowledge(1, self.run_id)
+
+    def acknowledge_postponed(self) -> None:
+        """Remove the first of the postponed records, which was sent or can never be."""
+        del self.postponed[0]
+        self._mark(self.run_id)
+
+    def place(self, path: Path) -> str:
+        """Return a path as records hold it: relative to the run's folder if it is below that.
+
+        The folder may be moved before a record is sent.
+
+        Args:
+            path: a file or a folder.
+        """
+        path, home = Path(path).absolute(), self.path.parent
+        return str(path.relative_to(home) if path.is_relative_to(home) else path)
+
     def rewind(self) -> None:
         """Mark all records as unsent, because the store that acknowledged them is lost."""
         self._sent = 0
         self._offset = 0
+        self.postponed = []
         self._mark(None)
 
     def last(self, *kinds: str) -> dict[str, Any] | None:
@@ -102,18 +204,28 @@ class Tail:
             *kinds: kinds of records, such as "start" and "metrics".
         """
         starts = tuple(f'{{"kind": "{kind}"'.encode() for kind in kinds)
+        lines = list(enumerate(self._whole_lines(), 1))
         return next(
-            (json.loads(line) for line in reversed(self._whole_lines()) if line.startswith(starts)),
-            None,
+            (self._record(line, i) for i, line in reversed(lines) if line.startswith(starts)), None
         )
 
     def tags(self) -> dict[str, str]:
         """Return the newest value of each tag that was recorded, sent or not."""
         values: dict[str, str] = {}
-        for line in self._whole_lines():
+        for i, line in enumerate(self._whole_lines(), 1):
             if line.startswith(b'{"kind": "tags"'):
-                values |= json.loads(line)["values"]
+                values |= self._record(line, i)["values"]
         return values
+
+    def _record(self, line: bytes, number: int) -> dict[str, Any]:
+        """Return the record that a line holds; raise ConfigError if it is damaged."""
+        try:
+            return parsed(line, RECORD)
+        except ValueError as error:
+            raise ConfigError(
+                f"{self.path}: line {number} is not a record of a run: {error}; put the file back "
+                "from a copy, or remove that line, whose record is then lost"
+            ) from None
 
     def _whole_lines(self, offset: int = 0, size: int = -1) -> list[bytes]:
         """Return the complete lines from `offset` on, at most about `size` bytes."""
@@ -123,6 +235,11 @@ class Tail:
                 lines = file.readlines(size)
         except FileNotFoundError:
             return []
+        except OSError as error:
+            raise ConfigError(
+                f"{self.path} cannot be read: {error.strerror}; remove it, or put it back from a "
+                "copy"
+            ) from None
         return lines if not lines or lines[-1].endswith(b"\n") else lines[:-1]
 
     def _mark(self, run_id: str | None) -> None:
@@ -130,15 +247,24 @@ class Tail:
         self.run_id = run_id
         # If the disk is full, a crash causes these records to be sent again, which is harmless.
         with contextlib.suppress(OSError):
-            files.write_file(self._sent_path, json.dumps({"records": self._sent, "run_id": run_id}))
+            mark: dict[str, Any] = {"records": self._sent, "run_id": run_id}
+            if self.postponed:
+                mark["postponed"] = self.postponed
+            files.write_file(self._sent_path, json.dumps(mark))
 
     def _read_mark(self) -> dict[str, Any]:
         """Return the content of the file that marks how many records have been sent."""
+        unsent = {"records": 0, "run_id": None}
+        if not self._sent_path.exists():
+            return unsent
+        if self._sent_path.is_dir():
+            raise ConfigError(f"{self._sent_path} is a folder; remove it")
         try:
-            return json.loads(self._sent_path.read_text())
-        except (FileNotFoundError, ValueError, RecursionError):
-            # The file is missing or incomplete. Sending all records again is harmless.
-            return {"records": 0, "run_id": None}
+            return read_json(self._sent_path, _Mark, "all records are sent again")
+        except ConfigError as error:
+            # Sending all records again is harmless.
+            logger.warning("%s", error)
+            return unsent
 
 
 class Spool(Tail):
@@ -151,7 +277,7 @@ class Spool(Tail):
         folder: the run's folder.
 
     Raises:
-        ConfigError: the spool is a symbolic link.
+        ConfigError: the spool is a symbolic link, or damaged.
         RaysimError: another process has this spool open, or it cannot be written.
     """
 
@@ -176,15 +302,21 @@ class Spool(Tail):
         self._total = len(lines)
         self.size = sum(map(len, lines))
         """Size of the spool in bytes."""
-        self.latest: int = json.loads(lines[-1])["time"] if lines else 0
+        self.latest: int = 0
         """Time of the last record when the spool was opened, in milliseconds since 1970."""
-        # Remove an incomplete last line, which a crash may have left.
-        os.ftruncate(self._file.fileno(), self.size)
+        try:
+            # The thread that sends the records could not report a damaged one.
+            for number, line in enumerate(lines, 1):
+                self.latest = self._record(line, number)["time"]
+            self._remove_incomplete_line()
+        except BaseException:
+            self._file.close()
+            raise
 
     @property
     def pending(self) -> int:
         """Number of unacknowledged records, including those in memory."""
-        return self._total - self._sent + len(self._memory)
+        return self._total - self._sent + len(self._memory) + len(self.postponed)
 
     @property
     def homeless(self) -> int:
@@ -249,6 +381,16 @@ class Spool(Tail):
             if not self._file.closed and size is not None:
                 os.ftruncate(self._file.fileno(), size)
             self._file.close()
+
+    def _remove_incomplete_line(self) -> None:
+        """Remove the part of a last line that a crash has left; refuse anything else."""
+        part = os.pread(self._file.fileno(), len(FIRST_BYTES), self.size)
+        if not FIRST_BYTES.startswith(part):
+            raise ConfigError(
+                f"{self.path} does not end with a record of a run; put the file back from a copy, "
+                f"or remove what follows byte {self.size}"
+            )
+        os.ftruncate(self._file.fileno(), self.size)
 
     def _put(self, line: bytes) -> None:
         """Write one line completely; otherwise restore the file and raise OSError."""

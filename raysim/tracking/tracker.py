@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import shlex
 import threading
 import time
@@ -23,9 +24,15 @@ from pathlib import Path
 from typing import Any
 
 from raysim.config.sections.storage import Tracking
-from raysim.config.tracking_uri import absolute_uri, mask_secrets, restored_uri
+from raysim.config.tracking_uri import absolute_uri, database_of, mask_secrets, restored_uri
 from raysim.errors import ConfigError, RaysimError
-from raysim.tracking.mlflow_client import Refused, RunClient, brief, database_of
+from raysim.tracking.mlflow_client import (
+    FileRefused,
+    Refused,
+    RunClient,
+    RunDeleted,
+    brief,
+)
 from raysim.tracking.recorder import Clock, Recorder, Status, legal
 from raysim.tracking.spool import SPOOL_FILE, Spool, Tail
 
@@ -60,7 +67,7 @@ class Tracker(Recorder):
             absolute_uri(restored_uri(tracking.uri)), tracking.experiment, run_dir, parent
         )
         self.required = tracking.required
-        self._server = RunClient(self._uri, self._experiment, self._spool.run_id)
+        self._server = RunClient(self._uri, self._experiment, self._spool.run_id, run_dir)
         self._error: Exception | None = None
         self._down_since: float | None = None
         self._attempts = 0
@@ -124,7 +131,7 @@ class Tracker(Recorder):
             self._key = ""  # there is no run
             raise RaysimError(
                 f"tracking.uri: {mask_secrets(self._server.uri)} cannot be used: {brief(error)}. "
-                f"{self._server.remedy}, "
+                f"{self._server.remedy(error)}, "
                 "or set tracking.required=false to run without it (what is tracked is then kept "
                 "and sent later)"
             ) from None
@@ -156,13 +163,23 @@ class Tracker(Recorder):
         if self.pending:
             logger.warning(
                 "%d records were not sent to %s (%s); they are kept in %s; to send them: raysim "
-                "tracking sync %s",
+                "tracking sync %s%s",
                 self.pending,
                 mask_secrets(self._server.uri),
                 brief(self._error or TimeoutError("it is too slow")),
                 self._spool.path,
                 shlex.quote(str(self._spool.path.parent)),
+                _to_a_new_run(self._error),
             )
+            error, database = self._error, database_of(self._server.uri)
+            refused = isinstance(error, FileRefused | RunDeleted)
+            if self.required and database and error is not None and not refused:
+                self.failure = (
+                    f"tracking.uri: {self.pending} records of this run are not in "
+                    f"{self._server.uri}: {brief(error)}. The run itself is complete in "
+                    f"{self._spool.path.parent}. {self._server.remedy(error)}, then: raysim "
+                    f"tracking sync {shlex.quote(str(self._spool.path.parent))}"
+                )
         if lost := self._spool.homeless:
             logger.error("%d of them are lost: the disk of %s is full", lost, self._spool.path)
 
@@ -173,11 +190,14 @@ class Tracker(Recorder):
             self._news.wait_for(
                 lambda: self._beats, START_TIMEOUT_S["database"]
             )  # importing MLflow is not the server's fault
+            locked_until = time.monotonic() + START_TIMEOUT_S["database"]
             while self._server.key != self._key:
-                if self._error is not None:
+                # Another process may hold a SQLite file for a while.
+                locked = "database is locked" in str(self._error)
+                if self._error is not None and not (locked and time.monotonic() < locked_until):
                     return self._error
                 before = self._beats
-                if not self._news.wait_for(lambda: self._error or self._beats > before, patience):  # noqa: B023
+                if not self._news.wait_for(lambda: self._beats > before, patience):  # noqa: B023
                     return TimeoutError(f"no answer within {patience:g} s")
         return None
 
@@ -193,7 +213,12 @@ class Tracker(Recorder):
                 while not self._stop.is_set() and _advance(self._spool, self._server):
                     self._up()
                     self._beat()
+                if self._closing.is_set():
+                    _send_postponed(self._spool, self._server)
                 pause = FLUSH_INTERVAL_S
+            except FileRefused as refusal:
+                self._error = refusal
+                break
             except Exception as error:
                 self._down(error)
                 pause = min(MAX_RETRY_PAUSE_S, 0.5 * 2 ** min(self._attempts - 1, 9))
@@ -216,10 +241,8 @@ class Tracker(Recorder):
             self._down_since = time.monotonic()
             if opened or not self.required:  # otherwise `start` raises, which reports it
                 logger.warning(
-                    "tracking is down: %s (%s). The run continues; records are kept in %s until it "
-                    "is back",
-                    mask_secrets(self._server.uri),
-                    brief(error),
+                    "%s. The run continues; records are kept in %s until it is back",
+                    _problem(self._server.uri, error),
                     self._spool.path,
                 )
         self._beat(error)
@@ -266,7 +289,10 @@ class Forwarder:
             run_dir: folder of a run; the run itself writes the spool.
         """
         tail = Tail(run_dir)
-        self._followed[run_dir] = tail, RunClient(self._uri, self._experiment, tail.run_id)
+        self._followed[run_dir] = (
+            tail,
+            RunClient(self._uri, self._experiment, tail.run_id, run_dir),
+        )
         self._hurry.set()
 
     def finish(self) -> None:
@@ -287,11 +313,12 @@ class Forwarder:
             logger.warning(
                 "the records of %d runs were not all sent to %s (%s); they are kept in their "
                 "folders. To send them, "
-                "give the same command again, or for each: raysim tracking sync %s",
+                "give the same command again, or for each: raysim tracking sync %s%s",
                 len(left),
                 mask_secrets(self._uri),
                 brief(self._error or TimeoutError("it is too slow")),
                 shlex.quote(str(left[0])),
+                _to_a_new_run(self._error),
             )
 
     def _write(self) -> None:
@@ -299,6 +326,7 @@ class Forwarder:
             closing, pause = self._closing.is_set(), FLUSH_INTERVAL_S
             try:
                 if not self._send() and closing:
+                    self._send_files()
                     return
             except Exception as error:
                 self._down(error)
@@ -321,25 +349,32 @@ class Forwarder:
                     self._error, self._attempts = None, 0
         return self._sent > before
 
+    def _send_files(self) -> None:
+        """Send the files that the store refused before, of all runs."""
+        for tail, server in list(self._followed.values()):
+            try:
+                _send_postponed(tail, server)
+            except FileRefused as refusal:
+                self._error = refusal
+
     def _down(self, error: Exception) -> None:
         if self._error is None:
             logger.warning(
-                "tracking is down: %s (%s). The runs continue; their records are kept in their "
-                "folders until it is back",
-                mask_secrets(self._uri),
-                brief(error),
+                "%s. The runs continue; their records are kept in their folders until it is back",
+                _problem(self._uri, error),
             )
         self._error = error
         self._attempts += 1
 
 
-def replay_spool(run_dir: Path) -> int:
+def replay_spool(run_dir: Path, to_a_new_run: bool = False) -> int:
     """Send the records that are still in a run's spool.
 
     Each record reaches the store exactly once, also if an earlier attempt sent a part of them.
 
     Args:
         run_dir: the run's folder.
+        to_a_new_run: whether a new run receives all records, because the former one was deleted.
 
     Returns:
         The number of records that were sent; 0 if nothing was left.
@@ -355,20 +390,29 @@ def replay_spool(run_dir: Path) -> int:
     spool = Spool(run_dir)
     with contextlib.closing(spool):
         start = spool.last("start")
-        if start and (database := database_of(start["uri"])) and not database.exists():
-            spool.rewind()  # it was deleted, with all that was sent: a new one gets the whole run
+        uri = _where_it_is(start, spool.path.parent) if start else ""
+        database = database_of(uri)
+        replaces = None
+        if to_a_new_run or (database and not database.exists()):
+            replaces = spool.run_id
+            spool.rewind()  # what was sent was deleted: a new run gets all records
         if not (left := spool.pending):
             return 0
-        assert start, "it is the first record of all"
-        server = RunClient(restored_uri(start["uri"]), start["experiment"], spool.run_id)
+        if start is None:
+            raise ConfigError(
+                f"{run_dir / SPOOL_FILE} has no record of the start of a run; put the file back "
+                "from a copy"
+            )
+        server = RunClient(restored_uri(uri), start["experiment"], spool.run_id, run_dir, replaces)
         try:
             while _advance(spool, server):
                 pass
+            _send_postponed(spool, server)
         except Exception as error:
             raise RaysimError(
                 f"{run_dir}: {spool.pending} of {left} records still cannot be sent to "
                 f"{mask_secrets(server.uri)}: "
-                f"{brief(error)}. {server.remedy}, then try again"
+                f"{brief(error)}. {_remedy(server, error)}, then try again{_to_a_new_run(error)}"
             ) from None
     return left
 
@@ -404,24 +448,84 @@ def add_to(
             {
                 "kind": "artifact",
                 "time": now,
-                "path": str(Path(artifacts).absolute()),
+                "path": spool.place(artifacts),
                 "folder": place,
             }
         )
     replay_spool(run_dir)
 
 
+def _where_it_is(start: Mapping[str, Any], run_dir: Path) -> str:
+    """Return the tracking URI of a run, also if its SQLite database was moved with its folder."""
+    database = database_of(start["uri"])
+    if database and not database.exists() and start.get("database"):
+        moved = Path(os.path.normpath(run_dir / start["database"]))
+        if moved.exists():
+            return start["uri"].replace(str(database), str(moved), 1)
+    return start["uri"]
+
+
 def _advance(spool: Tail, server: RunClient) -> int:
     """Send the next records; return how many are done, 0 at the end of the spool."""
     if not (records := spool.head()):
         return 0
+    first = records[0]
+    if first["kind"] == "artifact" and server.refuses_files:
+        spool.postpone(first)  # each attempt may last until a time limit
+        return 1
     try:
         count = server.send(records)
     except Refused as refusal:
-        server.refused += 1
-        logger.error(
-            "tracking: %s refuses %s: %s", mask_secrets(server.uri), records[0]["kind"], refusal
-        )
+        _report_refusal(server, first, refusal)
         count = 1
+    except FileRefused as refusal:
+        logger.warning(
+            "tracking: %s takes no files (%s). It gets the metrics, parameters, tags and the "
+            "status; the files are tried again at the end of the run",
+            mask_secrets(server.uri),
+            refusal,
+        )
+        spool.postpone(first)
+        return 1
     spool.acknowledge(count, server.run_id)
     return count
+
+
+def _send_postponed(spool: Tail, server: RunClient) -> None:
+    """Send the files that the store refused before.
+
+    Raises:
+        FileRefused: the store refuses one of them again; it and those after it stay postponed.
+        Exception: the server fails.
+    """
+    while spool.postponed:
+        try:
+            server.send(spool.postponed[:1])
+        except Refused as refusal:
+            _report_refusal(server, spool.postponed[0], refusal)
+        spool.acknowledge_postponed()
+
+
+def _report_refusal(server: RunClient, record: Mapping[str, Any], refusal: Refused) -> None:
+    """Log and count a record that the server will never accept."""
+    server.refused += 1
+    logger.error("tracking: %s refuses %s: %s", mask_secrets(server.uri), record["kind"], refusal)
+
+
+def _problem(uri: str, error: Exception) -> str:
+    """Return why a store cannot be used, as the beginning of a warning."""
+    if isinstance(error, RunDeleted):
+        return f"tracking: {mask_secrets(uri)}: {brief(error)}"
+    return f"tracking is down: {mask_secrets(uri)} ({brief(error)})"
+
+
+def _remedy(server: RunClient, error: Exception) -> str:
+    """Return advice for records that cannot be sent."""
+    if isinstance(error, FileRefused):
+        return "Make the artifact store of the run usable from here"
+    return "Restore the run" if isinstance(error, RunDeleted) else server.remedy(error)
+
+
+def _to_a_new_run(error: Exception | None) -> str:
+    """Return the option of `raysim tracking sync` for a run that was deleted, else ""."""
+    return ", or add --new-run to send all records to a new run" * isinstance(error, RunDeleted)

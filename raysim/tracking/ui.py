@@ -13,6 +13,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
+from urllib.parse import urlencode
 
 from raysim.config.sections.storage import Tracking
 from raysim.config.tracking_uri import absolute_uri, mask_secrets, restored_uri
@@ -47,13 +48,17 @@ def link(address: str, experiment: Experiment | None = None) -> str:
 
     Args:
         address: address of the MLflow server.
-        experiment: the experiment; None links to all experiments. If raysim created it, its charts
-            are in the order of `raysim.tracking.charts`.
+        experiment: the experiment; None links to all experiments. Its runs are in the order of
+            `raysim.tracking.charts`, and if raysim created it, its charts too.
     """
     if experiment is None:
         return f"{address}/#/experiments?{VIEW}"
-    order = f"&viewStateShareKey={charts.VIEW_KEY}" if charts.VIEW_TAG in experiment.tags else ""
-    return f"{address}/#/experiments/{experiment.experiment_id}/runs?{VIEW}&{CHARTS}{order}"
+    # A stored view has the order too. MLflow ignores the view if the link also has an order.
+    order = {"viewStateShareKey": charts.VIEW_KEY}
+    if charts.VIEW_TAG not in experiment.tags:
+        order = {key: str(value).lower() for key, value in charts.ORDER.items()}
+    page = f"{address}/#/experiments/{experiment.experiment_id}/runs"
+    return f"{page}?{VIEW}&{CHARTS}&{urlencode(order)}"
 
 
 def run_link(address: str, experiment_id: str, run_id: str) -> str:

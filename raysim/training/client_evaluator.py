@@ -1,4 +1,4 @@
-"""Evaluation of single clients: the model that a client would use, on the client's test examples.
+"""Evaluation of single clients: the model that a client would use, on the client's own examples.
 
 It runs on the workers, in blocks of their own. Like a block of training, such a block is a pure
 function of the broadcast, the clients' states, the data and the seed of the run.
@@ -17,6 +17,7 @@ from torch import Tensor
 from raysim.config.schema import Config
 from raysim.data import Examples
 from raysim.data.clients import ExampleLists, VirtualClients
+from raysim.metrics import VALIDATION
 from raysim.models.flat import BoundModel
 from raysim.rules.contract import ClientRule, ServerRule, State, overridden
 from raysim.rules.learning_task import TaskMetric
@@ -33,8 +34,11 @@ class ClientEvaluator:
 
     Args:
         trainer: the worker's trainer, with the net and the client rule.
-        tests: positions of the examples on which each client is evaluated, in `examples`.
+        tests: positions of the examples on which each client is evaluated, in `examples`; None:
+            there are none.
         examples: the half of the data set that `tests` refers to.
+        val: positions of the validation examples of each client in the training half; None: there
+            are none.
         training: positions of the training examples of each client, also of those that never train.
         batch_size: examples in a batch.
         metrics: the metrics of the learning task; the loss is always measured too.
@@ -44,8 +48,9 @@ class ClientEvaluator:
     def __init__(
         self,
         trainer: Trainer,
-        tests: ExampleLists | VirtualClients,
+        tests: ExampleLists | VirtualClients | None,
         examples: Examples,
+        val: ExampleLists | None,
         training: ExampleLists | VirtualClients,
         batch_size: int,
         metrics: Sequence[TaskMetric],
@@ -54,6 +59,7 @@ class ClientEvaluator:
         self.trainer = trainer
         self.tests = tests
         self.examples = examples
+        self.val = val
         self.training = training
         self.batch_size = batch_size
         self.metrics = metrics
@@ -79,7 +85,11 @@ class ClientEvaluator:
         evaluations = []
         own_models: dict[int, State] = {}
         for task in block.tasks:
-            result = ClientEvaluation(task.client, len(self.tests.client(task.client)))
+            result = ClientEvaluation(
+                task.client,
+                _n_examples(self.tests, task.client),
+                _n_examples(self.val, task.client),
+            )
             try:
                 w, buffers = self._model(broadcasts[task.base], task)
                 result.metrics = self._measure(task.client, w, buffers)
@@ -143,12 +153,32 @@ class ClientEvaluator:
 
     @torch.no_grad()
     def _measure(self, client: int, w: Tensor, buffers: Tensor) -> dict[str, float]:
-        """Return the metrics of a model on the test examples of a client."""
+        """Return the metrics of a model on the test and validation examples of a client."""
         self.net.w.copy_(w)
-        positions = torch.from_numpy(self.tests.client(client).copy())
-        return measure(
-            self.net, buffers, self.examples, self.batch_size, self.metrics, positions=positions
-        )
+        training = self.trainer.client_batches.examples
+        metrics: dict[str, float] = {}
+        for prefix, lists, examples in (
+            ("", self.tests, self.examples),
+            (VALIDATION, self.val, training),
+        ):
+            positions = () if lists is None else lists.client(client)
+            if not len(positions):
+                continue
+            values = measure(
+                self.net,
+                buffers,
+                examples,
+                self.batch_size,
+                self.metrics,
+                positions=torch.from_numpy(np.array(positions)),
+            )
+            metrics |= {f"{prefix}{name}": value for name, value in values.items()}
+        return metrics
+
+
+def _n_examples(lists: ExampleLists | VirtualClients | None, client: int) -> int:
+    """Return how many examples a client has in lists of examples."""
+    return 0 if lists is None else len(lists.client(client))
 
 
 def own_model(

@@ -88,6 +88,8 @@ class ClientFinish:
         returned = rule.finish(shared, state, client.client_state, client.data, task)
         check_finish(rule, returned)
         report, rows = returned
+        logged = {f"metric/{name}": number for name, number in (task.logged or {}).items()}
+        report = {**logged, **report}
         declared = self.uploads.declared
         check_report(rule, self.sent, declared, report, client.client_state, rows)
         return report, rows

@@ -81,7 +81,9 @@ def kept_or_new_state(rule: ClientRule, task: LoopTask, client_task: ClientTask)
     Raises:
         ContractError: the rule's `state` is not a dict of tensors.
     """
+    task.logged = None  # `state` belongs to no round
     client_state = rule.state(task)
+    task.logged = {}
     check_tensors(rule, "state", client_state)
     if client_task.client_state is not None:
         client_state = {

@@ -50,6 +50,8 @@ class PreparedClient:
     """Batches that the rule prepared, a tuple for each batch of a pass."""
     optimizer_state: State = field(default_factory=dict)
     """State of the optimizer before the first local step; {} for plain SGD."""
+    logged: State = field(default_factory=dict)
+    """What the rule has logged before the first local step."""
 
 
 @dataclass

@@ -76,6 +76,7 @@ class LoopTask(ModelTask):
         self.settings = settings
         self.facts = steps, client
         self.in_steps = False
+        self.logged = {}
         self.losses = []
         self.global_buffers = global_buffers
         self.buffers = (global_buffers if buffers is None else buffers).clone()

@@ -15,6 +15,7 @@ from raysim.system.signals import reraise_stop
 from raysim.training.batches import PrefetchedBatches
 from raysim.training.client_update import ClientUpdate, PreparedClient, failed_update
 from raysim.training.messages import Block, Broadcast, ClientTask
+from raysim.training.step_log import StepLog
 from raysim.training.trainer import Trainer
 
 
@@ -70,12 +71,14 @@ class LoopTrainer(Trainer):
         varies = step_sizes.varies_in_a_round
         mean = DirectionMean(local.accumulate, client.task.steps)
         task.in_steps = True
+        log = StepLog(1)
         for passes, batch in enumerate(batches):
             if varies:
                 lr = step_sizes.of_step(client.task.base, passes // local.accumulate)
                 task.settings = replace(client.settings, lr=lr)
             if prepared:
                 batch = replace(batch, prepared=prepared[passes % len(prepared)])
+            task.logged = {}
             if plain:
                 task.descend_plainly(batch)
             elif in_place:
@@ -90,7 +93,9 @@ class LoopTrainer(Trainer):
                 task.check_update(rule)
                 state = after
             check_passes(rule, len(task.losses) - passes)
+            log.add({name: number[None] for name, number in task.logged.items()})
         task.settings = client.settings
+        task.logged = {**client.logged, **log.of(0)}
         return state
 
 

@@ -37,6 +37,16 @@ class Broadcast:
         return self.buffers.nbytes + sum(tensor.nbytes for tensor in self.shared.values())
 
 
+@dataclass(frozen=True)
+class EvaluationParts:
+    """What to measure of a version of the model."""
+
+    rounds_done: int
+    """Number of completed rounds; 0 is the untrained model."""
+    names: tuple[str, ...]
+    """"test" for the test set and held-out examples, or names of probes."""
+
+
 @dataclass
 class ClientTask:
     """Local training of one client in one round."""
@@ -95,16 +105,19 @@ class ClientResult:
 
 @dataclass
 class ClientEvaluation:
-    """Metrics of one client on its test examples."""
+    """Metrics of one client on its test and its validation examples."""
 
     client: int
     """Number of the client."""
     examples: int
     """Number of its test examples."""
+    val_examples: int
+    """Number of its validation examples."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Metrics of the model that the client would use, by name."""
+    """Metrics of the model that the client would use, by name; those on validation examples begin
+    with `VALIDATION`. Without examples there are none."""
     fine_tuned: dict[str, float] = field(default_factory=dict)
-    """Metrics after fine-tuning, by name; empty without it."""
+    """The same after fine-tuning; empty without it."""
     error: str | None = None
     """The error that stopped the evaluation; None if there is none."""
 

@@ -54,6 +54,10 @@ class ServerTask(LoopTask):
         self.start(settings, x, buffers, 0, client=SERVER)
         return self
 
+    def log(self, **numbers: float | Tensor) -> None:
+        """Refuse: the server has a log of its own. See `Task.log`."""
+        raise ValueError("task.log: on the server use reports.log")
+
     def rng(self, stream: str) -> Generator:
         """Refuse: the server has generators of its own. See `Task.rng`."""
         raise ValueError(f"task.rng('{stream}'): on the server use reports.rng('{stream}')")

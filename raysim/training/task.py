@@ -46,6 +46,8 @@ class ModelTask(Task):
         self.segments = model.segments
         self.shapes = tuple(model.shapes)
         self.classes = model.classes
+        self.logged: State | None = None
+        """What the rule has logged in this local step, or outside of them; None: it may not."""
         self.losses: list[Tensor] = []
         """The learning task's mean loss in each pass in mode "train", without terms of a method."""
         self.optimizer_state: State = {}
@@ -100,6 +102,20 @@ class ModelTask(Task):
                 'task.public: set needs_public_data = "inputs" or "labels" in the class of the rule'
             )
         return self.settings.public
+
+    def log(self, **numbers: float | Tensor) -> None:
+        """Log numbers of this client. See `Task.log`."""
+        if self.logged is None:
+            raise ValueError(f"task.log({', '.join(numbers)}): not here; log where a client trains")
+        for name, number in numbers.items():
+            value = torch.as_tensor(number, device=self.model.device).detach()
+            if value.numel() != 1 or value.is_complex():
+                raise ValueError(
+                    f"task.log: {name} is a tensor of shape {list(value.shape)} and type "
+                    f"{value.dtype}; log one real number"
+                )
+            # A copy, because the vectors of a client are changed in place.
+            self.logged[name] = value.to(self.model.dtype).reshape(()).clone()
 
     def rng(self, stream: str) -> Generator:
         """Refuse: a client has a generator outside of local steps only. See `Task.rng`."""

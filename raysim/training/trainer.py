@@ -81,6 +81,8 @@ class WorkerParts:
     """The public examples, if a client rule needs them."""
     tests: Callable[[int], LocalData] | None = None
     """Returns the test examples of a client; None if clients have none."""
+    vals: Callable[[int], LocalData] | None = None
+    """Returns the validation examples of a client; None if clients have none."""
     measures: Mapping[str, Measure] = field(default_factory=dict)
     """Functions of probes that measure a client, by the name of the probe."""
     all_per_client: bool = False
@@ -334,6 +336,7 @@ class Trainer(ABC):
             self.loop.settings,
             list(prepared),
             self.loop.optimizer_state,
+            self.loop.logged or {},
         )
 
     def receive(
@@ -355,12 +358,13 @@ class Trainer(ABC):
                 forbidden.
         """
         t, client, local = client_task.base, client_task.client, self.config.local
-        tests = self.parts.tests
+        tests, vals = self.parts.tests, self.parts.vals
         data = LocalData(
             len(mine),
             self.average,
             lambda augment=False: self.client_batches.whole(mine, client_task if augment else None),
             tests and partial(tests, client),
+            vals and partial(vals, client),
         )
         broadcast = self.personal.received(
             self.sent_to(broadcast, client), client_task.client_state

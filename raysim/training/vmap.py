@@ -31,6 +31,7 @@ from raysim.training.groups import ClientGroup
 from raysim.training.local_step import LocalSettings
 from raysim.training.loop_task import LoopTask
 from raysim.training.messages import Block, Broadcast, ClientTask
+from raysim.training.step_log import StepLog
 from raysim.training.task import ForwardPass, ModelTask, forward_pass
 from raysim.training.trainer import Trainer, WorkerParts
 
@@ -229,6 +230,7 @@ class VmapTrainer(Trainer):
             )
             state = {key: value[k] for key, value in block.state.items()}
             rule_state, self.loop.optimizer_state = _divided(state)
+            self.loop.logged = {**client.logged, **block.log.of(k)}
             return self.finish.update(client, rule_state, block.losses[k], self.loop)
         except BaseException as error:
             reraise_stop(error)
@@ -277,6 +279,8 @@ class VmapBlock:
             self.state[ACCUMULATED] = torch.zeros_like(self.state["w"])
         self.buffers = torch.stack([client.buffers for client in clients])
         """BatchNorm statistics [K, Q]."""
+        self.log = StepLog(len(clients))
+        """What the rule logs in local steps."""
         self.losses = torch.zeros(len(clients), dtype=model.dtype, device=model.device)
         """Mean loss [K] of each client's mini-batches so far."""
         self.counts = [client.task.steps for client in clients]
@@ -329,7 +333,7 @@ class VmapBlock:
             batch.tensors() | _due(self.local, self.counts[:live], i, self.model.device),
             _numbers_of_step(self.model, self.local, self.clients[0].task.base, i),
         )
-        state, buffers, losses = (
+        state, buffers, losses, logged = (
             self.cuda_graphs.run(self._kind, self._step, *arguments)
             if self.cuda_graphs
             else self._step(*arguments)
@@ -339,13 +343,16 @@ class VmapBlock:
         self.state = state
         self.buffers = torch.cat([buffers, self.buffers[live:]])
         self.losses[:live] += (losses - self.losses[:live]) / (i + 1)
+        self.log.add(logged)
 
 
-Step = Callable[[Sent, State, Tensor, Tensor, dict[str, Any], State], tuple[State, Tensor, Tensor]]
+StepResult = tuple[State, Tensor, Tensor, State]
+"""Next state, next BatchNorm statistics [Q], loss, and what the rule logged."""
+
+Step = Callable[[Sent, State, Tensor, Tensor, dict[str, Any], State], StepResult]
 """One local step of a client, of what it received, its state, its BatchNorm statistics [Q], its
 facts [2] (number of steps, number of the client), its batch's tensors and the numbers of this step.
-
-It returns the next state, the next statistics and the loss."""
+"""
 
 
 def _step_of(model: Model, rule: ClientRule, settings: LocalSettings) -> Step:
@@ -358,11 +365,12 @@ def _step_of(model: Model, rule: ClientRule, settings: LocalSettings) -> Step:
         facts: Tensor,
         tensors: dict[str, Any],
         numbers: State,
-    ) -> tuple[State, Tensor, Tensor]:
+    ) -> StepResult:
         t, shared, received = sent
         lr = numbers.get("lr", settings.lr)
         task = VmapTask(model, replace(settings, t=t, lr=lr), received, facts)
         task.buffers = buffers
+        task.logged = {}
         rule_state, task.optimizer_state = _divided(state)
         batch = PaddedBatch.of_one(tensors)
         if ACCUMULATED in state:
@@ -373,7 +381,9 @@ def _step_of(model: Model, rule: ClientRule, settings: LocalSettings) -> Step:
             task.check_update(rule)
             after = after | _of_engine(task.optimizer_state)
         check_passes(rule, len(task.losses))
-        return after, task.buffers, task.losses[0]
+        # The copies leave the gradient's transform, in which `loss` has logged.
+        logged = {name: number.clone() for name, number in task.logged.items()}
+        return after, task.buffers, task.losses[0], logged
 
     return step
 

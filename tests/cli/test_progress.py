@@ -5,14 +5,19 @@ from __future__ import annotations
 
 import io
 import logging
+import sys
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from rich.console import Console
 
+import raysim
 from raysim.cli import progress
-from raysim.cli.progress import RunProgress, duration, preparing, summary, times
+from raysim.cli.progress import RunProgress, preparing, summary
+from raysim.errors import ConfigError
+from raysim.runs import progress as run_progress
+from raysim.runs.progress import duration, times
 from raysim.system import startup_stages
 
 
@@ -80,6 +85,51 @@ def test_one_live_line(monkeypatch):
     for part in ("loading mnist", "fedavg on mnist, 2 actors", "accuracy 0.6000", "6/6", "left"):
         assert part in text
     assert "round 1/6" not in text
+
+
+@pytest.fixture
+def notebook(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The texts that a notebook displays: each one is in the place of the one before."""
+    texts: list[str] = []
+
+    def display(content: object, display_id: bool) -> Any:
+        assert display_id and not texts, "one line"
+        texts.append(repr(content))
+        return SimpleNamespace(update=lambda content: texts.append(repr(content)))
+
+    shell = SimpleNamespace(kernel=object())
+    ipython = SimpleNamespace(get_ipython=lambda: shell, display=SimpleNamespace(display=display))
+    monkeypatch.setitem(sys.modules, "IPython", ipython)  # type: ignore[arg-type]
+    return texts
+
+
+def test_a_notebook_shows_one_line(notebook, capfd):
+    done = raysim.run("quickstart", rounds=3, resources={"executor": "inline"}, tracking=False)
+    assert notebook[0] == "raysim: preparing" and "raysim: loading digits" in notebook
+    assert notebook[-1].startswith("gradma on digits, inline: round 3/3  accuracy 0.")
+    assert f"accuracy {done.history[-1]['accuracy']:.4f}" in notebook[-1]
+    assert capfd.readouterr().out == ""
+
+
+def test_a_callback_takes_the_place_of_a_notebooks_line(notebook):
+    records = []
+    options: dict[str, Any] = {"resources": {"executor": "inline"}, "tracking": False}
+    raysim.run("quickstart", rounds=1, progress=records.append, **options)
+    assert [record["round"] for record in records] == [0, 1] and notebook == []
+
+
+def test_a_terminals_ipython_shows_nothing(notebook):
+    sys.modules["IPython"].get_ipython = lambda: object()  # type: ignore[attr-defined]
+    with run_progress.shown(None) as shown_for:
+        assert shown_for(plan(1))({"round": 0}) is None and notebook == []
+
+
+def test_a_notebook_shows_an_error_as_one_sentence():
+    """`_render_traceback_` is what IPython asks an exception for."""
+    with pytest.raises(ConfigError) as caught:
+        raysim.run("quickstart", {"local.lrr": 1})
+    (line,) = caught.value._render_traceback_()
+    assert line == f"ConfigError: {caught.value}" and "local.lr" in line
 
 
 def test_summary():

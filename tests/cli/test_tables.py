@@ -129,3 +129,10 @@ def test_the_page_of_what_has_keys_lists_them(raysim_, what, line):
     assert any(line in " ".join(row.split()) for row in said.out.splitlines())
     rows = raysim_("list", *what, "--json").last
     assert all(set(row) == {"key", "default", "what"} and row["what"] for row in rows)
+
+
+def test_control_characters_of_names_are_not_printed(capsys):
+    table = Table("name")
+    table.add_row("run \x1b]0;title\x07\x1b[2J")
+    print_table(table)
+    assert "\x1b" not in capsys.readouterr().out

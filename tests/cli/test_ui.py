@@ -3,6 +3,7 @@ metrics, at the place."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -23,6 +24,7 @@ from raysim.errors import RaysimError
 from raysim.tracking import charts, mlflow_client, ui
 
 VIEW = "workflowType=machine_learning"
+CHARTS = f"{VIEW}&compareRunsMode=CHART&orderByKey=metrics.%60accuracy%60&orderByAsc=false"
 
 
 class Store:
@@ -76,7 +78,7 @@ def test_a_database_is_served_until_ctrl_c(raysim_, store, serving, opened):
     Path("mlflow.db").touch()
     said = raysim_("ui", "mnist")
     ((uri, port),) = serving
-    link = f"http://127.0.0.1:{port}/#/experiments/3/runs?{VIEW}&compareRunsMode=CHART"
+    link = f"http://127.0.0.1:{port}/#/experiments/3/runs?{CHARTS}"
     assert (said.code, said.out, opened) == (0, f"{link}\n", [link])
     assert uri == f"sqlite:///{Path.cwd()}/mlflow.db"
 
@@ -90,7 +92,7 @@ def test_without_an_experiment_all_are_listed(raysim_, store, serving, opened):
 
 def test_of_a_server_only_the_link_is_shown(raysim_, store, serving, opened):
     said = raysim_("ui", "mnist", "--uri", "http://me:secret@host:5000")
-    link = f"http://host:5000/#/experiments/3/runs?{VIEW}&compareRunsMode=CHART"
+    link = f"http://host:5000/#/experiments/3/runs?{CHARTS}"
     assert (said.code, said.out, opened, serving) == (0, f"{link}\n", [link], [])
 
 
@@ -127,6 +129,21 @@ def database(here: Path, tables_made_once: None) -> Callable[[], str]:
         return uri
 
     return make
+
+
+def test_trials_come_before_the_run_of_their_sweep(database):
+    """Which is the newest and would else hide them; the charts' view has the order."""
+    client = mlflow_client.connected(database())
+    parent = client.create_run("1", start_time=2).info.run_id
+    client.log_metric(parent, "trials_finished", 2)
+    tags = {"mlflow.parentRunId": parent}
+    trials = [client.create_run("1", start_time=0, tags=tags).info.run_id for _ in range(2)]
+    for value, trial in enumerate(trials):
+        client.log_metric(trial, "accuracy", value)
+    view = json.loads(charts.view())
+    order = f"{view['orderByKey']} {'ASC' if view['orderByAsc'] else 'DESC'}"
+    runs = client.search_runs(["1"], order_by=[order])
+    assert [run.info.run_id for run in runs] == [*reversed(trials), parent]
 
 
 @pytest.mark.ray

@@ -19,6 +19,7 @@ from raysim.config.tracking_uri import (
     redacted_uri,
     restored_uri,
 )
+from raysim.engine.resolve import read_run_config
 from raysim.errors import ConfigError
 from raysim.runs.resume import reopen
 from raysim.tracking import mlflow_client
@@ -202,3 +203,24 @@ def test_a_database_in_a_folder_with_a_quote_works(base, tmp_path, monkeypatch):
     )
     kept = Path("mlartifacts", done.run_id, "artifacts", "history.csv")
     assert kept.is_file()
+
+
+def test_mlflows_own_variables_count_where_the_configuration_has_nothing(monkeypatch, caplog):
+    """As MLflow's users expect; a note says so."""
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:secret@tracking:5000")
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "mine")
+    with caplog.at_level("INFO", logger="raysim.notes"):
+        tracking = read_run_config({"rounds": 1})["tracking"]
+    assert tracking == {"uri": "http://me:secret@tracking:5000", "experiment": "mine"}
+    assert "$MLFLOW_TRACKING_URI" in caplog.text and "secret" not in caplog.text
+    given = {"uri": "sqlite:///mine.db"}
+    tracking = read_run_config({"rounds": 1, "tracking": given})["tracking"]
+    assert tracking == given | {"experiment": "mine"}
+    read = read_run_config({"rounds": 1}, ["tracking.experiment=other"])
+    assert read["tracking"]["experiment"] == "other"
+
+
+def test_an_unusable_variable_is_named(monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "./mlruns")
+    with pytest.raises(ConfigError, match=r"is a folder.*\$MLFLOW_TRACKING_URI"):
+        read_run_config({"rounds": 1})

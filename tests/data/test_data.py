@@ -35,7 +35,7 @@ from raysim.data import (
     split_dataset,
 )
 from raysim.data.dataset import normalise
-from raysim.data.loading import DESCRIPTIONS
+from raysim.data.loading import DESCRIPTIONS, USER_FORMATS
 from raysim.errors import ConfigError
 from raysim.randomness import generator
 
@@ -320,7 +320,7 @@ def test_folder_mistakes(tmp_path):
     with pytest.raises(ConfigError, match=r"data\.path: no images in .*train/<class>/"):
         load_dataset(data)
     with pytest.raises(
-        ConfigError, match=r"data\.path: only data\.name=folder and data\.name=users read it"
+        ConfigError, match=r"data\.path: only the data sets folder, leaf, pfllib, users read it"
     ):
         load_dataset(Data(name="digits", path=str(tmp_path)))
 
@@ -448,12 +448,13 @@ def test_a_damaged_image_is_named(users):
         (
             "train.csv",
             "",
-            r"train\.csv:1: no column user, image, class; expected user, image, class",
+            r"train\.csv:1: no column user, image, class; expected one CSV file with the columns "
+            "user,image,class,split",
         ),
         (
             "train.csv",
             "user,image\na,2.png\n",
-            r"train\.csv:1: no column class; expected user, image, class",
+            r"train\.csv:1: no column class; expected one CSV file",
         ),
         ("train.csv", "user,image,class\n", r"train\.csv: names no images"),
         ("train.csv", "user,image,class\na,2.png,x\n ,3.png,x\n", r"train\.csv:3: no user"),
@@ -472,14 +473,14 @@ def test_a_damaged_image_is_named(users):
         (
             "test.csv",
             "image,class\n4.png,tower\n4.png,moon\n",
-            r"test\.csv:3: class 'moon' is not among those of",
+            r"test\.csv:3: class 'moon' has no training image",
         ),
         (
             "test.csv",
             "image,class\n4.png,tower\ntrain.csv,tower\n",
             r"test\.csv:3: cannot be read as an image",
         ),
-        ("test.csv", "image\n4.png\n", r"test\.csv:1: no column class; expected image, class"),
+        ("test.csv", "image\n4.png\n", r"test\.csv:1: no column class; expected one"),
         ("train.csv", "user,image,class\na,\xe9.png,x\n", r"train\.csv is not a CSV file in UTF-8"),
     ],
 )
@@ -495,10 +496,11 @@ def test_users_mistakes_name_file_and_line(file, text, said, users):
 
 def test_users_need_a_folder():
     with pytest.raises(
-        ConfigError, match=r"data\.path: missing; data\.name=users needs the folder"
+        ConfigError,
+        match=r"data\.path: missing; data\.name=users needs one CSV file with the columns",
     ):
         load_dataset(Data(name="users"))
-    with pytest.raises(ConfigError, match=r"users cannot be downloaded: give the folder"):
+    with pytest.raises(ConfigError, match=r"users cannot be downloaded: give a CSV file"):
         download_dataset("users")
 
 
@@ -507,11 +509,7 @@ def test_users_need_a_folder():
 
 @pytest.mark.parametrize(
     "name",
-    [
-        n
-        for n in dataset_names()
-        if n not in ("digits", "quadratics", "folder", "users", "covid_ct")
-    ],
+    [n for n in dataset_names() if n not in ("digits", "quadratics", "covid_ct", *USER_FORMATS)],
 )
 def test_missing_files_say_what_to_do(name, tmp_path):
     with pytest.raises(ConfigError) as caught:

@@ -203,7 +203,7 @@ def test_the_content_is_part_of_the_identity_and_not_its_place(tmp_path, base):
             "y": "label",
             "user": "who",
         },
-        "partition": "natural",
+        "partition": {"name": "natural", "test": "natural"},
         "model": {"name": "logistic"},
         "algorithm": "fedavg",
         "local": {"steps": 2, "batch_size": 4, "lr": 0.1},

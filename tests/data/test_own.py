@@ -12,6 +12,7 @@ import pytest
 import torch
 from PIL import Image
 from pydantic import TypeAdapter
+from support.damage import claiming
 
 import raysim
 from raysim.config.sections.base import named
@@ -370,6 +371,11 @@ def test_an_npz_file_that_cannot_be_used_is_refused(tmp_path):
     refused(tmp_path / "l.pt", "is not an .npz file but a zip archive with l/data.pkl")
     (tmp_path / "m").mkdir()
     refused(tmp_path / "m", "cannot be read: Is a directory")
+    refused(claiming(tmp_path / "n.npz", 10**12, x=X, y=Y), "has no array x_test and no y_test")
+    refused(
+        claiming(tmp_path / "o.npz", 10**12, x=X, y=Y, x_test=X, y_test=Y),
+        "does not fit in memory: .*; if the array should be smaller, the file is damaged",
+    )
 
 
 HUGE = with_nan(1e39)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.damage import claiming
 from support.real_data import real_data_set
 
 from raysim.config import explain
@@ -565,6 +566,20 @@ def test_file_mistakes_name_the_client(content, message, tmp_path):
         split_dataset(partition(name="file", path=str(path)), dataset(np.zeros(6)), 0)
 
 
+def test_a_file_that_is_nested_too_deeply(tmp_path):
+    (tmp_path / "p.json").write_text("[" * 100_000 + "]" * 100_000)
+    with pytest.raises(ConfigError, match=r"p\.json is neither .*it is not JSON"):
+        split_dataset(
+            partition(name="file", path=str(tmp_path / "p.json")), dataset(np.zeros(6)), 0
+        )
+
+
+def test_arrays_that_claim_more_than_the_memory(tmp_path):
+    path = claiming(tmp_path / "p.npz", 10**13, indices=np.arange(4), offsets=np.array([0, 4]))
+    with pytest.raises(ConfigError, match=r"partition\.path: .*p\.npz does not fit in memory"):
+        split_dataset(partition(name="file", path=str(path)), dataset(np.zeros(6)), 0)
+
+
 def test_file_missing_or_damaged(tmp_path):
     toy = dataset(np.zeros(6))
     with pytest.raises(ConfigError, match=r"nowhere\.json cannot be read: No such file"):
@@ -577,7 +592,7 @@ def test_file_missing_or_damaged(tmp_path):
         split_dataset(partition(name="file", path=str(tmp_path / "q.npz")), toy, 0)
     for content in (b"", b"not a zip file"):
         (tmp_path / "r.npz").write_bytes(content)
-        with pytest.raises(ConfigError, match="neither"):
+        with pytest.raises(ConfigError, match=r"r\.npz is not an \.npz file .*indices and offsets"):
             split_dataset(partition(name="file", path=str(tmp_path / "r.npz")), toy, 0)
 
 

@@ -3,16 +3,19 @@ read, has two minutes to start, and is not in the process group of the run."""
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
-from ray._private import services
+from ray._private import ray_constants, services
 
-from raysim.distributed import loopback
+from raysim.distributed import loopback, nodes
+from raysim.errors import ConfigError, RaysimError
 
 LISTENING = """
     import sys
@@ -94,3 +97,114 @@ def test_a_node_that_is_slow_to_register_is_awaited(monkeypatch: pytest.MonkeyPa
     answers = iter([None])
     with loopback.patient_start(), pytest.raises(RuntimeError, match="no such node"):
         services.get_node("address", "node")
+
+
+@pytest.mark.parametrize("address", ["local", ""])
+def test_an_address_that_means_this_machine_starts_the_same_ray(
+    monkeypatch: pytest.MonkeyPatch, address: str
+) -> None:
+    """Ray's own start would listen on all interfaces."""
+    started: dict[str, Any] = {}
+
+    def init(**options: Any) -> None:
+        started.update(options, only_here=not ray_constants.ENABLE_RAY_CLUSTER)
+
+    monkeypatch.setattr(nodes.ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(nodes.ray, "init", init)
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    for given in (None, "local"):
+        assert nodes.connect(given, 1, print)
+        assert started["address"] == "local" and started["only_here"], started
+        assert started["include_dashboard"] is False
+
+
+FORK = """
+    import os, sys, ray
+    from pathlib import Path
+    from raysim.distributed import nodes
+    import raysim
+
+    nodes.connect(None, 1, print)
+    child = os.fork()
+    if not child:
+        try:
+            raysim.run({"data": "digits", "algorithm": "fedavg", "rounds": 1,
+                        "resources": {"actors": 1}, "run_dir": sys.argv[1]}, tracking=False)
+        except raysim.ConfigError as error:
+            print(error, flush=True)
+            os._exit(2)
+        os._exit(0)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    assert nodes.connect(None, 1, print) is False, "the parent goes on with its Ray"
+    ray.get(ray.remote(lambda: 0).remote(), timeout=60)
+    nodes.leave_cluster()
+"""
+
+
+def test_a_fork_of_a_process_that_uses_ray_is_refused(tmp_path: Path) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(FORK), str(tmp_path / "run")],
+        env={k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ran.returncode == 0, ran.stderr
+    error, code = ran.stdout.splitlines()
+    assert "fork" in error and "spawn" in error and "executor=inline" in error
+    assert code == "2"
+
+
+@pytest.mark.parametrize(
+    ("address", "advice"),
+    [
+        ("http://head:8265", "raysim submit"),
+        ("ray://head:10001", "Ray Client"),
+        ("head", "HOST:PORT"),
+        ("127.0.0.1:1", "RAY_ADDRESS=local"),
+    ],
+)
+def test_an_address_that_leads_nowhere_is_refused_by_its_variable(
+    monkeypatch: pytest.MonkeyPatch, address: str, advice: str
+) -> None:
+    monkeypatch.setattr(nodes.ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(nodes.ray, "init", lambda **options: pytest.fail("Ray would wait"))
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    with pytest.raises(ConfigError, match=f"^RAY_ADDRESS: .*{advice}"):
+        nodes.connect(None, 1, print)
+    with pytest.raises(ConfigError, match=r"^resources\.address: "):
+        nodes.connect(address, 1, print)
+
+
+def test_a_deep_folder_for_temporary_files_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def init(**options: Any) -> None:
+        raise OSError("AF_UNIX path length cannot exceed 107 bytes: /tmp/…")
+
+    monkeypatch.setattr(nodes.ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(nodes.ray, "init", init)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(RaysimError, match=r"TMPDIR.*RAY_TMPDIR=/tmp"):
+        nodes.connect(None, 1, print)
+
+
+def test_a_temporary_folder_that_cannot_be_written_is_refused_at_once(tmp_path, monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(nodes.ray, "init", lambda **options: pytest.fail("Ray is started"))
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path / "file"))
+    with pytest.raises(ConfigError, match=r"its temporary folder .*/file/ray cannot .*RAY_TMPDIR"):
+        nodes.connect(None, 1, print)
+
+    def allocate(handle: int, start: int, size: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path / "full"))
+    monkeypatch.setattr(os, "posix_fallocate", allocate)
+    with pytest.raises(ConfigError, match=r"full/ray cannot be written: No space .* MB free there"):
+        nodes.connect(None, 1, print)
+
+
+def test_the_folder_is_left_as_it_was(tmp_path, monkeypatch):
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    loopback.check_temporary_folder()
+    assert not list((tmp_path / "ray").iterdir())

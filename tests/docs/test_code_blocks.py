@@ -30,7 +30,7 @@ from raysim.config.schema import Config
 from raysim.engine import resolve
 from raysim.errors import ConfigError
 from raysim.planning import forecast
-from raysim.rules import Task, contract, registry
+from raysim.rules import LocalData, Task, contract, registry
 from raysim.sweeps import definition
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -266,7 +266,8 @@ def _is_command(words: list[str]) -> bool:
 def _is_key(section: str, path: list[str]) -> bool:
     """Return whether a dotted name is a key, or no key by its look: another first part, a picture,
     a tag."""
-    if section == "task" and path[0] in {*dir(Task), *Task.__annotations__}:  # of a rule, no key
+    given_to_rules = {"task": Task, "data": LocalData}.get(section)  # no key, as `data.val`
+    if given_to_rules and path[0] in {*dir(given_to_rules), *given_to_rules.__annotations__}:
         return True
     if section in ("algorithm", "client", "server"):
         return path == ["preset"] or path == ["name"] or path[0] in _hyperparameters()

@@ -130,6 +130,14 @@ def test_a_run_ends_after_the_same_round_and_as_finished_also_when_it_is_resumed
         ({"patience": 2, "metric": "fine_tuned/accuracy"}, r"stop\.metric: .*evaluate\.clients"),
         ({"patience": 2, "metric": "clients/accuracy"}, r"stop\.metric: .*evaluate\.clients"),
         ({"patience": 2, "metric": "clients/loss_worst10"}, r"stop\.metric: .*evaluate\.clients"),
+        (
+            {"patience": 2, "metric": "clients/missed_deadline"},
+            r"stop\.metric: .*set schedule\.dead",
+        ),
+        (
+            {"patience": 2, "metric": "forgetting/after"},
+            r"stop\.metric: .*set evaluate\.forgetting",
+        ),
         ({"patience": 2, "metric": "system/round_seconds"}, r"stop\.metric: .*depends on the mac"),
     ],
 )

@@ -265,6 +265,16 @@ def test_groups_and_the_files_that_they_name_are_part_of_the_identity(attacked, 
     assert again.groups == written.groups
 
 
+@pytest.mark.parametrize("main, group", [("fedavg", "gradma"), ("gradma", "fedavg")])
+def test_metrics_that_one_group_reports_are_means_over_its_clients(main, group, config, engine):
+    """Of a round with clients of both groups, and of one with clients of either."""
+    clients = {"client": main, "server": "fedavg", "groups": {"a": {"ids": [0, 1, 2]}}}
+    clients["groups"]["a"]["client"] = group
+    _, records = engine({**config("loop", **clients), "schedule": {"cohort": 2}, "rounds": 4})
+    assert any("client/qp_active" in record for record in records)
+    assert all(0 <= record.get("client/qp_active", 0) <= 1 for record in records)
+
+
 def test_privacy_counts_the_passes_of_each_group(config, engine):
     """A client with batches of 5 of its 30 examples makes fewer passes than one with full batches."""
     private = {"max_grad_norm": 1.0, "noise_multiplier": 1.0}

@@ -51,8 +51,13 @@ class Drift(Probe):
     def evaluates(self, rounds_done):
         return rounds_done % 2 == 1
 
-    def evaluate(self, trainer, broadcast):
-        return {"norm": float(broadcast.global_params.norm())}
+    def evaluate(self, trainer, model):
+        assert model.rounds_done % 2 == 1
+        named = model.state_dict()
+        assert sum(tensor.numel() for tensor in named.values()) == model.global_params.numel()
+        squares = sum(float((tensor**2).sum()) for tensor in named.values())
+        assert abs(squares - float(model.global_params.norm()) ** 2) < 1e-3 * squares
+        return {"norm": float(model.global_params.norm()), "round": model.rounds_done}
 
     def follow(self, record):
         return {"half norm": record["Drift/norm"] / 2} if "Drift/norm" in record else {}

@@ -3,13 +3,10 @@ key. Nothing else."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import datetime
 import io
 import re
-import resource
-import signal
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +17,7 @@ import yaml
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
+from support.bounds import bounded
 from support.configurations import NAMES, TO_CHANGE
 
 from raysim.cli.run_resume import _dry_run
@@ -249,32 +247,6 @@ def changed(tree: dict[str, Any], change: Change) -> list[Any]:
 
 def places_of(value: Any) -> list[Any]:
     return [key for path in places(value) for key in path]
-
-
-class Hangs(Exception):
-    """It took longer than anything here may."""
-
-
-@contextlib.contextmanager
-def bounded(seconds: int, gigabytes: float) -> Iterator[None]:
-    """In time, and in memory beyond what is there."""
-
-    def ring(*_: Any) -> None:
-        raise Hangs
-
-    before = signal.signal(signal.SIGALRM, ring)
-    limits = resource.getrlimit(resource.RLIMIT_AS)
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    resource.setrlimit(
-        resource.RLIMIT_AS, (pages * resource.getpagesize() + int(gigabytes * 2**30), limits[1])
-    )
-    signal.alarm(seconds)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
-        resource.setrlimit(resource.RLIMIT_AS, limits)
 
 
 def judged(text: str, keys: list[Any], folder: Path) -> str | None:

@@ -19,7 +19,7 @@ def settings(
 
 
 def test_only_the_place_is_varied_unless_blocks_are_asked_for(monkeypatch):
-    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    monkeypatch.setattr("raysim.system.machine.cores", lambda: 8)
     places = settings()
     assert [p.get("resources.actors") for p in places] == [None, 1, 2, 4, 8]
     assert not any(key.startswith("batching.") for p in places for key in p)
@@ -35,7 +35,7 @@ def test_only_the_place_is_varied_unless_blocks_are_asked_for(monkeypatch):
 
 
 def test_what_is_given_is_not_varied(monkeypatch):
-    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    monkeypatch.setattr("raysim.system.machine.cores", lambda: 8)
     given = {"resources.executor", "resources.actors"}
     assert settings(given, resources={"executor": "inline", "actors": 1}) == [{}]
     looped = {"resources": {"executor": "inline"}, "batching": {"mode": "loop"}, "model": "lenet"}
@@ -45,7 +45,7 @@ def test_what_is_given_is_not_varied(monkeypatch):
 
 def test_gpus_are_shared_between_more_and_more_actors(monkeypatch):
     monkeypatch.setattr("raysim.planning.bench._count_gpus", lambda: 2)
-    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    monkeypatch.setattr("raysim.system.machine.cores", lambda: 4)
     shares = [
         (p["resources.actors"], p["resources.gpus"]) for p in settings() if "resources.actors" in p
     ]

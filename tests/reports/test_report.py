@@ -16,13 +16,14 @@ from typing import Any
 import matplotlib.image
 import pytest
 
+import raysim
 from raysim import cli
 from raysim.config.sections.storage import Tracking
 from raysim.errors import ConfigError, RaysimError
-from raysim.reports import aggregate
+from raysim.reports import aggregate, comparisons, table_rows, value_names
 from raysim.reports.curves import curves
 from raysim.reports.runs import finished_runs
-from raysim.reports.tables import as_csv, latex, markdown_table
+from raysim.reports.tables import Figure, as_csv, latex, markdown_table
 from raysim.reports.targets import fraction_of
 from raysim.reports.tracked import TrackedRun
 from raysim.tracking import mlflow_client
@@ -69,25 +70,28 @@ def test_best_last_and_rounds_to_the_target():
     second = [0.1, 0.2, 0.3, 0.4]  # fewer than ten, of which round 0 does not count
     (row,) = rows([run(first, seed=0), run(second, seed=1)], target=0.3)
     assert row.seeds == 2 and row.parameters == {} and row.rounds == (3, 14)
-    assert row.best.mean == pytest.approx(0.45) and row.best.std == pytest.approx(
+    assert row.result.mean == pytest.approx(0.45) and row.result.std == pytest.approx(
         statistics.stdev([0.5, 0.4])
     )
-    assert row.last.mean == pytest.approx((0.3 + 0.3) / 2) and row.last.n == 2
+    last = row.values[Figure("accuracy", "last")]
+    assert (last.mean, last.n) == (pytest.approx(0.4), 2)
     assert (
         row.to_target and row.to_target.mean == pytest.approx((1 + 2) / 2) and row.to_target.n == 2
     )
+    (row,) = rows([run(first, seed=0), run(second, seed=1)], statistics=["last10"])
+    assert row.result.mean == pytest.approx((0.3 + 0.3) / 2) and row.result.n == 2
     (row,) = rows([run(first, every=5, seed=0), run(second, every=5, seed=1)], target=0.45)
     assert (
         row.to_target and (row.to_target.mean, row.to_target.n) == (5, 1) and row.rounds == (15, 70)
     )
     (row,) = rows([run(first, seed=0)], target=0.9)
-    assert row.to_target is None and row.best.std is None
+    assert row.to_target is None and row.result.std is None
 
 
 def test_losses_are_the_better_the_smaller():
     runs = [run([3.0, 1.0, 2.0], lr=0.1), run([3.0, 0.5, 2.0], lr=0.2)]
     found = rows(runs, "train_loss", target=1.0)
-    assert [row.best.mean for row in found] == [1.0, 0.5] and all(row.to_target for row in found)
+    assert [row.result.mean for row in found] == [1.0, 0.5] and all(row.to_target for row in found)
     (best,) = rows(runs, "train_loss", best_of=["rounds"])
     assert best.parameters == {"local.lr": "0.2"}
 
@@ -116,8 +120,8 @@ def test_rows_are_what_was_varied():
         for lr in ("0.01", "0.1")
     ]
     assert [row.seeds for row in found] == [3] * 4
-    assert [row.best.mean for row in found] == pytest.approx([0.12, 0.21, 0.22, 0.31])
-    assert [row.best.std for row in found] == pytest.approx([0.01] * 4)
+    assert [row.result.mean for row in found] == pytest.approx([0.12, 0.21, 0.22, 0.31])
+    assert [row.result.std for row in found] == pytest.approx([0.01] * 4)
 
 
 def test_what_follows_from_a_name_is_no_column():
@@ -183,7 +187,7 @@ def test_keys_that_only_one_kind_has_are_columns_only_where_they_tell_rows_apart
     columns = [row.parameters.get("local.optimizer.eps") for row in rows([sgd, *adam])]
     assert sorted(columns, key=str) == ["0.1", "0.2", None]
     (line,) = markdown_table(rows([adam[0]], group=["files.net"])).splitlines()[2:]
-    assert line.startswith("| aaaaaaaa | 1 |")
+    assert line.startswith("| version 1 | 1 |")
 
 
 def test_a_metric_that_accumulates_is_reported_by_its_last_value():
@@ -192,8 +196,8 @@ def test_a_metric_that_accumulates_is_reported_by_its_last_value():
         for seed, end in ((0, 1.5), (1, 2.5))
     ]
     (row,) = rows(runs, "privacy/epsilon")
-    assert row.best.mean == row.last.mean == 2.0
-    head, _, line = markdown_table([row], "privacy/epsilon").splitlines()
+    assert row.result.mean == 2.0
+    head, _, line = markdown_table([row]).splitlines()
     assert head == "| seeds | last privacy/epsilon | rounds done |"
     assert line == "| 2 | 2 ± 0.7071 | 2 |"
 
@@ -235,7 +239,7 @@ def test_group():
     rows(runs, group=["algorithm"], say=said.append)
     assert said == ["a row holds runs that differ in local.lr"]
     by_seed = rows(runs, group=["seed", "local.lr"])
-    assert [row.best.mean for row in by_seed] == [0.25, 0.5, 1.25, 1.5]
+    assert [row.result.mean for row in by_seed] == [0.25, 0.5, 1.25, 1.5]
     with pytest.raises(
         ConfigError,
         match=r"group \(--group\): no run has a parameter 'local.lrr'; did you mean 'local.lr'",
@@ -292,14 +296,12 @@ def test_markdown_and_csv():
     ]
     found = rows(runs, target=0.7)
     assert markdown_table(found, target=0.7).splitlines() == [
-        "| local.lr | seeds | best accuracy % | mean of last 10 evaluations % | rounds to 70 % | rounds done |",
+        "| local.lr | seeds | best accuracy % | last accuracy % | rounds to 70 % | rounds done |",
         "| --- | --- | --- | --- | --- | --- |",
         "| 0.1 | 2 | 62.50 ± 17.68 | 62.50 ± 17.68 | 1 (1/2) | 1 |",
         r"| [[0, 1]\|] | 1 | 12.50 | 12.50 | – | 0 |",
     ]
-    assert (
-        markdown_table(rows(runs[:1], "loss"), "loss").splitlines()[-1] == "| 1 | 0.5 | 0.75 | 1 |"
-    )
+    assert markdown_table(rows(runs[:1], "loss")).splitlines()[-1] == "| 1 | 0.5 | 0.75 | 1 |"
     pooled = markdown_table(rows(runs, group=["rounds"])).splitlines()
     assert pooled[0].startswith("| rounds | runs | best") and pooled[2].startswith("| 9 | 3 |")
     first, second = csv.DictReader(as_csv(found).splitlines())
@@ -378,7 +380,8 @@ def test_latex():
     assert found[2].startswith(r"local.lr & seeds & best accuracy \% &") and found[2].endswith(
         r"rounds done \\"
     )
-    assert r"2 & 2 & \textbf{75.00 $\pm$ 7.07} & 75.00" in "\n".join(found)
+    best = r"\textbf{75.00 $\pm$ 7.07}"
+    assert f"2 & 2 & {best} & {best}" in "\n".join(found)
     assert r"1e-3\_\% & 1 & 50.00 & 50.00 & -- & 0 \\" in found
 
 
@@ -435,12 +438,13 @@ def test_an_experiment(store):
     said: list[str] = []
     found = table(["other"], uri, say=said.append)
     assert [
-        (row.parameters["local.lr"], row.seeds, row.best.mean, row.rounds) for row in found
+        (row.parameters["local.lr"], row.seeds, row.result.mean, row.rounds) for row in found
     ] == [
         ("0.1", 2, pytest.approx((0.6 + 0.7) / 2), (2, 2)),
         ("0.2", 1, 0.4, (0, 0)),
     ]
-    assert found[0].last.mean == pytest.approx(((0.6 + 0.5) / 2 + (0.2 + 0.7) / 2) / 2)
+    (last,) = (value for figure, value in found[0].values.items() if figure.statistic == "last")
+    assert last.mean == pytest.approx((0.5 + 0.7) / 2)
     assert said == [
         "2 runs left out: unfinished or failed",
         "1 run left out: without 'accuracy'",
@@ -450,9 +454,9 @@ def test_an_experiment(store):
 
 def test_runs_by_id(store):
     uri, ids = store
-    assert [row.best.mean for row in table([ids["s2"]], uri)] == [0.3]
+    assert [row.result.mean for row in table([ids["s2"]], uri)] == [0.3]
     by_sweep = table([ids["sweep"]], uri)
-    assert [(row.parameters["local.lr"], row.seeds, row.best.mean) for row in by_sweep] == [
+    assert [(row.parameters["local.lr"], row.seeds, row.result.mean) for row in by_sweep] == [
         ("0.1", 2, pytest.approx(0.65)),
         ("0.2", 1, 0.3),
     ]
@@ -515,7 +519,7 @@ def test_the_command(store, tmp_path: Path, capsys: Any, monkeypatch: pytest.Mon
 
     out, err = call("--target", "0.6")
     assert out.splitlines()[2:] == [
-        "| 0.1 | 2 | 65.00 ± 7.07 | 50.00 ± 7.07 | 1.5 ± 0.7 | 2 |",
+        "| 0.1 | 2 | 65.00 ± 7.07 | 60.00 ± 14.14 | 1.5 ± 0.7 | 2 |",
         "| 0.2 | 1 | 40.00 | 40.00 | – | 0 |",
     ]
     assert "2 runs left out: unfinished or failed" in err
@@ -655,6 +659,189 @@ def test_a_trial_that_a_later_sweep_reuses_stays_in_the_earlier_ones_table(tmp_p
     forwarder.follow(tmp_path / "trial")
     forwarder.finish()
     tables = [table([sweep], uri) for sweep in sweeps]
-    assert [[row.best.mean for row in table] for table in tables] == [[0.5], [0.5]]
+    assert [[row.result.mean for row in table] for table in tables] == [[0.5], [0.5]]
     run = client.get_run(tables[0][0].run_ids[0])
     assert run.data.tags["mlflow.parentRunId"] == sweeps[1]
+
+
+# -- several metrics, chosen rounds, names ---------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Two rules from files with two seeds each: the round with the best validation accuracy is 1 of
+    seed 0 and 2 of seed 1; the model that `mine` evaluates is best at round 3."""
+    from mlflow.entities import Metric, Param
+
+    uri = f"sqlite:///{tmp_path_factory.mktemp('measured')}/mlflow.db"
+    client = mlflow_client.connected(uri)
+    experiment = client.create_experiment("study")
+    for rule, better in (("/home/me/study/my.py:Mine", 0.0), ("other.py:Theirs", 0.1)):
+        for seed in (0, 1):
+            chosen = 1 + seed
+            metrics = {
+                "accuracy": [0.1, 0.4 + better, 0.5 + better, 0.6 + better],
+                "loss": [3.0, 2.0, 1.0, 4.0 - better],
+                "val/accuracy": [0.9 if t == chosen else 0.2 for t in range(4)],
+                "wer": [0.9, 0.2, 0.4, 0.3],
+                "privacy/epsilon": [0.0, 1.0, 2.0, 3.0],
+            }
+            if rule == "other.py:Theirs":
+                del metrics["wer"]
+            run_id = client.create_run(experiment).info.run_id
+            points = [
+                Metric(name, value, 0, t)
+                for name, values in metrics.items()
+                for t, value in enumerate(values)
+            ]
+            points.append(Metric("val/late", 0.5, 0, 7))
+            given = {"client.name": rule, "seed": seed, "rounds": 3, "local.lr": 0.1}
+            given |= {"evaluate.best.metric": "wer", "evaluate.best.mode": "min"}
+            params = [Param(key, str(value)) for key, value in given.items()]
+            client.log_batch(run_id, metrics=points, params=params)
+            client.set_terminated(run_id)
+    return uri
+
+
+def test_several_metrics_at_the_last_and_at_the_chosen_round(measured, raysim_):
+    """Seed 0 has its best validation accuracy at round 1, seed 1 at round 2."""
+    asked = ("--metric", "accuracy,loss", "--select-by", "val/accuracy", "--uri", measured)
+    said = raysim_("report", "table", "study", *asked)
+    assert said.out.splitlines() == [
+        "| client | seeds | accuracy % at best val/accuracy | last accuracy % "
+        "| loss at best val/accuracy | last loss | rounds done |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| Mine | 2 | 45.00 ± 7.07 | 60.00 ± 0.00 | 1.5 ± 0.7071 | 4 ± 0 | 3 |",
+        "| Theirs | 2 | 55.00 ± 7.07 | 70.00 ± 0.00 | 1.5 ± 0.7071 | 3.9 ± 0 | 3 |",
+    ]
+    names = ("Mine=Ours (α)", "client=Theirs=$\\beta$_1", "accuracy=Acc.", "seeds=n", "last loss=L")
+    labels = [part for name in names for part in ("--label", name)]
+    head, _, mine, theirs = (
+        raysim_("report", "table", "study", *asked, *labels, "--format", "latex")
+        .out.replace(r" \\", "")
+        .splitlines()[2:6]
+    )
+    assert head == (
+        r"client & n & Acc. \% at best val/accuracy & last Acc. \% & loss at best val/accuracy "
+        r"& L & rounds done"
+    )
+    assert mine == (
+        r"Ours (α) & 2 & 45.00 $\pm$ 7.07 & 60.00 $\pm$ 0.00 & \textbf{1.5 $\pm$ 0.7071} "
+        r"& 4 $\pm$ 0 & 3"
+    )
+    assert theirs.startswith(r"$\beta$_1 & 2 & \textbf{55.00 $\pm$ 7.07} & \textbf{70.00")
+
+
+def test_several_metrics_as_a_frame(measured):
+    frame = raysim.report(
+        "table",
+        "study",
+        uri=measured,
+        metric=["loss", "accuracy"],
+        statistic="last10,best,last",
+        label={"client=Mine": "Ours"},
+    )
+    assert list(frame)[:8] == [
+        *("client", "seeds", "last10_loss", "last10_loss_std", "best_loss", "best_loss_std"),
+        *("last_loss", "last_loss_std"),
+    ]
+    assert frame.client.tolist() == ["Ours", "Theirs"]
+    assert frame.last10_loss.tolist() == pytest.approx([7 / 3, 6.9 / 3])
+    assert frame.best_loss.tolist() == [1, 1], "the smallest"
+    assert frame.best_accuracy.tolist() == pytest.approx([0.6, 0.7]), "the largest"
+
+
+def test_a_metric_of_your_own_has_the_direction_of_the_best_model(measured):
+    frame = raysim.report("table", "study", uri=measured)
+    assert frame.best.tolist() == [0.2] and frame["last"].tolist() == [0.3], "wer: mode min"
+    frame = raysim.report("table", "study", uri=measured, metric="accuracy", select_by="wer")
+    assert frame.selected.tolist() == [0.4], "the accuracy at the smallest wer"
+    partly = raysim.report("table", "study", uri=measured, metric="accuracy,wer", statistic="last")
+    assert partly.last_wer.tolist() == pytest.approx([0.3, math.nan], nan_ok=True)
+
+
+def test_what_adds_up_has_its_last_value_and_that_of_the_chosen_round(measured):
+    asked: dict[str, Any] = {"uri": measured, "metric": "privacy/epsilon"}
+    frame = raysim.report("table", "study", **asked)
+    assert "best" not in frame and frame["last"].tolist() == [3, 3]
+    frame = raysim.report("table", "study", **asked, select_by="val/accuracy")
+    assert frame.selected.tolist() == [1.5, 1.5] and frame["last"].tolist() == [3, 3]
+
+
+def test_the_best_rows_are_those_of_the_metric_that_chooses():
+    """The step size with the better validation value is kept, and not that of the better test."""
+    runs = [
+        dataclasses.replace(run([0.1, 0.9], lr=0.1, algorithm="a"), chosen=(1, 0.5)),
+        dataclasses.replace(run([0.8, 0.3], lr=0.2, algorithm="a"), chosen=(0, 0.6)),
+    ]
+    (row,) = rows(runs, best_of=["algorithm"], select_by="val/accuracy")
+    assert (row.parameters["local.lr"], row.result.mean) == ("0.2", 0.8)
+    (row,) = rows(runs, best_of=["algorithm"], select_by="val/loss")
+    assert (row.parameters["local.lr"], row.result.mean) == ("0.1", 0.9)
+
+
+def test_differences_and_ranks_are_of_the_first_statistic():
+    runs = [
+        run(values, algorithm=name, seed=seed)
+        for name, values in (("a", [0.5, 0.1]), ("b", [0.4, 0.3]))
+        for seed in (0, 1)
+    ]
+    for statistic, gain, place in (("best", -0.1, 2), ("last", 0.2, 1)):
+        table = rows(runs, statistics=[statistic, "last10"])
+        _, other = comparisons.compared(table, runs, "algorithm=a")
+        assert other.versus and other.versus.mean == pytest.approx(gain)
+        rank = aggregate.ranked(table)[1].rank
+        assert rank and rank.place == place
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"metric": "accuracy,lss"}, r"no run has a metric 'lss'; did you mean 'loss'"),
+        ({"select_by": "val/acc"}, r"^select_by .--select-by.: .*'val/acc'; did you mean"),
+        ({"metric": "loss", "select_by": "val/late"}, r"^select_by .*no round with a value of"),
+        ({"statistic": "median"}, r"^statistic .--statistic.: unknown statistic 'median'"),
+        (
+            {"metric": "loss", "label": {"Mne": "Ours"}},
+            r"^label .--label.: .*'Mne'; did you mean 'Mine'",
+        ),
+        ({"label": "Mine"}, r"^label .--label.: 'Mine' is not VALUE=NAME"),
+        ({"metric": "accuracy", "statistic": "last", "paper": "gradma"}, "are best values"),
+    ],
+)
+def test_a_wrong_table_is_refused(measured, options, error):
+    with pytest.raises(ConfigError, match=error):
+        raysim.report("table", "study", uri=measured, **options)
+
+
+def test_a_better_round_without_another_metric_is_mentioned():
+    said: list[str] = []
+    chooser = dataclasses.replace(run([0.1, 0.5, 0.9]), metric="val/accuracy")
+    other = dataclasses.replace(chooser, history=[(0, 1.0), (1, 2.0)], metric="loss")
+    assert table_rows.chosen_rounds([chooser], [[other]], said.append) == {chooser.run_id: (1, 0.5)}
+    assert len(said) == 1 and "in a round without another metric" in said[0]
+
+
+def test_readable_names_of_rules_and_files():
+    values = {
+        "/home/me/a/my.py:Mine": "a/my.py:Mine",
+        "/home/me/b/my.py:Mine": "b/my.py:Mine",
+        "Mine": "Mine",
+        "deep/er/my.py:Only": "Only",
+        "net.py": "net",
+        "/data/set.npz": "set.npz",
+        "a" * 64: "version 1",
+        "f" * 64: "version 2",
+        "[[0, 0.1], [5, 0.01]]": "[[0, 0.1], [5, 0.01]]",
+        "hf:google/vit": "hf:google/vit",
+    }
+    named = value_names.readable([{"key": value} for value in values])
+    assert [row["key"] for row in named] == list(values.values())
+    contents: list[dict[str, Any]] = [{"files__client__/home/me/my.py": c * 64} for c in "ab"]
+    changed = [run([0.1], **content) for content in contents]
+    lines = markdown_table(rows(changed)).splitlines()
+    assert lines[0].startswith("| file my.py |") and lines[3].startswith("| version 2 |")
+    assert [curve.label for curve in curves(changed)] == [
+        "file my.py version 1",
+        "file my.py version 2",
+    ]

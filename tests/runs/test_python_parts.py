@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+import weakref
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import raysim
+from raysim.algorithms.fedavg import FedAvgClient
 from raysim.config import python_objects
 from raysim.engine.resolve import prepare
 from raysim.errors import ConfigError
@@ -396,3 +398,42 @@ def test_a_sweep_trains_objects_as_single_runs_do(config, monkeypatch, tmp_path,
         for lr in (0.1, 0.2)
     ]
     assert digests == alone and len(set(digests)) == 2
+
+
+def test_a_rule_of_a_script_can_be_built_where_it_was_sent_to(config, monkeypatch):
+    """A worker gets the class by its content: its fields, with and without defaults."""
+    from ray import cloudpickle
+
+    @dataclass(frozen=True)
+    class Pulled(FedAvgClient):
+        strength: float = 0.5
+        layers: tuple[int, ...] = field(default_factory=lambda: (1, 2))
+
+    name = python_objects.reference(Pulled)
+    sent = cloudpickle.dumps(python_objects.find(name, "client.name"))
+    # In another process, nothing is known of the class.
+    monkeypatch.setattr(python_objects, "_OBJECTS", {})
+    known = "_DYNAMIC_CLASS_TRACKER_BY_ID"
+    monkeypatch.setattr(cloudpickle.cloudpickle, known, weakref.WeakValueDictionary())
+    cloudpickle.loads(sent)
+    plan = prepare(
+        named_inputs(config) | {"algorithm": None, "client": {"name": name}, "server": "fedavg"}
+    )
+    assert (plan.client.strength, plan.client.layers) == (0.5, (1, 2))  # pyright: ignore[reportAttributeAccessIssue]
+    assert type(plan.client) is not Pulled
+
+
+def test_a_long_text_is_a_parameter_and_no_path(config):
+    """Nor is one with the home of a user that there is not, or with a character that no path has."""
+
+    @dataclass(frozen=True)
+    class Tagged(FedAvgClient):
+        tag: str = ""
+
+    name = python_objects.reference(Tagged)
+    for tag in ("x" * 5000, "~nobody_here/x", "a\0b"):
+        client = {"name": name, "tag": tag}
+        plan = prepare(
+            named_inputs(config) | {"algorithm": None, "client": client, "server": "fedavg"}
+        )
+        assert plan.client.tag == tag  # pyright: ignore[reportAttributeAccessIssue]

@@ -201,10 +201,10 @@ def test_the_table(swept: SweepResult):
     head, _, *rows = (
         [cell.strip() for cell in line.split("|")[1:-1]] for line in swept.table.splitlines()
     )
-    figures = ["best accuracy %", "mean of last 10 evaluations %", "rounds done", "not finished"]
+    figures = ["best accuracy %", "last accuracy %", "rounds done", "not finished"]
     assert head == ["algorithm", "rounds", "local.lr", "seeds", *figures]
     assert [[*row[:4], row[-1]] for row in rows] == [
-        ["./deadly.py:Deadly", "3", "0.05", "1", "1 failed"],
+        ["Deadly", "3", "0.05", "1", "1 failed"],
         ["fedavg", "3", "0.05", "3", ""],
         ["fedavg", "3", "0.1", "2", ""],
         ["fedavg", "3", "1e+30", "1", "1 failed"],
@@ -446,3 +446,18 @@ def test_a_line_that_is_being_written_is_not_read(tmp_path: Path):
         and spool.pending == 1
     )
     spool.close()
+
+
+def test_a_call_from_python_names_its_failed_trials(tmp_path: Path, monkeypatch, caplog):
+    """The command prints them; a call would otherwise return without a word."""
+
+    def fail(sweep: Any, *others: Any) -> SweepResult:
+        failed = [(trial, "client.name: no such rule\n\nTraceback") for trial in sweep.trials]
+        return SweepResult(sweep, "", 0, failed=failed)
+
+    monkeypatch.setattr(runner, "run_sweep", fail)
+    runner.sweep({**SMALL}, {"seed": [0, 1]}, folder=tmp_path)
+    warnings = [record.getMessage() for record in caplog.records]
+    assert [line.partition(" (")[0] for line in warnings] == [
+        f"failed: seed={seed}: client.name: no such rule" for seed in (0, 1)
+    ]

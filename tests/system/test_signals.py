@@ -74,3 +74,26 @@ def test_ray_does_not_replace_the_handler_of_a_run(monkeypatch):
         assert signal.getsignal(signal.SIGTERM) != before, "without a run, Ray's handler stays"
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def test_a_closed_terminal_ends_a_run_gracefully():
+    """The kernel and the shell may both send SIGHUP: the second one does not kill."""
+    with stoppable(), pytest.raises(Stopped) as stopped:
+        signal.raise_signal(signal.SIGHUP)
+    assert stopped.value.signal == signal.SIGHUP
+    with stoppable() as signals, signals.held():
+        signal.raise_signal(signal.SIGHUP)
+        signal.raise_signal(signal.SIGHUP)
+        with pytest.raises(Stopped), signals.allowed():
+            pass
+        signals._received = None
+
+
+def test_nohup_keeps_its_meaning():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with stoppable():
+            signal.raise_signal(signal.SIGHUP)
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)

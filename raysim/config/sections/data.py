@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator, model_validator
 
 from raysim.config import entry_points
 from raysim.config.sections.base import Named, Positive, Section, kind_or_own
@@ -65,10 +65,12 @@ class Data(Inputs):
     root: str | None = None
     """Folder of the data sets; null: $RAYSIM_DATA, or ~/.cache/raysim."""
     path: str | None = None
-    """Folder of your own images: with train/ and test/ (`folder`), or with train.csv and test.csv
-    (`users`)."""
+    """Folder of your own files: images in train/ and test/ (`folder`), images that train.csv and
+    test.csv or one CSV file name (`users`), or the files of LEAF or PFLlib in train/ and test/
+    (`leaf`, `pfllib`)."""
     size: int | None = Field(default=None, ge=1)
-    """Side of your own images in pixels; null: their median."""
+    """Side of your own images in pixels; null: their median. For `leaf` it turns rows of size²
+    numbers into images; null: they stay rows."""
     problem: Quadratics | None = None
     """The problem of `data.name=quadratics`."""
     download: bool = False
@@ -82,8 +84,8 @@ class Arrays(Inputs):
 
     name: Literal["arrays"]  # pyright: ignore[reportIncompatibleVariableOverride]  # frozen
     path: str
-    """An .npz file with the arrays x, y, x_test and y_test; user, public_x and public_y if there
-    are any."""
+    """An .npz file with the arrays x, y, x_test and y_test; user, user_test, public_x and public_y
+    if there are any."""
     classes: int | None = Field(default=None, ge=1)
     """Number of classes; null: one more than the largest label."""
 
@@ -126,7 +128,8 @@ class HuggingFace(Inputs):
     y: str
     """Column of the targets: labels, numbers, or lists of numbers."""
     user: str | None = None
-    """Column of the user of each training example; null: none."""
+    """Column of the user of each training example, and of each test example if the split has it;
+    null: none."""
     train: str = "train"
     """Split of the training examples."""
     test: str = "test"
@@ -189,7 +192,7 @@ def slow_clients(n_clients: int, fraction: float) -> int:
 
 
 class LocalTest(Section):
-    """Test examples of each client. Give one of the keys."""
+    """Test examples of each client: one of the keys, or the word `natural` or `matched`."""
 
     fraction: float | None = Field(default=None, gt=0, lt=1)
     """Share of each client's own examples that it keeps for its test, out of training. The number
@@ -197,12 +200,40 @@ class LocalTest(Section):
     matched: bool = False
     """Whether the test set is dealt out to the clients: of each class, a client gets the share that
     it has of the training examples of that class."""
+    natural: bool = False
+    """Whether each user's own test examples go to the user's client, with `partition: natural`."""
 
     @model_validator(mode="after")
     def _one_of_them(self) -> LocalTest:
-        if (self.fraction is not None) == self.matched:
-            raise ValueError("give one of 'fraction' (as 0.2) and 'matched' (true)")
+        if [self.fraction is not None, self.matched, self.natural].count(True) != 1:
+            raise ValueError(
+                "give one of 'fraction' (as 0.2), 'matched' (true) and 'natural' (true)"
+            )
         return self
+
+
+def _named_test(value: Any) -> Any:
+    """Return `natural` or `matched`, given as a word, as the section that it stands for."""
+    if not isinstance(value, str):
+        return value
+    if value not in ("natural", "matched"):
+        raise ValueError(
+            f"'{value}' is neither natural nor matched, nor a mapping as {{fraction: 0.2}}"
+        )
+    return {value: True}
+
+
+LocalTestOrWord = Annotated[LocalTest, BeforeValidator(_named_test)]
+"""The section `partition.test`, which may be one word."""
+
+
+class LocalValidation(Section):
+    """Validation examples of each client, for choices that must not see its test examples."""
+
+    fraction: float = Field(gt=0, lt=1)
+    """Share of each client's own examples, after its test examples are taken out, that it keeps for
+    validation, out of training. The number is rounded, and at least one example stays in
+    training."""
 
 
 class Split(Section):
@@ -214,8 +245,10 @@ class Split(Section):
     val_fraction: float = Field(default=0.0, ge=0, lt=1)
     """Probability with which each example moves to the validation set, which no client has. The
     evaluator reports on it (Xu 2022). A client may be left without examples."""
-    test: LocalTest | None = None
+    test: LocalTestOrWord | None = None
     """Test examples of each client, for `evaluate.clients`; null: none."""
+    val: LocalValidation | None = None
+    """Validation examples of each client, for `evaluate.clients`; null: none."""
 
 
 class IID(Split):
@@ -311,15 +344,17 @@ class OwnPartition(Named):
     """Seed of the generator that the function gets and of what is held out; null: the run's."""
     val_fraction: float = Field(default=0.0, ge=0, lt=1)
     """Probability with which each example moves to the validation set, which no client has."""
-    test: LocalTest | None = None
+    test: LocalTestOrWord | None = None
     """Test examples of each client, for `evaluate.clients`; null: none."""
+    val: LocalValidation | None = None
+    """Validation examples of each client, for `evaluate.clients`; null: none."""
 
     @model_validator(mode="after")
     def _nothing_shared_is_held_out(self) -> OwnPartition:
-        if self.overlap and (self.val_fraction or (self.test and self.test.fraction)):
+        if self.overlap and (self.val_fraction or self.val or (self.test and self.test.fraction)):
             raise ValueError(
                 "examples that clients share cannot be held out; set val_fraction to 0, and no "
-                "test.fraction"
+                "test.fraction and val"
             )
         return self
 
@@ -353,13 +388,13 @@ class Virtual(Split):
             )
         return value
 
-    @field_validator("test")
+    @field_validator("test", "val")
     @classmethod
-    def _nothing_to_test_on(cls, value: LocalTest | None) -> LocalTest | None:
+    def _nothing_to_keep(cls, value: Section | None) -> Section | None:
         if value is not None:
             raise ValueError(
-                "virtual clients share their examples, so none can be kept for a test; "
-                "leave it out, or use another partition"
+                "virtual clients share their examples, so none can be kept for a test or for "
+                "validation; leave it out, or use another partition"
             )
         return value
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
@@ -42,10 +43,11 @@ class Resources(Section):
     """Node of the server, by name, host name, address or id; null: the node on which the run is
     started."""
     address: str | None = None
-    """Address of a Ray cluster; null: $RAY_ADDRESS, or a new local one."""
+    """Address HOST:PORT of a Ray cluster; null: $RAY_ADDRESS, or a new local one, as with `local`.
+    """
     timeout: float = Field(default=600.0, ge=1, allow_inf_nan=False)
     """Seconds without a sign of life after which a process counts as dead. A process gives signs of
-    life for as long as its work takes."""
+    life for as long as its work takes. Also the limit of waiting for an autoscaler's nodes."""
     call_timeout: Positive | None = None
     """Seconds that an actor may work on one call, such as a batch of blocks; null: no limit."""
 
@@ -57,6 +59,16 @@ class Resources(Section):
                 "neither a share of one GPU nor whole ones; take 1 or less, or a whole number"
             )
         return value
+
+
+def cluster_address(address: str | None) -> str | None:
+    """Return the address of the cluster that a run joins; None: it starts Ray on this machine.
+
+    Args:
+        address: `resources.address`; None means $RAY_ADDRESS, which a submitted job has.
+    """
+    address = address or os.environ.get("RAY_ADDRESS")
+    return None if address == "local" else address or None
 
 
 class Batching(Section):

@@ -72,8 +72,8 @@ class Tracking(Section):
     """Nets that a finished run logs as models in MLflow, with signatures: `final`, and `best`, that
     of the best checkpoint."""
     required: bool = True
-    """Whether a run needs the tracking server to start. Otherwise the spool keeps what could not be
-    sent."""
+    """Whether a run needs the tracking server to start, and fails at the end if its database did
+    not take all records. Otherwise the spool keeps what could not be sent."""
 
     @field_validator("experiment", mode="before")
     @classmethod

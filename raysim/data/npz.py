@@ -1,0 +1,79 @@
+"""Arrays of the .npz files that a configuration names."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from raysim.errors import ConfigError, did_you_mean, in_a_line
+
+
+def read_arrays(
+    path: Path, key: str, needed: Sequence[str], optional: Sequence[str], advice: str
+) -> dict[str, np.ndarray]:
+    """Return the arrays of an .npz file by name.
+
+    Args:
+        path: the file.
+        key: key of the configuration that names it.
+        needed: names of arrays that it must have.
+        optional: names of the other arrays that it may have.
+        advice: what to give instead of a file of another kind; ends the message.
+
+    Raises:
+        ConfigError: the file cannot be read, does not fit in memory, or has other arrays.
+    """
+    try:
+        _check_kind(path, key, advice)
+        with np.load(path, allow_pickle=False) as file:
+            names = list(file)
+            if missing := [name for name in needed if name not in names]:
+                raise ConfigError(
+                    f"{key}: {path} has no array {' and no '.join(missing)}; it has "
+                    f"{', '.join(names) or 'none'}"
+                )
+            known = (*needed, *optional)
+            if unknown := [name for name in names if name not in known]:
+                raise ConfigError(
+                    f"{key}: {path}: unknown array {unknown[0]}{did_you_mean(unknown[0], known)}"
+                )
+            return {name: file[name] for name in names}
+    except OSError as error:
+        reason = error.strerror or in_a_line(error)
+        raise ConfigError(f"{key}: {path} cannot be read: {reason}") from None
+    except MemoryError as error:
+        # A damaged header can claim any size.
+        raise ConfigError(
+            f"{key}: {path} does not fit in memory: {' '.join(str(error).split())}; if the array "
+            "should be smaller, the file is damaged: write it again"
+        ) from None
+    except (ValueError, EOFError, AttributeError, TypeError, zipfile.BadZipFile) as error:
+        if "Object arrays" in str(error):
+            raise ConfigError(
+                f"{key}: {path} holds an array of Python objects; save arrays of numbers"
+            ) from None
+        raise ConfigError(f"{key}: {path} is not an .npz file: {in_a_line(error)}") from None
+
+
+def _check_kind(path: Path, key: str, advice: str) -> None:
+    """Refuse files of other kinds, which NumPy would take for pickles; the message says which."""
+    with open(path, "rb") as file:
+        start = file.read(64)
+    if start.startswith(b"PK") and zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            members = archive.namelist()
+        if all(name.endswith(".npy") for name in members):
+            return
+        kind = f"a zip archive with {members[0]}, as torch.save and spreadsheets make"
+    elif start.startswith(b"\x93NUMPY"):
+        kind = "one array of np.save"
+    elif not start:
+        kind = "empty"
+    elif start.startswith(b"PK"):
+        kind = "a damaged or cut-off zip archive"
+    else:
+        kind = f"a file that begins with {start[:20].decode(errors='replace')!r}"
+    raise ConfigError(f"{key}: {path} is not an .npz file but {kind}; {advice}")

@@ -1,0 +1,95 @@
+"""Readable names in reports: of files and rules that come from files, and those that a user gives.
+
+A rule from a file is a parameter such as "/home/me/study/my.py:MyClient", and the content of a file
+is a digest. Tables and legends show "MyClient", and "version 1".
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from raysim.errors import ConfigError, did_you_mean
+
+Names = Mapping[str, str]
+"""Names to show, by the value, KEY=VALUE, parameter, metric or header that they replace."""
+
+NO_NAMES: Names = {}
+"""No names: everything is shown as it is."""
+
+_FILE = re.compile(r"(?P<folder>(?:[^:]*/)?)(?P<file>[^/:]+)(?P<object>:\w+)?")
+"""A path, or a path and an object of the file."""
+
+_DIGEST = re.compile("[0-9a-f]{64}")
+
+
+def readable(rows: Sequence[dict[str, str]]) -> list[dict[str, str]]:
+    """Return the parameters of rows with readable names of files; equal names mean equal values.
+
+    Args:
+        rows: Values by parameter, of each row.
+    """
+    names: dict[str, dict[str, str]] = {}
+    for key in dict.fromkeys(key for row in rows for key in row):
+        names[key] = _readable_values([row[key] for row in rows if key in row])
+    return [{key: names[key][value] for key, value in row.items()} for row in rows]
+
+
+def _readable_values(values: Sequence[str]) -> dict[str, str]:
+    """Return the readable name of each value of a parameter."""
+    distinct = list(dict.fromkeys(values))
+    digests = [value for value in distinct if _DIGEST.fullmatch(value)]
+    names = {value: f"version {i}" for i, value in enumerate(digests, 1)}
+    choices = {value: _short_forms(value) for value in distinct if value not in names}
+    for value, forms in choices.items():
+        # The shortest form that no other value may be taken for.
+        others = [form for other, more in choices.items() if other != value for form in more]
+        names[value] = next((form for form in forms if form not in others), value)
+    return names
+
+
+def _short_forms(value: str) -> list[str]:
+    """Return the forms of a path to Python code or of an absolute path, the shortest one first."""
+    match = _FILE.fullmatch(value)
+    if match is None or not (match["file"].endswith(".py") or value.startswith("/")):
+        return [value]
+    parts = match["folder"].split("/")[:-1]
+    name = f"{match['file']}{match['object'] or ''}"
+    tails = ["/".join([*parts[i:], name]) for i in range(len(parts), -1, -1)]
+    first = (match["object"] or "").removeprefix(":") or match["file"].removesuffix(".py")
+    return [first, *tails]
+
+
+def names_given(given: Sequence[str] | Names, things: Sequence[str]) -> Names:
+    """Return the names that a user gives.
+
+    Args:
+        given: Names by what they replace, or texts VALUE=NAME. Of a text with several "=" the
+            longest part that the table has is the value.
+        things: What the table has: values, KEY=VALUE, parameters, metrics and headers.
+
+    Raises:
+        ConfigError: A text is not VALUE=NAME, or the table does not have the value.
+    """
+    names = {}
+    if not isinstance(given, Mapping):
+        given = dict(_split(text, things) for text in given)
+    for thing, name in given.items():
+        if thing not in things:
+            hint = did_you_mean(thing, things) or f"; it has {', '.join(things)}"
+            raise ConfigError(
+                f"label (--label): the table has no value, parameter, metric or header "
+                f"'{thing}'{hint}"
+            )
+        names[thing] = name
+    return names
+
+
+def _split(text: str, things: Sequence[str]) -> tuple[str, str]:
+    """Return the two parts of VALUE=NAME."""
+    parts = text.split("=")
+    if len(parts) < 2:
+        raise ConfigError(f"label (--label): '{text}' is not VALUE=NAME")
+    ends = [i for i in range(1, len(parts)) if "=".join(parts[:i]) in things]
+    end = max(ends, default=1)
+    return "=".join(parts[:end]), "=".join(parts[end:])

@@ -1,0 +1,91 @@
+"""Commands that are sent to a cluster as jobs: mistakes are named before or after the upload."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import typer
+import yaml
+
+from raysim.cli.job_commands import checked_command
+from raysim.cli.jobs import _follow_job
+from raysim.distributed.jobs import JobClient, _job
+from raysim.errors import ConfigError
+
+SHARED = {"rounds": 1, "data": "digits", "algorithm": "fedavg"}
+SHARED |= {"tracking": {"uri": "http://tracking:5000"}}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(SHARED))
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", [".gitignore", ".rayignore"])
+def test_a_configuration_that_is_not_uploaded_is_refused(folder: Path, name: str) -> None:
+    assert checked_command(["run", "mine.yaml"], folder) == ["run", "mine.yaml"]
+    (folder / name).write_text("*.yaml\n")
+    with pytest.raises(ConfigError, match=r"mine\.yaml is not uploaded.*\.gitignore"):
+        checked_command(["run", "mine.yaml"], folder)
+    (folder / name).write_text("*.yaml\n!mine.yaml\n")
+    assert checked_command(["run", "mine.yaml"], folder) == ["run", "mine.yaml"]
+
+
+def test_a_run_that_is_not_uploaded_is_not_resumed(folder: Path) -> None:
+    (folder / "runs" / "first").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"runs/first is not uploaded.*absolute path"):
+        checked_command(["resume", "runs/first"], folder)
+    there = str((folder / "runs" / "first").absolute())
+    assert checked_command(["resume", there], folder) == ["resume", there]
+    assert checked_command(["resume", "0" * 32], folder)  # MLflow's id
+
+
+def test_variables_of_this_machine_do_not_count_for_a_job(folder: Path, monkeypatch) -> None:
+    (folder / "mine.yaml").write_text(yaml.safe_dump({**SHARED, "tracking": {}}))
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://tracking:5000")
+    with pytest.raises(ConfigError, match="would be deleted with the job's folder"):
+        checked_command(["run", "mine.yaml"], folder)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "Request failed with status code 413: Maximum request body size exceeded",
+        "Package size (600.00MiB) exceeds the maximum size of 500.00MiB.",
+    ],
+)
+def test_a_folder_that_is_too_large_is_named(message: str) -> None:
+    client = JobClient.__new__(JobClient)
+    client.address = "http://head:8265"
+    refused = pytest.raises(ConfigError, match=r"--working-dir.*too large.*\.rayignore")
+    with refused, client._asking():
+        raise RuntimeError(message)
+
+
+def details(message: str) -> Any:
+    return SimpleNamespace(
+        submission_id="1", status="FAILED", entrypoint="", driver_exit_code=None, message=message
+    )
+
+
+def test_the_reason_of_pip_comes_first() -> None:
+    reason = "ERROR: No matching distribution found for nosuchpackage==1.2"
+    assert _job(details(f"Failed to install: {'progress ' * 300} {reason}")).message == reason
+    assert _job(details("exit code 1")).message == "exit code 1"
+
+
+def test_ctrl_c_says_that_the_job_goes_on(capsys) -> None:
+    def follow(number: str) -> Any:
+        yield "round 1/2\n"
+        raise KeyboardInterrupt
+
+    with pytest.raises(typer.Exit) as left:
+        _follow_job(SimpleNamespace(follow=follow), "raysubmit_1")  # pyright: ignore[reportArgumentType]
+    assert left.value.exit_code == 130
+    output = capsys.readouterr()
+    assert output.out == "round 1/2\n"
+    assert "the job goes on" in output.err and "raysim job stop raysubmit_1" in output.err

@@ -1,0 +1,202 @@
+"""A store that takes records but no files, a run that was deleted there, and a project that moved:
+no record is lost, and each is reported once."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.processes import client_of as client
+from support.processes import until
+
+from raysim.config.sections.storage import Tracking
+from raysim.errors import RaysimError
+from raysim.tracking import tracker as tracking
+from raysim.tracking.spool import Tail
+from raysim.tracking.tracker import Forwarder, Tracker, replay_spool
+
+
+@pytest.fixture
+def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tracking:
+    monkeypatch.setattr(tracking, "FLUSH_INTERVAL_S", 0.05)
+    return Tracking(uri=f"sqlite:///{tmp_path}/store/mlflow.db", experiment="trouble")
+
+
+def wait_for(condition: Any) -> None:
+    until(condition, 30, "it did not happen in time")
+
+
+def steps(uri: str, run_id: str) -> list[int]:
+    return sorted(m.step for m in client(uri).get_metric_history(run_id, "loss"))
+
+
+def train(tracker: Tracker, folder: Path, rounds: range = range(5)) -> None:
+    """Track a file, as a run does at its start, and then metrics."""
+    (folder / "requirements.txt").write_text("torch\n")
+    tracker.artifact(folder / "requirements.txt")
+    for t in rounds:
+        tracker.metrics({"loss": float(t)}, t)
+
+
+@pytest.fixture(params=["not writable", ModuleNotFoundError("No module named 'boto3'"), "500"])
+def refused(
+    request: pytest.FixtureRequest, settings: Tracking, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[pytest.MonkeyPatch]:
+    """Let the store refuse all files until the patch is undone."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "not writable":
+            folder = Path(settings.uri[10:]).parent / "mlartifacts"
+            folder.parent.mkdir()
+            folder.write_text("a file in the place of the folder")
+            yield patch
+            return
+        error = request.param
+        if error == "500":
+            error = OSError("500 Server Error for url: http://…/api/2.0/mlflow-artifacts")
+
+        def refuse(*arguments: object) -> None:
+            raise error
+
+        kind = type(client(settings.uri))
+        patch.setattr(kind, "log_artifact", refuse)
+        patch.setattr(kind, "log_artifacts", refuse)
+        yield patch
+
+
+def test_metrics_and_status_arrive_whatever_files_do(
+    settings: Tracking, tmp_path: Path, refused: pytest.MonkeyPatch, caplog
+) -> None:
+    tracker = Tracker(settings, tmp_path / "run")
+    run_id = tracker.start("run", {"rounds": 5}, {"who": "me"})
+    train(tracker, tmp_path / "run")
+    tracker.artifact(tmp_path / "run" / "requirements.txt", "again")
+    tracker.finish("FINISHED")
+    run = client(settings.uri).get_run(run_id)
+    assert steps(settings.uri, run_id) == list(range(5)) and run.info.status == "FINISHED"
+    assert run.data.params == {"rounds": "5"} and run.data.tags["who"] == "me"
+    assert "tracking is down" not in caplog.text
+    assert caplog.text.count("takes no files") == 1
+    assert "2 records were not sent" in caplog.text and "raysim tracking sync" in caplog.text
+
+    with pytest.raises(RaysimError, match=r"2 of 2 records still cannot be sent.*artifact store"):
+        replay_spool(tmp_path / "run")
+    assert Tail(tmp_path / "run").pending == 2
+    refused.undo()
+    if (place := tmp_path / "store" / "mlartifacts").is_file():
+        place.unlink()
+    assert replay_spool(tmp_path / "run") == 2 and replay_spool(tmp_path / "run") == 0
+    files = {file.path for file in client(settings.uri).list_artifacts(run_id)}
+    assert files == {"requirements.txt", "again"}
+
+
+def test_files_of_a_sweep_block_no_metrics(settings: Tracking, tmp_path: Path, refused) -> None:
+    """The forwarder sends the records of all trials."""
+    recorders = [
+        tracking.Recorder(settings.uri, settings.experiment, tmp_path / name) for name in "ab"
+    ]
+    forwarder = Forwarder(settings.uri, settings.experiment)
+    for recorder in recorders:
+        recorder.start("trial", {}, {})
+        train(recorder, recorder._spool.path.parent)  # pyright: ignore[reportArgumentType]
+        recorder.finish("FINISHED")
+        forwarder.follow(recorder._spool.path.parent)
+    forwarder.finish()
+    for name in "ab":
+        tail = Tail(tmp_path / name)
+        assert tail.pending == 1 and tail.run_id
+        assert steps(settings.uri, tail.run_id) == list(range(5))
+        assert client(settings.uri).get_run(tail.run_id).info.status == "FINISHED"
+
+
+def test_a_server_that_names_a_local_folder_gets_no_file(tmp_path: Path) -> None:
+    """It could have files written anywhere on this machine."""
+    settings = Tracking(uri=f"sqlite:///{tmp_path}/mlflow.db", experiment="lies")
+    tracker = Tracker(settings, tmp_path / "run")
+    tracker._server._is_server = True
+    tracker._server._artifacts = (tmp_path / "elsewhere").as_uri()  # what the server answers
+    run_id = tracker.start("run", {}, {})
+    train(tracker, tmp_path / "run")
+    tracker.finish("FINISHED")
+    assert not (tmp_path / "elsewhere").exists()
+    assert steps(settings.uri, run_id) == list(range(5)) and tracker.pending == 1
+
+
+@pytest.mark.parametrize("deleted", ["run", "experiment"])
+def test_records_of_a_deleted_run_are_kept_and_sent_when_it_is_restored(
+    settings: Tracking, tmp_path: Path, deleted: str, caplog
+) -> None:
+    tracker = Tracker(settings, tmp_path / "run")
+    run_id = tracker.start("run", {}, {})
+    train(tracker, tmp_path / "run")
+    wait_for(lambda: not tracker.pending)
+    mlflow = client(settings.uri)
+    experiment = mlflow.get_run(run_id).info.experiment_id
+    mlflow.delete_run(run_id) if deleted == "run" else mlflow.delete_experiment(experiment)
+    for t in range(5, 9):
+        tracker.metrics({"loss": float(t)}, t)
+        wait_for(lambda: tracker.failures)
+    tracker.finish("FINISHED")
+    lines = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+    assert len(lines) == 2, lines  # once in the middle, once at the end
+    assert f"mlflow {deleted}s restore" in lines[0] and "refuses" not in caplog.text
+    assert "5 records were not sent" in lines[1] and "--new-run" in lines[1]
+    with pytest.raises(RaysimError, match=r"5 of 5 records.*restore"):
+        replay_spool(tmp_path / "run")
+    mlflow.restore_run(run_id) if deleted == "run" else mlflow.restore_experiment(experiment)
+    assert replay_spool(tmp_path / "run") == 5
+    assert steps(settings.uri, run_id) == list(range(9))
+    assert mlflow.get_run(run_id).info.status == "FINISHED"
+
+
+def test_a_deleted_run_is_replaced_by_a_new_one(settings: Tracking, tmp_path: Path) -> None:
+    """With everything, also what the former run had; a resumed run finds the new one."""
+    tracker = Tracker(settings, tmp_path / "run")
+    old = tracker.start("run", {"rounds": 5}, {})
+    train(tracker, tmp_path / "run")
+    tracker.finish("KILLED")
+    again = Tracker(settings, tmp_path / "run")
+    again.start("run", {"rounds": 7}, {}, run_id=old)
+    again.metrics({"loss": 5.0}, 5)
+    again.finish("KILLED")
+    client(settings.uri).delete_run(old)
+    assert replay_spool(tmp_path / "run", to_a_new_run=True) > 5
+    new = Tail(tmp_path / "run").run_id
+    assert new and new != old and steps(settings.uri, new) == list(range(6))
+    resumed = Tracker(settings, tmp_path / "run")
+    assert resumed.start("run", {"rounds": 7}, {}, run_id=old) == new
+    resumed.metrics({"loss": 6.0}, 6)
+    resumed.finish("FINISHED")
+    run = client(settings.uri).get_run(new)
+    assert steps(settings.uri, new) == list(range(7)) and run.info.status == "FINISHED"
+
+
+def test_a_moved_project_keeps_its_files_together(tmp_path: Path, caplog) -> None:
+    """New files go to the new place, and MLflow finds the old ones there."""
+    before, after = tmp_path / "before", tmp_path / "after"
+    uri = f"sqlite:///{before}/mlflow.db"
+    tracker = Tracker(Tracking(uri=uri, experiment="sweep"), before / "runs" / "first")
+    first = tracker.start("first", {}, {})
+    train(tracker, before / "runs" / "first")
+    tracker.finish("FINISHED")
+    unsent = tracking.Recorder(uri, "sweep", before / "runs" / "second")
+    unsent.start("second", {}, {})
+    train(unsent, before / "runs" / "second")  # pyright: ignore[reportArgumentType]
+    unsent.finish("FINISHED")
+    before.rename(after)
+    uri = f"sqlite:///{after}/mlflow.db"
+    tracker = Tracker(Tracking(uri=uri, experiment="sweep"), after / "runs" / "third")
+    third = tracker.start("third", {}, {})
+    train(tracker, after / "runs" / "third")
+    tracker.finish("FINISHED")
+    assert replay_spool(after / "runs" / "second") > 5  # into the moved database
+    assert not before.exists()
+    second = Tail(after / "runs" / "second").run_id
+    assert second
+    for run_id in (first, second, third):
+        assert steps(uri, run_id) == list(range(5))
+        assert [file.path for file in client(uri).list_artifacts(run_id)] == ["requirements.txt"]
+        assert (after / "mlartifacts" / run_id / "artifacts" / "requirements.txt").is_file()
+    assert caplog.text.count("was moved") == 1
