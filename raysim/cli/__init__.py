@@ -36,7 +36,10 @@ def main() -> None:
         _warn_of_repeated_keys(sys.argv[1:])
         app()
     except RaysimError as error:
-        say("\n".join([f"error: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
+        lines = [f"error: {error}", *getattr(error, "__notes__", ())]
+        if _folder_is_gone():
+            lines.append(FOLDER_IS_GONE)
+        say("\n".join(lines), file=sys.stderr)
         sys.exit(error.exit_code)
     except SystemExit as end:
         if end.code == ConfigError.exit_code and (key := _key_with_dashes(sys.argv[1:])):

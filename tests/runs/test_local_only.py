@@ -30,7 +30,7 @@ def train(base: dict[str, Any], tmp_path):
             "evaluate": {"every": 1, "clients": {"every": 1}},
             "run_dir": str(tmp_path / f"{len(list(tmp_path.iterdir()))}"),
         }
-        return raysim.run(config, {"partition.test.matched": True, **keys}, tracking=False)
+        return raysim.run(config, {"partition.test.fraction": 0.25, **keys}, tracking=False)
 
     return run
 
