@@ -44,7 +44,7 @@ GRADIENTS_AT_A_TIME = 64
 class ForgettingRequest:
     """Measurements that a client of a round makes."""
 
-    clients: list[float]
+    clients: list[int]
     """Clients of the previous round, on whose data the local model is evaluated."""
 
     window: list[int]

@@ -11,12 +11,14 @@ from raysim.config.schema import Config
 from raysim.config.sections.evaluation import BestBy, Stop
 from raysim.errors import ConfigError, RaysimError, did_you_mean
 from raysim.metrics import (
+    EVERY_ROUND,
     VALIDATION,
     find_metric,
     lower_is_better,
     reserved_prefixes,
     without_figure,
 )
+from raysim.rules.contract import ALGORITHMS, CLIENT_RULES, SERVER_RULES
 
 ROUND_METRICS = (
     "train_loss",
@@ -149,6 +151,8 @@ def check_stop(config: Config, probes: Sequence[str] = ()) -> None:
     entry = find_metric(metric)
     if entry is not None and _is_missing(config, entry.logged):
         raise ConfigError(f"{key}: {metric} is not measured; set {entry.logged}")
+    if entry is not None and _is_of_other_rules(config, entry.logged):
+        raise ConfigError(f"{key}: {metric} is not logged by this method ({entry.logged})")
     source, _, rest = metric.partition("/")
     has_own = any(":" in name for name in config.evaluate.metrics or ())
     if rest and not has_own and source not in {*reserved_prefixes(), *probes}:
@@ -181,6 +185,27 @@ def _is_missing(config: Config, logged: str) -> bool:
     for key in rest:
         value = getattr(value, key, None)
     return value is None
+
+
+def _is_of_other_rules(config: Config, logged: str) -> bool:
+    """Return whether a metric is logged by some shipped rules only, and the run has none of them.
+
+    Rules that inherit from them count; of a rule that is not shipped nothing is known.
+    """
+    of_rules = set(re.findall(r"\w+", logged.removeprefix(EVERY_ROUND))) - {"and"}
+    if not of_rules or not of_rules <= {*CLIENT_RULES, *SERVER_RULES, *ALGORITHMS}:
+        return False
+    names = set() if config.algorithm is None else {config.algorithm.name}
+    groups = [group.client for group in config.groups.values()]
+    for section, registry in (
+        *((client, CLIENT_RULES) for client in (config.client, *groups)),
+        (config.server, SERVER_RULES),
+    ):
+        if section is not None and section.name not in registry:
+            return False
+        if section is not None:
+            names |= {getattr(cls, "name", "") for cls in registry[section.name].__mro__}
+    return not names & of_rules
 
 
 def check_metric(key: str, metric: str, configs: Sequence[Config]) -> None:

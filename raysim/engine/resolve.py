@@ -380,6 +380,11 @@ def _check_rules(config: Config, rules: Rules, workload: Workload) -> None:
     for name, rule in {"": client, **rules.groups}.items():
         key = config.upload_key(name)
         section = config.uploads[key]
+        if section and personal.size == workload.problem.size:
+            raise ConfigError(
+                f"{key}: clients send none of the {personal.size} parameters, since all are "
+                "personal (local.personal, or the client rule); leave the stages out"
+            )
         configured_stages.check_stages(key, section, rule, server, rules.stages[key], model)
 
 

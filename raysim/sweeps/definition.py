@@ -72,7 +72,7 @@ class _Result(TypedDict):
 
     run_id: str
     rounds: int
-    metrics: dict[str, float]
+    metrics: dict[str, dict[str, float]]
     seconds: float
 
 

@@ -306,10 +306,10 @@ def from_line(line: str, place: str = "") -> Row:
         BadRow: The line is no row of this format, or it is damaged.
     """
     try:
-        content = parsed(line, dict[str, Any])
+        content = parsed(line, Any)
     except ValueError as error:
         raise BadRow(str(error)) from None
-    if "ledger" not in content:
+    if not isinstance(content, dict) or "ledger" not in content:
         raise BadRow("it is not a row of a ledger")
     if content["ledger"] != FORMAT:
         raise BadRow(f"its format is {content['ledger']}, not {FORMAT}; use its raysim version")

@@ -10,8 +10,11 @@ from support.configurations import DIGITS_MLP
 
 import raysim
 from raysim.config import explain
-from raysim.engine.early_stop import StopRule
+from raysim.config.sections.evaluation import Stop
+from raysim.engine.early_stop import StopRule, check_stop
 from raysim.errors import ConfigError, RaysimError
+from raysim.rules import registry
+from raysim.rules.contract import ALGORITHMS
 from raysim.runs.resume import reopen
 from raysim.runs.run import execute
 from raysim.runs.run_dir import PARAMETERS_FILE
@@ -117,6 +120,21 @@ def test_a_run_ends_after_the_same_round_and_as_finished_also_when_it_is_resumed
         raysim.resume(tmp_path / "part", {"rounds": 60})
     assert raysim.load(tmp_path / "part").early_stop == whole.early_stop
     assert whole.config.fingerprint not in (free.config.fingerprint, short.config.fingerprint)
+
+
+def test_every_metric_that_a_method_logs_can_stop_it():
+    """Those of a method that inherits from another, too."""
+    registry.discover()
+    for name in sorted(ALGORITHMS):
+        keys = DIGITS_MLP | {"algorithm": name, "rounds": 1, "evaluate": {"every": 1}}
+        if "schedule" in ALGORITHMS[name].defaults:
+            keys = {key: value for key, value in keys.items() if key != "schedule"}
+            keys["partition"] = {"clients": 20}
+        done = raysim.run(keys, tracking=False)
+        for metric in done.history[-1]:
+            if not metric.startswith(("system/", "round")) and "virtual" not in metric:
+                stop = Stop(metric=metric, mode="max", patience=1)
+                check_stop(done.config.model_copy(update={"stop": stop}))
 
 
 @pytest.mark.parametrize(

@@ -3,16 +3,22 @@ loses what is whole."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 from support.configurations import DIGITS_MLP
-from support.damage import damaged_copy, damages
+from support.damage import NOISE, damaged_copy, damages
 
 import raysim
+from raysim.engine import checkpoint
+from raysim.errors import ConfigError, RaysimError
+from raysim.system import lock
+from raysim.tracking.spool import Spool, Tail
 
 CONFIG = DIGITS_MLP | {
     "algorithm": "scaffold",
@@ -50,16 +56,17 @@ def cases(run: Path) -> list[tuple[Path, str]]:
     return [(path.relative_to(run), name) for path in files for name, _ in damages(path)]
 
 
-def explored(some: list[tuple[Path, str]], run: Path, tmp_path: Path, raysim_) -> list[str]:
-    """Call the commands on copies of a run with one damaged file each; return what is wrong."""
+def explored(
+    some: list[tuple[Path, str]], commands: Iterable[str], run: Path, tmp_path: Path, raysim_
+) -> list[str]:
+    """Call commands on copies of a run with one damaged file each; return what is wrong."""
     wrong = []
     for file, name in some:
-        copy = tmp_path / "copy"
-        damaged_copy(run, file, dict(damages(run / file))[name], copy)
-        for command, words in COMMANDS.items():
+        copy = damaged_copy(run, file, dict(damages(run / file))[name], tmp_path / "copy")
+        for command in commands:
             place = {"run": copy, "out": tmp_path / "out"}
             try:
-                said = raysim_(*(word.format(**place) for word in words))
+                said = raysim_(*(word.format(**place) for word in COMMANDS[command]))
             except BaseException as error:
                 wrong.append(f"{file}, {name}: {command}: {type(error).__name__}: {error}")
                 continue
@@ -73,12 +80,82 @@ def explored(some: list[tuple[Path, str]], run: Path, tmp_path: Path, raysim_) -
 
 
 def test_some_damage(run, tmp_path, raysim_):
-    some = random.Random(0).sample(cases(run), 12)
-    wrong = explored(some, run, tmp_path, raysim_)
+    some = random.Random(0).sample(cases(run), 4)
+    wrong = explored(some, ["sync", "resume"], run, tmp_path, raysim_)
     assert not wrong, "\n".join(wrong)
 
 
 @pytest.mark.long
 def test_all_damage(run, tmp_path, raysim_):
-    wrong = explored(cases(run), run, tmp_path, raysim_)
+    wrong = explored(cases(run), COMMANDS, run, tmp_path, raysim_)
     assert not wrong, "\n".join(wrong)
+
+
+@pytest.fixture
+def folder(run: Path, tmp_path: Path) -> Path:
+    """A copy of the spool and its mark."""
+    for name in ("spool.jsonl", "spool.sent"):
+        shutil.copy(run / name, tmp_path / name)
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", ["spool.jsonl", "spool.sent"])
+def test_a_damaged_spool_is_named_and_kept(name, run, folder):
+    """Either it can be read, or the error names it, and it stays as it is for its owner."""
+    refused = []
+    for damage_name, damage in damages(run / name):
+        path = folder / name
+        with contextlib.suppress(IsADirectoryError, FileNotFoundError):
+            path.unlink()
+        shutil.rmtree(path, ignore_errors=True)
+        shutil.copy(run / name, path)
+        damage(path)
+        before = path.read_bytes() if path.is_file() else None
+        try:
+            tail = Tail(folder)
+            tail.last("start", "finish")
+            tail.tags()
+            spool = Spool(folder)
+            spool.head()
+            spool.close()
+        except ConfigError as error:
+            refused.append(damage_name)
+            assert str(path) in str(error) and "\n" not in str(error), damage_name
+            assert before is None or path.read_bytes() == before, damage_name
+        except RaysimError as error:
+            assert damage_name == "a folder" and str(path) in str(error), damage_name
+    assert ("noise" in refused) == (name == "spool.jsonl")
+
+
+def test_only_the_beginning_of_a_record_is_removed(folder):
+    path = folder / "spool.jsonl"
+    whole = path.read_bytes()
+    path.write_bytes(whole + b'{"kind": "metr')
+    Spool(folder).close()
+    assert path.read_bytes() == whole
+    path.write_bytes(whole + NOISE.replace(b"\n", b""))
+    with pytest.raises(ConfigError, match=f"does not end with a record .* byte {len(whole)}"):
+        Spool(folder)
+
+
+def test_a_damaged_checkpoint_is_passed_over(run, tmp_path):
+    """The one before is read, whichever file of the newest one is damaged."""
+    home = Path("checkpoints", "round-000002")
+    for file in sorted((run / home).iterdir()):
+        for name, damage in damages(file):
+            copy = tmp_path / "copy"
+            damaged_copy(run, home / file.name, damage, copy)
+            lines: list[str] = []
+            read = checkpoint.read_latest(copy, lines.append)
+            assert read is not None and read.facts["round"] == (1 if lines else 2), name
+            assert lines or "raysim" in name or "a list" in name, (file, name)
+            assert checkpoint.read_best(copy, lines.append) is not None
+            shutil.rmtree(copy)
+
+
+def test_a_damaged_lock_is_no_obstacle(tmp_path):
+    for content in (b"[" * 4000, b"\xff\xfe", b"null", b"3", NOISE):
+        (tmp_path / "lock").write_bytes(content)
+        assert lock.running(tmp_path) is None
+        with lock.alone(tmp_path):
+            pass

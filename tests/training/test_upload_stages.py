@@ -522,6 +522,14 @@ def test_a_rule_without_an_upload_of_the_models_size_is_refused(waves):
         prepare(waves(["clip"], name="Short"))
 
 
+@pytest.mark.parametrize("stage", ["randk", "topk", "qsgd"])
+def test_stages_of_nothing_are_refused(stage, waves):
+    keys = waves([stage])
+    keys["local"] = {**keys["local"], "personal": ["*"]}
+    with pytest.raises(ConfigError, match=r"^local\.upload: clients send none of the \d+ param"):
+        prepare(keys)
+
+
 def test_two_roundings_are_refused(waves):
     config = waves(["clip"])
     config["local"]["upload_dtype"] = "bfloat16"
