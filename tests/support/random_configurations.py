@@ -185,15 +185,18 @@ class Drawing:
         name = schema.get("properties", {}).get("name", schema)
         return "pattern" in name
 
-    def section(self, key: str, schema: dict[str, Any]) -> dict[str, Any] | None:
+    def section(
+        self, key: str, schema: dict[str, Any], likelihood: float = 0.35
+    ) -> dict[str, Any] | None:
         """Return a mapping with its name, keys without default, and some of the others."""
         if patterns := schema.get("patternProperties"):
-            group = next(iter(patterns.values()))
-            return {name: self.value(name, group) for name in ("a", "b")[: self.rng.choice([1, 2])]}
+            group = self.resolved(next(iter(patterns.values())))
+            names = ("a", "b")[: self.rng.choice([1, 1, 2])]
+            return {name: self.section(name, group, likelihood=0.6) for name in names}
         section = {}
         for name, kind in schema.get("properties", {}).items():
             needed = name == "name" or "default" not in kind
-            if needed or self.rng.random() < 0.35:
+            if needed or self.rng.random() < likelihood:
                 section[name] = self.value(name, kind)
                 if section[name] is None:
                     if needed:
