@@ -371,10 +371,9 @@ KEY = re.compile(r"\b[a-z_]+(\.[a-z_]+)+\b|^[a-z_]+: |'[a-z_]+'")
 
 
 def names_a_key(message: str) -> bool:
-    """Return whether a message is one sentence or two, without a traceback, and names a key."""
-    return (
-        "Traceback" not in message and len(message.splitlines()) == 1 and bool(KEY.search(message))
-    )
+    """Return whether a message of one line or two names a key, and no exception of Python."""
+    is_short = len(message.splitlines()) <= 2 and not re.search(r"\w+Error: |Traceback", message)
+    return is_short and bool(KEY.search(message))
 
 
 def explored(seeds: range, folder: Path) -> dict[str, Any]:
