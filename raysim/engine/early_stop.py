@@ -196,15 +196,13 @@ def _is_of_other_rules(config: Config, logged: str) -> bool:
     if not of_rules or not of_rules <= {*CLIENT_RULES, *SERVER_RULES, *ALGORITHMS}:
         return False
     names = set() if config.algorithm is None else {config.algorithm.name}
-    groups = [group.client for group in config.groups.values()]
-    for section, registry in (
-        *((client, CLIENT_RULES) for client in (config.client, *groups)),
-        (config.server, SERVER_RULES),
-    ):
-        if section is not None and section.name not in registry:
+    clients = [config.client, *(group.client for group in config.groups.values())]
+    rules = [CLIENT_RULES.get(section.name) for section in clients if section is not None]
+    rules += [SERVER_RULES.get(config.server.name)] if config.server is not None else []
+    for rule in rules:
+        if rule is None:
             return False
-        if section is not None:
-            names |= {getattr(cls, "name", "") for cls in registry[section.name].__mro__}
+        names |= {getattr(ancestor, "name", "") for ancestor in rule.__mro__}
     return not names & of_rules
 
 

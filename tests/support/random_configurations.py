@@ -185,15 +185,18 @@ class Drawing:
         name = schema.get("properties", {}).get("name", schema)
         return "pattern" in name
 
-    def section(self, key: str, schema: dict[str, Any]) -> dict[str, Any] | None:
+    def section(
+        self, key: str, schema: dict[str, Any], likelihood: float = 0.35
+    ) -> dict[str, Any] | None:
         """Return a mapping with its name, keys without default, and some of the others."""
         if patterns := schema.get("patternProperties"):
-            group = next(iter(patterns.values()))
-            return {name: self.value(name, group) for name in ("a", "b")[: self.rng.choice([1, 2])]}
+            group = self.resolved(next(iter(patterns.values())))
+            names = ("a", "b")[: self.rng.choice([1, 1, 2])]
+            return {name: self.section(name, group, likelihood=0.6) for name in names}
         section = {}
         for name, kind in schema.get("properties", {}).items():
             needed = name == "name" or "default" not in kind
-            if needed or self.rng.random() < 0.35:
+            if needed or self.rng.random() < likelihood:
                 section[name] = self.value(name, kind)
                 if section[name] is None:
                     if needed:
@@ -368,10 +371,9 @@ KEY = re.compile(r"\b[a-z_]+(\.[a-z_]+)+\b|^[a-z_]+: |'[a-z_]+'")
 
 
 def names_a_key(message: str) -> bool:
-    """Return whether a message is one sentence or two, without a traceback, and names a key."""
-    return (
-        "Traceback" not in message and len(message.splitlines()) == 1 and bool(KEY.search(message))
-    )
+    """Return whether a message of one line or two names a key, and no exception of Python."""
+    is_short = len(message.splitlines()) <= 2 and not re.search(r"\w+Error: |Traceback", message)
+    return is_short and bool(KEY.search(message))
 
 
 def explored(seeds: range, folder: Path) -> dict[str, Any]:
