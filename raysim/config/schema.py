@@ -19,6 +19,7 @@ from raysim.config.sections.data import IID, AnyData, Partition
 from raysim.config.sections.evaluation import Evaluate, RecordUpdates, Stop
 from raysim.config.sections.execution import Batching, Faults, Resources
 from raysim.config.sections.groups import Group
+from raysim.config.sections.learning_rate import OwnStepSizes
 from raysim.config.sections.local import Local
 from raysim.config.sections.optimizer import PLAIN_SGD
 from raysim.config.sections.privacy import ClientPrivacy, ExamplePrivacy, Privacy
@@ -204,6 +205,12 @@ class Config(Section):
             key: a dotted key of a configuration.
         """
         return key.partition(".")[0] not in cls._NOT_THE_RESULT
+
+    def own_step_sizes(self) -> dict[str, OwnStepSizes]:
+        """Return the users' functions of step sizes, by the keys that name them."""
+        keyed = {"local.lr": self.local.lr}
+        keyed |= {f"groups.{name}.local.lr": group.local.lr for name, group in self.groups.items()}
+        return {key: lr for key, lr in keyed.items() if isinstance(lr, OwnStepSizes)}
 
     def identity(self) -> dict[str, Any]:
         """Return the part of the configuration that determines the parameters after each round."""

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from raysim.config.sections.data import OwnPartition
+from raysim.config.users_function import call_function
 from raysim.data.npz import read_arrays
 from raysim.data.stored import is_stored, stored_arrays
-from raysim.data.users_function import call_function
 from raysim.errors import ConfigError
 from raysim.system.json_files import parsed
 

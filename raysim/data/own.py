@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from raysim.config.sections.data import Arrays, OwnData
+from raysim.config.users_function import call_function
 from raysim.data.class_names import in_names_order
 from raysim.data.dataset import (
     IMAGENET_GREY_MEAN_STD,
@@ -28,7 +29,6 @@ from raysim.data.npz import read_arrays
 from raysim.data.own_forms import REQUIRED_ARRAYS, USER_KEYS, FormReader
 from raysim.data.read_again import generators_kept
 from raysim.data.stored import stored_arrays
-from raysim.data.users_function import call_function
 from raysim.errors import ConfigError
 
 TEST_USER_KEYS = ("user_test", "users_test")

@@ -510,8 +510,8 @@ def check_local_steps(config: Config, client: ClientRule) -> None:
     last = local.step_sizes.of_step(config.rounds - 1)
     if not local.step_sizes.varies_in_a_round and last <= 0:
         raise ConfigError(
-            f"local.lr: is 0 in the last round; raise local.lr.eta_min, or give local.lr.T_max at "
-            f"least the number of rounds ({config.rounds})"
+            "local.lr: is 0 in the last round; raise local.lr.eta_min, give local.lr.T_max at "
+            f"least the number of rounds ({config.rounds}), or return a number > 0"
         )
     if local.autocast and config.dtype == "float64":
         raise ConfigError(

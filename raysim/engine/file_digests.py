@@ -6,10 +6,10 @@ distribution. It is filled when a run is prepared, and checked when its config.y
 
 The digests cover:
 
-- Code (`algorithm`, `client`, `server`, `task`, `model`, `schedule.sampling`, `local.upload`,
-  `evaluate.metrics` and `evaluate.probes`): the file and the modules that it imports from its
-  folder or package. Metrics and probes do not change a result, so their digests are recorded but
-  not checked.
+- Code (`algorithm`, `client`, `server`, `task`, `model`, `schedule.sampling`, `local.lr`,
+  `local.upload`, `evaluate.metrics` and `evaluate.probes`): the file and the modules that it
+  imports from its folder or package. Metrics and probes do not change a result, so their digests
+  are recorded but not checked.
 - Parameters of a user's rule or of a net that name a file or a folder.
 - `model.init_from`: the weights, wherever they come from.
 - `schedule.client_speeds.path` and `partition.path`.
@@ -67,7 +67,7 @@ GROUPS = {**dict.fromkeys(RULES, entry_points.ALGORITHMS), "model": entry_points
 SECTIONS_WITH_CODE = (*RULES, "task", "model")
 """Sections of the configuration whose `name` can refer to code."""
 
-PARTS_WITH_CODE = ("schedule.sampling", "local.upload.")
+PARTS_WITH_CODE = ("schedule.sampling", "local.lr", "local.upload.")
 """Beginnings of the keys of other parts of the configuration whose `name` can refer to code."""
 
 
@@ -260,6 +260,8 @@ def _references(config: Config) -> Iterator[tuple[str, str]]:
             yield "data", reference
     if isinstance(config.partition, OwnPartition):
         yield "partition", config.partition.name
+    for key, step_sizes in config.own_step_sizes().items():
+        yield key, step_sizes.name
     sampling = getattr(config.schedule, "sampling", None)
     if isinstance(sampling, OwnSampling):
         yield "schedule.sampling", sampling.name

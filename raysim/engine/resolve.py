@@ -177,6 +177,8 @@ def resolve_plan(raw: Mapping[str, Any], load: Callable[[AnyData], Dataset] = lo
         ConfigError: the configuration has a mistake, or a rule fails in the dry run.
     """
     config = load_config(raw)
+    for key, step_sizes in config.own_step_sizes().items():
+        step_sizes.compute(key, config.rounds)
     rules = build_rules(config)
     workload = build_problem(config, rules, load)
     attached = probes.attached(config)

@@ -169,6 +169,12 @@ def _task(key: str, value: Any) -> Section:
     )
 
 
+def _step_sizes(key: str, value: Any) -> Any:
+    if callable(value):
+        return {"name": python_objects.reference(value)}
+    return _plain(key, value)
+
+
 def _model(key: str, value: Any) -> Section:
     if not callable(value):
         raise ConfigError(
@@ -220,6 +226,8 @@ SECTIONS: dict[str, Callable[[str, Any], Section]] = {
     "server": _rule,
     "groups.*.client": _rule,
     "schedule.sampling": _derived(ClientSampling),
+    "local.lr": _step_sizes,
+    "groups.*.local.lr": _step_sizes,
 }
 """For each section that may be an object: the function that returns its name and parameters."""
 

@@ -305,6 +305,9 @@ class Untracked(Recorder):
         """Return "", the id of a run that is not tracked. See `Recorder.start`."""
         return ""
 
+    def artifact(self, path: Path, folder: str | None = None) -> None:
+        """Record nothing: there is no spool that places the file. See `Recorder.artifact`."""
+
     def close(self) -> None:
         """Refuse further records, as every recorder does."""
         self._closing.set()

@@ -22,7 +22,8 @@ class GroupLocal(Section):
     batch_size: Annotated[int, Field(ge=1)] | Literal["full"] | None = None
     """Examples in a mini-batch, or `full` for all of the client's data."""
     lr: LearningRate | None = None
-    """Step size, a list [[first round, value], ...], or a schedule `cosine`, `step` or `warmup`."""
+    """Step size, a list [[first round, value], ...], a schedule `cosine`, `step` or `warmup`, or
+    path.py:function."""
     optimizer: Annotated[AnyOptimizer, default_name("sgd")] | None = None
     """Optimizer of the local steps: `sgd`, `adam` or `adamw`."""
     accumulate: int | None = Field(default=None, ge=1)

@@ -1,4 +1,4 @@
-"""`local.lr`: a number, a list of [first round, value], or a schedule over rounds or steps.
+"""`local.lr`: a number, a list of [first round, value], a schedule, or a function of the round.
 
 The schedules have the parameters and values of those in torch.optim.lr_scheduler.
 """
@@ -7,12 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import cos, pi
+from math import cos, isfinite, pi
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
+import numpy as np
+from pydantic import BeforeValidator, Discriminator, Field, PrivateAttr, Tag, model_validator
 
-from raysim.config.sections.base import Positive, PositiveScheduled, Section, at_round
+from raysim.config.sections.base import (
+    Named,
+    Positive,
+    PositiveScheduled,
+    Section,
+    at_round,
+    named,
+)
+from raysim.config.users_function import users_function
+from raysim.errors import ConfigError
 
 
 class StepSizes:
@@ -191,13 +201,59 @@ class WarmupSchedule(LearningRateSchedule):
         return max(warmup, self.then.largest) if self.then else warmup
 
 
+class OwnStepSizes(Named, StepSizes):
+    """Your own function of the round, from 0; all keys but these are its arguments.
+
+    It is called when a run is prepared, once for each round.
+    """
+
+    name: str = Field(pattern=":")
+    """path.py:function"""
+
+    _values: tuple[float, ...] = PrivateAttr(())
+
+    def compute(self, key: str, rounds: int) -> None:
+        """Call the function for all rounds of a run.
+
+        Args:
+            key: key of the configuration that names it, for messages.
+            rounds: number of rounds.
+
+        Raises:
+            ConfigError: there is no such function, it fails, or a value is no finite number of at
+                least 0.
+        """
+        function = users_function(key, self.name, self.parameters, 1)
+        values = [function(t) for t in range(rounds)]
+        for t, value in enumerate(values):
+            is_number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
+            if not is_number or not isfinite(value) or value < 0:
+                raise ConfigError(
+                    f"{key}: {self.name} returned {value!r} for round {t}; return a finite number "
+                    "of at least 0"
+                )
+        self._values = tuple(map(float, values))
+
+    def at(self, i: int) -> float:
+        """Return the step size. See `StepSizes.at`."""
+        return self._values[min(i, len(self._values) - 1)]
+
+    @property
+    def largest(self) -> float:
+        """The largest step size."""
+        return max(self._values)
+
+
 def _kind(value: Any) -> str | None:
-    """Return the tag of a step size: the name of its schedule, or "constant"; None if missing."""
-    if isinstance(value, LearningRateSchedule):
-        return str(getattr(value, "name", ""))
+    """Return the tag of a step size: "own", the name of its schedule, or "constant"; or None."""
+    if isinstance(value, LearningRateSchedule | OwnStepSizes):
+        value = {"name": getattr(value, "name", "")}
+    if isinstance(value, str) and ":" in value:
+        value = named(value)
     if not isinstance(value, Mapping):
         return "constant"
-    return None if value.get("name") is None else str(value["name"])
+    name = value.get("name")
+    return "own" if ":" in str(name) else None if name is None else str(name)
 
 
 def _not_a_bare_name(value: Any) -> Any:
@@ -212,13 +268,14 @@ def _not_a_bare_name(value: Any) -> Any:
 
 
 if TYPE_CHECKING:
-    LearningRate = float | list[tuple[int, float]] | LearningRateSchedule
+    LearningRate = float | list[tuple[int, float]] | LearningRateSchedule | OwnStepSizes
 else:
     LearningRate = Annotated[
         Annotated[PositiveScheduled, Tag("constant")]
         | Annotated[CosineSchedule, Tag("cosine")]
         | Annotated[StepSchedule, Tag("step")]
-        | Annotated[WarmupSchedule, Tag("warmup")],
+        | Annotated[WarmupSchedule, Tag("warmup")]
+        | Annotated[OwnStepSizes, BeforeValidator(named), Tag("own")],
         Discriminator(_kind),
         BeforeValidator(_not_a_bare_name),
     ]

@@ -43,8 +43,8 @@ class Local(Section):
     """Examples in a mini-batch, or `full` for all of the client's data. A client with fewer
     examples has one batch of all of them."""
     lr: LearningRate = 0.01
-    """Step size: a number > 0, a list [[first round, value], ...], or a schedule (`cosine`, `step`,
-    `warmup`)."""
+    """Step size: a number > 0, a list [[first round, value], ...], a schedule (`cosine`, `step`,
+    `warmup`), or path.py:function of the round."""
     optimizer: Annotated[AnyOptimizer, default_name("sgd")] = PLAIN_SGD
     """Optimizer of the local steps: `sgd`, `adam` or `adamw`. Clipping and `weight_decay` come
     before it."""

@@ -13,13 +13,27 @@ from raysim.system.signals import reraise_stop
 
 
 def call_function(section: str, name: str, keys: Mapping[str, Any], *arguments: Any) -> Any:
-    """Return what a user's function returns.
+    """Return what a user's function returns. See `users_function`.
 
     Args:
         section: section of the configuration that names the function.
         name: path.py:FUNCTION.
         keys: the keys of the section, which are keyword arguments of the function.
         *arguments: its positional arguments, before those.
+    """
+    return users_function(section, name, keys, len(arguments))(*arguments)
+
+
+def users_function(
+    section: str, name: str, keys: Mapping[str, Any], n_arguments: int
+) -> Callable[..., Any]:
+    """Return a user's function of positional arguments; its errors are those of the configuration.
+
+    Args:
+        section: section of the configuration that names the function.
+        name: path.py:FUNCTION.
+        keys: the keys of the section, which are keyword arguments of the function.
+        n_arguments: number of positional arguments, before those.
 
     Raises:
         ConfigError: there is no such function, a key is wrong or missing, or the function fails.
@@ -27,16 +41,20 @@ def call_function(section: str, name: str, keys: Mapping[str, Any], *arguments: 
     function = load_object(name, f"{section}.name")
     if not callable(function):
         raise ConfigError(f"{section}.name: {name} is not a function")
-    _check_arguments(section, name, function, keys, len(arguments))
-    try:
-        return function(*arguments, **keys)
-    except ConfigError:
-        raise
-    except BaseException as error:
-        reraise_stop(error)
-        raise ConfigError(
-            f"{section}.name: {name} failed{_line_of(error)}: {in_a_line(error)}"
-        ) from None
+    _check_arguments(section, name, function, keys, n_arguments)
+
+    def call(*arguments: Any) -> Any:
+        try:
+            return function(*arguments, **keys)
+        except ConfigError:
+            raise
+        except BaseException as error:
+            reraise_stop(error)
+            raise ConfigError(
+                f"{section}.name: {name} failed{_line_of(error)}: {in_a_line(error)}"
+            ) from None
+
+    return call
 
 
 def _check_arguments(
