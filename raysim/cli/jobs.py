@@ -91,7 +91,7 @@ def _follow_job(cluster: JobClient, number: str) -> None:
         for piece in cluster.follow(number):
             print(piece, end="", flush=True)
     except KeyboardInterrupt:
-        print(
+        say(
             f"\nthe job goes on; raysim job logs {number} follows it, and raysim job stop {number} "
             "ends it",
             file=sys.stderr,

@@ -158,7 +158,7 @@ def _check_indices(
         overlap: whether clients may share examples. No client has one twice.
     """
     if not len(indices):
-        raise ConfigError(f"{place} gave no client an example")
+        raise ConfigError(f"{place}: no client has an example")
     client = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
     outside = indices < 0 if n is None else (indices < 0) | (indices >= n)
     if (wrong := np.flatnonzero(outside)).size:

@@ -294,17 +294,17 @@ class Spool(Tail):
             raise RaysimError(
                 f"{folder}: another process is tracking a run here; wait for it or end it"
             ) from None
-        super().__init__(folder)
         self._lock = threading.Lock()
         self._memory: deque[bytes] = deque()
         self._full = False
-        lines = self._whole_lines()
-        self._total = len(lines)
-        self.size = sum(map(len, lines))
-        """Size of the spool in bytes."""
         self.latest: int = 0
         """Time of the last record when the spool was opened, in milliseconds since 1970."""
         try:
+            super().__init__(folder)
+            lines = self._whole_lines()
+            self._total = len(lines)
+            self.size = sum(map(len, lines))
+            """Size of the spool in bytes."""
             # The thread that sends the records could not report a damaged one.
             for number, line in enumerate(lines, 1):
                 self.latest = self._record(line, number)["time"]

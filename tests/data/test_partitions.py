@@ -555,7 +555,7 @@ def test_file_round_trip(tmp_path):
         ([[[0]]], "neither a JSON list of lists of indices nor"),
         ([[0], [[1], [2, 3]]], "neither a JSON list of lists of indices nor"),
         ([], "offsets must rise"),
-        ([[], []], "gave no client an example"),
+        ([[], []], "no client has an example"),
         ([[0], [True, False]], "expected whole numbers, found true and false; take np.flatnonzero"),
     ],
 )

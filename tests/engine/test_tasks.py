@@ -234,7 +234,9 @@ def test_what_a_run_measures_is_written_out(plan_of):
     chosen = plan_of("regression", evaluate={"metrics": "r2"}).config.evaluate
     assert chosen.best is not None and (chosen.best.metric, chosen.best.mode) == ("r2", "max")
     best = {"metric": "val/loss", "mode": "min"}
-    kept = plan_of("classification", evaluate={"best": best}).config.evaluate.best
+    partition = {"name": "iid", "clients": 6, "val_fraction": 0.1}
+    measured = plan_of("classification", evaluate={"best": best}, partition=partition)
+    kept = measured.config.evaluate.best
     assert kept is not None and kept.model_dump() == best
 
 

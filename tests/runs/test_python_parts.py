@@ -220,7 +220,7 @@ def test_a_function_may_return_positions_that_clients_share(config):
         ([[0], [1, 30]], "client 1 has example 30, outside 0 to 29"),
         ({0: [30], 1: [0]}, "client 0 has example 30, outside 0 to 29"),
         ([[0], [-1]], "client 1 has example -1, outside 0 to n - 1"),
-        ([[], []], "gave no client an example"),
+        ([[], []], "no client has an example"),
         ([[0], [1.0]], "expected the positions of client 1's examples: expected whole numbers in a"),
         ([np.arange(30) < 9], "client 0's .*: expected whole numbers, found true and false; take np"),
         ([np.ma.masked_equal([0, 1], 1)], "client 0's examples: .* found masked ones"),

@@ -439,7 +439,7 @@ def test_a_line_that_is_being_written_is_not_read(tmp_path: Path):
     assert tail.head() == [] and tail.pending == 0
     recorder.close()
     spool = Spool(tmp_path)
-    spool.append({"kind": "finish"})
+    spool.append({"kind": "finish", "status": "FINISHED", "time": 0})
     assert (
         [record["kind"] for record in tail.head()] == ["finish"]
         and spool.run_id == "r"

@@ -6,6 +6,7 @@ import _imp
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -76,6 +77,15 @@ def test_ray_does_not_replace_the_handler_of_a_run(monkeypatch):
         signal.signal(signal.SIGTERM, before)
 
 
+@pytest.fixture
+def no_nohup() -> Iterator[None]:
+    """SIGHUP is not ignored, as it is where the tests run under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("no_nohup")
 def test_a_closed_terminal_ends_a_run_gracefully():
     """The kernel and the shell may both send SIGHUP: the second one does not kill."""
     with stoppable(), pytest.raises(Stopped) as stopped:

@@ -66,7 +66,7 @@ def test_a_proxy_in_the_way_is_named(monkeypatch) -> None:
 
 
 def test_control_characters_of_a_server_do_not_reach_the_terminal() -> None:
-    assert brief(RuntimeError("run \x1b]0;title\x07 \x1b[2J")) == "run �]0;title� �[2J"
+    assert brief(RuntimeError("run \x1b]0;title\x07 \x1b[2J")) == r"run \x1b]0;title\x07 \x1b[2J"
 
 
 def test_a_locked_database_is_awaited(tmp_path: Path, monkeypatch) -> None:
