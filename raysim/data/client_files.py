@@ -9,6 +9,7 @@ mapping of x and y; arrays x and y are read as well. Its config.json has the num
 from __future__ import annotations
 
 import json
+import logging
 import pickle
 import re
 import zipfile
@@ -22,6 +23,8 @@ from raysim.config.sections.data import Data
 from raysim.data.dataset import Dataset
 from raysim.data.own import make_dataset
 from raysim.errors import ConfigError, in_a_line
+
+logger = logging.getLogger("raysim")
 
 LEAF_LETTERS = "\n !\"&'(),-.0123456789:;>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcdefghijklmnopqrstuvwxyz}"
 """The characters of LEAF's Shakespeare in the order of their numbers; others share one more."""
@@ -88,8 +91,10 @@ def _load(data: Data, pattern: str, read: Read) -> Dataset:
         )
     folder = Path(data.path).expanduser()
     content: dict[str, Any] = {}
+    users: dict[str, list[str | int]] = {}
     for half in ("train", "test"):
         clients = _clients(folder / half, pattern, read)
+        users[half] = [client.user for client in clients]
         content[half] = {
             "x": _sized(_joined([client.x for client in clients], "x", folder / half), data.size),
             "y": _joined([client.y for client in clients], "y", folder / half),
@@ -97,6 +102,14 @@ def _load(data: Data, pattern: str, read: Read) -> Dataset:
                 [client.user for client in clients], [len(client.y) for client in clients]
             ),
         }
+    if without := [user for user in users["train"] if user not in set(users["test"])]:
+        logger.warning(
+            "data.path: in %s, %d of %d clients have no test examples, such as client %s",
+            folder / "test",
+            len(without),
+            len(users["train"]),
+            without[0],
+        )
     if is_text(content["train"]["y"]):
         content["classes"] = _letters_as_numbers(content)
     elif (n_classes := _declared_classes(folder / "config.json")) is not None:

@@ -163,7 +163,7 @@ def check_stop(config: Config, probes: Sequence[str] = ()) -> None:
 
 
 def check_best(config: Config) -> None:
-    """Check that a run logs the metric that selects its best model, if that is one of a part.
+    """Check that a run logs the metric that selects its best model.
 
     Args:
         config: the resolved configuration of the run.
@@ -172,7 +172,10 @@ def check_best(config: Config) -> None:
         ConfigError: the run does not log it; the message names the key and the fix.
     """
     best = config.evaluate.best
-    if best is not None and "/" in best.metric:
+    # The default of a run that evaluates nothing selects nothing.
+    if best is not None and (config.evaluate.every or "/" in best.metric):
+        others = config.evaluate.model_copy(update={"best": None})
+        config = config.model_copy(update={"evaluate": others})
         check_metric("evaluate.best.metric", best.metric, [config])
 
 

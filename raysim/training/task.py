@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
+from typing import SupportsFloat
 
 import torch
 from numpy.random import Generator
@@ -108,6 +109,9 @@ class ModelTask(Task):
         if self.logged is None:
             raise ValueError(f"task.log({', '.join(numbers)}): not here; log where a client trains")
         for name, number in numbers.items():
+            if not isinstance(number, Tensor | SupportsFloat) or isinstance(number, str):
+                kind = type(number).__name__
+                raise ValueError(f"task.log: {name} is a {kind}; log one real number")
             value = torch.as_tensor(number, device=self.model.device).detach()
             if value.numel() != 1 or value.is_complex():
                 raise ValueError(

@@ -333,6 +333,14 @@ def test_pfllibs_files(tmp_path):
         assert np.array_equal(dataset.y_test[clients.test.client(k)], test[k]["y"])
 
 
+def test_a_client_without_a_test_is_named(tmp_path, caplog):
+    pfllib(tmp_path, "train", {k: numbers(4, (2,)) for k in range(3)})
+    pfllib(tmp_path, "test", {k: numbers(2, (2,)) for k in (0, 2)})
+    dataset = load("pfllib", tmp_path)
+    assert "1 of 3 clients have no test examples, such as client 1" in caplog.text
+    assert [len(own) for own in own_tests(dataset, split(dataset)).values()] == [2, 0, 2]
+
+
 def test_pfllibs_files_may_hold_plain_arrays(tmp_path):
     for half in ("train", "test"):
         (tmp_path / half).mkdir()

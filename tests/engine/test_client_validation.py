@@ -195,6 +195,7 @@ def test_a_rule_may_choose_by_validation(setup):
         ({"evaluate.best": {"metric": "clients/val_accuracy", "mode": "max"}, "partition.val": None}, r"^evaluate\.best\.metric: clients/val_accuracy needs validation ex"),
         ({"stop": {"metric": "clients/loss", "patience": 1}, "partition.test": None}, r"^stop\.metric: clients/loss needs test examples of each client; set partition\.test, or name clients/val_loss"),
         ({"stop": {"metric": "clients/val_loss", "patience": 1}, "evaluate.clients": None}, r"^stop\.metric: clients/val_loss needs evaluations of clients"),
+        ({"evaluate.every": 1, "evaluate.best": {"metric": "acuracy", "mode": "max"}}, r"^evaluate\.best\.metric: no run has a metric 'acuracy'; did you mean 'accuracy'"),
         ({"partition.val": {"fraction": 1.0}}, r"^partition\.val\.fraction"),
         ({"partition.val": 0.1}, r"^partition\.val: "),
         ({"partition": {"name": "virtual", "clients": 5, "val": {"fraction": 0.1}, "test": None}}, r"^partition\.val: virtual clients share their examples"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -97,6 +98,7 @@ def test_a_resume_calls_it_for_further_rounds_and_refuses_another_one(base, dige
         ({"name": "schedules.py:halved", "begin": 1}, r"^local\.lr\.begin: unknown key of"),
         (lambda t: -0.1, r"^local\.lr: python:\S+ returned -0\.1 for round 0"),
         (lambda t: "0.1", r"^local\.lr: python:\S+ returned '0\.1' for round 0"),
+        (lambda t: random.random(), r"^local\.lr: python:\S+ returns another number for round 0"),
         (lambda t: True, r"^local\.lr: python:\S+ returned True for round 0"),
     ],
 )

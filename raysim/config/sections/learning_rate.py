@@ -204,7 +204,7 @@ class WarmupSchedule(LearningRateSchedule):
 class OwnStepSizes(Named, StepSizes):
     """Your own function of the round, from 0; all keys but these are its arguments.
 
-    It is called when a run is prepared, once for each round.
+    It is called when a run is prepared, twice for each round, with the same result.
     """
 
     name: str = Field(pattern=":")
@@ -221,7 +221,7 @@ class OwnStepSizes(Named, StepSizes):
 
         Raises:
             ConfigError: there is no such function, it fails, or a value is no finite number of at
-                least 0.
+                least 0, or another one at a second call.
         """
         function = users_function(key, self.name, self.parameters, 1)
         values = [function(t) for t in range(rounds)]
@@ -231,6 +231,11 @@ class OwnStepSizes(Named, StepSizes):
                 raise ConfigError(
                     f"{key}: {self.name} returned {value!r} for round {t}; return a finite number "
                     "of at least 0"
+                )
+            if function(t) != value:
+                raise ConfigError(
+                    f"{key}: {self.name} returns another number for round {t} when it is called "
+                    "again; a step size is a function of the round alone"
                 )
         self._values = tuple(map(float, values))
 
