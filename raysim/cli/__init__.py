@@ -36,10 +36,11 @@ def main() -> None:
         _warn_of_repeated_keys(sys.argv[1:])
         app()
     except RaysimError as error:
-        lines = [f"error: {error}", *getattr(error, "__notes__", ())]
+        lines = [*getattr(error, "__notes__", ())]
         if _folder_is_gone():
             lines.append(FOLDER_IS_GONE)
-        say("\n".join(lines), file=sys.stderr)
+        # The error comes last, where a reader and a script look for it.
+        say("\n".join([*lines, f"error: {error}"]), file=sys.stderr)
         sys.exit(error.exit_code)
     except SystemExit as end:
         if end.code == ConfigError.exit_code and (key := _key_with_dashes(sys.argv[1:])):

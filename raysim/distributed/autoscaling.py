@@ -53,7 +53,7 @@ def await_resources(
         return enough()
     except ConfigError:
         if not has_autoscaler():
-            raise
+            return enough()  # nodes may have joined meanwhile
     bundles = [dict(bundle) for bundle in bundles if any(bundle.values())]
     began, last_line = time.monotonic(), -PROGRESS_INTERVAL_S
     group = placement_group(cast(Any, bundles))

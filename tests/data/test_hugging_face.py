@@ -233,7 +233,7 @@ def test_tokens_of_users_give_the_same_bits_on_two_actors_and_after_resume(tmp_p
         **base,
         "rounds": 2,
         "data": {"name": "hf", "path": path, "x": "tokens", "y": "tokens", "user": "who"},
-        "partition": "natural",
+        "partition": {"name": "natural", "test": "natural"},
         "task": "next_token",
         "model": {"name": "lstm", "embedding": 4, "hidden": 6, "layers": 1},
         "algorithm": "fedavg",
