@@ -143,8 +143,8 @@ class RunResult:
             x: inputs, [n, ...].
 
         Returns:
-            The outputs of the net in evaluation mode, [n, ...], on the CPU: for classification the
-            logits, whose `argmax(1)` is the class.
+            The outputs of the net in evaluation mode, [n, ...], on the CPU. For classification they
+            are the logits, whose `argmax(1)` is the class.
 
         Raises:
             ConfigError: `x` has another form than the data set's examples, or the net or the data
