@@ -36,11 +36,12 @@ def main() -> None:
         _warn_of_repeated_keys(sys.argv[1:])
         app()
     except RaysimError as error:
-        lines = [*getattr(error, "__notes__", ())]
+        # How to go on stands with the run's folder; standard error has the error alone.
+        for note in getattr(error, "__notes__", ()):
+            say(note, file=sys.stderr if "--json" in sys.argv else sys.stdout)
+        say(f"error: {error}", file=sys.stderr)
         if _folder_is_gone():
-            lines.append(FOLDER_IS_GONE)
-        # The error comes last, where a reader and a script look for it.
-        say("\n".join([*lines, f"error: {error}"]), file=sys.stderr)
+            say(FOLDER_IS_GONE, file=sys.stderr)
         sys.exit(error.exit_code)
     except SystemExit as end:
         if end.code == ConfigError.exit_code and (key := _key_with_dashes(sys.argv[1:])):
