@@ -37,7 +37,7 @@ NUMPY_ARRAYS = {
     ("numpy.core.numeric", "_frombuffer"),
     ("_codecs", "encode"),
 }
-"""What a pickled mapping of arrays names, by the modules of NumPy before version 2."""
+"""Functions and classes that a pickle of arrays may use, with their modules in NumPy 1."""
 
 
 class Client(NamedTuple):
@@ -102,7 +102,8 @@ def _load(data: Data, pattern: str, read: Read) -> Dataset:
                 [client.user for client in clients], [len(client.y) for client in clients]
             ),
         }
-    if without := [user for user in users["train"] if user not in set(users["test"])]:
+    with_test = set(users["test"])
+    if without := [user for user in users["train"] if user not in with_test]:
         logger.warning(
             "data.path: in %s, %d of %d clients have no test examples, such as client %s",
             folder / "test",

@@ -54,21 +54,12 @@ def load_users(data: Data) -> Dataset:
     folder = path.parent if path.is_file() else path
     classes = sorted({row.label for row in train})
     label = {name: k for k, name in enumerate(classes)}
-    listed = hashlib.sha256()
-    for row in (*train, *test):
+    for row in test:
         if row.label not in label:
             raise ConfigError(f"{row.place}: class '{row.label}' has no training image")
-        try:
-            status = row.path.stat()
-        except OSError as error:
-            raise ConfigError(
-                f"{row.place}: image {row.path} cannot be read: {error.strerror}"
-            ) from None
-        listed.update(
-            f"{os.path.relpath(row.path, folder)} {status.st_size} {status.st_mtime_ns}\n".encode()
-        )
-    for row in test:
-        if not row.user and any(other.user for other in test):
+    test_has_users = any(row.user for row in test)
+    for row in test if test_has_users else ():
+        if not row.user:
             raise ConfigError(f"{row.place}: no user, but other test images have one")
 
     def decode() -> list[np.ndarray]:
@@ -78,19 +69,21 @@ def load_users(data: Data) -> Dataset:
             for half in (train, test)
         ]
 
-    kept = folder / f"raysim-{data.size or 'median'}-{listed.hexdigest()[:12]}.npz"
+    kept = (
+        folder / f"raysim-{data.size or 'median'}-{_version_of_images((*train, *test), folder)}.npz"
+    )
     x, x_test = cached(kept, [len(train), len(test)], decode)
     y, y_test = (
         np.array([label[row.label] for row in half], dtype=np.int64) for half in (train, test)
     )
     groups, test_groups, users = number_users(
         np.array([row.user for row in train]),
-        np.array([row.user for row in test]) if test[0].user else None,
+        np.array([row.user for row in test]) if test_has_users else None,
         f"data.path: {data.path}",
         lambda k: f"{test[k].place}: the image",
     )
     return Dataset(
-        path.resolve().stem,
+        path.stem if path.is_file() else path.resolve().name,
         x,
         y,
         x_test,
@@ -101,6 +94,22 @@ def load_users(data: Data) -> Dataset:
         group_names=users,
         test_groups=test_groups,
     )
+
+
+def _version_of_images(rows: Sequence[ImageRow], folder: Path) -> str:
+    """Return a text that changes with the images' places, sizes and times; all must exist."""
+    listed = hashlib.sha256()
+    for row in rows:
+        try:
+            status = row.path.stat()
+        except OSError as error:
+            raise ConfigError(
+                f"{row.place}: image {row.path} cannot be read: {error.strerror}"
+            ) from None
+        listed.update(
+            f"{os.path.relpath(row.path, folder)} {status.st_size} {status.st_mtime_ns}\n".encode()
+        )
+    return listed.hexdigest()[:12]
 
 
 Halves = tuple[list[ImageRow], list[ImageRow]]

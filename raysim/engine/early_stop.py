@@ -238,20 +238,24 @@ def check_metric(key: str, metric: str, configs: Sequence[Config]) -> None:
         raise ConfigError(
             f"{key}: {metric} needs held-out examples; set partition.val_fraction=0.1"
         )
-    part, _, figure = metric.partition("/")
+    part = metric.partition("/")[0]
     # Every round logs some clients/, such as clients/used; evaluations log those of the metrics.
-    of_evaluations = part in OF_CLIENTS[1:] or (
-        part == "clients" and without_figure(metric) in measured
-    )
-    if of_evaluations and any(not c.evaluate.clients for c in configs):
+    if part in OF_CLIENTS[1:] or (part == "clients" and without_figure(metric) in measured):
+        _check_metric_of_clients(key, metric, configs)
+
+
+def _check_metric_of_clients(key: str, metric: str, configs: Sequence[Config]) -> None:
+    """Check that runs evaluate clients, on the kind of examples that a metric is about."""
+    part, _, figure = metric.partition("/")
+    if any(not c.evaluate.clients for c in configs):
         raise ConfigError(f"{key}: {metric} needs evaluations of clients; set evaluate.clients")
-    is_val = of_evaluations and figure.startswith(VALIDATION)
+    is_val = figure.startswith(VALIDATION)
     if is_val and any(not c.partition.val for c in configs):
         raise ConfigError(
             f"{key}: {metric} needs validation examples of each client; set "
             "partition.val.fraction=0.1"
         )
-    if of_evaluations and not is_val and any(not c.partition.test for c in configs):
+    if not is_val and any(not c.partition.test for c in configs):
         raise ConfigError(
             f"{key}: {metric} needs test examples of each client; set partition.test, or name "
             f"{part}/{VALIDATION}{figure}"

@@ -220,6 +220,14 @@ def test_one_table_with_a_column_split(table, by_folder):
     assert dataset.x.shape == (7, 1, 6, 6) and dataset.y_test.tolist() == [0, 1, 0, 1, 0]
 
 
+def test_a_folder_may_have_a_dot_in_its_name(table, tmp_path):
+    path = table(ROWS)
+    folder = path.parent.with_name("photos.v2")
+    path.parent.rename(folder)
+    assert users(folder).name == "photos.v2"
+    assert users(folder / path.name).name == "images"
+
+
 def test_two_tables_may_name_the_users_of_test_images(table):
     table([row[:3] for row in ROWS[:7]], ("user", "image", "class"), "train.csv")
     path = table([row[1:3] for row in ROWS[7:]], ("image", "class"), "test.csv")

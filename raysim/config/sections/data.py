@@ -201,7 +201,7 @@ class LocalTest(Section):
     """Whether the test set is dealt out to the clients: of each class, a client gets the share that
     it has of the training examples of that class."""
     natural: bool = False
-    """Whether each user's own test examples go to the user's client, with `partition: natural`."""
+    """With `partition: natural`: true gives each client the test examples of its users."""
 
     @model_validator(mode="after")
     def _one_of_them(self) -> LocalTest:
