@@ -29,6 +29,22 @@ SECTIONS_IN: dict[str, type[Section]] = {
 }
 """Parents of the sections that are not on the top level."""
 
+COMMON_NAMES = {
+    "loss loss_fn loss_function criterion objective": "task",
+    "learning_rate client_lr local_lr local_learning_rate": "local.lr",
+    "num_clients n_clients num_users num_partitions num_supernodes": "partition.clients",
+    "clients_per_round fraction_fit join_ratio participation frac": "schedule.cohort",
+    "dirichlet_alpha": "partition.alpha",
+    "local_epochs num_epochs client_epochs": "local.epochs",
+    "local_steps": "local.steps",
+    "num_rounds n_rounds global_rounds comm_round communication_rounds": "rounds",
+    "net network module": "model",
+    "strategy aggregator method": "algorithm",
+    "gpu device num_gpus": "resources.gpus",
+    "num_workers workers actors num_actors": "resources.actors",
+}
+"""Names that other libraries and papers give to keys, and the key."""
+
 MAX_HINTS = 3
 """Largest number of full names that are suggested for a key without its section."""
 
@@ -248,7 +264,8 @@ def keys_with_sections(word: str, model: type = Config) -> list[str]:
 def _in_a_section(word: str, model: type) -> str | None:
     """Return the hint for a key that lacks its section, such as `lr`; None if unknown."""
     former = [new for old, new in renamed.KEYS.items() if old.rpartition(".")[2] == word]
-    nearest = keys_with_sections(word, model) or former
+    elsewhere = [key for names, key in COMMON_NAMES.items() if word in names.split()]
+    nearest = keys_with_sections(word, model) or former or elsewhere
     return f"; did you mean {' or '.join(nearest[:MAX_HINTS])}?" if nearest else None
 
 

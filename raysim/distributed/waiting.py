@@ -63,4 +63,7 @@ def first_line(message: object) -> str:
     lines = [line.strip() for line in str(message).splitlines() if line.strip()] or [
         type(message).__name__
     ]
-    return lines[-1] if "creation task" in lines[0] else lines[0]
+    line = lines[-1] if "creation task" in lines[0] else lines[0]
+    if "low on memory" in line:  # of Ray's memory monitor
+        line += "; take fewer actors (resources.actors), or smaller blocks (batching.size)"
+    return line

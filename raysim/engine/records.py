@@ -6,6 +6,8 @@ server and of the evaluation are available, which may be while the next rounds t
 
 from __future__ import annotations
 
+import logging
+import math
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -36,6 +38,8 @@ from raysim.engine.run_state import RunState
 from raysim.engine.schedule import ScheduledRound
 from raysim.training.messages import EvaluationParts
 
+logger = logging.getLogger("raysim")
+
 
 @dataclass
 class PendingRecord:
@@ -58,6 +62,7 @@ class Records(Generic[ModelHandle]):
         self.config = state.config
         self.pending: deque[PendingRecord] = deque()
         self.stopwatch = Stopwatch()
+        self.warned = False
 
     def start(self, probes: Probes, run_dir: Path | None) -> None:
         """Start to measure, after the rounds that are done by now.
@@ -123,9 +128,27 @@ class Records(Generic[ModelHandle]):
             for result in pending[0].results:
                 record.update(result.get())
             record.update(self.probes.follow(record))
+            self._warn_of_losses(record)
             pending.popleft()
             self.state.history.append(record)
             yield record
+
+    def _warn_of_losses(self, record: Record) -> None:
+        """Log the first loss that is not finite; parameters always are, or the run ends.
+
+        A training loss may be NaN by intention: of a rule that reports none.
+        """
+        losses = [name for name in ("loss", "val/loss") if not math.isfinite(record.get(name, 0))]
+        losses += ["train_loss"] if math.isinf(record.get("train_loss", 0)) else []
+        if losses and not self.warned:
+            self.warned = True
+            logger.warning(
+                "round %d: %s is %s, though the parameters are finite; the loss of the task takes "
+                "a logarithm, a root or a quotient where it has none, or local.lr is too large",
+                record["round"],
+                losses[0],
+                record[losses[0]],
+            )
 
     def evaluate_last(self) -> Record:
         """Evaluate the newest version if its round did not; for a run that ends early.

@@ -121,7 +121,9 @@ def client_metrics(clients: Sequence[ClientResult]) -> Record:
         return {}
     losses = np.array([client.loss for client in clients])
     metrics = {"train_loss": float(losses.mean())}
-    for q, loss in zip(LOSS_QUANTILES, np.quantile(losses, LOSS_QUANTILES), strict=True):
+    with np.errstate(invalid="ignore"):  # between infinite losses
+        quantiles = np.quantile(losses, LOSS_QUANTILES)
+    for q, loss in zip(LOSS_QUANTILES, quantiles, strict=True):
         metrics[f"client_loss/q{round(100 * q)}"] = float(loss)
     # Clients of other groups, and those without mini-batches, may not have a metric.
     for key in dict.fromkeys(key for client in clients for key in client.metrics):

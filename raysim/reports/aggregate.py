@@ -172,6 +172,7 @@ def _row(
         },
         choice=MeanStd.of([run.chosen[1] for run in runs if run.chosen]),
         choice_lower=choice_lower,
+        chosen_round=MeanStd.of([run.chosen[0] for run in runs if run.chosen]),
         target=target,
         unfinished=", ".join(f"{count} {reason}" for reason, count in reasons.items()),
         pooled=any(key != PARTITION_SEED for key in varied([run.params for run in members])),

@@ -138,7 +138,7 @@ def table_frame(
         A frame with these columns: the parameters that differ; seeds (number of runs); best,
         best_std, last, last_std, last10, last10_std, as far as `statistic` names them (selected,
         selected_std in place of best with `select_by`; with several metrics best_accuracy,
-        best_loss, …); target, rounds_to_target (or
+        best_loss, …); chosen_round, chosen_round_std (by `select_by`); target, rounds_to_target (or
         bytes_, virtual_time_, seconds_to_target) with its _std over the runs that reached the
         target, reached (their number);
         rounds_min, rounds_max; not_finished; rank, mean_rank; paper_best, paper_std,

@@ -185,6 +185,9 @@ class TableRow:
     choice_lower: bool = False
     """Whether smaller values of that metric are better."""
 
+    chosen_round: MeanStd | None = None
+    """Round that this metric chooses."""
+
     target: float | None = None
     """Target value of the metric."""
 
@@ -304,7 +307,7 @@ def latex(
     cost_unit: CostUnit = "rounds",
     names: Names = NO_NAMES,
 ) -> str:
-    r"""Return rows as a LaTeX tabular that uses booktabs.
+    r"""Return rows as a LaTeX tabular that uses booktabs; a comment says so.
 
     The best mean of each column of results is bold; if rows have ranks, that of each scenario is.
 
@@ -338,7 +341,8 @@ def latex(
     n_parameters = len(_headers(table))
     columns = "l" * n_parameters + "r" * (len(head) - n_parameters)
     top = [rf"\begin{{tabular}}{{{columns}}}", r"\toprule", " & ".join(head) + r" \\", r"\midrule"]
-    return "\n".join([*top, *body, r"\bottomrule", r"\end{tabular}"])
+    package = r"% needs \usepackage{booktabs}"
+    return "\n".join([package, *top, *body, r"\bottomrule", r"\end{tabular}"])
 
 
 def _best_rows(table: Sequence[TableRow], figure: Figure) -> list[int]:
@@ -378,6 +382,7 @@ def _columns_of_text(
         columns |= _values(table, figure)
     return {
         **columns,
+        **_chosen_rounds(table),
         **_costs_of_target(table, target, cost_unit, first.percent),
         **_ranks(table),
         **_progress(table),
@@ -444,6 +449,14 @@ def _values(table: Sequence[TableRow], figure: Figure) -> Columns:
     """Return a column of results."""
     header = figure.header(NO_NAMES, _alone(table))
     return {header: [_mean_std_text(row.values[figure], figure.percent) for row in table]}
+
+
+def _chosen_rounds(table: Sequence[TableRow]) -> Columns:
+    """Return the column of rounds that another metric chooses; none without such a metric."""
+    rounds = [row.chosen_round for row in table]
+    if not any(rounds):
+        return {}
+    return {"chosen round": [rounded(t.mean, t.std) if t else MISSING_TEXT for t in rounds]}
 
 
 def _published_best_values(table: Sequence[TableRow], percent: bool) -> Columns:
@@ -618,6 +631,8 @@ def frame(
             for end, attribute in (("", "mean"), ("_std", "std"))
         }
         | {
+            "chosen_round": row.chosen_round and row.chosen_round.mean,
+            "chosen_round_std": row.chosen_round and row.chosen_round.std,
             "target": row.target,
             f"{cost_unit.replace(' ', '_')}_to_target": row.to_target and row.to_target.mean,
             f"{cost_unit.replace(' ', '_')}_to_target_std": row.to_target and row.to_target.std,

@@ -16,8 +16,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from raysim.config import python_objects
+from raysim.config import explain, python_objects
 from raysim.config.loading import parse_overrides
+from raysim.config.schema import Config
 from raysim.data import given_partitions, own
 from raysim.engine.plan import Probe
 from raysim.errors import ConfigError
@@ -112,6 +113,8 @@ def _plain(key: str, value: Any) -> Any:
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, torch.Tensor | np.ndarray | nn.Module) or callable(value):
+        if (name := key.partition(".")[0]) not in Config.model_fields:
+            raise ConfigError(f"{name}: unknown key{explain.top_level_hint(name)}")
         raise ConfigError(
             f"{key}: a {type(value).__name__} is no value of a configuration, which has numbers, "
             "texts, lists and mappings; give a list, or define the class or function inside of a "

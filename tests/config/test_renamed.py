@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 import yaml
 from support.command_line import assert_one_message
+from torch import nn
 
 import raysim
-from raysim.config import renamed
+from raysim.config import explain, renamed
 from raysim.config.explain import section_keys
 from raysim.config.renamed import refuse_former_command
 from raysim.config.schema import Config
@@ -118,6 +119,8 @@ def test_the_tables_name_what_is_refused():
         ("batch_size=10", "did you mean local.batch_size or evaluate.batch_size?"),
         ("clip=1", "did you mean local.max_grad_norm or privacy.max_grad_norm?"),
         ("round=3", "did you mean 'rounds'?"),
+        ("learning_rate=0.1", "learning_rate: unknown key; did you mean local.lr?"),
+        ("num_clients=10", "num_clients: unknown key; did you mean partition.clients?"),
         ("groups.slow.shar=0.1", "groups.slow.shar: unknown key; did you mean 'share'?"),
         ("groups.slow.local.step=1", "groups.slow.local.step: unknown key; did you mean 'steps'?"),
     ],
@@ -126,6 +129,20 @@ def test_a_key_without_its_section_is_told_which_it_may_be(given, said):
     with pytest.raises(ConfigError) as refused:
         prepare("quickstart", [given])
     assert said in str(refused.value)
+
+
+def test_names_of_other_libraries_lead_to_keys_that_exist():
+    for key in explain.COMMON_NAMES.values():
+        section, _, name = key.rpartition(".")
+        assert key in Config.model_fields or key in explain.keys_with_sections(name), key
+        assert not section or section in Config.model_fields
+
+
+@pytest.mark.parametrize("key", ["loss", "loss_fn", "criterion"])
+@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(), nn.functional.cross_entropy])
+def test_an_object_under_an_unknown_key_is_told_its_key(key, loss):
+    with pytest.raises(ConfigError, match=f"^{key}: unknown key; did you mean task"):
+        raysim.run("quickstart", **{key: loss})
 
 
 @pytest.mark.parametrize(

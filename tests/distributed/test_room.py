@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 import pytest
+from support.forked import call
 
 from raysim.config.explain import checked_section
 from raysim.config.sections.execution import Resources
@@ -153,3 +154,18 @@ def test_gpus_that_nobody_will_use():
     assert idle_gpus(resources(actors=4, gpus=0.25, server_gpus=0.5), cluster((8, 4))) == 2
     assert idle_gpus(resources(actors=4, gpus=1), cluster((8, 4))) == 0
     assert idle_gpus(resources(actors=4), cluster((8, 4))) == 0
+
+
+def test_actors_that_ray_kills_for_memory_are_told_what_to_take(tmp_path):
+    """Ray's own words say how full the memory was, raysim's which key takes less."""
+    code, said = call(
+        *("run", "quickstart", "rounds=1", "resources.executor=ray"),
+        cwd=tmp_path,
+        RAY_memory_usage_threshold="0.001",
+        RAY_memory_monitor_refresh_ms="50",
+    )
+    assert code == 1 and "Traceback" not in said
+    last = said.strip().splitlines()[-1]
+    assert "low on memory" in last and last.endswith(
+        "; take fewer actors (resources.actors), or smaller blocks (batching.size)"
+    )

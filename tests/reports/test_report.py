@@ -373,11 +373,12 @@ def test_curves_are_means_over_the_rounds_that_all_seeds_have():
 def test_latex():
     runs = [run([0.5], lr="1e-3_%", seed=0), run([0.7], lr="2", seed=0), run([0.8], lr="2", seed=1)]
     found = latex(rows(runs), target=0.6).splitlines()
-    assert found[:2] == [r"\begin{tabular}{lrrrrr}", r"\toprule"] and found[-2:] == [
-        r"\bottomrule",
-        r"\end{tabular}",
-    ]
-    assert found[2].startswith(r"local.lr & seeds & best accuracy \% &") and found[2].endswith(
+    assert found[:3] == [
+        r"% needs \usepackage{booktabs}",
+        r"\begin{tabular}{lrrrrr}",
+        r"\toprule",
+    ] and found[-2:] == [r"\bottomrule", r"\end{tabular}"]
+    assert found[3].startswith(r"local.lr & seeds & best accuracy \% &") and found[3].endswith(
         r"rounds done \\"
     )
     best = r"\textbf{75.00 $\pm$ 7.07}"
@@ -709,25 +710,25 @@ def test_several_metrics_at_the_last_and_at_the_chosen_round(measured, raysim_):
     said = raysim_("report", "table", "study", *asked)
     assert said.out.splitlines() == [
         "| client | seeds | accuracy % at best val/accuracy | last accuracy % "
-        "| loss at best val/accuracy | last loss | rounds done |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-        "| Mine | 2 | 45.00 ± 7.07 | 60.00 ± 0.00 | 1.5 ± 0.7071 | 4 ± 0 | 3 |",
-        "| Theirs | 2 | 55.00 ± 7.07 | 70.00 ± 0.00 | 1.5 ± 0.7071 | 3.9 ± 0 | 3 |",
+        "| loss at best val/accuracy | last loss | chosen round | rounds done |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| Mine | 2 | 45.00 ± 7.07 | 60.00 ± 0.00 | 1.5 ± 0.7071 | 4 ± 0 | 1.5 ± 0.7 | 3 |",
+        "| Theirs | 2 | 55.00 ± 7.07 | 70.00 ± 0.00 | 1.5 ± 0.7071 | 3.9 ± 0 | 1.5 ± 0.7 | 3 |",
     ]
     names = ("Mine=Ours (α)", "client=Theirs=$\\beta$_1", "accuracy=Acc.", "seeds=n", "last loss=L")
     labels = [part for name in names for part in ("--label", name)]
     head, _, mine, theirs = (
         raysim_("report", "table", "study", *asked, *labels, "--format", "latex")
         .out.replace(r" \\", "")
-        .splitlines()[2:6]
+        .splitlines()[3:7]
     )
     assert head == (
         r"client & n & Acc. \% at best val/accuracy & last Acc. \% & loss at best val/accuracy "
-        r"& L & rounds done"
+        r"& L & chosen round & rounds done"
     )
     assert mine == (
         r"Ours (α) & 2 & 45.00 $\pm$ 7.07 & 60.00 $\pm$ 0.00 & \textbf{1.5 $\pm$ 0.7071} "
-        r"& 4 $\pm$ 0 & 3"
+        r"& 4 $\pm$ 0 & 1.5 $\pm$ 0.7 & 3"
     )
     assert theirs.startswith(r"$\beta$_1 & 2 & \textbf{55.00 $\pm$ 7.07} & \textbf{70.00")
 
@@ -756,6 +757,7 @@ def test_a_metric_of_your_own_has_the_direction_of_the_best_model(measured):
     assert frame.best.tolist() == [0.2] and frame["last"].tolist() == [0.3], "wer: mode min"
     frame = raysim.report("table", "study", uri=measured, metric="accuracy", select_by="wer")
     assert frame.selected.tolist() == [0.4], "the accuracy at the smallest wer"
+    assert (frame.chosen_round.tolist(), frame.chosen_round_std.tolist()) == ([1], [0])
     partly = raysim.report("table", "study", uri=measured, metric="accuracy,wer", statistic="last")
     assert partly.last_wer.tolist() == pytest.approx([0.3, math.nan], nan_ok=True)
 

@@ -16,6 +16,7 @@ import re
 import shutil
 import signal
 import sys
+import textwrap
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -459,6 +460,24 @@ def test_what_is_held_out_is_measured_beside_the_test_set(config, engine):
 
 
 # -- when it goes wrong ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("where", "value"), [("0.0", "inf"), ("-1.0", "nan")])
+def test_a_loss_that_is_not_finite_is_told_once(config, engine, source, caplog, where, value):
+    """Its gradients are finite all the same, so that the run goes on."""
+    code = f"""
+        import torch
+        def loss(outputs, y):
+            mean = torch.nn.functional.cross_entropy(outputs, y)
+            return mean - torch.log(outputs.new_tensor({where}))
+    """
+    file = source("mine", textwrap.dedent(code))
+    config |= {"task": f"{file}:loss", "rounds": 2, "evaluate": {"every": 1}}
+    with caplog.at_level(logging.WARNING):
+        _, history = engine(config)
+    told = [record.message for record in caplog.records if "finite" in record.message]
+    assert len(told) == 1 and told[0].startswith(f"round 0: loss is {value}, though the parameters")
+    assert str(history[-1]["train_loss"]) == value
 
 
 def test_a_failed_run_keeps_what_was_done(config, uri, tmp_path):

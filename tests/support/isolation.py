@@ -77,6 +77,8 @@ def watch(foreign: list[str]) -> list[str]:
     def on_event(event: str, arguments: tuple[Any, ...]) -> None:
         if event not in EVENTS or not isinstance(arguments[0], str | bytes | os.PathLike):
             return
+        if event == "open" and arguments[1] is None and not os.path.isabs(arguments[0]):
+            return  # of os.open, as by shutil.rmtree: the name may be in another folder
         path = os.path.abspath(os.fsdecode(arguments[0]))
         folder = path  # the innermost folder that is known decides
         while folder not in is_foreign and folder != "/":
