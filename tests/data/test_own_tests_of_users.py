@@ -422,6 +422,36 @@ def test_files_of_leaf_that_cannot_be_used_are_named(tmp_path, clients, said):
         load("leaf", tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("users", "num_samples", "said"),
+    [
+        (["a"], [2], r"0\.json: client 'a' has 1 examples, but num_samples is 2; correct"),
+        (["a", "b"], [1, 3], r"0\.json: client 'b' has no examples, but num_samples is 3"),
+        (["a"], [1, 3], r"0\.json: users and num_samples are not lists of one length"),
+        ({"a": 1}, 1, r"0\.json: users and num_samples are not lists of one length"),
+    ],
+)
+def test_numbers_that_differ_from_leafs_examples_are_refused(tmp_path, users, num_samples, said):
+    leaf(tmp_path, "test", {"a": GOOD})
+    (tmp_path / "train").mkdir()
+    content = {"users": users, "num_samples": num_samples, "user_data": {"a": GOOD}}
+    (tmp_path / "train/0.json").write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match=said):
+        load("leaf", tmp_path)
+
+
+@pytest.mark.parametrize("present", [None, "", "train", "test"])
+@pytest.mark.parametrize(("name", "layout"), [("leaf", r"\.json files"), ("pfllib", r"N\.npz")])
+def test_a_missing_folder_is_named_with_the_layout(tmp_path, name, layout, present):
+    folder = tmp_path / "mine"
+    if present is not None:
+        (folder / present).mkdir(parents=True)
+    missing = {None: "mine", "train": "mine/test"}.get(present, "mine/train")
+    said = rf"^data\.path: there is no folder {tmp_path}/{missing}; .* train/ and test/, .*{layout}"
+    with pytest.raises(ConfigError, match=said):
+        load(name, folder)
+
+
 @pytest.mark.parametrize("text", ["", "{", "[1]", "[" * 100_000, '{"users": []}'])
 def test_files_that_are_not_leafs_are_named(tmp_path, text):
     leaf(tmp_path, "test", {"a": GOOD})
