@@ -86,9 +86,11 @@ def load_pfllib(data: Data) -> Dataset:
         data: the section `data`.
 
     Raises:
-        ConfigError: the path is missing, or its files cannot be used.
+        ConfigError: the path or a client's training file is missing, or the files cannot be used.
     """
-    return _load(data, _folder(data, PFLLIB_LAYOUT), "*.npz", _pfllib_clients)
+    folder = _folder(data, PFLLIB_LAYOUT)
+    _refuse_gaps(folder)
+    return _load(data, folder, "*.npz", _pfllib_clients)
 
 
 def _folder(data: Data, layout: str) -> Path:
@@ -318,11 +320,36 @@ class _ArraysOnly(pickle.Unpickler):
         return super().find_class(before_2.replace("numpy.core", "numpy._core"), name)
 
 
-def _pfllib_clients(file: Path) -> Iterator[Client]:
-    """Yield the client of one of PFLlib's files."""
+def _number(file: Path) -> int:
+    """Return the number of the client by which a file is named."""
     number = re.search(r"\d+$", file.stem)
     if number is None:
         raise ConfigError(f"data.path: {file} is not named by a client's number, as 0.npz")
+    return int(number[0])
+
+
+def _refuse_gaps(folder: Path) -> None:
+    """Refuse a folder that lacks the training file of a client between the first and the last."""
+    files = {
+        half: {_number(file): file for file in sorted((folder / half).glob("*.npz"))}
+        for half in ("train", "test")
+    }
+    numbers = files["train"].keys() | files["test"].keys()
+    if not files["train"]:
+        return  # refused where they are read
+    for number in range(min(numbers), max(numbers) + 1):
+        if number not in files["train"]:
+            example = next(iter(files["train"].values()))
+            missing = example.with_stem(re.sub(r"\d+$", str(number), example.stem))
+            raise ConfigError(
+                f"data.path: there is no file {missing}, the training examples of client {number}; "
+                "copy it there, or number the files without gaps"
+            )
+
+
+def _pfllib_clients(file: Path) -> Iterator[Client]:
+    """Yield the client of one of PFLlib's files."""
+    number = _number(file)
     try:
         if not zipfile.is_zipfile(file):  # NumPy would take it for another kind of file
             raise zipfile.BadZipFile("it is no zip archive, or a part of one")
@@ -342,7 +369,7 @@ def _pfllib_clients(file: Path) -> Iterator[Client]:
             f"data.path: {file} has rows of different shapes; give a function that pads them, as "
             "data=path.py:FUNCTION"
         ) from None
-    yield Client(int(number[0]), x, y)
+    yield Client(number, x, y)
 
 
 def _pickled(file: Path) -> Any:

@@ -349,6 +349,17 @@ def test_a_client_without_a_test_is_named(tmp_path, caplog):
     assert [len(own) for own in own_tests(dataset, split(dataset)).values()] == [2, 0, 2]
 
 
+@pytest.mark.parametrize(
+    ("train", "test", "missing"),
+    [([0, 2], [0, 2], 1), ([0, 1], [0, 1, 2], 2), ([1, 2], [0, 1, 2], 0), ([7, 9], [9], 8)],
+)
+def test_a_missing_training_file_of_pfllib_is_named(tmp_path, train, test, missing):
+    pfllib(tmp_path, "train", {k: numbers(4, (2,)) for k in train})
+    pfllib(tmp_path, "test", {k: numbers(2, (2,)) for k in test})
+    with pytest.raises(ConfigError, match=rf"there is no file {tmp_path}/train/{missing}\.npz"):
+        load("pfllib", tmp_path)
+
+
 def test_pfllibs_files_may_hold_plain_arrays(tmp_path):
     for half in ("train", "test"):
         (tmp_path / half).mkdir()
