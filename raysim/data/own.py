@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -202,6 +202,16 @@ class _Reader(FormReader):
                 "example test[train.columns]"
             )
 
+    def one_of(self, users: Any, split: str, others: Mapping[str, Any], key: str) -> Any:
+        """Return the users of a half, its own or those of a mapping; refuse both."""
+        if others.get(key) is None:
+            return users
+        if users is not None:
+            raise self.error(
+                f"the mapping has {key}, and its {split} half has user; leave one of them out"
+            )
+        return others[key]
+
     def users(self, users: Any, n: int, split: str) -> np.ndarray:
         """Return the user of each example of a half, integers or texts [n]."""
         key = "users" if split == "training" else "users_test"
@@ -298,10 +308,8 @@ def make_dataset(name: str, content: Any, place: str) -> Dataset:
         reader.check_alike(x, public_x, "x", "public x")
         if public_y is not None:
             reader.check_alike(y, public_y, "y", "public y")
-    if others.get("users") is not None:
-        users = others["users"]
-    if others.get("users_test") is not None:
-        users_test = others["users_test"]
+    users = reader.one_of(users, "training", others, "users")
+    users_test = reader.one_of(users_test, "test", others, "users_test")
     groups, test_groups, names = reader.groups(users, users_test, len(y), len(y_test))
     scale = shift = None
     if x.dtype == np.uint8 and x.ndim == 4 and x.shape[1] in (1, 3):
