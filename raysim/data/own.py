@@ -24,7 +24,7 @@ from raysim.data.dataset import (
     channels_first,
     normalise,
 )
-from raysim.data.natural_users import number_users
+from raysim.data.natural_users import Numbered, number_users
 from raysim.data.npz import read_arrays
 from raysim.data.own_forms import REQUIRED_ARRAYS, USER_KEYS, FormReader
 from raysim.data.read_again import generators_kept
@@ -236,16 +236,14 @@ class _Reader(FormReader):
             raise self.error(f"{key} has {len(users)} entries for {n} {split} examples")
         return users
 
-    def groups(
-        self, users: Any, users_test: Any, n: int, n_test: int
-    ) -> tuple[np.ndarray | None, np.ndarray | None, tuple[str, ...]]:
-        """Return the number of each example's user in both halves (None: no users), and names."""
+    def groups(self, users: Any, users_test: Any, n: int, n_test: int) -> Numbered | None:
+        """Return the number of each example's user in both halves, and names; None: no users."""
         if users is None:
             if users_test is not None:
                 raise self.error(
                     "the test examples have users, but the training examples have none; give users"
                 )
-            return None, None, ()
+            return None
         of_training = self.users(users, n, "training")
         of_test = None if users_test is None else self.users(users_test, n_test, "test")
         return number_users(
@@ -310,7 +308,7 @@ def make_dataset(name: str, content: Any, place: str) -> Dataset:
             reader.check_alike(y, public_y, "y", "public y")
     users = reader.one_of(users, "training", others, "users")
     users_test = reader.one_of(users_test, "test", others, "users_test")
-    groups, test_groups, names = reader.groups(users, users_test, len(y), len(y_test))
+    numbered = reader.groups(users, users_test, len(y), len(y_test))
     scale = shift = None
     if x.dtype == np.uint8 and x.ndim == 4 and x.shape[1] in (1, 3):
         statistics = IMAGENET_GREY_MEAN_STD if x.shape[1] == 1 else IMAGENET_MEAN_STD
@@ -328,11 +326,9 @@ def make_dataset(name: str, content: Any, place: str) -> Dataset:
         scale,
         shift,
         classes_declared=declared is not None,
-        groups=groups,
-        group_names=names,
         public_x=public_x,
         public_y=public_y,
-        test_groups=test_groups,
+        **(numbered._asdict() if numbered else {}),
     )
 
 

@@ -151,7 +151,9 @@ def test_natural_tests_need_users_on_both_sides():
     del without["test"]["user"]
     dataset = make_dataset("own", without, "data")
     assert split(dataset, test=None).test is None
-    with pytest.raises(ConfigError, match=r"partition\.test\.natural: the test examples of own ha"):
+    with pytest.raises(
+        ConfigError, match=r"partition\.test\.natural: the test .* \('adam', 'eve', 'z"
+    ):
         split(dataset)
     with pytest.raises(ConfigError, match=r"partition\.test\.natural: .* need clients that are us"):
         split(dataset, name="iid", clients=2)
@@ -178,10 +180,16 @@ def test_wrong_users_of_test_examples_are_named(users, said):
 
 def test_new_users_in_the_test_half_are_no_clients(caplog):
     caplog.set_level("INFO", "raysim")
-    content = {**FORMS["users_test"](), "users_test": ["bob"] * 5}
+    content = {**FORMS["users_test"](), "users_test": ["bob", "dan", "bob", "fay", "gil"]}
     dataset = make_dataset("own", content, "data")
-    assert "no user of the test examples has training examples" in caplog.text
+    test_users, training_users = "'bob', 'dan', 'fay', ...", "'adam', 'eve', 'zoe'"
+    assert f"no user of the test examples ({test_users}) has training" in caplog.text
+    assert f"those are of {training_users}. " in caplog.text
+    assert "partition.test=natural" in caplog.text
     assert split(dataset, test=None).test is None
+    said = rf"partition\.test\.natural: .*\({test_users}\) have no training .*\({training_users}\)"
+    with pytest.raises(ConfigError, match=said):
+        split(dataset)
 
 
 # -- one table of images ---------------------------------------------------------------------------
