@@ -126,9 +126,10 @@ def _refuse_switches(
             sections = [a for a in inner if _is_section(a)]
             names = dict.fromkeys(name for section in sections for name in section.model_fields)
             known = ", ".join(f"{above}{key}.{name}" for name in names)
+            without = "null to leave it out" if type(None) in inner else "leave it out"
             raise ConfigError(
                 f"{above}{key}: {str(value).lower()} is not a section; give some of {known}, or "
-                "null to leave it out"
+                f"{without}{_SECTION_HINTS.get(above + key, '')}"
                 if sections and not {int, float, str} & {a for a in inner if isinstance(a, type)}
                 else f"{above}{key}: {str(value).lower()} is not an integer, number or word"
             )
@@ -181,6 +182,13 @@ _MISSING = ("missing", "missing_argument")
 _NO_SECTION = ("model_type", "model_attributes_type", "dict_type", "dataclass_type")
 _NO_LIST = ("list_type", "tuple_type")
 
+_SECTION_HINTS = {
+    "stop": ", such as {metric: accuracy, patience: 5}",
+    "tracking": "; every run of the command line is tracked, for example at "
+    "tracking.uri=sqlite:///mlflow.db; from Python, raysim.run(..., tracking=False) is not",
+}
+"""What to write instead of a value that is no section, by key."""
+
 
 def _path(item: Any, raw: Any) -> list[str]:
     """Return the keys that lead to a mistake.
@@ -218,9 +226,7 @@ def _mistake(item: Any, path: list[str], raw: Any, model: type) -> tuple[list[st
     if kind == "invalid_key":
         return [], "a key must be a word"
     if kind in _NO_SECTION:
-        text = "expected a section, a mapping of keys"
-        if path == ["stop"]:
-            text += ", such as {metric: accuracy, patience: 5}"
+        text = "expected a section, a mapping of keys" + _SECTION_HINTS.get(".".join(path), "")
     elif kind in _NO_LIST:
         text = "input should be a list"
         if isinstance(value, int | float | str) and not isinstance(value, bool):

@@ -36,6 +36,18 @@ SCHEMES = {
 }
 """Schemes of the addresses at which MLflow keeps runs."""
 
+USABLE_ADDRESSES = (
+    "sqlite:///mlflow.db",
+    "http://HOST:5000",
+    "https://HOST",
+    "postgresql://USER@HOST/DATABASE",
+    "mysql://USER@HOST/DATABASE",
+    "mssql://USER@HOST/DATABASE",
+    "databricks",
+    "databricks-uc",
+)
+"""An address of each kind that can be given as `tracking.uri`, for messages."""
+
 REDACTED = "***"
 
 MLFLOW_VARIABLES = {"MLFLOW_TRACKING_URI": "uri", "MLFLOW_EXPERIMENT_NAME": "experiment"}
@@ -83,7 +95,7 @@ def absolute_uri(uri: str) -> str:
         return f"sqlite:///{file}{mark}{query}"
     if separator and scheme.partition("+")[0] not in SCHEMES:
         raise ConfigError(
-            f"tracking.uri: MLflow knows no '{scheme}://'; use one of {', '.join(sorted(SCHEMES))}"
+            f"tracking.uri: MLflow knows no '{scheme}://'; use one of {', '.join(USABLE_ADDRESSES)}"
         )
     if scheme == "file" or not (separator or uri.startswith("databricks")):
         raise ConfigError(

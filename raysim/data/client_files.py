@@ -1,9 +1,10 @@
 """Files of other benchmarks with training and test examples for each client: LEAF and PFLlib.
 
 Both have a folder `train` and a folder `test`. LEAF (Caldas 2018) writes JSON files with several
-users each: {"users": [name, ...], "user_data": {name: {"x": [...], "y": [...]}}}. PFLlib (Zhang
-2023) writes an .npz file for each client, named by its number, whose only entry `data` is a pickled
-mapping of x and y; arrays x and y are read as well. Its config.json has the number of classes.
+users each: {"users": [name, ...], "num_samples": [n, ...], "user_data": {name: {"x": [...],
+"y": [...]}}}. PFLlib (Zhang 2023) writes an .npz file for each client, named by its number, whose
+only entry `data` is a pickled mapping of x and y; arrays x and y are read as well. Its config.json
+has the number of classes.
 """
 
 from __future__ import annotations
@@ -25,6 +26,12 @@ from raysim.data.own import make_dataset
 from raysim.errors import ConfigError, in_a_line
 
 logger = logging.getLogger("raysim")
+
+LEAF_LAYOUT = "train/ and test/, each with .json files of users, num_samples and user_data"
+"""What the folder of LEAF's files holds, for messages."""
+
+PFLLIB_LAYOUT = "train/ and test/, each with a file N.npz for each client N"
+"""What the folder of PFLlib's files holds, for messages."""
 
 LEAF_LETTERS = "\n !\"&'(),-.0123456789:;>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcdefghijklmnopqrstuvwxyz}"
 """The characters of LEAF's Shakespeare in the order of their numbers; others share one more."""
@@ -49,6 +56,8 @@ class Client(NamedTuple):
     """Inputs, [n, ...]."""
     y: np.ndarray
     """Targets, [n]."""
+    declared_n: int | None = None
+    """Number of examples that the file declares; None: it declares none."""
 
 
 Read = Callable[[Path], Iterator[Client]]
@@ -67,7 +76,7 @@ def load_leaf(data: Data) -> Dataset:
     Raises:
         ConfigError: the path is missing, or its files cannot be used.
     """
-    return _load(data, "*.json", _leaf_clients)
+    return _load(data, _folder(data, LEAF_LAYOUT), "*.json", _leaf_clients)
 
 
 def load_pfllib(data: Data) -> Dataset:
@@ -77,19 +86,31 @@ def load_pfllib(data: Data) -> Dataset:
         data: the section `data`.
 
     Raises:
-        ConfigError: the path is missing, or its files cannot be used.
+        ConfigError: the path or a client's training file is missing, or the files cannot be used.
     """
-    return _load(data, "*.npz", _pfllib_clients)
+    folder = _folder(data, PFLLIB_LAYOUT)
+    _refuse_gaps(folder)
+    return _load(data, folder, "*.npz", _pfllib_clients)
 
 
-def _load(data: Data, pattern: str, read: Read) -> Dataset:
-    """Load the files of both halves; each client is a natural user with its own test examples."""
+def _folder(data: Data, layout: str) -> Path:
+    """Return the folder `data.path`; refuse one without train/ and test/."""
     if data.path is None:
         raise ConfigError(
-            f"data.path: missing; data.name={data.name} needs the folder that holds train/ and "
-            f"test/ with {pattern[1:]} files"
+            f"data.path: missing; data.name={data.name} needs the folder that holds {layout}"
         )
     folder = Path(data.path).expanduser()
+    for needed in (folder, folder / "train", folder / "test"):
+        if not needed.is_dir():
+            raise ConfigError(
+                f"data.path: there is no folder {needed}; data.name={data.name} needs the folder "
+                f"that holds {layout}"
+            )
+    return folder
+
+
+def _load(data: Data, folder: Path, pattern: str, read: Read) -> Dataset:
+    """Load the files of both halves; each client is a natural user with its own test examples."""
     content: dict[str, Any] = {}
     users: dict[str, list[str | int]] = {}
     for half in ("train", "test"):
@@ -134,6 +155,11 @@ def _clients(folder: Path, pattern: str, read: Read) -> list[Client]:
                     raise ConfigError(
                         f"{place} has x of shape {list(client.x.shape)} and y of shape "
                         f"{list(client.y.shape)}; give as many targets as inputs"
+                    )
+                if client.declared_n not in (None, len(client.y)):
+                    raise ConfigError(
+                        f"{place} has {len(client.y)} examples, but num_samples is "
+                        f"{client.declared_n}; correct the one that is wrong"
                     )
                 clients[client.user] = client
         except OSError as error:
@@ -198,6 +224,13 @@ def _leaf_clients(file: Path) -> Iterator[Client]:
         raise ConfigError(
             f"data.path: {file} is no file of LEAF; expected a mapping with users and user_data"
         )
+    declared = _declared_numbers(content, file)
+    for user, n in declared.items():
+        if n and user not in users:
+            raise ConfigError(
+                f"data.path: {file}: client '{user}' has no examples, but num_samples is {n}; "
+                "correct the one that is wrong"
+            )
     for user, examples in users.items():
         if not isinstance(examples, Mapping) or not {"x", "y"} <= set(examples):
             raise ConfigError(f"data.path: {file}: client '{user}' has no x and y")
@@ -214,7 +247,20 @@ def _leaf_clients(file: Path) -> Iterator[Client]:
                 "the next character as y, are read; for others give a function that turns them "
                 "into numbers, as data=path.py:FUNCTION"
             )
-        yield Client(user, x, y)
+        yield Client(user, x, y, declared.get(user))
+
+
+def _declared_numbers(content: Mapping[str, Any], file: Path) -> dict[str, Any]:
+    """Return `num_samples` by user; {} if a file has none."""
+    users, numbers = content.get("users"), content.get("num_samples")
+    if numbers is None:
+        return {}
+    if not (isinstance(users, list) and isinstance(numbers, list) and len(users) == len(numbers)):
+        raise ConfigError(
+            f"data.path: {file}: users and num_samples are not lists of one length; give one "
+            "number for each user, or leave num_samples out"
+        )
+    return dict(zip(map(str, users), numbers, strict=True))
 
 
 def _compact(array: np.ndarray) -> np.ndarray:
@@ -274,11 +320,36 @@ class _ArraysOnly(pickle.Unpickler):
         return super().find_class(before_2.replace("numpy.core", "numpy._core"), name)
 
 
-def _pfllib_clients(file: Path) -> Iterator[Client]:
-    """Yield the client of one of PFLlib's files."""
+def _number(file: Path) -> int:
+    """Return the number of the client by which a file is named."""
     number = re.search(r"\d+$", file.stem)
     if number is None:
         raise ConfigError(f"data.path: {file} is not named by a client's number, as 0.npz")
+    return int(number[0])
+
+
+def _refuse_gaps(folder: Path) -> None:
+    """Refuse a folder that lacks the training file of a client between the first and the last."""
+    files = {
+        half: {_number(file): file for file in sorted((folder / half).glob("*.npz"))}
+        for half in ("train", "test")
+    }
+    numbers = files["train"].keys() | files["test"].keys()
+    if not files["train"]:
+        return  # refused where they are read
+    for number in range(min(numbers), max(numbers) + 1):
+        if number not in files["train"]:
+            example = next(iter(files["train"].values()))
+            missing = example.with_stem(re.sub(r"\d+$", str(number), example.stem))
+            raise ConfigError(
+                f"data.path: there is no file {missing}, the training examples of client {number}; "
+                "copy it there, or number the files without gaps"
+            )
+
+
+def _pfllib_clients(file: Path) -> Iterator[Client]:
+    """Yield the client of one of PFLlib's files."""
+    number = _number(file)
     try:
         if not zipfile.is_zipfile(file):  # NumPy would take it for another kind of file
             raise zipfile.BadZipFile("it is no zip archive, or a part of one")
@@ -298,7 +369,7 @@ def _pfllib_clients(file: Path) -> Iterator[Client]:
             f"data.path: {file} has rows of different shapes; give a function that pads them, as "
             "data=path.py:FUNCTION"
         ) from None
-    yield Client(int(number[0]), x, y)
+    yield Client(number, x, y)
 
 
 def _pickled(file: Path) -> Any:

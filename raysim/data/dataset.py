@@ -55,6 +55,7 @@ class Dataset:
         test_groups: int32 [n], the same of each test example; None: they have none.
         public_x: [m, ...], examples that no client owns, like those of `x`; None: none.
         public_y: [m, ...], their targets, like those of `y`; None: unlabelled.
+        new_test_users: users of the test examples if none of them trains, for messages.
         classes_declared: whether the classes were given; else they are counted from the labels.
     """
 
@@ -74,6 +75,7 @@ class Dataset:
     public_y: np.ndarray | None = None
     classes_declared: bool = True
     test_groups: np.ndarray | None = None
+    new_test_users: tuple[str, ...] = ()
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -76,7 +76,7 @@ def load_users(data: Data) -> Dataset:
     y, y_test = (
         np.array([label[row.label] for row in half], dtype=np.int64) for half in (train, test)
     )
-    groups, test_groups, users = number_users(
+    numbered = number_users(
         np.array([row.user for row in train]),
         np.array([row.user for row in test]) if test_has_users else None,
         f"data.path: {data.path}",
@@ -90,9 +90,7 @@ def load_users(data: Data) -> Dataset:
         y_test,
         tuple(classes),
         *normalise(IMAGENET_GREY_MEAN_STD if x.shape[1] == 1 else IMAGENET_MEAN_STD),
-        groups=groups,
-        group_names=users,
-        test_groups=test_groups,
+        **numbered._asdict(),
     )
 
 

@@ -9,6 +9,7 @@ import numpy as np
 from raysim.config.sections.data import LocalTest
 from raysim.data.clients import Clients, ExampleLists
 from raysim.data.dataset import Dataset
+from raysim.data.natural_users import listed
 from raysim.errors import ConfigError
 from raysim.randomness import generator
 
@@ -138,10 +139,15 @@ def _users_tests(clients: Clients, dataset: Dataset, users: np.ndarray | None) -
             "partition.name=natural, or use partition.test.fraction or matched"
         )
     if dataset.test_groups is None:
-        raise ConfigError(
-            f"{key}: the test examples of {dataset.name} have no users that train; give them "
-            "users, or use partition.test.fraction or matched"
+        training_users = listed(dataset.group_names)
+        why = (
+            f"the users of the test examples of {dataset.name} ({listed(dataset.new_test_users)}) "
+            f"have no training examples; give them the names of users who have ({training_users})"
+            if dataset.new_test_users
+            else f"the test examples of {dataset.name} have no users who have training examples "
+            f"({training_users}); give them such users"
         )
+        raise ConfigError(f"{key}: {why}, or use partition.test.fraction or matched")
     # One more entry, so that -1, no user, leads to -1, no client.
     owner = np.append(users, -1)[dataset.test_groups]
     return replace(clients, test=ExampleLists.of(owner, len(clients)), test_half="test")

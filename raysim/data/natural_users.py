@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -11,8 +12,27 @@ from raysim.errors import ConfigError
 
 logger = logging.getLogger("raysim")
 
-Numbered = tuple[np.ndarray, np.ndarray | None, tuple[str, ...]]
-"""`groups`, `test_groups` and `group_names` of a data set."""
+MAX_USERS_SHOWN = 3
+"""Number of users that a message names as examples."""
+
+
+class Numbered(NamedTuple):
+    """The fields of a data set that its users determine; see `Dataset`."""
+
+    groups: np.ndarray
+    test_groups: np.ndarray | None
+    group_names: tuple[str, ...]
+    new_test_users: tuple[str, ...] = ()
+
+
+def listed(users: Sequence[str]) -> str:
+    """Return the first few users for a message.
+
+    Args:
+        users: their names.
+    """
+    names = ", ".join(f"'{user}'" for user in users[:MAX_USERS_SHOWN])
+    return f"{names}, ..." if len(users) > MAX_USERS_SHOWN else names
 
 
 def number_users(
@@ -38,16 +58,20 @@ def number_users(
     in_order, groups = np.unique(users, return_inverse=True)
     names = tuple(map(str, in_order))
     if users_test is None:
-        return groups.astype(np.int32), None, names
+        return Numbered(groups.astype(np.int32), None, names)
     number = {name: k for k, name in enumerate(names)}
     of_test = [str(user) for user in users_test]
     if not number.keys() & set(of_test):
+        new = tuple(dict.fromkeys(of_test))
         logger.info(
-            "%s: no user of the test examples has training examples; they are a test of new users, "
-            "which no client has",
+            "%s: no user of the test examples (%s) has training examples; those are of %s. The "
+            "test examples are one test of new users, which no client has, and "
+            "partition.test=natural is not possible",
             place,
+            listed(new),
+            listed(names),
         )
-        return groups.astype(np.int32), None, names
+        return Numbered(groups.astype(np.int32), None, names, new)
     for k, user in enumerate(of_test):
         if user not in number:
             raise ConfigError(
@@ -55,4 +79,4 @@ def number_users(
                 "this test example, or the users of all of them"
             )
     test_groups = np.array([number[user] for user in of_test], dtype=np.int32)
-    return groups.astype(np.int32), test_groups, names
+    return Numbered(groups.astype(np.int32), test_groups, names)

@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ from raysim.data.dataset import (
     channels_first,
     normalise,
 )
-from raysim.data.natural_users import number_users
+from raysim.data.natural_users import Numbered, number_users
 from raysim.data.npz import read_arrays
 from raysim.data.own_forms import REQUIRED_ARRAYS, USER_KEYS, FormReader
 from raysim.data.read_again import generators_kept
@@ -49,6 +51,9 @@ prices and times, unless the user gives the number of classes."""
 
 MAX_CLASSES = 1_000_000
 """Largest number of classes that a user can give; each has a name."""
+
+MAX_COLUMNS_SHOWN = 5
+"""Number of columns of a table that a message names."""
 
 INTEGER = re.compile("0|-?[1-9][0-9]{0,17}")
 """An integer of 64 bits as Python writes it."""
@@ -195,12 +200,31 @@ class _Reader(FormReader):
         columns, other_columns = (
             list(map(str, getattr(table, "columns", ()))) for table in (train, other)
         )
-        if columns and other_columns and columns != other_columns:
+        if not columns or not other_columns or columns == other_columns:
+            return
+        surplus, other_surplus = (
+            _first_columns((Counter(a) - Counter(b)).elements())
+            for a, b in ((columns, other_columns), (other_columns, columns))
+        )
+        differ = [
+            f"{lacking} has no column {listed}"
+            for lacking, listed in ((other_name, surplus), (name, other_surplus))
+            if listed
+        ]
+        raise self.error(
+            (" and ".join(differ) or f"{other_name} has the columns of {name} in another order")
+            + "; give both the same columns in the same order, for example test[train.columns]"
+        )
+
+    def one_of(self, users: Any, split: str, others: Mapping[str, Any], key: str) -> Any:
+        """Return the users of a half, its own or those of a mapping; refuse both."""
+        if others.get(key) is None:
+            return users
+        if users is not None:
             raise self.error(
-                f"{name} has the columns {', '.join(columns)}, {other_name} has "
-                f"{', '.join(other_columns)}; give both the same columns in the same order, for "
-                "example test[train.columns]"
+                f"the mapping has {key}, and its {split} half has user; leave one of them out"
             )
+        return others[key]
 
     def users(self, users: Any, n: int, split: str) -> np.ndarray:
         """Return the user of each example of a half, integers or texts [n]."""
@@ -226,16 +250,14 @@ class _Reader(FormReader):
             raise self.error(f"{key} has {len(users)} entries for {n} {split} examples")
         return users
 
-    def groups(
-        self, users: Any, users_test: Any, n: int, n_test: int
-    ) -> tuple[np.ndarray | None, np.ndarray | None, tuple[str, ...]]:
-        """Return the number of each example's user in both halves (None: no users), and names."""
+    def groups(self, users: Any, users_test: Any, n: int, n_test: int) -> Numbered | None:
+        """Return the number of each example's user in both halves, and names; None: no users."""
         if users is None:
             if users_test is not None:
                 raise self.error(
                     "the test examples have users, but the training examples have none; give users"
                 )
-            return None, None, ()
+            return None
         of_training = self.users(users, n, "training")
         of_test = None if users_test is None else self.users(users_test, n_test, "test")
         return number_users(
@@ -298,11 +320,9 @@ def make_dataset(name: str, content: Any, place: str) -> Dataset:
         reader.check_alike(x, public_x, "x", "public x")
         if public_y is not None:
             reader.check_alike(y, public_y, "y", "public y")
-    if others.get("users") is not None:
-        users = others["users"]
-    if others.get("users_test") is not None:
-        users_test = others["users_test"]
-    groups, test_groups, names = reader.groups(users, users_test, len(y), len(y_test))
+    users = reader.one_of(users, "training", others, "users")
+    users_test = reader.one_of(users_test, "test", others, "users_test")
+    numbered = reader.groups(users, users_test, len(y), len(y_test))
     scale = shift = None
     if x.dtype == np.uint8 and x.ndim == 4 and x.shape[1] in (1, 3):
         statistics = IMAGENET_GREY_MEAN_STD if x.shape[1] == 1 else IMAGENET_MEAN_STD
@@ -320,11 +340,9 @@ def make_dataset(name: str, content: Any, place: str) -> Dataset:
         scale,
         shift,
         classes_declared=declared is not None,
-        groups=groups,
-        group_names=names,
         public_x=public_x,
         public_y=public_y,
-        test_groups=test_groups,
+        **(numbered._asdict() if numbered else {}),
     )
 
 
@@ -351,6 +369,13 @@ def inputs_like(x: Any, dataset: Dataset) -> np.ndarray:
         raise reader.error(f"x is {inputs.dtype}; {dataset.name} has images of uint8 pixels")
     reader.check_alike(dataset.x, inputs, dataset.name, "x")
     return inputs
+
+
+def _first_columns(names: Iterator[str]) -> str:
+    """Return the first few names of columns, and how many more there are."""
+    first = ", ".join(itertools.islice(names, MAX_COLUMNS_SHOWN))
+    n_more = sum(1 for _ in names)
+    return first + (f" and {n_more} more" if n_more else "")
 
 
 def _number_of_labels(y: np.ndarray, y_test: np.ndarray) -> int:

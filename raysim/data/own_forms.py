@@ -14,7 +14,7 @@ set are pairs or mappings likewise. The entry `user` of a half or of an example 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -137,8 +137,15 @@ class FormReader(ArrayReader):
                 raise self.error(f"{place} has the unknown key {key!r}{hint}")
         if missing := [key for key in ("x", "y") if key not in entries]:
             raise self.error(f"{place} has no {' and no '.join(missing)}")
-        user = next((entries[key] for key in USER_KEYS if key in entries), None)
-        return entries["x"], entries["y"], user
+        user = self._user_key(entries, f"{place} has")
+        return entries["x"], entries["y"], None if user is None else entries[user]
+
+    def _user_key(self, keys: Collection[Any], place: str) -> str | None:
+        """Return the key or column of the users; None if there is none."""
+        present = [key for key in USER_KEYS if key in keys]
+        if len(present) > 1:
+            raise self.error(f"{place} both {' and '.join(present)}; leave one out")
+        return present[0] if present else None
 
     def _examples(self, half: Any, split: str) -> Half:
         """Return the stacked examples of a map-style data set."""
@@ -215,7 +222,7 @@ class FormReader(ArrayReader):
                 f"the {split} examples have no column {' and no '.join(missing)} but "
                 f"{', '.join(names)}; rename them with rename_column"
             )
-        user = next((name for name in USER_KEYS if name in names), None)
+        user = self._user_key(names, f"the {split} examples have")
         return (
             read_column(half, "x"),
             read_column(half, "y"),

@@ -281,7 +281,8 @@ class Probe:
     - On the evaluator of the global model: `evaluate`.
 
     Each process has its own copy of the probe, so a value that `measure` stores in `self` is not
-    available in `metrics`. An exception ends the run with a ProbeError. The run can be resumed.
+    available in `metrics`. A method that returns metrics or requests may return None for none. An
+    exception ends the run with a ProbeError. The run can be resumed.
     """
 
     __pydantic_config__: ClassVar = ConfigDict(
@@ -311,7 +312,7 @@ class Probe:
         """
         self.run = run
 
-    def request(self, round: RoundCohort) -> dict[int, Any]:
+    def request(self, round: RoundCohort) -> dict[int, Any] | None:
         """Select the clients of a round to measure on their workers.
 
         Called once per round, in order. The previous round may still be training.
@@ -350,7 +351,7 @@ class Probe:
 
     def metrics(
         self, round: RoundCohort, results: Mapping[int, dict[str, Any]]
-    ) -> dict[str, float]:
+    ) -> dict[str, float] | None:
         """Return the metrics of a round whose clients have trained.
 
         Args:
@@ -371,7 +372,7 @@ class Probe:
         """
         return False
 
-    def evaluate(self, trainer: Trainer, model: EvaluatedModel) -> dict[str, float]:
+    def evaluate(self, trainer: Trainer, model: EvaluatedModel) -> dict[str, float] | None:
         """Evaluate the global model, while the next round trains.
 
         Args:
@@ -384,7 +385,7 @@ class Probe:
         """
         return {}
 
-    def follow(self, record: Mapping[str, float]) -> dict[str, float]:
+    def follow(self, record: Mapping[str, float]) -> dict[str, float] | None:
         """Return metrics that are computed from the complete record of a round.
 
         Called for each record, in order.

@@ -231,7 +231,8 @@ class Probes:
         requests: dict[int, dict[str, Any]] = {}
         for probe in self.probes:
             with _guarded(probe, "request", f"{round_name(round.t)}: "):
-                for client, request in probe.request(round).items():
+                requested = _mapping(probe.request(round), "of clients to requests")
+                for client, request in requested.items():
                     if client not in round.ids:
                         raise ValueError(
                             f"client {client} is not in the round's cohort {round.ids}"
@@ -367,10 +368,21 @@ def _guarded(probe: Probe, method: str, where: str = "") -> Iterator[None]:
         yield
 
 
-def _named(probe: Probe, metrics: Mapping[str, float]) -> dict[str, float]:
+def _mapping(returned: Any, content: str) -> Mapping[Any, Any]:
+    """Return the mapping that a probe's method returned; {} for None."""
+    if returned is None:
+        return {}
+    if not isinstance(returned, Mapping):
+        raise TypeError(
+            f"it returned a {type(returned).__name__}; return a mapping {content}, or None"
+        )
+    return returned
+
+
+def _named(probe: Probe, metrics: Mapping[str, float] | None) -> dict[str, float]:
     """Return metrics as floats, with the name of their probe in front of their names."""
     named = {}
-    for key, value in metrics.items():
+    for key, value in _mapping(metrics, "of names of metrics to numbers").items():
         if not METRIC_NAME_PATTERN.fullmatch(key):
             raise ValueError(
                 f"{key!r} is not a valid name of a metric; use letters, digits, '_', '-', '.', "

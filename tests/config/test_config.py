@@ -169,12 +169,28 @@ def test_overrides_go_deep_and_keep_what_lies_beside():
     assert merged["data"] == {"name": "digits", "root": "/x"}
 
 
-@pytest.mark.parametrize("key", ["privacy", "record_updates", "evaluate.forgetting", "checkpoint"])
-def test_a_section_is_no_switch(key):
-    with pytest.raises(
-        ConfigError, match=rf"{key}: true is not a section; give some of {key}\.\w+, .*null"
-    ):
+@pytest.mark.parametrize(
+    ("key", "without"),
+    [
+        ("privacy", "null to leave it out"),
+        ("record_updates", "null to leave it out"),
+        ("evaluate.forgetting", "null to leave it out"),
+        ("checkpoint", "leave it out"),  # null is refused
+    ],
+)
+def test_a_section_is_no_switch(key, without):
+    said = rf"{key}: true is not a section; give some of {key}\.\w+, .* or {without}$"
+    with pytest.raises(ConfigError, match=said):
         prepare("quickstart", {key: True})
+
+
+@pytest.mark.parametrize("value", [None, False, "none"])
+def test_tracking_cannot_be_left_out_by_a_value(value):
+    with pytest.raises(ConfigError, match="every run of the command line is tracked") as refused:
+        prepare("quickstart", {"tracking": value})
+    advised = ["tracking.uri=sqlite:///mlflow.db"]
+    assert advised[0] in str(refused.value) and "null" not in str(refused.value)
+    assert prepare("quickstart", advised).config.tracking.uri.startswith("sqlite:///")
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import raysim
 from raysim.cli import job_commands
 from raysim.config.sections.storage import Tracking
 from raysim.config.tracking_uri import (
+    SCHEMES,
     absolute_uri,
     encoded_uri,
     mask_secrets,
@@ -80,6 +81,14 @@ def test_an_address_whose_password_cannot_be_told_is_refused(address):
     with pytest.raises(ConfigError, match="percent-encode") as refused:
         absolute_uri(address)
     assert "pass1" not in str(refused.value)
+
+
+def test_an_unknown_scheme_is_refused_with_addresses_that_work():
+    with pytest.raises(ConfigError, match="knows no 'foo://'; use one of") as refused:
+        absolute_uri("foo://bar")
+    advised = str(refused.value).partition("use one of ")[2].split(", ")
+    schemes = {address.partition("://")[0] for address in advised if absolute_uri(address)}
+    assert schemes == SCHEMES - {"file"}
 
 
 def test_an_at_within_a_password_is_encoded():

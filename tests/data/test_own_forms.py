@@ -74,6 +74,49 @@ def test_a_half_may_bring_the_users_of_its_examples(half):
     assert dataset.groups.tolist() == [0, 1, 0, 2, 1, 0] and len(dataset.group_names) == 3
 
 
+def table_of(**columns: Any) -> Any:
+    import_torchvision()  # datasets imports it, and its operators may not load
+    datasets = pytest.importorskip("datasets")
+    return datasets.Dataset.from_dict({"x": X.tolist(), "y": Y.tolist(), **columns})
+
+
+BOTH = {"x": X, "y": Y, "user": USERS, "users": USERS}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (lambda: {"train": BOTH, "test": (X, Y)}, "the training half has both user and users"),
+        (lambda: {"train": (X, Y), "test": BOTH}, "the test half has both user and users"),
+        (
+            lambda: (Listed({"x": X[0], "y": 0, "user": 0, "users": 0}), (X, Y)),
+            "training example 0 has both user and users",
+        ),
+        (
+            lambda: (table_of(user=USERS, users=USERS), (X, Y)),
+            "the training examples have both user and users",
+        ),
+        (
+            lambda: {
+                "train": {"x": X, "y": Y, "user": USERS}, "test": (X, Y), "users": USERS,
+            },
+            "the mapping has users, and its training half has user",
+        ),
+        (
+            lambda: {
+                "train": {"x": X, "y": Y, "user": USERS},
+                "test": {"x": X, "y": Y, "user": USERS},
+                "users_test": USERS,
+            },
+            "the mapping has users_test, and its test half has user",
+        ),
+    ],
+)  # fmt: skip
+def test_users_that_are_given_twice_are_refused(content, message):
+    with pytest.raises(ConfigError, match=f"^data: {message}; leave one"):
+        made(content())
+
+
 def test_a_third_split_is_named_and_not_used(caplog):
     import_torchvision()  # datasets imports it, and its operators may not load
     datasets = pytest.importorskip("datasets")

@@ -151,7 +151,9 @@ def test_natural_tests_need_users_on_both_sides():
     del without["test"]["user"]
     dataset = make_dataset("own", without, "data")
     assert split(dataset, test=None).test is None
-    with pytest.raises(ConfigError, match=r"partition\.test\.natural: the test examples of own ha"):
+    with pytest.raises(
+        ConfigError, match=r"partition\.test\.natural: the test .* \('adam', 'eve', 'z"
+    ):
         split(dataset)
     with pytest.raises(ConfigError, match=r"partition\.test\.natural: .* need clients that are us"):
         split(dataset, name="iid", clients=2)
@@ -178,10 +180,16 @@ def test_wrong_users_of_test_examples_are_named(users, said):
 
 def test_new_users_in_the_test_half_are_no_clients(caplog):
     caplog.set_level("INFO", "raysim")
-    content = {**FORMS["users_test"](), "users_test": ["bob"] * 5}
+    content = {**FORMS["users_test"](), "users_test": ["bob", "dan", "bob", "fay", "gil"]}
     dataset = make_dataset("own", content, "data")
-    assert "no user of the test examples has training examples" in caplog.text
+    test_users, training_users = "'bob', 'dan', 'fay', ...", "'adam', 'eve', 'zoe'"
+    assert f"no user of the test examples ({test_users}) has training" in caplog.text
+    assert f"those are of {training_users}. " in caplog.text
+    assert "partition.test=natural" in caplog.text
     assert split(dataset, test=None).test is None
+    said = rf"partition\.test\.natural: .*\({test_users}\) have no training .*\({training_users}\)"
+    with pytest.raises(ConfigError, match=said):
+        split(dataset)
 
 
 # -- one table of images ---------------------------------------------------------------------------
@@ -349,6 +357,17 @@ def test_a_client_without_a_test_is_named(tmp_path, caplog):
     assert [len(own) for own in own_tests(dataset, split(dataset)).values()] == [2, 0, 2]
 
 
+@pytest.mark.parametrize(
+    ("train", "test", "missing"),
+    [([0, 2], [0, 2], 1), ([0, 1], [0, 1, 2], 2), ([1, 2], [0, 1, 2], 0), ([7, 9], [9], 8)],
+)
+def test_a_missing_training_file_of_pfllib_is_named(tmp_path, train, test, missing):
+    pfllib(tmp_path, "train", {k: numbers(4, (2,)) for k in train})
+    pfllib(tmp_path, "test", {k: numbers(2, (2,)) for k in test})
+    with pytest.raises(ConfigError, match=rf"there is no file {tmp_path}/train/{missing}\.npz"):
+        load("pfllib", tmp_path)
+
+
 def test_pfllibs_files_may_hold_plain_arrays(tmp_path):
     for half in ("train", "test"):
         (tmp_path / half).mkdir()
@@ -420,6 +439,36 @@ def test_files_of_leaf_that_cannot_be_used_are_named(tmp_path, clients, said):
     leaf(tmp_path, "test", {"a": GOOD})
     with pytest.raises(ConfigError, match=said):
         load("leaf", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("users", "num_samples", "said"),
+    [
+        (["a"], [2], r"0\.json: client 'a' has 1 examples, but num_samples is 2; correct"),
+        (["a", "b"], [1, 3], r"0\.json: client 'b' has no examples, but num_samples is 3"),
+        (["a"], [1, 3], r"0\.json: users and num_samples are not lists of one length"),
+        ({"a": 1}, 1, r"0\.json: users and num_samples are not lists of one length"),
+    ],
+)
+def test_numbers_that_differ_from_leafs_examples_are_refused(tmp_path, users, num_samples, said):
+    leaf(tmp_path, "test", {"a": GOOD})
+    (tmp_path / "train").mkdir()
+    content = {"users": users, "num_samples": num_samples, "user_data": {"a": GOOD}}
+    (tmp_path / "train/0.json").write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match=said):
+        load("leaf", tmp_path)
+
+
+@pytest.mark.parametrize("present", [None, "", "train", "test"])
+@pytest.mark.parametrize(("name", "layout"), [("leaf", r"\.json files"), ("pfllib", r"N\.npz")])
+def test_a_missing_folder_is_named_with_the_layout(tmp_path, name, layout, present):
+    folder = tmp_path / "mine"
+    if present is not None:
+        (folder / present).mkdir(parents=True)
+    missing = {None: "mine", "train": "mine/test"}.get(present, "mine/train")
+    said = rf"^data\.path: there is no folder {tmp_path}/{missing}; .* train/ and test/, .*{layout}"
+    with pytest.raises(ConfigError, match=said):
+        load(name, folder)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", "[" * 100_000, '{"users": []}'])

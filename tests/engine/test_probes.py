@@ -231,6 +231,45 @@ def test_one_that_raises_on_an_actor_is_named(config, source, recycled_actors):
         raysim.run(with_probes({**config, "resources": ON_RAY}, f"{path}:Broken"))
 
 
+RETURNS = """
+from raysim import Probe
+
+
+class Returns(Probe):
+    def returned(self, method):
+        return {value} if method == "{method}" else {{}}
+
+    def request(self, round):
+        return self.returned("request")
+
+    def measure(self, trainer, client, update, request):
+        return {{}}
+
+    def metrics(self, round, results):
+        return self.returned("metrics")
+
+    def evaluates(self, rounds_done):
+        return rounds_done == 2
+
+    def evaluate(self, trainer, model):
+        return self.returned("evaluate")
+
+    def follow(self, record):
+        return self.returned("follow")
+"""
+
+
+@pytest.mark.parametrize("method", ["request", "metrics", "evaluate", "follow"])
+def test_none_is_no_metrics_and_what_is_no_mapping_is_refused(method, config, source, tmp_path):
+    path = source("none", RETURNS.format(method=method, value=None))
+    done = raysim.run(with_probes(config, f"{path}:Returns"))
+    assert not [key for record in done.history for key in record if key.startswith("Returns/")]
+    path = source("number", RETURNS.format(method=method, value=0.5))
+    said = f"{method} of probe 'Returns' failed: .*returned a float; return a mapping of"
+    with pytest.raises(ProbeError, match=said):
+        raysim.run(with_probes({**config, "run_dir": str(tmp_path)}, f"{path}:Returns"))
+
+
 MANY = """
 from dataclasses import dataclass
 
