@@ -5,8 +5,8 @@
 
 All four are measured by default, each on W1, W2, LeNet-5 (w5) and GradMA:
 
-- `gradient`: the hand-written backward pass (`raysim.training.fast_gradient`) and autograd, CPU
-  time of a round in loop mode in this process. It exists for chains of dense layers only.
+- `gradient`: the hand-written backward pass (`raysim.training.tasks.fast_gradient`) and autograd,
+  CPU time of a round in loop mode in this process. It exists for chains of dense layers only.
 - `memory`: `raysim.distributed.shared_memory` and Ray's object store, CPU time of a round of all
   processes (this one, Ray's and its two actors).
 - `im2col`: convolutions as matrix products and torch's grouped ones, CPU time of a round under
@@ -44,7 +44,7 @@ from workloads import WORKLOADS, Workload
 from raysim.engine.inline import Inline
 from raysim.engine.loop import Engine
 from raysim.engine.plan import Plan
-from raysim.engine.resolve import resolve_plan
+from raysim.prepare.resolve import resolve_plan
 
 WARM_UP = 3
 """Rounds in this process that are not counted."""
@@ -180,7 +180,7 @@ def measure_gradient(name: str, given: argparse.Namespace) -> None:
     ours.open(plan)
     if ours.trainer.loop.fast is None:
         raise NotMeasured("this net is not a chain of dense layers, so autograd computes it")
-    with mock.patch("raysim.training.trainer.matches_autograd", lambda model: False):
+    with mock.patch("raysim.training.trainers.trainer.matches_autograd", lambda model: False):
         theirs.open(plan)
     assert theirs.trainer.loop.fast is None
     taken = take_turns_inline(given, started(plan, ours), started(plan, theirs))

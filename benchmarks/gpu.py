@@ -26,8 +26,8 @@ from raysim.data import Dataset
 from raysim.engine.inline import Inline
 from raysim.engine.loop import Engine
 from raysim.engine.plan import Plan
-from raysim.engine.resolve import resolve_plan
 from raysim.errors import RaysimError
+from raysim.prepare.resolve import resolve_plan
 
 STEPS, BATCH, SHAPE = 5, 64, (3, 32, 32)
 

@@ -22,9 +22,9 @@ import torch
 from raysim.data import Dataset
 from raysim.engine.inline import Inline
 from raysim.engine.loop import Engine
-from raysim.engine.resolve import resolve_plan
 from raysim.numerics import gram, use_threads
 from raysim.numerics.gradient_memory import admit, memory_init, project_on_memory, remember
+from raysim.prepare.resolve import resolve_plan
 
 METHODS = ("fedavg", "gradma_s", "gradma_w", "gradma")
 SHAPES = {"tinynn": (1, 28, 28), "lenet5": (3, 32, 32), "mlp": (1, 28, 28), "lenet": (3, 32, 32)}

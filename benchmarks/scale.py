@@ -37,11 +37,11 @@ from raysim.engine.cohorts import make_cohort, make_tasks
 from raysim.engine.inline import Inline
 from raysim.engine.loop import Engine
 from raysim.engine.plan import Plan
-from raysim.engine.resolve import prepare
 from raysim.engine.trainers import configure_process, make_trainer
 from raysim.planning.forecast import means
 from raysim.planning.simulated_costs import Costs
 from raysim.planning.simulated_executor import simulate_rounds
+from raysim.prepare.resolve import prepare
 from raysim.training.messages import Block, Broadcast, ClientResult, WorkerResult, cut_blocks
 
 NODES, ACTORS = 4, 8

@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 
 import raysim
-from raysim.engine.resolve import prepare
-from raysim.engine.schedule import make_schedule
+from raysim.prepare.resolve import prepare
+from raysim.schedule import make_schedule
 
 CLIENTS, ARRIVALS = 10_000, 100
 CONFIG = {

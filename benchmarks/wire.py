@@ -192,7 +192,7 @@ DRIVER = """
 import json, os, sys
 os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
 from raysim.engine.loop import Engine
-from raysim.engine.resolve import prepare
+from raysim.prepare.resolve import prepare
 from raysim.distributed.ray_executor import RayExecutor
 from raysim.distributed.worker_pool import WorkerPool
 

@@ -28,7 +28,7 @@ from raysim.config.sections.data import Data
 from raysim.data import load_dataset
 from raysim.engine.loop import Engine
 from raysim.engine.plan import Plan
-from raysim.engine.resolve import prepare
+from raysim.prepare.resolve import prepare
 from raysim.runs import git
 from raysim.tracking import mlflow_client
 from raysim.tracking import tracker as tracking
@@ -200,7 +200,7 @@ def local_ray() -> Iterator[None]:
     """Start Ray on this machine once. `RayExecutor` uses the Ray that it finds."""
     import ray
 
-    from raysim.distributed import loopback
+    from raysim.distributed.cluster import loopback
 
     with loopback.any_agent_port(), loopback.patient_start():
         ray.init(

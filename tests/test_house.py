@@ -15,9 +15,10 @@ import pytest
 
 import raysim
 from raysim import metrics
-from raysim.engine.resolve import build_rules, load_config
 from raysim.models.build import make_net
-from raysim.rules import contract, registry
+from raysim.prepare.resolve import build_rules, load_config
+from raysim.rules import contract
+from raysim.rules.methods import registry
 
 PACKAGE = Path(raysim.__file__).parent
 

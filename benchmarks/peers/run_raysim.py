@@ -22,7 +22,7 @@ from raysim.data import Dataset
 from raysim.engine.inline import Inline
 from raysim.engine.loop import Engine
 from raysim.engine.plan import Plan
-from raysim.engine.resolve import resolve_plan
+from raysim.prepare.resolve import resolve_plan
 
 
 def dataset(work: Workload) -> Dataset:

@@ -20,9 +20,9 @@ from raysim.config.sections.groups import GroupLocal
 from raysim.config.sections.local import Local
 from raysim.models import build, zoo
 from raysim.planning.simulated_costs import Costs
-from raysim.reports.claim_section import Claim
-from raysim.rules import registry
-from raysim.rules.learning_tasks import TASKS
+from raysim.reports.claims.claim_section import Claim
+from raysim.rules.methods import registry
+from raysim.rules.tasks.shipped_tasks import TASKS
 from raysim.sweeps.definition import SweepSettings
 
 TAGS = ("name", "unit")

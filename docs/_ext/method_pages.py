@@ -17,8 +17,9 @@ from result_pages import CONFIGS, REPOSITORY, about
 
 from raysim.algorithms.fedavg import AUTHORS_CODE, FedAvgClient, FedAvgServer
 from raysim.config.loading import shipped
-from raysim.rules import contract, registry
+from raysim.rules import contract
 from raysim.rules.contract import Algorithm
+from raysim.rules.methods import registry
 
 
 def pages() -> dict[str, str]:

@@ -39,8 +39,8 @@ from raysim.config.sections.optimizer import PLAIN_SGD
 from raysim.diagnostics import recorded_updates
 from raysim.diagnostics.recorded_updates import Observation
 from raysim.engine.plan import Plan
-from raysim.engine.resolve import prepare
 from raysim.errors import ConfigError
+from raysim.prepare.resolve import prepare
 
 STEP_SIZE_DROPS = (3 / 8, 5 / 8, 7 / 8)
 """Fractions of the iterations at which the step size falls to a tenth (Xu 2022)."""

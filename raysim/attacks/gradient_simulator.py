@@ -23,9 +23,9 @@ from raysim.randomness import generator
 from raysim.rules import Batch, ClientRule, LocalData, Loss, task_loss
 from raysim.rules.contract import overridden
 from raysim.system.signals import reraise_stop
-from raysim.training.local_step import LocalSettings
 from raysim.training.messages import Broadcast
-from raysim.training.vmap import VmapTask, why_not_vmap
+from raysim.training.tasks.local_step import LocalSettings
+from raysim.training.trainers.vmap import VmapTask, why_not_vmap
 
 logger = logging.getLogger("raysim")
 

@@ -33,10 +33,10 @@ from raysim.attacks.gradient_inversion import attack
 from raysim.config import loading
 from raysim.config.explain import checked_section
 from raysim.config.sections.base import Positive, Section
-from raysim.engine import resolve
 from raysim.engine.plan import Plan
 from raysim.errors import ConfigError, RaysimError
-from raysim.rules import registry
+from raysim.prepare import resolve
+from raysim.rules.methods import registry
 from raysim.runs.run import execute
 
 ATTACK_OVERRIDES = {

@@ -14,7 +14,7 @@ import sys
 from raysim.cli.base import app
 from raysim.cli.terminal import LogFormatter, say
 from raysim.config.renamed import refuse_former_command
-from raysim.distributed import versions
+from raysim.distributed.cluster import versions
 from raysim.errors import ConfigError, RaysimError, shortened
 from raysim.system import output, processes
 from raysim.system.signals import leave_at_once
@@ -22,7 +22,8 @@ from raysim.system.signals import leave_at_once
 # isort: off
 # Each module adds its commands when it is imported. `raysim --help` lists them in this order.
 from raysim.cli import run_resume, sweep, jobs, report, ledger  # noqa: F401
-from raysim.cli import forecast_bench_attacks, list_data_doctor, authoring, ui  # noqa: F401
+from raysim.cli import forecast_bench_attacks, list_data_doctor, ui  # noqa: F401
+from raysim.cli.pages import authoring  # noqa: F401
 
 
 def main() -> None:

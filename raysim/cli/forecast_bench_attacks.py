@@ -92,7 +92,7 @@ def check_convergence(
     Nothing is trained.
     """
     from raysim.diagnostics import convergence as theorems
-    from raysim.engine.resolve import prepare
+    from raysim.prepare.resolve import prepare
 
     console = Terminal(as_json)
     constants = [text.removeprefix("L=") for text in overrides or [] if text.startswith("L=")]

@@ -12,10 +12,10 @@ from raysim.config import explain
 from raysim.config.loading import parse_overrides
 from raysim.config.schema import Config
 from raysim.config.tracking_uri import MLFLOW_VARIABLES, mask_secrets, redacted_uri
-from raysim.distributed.jobs import is_excluded
-from raysim.engine import resolve
+from raysim.distributed.cluster.jobs import is_excluded
 from raysim.errors import ConfigError, did_you_mean
-from raysim.rules import pairs
+from raysim.prepare import resolve
+from raysim.rules.methods import pairs
 from raysim.sweeps.definition import read_sweep
 
 SUBMITTABLE_COMMANDS = ("run", "sweep", "resume")

@@ -14,7 +14,7 @@ from raysim.cli.base import app, job_app, print_table
 from raysim.cli.terminal import say
 
 if TYPE_CHECKING:
-    from raysim.distributed.jobs import JobClient
+    from raysim.distributed.cluster.jobs import JobClient
 
 _Address = Annotated[
     str | None,
@@ -41,7 +41,7 @@ def submit(
 ) -> None:
     """Submit a command to a cluster as a job: raysim submit --wait -- run my.yaml rounds=100."""
     from raysim.cli.job_commands import checked_command
-    from raysim.distributed.jobs import JobClient
+    from raysim.distributed.cluster.jobs import JobClient
 
     command = checked_command(command, working_dir, requirements)
     cluster = JobClient(address)
@@ -54,7 +54,7 @@ def submit(
 @job_app.command("list")
 def job_list(address: _Address = None) -> None:
     """List the jobs of a cluster, newest first."""
-    from raysim.distributed.jobs import JobClient
+    from raysim.distributed.cluster.jobs import JobClient
 
     table = Table("job", "state", "command", box=None)
     for job in JobClient(address).jobs():
@@ -68,7 +68,7 @@ def job_logs(
     address: _Address = None,
 ) -> None:
     """Print the output of a job until it ends, and exit with its exit code."""
-    from raysim.distributed.jobs import JobClient
+    from raysim.distributed.cluster.jobs import JobClient
 
     _follow_job(JobClient(address), job)
 
@@ -79,7 +79,7 @@ def job_stop(
     address: _Address = None,
 ) -> None:
     """Stop a job gracefully: a run keeps its completed rounds."""
-    from raysim.distributed.jobs import JobClient
+    from raysim.distributed.cluster.jobs import JobClient
 
     JobClient(address).stop(job)
 

@@ -29,11 +29,11 @@ def merge(
     out: Out,
 ) -> None:
     """Merge several ledgers into one; equal rows are written once."""
-    from raysim.tracking import ledger
+    from raysim.ledger import ledger_file
 
     if out.exists() and out.resolve() not in [file.resolve() for file in files]:
         raise ConfigError(f"--out: {out} exists; name it among the ledgers, or another file")
-    kept, copies = ledger.merge(files, out, _aside, missing=_MISSING)
+    kept, copies = ledger_file.merge(files, out, _aside, missing=_MISSING)
     counts = Counter(row.key for row in kept)
     say(
         f"{len(kept)} rows of {len(counts)} runs in {out}; left out: {copies} with the same digest "
@@ -66,9 +66,9 @@ def check(
 ) -> None:
     """List damaged, contradicting and outdated rows; exit with 1 if there are any."""
     from raysim.config.loading import parse_overrides
+    from raysim.ledger import ledger_file
     from raysim.runs import recomputed
     from raysim.system.cpu_kind import cpu_kind, may_be_this_kind
-    from raysim.tracking import ledger
 
     problems: list[str] = []
 
@@ -79,14 +79,14 @@ def check(
     if not recompute and (keys or where):
         given = (keys or [f"--where {text}" for text in where or []])[0]
         raise ConfigError(f"{given}: only for rows that are trained again; add --recompute 1")
-    rows = ledger.read_rows([file], name, missing=_MISSING)
+    rows = ledger_file.read_rows([file], name, missing=_MISSING)
     if problems:
         _aside(f"`raysim ledger merge {file} -o NEW` leaves such rows out")
     for row in rows:
         if reason := recomputed.why_other_identity(row):
             name(f"{row.place}: {reason}")
     found = f"{len(problems)} problem{'s'[: len(problems) != 1]}"
-    say(f"{len(rows)} rows, {len(ledger.unique(rows))} runs, {found}")
+    say(f"{len(rows)} rows, {len(ledger_file.unique(rows))} runs, {found}")
     overrides = parse_overrides(keys or [])
     chosen = recomputed.having(recomputed.comparable(rows), where or [])
     for row in chosen[:recompute]:
@@ -116,8 +116,8 @@ def carry(
 ) -> None:
     """Write a ledger with current keys and code, after rows trained again gave equal digests."""
     from raysim.config.loading import parse_overrides
+    from raysim.ledger import ledger_file
     from raysim.runs import recomputed
-    from raysim.tracking import ledger
 
     if out.exists():
         raise ConfigError(f"--out: {out} exists; name another file")
@@ -127,9 +127,9 @@ def carry(
         if not old or not new:
             raise ConfigError(f"--rename: '{text}' is not OLD=NEW")
         renamed[old] = new
-    rows = ledger.read_rows([file], _aside, missing=_MISSING)
+    rows = ledger_file.read_rows([file], _aside, missing=_MISSING)
     carried = recomputed.carry_rows(rows, renamed, print, parse_overrides(keys or []))
-    ledger.write_rows(out, carried)
+    ledger_file.write_rows(out, carried)
     say(f"{len(carried)} rows in {out}")
 
 

@@ -14,8 +14,8 @@ from rich.table import Table
 
 from raysim.cli.base import app, check_picture, data_app, print_table, tracking_app
 from raysim.cli.completion import PLACES, complete_listed
-from raysim.cli.key_page import key_page, print_keys
-from raysim.cli.method_page import first_paragraph, method_page, print_method
+from raysim.cli.pages.key_page import key_page, print_keys
+from raysim.cli.pages.method_page import first_paragraph, method_page, print_method
 from raysim.cli.terminal import Terminal, say
 from raysim.errors import ConfigError, did_you_mean
 
@@ -24,7 +24,7 @@ CatalogueRow = dict[str, str]
 
 
 def _algorithms() -> list[CatalogueRow]:
-    from raysim.rules import registry
+    from raysim.rules.methods import registry
 
     return [
         {
@@ -42,7 +42,7 @@ def _algorithms() -> list[CatalogueRow]:
 
 
 def _rules(side: Literal["client", "server"]) -> list[CatalogueRow]:
-    from raysim.rules import registry
+    from raysim.rules.methods import registry
 
     return [
         {
@@ -66,7 +66,7 @@ def _models() -> list[CatalogueRow]:
 
 def _probes() -> list[CatalogueRow]:
     from raysim.engine import probes
-    from raysim.rules import registry
+    from raysim.rules.methods import registry
 
     return [
         {
@@ -80,8 +80,8 @@ def _probes() -> list[CatalogueRow]:
 
 
 def _tasks() -> list[CatalogueRow]:
-    from raysim.rules import registry
-    from raysim.rules.learning_tasks import TASKS
+    from raysim.rules.methods import registry
+    from raysim.rules.tasks.shipped_tasks import TASKS
 
     return [
         {
@@ -124,7 +124,7 @@ def _choices(section: str) -> list[CatalogueRow]:
 
 
 def _stages() -> list[CatalogueRow]:
-    from raysim.rules import registry
+    from raysim.rules.methods import registry
     from raysim.rules.upload_stages import STAGES
 
     return [
@@ -153,7 +153,8 @@ def _configs() -> list[CatalogueRow]:
 
 def _rule_pairs() -> list[CatalogueRow]:
     """Return a row per server rule with the name of each pair ("x": unnamed, "": refused)."""
-    from raysim.rules import contract, pairs, registry
+    from raysim.rules import contract
+    from raysim.rules.methods import pairs, registry
 
     registry.discover()
     named: dict[tuple[str, str], str] = {}
@@ -317,7 +318,7 @@ def export(
     """Export the net of a run, to use it elsewhere."""
     from typing import cast, get_args
 
-    from raysim.runs import export as exports
+    from raysim.runs.artifacts import export as exports
 
     for option, value, choices in (
         ("--format", format, get_args(exports.Format)),

@@ -274,7 +274,7 @@ def report_sensitivity(
 
     Meant for random search, where the parameters are independent.
     """
-    from raysim.reports import plots, sensitivity
+    from raysim.reports.analysis import plots, sensitivity
     from raysim.reports.table_rows import known_statistic
 
     result = known_statistic(statistic)
@@ -309,7 +309,7 @@ def report_speedup(
     out: Picture = None,
 ) -> None:
     """Plot the rounds to a target over a parameter on log axes, with the slope."""
-    from raysim.reports import plots, speedup
+    from raysim.reports.analysis import plots, speedup
 
     out = out or _picture(context, "speedup")
     check_picture(out)
@@ -356,7 +356,8 @@ def report_claims(
     """Check a paper's claims against runs: results of both sides, verdicts and plots."""
     from functools import cache
 
-    from raysim.reports import claim_section, claims, grouping
+    from raysim.reports import grouping
+    from raysim.reports.claims import claim_section, verdicts
     from raysim.reports.table_rows import cost_unit_of
 
     asked = claim_section.require_claims(config)
@@ -374,8 +375,8 @@ def report_claims(
     def runs_of(metric: str, cost_unit: Any = "rounds") -> list[TrackedRun]:
         return source.finished(metric, _aside, cost_unit)
 
-    lines = claims.check_claims(asked, runs_of)
-    text = claims.claims_markdown(lines)
+    lines = verdicts.check_claims(asked, runs_of)
+    text = verdicts.claims_markdown(lines)
     shown = {claim.figure.file: (i, claim.figure) for i, claim in enumerate(asked) if claim.figure}
     for i, figure in shown.values():
         unit, path = cost_unit_of(figure.x_axis), figures / figure.file
@@ -400,8 +401,8 @@ def _draw_curves(
     panels: Sequence[str],
     out: Path,
 ) -> str:
-    from raysim.reports import plots
-    from raysim.reports.curves import curves
+    from raysim.reports.analysis import plots
+    from raysim.reports.analysis.curves import curves
 
     averaged = curves(tracked, group, _aside, panels)
     _write(out, lambda: plots.plot_curves(averaged, metric, unit, out))
@@ -417,8 +418,8 @@ def _draw_sweep(
     out: Path,
     target: float | None = None,
 ) -> str:
-    from raysim.reports import plots
-    from raysim.reports.curves import along, grid
+    from raysim.reports.analysis import plots
+    from raysim.reports.analysis.curves import along, grid
     from raysim.reports.grouping import apart
 
     if y is None:

@@ -36,8 +36,8 @@ def run(
     ] = False,
 ) -> None:
     """Run one experiment."""
-    from raysim.engine.checks import check_address
-    from raysim.engine.resolve import prepare
+    from raysim.prepare.checks import check_address
+    from raysim.prepare.resolve import prepare
 
     console = Terminal(as_json)
     try:
@@ -135,7 +135,7 @@ def _dry_run(plan: Plan, console: Terminal) -> None:
     import numpy as np
 
     from raysim.config.sections.schedule import InFlight
-    from raysim.engine.rule_dry_run import compare_loop_and_vmap
+    from raysim.prepare.dry_run.client_rule import compare_loop_and_vmap
 
     seconds, bytes_up = _train_one_client(plan)
     c = plan.config
@@ -188,7 +188,7 @@ def _train_one_client(plan: Plan) -> tuple[float, int]:
     from raysim.engine.cohorts import failed_clients, make_cohort, make_tasks
     from raysim.engine.inline import Inline
     from raysim.engine.loop import Engine
-    from raysim.engine.server import RoundCohort
+    from raysim.server.central_server import RoundCohort
     from raysim.training.messages import cut_blocks
 
     inline = Inline()

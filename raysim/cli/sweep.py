@@ -25,8 +25,8 @@ from raysim.runs.progress import times
 from raysim.system import startup_stages
 
 if TYPE_CHECKING:
+    from raysim.ledger.ledger_row import Row
     from raysim.sweeps import Sweep, SweepResult, Trial
-    from raysim.tracking.ledger_row import Row
 
 
 @app.command()

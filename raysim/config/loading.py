@@ -40,7 +40,7 @@ def _first_sentence(text: str) -> str:
 
 
 CLAIMS = "claims"
-"""The section with a paper's claims about the runs (`raysim.reports.claim_section`)."""
+"""The section with a paper's claims about the runs (`raysim.reports.claims.claim_section`)."""
 KEYS_OF_FILES = ("extends", "sweep", CLAIMS, "match")
 """Keys of a file that are no part of a run's configuration."""
 KeysOfBoth = Callable[[str, str, str], Iterable[str]]

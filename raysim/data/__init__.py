@@ -1,6 +1,5 @@
 """Data sets, their tensors on a device, partitions over clients, and plots of both."""
 
-from raysim.data.clients import Clients, VirtualClients, partition_digest
 from raysim.data.dataset import Dataset, data_root
 from raysim.data.examples import Examples, shared_tensor
 from raysim.data.images import import_torchvision
@@ -13,7 +12,8 @@ from raysim.data.loading import (
     loading_once,
     version_of,
 )
-from raysim.data.partitions import split_dataset
+from raysim.data.partition.clients import Clients, VirtualClients, partition_digest
+from raysim.data.partition.split import split_dataset
 from raysim.data.plots import dataset_summary, plot_partition, plot_samples
 
 __all__ = [

@@ -15,9 +15,6 @@ from pathlib import Path
 from raysim.config import entry_points
 from raysim.config.references import read_code
 from raysim.config.sections.data import AnyData, Arrays, Data, HuggingFace, OwnData, TorchvisionData
-from raysim.data import built_in_datasets, own
-from raysim.data.built_in_datasets import TORCHVISION_SOURCES
-from raysim.data.client_files import load_leaf, load_pfllib
 from raysim.data.dataset import (
     MANUAL_STEPS,
     MAX_PIXEL_VALUES,
@@ -26,10 +23,14 @@ from raysim.data.dataset import (
     normalise,
     normalise_each_pixel,
 )
-from raysim.data.hugging_face import from_hugging_face
-from raysim.data.image_tables import load_users
 from raysim.data.images import load_folder
-from raysim.data.torchvision_data import from_torchvision
+from raysim.data.own import reading
+from raysim.data.sources import built_in_datasets
+from raysim.data.sources.built_in_datasets import TORCHVISION_SOURCES
+from raysim.data.sources.client_files import load_leaf, load_pfllib
+from raysim.data.sources.hugging_face import from_hugging_face
+from raysim.data.sources.image_tables import load_users
+from raysim.data.sources.torchvision_data import from_torchvision
 from raysim.errors import ConfigError, did_you_mean
 from raysim.system import startup_stages
 
@@ -127,9 +128,9 @@ def load_dataset(data: AnyData) -> Dataset:
     startup_stages.begin(f"loading {data.name}")
     match data:
         case OwnData():
-            dataset = own.from_function(data, _function_of(data))
+            dataset = reading.from_function(data, _function_of(data))
         case Arrays():
-            dataset = own.from_npz(data)
+            dataset = reading.from_npz(data)
         case TorchvisionData():
             dataset = from_torchvision(data)
         case HuggingFace():

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from raysim.data.clients import Clients, VirtualClients
 from raysim.data.dataset import Dataset
+from raysim.data.partition.clients import Clients, VirtualClients
 from raysim.errors import ConfigError
 
 MAX_CLIENTS_SHOWN = 100

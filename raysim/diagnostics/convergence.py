@@ -38,7 +38,7 @@ from raysim.rules.reports import Cohort
 
 if TYPE_CHECKING:
     from raysim.engine.plan import Plan
-    from raysim.training.trainer import Trainer
+    from raysim.training.trainers.trainer import Trainer
 
 logger = logging.getLogger("raysim")
 

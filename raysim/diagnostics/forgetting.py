@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 from typing_extensions import TypedDict
 
+from raysim import schedule
 from raysim.config.sections.schedule import Sync
-from raysim.engine import schedule
 from raysim.engine.plan import Probe, ProbedRun
 from raysim.errors import ConfigError
 from raysim.rules.batch import Batch
@@ -33,8 +33,8 @@ from raysim.system.json_files import read_json
 
 if TYPE_CHECKING:
     from raysim.engine.plan import Plan
-    from raysim.engine.server import RoundCohort
-    from raysim.training.trainer import ClientUpdate, PreparedClient, Trainer
+    from raysim.server.central_server import RoundCohort
+    from raysim.training.trainers.trainer import ClientUpdate, PreparedClient, Trainer
 
 GRADIENTS_AT_A_TIME = 64
 """Examples of past clients in a batch for per-example gradients."""

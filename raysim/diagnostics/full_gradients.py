@@ -22,12 +22,12 @@ import torch
 from torch import Tensor
 
 from raysim.config.schema import Config
-from raysim.data.clients import Clients, VirtualClients
+from raysim.data.partition.clients import Clients, VirtualClients
 from raysim.models.flat import BoundModel, Model
 from raysim.numerics import norm, weighted_sum
 from raysim.randomness import generator
 from raysim.rules.batch import Batch
-from raysim.training.trainer import Trainer
+from raysim.training.trainers.trainer import Trainer
 
 GRADIENT_FORWARD_PASSES = 3
 """Cost of the gradient of an example, in forward passes."""

@@ -26,8 +26,8 @@ from raysim.training.messages import Broadcast
 
 if TYPE_CHECKING:
     from raysim.engine.plan import Plan
-    from raysim.engine.server import RoundCohort
-    from raysim.training.trainer import ClientUpdate, PreparedClient, Trainer
+    from raysim.server.central_server import RoundCohort
+    from raysim.training.trainers.trainer import ClientUpdate, PreparedClient, Trainer
 
 
 @dataclass

@@ -25,17 +25,17 @@ from numpy.random import Generator
 from torch import Tensor
 
 from raysim.data.examples import shared_tensor
+from raysim.distributed.cluster.versions import SourceCode, source_code
 from raysim.distributed.heartbeats import Address, Heartbeat
 from raysim.distributed.shared_memory import SharedBuffer, SharedBufferRef
-from raysim.distributed.versions import SourceCode, source_code
-from raysim.engine.evaluator import Evaluator
+from raysim.engine.evaluation.evaluator import Evaluator
 from raysim.engine.plan import Plan
-from raysim.engine.selection import Candidates
-from raysim.engine.server import RoundCohort
 from raysim.engine.server_setup import make_server
 from raysim.engine.trainers import configure_process, make_trainer
 from raysim.numerics.fixed_point import FixedTotal, combine
 from raysim.rules.sampling import SelectionPool
+from raysim.server.central_server import RoundCohort
+from raysim.server.selection import Candidates
 from raysim.training.messages import Block, Broadcast, EvaluationParts, WorkerResult
 
 Tree = dict[str, Any]

@@ -33,7 +33,7 @@ import ray
 from ray.exceptions import RayError
 from ray.experimental import internal_kv
 
-from raysim.distributed import nodes
+from raysim.distributed.cluster import nodes
 from raysim.errors import RaysimError
 from raysim.system import processes
 from raysim.system.processes import Process

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from raysim.distributed import nodes
+from raysim.distributed.cluster import nodes
 from raysim.training.messages import WorkerResult
 
 MAX_LISTED_NODES = 16

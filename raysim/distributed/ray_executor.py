@@ -37,11 +37,11 @@ from raysim.distributed.waiting import ActorDied, first_line
 from raysim.distributed.worker_pool import WorkerPool
 from raysim.engine.executor import CompletedResult, PendingServerStep, RoundResults
 from raysim.engine.plan import Plan
-from raysim.engine.selection import Candidates
-from raysim.engine.server import RoundCohort
 from raysim.errors import RaysimError, round_name
 from raysim.rules.contract import State
 from raysim.rules.sampling import SelectionPool
+from raysim.server.central_server import RoundCohort
+from raysim.server.selection import Candidates
 from raysim.system.signals import Stopped
 from raysim.training.messages import Block, Broadcast, EvaluationParts
 

@@ -10,14 +10,14 @@ from typing import Any, Generic
 
 import numpy as np
 
-from raysim.engine.client_store import ClientStateStore
-from raysim.engine.executor import ModelHandle, RoundHandle, RoundResults
+from raysim.engine.executor import ModelHandle, Record, RoundHandle, RoundResults
 from raysim.engine.plan import Plan
-from raysim.engine.round_metrics import UPDATES_NOT_USED, Record
-from raysim.engine.schedule import ScheduledRound
-from raysim.engine.server import RoundCohort
-from raysim.engine.update_checks import errors_name_rule
+from raysim.engine.round_metrics import UPDATES_NOT_USED
+from raysim.engine.state.client_store import ClientStateStore
 from raysim.errors import ClientError, RaysimError, round_name
+from raysim.schedule import ScheduledRound
+from raysim.server.central_server import RoundCohort
+from raysim.server.update_checks import errors_name_rule
 from raysim.training.messages import ClientTask
 
 logger = logging.getLogger("raysim")

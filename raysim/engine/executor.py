@@ -14,12 +14,15 @@ from typing import Any, Generic, Protocol, TypeVar
 from numpy.random import Generator
 
 from raysim.engine.plan import Plan
-from raysim.engine.selection import Candidates
-from raysim.engine.server import RoundCohort
 from raysim.errors import RaysimError
 from raysim.rules.contract import State
 from raysim.rules.sampling import SelectionPool
+from raysim.server.central_server import RoundCohort
+from raysim.server.selection import Candidates
 from raysim.training.messages import Block, Broadcast, EvaluationParts, WorkerResult
+
+Record = dict[str, float]
+"""The metrics of one round, by name."""
 
 T = TypeVar("T", covariant=True)
 ModelHandle = TypeVar("ModelHandle")

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from numpy.random import Generator
 
-from raysim.engine.evaluator import Evaluator
+from raysim.engine.evaluation.evaluator import Evaluator
 from raysim.engine.executor import (
     CompletedResult,
     FailedResult,
@@ -17,15 +17,15 @@ from raysim.engine.executor import (
     RoundResults,
 )
 from raysim.engine.plan import Plan
-from raysim.engine.selection import Candidates
-from raysim.engine.server import RoundCohort
 from raysim.engine.server_setup import make_server
 from raysim.engine.trainers import configure_process, make_trainer
 from raysim.errors import RaysimError
 from raysim.rules.contract import State
 from raysim.rules.sampling import SelectionPool
+from raysim.server.central_server import RoundCohort
+from raysim.server.selection import Candidates
 from raysim.training.messages import Block, Broadcast, EvaluationParts
-from raysim.training.trainer import Trainer
+from raysim.training.trainers.trainer import Trainer
 
 
 class Inline:

@@ -21,12 +21,12 @@ from raysim.errors import ConfigError, did_you_mean, in_a_line
 from raysim.metrics import name_taken
 from raysim.rules.batch import Batch
 from raysim.rules.contract import ClientRule, ServerRule
-from raysim.rules.learning_task import LearningTask, TaskData, TaskMetric
-from raysim.rules.learning_tasks import TASKS
-from raysim.rules.loss_reading import LossFunction
-from raysim.rules.loss_task import LossTask, make_loss_task, task_like
+from raysim.rules.methods.registry import build_part, is_shipped
 from raysim.rules.public import PublicData, PublicNeed
-from raysim.rules.registry import build_part, is_shipped
+from raysim.rules.tasks.learning_task import LearningTask, TaskData, TaskMetric
+from raysim.rules.tasks.loss_reading import LossFunction
+from raysim.rules.tasks.loss_task import LossTask, make_loss_task, task_like
+from raysim.rules.tasks.shipped_tasks import TASKS
 from raysim.system.signals import reraise_stop
 
 SAMPLE_EXAMPLES = 6

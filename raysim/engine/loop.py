@@ -15,9 +15,6 @@ from numpy.random import Generator
 from torch import Tensor
 
 from raysim.config.sections.evaluation import DEFAULT_BEST
-from raysim.engine import checkpoint
-from raysim.engine.candidates import CandidateEvaluator
-from raysim.engine.client_store import ClientStateStore, rows_folder
 from raysim.engine.cohorts import (
     ActiveRound,
     failed_clients,
@@ -26,27 +23,30 @@ from raysim.engine.cohorts import (
     require_used_updates,
 )
 from raysim.engine.early_stop import StopRule
+from raysim.engine.evaluation.candidates import CandidateEvaluator
 from raysim.engine.executor import (
     Executor,
     Future,
     ModelHandle,
     PendingServerStep,
+    Record,
     RoundResults,
 )
 from raysim.engine.plan import Plan, ProbedRun
 from raysim.engine.probes import Probes
 from raysim.engine.records import Records
-from raysim.engine.round_metrics import Record
-from raysim.engine.run_state import RunState
-from raysim.engine.schedule import (
+from raysim.engine.state import checkpoint
+from raysim.engine.state.client_store import ClientStateStore, rows_folder
+from raysim.engine.state.run_state import RunState
+from raysim.errors import ClientError, ProbeError, RaysimError, ServerStateLost, round_name
+from raysim.rules.contract import State, overridden
+from raysim.rules.sampling import ClientPool
+from raysim.schedule import (
     RoundSchedule,
     ScheduledRound,
     ScheduleExhausted,
     synchronous_round,
 )
-from raysim.errors import ClientError, ProbeError, RaysimError, ServerStateLost, round_name
-from raysim.rules.contract import State, overridden
-from raysim.rules.sampling import ClientPool
 from raysim.system.signals import Signals, Stopped
 from raysim.training.messages import Broadcast, cut_blocks
 

@@ -19,27 +19,27 @@ from raysim.config.references import Code
 from raysim.config.schema import Config
 from raysim.config.sections.local import Local
 from raysim.data import Dataset
-from raysim.data.clients import Clients, VirtualClients
+from raysim.data.partition.clients import Clients, VirtualClients
 from raysim.engine import learning
-from raysim.engine.collusion import Collusion, colludes
-from raysim.engine.first_broadcast import shapes_of_first_broadcast
-from raysim.engine.server import RoundCohort
 from raysim.models.flat import Model
 from raysim.models.reading import check_same_outputs
 from raysim.rules import contract
 from raysim.rules.contract import ClientRule, Problem, ServerRule
-from raysim.rules.learning_task import LearningTask, TaskMetric
+from raysim.rules.tasks.learning_task import LearningTask, TaskMetric
 from raysim.rules.upload_stages import UploadStage
 from raysim.rules.uploads import with_mode
+from raysim.server.central_server import RoundCohort
+from raysim.server.collusion import Collusion, colludes
+from raysim.server.first_broadcast import shapes_of_first_broadcast
 from raysim.system.torchvision_operators import OperatorsOfDriver
-from raysim.training.batch_order import local_steps
+from raysim.training.batches.batch_order import local_steps
 from raysim.training.groups import ClientGroup
 from raysim.training.messages import Broadcast
 from raysim.training.personal import PersonalParts, personal_parts
-from raysim.training.trainer import TrainingMode
+from raysim.training.trainers.trainer import TrainingMode
 
 if TYPE_CHECKING:
-    from raysim.training.trainer import ClientUpdate, PreparedClient, Trainer
+    from raysim.training.trainers.trainer import ClientUpdate, PreparedClient, Trainer
 
 
 @dataclass(frozen=True)

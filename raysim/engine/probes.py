@@ -28,16 +28,16 @@ from raysim.engine.plan import (
     evaluates_models,
     measures_clients,
 )
-from raysim.engine.server import RoundCohort
 from raysim.errors import ConfigError, ProbeError, did_you_mean, in_a_line, round_name
 from raysim.metrics import reserved_prefixes
-from raysim.rules import registry
-from raysim.rules.user_code import translate_errors
+from raysim.rules.errors.user_code import translate_errors
+from raysim.rules.methods import registry
+from raysim.server.central_server import RoundCohort
 from raysim.system.signals import reraise_stop
 from raysim.training.messages import WorkerResult
 
 if TYPE_CHECKING:
-    from raysim.training.trainer import ClientUpdate, Measure, PreparedClient, Trainer
+    from raysim.training.trainers.trainer import ClientUpdate, Measure, PreparedClient, Trainer
 
 BUILT_IN_PROBES = {
     "record_updates": "raysim.diagnostics.recorded_updates:RecordedUpdates",

@@ -14,18 +14,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic
 
-from raysim.engine.client_evaluation import ClientEvaluations
 from raysim.engine.cohorts import ActiveRound
+from raysim.engine.evaluation.client_evaluation import ClientEvaluations
 from raysim.engine.executor import (
     Executor,
     Future,
     ModelHandle,
     PendingServerStep,
+    Record,
     RoundResults,
 )
 from raysim.engine.probes import Probes
 from raysim.engine.round_metrics import (
-    Record,
     Stopwatch,
     client_metrics,
     client_state_metrics,
@@ -34,8 +34,8 @@ from raysim.engine.round_metrics import (
     staleness_metrics,
     virtual_time_metric,
 )
-from raysim.engine.run_state import RunState
-from raysim.engine.schedule import ScheduledRound
+from raysim.engine.state.run_state import RunState
+from raysim.schedule import ScheduledRound
 from raysim.training.messages import EvaluationParts
 
 logger = logging.getLogger("raysim")

@@ -11,18 +11,15 @@ import numpy as np
 
 from raysim.config.schema import Config
 from raysim.config.sections.schedule import InFlight, Sync
-from raysim.data.clients import Clients, VirtualClients
-from raysim.data.groups import batch_sizes_of
-from raysim.engine.client_store import ClientStateStore
-from raysim.engine.executor import RoundResults
-from raysim.engine.schedule import ScheduledRound
-from raysim.training.batch_order import batches_per_pass
-from raysim.training.client_privacy import client_epsilon
+from raysim.data.partition.clients import Clients, VirtualClients
+from raysim.data.partition.groups import batch_sizes_of
+from raysim.engine.executor import Record, RoundResults
+from raysim.engine.state.client_store import ClientStateStore
+from raysim.schedule import ScheduledRound
+from raysim.training.batches.batch_order import batches_per_pass
 from raysim.training.messages import ClientResult
-from raysim.training.privacy import epsilon, passes
-
-Record = dict[str, float]
-"""The metrics of one round, by name."""
+from raysim.training.tasks.privacy import epsilon, passes
+from raysim.training.uploads.client_privacy import client_epsilon
 
 LOSS_QUANTILES = (0.1, 0.5, 0.9)
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from raysim.engine import learning
-from raysim.engine.client_dp_noise import NoisyMean
 from raysim.engine.plan import Plan
-from raysim.engine.server import Server
 from raysim.numerics import use_threads
 from raysim.numerics.inner_products import MAX_DEFAULT_THREADS
 from raysim.rules.uploads import declared
+from raysim.server.central_server import Server
+from raysim.server.client_dp_noise import NoisyMean
 from raysim.system import machine
-from raysim.training.server_task import ServerTask
+from raysim.training.tasks.server_task import ServerTask
 
 
 def make_server(plan: Plan, device: str) -> Server:

@@ -13,7 +13,7 @@ from raysim.config.schema import Config
 from raysim.config.sections.evaluation import FineTune
 from raysim.config.sections.local import Local
 from raysim.data import Clients, Examples, VirtualClients
-from raysim.data.clients import ExampleLists
+from raysim.data.partition.clients import ExampleLists
 from raysim.engine import learning, probes
 from raysim.engine.plan import Plan
 from raysim.randomness import generator
@@ -22,11 +22,11 @@ from raysim.rules.contract import ClientRule, ServerRule, overridden
 from raysim.rules.task import LocalData
 from raysim.training.client_evaluator import ClientEvaluator, uses_own_models
 from raysim.training.groups import ClientGroup
-from raysim.training.loop_trainer import LoopTrainer
 from raysim.training.personal import PersonalParts
-from raysim.training.pooled import PooledTrainer
-from raysim.training.trainer import Trainer, TrainingMode, WorkerParts
-from raysim.training.vmap import VmapTrainer
+from raysim.training.trainers.loop_trainer import LoopTrainer
+from raysim.training.trainers.pooled import PooledTrainer
+from raysim.training.trainers.trainer import Trainer, TrainingMode, WorkerParts
+from raysim.training.trainers.vmap import VmapTrainer
 
 TRAINERS: dict[TrainingMode, type[Trainer]] = {
     "loop": LoopTrainer,

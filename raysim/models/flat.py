@@ -35,11 +35,11 @@ from raysim.models.statistics import (
 )
 from raysim.randomness import generator
 from raysim.rules.batch import Batch
-from raysim.rules.learning_task import LearningTask
-from raysim.rules.learning_tasks import TASKS, Classification
-from raysim.rules.loss_task import LossTask
 from raysim.rules.losses import Loss, cross_entropy, task_loss
 from raysim.rules.task import PassMode
+from raysim.rules.tasks.learning_task import LearningTask
+from raysim.rules.tasks.loss_task import LossTask
+from raysim.rules.tasks.shipped_tasks import TASKS, Classification
 from raysim.system.global_generators import GlobalGenerators
 from raysim.system.signals import reraise_stop
 

@@ -22,9 +22,9 @@ from raysim.config import explain, loading
 from raysim.data import loading_once
 from raysim.engine.loop import Engine
 from raysim.engine.plan import Plan
-from raysim.engine.resolve import keys, resolve_plan
 from raysim.errors import ConfigError, RaysimError
-from raysim.rules import registry
+from raysim.prepare.resolve import keys, resolve_plan
+from raysim.rules.methods import registry
 from raysim.runs.run import choose
 from raysim.system import machine
 

@@ -125,7 +125,7 @@ def _check_ray() -> tuple[bool, str]:
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
     import ray
 
-    from raysim.distributed import loopback, nodes
+    from raysim.distributed.cluster import loopback, nodes
 
     started = nodes.connect(None, 1, lambda line: None)
     try:

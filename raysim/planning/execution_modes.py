@@ -15,7 +15,7 @@ import torch
 
 from raysim.engine.inline import Inline
 from raysim.engine.loop import Engine
-from raysim.engine.resolve import prepare
+from raysim.prepare.resolve import prepare
 
 COMPARISON_WARM_UP_ROUNDS = 2
 """Rounds that are not timed."""

@@ -16,16 +16,16 @@ import yaml
 from raysim.config import limited_yaml, renamed
 from raysim.config.explain import checked_section
 from raysim.config.loading import parse_overrides
-from raysim.distributed import nodes
+from raysim.distributed.cluster import nodes
 from raysim.engine.cohorts import make_cohort, make_tasks
 from raysim.engine.inline import Inline
 from raysim.engine.loop import Engine
 from raysim.engine.plan import Plan
-from raysim.engine.resolve import prepare as plan_of
 from raysim.errors import ConfigError
 from raysim.planning import plots
 from raysim.planning.simulated_costs import Costs
 from raysim.planning.simulated_executor import RoundSummary, simulate_rounds
+from raysim.prepare.resolve import prepare as plan_of
 from raysim.rules.contract import overridden
 from raysim.system import machine
 from raysim.training.messages import cut_blocks

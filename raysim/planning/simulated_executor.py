@@ -28,14 +28,14 @@ from raysim.distributed.block_scheduler import BlockScheduler, WorkerSpeeds, cou
 from raysim.engine.executor import CompletedResult, PendingServerStep, RoundResults
 from raysim.engine.loop import Engine
 from raysim.engine.plan import Plan
-from raysim.engine.selection import Candidates
-from raysim.engine.server import RoundCohort
 from raysim.planning.milestones import Milestone, after, path
 from raysim.planning.simulated_costs import Costs
 from raysim.randomness import generator
 from raysim.rules.contract import State
 from raysim.rules.sampling import SelectionPool
 from raysim.rules.uploads import sums
+from raysim.server.central_server import RoundCohort
+from raysim.server.selection import Candidates
 from raysim.training.messages import (
     Block,
     Broadcast,

@@ -18,8 +18,9 @@ from typing import Any
 import pandas as pd
 
 from raysim.errors import ConfigError, did_you_mean
-from raysim.reports import claim_section, claims, sensitivity, speedup
-from raysim.reports.curves import Curve, along, curves, grid
+from raysim.reports.analysis import sensitivity, speedup
+from raysim.reports.analysis.curves import Curve, along, curves, grid
+from raysim.reports.claims import claim_section, verdicts
 from raysim.reports.grouping import apart, label
 from raysim.reports.runs import RunSource
 from raysim.reports.table_rows import cost_unit_of, known_statistic, results_table
@@ -363,7 +364,7 @@ def claims_frame(
             exist.
     """
     source = claim_section.runs_of_claims(config, runs, uri, _paths(ledger))
-    lines = claims.check_claims(
+    lines = verdicts.check_claims(
         claim_section.require_claims(config),
         cache(lambda metric: source.finished(metric, _log_line)),
     )

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from raysim.config import explain
 from raysim.errors import ConfigError, did_you_mean
+from raysim.ledger.ledger_file import read_rows, unique
+from raysim.ledger.ledger_row import Row, kept_config
 from raysim.reports.tracked import FinishedRun, counted
-from raysim.tracking.ledger import read_rows, unique
-from raysim.tracking.ledger_row import Row, kept_config
 
 
 def title(wanted: Sequence[str], ledgers: Sequence[str | Path]) -> str:

@@ -9,7 +9,8 @@ from typing import Any
 import pandas as pd
 
 from raysim.errors import ConfigError, did_you_mean
-from raysim.reports import aggregate, comparisons, published, tables, targets
+from raysim.reports import published, tables
+from raysim.reports.analysis import aggregate, comparisons, targets
 from raysim.reports.runs import RunSource
 from raysim.reports.tables import TableRow
 from raysim.reports.tracked import (

@@ -112,7 +112,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class PairedDifference:
-    """Difference to another method over the seeds of both; see `raysim.reports.comparisons`."""
+    """Difference to another method over the seeds of both; see `analysis.comparisons`."""
 
     mean: float
     """Mean difference of the results."""

@@ -15,13 +15,13 @@ from raysim.rules.contract import (
     State,
     normalised,
 )
-from raysim.rules.learning_task import LearningTask, TaskData, TaskMetric
-from raysim.rules.learning_tasks import Classification, Multilabel, NextToken, Regression
 from raysim.rules.losses import Loss, Net, cross_entropy, soft_cross_entropy, task_loss
 from raysim.rules.public import PublicData
 from raysim.rules.reports import Cohort, Reports
 from raysim.rules.sampling import ClientPool, ClientSampling, SelectionPool
 from raysim.rules.task import LocalData, PassMode, Task
+from raysim.rules.tasks.learning_task import LearningTask, TaskData, TaskMetric
+from raysim.rules.tasks.shipped_tasks import Classification, Multilabel, NextToken, Regression
 from raysim.rules.upload_stages import UploadStage, WireFormat
 from raysim.rules.uploads import Upload, Uploads
 

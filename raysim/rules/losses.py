@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from raysim.rules.batch import Batch
-from raysim.rules.learning_task import LearningTask
-from raysim.rules.learning_tasks import Classification
-from raysim.rules.loss_task import LossTask
+from raysim.rules.tasks.learning_task import LearningTask
+from raysim.rules.tasks.loss_task import LossTask
+from raysim.rules.tasks.shipped_tasks import Classification
 
 
 class Net(ABC):

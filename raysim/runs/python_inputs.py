@@ -19,13 +19,14 @@ from torch import nn
 from raysim.config import explain, python_objects
 from raysim.config.loading import parse_overrides
 from raysim.config.schema import Config
-from raysim.data import given_partitions, own
+from raysim.data.own import reading
+from raysim.data.partition import given_partitions
 from raysim.engine.plan import Probe
 from raysim.errors import ConfigError
 from raysim.metrics import METRICS_KEY
 from raysim.rules import Algorithm, ClientRule, ClientSampling, LearningTask, ServerRule, TaskMetric
 from raysim.rules.contract import ALGORITHMS, CLIENT_RULES, SERVER_RULES
-from raysim.rules.learning_tasks import TASKS
+from raysim.rules.tasks.shipped_tasks import TASKS
 from raysim.rules.upload_stages import STAGES, UploadStage
 
 Section = dict[str, Any]
@@ -147,7 +148,9 @@ def _class_of(value: Any, *bases: type) -> type | None:
 
 def _data(key: str, value: Any) -> Section:
     is_function = callable(value) and not isinstance(value, torch.utils.data.Dataset)
-    return {"name": python_objects.reference(value)} if is_function else own.store_examples(value)
+    return (
+        {"name": python_objects.reference(value)} if is_function else reading.store_examples(value)
+    )
 
 
 def _partition(key: str, value: Any) -> Section:
@@ -235,7 +238,7 @@ SECTIONS: dict[str, Callable[[str, Any], Section]] = {
 """For each section that may be an object: the function that returns its name and parameters."""
 
 HOLDS_OBJECTS: dict[str, Callable[[Mapping[Any, Any]], bool]] = {
-    "data": own.is_content,
+    "data": reading.is_content,
     "partition": given_partitions.is_lists,
 }
 """For each section that a mapping of objects may be: whether a mapping is one."""

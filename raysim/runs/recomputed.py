@@ -12,14 +12,14 @@ from typing import Any
 
 from raysim.config import explain
 from raysim.config.schema import Config
-from raysim.engine import file_digests
 from raysim.engine.plan import Plan
-from raysim.engine.resolve import prepare
 from raysim.errors import ConfigError, did_you_mean, in_a_line
+from raysim.ledger.ledger_row import Row, kept_config
+from raysim.prepare import file_digests
+from raysim.prepare.resolve import prepare
 from raysim.reports import grouping
 from raysim.runs.run import execute
 from raysim.system.cpu_kind import cpu_kind, may_be_this_kind
-from raysim.tracking.ledger_row import Row, kept_config
 from raysim.tracking.recorder import Recorder, flatten_parameters
 
 

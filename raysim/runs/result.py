@@ -24,15 +24,15 @@ from raysim.config.renamed import with_present_metrics
 from raysim.config.schema import Config
 from raysim.config.sections.evaluation import BestBy
 from raysim.data import Examples
-from raysim.data.own import inputs_like
-from raysim.engine import checkpoint
-from raysim.engine.client_evaluation import read_clients
+from raysim.data.own.reading import inputs_like
 from raysim.engine.early_stop import StopRule
+from raysim.engine.evaluation.client_evaluation import read_clients
 from raysim.engine.loop import Record
 from raysim.engine.plan import Plan
-from raysim.engine.resolve import prepare, read_run_config
+from raysim.engine.state import checkpoint
 from raysim.errors import ConfigError
 from raysim.metrics import has_direction, lower_is_better
+from raysim.prepare.resolve import prepare, read_run_config
 from raysim.runs import run_dir
 from raysim.runs.python_inputs import named_inputs
 from raysim.runs.run_dir import HISTORY_FILE, PARAMETERS_FILE

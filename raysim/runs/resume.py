@@ -15,29 +15,29 @@ from raysim.config import loading
 from raysim.config.loading import parse_overrides
 from raysim.config.schema import KEYS_OF_FILES
 from raysim.data import loading_once, partition_digest
-from raysim.data.groups import batch_sizes_of
-from raysim.engine import checkpoint, client_store
-from raysim.engine.checks import check_address
+from raysim.data.partition.groups import batch_sizes_of
 from raysim.engine.early_stop import StopRule
 from raysim.engine.plan import Plan
-from raysim.engine.resolve import read_run_config, resolve_plan
-from raysim.engine.server import Server
+from raysim.engine.state import checkpoint, client_store
 from raysim.errors import ConfigError, RaysimError
+from raysim.prepare.checks import check_address
+from raysim.prepare.resolve import read_run_config, resolve_plan
 from raysim.rules.uploads import with_mode
 from raysim.runs.progress import ProgressCallback, shown
 from raysim.runs.python_inputs import named_inputs
 from raysim.runs.result import RunResult
 from raysim.runs.run import ForkOrigin, execute
 from raysim.runs.run_dir import find_run_dir, is_closed, make_run_dir
+from raysim.server.central_server import Server
 from raysim.tracking.abandoned import finish_abandoned
 from raysim.tracking.mlflow_client import check_database
 from raysim.tracking.recorder import flatten_parameters
 from raysim.training.groups import ClientGroup
-from raysim.training.local_step import LocalSettings
-from raysim.training.optimizers import kept, make_optimizer
-from raysim.training.upload_chain import memory_keys
-from raysim.training.upload_sum import last_upload_key
-from raysim.training.vmap import VmapTask
+from raysim.training.tasks.local_step import LocalSettings
+from raysim.training.tasks.optimizers import kept, make_optimizer
+from raysim.training.trainers.vmap import VmapTask
+from raysim.training.uploads.upload_chain import memory_keys
+from raysim.training.uploads.upload_sum import last_upload_key
 
 logger = logging.getLogger("raysim")
 

@@ -20,18 +20,18 @@ from typing import Any
 import numpy as np
 
 from raysim.data import dataset_summary, partition_digest
-from raysim.engine import checkpoint, client_store
-from raysim.engine.checks import check_address
 from raysim.engine.executor import Executor
 from raysim.engine.inline import Inline
 from raysim.engine.loop import Engine, Record
 from raysim.engine.plan import Plan
-from raysim.engine.resolve import prepare
+from raysim.engine.state import checkpoint, client_store
 from raysim.errors import ConfigError, RaysimError, in_a_line, round_name
+from raysim.prepare.checks import check_address
+from raysim.prepare.resolve import prepare
 from raysim.runs import git
-from raysim.runs.artifacts import write_artifacts
-from raysim.runs.description import NOTE, describe
-from raysim.runs.export import log_models
+from raysim.runs.artifacts.description import NOTE, describe
+from raysim.runs.artifacts.export import log_models
+from raysim.runs.artifacts.written_files import write_artifacts
 from raysim.runs.progress import ProgressCallback, shown
 from raysim.runs.provenance import REQUIREMENTS_FILE, command_tag, versions
 from raysim.runs.python_inputs import named_inputs, named_source

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from raysim.config.schema import Config
 from raysim.config.tracking_uri import absolute_uri, redacted_uri
-from raysim.engine import checkpoint
 from raysim.engine.plan import Plan
+from raysim.engine.state import checkpoint
 from raysim.errors import ConfigError
 from raysim.models.weights import PARAMETERS_FILE
 from raysim.runs.provenance import REQUIREMENTS_FILE, installed_packages

@@ -28,17 +28,18 @@ from raysim.config.sections.base import Section
 from raysim.config.sections.data import AnyData
 from raysim.config.sections.storage import Tracking
 from raysim.config.tracking_uri import redacted_uri, with_environment
-from raysim.engine import early_stop, resolve
+from raysim.engine import early_stop
 from raysim.errors import ConfigError, did_you_mean
+from raysim.ledger.ledger_row import kept_config
+from raysim.prepare import resolve
 from raysim.reports import grouping
-from raysim.reports.claim_section import Claim, check_sides, read_claims
-from raysim.rules import registry
+from raysim.reports.claims.claim_section import Claim, check_sides, read_claims
+from raysim.rules.methods import registry
 from raysim.runs.python_inputs import SECTIONS_OF_RULES
 from raysim.sweeps import search_space
 from raysim.sweeps.early_stopping import EarlyStopping
 from raysim.sweeps.search_space import Axis, Draw, as_text
 from raysim.system.json_files import parsed
-from raysim.tracking.ledger_row import kept_config
 from raysim.tracking.recorder import flatten_parameters
 
 logger = logging.getLogger("raysim")

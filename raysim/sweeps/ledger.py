@@ -15,6 +15,8 @@ from typing import Any
 
 from raysim.config.schema import Config
 from raysim.errors import ConfigError
+from raysim.ledger.ledger_file import append_rows, check_writable, read_rows
+from raysim.ledger.ledger_row import VERSIONS, Row, kept_config, kept_history
 from raysim.runs.provenance import versions
 from raysim.runs.result import best_figures, last_and_best, write_history
 from raysim.runs.run_dir import HISTORY_FILE, without_secrets
@@ -22,8 +24,6 @@ from raysim.sweeps.definition import Sweep, Trial, WatchCallback
 from raysim.sweeps.early_stopping import EarlyStopping
 from raysim.sweeps.trial import labels_of
 from raysim.system import files
-from raysim.tracking.ledger import append_rows, check_writable, read_rows
-from raysim.tracking.ledger_row import VERSIONS, Row, kept_config, kept_history
 from raysim.tracking.recorder import Recorder
 from raysim.tracking.spool import Tail
 

@@ -18,9 +18,9 @@ from typing import Any, cast
 
 from raysim.config.schema import Config
 from raysim.config.tracking_uri import absolute_uri, redacted_uri
-from raysim.distributed.versions import check_source_code, source_code
-from raysim.engine import file_digests
+from raysim.distributed.cluster.versions import check_source_code, source_code
 from raysim.errors import ConfigError, RaysimError
+from raysim.prepare import file_digests
 from raysim.sweeps.definition import Sweep, Trial, WatchCallback
 from raysim.sweeps.early_stopping import WORST_VALUE, EarlyStopping, RungTracker
 from raysim.sweeps.trial import train_trial
@@ -63,9 +63,9 @@ def ray_with_resources(trials: list[Trial]) -> Iterator[None]:
         yield
         return
     # Ray is imported when it is used.
-    from raysim.distributed.autoscaling import await_resources
+    from raysim.distributed.cluster.autoscaling import await_resources
+    from raysim.distributed.cluster.nodes import connect, leave_cluster
     from raysim.distributed.heartbeats import Monitor
-    from raysim.distributed.nodes import connect, leave_cluster
 
     wanted = [
         {kind: sum(b.get(kind, 0) for b in bundles_of(t.config)) for kind in ("CPU", "GPU")}

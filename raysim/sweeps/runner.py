@@ -17,7 +17,7 @@ from filelock import FileLock, Timeout
 
 from raysim.config.tracking_uri import absolute_uri, restored_uri
 from raysim.errors import RaysimError
-from raysim.runs.description import NOTE
+from raysim.runs.artifacts.description import NOTE
 from raysim.runs.provenance import command_tag
 from raysim.runs.python_inputs import named_inputs, named_source
 from raysim.runs.result import best_values

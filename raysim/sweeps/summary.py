@@ -17,11 +17,11 @@ from typing import Any
 
 from raysim.config.sections.evaluation import DEFAULT_BEST
 from raysim.metrics import lower_is_better
-from raysim.reports import aggregate, plots
-from raysim.reports.curves import curves, grid
+from raysim.reports.analysis import aggregate, plots
+from raysim.reports.analysis.curves import curves, grid
 from raysim.reports.tables import as_csv, markdown_table, short, sort_key
 from raysim.reports.tracked import TrackedRun
-from raysim.runs.description import commands, table
+from raysim.runs.artifacts.description import commands, table
 from raysim.runs.provenance import command_line
 from raysim.sweeps.definition import Sweep, Trial
 from raysim.sweeps.search_space import as_text

@@ -17,10 +17,11 @@ from pathlib import Path
 from raysim.config.sections.evaluation import DEFAULT_BEST
 from raysim.config.tracking_uri import mask_secrets
 from raysim.data import partition_digest
-from raysim.engine import checkpoint, client_store, resolve
 from raysim.engine.loop import Record
 from raysim.engine.plan import Plan
+from raysim.engine.state import checkpoint, client_store
 from raysim.errors import RaysimError
+from raysim.prepare import resolve
 from raysim.runs import run as experiment
 from raysim.sweeps.definition import Trial, load_once
 from raysim.sweeps.early_stopping import EarlyStopping, RungTracker

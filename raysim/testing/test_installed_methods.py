@@ -3,7 +3,7 @@
 import pytest
 
 from raysim import testing
-from raysim.rules import registry
+from raysim.rules.methods import registry
 
 
 def installed_methods() -> list[str]:

@@ -16,17 +16,17 @@ from torch import Tensor
 
 from raysim.config.schema import Config
 from raysim.data import Examples
-from raysim.data.clients import ExampleLists, VirtualClients
+from raysim.data.partition.clients import ExampleLists, VirtualClients
 from raysim.metrics import VALIDATION
 from raysim.models.flat import BoundModel
 from raysim.rules.contract import ClientRule, ServerRule, State, overridden
-from raysim.rules.learning_task import TaskMetric
-from raysim.rules.user_code import check_evaluated, check_statistics_named, with_traceback
+from raysim.rules.errors.user_code import check_evaluated, check_statistics_named, with_traceback
+from raysim.rules.tasks.learning_task import TaskMetric
 from raysim.system.signals import reraise_stop
 from raysim.training.evaluation import measure
 from raysim.training.messages import Block, Broadcast, ClientEvaluation, ClientTask
 from raysim.training.personal import PARAMETERS_KEY, STATISTICS_KEY
-from raysim.training.trainer import Trainer
+from raysim.training.trainers.trainer import Trainer
 
 
 class ClientEvaluator:

@@ -12,10 +12,10 @@ from raysim.models.build import make_net
 from raysim.models.flat import Model
 from raysim.randomness import generator
 from raysim.rules.contract import ClientRule, State, overridden
+from raysim.rules.errors.user_code import check_begin, check_tensors
 from raysim.rules.task import LocalData
-from raysim.rules.user_code import check_begin, check_tensors
-from raysim.training.loop_task import LoopTask
 from raysim.training.messages import Broadcast, ClientTask
+from raysim.training.tasks.loop_task import LoopTask
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from raysim.data import Examples
 from raysim.errors import RaysimError, in_a_line
 from raysim.models.flat import BoundModel
 from raysim.rules.batch import Batch
-from raysim.rules.learning_task import TaskMetric
-from raysim.rules.loss_task import LossTask
+from raysim.rules.tasks.learning_task import TaskMetric
+from raysim.rules.tasks.loss_task import LossTask
 
 
 @torch.no_grad()

@@ -20,10 +20,10 @@ from raysim.config.schema import Config
 from raysim.errors import ConfigError, ContractError
 from raysim.models.flat import Model
 from raysim.rules.contract import ClientRule, Report, State, overridden
-from raysim.rules.user_code import breach, translate_errors
-from raysim.training.local_step import LocalSettings
-from raysim.training.loop_task import LoopTask
+from raysim.rules.errors.user_code import breach, translate_errors
 from raysim.training.messages import Broadcast
+from raysim.training.tasks.local_step import LocalSettings
+from raysim.training.tasks.loop_task import LoopTask
 
 PARAMETERS_KEY = "personal parameters"
 """Key of a client's personal parameters in its state."""

@@ -26,12 +26,12 @@ from raysim.attacks.gradient_simulator import GradientSimulator
 from raysim.attacks.reconstructions import PixelRange
 from raysim.diagnostics import recorded_updates
 from raysim.engine.plan import Plan
-from raysim.engine.resolve import prepare
 from raysim.errors import ConfigError
+from raysim.prepare.resolve import prepare
 from raysim.tracking import mlflow_client
 from raysim.tracking import tracker as tracking
 from raysim.training.messages import Broadcast
-from raysim.training.vmap import VmapTask
+from raysim.training.trainers.vmap import VmapTask
 
 SMOOTH = """
 from torch import nn

@@ -23,13 +23,13 @@ from raysim.cli.completion import (
     complete_listed,
     complete_override,
 )
-from raysim.cli.json_schema import configuration_schema
+from raysim.cli.pages.json_schema import configuration_schema
 from raysim.config import limited_yaml, loading
 from raysim.config.shipped_files import shipped_files
 from raysim.engine.probes import BUILT_IN_PROBES
-from raysim.engine.resolve import prepare
+from raysim.prepare.resolve import prepare
 from raysim.rules.contract import ALGORITHMS
-from raysim.rules.registry import discover
+from raysim.rules.methods.registry import discover
 
 discover()
 

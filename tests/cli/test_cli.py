@@ -16,9 +16,9 @@ from support.command_line import assert_one_message
 from support.sweeps import written
 
 import raysim
-from raysim.engine.resolve import prepare
+from raysim.prepare.resolve import prepare
 from raysim.rules.contract import ALGORITHMS, CLIENT_RULES, SERVER_RULES
-from raysim.rules.registry import discover
+from raysim.rules.methods.registry import discover
 from raysim.tracking import tracker as tracking
 
 discover()
@@ -50,7 +50,7 @@ heavy = {"ray", "mlflow", "torchvision", "matplotlib"}
 assert not (heavy | {"torch"}) & set(sys.modules), "raysim"
 import raysim.cli
 assert not heavy & set(sys.modules), "raysim.cli"
-from raysim.engine.resolve import prepare
+from raysim.prepare.resolve import prepare
 prepare("quickstart")
 assert not heavy & set(sys.modules), "prepare"
 for name in raysim.__all__:

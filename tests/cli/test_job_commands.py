@@ -12,7 +12,7 @@ import yaml
 
 from raysim.cli.job_commands import checked_command
 from raysim.cli.jobs import _follow_job
-from raysim.distributed.jobs import JobClient, _job
+from raysim.distributed.cluster.jobs import JobClient, _job
 from raysim.errors import ConfigError
 
 SHARED = {"rounds": 1, "data": "digits", "algorithm": "fedavg"}

@@ -14,7 +14,7 @@ from support.command_line import assert_one_message
 
 from raysim.cli.base import print_table
 from raysim.rules.contract import ALGORITHMS
-from raysim.rules.registry import discover
+from raysim.rules.methods.registry import discover
 
 FINGERPRINT = "0123456789abcdef" * 4
 ROWS = [

@@ -22,11 +22,11 @@ from raysim.config import explain
 from raysim.config.loading import read_config, shipped
 from raysim.config.sections.base import at_round
 from raysim.engine.plan import Plan
-from raysim.engine.resolve import keys, prepare
 from raysim.errors import ConfigError, did_you_mean, nearest_words
+from raysim.prepare.resolve import keys, prepare
 from raysim.rules.contract import ALGORITHMS
-from raysim.rules.pairs import resolve_rules
-from raysim.rules.registry import algorithm_defaults, discover
+from raysim.rules.methods.pairs import resolve_rules
+from raysim.rules.methods.registry import algorithm_defaults, discover
 from raysim.sweeps.definition import read_sweep
 
 discover()

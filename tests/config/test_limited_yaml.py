@@ -12,8 +12,8 @@ import yaml
 from raysim.config import limited_yaml
 from raysim.config.loading import parse_overrides
 from raysim.config.loading import read_config as layers
-from raysim.engine.resolve import prepare
 from raysim.errors import ConfigError, shortened
+from raysim.prepare.resolve import prepare
 
 BILLION = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"{name}: &{name} [{', '.join(['*' + below] * 9)}]\n"

@@ -13,10 +13,10 @@ from raysim.config import explain, renamed
 from raysim.config.explain import section_keys
 from raysim.config.renamed import refuse_former_command
 from raysim.config.schema import Config
-from raysim.engine.resolve import prepare
 from raysim.errors import ConfigError
 from raysim.planning.forecast import run_forecast
-from raysim.reports.claim_section import Figure
+from raysim.prepare.resolve import prepare
+from raysim.reports.claims.claim_section import Figure
 
 
 def keys_now() -> set[str]:

@@ -20,8 +20,8 @@ from raysim.config.tracking_uri import (
     redacted_uri,
     restored_uri,
 )
-from raysim.engine.resolve import read_run_config
 from raysim.errors import ConfigError
+from raysim.prepare.resolve import read_run_config
 from raysim.runs.resume import reopen
 from raysim.tracking import mlflow_client
 from raysim.tracking import tracker as tracking

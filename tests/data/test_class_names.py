@@ -15,7 +15,7 @@ from torch.utils.data import ConcatDataset, Dataset, Subset
 import raysim
 from raysim.config.sections.data import Data, HuggingFace, TorchvisionData
 from raysim.data import import_torchvision, load_dataset
-from raysim.data.own import make_dataset
+from raysim.data.own.reading import make_dataset
 from raysim.errors import ConfigError
 
 torchvision = import_torchvision()  # datasets imports it, and its operators may not load

@@ -24,7 +24,6 @@ from raysim.config.sections.data import Arrays, Data, Dirichlet, Natural, Virtua
 from raysim.data import (
     Dataset,
     Examples,
-    built_in_datasets,
     dataset_names,
     dataset_summary,
     download_dataset,
@@ -36,6 +35,7 @@ from raysim.data import (
 )
 from raysim.data.dataset import normalise
 from raysim.data.loading import DESCRIPTIONS, USER_FORMATS
+from raysim.data.sources import built_in_datasets
 from raysim.errors import ConfigError
 from raysim.randomness import generator
 

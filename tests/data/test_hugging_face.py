@@ -17,8 +17,8 @@ import raysim
 from raysim.config.sections.base import named
 from raysim.config.sections.data import AnyData
 from raysim.data import import_torchvision, load_dataset
-from raysim.engine.resolve import prepare
 from raysim.errors import ConfigError
+from raysim.prepare.resolve import prepare
 
 import_torchvision()  # datasets imports it, and its operators may not load
 import datasets  # noqa: E402

@@ -11,8 +11,8 @@ import pytest
 import raysim
 from raysim.config import explain
 from raysim.data import Clients, Dataset, load_dataset, partition_digest, split_dataset
-from raysim.engine.schedule import make_schedule
 from raysim.errors import ConfigError
+from raysim.schedule import make_schedule
 
 BASE = {"data": "digits", "rounds": 2, "algorithm": "fedavg"}
 

@@ -26,9 +26,9 @@ from raysim.data import (
     plot_samples,
     split_dataset,
 )
-from raysim.data.own import make_dataset
-from raysim.engine.resolve import prepare
+from raysim.data.own.reading import make_dataset
 from raysim.errors import ConfigError
+from raysim.prepare.resolve import prepare
 from raysim.randomness import generator
 
 RNG = np.random.default_rng(7)

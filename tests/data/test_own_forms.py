@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, TensorDataset
 
 from raysim.data import import_torchvision
-from raysim.data.own import make_dataset
+from raysim.data.own.reading import make_dataset
 from raysim.errors import ConfigError
 
 RNG = np.random.default_rng(2)

@@ -14,11 +14,11 @@ from PIL import Image
 
 from raysim.config import explain
 from raysim.data import Clients, load_dataset, split_dataset
-from raysim.data.client_files import LEAF_LETTERS
 from raysim.data.dataset import Dataset
-from raysim.data.own import make_dataset
-from raysim.engine.resolve import prepare
+from raysim.data.own.reading import make_dataset
+from raysim.data.sources.client_files import LEAF_LETTERS
 from raysim.errors import ConfigError
+from raysim.prepare.resolve import prepare
 
 USERS = ["zoe", "adam", "zoe", "eve", "adam", "zoe", "eve"]
 TEST_USERS = ["eve", "zoe", "eve", "adam", "eve"]

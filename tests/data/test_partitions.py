@@ -15,7 +15,7 @@ from raysim.config import explain
 from raysim.config.explain import validate
 from raysim.config.sections.data import Data
 from raysim.data import Clients, Dataset, load_dataset, partition_digest, split_dataset
-from raysim.data.partitions import _log_dirichlet
+from raysim.data.partition.split import _log_dirichlet
 from raysim.errors import ConfigError
 from raysim.randomness import generator
 

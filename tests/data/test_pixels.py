@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 from raysim.config.sections.data import Data, HuggingFace
 from raysim.data import import_torchvision, load_dataset
-from raysim.data.own import make_dataset
+from raysim.data.own.reading import make_dataset
 from raysim.errors import ConfigError
 
 import_torchvision()  # datasets imports it, and its operators may not load

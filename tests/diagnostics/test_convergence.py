@@ -23,13 +23,13 @@ from raysim.diagnostics import convergence, recorded_updates
 from raysim.diagnostics.convergence import TheoremInputs
 from raysim.diagnostics.full_gradients import FullGradients
 from raysim.engine.plan import Plan
-from raysim.engine.resolve import prepare
 from raysim.engine.trainers import make_trainer
 from raysim.errors import ConfigError
-from raysim.reports import speedup
+from raysim.prepare.resolve import prepare
+from raysim.reports.analysis import speedup
 from raysim.runs.resume import resume
-from raysim.training.local_step import LocalSettings
-from raysim.training.loop_task import LoopTask
+from raysim.training.tasks.local_step import LocalSettings
+from raysim.training.tasks.loop_task import LoopTask
 
 LOG2 = math.log(2)
 GIVEN = {

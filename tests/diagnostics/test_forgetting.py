@@ -14,8 +14,8 @@ from torch.nn import functional as F
 import raysim
 from raysim.diagnostics import forgetting, recorded_updates
 from raysim.engine.plan import Plan
-from raysim.engine.resolve import prepare
 from raysim.errors import ConfigError
+from raysim.prepare.resolve import prepare
 from raysim.runs.resume import resume
 
 CONFIG = {

@@ -30,8 +30,8 @@ from support.processes import client_of, steps_of, until
 
 import raysim
 from raysim.cli.job_commands import checked_command
-from raysim.distributed import versions
-from raysim.distributed.jobs import JobClient
+from raysim.distributed.cluster import versions
+from raysim.distributed.cluster.jobs import JobClient
 from raysim.errors import ConfigError
 from raysim.runs.resume import resume
 

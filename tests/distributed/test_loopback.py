@@ -14,13 +14,14 @@ from typing import Any
 import pytest
 from ray._private import ray_constants, services
 
-from raysim.distributed import loopback, nodes
+from raysim.distributed.cluster import loopback, nodes
 from raysim.errors import ConfigError, RaysimError
 
 LISTENING = """
     import sys
     from pathlib import Path
-    from raysim.distributed import loopback, nodes
+    from raysim.distributed.cluster import loopback
+    from raysim.distributed.cluster import nodes
 
     def listening(pids):
         '''The local addresses, in hexadecimal, of the sockets on which these processes listen.'''
@@ -121,7 +122,7 @@ def test_an_address_that_means_this_machine_starts_the_same_ray(
 FORK = """
     import os, sys, ray
     from pathlib import Path
-    from raysim.distributed import nodes
+    from raysim.distributed.cluster import nodes
     import raysim
 
     nodes.connect(None, 1, print)

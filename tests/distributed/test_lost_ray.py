@@ -8,7 +8,7 @@ import subprocess
 import pytest
 import ray
 
-from raysim.distributed import nodes
+from raysim.distributed.cluster import nodes
 from raysim.distributed.heartbeats import Monitor
 from raysim.system.processes import Process
 

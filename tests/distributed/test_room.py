@@ -10,10 +10,10 @@ from support.forked import call
 
 from raysim.config.explain import checked_section
 from raysim.config.sections.execution import Resources
-from raysim.distributed.nodes import Node, check_cluster_resources, find_node, idle_gpus
+from raysim.distributed.cluster.nodes import Node, check_cluster_resources, find_node, idle_gpus
 from raysim.distributed.ray_executor import RayExecutor
-from raysim.engine.resolve import prepare
 from raysim.errors import ConfigError
+from raysim.prepare.resolve import prepare
 
 
 def cluster(*offers: tuple[int, int]) -> list[Node]:

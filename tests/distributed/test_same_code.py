@@ -10,7 +10,7 @@ from pathlib import Path
 from support.processes import basic, written
 
 import raysim
-from raysim.distributed.versions import source_code
+from raysim.distributed.cluster.versions import source_code
 
 PACKAGE = Path(raysim.__file__).parent
 
@@ -40,7 +40,8 @@ def test_the_source_code_is_that_of_all_modules_in_any_folder(tmp_path, monkeypa
     here = source_code()
     assert here.folder == str(PACKAGE)
     monkeypatch.setattr(
-        "raysim.distributed.versions.__file__", str(copied(tmp_path) / "distributed/versions.py")
+        "raysim.distributed.cluster.versions.__file__",
+        str(copied(tmp_path) / "distributed/cluster/versions.py"),
     )
     there = source_code.__wrapped__()
     assert there.digest == here.digest and there.folder == str(tmp_path / "raysim")

@@ -27,10 +27,11 @@ from raysim import cli
 from raysim.attacks import noise_matching
 from raysim.config import explain, loading
 from raysim.config.schema import Config
-from raysim.engine import resolve
 from raysim.errors import ConfigError
 from raysim.planning import forecast
-from raysim.rules import LocalData, Task, contract, registry
+from raysim.prepare import resolve
+from raysim.rules import LocalData, Task, contract
+from raysim.rules.methods import registry
 from raysim.sweeps import definition
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -16,7 +16,8 @@ import pytest
 
 from raysim.config.explain import choices
 from raysim.config.schema import Config
-from raysim.rules import Algorithm, LocalData, Reports, contract, registry
+from raysim.rules import Algorithm, LocalData, Reports, contract
+from raysim.rules.methods import registry
 
 EXTENSIONS = Path(__file__).resolve().parents[2] / "docs" / "_ext"
 

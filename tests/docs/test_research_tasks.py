@@ -10,8 +10,8 @@ from support.documents import blocks
 from support.examples import gallery
 
 from raysim.config import explain, loading
-from raysim.engine import resolve
-from raysim.rules import registry
+from raysim.prepare import resolve
+from raysim.rules.methods import registry
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 ROWS = [

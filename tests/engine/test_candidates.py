@@ -11,14 +11,14 @@ import pytest
 from support.documents import blocks
 
 import raysim
-from raysim.engine.resolve import prepare
-from raysim.engine.schedule import Arrival, ScheduledRound
-from raysim.engine.selection import ClientHistory
 from raysim.errors import ClientError, ConfigError, RaysimError
 from raysim.metrics import find_metric
 from raysim.planning.forecast import ClusterShape, run_forecast
+from raysim.prepare.resolve import prepare
 from raysim.randomness import generator
 from raysim.rules import ClientPool
+from raysim.schedule import Arrival, ScheduledRound
+from raysim.server.selection import ClientHistory
 from raysim.training.messages import ClientResult
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "selection.md"

@@ -16,10 +16,10 @@ from torch.nn import functional as F
 import raysim
 from raysim import metrics
 from raysim.data import Clients
-from raysim.engine.client_evaluation import figures
+from raysim.engine.evaluation.client_evaluation import figures
 from raysim.engine.plan import Plan
-from raysim.engine.resolve import prepare
 from raysim.errors import ClientError, ConfigError
+from raysim.prepare.resolve import prepare
 
 N = 12
 LR = 0.3

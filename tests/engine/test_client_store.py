@@ -23,10 +23,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from safetensors.torch import load_file, save_file
 
 import raysim
-from raysim.engine import checkpoint, client_store
-from raysim.engine.client_store import ROWS_FILE, ClientStateStore, StoredState
-from raysim.engine.resolve import prepare
+from raysim.engine.state import checkpoint, client_store
+from raysim.engine.state.client_store import ROWS_FILE, ClientStateStore, StoredState
 from raysim.errors import ConfigError, RaysimError
+from raysim.prepare.resolve import prepare
 from raysim.runs.result import RunResult
 from raysim.runs.resume import reopen, resume
 from raysim.tracking import tracker as tracking
@@ -320,7 +320,7 @@ def test_memory_stays_where_it_was(tmp_path):
 import resource, sys
 from pathlib import Path
 import numpy as np
-from raysim.engine.client_store import ClientStateStore
+from raysim.engine.state.client_store import ClientStateStore
 
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -474,7 +474,7 @@ import resource, sys
 from pathlib import Path
 import numpy as np
 from raysim.errors import RaysimError
-from raysim.engine.client_store import ClientStateStore
+from raysim.engine.state.client_store import ClientStateStore
 
 resource.setrlimit(resource.RLIMIT_FSIZE, (250_000, resource.RLIM_INFINITY))
 rows = ClientStateStore(10, 0, Path(sys.argv[1]))

@@ -11,11 +11,11 @@ import torch
 
 import raysim
 from raysim.data import Clients
-from raysim.engine.resolve import prepare
 from raysim.errors import ConfigError
 from raysim.metrics import is_share, lower_is_better
+from raysim.prepare.resolve import prepare
 from raysim.rules import ClientRule
-from raysim.runs.export import export
+from raysim.runs.artifacts.export import export
 
 N = 9
 

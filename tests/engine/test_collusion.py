@@ -13,8 +13,8 @@ from support.documents import blocks
 from support.softmax_regression import SIZES, local_models
 
 import raysim
-from raysim.engine.resolve import prepare
 from raysim.errors import ConfigError, RaysimError
+from raysim.prepare.resolve import prepare
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "groups.md"
 SHOWN = {block.file: block.text for block in blocks(PAGE) if block.file.endswith(".py")}

@@ -13,8 +13,8 @@ from raysim.config import explain
 from raysim.config.sections.evaluation import Stop
 from raysim.engine.early_stop import StopRule, check_stop
 from raysim.errors import ConfigError, RaysimError
-from raysim.rules import registry
 from raysim.rules.contract import ALGORITHMS
+from raysim.rules.methods import registry
 from raysim.runs.resume import reopen
 from raysim.runs.run import execute
 from raysim.runs.run_dir import PARAMETERS_FILE

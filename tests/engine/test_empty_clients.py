@@ -10,7 +10,7 @@ import pytest
 
 import raysim
 from raysim.rules.contract import ALGORITHMS
-from raysim.rules.registry import discover
+from raysim.rules.methods.registry import discover
 
 discover()
 

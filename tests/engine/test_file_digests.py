@@ -19,10 +19,10 @@ from safetensors.torch import save_file
 
 import raysim
 from raysim.config import references
-from raysim.engine.resolve import prepare
 from raysim.errors import ConfigError
+from raysim.prepare.resolve import prepare
 from raysim.runs import run as experiment
-from raysim.runs.export import export
+from raysim.runs.artifacts.export import export
 from raysim.runs.resume import forked
 from raysim.sweeps.definition import prepare_sweep
 from raysim.system import startup_stages
@@ -246,7 +246,7 @@ def test_a_sweep_trains_again_when_its_rule_was_edited(files, small):
 
 
 def test_a_trial_of_a_rule_that_is_edited_meanwhile_fails(files, small):
-    from raysim.engine.resolve import resolve_plan
+    from raysim.prepare.resolve import resolve_plan
 
     prepared = prepare(small).config.model_dump(mode="json")
     resolve_plan(prepared)
@@ -258,7 +258,7 @@ def test_a_trial_of_a_rule_that_is_edited_meanwhile_fails(files, small):
 def test_what_is_recorded_is_what_was_loaded(files, small):
     """The rule is edited while the data are read."""
     from raysim import data
-    from raysim.engine.resolve import read_run_config, resolve_plan
+    from raysim.prepare.resolve import read_run_config, resolve_plan
 
     def load(wanted):
         (files / "helper.py").write_text("SHARE = 1")

@@ -15,12 +15,12 @@ from support.oracle_cases import MODES, NETS, distance, feed
 
 import raysim
 from raysim.config import explain
-from raysim.data.groups import group_members
-from raysim.engine.resolve import prepare
+from raysim.data.partition.groups import group_members
 from raysim.errors import ConfigError
-from raysim.rules import registry
+from raysim.prepare.resolve import prepare
 from raysim.rules.contract import CLIENT_RULES, SERVER_RULES
-from raysim.rules.pairs import refuse_pair
+from raysim.rules.methods import registry
+from raysim.rules.methods.pairs import refuse_pair
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "groups.md"
 SHOWN = {block.file: block.text for block in blocks(PAGE) if block.file.endswith(".py")}

@@ -10,8 +10,8 @@ import raysim
 from raysim.config import renamed
 from raysim.config.explain import validate
 from raysim.engine.round_metrics import virtual_time_metric
-from raysim.engine.schedule import make_schedule
 from raysim.metrics import METRICS, find_metric, lower_is_better
+from raysim.schedule import make_schedule
 
 ASYNCHRONOUS = {"name": "kasync", "k": 2, "concurrency": 4}
 RUNS: dict[str, dict[str, Any]] = {

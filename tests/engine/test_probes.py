@@ -11,10 +11,10 @@ from mlflow import MlflowClient
 
 import raysim
 from raysim.diagnostics import recorded_updates
-from raysim.engine.checkpoint import available_checkpoints
-from raysim.engine.resolve import prepare
+from raysim.engine.state.checkpoint import available_checkpoints
 from raysim.errors import ConfigError, ProbeError
 from raysim.planning import forecast
+from raysim.prepare.resolve import prepare
 from raysim.runs.resume import resume
 
 DRIFT = """

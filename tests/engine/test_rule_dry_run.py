@@ -11,16 +11,16 @@ import pytest
 import torch
 from support.batteries import NETS, SIZES
 
-from raysim.engine import rule_dry_run
 from raysim.engine.plan import Plan
-from raysim.engine.resolve import prepare
-from raysim.engine.rule_dry_run import RuleDryRun, batch_sizes, compare_loop_and_vmap
-from raysim.engine.server_dry_run import broken_contract
 from raysim.errors import ConfigError, RaysimError
+from raysim.prepare.dry_run import client_rule
+from raysim.prepare.dry_run.client_rule import RuleDryRun, batch_sizes, compare_loop_and_vmap
+from raysim.prepare.dry_run.server_rule import broken_contract
+from raysim.prepare.resolve import prepare
 from raysim.rules import Batch
 from raysim.rules.contract import CLIENT_RULES, SERVER_RULES
-from raysim.rules.pairs import refuse_pair
-from raysim.rules.registry import discover
+from raysim.rules.methods.pairs import refuse_pair
+from raysim.rules.methods.registry import discover
 
 discover()
 
@@ -423,7 +423,7 @@ def test_a_vector_of_another_length_or_float_type_is_an_upload(what, given, sour
 
 
 def test_a_rule_that_hangs_is_the_runs_matter(given, monkeypatch, caplog):
-    monkeypatch.setattr(rule_dry_run, "DRY_RUN_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(client_rule, "DRY_RUN_TIMEOUT_S", 0.5)
     prepare(given("Slow"))
     assert "did not finish one step within 0.5 s" in caplog.text
 

@@ -9,8 +9,8 @@ import pytest
 
 import raysim
 from raysim.config import explain
-from raysim.engine.schedule import make_schedule
 from raysim.errors import ConfigError
+from raysim.schedule import make_schedule
 
 SIZES = np.array([5, 0, 20, 3, 40, 12])
 ROUNDS = 4000

@@ -26,25 +26,26 @@ from support.stopped_runs import same, stop_at
 from support.watched import Watched
 
 import raysim
+from raysim import schedule
 from raysim.config.explain import validate
 from raysim.config.schema import Config
 from raysim.config.sections.data import Data
 from raysim.config.sections.schedule import InFlight
 from raysim.data import load_dataset
-from raysim.engine import checkpoint, schedule
 from raysim.engine.loop import Engine
 from raysim.engine.plan import Plan
-from raysim.engine.resolve import prepare
-from raysim.engine.schedule.client_times import ClientTimes
-from raysim.engine.schedule.stragglers import Stragglers
-from raysim.engine.server import RoundCohort
 from raysim.engine.server_setup import make_server
+from raysim.engine.state import checkpoint
 from raysim.engine.trainers import make_trainer
 from raysim.errors import ConfigError, RaysimError
+from raysim.prepare.resolve import prepare
 from raysim.randomness import generator
 from raysim.runs.resume import resume
+from raysim.schedule.client_times import ClientTimes
+from raysim.schedule.stragglers import Stragglers
+from raysim.server.central_server import RoundCohort
 from raysim.tracking import tracker as tracking
-from raysim.training.batch_order import local_steps
+from raysim.training.batches.batch_order import local_steps
 from raysim.training.messages import Block, ClientTask
 
 SIZES = [5, 9, 12, 3, 0, 7, 16, 4, 10, 6, 8, 11, 2, 1]

@@ -11,9 +11,9 @@ import pytest
 from support.documents import blocks
 
 import raysim
-from raysim.engine.resolve import prepare
 from raysim.errors import ConfigError, RaysimError
 from raysim.planning.forecast import ClusterShape, run_forecast
+from raysim.prepare.resolve import prepare
 from raysim.randomness import generator
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "selection.md"

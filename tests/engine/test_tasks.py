@@ -17,15 +17,15 @@ import raysim
 from raysim.attacks import gradient_inversion
 from raysim.cli.progress import summary
 from raysim.data import Dataset, load_dataset
-from raysim.data.clients import Clients
+from raysim.data.partition.clients import Clients
 from raysim.distributed.ray_executor import RayExecutor
-from raysim.engine.checkpoint import available_checkpoints
 from raysim.engine.inline import Inline
 from raysim.engine.loop import Engine
 from raysim.engine.plan import Plan
-from raysim.engine.resolve import resolve_plan
+from raysim.engine.state.checkpoint import available_checkpoints
 from raysim.errors import ConfigError, RaysimError
 from raysim.metrics import find_metric
+from raysim.prepare.resolve import resolve_plan
 from raysim.sweeps.definition import prepare_sweep
 from raysim.sweeps.early_stopping import EarlyStopping
 

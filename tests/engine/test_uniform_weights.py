@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from raysim.engine.resolve import prepare
+from raysim.prepare.resolve import prepare
 from raysim.sweeps import prepare_sweep
 
 PER_CLIENT = """

@@ -19,7 +19,7 @@ import raysim
 from raysim.distributed.ray_executor import RayExecutor
 from raysim.distributed.shared_memory import SharedBuffer
 from raysim.distributed.worker_pool import WorkerPool
-from raysim.engine.resolve import prepare
+from raysim.prepare.resolve import prepare
 from raysim.runs import run as experiment
 
 pytestmark = pytest.mark.usefixtures("recycled_actors")

@@ -18,11 +18,12 @@ from support.forked import Forked, call
 from support.processes import SUPPORT, basic, client_of, each_step_once, run_in, timeless, written
 
 import raysim
-from raysim.engine import checkpoint
 from raysim.engine.inline import Inline
 from raysim.engine.loop import Engine
+from raysim.engine.state import checkpoint
 from raysim.errors import ConfigError, RaysimError
-from raysim.runs import artifacts, result
+from raysim.runs import result
+from raysim.runs.artifacts import written_files
 from raysim.runs.resume import resume
 
 
@@ -322,7 +323,7 @@ def test_what_fails_at_the_end_hides_nothing(uri, tmp_path, monkeypatch, caplog,
     def broken(*arguments: Any, **options: Any) -> None:
         raise OSError(5, "Input/output error")
 
-    for place, name in ((artifacts, "plot_partition"), (Inline, "close"), (Engine, "close")):
+    for place, name in ((written_files, "plot_partition"), (Inline, "close"), (Engine, "close")):
         monkeypatch.setattr(place, name, broken)
 
     def progress(record: dict[str, float]) -> None:

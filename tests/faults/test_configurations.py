@@ -21,8 +21,8 @@ from support.bounds import bounded
 from support.configurations import NAMES, TO_CHANGE
 
 from raysim.cli.run_resume import _dry_run
-from raysim.engine.resolve import prepare
 from raysim.errors import ConfigError, RaysimError
+from raysim.prepare.resolve import prepare
 
 Path_ = tuple[Any, ...]
 

@@ -28,7 +28,7 @@ from support.processes import (
 )
 
 import raysim
-from raysim.engine import checkpoint
+from raysim.engine.state import checkpoint
 from raysim.runs.resume import resume
 from raysim.system import lock
 

@@ -15,7 +15,7 @@ from support.forked import call
 from support.processes import basic, client_of, each_step_once, timeless, written
 
 import raysim
-from raysim.engine import checkpoint
+from raysim.engine.state import checkpoint
 from raysim.errors import ConfigError
 from raysim.runs.resume import fork, forked, resume
 

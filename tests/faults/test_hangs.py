@@ -16,7 +16,7 @@ import raysim
 from raysim.distributed.ray_executor import RayExecutor
 from raysim.distributed.supervision import ActorSupervisor
 from raysim.distributed.worker_pool import WorkerPool
-from raysim.engine.resolve import prepare
+from raysim.prepare.resolve import prepare
 from raysim.runs import run as experiment
 
 pytestmark = pytest.mark.usefixtures("recycled_actors")

@@ -9,7 +9,7 @@ import pytest
 from support.processes import basic, timeless, written
 
 import raysim
-from raysim.engine import checkpoint
+from raysim.engine.state import checkpoint
 from raysim.errors import ClientError
 
 SIZES = [20, 24, 31, 13, 22, 18]

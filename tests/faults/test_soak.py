@@ -12,7 +12,7 @@ import pytest
 from support.processes import basic
 
 from raysim.distributed.ray_executor import RayExecutor
-from raysim.engine.resolve import prepare
+from raysim.prepare.resolve import prepare
 from raysim.runs import run as experiment
 
 BOUND = {"driver": 20_000, "actor": 2_000, "shared": 500, "files": 0.01}

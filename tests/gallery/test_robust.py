@@ -12,8 +12,8 @@ from support.examples import gallery
 from support.server_rules import noise, rule, step
 from support.softmax_regression import local_models
 
-from raysim.engine.resolve import prepare
 from raysim.errors import ConfigError
+from raysim.prepare.resolve import prepare
 
 DELTAS = np.random.default_rng(36).normal(size=(11, 7)) * np.arange(1, 12)[:, None] ** 0.5
 

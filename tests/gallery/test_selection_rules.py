@@ -15,8 +15,8 @@ from support.examples import gallery
 from support.oracle_cases import NETS
 
 from raysim.config.references import load_object
-from raysim.engine.resolve import prepare
 from raysim.errors import ConfigError
+from raysim.prepare.resolve import prepare
 from raysim.rules import SelectionPool
 
 SAMPLES = [4, 9, 16, 25, 36, 49]

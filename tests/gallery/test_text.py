@@ -14,7 +14,7 @@ from support.examples import gallery
 
 import raysim
 from raysim.data import import_torchvision
-from raysim.engine.resolve import prepare
+from raysim.prepare.resolve import prepare
 
 CHARACTERS = gallery.FOLDER / "text" / "characters.py"
 NETS = {

@@ -16,16 +16,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from raysim.engine.resolve import prepare
 from raysim.errors import ConfigError
 from raysim.models import zoo
 from raysim.models.flat import BoundModel, Model
 from raysim.models.keyed_layers import UnfoldedConv2d
 from raysim.models.reading import check_reading
+from raysim.prepare.resolve import prepare
 from raysim.rules import Batch, Net
-from raysim.training.local_step import LocalSettings
-from raysim.training.loop_task import LoopTask
-from raysim.training.vmap import VmapTask
+from raysim.training.tasks.local_step import LocalSettings
+from raysim.training.tasks.loop_task import LoopTask
+from raysim.training.trainers.vmap import VmapTask
 
 SHAPE, CLASSES = (3, 8, 8), 5
 

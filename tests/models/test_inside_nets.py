@@ -13,15 +13,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from raysim.engine.resolve import prepare
 from raysim.errors import ConfigError, RaysimError
 from raysim.models import zoo
 from raysim.models.flat import Model
+from raysim.prepare.resolve import prepare
 from raysim.rules import Batch, LocalData
 from raysim.training.client_start import fresh_model
-from raysim.training.local_step import LocalSettings
-from raysim.training.loop_task import LoopTask
-from raysim.training.vmap import VmapTask
+from raysim.training.tasks.local_step import LocalSettings
+from raysim.training.tasks.loop_task import LoopTask
+from raysim.training.trainers.vmap import VmapTask
 
 SHAPE, CLASSES = (2, 4, 4), 5
 

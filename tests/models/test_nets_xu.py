@@ -11,15 +11,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from raysim.config.sections.base import Named
-from raysim.engine.resolve import prepare
 from raysim.errors import ConfigError
 from raysim.models import zoo
 from raysim.models.build import net_arguments
 from raysim.models.flat import Model
+from raysim.prepare.resolve import prepare
 from raysim.rules import Batch
-from raysim.training.local_step import LocalSettings
-from raysim.training.loop_task import LoopTask
-from raysim.training.vmap import VmapTask, why_not_vmap
+from raysim.training.tasks.local_step import LocalSettings
+from raysim.training.tasks.loop_task import LoopTask
+from raysim.training.trainers.vmap import VmapTask, why_not_vmap
 
 
 def kinds(net: nn.Module) -> list[str]:

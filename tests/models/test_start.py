@@ -15,12 +15,12 @@ from torch import nn
 
 import raysim
 from raysim.data import import_torchvision
-from raysim.engine.resolve import prepare
 from raysim.errors import ConfigError
 from raysim.models.adapters import merged
 from raysim.models.flat import BoundModel
 from raysim.models.start import freeze, load_weights
-from raysim.runs.export import export
+from raysim.prepare.resolve import prepare
+from raysim.runs.artifacts.export import export
 from raysim.runs.python_inputs import named_inputs
 
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from support.configurations import IID_MLP
 
-from raysim.engine.resolve import prepare
 from raysim.errors import ConfigError
 from raysim.planning.bench import bench, candidates
+from raysim.prepare.resolve import prepare
 
 
 def settings(

@@ -12,8 +12,8 @@ from torch.utils._pytree import tree_leaves
 
 from raysim.planning import doctor
 from raysim.planning.execution_modes import GRAPHS, MODES, VMAP, Comparison, compare_modes
-from raysim.training.cuda_graphs import CudaGraphCache
-from raysim.training.vmap import VmapTrainer
+from raysim.training.trainers.cuda_graphs import CudaGraphCache
+from raysim.training.trainers.vmap import VmapTrainer
 
 SMALL_ERROR = 1e-6
 
@@ -23,7 +23,9 @@ def stand_in(monkeypatch):
     """stand_in(capture): a CPU records steps by `capture` where `batching.cuda_graphs` is on."""
 
     def use(capture: Any) -> None:
-        monkeypatch.setattr("raysim.training.vmap.CudaGraphCache", lambda: CudaGraphCache(capture))
+        monkeypatch.setattr(
+            "raysim.training.trainers.vmap.CudaGraphCache", lambda: CudaGraphCache(capture)
+        )
         monkeypatch.setattr(VmapTrainer, "_records", lambda self: self.config.batching.cuda_graphs)
 
     return use

@@ -24,13 +24,13 @@ from raysim.distributed.block_scheduler import (
     WorkerSpeeds,
     count_local_steps,
 )
-from raysim.engine.resolve import prepare
 from raysim.errors import ConfigError
 from raysim.planning import plots
 from raysim.planning.forecast import ClusterShape, run_forecast
 from raysim.planning.milestones import Milestone, after, path
 from raysim.planning.simulated_costs import Costs
 from raysim.planning.simulated_executor import RoundSummary, simulate_rounds
+from raysim.prepare.resolve import prepare
 from raysim.training.messages import Block, ClientTask
 
 P = 64 * 10 + 10  # of a linear net on the digits

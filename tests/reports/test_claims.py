@@ -15,9 +15,9 @@ from support.sweeps import SMALL
 
 from raysim import cli, sweeps
 from raysim.config.loading import shipped
-from raysim.engine import resolve
 from raysim.errors import ConfigError
-from raysim.reports import claim_section, claims
+from raysim.prepare import resolve
+from raysim.reports.claims import claim_section, verdicts
 from raysim.reports.tracked import TrackedRun
 from raysim.tracking import mlflow_client
 
@@ -56,8 +56,8 @@ def claim(**changed: Any) -> claim_section.Claim:
     return claim_section.read_claims({"claims": [given]})[0]
 
 
-def lines(runs: list[TrackedRun], **changed: Any) -> list[claims.ClaimResult]:
-    return claims.check_claims([claim(**changed)], lambda metric: runs)
+def lines(runs: list[TrackedRun], **changed: Any) -> list[verdicts.ClaimResult]:
+    return verdicts.check_claims([claim(**changed)], lambda metric: runs)
 
 
 def verdict(runs: list[TrackedRun], **changed: Any) -> tuple[str, tuple[int, int]]:
@@ -243,7 +243,7 @@ def test_a_line_for_each_value():
     ]
     assert (
         "| a beats b (partition.alpha 0.1) | a 30.00 % | above | b 40.00 % | -10.00 (one seed) | 0 : 1 |"
-        in claims.claims_markdown(found)
+        in verdicts.claims_markdown(found)
     )
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from raysim.errors import ConfigError
-from raysim.reports import aggregate
-from raysim.reports.comparisons import compared, paired_difference
+from raysim.reports.analysis import aggregate
+from raysim.reports.analysis.comparisons import compared, paired_difference
 from raysim.reports.published import PublishedResult
 from raysim.reports.tables import markdown_table
 from raysim.reports.tracked import TrackedRun

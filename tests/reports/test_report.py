@@ -20,11 +20,12 @@ import raysim
 from raysim import cli
 from raysim.config.sections.storage import Tracking
 from raysim.errors import ConfigError, RaysimError
-from raysim.reports import aggregate, comparisons, table_rows, value_names
-from raysim.reports.curves import curves
+from raysim.reports import table_rows, value_names
+from raysim.reports.analysis import aggregate, comparisons
+from raysim.reports.analysis.curves import curves
+from raysim.reports.analysis.targets import fraction_of
 from raysim.reports.runs import finished_runs
 from raysim.reports.tables import Figure, as_csv, latex, markdown_table
-from raysim.reports.targets import fraction_of
 from raysim.reports.tracked import TrackedRun
 from raysim.tracking import mlflow_client
 from raysim.tracking import tracker as tracking

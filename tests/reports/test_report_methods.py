@@ -15,17 +15,19 @@ import pytest
 from raysim import cli
 from raysim.config import explain
 from raysim.config.loading import read_config, shipped
-from raysim.engine.resolve import keys
 from raysim.errors import ConfigError
-from raysim.reports import aggregate, method_sides, plots, published
-from raysim.reports.aggregate import rows
-from raysim.reports.curves import along, curves, grid
+from raysim.prepare.resolve import keys
+from raysim.reports import method_sides, published
+from raysim.reports.analysis import aggregate, plots
+from raysim.reports.analysis.aggregate import rows
+from raysim.reports.analysis.curves import along, curves, grid
+from raysim.reports.analysis.targets import share_of
 from raysim.reports.grouping import apart
 from raysim.reports.tables import Rank, as_csv, latex, markdown_table
-from raysim.reports.targets import share_of
 from raysim.reports.tracked import TrackedRun
-from raysim.rules import contract, registry
-from raysim.rules.registry import algorithm_defaults
+from raysim.rules import contract
+from raysim.rules.methods import registry
+from raysim.rules.methods.registry import algorithm_defaults
 from raysim.tracking import mlflow_client
 from raysim.tracking.recorder import flatten_parameters
 

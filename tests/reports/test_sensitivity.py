@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from raysim.errors import ConfigError
-from raysim.reports import sensitivity
+from raysim.reports.analysis import sensitivity
 from raysim.reports.tracked import TrackedRun
 
 

@@ -12,11 +12,11 @@ import raysim
 from raysim.config.sections.data import Data
 from raysim.data import load_dataset
 from raysim.engine.cohorts import make_cohort, make_tasks
-from raysim.engine.resolve import prepare
-from raysim.engine.schedule import preview, synchronous_round
 from raysim.engine.trainers import make_trainer
 from raysim.errors import ConfigError, RaysimError
-from raysim.runs.plots import plot_virtual_clock
+from raysim.prepare.resolve import prepare
+from raysim.runs.artifacts.plots import plot_virtual_clock
+from raysim.schedule import preview, synchronous_round
 from raysim.training.messages import Block, Broadcast
 
 STALE = {"name": "kasync", "k": 4}

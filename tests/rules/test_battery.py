@@ -24,13 +24,13 @@ from raysim.engine.cohorts import make_cohort, make_tasks
 from raysim.engine.inline import Inline
 from raysim.engine.loop import Engine
 from raysim.engine.plan import Plan
-from raysim.engine.resolve import prepare
-from raysim.engine.schedule import make_schedule, synchronous_round
 from raysim.engine.trainers import make_trainer
 from raysim.errors import ClientError, ConfigError, round_name
-from raysim.rules import registry
+from raysim.prepare.resolve import prepare
 from raysim.rules.contract import CLIENT_RULES, SERVER_RULES, ServerRule, overridden
-from raysim.rules.pairs import refuse_pair
+from raysim.rules.methods import registry
+from raysim.rules.methods.pairs import refuse_pair
+from raysim.schedule import make_schedule, synchronous_round
 from raysim.training.messages import Block, Broadcast, cut_blocks
 
 registry.discover()

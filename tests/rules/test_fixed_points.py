@@ -25,9 +25,9 @@ from raysim.algorithms.fedavgm import FedAvgMServer
 from raysim.algorithms.fedprox import FedProxClient
 from raysim.algorithms.gradma import GradMAClient, GradMAServer
 from raysim.errors import ConfigError
-from raysim.rules import registry
 from raysim.rules.contract import CLIENT_RULES, SERVER_RULES
-from raysim.rules.pairs import refuse_pair
+from raysim.rules.methods import registry
+from raysim.rules.methods.pairs import refuse_pair
 
 registry.discover()
 

@@ -15,9 +15,10 @@ import yaml
 
 import raysim
 from raysim import cli
-from raysim.engine.resolve import prepare
 from raysim.errors import ConfigError
-from raysim.rules import contract, registry
+from raysim.prepare.resolve import prepare
+from raysim.rules import contract
+from raysim.rules.methods import registry
 
 HALF = """
 from dataclasses import dataclass

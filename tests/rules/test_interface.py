@@ -12,8 +12,8 @@ import raysim.algorithms
 import raysim.numerics
 import raysim.rules
 from raysim.rules import Task
-from raysim.training.loop_task import LoopTask
-from raysim.training.vmap import VmapTask
+from raysim.training.tasks.loop_task import LoopTask
+from raysim.training.trainers.vmap import VmapTask
 
 FILES = sorted(Path(raysim.algorithms.__path__[0]).glob("*.py"))
 

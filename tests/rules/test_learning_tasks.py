@@ -13,7 +13,7 @@ from support.configurations import IID_MLP
 
 from raysim.config.references import load_object
 from raysim.rules import Batch, Classification, Multilabel, NextToken, Regression, TaskData
-from raysim.rules.learning_task import LearningTask
+from raysim.rules.tasks.learning_task import LearningTask
 
 N, K, T = 60, 5, 7
 RNG = np.random.default_rng(3)

@@ -8,8 +8,8 @@ import pytest
 import torch
 from support.oracle_cases import MODES, NETS, distance, feed
 
-from raysim.engine.resolve import prepare
 from raysim.errors import ClientError, ConfigError
+from raysim.prepare.resolve import prepare
 from raysim.rules import Upload
 from raysim.rules.rule import Problem
 

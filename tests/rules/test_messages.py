@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from raysim.engine.resolve import prepare
 from raysim.errors import ClientError, ConfigError, RaysimError
+from raysim.prepare.resolve import prepare
 
 CLIENT = """
 from dataclasses import dataclass

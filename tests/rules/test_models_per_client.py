@@ -7,8 +7,8 @@ import pytest
 from support.oracle_cases import MODES, NETS, distance, feed
 
 import raysim
-from raysim.engine.resolve import prepare
 from raysim.errors import ConfigError, RaysimError
+from raysim.prepare.resolve import prepare
 from raysim.randomness import generator
 
 SIZES = [30, 9, 17, 12, 45, 8]

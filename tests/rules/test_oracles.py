@@ -41,7 +41,7 @@ from support.oracle_cases import (
     feed,
 )
 
-from raysim.training.batch_order import batch_positions, batches_per_pass, local_steps
+from raysim.training.batches.batch_order import batch_positions, batches_per_pass, local_steps
 
 
 def test_data_are_ragged_and_clients_disagree(ragged, engine):

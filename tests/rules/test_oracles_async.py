@@ -33,7 +33,7 @@ from support.oracle_cases import (
     distance,
 )
 
-from raysim.engine import schedule
+from raysim import schedule
 
 KASYNC = {"name": "kasync", "k": 3}
 SPREAD = {"name": "lognormal", "sigma": 1.0, "jitter": 0.3}

@@ -42,8 +42,8 @@ from support.oracle_cases import (
     feed,
 )
 
-from raysim.engine.resolve import prepare
 from raysim.errors import ConfigError
+from raysim.prepare.resolve import prepare
 
 SERVER_STEPS = [[0, 1.0], [3, 0.6], [6, 0.8]]
 BY_ROUND = {"lr": by_round(STEPS), "server_lr": by_round(SERVER_STEPS)}

@@ -37,7 +37,7 @@ from support.oracle_cases import (
 from raysim.algorithms import fedreg as fedreg_rules
 from raysim.randomness import generator
 from raysim.rules.contract import CLIENT_RULES
-from raysim.rules.registry import discover
+from raysim.rules.methods.registry import discover
 
 SEVENS = [29, 1, 17, 2, 22, 0, 8, 23, 16, 5, 15, 7]
 """Beside batches of 7, in one pass: a partial one of 1 left out (29, 22, 8, 15), others kept (17,

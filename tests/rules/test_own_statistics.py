@@ -11,14 +11,14 @@ from support.oracle_cases import BATCH_NORM, MODES
 from torch.nn.functional import cross_entropy
 
 import raysim
-from raysim.engine.resolve import prepare
 from raysim.errors import ConfigError
 from raysim.models.flat import Model
+from raysim.prepare.resolve import prepare
 from raysim.rules.batch import Batch
 from raysim.rules.losses import task_loss
-from raysim.training.local_step import LocalSettings
-from raysim.training.loop_task import LoopTask
-from raysim.training.vmap import VmapTask
+from raysim.training.tasks.local_step import LocalSettings
+from raysim.training.tasks.loop_task import LoopTask
+from raysim.training.trainers.vmap import VmapTask
 
 RULES = """
 from dataclasses import dataclass

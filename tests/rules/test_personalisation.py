@@ -18,10 +18,10 @@ from support.documents import blocks
 from support.oracle_cases import BATCH_NORM, MODES, NETS, distance, feed
 
 import raysim
-from raysim.engine.resolve import prepare
 from raysim.errors import ConfigError, RaysimError
-from raysim.rules import registry
-from raysim.rules.pairs import refuse_pair
+from raysim.prepare.resolve import prepare
+from raysim.rules.methods import registry
+from raysim.rules.methods.pairs import refuse_pair
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "personalisation.md"
 SHOWN = {block.file: block.text for block in blocks(PAGE) if block.file.endswith(".py")}

@@ -23,8 +23,8 @@ from support.softmax_regression import (
 )
 
 import raysim
-from raysim.engine.resolve import prepare
 from raysim.errors import ConfigError, RaysimError
+from raysim.prepare.resolve import prepare
 from raysim.randomness import generator
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "public_data.md"

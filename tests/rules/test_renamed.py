@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from raysim.config.renamed import CONTRACT, UPLOAD_MODES
-from raysim.engine.resolve import prepare
 from raysim.errors import ConfigError
+from raysim.prepare.resolve import prepare
 from raysim.rules import Batch, ClientRule, Reports, ServerRule
 from raysim.rules.reports import Cohort
-from raysim.training.task import ModelTask
+from raysim.training.tasks.task import ModelTask
 
 FILE = """
 from dataclasses import dataclass

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import raysim
-from raysim.engine.resolve import prepare, read_run_config
 from raysim.errors import ClientError, ConfigError
-from raysim.rules.pairs import refuse_pair
-from raysim.rules.registry import find_rule
+from raysim.prepare.resolve import prepare, read_run_config
+from raysim.rules.methods.pairs import refuse_pair
+from raysim.rules.methods.registry import find_rule
 
 HEADER = """
 from dataclasses import dataclass

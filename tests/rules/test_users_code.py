@@ -14,9 +14,9 @@ import torch
 
 import raysim
 from raysim import cli
-from raysim.engine.checkpoint import available_checkpoints
-from raysim.engine.resolve import prepare
+from raysim.engine.state.checkpoint import available_checkpoints
 from raysim.errors import ClientError, ConfigError, RaysimError
+from raysim.prepare.resolve import prepare
 from raysim.runs.resume import resume
 from raysim.runs.run_dir import PARAMETERS_FILE
 from raysim.system.signals import Stopped, reraise_stop, stoppable

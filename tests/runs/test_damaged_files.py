@@ -15,7 +15,7 @@ from support.configurations import DIGITS_MLP
 from support.damage import NOISE, damaged_copy, damages
 
 import raysim
-from raysim.engine import checkpoint
+from raysim.engine.state import checkpoint
 from raysim.errors import ConfigError, RaysimError
 from raysim.system import lock
 from raysim.tracking.spool import Spool, Tail

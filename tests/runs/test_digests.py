@@ -26,7 +26,7 @@ import torch
 
 import raysim
 from raysim.rules.contract import ALGORITHMS
-from raysim.rules.registry import discover
+from raysim.rules.methods.registry import discover
 from raysim.runs.result import parameters_digest
 from raysim.runs.resume import resume
 from raysim.system.cpu_kind import cpu_kind

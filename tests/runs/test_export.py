@@ -16,9 +16,9 @@ from torch import nn
 import raysim
 from raysim.cli import main
 from raysim.data.examples import Examples
-from raysim.engine.resolve import prepare
 from raysim.errors import ConfigError, RaysimError
-from raysim.runs.export import export
+from raysim.prepare.resolve import prepare
+from raysim.runs.artifacts.export import export
 from raysim.runs.result import RunResult
 from raysim.tracking.models import log_model
 
@@ -127,7 +127,7 @@ def test_a_run_logs_its_final_and_its_best_net(trained: RunResult, test_half: An
 
 
 def test_one_test_example_is_enough(trained: RunResult, tmp_path: Path):
-    from raysim.runs.export import _example
+    from raysim.runs.artifacts.export import _example
 
     plan = prepare(trained.run_dir / "config.yaml")
     data = plan.dataset

@@ -17,9 +17,9 @@ from torch import nn
 
 import raysim
 from raysim.config import python_objects
-from raysim.engine.resolve import prepare
 from raysim.errors import ConfigError
 from raysim.models import build
+from raysim.prepare.resolve import prepare
 from raysim.rules import Algorithm
 from raysim.runs.python_inputs import named_inputs
 

@@ -18,10 +18,10 @@ from torch.nn import functional as F
 import raysim
 from raysim.algorithms.fedavg import FedAvgClient
 from raysim.config import python_objects
-from raysim.engine.resolve import prepare
 from raysim.errors import ConfigError
+from raysim.prepare.resolve import prepare
 from raysim.rules import Batch, ClientSampling, LearningTask, Regression, TaskMetric, UploadStage
-from raysim.rules.loss_task import task_like, with_loss
+from raysim.rules.tasks.loss_task import task_like, with_loss
 from raysim.runs.python_inputs import named_inputs
 
 RNG = np.random.default_rng(4)
@@ -116,7 +116,7 @@ def test_a_task_of_tokens_or_of_zeros_and_ones_is_told_by_its_data(config):
     assert (
         prepare(plan.config.model_dump(mode="json")).config.fingerprint == plan.config.fingerprint
     )
-    assert task_like.__module__ == "raysim.rules.loss_task"
+    assert task_like.__module__ == "raysim.rules.tasks.loss_task"
 
 
 @dataclass(frozen=True)

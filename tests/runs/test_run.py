@@ -35,17 +35,17 @@ from support.stopped_runs import same, stop_at
 
 import raysim
 from raysim.distributed.block_scheduler import BlockScheduler
-from raysim.engine import checkpoint
-from raysim.engine.first_broadcast import first_broadcast, shapes_of_first_broadcast
 from raysim.engine.inline import Inline
-from raysim.engine.resolve import prepare
+from raysim.engine.state import checkpoint
 from raysim.errors import ClientError, ConfigError, RaysimError, ServerStateLost
 from raysim.models.flat import BoundModel
+from raysim.prepare.resolve import prepare
 from raysim.rules.contract import CLIENT_RULES, SERVER_RULES
-from raysim.rules.registry import discover
+from raysim.rules.methods.registry import discover
 from raysim.runs import run as experiment
 from raysim.runs.result import RunResult
 from raysim.runs.resume import reopen, resume
+from raysim.server.first_broadcast import first_broadcast, shapes_of_first_broadcast
 from raysim.tracking import mlflow_client
 
 discover()
@@ -1000,7 +1000,7 @@ def test_who_takes_too_long_or_is_lost_is_named(local_ray, config, source, monke
     from raysim.distributed.ray_executor import RayExecutor
     from raysim.engine.cohorts import make_cohort, make_tasks
     from raysim.engine.loop import Engine
-    from raysim.engine.schedule import synchronous_round
+    from raysim.schedule import synchronous_round
     from raysim.training.messages import cut_blocks
 
     resources = {"executor": "ray", "actors": 2, "cpus": 1, "timeout": 300, "call_timeout": 2}

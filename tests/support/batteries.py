@@ -7,7 +7,8 @@ from typing import Any
 
 from raysim.engine.loop import Engine
 from raysim.engine.plan import Plan
-from raysim.rules import contract, registry
+from raysim.rules import contract
+from raysim.rules.methods import registry
 
 SIZES = [20, 1, 9, 0, 14, 2, 7, 17]
 """Beside batches of 6: partial batches, a last one of a single sample, one sample, two, none."""

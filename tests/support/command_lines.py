@@ -35,7 +35,7 @@ from raysim.config.explain import annotation_types
 from raysim.config.loading import shipped
 from raysim.config.schema import Config
 from raysim.rules.contract import ALGORITHMS
-from raysim.rules.registry import discover, hyperparameter_names
+from raysim.rules.methods.registry import discover, hyperparameter_names
 from support.configurations import NAMES, TO_CHANGE
 
 MAX_SECONDS, MAX_WALL_SECONDS, MAX_BYTES, MAX_MESSAGE = 20, 150, 2 * 2**30, 20_000

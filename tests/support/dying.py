@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from raysim import cli
-from raysim.engine import checkpoint
+from raysim.engine.state import checkpoint
 
 
 def die() -> None:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from raysim.engine.resolve import read_run_config
+from raysim.prepare.resolve import read_run_config
 from support.documents import parse
 
 EXTENSION = Path(__file__).resolve().parents[2] / "docs" / "_ext" / "example_pages.py"

@@ -16,7 +16,7 @@ import sys
 from typing import Any
 
 from raysim import cli
-from raysim.engine import checkpoint
+from raysim.engine.state import checkpoint
 from raysim.tracking import spool
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -12,7 +12,7 @@ from oracle.batches import batch_sizes
 from oracle.nets import MLP, MLPBatchNorm, Softmax
 from torch import nn
 
-from raysim.training.batch_order import batch_positions
+from raysim.training.batches.batch_order import batch_positions
 
 SIZES = [30, 1, 17, 2, 45, 0, 8, 23, 16, 5, 33, 12]
 """Beside batches of 16: less than one, exactly one, one and a single sample, more than two,

@@ -8,10 +8,10 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from raysim.runs import artifacts, plots
+from raysim.runs.artifacts import plots, written_files
 
 PLOTS_OF_A_RUN = (
-    (artifacts, "plot_partition"),
+    (written_files, "plot_partition"),
     (plots, "plot_learning_curve"),
     (plots, "plot_virtual_clock"),
 )

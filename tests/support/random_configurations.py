@@ -29,11 +29,11 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from raysim.cli.json_schema import configuration_schema
+from raysim.cli.pages.json_schema import configuration_schema
 from raysim.data import loading_once
-from raysim.engine.resolve import read_run_config, resolve_plan
 from raysim.errors import ConfigError, RaysimError, in_a_line
 from raysim.metrics import METRICS
+from raysim.prepare.resolve import read_run_config, resolve_plan
 from raysim.runs.run import execute
 from raysim.tracking.recorder import Untracked
 from support.bounds import bounded

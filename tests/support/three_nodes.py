@@ -33,7 +33,7 @@ from raysim.distributed.actors import NodeAggregator
 from raysim.distributed.heartbeats import Address
 from raysim.distributed.ray_executor import RayExecutor
 from raysim.distributed.worker_pool import WorkerPool
-from raysim.engine.resolve import prepare
+from raysim.prepare.resolve import prepare
 from raysim.runs import run as experiment
 from support.recycled import Recycling
 

@@ -21,7 +21,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raysim.distributed.ray_executor import RayExecutor
 from raysim.distributed.worker_pool import WorkerPool
-from raysim.engine.resolve import prepare
+from raysim.prepare.resolve import prepare
 from raysim.runs import run as experiment
 
 LOST, ADDED = 4, 8

@@ -11,7 +11,7 @@ import torch
 from raysim.engine.executor import PendingServerStep, RoundResults
 from raysim.engine.inline import Inline
 from raysim.engine.plan import Plan
-from raysim.engine.server import RoundCohort
+from raysim.server.central_server import RoundCohort
 
 
 class Watched(Inline):

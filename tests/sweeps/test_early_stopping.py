@@ -14,8 +14,8 @@ from support.sweeps import SMALL
 
 import raysim
 from raysim import sweeps
-from raysim.engine import resolve
 from raysim.errors import RaysimError
+from raysim.prepare import resolve
 from raysim.runs import run as experiment
 from raysim.sweeps import SweepResult, Trial, prepare_sweep
 from raysim.sweeps.early_stopping import WORST_VALUE, EarlyStopping, RungTracker

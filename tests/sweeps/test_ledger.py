@@ -18,13 +18,13 @@ from support.sweeps import SMALL, trained_in_this_process
 
 import raysim
 from raysim.errors import ConfigError
+from raysim.ledger import ledger_file
+from raysim.ledger.ledger_file import append_rows, read_rows, unique, write_rows
+from raysim.ledger.ledger_row import BadRow, Row, as_line, from_line, kept_history
 from raysim.reports.runs import RunSource
 from raysim.runs.recomputed import having, recompute
 from raysim.sweeps import Sweep, SweepLedger, SweepResult, prepare_sweep, run_sweep
 from raysim.sweeps.trial import train_trial
-from raysim.tracking import ledger
-from raysim.tracking.ledger import append_rows, read_rows, unique, write_rows
-from raysim.tracking.ledger_row import BadRow, Row, as_line, from_line, kept_history
 
 LEDGER = "rows.jsonl"
 SWEPT = {**SMALL, "rounds": 4, "sweep": {"local.lr": [0.05, 0.1], "seed": "0..1"}}
@@ -33,7 +33,7 @@ SWEPT = {**SMALL, "rounds": 4, "sweep": {"local.lr": [0.05, 0.1], "seed": "0..1"
 def train(planned: Sweep, ledger: str = LEDGER) -> list[str]:
     """Trains the trials that are neither done nor in the ledger, here, and adds their rows; gives
     their titles."""
-    book = SweepLedger(ledger, planned, print)
+    book = SweepLedger(ledger_file, planned, print)
     missing = [t for t in planned.trials if t.folder not in book.taken and not planned.done(t)]
     stopping = planned.settings.early_stopping
     for trial in missing:
@@ -435,8 +435,8 @@ def test_merge_in_place_loses_no_row_that_is_appended_meanwhile(rows, monkeypatc
         appending.join(0.3)
         return unique(read)
 
-    monkeypatch.setattr(ledger, "without_copies", slow)
-    assert ledger.merge([LEDGER], LEDGER, fail, "FILE") == (rows[:1], 1)
+    monkeypatch.setattr(ledger_file, "without_copies", slow)
+    assert ledger_file.merge([LEDGER], LEDGER, fail, "FILE") == (rows[:1], 1)
     appending.join()
     assert read_rows([LEDGER], fail) == rows
 

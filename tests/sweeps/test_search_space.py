@@ -13,8 +13,8 @@ from support.sweeps import SMALL, values, written
 
 import raysim
 from raysim import cli, sweeps
-from raysim.engine import resolve
 from raysim.errors import ConfigError
+from raysim.prepare import resolve
 from raysim.sweeps import prepare_sweep, ray_tune, search_space
 
 # -- the grid --------------------------------------------------------------------------------------

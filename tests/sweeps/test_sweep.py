@@ -25,8 +25,8 @@ import pytest
 from support.sweeps import SMALL, trained_in_this_process, written
 
 from raysim import cli, sweeps
-from raysim.engine import resolve
 from raysim.errors import RaysimError
+from raysim.prepare import resolve
 from raysim.runs import run as experiment
 from raysim.sweeps import SweepResult, Trial, prepare_sweep, runner
 from raysim.sweeps import trial as one

@@ -57,7 +57,7 @@ def test_ray_does_not_replace_the_handler_of_a_run(monkeypatch):
     import ray
     from ray._private import utils
 
-    from raysim.distributed import nodes
+    from raysim.distributed.cluster import nodes
 
     def init(**options: Any) -> None:
         utils.set_sigterm_handler(lambda number, frame: sys.exit(number))

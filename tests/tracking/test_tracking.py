@@ -28,7 +28,7 @@ import pytest
 from raysim.config.sections.storage import Tracking
 from raysim.config.tracking_uri import absolute_uri
 from raysim.errors import ConfigError, RaysimError
-from raysim.runs.plots import plot_learning_curve
+from raysim.runs.artifacts.plots import plot_learning_curve
 from raysim.tracking import charts, mlflow_client
 from raysim.tracking import tracker as tracking
 from raysim.tracking.recorder import flatten_parameters

@@ -10,7 +10,7 @@ import torch
 from support.oracle_cases import BATCH_NORM, MODES, feed
 from torch import nn
 
-from raysim.engine.resolve import prepare
+from raysim.prepare.resolve import prepare
 from raysim.randomness import generator
 
 LR = 0.1

@@ -14,9 +14,9 @@ from dp_accounting.rdp import RdpAccountant
 
 import raysim
 from raysim.config.sections.privacy import AdaptiveClipping, ClientPrivacy
-from raysim.engine.resolve import prepare
 from raysim.errors import ConfigError
-from raysim.training.client_privacy import client_epsilon
+from raysim.prepare.resolve import prepare
+from raysim.training.uploads.client_privacy import client_epsilon
 
 RULES = """
 from dataclasses import dataclass

@@ -11,10 +11,10 @@ import torch
 from support.batteries import algorithm_of_each_client_rule, small
 from support.cuda_graphs import again
 
-from raysim.engine.resolve import prepare
 from raysim.engine.trainers import make_trainer
-from raysim.training.cuda_graphs import CudaGraphCache
-from raysim.training.vmap import VmapTrainer
+from raysim.prepare.resolve import prepare
+from raysim.training.trainers.cuda_graphs import CudaGraphCache
+from raysim.training.trainers.vmap import VmapTrainer
 
 NET = """
 from torch import nn
@@ -43,7 +43,7 @@ class Counting(CudaGraphCache):
 
 @pytest.fixture
 def recorded(monkeypatch):
-    monkeypatch.setattr("raysim.training.vmap.CudaGraphCache", Counting)
+    monkeypatch.setattr("raysim.training.trainers.vmap.CudaGraphCache", Counting)
     monkeypatch.setattr(VmapTrainer, "_records", lambda self: True)
     monkeypatch.setattr(Counting, "made", [])
 
@@ -141,12 +141,12 @@ def test_optimizers_and_step_sizes_of_steps_are_one_kind(both):
 
 
 def test_more_kinds_than_are_kept_run_as_they_stand(both, monkeypatch):
-    monkeypatch.setattr("raysim.training.cuda_graphs.MAX_RECORDED_STEPS", 1)
+    monkeypatch.setattr("raysim.training.trainers.cuda_graphs.MAX_RECORDED_STEPS", 1)
     assert len(both("fedavg").recorded) == 1
 
 
 def test_kinds_of_past_rounds_make_room(both, monkeypatch):
-    monkeypatch.setattr("raysim.training.cuda_graphs.MAX_RECORDED_STEPS", 2)
+    monkeypatch.setattr("raysim.training.trainers.cuda_graphs.MAX_RECORDED_STEPS", 2)
     more = {"local": {"steps": 3, "batch_size": 6, "lr": [[0, 0.1], [2, 0.01]]}}
     assert {kind[0][2] for kind in both("fedprox", partition=EQUAL, **more).recorded} == {0.01}
 

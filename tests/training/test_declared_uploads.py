@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import raysim
-from raysim.engine.resolve import prepare
 from raysim.errors import ConfigError
+from raysim.prepare.resolve import prepare
 from raysim.rules import Upload
 
 RULES = """

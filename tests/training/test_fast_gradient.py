@@ -22,14 +22,14 @@ from raysim.config.sections.privacy import ExamplePrivacy
 from raysim.models import zoo
 from raysim.models.flat import BoundModel, Model
 from raysim.rules import Batch, Net, PassMode, cross_entropy
-from raysim.training.fast_gradient import (
+from raysim.training.tasks.fast_gradient import (
     MAX_PARAMETERS,
     FastGradient,
     by_autograd,
     matches_autograd,
 )
-from raysim.training.local_step import LocalSettings
-from raysim.training.loop_task import LoopTask
+from raysim.training.tasks.local_step import LocalSettings
+from raysim.training.tasks.loop_task import LoopTask
 
 SHAPE, CLASSES, LR = (1, 16, 16), 5, 0.1
 MODES: tuple[PassMode, ...] = ("train", "frozen", "eval")
@@ -291,9 +291,9 @@ def test_batch_statistics_of_one_example_need_autograd(normalized):
 def test_large_nets_keep_to_autograd(monkeypatch):
     model = model_of(NETS["mlp"])
     assert model.size <= MAX_PARAMETERS and matches_autograd(model)
-    monkeypatch.setattr("raysim.training.fast_gradient.MAX_PARAMETERS", model.size)
+    monkeypatch.setattr("raysim.training.tasks.fast_gradient.MAX_PARAMETERS", model.size)
     assert matches_autograd(model)
-    monkeypatch.setattr("raysim.training.fast_gradient.MAX_PARAMETERS", model.size - 1)
+    monkeypatch.setattr("raysim.training.tasks.fast_gradient.MAX_PARAMETERS", model.size - 1)
     assert not matches_autograd(model)
 
 
@@ -708,7 +708,7 @@ def test_a_run_without_autograd_is_one_by_autograd(case, engine, monkeypatch):
     }  # fmt: skip
     ours, records = engine(given)
     with monkeypatch.context() as patch:
-        patch.setattr("raysim.training.trainer.matches_autograd", lambda model: False)
+        patch.setattr("raysim.training.trainers.trainer.matches_autograd", lambda model: False)
         theirs, wanted = engine(given)
     for a, b in zip(ours.executor.xs, theirs.executor.xs, strict=True):
         assert np.array_equal(a, b)

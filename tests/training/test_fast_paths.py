@@ -21,19 +21,19 @@ from raysim.data import Examples
 from raysim.engine.cohorts import make_cohort, make_tasks
 from raysim.engine.loop import Engine
 from raysim.engine.plan import Plan
-from raysim.engine.resolve import prepare
-from raysim.engine.schedule import synchronous_round
 from raysim.engine.trainers import make_trainer
 from raysim.errors import ClientError, ConfigError
 from raysim.models.flat import Model
 from raysim.numerics import NonFiniteError, combine, fixed_sum, to_float
 from raysim.numerics.fixed_point import BlockSum, FixedSum, FixedTotal
+from raysim.prepare.resolve import prepare
 from raysim.randomness import generator
-from raysim.training import batches as feeding
-from raysim.training.batches import ClientBatches, PrefetchedBatches
-from raysim.training.loop_trainer import LoopTrainer
+from raysim.schedule import synchronous_round
+from raysim.training.batches import client_batches as feeding
+from raysim.training.batches.client_batches import ClientBatches, PrefetchedBatches
 from raysim.training.messages import Block, Broadcast, ClientTask, cut_blocks
-from raysim.training.pooled import PooledTrainer
+from raysim.training.trainers.loop_trainer import LoopTrainer
+from raysim.training.trainers.pooled import PooledTrainer
 
 # -- blocks as one gradient
 
@@ -912,7 +912,7 @@ def test_all_spoilt_is_a_round_of_nobody(engine, spoilt):
 def test_batches_that_are_gathered_together_are_each_clients_own(monkeypatch, shape, gather):
     """With its own crops and masks, at a boundary of memory, also where the one before it stopped
     early."""
-    monkeypatch.setattr("raysim.training.batches.PREFETCH_EXAMPLES", gather)
+    monkeypatch.setattr("raysim.training.batches.client_batches.PREFETCH_EXAMPLES", gather)
     plan, rng = (
         prepare("quickstart", {"local.batch_size": 4, "local.steps": 3}),
         np.random.default_rng(0),

@@ -10,8 +10,8 @@ from torch import nn
 
 from raysim.models.flat import Model
 from raysim.rules import Batch, Net, cross_entropy
-from raysim.training.local_step import LocalSettings
-from raysim.training.loop_task import LoopTask
+from raysim.training.tasks.local_step import LocalSettings
+from raysim.training.tasks.loop_task import LoopTask
 
 
 class CountedLoss:

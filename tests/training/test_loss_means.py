@@ -22,14 +22,14 @@ from torch import nn
 
 import raysim
 from raysim.config import python_objects
-from raysim.engine.resolve import prepare
 from raysim.errors import ConfigError, RaysimError
+from raysim.prepare.resolve import prepare
 from raysim.rules import Batch, Classification, ClientRule, LocalData, cross_entropy, task_loss
 from raysim.runs.python_inputs import named_inputs
-from raysim.training.batch_order import batch_positions
-from raysim.training.local_step import LocalSettings
-from raysim.training.loop_task import LoopTask
-from raysim.training.vmap import VmapTask
+from raysim.training.batches.batch_order import batch_positions
+from raysim.training.tasks.local_step import LocalSettings
+from raysim.training.tasks.loop_task import LoopTask
+from raysim.training.trainers.vmap import VmapTask
 
 SIZES = [30, 17, 9, 4]
 N, D, C = sum(SIZES), 5, 3

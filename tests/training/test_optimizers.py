@@ -19,11 +19,11 @@ from torch.optim import lr_scheduler
 import raysim
 from raysim.config import explain
 from raysim.engine.plan import Plan
-from raysim.engine.resolve import prepare
 from raysim.engine.trainers import make_trainer
 from raysim.errors import ClientError, ConfigError
+from raysim.prepare.resolve import prepare
 from raysim.training.messages import Block, Broadcast, ClientTask
-from raysim.training.trainer import Trainer
+from raysim.training.trainers.trainer import Trainer
 
 LR = 0.05
 SIZES = [20, 1, 9, 14, 2]
@@ -511,7 +511,7 @@ def test_plain_sgd_is_the_same_however_it_is_written():
 
 
 def test_a_schedule_replaces_another_one_in_an_override():
-    from raysim.engine.resolve import read_run_config
+    from raysim.prepare.resolve import read_run_config
 
     given = {
         "data": "digits",

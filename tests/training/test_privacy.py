@@ -11,17 +11,17 @@ import torch
 from torch.nn import functional as F
 
 import raysim
-from raysim.engine.resolve import prepare
 from raysim.errors import ClientError, ConfigError
 from raysim.models.flat import Model
 from raysim.models.zoo import lenet, mlp
+from raysim.prepare.resolve import prepare
 from raysim.rules import Batch, soft_cross_entropy
 from raysim.runs.resume import resume
-from raysim.training import privacy
-from raysim.training.local_step import LocalSettings
-from raysim.training.loop_task import LoopTask
-from raysim.training.privacy import clipped_sum, epsilon, in_parts, passes
-from raysim.training.vmap import VmapTask
+from raysim.training.tasks import privacy
+from raysim.training.tasks.local_step import LocalSettings
+from raysim.training.tasks.loop_task import LoopTask
+from raysim.training.tasks.privacy import clipped_sum, epsilon, in_parts, passes
+from raysim.training.trainers.vmap import VmapTask
 
 
 def batch(model: Model, n: int, seed: int = 0) -> Batch:

@@ -13,7 +13,7 @@ from torch.nn import functional
 import raysim
 from raysim import ClientRule
 from raysim.errors import RaysimError
-from raysim.training.server_task import ServerTask
+from raysim.training.tasks.server_task import ServerTask
 
 
 @dataclass(frozen=True)

@@ -14,15 +14,15 @@ import pytest
 import torch
 
 import raysim
-from raysim.engine.resolve import prepare
 from raysim.errors import ClientError, ConfigError
+from raysim.prepare.resolve import prepare
 from raysim.rules.contract import CLIENT_RULES, SERVER_RULES
-from raysim.rules.pairs import refuse_pair
-from raysim.rules.registry import discover
+from raysim.rules.methods.pairs import refuse_pair
+from raysim.rules.methods.registry import discover
 from raysim.rules.upload_stages import QSGD, Cast, Clip, RandK, SignSGD, TopK, WireFormat
-from raysim.training.loop_task import LoopTask
 from raysim.training.personal import PersonalParts
-from raysim.training.upload_sum import UploadLayout
+from raysim.training.tasks.loop_task import LoopTask
+from raysim.training.uploads.upload_sum import UploadLayout
 
 discover()
 

@@ -1,0 +1,1 @@
+"""Pages of keys, methods and the schema that `raysim list` and `raysim schema` print."""

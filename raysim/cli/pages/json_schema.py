@@ -1,0 +1,256 @@
+"""JSON Schema of a configuration file, for editors and for shell completion.
+
+configs/schema.json is the schema of what ships with raysim. A test compares it with the code; after
+a change of the configuration, generate it again:
+
+    raysim schema --shipped > configs/schema.json
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import Field, TypeAdapter, create_model
+
+from raysim.config import entry_points
+
+JsonSchema = dict[str, Any]
+
+DIALECT = "https://json-schema.org/draft/2020-12/schema"
+
+OWN_CODE = {"type": "string", "pattern": ":"}
+"""A method or model of the user's own: path.py:Class or module:Class."""
+
+OTHER_SECTIONS: dict[str, JsonSchema] = {
+    "extends": {
+        "type": "string",
+        "description": "The configuration that this file changes: a path, or a shipped name.",
+    },
+    "claims": {
+        "type": ["object", "array"],
+        "description": "Claims of a paper about these runs, for `raysim report claims`.",
+    },
+    "match": {
+        "type": "object",
+        "description": "The method to compare with at equal privacy, and the search.",
+    },
+}
+"""Sections of a file that are not part of a run's configuration."""
+
+
+DOCSTRING_SECTIONS = ("Args:", "Attributes:", "Returns:", "Raises:")
+"""Beginnings of paragraphs that editors do not show."""
+
+
+def configuration_schema(distribution: str | None = None) -> JsonSchema:
+    """Return the JSON Schema of a configuration file.
+
+    No key is required, because a file may extend another one.
+
+    Args:
+        distribution: distribution whose names are listed, such as "raysim"; None: all installed
+            ones.
+    """
+    from raysim import data
+    from raysim.config.explain import choices
+    from raysim.config.schema import Config
+    from raysim.config.sections.data import Arrays, Data, HuggingFace, OwnData, TorchvisionData
+    from raysim.config.sections.schedule import Clocked
+    from raysim.rules.upload_stages import STAGES
+    from raysim.sweeps.definition import SweepSettings
+
+    schema = Config.model_json_schema()
+    definitions: dict[str, JsonSchema] = schema["$defs"]
+    sections: dict[str, JsonSchema] = schema["properties"]
+
+    sections["algorithm"] = _by_name(_algorithms(distribution))
+    sections["client"] = _by_name(_rules("client", distribution))
+    sections["server"] = _by_name(_rules("server", distribution))
+    sections["model"] = _by_name(_models())
+    sections["task"] = _by_name(_tasks())
+    definitions["OwnPartition"]["properties"]["name"] = OWN_CODE
+    partitions = sections["partition"]
+    names = [{"enum": list(choices("partition"))}, OWN_CODE]
+    variants = partitions.pop("oneOf")
+    sections["partition"] = {**partitions, "anyOf": [*names, *variants]}
+    sections["schedule"] = _union(sections["schedule"])
+    units = sections["privacy"]["anyOf"]
+    sections["privacy"]["anyOf"] = [kind for unit in units for kind in unit.get("oneOf", [unit])]
+    for model in ("Local", "GroupLocal"):
+        local = definitions[model]["properties"]
+        local["optimizer"] = _union(local["optimizer"])
+    for clocked in Clocked.__subclasses__():
+        for model in (clocked, *clocked.__subclasses__()):
+            if model.__name__ in definitions:
+                fields = definitions[model.__name__]["properties"]
+                fields["client_speeds"] = _union(fields["client_speeds"])
+    definitions["Data"]["properties"]["name"] = {"enum": list(data.dataset_names())}
+    # A file of arrays and the user's own code have their own keys, so the names must not overlap.
+    kinds = (Data, OwnData, Arrays, TorchvisionData, HuggingFace)
+    definitions["OwnData"]["properties"]["name"] = OWN_CODE
+    variants = [{"$ref": f"#/$defs/{model.__name__}"} for model in kinds]
+    sections["data"] = {"anyOf": [{"enum": list(data.dataset_names())}, OWN_CODE, *variants]}
+    probe: JsonSchema = {"anyOf": [OWN_CODE, {"$ref": "#/$defs/Named"}]}
+    if distribution is None:
+        sections["model"]["anyOf"] += _installed(entry_points.MODELS)
+        sections["data"]["anyOf"] += _installed(entry_points.DATA)
+        probe["anyOf"] += _installed(entry_points.PROBES)
+    evaluate = definitions["Evaluate"]["properties"]
+    evaluate["probes"] = {
+        "description": evaluate["probes"].get("description", ""),
+        "anyOf": [probe, {"type": "array", "items": probe}],
+    }
+
+    stage = _by_name({name: _described(cls) for name, cls in STAGES.items()})
+    stage["anyOf"].remove({"type": "null"})
+    definitions["UploadStage"] = stage
+    stage_reference = {"$ref": "#/$defs/UploadStage"}
+    for model in ("Local", "GroupLocal"):
+        local = definitions[model]["properties"]
+        local["upload"] = {
+            "description": local["upload"].get("description", ""),
+            "anyOf": [stage_reference, {"type": "array", "items": stage_reference}],
+        }
+
+    settings = SweepSettings.model_json_schema()
+    definitions |= settings["$defs"]
+    sections["sweep"] = {
+        "type": ["object", "array"],
+        "description": "Keys with several values each, and how trials run; or a list of grids.",
+        "properties": settings["properties"],
+    }
+    whole = {
+        "$schema": DIALECT,
+        "description": "Configuration of raysim: a run, or a sweep.",
+        "type": "object",
+        "properties": {**OTHER_SECTIONS, **sections},
+        "additionalProperties": False,
+        "$defs": definitions,
+    }
+    return _without_noise(whole)
+
+
+def _installed(group: entry_points.EntryPointGroup) -> list[JsonSchema]:
+    """Return the schemas of what installed packages offer by name, alone or with its keys."""
+    names = sorted({point.name for point in entry_points.entry_points(group)})
+    if not names:
+        return []
+    name = {"enum": names}
+    return [name, {"type": "object", "properties": {"name": name}, "required": ["name"]}]
+
+
+def _algorithms(distribution: str | None) -> dict[str, JsonSchema]:
+    from raysim.rules.methods import registry
+
+    schemas = {}
+    for name, algorithm, origin in registry.catalogue("algorithm"):
+        if distribution in (None, origin):
+            # An installed rule, which is paired with half of FedAvg.
+            if isinstance(algorithm, type):
+                schemas[name] = _described(algorithm)
+                continue
+            keys = {**_hyper_parameters(algorithm.client), **_hyper_parameters(algorithm.server)}
+            if algorithm.presets:
+                keys["preset"] = {"enum": list(algorithm.presets)}
+            schemas[name] = {"description": algorithm.paper, "properties": keys}
+    return schemas
+
+
+def _rules(section: Any, distribution: str | None) -> dict[str, JsonSchema]:
+    from raysim.rules.methods import registry
+
+    return {
+        name: _described(rule)
+        for name, rule, origin in registry.catalogue(section)
+        if distribution in (None, origin)
+    }
+
+
+def _described(rule: type) -> JsonSchema:
+    return {"description": rule.__doc__ or "", "properties": _hyper_parameters(rule)}
+
+
+def _hyper_parameters(rule: type) -> dict[str, JsonSchema]:
+    """Return the schema of each field of a rule."""
+    from raysim.rules.methods.field_docs import field_docs
+
+    docs = field_docs(rule)
+    return {
+        key: {"description": docs[key], **schema} if key in docs else schema
+        for key, schema in TypeAdapter(rule).json_schema().get("properties", {}).items()
+    }
+
+
+def _models() -> dict[str, JsonSchema]:
+    from raysim.models import build, zoo
+
+    schemas = {}
+    for name, make in zoo.NETS.items():
+        arguments: dict[str, Any] = {
+            key: (parameter.annotation, parameter.default)
+            for key, parameter in build.net_parameters(name).items()
+        }
+        for key, (kind, meaning) in build.COMMON_KEYS.items():
+            arguments.setdefault(key, (kind | None, Field(default=None, description=meaning)))
+        fields = create_model(name, **arguments).model_json_schema()["properties"]
+        schemas[name] = {"description": make.__doc__ or "", "properties": fields}
+    return schemas
+
+
+def _tasks() -> dict[str, JsonSchema]:
+    from raysim.rules.tasks.shipped_tasks import TASKS
+
+    return {name: _described(task) for name, task in TASKS.items()}
+
+
+def _by_name(variants: Mapping[str, JsonSchema]) -> JsonSchema:
+    """Return the schema of a section that names one of `variants`, or code of the user's own."""
+    objects = [
+        {
+            "type": "object",
+            "description": variant["description"],
+            "properties": {"name": {"const": name}, **variant["properties"]},
+            "additionalProperties": False,
+        }
+        for name, variant in sorted(variants.items())
+    ]
+    own_code = {"type": "object", "properties": {"name": OWN_CODE}, "required": ["name"]}
+    return {"anyOf": [{"enum": sorted(variants)}, *objects, OWN_CODE, own_code, {"type": "null"}]}
+
+
+def _union(section: JsonSchema) -> JsonSchema:
+    """Return the schema of a discriminated union; a plain name is allowed for its members."""
+    kinds = section.get("anyOf", [section])  # with null, if that is allowed
+    union = next(kind for kind in kinds if "discriminator" in kind)
+    others = [kind for kind in kinds if kind is not union]
+    return {
+        "anyOf": [{"enum": list(union["discriminator"]["mapping"])}, *union["oneOf"], *others],
+        **{key: section[key] for key in ("default", "description") if key in section},
+    }
+
+
+def _without_noise(node: Any, is_mapping_of_keys: bool = False) -> Any:
+    """Remove pydantic's titles, its required keys, and the line breaks of docstrings."""
+    if isinstance(node, list):
+        return [_without_noise(item) for item in node]
+    if not isinstance(node, dict):
+        return node
+    if is_mapping_of_keys:
+        return {key: _without_noise(value) for key, value in node.items()}
+    kept = {}
+    for key, value in node.items():
+        if key == "title" or (key == "required" and node.get("title")):
+            continue
+        if key == "description":
+            value = _paragraphs(value)
+        elif key != "default":
+            value = _without_noise(value, key in ("properties", "$defs"))
+        kept[key] = value
+    return kept
+
+
+def _paragraphs(text: str) -> str:
+    """Return the paragraphs of a docstring, each on one line, without its Google-style sections."""
+    paragraphs = [" ".join(paragraph.split()) for paragraph in text.split("\n\n")]
+    return "\n\n".join(line for line in paragraphs if not line.startswith(DOCSTRING_SECTIONS))

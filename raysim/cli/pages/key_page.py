@@ -1,0 +1,180 @@
+"""`raysim list stages NAME`, and likewise for rules, nets, probes and sections: a page of keys."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from inspect import Parameter
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic_core import PydanticUndefined, to_jsonable_python
+from rich.table import Table
+
+from raysim.cli.base import print_table
+from raysim.cli.completion import PLACES
+from raysim.cli.pages.method_page import first_paragraph
+from raysim.cli.terminal import say
+from raysim.errors import ConfigError, did_you_mean
+
+KeyRow = dict[str, str]
+"""Name, default and meaning of a key."""
+
+LISTS = ("evaluate.probes", "local.upload")
+"""Keys whose values are lists, so that the keys of an entry have no path of their own."""
+
+TAGS = ("name", "unit")
+"""Keys that choose the kind of a section."""
+
+NO_DEFAULT = "(required)"
+"""The default of a key that must be set."""
+
+
+def key_page(listing: str, name: str) -> list[KeyRow]:
+    """Return the keys of one entry of a list.
+
+    Args:
+        listing: a key of `PLACES`.
+        name: name of the entry, or path.py:NAME.
+
+    Raises:
+        ConfigError: there is no such entry.
+    """
+    if listing == "models":
+        return _keys_of_net(name)
+    part = _part(listing, name)
+    from raysim.rules.methods.field_docs import field_docs
+
+    docs = field_docs(part)
+    prefix = _prefix(listing, name)
+    return [
+        {"key": prefix + key, "default": default, "what": docs.get(key, "")}
+        for key, default in _defaults(part).items()
+        if key not in TAGS
+    ]
+
+
+def print_keys(listing: str, name: str) -> None:
+    """Print the keys of one entry of a list, and how a configuration names it.
+
+    Args:
+        listing: a key of `PLACES`.
+        name: name of the entry, or path.py:NAME.
+    """
+    rows = key_page(listing, name)
+    facts = Table(show_header=False, box=None)
+    facts.add_row("name", name)
+    if text := first_paragraph(_part(listing, name)):
+        facts.add_row("what", text)
+    facts.add_row("set", _setting(listing, name, rows))
+    print_table(facts)
+    if not rows:
+        return
+    say()
+    table = Table("key", "default", "what", box=None)
+    for row in rows:
+        table.add_row(*row.values())
+    print_table(table)
+
+
+def _part(listing: str, name: str) -> Any:
+    """Return the class of an entry of a list, or the function that builds a net."""
+    from raysim.config import explain
+    from raysim.config.references import load_object
+    from raysim.engine import probes
+    from raysim.models import build
+    from raysim.rules.methods import registry
+    from raysim.rules.tasks.shipped_tasks import TASKS
+    from raysim.rules.upload_stages import STAGES
+
+    if listing == "models":
+        return build.find_factory(name)
+    if listing in ("clients", "servers"):
+        section = PLACES[listing]
+        return registry.find_rule(section, registry.full_reference(section, name))
+    if ":" in name:
+        part = load_object(name, f"list {listing}")
+        if not (isinstance(part, type) and dataclasses.is_dataclass(part)):
+            raise ConfigError(f"list {listing}: '{name}' is not a class with keys, a dataclass")
+        return part
+    parts: Mapping[str, Any]
+    match listing:
+        case "probes":
+            parts = {probe_name: probe for probe_name, probe, _ in probes.catalogue()}
+        case "tasks":
+            parts = TASKS
+        case "stages":
+            parts = STAGES
+        case _:
+            parts = explain.choices(PLACES[listing].rpartition(".")[2])
+    if name not in parts:
+        raise ConfigError(f"list {listing}: nothing called '{name}'{did_you_mean(name, parts)}")
+    return parts[name]
+
+
+def _defaults(part: Any) -> dict[str, str]:
+    """Return the defaults of a part's keys, as they are written in a configuration."""
+    if issubclass(part, BaseModel):
+        defaults = {
+            field.alias or key: field.get_default(call_default_factory=True)
+            for key, field in part.model_fields.items()
+        }
+    else:
+        defaults = {
+            field.name: field.default_factory()
+            if field.default_factory is not dataclasses.MISSING
+            else field.default
+            for field in dataclasses.fields(part)
+        }
+    return {key: _default(value) for key, value in defaults.items()}
+
+
+def _default(value: Any) -> str:
+    """Return a default as it is written in a configuration."""
+    if any(value is none for none in (PydanticUndefined, dataclasses.MISSING, Parameter.empty)):
+        return NO_DEFAULT
+    return value if isinstance(value, str) else json.dumps(to_jsonable_python(value, fallback=str))
+
+
+def _keys_of_net(name: str) -> list[KeyRow]:
+    """Return the keys of a net, with those that every net has."""
+    from raysim.models import build
+
+    keys = build.net_parameters(name)
+    docs = build.net_parameter_docs(name)
+    own = [(key, _default(parameter.default), docs.get(key, "")) for key, parameter in keys.items()]
+    common = [
+        (key, "null", what) for key, (_, what) in build.COMMON_KEYS.items() if key not in keys
+    ]
+    return [
+        {"key": f"model.{key}", "default": default, "what": what}
+        for key, default, what in (*own, *common)
+    ]
+
+
+def _prefix(listing: str, name: str) -> str:
+    """Return the path before the keys of an entry."""
+    place = PLACES[listing]
+    if place not in LISTS:
+        return f"{place}."
+    return f"{name}." if _is_a_key(listing, name) else ""
+
+
+def _is_a_key(listing: str, name: str) -> bool:
+    """Return whether the name of an entry is itself a key, such as `evaluate.forgetting`."""
+    from raysim.engine import probes
+
+    return listing == "probes" and name in probes.BUILT_IN_PROBES
+
+
+def _setting(listing: str, name: str, rows: list[KeyRow]) -> str:
+    """Return how a command line names an entry, with the keys that must be set."""
+    required = [row["key"].rpartition(".")[2] for row in rows if row["default"] == NO_DEFAULT]
+    keys = [f"{key}: …" for key in required]
+    if _is_a_key(listing, name):
+        return f"{name}={{{', '.join(keys)}}}"
+    tag = "unit" if listing == "privacy" else "name"
+    entry = f"{{{', '.join([f'{tag}: {name}', *keys])}}}"
+    place = PLACES[listing]
+    return f"{place}=[{entry}]" if place in LISTS else f"{place}={entry}"

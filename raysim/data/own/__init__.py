@@ -1,0 +1,1 @@
+"""Data sets that users give: functions, files and objects of Python."""

@@ -1,0 +1,265 @@
+"""The forms in which a user gives examples: pairs, mappings, data sets of torch and Hugging Face.
+
+These are read:
+
+- x, y, x_test, y_test in a row, or in a mapping with these keys;
+- a training and a test half in a row, or in a mapping with the keys train and test. A half is a
+  pair (x, y), a mapping with the keys x and y, a map-style torch data set, or a Hugging Face data
+  set with the columns x and y.
+
+A mapping may also have `users`, `users_test`, `public` and `classes`. The examples of a torch data
+set are pairs or mappings likewise. The entry `user` of a half or of an example is its user.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from raysim.data.class_names import Names, class_names
+from raysim.data.images import is_picture
+from raysim.data.own.arrays import ArrayReader, Sequences
+from raysim.data.own.read_again import first_changed
+from raysim.errors import ConfigError, did_you_mean, in_a_line
+from raysim.system.signals import reraise_stop
+
+logger = logging.getLogger("raysim")
+
+REQUIRED_ARRAYS = ("x", "y", "x_test", "y_test")
+"""Arrays of a data set."""
+
+OTHER_KEYS = ("users", "users_test", "public", "classes")
+"""Keys of a mapping beside those of the examples."""
+
+MAPPING_KEYS = (*REQUIRED_ARRAYS, "train", "test", *OTHER_KEYS)
+"""Keys of a mapping."""
+
+USER_KEYS = ("user", "users")
+"""Names of the users in a half or an example, which are the same."""
+
+Half = tuple[Any, Any, Any]
+"""x, y and users (None if there are none) of a half, or of an example."""
+
+
+class FormReader(ArrayReader):
+    """Takes examples apart, in whatever form they come."""
+
+    def halves(self, content: Any) -> tuple[Any, Any, dict[str, Any]]:
+        """Return the training examples, the test examples, and the other entries.
+
+        Args:
+            content: the user's examples, in one of the forms of the module's description.
+
+        Raises:
+            ConfigError: it has none of the known forms.
+        """
+        if isinstance(content, Mapping):
+            return self._of_mapping(content)
+        if isinstance(content, tuple | list) and len(content) == len(REQUIRED_ARRAYS):
+            return tuple(content[:2]), tuple(content[2:]), {}
+        if isinstance(content, tuple | list) and len(content) == 2:
+            if all(hasattr(part, "__array__") for part in content):
+                raise self.error(
+                    "x and y have no test half; keep some examples for it and give (x, y, x_test, "
+                    "y_test)"
+                )
+            return content[0], content[1], {}
+        type_name = type(content).__name__
+        if isinstance(content, tuple | list):
+            type_name += f" of {len(content)}"
+        raise self.error(
+            f"expected x, y, x_test, y_test, or a mapping of them, or a train and a test set; got "
+            f"a {type_name}"
+        )
+
+    def _of_mapping(self, content: Mapping[Any, Any]) -> tuple[Any, Any, dict[str, Any]]:
+        """Return both halves and the other entries of a mapping."""
+        surplus = [key for key in content if key not in MAPPING_KEYS]
+        for key in surplus:
+            if not _is_table(content[key]):
+                raise self.error(f"unknown key {key!r}{did_you_mean(str(key), MAPPING_KEYS)}")
+            logger.warning("%s: the split %r is not used", self.place, key)
+        others = {key: content[key] for key in OTHER_KEYS if key in content}
+        wanted = ("train", "test") if "train" in content else REQUIRED_ARRAYS
+        if missing := [key for key in wanted if key not in content]:
+            raise self.error(f"the mapping has no {' and no '.join(missing)}")
+        if doubled := [key for key in content if key not in (*wanted, *others, *surplus)]:
+            raise self.error(f"give either {doubled[0]} or {wanted[0]}")
+        if wanted == REQUIRED_ARRAYS:
+            x, y, x_test, y_test = (content[key] for key in wanted)
+            return (x, y), (x_test, y_test), others
+        return content["train"], content["test"], others
+
+    def half(self, half: Any, split: str) -> Half:
+        """Return x, y and users (None if there are none) of one half.
+
+        Args:
+            half: the half, in one of the known forms.
+            split: "training" or "test", for errors.
+
+        Raises:
+            ConfigError: it has another form, or a data set of the user fails.
+        """
+        if _is_table(half) and not _is_transformed(half):
+            return self._columns(half, split)
+        if isinstance(half, torch.utils.data.Dataset) or _is_table(half):
+            return self._examples(half, split)
+        if isinstance(half, Mapping):
+            return self._entries(half, f"the {split} half")
+        if isinstance(half, tuple | list) and len(half) == 2:
+            return half[0], half[1], None
+        type_name = type(half).__name__
+        if isinstance(half, tuple | list):
+            type_name += f" of {len(half)}"
+        raise self.error(
+            f"the {split} examples are a {type_name}; expected (x, y), a mapping of x and y, a "
+            "torch Dataset or a Hugging Face dataset"
+        )
+
+    def names(self, half: Any) -> Names:
+        """Return the names of the classes of one half, by number; () if it carries none.
+
+        Args:
+            half: the half, in one of the known forms.
+        """
+        is_data_set = isinstance(half, torch.utils.data.Dataset) or _is_table(half)
+        return class_names(half, self.place) if is_data_set else ()
+
+    def _entries(self, entries: Mapping[Any, Any], place: str) -> Half:
+        """Return x, y and user of a mapping."""
+        for key in entries:
+            if key not in ("x", "y", *USER_KEYS):
+                hint = did_you_mean(str(key), ("x", "y", "user"))
+                raise self.error(f"{place} has the unknown key {key!r}{hint}")
+        if missing := [key for key in ("x", "y") if key not in entries]:
+            raise self.error(f"{place} has no {' and no '.join(missing)}")
+        user = self._user_key(entries, f"{place} has")
+        return entries["x"], entries["y"], None if user is None else entries[user]
+
+    def _user_key(self, keys: Collection[Any], place: str) -> str | None:
+        """Return the key or column of the users; None if there is none."""
+        present = [key for key in USER_KEYS if key in keys]
+        if len(present) > 1:
+            raise self.error(f"{place} both {' and '.join(present)}; leave one out")
+        return present[0] if present else None
+
+    def _examples(self, half: Any, split: str) -> Half:
+        """Return the stacked examples of a map-style data set."""
+        if isinstance(half, torch.utils.data.IterableDataset):
+            raise self._no_length(split)
+        if type(half) is torch.utils.data.TensorDataset and len(half.tensors) == 2:
+            return *half.tensors, None
+        try:
+            n = len(half)
+        except BaseException as error:
+            reraise_stop(error)
+            raise self.error(
+                f"the {split} examples have no length ({in_a_line(error)}); define __len__"
+            ) from None
+
+        def read(k: int) -> Half:
+            return self._example(half, k, f"{split} example {k}")
+
+        examples = [read(k) for k in range(n)]
+        if (k := first_changed(read, examples)) is not None:
+            raise self.error(
+                f"{split} example {k} differs when it is read again, as with a random transform, "
+                "but each example is read once, for all rounds; leave the transform out, and set "
+                "data.augment=true to crop and mirror uint8 images anew for each use"
+            )
+        x, y = (
+            self._stacked([example[i] for example in examples], name, split)
+            for i, name in enumerate("xy")
+        )
+        users = [user for _, _, user in examples if user is not None]
+        if users and len(users) < n:
+            raise self.error(f"only {len(users)} of the {n} {split} examples have a user")
+        users = [u.tolist() if isinstance(u, torch.Tensor | np.generic) else u for u in users]
+        return x, y, users or None
+
+    def _example(self, half: Any, k: int, place: str) -> Half:
+        """Return x, y and user of one example of a torch data set."""
+        try:
+            example = half[k]
+        except BaseException as error:
+            reraise_stop(error)
+            raise self.error(f"{place} fails: {in_a_line(error)}") from None
+        if isinstance(example, Mapping):
+            if _is_table(half):  # its other columns are not used
+                example = {key: example[key] for key in ("x", "y", *USER_KEYS) if key in example}
+            return self._entries(example, place)
+        if isinstance(example, tuple | list) and len(example) == 2:
+            return *example, None
+        type_name = type(example).__name__
+        if isinstance(example, tuple | list):
+            type_name += f" of {len(example)}"
+        raise self.error(
+            f"{place} is a {type_name}; expected a pair (x, y), or a mapping that names its "
+            "entries: x, y and user"
+        )
+
+    def _stacked(self, rows: list[Any], name: str, split: str) -> np.ndarray | Sequences:
+        """Return the x or the y of all examples."""
+        if rows and all(map(is_picture, rows)):
+            return self.pictures(rows, f"{name} of the {split} examples")
+        arrays = [self.array(row, f"{name} of {split} example {k}") for k, row in enumerate(rows)]
+        lists = [k for k, array in enumerate(arrays) if isinstance(array, list)]
+        if lists:
+            raise self.error(f"{name} of {split} example {lists[0]} has rows of different lengths")
+        return self.stacked(arrays, f"{name} of the {split} examples")  # pyright: ignore[reportArgumentType]
+
+    def _columns(self, half: Any, split: str) -> Half:
+        """Return the columns x, y and user (None without it) of a Hugging Face data set."""
+        if not hasattr(half, "__len__"):
+            raise self._no_length(split)
+        names = list(half.column_names)
+        if missing := [name for name in ("x", "y") if name not in names]:
+            raise self.error(
+                f"the {split} examples have no column {' and no '.join(missing)} but "
+                f"{', '.join(names)}; rename them with rename_column"
+            )
+        user = self._user_key(names, f"the {split} examples have")
+        return (
+            read_column(half, "x"),
+            read_column(half, "y"),
+            None if user is None else read_column(half, user),
+        )
+
+    def _no_length(self, split: str) -> ConfigError:
+        """Return the error for a stream of examples."""
+        return self.error(
+            f"the {split} examples are an IterableDataset, which has no length; give a map-style "
+            "Dataset, or arrays"
+        )
+
+
+def read_column(half: Any, name: str) -> Any:
+    """Return a column of a Hugging Face data set: numbers in their own type, or images of Pillow.
+
+    Args:
+        half: the data set.
+        name: the column.
+    """
+    feature = half.features[name]
+    if type(feature).__name__ == "Image" and feature.decode:
+        return list(half.with_format(None)[name])
+    while hasattr(feature, "feature"):  # of a list
+        feature = feature.feature
+    # Without a type, floats of 64 bits would become floats of 32.
+    is_double = getattr(feature, "dtype", "") in ("float64", "double")
+    table = half.with_format("numpy", **({"dtype": np.float64} if is_double else {}))
+    return table[name][:]
+
+
+def _is_transformed(table: Any) -> bool:
+    """Return whether a Hugging Face data set has a transform, of `set_transform`."""
+    return table.format["type"] == "custom" if hasattr(table, "format") else False
+
+
+def _is_table(value: Any) -> bool:
+    """Return whether an object is a Hugging Face data set."""
+    return hasattr(value, "column_names") and hasattr(value, "with_format")

@@ -1,0 +1,199 @@
+"""Partitions that are given: index lists from a file, or from a user's function."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from raysim.config.sections.data import OwnPartition
+from raysim.config.users_function import call_function
+from raysim.data.own.npz import read_arrays
+from raysim.data.own.stored import is_stored, stored_arrays
+from raysim.errors import ConfigError
+from raysim.system.json_files import parsed
+
+IndexLists = tuple[np.ndarray, np.ndarray]
+"""The `indices` and `offsets` of `raysim.data.Clients`."""
+
+
+def read_partition(path: Path, n: int) -> IndexLists:
+    """Read a partition from a file; the order of the indices is kept.
+
+    Args:
+        path: a JSON list of index lists, or an .npz file of `indices` and `offsets`.
+        n: number of training examples.
+
+    Raises:
+        ConfigError: the file cannot be read, or its indices are wrong.
+    """
+    try:
+        if path.suffix == ".npz":
+            advice = "save the integer arrays indices and offsets with np.savez"
+            arrays = read_arrays(path, "partition.path", ("indices", "offsets"), (), advice)
+            indices, offsets = map(_whole_numbers, (arrays["indices"], arrays["offsets"]))
+        else:
+            lists = [_whole_numbers(entry) for entry in parsed(path.read_bytes(), list)]
+            indices = np.concatenate([np.empty(0, dtype=np.int64), *lists])
+            offsets = np.cumsum([0, *map(len, lists)])
+    except OSError as error:
+        raise ConfigError(
+            f"partition.path: {path} cannot be read: {error.strerror or error}"
+        ) from None
+    except (ValueError, TypeError) as error:
+        raise ConfigError(
+            f"partition.path: {path} is neither a JSON list of lists of indices nor an .npz of the "
+            f"integer arrays indices and offsets: {error}"
+        ) from None
+    if (
+        len(offsets) < 2
+        or offsets[0] != 0
+        or offsets[-1] != len(indices)
+        or (np.diff(offsets) < 0).any()
+    ):
+        raise ConfigError(
+            f"partition.path: {path}: offsets must rise from 0 to the number of indices, "
+            f"{len(indices)}"
+        )
+    # A partition from Python is in a file that the user does not know.
+    place = "partition" if is_stored(path) else f"partition.path: {path}"
+    _check_indices(indices, offsets, n, place)
+    return indices, offsets
+
+
+def divide_by_function(p: OwnPartition, y: np.ndarray, rng: np.random.Generator) -> IndexLists:
+    """Divide the examples by a user's function; the order of the indices is kept.
+
+    Args:
+        p: the section `partition`, which names the function.
+        y: the targets of the training examples, [n, ...].
+        rng: the generator that the function gets.
+
+    Raises:
+        ConfigError: the function fails, or what it returns is no partition.
+    """
+    place = f"partition.name: {p.name}"
+    returned = call_function("partition", p.name, p.parameters, y.copy(), p.clients, rng)
+    try:
+        lists = [_whole_numbers(entry) for entry in returned]
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{place} returned a {type(returned).__name__}; return a list with the positions of "
+            f"each client's examples: {error}"
+        ) from None
+    if len(lists) != p.clients:
+        raise ConfigError(
+            f"{place} returned {len(lists)} clients; partition.clients is {p.clients}"
+        )
+    indices = np.concatenate([np.empty(0, dtype=np.int64), *lists])
+    offsets = np.cumsum([0, *map(len, lists)])
+    _check_indices(indices, offsets, len(y), place, p.overlap)
+    return indices, offsets
+
+
+def is_lists(value: Mapping[Any, Any]) -> bool:
+    """Return whether a mapping holds index lists by client, and not the keys of a section.
+
+    Args:
+        value: a mapping that was given as `partition`.
+    """
+    no_lists = (str, int, float, Mapping, type(None))
+    return bool(value) and not any(isinstance(entry, no_lists) for entry in value.values())
+
+
+def store_partition(lists: Sequence[Any] | Mapping[Any, Any]) -> dict[str, Any]:
+    """Write a partition that was given from Python to a file that is named after its content.
+
+    Args:
+        lists: for each client the positions of its examples in the training half; a mapping has
+            the clients 0 to N - 1.
+
+    Returns:
+        The section `partition` that reads it.
+
+    Raises:
+        ConfigError: an entry is not a list of positions, an example occurs twice, or the file
+            cannot be written.
+    """
+    if isinstance(lists, Mapping):
+        lists = _in_order(lists)
+    clients = []
+    for k, entry in enumerate(lists):
+        try:
+            clients.append(_whole_numbers(entry))
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"partition: expected the positions of client {k}'s examples: {error}"
+            ) from None
+    indices = np.concatenate([np.empty(0, dtype=np.int64), *clients])
+    offsets = np.cumsum([0, *map(len, clients)])
+    _check_indices(indices, offsets, None, "partition")
+    path = stored_arrays("partition", {"indices": indices, "offsets": offsets})
+    return {"name": "file", "path": str(path)}
+
+
+def _in_order(lists: Mapping[Any, Any]) -> list[Any]:
+    """Return the index lists of a mapping in the order of the clients' numbers."""
+    numbers = [key for key in lists if isinstance(key, int | np.integer)]
+    if sorted(numbers) != list(range(len(lists))):
+        raise ConfigError(
+            f"partition: a mapping of index lists has the clients 0 to {len(lists) - 1} as keys, "
+            f"this one has {', '.join(map(repr, list(lists)[:5]))}; give list(partition.values())"
+        )
+    return [lists[client] for client in range(len(lists))]
+
+
+def _check_indices(
+    indices: np.ndarray, offsets: np.ndarray, n: int | None, place: str, overlap: bool = False
+) -> None:
+    """Refuse indices that are no examples, and examples that occur twice.
+
+    Args:
+        indices: the clients' examples, as in `Clients`.
+        offsets: the bounds of the clients.
+        n: number of examples; None: not yet known.
+        place: key and source, with which errors begin.
+        overlap: whether clients may share examples. No client has one twice.
+    """
+    if not len(indices):
+        raise ConfigError(f"{place}: no client has an example")
+    client = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
+    outside = indices < 0 if n is None else (indices < 0) | (indices >= n)
+    if (wrong := np.flatnonzero(outside)).size:
+        k = wrong[0]
+        last = "n - 1" if n is None else n - 1
+        raise ConfigError(
+            f"{place}: client {client[k]} has example {indices[k]}, outside 0 to {last}"
+        )
+    order = np.lexsort((client, indices))
+    repeated = np.diff(indices[order]) == 0
+    if overlap:
+        repeated &= np.diff(client[order]) == 0
+    if (twice := np.flatnonzero(repeated)).size:
+        first, second = order[twice[0]], order[twice[0] + 1]
+        if client[first] == client[second]:
+            conflict = "twice"
+        else:
+            conflict = (
+                f"which is also client {client[first]}'s; clients share examples if a function "
+                "(path.py:FUNCTION) returns the lists and partition.overlap is true"
+            )
+        raise ConfigError(
+            f"{place}: client {client[second]} has example {indices[second]} {conflict}"
+        )
+
+
+def _whole_numbers(entry: Any) -> np.ndarray:
+    """Return one-dimensional integers as int64; raise `ValueError` for anything else."""
+    if np.ma.is_masked(entry):
+        raise ValueError("expected whole numbers in a row, found masked ones")
+    values = np.asarray(entry)
+    if values.ndim == 1 and values.dtype.kind == "b":
+        raise ValueError("expected whole numbers, found true and false; take np.flatnonzero of it")
+    if values.ndim != 1 or (values.size and values.dtype.kind not in "iu"):
+        raise ValueError(
+            f"expected whole numbers in a row, found {values.dtype} of shape {values.shape}"
+        )
+    return values.astype(np.int64)

@@ -1,0 +1,1 @@
+"""Data sets that raysim reads by name, and formats of files."""

@@ -1,0 +1,388 @@
+"""Files of other benchmarks with training and test examples for each client: LEAF and PFLlib.
+
+Both have a folder `train` and a folder `test`. LEAF (Caldas 2018) writes JSON files with several
+users each: {"users": [name, ...], "num_samples": [n, ...], "user_data": {name: {"x": [...],
+"y": [...]}}}. PFLlib (Zhang 2023) writes an .npz file for each client, named by its number, whose
+only entry `data` is a pickled mapping of x and y; arrays x and y are read as well. Its config.json
+has the number of classes.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import pickle
+import re
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from raysim.config.sections.data import Data
+from raysim.data.dataset import Dataset
+from raysim.data.own.reading import make_dataset
+from raysim.errors import ConfigError, in_a_line
+
+logger = logging.getLogger("raysim")
+
+LEAF_LAYOUT = "train/ and test/, each with .json files of users, num_samples and user_data"
+"""What the folder of LEAF's files holds, for messages."""
+
+PFLLIB_LAYOUT = "train/ and test/, each with a file N.npz for each client N"
+"""What the folder of PFLlib's files holds, for messages."""
+
+LEAF_LETTERS = "\n !\"&'(),-.0123456789:;>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcdefghijklmnopqrstuvwxyz}"
+"""The characters of LEAF's Shakespeare in the order of their numbers; others share one more."""
+
+NUMPY_ARRAYS = {
+    ("numpy", "ndarray"),
+    ("numpy", "dtype"),
+    ("numpy.core.multiarray", "_reconstruct"),
+    ("numpy.core.multiarray", "scalar"),
+    ("numpy.core.numeric", "_frombuffer"),
+    ("_codecs", "encode"),
+}
+"""Functions and classes that a pickle of arrays may use, with their modules in NumPy 1."""
+
+
+class Client(NamedTuple):
+    """Examples of one client in one half."""
+
+    user: str | int
+    """Name or number of the client."""
+    x: np.ndarray
+    """Inputs, [n, ...]."""
+    y: np.ndarray
+    """Targets, [n]."""
+    declared_n: int | None = None
+    """Number of examples that the file declares; None: it declares none."""
+
+
+Read = Callable[[Path], Iterator[Client]]
+"""Yields the clients of a file."""
+
+
+def load_leaf(data: Data) -> Dataset:
+    """Load the files of LEAF, with numbers or, as Shakespeare has, strings as inputs.
+
+    Strings become token numbers [n, T] and the next character a label. With `data.size`, inputs of
+    size² numbers become images [1, size, size], as FEMNIST needs with 28.
+
+    Args:
+        data: the section `data`.
+
+    Raises:
+        ConfigError: the path is missing, or its files cannot be used.
+    """
+    return _load(data, _folder(data, LEAF_LAYOUT), "*.json", _leaf_clients)
+
+
+def load_pfllib(data: Data) -> Dataset:
+    """Load the files of PFLlib, a training and a test file for each client.
+
+    Args:
+        data: the section `data`.
+
+    Raises:
+        ConfigError: the path or a client's training file is missing, or the files cannot be used.
+    """
+    folder = _folder(data, PFLLIB_LAYOUT)
+    _refuse_gaps(folder)
+    return _load(data, folder, "*.npz", _pfllib_clients)
+
+
+def _folder(data: Data, layout: str) -> Path:
+    """Return the folder `data.path`; refuse one without train/ and test/."""
+    if data.path is None:
+        raise ConfigError(
+            f"data.path: missing; data.name={data.name} needs the folder that holds {layout}"
+        )
+    folder = Path(data.path).expanduser()
+    for needed in (folder, folder / "train", folder / "test"):
+        if not needed.is_dir():
+            raise ConfigError(
+                f"data.path: there is no folder {needed}; data.name={data.name} needs the folder "
+                f"that holds {layout}"
+            )
+    return folder
+
+
+def _load(data: Data, folder: Path, pattern: str, read: Read) -> Dataset:
+    """Load the files of both halves; each client is a natural user with its own test examples."""
+    content: dict[str, Any] = {}
+    users: dict[str, list[str | int]] = {}
+    for half in ("train", "test"):
+        clients = _clients(folder / half, pattern, read)
+        users[half] = [client.user for client in clients]
+        content[half] = {
+            "x": _sized(_joined([client.x for client in clients], "x", folder / half), data.size),
+            "y": _joined([client.y for client in clients], "y", folder / half),
+            "user": np.repeat(
+                [client.user for client in clients], [len(client.y) for client in clients]
+            ),
+        }
+    with_test = set(users["test"])
+    if without := [user for user in users["train"] if user not in with_test]:
+        logger.warning(
+            "data.path: in %s, %d of %d clients have no test examples, such as client %s",
+            folder / "test",
+            len(without),
+            len(users["train"]),
+            without[0],
+        )
+    if is_text(content["train"]["y"]):
+        content["classes"] = _letters_as_numbers(content)
+    elif (n_classes := _declared_classes(folder / "config.json")) is not None:
+        content["classes"] = n_classes
+    return make_dataset(folder.resolve().name, content, f"data.path: {folder}")
+
+
+def _clients(folder: Path, pattern: str, read: Read) -> list[Client]:
+    """Return the clients of all files in a folder, without those that have no examples."""
+    files = sorted(folder.glob(pattern))
+    if not files:
+        raise ConfigError(f"data.path: {folder} has no {pattern[1:]} files")
+    clients: dict[str | int, Client] = {}
+    for file in files:
+        try:
+            for client in read(file):
+                place = f"data.path: {file}: client '{client.user}'"
+                if client.user in clients:
+                    raise ConfigError(f"{place} occurs twice in {folder.name}/")
+                if client.x.shape[:1] != client.y.shape[:1] or client.y.ndim < 1:
+                    raise ConfigError(
+                        f"{place} has x of shape {list(client.x.shape)} and y of shape "
+                        f"{list(client.y.shape)}; give as many targets as inputs"
+                    )
+                if client.declared_n not in (None, len(client.y)):
+                    raise ConfigError(
+                        f"{place} has {len(client.y)} examples, but num_samples is "
+                        f"{client.declared_n}; correct the one that is wrong"
+                    )
+                clients[client.user] = client
+        except OSError as error:
+            raise ConfigError(
+                f"data.path: {file} cannot be read: {error.strerror or in_a_line(error)}"
+            ) from None
+    with_examples = [client for client in clients.values() if len(client.y)]
+    if not with_examples:
+        raise ConfigError(f"data.path: the files in {folder} have no examples")
+    return with_examples
+
+
+def _joined(parts: list[np.ndarray], name: str, folder: Path) -> np.ndarray:
+    """Return the arrays of all clients as one; they have to be of one shape and kind."""
+    kinds = {(part.shape[1:], is_text(part)) for part in parts}
+    if len(kinds) > 1:
+        shapes = " and ".join(sorted(str(list(shape)) for shape, _ in kinds)[:2])
+        raise ConfigError(
+            f"data.path: in {folder} {name} differs between clients: shapes {shapes}, or text and "
+            "numbers"
+        )
+    return np.concatenate(parts)
+
+
+def _sized(x: np.ndarray, size: int | None) -> np.ndarray:
+    """Return rows of size² numbers as images [n, 1, size, size]; without a size, x as it is."""
+    if size is None:
+        return x
+    if x.shape[1:] != (size * size,):
+        raise ConfigError(
+            f"data.size: {size} is for inputs of {size * size} numbers, these are "
+            f"{list(x.shape[1:])}; leave it out"
+        )
+    return x.reshape(-1, 1, size, size)
+
+
+def _declared_classes(file: Path) -> int | None:
+    """Return the number of classes that a config.json names; None without it."""
+    if not file.is_file():
+        return None
+    content = _read_json(file)
+    n_classes = content.get("num_classes") if isinstance(content, Mapping) else None
+    return n_classes if type(n_classes) is int and n_classes > 0 else None
+
+
+def _read_json(file: Path) -> Any:
+    """Return the content of a JSON file."""
+    try:
+        return json.loads(file.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"data.path: {file} is not JSON: {in_a_line(error)}") from None
+
+
+# -- LEAF -----------------------------------------------------------------------------------------
+
+
+def _leaf_clients(file: Path) -> Iterator[Client]:
+    """Yield the users of one of LEAF's files."""
+    content = _read_json(file)
+    users = content.get("user_data") if isinstance(content, Mapping) else None
+    if not isinstance(users, Mapping):
+        raise ConfigError(
+            f"data.path: {file} is no file of LEAF; expected a mapping with users and user_data"
+        )
+    declared = _declared_numbers(content, file)
+    for user, n in declared.items():
+        if n and user not in users:
+            raise ConfigError(
+                f"data.path: {file}: client '{user}' has no examples, but num_samples is {n}; "
+                "correct the one that is wrong"
+            )
+    for user, examples in users.items():
+        if not isinstance(examples, Mapping) or not {"x", "y"} <= set(examples):
+            raise ConfigError(f"data.path: {file}: client '{user}' has no x and y")
+        try:
+            x, y = (_compact(np.asarray(examples[key])) for key in ("x", "y"))
+        except ValueError:
+            raise ConfigError(
+                f"data.path: {file}: client '{user}' has rows of different lengths; give a "
+                "function that pads them, as data=path.py:FUNCTION"
+            ) from None
+        if is_text(x) and not (x.ndim == y.ndim == 1 and is_text(y) and _are_letters(y)):
+            raise ConfigError(
+                f"data.path: {file}: client '{user}' has texts as x; those of Shakespeare, with "
+                "the next character as y, are read; for others give a function that turns them "
+                "into numbers, as data=path.py:FUNCTION"
+            )
+        yield Client(user, x, y, declared.get(user))
+
+
+def _declared_numbers(content: Mapping[str, Any], file: Path) -> dict[str, Any]:
+    """Return `num_samples` by user; {} if a file has none."""
+    users, numbers = content.get("users"), content.get("num_samples")
+    if numbers is None:
+        return {}
+    if not (isinstance(users, list) and isinstance(numbers, list) and len(users) == len(numbers)):
+        raise ConfigError(
+            f"data.path: {file}: users and num_samples are not lists of one length; give one "
+            "number for each user, or leave num_samples out"
+        )
+    return dict(zip(map(str, users), numbers, strict=True))
+
+
+def _compact(array: np.ndarray) -> np.ndarray:
+    """Return the float64 of JSON as float32, as LEAF's models get them."""
+    return array.astype(np.float32) if array.dtype == np.float64 else array
+
+
+def is_text(array: np.ndarray) -> bool:
+    """Return whether an array has texts.
+
+    Args:
+        array: any array.
+    """
+    return array.dtype.kind == "U"
+
+
+def _are_letters(y: np.ndarray) -> bool:
+    """Return whether all texts are of one character."""
+    return bool((np.char.str_len(y) == 1).all())
+
+
+def _letters_as_numbers(content: dict[str, Any]) -> int:
+    """Turn texts into numbers of characters, in both halves, and return how many there are.
+
+    Characters that LEAF does not know have one number together, if there are any.
+    """
+    number = {letter: k for k, letter in enumerate(LEAF_LETTERS)}
+    other = len(LEAF_LETTERS)
+    classes = other
+    for half in content.values():
+        for key in ("x", "y"):
+            texts = half[key].tolist()
+            lengths = {len(text) for text in texts}
+            if len(lengths) > 1:
+                raise ConfigError(
+                    f"data.path: the texts have {min(lengths)} to {max(lengths)} characters; give "
+                    "texts of one length"
+                )
+            numbers = [[number.get(letter, other) for letter in text] for text in texts]
+            half[key] = np.array(numbers, dtype=np.int64)
+            classes = max(classes, int(half[key].max()) + 1)
+        half["y"] = half["y"][:, 0]
+    return classes
+
+
+# -- PFLlib ---------------------------------------------------------------------------------------
+
+
+class _ArraysOnly(pickle.Unpickler):
+    """Reads pickled arrays, and refuses everything that could run code."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return a function of NumPy that a pickled array needs."""
+        before_2 = module.replace("numpy._core", "numpy.core")
+        if (before_2, name) not in NUMPY_ARRAYS:
+            raise pickle.UnpicklingError(f"it holds a {module}.{name}, and only arrays are read")
+        return super().find_class(before_2.replace("numpy.core", "numpy._core"), name)
+
+
+def _number(file: Path) -> int:
+    """Return the number of the client by which a file is named."""
+    number = re.search(r"\d+$", file.stem)
+    if number is None:
+        raise ConfigError(f"data.path: {file} is not named by a client's number, as 0.npz")
+    return int(number[0])
+
+
+def _refuse_gaps(folder: Path) -> None:
+    """Refuse a folder that lacks the training file of a client between the first and the last."""
+    files = {
+        half: {_number(file): file for file in sorted((folder / half).glob("*.npz"))}
+        for half in ("train", "test")
+    }
+    numbers = files["train"].keys() | files["test"].keys()
+    if not files["train"]:
+        return  # refused where they are read
+    for number in range(min(numbers), max(numbers) + 1):
+        if number not in files["train"]:
+            example = next(iter(files["train"].values()))
+            missing = example.with_stem(re.sub(r"\d+$", str(number), example.stem))
+            raise ConfigError(
+                f"data.path: there is no file {missing}, the training examples of client {number}; "
+                "copy it there, or number the files without gaps"
+            )
+
+
+def _pfllib_clients(file: Path) -> Iterator[Client]:
+    """Yield the client of one of PFLlib's files."""
+    number = _number(file)
+    try:
+        if not zipfile.is_zipfile(file):  # NumPy would take it for another kind of file
+            raise zipfile.BadZipFile("it is no zip archive, or a part of one")
+        with open(file, "rb") as archive, np.load(archive, allow_pickle=False) as arrays:
+            if {"x", "y"} <= set(arrays.files):
+                content: Any = {key: arrays[key] for key in ("x", "y")}
+            else:
+                content = _pickled(file)
+    except (ValueError, EOFError, KeyError, zipfile.BadZipFile, pickle.UnpicklingError) as error:
+        raise ConfigError(f"data.path: {file} is no file of PFLlib: {in_a_line(error)}") from None
+    if not isinstance(content, Mapping) or not {"x", "y"} <= set(content):
+        raise ConfigError(f"data.path: {file} has no x and y")
+    try:
+        x, y = (np.asarray(content[key]) for key in ("x", "y"))
+    except ValueError:
+        raise ConfigError(
+            f"data.path: {file} has rows of different shapes; give a function that pads them, as "
+            "data=path.py:FUNCTION"
+        ) from None
+    yield Client(number, x, y)
+
+
+def _pickled(file: Path) -> Any:
+    """Return the object in the entry `data` of an .npz file, made of arrays only."""
+    with zipfile.ZipFile(file) as archive, archive.open("data.npy") as member:
+        version = np.lib.format.read_magic(member)
+        read_header = (
+            np.lib.format.read_array_header_1_0
+            if version == (1, 0)
+            else np.lib.format.read_array_header_2_0
+        )
+        *_, dtype = read_header(member)
+        if not dtype.hasobject:
+            raise ValueError("its entry data is one array, and not a mapping of x and y")
+        array = _ArraysOnly(member).load()
+    return array.item() if isinstance(array, np.ndarray) and array.ndim == 0 else array

@@ -1,0 +1,166 @@
+"""Data sets of Hugging Face (`data.name: hf`): of the hub, or of a folder."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from raysim.config.sections.data import HuggingFace
+from raysim.data.class_names import column_names, in_names_order
+from raysim.data.dataset import Dataset
+from raysim.data.images import as_squares, common_mode, common_side, import_torchvision
+from raysim.data.own.forms import read_column
+from raysim.data.own.reading import make_dataset
+from raysim.errors import ConfigError, did_you_mean, in_a_line
+from raysim.system.signals import reraise_stop
+
+HUB_NAME = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
+"""A name on the hub, with or without its owner."""
+
+SAVED_FILES = ("dataset_dict.json", "state.json")
+"""Files that tell a folder made by `save_to_disk`."""
+
+
+def from_hugging_face(data: HuggingFace) -> Dataset:
+    """Load a data set of Hugging Face.
+
+    Images become squares if they differ in size or `data.size` is set.
+
+    Args:
+        data: the section `data`, which names the data set, its splits and its columns.
+
+    Raises:
+        ConfigError: the package is missing, the data set cannot be read, there is no such split or
+            column, or the examples cannot be used.
+    """
+    splits = _load_splits(data)
+    train, test = (_pick(splits, data, key) for key in ("train", "test"))
+    columns = {"x": data.x, "y": data.y} | ({"user": data.user} if data.user else {})
+    for key, column in columns.items():
+        _check_column(train, data, key, column, data.train)
+        if key != "user":
+            _check_column(test, data, key, column, data.test)
+    place = f"data.path: {data.path}"
+    y, y_test = (read_column(half, data.y) for half in (train, test))
+    names, names_test = (column_names(half, data.y) for half in (train, test))
+    y_test = in_names_order(y_test, names, names_test, place)
+    x, x_test = _inputs(train, test, data)
+    content: dict[str, Any] = {"train": (x, y), "test": (x_test, y_test)}
+    if data.user:
+        content["users"] = read_column(train, data.user)
+        if data.user in test.column_names:
+            content["users_test"] = read_column(test, data.user)
+    if names and np.ndim(y[0]) == 0 and min(y) >= 0:
+        content["classes"] = names
+    return make_dataset(Path(data.path).name, content, place)
+
+
+def _package() -> ModuleType:
+    """Return the package datasets; raise ConfigError if it is missing."""
+    import_torchvision()  # datasets imports it, and its operators may not load
+    try:
+        package = importlib.import_module("datasets")
+    except ImportError:
+        package = None
+    if package is None or not hasattr(package, "load_from_disk"):  # a user's folder of this name
+        raise ConfigError(
+            "data.name: 'hf' needs the package datasets, which is not installed; run pip install "
+            "'raysim[hf]'"
+        )
+    return package
+
+
+def _load_splits(data: HuggingFace) -> dict[str, Any]:
+    """Return the splits by name."""
+    datasets = _package()
+    place = f"data.path: {data.path}"
+    folder = Path(data.path).expanduser()
+    saved = [name for name in SAVED_FILES if (folder / name).is_file()]
+    if folder.is_file():
+        raise ConfigError(f"{place} is a file; give the folder that holds it")
+    if not folder.is_dir() and not HUB_NAME.fullmatch(data.path):
+        raise ConfigError(f"{place} is neither a folder nor a name on the Hugging Face hub")
+    if saved and data.config is not None:
+        raise ConfigError(
+            f"data.config: {data.path} is a folder made by save_to_disk, which has no "
+            "configurations; leave it out"
+        )
+    try:
+        if saved:
+            splits = datasets.load_from_disk(str(folder))
+        else:
+            path = str(folder) if folder.is_dir() else data.path
+            splits = datasets.load_dataset(path, data.config)
+    except BaseException as error:
+        reraise_stop(error)
+        reason = in_a_line(error)
+        if isinstance(error, ValueError) and re.search(r"\bconfig|BuilderConfig", reason):
+            raise ConfigError(f"data.config: {data.path}: {reason}") from None
+        raise ConfigError(f"{place} cannot be read: {reason}") from None
+    if not isinstance(splits, dict):
+        raise ConfigError(
+            f"{place} holds one data set without splits; save a DatasetDict with the splits "
+            f"{data.train} and {data.test} (train_test_split makes one)"
+        )
+    return splits
+
+
+def _pick(splits: dict[str, Any], data: HuggingFace, key: str) -> Any:
+    """Return the split that data.train or data.test names."""
+    name = getattr(data, key)
+    if name not in splits:
+        raise ConfigError(
+            f"data.{key}: {data.path} has no split '{name}'{did_you_mean(name, splits)}"
+        )
+    return splits[name]
+
+
+def _check_column(half: Any, data: HuggingFace, key: str, column: str, split: str) -> None:
+    """Raise ConfigError if a split lacks a column, or if x or y is a text."""
+    names = half.column_names
+    place = f"data.{key}: the split {split} of {data.path}"
+    if column not in names:
+        raise ConfigError(f"{place} has no column '{column}'{did_you_mean(column, names)}")
+    if key != "user" and getattr(half.features[column], "dtype", "") in ("string", "large_string"):
+        fix = "turn it into lists of token numbers" if key == "x" else "use class_encode_column"
+        raise ConfigError(f"{place} has texts in its column '{column}'; {fix} and save_to_disk")
+
+
+def _inputs(train: Any, test: Any, data: HuggingFace) -> tuple[Any, Any]:
+    """Return the inputs of both halves; images are uint8 [n, H, W] or [n, H, W, C]."""
+    if not hasattr(train[0][data.x] if len(train) else None, "convert"):
+        if data.size is not None:
+            raise ConfigError(f"data.size: the column '{data.x}' of {data.path} holds no images")
+        return read_column(train, data.x), read_column(test, data.x)
+    halves = [
+        _images(half, data, split) for half, split in ((train, data.train), (test, data.test))
+    ]
+    places, places_test = (
+        [f"data.x: example {k} of the split {split} of {data.path}" for k in range(len(half))]
+        for split, half in zip((data.train, data.test), halves, strict=True)
+    )
+    side = common_side(halves[0], halves[1], data.size)
+    mode = common_mode([*halves[0], *halves[1]], [*places, *places_test])
+    x = as_squares(halves[0], side, mode, places)
+    return x, as_squares(halves[1], side, mode, places_test)
+
+
+def _images(half: Any, data: HuggingFace, split: str) -> list[Any]:
+    """Return the decoded images of a split."""
+    images = []
+    for k in range(len(half)):
+        try:
+            image = half[k][data.x]
+            image.load()
+        except Exception as error:  # a damaged image may raise nearly anything
+            raise ConfigError(
+                f"data.x: example {k} of the split {split} of {data.path} cannot be read as an "
+                f"image: {in_a_line(error)}"
+            ) from None
+        images.append(image)
+    return images

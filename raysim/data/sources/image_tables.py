@@ -1,0 +1,166 @@
+"""Images of natural users that CSV files name (`data.name: users`)."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from raysim.config.sections.data import Data
+from raysim.data.dataset import IMAGENET_GREY_MEAN_STD, IMAGENET_MEAN_STD, Dataset, normalise
+from raysim.data.images import cached, common_form, decode_images
+from raysim.data.own.natural_users import number_users
+from raysim.errors import ConfigError
+
+FORMAT = (
+    "one CSV file with the columns user,image,class,split (split is train or test), or a folder "
+    "with train.csv (user,image,class) and test.csv (image,class, and user for each user's own "
+    "test); images are paths from the CSV file's folder"
+)
+"""The tables that are read, for errors."""
+
+COLUMNS = ("image", "class", "user", "split")
+"""Columns that are read, if a table has them."""
+
+
+class ImageRow(NamedTuple):
+    """An image that a CSV file names, and where it does."""
+
+    path: Path
+    label: str
+    user: str
+    split: str
+    place: str
+
+
+def load_users(data: Data) -> Dataset:
+    """Load images of natural users; two tables have the format of Landmarks-User-160k (Hsu 2020).
+
+    Args:
+        data: the section `data`.
+
+    Raises:
+        ConfigError: the path is missing, or its tables or images cannot be used.
+    """
+    if data.path is None:
+        raise ConfigError(f"data.path: missing; data.name=users needs {FORMAT}")
+    path = Path(data.path).expanduser()
+    train, test = _rows_of_file(path) if path.is_file() else _rows_of_folder(path)
+    folder = path.parent if path.is_file() else path
+    classes = sorted({row.label for row in train})
+    label = {name: k for k, name in enumerate(classes)}
+    for row in test:
+        if row.label not in label:
+            raise ConfigError(f"{row.place}: class '{row.label}' has no training image")
+    test_has_users = any(row.user for row in test)
+    for row in test if test_has_users else ():
+        if not row.user:
+            raise ConfigError(f"{row.place}: no user, but other test images have one")
+
+    def decode() -> list[np.ndarray]:
+        form = common_form([row.path for row in train], data.size, (row.place for row in train))
+        return [
+            decode_images((row.path for row in half), *form, (row.place for row in half))
+            for half in (train, test)
+        ]
+
+    kept = (
+        folder / f"raysim-{data.size or 'median'}-{_version_of_images((*train, *test), folder)}.npz"
+    )
+    x, x_test = cached(kept, [len(train), len(test)], decode)
+    y, y_test = (
+        np.array([label[row.label] for row in half], dtype=np.int64) for half in (train, test)
+    )
+    numbered = number_users(
+        np.array([row.user for row in train]),
+        np.array([row.user for row in test]) if test_has_users else None,
+        f"data.path: {data.path}",
+        lambda k: f"{test[k].place}: the image",
+    )
+    return Dataset(
+        path.stem if path.is_file() else path.resolve().name,
+        x,
+        y,
+        x_test,
+        y_test,
+        tuple(classes),
+        *normalise(IMAGENET_GREY_MEAN_STD if x.shape[1] == 1 else IMAGENET_MEAN_STD),
+        **numbered._asdict(),
+    )
+
+
+def _version_of_images(rows: Sequence[ImageRow], folder: Path) -> str:
+    """Return a text that changes with the images' places, sizes and times; all must exist."""
+    listed = hashlib.sha256()
+    for row in rows:
+        try:
+            status = row.path.stat()
+        except OSError as error:
+            raise ConfigError(
+                f"{row.place}: image {row.path} cannot be read: {error.strerror}"
+            ) from None
+        listed.update(
+            f"{os.path.relpath(row.path, folder)} {status.st_size} {status.st_mtime_ns}\n".encode()
+        )
+    return listed.hexdigest()[:12]
+
+
+Halves = tuple[list[ImageRow], list[ImageRow]]
+"""The rows of the training and of the test images."""
+
+
+def _rows_of_folder(folder: Path) -> Halves:
+    """Return the rows of train.csv and test.csv, or of the only CSV file of a folder."""
+    tables = sorted(folder.glob("*.csv"))
+    if len(tables) == 1 and tables[0].name not in ("train.csv", "test.csv"):
+        return _rows_of_file(tables[0])
+    train = _read_rows(folder / "train.csv", ("user", "image", "class"))
+    return train, _read_rows(folder / "test.csv", ("image", "class"))
+
+
+def _rows_of_file(file: Path) -> Halves:
+    """Return the rows of a CSV file with a column split."""
+    halves: dict[str, list[ImageRow]] = {"train": [], "test": []}
+    for row in _read_rows(file, ("image", "class", "split")):
+        if row.split not in halves:
+            raise ConfigError(f"{row.place}: split is '{row.split}'; it is train or test")
+        if row.split == "train" and not row.user:
+            raise ConfigError(f"{row.place}: no user")
+        halves[row.split].append(row)
+    for split, rows in halves.items():
+        if not rows:
+            raise ConfigError(f"{file}: names no images of the split {split}")
+    return halves["train"], halves["test"]
+
+
+def _read_rows(file: Path, columns: Sequence[str]) -> list[ImageRow]:
+    """Return the rows of a CSV file; refuse missing columns and empty cells."""
+    rows = []
+    try:
+        with open(file, newline="", encoding="utf-8-sig") as lines:
+            reader = csv.DictReader(lines)
+            if missing := [c for c in columns if c not in (reader.fieldnames or ())]:
+                raise ConfigError(f"{file}:1: no column {', '.join(missing)}; expected {FORMAT}")
+            for row in reader:
+                place = f"{file}:{reader.line_num}"
+                values = {key: (row.get(key) or "").strip() for key in COLUMNS}
+                if empty := [c for c in columns if not values[c]]:
+                    raise ConfigError(f"{place}: no {empty[0]}")
+                image = file.parent / values["image"]
+                rows.append(
+                    ImageRow(image, values["class"], values["user"], values["split"], place)
+                )
+    except OSError as error:
+        raise ConfigError(
+            f"data.path: {file} cannot be read: {error.strerror}; expected {FORMAT}"
+        ) from None
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ConfigError(f"data.path: {file} is not a CSV file in UTF-8: {error}") from None
+    if not rows:
+        raise ConfigError(f"{file}: names no images")
+    return rows

@@ -1,0 +1,142 @@
+"""Any classification data set of torchvision (`data.name: torchvision`)."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from raysim.config.sections.data import TorchvisionData
+from raysim.data.class_names import class_names, in_names_order
+from raysim.data.dataset import Dataset, data_root
+from raysim.data.images import (
+    as_squares,
+    common_mode,
+    common_side,
+    import_torchvision,
+    torchvision_reason,
+)
+from raysim.data.own.reading import make_dataset
+from raysim.errors import ConfigError, did_you_mean, in_a_line
+from raysim.system.signals import reraise_stop
+
+TEST_SPLITS = ("test", "val", "valid")
+"""Names of the test half, in the order in which they are tried."""
+
+
+def from_torchvision(data: TorchvisionData) -> Dataset:
+    """Load a classification data set of torchvision.
+
+    Its class has an argument `train`, or an argument `split` with the values train and test (or
+    val); or `train_arguments` and `test_arguments` select the halves. Images of different sizes
+    become squares.
+
+    Args:
+        data: the section `data`.
+
+    Raises:
+        ConfigError: there is no such class, the files are missing, or the data set is not one of
+            labelled images.
+    """
+    cls = _find_class(data)
+    place = f"data.dataset: {data.dataset}"
+    root = data_root(data.root)
+    if data.download:
+        root.mkdir(parents=True, exist_ok=True)
+    halves = [_half(cls, data, root, is_train) for is_train in (True, False)]
+    (images, y), (images_test, y_test) = (_examples(half, place) for half in halves)
+    side = common_side(images, images_test, data.size)
+    places, places_test = (
+        [f"{place}: {split} example {k}" for k in range(len(half))]
+        for split, half in (("training", images), ("test", images_test))
+    )
+    mode = common_mode(images, places)
+    x = as_squares(images, side, mode, places)
+    x_test = as_squares(images_test, side, mode, places_test)
+    content: dict[str, Any] = {"train": (x, y), "test": (x_test, y_test)}
+    names, names_test = (class_names(half, place) for half in halves)
+    if names and len(names) > max(y, default=0):
+        content["classes"] = names
+        y_test = in_names_order(np.array(y_test), names, names_test, place)
+        content["test"] = (x_test, y_test)
+    return make_dataset(data.dataset, content, place)
+
+
+def _find_class(data: TorchvisionData) -> Any:
+    """Return torchvision's class; raise ConfigError if it has none of this name."""
+    module = import_torchvision().datasets
+    if data.dataset not in module.__all__:
+        raise ConfigError(
+            f"data.dataset: torchvision has no data set '{data.dataset}'"
+            f"{did_you_mean(data.dataset, module.__all__)}"
+        )
+    cls = getattr(module, data.dataset)
+    known = inspect.signature(cls).parameters
+    if not {"train", "split"} & set(known) and data.train_arguments == data.test_arguments:
+        raise ConfigError(
+            f"data.dataset: {data.dataset} has neither an argument train nor split, so it has no "
+            "training and test half; set data.train_arguments and data.test_arguments, which must "
+            "differ, or write a function, data: path.py:function"
+        )
+    reserved = {"root", "train", "download", "transform", "target_transform"}
+    for section in ("arguments", "train_arguments", "test_arguments"):
+        for key in getattr(data, section):
+            if key not in known or key in reserved:
+                raise ConfigError(
+                    f"data.{section}.{key}: unknown argument of {data.dataset}"
+                    f"{did_you_mean(key, set(known) - reserved)}"
+                )
+    return cls
+
+
+def _half(cls: Any, data: TorchvisionData, root: Path, is_train: bool) -> Any:
+    """Return the training or the test half as an object of torchvision."""
+    known = inspect.signature(cls).parameters
+    of_half = data.train_arguments if is_train else data.test_arguments
+    ours = {"root": str(root), "download": data.download}
+    arguments = {key: ours[key] for key in ours if key in known} | data.arguments | of_half
+    options: list[dict[str, Any]] = [{}]
+    if "train" in known:
+        options = [{"train": is_train}]
+    elif "split" in known and "split" not in of_half:
+        options = [{"split": split} for split in (("train",) if is_train else TEST_SPLITS)]
+    error: BaseException | None = None
+    for option in options:
+        try:
+            return cls(**arguments, **option)
+        except BaseException as caught:
+            reraise_stop(caught)
+            error = error or caught
+            if not isinstance(caught, ValueError):  # ValueError: there is no such split
+                break
+    assert error is not None
+    reason = torchvision_reason(error)
+    if "root" not in known:
+        raise ConfigError(f"data.dataset: {data.dataset} cannot be read: {reason}") from None
+    download = "data.download=true, or " if "download" in known else ""
+    raise ConfigError(
+        f"data.dataset: {data.dataset} cannot be read from {root}: {reason}; set {download}"
+        "data.root (or $RAYSIM_DATA) to the folder that holds it"
+    ) from None
+
+
+def _examples(half: Any, place: str) -> tuple[list[Any], list[int]]:
+    """Return the images and the labels of one half."""
+    images, labels = [], []
+    try:
+        pairs = [half[k] for k in range(len(half))]
+    except Exception as error:  # such as arguments that the class does not check
+        raise ConfigError(f"{place} cannot be read: {in_a_line(error)}") from None
+    for k, (image, label) in enumerate(pairs):
+        if not isinstance(label, int | np.integer):
+            raise ConfigError(
+                f"{place}: example {k} has a {type(label).__name__} as label; only data sets with "
+                "one class for each image are read"
+            )
+        if not hasattr(image, "convert"):
+            raise ConfigError(f"{place}: example {k} is not an image but a {type(image).__name__}")
+        images.append(image)
+        labels.append(int(label))
+    return images, labels

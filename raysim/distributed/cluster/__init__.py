@@ -1,0 +1,1 @@
+"""The cluster: its nodes, versions, jobs, and a Ray on this machine."""

@@ -1,0 +1,1 @@
+"""Evaluation of the global model, of clients, and of candidates for a round."""

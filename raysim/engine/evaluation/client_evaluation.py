@@ -1,0 +1,350 @@
+"""Evaluation of single clients on the driver: which clients, when, the table and the metrics."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from raysim.data import Clients
+from raysim.engine.executor import Executor, Future, ModelHandle, RoundResults
+from raysim.engine.plan import Plan
+from raysim.engine.state.client_store import ClientStateStore
+from raysim.errors import ClientError, ConfigError, in_a_line
+from raysim.metrics import VALIDATION
+from raysim.randomness import generator
+from raysim.system import files
+from raysim.training.client_evaluator import uses_own_models
+from raysim.training.messages import Block, ClientEvaluation, ClientTask, cut_blocks
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+logger = logging.getLogger("raysim")
+
+CLIENTS_PER_BLOCK = 16
+"""Clients that a worker evaluates together."""
+
+TABLES_FOLDER = "clients"
+"""Folder of a run's tables of clients, one for each evaluation."""
+
+WORST_SHARE = 0.1
+"""Share of the clients whose mean is the figure `_worst10`."""
+
+FINE_TUNED = "fine_tuned_"
+"""First part of the columns with metrics after fine-tuning."""
+
+
+class ClientEvaluations:
+    """The evaluations of clients in one run. In a run without any, `due` is always False.
+
+    Args:
+        plan: the plan of the run.
+        run_dir: the folder of the run; None if it has none.
+        rounds_done: number of rounds that are complete. Tables of later rounds are removed.
+    """
+
+    def __init__(self, plan: Plan, run_dir: Path | None, rounds_done: int):
+        self.config = plan.config
+        self.asked = plan.config.evaluate.clients
+        self.folder = None if run_dir is None else run_dir / TABLES_FOLDER
+        self.metrics = {metric.name: metric.larger_is_better for metric in plan.metrics}
+        """The metrics of a client on its test and its validation examples, and whether larger
+        values are better."""
+        self.metrics |= {"loss": False}
+        self.metrics |= {f"{VALIDATION}{name}": larger for name, larger in self.metrics.items()}
+        self.sends_states = have_own_models(plan)
+        self.has_val = plan.config.partition.val is not None
+        if self.asked is None or not isinstance(plan.clients, Clients):
+            return
+        trains = plan.clients.all_examples().sizes > 0
+        self.held_out = set(plan.clients.held_out.tolist())
+        self.n_without: dict[str, int] = {}
+        """How many clients with training examples have none for a test or for validation."""
+        has_examples = np.zeros(len(plan.clients), dtype=bool)
+        for kind, lists in (("test", plan.clients.test), ("val", plan.clients.val)):
+            if lists is not None:
+                self.n_without[f"clients/without_{kind}"] = int((trains & (lists.sizes == 0)).sum())
+                has_examples |= lists.sizes > 0
+        tested = np.flatnonzero(has_examples)
+        groups = [tested[np.isin(tested, plan.clients.held_out) == held] for held in (False, True)]
+        rng = generator(plan.config.seed, "evaluated clients")
+        chosen = [rng.permutation(group)[: self.asked.sample] for group in groups]
+        self.ids: list[int] = np.sort(np.concatenate(chosen)).tolist()
+        """The clients that are evaluated, in ascending order."""
+        for path in tables(run_dir):
+            if _round_of(path) > rounds_done:
+                path.unlink()
+
+    def due(self, rounds_done: int) -> bool:
+        """Return whether clients are evaluated after `rounds_done` rounds.
+
+        Args:
+            rounds_done: number of completed rounds.
+        """
+        return self.asked is not None and self.asked.due(rounds_done, self.config.rounds)
+
+    def start(
+        self,
+        executor: Executor[ModelHandle],
+        version: int,
+        broadcast: ModelHandle,
+        store: ClientStateStore,
+    ) -> ClientMetrics:
+        """Start an evaluation, and return its metrics as a future.
+
+        Args:
+            executor: the executor of the run.
+            version: the number of the newest version of the model.
+            broadcast: this version, as the executor refers to it.
+            store: the states of the clients.
+        """
+        results = executor.evaluate_clients(version, broadcast, self._blocks(version, store))
+        return ClientMetrics(results, partial(self.record, version))
+
+    def _blocks(self, version: int, store: ClientStateStore) -> list[Block]:
+        """Return the clients in blocks of evaluation."""
+        assert self.asked is not None
+        steps = self.asked.fine_tune.steps if self.asked.fine_tune else 0
+        return evaluation_blocks(self.ids, version, store, self.sends_states, "test", steps)
+
+    def record(self, version: int, results: RoundResults) -> dict[str, float]:
+        """Write the table of an evaluation, and return its metrics.
+
+        Args:
+            version: number of the version of the global model, which is that of completed rounds.
+            results: results of the workers.
+
+        Returns:
+            The metrics by name, with counts of the clients and the seconds that workers took.
+
+        Raises:
+            ClientError: an evaluation failed, and `faults.on_client_error` is "stop".
+        """
+        evaluations = sorted(
+            (done for worker in results.workers for done in worker.evaluations),
+            key=lambda done: done.client,
+        )
+        n_failed = self._count_failed(version, results)
+        evaluations = [done for done in evaluations if done.error is None]
+        if self.folder is not None and evaluations:
+            self._write_table(version, evaluations)
+        counts = {
+            "clients/evaluated": len(evaluations),
+            **self.n_without,
+            "clients/evaluation_failed": n_failed,
+        }
+        return {
+            **{name: float(n) for name, n in counts.items() if n or name == "clients/evaluated"},
+            **self._metrics(evaluations),
+            "system/client_evaluation_seconds": sum(worker.seconds for worker in results.workers),
+        }
+
+    def _count_failed(self, version: int, results: RoundResults) -> int:
+        """Return how many evaluations failed, after a warning for each; raise if they may not."""
+        errors = {
+            done.client: done.error
+            for worker in results.workers
+            for done in [*worker.evaluations, *worker.clients]
+            if done.error is not None
+        }
+        for client, error in sorted(errors.items()):
+            failure = f"the evaluation of client {client} after round {version} failed: "
+            if self.config.faults.on_client_error == "stop":
+                raise ClientError(
+                    f"{failure}{error}\n(faults.on_client_error=drop leaves such clients out)"
+                )
+            logger.warning("%s%s", failure, error.strip().splitlines()[0])
+        return len(errors)
+
+    def _metrics(self, evaluations: list[ClientEvaluation]) -> dict[str, float]:
+        """Return the figures of each metric over the clients that train and those held out."""
+        metrics: dict[str, float] = {}
+        for metric, larger_is_better in self.metrics.items():
+            for held_out, prefix in ((False, "clients"), (True, "held_out")):
+                group = [done for done in evaluations if (done.client in self.held_out) == held_out]
+                after = [done for done in group if done.fine_tuned]
+                # Without examples, a metric is not defined.
+                for name, done, values in (
+                    (prefix, group, [done.metrics.get(metric, np.nan) for done in group]),
+                    (
+                        "fine_tuned" if prefix == "clients" else f"{prefix}_fine_tuned",
+                        after,
+                        [done.fine_tuned.get(metric, np.nan) for done in after],
+                    ),
+                ):
+                    is_val = metric.startswith(VALIDATION)
+                    weights = [one.val_examples if is_val else one.examples for one in done]
+                    for figure, value in figures(values, weights, larger_is_better).items():
+                        metrics[f"{name}/{metric}{figure}"] = value
+            if {f"held_out/{metric}", f"clients/{metric}"} <= set(metrics):
+                gap = metrics[f"clients/{metric}"] - metrics[f"held_out/{metric}"]
+                metrics[f"participation_gap/{metric}"] = gap
+        return metrics
+
+    def _write_table(self, version: int, evaluations: list[ClientEvaluation]) -> None:
+        """Write a row for each client."""
+        import pandas as pd
+
+        assert self.folder is not None
+        rows = [
+            {
+                "round": version,
+                "client": done.client,
+                "examples": done.examples,
+                **({"val_examples": done.val_examples} if self.has_val else {}),
+                "held_out": done.client in self.held_out,
+                **done.metrics,
+                **{f"{FINE_TUNED}{name}": value for name, value in done.fine_tuned.items()},
+            }
+            for done in evaluations
+        ]
+        self.folder.mkdir(exist_ok=True)
+        with files.whole(self.folder / f"round-{version:09d}.parquet") as partial:
+            pd.DataFrame(rows).to_parquet(partial, index=False)
+
+
+def have_own_models(plan: Plan) -> bool:
+    """Return whether clients use other models than the global one, so they need their states.
+
+    Args:
+        plan: the plan of the run.
+    """
+    rules = (plan.client, *(group.rule for group in plan.groups))
+    return any(uses_own_models(plan.config, rule, plan.server) for rule in rules)
+
+
+def evaluation_blocks(
+    clients: Iterable[int],
+    version: int,
+    store: ClientStateStore,
+    sends_states: bool,
+    examples: Literal["test", "training"],
+    steps: int = 0,
+) -> list[Block]:
+    """Return clients in blocks of evaluation.
+
+    Args:
+        clients: numbers of the clients.
+        version: the number of the version of the model.
+        store: the states of the clients, with whether they have taken part.
+        sends_states: whether the clients need their states.
+        examples: the examples on which they are evaluated.
+        steps: local steps of fine-tuning; 0 without it.
+    """
+    tasks = [
+        ClientTask(
+            client,
+            version,
+            cursor=0,
+            weight=0.0,
+            steps=steps,
+            seen=bool(store.seen[client]),
+            client_state=store.get(client) if sends_states else None,
+        )
+        for client in clients
+    ]
+    return cut_blocks(tasks, CLIENTS_PER_BLOCK, examples)
+
+
+@dataclass
+class ClientMetrics:
+    """Future metrics of an evaluation of clients."""
+
+    results: Future[RoundResults]
+    """Results of the workers."""
+    record: Callable[[RoundResults], dict[str, float]]
+    """Returns the metrics of the results."""
+
+    def ready(self) -> bool:
+        """Return whether `get` returns without waiting."""
+        return self.results.ready()
+
+    def get(self) -> dict[str, float]:
+        """Wait for the results and return their metrics.
+
+        Raises:
+            ClientError: an evaluation failed, and `faults.on_client_error` is "stop".
+        """
+        return self.record(self.results.get())
+
+
+def figures(values: list[float], weights: list[int], larger_is_better: bool) -> dict[str, float]:
+    """Return the figures of a metric over clients, by the ends of their names; {} without clients.
+
+    Clients for which the metric is not defined (NaN: the AUC of one class, say) do not count.
+
+    Args:
+        values: the metric of each client.
+        weights: number of the examples of each client on which it was measured.
+        larger_is_better: whether the worst clients are those with the lowest values.
+
+    Returns:
+        The figures of `metrics.CLIENT_FIGURES`. The worst 10 % of the clients are rounded up.
+    """
+    defined = [(v, weight) for v, weight in zip(values, weights, strict=True) if not np.isnan(v)]
+    if not defined:
+        return {}
+    values, weights = [v for v, _ in defined], [weight for _, weight in defined]
+    from_worst = np.sort(values) if larger_is_better else np.sort(values)[::-1]
+    n_worst = int(np.ceil(WORST_SHARE * len(values)))
+    return {
+        "": float(np.mean(values)),
+        "_weighted": float(np.average(values, weights=weights)),
+        "_std": float(np.std(values)),
+        "_q10": float(np.quantile(values, 0.1)),
+        "_worst10": float(from_worst[:n_worst].mean()),
+    }
+
+
+def tables(run_dir: Path | None) -> list[Path]:
+    """Return the files of a run's tables of clients, in the order of rounds.
+
+    Args:
+        run_dir: the folder of the run; None if it has none.
+    """
+    return sorted((run_dir / TABLES_FOLDER).glob("round-*.parquet")) if run_dir else []
+
+
+def read_clients(run_dir: Path) -> pd.DataFrame:
+    """Return the table of the clients that a run has evaluated.
+
+    Args:
+        run_dir: the folder of the run.
+
+    Returns:
+        A row for each client and evaluation: round, client, examples (of its test), held_out,
+        the metrics, and the metrics after fine-tuning as fine_tuned_<metric>. With `partition.val`
+        also val_examples, and each metric on them as val_<metric>.
+
+    Raises:
+        ConfigError: the run has evaluated no clients, or a table is damaged.
+    """
+    import pandas as pd
+
+    files = tables(run_dir)
+    if not files:
+        raise ConfigError(
+            f"{run_dir}: no clients were evaluated in this run; set evaluate.clients and "
+            "partition.test"
+        )
+    read = []
+    for path in files:
+        try:
+            read.append(pd.read_parquet(path))
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"{path} is damaged: {in_a_line(error)}; remove it, and that evaluation is missing "
+                "in the table"
+            ) from None
+    return pd.concat(read, ignore_index=True)
+
+
+def _round_of(path: Path) -> int:
+    """Return the round of a table."""
+    return int(path.stem.removeprefix("round-"))

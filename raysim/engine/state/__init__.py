@@ -1,0 +1,1 @@
+"""What a run keeps between rounds, in memory and on disk."""

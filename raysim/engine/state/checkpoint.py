@@ -1,0 +1,347 @@
+"""Write and read the checkpoints of a run.
+
+    <run_dir>/checkpoints/round-000050/
+        server.safetensors    state of the server rule, BatchNorm statistics
+        clients.safetensors   batch cursors, clients seen, rows in memory, slots of rows on disk;
+                              last losses of clients if the server rule selects them
+        clock.safetensors     the virtual clock, with the clients in flight and their model versions
+        run.json              format, rounds done, traffic, history, MLflow run id, fingerprint
+        sums.json             sha256 of each of the other files
+
+A checkpoint is written to a temporary folder, synced to disk and renamed, so it is either complete
+or absent. The rows on disk (see client_store.py) stay in `<run_dir>/rows`, where no slot that a
+checkpoint refers to is overwritten. Randomness is keyed, so no generator state is stored. A run
+that resumes from a checkpoint gives the same result as a run that was never interrupted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+from pydantic import Field
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from typing_extensions import TypedDict
+
+from raysim.config.sections.evaluation import DEFAULT_BEST, BestBy
+from raysim.engine.state import client_store
+from raysim.errors import RaysimError
+from raysim.system.json_files import parsed
+from raysim.training.messages import Broadcast
+
+CHECKPOINT_FORMAT = 3
+"""Version of the checkpoint format. Checkpoints in other formats are not read."""
+
+CHECKPOINT_FILES = ("server.safetensors", "clients.safetensors", "clock.safetensors", "run.json")
+"""Names of the files of a checkpoint that have a checksum in sums.json."""
+
+
+class Facts(TypedDict):
+    """Content of run.json, beside the format."""
+
+    round: Annotated[int, Field(ge=0)]
+    bytes_down: int
+    bytes_up: int
+    history: list[dict[str, float]]
+    recoveries: dict[str, float]
+    run_id: str
+    fingerprint: str
+    data: str
+    partition: str
+    torch: str
+    raysim: str
+
+
+@dataclass
+class Checkpoint:
+    """The complete state of a run after `facts["round"]` rounds."""
+
+    server: dict[str, Tensor]
+    """State of the server rule and the BatchNorm statistics."""
+
+    clients: dict[str, Tensor]
+    """Content of the client-side state store and of the client history, as they pack it."""
+
+    clock: dict[str, Tensor]
+    """State of the virtual clock."""
+
+    versions: dict[int, Broadcast]
+    """Model versions, by number, from which the clients in flight started."""
+
+    facts: dict[str, Any]
+    """Content of run.json: round, traffic, history, MLflow run id, fingerprint."""
+
+
+def checkpoints_folder(run_dir: Path) -> Path:
+    """Return the folder that holds the checkpoints of a run.
+
+    Args:
+        run_dir: the folder of the run.
+    """
+    return run_dir / "checkpoints"
+
+
+class Unwritable(RaysimError):
+    """A checkpoint cannot be written. The earlier checkpoints stay complete."""
+
+
+def write_checkpoint(
+    run_dir: Path, checkpoint: Checkpoint, keep: int, best: BestBy | None = DEFAULT_BEST
+) -> Path:
+    """Write a checkpoint, then remove the older ones that are no longer needed.
+
+    A crash at any point leaves the older checkpoints complete.
+
+    Args:
+        run_dir: the folder of the run.
+        checkpoint: the state to write.
+        keep: the number of newest checkpoints to keep.
+        best: the metric by which the best checkpoint is kept too; None: it is not.
+
+    Returns:
+        The folder of the new checkpoint.
+
+    Raises:
+        Unwritable: the files cannot be written; the message gives the free space on the disk.
+    """
+    home = checkpoints_folder(run_dir)
+    final = home / checkpoint_name(checkpoint.facts["round"])
+    partial = home / f".{final.name}.partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir(parents=True)
+        save_file(
+            {k: v.contiguous() for k, v in checkpoint.server.items()}, partial / CHECKPOINT_FILES[0]
+        )
+        save_file(
+            {k: v.contiguous() for k, v in checkpoint.clients.items()},
+            partial / CHECKPOINT_FILES[1],
+        )
+        save_file(_clock(checkpoint), partial / CHECKPOINT_FILES[2])
+        (partial / CHECKPOINT_FILES[3]).write_text(
+            json.dumps({"format": CHECKPOINT_FORMAT, **checkpoint.facts})
+        )
+        (partial / "sums.json").write_text(
+            json.dumps({name: _sha256_of_file(partial / name) for name in CHECKPOINT_FILES})
+        )
+        for path in partial.iterdir():
+            _sync(path)
+        _sync(partial)
+        shutil.rmtree(final, ignore_errors=True)
+        partial.rename(final)
+        _sync(home)
+    except (OSError, SafetensorError) as error:
+        free = shutil.disk_usage(run_dir).free / 1e6
+        shutil.rmtree(partial, ignore_errors=True)
+        raise Unwritable(
+            f"checkpoint {final} cannot be written: {error} ({free:.0f} MB free there); free some "
+            "space and continue from the last checkpoint with `raysim resume`, or set "
+            "checkpoint.required=false to train without checkpoints"
+        ) from None
+    available = available_checkpoints(run_dir)
+    kept = set(available[-keep:])
+    if best is not None:
+        kept |= {*_best_first(available, best)[:1]}
+    for path in available:
+        if path not in kept:
+            shutil.rmtree(path, ignore_errors=True)
+    return final
+
+
+def _best_first(paths: list[Path], best: BestBy) -> list[Path]:
+    """Return the checkpoints of evaluated rounds, the best one by a metric first."""
+    values = {path: _measured(path, best.metric) for path in paths}
+    measured = {path: value for path, value in values.items() if value is not None}
+    return sorted(measured, key=measured.__getitem__, reverse=best.mode == "max")
+
+
+def _measured(path: Path, metric: str) -> float | None:
+    """Return a metric after the last round of a checkpoint; None if it was not measured."""
+    with suppress(OSError, ValueError, KeyError, IndexError):
+        value = parsed((path / CHECKPOINT_FILES[3]).read_bytes(), Facts)["history"][-1][metric]
+        return None if math.isnan(value) else value
+    return None
+
+
+def available_checkpoints(run_dir: Path) -> list[Path]:
+    """Return the folders of a run's checkpoints, oldest first.
+
+    Args:
+        run_dir: the folder of the run.
+    """
+    return sorted(checkpoints_folder(run_dir).glob("round-*"))
+
+
+def read_latest(run_dir: Path, log: Callable[[str], None]) -> Checkpoint | None:
+    """Read the newest checkpoint that is complete.
+
+    Args:
+        run_dir: the folder of the run.
+        log: function that receives one line for each checkpoint that is skipped, with the reason.
+
+    Returns:
+        The checkpoint; None if the run has no checkpoints.
+
+    Raises:
+        RaysimError: the run has checkpoints, but none is complete.
+    """
+    return _first_complete(run_dir, available_checkpoints(run_dir)[::-1], log)
+
+
+def read_best(
+    run_dir: Path, log: Callable[[str], None], best: BestBy = DEFAULT_BEST
+) -> Checkpoint | None:
+    """Read the checkpoint with the best value of a metric that is complete.
+
+    Args:
+        run_dir: the folder of the run.
+        log: as for `read_latest`.
+        best: the metric, and whether its largest or smallest value is the best.
+
+    Returns:
+        The checkpoint; None if no checkpoint of an evaluated round is kept.
+
+    Raises:
+        RaysimError: there are such checkpoints, but none is complete.
+    """
+    return _first_complete(run_dir, _best_first(available_checkpoints(run_dir), best), log)
+
+
+def _first_complete(
+    run_dir: Path, paths: list[Path], log: Callable[[str], None]
+) -> Checkpoint | None:
+    """Read the first of some checkpoints that is complete; see `read_latest`."""
+    for path in paths:
+        try:
+            sums = _read_json(path / "sums.json", dict[str, str])
+            damaged = [
+                name for name in CHECKPOINT_FILES if _sha256_of_file(path / name) != sums.get(name)
+            ]
+            if damaged:
+                raise ValueError(f"wrong checksum of {', '.join(damaged)}")
+            facts = _read_json(path / CHECKPOINT_FILES[3], dict[str, Any])
+            if facts.get("format") != CHECKPOINT_FORMAT:
+                raise ValueError(
+                    f"written by raysim {facts.get('raysim')} in format {facts.get('format')}; "
+                    f"this one reads {CHECKPOINT_FORMAT}"
+                )
+            _read_json(path / CHECKPOINT_FILES[3], Facts)
+            clients = load_file(path / CHECKPOINT_FILES[1])
+            client_store.check_rows(clients, run_dir / client_store.ROWS_FOLDER)
+            clock = load_file(path / CHECKPOINT_FILES[2])
+            return Checkpoint(
+                load_file(path / CHECKPOINT_FILES[0]), clients, *_unclock(clock), facts
+            )
+        except OSError as error:
+            log(
+                f"checkpoint {path} cannot be used ({error.filename}: {error.strerror}); "
+                "trying the one before"
+            )
+        except (ValueError, KeyError, SafetensorError) as error:
+            log(f"checkpoint {path} cannot be used ({error}); trying the one before")
+    if paths:
+        raise RaysimError(
+            f"none of the {len(paths)} checkpoints in {checkpoints_folder(run_dir)} can be used; "
+            "restore one of them, or remove that folder and start again with `raysim resume`"
+        )
+    return None
+
+
+def _read_json(path: Path, kind: Any) -> Any:
+    """Return the content of a JSON file; raise ValueError if it has another type."""
+    try:
+        return parsed(path.read_bytes(), kind)
+    except ValueError as error:
+        raise ValueError(f"{path.name}: {error}") from None
+
+
+def _clock(checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """Return clock and model versions as one flat mapping.
+
+    The tensors are copies, because safetensors refuses tensors that share memory.
+    """
+    flat = {f"clock/{k}": v for k, v in checkpoint.clock.items()}
+    for number, version in checkpoint.versions.items():
+        flat[f"version/{number}/buffers"] = version.buffers
+        flat |= {f"version/{number}/shared/{k}": v for k, v in version.shared.items()}
+    return {k: v.detach().cpu().clone() for k, v in flat.items()}
+
+
+def _unclock(flat: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[int, Broadcast]]:
+    """Return the clock and the model versions from the mapping that `_clock` returns."""
+    versions: dict[int, Broadcast] = {}
+    for key, value in flat.items():
+        kind, number, *rest = key.split("/", 3)
+        if kind == "version":
+            version = versions.setdefault(int(number), Broadcast({}, value))
+            if rest == ["buffers"]:
+                version.buffers = value
+            else:
+                version.shared[rest[1]] = value
+    clock = {k.removeprefix("clock/"): v for k, v in flat.items() if k.startswith("clock/")}
+    return clock, versions
+
+
+def disk_slots(run_dir: Path) -> list[np.ndarray]:
+    """Return the slots on disk that each checkpoint needs, one int64 array per checkpoint.
+
+    A checkpoint that cannot be read is left out.
+
+    Args:
+        run_dir: the folder of the run.
+    """
+    slots = []
+    for path in available_checkpoints(run_dir):
+        with (
+            suppress(OSError, SafetensorError),
+            safe_open(path / CHECKPOINT_FILES[1], "numpy") as file,
+        ):
+            slots.append(file.get_tensor("disk/slots"))
+    return slots
+
+
+def remove_after(run_dir: Path, round: int) -> None:
+    """Remove the checkpoints of rounds after `round`, because their rows will be overwritten.
+
+    Args:
+        run_dir: the folder of the run.
+        round: number of completed rounds of the newest checkpoint that stays.
+    """
+    for path in available_checkpoints(run_dir):
+        if path.name > checkpoint_name(round):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def checkpoint_name(round: int) -> str:
+    """Return the folder name of the checkpoint after `round` rounds.
+
+    Args:
+        round: number of completed rounds.
+    """
+    return f"round-{round:06d}"
+
+
+def _sha256_of_file(path: Path) -> str:
+    """Return the sha256 of a file in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
+    """Sync a file or a folder to disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,72 @@
+"""The bytes that clients receive and send."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+from raysim.engine.executor import RoundResults
+from raysim.schedule import ScheduledRound
+from raysim.training.messages import ClientResult
+
+
+class RunTraffic:
+    """Bytes down and up since the first round, as the workers measured them."""
+
+    def __init__(self, estimate: int):
+        """Begin with no traffic.
+
+        Args:
+            estimate: bytes of a version of the model, until a client has received one.
+        """
+        self.down = self.up = 0
+        self._estimate = estimate
+        self._sizes: dict[int, int] = {}
+        """The bytes of the versions that clients have received and that a client still needs."""
+
+    def restore(self, down: int, up: int, sizes: dict[int, int]) -> None:
+        """Set the traffic to that of a checkpoint, with the bytes of the versions in it.
+
+        Args:
+            down: bytes that clients have received since the run began.
+            up: bytes that they have sent.
+            sizes: bytes of each version in the checkpoint, by number.
+        """
+        self.down, self.up, self._sizes = down, up, sizes
+
+    def version_bytes(self, version: int) -> int:
+        """Return the bytes of a version, or of the newest known one if no client received it.
+
+        Args:
+            version: number of the version.
+        """
+        newest = self._sizes[max(self._sizes)] if self._sizes else self._estimate
+        return self._sizes.get(version, newest)
+
+    def count(
+        self,
+        scheduled: ScheduledRound,
+        results: RoundResults,
+        used: Iterable[ClientResult],
+        versions: Collection[int],
+        n_evaluated: int = 0,
+    ) -> None:
+        """Add what the clients of a round received and sent.
+
+        A client that dropped out, missed the deadline or was too stale was not trained, and its
+        base version is not known any more. It counts with the newest version.
+
+        Args:
+            scheduled: the arrivals of the round, and the numbers of clients that did not arrive.
+            results: the results of its clients.
+            used: those of them whose updates are used.
+            versions: the versions of the model that a client still needs, the newest included.
+            n_evaluated: clients that have received the model only to evaluate it.
+        """
+        for outcome in results.workers:
+            self._sizes |= outcome.versions
+        not_trained = scheduled.dropped_out + scheduled.missed_deadline + scheduled.discarded_stale
+        self.down += sum(self.version_bytes(arrival.base) for arrival in scheduled.arrivals)
+        self.down += self.version_bytes(max(versions)) * (not_trained + n_evaluated)
+        self.up += sum(result.bytes for result in used)
+        newest = max(self._sizes, default=None)
+        self._sizes = {v: n for v, n in self._sizes.items() if v in versions or v == newest}

@@ -1,0 +1,1 @@
+"""Ledgers: text files with one row for each finished run."""

@@ -1,0 +1,237 @@
+"""A ledger: an append-only text file with one row for each finished run.
+
+It can be committed beside the configurations. Sweeps count its rows as done, wherever they were
+computed, and reports read them in place of MLflow. A row that a crash has cut off is named and left
+out; the next row begins on a line of its own.
+"""
+
+from __future__ import annotations
+
+import codecs
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+
+from filelock import lock_descriptor
+
+from raysim.errors import ConfigError
+from raysim.ledger.ledger_row import BadRow, Row, as_line, from_line
+from raysim.system import files
+
+FIRST_BYTES = b'{"ledger"'
+"""How each row begins."""
+
+Say = Callable[[str], None]
+"""Called with one line for each row that is left out or in doubt."""
+
+
+def read_rows(paths: Iterable[str | Path], say: Say, missing: str = "") -> list[Row]:
+    """Return the rows of ledgers, those of the first file first.
+
+    Args:
+        paths: The ledgers.
+        say: Called with one line for each bad row, and for each row that contradicts another.
+        missing: Option to name in the error for a file that does not exist; "" if a missing file
+            is an empty ledger.
+
+    Raises:
+        ConfigError: A file does not exist, is not a ledger, or cannot be read.
+    """
+    rows = []
+    for path in map(Path, paths):
+        try:
+            text = path.read_bytes()
+        except OSError as error:
+            if isinstance(error, FileNotFoundError) and not missing:
+                continue
+            reason = error.strerror or error
+            hint = "give the file that raysim sweep --ledger wrote"
+            raise ConfigError(f"{missing or 'ledger'}: {path}: {reason}; {hint}") from None
+        text = text.removeprefix(codecs.BOM_UTF8)
+        if FIRST_BYTES not in text and not FIRST_BYTES.startswith(text.strip()):
+            raise ConfigError(
+                f"{missing or 'ledger (--ledger)'}: {path} is not a ledger: it has no row; name a "
+                "file that raysim sweep --ledger wrote, or a new one"
+            )
+        for number, line in enumerate(text.split(b"\n"), 1):
+            if not line.strip():
+                continue
+            place = f"{path}:{number}"
+            try:
+                rows.append(from_line(line.decode(), place))
+            except BadRow as error:
+                say(f"{place}: row left out: {error}")
+            except UnicodeDecodeError:
+                say(f"{place}: row left out: it is not UTF-8 text")
+    _name_contradictions(rows, say)
+    return rows
+
+
+def _name_contradictions(rows: Sequence[Row], say: Say) -> None:
+    """Name rows of one identity and one kind of CPU whose digests differ."""
+    first: dict[tuple, Row] = {}
+    for row in rows:
+        if row.digest is None:
+            continue
+        other = first.setdefault((row.fingerprint, row.rounds, row.cpu), row)
+        if other.digest != row.digest:
+            differing = [
+                f"{name} {other.versions[name]} and {row.versions[name]}"
+                for name in row.versions
+                if other.versions[name] != row.versions[name]
+            ]
+            cause = f"their versions differ: {', '.join(differing)}" if differing else "check both"
+            say(
+                f"{other.place} and {row.place} have different digests for the same run on "
+                f"{row.cpu} ({row.title}); {cause}. The first one counts"
+            )
+
+
+def unique(rows: Iterable[Row]) -> list[Row]:
+    """Return the rows without those whose results are in an earlier row.
+
+    Args:
+        rows: Rows of any ledgers, in the order of the files.
+    """
+    first: dict[str, Row] = {}
+    for row in rows:
+        first.setdefault(row.key, row)
+    return list(first.values())
+
+
+def without_copies(rows: Iterable[Row]) -> list[Row]:
+    """Return the rows without those that an earlier row repeats.
+
+    Rows of one run that were computed on other CPU capabilities, or have other digests, are kept.
+
+    Args:
+        rows: Rows of any ledgers, in the order of the files.
+    """
+    first: dict[tuple, Row] = {}
+    for row in rows:
+        first.setdefault((row.key, row.cpu, row.digest), row)
+    return list(first.values())
+
+
+def append_rows(path: str | Path, rows: Iterable[Row]) -> None:
+    """Append rows to a ledger, which is created if it does not exist.
+
+    The file is locked meanwhile, so several processes may append to it.
+
+    Args:
+        path: The ledger.
+        rows: Rows to append.
+
+    Raises:
+        ConfigError: The file cannot be written.
+    """
+    text = "".join(as_line(row) + "\n" for row in rows).encode()
+    if not text:
+        return
+    with _locked(Path(path)) as handle:
+        size = os.fstat(handle).st_size
+        if size and os.pread(handle, 1, size - 1) != b"\n":
+            text = b"\n" + text
+        try:
+            left = memoryview(text)
+            while left:
+                left = left[os.write(handle, left) :]
+            os.fsync(handle)
+        except OSError as error:
+            os.ftruncate(handle, size)
+            raise _unwritable(path, error) from None
+
+
+def check_writable(path: str | Path) -> None:
+    """Check that rows can be appended to a ledger.
+
+    Args:
+        path: The file, which need not exist yet; its folder must exist.
+
+    Raises:
+        ConfigError: The file or its folder cannot be written.
+    """
+    path = Path(path)
+    target = path if path.exists() else path.absolute().parent
+    if not target.exists():
+        raise ConfigError(f"ledger (--ledger): there is no folder {target} for {path.name}")
+    if path.is_dir() or not os.access(target, os.W_OK):
+        reason = "is a folder" if path.is_dir() else "cannot be written"
+        raise ConfigError(f"ledger (--ledger): {path} {reason}; name a file in a folder of yours")
+
+
+def write_rows(path: str | Path, rows: Iterable[Row]) -> None:
+    """Write a ledger anew, atomically.
+
+    Args:
+        path: The ledger.
+        rows: All its rows.
+
+    Raises:
+        ConfigError: The file cannot be written.
+    """
+    with _locked(Path(path)):
+        _replace(path, rows)
+
+
+def merge(
+    paths: Sequence[str | Path], out: str | Path, say: Say, missing: str
+) -> tuple[list[Row], int]:
+    """Write the rows of several ledgers to one, without copies.
+
+    `out` may be one of the ledgers. It is then locked before it is read, so that no row is lost
+    that a sweep appends meanwhile.
+
+    Args:
+        paths: The ledgers; the first row of a run counts.
+        out: The ledger to write.
+        say: Called with one line for each row that is left out or in doubt.
+        missing: Option to name in the error for a file that does not exist.
+
+    Returns:
+        (the rows written, number of copies).
+
+    Raises:
+        ConfigError: A file does not exist, is not a ledger, or cannot be read or written.
+    """
+    with _locked(Path(out)) if Path(out).exists() else nullcontext():
+        rows = read_rows(paths, say, missing)
+        kept = without_copies(rows)
+        _replace(out, kept)
+    return kept, len(rows) - len(kept)
+
+
+def _replace(path: str | Path, rows: Iterable[Row]) -> None:
+    """Replace a ledger by one of these rows."""
+    try:
+        files.write_file(Path(path).resolve(), "".join(as_line(row) + "\n" for row in rows))
+    except OSError as error:
+        raise _unwritable(path, error) from None
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[int]:
+    """Yield the descriptor of a locked ledger that is open for reading and appending."""
+    while True:
+        try:
+            handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            raise _unwritable(path, error) from None
+        try:
+            lock_descriptor(handle)
+            # Another process may have replaced the file while this one waited for the lock.
+            if not path.exists() or not os.path.samestat(os.fstat(handle), path.stat()):
+                continue
+            yield handle
+            return
+        finally:
+            os.close(handle)
+
+
+def _unwritable(path: str | Path, error: OSError) -> ConfigError:
+    """Return the error for a ledger that cannot be written."""
+    return ConfigError(
+        f"ledger (--ledger): {path} cannot be written: {error.strerror}; make room, or name "
+        "another file"
+    )

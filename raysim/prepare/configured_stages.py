@@ -1,0 +1,156 @@
+"""Build the stages of `local.upload`, and check them before a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
+from functools import partial
+
+import torch
+
+from raysim.config.references import load_object
+from raysim.config.schema import Config
+from raysim.config.sections.base import Named, Section
+from raysim.errors import ConfigError, ContractError, did_you_mean
+from raysim.models.flat import Model
+from raysim.randomness import generator
+from raysim.rules.contract import ClientRule, ServerRule
+from raysim.rules.errors.keyed_numbers import RANDOM_NUMBERS_PAGE, RNG_ARGUMENT, keyed_numbers_only
+from raysim.rules.errors.user_code import translate_errors
+from raysim.rules.methods.registry import build_part
+from raysim.rules.upload_stages import STAGES, UploadStage, WireFormat
+from raysim.rules.uploads import declared
+from raysim.training.uploads.upload_chain import check_encoded, check_wire_format
+
+
+def make_stages(key: str, section: Sequence[Named]) -> tuple[UploadStage, ...]:
+    """Return the stages that a configuration names, in order.
+
+    Args:
+        key: configuration key of the stages, such as `local.upload`.
+        section: the section under that key, one entry for each stage.
+
+    Raises:
+        ConfigError: a name is unknown, or a parameter is wrong; names the key.
+    """
+    return tuple(
+        build_part(f"{key}.{i}", _stage_class(f"{key}.{i}", named.name), named.parameters)
+        for i, named in enumerate(section)
+    )
+
+
+def _stage_class(key: str, name: str) -> type[UploadStage]:
+    """Return the class of a stage."""
+    if ":" not in name:
+        if name not in STAGES:
+            raise ConfigError(
+                f"{key}.name: unknown stage '{name}'{did_you_mean(name, STAGES)}; your own is "
+                "given as path.py:Class"
+            )
+        return STAGES[name]
+    cls = load_object(name, f"{key}.name")
+    if not (isinstance(cls, type) and issubclass(cls, UploadStage)):
+        raise ConfigError(f"{key}.name: '{name}' is not a subclass of raysim.rules.UploadStage")
+    return cls
+
+
+def check_stages(
+    upload_key: str,
+    section: Sequence[Named],
+    client: ClientRule,
+    server: ServerRule,
+    stages: Sequence[UploadStage],
+    model: Model,
+) -> None:
+    """Check that the stages fit the rules, and run users' stages on a random update.
+
+    Args:
+        upload_key: configuration key of the stages, such as `local.upload`.
+        section: the section under that key, one entry for each stage.
+        client: the client rule.
+        server: the server rule.
+        stages: the stages that `make_stages` returned for that section.
+        model: the net.
+
+    Raises:
+        ConfigError: a stage names an upload that it cannot change, or fails; names the key.
+    """
+    for i, (stage, named) in enumerate(zip(stages, section, strict=True)):
+        key = f"{upload_key}.{i}"
+        stage = stage.at_shapes(model.shapes)
+        if stage.error_feedback and not stage.contracts:
+            scaling = [name for name in ("unbiased", "scaled") if name in named.parameters]
+            ways = ["leave it out", *(f"leave out {name}" for name in scaling), "or use topk"]
+            raise ConfigError(
+                f"{key}.error_feedback: not with stage '{named.name}', whose error can be larger "
+                f"than the update, so that the memory would grow; {', '.join(ways)}"
+            )
+        if stage.of is not None and stage.of not in server.uploads:
+            raise ConfigError(
+                f"{key}.of: server rule '{server.name}' receives no '{stage.of}' from client rule "
+                f"'{client.name}'{did_you_mean(stage.of, server.uploads)}"
+            )
+        upload = declared(client.sends).get(stage.of or "")
+        if upload is not None and not upload.is_summable:
+            raise ConfigError(
+                f"{key}.of: '{stage.of}' of client rule '{client.name}' are integers, which no "
+                "stage can change; name an upload of floats"
+            )
+        if ":" in named.name:
+            rng = generator(0, "dry run")
+            update = torch.from_numpy(rng.standard_normal(model.size)).to(model.dtype)
+            failed = f"{key}.name: {type(stage).__name__} failed on a random update: "
+            try:
+                with (
+                    translate_errors(lambda text, failed=failed: ConfigError(failed + text)),
+                    keyed_numbers_only(partial(_unkeyed, stage, key)),
+                ):
+                    decoded = stage.encode(update, rng)
+                    check_encoded(stage, key, update, decoded)
+                    before = WireFormat(model.size, 8 * update.element_size())
+                    if not torch.isfinite(decoded).all():
+                        raise ConfigError(
+                            f"{key}: encode of {type(stage).__name__} returns numbers that are not "
+                            "finite for a finite update"
+                        )
+                    check_wire_format(stage, key, stage.wire_format(before, decoded))
+            except ContractError as error:
+                raise ConfigError(str(error)) from None
+
+
+def _unkeyed(stage: UploadStage, key: str, drawn: str) -> ConfigError:
+    """Return the error for a stage that draws from a global generator."""
+    return ConfigError(
+        f"{key}: {type(stage).__name__} {drawn}, {RNG_ARGUMENT} {RANDOM_NUMBERS_PAGE}"
+    )
+
+
+def with_stage_parameters(config: Config, stages: Mapping[str, Sequence[UploadStage]]) -> Config:
+    """Return the configuration with every parameter of its stages written out.
+
+    Args:
+        config: the configuration of the run.
+        stages: its stages, by their configuration keys.
+    """
+
+    def written(local: Section, key: str) -> Section:
+        named = config.uploads.get(key, ())
+        if not named:
+            return local
+        sections = tuple(
+            Named.model_validate(
+                {"name": section.name, **{f.name: asdict(stage)[f.name] for f in fields(stage)}}
+            )
+            for section, stage in zip(named, stages[key], strict=True)
+        )
+        return local.model_copy(update={"upload": sections})
+
+    groups = {
+        name: group.model_copy(
+            update={"local": written(group.local, f"groups.{name}.local.upload")}
+        )
+        for name, group in config.groups.items()
+    }
+    return config.model_copy(
+        update={"local": written(config.local, "local.upload"), "groups": groups}
+    )

@@ -1,0 +1,1 @@
+"""Trials of rules and tasks on made-up clients before a run."""

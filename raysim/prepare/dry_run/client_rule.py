@@ -1,0 +1,481 @@
+"""Dry run of users' rules: train two small clients before a run starts.
+
+The dry run checks two properties of a client rule:
+
+- The contract: the values that `init` and `finish` return, vectors as uploads, and one pass in mode
+  "train" per step.
+- Agreement of vmap and loop: training clients side by side under vmap gives the same result as
+  training them one after the other. Under vmap the batches are padded to the largest batch of the
+  block. A loss that divides by `len(batch.y)` is then wrong, and no other check would notice.
+
+The two clients have five and three of the run's examples and one or two local steps. The modes are
+compared in float64, where they agree up to rounding. Some rules amplify rounding, for example those
+with signs, or with a gradient through BatchNorm over two examples. The dry run measures the
+amplification by training again from parameters that differ in the tenth digit.
+
+The rules that raysim ships are covered by its tests. They are not checked at each start, because
+this would take longer than a round.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from raysim.config.schema import Config
+from raysim.data import Examples
+from raysim.data.partition.clients import Clients, VirtualClients
+from raysim.engine import learning
+from raysim.engine.plan import Plan
+from raysim.errors import ConfigError, ContractError, RaysimError
+from raysim.prepare.dry_run.watched import watched
+from raysim.randomness import generator
+from raysim.rules.contract import overridden
+from raysim.rules.errors.user_code import defined_at
+from raysim.rules.methods.registry import is_shipped
+from raysim.rules.uploads import declared
+from raysim.server.first_broadcast import first_broadcast, shapes_of_first_broadcast
+from raysim.system.processes import limited
+from raysim.training.batches.batch_order import batch_slice, batches_per_pass
+from raysim.training.client_evaluator import own_model
+from raysim.training.groups import ClientGroup
+from raysim.training.messages import Block, Broadcast, ClientTask
+from raysim.training.trainers.loop_trainer import LoopTrainer
+from raysim.training.trainers.trainer import Trainer, WorkerParts
+from raysim.training.trainers.vmap import VmapTrainer, why_not_vmap
+from raysim.training.uploads.client_update import ClientUpdate
+from raysim.training.uploads.upload_chain import first_of_size
+
+logger = logging.getLogger("raysim")
+
+MAX_CLIENT_EXAMPLES = 5
+"""Largest number of examples of the larger client; the smaller client has two fewer."""
+
+MAX_LOCAL_STEPS = 2
+"""Largest number of local steps of a client. In the second step w differs from x."""
+
+ROUNDING_MARGIN = 5.0
+"""Factor by which a difference must exceed the effect of rounding before it counts as an error."""
+
+DRY_RUN_TIMEOUT_S = 60.0
+"""Time limit of the dry run in seconds; a rule that takes longer stays unchecked."""
+
+LARGE_NET_PARAMETERS = 2_000_000
+"""Number of parameters above which one client checks the contract, and the modes are compared in
+float32 if the run uses it."""
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Tolerance of the comparison of vmap and loop in a floating-point type."""
+
+    dtype: torch.dtype
+    """The floating-point type in which both modes train."""
+
+    tolerance: float
+    """Largest relative difference (in norm) of a vector at which the two modes agree."""
+
+    nudge: float
+    """Relative change of the parameters that measures the effect of rounding."""
+
+
+DOUBLE_PRECISION = Precision(torch.float64, 1e-6, 1e-10)
+"""The comparison in float64."""
+
+SINGLE_PRECISION = Precision(torch.float32, 1e-2, 1e-5)
+"""The comparison in float32."""
+
+ReportedTensors = dict[str, Tensor]
+"""Uploads, kept state and loss of a client, by the description that messages use."""
+
+
+def dry_run_rules(plan: Plan, client_key: str, server_key: str) -> None:
+    """Check users' rules in a dry run; rules that raysim ships are skipped.
+
+    For a server rule this checks the first broadcast. For a client rule it checks the contract and,
+    if the run trains under vmap, the agreement of vmap and loop. A client rule that exceeds
+    `DRY_RUN_TIMEOUT_S` stays unchecked, with a warning; the run has its own time limits.
+
+    Args:
+        plan: the plan of the run.
+        client_key: configuration key of the client rule, for messages.
+        server_key: configuration key of the server rule, for messages.
+
+    Raises:
+        ConfigError: a rule is wrong. The message names the rule and its key and, for a difference
+            between the modes, the tensor and the size of the difference.
+    """
+    if not is_shipped(plan.server):
+        _check_first_broadcast(plan, server_key)
+    _dry_run_client_rule(plan, client_key)
+    for group in plan.groups:
+        if plan.config.groups[group.name].client is not None:
+            of_group = replace(plan, config=group.config, client=group.rule, stages=group.stages)
+            _dry_run_client_rule(of_group, f"groups.{group.name}.client.name")
+
+
+def _dry_run_client_rule(plan: Plan, client_key: str) -> None:
+    """Check the client rule of a plan in a dry run, unless raysim ships it."""
+    rule = plan.client
+    if is_shipped(rule):
+        return
+    dry_run = RuleDryRun(plan)
+
+    def check() -> None:
+        breach = dry_run.broken_contract()
+        if breach is not None:
+            raise ConfigError(f"{client_key}: {breach}")
+        difference = dry_run.wrong_under_vmap() if plan.mode == "vmap" else None
+        if difference is not None:
+            raise ConfigError(f"{client_key}: {difference}, or set batching.mode=loop")
+
+    try:
+        if not limited(check, DRY_RUN_TIMEOUT_S):
+            logger.warning(
+                "client rule '%s' did not finish one step within %g s, so it is not checked",
+                rule.name,
+                DRY_RUN_TIMEOUT_S,
+            )
+    except ConfigError:
+        raise
+    except RaysimError as error:
+        # For example, the server's state may be too large for this machine, but not for the one
+        # that will hold it.
+        logger.debug("no dry run of the client rule: %s", error)
+
+
+def _check_first_broadcast(plan: Plan, key: str) -> None:
+    """Raise ConfigError if the first broadcast of the server rule breaks its contract."""
+    try:
+        shapes_of_first_broadcast(plan.server, *plan.initial, plan.problem)
+    except ContractError as error:
+        raise ConfigError(f"{key}: {error}") from None
+    except RaysimError as error:
+        # In the run the server may have more memory.
+        logger.debug("the first broadcast is not checked: %s", error)
+
+
+def compare_loop_and_vmap(plan: Plan) -> str:
+    """Compare vmap with loop for any client rule.
+
+    Args:
+        plan: the plan of the run.
+
+    Returns:
+        The outcome in one line.
+
+    Raises:
+        ConfigError: the two modes differ, and the run trains under vmap.
+    """
+    if (reason := why_not_vmap(plan.model())) is not None:
+        return f"not compared: model '{plan.config.model.name}' cannot run under vmap ({reason})"
+    dry_run = RuleDryRun(plan)
+    try:
+        difference = dry_run.wrong_under_vmap()
+    except RaysimError as error:
+        return f"not compared: {error}"
+    if difference is None and dry_run.agreement:
+        return f"the same ({dry_run.agreement})"
+    if difference is None:
+        return "not compared: a client fails in both modes"
+    if plan.mode == "vmap":
+        raise ConfigError(f"batching.mode: {difference}, or set batching.mode=loop")
+    return f"not the same, and this run trains in mode {plan.mode}: {difference}"
+
+
+class RuleDryRun:
+    """Dry run of a plan: two small clients, trained in this process on the CPU.
+
+    Args:
+        plan: the plan of the run.
+    """
+
+    def __init__(self, plan: Plan):
+        self.plan = plan
+        self.config = plan.config
+        batches = batch_sizes(self.config, plan.clients, plan.needs_two_examples)
+        large = min(max(batches), MAX_CLIENT_EXAMPLES)
+        small = max(large - 2, 1) if len(batches) > 1 else large
+        self.large = plan.problem.size > LARGE_NET_PARAMETERS
+        self.padded = small < large
+        """True if batches are padded; False if all batches of the run have the same size."""
+        chosen = np.linspace(0, len(plan.dataset.y) - 1, large + small).astype(np.int64)
+        self.clients = Clients(chosen, np.array([0, large, large + small]), np.empty(0, np.int64))
+        self.agreement = ""
+        """The largest difference between the modes, in words; "" before a comparison."""
+
+    def broken_contract(self) -> str | None:
+        """Check the contract of the client rule in one local step, in the precision of the run.
+
+        An exception that may depend on the client does not count: the run will report it with
+        client and round.
+
+        Returns:
+            The breach, for a message; None if there is none.
+        """
+        try:
+            trainer, broadcast, tasks = self.stage(self.plan.dtype, steps=1)
+        except ContractError as error:
+            return str(error)
+        if self.large:
+            tasks = tasks[1:]
+        trainer.rule = watched(trainer.rule)
+        trained = trainer.train_block({0: broadcast}, Block(0, tasks))
+        for update in trained:
+            if update.broken is not None:
+                return update.broken
+        if any(update.error for update in trained):
+            return None
+        if (wrong := self._wrong_delta(trainer, trained[0])) is not None:
+            return wrong
+        for key in trainer.sent:
+            lengths = {update.report[key].numel() for update in trained}
+            if len(lengths) > 1:
+                return (
+                    f"finish of client rule '{self.plan.client.name}' sends '{key}' with "
+                    f"{' and '.join(map(str, sorted(lengths)))} numbers for two clients; the "
+                    "server adds the uploads of a key, so they must have the same length"
+                )
+        if any(stage.of is None for stage in self.plan.stages):
+            try:
+                first_of_size(
+                    trainer.rule,
+                    trainer.sent,
+                    trained[0].report,
+                    trainer.model.size,
+                    self.config.upload_key(""),
+                )
+            except ContractError as error:
+                return str(error)
+        kept = {key: value.cpu().numpy() for key, value in trained[0].client_state.items()}
+        after = replace(tasks[0], client_state=kept or None, seen=True)
+        for task in (tasks[0], after):
+            if (wrong := self._wrong_own_model(trainer, broadcast, task)) is not None:
+                return wrong
+        return None
+
+    def _wrong_own_model(
+        self, trainer: Trainer, broadcast: Broadcast, task: ClientTask
+    ) -> str | None:
+        """Return what is wrong with the model that a client is evaluated with, if it is."""
+        is_used = self.config.evaluate.clients or overridden(self.plan.server, ["candidates"])
+        if not (is_used and overridden(self.plan.client, ["begin", "evaluated"])):
+            return None
+        try:
+            own_model(trainer, broadcast, task, self.clients.client(task.client))
+        except ContractError as error:
+            return str(error)
+        except Exception as error:  # it may depend on the client, so the run reports it
+            logger.debug("evaluated is not checked: %s", error)
+        return None
+
+    def _wrong_delta(self, trainer: Trainer, update: ClientUpdate) -> str | None:
+        """Return what is wrong with the shape of the upload `delta`; None if nothing is.
+
+        By convention it is a vector [P]. PyTorch would broadcast another shape without an error. A
+        user's pair may give it another meaning by a declared shape.
+        """
+        rule = self.plan.client
+        if "delta" not in trainer.sent:
+            return None
+        if "delta" in declared(rule.sends) and not is_shipped(self.plan.server):
+            return None
+        shape = list(update.report["delta"].shape)
+        if shape == [trainer.model.size]:
+            return None
+        return (
+            f"finish of client rule '{rule.name}' sends 'delta' with the shape {shape}, but server "
+            f"rule '{self.plan.server.name}' takes it as an update of the parameters, [P] = "
+            f"[{trainer.model.size}] ({defined_at(rule, 'finish')})"
+        )
+
+    def wrong_under_vmap(self) -> str | None:
+        """Compare vmap with loop.
+
+        Returns:
+            The difference, for a message; None if there is none or the rule fails in both modes.
+
+        Raises:
+            RaysimError: the server rule fails, or breaks its contract.
+        """
+        failure = None
+        precisions = (DOUBLE_PRECISION,)
+        if self.plan.dtype == torch.float32:
+            precisions = (DOUBLE_PRECISION, SINGLE_PRECISION)
+            if self.large:
+                precisions = (SINGLE_PRECISION,)
+        for precision in precisions:
+            stage = trainer, broadcast, tasks = self.stage(precision.dtype, MAX_LOCAL_STEPS)
+            looped, error = self._train(trainer, broadcast, tasks)
+            if error is not None:
+                continue
+            vmapped, failure = self._train(self._under_vmap(trainer), broadcast, tasks)
+            if failure is not None:
+                continue
+            floor = (
+                10
+                * torch.finfo(precision.dtype).eps
+                / precision.tolerance
+                * (1 + float(broadcast.global_params.norm()))
+            )
+            relative = differences(vmapped, looped, floor)
+            self.agreement = f"within {max(relative.values()):.1e} of each vector's norm"
+            wrong = {key: size for key, size in relative.items() if size > precision.tolerance}
+            if not wrong:
+                return None
+            rounding = differences(self._nudged(precision, *stage) or looped, looped, floor)
+            wrong = {
+                key: size for key, size in wrong.items() if size > ROUNDING_MARGIN * rounding[key]
+            }
+            if not wrong:
+                return None
+            worst = max(wrong, key=wrong.__getitem__)
+            return (
+                f"client rule '{self.plan.client.name}' on model '{self.config.model.name}' gives "
+                f"{worst} under vmap that differs from the same in mode loop by "
+                f"{wrong[worst]:.2g} of its norm (rounding explains {rounding[worst]:.1g}); "
+                f"{self._advice}"
+            )
+        if failure is None:
+            return None
+        return f"client rule '{self.plan.client.name}' cannot run under vmap: {failure}"
+
+    def _nudged(
+        self, precision: Precision, trainer: Trainer, broadcast: Broadcast, tasks: list[ClientTask]
+    ) -> list[ReportedTensors]:
+        """Return the result of loop from parameters that differ by about as much as rounding."""
+        x = broadcast.global_params
+        noise = torch.from_numpy(generator(0, "nudge").standard_normal(len(x))).to(x)
+        nudged = Broadcast(
+            {**broadcast.shared, "x": x * (1 + precision.nudge * noise)}, broadcast.buffers
+        )
+        return self._train(trainer, nudged, tasks)[0]
+
+    @property
+    def _advice(self) -> str:
+        """The fix for a difference between the modes, for a message."""
+        if not self.padded:
+            return "make step a pure function of its arguments"
+        return (
+            "vmap pads the batches, so use batch.size instead of len(batch.y), and "
+            "batch.mean(values) for a mean over the examples"
+        )
+
+    def stage(
+        self, dtype: torch.dtype, steps: int
+    ) -> tuple[LoopTrainer, Broadcast, list[ClientTask]]:
+        """Return trainer, first broadcast and client tasks in a precision.
+
+        Uploads keep that precision: `local.upload_dtype` is not used.
+
+        Args:
+            dtype: the type of the parameters.
+            steps: the number of local steps of each client.
+
+        Raises:
+            RaysimError: the server rule fails, or breaks its contract.
+        """
+        plan = self.plan
+        data = plan.dataset
+        local = self.config.local.model_copy(update={"upload_dtype": None})
+        config = self.config.model_copy(
+            update={"local": local, "dtype": str(dtype).removeprefix("torch.")}
+        )
+        plan = replace(plan, config=config)
+        model = plan.model(im2col=config.batching.convolutions == "im2col")
+        x0, buffers = model.initial()
+        examples = Examples.of(data, "train", "cpu", dtype)
+        public = learning.make_public_data(data, dtype, "cpu", [plan.client])
+        group = ClientGroup("", plan.client, config)
+        parts = WorkerParts(plan.server, model, x0, examples, self.clients, public=public)
+        broadcast = first_broadcast(plan.server, x0, buffers, plan.problem)
+        return LoopTrainer(group, parts), broadcast, self._client_tasks(steps)
+
+    @staticmethod
+    def _under_vmap(trainer: LoopTrainer) -> VmapTrainer:
+        """Return a trainer for the same problem that trains the clients under vmap."""
+        return VmapTrainer(trainer.group, trainer.parts)
+
+    def _client_tasks(self, max_steps: int) -> list[ClientTask]:
+        """Return the tasks of both clients, with at most `max_steps` local steps each."""
+        tasks = []
+        for client, n in enumerate(self.clients.sizes.tolist()):
+            steps = min(self.plan.local_steps(self.config.local, n), max_steps)
+            tasks.append(ClientTask(client, 0, 0, 0.5, steps, share=1.0))
+        return tasks
+
+    @staticmethod
+    def _train(
+        trainer: Trainer, broadcast: Broadcast, tasks: list[ClientTask]
+    ) -> tuple[list[ReportedTensors], str | None]:
+        """Train both clients; return their outputs, or the first error in one line."""
+        trained = trainer.train_block({0: broadcast}, Block(0, tasks))
+        trained = sorted(trained, key=lambda update: update.task.client)
+        if errors := [update.error for update in trained if update.error]:
+            return [], errors[0].splitlines()[0]
+        outputs = []
+        for update in trained:
+            uploads = {f"an upload '{k}'": v for k, v in update.report.items() if k != "buffers"}
+            if trainer.model.buffer_size:
+                uploads["BatchNorm statistics"] = update.report["buffers"]
+            kept = {f"a kept '{k}'": v for k, v in update.client_state.items()}
+            outputs.append({**uploads, **kept, "a mean local loss": update.loss})
+        return outputs, None
+
+
+def batch_sizes(
+    config: Config, clients: Clients | VirtualClients, needs_two: bool = False
+) -> set[int]:
+    """Return the sizes of the mini-batches in a run; see `batches_per_pass`.
+
+    Args:
+        config: the configuration, with `local.batch_size`.
+        clients: the partition; clients without examples have no batches.
+        needs_two: whether a last batch of one joins the batch before.
+    """
+    sizes = set()
+    for n in np.unique(clients.sizes[clients.sizes > 0]).tolist():
+        size = config.local.size_of_batches(n)
+        for i in (0, batches_per_pass(n, size, needs_two) - 1):
+            sizes.add(len(range(n)[batch_slice(i, n, size, needs_two)]))
+    return sizes or {1}
+
+
+def differences(
+    outputs: list[ReportedTensors], references: list[ReportedTensors], floor: float
+) -> dict[str, float]:
+    """Return the largest relative difference of each tensor over the clients.
+
+    Args:
+        outputs: the output of each client.
+        references: the output of each client, in the same order, to compare with.
+        floor: the norm that is added to that of each reference, so that rounding of a tensor near
+            zero does not count.
+
+    Returns:
+        The differences divided by the norm of the reference, by the keys of the outputs.
+    """
+    return {
+        key: max(
+            _relative_difference(output.get(key), reference[key], floor)
+            for output, reference in zip(outputs, references, strict=True)
+        )
+        for key in references[0]
+    }
+
+
+def _relative_difference(tensor: Tensor | None, reference: Tensor, floor: float) -> float:
+    """Return the difference of two tensors as a share of the norm of `reference`."""
+    if tensor is None or tensor.shape != reference.shape:
+        return float("inf")
+    a = tensor.double()
+    b = reference.double()
+    distance = float(torch.linalg.vector_norm(a - b))
+    if np.isnan(distance):
+        # Values that are not finite in both modes are no difference: the run will refuse them.
+        return 0.0 if torch.equal(torch.isfinite(a), torch.isfinite(b)) else float("inf")
+    return distance / (float(torch.linalg.vector_norm(b)) + floor)

@@ -1,0 +1,54 @@
+"""Dry run of a user's loss and metrics: the evaluation of a few examples before a run starts."""
+
+from __future__ import annotations
+
+from raysim.data import Examples
+from raysim.engine.learning import SAMPLE_EXAMPLES
+from raysim.engine.plan import Plan
+from raysim.errors import ConfigError
+from raysim.models.flat import BoundModel
+from raysim.rules.errors.keyed_numbers import RANDOM_NUMBERS_PAGE, keyed_numbers_only
+from raysim.rules.tasks.learning_task import TaskMetric
+from raysim.rules.tasks.shipped_tasks import TASKS
+from raysim.system.signals import reraise_stop
+from raysim.training.evaluation import measure
+
+
+def dry_run_task(plan: Plan) -> None:
+    """Check that a user's loss and metrics use no global random generator.
+
+    Other errors are left to the first evaluation: a metric may need more than a few examples.
+
+    Args:
+        plan: the plan of the run.
+
+    Raises:
+        ConfigError: a loss or a metric draws from one; the message names it and its key.
+    """
+    checked: dict[str, tuple[TaskMetric, ...]] = {
+        f"evaluate.metrics: '{metric.name}'": (metric,)
+        for metric in plan.metrics
+        if not type(metric).__module__.startswith("raysim.")
+    }
+    if type(plan.learning_task) not in TASKS.values():
+        checked = {f"task.name: loss of '{plan.learning_task.name}'": (), **checked}
+    if not checked:
+        return
+    net = BoundModel(plan.model("cpu"))
+    initial, buffers = net.model.initial()
+    net.w.copy_(initial)
+    data = plan.dataset
+    x, y = data.x_test[:SAMPLE_EXAMPLES], data.y_test[:SAMPLE_EXAMPLES]
+    examples = Examples(x, y, data.scale, data.shift, dtype=net.model.dtype)
+    for place, metrics in checked.items():
+
+        def unkeyed(drawn: str, place: str = place) -> ConfigError:
+            return ConfigError(
+                f"{place} {drawn}, such as those of np.random.default_rng(0) {RANDOM_NUMBERS_PAGE}"
+            )
+
+        with keyed_numbers_only(unkeyed):
+            try:
+                measure(net, buffers, examples, len(y), metrics)
+            except BaseException as error:
+                reraise_stop(error)

@@ -1,0 +1,189 @@
+"""Dry run of users' server rules: one round with the uploads of two small clients.
+
+A rule that selects clients also selects the first round of the run. The dry run uses the clients of
+`rule_dry_run`. The rule's methods are `watched`, so random numbers without a key and certain
+mistakes in the code are found; the server checks the values that they return. In addition, the
+tensors of the broadcast must not change while clients use them.
+
+An error that may come from the small round, for example too few clients for a trimmed mean, does
+not count. The run itself will report it, with the uploads that the rule received. Vectors of the
+wrong length beside vectors [P] do count: their lengths do not depend on the number of clients.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+from numpy.random import Generator
+
+from raysim.engine.plan import Plan
+from raysim.engine.server_setup import make_server
+from raysim.errors import ConfigError, ContractError, RaysimError, round_name
+from raysim.models.comparison import same_values
+from raysim.prepare.dry_run.client_rule import DRY_RUN_TIMEOUT_S, LARGE_NET_PARAMETERS, RuleDryRun
+from raysim.prepare.dry_run.watched import watched
+from raysim.randomness import generator
+from raysim.rules.contract import overridden
+from raysim.rules.errors.user_code import breach
+from raysim.rules.methods.registry import is_shipped
+from raysim.rules.sampling import ClientPool
+from raysim.schedule import make_schedule
+from raysim.server.central_server import RoundCohort, Server
+from raysim.server.selection import ClientHistory
+from raysim.server.update_checks import described_tensor
+from raysim.system.processes import limited
+from raysim.training.messages import Block, Broadcast, ClientTask, WorkerResult
+
+logger = logging.getLogger("raysim")
+
+UNEQUAL_SIZES = re.compile(
+    r"size of tensor a \((\d+)\) must match the size of tensor b \((\d+)\)"
+    r"|output with shape \[(\d+)\] doesn't match the broadcast shape \[(\d+)\]"
+    r"|expected tensor \[(\d+)\] and src \[(\d+)\] to have the same number of elements"
+)
+"""Messages of PyTorch about two tensors of different sizes, with both sizes."""
+
+
+def dry_run_server_rule(plan: Plan, key: str) -> None:
+    """Check a user's server rule in a dry run; rules that raysim ships are skipped.
+
+    A rule that exceeds `DRY_RUN_TIMEOUT_S` stays unchecked, with a warning. Nets of more than
+    `LARGE_NET_PARAMETERS` are not checked, because the server's state may be many times as large.
+
+    Args:
+        plan: the plan of the run.
+        key: configuration key of the server rule, for messages.
+
+    Raises:
+        ConfigError: the rule breaks its contract. The message names the rule, its key and line.
+    """
+    if is_shipped(plan.server) or plan.problem.size > LARGE_NET_PARAMETERS:
+        return
+
+    def check() -> None:
+        if (breach := broken_contract(plan)) is not None:
+            raise ConfigError(f"{key}: {breach}")
+
+    if not limited(check, DRY_RUN_TIMEOUT_S):
+        logger.warning(
+            "server rule '%s' did not finish one round within %g s, so it is not checked",
+            plan.server.name,
+            DRY_RUN_TIMEOUT_S,
+        )
+
+
+def broken_contract(plan: Plan) -> str | None:
+    """Check the contract of the server rule in one round of two clients, and in a selection.
+
+    Args:
+        plan: the plan of the run.
+
+    Returns:
+        The breach, for a message; None if there is none.
+    """
+    plan = replace(plan, server=watched(plan.server))
+    try:
+        _train_one_round(plan)
+        if overridden(plan.server, ["select"]):
+            _select_first_round(plan)
+    except ContractError as error:
+        return str(error)
+    except RaysimError as error:
+        logger.debug("the dry run of the server rule ended early: %s", error)
+    return None
+
+
+def _train_one_round(plan: Plan) -> None:
+    """Train two clients, and update the server.
+
+    Raises:
+        RaysimError: the rule fails, or breaks its contract.
+    """
+    problem = replace(plan.problem, n_clients=2, cohort=2, n_nonempty=2, n_held_out=0)
+    plan = replace(plan, problem=problem)
+    trainer, _, tasks = RuleDryRun(plan).stage(plan.dtype, steps=1)
+    server = make_server(plan, "cpu")
+    first = _round(tasks, trainer.clients.sizes.tolist(), 0)
+    with _unequal_sizes_are_breaches(server):
+        broadcast = server.broadcast(first)
+    outcome = trainer.train({0: broadcast}, [Block(0, tasks)])
+    if any(result.error for result in outcome.clients):
+        return
+    with _unequal_sizes_are_breaches(server):
+        _update(server, first, outcome, broadcast)
+        server.broadcast(_round(tasks, first.samples, 1))
+
+
+@contextmanager
+def _unequal_sizes_are_breaches(server: Server) -> Iterator[None]:
+    """Raise ContractError if a rule combines a vector [P] with a tensor of another size.
+
+    A multiple of P does not count: it may be the concatenated uploads of the two clients.
+    """
+    try:
+        yield
+    except RaysimError as error:
+        sizes = UNEQUAL_SIZES.search(str(error.__cause__))
+        numbers = {int(size) for size in sizes.groups() if size} if sizes else set()
+        size = server.problem.size
+        if size not in numbers or all(number % size == 0 for number in numbers):
+            raise
+        state = ", ".join(f"'{k}' {described_tensor(v)}" for k, v in server.state.items())
+        text = str(error).removeprefix(f"{round_name(server.cohort.round)}: ")
+        raise ContractError(f"{text}; the server's state has {state}") from None
+
+
+def _select_first_round(plan: Plan) -> None:
+    """Select the first round of the run. The losses of candidates are random numbers.
+
+    Raises:
+        RaysimError: the rule fails, or breaks its contract.
+    """
+    server = make_server(plan, "cpu")
+    seed, size = plan.config.seed, plan.config.schedule.size
+
+    def select(available: ClientPool, t: int, rng: Generator) -> list[int]:
+        pool = ClientHistory(len(plan.clients)).pool(available, size, t)
+        candidates = server.candidates(pool, generator(seed, "candidates", t)).ids
+        losses = generator(seed, "dry run").random(len(pool.ids))
+        losses[~np.isin(pool.ids, candidates)] = np.nan
+        return server.select(replace(pool, current_loss=losses), rng)
+
+    make_schedule(plan.config, plan.clients.sizes, select).next_round(0)
+
+
+def _round(tasks: list[ClientTask], samples: list[int], t: int) -> RoundCohort:
+    """Return a synchronous round of the two clients."""
+    return RoundCohort(
+        t,
+        ids=[task.client for task in tasks],
+        bases=[t] * len(tasks),
+        weights=[task.weight for task in tasks],
+        samples=samples,
+        steps=[task.steps for task in tasks],
+    )
+
+
+def _update(
+    server: Server, round: RoundCohort, outcome: WorkerResult, broadcast: Broadcast
+) -> None:
+    """Update the server.
+
+    Raises:
+        ContractError: the rule breaks its contract, or changes a tensor of the broadcast in place.
+    """
+    copies = {key: tensor.clone() for key, tensor in broadcast.shared.items()}
+    server.update(round, [outcome], {0: broadcast})
+    for key, copy in copies.items():
+        if not same_values(broadcast.shared[key], copy):
+            raise breach(
+                server.rule,
+                "update",
+                f"changes '{key}' of the broadcast in place, which clients may still use; write "
+                "x = x - step for x -= step",
+            )

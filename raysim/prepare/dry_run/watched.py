@@ -1,0 +1,154 @@
+"""Users' rules in the dry run, watched for mistakes that a run would not notice or notice late.
+
+Each method that a rule overrides is wrapped. After a call the wrapper compares the states of the
+global random generators, and the arguments that a local step may not change. It also turns errors
+that are certainly mistakes in the code, such as an unknown name, into breaches of the contract.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import FrozenInstanceError
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from raysim.errors import ContractError
+from raysim.models.comparison import same_values
+from raysim.rules.batch import Batch
+from raysim.rules.contract import ClientRule, ServerRule
+from raysim.rules.errors.keyed_numbers import RANDOM_NUMBERS_PAGE, RNG_ARGUMENT, keyed_numbers_only
+from raysim.rules.errors.user_code import breach, described, place_of_error
+
+AnyRule = TypeVar("AnyRule", ClientRule, ServerRule)
+
+BUGS = (NameError, AttributeError, TypeError, KeyError)
+"""Errors that do not depend on the examples of a client; `FrozenInstanceError` is one of them."""
+
+MAX_COPIED_NUMBERS = 2_000_000
+"""Larger arguments are not copied; of them, changes that PyTorch does not count go unnoticed."""
+
+LOCAL_STEP = ("direction", "step")
+"""Methods that may change none of their arguments; the others may not change `shared`."""
+
+
+def watched(rule: AnyRule) -> AnyRule:
+    """Return a rule that computes the same and raises ContractError for a mistake.
+
+    Args:
+        rule: a client rule or a server rule.
+    """
+    cls = type(rule)
+    family = ClientRule if isinstance(rule, ClientRule) else ServerRule
+    methods = {
+        name: _watched(name, method, list(inspect.signature(contract).parameters)[1:])
+        for name, contract in inspect.getmembers(family, inspect.isfunction)
+        if not name.startswith("_")
+        and inspect.isfunction(method := inspect.getattr_static(cls, name))
+        and method is not contract
+        and name not in ("at", "check")
+    }
+    members = {**methods, "name": cls.name, "__setattr__": _refuse_assignment}
+    copy = object.__new__(type(cls.__name__, (cls,), members))
+    for key, value in vars(rule).items():
+        object.__setattr__(copy, key, value)
+    return copy
+
+
+def _refuse_assignment(self: Any, name: str, value: Any) -> None:
+    """Raise the error of a frozen dataclass, which does not hold for classes derived from it."""
+    raise FrozenInstanceError(f"cannot assign to field {name!r}")
+
+
+def _watched(name: str, method: Callable[..., Any], parameters: list[str]) -> Callable[..., Any]:
+    """Return a method of a rule with the checks around it."""
+
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **options: Any) -> Any:
+        arguments = {**dict(zip(parameters, args, strict=False)), **options}
+        checked = ("shared", "state", "batch") if name in LOCAL_STEP else ("shared",)
+        if isinstance(self, ServerRule):
+            checked = ()
+        before = [_Argument(key, arguments[key]) for key in checked if key in arguments]
+        with keyed_numbers_only(lambda drawn: _unkeyed(self, name, drawn)):
+            try:
+                returned = method(self, *args, **options)
+            except BUGS as error:
+                if place_of_error(error):
+                    raise ContractError(described(error)) from error
+                raise breach(self, name, f"failed: {described(error)}") from error
+        for argument in before:
+            if (changed := argument.changed(rebound=name == "direction")) is not None:
+                raise breach(
+                    self,
+                    name,
+                    f"changes {changed}, which the engine and other clients still use; write "
+                    "x = x + y for x += y, and keep what lasts for the next step in `step`",
+                )
+        return returned
+
+    return call
+
+
+class _Argument:
+    """An argument of a local step, as it was before the call.
+
+    Args:
+        name: its name.
+        value: a dict of tensors, or a batch.
+    """
+
+    def __init__(self, name: str, value: Any):
+        self.name = name
+        self.value = value
+        self.tensors = self._tensors()
+        self.versions = {key: tensor._version for key, tensor in self.tensors.items()}
+        self.copies = {
+            key: tensor.clone()
+            for key, tensor in self.tensors.items()
+            if tensor.numel() <= MAX_COPIED_NUMBERS
+        }
+
+    def changed(self, rebound: bool) -> str | None:
+        """Return the first entry that the call has changed; None for none.
+
+        Args:
+            rebound: whether another tensor under the same key counts.
+        """
+        after = self._tensors()
+        for key, tensor in self.tensors.items():
+            copy = self.copies.get(key)
+            if tensor._version != self.versions[key] or not (
+                copy is None or same_values(tensor, copy)
+            ):
+                return f"{self._text(key)} in place"
+        if rebound or self.name == "shared":
+            for key in after:
+                if after[key] is not self.tensors.get(key):
+                    return self._text(key)
+        return None
+
+    def _tensors(self) -> dict[str, Tensor]:
+        if isinstance(self.value, Batch):
+            entries = {"x": self.value.x, "y": self.value.y}
+        else:
+            entries = self.value if isinstance(self.value, Mapping) else {}
+        return {key: tensor for key, tensor in entries.items() if isinstance(tensor, Tensor)}
+
+    def _text(self, key: str) -> str:
+        return f"batch.{key}" if isinstance(self.value, Batch) else f'{self.name}["{key}"]'
+
+
+def _unkeyed(rule: ClientRule | ServerRule, method: str, drawn: str) -> ContractError:
+    """Return the error for a method of a rule that draws from a global generator."""
+    if method in ("candidates", "select"):
+        stream = RNG_ARGUMENT
+    elif isinstance(rule, ServerRule):
+        stream = 'reports.rng("name") or cohort.rng("name")'
+    elif method in LOCAL_STEP:
+        stream = "`noise` and batch.noise"
+    else:
+        stream = 'task.rng("name")'
+    return breach(rule, method, f"{drawn}, {stream} {RANDOM_NUMBERS_PAGE}")

@@ -1,0 +1,399 @@
+"""Compute and compare digests of the files that a configuration names.
+
+The content of these files is part of a run's identity. `Config.files` holds, for each key of the
+configuration that names files, the sha256 of each file by path, or the version of an installed
+distribution. It is filled when a run is prepared, and checked when its config.yaml is read again.
+
+The digests cover:
+
+- Code (`algorithm`, `client`, `server`, `task`, `model`, `schedule.sampling`, `local.lr`,
+  `local.upload`, `evaluate.metrics` and `evaluate.probes`): the file and the modules that it
+  imports from its folder or package. Metrics and probes do not change a result, so their digests
+  are recorded but not checked.
+- Parameters of a user's rule or of a net that name a file or a folder.
+- `model.init_from`: the weights, wherever they come from.
+- `schedule.client_speeds.path` and `partition.path`.
+- `data` and `partition` of your own: the code of a function, and the files that its arguments
+  name.
+- `data.path`: one digest of the decoded examples, which are in memory anyway. The examples that a
+  function returns have one too, under `data.examples`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from raysim.config import entry_points, python_objects
+from raysim.config.distributions import distribution_of
+from raysim.config.explain import annotation_types
+from raysim.config.python_objects import PythonObject
+from raysim.config.references import Code, module_files, read_code
+from raysim.config.schema import Config
+from raysim.config.sections.base import Named
+from raysim.config.sections.data import (
+    Arrays,
+    Data,
+    FromFile,
+    HuggingFace,
+    OwnData,
+    OwnPartition,
+    TorchvisionData,
+)
+from raysim.config.sections.schedule import OwnSampling, Trace
+from raysim.data import Dataset
+from raysim.errors import ConfigError
+from raysim.models import build
+from raysim.models.weights import weight_files
+from raysim.rules.methods import registry
+from raysim.system import files
+
+FileDigests = dict[str, dict[str, str]]
+"""By configuration key: the sha256 of each file by path, and the version of each distribution."""
+
+EMPTY_FILE_SHA256 = hashlib.sha256().hexdigest()
+"""The sha256 of an empty file."""
+
+RULES = ("algorithm", "client", "server")
+"""Sections of the configuration that name rules."""
+
+GROUPS = {**dict.fromkeys(RULES, entry_points.ALGORITHMS), "model": entry_points.MODELS}
+"""The group of entry points whose names a section may have."""
+
+SECTIONS_WITH_CODE = (*RULES, "task", "model")
+"""Sections of the configuration whose `name` can refer to code."""
+
+PARTS_WITH_CODE = ("schedule.sampling", "local.lr", "local.upload.")
+"""Beginnings of the keys of other parts of the configuration whose `name` can refer to code."""
+
+
+def of_code(config: Config) -> FileDigests:
+    """Return the digests of the code of rules, net and probes, without running users' files.
+
+    Args:
+        config: the configuration of the run.
+
+    Returns:
+        The digests by section.
+
+    Raises:
+        ConfigError: a file does not exist.
+    """
+    digests: FileDigests = {}
+    for key, (where, texts) in _code(config).items():
+        if where.startswith(python_objects.PREFIX):  # the name has the digest of the texts
+            digests[key] = {where: _sha256(where.encode())}
+            continue
+        home = os.path.dirname(where) if where.endswith(".py") else ""
+        digests[key] = {
+            os.path.normpath(os.path.join(home, file)): _sha256(text)
+            for file, text in texts.items()
+        }
+        if not where.endswith(".py") and (distribution := distribution_of(where)) is not None:
+            digests[key] |= {distribution[0]: distribution[1]}
+    return digests
+
+
+def sources(config: Config) -> dict[str, dict[str, bytes]]:
+    """Return the bytes of each file of `of_code`, by section and path.
+
+    Args:
+        config: the configuration of the run.
+
+    Raises:
+        ConfigError: a file does not exist.
+    """
+    return {key: texts for key, (_, texts) in _code(config).items()}
+
+
+def _code(config: Config) -> dict[str, tuple[str, dict[str, bytes]]]:
+    """Return, for each section, the file or module that it names, and the texts of its files."""
+    code_by_section = {}
+    for key, reference in _references(config):
+        where = reference.rpartition(":")[0]
+        if reference.startswith(python_objects.PREFIX):
+            stored_object = python_objects.find(reference, f"{key}.name")
+            code_by_section[key] = (reference, dict(stored_object.texts))
+            continue
+        is_file = where.endswith(".py")
+        texts = read_code(where, f"{key}.name").files if is_file else _module_files(where)
+        code_by_section[key] = (where, texts)
+    return code_by_section
+
+
+def of_data(config: Config, dataset: Dataset) -> FileDigests:
+    """Return the digests of all other files that a resolved configuration names.
+
+    A file that was empty when the run started counts as empty from then on, because the run itself
+    may write to it.
+
+    Args:
+        config: the resolved configuration, with earlier digests in `files` if there are any.
+        dataset: the data set of the run.
+
+    Returns:
+        The digests by configuration key.
+
+    Raises:
+        ConfigError: a file cannot be read.
+    """
+    digests: FileDigests = {}
+    recorded = config.files or {}
+    named = dict(_path_parameters(config, recorded))
+    if isinstance(config.schedule.client_speeds, Trace):
+        named["schedule.client_speeds.path"] = config.schedule.client_speeds.path
+    if isinstance(config.partition, FromFile):
+        named["partition.path"] = config.partition.path
+    for name, group in config.groups.items():
+        if group.file is not None:
+            named[f"groups.{name}.file"] = group.file
+    for key, path in named.items():
+        was_empty = recorded.get(key, {}).get(path) == EMPTY_FILE_SHA256
+        digest = EMPTY_FILE_SHA256 if was_empty else _of_path(Path(path).expanduser(), key)
+        digests[key] = {path: digest}
+    if (source := build.initial_weights(config.model)) is not None:
+        contents = [_of_path(file, "model.init_from") for file in weight_files(source)]
+        whole = contents[0] if len(contents) == 1 else _sha256("\n".join(contents).encode())
+        digests["model.init_from"] = {source: whole}
+    match config.data:
+        case OwnData():
+            digests["data.examples"] = {f"what {config.data.name} returns": _of_examples(dataset)}
+        case Arrays() | HuggingFace():
+            digests["data.path"] = {config.data.path: _of_examples(dataset)}
+        case TorchvisionData():
+            digests["data.dataset"] = {config.data.dataset: _of_examples(dataset)}
+        case Data(path=str(path)):
+            digests["data.path"] = {path: dataset.digest}
+    return digests
+
+
+def _of_examples(dataset: Dataset) -> str:
+    """Return the sha256 of a user's examples and of the number of their classes."""
+    return _sha256(f"{dataset.digest} {dataset.n_classes}".encode())
+
+
+def code(config: Config) -> tuple[Code | PythonObject, ...]:
+    """Return the users' files and objects that a configuration names, without duplicates.
+
+    Args:
+        config: the configuration of the run.
+
+    Raises:
+        ConfigError: a file cannot be read, or an object is missing in this process.
+    """
+    by_package: dict[str, Code | PythonObject] = {}
+    for key, reference in _references(config):
+        where = reference.rpartition(":")[0]
+        if where.endswith(".py"):
+            user_code = read_code(where, f"{key}.name")
+            by_package[user_code.package] = user_code
+        elif reference.startswith(python_objects.PREFIX):
+            by_package[reference] = python_objects.find(reference, f"{key}.name")
+    return tuple(by_package.values())
+
+
+def check_file_digests(
+    recorded: Mapping[str, Mapping[str, str]] | None, current: FileDigests
+) -> None:
+    """Compare the digests of files with the recorded ones.
+
+    A key that names another file than the recorded one is not compared.
+
+    Args:
+        recorded: the digests in the configuration of the run; None: nothing is compared.
+        current: the digests of the files as they are now.
+
+    Raises:
+        ConfigError: a file or a distribution has changed; the message names it.
+    """
+    for key, now in current.items():
+        if not Config.determines_result(key):
+            continue
+        before = (recorded or {}).get(key, {})
+        if next(iter(before), None) != next(iter(now), None):
+            continue
+        changed = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+        # Files that exist on both sides come first: added or missing imports are a consequence.
+        changed.sort(key=lambda name: not (name in before and name in now))
+        if changed:
+            sections = (*SECTIONS_WITH_CODE, "data", "partition")
+            is_code = key in sections or key.startswith(PARTS_WITH_CODE)
+            is_code = is_code or (key.startswith("groups.") and not key.endswith(".file"))
+            place = f"{key}.name" if is_code else key
+            version = before.get(changed[0], "")
+            is_distribution = changed[0] in _distribution_names(before, now)
+            fix = f"install {version} of it" if is_distribution else "put the old one back"
+            # A fork keeps data, partition and net, so it can only change the rules.
+            is_rule = key.partition(".")[0] in ("algorithm", "client", "server")
+            fork = " (`raysim resume --fork` starts from the last checkpoint)" if is_rule else ""
+            raise ConfigError(
+                f"{place}: {changed[0]} has changed since this run began; {fix} (the old code is "
+                f"in the folder source/ of the run directory), or start a new run{fork}"
+            )
+
+
+def _distribution_names(*digests: Mapping[str, str]) -> set[str]:
+    """Return the names that have a version as value; a sha256 has 64 characters."""
+    return {name for mapping in digests for name, value in mapping.items() if len(value) < 64}
+
+
+def _references(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield each key that names code outside raysim, with the reference to that code."""
+    for key, section in _sections_with_code(config):
+        kind = key.rpartition(".")[2]
+        group = GROUPS.get(kind)
+        if (reference := _reference(section.name, group)) is not None:
+            yield key, reference
+    for i, metric in enumerate(config.evaluate.metrics or ()):
+        if ":" in metric:
+            yield f"evaluate.metrics.{i}", metric
+    for key, probe in config.evaluate.named_probes().items():
+        if (reference := _reference(probe.name, entry_points.PROBES)) is not None:
+            yield key, reference
+    if isinstance(config.data, OwnData):
+        reference = _reference(config.data.name, entry_points.DATA)
+        if reference is not None:
+            yield "data", reference
+    if isinstance(config.partition, OwnPartition):
+        yield "partition", config.partition.name
+    for key, step_sizes in config.own_step_sizes().items():
+        yield key, step_sizes.name
+    sampling = getattr(config.schedule, "sampling", None)
+    if isinstance(sampling, OwnSampling):
+        yield "schedule.sampling", sampling.name
+    for key, stages in config.uploads.items():
+        for i, stage in enumerate(stages):
+            if ":" in stage.name:
+                yield f"{key}.{i}", stage.name
+
+
+def _reference(name: str, group: entry_points.EntryPointGroup | None) -> str | None:
+    """Return the reference to code that a name means; None for what raysim has."""
+    if ":" in name or group is None:
+        return name if ":" in name else None
+    return entry_points.find_reference(group, name)
+
+
+def _sections_with_code(config: Config) -> Iterator[tuple[str, Named]]:
+    """Yield the sections of rules and net, those of groups too, with their keys."""
+    for key in SECTIONS_WITH_CODE:
+        section: Named | None = getattr(config, key)
+        if section is not None:
+            yield key, section
+    for name, group in config.groups.items():
+        if group.client is not None:
+            yield f"groups.{name}.client", group.client
+
+
+def _path_parameters(
+    config: Config, recorded: Mapping[str, Mapping[str, str]]
+) -> Iterator[tuple[str, str]]:
+    """Yield the parameters of rules, net and data that name a file or a folder, with its path.
+
+    Only parameters that accept any text count.
+    """
+    sections = [
+        (key, section)
+        for key, section in _sections_with_code(config)
+        if key not in ("algorithm", "task")
+    ]
+    sections += [
+        (key, section)
+        for key, section in (("data", config.data), ("partition", config.partition))
+        if isinstance(section, Named)
+    ]
+    for key, section in sections:
+        of_rule = key.rpartition(".")[2]
+        kinds = {} if key in ("data", "partition") else _kinds(of_rule, section.name)
+        for name, value in section.parameters.items():
+            if key == "model" and name not in kinds and name in build.COMMON_KEYS:
+                continue
+            if not isinstance(value, str):
+                texts = list(_nested_texts(f"{key}.{name}", value))
+            else:
+                texts = [(f"{key}.{name}", value)] if _any_text(kinds.get(name, str)) else []
+            yield from (
+                (at, text)
+                for at, text in texts
+                if text and (files.is_path(text) or text in recorded.get(at, {}))
+            )
+
+
+def _nested_texts(place: str, value: Any) -> Iterator[tuple[str, str]]:
+    """Yield the texts inside lists and mappings, with their dotted keys."""
+    if isinstance(value, str):
+        yield place, value
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _nested_texts(f"{place}.{key}", inner)
+    elif isinstance(value, Sequence):
+        for number, inner in enumerate(value):
+            yield from _nested_texts(f"{place}.{number}", inner)
+
+
+def _kinds(key: str, name: str) -> Mapping[str, Any]:
+    """Return the annotations of the parameters of a rule or a net."""
+    if key == "model":
+        return {
+            k: str if (a := p.annotation) is p.empty else a
+            for k, p in build.net_parameters(name).items()
+        }
+    return get_type_hints(registry.find_rule(key, name))
+
+
+def _any_text(kind: Any) -> bool:
+    """Return whether an annotation accepts any text or path."""
+    return kind is Any or bool(
+        {str, Path, os.PathLike} & {k for k in annotation_types(kind) if isinstance(k, type)}
+    )
+
+
+def _module_files(module: str) -> dict[str, bytes]:
+    """Return the text of each file of a module; {} if the module cannot be imported."""
+    try:
+        return module_files(module)
+    except (Exception, SystemExit):
+        # Loading the rule fails with the same error and reports it.
+        return {}
+
+
+def _sha256(text: bytes) -> str:
+    """Return the sha256 of a text in hexadecimal."""
+    return hashlib.sha256(text).hexdigest()
+
+
+def _of_path(path: Path, key: str) -> str:
+    """Return the sha256 of a file, or of all files in a folder with their names."""
+    try:
+        if not path.is_dir():
+            return _of_file(str(path), *_state(path))
+        whole = hashlib.sha256()
+        for file in sorted(p for p in path.rglob("*") if p.is_file()):
+            whole.update(
+                f"{file.relative_to(path)}\n{_of_file(str(file), *_state(file))}\n".encode()
+            )
+        return whole.hexdigest()
+    except OSError as error:
+        raise ConfigError(
+            f"{key}: {error.filename or path} cannot be read: {error.strerror}"
+        ) from None
+
+
+def _state(path: Path) -> tuple[int, int, int]:
+    """Return inode, size in bytes and modification time in ns, which identify a file's content."""
+    status = path.stat()
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+@lru_cache(maxsize=10_000)
+def _of_file(path: str, inode: int, size: int, mtime_ns: int) -> str:
+    """Return the sha256 of a file.
+
+    The cache lets a process that prepares many runs read an unchanged file only once.
+    """
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

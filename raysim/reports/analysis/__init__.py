@@ -1,0 +1,1 @@
+"""Figures of several runs: rows, curves, differences, effects and their plots."""

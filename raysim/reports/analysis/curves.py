@@ -1,0 +1,145 @@
+"""Curves of tracked runs: over rounds or cost, over a parameter, and over two as a grid."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from raysim.errors import ConfigError
+from raysim.reports.analysis.aggregate import rows
+from raysim.reports.analysis.targets import refuse_unreachable
+from raysim.reports.grouping import apart, by_size, grouped, label, resolved, varied
+from raysim.reports.tables import MeanStd
+from raysim.reports.tracked import TrackedRun
+from raysim.reports.value_names import readable
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Metric of runs that differ only in their seed, over the rounds that all of them evaluated."""
+
+    label: str
+    """Label of the curve: the parameters that distinguish it."""
+
+    costs: list[float]
+    """Mean cost at each point, in the unit of the runs; in a sweep, the value of the parameter."""
+
+    figures: list[MeanStd]
+    """Metric at each point."""
+
+    panel: str = ""
+    """Label of the panel in which the curve is drawn."""
+
+
+def curves(
+    runs: Sequence[TrackedRun],
+    group: Sequence[str] | None = None,
+    say: Callable[[str], None] = lambda line: None,
+    panels: Sequence[str] = (),
+) -> list[Curve]:
+    """Return a curve for each row that `rows` returns for the same runs.
+
+    Args:
+        runs: Runs of any experiments; those without a history are omitted.
+        group: Parameters that distinguish curves. Default: all that differ.
+        say: Called with one line if curves hold runs that differ in more than their seed.
+        panels: Parameters whose values distinguish panels.
+
+    Raises:
+        ConfigError: No run has a parameter of `group` or `panels`.
+    """
+    panel_keys = resolved(runs, panels, "panels (--panels)")
+    keys = (
+        resolved(runs, group, "group (--group)") if group else varied([run.params for run in runs])
+    )
+    all_keys = [*panel_keys, *(key for key in keys if key not in panel_keys)]
+    result = []
+    groups = grouped(runs, all_keys or None, say)
+    names = readable([named for named, _ in groups])
+    for named, (_, members) in zip(names, groups, strict=True):
+        members = [run for run in members if run.history]
+        if not members:
+            continue
+        histories = [dict(run.history) for run in members]
+        common = sorted(set.intersection(*map(set, histories)))
+        figures = [MeanStd.of([history[t] for history in histories]) for t in common]
+        costs = [statistics.fmean(run.cost(t) for run in members) for t in common]
+        text = label({k: v for k, v in named.items() if k not in panel_keys}) or "all"
+        panel = label({k: v for k, v in named.items() if k in panel_keys})
+        result.append(Curve(text, costs, [figure for figure in figures if figure], panel))
+    return result
+
+
+def along(
+    runs: Sequence[TrackedRun],
+    x: str,
+    metric: str = "accuracy",
+    say: Callable[[str], None] = lambda line: None,
+    target: float | None = None,
+) -> list[Curve]:
+    """Return the best value over a numeric parameter, a curve for each combination of the others.
+
+    Args:
+        runs: Runs of any experiments.
+        x: Parameter on the x-axis.
+        metric: Metric of the histories.
+        say: Called with one line if points hold runs that differ in more than their seed.
+        target: Use the cost of reaching this value instead of the best value; points that do not
+            reach it are omitted.
+
+    Raises:
+        ConfigError: No run has the parameter, its values are not numbers, or no run can reach
+            the target.
+    """
+    if target is not None:
+        refuse_unreachable(target, metric)
+    result = []
+    for text, members in apart(runs, [x]):
+        (key,) = resolved(members, [x], "x (--x)")
+        table = rows(members, metric, target=target, group=[x], say=say)
+        points = [
+            (row, row.result if target is None else row.to_target)
+            for row in table
+            if row.parameters
+        ]
+        try:
+            values = [float(row.parameters[key]) for row, figure in points if figure]
+        except ValueError:
+            raise ConfigError(
+                f"x (--x): the values of {x} are not numbers; use raysim report table, or add "
+                "y (--y)"
+            ) from None
+        result.append(Curve(text or "all", values, [figure for _, figure in points if figure]))
+    return result
+
+
+def grid(
+    runs: Sequence[TrackedRun],
+    x: str,
+    y: str,
+    metric: str = "accuracy",
+    say: Callable[[str], None] = lambda line: None,
+) -> tuple[list[str], list[str], dict[tuple[str, str], float]]:
+    """Return the mean best value for each pair of values of two parameters.
+
+    Args:
+        runs: Runs of any experiments.
+        x: First parameter.
+        y: Second parameter.
+        metric: Metric of the histories.
+        say: Called with one line if cells hold runs that differ in more than their seed.
+
+    Returns:
+        The sorted values of x, those of y, and the mean best value by (value of x, value of y).
+
+    Raises:
+        ConfigError: No run has a parameter, or no run has both.
+    """
+    table = rows(runs, metric, group=[x, y], say=say)
+    pairs = [(tuple(row.parameters.values()), row.result.mean) for row in table if row.result]
+    cells = {(values[0], values[1]): best for values, best in pairs if len(values) == 2}
+    if not cells:
+        raise ConfigError(f"x and y (--x and --y): no run has both {x} and {y}")
+    columns, lines = (sorted({pair[i] for pair in cells}, key=by_size) for i in (0, 1))
+    return columns, lines, cells

@@ -1,0 +1,207 @@
+"""Plots of many runs: curves, heatmaps and scatter plots.
+
+Plots do not use pyplot and therefore no global state, so any thread may draw.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from textwrap import fill
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from raysim.metrics import best_label, is_share
+
+if TYPE_CHECKING:
+    from raysim.reports.analysis.curves import Curve
+    from raysim.reports.analysis.speedup import Slope, SpeedupLines
+
+MAX_TITLE_LETTERS = 48
+"""Maximum number of characters in a line of a panel's title, and in a legend inside of its axes."""
+
+
+def plot_curves(
+    curves: Sequence[Curve],
+    metric: str,
+    x_label: str,
+    path: Path,
+    title: str = "",
+    logarithmic: bool = False,
+) -> None:
+    """Plot curves, each with a band of one standard deviation over the seeds.
+
+    A single panel is 1000 × 600 pixels. Panels share their y-axis, and a label looks alike in all.
+
+    Args:
+        curves: Curves, as from `curves.curves` or `curves.along`.
+        metric: Label of the y-axis.
+        x_label: Label of the x-axis.
+        path: File to write; its suffix sets the format. The folder must exist.
+        title: Title of the figure; "" for none.
+        logarithmic: True for a logarithmic x-axis.
+    """
+    panels = list(dict.fromkeys(curve.panel for curve in curves))
+    looks = {label: i for i, label in enumerate(dict.fromkeys(curve.label for curve in curves))}
+    figure, cells = _panels(len(panels), (10, 6) if len(panels) == 1 else (6, 4.5))
+    for axes, panel in zip(cells, panels, strict=True):
+        shown = [curve for curve in curves if curve.panel == panel]
+        for curve in shown:
+            means = np.array([f.mean for f in curve.figures])
+            # Colours repeat after ten curves.
+            i = looks[curve.label]
+            colour, style = f"C{i % 10}", ("-", "--", ":", "-.")[i // 10 % 4]
+            marker = "." if len(means) <= 12 else None
+            axes.plot(curve.costs, means, style, color=colour, marker=marker, label=curve.label)
+            if any(f.std is not None for f in curve.figures):
+                std = np.array([f.std or 0.0 for f in curve.figures])
+                low, high = means - std, means + std
+                if is_share(metric):
+                    low, high = low.clip(0, 1), high.clip(0, 1)
+                axes.fill_between(curve.costs, low, high, color=colour, alpha=0.2, linewidth=0)
+        axes.set(xlabel=x_label, ylabel=metric, xscale="log" if logarithmic else "linear")
+        axes.set_title(fill(panel, MAX_TITLE_LETTERS), fontsize="small")
+        if x_label == "rounds":
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.grid(alpha=0.3)
+        if len(shown) > 1:
+            _add_legend(axes, [curve.label for curve in shown])
+    if title:
+        figure.suptitle(title)
+    figure.savefig(path)
+
+
+def _add_legend(axes: Axes, labels: Sequence[str]) -> None:
+    """Add a legend; one whose labels would hide the curves stands below the axes."""
+    if max(map(len, labels)) <= MAX_TITLE_LETTERS:
+        axes.legend(fontsize="small", ncols=1 + len(labels) // 12)
+    else:
+        # The padding, in font sizes, leaves room for the labels of the axis.
+        axes.legend(
+            fontsize="small", loc="upper center", bbox_to_anchor=(0.5, 0), borderaxespad=4.5
+        )
+
+
+def _panels(
+    count: int, size: tuple[float, float], shared: bool = True
+) -> tuple[Figure, list[Axes]]:
+    """Return a figure and its axes, three in a row, of a size in inches; `shared` shares y-axes."""
+    rows = -(-count // 3)
+    columns = min(count, 3)
+    figure = Figure(figsize=(columns * size[0], rows * size[1]), dpi=100, layout="constrained")
+    FigureCanvasAgg(figure)
+    cells = list(figure.subplots(rows, columns, squeeze=False, sharey=shared).flat)
+    for empty in cells[count:]:
+        empty.set_axis_off()
+    return figure, cells[:count]
+
+
+Panel = tuple[str, Sequence[str], Sequence[str], Mapping[tuple[str, str], float]]
+"""Title, ordered values of x and of y, and the metric by (x, y); missing cells are white."""
+
+
+def plot_heatmap(panels: Sequence[Panel], x: str, y: str, metric: str, path: Path) -> None:
+    """Plot heatmaps of a metric over two parameters.
+
+    Args:
+        panels: At least one panel; each has its own colour scale.
+        x: Label of the x-axis.
+        y: Label of the y-axis.
+        metric: Metric of the cells; accuracies are shown in percent.
+        path: File to write; its suffix sets the format. The folder must exist.
+    """
+    scale = 100 if is_share(metric) else 1
+    width, height = (max(len(panel[i]) for panel in panels) for i in (1, 2))
+    figure, places = _panels(len(panels), (2 + 0.8 * width, 1.5 + 0.6 * height), shared=False)
+    for axes, (title, columns, lines, cells) in zip(places, panels, strict=True):
+        values = np.array([[scale * cells.get((c, r), np.nan) for c in columns] for r in lines])
+        image = axes.imshow(values, cmap="viridis", aspect="auto", origin="lower")
+        middle = (np.nanmin(values) + np.nanmax(values)) / 2
+        for (i, j), value in np.ndenumerate(values):
+            if np.isfinite(value):
+                axes.text(
+                    j,
+                    i,
+                    f"{value:.3g}",
+                    ha="center",
+                    va="center",
+                    color="black" if value > middle else "white",
+                )
+        axes.set(xlabel=x, ylabel=y, xticks=range(len(columns)), yticks=range(len(lines)))
+        axes.set_title(fill(title, MAX_TITLE_LETTERS), fontsize="small")
+        axes.set(xticklabels=columns, yticklabels=lines)
+        figure.colorbar(image, ax=axes, label=best_label(metric) + (" %" if scale > 1 else ""))
+    figure.savefig(path)
+
+
+class Cloud(NamedTuple):
+    """Points of a scatter plot."""
+
+    points: Sequence[tuple[Any, float, bool]]
+    """(value of the parameter, result, True if the run finished) of each run."""
+
+    logarithmic: bool
+    """True for a logarithmic x-axis."""
+
+
+def plot_scatter(clouds: Mapping[str, Cloud], label: str, path: Path) -> None:
+    """Plot results over parameters, one panel for each; runs that did not finish are hollow.
+
+    Args:
+        clouds: Points by parameter; at least one parameter.
+        label: Label of the y-axis.
+        path: File to write; its suffix sets the format. The folder must exist.
+    """
+    figure, places = _panels(len(clouds), (5, 4))
+    for axes, (name, cloud) in zip(places, clouds.items(), strict=True):
+        x, y, finished = zip(*cloud.points, strict=True)
+        if cloud.logarithmic:
+            axes.set_xscale("log")
+        axes.scatter(
+            x,
+            y,
+            facecolors=["tab:blue" if is_finished else "none" for is_finished in finished],
+            edgecolors="tab:blue",
+        )
+        axes.set(xlabel=name, ylabel=label)
+        axes.grid(alpha=0.3)
+    figure.savefig(path)
+
+
+def plot_speedup(lines: SpeedupLines, slope: Slope, target: str, over: str, path: Path) -> None:
+    """Plot rounds to a target over a parameter on log axes, beside a line of slope -1.
+
+    The picture is a PNG of 700 × 500 pixels with a point for each seed and value.
+
+    Args:
+        lines: Rounds to the target, as from `speedup.speedup`.
+        slope: Their slope, as from `speedup.slope`.
+        target: Target as text, for the label of the y-axis.
+        over: Label of the x-axis.
+        path: File to write. The folder must exist.
+    """
+    figure = Figure(figsize=(7, 5), dpi=100, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    for seed, line in lines.items():
+        axes.loglog(list(line), list(line.values()), "o", alpha=0.6, label=f"seed {seed}")
+    xs = np.array(sorted({x for line in lines.values() for x in line}))
+    mean = np.array(
+        [np.exp(np.mean([np.log(line[x]) for line in lines.values() if x in line])) for x in xs]
+    )
+    axes.plot(
+        xs,
+        mean,
+        color="tab:red",
+        label=f"slope {slope.mean:.3f}, 95 % [{slope.low:.3f}, {slope.high:.3f}]",
+    )
+    axes.plot(xs, mean[0] * xs[0] / xs, "--", color="0.5", label="slope -1")
+    axes.set(xlabel=over, ylabel=f"rounds to {target}")
+    axes.grid(alpha=0.3, which="both")
+    axes.legend()
+    figure.savefig(path, format="png")

@@ -1,0 +1,206 @@
+"""Share of the variance of results that each parameter explains.
+
+The share is ε² (Kelley 1935) of a one-way analysis of variance of n results in k groups:
+
+    ε² = (SS_between - (k - 1) SS_within / (n - k)) / SS_total
+
+This is the adjusted R². For a parameter without effect it is 0 on average, so it can be negative.
+A numeric parameter with more than five values is split into three groups: the lowest, the middle
+and the highest third of its values. "All together" groups the runs by all parameters, so the runs
+of a group differ only in their seed. The variance that remains within these groups is due to the
+seeds. The variance that all parameters together explain, and no parameter explains alone, is due to
+interactions, or to differences within a third.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import fmean
+from typing import TypeVar
+
+from raysim.errors import ConfigError
+from raysim.metrics import is_share, lower_is_better
+from raysim.reports.analysis.plots import Cloud
+from raysim.reports.grouping import grouped
+from raysim.reports.tables import as_markdown, short
+from raysim.reports.tracked import Statistic, TrackedRun
+from raysim.reports.value_names import readable
+
+T = TypeVar("T", bound=Hashable)
+
+MAX_UNGROUPED_VALUES = 5
+"""Largest number of distinct values for which each value of a numeric parameter is a group."""
+
+
+@dataclass(frozen=True)
+class Effect:
+    """Effect of a parameter on the results."""
+
+    name: str
+    """Short name of the parameter, or "all together"."""
+
+    share: float
+    """Share ε² of the variance of the results that the parameter explains."""
+
+    points: Sequence[tuple[float | str, float]] = ()
+    """(value of the parameter, result) of each run; empty for all parameters together."""
+
+    means: Sequence[tuple[str, float]] = ()
+    """(group of values, mean result), by ascending values; empty for all parameters together."""
+
+
+def explained_share(results: Sequence[float], groups: Sequence[Hashable]) -> float:
+    """Return the share ε² of the variance of results that their groups explain.
+
+    Args:
+        results: Result of each run.
+        groups: Group of each run, in the order of `results`.
+
+    Returns:
+        The share: NaN if every group has a single result, 0 if all results are equal.
+    """
+    members = _members(results, groups)
+    mean = fmean(results)
+    degrees_of_freedom = len(results) - len(members)
+    if not degrees_of_freedom:
+        return math.nan
+    total = sum((value - mean) ** 2 for value in results)
+    within = sum((value - fmean(group)) ** 2 for group in members.values() for value in group)
+    if not total:
+        return 0.0
+    return (total - within - (len(members) - 1) * within / degrees_of_freedom) / total
+
+
+def result_of_run(statistic: Statistic, metric: str) -> Callable[[TrackedRun], float]:
+    """Return the function that computes the result of a run.
+
+    Args:
+        statistic: One of `tracked.STATISTICS`.
+        metric: Metric of the run's history. `lower_is_better` gives its direction.
+
+    Returns:
+        A function from a run to its result.
+    """
+    return lambda run: run.value(statistic, lower_is_better(metric))
+
+
+def effects(
+    runs: Sequence[TrackedRun], keys: Sequence[str], result: Callable[[TrackedRun], float]
+) -> list[Effect]:
+    """Return the effects of parameters, largest share first.
+
+    Args:
+        runs: Runs to compare. Runs that lack a parameter are skipped.
+        keys: Parameters to compare; if empty, all that differ.
+        result: Function from a run to its result, as from `result_of_run`.
+
+    Returns:
+        An effect for each parameter. The last one is that of all parameters together; it is absent
+        if no two runs differ only in their seed.
+
+    Raises:
+        ConfigError: No run has a parameter, or fewer than three runs have all parameters.
+    """
+    groups = grouped(runs, keys or None)
+    values_of_groups = readable([values for values, _ in groups])
+    named = [(values, runs) for values, (_, runs) in zip(values_of_groups, groups, strict=True)]
+    names = list(dict.fromkeys(key for values, _ in named for key in values))
+    whole = [
+        (values, result(run))
+        for values, members in named
+        for run in members
+        if len(values) == len(names)
+    ]
+    if not names or len(whole) < 3:
+        raise ConfigError(
+            f"keys (--keys): only {len(whole)} runs have all compared parameters "
+            f"({', '.join(map(short, names)) or 'none differs'}); choose parameters that at least "
+            "three runs have"
+        )
+    results = [value for _, value in whole]
+    ordered = [_effect(name, [values[name] for values, _ in whole], results) for name in names]
+    ordered.sort(key=lambda effect: -effect.share)
+    together = explained_share(results, [tuple(values.items()) for values, _ in whole])
+    if math.isnan(together):
+        return ordered
+    return [*ordered, Effect("all together", together)]
+
+
+def _effect(name: str, texts: Sequence[str], results: Sequence[float]) -> Effect:
+    """Return the effect of a parameter from its value, as text, and the result in each run."""
+    numbers = _as_numbers(texts)
+    values = numbers or list(texts)
+    groups = _thirds(numbers) if len(set(numbers)) > MAX_UNGROUPED_VALUES else list(texts)
+    ordered = sorted(zip(values, groups, results, strict=True))
+    members = _members([value for _, _, value in ordered], [group for _, group, _ in ordered])
+    means = [(group, fmean(values_of_group)) for group, values_of_group in members.items()]
+    return Effect(
+        short(name),
+        explained_share(results, groups),
+        list(zip(values, results, strict=True)),
+        means,
+    )
+
+
+def _as_numbers(texts: Sequence[str]) -> list[float]:
+    """Return texts as numbers, or an empty list if any text is not a number."""
+    try:
+        return [float(text) for text in texts]
+    except ValueError:
+        return []
+
+
+def _thirds(numbers: Sequence[float]) -> list[str]:
+    """Return for each number the label of its third: "smallest to largest"."""
+    order = sorted(set(numbers))
+    cuts = [round(i * len(order) / 3) for i in range(4)]
+    spans = {
+        number: f"{order[a]:g} to {order[b - 1]:g}"
+        for a, b in pairwise(cuts)
+        for number in order[a:b]
+    }
+    return [spans[number] for number in numbers]
+
+
+def _members(results: Sequence[float], groups: Sequence[T]) -> dict[T, list[float]]:
+    """Return the results of each group, in order of first appearance."""
+    members: dict[T, list[float]] = {}
+    for value, group in zip(results, groups, strict=True):
+        members.setdefault(group, []).append(value)
+    return members
+
+
+def clouds(effects: Sequence[Effect]) -> dict[str, Cloud]:
+    """Return the points of effects as arguments of `plots.plot_scatter`.
+
+    Args:
+        effects: Effects, as from `effects`.
+
+    Returns:
+        The points of each effect that has points, by the title of its panel.
+    """
+    return {
+        f"{effect.name} ({effect.share:.0%})": Cloud(
+            [(*point, True) for point in effect.points], False
+        )
+        for effect in effects
+        if effect.points
+    }
+
+
+def effects_markdown(effects: Sequence[Effect], metric: str) -> str:
+    """Return effects as a Markdown table.
+
+    Args:
+        effects: Effects, as from `effects`.
+        metric: Metric of the results; accuracies are shown in percent.
+    """
+    scale, percent = (100, " %") if is_share(metric) else (1, "")
+    cells = [["parameter", "share of the variance", f"mean {metric}{percent}, by its values"]]
+    for effect in effects:
+        means = "; ".join(f"{group}: {scale * mean:.4g}" for group, mean in effect.means)
+        cells.append([effect.name, f"{effect.share:.0%}", means])
+    return as_markdown(cells)

@@ -1,0 +1,115 @@
+"""Targets relative to the best value of reference runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from raysim.errors import ConfigError, did_you_mean
+from raysim.metrics import is_share
+from raysim.reports.analysis.aggregate import Goal, direction, rows
+from raysim.reports.grouping import SCENARIO_KEY_PREFIXES, having, resolved, varied
+from raysim.reports.tracked import TrackedRun
+
+
+def why_unreachable(value: float, metric: str) -> str | None:
+    """Return why no run can reach a target, with the fix; None if one can.
+
+    Args:
+        value: The target.
+        metric: Metric of the histories.
+    """
+    if value <= 1 or not is_share(metric):
+        return None
+    fix = f"write {value / 100:g} for {value:g} %" if value <= 100 else "give a share"
+    return f"{metric} is a share, at most 1, and never {value:g}; {fix}"
+
+
+def refuse_unreachable(value: float, metric: str) -> None:
+    """Refuse a target that no run can reach, such as a percentage.
+
+    Args:
+        value: The target.
+        metric: Metric of the histories.
+
+    Raises:
+        ConfigError: The target is out of reach.
+    """
+    if why := why_unreachable(value, metric):
+        raise ConfigError(f"target (--target): {why}")
+
+
+def share_of(
+    runs: Sequence[TrackedRun],
+    reference: str,
+    share: float,
+    metric: str = "accuracy",
+    say: Callable[[str], None] = lambda line: None,
+) -> Goal:
+    """Return targets relative to the best value of reference runs in the same scenario.
+
+    Xu et al. (2022) report rounds to shares of the accuracy of SGD.
+
+    Args:
+        runs: All runs of the table.
+        reference: Parameter of the reference runs as KEY=VALUE.
+        share: Target as a share of their best value.
+        metric: Metric of the histories.
+        say: Called with one line for each scenario without reference runs.
+
+    Returns:
+        A function from the runs of a row to their target; None without reference runs.
+
+    Raises:
+        ConfigError: `reference` is not KEY=VALUE, no run has this parameter and value, or none of
+            them has the metric.
+    """
+    # Raises if no scenario has a reference run.
+    fraction_of(runs, reference, share, metric)
+    keys = [
+        key for key in varied([run.params for run in runs]) if key.startswith(SCENARIO_KEY_PREFIXES)
+    ]
+    parts: dict[tuple, list[TrackedRun]] = {}
+    for run in runs:
+        parts.setdefault(tuple(run.params.get(key) for key in keys), []).append(run)
+    goals: dict[tuple, float | None] = {}
+    for scenario, members in parts.items():
+        try:
+            goals[scenario] = fraction_of(members, reference, share, metric)
+        except ConfigError:
+            goals[scenario] = None
+            say(f"no target where no run has {reference}: {', '.join(filter(None, scenario))}")
+    return lambda members: goals[tuple(members[0].params.get(key) for key in keys)]
+
+
+def fraction_of(
+    runs: Sequence[TrackedRun], reference: str, share: float, metric: str = "accuracy"
+) -> float:
+    """Return a share of the best value of reference runs.
+
+    The best value is the mean over seeds of the best row of reference runs.
+
+    Args:
+        runs: Runs that contain the reference runs.
+        reference: Parameter of the reference runs as KEY=VALUE.
+        share: Factor of the best value, from 0 to 1.
+        metric: Metric of the histories.
+
+    Raises:
+        ConfigError: `reference` is not KEY=VALUE, no run has this parameter and value, or none of
+            them has the metric.
+    """
+    option = "relative_to (--relative-to)"
+    key, equals, value = reference.partition("=")
+    if not equals:
+        raise ConfigError(
+            f"{option}: '{reference}' is not KEY=VALUE; write, for example, algorithm=fedavg"
+        )
+    chosen = having(runs, {key: [value]}, option)
+    if not chosen:
+        (full,) = resolved(runs, [key], option)
+        known = sorted({run.params[full] for run in runs if full in run.params})
+        raise ConfigError(f"{option}: no run has {key}={value}{did_you_mean(value, known)}")
+    best = [row.result.mean for row in rows(chosen, metric) if row.result]
+    if not best:
+        raise ConfigError(f"{option}: no run with {reference} has a value of {metric}")
+    return share * (min if direction(runs, metric) else max)(best)

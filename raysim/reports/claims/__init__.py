@@ -1,0 +1,1 @@
+"""Claims of a configuration, and their verdicts."""

@@ -1,0 +1,317 @@
+"""The section `claims` of a configuration: a paper's claims about its runs.
+
+    claims:
+      - says: GradMA-S reaches 95 % in fewer rounds than FedAvg
+        left: {where: {algorithm: gradma_s}, metric: accuracy, statistic: {rounds_to: 0.95}}
+        is: below                    # or above, or near
+        right: {where: {algorithm: fedavg}}    # the rest as on the left; or a plain number
+        margin: 0                    # by at least this much; near: by at most
+        each: [partition.alpha]      # a line for each of their values
+        figure: {kind: curves, group: [algorithm]}    # or kind: sweep, with x and perhaps y
+
+`raysim.reports.claims.verdicts` says which statistics there are, and how sides are compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
+
+from raysim.config import loading
+from raysim.config.explain import checked_section, explain_validation_error
+from raysim.config.sections.base import Section
+from raysim.config.sections.storage import Tracking
+from raysim.errors import ConfigError, did_you_mean
+from raysim.metrics import lower_is_better
+from raysim.reports import grouping
+from raysim.reports.analysis.targets import why_unreachable
+from raysim.reports.runs import RunSource
+from raysim.tracking.recorder import flatten_parameters
+
+Statistic = Literal["best", "last", "first", "mean", "last10"]
+
+
+class RoundsTo(Section):
+    """A side of a claim: the rounds that it takes to a value of the metric."""
+
+    rounds_to: float
+
+
+def _statistic(statistic: Any) -> Any:
+    names = get_args(Statistic)
+    if isinstance(statistic, str) and statistic in names:
+        return statistic
+    if (
+        isinstance(statistic, Mapping)
+        and set(statistic) == {"rounds_to"}
+        and type(statistic["rounds_to"]) in (int, float)
+    ):
+        return RoundsTo(**statistic)
+    hint = did_you_mean(statistic, names) if isinstance(statistic, str) else ""
+    raise ValueError(f"expected {', '.join(names)} or {{rounds_to: 0.95}}, not {statistic}{hint}")
+
+
+def value_texts(wanted: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Return the accepted values of each parameter, as the texts that MLflow stores.
+
+    Args:
+        wanted: A value, or a list of values, by parameter.
+
+    Raises:
+        ValueError: A parameter has no value, or a mapping.
+    """
+    texts = {}
+    for key, value in wanted.items():
+        values = value if isinstance(value, list) else [value]
+        if not values or any(isinstance(item, Mapping | list) for item in values):
+            raise ValueError(f"{key} must have a value, or a list of values of which any matches")
+        texts[key] = [flatten_parameters({"": item})[""] for item in values]
+    return texts
+
+
+Where = Annotated[dict[str, Any], AfterValidator(value_texts)]
+KeyList = Annotated[
+    list[str], BeforeValidator(lambda value: value.split(",") if isinstance(value, str) else value)
+]
+
+
+class ClaimSide(Section):
+    """One side of a claim: a statistic of a metric of the selected runs."""
+
+    where: Where = Field(default_factory=dict)
+    """Parameters of the runs: for each key a value, or a list of values of which any matches.
+    Default: all runs."""
+    metric: str = "accuracy"
+    """Metric to compare."""
+    statistic: Annotated[Any, AfterValidator(_statistic)] = "best"
+    """Statistic over a run's rounds: `best`, `last`, `first`, `mean`, `last10` (mean of the last
+    ten evaluations), or `{rounds_to: VALUE}`."""
+
+    @property
+    def lower(self) -> bool:
+        """True if smaller values of the metric are better."""
+        return lower_is_better(self.metric)
+
+
+class RightSide(ClaimSide):
+    """Right side of a claim: runs, or a number. Keys that are not set equal those of the left."""
+
+    value: float | None = None
+    """Number to compare with, instead of runs. `right: 0.5` is short for `right: {value: 0.5}`."""
+
+    @model_validator(mode="after")
+    def _is_one_of_both(self) -> RightSide:
+        if self.value is not None and len(self.model_fields_set) > 1:
+            raise ValueError("'value' excludes where, metric and statistic; leave one of them out")
+        return self
+
+
+def _right_side(side: Any) -> Any:
+    return {"value": side} if isinstance(side, int | float) and not isinstance(side, bool) else side
+
+
+class Figure(Section):
+    """Plot of a claim's runs, as `raysim report curves` or `raysim report sweep` draws it."""
+
+    kind: Literal["curves", "sweep"]
+    """`curves`: a metric over the rounds. `sweep`: the best value over one or two parameters."""
+    where: Where = Field(default_factory=dict)
+    """Parameters of the runs to plot. Default: all runs."""
+    metric: str = ""
+    """Metric to plot. Default: that of the claim's left side."""
+    group: KeyList | None = None
+    """Parameters by which `curves` draws one line each. Default: all that differ."""
+    panels: KeyList = Field(default_factory=list)
+    """Parameters by which `curves` draws one panel each."""
+    x_axis: Literal["rounds", "bytes", "virtual-time", "seconds"] = "rounds"
+    """Unit of the x-axis of `curves`."""
+    x: str = ""
+    """Parameter on the x-axis of `sweep`."""
+    y: str | None = None
+    """Second parameter of `sweep`, which makes the plot a heatmap."""
+    log_x: bool = False
+    """True: the x-axis of `sweep` is logarithmic. Not for heatmaps."""
+    file: str = ""
+    """File name of the plot: .png, .svg or .pdf. Default: `claim-NUMBER.png`."""
+
+    @model_validator(mode="after")
+    def _agrees(self) -> Figure:
+        others = {"curves": ("x", "y", "log_x"), "sweep": ("group", "panels", "x_axis")}[self.kind]
+        if strange := [key for key in others if key in self.model_fields_set]:
+            raise ValueError(f"kind {self.kind} has no {strange[0]}; leave it out")
+        if self.kind == "sweep" and not self.x:
+            raise ValueError("kind sweep needs x, the parameter of the x-axis")
+        if self.y is not None and self.log_x:
+            raise ValueError("a heatmap has a column for each value; leave out log_x or y")
+        if self.file and Path(self.file).suffix not in (".png", ".svg", ".pdf"):
+            raise ValueError(
+                f"file '{self.file}' is not a plot's name; it must end in .png, .svg or .pdf"
+            )
+        return self
+
+
+class Claim(Section):
+    """A claim about runs: a relation between a left and a right side."""
+
+    says: str
+    """The claim in words, for the report."""
+    left: ClaimSide
+    """Left side of the comparison."""
+    relation: Literal["below", "above", "near"] = Field(alias="is")
+    """How the left side compares with the right: `below`, `above`, or `near` (within `margin`)."""
+    right: Annotated[RightSide, BeforeValidator(_right_side)]
+    """Right side of the comparison: runs, or a number."""
+    margin: float = Field(default=0, ge=0)
+    """Smallest difference for `below` and `above`, largest difference for `near`."""
+    each: KeyList = Field(default_factory=list)
+    """Parameters for whose values the claim is checked separately."""
+    figure: Figure | None = None
+    """Plot to draw with the claim."""
+
+    @model_validator(mode="after")
+    def _can_be_decided(self) -> Claim:
+        if self.relation == "near" and not self.margin:
+            raise ValueError("near needs a margin, the largest difference of the sides")
+        return self
+
+
+def read_claims(source: str | Path | Mapping[str, Any]) -> list[Claim]:
+    """Return the claims of a configuration; [] if it has none.
+
+    A figure without a file name gets one.
+
+    Args:
+        source: a configuration file, the name of a shipped one, or a mapping.
+
+    Raises:
+        ConfigError: the file cannot be read, or the section is wrong; the message names the key.
+    """
+    section = loading.claims(source)
+    if section is None:
+        return []
+    if not isinstance(section, list):
+        raise ConfigError("claims: expected a list of claims, each with says, left, is and right")
+    claims = [_claim(entry, f"claims.{i}") for i, entry in enumerate(section)]
+    drawn: dict[str, Figure] = {}
+    for i, claim in enumerate(claims):
+        if claim.figure and drawn.setdefault(claim.figure.file, claim.figure) != claim.figure:
+            raise ConfigError(
+                f"claims.{i}.figure.file: {claim.figure.file} is another picture above; give "
+                "another name"
+            )
+    return claims
+
+
+def require_claims(source: str | Path | Mapping[str, Any]) -> list[Claim]:
+    """Return the claims of a configuration, as `read_claims` does.
+
+    Args:
+        source: a configuration file, the name of a shipped one, or a mapping.
+
+    Raises:
+        ConfigError: the configuration has no claims, or the section is wrong.
+    """
+    if not (claims := read_claims(source)):
+        raise ConfigError(
+            f"claims: {source} has no such section, a list of claims with says, left, is and right"
+        )
+    return claims
+
+
+def check_sides(claims: Sequence[Claim], parameters: Sequence[Mapping[str, str]]) -> list[str]:
+    """Check that a sweep has the runs that its claims are about.
+
+    Args:
+        claims: The claims.
+        parameters: The parameters of each run of the sweep.
+
+    Returns:
+        A sentence for each value that no run has.
+
+    Raises:
+        ConfigError: No run has a parameter; the message names the claim.
+    """
+    runs: Any = [SimpleNamespace(params=values) for values in parameters]
+    missing = []
+    for i, claim in enumerate(claims):
+        right = {} if claim.right.where == claim.left.where else {"right": claim.right}
+        for name, side in ({"left": claim.left} | right).items():
+            place = f"claims.{i}.{name}.where"
+            for key, wanted in side.where.items():
+                (full,) = grouping.resolved(runs, [key], place)
+                known = {grouping.value_of(run.params, full) or "" for run in runs}
+                for value in wanted:
+                    if not grouping.having(runs, {key: [value]}, place):
+                        hint = did_you_mean(value, known)
+                        missing.append(f"{place}: no run of this sweep has {key}={value}{hint}")
+    return list(dict.fromkeys(missing))
+
+
+def runs_of_claims(
+    source: str | Path | Mapping[str, Any],
+    runs: Sequence[str] | None,
+    uri: str | None,
+    ledgers: Sequence[str | Path] = (),
+) -> RunSource:
+    """Return the source of the runs that claims are about.
+
+    Args:
+        source: Configuration with the claims.
+        runs: Names of experiments, or ids of runs. Default: the configuration's experiment.
+        uri: Address of the tracking store. Default: the configuration's.
+        ledgers: Ledgers to read in place of MLflow.
+
+    Raises:
+        ConfigError: The configuration cannot be read, or `uri` and `ledgers` are both given.
+    """
+    tracking = checked_section(Tracking, loading.read_config(source).get("tracking") or {})
+    store = uri if ledgers else uri or tracking.uri
+    return RunSource(list(runs or [tracking.experiment]), store, ledgers)
+
+
+def _claim(entry: Any, place: str) -> Claim:
+    needed = ("says", "left", "is", "right")
+    if not isinstance(entry, Mapping):
+        raise ConfigError(f"{place}: expected a mapping with {', '.join(needed)}")
+    if lacking := [key for key in needed if key not in entry]:
+        raise ConfigError(f"{place}.{lacking[0]}: missing; a claim has {', '.join(needed)}")
+    try:
+        claim = Claim.model_validate(entry)
+    except ValidationError as error:
+        raise ConfigError(explain_validation_error(error, entry, Claim, f"{place}.")) from None
+    left, right, figure = claim.left, claim.right, claim.figure
+    shared = {
+        key: getattr(left, key)
+        for key in ClaimSide.model_fields
+        if key not in right.model_fields_set
+    }
+    right = right.model_copy(update=shared)
+    for key, value, metric in _metric_values(left, right, claim.margin):
+        if why := why_unreachable(value, metric):
+            raise ConfigError(f"{place}.{key}: {why}")
+    changed: dict[str, Any] = {"right": right}
+    if figure is not None:
+        named = {
+            "metric": figure.metric or left.metric,
+            "file": figure.file or place.replace("s.", "-") + ".png",
+        }
+        changed["figure"] = figure.model_copy(update=named)
+    return claim.model_copy(update=changed)
+
+
+def _metric_values(
+    left: ClaimSide, right: RightSide, margin: float
+) -> Iterator[tuple[str, float, str]]:
+    """Yield key, number and metric of all numbers of a claim that are values of a metric."""
+    sides = {"left": left} | ({"right": right} if right.value is None else {})
+    for name, side in sides.items():
+        if isinstance(side.statistic, RoundsTo):
+            yield f"{name}.statistic.rounds_to", side.statistic.rounds_to, side.metric
+    if not isinstance(left.statistic, RoundsTo):
+        if right.value is not None:
+            yield "right", right.value, left.metric
+        yield "margin", margin, left.metric

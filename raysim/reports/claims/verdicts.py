@@ -1,0 +1,350 @@
+"""Verdicts on the claims of a configuration (`claim_section`) by its runs.
+
+A statistic is best (unless given), last, first, mean or last10, of what was evaluated, or the
+rounds to a value. Sides are compared seed by seed. A target that was not reached in T rounds is
+reached in T + 1 or later, so such a seed may speak for a claim, against it, or not at all. Of runs
+of a side that differ in more than their seed the mean counts.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from raysim.errors import ConfigError
+from raysim.metrics import is_share
+from raysim.reports import grouping
+from raysim.reports.analysis.comparisons import paired_difference
+from raysim.reports.claims.claim_section import Claim, ClaimSide, RoundsTo
+from raysim.reports.grouping import by_size
+from raysim.reports.published import same_value
+from raysim.reports.tables import (
+    MISSING_TEXT,
+    MeanStd,
+    as_markdown,
+    difference_text,
+    number,
+    rounded,
+)
+from raysim.reports.tracked import MetricMissing, TrackedRun
+
+CONFIRMED, REFUTED, OPEN = "confirmed", "not confirmed", "undecided"
+
+RunsOf = Callable[[str], Sequence[TrackedRun]]
+"""The runs that have a metric."""
+Span = tuple[float, float]
+"""Bounds of a number; equal if the number is known."""
+
+
+@dataclass(frozen=True)
+class ClaimResult:
+    """Result of a claim, possibly for one value of its `each`."""
+
+    claim: Claim
+    """The claim."""
+    named: Mapping[str, str]
+    """Values of the keys in the claim's `each`."""
+    left: str
+    """Result of the left side, in words."""
+    right: str
+    """Result of the right side, in words."""
+    difference: str
+    """Left minus right over the seeds of both, with the 95 % interval of its mean, in words."""
+    seeds: tuple[int, int]
+    """Number of seeds for and against the claim."""
+    verdict: str
+    """The verdict with its reason."""
+
+
+def check_claims(claims: Sequence[Claim], runs_of: RunsOf) -> list[ClaimResult]:
+    """Compare claims with runs.
+
+    Args:
+        claims: Claims of a paper.
+        runs_of: Function from a metric to the runs that have it. It raises `MetricMissing` if
+            none has.
+
+    Returns:
+        One or more results for each claim, in the order of the claims.
+
+    Raises:
+        ConfigError: a claim names a parameter or metric that no run has.
+    """
+    return [
+        line for i, claim in enumerate(claims) for line in _lines(claim, runs_of, f"claims.{i}")
+    ]
+
+
+def _lines(claim: Claim, runs_of: RunsOf, place: str) -> list[ClaimResult]:
+    runs_of_sides: list[Sequence[TrackedRun]] = []
+    pool: list[TrackedRun] = []
+    for name, side in _sides(claim).items():
+        try:
+            runs = runs_of(side.metric)
+        except MetricMissing as error:
+            raise ConfigError(f"{place}.{name}.metric: {error}") from None
+        pool += runs
+        runs_of_sides.append(grouping.having(runs, side.where, f"{place}.{name}.where"))
+    left, right = runs_of_sides[0], [run for runs in runs_of_sides[1:] for run in runs]
+    keys = grouping.resolved(pool, claim.each, f"{place}.each")
+    # a right side that says itself which value it has, or has no such parameter, is the same in
+    # every line
+    its = {
+        key: values
+        for key, values in claim.right.where.items()
+        if values != claim.left.where.get(key)
+    }
+    fixed = grouping.resolved(pool, its, f"{place}.right.where")
+    free = [
+        key
+        for key in keys
+        if key not in fixed and any(grouping.value_of(run.params, key) for run in right)
+    ]
+    compared = [*left, *right] if free == keys else left
+    lines = _values_of_lines(claim, pool, compared, keys) if keys and compared else []
+    if not lines:
+        return [_line(claim, {}, runs_of_sides)]
+    return [
+        _line(
+            claim,
+            named,
+            [
+                _runs_with(runs, named, side_keys)
+                for runs, side_keys in zip(runs_of_sides, (keys, free), strict=False)
+            ],
+        )
+        for named in lines
+    ]
+
+
+def _values_of_lines(
+    claim: Claim,
+    pool: Sequence[TrackedRun],
+    compared: Sequence[TrackedRun],
+    keys: Sequence[str],
+) -> list[dict[str, str]]:
+    """Return the values of the keys in each line: those of the runs, and those the left side lists.
+
+    A listed value without a run has a line too, so that the report shows what is missing. This
+    needs groups of the same keys.
+    """
+    found = [named for named, _ in grouping.grouped(compared, keys)]
+    full_names = grouping.resolved(pool, claim.left.where, "where")
+    listed = {
+        key: values
+        for key, values in zip(full_names, claim.left.where.values(), strict=True)
+        if key in keys and len(values) > 1
+    }
+    if any(len(named) < len(keys) for named in found):
+        return found
+    missing = []
+    for named in found:
+        for values in itertools.product(*listed.values()):
+            expected = {**named, **dict(zip(listed, values, strict=True))}
+            if not any(_same(expected, known) for known in (*found, *missing)):
+                missing.append(expected)
+    return sorted([*found, *missing], key=lambda named: [by_size(named[key]) for key in keys])
+
+
+def _same(named: Mapping[str, str], other: Mapping[str, str]) -> bool:
+    return all(same_value(value, other[key]) for key, value in named.items())
+
+
+def _sides(claim: Claim) -> dict[str, ClaimSide]:
+    """Return the sides that compare runs."""
+    return {"left": claim.left} | ({"right": claim.right} if claim.right.value is None else {})
+
+
+def _runs_with(
+    runs: Sequence[TrackedRun], named: Mapping[str, str], keys: Sequence[str]
+) -> list[TrackedRun]:
+    return [
+        run
+        for run in runs
+        if all(grouping.value_of(run.params, key) == named.get(key) for key in keys)
+    ]
+
+
+def _line(
+    claim: Claim, named: Mapping[str, str], runs_of_sides: Sequence[Sequence[TrackedRun]]
+) -> ClaimResult:
+    sides = list(_sides(claim).values())
+    measured = [_measured(runs, side) for runs, side in zip(runs_of_sides, sides, strict=True)]
+    texts = [_text(spans, side) for spans, side in zip(measured, sides, strict=True)]
+    if (value := claim.right.value) is not None:
+        measured.append(dict.fromkeys(measured[0], (value, value)))
+        texts.append(_text({"": (value, value)}, claim.right))
+    seeds = sorted(measured[0].keys() & measured[1].keys())
+    apart = [_minus(measured[0][seed], measured[1][seed]) for seed in seeds]
+    votes = [_holds(claim, span) for span in apart]
+    count = (votes.count(True), votes.count(False))
+    missing = _missing_runs(runs_of_sides, [_narrowed(side.where, named) for side in sides])
+    verdict = f"{OPEN} ({missing})" if missing else _verdict(claim, apart, votes)
+    left, right = texts
+    difference = _difference_text(claim, apart)
+    return ClaimResult(claim, named, left, right, difference, count, verdict)
+
+
+def _name_of_side(line: ClaimResult, where: Mapping[str, Sequence[str]]) -> str:
+    """Return the values by which a side differs from the other one, such as "fedavg"; or ""."""
+    sides = (line.claim.left.where, line.claim.right.where)
+    in_line = _narrowed(where, line.named)
+    named = {key: v for key, v in in_line.items() if any(s.get(key) != where[key] for s in sides)}
+    return grouping.label({key: " or ".join(map(str, values)) for key, values in named.items()})
+
+
+def _difference_text(claim: Claim, apart: Sequence[Span]) -> str:
+    """Return left minus right over seeds in words; only of seeds that all have a value."""
+    exact = [low for low, high in apart if low == high]
+    if not exact or len(exact) < len(apart):
+        return MISSING_TEXT
+    difference = paired_difference(exact, [0.0] * len(exact))
+    return difference_text(difference, _is_percent(claim.left))
+
+
+def _verdict(claim: Claim, apart: Sequence[Span], votes: Sequence[bool | None]) -> str:
+    one_seed = " (one seed)" if len(votes) == 1 else ""
+    if all(votes):
+        return CONFIRMED + one_seed
+    if _holds(claim, _mean(apart)) is False:
+        return REFUTED + one_seed
+    if False in votes:
+        return f"{OPEN} (seeds disagree)"
+    return f"{OPEN} ({'not every seed' if True in votes else 'no run'} reached the target)"
+
+
+def _narrowed(
+    where: Mapping[str, Sequence[str]], named: Mapping[str, str]
+) -> dict[str, Sequence[str]]:
+    """Return the values of a side in one line: of a key of the line only its value there."""
+    in_line = {key: named.get(key, named.get(f"{key}.name")) for key in where}
+    return {
+        key: [v for v in values if v == in_line[key]] or values for key, values in where.items()
+    }
+
+
+def _missing_runs(
+    runs_of_sides: Sequence[Sequence[TrackedRun]], wheres: Sequence[Mapping[str, Sequence[str]]]
+) -> str:
+    """Return which runs of these sides are missing: a whole side, or a seed of one."""
+    seeds = {_seed(run) for runs in runs_of_sides for run in runs}
+    for runs, where in zip(runs_of_sides, wheres, strict=True):
+        name = grouping.label({k: " or ".join(map(str, v)) for k, v in where.items()}) or "any kind"
+        if not runs:
+            return f"no run of {name}"
+        for named, members in _methods(runs):
+            if lacking := sorted(seeds - {_seed(run) for run in members}):
+                which = ", ".join(filter(None, [name, grouping.label(named)]))
+                return f"no run of {which} with seed {', '.join(lacking)}"
+    return ""
+
+
+def _methods(
+    runs: Sequence[TrackedRun],
+) -> list[tuple[dict[str, str], list[TrackedRun]]]:
+    """Return the runs in groups that differ only in their seeds, that of the partition included."""
+    varied = grouping.varied([run.params for run in runs])
+    keys = [key for key in varied if key != grouping.PARTITION_SEED]
+    return grouping.grouped(runs, keys) if keys else [({}, list(runs))]
+
+
+def _measured(runs: Iterable[TrackedRun], side: ClaimSide) -> dict[str, Span]:
+    """Return a side's value for each seed, the mean over its runs."""
+    spans: dict[str, list[Span]] = {}
+    for run in runs:
+        spans.setdefault(_seed(run), []).append(_reached(run, side))
+    return {seed: _mean(values) for seed, values in spans.items()}
+
+
+def _mean(spans: Sequence[Span]) -> Span:
+    return statistics.fmean(low for low, _ in spans), statistics.fmean(high for _, high in spans)
+
+
+def _reached(run: TrackedRun, side: ClaimSide) -> Span:
+    values = [value for _, value in run.history]
+    if isinstance(side.statistic, RoundsTo):
+        arrival = run.arrival(side.statistic.rounds_to, side.lower)
+        return (run.history[-1][0] + 1, math.inf) if arrival is None else (arrival, arrival)
+    if side.statistic == "first":
+        value = values[0]
+    elif side.statistic == "mean":
+        value = statistics.fmean(run.trained)
+    else:
+        value = run.value(side.statistic, side.lower)
+    return value, value
+
+
+def _minus(left: Span, right: Span) -> Span:
+    return left[0] - right[1], left[1] - right[0]
+
+
+def _holds(claim: Claim, apart: Span) -> bool | None:
+    """Return whether a difference, left minus right, is as claimed; None if it is undecided.
+
+    Equal values are neither below nor above each other.
+    """
+    low, high = apart if claim.relation != "above" else (-apart[1], -apart[0])
+    if claim.relation == "near":
+        if -claim.margin <= low and high <= claim.margin:
+            return True
+        return False if low > claim.margin or high < -claim.margin else None
+    if high <= -claim.margin and high < 0:
+        return True
+    return False if low > -claim.margin or low >= 0 else None
+
+
+def _seed(run: TrackedRun) -> str:
+    return grouping.replicate(run.params)
+
+
+def _is_percent(side: ClaimSide) -> bool:
+    """Return whether the values of a side are shown in percent."""
+    return is_share(side.metric) and not isinstance(side.statistic, RoundsTo)
+
+
+def _text(spans: Mapping[str, Span], side: ClaimSide) -> str:
+    """Return mean ± std over seeds, with the unit."""
+    known = MeanStd.of([low for low, high in spans.values() if low == high])
+    rounds, percent = isinstance(side.statistic, RoundsTo), _is_percent(side)
+    if known is None:
+        return (
+            f"> {rounded(_mean(list(spans.values()))[0] - 1, None)} rounds"
+            if spans
+            else number(None, None, percent)
+        )
+    some = f" ({known.n}/{len(spans)})" if known.n < len(spans) else ""
+    if rounds:
+        return f"{rounded(known.mean, known.std)} rounds{some}"
+    return number(known.mean, known.std, percent) + (" %" if percent else "") + some
+
+
+def claims_markdown(lines: Sequence[ClaimResult]) -> str:
+    """Return results as a Markdown table.
+
+    Args:
+        lines: Results, as from `check_claims`.
+    """
+    header = [
+        "claim",
+        "left",
+        "should be",
+        "right",
+        "left − right [95 % interval]",
+        "seeds for : against",
+    ]
+    cells = [[*header, "verdict"]]
+    for line in lines:
+        says = line.claim.says + (f" ({grouping.label(line.named)})" if line.named else "")
+        votes = "{} : {}".format(*line.seeds)
+        left, right = (
+            f"{_name_of_side(line, side.where)} {text}".strip()
+            for side, text in ((line.claim.left, line.left), (line.claim.right, line.right))
+        )
+        cells.append([says, left, line.claim.relation, right, line.difference, votes, line.verdict])
+    if any(line.claim.figure for line in lines):
+        files = [line.claim.figure.file if line.claim.figure else "" for line in lines]
+        cells = [[*row, last] for row, last in zip(cells, ["figure", *files], strict=True)]
+    return as_markdown(cells)

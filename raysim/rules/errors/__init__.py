@@ -1,0 +1,1 @@
+"""Errors of rules, told to their authors."""

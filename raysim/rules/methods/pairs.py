@@ -1,0 +1,265 @@
+"""The pair of rules that a configuration names, and which pairs fit."""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
+from typing import Any, get_args
+
+from raysim.config import python_objects
+from raysim.config.references import load_object
+from raysim.config.renamed import UPLOAD_MODES
+from raysim.config.schema import Config
+from raysim.config.sections.base import Named
+from raysim.errors import ConfigError, did_you_mean, in_a_line
+from raysim.rules.contract import Algorithm, ClientRule, ServerRule
+from raysim.rules.errors.user_code import class_defined_at
+from raysim.rules.methods.misspelled import untyped
+from raysim.rules.methods.registry import (
+    build_part,
+    discover,
+    find_rule,
+    hyperparameter_names,
+    is_shipped,
+    offered_names,
+)
+from raysim.rules.uploads import UploadMode, why_not_declared
+from raysim.system.signals import reraise_stop
+
+
+def resolve_rules(config: Config) -> tuple[ClientRule, ServerRule]:
+    """Return the two rules of a configuration.
+
+    The sections `client` and `server` replace the halves of the algorithm.
+
+    Args:
+        config: the configuration of the run.
+
+    Raises:
+        ConfigError: a name or a parameter is wrong, or the rules do not fit; names the key.
+    """
+    discover()
+    parts = _rules_of_algorithm(config)
+    for half in ("client", "server"):
+        section: Named | None = getattr(config, half)
+        if section is not None:
+            parts[half] = build_part(half, find_rule(half, section.name), section.parameters)
+        elif half not in parts:
+            raise ConfigError(
+                f"{half}: missing; give an algorithm (algorithm=fedavg), or both a client and a "
+                "server rule"
+            )
+    for half, rule in parts.items():
+        _check_properties(config.section_of_rule(half), rule)
+    client, server = parts["client"], parts["server"]
+    try:
+        refuse_pair(client, server)
+    except ConfigError as error:
+        raise ConfigError(f"{error}{_pair_of_a_single_rule(config)}") from None
+    return client, server
+
+
+def resolve_group_rules(
+    config: Config, client: ClientRule, server: ServerRule
+) -> dict[str, ClientRule]:
+    """Return the client rule of each group of a configuration.
+
+    Args:
+        config: the configuration of the run.
+        client: the rule of clients of no group, and of groups without one of their own.
+        server: the server rule.
+
+    Raises:
+        ConfigError: a name or a parameter is wrong, or a rule does not fit the server rule.
+    """
+    rules = {}
+    for name, group in config.groups.items():
+        rules[name] = client
+        if group.client is not None:
+            try:
+                rule_class = find_rule("client", group.client.name)
+                rules[name] = build_part("client", rule_class, group.client.parameters)
+                _check_properties("client", rules[name])
+            except ConfigError as error:
+                raise ConfigError(f"groups.{name}.{error}") from None
+            try:
+                refuse_pair(rules[name], server)
+            except ConfigError as error:
+                raise ConfigError(f"groups.{name}.client: {error}") from None
+    return rules
+
+
+def refuse_pair(client: ClientRule, server: ServerRule) -> None:
+    """Check that two rules fit.
+
+    Args:
+        client: the client rule.
+        server: the server rule.
+
+    Raises:
+        ConfigError: one needs what the other does not give; names both.
+    """
+    for key, modes in server.uploads.items():
+        for mode in (modes,) if isinstance(modes, str) else modes:
+            if mode not in get_args(UploadMode):
+                raise ConfigError(
+                    f"server rule '{server.name}': uploads '{key}' in an unknown mode '{mode}'"
+                    + (
+                        f", which is now called '{UPLOAD_MODES[mode]}'"
+                        if mode in UPLOAD_MODES
+                        else did_you_mean(mode, get_args(UploadMode))
+                    )
+                )
+    pair = f"client rule '{client.name}' with server rule '{server.name}'"
+    if missing := [k for k in client.needs if k not in server.provides]:
+        raise ConfigError(
+            f"{pair}: the client needs {_quoted(missing)}, which the server does not broadcast"
+            + _fix_of_pair(missing, server.provides, server, "the server provides", client)
+        )
+    if missing := [k for k in server.uploads if k not in client.sends]:
+        raise ConfigError(
+            f"{pair}: the server takes {_quoted(missing)}, which the client does not send"
+            + _fix_of_pair(missing, client.sends, client, "the client sends", server)
+        )
+    if (why := why_not_declared(server.uploads, client.sends)) is not None:
+        raise ConfigError(f"{pair}: {why}")
+
+
+def _fix_of_pair(
+    missing: Iterable[str],
+    keys: Iterable[str],
+    rule: ClientRule | ServerRule,
+    has: str,
+    other: ClientRule | ServerRule,
+) -> str:
+    """Return the end of the message of two rules that do not fit.
+
+    Args:
+        missing: the keys that `rule` lacks.
+        keys: the keys that it has.
+        rule: the rule that lacks them; if it is a user's one, the keys may be misspelled.
+        has: the words before its keys.
+        other: the rule that asks for them.
+    """
+    if is_shipped(rule):
+        half = "client" if isinstance(rule, ClientRule) else "server"
+        listed = "; see `raysim list pairs`" if is_shipped(other) else ""
+        return f"; pair it with a {half} rule that does{listed}"
+    near = [word for word in missing if difflib.get_close_matches(word, keys, n=1)]
+    hint = f"; did you mean {_quoted(near)}?" if near else ""
+    return f"; {has} {_quoted(keys)}{hint} ({class_defined_at(type(rule))})"
+
+
+def _rules_of_algorithm(config: Config) -> dict[str, Any]:
+    """Return the rules of the algorithm that no section replaces, by section."""
+    if config.algorithm is None:
+        return {}
+    algorithm: Algorithm = find_rule("algorithm", config.algorithm.name)
+    classes = {"client": algorithm.client, "server": algorithm.server}
+    classes = {half: cls for half, cls in classes.items() if getattr(config, half) is None}
+    parameters = config.algorithm.parameters
+    preset = _preset_values(algorithm, parameters.pop("preset", None))
+    _refuse_unknown_parameters(algorithm, classes.values(), parameters, config)
+    values = {**algorithm.settings, **preset, **parameters}
+    return {
+        half: build_part(
+            "algorithm", cls, {k: v for k, v in values.items() if k in hyperparameter_names(cls)}
+        )
+        for half, cls in classes.items()
+    }
+
+
+def _preset_values(algorithm: Algorithm, name: Any) -> Mapping[str, Any]:
+    """Return the hyper-parameters of an algorithm's preset; none if no preset is named."""
+    if name is None:
+        return {}
+    if not isinstance(name, str):
+        raise ConfigError(f"algorithm.preset: expected the name of a preset, not {name!r}")
+    if name not in algorithm.presets:
+        known = did_you_mean(name, algorithm.presets) or f" ({algorithm.name} has no presets)"
+        raise ConfigError(f"algorithm.preset: unknown preset '{name}'{known}")
+    return algorithm.presets[name]
+
+
+def _refuse_unknown_parameters(
+    algorithm: Algorithm, classes: Collection[type], parameters: Iterable[str], config: Config
+) -> None:
+    """Refuse a parameter of the section `algorithm` that none of its rules in use has."""
+    known = {name for cls in classes for name in hyperparameter_names(cls)}
+    for key in parameters:
+        if key not in known:
+            raise ConfigError(
+                f"algorithm.{key}: "
+                + (
+                    _of_a_replaced_half(algorithm, config, key)
+                    or f"unknown key of '{algorithm.name}'"
+                    f"{untyped(classes, key) or did_you_mean(key, known)}"
+                )
+            )
+
+
+def _of_a_replaced_half(algorithm: Algorithm, config: Config, key: str) -> str:
+    """Return the fix for a hyper-parameter whose rule `client` or `server` replaces, or ""."""
+    halves = {"client": algorithm.client, "server": algorithm.server}
+    for half, kept in (("client", "server"), ("server", "client")):
+        section: Named | None = getattr(config, half)
+        if section is not None and key in hyperparameter_names(halves[half]):
+            return (
+                f"belongs to the {half} rule of '{algorithm.name}', which {half}={section.name} "
+                f"replaces; write algorithm=null {kept}={halves[kept].name} {half}={section.name}"
+            )
+    return ""
+
+
+def _check_properties(section: str, rule: ClientRule | ServerRule) -> None:
+    """Read all attributes of a rule that the contract has; some may be properties of a user.
+
+    Raises:
+        ConfigError: reading one raises any exception; names the rule and the property.
+    """
+    kind, family = (
+        ("client", ClientRule) if isinstance(rule, ClientRule) else ("server", ServerRule)
+    )
+    for name in filter(lambda name: not name.startswith("_"), dir(family)):
+        try:
+            getattr(rule, name)
+        except BaseException as error:
+            reraise_stop(error)
+            raise ConfigError(
+                f"{section}.name: {name} of {kind} rule '{type(rule).name}' failed: "
+                f"{in_a_line(error)}"
+            ) from None
+
+
+def _pair_of_a_single_rule(config: Config) -> str:
+    """Return the hint for `algorithm=FILE:RULE` whose other half is in the same file; else ""."""
+    name = config.algorithm.name if config.algorithm else ""
+    if ":" not in name or name.startswith(python_objects.PREFIX):
+        return ""
+    rule = load_object(name, "algorithm.name")
+    module = sys.modules.get(rule.__module__) if isinstance(rule, type) else None
+    if module is None:
+        return ""
+    where = name.rpartition(":")[0]
+    for offered in offered_names(module):
+        part = getattr(module, offered)
+        if isinstance(part, Algorithm):
+            if rule in (part.client, part.server):
+                return f"; or write algorithm={where}:{offered}, its own pair"
+            continue
+        pair = {_half(rule): (rule, name), _half(part): (part, f"{where}:{offered}")}
+        with suppress(ConfigError, KeyError, TypeError):
+            refuse_pair(pair["client"][0](), pair["server"][0]())
+            return f"; or write client={pair['client'][1]} server={pair['server'][1]}"
+    return ""
+
+
+def _half(rule: type) -> str:
+    """Return which half of a method a rule is."""
+    return "client" if issubclass(rule, ClientRule) else "server"
+
+
+def _quoted(words: Iterable[str]) -> str:
+    return ", ".join(f"'{w}'" for w in words)

@@ -1,0 +1,352 @@
+"""The registry: how a name becomes a rule or an algorithm, and what there is.
+
+A method is found by its name if it ships with raysim, or if another distribution offers it as an
+entry point of the group `raysim.algorithms`; a user's own is given as path.py:NAME or module:NAME.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import os
+import pkgutil
+from collections.abc import Iterator, Mapping
+from types import ModuleType
+from typing import Any, Literal, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
+
+from raysim.config import entry_points, python_objects
+from raysim.config.explain import annotation_types, explain_validation_error
+from raysim.config.references import load_file, load_object, place_of
+from raysim.errors import ConfigError, did_you_mean, in_a_line
+from raysim.rules.contract import (
+    ALGORITHMS,
+    CLIENT_RULES,
+    SERVER_RULES,
+    SHIPPED_PACKAGE,
+    Algorithm,
+    ClientRule,
+    ServerRule,
+)
+from raysim.rules.errors.user_code import class_defined_at
+from raysim.rules.methods.misspelled import refuse_misspelled_methods, untyped
+from raysim.rules.renamed import refuse_former_names
+from raysim.rules.rule import Rule
+from raysim.system.signals import reraise_stop
+
+FEDAVG = "fedavg"
+"""The name of the client rule that is local SGD, and of the server rule that averages."""
+
+
+def discover() -> None:
+    """Import the shipped methods, which enter their rules and algorithms into the registries."""
+    for module in pkgutil.iter_modules(importlib.import_module(SHIPPED_PACKAGE).__path__):
+        importlib.import_module(f"{SHIPPED_PACKAGE}.{module.name}")
+
+
+def _is_shipped(name: str) -> bool:
+    return any(name in registry for registry in (CLIENT_RULES, SERVER_RULES, ALGORITHMS))
+
+
+def _is_offered(name: str) -> bool:
+    """Return whether another distribution has a method of this name."""
+    return entry_points.find_reference(entry_points.ALGORITHMS, name) is not None
+
+
+def _installed(section: str, name: str) -> Any:
+    """Return what another distribution offers under a name, None if none does."""
+    return entry_points.load_offered(
+        entry_points.ALGORITHMS, f"{section}.name", name, _is_shipped(name)
+    )
+
+
+def is_shipped(rule: ClientRule | ServerRule) -> bool:
+    """Return whether a rule ships with raysim.
+
+    Args:
+        rule: a client or server rule.
+    """
+    registry = CLIENT_RULES if isinstance(rule, ClientRule) else SERVER_RULES
+    return registry.get(rule.name) is type(rule)
+
+
+def rule_reference(rule: type[Rule], algorithm: str) -> str:
+    """Return the name by which a configuration finds the class of a rule again.
+
+    A shipped rule is named by its class if another distribution offers a method of the same name.
+
+    Args:
+        rule: class of a rule.
+        algorithm: name of the algorithm to which the rule belongs.
+
+    Raises:
+        ConfigError: it is defined inside a function, where nothing finds it.
+    """
+    registry: Mapping[str, type] = CLIENT_RULES if issubclass(rule, ClientRule) else SERVER_RULES
+    name = rule.name
+    if registry.get(name) is rule:
+        return f"{rule.__module__}:{rule.__qualname__}" if _is_offered(name) else name
+    if algorithm.startswith(python_objects.PREFIX):
+        return python_objects.reference(rule)
+    if "<locals>" in rule.__qualname__:
+        raise ConfigError(
+            f"algorithm.name: {rule.__qualname__} of '{algorithm}' is defined inside a function, "
+            "where a resumed run could "
+            "not find it; define it at the top of its module"
+        )
+    where, place = algorithm.rpartition(":")[0], place_of(rule.__module__)
+    if place is None:
+        return f"{rule.__module__}:{rule.__qualname__}"
+    home = os.path.dirname(where)
+    beside = os.path.relpath(place, os.path.abspath(os.path.expanduser(home)))
+    file = where if os.path.basename(where) == beside else os.path.join(home, beside)
+    return f"{file}:{rule.__qualname__}"
+
+
+PART_NAMES = {"client": "client rule", "server": "server rule", "algorithm": "algorithm"}
+
+
+def find_rule(section: str, name: str) -> Any:
+    """Return the class (or Algorithm) that a section's name means.
+
+    Args:
+        section: "client", "server" or "algorithm".
+        name: a registered name, path.py:NAME, or path.py with a single Algorithm.
+
+    Raises:
+        ConfigError: nothing has that name, or it is not what the section names.
+    """
+    discover()
+    registry: Mapping[str, Any] = {
+        "client": CLIENT_RULES,
+        "server": SERVER_RULES,
+        "algorithm": ALGORITHMS,
+    }[section]
+    if ":" in name:
+        return _as_part(section, name, load_object(name, f"{section}.name", offered_names))
+    if name.endswith(".py"):
+        reference = full_reference(section, name)
+        return _as_part(
+            section, reference, load_object(reference, f"{section}.name", offered_names)
+        )
+    if (installed := _installed(section, name)) is not None:
+        return _as_part(section, name, installed)
+    if name in registry:
+        return registry[name]
+    known = [*registry, *(p.name for p in entry_points.entry_points(entry_points.ALGORITHMS))]
+    raise ConfigError(
+        f"{section}.name: unknown {PART_NAMES[section]} '{name}'{did_you_mean(name, known)}; "
+        "your own is given as path.py:Class"
+    )
+
+
+def full_reference(section: str, name: str) -> str:
+    """Return the name in a configuration, completed by the object if it is a file alone.
+
+    A file alone means its only Algorithm. Other names are returned unchanged.
+
+    Args:
+        section: "client", "server" or "algorithm".
+        name: a registered name, path.py:NAME, or path.py.
+
+    Raises:
+        ConfigError: the file does not have exactly one Algorithm, or a rule is asked for.
+    """
+    if not name.endswith(".py"):
+        return name
+    module = load_file(name, f"{section}.name")
+    algorithms = _algorithms(module)
+    if section == "algorithm" and len(algorithms) == 1:
+        return f"{name}:{algorithms[0]}"
+    offered = offered_names(module)
+    raise ConfigError(
+        f"{section}.name: which object of {name}? Give it as {name}:NAME; "
+        + (f"it has {', '.join(offered)}" if offered else "it has no Algorithm and no rule")
+    )
+
+
+def _algorithms(module: ModuleType) -> list[str]:
+    """Return the names of the Algorithms of a user's module."""
+    return [name for name, value in vars(module).items() if isinstance(value, Algorithm)]
+
+
+def offered_names(module: ModuleType) -> list[str]:
+    """Return the names of the Algorithms of a user's module, then those of its rules."""
+    return _algorithms(module) + [
+        name
+        for name, value in vars(module).items()
+        if isinstance(value, type)
+        and issubclass(value, ClientRule | ServerRule)
+        and value.__module__ == module.__name__
+    ]
+
+
+def _as_part(section: str, name: str, part: Any) -> Any:
+    """Return a user's object as a section needs it; FedAvg is the other half of a single rule.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    for rule in (part.client, part.server) if isinstance(part, Algorithm) else (part,):
+        is_rule = isinstance(rule, type) and issubclass(rule, ClientRule | ServerRule)
+        if is_rule and "__dataclass_params__" not in rule.__dict__:
+            raise ConfigError(
+                f"{section}.name: put @dataclass(frozen=True) above class {rule.__name__} "
+                f"({class_defined_at(rule)}): without it its fields are not hyper-parameters"
+            )
+    if section == "algorithm" and isinstance(part, type):
+        if issubclass(part, ClientRule):
+            return Algorithm(name, part, SERVER_RULES[FEDAVG], name)
+        if issubclass(part, ServerRule):
+            return Algorithm(name, CLIENT_RULES[FEDAVG], part, name)
+    family = {"client": ClientRule, "server": ServerRule}.get(section)
+    if not (
+        isinstance(part, Algorithm)
+        if family is None
+        else isinstance(part, type) and issubclass(part, family)
+    ):
+        wanted = (
+            "an Algorithm, a ClientRule or a ServerRule"
+            if family is None
+            else f"a {family.__name__}"
+        )
+        raise ConfigError(f"{section}.name: '{name}' is not {wanted}")
+    return part
+
+
+def catalogue(section: Literal["client", "server", "algorithm"]) -> Iterator[tuple[str, Any, str]]:
+    """Yield name, class (or Algorithm) and distribution of every method for a section.
+
+    What other distributions offer but cannot be used (it fails on import, or its name is taken) is
+    logged and left out.
+
+    Args:
+        section: "client", "server" or "algorithm".
+    """
+    discover()
+    registry: Mapping[str, Any] = {
+        "client": CLIENT_RULES,
+        "server": SERVER_RULES,
+        "algorithm": ALGORITHMS,
+    }[section]
+    kind = {"client": ClientRule, "server": ServerRule}.get(section, Algorithm)
+    for name, part in registry.items():
+        yield name, part, "raysim"
+    taken = {*CLIENT_RULES, *SERVER_RULES, *ALGORITHMS}
+    for name, part, origin in entry_points.offered(
+        entry_points.ALGORITHMS, f"{section}.name", taken
+    ):
+        if isinstance(part, kind) or (isinstance(part, type) and issubclass(part, kind)):
+            yield name, part, origin
+
+
+def hyperparameter_names(rule: type) -> list[str]:
+    """Return the names of a rule's hyper-parameters.
+
+    Args:
+        rule: class of a rule, a dataclass.
+    """
+    return [f.name for f in dataclasses.fields(rule)]
+
+
+def algorithm_hyperparameters(name: str) -> set[str]:
+    """Return the names of the hyper-parameters of an algorithm's rules; empty if there is none.
+
+    Args:
+        name: a registered name, or path.py:NAME.
+    """
+    try:
+        algorithm = find_rule("algorithm", name)
+    except ConfigError:  # `resolve_rules` reports it, with all the rest
+        return set()
+    return {*hyperparameter_names(algorithm.client), *hyperparameter_names(algorithm.server)}
+
+
+def shared_keys(section: str, before: str, name: str) -> set[str]:
+    """Return the keys that mean the same in two algorithms, client rules or server rules.
+
+    These are the keys that both inherit from one class: every server's `weights`, but not beta2 of
+    GradMA and of FedAdam.
+
+    Args:
+        section: "client", "server" or "algorithm".
+        before: name of one of them.
+        name: name of the other.
+
+    Returns:
+        The keys, "preset" among them; none if a name is unknown.
+    """
+    try:
+        old, new = (_owners(find_rule(section, n)) for n in (before, name))
+    except ConfigError:
+        return set()
+    return {"preset"} | {key for key, owners in new.items() if owners <= old.get(key, set())}
+
+
+def _owners(part: Any) -> dict[str, set[type]]:
+    """Return for each hyper-parameter the classes that define it."""
+    owners: dict[str, set[type]] = {}
+    for rule in [part.client, part.server] if isinstance(part, Algorithm) else [part]:
+        for key in hyperparameter_names(rule):
+            owners.setdefault(key, set()).add(
+                next(c for c in rule.__mro__ if key in inspect.get_annotations(c))
+            )
+    return owners
+
+
+def algorithm_defaults(name: str) -> Mapping[str, Any]:
+    """Return an algorithm's defaults of other sections; {} if there is none of this name.
+
+    Args:
+        name: a registered name, or path.py:NAME.
+
+    Returns:
+        Values by section and key. An unknown name is not an error here: `resolve_rules` reports it.
+    """
+    try:
+        return find_rule("algorithm", name).defaults
+    except ConfigError:  # `resolve_rules` reports it, with all the rest
+        return {}
+
+
+def build_part(section: str, cls: type, parameters: Mapping[str, Any]) -> Any:
+    """Build a dataclass from a section's parameters, checked against its annotations.
+
+    Args:
+        section: the section's key, which errors name, such as "client".
+        cls: the dataclass; its fields are the keys that the section may have.
+        parameters: the section's parameters, without `name`.
+
+    Returns:
+        An instance of `cls`; fields that are not given have their defaults.
+
+    Raises:
+        ConfigError: a parameter is unknown, or has a wrong value; names its key.
+    """
+    refuse_former_names(cls, section)
+    refuse_misspelled_methods(cls, section)
+    for key in parameters:
+        if key not in hyperparameter_names(cls):
+            raise ConfigError(
+                f"{section}.{key}: unknown key of {cls.__name__}"
+                f"{untyped([cls], key) or did_you_mean(key, hyperparameter_names(cls))}"
+            )
+    kinds = get_type_hints(cls)
+    for key, value in parameters.items():
+        if isinstance(value, bool) and bool not in annotation_types(
+            kinds[key]
+        ):  # pydantic would take true for 1
+            raise ConfigError(
+                f"{section}.{key}: {str(value).lower()} is neither a number nor a word"
+            )
+    try:
+        return TypeAdapter(cls).validate_python(dict(parameters))
+    except ValidationError as error:
+        raise ConfigError(explain_validation_error(error, parameters, cls, f"{section}.")) from None
+    except BaseException as error:
+        reraise_stop(error)
+        raise ConfigError(
+            f"{section}.name: {cls.__name__} cannot be built: {in_a_line(error)}"
+        ) from None

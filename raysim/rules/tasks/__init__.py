@@ -1,0 +1,1 @@
+"""Learning tasks: losses, outputs and metrics."""

@@ -1,0 +1,122 @@
+"""Tables and pictures that a run writes to its folder and uploads to MLflow as artifacts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from raysim import schedule
+from raysim.data import plot_partition
+from raysim.data.plots import MAX_CLASSES_SHOWN
+from raysim.diagnostics import forgetting
+from raysim.engine.evaluation import client_evaluation
+from raysim.engine.loop import Record
+from raysim.engine.plan import Plan
+from raysim.rules.contract import overridden
+from raysim.runs.result import write_history
+from raysim.runs.run_dir import HISTORY_FILE, PARAMETERS_FILE
+from raysim.system import files
+
+CLIENTS_FILE = "clients.parquet"
+"""Table of the clients that were evaluated, a row for each client and evaluation."""
+
+ARTIFACT_FILES = (
+    "config.yaml",
+    PARAMETERS_FILE,
+    HISTORY_FILE,
+    "learning_curve.png",
+    "partition.png",
+    "arrivals.png",
+    "forgetting.png",
+    CLIENTS_FILE,
+    "clients.png",
+)
+"""Files of the run's folder that are uploaded to MLflow."""
+
+MAX_CLOCK_ROUNDS_SHOWN = 60
+"""Largest number of rounds of the virtual clock that are drawn."""
+
+AttemptCallback = Callable[[str, Callable[[], object]], None]
+"""Function that calls a function and, if it fails, reports the failure under a title."""
+
+
+def write_artifacts(
+    plan: Plan,
+    run_dir: Path,
+    history: list[Record],
+    attempt: AttemptCallback,
+    pictures: bool = True,
+) -> list[Path]:
+    """Write the tables and pictures of a run.
+
+    Args:
+        plan: the run's plan.
+        run_dir: the run's folder.
+        history: the run's records; if empty, no table and no learning curve are written.
+        attempt: calls the writer of each file under a title, so that a failure does not prevent the
+            others.
+        pictures: whether pictures are drawn.
+
+    Returns:
+        The existing files among ARTIFACT_FILES.
+    """
+
+    def write(name: str, writer: Callable[[Path], object]) -> None:
+        def write_atomically() -> None:
+            with files.whole(run_dir / name) as partial:
+                writer(partial)
+
+        attempt(f"{run_dir / name} is not written", write_atomically)
+
+    if history:
+        write(HISTORY_FILE, lambda path: write_history(history, path))
+    if client_evaluation.tables(run_dir):
+        write(
+            CLIENTS_FILE,
+            lambda path: client_evaluation.read_clients(run_dir).to_parquet(path, index=False),
+        )
+    if pictures:
+        _draw(plan, run_dir, history, write, attempt)
+    return [path for name in ARTIFACT_FILES if (path := run_dir / name).exists()]
+
+
+def _draw(
+    plan: Plan,
+    run_dir: Path,
+    history: list[Record],
+    write: Callable[[str, Callable[[Path], object]], None],
+    attempt: AttemptCallback,
+) -> None:
+    """Draw the pictures of a run."""
+    # These modules import matplotlib, which is slow.
+    from raysim.diagnostics.plots import plot_forgetting
+    from raysim.runs.artifacts.plots import plot_learning_curve, plot_virtual_clock
+
+    if history:
+        write("learning_curve.png", lambda path: plot_learning_curve(history, path))
+    data = plan.dataset
+    if data.are_labelled and data.n_classes <= MAX_CLASSES_SHOWN:
+        write(
+            "partition.png",
+            lambda path: plot_partition(plan.clients, data.y, data.n_classes, path),
+        )
+    rounds_shown = min(plan.config.rounds, MAX_CLOCK_ROUNDS_SHOWN)
+    selects = overridden(plan.server, ["select"])  # then no round is known without its training
+    if not selects and (
+        scheduled := schedule.preview(plan.config, plan.clients.sizes, rounds_shown)
+    ):
+        write("arrivals.png", lambda path: plot_virtual_clock(scheduled, path))
+    forgotten: dict[int, dict[str, list[float]]] = {}
+    attempt(
+        "the measurements of forgetting cannot be read",
+        lambda: forgotten.update(forgetting.read_forgetting(run_dir)),
+    )
+    if forgotten:
+        write("forgetting.png", lambda path: plot_forgetting(forgotten, path))
+    if client_evaluation.tables(run_dir):
+        from raysim.runs.artifacts.client_plots import plot_clients
+
+        write(
+            "clients.png",
+            lambda path: plot_clients(client_evaluation.read_clients(run_dir), path),
+        )

@@ -1,0 +1,1 @@
+"""The central server: its state, its update, and the selection of clients."""

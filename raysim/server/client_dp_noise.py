@@ -1,0 +1,92 @@
+"""Client-level differential privacy on the server: noise, and the clip norm of the next round."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from raysim.config.sections.privacy import ClientPrivacy
+from raysim.randomness import generator
+from raysim.rules.contract import State
+from raysim.training.uploads.client_privacy import CLIP_NORM, UNCLIPPED
+
+
+class NoisyMean:
+    """DP-FedAvg (McMahan 2018), with an adaptive clip norm if configured (Andrew 2021).
+
+    Args:
+        privacy: the section `privacy`.
+        key: key of the upload [P] that gets noise.
+        cohort: the (expected) number of clients in a round, by which sums are divided.
+        seed: the run's seed.
+
+    Attributes:
+        key: key of the upload [P] that gets noise.
+        weight: weight of each client in the mean.
+        clip_norm: the largest norm of an update in the present round.
+    """
+
+    def __init__(self, privacy: ClientPrivacy, key: str, cohort: int, seed: int):
+        self.key = key
+        self.weight = 1 / cohort
+        self.clip_norm = privacy.clip_norm
+        self._adaptive = privacy.adaptive
+        self._update_noise = privacy.update_noise(cohort)
+        self._count_noise = privacy.count_noise(cohort)
+        self._seed = seed
+
+    def shared(self, device: torch.device) -> State:
+        """Return what clients receive in addition to the rule's broadcast: an adaptive clip norm.
+
+        Args:
+            device: the device of the broadcast.
+        """
+        if self._adaptive is None:
+            return {}
+        return {CLIP_NORM: torch.tensor(self.clip_norm, dtype=torch.float64, device=device)}
+
+    def release(
+        self, t: int, totals: dict[tuple[str, str], Tensor], n_clients: int, like: Tensor
+    ) -> tuple[Tensor, dict[str, float]]:
+        """Return the noisy mean of a round, and adapt the clip norm.
+
+        A round without clients releases noise as well: otherwise it would show that no client took
+        part.
+
+        Args:
+            t: number of the round, from 0.
+            totals: the sums over the clients in float64, by upload mode and key.
+            n_clients: number of clients in the sums.
+            like: a tensor [P] of the type and on the device of the result.
+
+        Returns:
+            The mean, [P], and the metrics of the round.
+        """
+        noise = generator(self._seed, "client privacy", t).standard_normal(like.numel())
+        mean = torch.from_numpy(noise).mul_(self._update_noise * self.clip_norm * self.weight)
+        if n_clients:
+            mean += totals["mean", self.key].cpu()
+        metrics = {"privacy/clip_norm": self.clip_norm}
+        unclipped = float(totals["sum", UNCLIPPED]) if n_clients else 0.0
+        if n_clients:
+            metrics["privacy/clipped_share"] = 0.5 - unclipped / n_clients
+        if self._adaptive is not None:
+            noise = generator(self._seed, "client privacy count", t).standard_normal()
+            share = (unclipped + self._count_noise * noise) * self.weight + 0.5
+            self.clip_norm *= math.exp(-self._adaptive.lr * (share - self._adaptive.quantile))
+        return mean.to(like), metrics
+
+    def snapshot(self) -> State:
+        """Return what a checkpoint keeps."""
+        return {CLIP_NORM: torch.tensor(self.clip_norm, dtype=torch.float64)}
+
+    def restore(self, snapshot: State) -> None:
+        """Restore the clip norm that `snapshot` returned, if there is one.
+
+        Args:
+            snapshot: the snapshot of the server, which contains what `snapshot` returned.
+        """
+        if CLIP_NORM in snapshot:
+            self.clip_norm = float(snapshot[CLIP_NORM])

@@ -1,0 +1,162 @@
+"""Clients that collude: the server receives what their client rule's `collude` returns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from raysim.config.schema import Config
+from raysim.errors import ConfigError, RaysimError, round_name
+from raysim.rules.contract import ClientRule, ServerRule, overridden
+from raysim.rules.errors.user_code import breach, translate_errors
+from raysim.rules.reports import Cohort, Reports
+from raysim.rules.uploads import with_mode
+
+BUFFERS = "buffers"
+"""Key of the BatchNorm statistics among the uploads; these stay as they were sent."""
+
+
+def colludes(rule: ClientRule) -> bool:
+    """Return whether the clients of a rule change their uploads together.
+
+    Args:
+        rule: the client rule.
+    """
+    return bool(overridden(rule, ["collude"]))
+
+
+def check_collusion(config: Config, rules: Mapping[str, ClientRule], server: ServerRule) -> None:
+    """Check that the server receives uploads that clients can change together.
+
+    Args:
+        config: the configuration of the run.
+        rules: the client rules of the run, by their keys in the configuration.
+        server: the server rule.
+
+    Raises:
+        ConfigError: the server rule receives differences to last uploads, or the privacy of clients
+            hides single uploads; the message names the client rule.
+    """
+    for key, rule in rules.items():
+        if not colludes(rule):
+            continue
+        if differences := with_mode(server.uploads, "difference"):
+            raise ConfigError(
+                f"{key}: client rule '{rule.name}' has a collude, but server rule '{server.name}' "
+                f"receives '{differences[0]}' as the difference to each client's last upload, "
+                "which the client keeps; use a server rule without that, such as fedavg"
+            )
+        if config.client_privacy is not None:
+            raise ConfigError(
+                f"{key}: client rule '{rule.name}' has a collude, but with privacy.unit 'client' "
+                "the server sees no single upload; leave out one of the two"
+            )
+
+
+@dataclass(frozen=True)
+class Collusion:
+    """The colluding clients of a run.
+
+    Args:
+        rules: the client rule of clients of no group, then that of each group.
+        members: [N], the group of each client from 1, 0 for none; None without groups.
+        server: the server rule.
+    """
+
+    rules: Sequence[ClientRule]
+    members: np.ndarray | None
+    server: ServerRule
+
+    def apply(self, reports: Reports) -> None:
+        """Replace the uploads of colluding clients, and the sums with them.
+
+        Every group sees the uploads as they arrived. The sums are in the order of the clients, in
+        float64, so they are the same for any number of workers.
+
+        Args:
+            reports: the uploads of a round, those of each client included; changed in place.
+
+        Raises:
+            ContractError: `collude` returned something that its contract forbids.
+            RaysimError: it failed, or returned a value that is not finite.
+        """
+        keys = [key for key in reports.rows if key != BUFFERS]
+        rows = {key: torch.stack(reports.rows[key]) for key in keys}
+        group_of = np.zeros(len(reports.ids), int)
+        if self.members is not None:
+            group_of = self.members[reports.ids]
+        changed = {}
+        for k, rule in enumerate(self.rules):
+            mine = np.flatnonzero(group_of == k)
+            if not colludes(rule) or not len(mine):
+                continue
+            for key, uploads in self._tampered(rule, rows, mine, reports).items():
+                changed.setdefault(key, rows[key].clone())[mine] = uploads
+        for key, uploads in changed.items():
+            reports.rows[key] = list(uploads)
+            self._sum_again(reports, key, uploads)
+        for key in keys:
+            if key not in with_mode(self.server.uploads, "per_client"):
+                reports.rows.pop(key)
+
+    @staticmethod
+    def _tampered(
+        rule: ClientRule, rows: Mapping[str, Tensor], mine: np.ndarray, reports: Reports
+    ) -> dict[str, Tensor]:
+        """Return the uploads that `collude` returns for the clients at positions `mine`."""
+        rule = rule.at(reports.round)
+        others = np.setdiff1d(np.arange(len(reports.ids)), mine)
+        group_uploads = {key: uploads[mine] for key, uploads in rows.items()}
+        failed = f"{round_name(reports.round)}: collude of client rule '{rule.name}' failed: "
+        with translate_errors(lambda text: RaysimError(failed + text)):
+            returned = rule.collude(
+                {key: uploads.clone() for key, uploads in group_uploads.items()},
+                {key: uploads[others] for key, uploads in rows.items()},
+                _cohort_of(reports, mine),
+            )
+        if not isinstance(returned, Mapping) or not returned.keys() <= group_uploads.keys():
+            names = ", ".join(group_uploads)
+            raise breach(rule, "collude", f"must return a dict with keys among {names}")
+        for key, uploads in returned.items():
+            expected = group_uploads[key]
+            if not isinstance(uploads, Tensor) or uploads.shape != expected.shape:
+                got = list(uploads.shape) if isinstance(uploads, Tensor) else type(uploads)
+                raise breach(
+                    rule,
+                    "collude",
+                    f"returns '{key}' as {got}; return {list(expected.shape)}, one upload for "
+                    "each client of the group",
+                )
+            if not torch.isfinite(uploads).all():
+                raise RaysimError(f"{failed}'{key}' is not finite")
+        return {key: uploads.to(group_uploads[key]) for key, uploads in returned.items()}
+
+    @staticmethod
+    def _sum_again(reports: Reports, key: str, uploads: Tensor) -> None:
+        """Compute the sums of an upload from the clients' uploads, [K, ...]."""
+        for mode, weights in (("mean", reports.weights), ("sum", [1.0] * len(uploads))):
+            if (mode, key) in reports.totals:
+                total = torch.zeros_like(uploads[0], dtype=torch.float64)
+                for weight, upload in zip(weights, uploads, strict=True):
+                    total += weight * upload.double()
+                before = reports.totals[mode, key]
+                reports.totals[mode, key] = total.to(before).reshape(before.shape)
+
+
+def _cohort_of(reports: Reports, positions: np.ndarray) -> Cohort:
+    """Return the facts about some clients of a round."""
+    return Cohort(
+        reports.round,
+        [reports.ids[i] for i in positions],
+        reports.n_clients,
+        reports.metrics,
+        [reports.samples[i] for i in positions],
+        [reports.steps[i] for i in positions],
+        [reports.staleness[i] for i in positions],
+        [reports.draws[i] for i in positions],
+        reports.seed,
+    )

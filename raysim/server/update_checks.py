@@ -1,0 +1,115 @@
+"""Checks of what a server rule returns, and errors that name the rule and what it received."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from raysim.errors import RaysimError, round_name
+from raysim.numerics.fixed_point import NonFiniteError
+from raysim.rules.contract import ServerRule, State
+from raysim.rules.errors.user_code import breach, check_tensors, translate_errors
+from raysim.rules.reports import Reports
+
+
+@contextmanager
+def errors_name_rule(
+    rule: ServerRule, method: str, t: int, details: Callable[[], str] = str
+) -> Iterator[None]:
+    """Name the rule and the round in every error that a server rule raises.
+
+    Args:
+        rule: the server rule.
+        method: the rule's method that runs, for the message.
+        t: number of the round, from 0.
+        details: returns a text for the end of the message.
+
+    Raises:
+        RaysimError: the block inside raised; the message names rule and round.
+    """
+    failed = f"{round_name(t)}: {method} of server rule '{rule.name}' failed: "
+    with translate_errors(lambda text: RaysimError(failed + text + details())):
+        try:
+            yield
+        except NonFiniteError as error:
+            raise RaysimError(
+                f"{round_name(t)}: server rule '{rule.name}': {error}; lower local.lr"
+            ) from None
+
+
+def check_update(rule: ServerRule, t: int, before: State, state: State, reports: Reports) -> None:
+    """Check the state that a rule's `update` returned, and the weights that it set.
+
+    Args:
+        rule: the server rule.
+        t: number of the round, from 0.
+        before: the state before the update; keys, shapes and the type of "x" must stay.
+        state: what `update` returned.
+        reports: what `update` received.
+
+    Raises:
+        ContractError: the state is not a dict of tensors, or has other keys or shapes.
+        RaysimError: the parameters are not finite, or the number of weights is wrong.
+    """
+    check_tensors(rule, "update", state)
+    differing_keys = ", ".join(sorted(state.keys() ^ before.keys()))
+    if differing_keys:
+        raise breach(
+            rule, "update", f"must return the keys of init; the two differ in {differing_keys}"
+        )
+    for key, tensor in before.items():
+        after = state[key]
+        if after.shape != tensor.shape or (key == "x" and after.dtype != tensor.dtype):
+            raise breach(
+                rule,
+                "update",
+                f"returns '{key}' as {described_tensor(after)}, but before it was "
+                f"{described_tensor(tensor)}; keep its shape and type",
+            )
+    if not torch.isfinite(state["x"].sum()):
+        raise RaysimError(
+            f"{round_name(t)}: server rule '{rule.name}' made non-finite parameters; lower server "
+            "lr or local.lr"
+        )
+    given_weights = reports.given_weights
+    if given_weights is not None and (
+        not rule.weights_after_training or len(given_weights) != len(reports.ids)
+    ):
+        raise RaysimError(
+            f"server rule '{rule.name}': update passed {len(given_weights)} weights for "
+            f"{len(reports.ids)} clients to reports.set_weights; pass one weight per client, "
+            "and set weights_after_training = True in the class"
+        )
+
+
+def described_tensor(tensor: Tensor) -> str:
+    """Return shape and type of a tensor, for a message.
+
+    Args:
+        tensor: an upload, or a tensor of the server's state.
+
+    Returns:
+        For example "[10, 64] float32".
+    """
+    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def described_uploads(reports: Reports) -> str:
+    """Return the uploads of a round with their shapes and types, for the end of a message.
+
+    Args:
+        reports: what the server rule received in the round.
+    """
+    uploads = [
+        f"{mode} of '{key}' {described_tensor(total)}"
+        for (mode, key), total in reports.totals.items()
+    ]
+    uploads += [
+        f"{len(rows)} times '{key}' {described_tensor(rows[0])}"
+        for key, rows in reports.rows.items()
+        if rows
+    ]
+    return f" (the uploads were: {', '.join(uploads)})"

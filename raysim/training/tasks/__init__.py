@@ -1,0 +1,1 @@
+"""What a rule asks of the net: gradients, losses and steps."""

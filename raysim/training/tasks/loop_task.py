@@ -1,0 +1,402 @@
+"""Local training of one client after the other, on nets that are bound to flat vectors."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import torch
+from numpy.random import Generator
+from torch import Tensor
+
+from raysim.models.flat import BoundModel, Model
+from raysim.randomness import generator
+from raysim.rules.batch import Batch
+from raysim.rules.contract import State
+from raysim.rules.losses import Loss, Net, task_loss
+from raysim.rules.task import PassMode
+from raysim.training.tasks.fast_gradient import FastGradient, by_autograd
+from raysim.training.tasks.local_step import LocalSettings, step_in_place
+from raysim.training.tasks.task import ForwardPass, ModelTask
+
+
+class LoopTask(ModelTask):
+    """The task of one client at a time.
+
+    It computes on nets that are bound to flat vectors: one net for the vector in training, and a
+    few for other vectors. Those that `net` returns have constant parameters.
+    """
+
+    def __init__(self, model: Model, settings: LocalSettings, fast: bool = False):
+        """Prepare the nets.
+
+        Args:
+            model: the net.
+            settings: the constants of a client's training; `start` replaces them.
+            fast: whether gradients come without autograd; only if `matches_autograd(model)`.
+        """
+        super().__init__(model, settings)
+        self.trained = BoundModel(model)
+        self.fast = FastGradient(self.trained) if fast else None
+        self.parts = [torch.empty_like(view) for view in self.trained.views] if fast else []
+        self.memo = GradientMemo()
+        self.in_steps = False
+        """Whether the client makes its local steps now."""
+        self.others = BoundCopies(model, fast)
+        self.constants = BoundCopies(model, constant=True)
+
+    def start(
+        self,
+        settings: LocalSettings,
+        global_params: Tensor,
+        global_buffers: Tensor,
+        steps: int,
+        buffers: Tensor | None = None,
+        fresh: Callable[[], tuple[Tensor, Tensor]] | None = None,
+        client: int = 0,
+        optimizer_state: State | None = None,
+    ) -> Tensor:
+        """Begin with the next client.
+
+        Args:
+            settings: the constants of its training.
+            global_params: [P], the parameters that it received.
+            global_buffers: [Q], the BatchNorm statistics that it received.
+            steps: the number of its local steps.
+            buffers: [Q], its own BatchNorm statistics; by default those received.
+            fresh: returns the parameters [P] and statistics [Q] of a new net for the rule's `init`;
+                see `fresh_model`. None: `task.fresh_model` is refused.
+            client: number of the client.
+            optimizer_state: state of its optimizer; by default that before the first step.
+
+        Returns:
+            `local_params`, a copy of global_params. It is the same tensor for every client.
+        """
+        self.settings = settings
+        self.facts = steps, client
+        self.in_steps = False
+        self.logged = {}
+        self.losses = []
+        self.global_buffers = global_buffers
+        self.buffers = (global_buffers if buffers is None else buffers).clone()
+        self._fresh = fresh
+        self.local_params.copy_(global_params)
+        if optimizer_state is None and settings.optimizer is not None:
+            optimizer_state = settings.optimizer.start(global_params)
+        self.optimizer_state = optimizer_state or {}
+        self.updates = 0
+        self.unreached = None
+        self.memo.start(self.local_params, global_params)
+        return self.local_params
+
+    @property
+    def local_params(self) -> Tensor:
+        """The parameters of the client in training, [P]."""
+        return self.trained.w
+
+    def fresh_model(self) -> tuple[Tensor, Tensor]:
+        """Return parameters [P] and BatchNorm statistics [Q] of a new model (`init` only)."""
+        return super().fresh_model() if self._fresh is None else self._fresh()
+
+    def rng(self, stream: str) -> Generator:
+        """Return a keyed generator. See `Task.rng`."""
+        if self.in_steps:
+            return super().rng(stream)
+        return generator(self.settings.seed, f"client rule {stream}", int(self.t), self.facts[1])
+
+    def descend_in_place(self, w: Tensor, direction: Tensor) -> None:
+        """Make the step of `descend` in w itself.
+
+        Args:
+            w: [P], the parameters; changed in place.
+            direction: [P], the descent direction.
+        """
+        step_in_place(w, self._downhill(w, direction), self.lr)
+
+    def descend_plainly(self, batch: Batch) -> None:
+        """Make a step of plain SGD: no clipping, no decay, and no gradient vector.
+
+        It gives the bits of `descend_in_place` along the gradient of the task's loss.
+
+        Args:
+            batch: the mini-batch.
+        """
+        inputs = batch.x, batch.y, "train", self.buffers, batch.drop
+        if self.fast is not None and self.fast.supports(batch.x):
+            loss, parts = self.fast.gradient(*inputs, self.parts), self.parts
+            views = self.trained.views
+        else:
+            loss, gradients = by_autograd(self.trained, *inputs)
+            # A parameter that the loss does not depend on stays as it is.
+            pairs = zip(self.trained.views, gradients, strict=True)
+            reached = [(view, part) for view, part in pairs if part is not None]
+            views, parts = [view for view, _ in reached], [part for _, part in reached]
+        torch._foreach_add_(views, parts, alpha=-self.settings.lr)  # pyright: ignore[reportPrivateImportUsage]  # torch exports it, untyped
+        self.losses.append(loss)
+
+    def _grad(
+        self, w: Tensor, batch: Batch, loss: Loss, mode: PassMode, buffers: Tensor | None
+    ) -> Tensor:
+        if mode == "frozen" and (known := self.memo.find(w, batch, loss)) is not None:
+            return known
+        gradient, plain = self._pass(w, batch, loss, mode, self._statistics(mode, buffers))
+        if mode == "train":
+            self.losses.append(plain.detach())
+            self.memo.keep(w, batch, loss, gradient)
+        return gradient
+
+    def _grad_and_buffers(
+        self, w: Tensor, batch: Batch, loss: Loss, buffers: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        moved = buffers.clone()
+        return self._pass(w, batch, loss, "train", moved)[0], moved
+
+    def _pass(
+        self, w: Tensor, batch: Batch, loss: Loss, mode: PassMode, statistics: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the gradient [P] of the mean loss, and a mean for the log.
+
+        Mode "train" moves the statistics in place.
+        """
+        bound, fast = self.trained, self.fast
+        if w is not bound.w:
+            copy = self.others.at(w)
+            bound, fast = copy.bound, copy.fast
+        has_labels = self.model.is_own_loss(loss) and not batch.y.is_floating_point()
+        if fast is not None and has_labels and fast.supports(batch.x):
+            self.unreached = []
+            return self._without_autograd(fast, batch, mode, statistics)
+        return self._by_autograd(bound, batch, loss, mode, statistics)
+
+    def _without_autograd(
+        self, fast: FastGradient, batch: Batch, mode: PassMode, statistics: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the gradient [P] of the mean cross-entropy, and that mean."""
+        gradient = torch.empty_like(self.local_params)
+        parts = list(self.model.views(gradient).values())
+        return gradient, fast.gradient(batch.x, batch.y, mode, statistics, batch.drop, parts)
+
+    def _by_autograd(
+        self, bound: BoundModel, batch: Batch, loss: Loss, mode: PassMode, statistics: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the gradient [P] of the mean loss, and a mean for the log.
+
+        That mean is the learning task's loss in mode "train", else the loss.
+        """
+        net = self._net(bound, batch, mode, statistics)
+        value = loss(net, batch).mean()
+        gradients = torch.autograd.grad(value, bound.parameters, allow_unused=True)
+        is_plain = self.model.is_own_loss(loss) or mode != "train"
+        plain = value if is_plain else task_loss(net, batch).mean()
+        return self._flat(gradients), plain
+
+    def _flat(self, gradients: tuple[Tensor | None, ...]) -> Tensor:
+        """Return gradients as a vector [P], and note the parameters that none of a step reached."""
+        missing = [k for k, gradient in enumerate(gradients) if gradient is None]
+        # In a step with several gradients, one that reaches a parameter is enough.
+        known = missing if self.unreached is None else self.unreached
+        self.unreached = [k for k in known if k in missing]
+        parts = [
+            self.trained.w.new_zeros(size) if gradient is None else gradient.reshape(-1)
+            for gradient, size in zip(gradients, self.segments, strict=True)
+        ]
+        return torch.cat(parts)
+
+    def input_grad(
+        self, w: Tensor, batch: Batch, loss: Loss = task_loss, buffers: Tensor | None = None
+    ) -> Tensor:
+        """Compute the gradient of each example's loss with respect to its input.
+
+        See `Task.input_grad`.
+        """
+        self._guard("input_grad")
+        x = batch.x.detach().requires_grad_()
+        net = self.net(w, replace(batch, x=x), "eval", buffers)
+        return torch.autograd.grad(loss(net, batch).sum(), x)[0]
+
+    def net(
+        self,
+        w: Tensor,
+        batch: Batch,
+        mode: PassMode = "frozen",
+        buffers: Tensor | None = None,
+        dropout: bool = True,
+    ) -> Net:
+        """Return a forward pass with constant parameters. See `Task.net`."""
+        copy = self.constants.at(w)
+        net = self._net(copy.bound, batch, mode, self._statistics(mode, buffers), dropout)
+        copy.given_to.add(net)
+        return net
+
+    def _net(
+        self,
+        bound: BoundModel,
+        batch: Batch,
+        mode: PassMode,
+        buffers: Tensor | None,
+        dropout: bool = True,
+    ) -> ForwardPass:
+        def call(
+            x: Tensor, first: int, levels: list[Tensor] | None
+        ) -> tuple[Tensor, Tensor | None]:
+            out = bound.forward(x, mode, buffers, batch.drop if dropout else (), first, levels)
+            features, bound.frame.features = bound.frame.features, None
+            return out, None if features is None else features.flatten(1)
+
+        return ForwardPass(self.model, batch.x, call)
+
+
+class GradientMemo:
+    """Cache of the last gradient in mode "train", for a rule that needs it again in mode "frozen".
+
+    Both modes have the same gradient at the same point, on the same batch, of the same loss. Until
+    the first local step, the local parameters equal the received ones. GradMA compares its gradient
+    with that at the global model and would compute it twice there.
+
+    A gradient is cached for as long as the rule keeps it, and neither it nor its point has changed
+    in place.
+    """
+
+    def __init__(self) -> None:
+        self._start: tuple[_Version, ...] = ()
+        """The vector in training and the parameters received: one point."""
+        self._at_start = False
+        self._point: _Version | None = None
+        self._gradient: _Version | None = None
+        self._batch: Batch | None = None
+        self._loss: Loss | None = None
+
+    def start(self, local_params: Tensor, global_params: Tensor) -> None:
+        """Begin with a client whose local_params [P] hold a copy of global_params [P].
+
+        Args:
+            local_params: [P], the client's parameters before its first step.
+            global_params: [P], the global model's. A gradient at one of them is found at the other
+                too.
+        """
+        self._start = _Version(local_params), _Version(global_params)
+        self._point = self._gradient = self._batch = self._loss = None
+
+    def keep(self, w: Tensor, batch: Batch, loss: Loss, gradient: Tensor) -> None:
+        """Remember the gradient [P] at w [P].
+
+        Args:
+            w: [P], the parameters at which it was computed. The gradient is forgotten when `w` is
+                changed in place.
+            batch: the mini-batch.
+            loss: the loss function.
+            gradient: [P], the gradient of the mean loss.
+        """
+        self._point, self._gradient, self._batch, self._loss = (
+            _Version(w),
+            _Version(gradient),
+            batch,
+            loss,
+        )
+        self._at_start = self._is_start(w)
+
+    def find(self, w: Tensor, batch: Batch, loss: Loss) -> Tensor | None:
+        """Return a copy of the gradient [P] at w [P]; None if it is not known.
+
+        Args:
+            w: [P], the parameters.
+            batch: the mini-batch; only the very same object counts as the same.
+            loss: the loss function; only the very same object counts as the same.
+        """
+        if (
+            batch is not self._batch
+            or loss is not self._loss
+            or self._point is None
+            or self._gradient is None
+        ):
+            return None
+        gradient = self._gradient.tensor
+        if gradient is None or not (self._point.is_of(w) or (self._at_start and self._is_start(w))):
+            return None
+        return gradient.clone()
+
+    def _is_start(self, w: Tensor) -> bool:
+        return any(version.is_of(w) for version in self._start)
+
+
+class _Version:
+    """A weak reference to a tensor; `tensor` is None once it is changed in place or deleted."""
+
+    __slots__ = ("_number", "_reference")
+
+    def __init__(self, tensor: Tensor):
+        self._reference, self._number = weakref.ref(tensor), tensor._version
+
+    @property
+    def tensor(self) -> Tensor | None:
+        tensor = self._reference()
+        return tensor if tensor is not None and tensor._version == self._number else None
+
+    def is_of(self, tensor: Tensor) -> bool:
+        return self._reference() is tensor and tensor._version == self._number
+
+
+MAX_BOUND_COPIES = 3
+"""Number of nets that are kept in addition to the one in training: GradMA's y, y_prev and x."""
+
+
+class BoundCopies:
+    """Nets at a few vectors in addition to the one in training.
+
+    The vectors used last stay bound, so that one that does not change needs no copy at each step. A
+    net whose forward pass a rule still has keeps its vector.
+    """
+
+    def __init__(self, model: Model, fast: bool = False, constant: bool = False):
+        """Begin without copies.
+
+        Args:
+            model: the net.
+            fast: whether their gradients come without autograd; see `LoopTask`.
+            constant: no gradient flows into their parameters.
+        """
+        self.model, self.fast, self.constant = model, fast, constant
+        self._copies: list[BoundCopy] = []
+        """The copies, the one used last at the end."""
+
+    def at(self, w: Tensor) -> BoundCopy:
+        """Return a net with the parameters w [P].
+
+        Args:
+            w: [P], the parameters. The net is kept as long as `w` is not changed in place.
+        """
+        copy = next(
+            (copy for copy in self._copies if copy.w is w and copy.version == w._version), None
+        )
+        if copy is None:
+            copy = self._idle() or self._new()
+            copy.bound.w.copy_(w)
+            copy.w, copy.version = w, w._version
+        self._copies = [other for other in self._copies if other is not copy] + [copy]
+        return copy
+
+    def _idle(self) -> BoundCopy | None:
+        """Return the copy to bind anew: the free one used longest ago; None to make another."""
+        if len(self._copies) < MAX_BOUND_COPIES:
+            return None
+        return next((copy for copy in self._copies if not copy.given_to), None)
+
+    def _new(self) -> BoundCopy:
+        bound = BoundModel(self.model)
+        if self.constant:
+            bound.module.requires_grad_(False)
+        return BoundCopy(bound, FastGradient(bound) if self.fast else None)
+
+
+@dataclass
+class BoundCopy:
+    """A net at a vector."""
+
+    bound: BoundModel
+    fast: FastGradient | None
+    w: Tensor | None = None
+    """The vector. Keeping it makes sure that no other tensor takes its identity."""
+    version: int = -1
+    given_to: weakref.WeakSet[Net] = field(default_factory=weakref.WeakSet)
+    """The forward passes that a rule still has."""

@@ -1,0 +1,1 @@
+"""Trainers: how the clients of a block are trained."""

@@ -1,0 +1,178 @@
+"""One plain step of many clients, computed as one gradient.
+
+If every client makes one step of SGD from the broadcast, and the server uses only the weighted mean
+of the updates, then that mean is lr times one gradient:
+
+    Σ_i w_i lr ∇f_i(x) = lr ∇ Σ_i w_i / n_i Σ_k l(x; k),   k over the n_i examples of client i.
+
+With weights of examples, as a loss with weights of classes has them, n_i is their sum.
+
+Both sides are equal up to rounding, if the net treats every example separately. The cost of a
+client then depends on its examples and not on P.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from raysim.config.schema import Config
+from raysim.config.sections.optimizer import PLAIN_SGD
+from raysim.models.coupling import couples_examples
+from raysim.models.flat import BoundModel, Model
+from raysim.rules.batch import Batch
+from raysim.rules.contract import PLAIN_STEP, ClientRule, ServerRule, overridden
+from raysim.rules.tasks.learning_task import LearningTask
+from raysim.system.signals import reraise_stop
+from raysim.training.batches.batch_layouts import PooledBatch
+from raysim.training.messages import Block, Broadcast
+from raysim.training.trainers.loop_trainer import LoopTrainer
+from raysim.training.uploads.upload_sum import UploadSum
+
+logger = logging.getLogger("raysim")
+
+METHODS_NOT_OVERRIDDEN = (
+    *PLAIN_STEP,
+    "init",
+    "finish",
+    "prepare",
+    "state",
+    "dropout_masks",
+    "noise",
+    "begin",
+    "personal",
+    "collude",
+)
+"""Methods of `ClientRule` that a rule must not override to be pooled."""
+
+
+class PooledTrainer(LoopTrainer):
+    """Trains the clients of a block as one gradient, or one after the other if that fails."""
+
+    def add_block(
+        self, broadcasts: Mapping[int, Broadcast], block: Block, total: UploadSum
+    ) -> None:
+        """Train the clients of a block as one gradient. See `Trainer.add_block`."""
+        if not self._add_as_one(broadcasts, block, total):
+            super().add_block(broadcasts, block, total)
+
+    def _add_as_one(
+        self, broadcasts: Mapping[int, Broadcast], block: Block, total: UploadSum
+    ) -> bool:
+        """Add the block as one gradient; return False, and add nothing, if that fails.
+
+        Training one client after the other then shows which client causes the error.
+        """
+        delta = torch.zeros_like(self.x0, dtype=torch.float64)
+        losses = {}
+        try:
+            for base in sorted({task.base for task in block.tasks}):
+                tasks = [task for task in block.tasks if task.base == base]
+                pool = self.client_batches.pool(
+                    tasks, [self.clients.client(task.client) for task in tasks]
+                )
+                self.loop.local_params.copy_(broadcasts[base].global_params)
+                direction, client_losses = gradient(self.loop.trained, pool)
+                delta.add_(direction, alpha=self.config.local.step_sizes.of_step(base))
+                for task, loss in zip(tasks, client_losses, strict=True):
+                    losses[task.client] = loss
+        except BaseException as error:
+            reraise_stop(error)
+            logger.debug("block %d is trained client by client: %s", block.index, error)
+            return False
+        return total.add_mean_delta(
+            delta, {task.client: losses[task.client] for task in block.tasks}, self.x0.nbytes
+        )
+
+
+def gradient(bound: BoundModel, pool: PooledBatch) -> tuple[Tensor, list[float]]:
+    """Compute the weighted gradient of all clients in a pool.
+
+    Args:
+        bound: the net, at the parameters of the broadcast.
+        pool: the examples of the clients.
+
+    Returns:
+        Σ_i w_i ∇f_i [P], and every f_i, the mean loss of a client's examples.
+    """
+    bounds = np.cumsum([0, *pool.sizes])
+    denominators = _denominators(bound.model.learning_task, pool, bounds)
+    weights = np.repeat(
+        np.array(pool.weights) / np.where(denominators, denominators, 1), pool.sizes
+    )
+    example_weights = torch.from_numpy(weights).to(bound.w.device, bound.w.dtype)
+    total = torch.zeros_like(bound.w)
+    losses = []
+    for x, y, drop, span in pool.parts():
+        outputs = bound.forward(x, "train", None, drop)
+        values = bound.model.learning_task.loss(outputs, Batch(x, y))
+        weighted = values @ example_weights[span]
+        parts = torch.autograd.grad(weighted, bound.parameters, materialize_grads=True)
+        total += torch.cat([part.reshape(-1) for part in parts])
+        losses.append(values.detach())
+    bound.frame.features = None
+    all_losses = torch.cat(losses).double().cpu().numpy()
+    return total, [
+        all_losses[start:stop].sum() / (denominator or np.nan)
+        for (start, stop), denominator in zip(pairwise(bounds), denominators.tolist(), strict=True)
+    ]
+
+
+def _denominators(task: LearningTask, pool: PooledBatch, bounds: np.ndarray) -> np.ndarray:
+    """Return what the sum of each client's losses is divided by, [K]."""
+    if task.loss_reduction == "sum":
+        return np.ones(len(pool.sizes))
+    weights = task.mean_weights(pool.y)
+    if weights is None:
+        return np.array(pool.sizes)
+    weights = weights.double().cpu().numpy()
+    return np.array([weights[start:stop].sum() for start, stop in pairwise(bounds)])
+
+
+def why_not_pooled(
+    config: Config, client: ClientRule, server: ServerRule, model: Model, probed: bool = False
+) -> str | None:
+    """Return the reason why clients cannot be trained as one gradient; None if they can.
+
+    Args:
+        config: the configuration, with the settings of local steps.
+        client: the client rule.
+        server: the server rule.
+        model: the net.
+        probed: whether a probe measures single clients, which needs their own updates.
+    """
+    local = config.local
+    if model.learning_task.loss_reduction == "batch":
+        return f"the loss '{model.learning_task.name}' is one of all examples of a batch together"
+    if config.groups:
+        return "groups of clients train differently"
+    if local.upload:
+        return "local.upload changes what each client sends"
+    if methods := overridden(client, METHODS_NOT_OVERRIDDEN):
+        return f"client rule '{client.name}' has a {methods[0]} of its own"
+    if local.steps != 1 and not (local.epochs == 1 and local.batch_size == "full"):
+        return "clients make more than one step"
+    if overridden(server, ["sent_to"]):
+        return f"server rule '{server.name}' sends clients different models"
+    if dict(server.uploads) != {"delta": "mean"}:
+        return f"server rule '{server.name}' takes more than the mean of delta"
+    if local.personal or local.buffers != "averaged":
+        return "clients keep parts of the model to themselves"
+    if local.optimizer != PLAIN_SGD:
+        return f"local.optimizer '{local.optimizer.name}' changes each client's gradient"
+    if not config.takes_bare_gradients or local.upload_dtype:
+        return "each client's gradient is changed before its step, or what it sends after it"
+    if config.client_privacy:
+        return "privacy.unit 'client' clips what each client sends"
+    if probed:
+        return "what each client does is looked at"
+    if model.has_unkeyed_statistics:
+        return "the net keeps statistics, which each client has to move by itself"
+    if couples_examples(model):
+        return "examples meet in the net (BatchNorm?), so that clients are not the same together"
+    return None

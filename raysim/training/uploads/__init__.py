@@ -1,0 +1,1 @@
+"""From trained parameters to the sum that is sent to the server."""

@@ -1,0 +1,175 @@
+"""A client before and after its local training, and the checks of its report."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from raysim.errors import ContractError
+from raysim.rules.batch import Batch
+from raysim.rules.contract import ClientRule, Report, State, overridden
+from raysim.rules.errors.user_code import breach, described, with_traceback
+from raysim.rules.task import LocalData
+from raysim.rules.uploads import Kind
+from raysim.training.messages import Broadcast, ClientTask
+from raysim.training.tasks.local_step import LocalSettings
+from raysim.training.uploads.client_privacy import UNCLIPPED
+
+
+@dataclass
+class PreparedClient:
+    """A client that is ready to train."""
+
+    task: ClientTask
+    """The task of the client."""
+    rule: ClientRule
+    """The client rule in the round of the version that the client starts from."""
+    broadcast: Broadcast
+    """The version of the model that the client received, with its own personal parts in it."""
+    mine: np.ndarray
+    """[n], positions of its examples in the training set."""
+    data: LocalData
+    """Its examples, as the rule sees them."""
+    client_state: State
+    """State that the client kept from earlier rounds."""
+    state: State
+    """State before the first local step."""
+    local_params: Tensor
+    """[P], parameters before the first local step."""
+    buffers: Tensor
+    """[Q], BatchNorm statistics before the first local step."""
+    settings: LocalSettings
+    """The constants of its local training."""
+    prepared: list[tuple[Batch, ...]]
+    """Batches that the rule prepared, a tuple for each batch of a pass."""
+    optimizer_state: State = field(default_factory=dict)
+    """State of the optimizer before the first local step; {} for plain SGD."""
+    logged: State = field(default_factory=dict)
+    """What the rule has logged before the first local step."""
+
+
+@dataclass
+class ClientUpdate:
+    """Result of the local training of one client."""
+
+    task: ClientTask
+    """The task of the client."""
+    report: Report = field(default_factory=dict)
+    """Uploads by key, such as `delta` [P], with metrics and BatchNorm statistics `buffers` [Q]."""
+    client_state: State = field(default_factory=dict)
+    """State that the client keeps for its next round."""
+    loss: Tensor = field(default_factory=lambda: torch.tensor(float("nan")))
+    """Mean training loss of the local steps."""
+    error: str | None = None
+    """The error that stopped the client, with its traceback; None if there is none."""
+    broken: str | None = None
+    """The error, if it is a breach of the rule's contract."""
+    client: PreparedClient | None = None
+    """The client before its local steps; kept only if a probe needs it."""
+    local_params: Tensor | None = None
+    """[P], parameters after the local steps; kept only if a probe needs them."""
+    measured: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Measurements of probes, by the name of the probe."""
+    encoded_bytes: dict[str, int] = field(default_factory=dict)
+    """Bytes of each upload that stages of `local.upload` encode."""
+
+
+def failed_update(task: ClientTask) -> ClientUpdate:
+    """Return the update of a client whose training raised the current exception.
+
+    Call it inside an `except` block. Rules and nets are a user's code and may raise anything. The
+    engine then stops the run or continues without the client (`faults.on_client_error`).
+
+    Args:
+        task: the client and its local steps.
+    """
+    error = sys.exc_info()[1]
+    assert error is not None
+    broken = described(error) if isinstance(error, ContractError) else None
+    return ClientUpdate(task, error=with_traceback(error), broken=broken)
+
+
+def check_report(
+    rule: ClientRule,
+    sent: list[str],
+    declared: Mapping[str, Kind],
+    report: Report,
+    client_state: State,
+    kept: State,
+) -> None:
+    """Check the return value of a rule's `finish` against the rule's declarations.
+
+    Args:
+        rule: the client rule.
+        sent: keys of all uploads that the server receives.
+        declared: shape and type of each upload that the rule declares.
+        report: the uploads and metrics that `finish` returned.
+        client_state: the client state before the round, in the form that `state` declares.
+        kept: the client state that `finish` returned.
+
+    Raises:
+        ContractError: an upload is missing or cannot be summed, a metric is not a real number, or
+            is not as declared, or the client state has other keys or shapes than `state` declares.
+    """
+    for key, value in report.items():
+        if key.startswith("metric/") and (value.numel() != 1 or value.is_complex()):
+            raise breach(
+                rule,
+                "finish",
+                f"sends '{key}' as {_tensor_text(value)}; a metric is one real number",
+            )
+    for key in sent:
+        if key in ("buffers", UNCLIPPED):  # the engine adds them
+            continue
+        if key not in report:
+            raise breach(rule, "finish", f"sends no '{key}', which its `sends` promises")
+        if (wrong := _why_no_upload(report[key], declared.get(key))) is not None:
+            raise breach(rule, "finish", f"sends '{key}' {wrong}")
+    expected = {k: tuple(v.shape) for k, v in client_state.items() if k != "seen"}
+    returned = {k: tuple(v.shape) for k, v in kept.items() if k != "seen"}
+    if expected != returned and not overridden(rule, ["finish"]):
+        raise breach(
+            rule,
+            "state",
+            f"declares {expected}, and no method returns it after training; define "
+            "`finish(self, shared, state, client_state, data, task)`, which returns the upload and "
+            "the client's new state",
+        )
+    if expected != returned:
+        raise breach(rule, "finish", f"keeps {returned}, but its `state` declares {expected}")
+
+
+def _tensor_text(value: Tensor) -> str:
+    """Return the type and shape of a tensor, for messages."""
+    return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+
+
+def _why_no_upload(value: Tensor, kind: Kind | None) -> str | None:
+    """Return what is wrong with an upload and what to send instead; None if nothing is."""
+    if value.layout != torch.strided:
+        return "as a sparse tensor; send .to_dense()"
+    if kind is not None:
+        if (tuple(value.shape), value.dtype) == kind:
+            return None
+        return (
+            f"as {_tensor_text(value)}, but `sends` declares it as "
+            f"{_tensor_text(torch.empty(kind.shape, dtype=kind.dtype, device='meta'))}; make the "
+            "two the same"
+        )
+    if not value.is_floating_point():
+        return (
+            f"as {_tensor_text(value)}; uploads are added up as floats: send "
+            '.to(shared["x"].dtype), or declare its type: sends = {..., KEY: Upload(SHAPE, DTYPE)}'
+        )
+    if value.ndim != 1:
+        return (
+            f"as {_tensor_text(value)}; uploads are vectors: send .reshape(-1), or declare its "
+            "shape: sends = {..., KEY: Upload(SHAPE)}"
+        )
+    return None

@@ -1,0 +1,300 @@
+"""Sum the uploads of a worker's clients, and refuse uploads that cannot be summed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from raysim.config.schema import Config
+from raysim.models.flat import Model
+from raysim.numerics.fixed_point import MAX_MAGNITUDE, BlockSum, FixedSum
+from raysim.rules.contract import ClientRule, Report, ServerRule, State
+from raysim.rules.uploads import Kind, declared, sums, with_mode
+from raysim.training.messages import ClientResult, ClientTask, WorkerResult
+from raysim.training.personal import PersonalParts
+from raysim.training.uploads.client_privacy import UNCLIPPED
+from raysim.training.uploads.client_update import ClientUpdate
+
+
+@dataclass(frozen=True)
+class UploadLayout:
+    """Uploads of every client of a run, and the modes in which the server uses them."""
+
+    sums: list[tuple[str, str]]
+    """(mode, key) of each sum, with mode mean, sum or difference."""
+    per_client: list[str]
+    """Keys of uploads that the server receives client by client."""
+    difference: list[str]
+    """Keys of uploads of which the server uses the change since the client's last upload."""
+    not_counted_as_traffic: tuple[str, ...]
+    """The keys that do not count as traffic."""
+    size: int
+    """P, the number of parameters."""
+    dtype: torch.dtype | None
+    """Precision to which vectors [P] are rounded; None: no rounding."""
+    largest: float
+    """Limit on the sum of a block, so that the sum of a round stays in the fixed-point range."""
+    is_float64: bool = False
+    """True if the run computes in float64; its sums then have a finer last limb."""
+    declared: dict[str, Kind] = field(default_factory=dict)
+    """Shape and type of each upload that the client rule declares."""
+    personal: PersonalParts = field(default_factory=PersonalParts)
+    """The parts of the model that clients keep to themselves."""
+
+    @classmethod
+    def of(
+        cls,
+        config: Config,
+        client: ClientRule,
+        server: ServerRule,
+        model: Model,
+        n_clients: int,
+        personal: PersonalParts,
+        all_per_client: bool = False,
+    ) -> UploadLayout:
+        """Return the layout of a run's uploads, with the net's BatchNorm statistics.
+
+        Args:
+            config: the configuration.
+            client: the client rule, which declares shapes and types of uploads.
+            server: the server rule, which declares the modes of uploads.
+            model: the net; its P and C are sizes of declared uploads.
+            n_clients: number of all clients; bounds the number of updates in one sum.
+            personal: the parts of the model that stay with clients.
+            all_per_client: whether the server receives every upload client by client too.
+        """
+        averages_statistics = model.buffer_size > 0 and personal.statistics == "averaged"
+        private = config.client_privacy
+        per_client = list(server.uploads)
+        if not all_per_client:
+            per_client = with_mode(server.uploads, "per_client")
+        if server.weights_after_training and averages_statistics:
+            per_client.append("buffers")
+        return cls(
+            sums(server.uploads, client.sends)
+            + ([("mean", "buffers")] if averages_statistics else [])
+            + ([("sum", UNCLIPPED)] if private is not None else []),
+            per_client,
+            with_mode(server.uploads, "difference"),
+            (
+                *client.not_counted_as_traffic,
+                *(() if private and private.adaptive else (UNCLIPPED,)),
+            ),
+            model.size,
+            getattr(torch, config.local.upload_dtype or "", None),
+            MAX_MAGNITUDE / config.schedule.largest_round(n_clients),
+            model.dtype == torch.float64,
+            {
+                key: upload.resolved(model, model.dtype)
+                for key, upload in declared(client.sends).items()
+            },
+            personal,
+        )
+
+    @property
+    def averages_statistics(self) -> bool:
+        """True if the server averages the net's BatchNorm statistics."""
+        return ("mean", "buffers") in self.sums
+
+    @property
+    def sent(self) -> list[str]:
+        """Keys of all uploads."""
+        return list(dict.fromkeys([*(key for _, key in self.sums), *self.per_client]))
+
+    def rounded(self, report: Report) -> Report:
+        """Return a report with its uploads rounded to the precision of uploads.
+
+        Args:
+            report: the report of a client.
+        """
+        return {
+            k: v.to(self.dtype).to(v.dtype) if self._rounds(k, v) else v for k, v in report.items()
+        }
+
+    def kept(self, report: Report) -> State:
+        """Return the uploads that a client keeps, to compute the change at its next upload.
+
+        Args:
+            report: the report of a client.
+        """
+        return {last_upload_key(key): report[key] for key in self.difference}
+
+    def nbytes(self, report: Report, encoded: Mapping[str, int]) -> int:
+        """Return the number of bytes of a report that count as traffic.
+
+        Args:
+            report: the report of a client.
+            encoded: bytes of each upload that stages of `local.upload` encode.
+        """
+        return sum(
+            encoded[key] if key in encoded else self._nbytes(key, report[key])
+            for key in self.sent
+            if key not in self.not_counted_as_traffic
+        )
+
+    def _nbytes(self, key: str, value: Tensor) -> int:
+        """Return the number of bytes of one upload."""
+        width = (
+            (self.dtype or value.dtype).itemsize
+            if self._rounds(key, value)
+            else value.element_size()
+        )
+        return (value.numel() - self.personal.unsent(value)) * width
+
+    def _rounds(self, key: str, value: Tensor) -> bool:
+        """Return whether an entry of a report is rounded."""
+        return self.dtype is not None and value.shape == (self.size,) and key in self.sent
+
+
+class UploadSum:
+    """Sum of the uploads of the clients of several blocks.
+
+    Inside a block, uploads are summed in the order of the clients, in float64. Blocks are summed in
+    fixed point, so the result does not depend on which worker trains which block.
+
+    Args:
+        uploads: the uploads of every client, with their modes.
+    """
+
+    def __init__(self, uploads: UploadLayout):
+        self.uploads = uploads
+        self._sums = {f"{mode} {key}": FixedSum(uploads.is_float64) for mode, key in uploads.sums}
+        self._outcome = WorkerResult()
+
+    def add(self, updates: list[ClientUpdate]) -> None:
+        """Add the updates of a block.
+
+        An upload that is not finite is refused, together with the state of its client. The `error`
+        of the update then names the reason.
+
+        Args:
+            updates: the updates, those of failed clients too.
+        """
+        good, sums = self._accepted(updates)
+        self._outcome.clients += [self._done(update) for update in updates]
+        self._outcome.ids += [update.task.client for update in good]
+        for (mode, key), block in sums.items():
+            self._sums[f"{mode} {key}"].add(block)
+        for key in self.uploads.per_client if good else ():
+            self._outcome.rows.setdefault(key, []).extend(update.report[key] for update in good)
+
+    def add_mean_delta(self, delta: Tensor, losses: dict[int, float], nbytes: int) -> bool:
+        """Add a block whose clients were trained as one gradient.
+
+        Args:
+            delta: [P] float64, the weighted sum of the clients' updates.
+            losses: the mean loss of each client, in the order of the block.
+            nbytes: the number of bytes that each client sends.
+
+        Returns:
+            False if the sum is not finite or too large; then nothing is added.
+        """
+        if not self._fits(block := BlockSum([delta], [1.0])):
+            return False
+        self._sums["mean delta"].add(block)
+        self._outcome.ids += list(losses)
+        self._outcome.clients += [
+            ClientResult(client, loss, bytes=nbytes) for client, loss in losses.items()
+        ]
+        return True
+
+    def outcome(self) -> WorkerResult:
+        """Return the sums of all blocks so far, and the result of each client."""
+        parts = self._sums
+        outcome = self._outcome
+        outcome.sums = {name: part.total for name, part in parts.items() if part.total is not None}
+        outcome.bound = max((part.bound for part in parts.values()), default=0.0)
+        return outcome
+
+    def _accepted(
+        self, updates: list[ClientUpdate]
+    ) -> tuple[list[ClientUpdate], dict[tuple[str, str], BlockSum]]:
+        """Return the accepted updates and their sums.
+
+        Single uploads are checked only if a sum of the block is not valid.
+        """
+        good = [update for update in updates if update.error is None]
+        sums = self._block_sums(good)
+        is_valid = all(map(self._fits, sums.values()))
+        for update in good:
+            bad = []
+            if not is_valid:
+                of_update = self._block_sums([update])
+                bad = [key for (_, key), upload in of_update.items() if not self._fits(upload)]
+            bad += [
+                f"kept {key}"
+                for key, value in update.client_state.items()
+                if not torch.isfinite(value.sum())
+            ]
+            if bad:
+                keys = " and ".join(dict.fromkeys(bad))
+                update.error = (
+                    f"non-finite {keys} (mean local loss {float(update.loss):.4g}); lower the "
+                    "step size, local.lr"
+                )
+        if all(update.error is None for update in good):
+            return good, sums
+        good = [update for update in good if update.error is None]
+        return good, self._block_sums(good)
+
+    def _block_sums(self, updates: list[ClientUpdate]) -> dict[tuple[str, str], BlockSum]:
+        """Return the sums of a block by mode and key; {} for a block without clients."""
+        sums = {}
+        for mode, key in self.uploads.sums if updates else ():
+            rows = [update.report[key].reshape(-1) for update in updates]
+            if mode == "difference":
+                # In float64 the difference of two float32 numbers is exact.
+                rows = [
+                    row.double() - _sent_last(u.task, key, row)
+                    for u, row in zip(updates, rows, strict=True)
+                ]
+            sums[mode, key] = BlockSum(rows, [_weight(mode, update.task) for update in updates])
+        return sums
+
+    def _fits(self, block: BlockSum) -> bool:
+        """Return whether a sum is finite and within the limit; NaN fails the comparison."""
+        return block.size < self.uploads.largest
+
+    def _done(self, update: ClientUpdate) -> ClientResult:
+        """Return the result of a client, accepted or refused."""
+        if update.error is not None:
+            return ClientResult(update.task.client, float(update.loss), update.error)
+        metrics = {
+            k.removeprefix("metric/"): float(v)
+            for k, v in update.report.items()
+            if k.startswith("metric/")
+        }
+        return ClientResult(
+            update.task.client,
+            float(update.loss),
+            metrics=metrics,
+            client_state={
+                k: v.detach().cpu().numpy().copy() for k, v in update.client_state.items()
+            }
+            or None,
+            bytes=self.uploads.nbytes(update.report, update.encoded_bytes),
+            measured=update.measured,
+        )
+
+
+def _weight(mode: str, task: ClientTask) -> float:
+    """Return the weight of a client in a sum of this mode."""
+    return {"mean": task.weight, "sum": 1.0, "difference": task.share}[mode]
+
+
+def _sent_last(task: ClientTask, key: str, like: Tensor) -> Tensor | float:
+    """Return the last upload of a client in float64, in the shape of `like`; 0 if there is none."""
+    last = None if task.client_state is None else task.client_state.get(last_upload_key(key))
+    return 0.0 if last is None else torch.tensor(last).to(like.device).double().reshape(like.shape)
+
+
+def last_upload_key(key: str) -> str:
+    """Return the key under which a client keeps its last upload.
+
+    Args:
+        key: key of the upload.
+    """
+    return f"last {key}"
