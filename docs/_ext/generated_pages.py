@@ -12,7 +12,7 @@ import configuration_page
 import example_pages
 import method_pages
 import metrics_page
-import renamed_page
+import modules_page
 import result_pages
 from sphinx.application import Sphinx
 
@@ -24,7 +24,7 @@ GENERATORS = {
         example_pages.table,
         method_pages.table,
         metrics_page.pages,
-        renamed_page.pages,
+        modules_page.pages,
     ),
     "methods": (method_pages.pages,),
     "results": (result_pages.pages,),

@@ -13,7 +13,6 @@ import sys
 
 from raysim.cli.base import app
 from raysim.cli.terminal import LogFormatter, say
-from raysim.config.renamed import refuse_former_command
 from raysim.distributed.cluster import versions
 from raysim.errors import ConfigError, RaysimError, shortened
 from raysim.system import output, processes
@@ -33,7 +32,6 @@ def main() -> None:
     logging.basicConfig(handlers=[handler], level=logging.WARNING)
     try:
         versions.check_versions()
-        refuse_former_command(sys.argv[1:])
         _warn_of_repeated_keys(sys.argv[1:])
         app()
     except RaysimError as error:

@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from raysim.config import renamed
 from raysim.config.schema import SECTIONS_WITH_NAME, Config
 from raysim.config.sections.base import Section, named
 from raysim.config.sections.learning_rate import WarmupSchedule
@@ -37,6 +36,8 @@ COMMON_NAMES = {
     "dirichlet_alpha": "partition.alpha",
     "local_epochs num_epochs client_epochs": "local.epochs",
     "local_steps": "local.steps",
+    "batch batchsize": "local.batch_size",
+    "clip max_norm": "local.max_grad_norm",
     "num_rounds n_rounds global_rounds comm_round communication_rounds": "rounds",
     "net network module": "model",
     "strategy aggregator method": "algorithm",
@@ -269,9 +270,8 @@ def keys_with_sections(word: str, model: type = Config) -> list[str]:
 
 def _in_a_section(word: str, model: type) -> str | None:
     """Return the hint for a key that lacks its section, such as `lr`; None if unknown."""
-    former = [new for old, new in renamed.KEYS.items() if old.rpartition(".")[2] == word]
     elsewhere = [key for names, key in COMMON_NAMES.items() if word in names.split()]
-    nearest = keys_with_sections(word, model) or former or elsewhere
+    nearest = keys_with_sections(word, model) or elsewhere
     return f"; did you mean {' or '.join(nearest[:MAX_HINTS])}?" if nearest else None
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from raysim.config import limited_yaml, renamed
+from raysim.config import limited_yaml
 from raysim.config.explain import top_level_hint
 from raysim.config.schema import SECTIONS_WITH_NAME, Config
 from raysim.config.sections.base import named
@@ -93,14 +93,13 @@ def read_config(
         The configuration as nested mappings, not validated.
 
     Raises:
-        ConfigError: a file cannot be read, an override is wrong, or a key has a former name.
+        ConfigError: a file cannot be read, or an override is wrong.
     """
     override_values = parse_overrides(overrides)
     if CLAIMS in (key.partition(".")[0] for key in override_values):
         raise ConfigError(
             f"{CLAIMS}: what is claimed of runs stands in the file, and is not given with ="
         )
-    renamed.refuse_former_keys(override_values)
     layers = [*_layers(source), _nested(override_values)]
     merged: dict[str, Any] = {}
     for i, layer in enumerate(layers):
@@ -120,7 +119,7 @@ def claims(source: str | Path | Mapping[str, Any]) -> Any:
         source: a configuration file, the name of a shipped one, or a mapping.
 
     Raises:
-        ConfigError: a file cannot be read, or a key has a former name.
+        ConfigError: a file cannot be read.
     """
     return next((layer[CLAIMS] for layer in reversed(_layers(source)) if CLAIMS in layer), None)
 
@@ -129,7 +128,6 @@ def _layers(source: str | Path | Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the configuration that a file extends, and the file; or a mapping."""
     if isinstance(source, Mapping):
         layers = [_checked(source)]
-        renamed.refuse_former_keys(source)
     else:
         path = find_config(source)
         layers = [_yaml(path)]
@@ -166,7 +164,6 @@ def _yaml(path: Path) -> dict[str, Any]:
         raise ConfigError(
             f"{path}: {odd[0]}: is not the name of a section; a key is a word, such as 'rounds'"
         )
-    renamed.refuse_former_keys(content, str(path))
     if unknown := [key for key in content if key not in (*Config.model_fields, *KEYS_OF_FILES)]:
         hint = top_level_hint(unknown[0], KEYS_OF_FILES)
         raise ConfigError(f"{path}: {unknown[0]}: unknown key{hint}")

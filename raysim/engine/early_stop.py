@@ -6,7 +6,6 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from raysim.config import renamed
 from raysim.config.schema import Config
 from raysim.config.sections.evaluation import BestBy, Stop
 from raysim.errors import ConfigError, RaysimError, did_you_mean
@@ -226,8 +225,6 @@ def check_metric(key: str, metric: str, configs: Sequence[Config]) -> None:
     has_own = any(":" in name for name in measured)  # whose name is not that of their reference
     evaluated = {*measured, *(f"val/{name}" for name in measured)} - {*ROUND_METRICS}
     known = (*sorted(evaluated), *ROUND_METRICS)
-    if sentence := renamed.now_called(renamed.RENAMED_METRICS, metric):
-        raise ConfigError(f"{key}: {sentence}")
     if metric not in known and "/" not in metric and not has_own:
         raise ConfigError(f"{key}: no run has a metric '{metric}'{did_you_mean(metric, known)}")
     if metric in evaluated and any(not c.evaluate.every for c in configs):

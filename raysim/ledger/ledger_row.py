@@ -27,7 +27,6 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
-from raysim.config.renamed import with_present_metrics
 from raysim.config.schema import Config
 from raysim.metrics import find_metric
 from raysim.system.json_files import parsed
@@ -369,7 +368,7 @@ def _decoded(groups: Any) -> dict[str, Series]:
             if name != "rounds":
                 values = zip(rounds, _values(numbers), strict=True)
                 history[name] = dict(values)
-    return with_present_metrics(history)
+    return history
 
 
 def _numbers(values: Sequence[float]) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import yaml
 
-from raysim.config import limited_yaml, renamed
+from raysim.config import limited_yaml
 from raysim.config.explain import checked_section
 from raysim.config.loading import parse_overrides
 from raysim.distributed.cluster import nodes
@@ -200,7 +200,6 @@ def _read_costs(costs: str | Path | None) -> dict[str, Any]:
         raise ConfigError(
             f"costs: {costs} must be a mapping of sections, such as training: {{step: 0.01}}"
         )
-    renamed.refuse_former_keys(table, f"costs: {costs}", renamed.COSTS)
     return table
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
-from raysim.config import renamed
 from raysim.config.schema import SECTIONS_WITH_NAME
 from raysim.errors import ConfigError, did_you_mean
 from raysim.reports import method_sides, published
@@ -49,10 +48,7 @@ def resolved(runs: Sequence[TrackedRun], keys: Iterable[str], option: str) -> li
         full = _full_name(key, {*known, SIDE_COLUMN})
         if full is None:
             hint = did_you_mean(key, map(short, known))
-            reason = (
-                renamed.now_called(renamed.KEYS, key) or f"no run has a parameter '{key}'{hint}"
-            )
-            raise ConfigError(f"{option}: {reason}")
+            raise ConfigError(f"{option}: no run has a parameter '{key}'{hint}")
         full_names.append(full)
     return full_names
 

@@ -23,7 +23,6 @@ from raysim.reports.tracked import (
     CostUnit,
     FinishedRun,
     TrackedRun,
-    check_metric_name,
     counted,
     with_histories,
 )
@@ -84,7 +83,6 @@ class RunSource:
         """
         if not self.ledgers:
             return finished_runs(self.names, self.uri, metric, say, cost_unit, self.where)
-        check_metric_name(metric)
         rows = _with_values(finished_rows(self.ledgers, self.names, say), self.where)
         return with_histories(rows, title(self.names, self.ledgers), metric, say, cost_unit)
 
@@ -115,7 +113,6 @@ def finished_runs(
             is finished, or none has the values of `where`.
         RaysimError: The tracking store cannot be read.
     """
-    check_metric_name(metric)
     with open_store(uri) as client:
         selected = {run.info.run_id: run for name in wanted for run in _selected(client, name)}
         selected |= _ended(client, selected, say)

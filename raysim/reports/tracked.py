@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Literal, get_args
 
-from raysim.config import renamed
 from raysim.config.sections.evaluation import DEFAULT_BEST
 from raysim.errors import ConfigError, did_you_mean
 from raysim.metrics import accumulates, find_metric
@@ -166,19 +165,6 @@ class FinishedRun:
     """Function from a metric to its values as (round, value), by ascending rounds, without NaN."""
 
 
-def check_metric_name(metric: str | None) -> None:
-    """Check that a metric's name is not a former one.
-
-    Args:
-        metric: Name of the metric; None if it is not given.
-
-    Raises:
-        ConfigError: It is a former name; the message has the present one.
-    """
-    if metric and (sentence := renamed.now_called(renamed.RENAMED_METRICS, metric)):
-        raise ConfigError(f"metric (--metric): {sentence}")
-
-
 def counted(count: int, text: str) -> str:
     """Return a number of runs with a text: "2 runs left out".
 
@@ -260,10 +246,6 @@ def _why_without(done: Sequence[FinishedRun], metric: str) -> str:
         did_you_mean(metric, known)
         or f"; set metric (--metric) to one of {', '.join(sorted(known)) or 'none'}"
     )
-    if former := [
-        old for old, new in renamed.RENAMED_METRICS.items() if new == metric and old in known
-    ]:
-        hint = f"; these runs have {renamed.now_called(renamed.RENAMED_METRICS, former[0])}"
     theory_hint = (
         "; evaluate.theory.every=10, for example, measures it"
         if metric.startswith("theory/")

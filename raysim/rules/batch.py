@@ -7,11 +7,11 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from raysim.rules.renamed import TellsPresentNames
+from raysim.rules.unknown_attributes import SuggestsAttributes
 
 
 @dataclass(frozen=True)
-class Batch(TellsPresentNames):
+class Batch(SuggestsAttributes):
     """One mini-batch of one client.
 
     Under vmap the batches of several clients are padded to the size of the largest one. `size` and

@@ -14,12 +14,12 @@ from torch import Tensor
 from raysim.errors import ContractError, did_you_mean
 from raysim.randomness import generator
 from raysim.rules.public import PublicData
-from raysim.rules.renamed import TellsPresentNames
 from raysim.rules.task import Task
+from raysim.rules.unknown_attributes import SuggestsAttributes
 
 
 @dataclass
-class Cohort(TellsPresentNames):
+class Cohort(SuggestsAttributes):
     """The clients of one round, in order of arrival (synchronous: of sampling)."""
 
     round: int

@@ -19,7 +19,7 @@ from torch import Tensor
 from raysim.rules.batch import Batch
 from raysim.rules.losses import Loss, Net, task_loss
 from raysim.rules.public import PublicData
-from raysim.rules.renamed import TellsPresentNames
+from raysim.rules.unknown_attributes import SuggestsAttributes
 
 PassMode = Literal["train", "frozen", "eval"]
 """How a forward pass treats BatchNorm and dropout.
@@ -87,7 +87,7 @@ class LocalData:
         return Batch(torch.cat([b.x for b in batches]), torch.cat([b.y for b in batches]))
 
 
-class Task(TellsPresentNames, ABC):
+class Task(SuggestsAttributes, ABC):
     """The training problem of one client in one round."""
 
     segments: tuple[int, ...]

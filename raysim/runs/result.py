@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from raysim.config import explain
 from raysim.config.python_objects import ObjectMissing
-from raysim.config.renamed import with_present_metrics
 from raysim.config.schema import Config
 from raysim.config.sections.evaluation import BestBy
 from raysim.data import Examples
@@ -385,8 +384,7 @@ def read_history(path: Path) -> list[Record]:
     """
     try:
         with path.open(newline="") as file:
-            rows = [with_present_metrics(row) for row in csv.DictReader(file)]
-            return [{k: float(v) for k, v in row.items() if v} for row in rows]
+            return [{k: float(v) for k, v in row.items() if v} for row in csv.DictReader(file)]
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"{path} cannot be read ({error}); put it back, or run it again"

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 import raysim
-from raysim.config import renamed
 from raysim.config.explain import validate
 from raysim.engine.round_metrics import virtual_time_metric
 from raysim.metrics import METRICS, find_metric, lower_is_better
@@ -110,11 +109,7 @@ def test_losses_and_deviations_are_better_when_lower(name, lower):
     assert lower_is_better(name) == lower
 
 
-def test_each_metric_has_one_line_and_no_former_name():
+def test_each_metric_has_one_line():
     names = [metric.name for metric in METRICS]
     assert max(Counter(names).values()) == 1
     assert all(metric.meaning and metric.logged for metric in METRICS)
-    for former, new in renamed.RENAMED_METRICS.items():
-        entry, known = find_metric(former), find_metric(new)
-        assert known is not None and known.name == new
-        assert entry is None or entry.users_own, former

@@ -10,7 +10,6 @@ from typing import Any, get_args
 
 from raysim.config import python_objects
 from raysim.config.references import load_object
-from raysim.config.renamed import UPLOAD_MODES
 from raysim.config.schema import Config
 from raysim.config.sections.base import Named
 from raysim.errors import ConfigError, did_you_mean, in_a_line
@@ -106,11 +105,7 @@ def refuse_pair(client: ClientRule, server: ServerRule) -> None:
             if mode not in get_args(UploadMode):
                 raise ConfigError(
                     f"server rule '{server.name}': uploads '{key}' in an unknown mode '{mode}'"
-                    + (
-                        f", which is now called '{UPLOAD_MODES[mode]}'"
-                        if mode in UPLOAD_MODES
-                        else did_you_mean(mode, get_args(UploadMode))
-                    )
+                    f"{did_you_mean(mode, get_args(UploadMode))}"
                 )
     pair = f"client rule '{client.name}' with server rule '{server.name}'"
     if missing := [k for k in client.needs if k not in server.provides]:

@@ -32,7 +32,6 @@ from raysim.rules.contract import (
 )
 from raysim.rules.errors.user_code import class_defined_at
 from raysim.rules.methods.misspelled import refuse_misspelled_methods, untyped
-from raysim.rules.renamed import refuse_former_names
 from raysim.rules.rule import Rule
 from raysim.system.signals import reraise_stop
 
@@ -325,7 +324,6 @@ def build_part(section: str, cls: type, parameters: Mapping[str, Any]) -> Any:
     Raises:
         ConfigError: a parameter is unknown, or has a wrong value; names its key.
     """
-    refuse_former_names(cls, section)
     refuse_misspelled_methods(cls, section)
     for key in parameters:
         if key not in hyperparameter_names(cls):

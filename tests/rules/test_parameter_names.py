@@ -1,0 +1,49 @@
+"""A rule's methods are called with positions, so their parameters may have any names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+OWN_NAMES = """
+from dataclasses import dataclass
+
+from raysim.rules import ClientRule
+
+
+@dataclass(frozen=True)
+class Client(ClientRule):
+    free: float = 0.5
+
+    def init(self, shared, row, data, task):
+        return {"scale": shared["x"].new_tensor(self.free)}
+
+    def direction(self, broadcast, local, minibatch, problem):
+        return local["scale"] * problem.grad(local["w"], minibatch)
+
+    def finish(self, shared, state, row, data, task):
+        return super().finish(shared, state, row, data, task)
+"""
+
+
+@pytest.fixture
+def given(base) -> dict[str, Any]:
+    return {
+        **base,
+        "rounds": 1,
+        "model": "logistic",
+        "partition": {"name": "iid", "clients": 4},
+        "schedule": {"cohort": 2},
+        "client": "fedavg",
+        "server": "fedavg",
+        "local": {"steps": 1, "batch_size": 8, "lr": 0.1},
+    }
+
+
+def test_parameters_and_hyperparameters_may_have_any_names(given, source, engine):
+    client = {"name": source("own", OWN_NAMES) + ":Client", "free": 0.0}
+    for mode in ("loop", "vmap"):
+        run, _ = engine(given | {"client": client, "batching": {"mode": mode}})
+        assert torch.equal(run.final["state/x"], run.plan.model().initial()[0])
