@@ -24,7 +24,16 @@ from pydantic import Field
 
 from raysim.algorithms.dynsgd import KASYNC
 from raysim.algorithms.fedprox import FedProxClient
-from raysim.rules import Algorithm, PositiveScheduled, Problem, Reports, ServerRule, State, Uploads
+from raysim.rules import (
+    Algorithm,
+    Logged,
+    PositiveScheduled,
+    Problem,
+    Reports,
+    ServerRule,
+    State,
+    Uploads,
+)
 
 
 @dataclass(frozen=True)
@@ -42,6 +51,8 @@ class FedAsyncServer(ServerRule):
 
     needs_base_params = True
     weights_after_training = True
+
+    logs = (Logged("alpha", "mixing weight of the last update"),)
 
     def check(self, problem: Problem) -> None:
         if max([v for _, v in self.alpha] if isinstance(self.alpha, list) else [self.alpha]) > 1:

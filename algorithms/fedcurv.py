@@ -29,6 +29,7 @@ from raysim.rules import (
     Batch,
     ClientRule,
     LocalData,
+    Logged,
     Problem,
     Report,
     Reports,
@@ -53,6 +54,8 @@ class FedCurvClient(ClientRule):
     needs = ("x", "A", "b")
     sends = ("delta", "fisher", "fisher_y")
     not_counted_as_traffic = ("fisher_y",)
+
+    logs = (Logged("stiffness", "mean of 2 lr λ max(A), the stiffness of the penalty"),)
 
     @property
     def unprotected_uploads(self) -> tuple[str, ...]:

@@ -40,7 +40,7 @@ from torch import Tensor
 from raysim.algorithms.dynsgd import KASYNC
 from raysim.algorithms.fedavg import FedAvgClient
 from raysim.numerics import aligned, cross, gram, norm, weighted_sum
-from raysim.rules import Algorithm, Problem, Reports, ServerRule, State, Uploads, normalised
+from raysim.rules import Algorithm, Logged, Problem, Reports, ServerRule, State, Uploads, normalised
 
 Unit = Annotated[float, Field(ge=0, le=1)]
 
@@ -75,6 +75,18 @@ class FedHistServer(ServerRule):
     """Precision of LL; float32 means the precision of the parameters."""
 
     weights_after_training = True
+
+    logs = (
+        Logged("fresh", "least stale updates that enter the mean", "updates"),
+        Logged(
+            "ina_factor",
+            "factor of the step: ρ^t times the mean norm of the round's "
+            "updates by that of their mean",
+        ),
+        Logged("utility_q{q}", "quantile q (in percent) of the clients' utility"),
+        Logged("weights_cut", "updates whose weight was negative and was cut", "updates"),
+        Logged("buffer_bytes", "memory of the buffer of past gradients", "bytes"),
+    )
 
     @property
     def uploads(self) -> Uploads:

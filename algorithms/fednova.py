@@ -38,6 +38,7 @@ from raysim.rules import (
     Batch,
     ClientRule,
     LocalData,
+    Logged,
     Problem,
     Report,
     Reports,
@@ -104,6 +105,8 @@ class FedNovaServer(ServerRule):
     """Weights q_i of the clients, equal or by samples."""
     beta1: UnitScheduled = 0.0
     """Server momentum; 0: none."""
+
+    logs = (Logged("tau_eff", "effective number of local steps", "steps"),)
 
     @property
     def uploads(self) -> Uploads:

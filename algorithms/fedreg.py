@@ -44,6 +44,7 @@ from raysim.rules import (
     Batch,
     ClientRule,
     LocalData,
+    Logged,
     Positive,
     Problem,
     Report,
@@ -74,6 +75,11 @@ class FedRegClient(ClientRule):
 
     supports_dp = False
     needs_class_labels = True
+
+    logs = (
+        Logged("w_s", "mean weight of the pseudo data's gradient"),
+        Logged("w_p", "mean weight of the perturbed data's gradient"),
+    )
 
     @property
     def prepares(self) -> bool:

@@ -52,6 +52,7 @@ from raysim.rules import (
     ClientRule,
     Cohort,
     LocalData,
+    Logged,
     Problem,
     Report,
     Reports,
@@ -79,6 +80,12 @@ class GradMAClient(ClientRule):
     """`sum` imitates how the authors' solver treats tensors with tiny columns."""
 
     supports_dp = False
+
+    logs = (
+        Logged("qp_active", "mean number of active constraints in a local step", "constraints"),
+        Logged("eps_l", "mean change of the local gradient by the quadratic program"),
+        Logged("eps_l_max", "largest change of the local gradient by the quadratic program"),
+    )
 
     @property
     def needs_plain_sgd(self) -> str:
@@ -159,6 +166,18 @@ class GradMAServer(ServerRule):
     """Precision of the memory; None: that of the parameters."""
     memory_device: Literal["server", "cpu"] = "server"
     """Device that stores the memory."""
+
+    logs = (
+        Logged("eps_g", "distance of the projected momentum, as Theorem 1 counts it"),
+        Logged("memory_rows", "clients in the server's memory", "clients"),
+        Logged("memory_evictions", "clients that were evicted from it, since the start", "clients"),
+        Logged("memory_bytes", "memory of the server's past updates", "bytes"),
+        Logged(
+            "qp_{figure}",
+            "quadratic program of the server's memory: active constraints, "
+            "residual, iterations, fallback, failed, to_zero, moved",
+        ),
+    )
 
     def check(self, problem: Problem) -> None:
         if 0 < self.memory < problem.cohort:

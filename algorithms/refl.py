@@ -24,7 +24,7 @@ from pydantic import Field
 from raysim.algorithms.dynsgd import KASYNC
 from raysim.algorithms.fedavg import FedAvgClient
 from raysim.numerics import norm, weighted_sum
-from raysim.rules import Algorithm, Reports, ServerRule, State, Uploads, normalised
+from raysim.rules import Algorithm, Logged, Reports, ServerRule, State, Uploads, normalised
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,8 @@ class REFLServer(ServerRule):
     """Divisor of the exponential; 10 in the code of Abdelmoniem 2023."""
 
     weights_after_training = True
+
+    logs = (Logged("fresh", "least stale updates that enter the mean", "updates"),)
 
     @property
     def uploads(self) -> Uploads:

@@ -37,6 +37,7 @@ from raysim.algorithms.twafl import decay
 from raysim.numerics import gram, norm, weighted_sum
 from raysim.rules import (
     Algorithm,
+    Logged,
     Positive,
     Problem,
     Reports,
@@ -67,6 +68,11 @@ class WKAFLServer(ServerRule):
     """Decay of the step with the least staleness of the round's updates."""
 
     weights_after_training = True
+
+    logs = (
+        Logged("kept", "updates that the selection kept", "updates"),
+        Logged("mean_cosine", "mean cosine of the updates with their aggregate"),
+    )
 
     @property
     def uploads(self) -> Uploads:

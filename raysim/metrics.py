@@ -17,7 +17,6 @@ NODES = "every round, on more than one node"
 CANDIDATES = "every round, server rules with `candidates`"
 THEORY = "evaluate.theory"
 FORGETTING = "evaluate.forgetting"
-SOLVER = "every round, gradma and gradma_s"
 
 
 @dataclass(frozen=True)
@@ -298,82 +297,6 @@ METRICS = (
         is_count=True,
     ),
     Metric("server/weights_entropy", "nats", "entropy of the updates' weights", EVERY_ROUND),
-    Metric(
-        "server/eps_g", "", "distance of the projected momentum, as Theorem 1 counts it", SOLVER
-    ),
-    Metric("server/memory_rows", "clients", "clients in the server's memory", SOLVER),
-    Metric(
-        "server/memory_evictions",
-        "clients",
-        "clients that were evicted from it, since the start",
-        SOLVER,
-    ),
-    Metric(
-        "server/qp_{figure}",
-        "",
-        "quadratic program of the server's memory: active constraints, residual, "
-        "iterations, fallback, failed, to_zero, moved",
-        SOLVER,
-    ),
-    Metric("server/tau_eff", "steps", "effective number of local steps", "every round, fednova"),
-    Metric("server/alpha", "", "mixing weight of the last update", "every round, fedasync"),
-    Metric(
-        "server/fresh",
-        "updates",
-        "least stale updates that enter the mean",
-        "every round, fedhist and refl",
-    ),
-    Metric("server/kept", "updates", "updates that the selection kept", "every round, wkafl"),
-    Metric(
-        "server/mean_cosine",
-        "",
-        "mean cosine of the updates with their aggregate",
-        "every round, wkafl",
-    ),
-    Metric(
-        "server/ina_factor",
-        "",
-        "factor of the step: ρ^t times the mean norm of the round's updates by that of their mean",
-        "every round, fedhist",
-    ),
-    Metric(
-        "server/utility_q{q}",
-        "",
-        "quantile q (in percent) of the clients' utility",
-        "every round, fedhist",
-    ),
-    Metric(
-        "server/weights_cut",
-        "updates",
-        "updates whose weight was negative and was cut",
-        "every round, fedhist",
-    ),
-    Metric(
-        "client/qp_active",
-        "constraints",
-        "mean number of active constraints in a local step",
-        "every round, gradma and gradma_w",
-    ),
-    Metric(
-        "client/eps_l",
-        "",
-        "mean change of the local gradient by the quadratic program",
-        "every round, gradma and gradma_w",
-    ),
-    Metric(
-        "client/eps_l_max",
-        "",
-        "largest change of the local gradient by the quadratic program",
-        "every round, gradma and gradma_w",
-    ),
-    Metric("client/w_s", "", "mean weight of the pseudo data's gradient", "every round, fedreg"),
-    Metric("client/w_p", "", "mean weight of the perturbed data's gradient", "every round, fedreg"),
-    Metric(
-        "client/stiffness",
-        "",
-        "mean of 2 lr λ max(A), the stiffness of the penalty",
-        "every round, fedcurv",
-    ),
     Metric("theory/f", "nats", "objective at the model's parameters", THEORY),
     Metric("theory/grad_norm2", "", "squared norm of the objective's gradient", THEORY),
     Metric("theory/grad_norm2_mean", "", "mean of it over the evaluations so far", THEORY),
@@ -476,13 +399,6 @@ METRICS = (
         "system/versions_in_memory", "versions", "versions of the model that are kept", ASYNCHRONOUS
     ),
     Metric("system/versions_bytes", "bytes", "memory of the kept versions", ASYNCHRONOUS),
-    Metric("system/server_memory_bytes", "bytes", "memory of the server's past updates", SOLVER),
-    Metric(
-        "system/server_buffer_bytes",
-        "bytes",
-        "memory of the buffer of past gradients",
-        "every round, fedhist",
-    ),
     Metric(
         "system/actors_failed",
         "processes",
@@ -557,7 +473,39 @@ METRICS = (
     ),
     Metric("{name}", "", "what a metric of yours measures", METRICS_KEY, users_own=True),
 )
-"""All metrics of a run; of several that match a name the first one counts."""
+"""The metrics of the engine, and the forms of users' own; methods declare theirs (`declare`)."""
+
+_DECLARED: dict[str, Metric] = {}
+"""Metrics that rules declare, by name."""
+
+
+def declare(name: str, unit: str, meaning: str, rule: str, users_own: bool) -> None:
+    """Declare a metric that a rule logs in every round.
+
+    Args:
+        name: name of the metric, such as "server/tau_eff".
+        unit: its unit; "" for none.
+        meaning: what it measures.
+        rule: name of the rule. Several rules may declare one metric.
+        users_own: whether the rule is not shipped.
+    """
+    logged = f"{EVERY_ROUND}, {rule}"
+    if before := _DECLARED.get(name):
+        rules = before.logged.removeprefix(f"{EVERY_ROUND}, ").split(" and ")
+        # A module that is loaded again declares its rules again.
+        logged = f"{EVERY_ROUND}, {' and '.join(dict.fromkeys([*rules, rule]))}"
+        meaning = before.meaning
+    _DECLARED[name] = Metric(name, unit, meaning, logged, users_own=users_own)
+
+
+def all_metrics() -> list[Metric]:
+    """Return all metrics of a run; of several that match a name the first one counts."""
+    metrics = [metric for metric in METRICS if not metric.users_own]
+    for declared in _DECLARED.values():
+        part = declared.name.partition("/")[0]
+        places = [i for i, metric in enumerate(metrics) if metric.name.partition("/")[0] == part]
+        metrics.insert(places[-1] + 1 if places else len(metrics), declared)
+    return metrics + [metric for metric in METRICS if metric.users_own]
 
 
 def find_metric(name: str) -> Metric | None:
@@ -566,7 +514,7 @@ def find_metric(name: str) -> Metric | None:
     Args:
         name: name of the metric.
     """
-    return next((metric for metric in METRICS if metric.matches(name)), None)
+    return next((metric for metric in all_metrics() if metric.matches(name)), None)
 
 
 def name_taken(name: str) -> str | None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from itertools import groupby
 
-from raysim.metrics import METRICS, Metric
+from raysim.metrics import Metric, all_metrics
+from raysim.rules.methods import registry
 
 
 def pages() -> dict[str, str]:
     """Return the page `metrics`."""
-    groups = groupby(METRICS, key=_group)
+    registry.discover()
+    groups = groupby(all_metrics(), key=_group)
     return {"metrics": "\n".join(f"## {name}\n\n{_table(list(group))}" for name, group in groups)}
 
 

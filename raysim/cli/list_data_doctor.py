@@ -138,10 +138,13 @@ def _stages() -> list[CatalogueRow]:
 
 
 def _metrics() -> list[CatalogueRow]:
-    from raysim.metrics import METRICS
+    from raysim.metrics import all_metrics
+    from raysim.rules.methods import registry
 
+    registry.discover()
     return [
-        {"name": m.name, "unit": m.unit, "what": m.meaning, "logged": m.logged} for m in METRICS
+        {"name": m.name, "unit": m.unit, "what": m.meaning, "logged": m.logged}
+        for m in all_metrics()
     ]
 
 

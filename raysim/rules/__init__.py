@@ -18,6 +18,7 @@ from raysim.rules.contract import (
 from raysim.rules.losses import Loss, Net, cross_entropy, soft_cross_entropy, task_loss
 from raysim.rules.public import PublicData
 from raysim.rules.reports import Cohort, Reports
+from raysim.rules.rule import Logged
 from raysim.rules.sampling import ClientPool, ClientSampling, SelectionPool
 from raysim.rules.task import LocalData, PassMode, Task
 from raysim.rules.tasks.learning_task import LearningTask, TaskData, TaskMetric
@@ -35,6 +36,7 @@ __all__ = [
     "Cohort",
     "LearningTask",
     "LocalData",
+    "Logged",
     "Loss",
     "Multilabel",
     "Net",

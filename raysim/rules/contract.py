@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 from numpy.random import Generator
 from torch import Tensor
 
+from raysim import metrics
 from raysim.config.sections.base import PositiveScheduled
 from raysim.errors import ContractError
 from raysim.rules.batch import Batch
@@ -573,5 +574,11 @@ def _register(cls: type[Rule], registry: dict, suffix: str) -> None:
     """
     if "name" not in cls.__dict__:
         cls.name = (cls.__name__.removesuffix(suffix) or cls.__name__).lower()
-    if cls.__module__.startswith(f"{SHIPPED_PACKAGE}.") and not cls.__name__.startswith("_"):
+    shipped = cls.__module__.startswith(f"{SHIPPED_PACKAGE}.")
+    if shipped and not cls.__name__.startswith("_"):
         registry[cls.name] = cls
+    side = suffix.lower()
+    for name, meaning, unit in cls.__dict__.get("logs", ()):
+        is_size = side == "server" and name.endswith("_bytes")
+        place = f"system/server_{name}" if is_size else f"{side}/{name}"
+        metrics.declare(place, unit, meaning, cls.name, users_own=not shipped)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import ClassVar, NamedTuple, Self
 
 from numpy.random import Generator
 from pydantic import ConfigDict
@@ -56,6 +56,17 @@ class Problem:
         return generator(self.seed, f"server rule {stream}")
 
 
+class Logged(NamedTuple):
+    """A metric that a rule logs: a server rule by `reports.log`, a client rule by `task.log`."""
+
+    name: str
+    """Its name there; a part in braces stands for several, as in "utility_q{q}"."""
+    meaning: str
+    """What it measures."""
+    unit: str = ""
+    """Unit of its values, such as "updates", "bytes" or "share"; "" for none."""
+
+
 @dataclass(frozen=True)
 class Rule:
     """Base of client rules and server rules."""
@@ -65,6 +76,9 @@ class Rule:
     )
     name: ClassVar[str] = ""
     """Name in a configuration."""
+    logs: ClassVar[tuple[Logged, ...]] = ()
+    """Metrics that the rule logs in every round. `raysim list metrics` shows those of shipped and
+    installed methods. Others may be logged too."""
     needs_class_labels: ClassVar[bool] = False
     """Whether the rule works for `task: classification` only."""
     needs_public_data: ClassVar[PublicNeed] = ""

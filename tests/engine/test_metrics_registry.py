@@ -7,9 +7,12 @@ import numpy as np
 import pytest
 
 import raysim
+from raysim import metrics
+from raysim.algorithms.fedavg import FedAvgServer
 from raysim.config.explain import validate
 from raysim.engine.round_metrics import virtual_time_metric
-from raysim.metrics import METRICS, find_metric, lower_is_better
+from raysim.metrics import METRICS, all_metrics, find_metric, lower_is_better
+from raysim.rules import Logged
 from raysim.schedule import make_schedule
 
 ASYNCHRONOUS = {"name": "kasync", "k": 2, "concurrency": 4}
@@ -110,6 +113,20 @@ def test_losses_and_deviations_are_better_when_lower(name, lower):
 
 
 def test_each_metric_has_one_line():
-    names = [metric.name for metric in METRICS]
+    names = [metric.name for metric in all_metrics()]
     assert max(Counter(names).values()) == 1
-    assert all(metric.meaning and metric.logged for metric in METRICS)
+    assert all(metric.meaning and metric.logged for metric in all_metrics())
+
+
+def test_a_rule_declares_what_it_logs(monkeypatch):
+    """Once a class is made; of one that is not shipped, rows of ledgers keep all rounds."""
+    monkeypatch.setattr(metrics, "_DECLARED", dict(metrics._DECLARED))
+
+    class DeclaringServer(FedAvgServer):
+        logs = (Logged("kept_parts", "parts that were kept", "parts"), Logged("own_bytes", "size"))
+
+    entry, size = find_metric("server/kept_parts"), find_metric("system/server_own_bytes")
+    assert entry is not None and size is not None and size.users_own
+    assert (entry.unit, entry.logged, entry.users_own) == ("parts", "every round, declaring", True)
+    fresh = find_metric("server/fresh")
+    assert fresh is not None and fresh.logged == "every round, fedhist and refl"
