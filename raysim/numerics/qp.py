@@ -287,15 +287,11 @@ def combine_infos(infos: Sequence[QPInfo]) -> QPInfo:
 def _exact(cosines: Array, slack: Array, start: Mask, tol: float) -> tuple[Array, str, int]:
     """Try the solvers of this module in turn until the residual is accepted."""
     best, iterations = np.zeros(len(slack)), 0
-    for attempt, status in (
-        (_block_pivoting, "optimal"),
-        (_lawson_hanson, "optimal"),
-        (_coordinate_descent, "fallback"),
-    ):
+    for attempt in (_block_pivoting, _nnls):
         z, count = attempt(cosines, slack, start, tol)
         iterations += count
         if _residual(cosines, slack, z) <= MAX_ACCEPTED_RESIDUAL:
-            return z, status, iterations
+            return z, "optimal", iterations
         best = min(best, z, key=lambda candidate: _residual(cosines, slack, candidate))
     return best, "fallback", iterations
 
@@ -305,7 +301,7 @@ def _block_pivoting(cosines: Array, slack: Array, start: Mask, tol: float) -> tu
     passive, fewest, patience, iteration = start.copy(), len(slack) + 1, 5, 0
     while True:
         iteration += 1
-        z = _passive_solution(cosines, slack, passive, RIDGE)
+        z = _passive_solution(cosines, slack, passive)
         wrong = np.where(passive, z, cosines @ z + slack) < -tol * max(1.0, float(np.abs(z).max()))
         count = int(wrong.sum())
         fewest, patience = (count, 5) if count < fewest else (fewest, patience - 1)
@@ -314,57 +310,29 @@ def _block_pivoting(cosines: Array, slack: Array, start: Mask, tol: float) -> tu
         passive = passive ^ wrong
 
 
-def _lawson_hanson(cosines: Array, slack: Array, start: Mask, tol: float) -> tuple[Array, int]:
-    """Activate one constraint at a time (Lawson and Hanson 1974, chapter 23)."""
-    z, passive, refused = (
-        np.zeros(len(slack)),
-        np.zeros(len(slack), bool),
-        np.zeros(len(slack), bool),
-    )
-    for iteration in range(1, 10 * len(slack)):
-        w = np.where(passive | refused, np.inf, cosines @ z + slack)
-        entering = int(w.argmin())
-        if w[entering] >= -tol:
-            return z, iteration
-        passive[entering] = True
-        while True:
-            try:
-                target = _passive_solution(cosines, slack, passive, 0.0)
-            except LinAlgError:
-                target = np.zeros(len(slack))
-            # The entering column depends on the passive ones.
-            if passive[entering] and z[entering] == 0.0 and target[entering] <= 0.0:
-                passive[entering], refused[entering] = False, True
-                break
-            falling = passive & (target <= 0.0)
-            if not falling.any():
-                z, refused = target, np.zeros(len(slack), bool)
-                break
-            step = (z[falling] / (z[falling] - target[falling])).min()
-            z = np.where(passive, z + step * (target - z), 0.0)
-            passive &= ~(falling & (z <= 1e-15))
-            z[~passive] = 0.0
-    return z, 10 * len(slack)
+def _nnls(cosines: Array, slack: Array, start: Mask, tol: float) -> tuple[Array, int]:
+    """Solve min ‖Fz + h‖² over z ≥ 0 by SciPy (Lawson and Hanson 1974, chapter 23)."""
+    from scipy.optimize import nnls
+
+    factor, offset = _square_root(cosines, slack)
+    try:
+        return nnls(factor, -offset)[0], 1
+    except RuntimeError:  # too many iterations; the residual of 0 is not accepted
+        return np.zeros(len(slack)), 1
 
 
-def _coordinate_descent(cosines: Array, slack: Array, start: Mask, tol: float) -> tuple[Array, int]:
-    """Minimize the dual by projected Gauss-Seidel: slow, but without linear systems."""
-    z, w = np.zeros(len(slack)), slack.copy()
-    for sweep in range(1, 201):
-        for i in range(len(slack)):
-            change = max(-z[i], -w[i])
-            if change:
-                z[i] += change
-                w += change * cosines[:, i]
-        if np.abs(np.minimum(z, w)).max() <= MAX_ACCEPTED_RESIDUAL / 2:
-            return z, sweep
-    return z, 200
+def _square_root(cosines: Array, slack: Array) -> tuple[Array, Array]:
+    """Return F and h with FᵀF = Q and Fᵀh = b."""
+    values, vectors = np.linalg.eigh(cosines)
+    rank = values > 1e-14 * values[-1]
+    root = np.sqrt(values[rank])
+    return root[:, None] * vectors[:, rank].T, (vectors[:, rank].T @ slack) / root
 
 
-def _passive_solution(cosines: Array, slack: Array, passive: Mask, ridge: float) -> Array:
+def _passive_solution(cosines: Array, slack: Array, passive: Mask) -> Array:
     """Return z with w = 0 on the passive set and z = 0 elsewhere.
 
-    For dependent columns, `ridge` is added to the diagonal; a ridge of 0 raises `LinAlgError`.
+    For dependent columns, `RIDGE` is added to the diagonal.
     """
     # Only the server's QP needs SciPy, whose import takes 0.2 seconds.
     from scipy.linalg import cho_solve
@@ -377,8 +345,7 @@ def _passive_solution(cosines: Array, slack: Array, passive: Mask, ridge: float)
         z[index] = cho_solve(_cholesky(block, MIN_CHOLESKY_PIVOT), target, check_finite=False)
         return z
     except LinAlgError:
-        if not ridge:
-            raise
+        ridge = RIDGE
     while True:
         try:
             factor = _cholesky(block + ridge * np.eye(len(index)), 0.0)
@@ -437,10 +404,7 @@ def _ecos(cosines: Array, slack: Array, start: Mask, tol: float) -> tuple[Array,
 
     if "ECOS" not in cvxpy.installed_solvers():
         raise ModuleNotFoundError("qp solver 'ecos' needs the package ecos: pip install ecos")
-    values, vectors = np.linalg.eigh(cosines)
-    rank = values > 1e-14 * values[-1]
-    root = np.sqrt(values[rank])
-    factor, offset = root[:, None] * vectors[:, rank].T, (vectors[:, rank].T @ slack) / root
+    factor, offset = _square_root(cosines, slack)
     z = cvxpy.Variable(len(slack), nonneg=True)
     problem = cvxpy.Problem(cvxpy.Minimize(cvxpy.sum_squares(factor @ z + offset)))
     try:
