@@ -95,6 +95,70 @@ def test_the_page_on_the_architecture_shows_the_layers_of_the_contract():
     assert shown == [modules(layer.split(" | ")) for layer in layers]
 
 
+WALKS = {
+    path.stem: path
+    for path in (
+        PACKAGE.parent / "docs/explanation/a_round.md",
+        PACKAGE.parent / "docs/explanation/architecture.md",
+    )
+}
+"""Pages that follow a value or a round through the functions."""
+STEP = re.compile(r"^\| \d+ \| `([\w.]+)`[^|]* \| `([\w/]+\.py)` \|", re.MULTILINE)
+"""A row of a table: number, function, file."""
+NAMED_IN_TEXT = re.compile(r"`([\w.]+)`\s+\(`([\w/]+\.py)`\)|`([\w.]+)`\s+in\s+`([\w/]+\.py)`")
+
+
+def defined_in(path: Path) -> set[str]:
+    """Return the names of a file's functions and classes, of methods as CLASS.METHOD."""
+    names = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            methods = (one for one in node.body if isinstance(one, ast.FunctionDef))
+            names |= {f"{node.name}.{method.name}" for method in methods}
+    return names
+
+
+def wrong_names(page: str) -> list[str]:
+    """Return what a page names that does not exist: files, functions, or functions in a file."""
+    pairs = STEP.findall(page)
+    pairs += [(a or c, b or d) for a, b, c, d in NAMED_IN_TEXT.findall(page)]
+    known = {file: defined_in(PACKAGE / file) for _, file in pairs if (PACKAGE / file).is_file()}
+    wrong = [f"{name} in {file}" for name, file in pairs if name not in known.get(file, ())]
+    # Outside of tables, a method is named after its class, which some row has a file for.
+    classes = {name.partition(".")[0] for names in known.values() for name in names}
+    for name in re.findall(r"`(_?[A-Z]\w*\.\w+)`", page):
+        is_named = any(name in names for names in known.values())
+        if name.partition(".")[0] in classes and not is_named:
+            wrong.append(name)
+    files = re.findall(r"`([\w/]+\.py)`", page)
+    return wrong + [file for file in files if not (PACKAGE / file).is_file()]
+
+
+@pytest.mark.parametrize("page", WALKS)
+def test_pages_that_follow_a_round_name_functions_that_exist(page):
+    text = WALKS[page].read_text()
+    assert len(STEP.findall(text)) == len(re.findall(r"^\| \d+ \|", text, re.MULTILINE)) >= 20
+    assert not wrong_names(text)
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("`Server._average_statistics`", "`Server._average_statistic`"),
+        ("`make_cohort`", "`make_cohorts`"),
+        ("`distributed/block_scheduler.py`", "`distributed/scheduler.py`"),
+        ("`schedule/synchronous.py`", "`schedule/asynchronous.py`"),
+        ("`PooledTrainer.add_block`", "`PooledTrainer.add`"),
+        ("`RunState.release_unused_versions` keeps", "`RunState.release` keeps"),
+    ],
+)
+def test_a_wrong_name_on_such_a_page_is_found(right, wrong):
+    text = WALKS["a_round"].read_text()
+    assert right in text and wrong_names(text.replace(right, wrong))
+
+
 BENCHMARKS = sorted((PACKAGE.parent / "benchmarks").rglob("*.py"))
 
 
