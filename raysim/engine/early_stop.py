@@ -83,6 +83,7 @@ class StopRule:
             return
         self.was_logged = True
         reason = self._judge(self.stop, done, record[self.metric])
+        # The untrained model counts as a value, but ends no run.
         self.reason = reason if done else ""
 
     def _judge(self, stop: Stop, done: int, value: float) -> str:

@@ -157,6 +157,8 @@ class Engine(Generic[ModelHandle]):
                 if failure is not None:
                     self._recover_from_checkpoint(failure)
                 for record in self._train():
+                    # Repeated rounds are no progress: a server that fails in the same round again
+                    # and again must reach the limit.
                     if record["round"] > last_reported:
                         last_reported, failures = int(record["round"]), 0
                         yield record
@@ -169,6 +171,8 @@ class Engine(Generic[ModelHandle]):
                         "completed round"
                     ) from None
             except (Stopped, ClientError, ProbeError):
+                # A checkpoint needs the server in the state after `done` rounds. After other errors
+                # it may be ahead, see `CandidateEvaluator.evaluate`.
                 try:
                     yield from (
                         record
@@ -195,6 +199,7 @@ class Engine(Generic[ModelHandle]):
         """
         self._start_to_measure()
         state, records = self.state, self.records
+        # With `stop`, a record that is completed late would end the run some rounds too late.
         max_pending = MAX_PENDING_RECORDS if self.config.stop is None else 0
         current = self._schedule_round(state.done)
         # In a resumed asynchronous run: the same blocks as in a run that was never stopped.
@@ -217,12 +222,15 @@ class Engine(Generic[ModelHandle]):
                 step = self.executor.advance(
                     current.cohort, results, state.versions_of(current.tasks), upcoming.cohort
                 )
+            # Begun before the next round is dispatched, written after it: clients train meanwhile.
             checkpoint = self._begin_checkpoint_if_due(state.done + 1)
             state.publish(state.done + 1, step.broadcast)
             self._dispatch_ready(upcoming)  # synchronous: all clients; asynchronous: the others
             state.release_unused_versions(upcoming.cohort.bases)
             records.begin(current, results, step)
+            # A checkpoint holds the history, so no record may be missing.
             yield from self._completed(max_pending=0 if checkpoint else max_pending)
+            # Only now: the stop rule, or the caller that got a record, may have ended the run.
             if state.done == self.last_round < self.config.rounds:
                 yield from self._completed(max_pending=0)
                 self.last_evaluation = records.evaluate_last()
@@ -271,10 +279,12 @@ class Engine(Generic[ModelHandle]):
 
     def _schedule_round(self, t: int) -> ActiveRound[ModelHandle]:
         """Return round t, with the clients whose updates the server will receive in it."""
+        # The checkpoint after t rounds is written when round t is already scheduled.
         if self._due(t) or self.state.client_history is not None:
             self.state.keep_clock(t)
         schedule = self.state.schedule
         try:
+            # No round follows the last one: an empty one lets the server make the final version.
             is_last = t == self.config.rounds
             scheduled = synchronous_round(t, []) if is_last else schedule.next_round(t)
         except ScheduleExhausted as end:
@@ -341,6 +351,7 @@ class Engine(Generic[ModelHandle]):
         done = {d.client: d for outcome in results.workers for d in outcome.clients}
         store, client_history = self.state.store, self.state.client_history
         for task in active.tasks:
+            # Of failed clients too: they have drawn these batches, and ε is counted from cursors.
             store.cursors[task.client] += task.steps
             if task.client not in active.cohort.dropped:
                 store.put(task.client, done[task.client].client_state)
@@ -385,6 +396,7 @@ class Engine(Generic[ModelHandle]):
                 raise
             self.state.recoveries["system/checkpoints_failed"] += 1
             logger.warning("%s; the run continues without it", error)
+        # Checkpoints that are removed by now no longer need their slots.
         self.state.store.hold(checkpoint.disk_slots(self.run_dir))
 
     def _save_what_is_done(self) -> None:
@@ -424,6 +436,7 @@ class Engine(Generic[ModelHandle]):
             RaysimError: the checkpoint comes from another rule or another model.
         """
         assert self.run_dir is not None
+        # First: a snapshot of another rule is refused before any checkpoint is removed.
         self.executor.restore(saved.server)
         checkpoint.remove_after(self.run_dir, saved.facts["round"])
         self.state.restore(saved, self.executor, self.run_dir)

@@ -149,6 +149,7 @@ class Plan:
             ConfigError: the net gives other outputs in this process than where the run was planned.
         """
         model = Model(
+            # One for each caller: inline, trainer and evaluator are in one process.
             copy.deepcopy(self.net),
             self.dataset.shape,
             self.problem.classes,

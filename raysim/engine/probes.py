@@ -183,6 +183,7 @@ def with_probe_parameters(config: Config, attached_probes: Sequence[Probe]) -> C
         config: the configuration of the run.
         attached_probes: the probes that `attached` returned for it.
     """
+    # `attached` lists them last.
     user_probes = attached_probes[len(attached_probes) - len(config.evaluate.probes) :]
     sections = zip(config.evaluate.probes, user_probes, strict=True)
     probes = tuple(
@@ -214,6 +215,7 @@ class Probes:
     """
 
     def __init__(self, run: ProbedRun):
+        # Copies: after a failure of the server, measuring begins anew with the configured probes.
         self.probes = copy.deepcopy(run.plan.probes)
         for probe in self.probes:
             with _guarded(probe, "begin"):
@@ -313,6 +315,7 @@ def measures(plan: Plan) -> dict[str, Measure]:
         plan: the plan of the run.
     """
     return {
+        # A copy, so that inline, too, what `measure` stores is not seen by `metrics`.
         name_of(probe): _guarded_measure(copy.deepcopy(probe))
         for probe in plan.probes
         if measures_clients(probe)

@@ -174,6 +174,7 @@ class Records(Generic[ModelHandle]):
     def _record(self, active: ActiveRound[ModelHandle], trained: RoundResults) -> Record:
         """Return the metrics of a round, except those of the server and of the evaluation."""
         plan, store, traffic = self.state.plan, self.state.store, self.state.traffic
+        # By client: a mean of floats depends on the order, and results come in that of the workers.
         used = sorted(
             (
                 result

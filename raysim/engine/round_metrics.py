@@ -170,6 +170,7 @@ def privacy_metrics(
     private = config.example_privacy
     if private is None:
         return {}
+    # Many clients, few kinds: the batches of a pass are counted once for each pair of sizes.
     pairs = np.stack([clients.sizes, batch_sizes_of(config, clients.sizes)])
     different, which = np.unique(pairs, axis=1, return_inverse=True)
     per_pass = [batches_per_pass(n, size) for n, size in different.T.tolist()]

@@ -74,6 +74,7 @@ def make_trainer(plan: Plan, device: str) -> Trainer:
     measures = probes.measures(plan)
     kind = TRAINERS[plan.mode]
     rules = (plan.client, *(group.rule for group in plan.groups))
+    # Loaded when it is first needed, because most workers need no test examples.
     test_half = cache(lambda: Examples.of(plan.dataset, "test", device, plan.dtype))
     tests = vals = None
     if isinstance(plan.clients, Clients):

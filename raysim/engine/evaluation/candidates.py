@@ -76,6 +76,7 @@ class CandidateEvaluator:
         if asked.selected or not asked.ids:
             metrics["system/candidate_evaluation_seconds"] = 0.0
             return CandidateEvaluation(pool, asked.ids, metrics)
+        # Without clients, so that `before_round` waits for those that will be selected.
         model = executor.broadcast(make_cohort(self.plan, synchronous_round(t, [])))
         blocks = evaluation_blocks(asked.ids, t, store, self.sends_states, "training")
         try:
@@ -87,6 +88,7 @@ class CandidateEvaluator:
         metrics["system/candidate_evaluation_seconds"] = sum(w.seconds for w in results.workers)
         loss = np.full(len(pool.ids), np.nan)
         for client, value in self._losses(t, results).items():
+            # The ids of a pool ascend.
             loss[np.searchsorted(pool.ids, client)] = value
         return CandidateEvaluation(replace(pool, current_loss=loss), asked.ids, metrics)
 

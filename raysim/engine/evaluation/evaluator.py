@@ -67,6 +67,7 @@ class Evaluator:
         except RaysimError:
             raise
         except BaseException as error:
+            # Not only Exception: a net that calls sys.exit() must not end this process.
             reraise_stop(error)
             raise RaysimError(
                 f"the evaluation of model '{self.name}' failed: {in_a_line(error)}"

@@ -135,9 +135,11 @@ def write_checkpoint(
         (partial / "sums.json").write_text(
             json.dumps({name: _sha256_of_file(partial / name) for name in CHECKPOINT_FILES})
         )
+        # Before the rename: after a crash, a complete name must not stand for files cut short.
         for path in partial.iterdir():
             _sync(path)
         _sync(partial)
+        # A rename replaces no folder that has files in it.
         shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)
         _sync(home)
@@ -168,6 +170,7 @@ def _best_first(paths: list[Path], best: BestBy) -> list[Path]:
 
 def _measured(path: Path, metric: str) -> float | None:
     """Return a metric after the last round of a checkpoint; None if it was not measured."""
+    # A checkpoint without this metric, or one that is damaged, is not the best.
     with suppress(OSError, ValueError, KeyError, IndexError):
         value = parsed((path / CHECKPOINT_FILES[3]).read_bytes(), Facts)["history"][-1][metric]
         return None if math.isnan(value) else value
@@ -236,6 +239,7 @@ def _first_complete(
                     f"written by raysim {facts.get('raysim')} in format {facts.get('format')}; "
                     f"this one reads {CHECKPOINT_FORMAT}"
                 )
+            # After the format, because another format may have other facts.
             _read_json(path / CHECKPOINT_FILES[3], Facts)
             clients = load_file(path / CHECKPOINT_FILES[1])
             client_store.check_rows(clients, run_dir / client_store.ROWS_FOLDER)

@@ -165,6 +165,7 @@ class ClientStateStore:
         packed = {
             "cursors": self.cursors,
             "seen": self.seen,
+            # By place: `rows/` has the rows in this order.
             "ids": np.array(sorted(self._places, key=self._places.__getitem__), np.int64),
             "disk/ids": on_disk.astype(np.int64),
             "disk/slots": self._slots[on_disk],
@@ -206,6 +207,7 @@ class ClientStateStore:
         on_disk = packed["disk/ids"].numpy()
         self._slots[on_disk] = packed["disk/slots"].numpy()
         self._sums[on_disk] = packed["disk/sums"].numpy()
+        # Before rows are put, because these may move others into free slots.
         self.hold(checkpoints)
         for i, client in enumerate(packed["ids"].tolist()):
             self.put(client, {k: v[i, ...] for k, v in rows.items()})

@@ -68,5 +68,6 @@ class RunTraffic:
         self.down += sum(self.version_bytes(arrival.base) for arrival in scheduled.arrivals)
         self.down += self.version_bytes(max(versions)) * (not_trained + n_evaluated)
         self.up += sum(result.bytes for result in used)
+        # The newest size also stands for versions of unknown size, see `version_bytes`.
         newest = max(self._sizes, default=None)
         self._sizes = {v: n for v, n in self._sizes.items() if v in versions or v == newest}

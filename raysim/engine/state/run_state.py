@@ -129,6 +129,7 @@ class RunState(Generic[ModelHandle]):
             "torch": torch.__version__,
             "raysim": __version__,
         }
+        # The newest version is left out: the server makes it again from its state.
         held = {
             v: executor.download_version(broadcast)
             for v, broadcast in self.versions.items()
