@@ -136,6 +136,7 @@ class Server:
         self.shapes = shapes
         self.noisy_mean = noisy_mean
         with errors_name_rule(rule, "init", 0):
+            # Copies, because on the CPU these are the tensors of the plan.
             self.state = rule.init(x0.clone(), problem)
             self.buffers = buffers.clone()
             check_tensors(rule, "init", self.state)
@@ -201,8 +202,10 @@ class Server:
         self.cohort = following.cohort(self.problem)
         with errors_name_rule(rule, "before_round or broadcast", following.t):
             if self.last_prepared_round == following.t:
+                # After a restore: what `before_round` logged comes from the snapshot.
                 self.cohort.metrics.update(previous_metrics)
             elif following.ids:
+                # A round without clients only asks for the model: at the end, or for candidates.
                 state = rule.before_round(self.state, self.cohort)
                 check_tensors(rule, "before_round", state)
                 self.state = state
@@ -240,22 +243,26 @@ class Server:
             reports, privacy_metrics = self._private_reports(rule, round, outcomes, self.noisy_mean)
         if reports is None:
             return {"server/uploads": 0.0, **self._named(self.cohort.metrics)}
+        # First, so that the rule and the text of its errors have the uploads that attackers send.
         if self.collusion is not None:
             self.collusion.apply(reports)
         if (task := self.task) is not None:
             x = self.state["x"]
             reports.make_task = lambda: task.at_round(round.t, x, self.buffers)
+        # The rule does not see the statistics; they are averaged by weights that `update` may set.
         mean_statistics = reports.totals.pop(("mean", "buffers"), None)
         client_statistics = reports.rows.pop("buffers", [])
         with errors_name_rule(rule, "update", round.t, lambda: described_uploads(reports)):
             state = rule.update(self.state, reports)
             check_update(rule, round.t, self.state, state, reports)
+            # Uploads are 0 at personal parameters, so what the rule makes of them means nothing.
             if self.personal is not None:
                 state = {**state, "x": torch.where(self.personal, self.state["x"], state["x"])}
         self.state = state
         self._average_statistics(mean_statistics, client_statistics, reports.given_weights)
         n_uploads = sum(client not in round.dropped for client in round.ids)
         if n_uploads:
+            # Under client-level privacy reports refuse to give the weights, which are all equal.
             weights = reports.weights if self.noisy_mean is None else [1.0] * n_uploads
             reports.log(weights_entropy=_entropy(reports.given_weights or weights))
         return {
@@ -274,12 +281,15 @@ class Server:
     ) -> Reports | None:
         """Return the updates of a round for the rule; None if too little weight remains."""
         stay = [i for i, client in enumerate(round.ids) if client not in round.dropped]
+        # A worker whose clients have all failed has no sums.
         outcomes = [o for o in outcomes if o.ids]
         if not stay or not outcomes:
             return None
         cohort = round.cohort(self.problem, stay)
         weights = [round.weights[i] for i in stay]
         remaining = 1.0
+        # Workers weighted their clients as part of the whole cohort. Divided by this share,
+        # the sums are means over the clients that remain.
         if round.dropped:
             with errors_name_rule(rule, "weigh", round.t):
                 weight_in_sums = sum(weights)
@@ -315,6 +325,7 @@ class Server:
         """
         stay = [i for i, client in enumerate(round.ids) if client not in round.dropped]
         outcomes = [o for o in outcomes if o.ids] if stay else []
+        # Dropped clients do not change the divisor, which would tell how many took part.
         totals = self._totals(outcomes, 1.0, 1.0)[0] if outcomes else {}
         mean, metrics = noisy_mean.release(round.t, totals, len(stay), self.state["x"])
         cohort = vars(round.cohort(self.problem, stay))
@@ -365,6 +376,7 @@ class Server:
                 mode
             ]
             divisor *= weight if key == "buffers" else 1.0
+            # Rules add differences up over all rounds; noise is added before a mean is rounded.
             is_exact = mode == "difference" or self.noisy_mean is not None
             dtype = torch.float64 if is_exact else x.dtype
             summed = to_float(total, dtype, divisor).to(x.device)
@@ -422,6 +434,7 @@ class Server:
         their results.
         """
         return {
+            # Copies: a rule may change large buffers in place before the checkpoint is written.
             **{f"state/{k}": v.detach().cpu().clone() for k, v in self.state.items()},
             **{
                 f"admitted/{k}": torch.tensor(v, dtype=torch.float64)
@@ -444,6 +457,7 @@ class Server:
         Raises:
             RaysimError: the snapshot comes from another rule or another model.
         """
+        # All tensors are checked before one is set, so that a refused snapshot changes nothing.
         for key, tensor in self.state.items():
             saved = snapshot.get(f"state/{key}")
             if saved is None or saved.shape != tensor.shape:

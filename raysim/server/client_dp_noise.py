@@ -64,10 +64,12 @@ class NoisyMean:
         Returns:
             The mean, [P], and the metrics of the round.
         """
+        # By NumPy on the CPU, so that every device adds the same noise.
         noise = generator(self._seed, "client privacy", t).standard_normal(like.numel())
         mean = torch.from_numpy(noise).mul_(self._update_noise * self.clip_norm * self.weight)
         if n_clients:
             mean += totals["mean", self.key].cpu()
+        # Before it is adapted: this round's clients clipped at this norm.
         metrics = {"privacy/clip_norm": self.clip_norm}
         unclipped = float(totals["sum", UNCLIPPED]) if n_clients else 0.0
         if n_clients:

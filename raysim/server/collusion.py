@@ -95,10 +95,12 @@ class Collusion:
             if not colludes(rule) or not len(mine):
                 continue
             for key, uploads in self._tampered(rule, rows, mine, reports).items():
+                # A copy, because the next group must see the uploads as they arrived.
                 changed.setdefault(key, rows[key].clone())[mine] = uploads
         for key, uploads in changed.items():
             reports.rows[key] = list(uploads)
             self._sum_again(reports, key, uploads)
+        # Others came client by client for `collude` alone; the rule did not ask for that.
         for key in keys:
             if key not in with_mode(self.server.uploads, "per_client"):
                 reports.rows.pop(key)

@@ -73,6 +73,7 @@ class ClientHistory:
             self._duration[result.client] = duration[result.client]
             self._last_round[result.client] = scheduled.t
             for name, value in result.metrics.items():
+                # Clients of other groups, or earlier rounds, may not have reported this metric.
                 unknown = np.full(len(self._loss), np.nan)
                 self._metrics.setdefault(name, unknown)[result.client] = value
 
@@ -160,6 +161,7 @@ def selected_clients(
             f"returns client {twice} more than once; return each client once, or set "
             "selects_with_replacement = True in the class",
         )
+    # A client that was drawn twice trains once.
     if len(set(clients)) > pool.size:
         raise breach(
             rule,
@@ -172,6 +174,7 @@ def selected_clients(
 
 def _copied(pool: SelectionPool) -> SelectionPool:
     """Return a pool with copies of its arrays."""
+    # A rule may change the arrays, and `select` gets those that `candidates` got.
     copies = {key: v.copy() for key, v in vars(pool).items() if isinstance(v, np.ndarray)}
     metrics = {name: values.copy() for name, values in pool.metrics.items()}
     return replace(pool, **copies, metrics=metrics)

@@ -69,6 +69,7 @@ def check_update(rule: ServerRule, t: int, before: State, state: State, reports:
                 f"returns '{key}' as {described_tensor(after)}, but before it was "
                 f"{described_tensor(tensor)}; keep its shape and type",
             )
+    # NaN and infinity stay in the sum, which needs no mask [P].
     if not torch.isfinite(state["x"].sum()):
         raise RaysimError(
             f"{round_name(t)}: server rule '{rule.name}' made non-finite parameters; lower server "
