@@ -16,6 +16,8 @@ from functools import wraps
 from itertools import islice
 from typing import Any
 
+# Before Ray is imported: workers use this Python, also under `uv run`, and an actor without a
+# share of a GPU still sees the GPUs, as `_Actor` expects.
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
@@ -162,6 +164,7 @@ class ClientActor(_Actor):
 
     def __init__(self, heartbeat: Address, plan: Plan, name: str):
         super().__init__(heartbeat, plan, plan.config.resources.gpus)
+        # The start is work: a wait for an actor ends when the actor is idle for too long.
         with self.heartbeat.working():
             self.name = name
             self.trainer = make_trainer(plan, self.device)
@@ -286,6 +289,7 @@ class ServerActor(_Actor):
         """
         step = self.server.advance(round, *self._read(uploads, bases, vectors), following)
         self.last_broadcast = step.broadcast
+        # Two objects, because the driver reads the metrics and must not receive the version.
         return step.metrics, self._share("server", as_groups(self.last_broadcast))
 
     @working
@@ -372,6 +376,7 @@ class ServerActor(_Actor):
         Raises:
             RaysimError: the snapshot comes from another rule or another model.
         """
+        # Clones: the object store's arrays are read-only, and a rule may change its state in place.
         self.server.restore({k: v.clone() for k, v in unpacked(snapshot, "cpu").items()})
 
 

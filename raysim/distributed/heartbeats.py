@@ -93,6 +93,7 @@ class Heartbeat:
         self._state |= Process.this().facts()
         ended = threading.Event()
         weakref.finalize(self, ended.set)
+        # The thread waits an interval first; without a beat the process counts as not started.
         _send(address, self._state, 0)
         threading.Thread(
             target=_write_beat,
@@ -150,6 +151,7 @@ class _Heard:
         if beat == self.last or not beat:
             self.silent_s += elapsed
             return
+        # Heartbeats are read more often than they are sent.
         passed = self.silent_s + elapsed
         same = beat["call"] == self.last.get("call")
         self.call_s = self.call_s + passed if same and beat["busy"] and self.last["busy"] else 0.0
@@ -277,6 +279,7 @@ class Monitor:
         """
         now = time.monotonic()
         polls = self._polls
+        # As in `_read`: time in which this process was suspended does not count.
         self._unanswered_s += min(now - self._checked_at, 2 * MAX_INTERVAL_S)
         if polls != self._checked_poll:
             self._unanswered_s = 0.0
@@ -297,6 +300,7 @@ class Monitor:
         """
         self._ended.set()
         for thread in self._threads:
+            # Not without a limit, because a thread may hang in a call of Ray.
             thread.join(1)
         if not self.broken and not any(thread.is_alive() for thread in self._threads):
             with suppress(RayError, OSError):
@@ -322,8 +326,10 @@ class Monitor:
         polled = time.monotonic()
         while not self._ended.wait(min(self.interval_s, 1.0)):
             now = time.monotonic()
+            # If this process was suspended, the others have not been silent for that time.
             elapsed = min(now - polled, 2 * self.interval_s)
             polled = now
+            # While nothing listens at the head's port, a call of Ray would block.
             if self.broken or self._gone_s:
                 continue
             heard = self._heard
@@ -370,6 +376,7 @@ class Monitor:
 
     def _look_at_nodes(self) -> None:
         """Update the living nodes, and mark Ray as broken if the driver's node is dead."""
+        # The driver may be about to shut Ray down, and a request after that starts another Ray.
         if self._ended.is_set():
             return
         self._alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}

@@ -141,6 +141,7 @@ class RayExecutor:
         uploads = [(upload.ids, upload.bound, len(upload.vectors)) for upload in trained.uploads]
         vectors = [vector for upload in trained.uploads for vector in upload.vectors]
         sent_bases = dict(bases) if self.needs_base_params else {}
+        # Each vector is an argument: Ray replaces references by their values there, not in lists.
         return uploads, list(sent_bases), *vectors, *sent_bases.values()
 
     def _metrics_of(

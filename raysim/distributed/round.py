@@ -239,6 +239,7 @@ class RayRound:
                     else self.scheduler.next_batch(self.pool.n_workers)
                 )
                 if blocks:
+                    # The worker's shared buffer may hold its first result, which is not read yet.
                     self._send(worker, blocks, again=True)
 
     def _take_answer(self, reference: ObjectRef[Any]) -> None:
@@ -275,6 +276,7 @@ class RayRound:
         self.trained = []
         for node in sorted({share.node for share in trained}):
             shares = [share for share in trained if share.node == node]
+            # A call whose clients have all failed has no sum.
             sums = [share for share in shares if share.outcome.ids]
             if node not in self.nodes_without_aggregator and self.pool.aggregates_on_node(
                 node, len(sums)
@@ -306,6 +308,7 @@ class RayRound:
         self, reference: ObjectRef[Any], call: BlockCall | NodeSum, error: RayError
     ) -> None:
         """Retry a failed call if its actor or an input is lost; raise other errors."""
+        # If an argument of a call is lost, Ray reports it as the cause of the call's error.
         missing = (
             error.cause
             if isinstance(error, RayTaskError) and isinstance(error.cause, RayError)
@@ -331,6 +334,7 @@ class RayRound:
         `waited` is the time since the last result, in seconds.
         """
         supervisor = self.pool.supervisor
+        # Without the server the round is lost, so it is not trained to its end first.
         supervisor.check(self.pool.server, f"{round_name(self.t)}")
         dead_nodes = supervisor.dead_nodes()
         for reference, call in list(self.waiting.items()):
@@ -358,6 +362,7 @@ class RayRound:
         if not busy or min(pool.supervisor.idle_s([pool.server, *busy]), waited) < pool.timeout:
             return
         names = sorted({call.who for call in self.waiting.values()})
+        # An actor runs its calls in order, so these calls would block those of the repeated rounds.
         for worker in {
             call.worker for call in self.waiting.values() if isinstance(call, BlockCall)
         }:
@@ -384,6 +389,7 @@ class RayRound:
         )
         self.pool.recoveries["system/blocks_retried"] += len(blocks)
         self.nodes_without_aggregator.add(node_sum.node)
+        # Trained again, not only summed again: the inputs of the sum may be lost.
         self.retries.extend(blocks)
 
     def _retry_blocks(self, failed: BlockCall, why: str) -> None:

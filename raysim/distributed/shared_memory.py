@@ -79,7 +79,9 @@ class SharedBuffer:
         """
         handle = os.memfd_create("raysim")
         try:
+            # Allocated now: without it, a write to full memory would kill the process (SIGBUS).
             os.posix_fallocate(handle, 0, max(size, 1))
+            # By the open file of this process: a memfd has no name that a crash could leave behind.
             buffer = cls(f"/proc/{os.getpid()}/fd/{handle}")
         except OSError:
             os.close(handle)

@@ -202,6 +202,7 @@ class ActorSupervisor:
             for actor in needed:
                 if why := self.failure(actor):
                     raise ServerStateLost(f"{awaited}: {self._names[actor]} has failed: {why}")
+            # Actors may have been idle before this wait began.
             if min(self.idle_s(actors), time.monotonic() - began) >= self.timeout_s:
                 raise ServerStateLost(
                     f"waited {self.timeout_s:g} s for {awaited}, and no actor works on it "
@@ -228,6 +229,7 @@ class ActorSupervisor:
         pending: list[Any] = list(places.values())
         while pending and time.monotonic() < deadline:
             ready, pending = ray.wait(pending, num_returns=len(pending), timeout=POLL_INTERVAL_S)
+            # Raises at once if an actor has failed to start, instead of at the limit.
             get(ready, awaited, limit)
             self.check_ray()
         if pending:

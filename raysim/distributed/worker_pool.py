@@ -146,6 +146,7 @@ class WorkerPool:
         for node, n_workers in Counter(worker.node for worker in self.workers.values()).items():
             if self.aggregates_on_node(node, n_workers):
                 self.aggregator(node)
+        # The utilization of the first round does not count the start of the actors.
         self.topology.mark = time.monotonic()
 
     def _connect(self, plan: Plan) -> None:
@@ -181,6 +182,7 @@ class WorkerPool:
         With shared buffers the actor runs on the driver's node. Inside a placement group Ray places
         the actors that reserve CPUs or GPUs.
         """
+        # The pool replaces actors itself; a server that Ray restarts would have its initial state.
         options = {"num_cpus": 0, "num_gpus": 0, "max_restarts": 0, **more}
         if self.shared_buffers:
             options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(self.home, soft=False)
@@ -293,6 +295,7 @@ class WorkerPool:
                 continue
             self.workers[number] = Worker(actor, place.node, place.gpus)
         for number, (actor, _) in list(self.joining.items()):
+            # One that has not started may wait for free resources, which is no failure.
             if self.supervisor.has_started(actor) and (why := self.supervisor.failure(actor)):
                 del self.joining[number]
                 self._remove_joining(number, actor, why)
@@ -355,6 +358,7 @@ class WorkerPool:
         If the machine has too little shared memory, the run uses the object store.
         """
         P, Q = plan.problem.size, plan.initial[1].numel()
+        # What most rounds send. A message with more limbs goes through the object store.
         limbs = 2 if plan.config.dtype == "float64" else 1
         up = (limbs * len(sums(plan.server.uploads)) * P + 2 * limbs * Q) * 8
         rows = len(plan.sent_per_client) * plan.config.schedule.size * (P + Q) * 8
@@ -362,6 +366,7 @@ class WorkerPool:
         sizes["server"] = plan.bytes_down
         try:
             self.shared_buffers = {
+                # With room for the alignment of the arrays.
                 name: SharedBuffer.new(min(size, MAX_SHARED_BUFFER_BYTES) + 4096)
                 for name, size in sizes.items()
             }
@@ -427,6 +432,7 @@ class WorkerPool:
         """End the actors, and Ray if this process started it. Every step has a time limit."""
         if not ray.is_initialized():
             return
+        # The monitor stops first: its requests would start another Ray after the shutdown.
         broken = self.supervisor.ray_is_broken
         self.supervisor.stop()
         clients = [

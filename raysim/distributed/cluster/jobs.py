@@ -129,6 +129,7 @@ class JobClient:
             ConfigError: no cluster answers, or the token is wrong.
         """
         with self._asking():
+            # Ray also lists drivers that joined by themselves; they have no submission id.
             submitted = [details for details in self.client.list_jobs() if details.submission_id]
         submitted.sort(key=lambda details: -(details.start_time or 0))
         return [_job(details) for details in submitted]

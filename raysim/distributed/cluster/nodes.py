@@ -98,6 +98,7 @@ def connect(address: str | None, cpus: float, log: Callable[[str], None]) -> boo
                 loopback.private_token(),
                 _handler_of_a_run_kept(),
             ):
+                # Ray starts no actor without free CPUs, so it is told of all that are asked for.
                 ray.init(
                     address="local", num_cpus=max(cores, wanted), include_dashboard=False, **quiet
                 )
@@ -192,6 +193,7 @@ def leave_cluster(broken: bool = False) -> None:
     Args:
         broken: whether Ray is known not to answer, so that waiting for it is useless.
     """
+    # Before the shutdown, after which Ray does not name them any more.
     processes = started_here()
     if not broken and ending.limited(ray.shutdown, SHUTDOWN_TIMEOUT_S):
         ending.kill(processes)
@@ -362,6 +364,7 @@ def check_cluster_resources(resources: Resources, nodes: list[Node]) -> None:
     """
     for kind, wanted in (
         ("CPU", resources.actors * resources.cpus),
+        # Twice, for the server and the evaluator.
         ("GPU", resources.actors * resources.gpus + 2 * resources.server_gpus),
     ):
         available = sum(node.offers.get(kind, 0) for node in nodes)

@@ -72,6 +72,7 @@ def source_code() -> SourceCode:
     folder = Path(__file__).parents[1]
     whole = hashlib.sha256()
     for here, folders, files in os.walk(folder, followlinks=True):
+        # In place: `os.walk` then enters the others only, in an order that no disk decides.
         folders[:] = sorted(set(folders) - {"configs", "__pycache__"})
         for file in sorted(name for name in files if name.endswith(".py")):
             path = Path(here, file)
