@@ -41,10 +41,6 @@ class ActiveRound(Generic[ModelHandle]):
     """The metrics of probes."""
     timing: Record = field(default_factory=dict)
     """Seconds of the round and of its parts."""
-    candidates: Record = field(default_factory=dict)
-    """The metrics of the candidates from which the server rule selected its clients."""
-    n_only_evaluated: int = 0
-    """Candidates that were not selected."""
 
     @property
     def exhausted(self) -> bool:

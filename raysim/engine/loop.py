@@ -45,6 +45,7 @@ from raysim.schedule import (
     RoundSchedule,
     ScheduledRound,
     ScheduleExhausted,
+    Selection,
     synchronous_round,
 )
 from raysim.system.signals import Signals, Stopped
@@ -104,8 +105,8 @@ class Engine(Generic[ModelHandle]):
         self.state: RunState[ModelHandle] = RunState(self.plan, self.rows, self._select)
         self.records = Records(self.executor, self.state)
         self.stop_rule = StopRule(self.config)
-        self.last_selection: tuple[Record, int] = {}, 0
-        """Metrics of the candidates of the last selection, and how many were not selected."""
+        self.server_is_ahead = False
+        """Whether the server has made an update whose round is not done for the engine."""
 
     @property
     def store(self) -> ClientStateStore:
@@ -146,7 +147,7 @@ class Engine(Generic[ModelHandle]):
             Stopped: a signal came. A checkpoint of the rounds that are done is written first.
             ClientError: a client failed, and `faults.on_client_error` is "stop". A checkpoint is
                 written first.
-            ProbeError: a probe failed. A checkpoint is written first.
+            ProbeError: a probe failed. A checkpoint of what is whole is written first.
             RaysimError: anything else that ends the run, such as a server that is lost again and
                 again.
         """
@@ -291,22 +292,18 @@ class Engine(Generic[ModelHandle]):
             scheduled = ScheduledRound(t, [], schedule.now, exhausted=str(end))
         cohort = make_cohort(self.plan, scheduled)
         requests = self.probes.requests(cohort) if t < self.config.rounds else {}
-        active = ActiveRound(scheduled, cohort, requests, self.executor.training(t))
-        if t < self.config.rounds:
-            active.candidates, active.n_only_evaluated = self.last_selection
-        return active
+        return ActiveRound(scheduled, cohort, requests, self.executor.training(t))
 
-    def _select(self, available: ClientPool, t: int, rng: Generator) -> list[int]:
+    def _select(self, available: ClientPool, t: int, rng: Generator) -> Selection:
         """Return the clients that the server rule selects for round t, and wait for them."""
         assert self.state.client_history is not None
         pool = self.state.client_history.pool(available, self.config.schedule.size, t)
         if self.candidates is None:
-            return self.executor.select(pool, rng).get()
+            return Selection(self.executor.select(pool, rng).get())
         with self.records.stopwatch.evaluating():
             evaluation = self.candidates.evaluate(self.executor, pool, self.state.store)
         selected = self.executor.select(evaluation.pool, rng).get()
-        self.last_selection = evaluation.metrics, evaluation.n_not_among(selected)
-        return selected
+        return Selection(selected, evaluation.metrics, evaluation.n_not_among(selected))
 
     def _update_and_select(
         self, current: ActiveRound[ModelHandle], results: RoundResults
@@ -315,7 +312,10 @@ class Engine(Generic[ModelHandle]):
         bases = self.state.versions_of(current.tasks)
         metrics = self.executor.update(current.cohort, results, bases)
         metrics.get()  # an update that fails ends the run here
+        # If a probe fails here, the server is a round ahead of the clients' states.
+        self.server_is_ahead = True
         upcoming = self._schedule_round(self.state.done + 1)
+        self.server_is_ahead = False
         return PendingServerStep(metrics, self.executor.broadcast(upcoming.cohort)), upcoming
 
     def _dispatch_ready(self, active: ActiveRound[ModelHandle]) -> None:
@@ -404,6 +404,8 @@ class Engine(Generic[ModelHandle]):
         done = self.state.done
         if self.run_dir is None or not self.config.checkpoint.every or not done:
             return
+        if self.server_is_ahead:
+            raise RaysimError("the server has already updated the model of the next round")
         if checkpoint.checkpoint_name(done) not in [
             path.name for path in checkpoint.available_checkpoints(self.run_dir)
         ]:

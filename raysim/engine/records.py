@@ -184,7 +184,7 @@ class Records(Generic[ModelHandle]):
             ),
             key=lambda result: result.client,
         )
-        traffic.count(active.scheduled, trained, used, self.state.versions, active.n_only_evaluated)
+        traffic.count(active.scheduled, trained, used, self.state.versions)
         return {
             **participation_metrics(
                 self.config,
@@ -195,7 +195,7 @@ class Records(Generic[ModelHandle]):
             ),
             "bytes_down": float(traffic.down),
             "bytes_up": float(traffic.up),
-            **active.candidates,
+            **active.scheduled.selection.metrics,
             **client_state_metrics(store),
             **self._asynchronous_metrics(active.scheduled),
             **trained.metrics,

@@ -73,7 +73,7 @@ class QPInfo:
     residual: float = 0.0
     """max_i |min(z_i, w_i)| with w = Qz + b, for normalised p and columns; 0 at the solution."""
     iterations: int = 0
-    """Linear systems solved (exact), sweeps (fallback), or the count of the library."""
+    """Linear systems solved (exact), or the count of the library."""
     dropped: int = 0
     """Non-finite columns that were ignored."""
     to_zero: bool = False
@@ -85,9 +85,8 @@ def project_gram(
 ) -> tuple[Array, QPInfo]:
     """Return the multipliers of the projection p + Mz by an active-set method.
 
-    The method is block principal pivoting (Portugal, Júdice and Vicente 1994). If it cycles, the
-    method of Lawson and Hanson (1974) follows. If columns are too dependent for that, projected
-    coordinate descent follows.
+    The method is block principal pivoting (Portugal, Júdice and Vicente 1994). If it cycles, that
+    of Lawson and Hanson (1974) follows.
 
     Args:
         Q: MᵀM, [C, C].

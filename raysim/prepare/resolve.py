@@ -348,7 +348,7 @@ def _check_schedule(config: Config, clients: Clients | VirtualClients) -> None:
     if isinstance(config.schedule, Sync) and isinstance(config.schedule.sampling, OwnSampling):
         assert isinstance(rounds, schedule.Synchronous)
         try:
-            rounds.sample_cohort(0)
+            rounds.select(0)
         except schedule.ScheduleExhausted:
             pass  # the run reports it
         except RaysimError as error:

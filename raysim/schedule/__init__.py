@@ -24,14 +24,14 @@ from torch import Tensor
 from raysim.config.schema import Config
 from raysim.config.sections.schedule import InFlight
 from raysim.schedule.asynchronous import Asynchronous
-from raysim.schedule.sampling import Sampler
 from raysim.schedule.scheduled_round import (
     Arrival,
     ScheduledRound,
     ScheduleExhausted,
+    Selection,
     synchronous_round,
 )
-from raysim.schedule.synchronous import Synchronous
+from raysim.schedule.synchronous import Select, Synchronous
 
 RoundSchedule = Synchronous | Asynchronous
 
@@ -41,6 +41,8 @@ __all__ = [
     "RoundSchedule",
     "ScheduleExhausted",
     "ScheduledRound",
+    "Select",
+    "Selection",
     "Synchronous",
     "clock_before",
     "make_schedule",
@@ -49,9 +51,7 @@ __all__ = [
 ]
 
 
-def make_schedule(
-    config: Config, sizes: np.ndarray, select: Sampler | None = None
-) -> RoundSchedule:
+def make_schedule(config: Config, sizes: np.ndarray, select: Select | None = None) -> RoundSchedule:
     """Return the configured schedule at virtual time 0.
 
     Args:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from raysim.errors import RaysimError
 
@@ -32,6 +33,18 @@ class Arrival:
 
 
 @dataclass(frozen=True)
+class Selection:
+    """The clients that are selected for a round, and what selecting them measured."""
+
+    clients: list[int]
+    """In the order of selection; a client that is drawn twice is there twice."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Metrics of the round."""
+    n_only_evaluated: int = 0
+    """Candidates whose loss was measured and that were not selected."""
+
+
+@dataclass(frozen=True)
 class ScheduledRound:
     """Round `t`: its arrivals and what became of the other clients."""
 
@@ -46,6 +59,8 @@ class ScheduledRound:
     """Number of updates that were too stale."""
     missed_deadline: int = 0
     """Number of clients that missed the deadline."""
+    selection: Selection = field(default_factory=lambda: Selection([]))
+    """The selection of its clients; of an asynchronous round an empty one."""
     exhausted: str = ""
     """Reason for which the round cannot take place; empty if it can."""
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import torch
+from numpy.random import Generator
 from torch import Tensor
 
 from raysim.config.schema import Config
@@ -14,9 +17,12 @@ from raysim.data.partition.kept_out import held_out_clients
 from raysim.randomness import generator
 from raysim.rules.sampling import ClientPool
 from raysim.schedule.client_times import ClientTimes
-from raysim.schedule.sampling import Sampler, make_sampler
-from raysim.schedule.scheduled_round import Arrival, ScheduledRound, ScheduleExhausted
+from raysim.schedule.sampling import make_sampler
+from raysim.schedule.scheduled_round import Arrival, ScheduledRound, ScheduleExhausted, Selection
 from raysim.schedule.stragglers import Fate, Stragglers
+
+Select = Callable[[ClientPool, int, Generator], Selection]
+"""Function from the available clients, the number of the round and a generator to its clients."""
 
 
 class Synchronous:
@@ -43,13 +49,14 @@ class Synchronous:
         now: the virtual time.
     """
 
-    def __init__(self, config: Config, sizes: np.ndarray, select: Sampler | None = None):
+    def __init__(self, config: Config, sizes: np.ndarray, select: Select | None = None):
         assert isinstance(config.schedule, Sync)
         self.now = 0.0
         self._seed = config.seed
         held_out = held_out_clients(len(sizes), config.held_out, config.seed)
         self._pool = np.delete(np.arange(len(sizes)), held_out)
-        self._sample = select or make_sampler(config.schedule, len(self._pool))
+        sampler = make_sampler(config.schedule, len(self._pool))
+        self._select = select or (lambda pool, t, rng: Selection([*sampler(pool, t, rng)]))
         is_uniform = select is None and isinstance(config.schedule.sampling, UniformSampling)
         self._samples_again = is_uniform and config.client_privacy is None
         self._sizes = sizes
@@ -76,12 +83,12 @@ class Synchronous:
         Raises:
             ScheduleExhausted: all clients have dropped out for good.
         """
-        cohort = self.sample_cohort(t)  # moves the clock if no client is available yet
+        selection = self.select(t)  # moves the clock if no client is available yet
         start = self.now
         end = start
         arrivals = []
         fates: Counter[Fate] = Counter()
-        for client, draws in cohort.items():
+        for client, draws in Counter(selection.clients).items():
             duration = self._times.duration(client, t)
             finish = start + duration
             fate = self._stragglers.fate(client, t, duration=duration)
@@ -103,10 +110,11 @@ class Synchronous:
             end,
             dropped_out=fates[Fate.DROPPED_OUT],
             missed_deadline=fates[Fate.MISSED_DEADLINE],
+            selection=selection,
         )
 
-    def sample_cohort(self, t: int) -> dict[int, int]:
-        """Return the clients that are sampled for round `t` now, each with its number of draws.
+    def select(self, t: int) -> Selection:
+        """Return the selection for round `t`, of clients with data.
 
         Args:
             t: number of the round, from 0.
@@ -118,12 +126,13 @@ class Synchronous:
         if self._some_may_be_away:
             available = np.array(self._wait_for_available_clients())
             pool = ClientPool(available, self._sizes[available])
-        sampled = self._sample(pool, t, generator(self._seed, "cohort", t))
-        if self._samples_again and not self._sizes[sampled].any():
+        selection = self._select(pool, t, generator(self._seed, "cohort", t))
+        if self._samples_again and not self._sizes[selection.clients].any():
             ids = pool.ids[pool.samples > 0]
             with_data = ClientPool(ids, self._sizes[ids])
-            sampled = self._sample(with_data, t, generator(self._seed, "cohort", t))
-        return dict(Counter(client for client in sampled if self._sizes[client] > 0))
+            selection = self._select(with_data, t, generator(self._seed, "cohort", t))
+        with_examples = [client for client in selection.clients if self._sizes[client] > 0]
+        return replace(selection, clients=with_examples)
 
     def _wait_for_available_clients(self) -> list[int]:
         """Return the clients that are available; move the clock until one of them has data."""

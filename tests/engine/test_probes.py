@@ -223,6 +223,34 @@ def test_one_that_raises_ends_the_run_in_one_message_and_nothing_is_lost(
     assert done.digest == plain.digest and [r["round"] for r in done.history] == [0, 1, 2, 3, 4]
 
 
+SELECTING = """
+from dataclasses import dataclass
+
+from raysim.algorithms.fedavg import FedAvgServer
+
+
+@dataclass(frozen=True)
+class Selecting(FedAvgServer):
+    def select(self, state, pool, rng):
+        return rng.choice(pool.ids, pool.size, replace=False).tolist()
+"""
+
+
+def test_no_checkpoint_holds_a_server_that_is_a_round_ahead(config, source, tmp_path):
+    """A rule that selects its clients has updated the model when the next round is scheduled."""
+    selecting = {"client": "fedprox", "server": source("selecting", SELECTING) + ":Selecting"}
+    config = {**config, **selecting, "rounds": 4}
+    del config["algorithm"]
+    plain = raysim.run({**config, "run_dir": str(tmp_path / "plain")})
+    path, folder = source("broken", BROKEN.format(method="request")), tmp_path / "broken"
+    broken = with_probes(
+        {**config, "run_dir": str(folder), "checkpoint": {"every": 50}}, f"{path}:Broken"
+    )
+    with pytest.raises(ProbeError, match="request of probe 'Broken' failed"):
+        raysim.run(broken)
+    assert resume(folder, {"evaluate.probes": []}).digest == plain.digest
+
+
 def test_one_that_raises_on_an_actor_is_named(config, source, recycled_actors):
     path = source("broken", BROKEN.format(method="measure"))
     with pytest.raises(

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 from support.batteries import BAD, NETS, SIZES, poisoned, small, without
+from support.cohorts import sample_cohort
 
 from raysim.engine.cohorts import make_cohort, make_tasks
 from raysim.engine.inline import Inline
@@ -125,7 +126,7 @@ def distance(ours: list[np.ndarray], theirs: list[np.ndarray]) -> float:
 
 
 def cohorts(engine: Engine) -> list[list[int]]:
-    return [engine.schedule.sample_cohort(t) for t in range(engine.config.rounds)]
+    return [sample_cohort(engine.schedule, t) for t in range(engine.config.rounds)]
 
 
 def assert_sound(engine: Engine) -> None:
@@ -422,7 +423,7 @@ def test_a_client_dropped_under_k_async_leaves_a_sound_state(client, server, eng
 @pytest.mark.parametrize("mode", ["loop", "vmap"])
 def test_a_non_finite_client_stops_the_run_by_name(client, server, mode, engine, config, base):
     schedule = make_schedule(prepare({**base, **config(client, server)}).config, np.array(SIZES))
-    first = next(t for t in range(3) if BAD in schedule.sample_cohort(t))
+    first = next(t for t in range(3) if BAD in sample_cohort(schedule, t))
     with pytest.raises(
         ClientError, match=rf"client {BAD} failed in {round_name(first)}\b.*non-finite"
     ):

@@ -9,6 +9,7 @@ from raysim.engine.loop import Engine
 from raysim.engine.plan import Plan
 from raysim.rules import contract
 from raysim.rules.methods import registry
+from raysim.schedule import Selection
 
 SIZES = [20, 1, 9, 0, 14, 2, 7, 17]
 """Beside batches of 6: partial batches, a last one of a single sample, one sample, two, none."""
@@ -73,8 +74,13 @@ def poisoned(plan: Plan) -> Plan:
 
 def without(engine: Engine) -> None:
     """Leave client `BAD` out of every cohort."""
-    cohort = engine.schedule.sample_cohort
-    engine.schedule.sample_cohort = lambda t: {i: n for i, n in cohort(t).items() if i != BAD}
+    select = engine.schedule.select
+
+    def select_without(t: int) -> Selection:
+        selection = select(t)
+        return replace(selection, clients=[i for i in selection.clients if i != BAD])
+
+    engine.schedule.select = select_without
 
 
 def small(name: str) -> dict[str, Any]:

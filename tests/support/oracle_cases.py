@@ -13,6 +13,7 @@ from oracle.nets import MLP, MLPBatchNorm, Softmax
 from torch import nn
 
 from raysim.training.batches.batch_order import batch_positions
+from support.cohorts import sample_cohort
 
 SIZES = [30, 1, 17, 2, 45, 0, 8, 23, 16, 5, 33, 12]
 """Beside batches of 16: less than one, exactly one, one and a single sample, more than two,
@@ -80,7 +81,7 @@ def feed(engine: Any, cohorts: list[list[int]] | None = None) -> Feed:
     sizes, drawn, batches = [len(m) for m in mine], [0] * len(mine), []
     batch_norm = local.buffers != "frozen" and has_batch_norm(plan.net)
     if cohorts is None:
-        cohorts = [engine.schedule.sample_cohort(t) for t in range(engine.config.rounds)]
+        cohorts = [sample_cohort(engine.schedule, t) for t in range(engine.config.rounds)]
     for cohort in cohorts:
         batches.append({})
         for i in cohort:

@@ -11,6 +11,7 @@ import dp_accounting
 import numpy as np
 import pytest
 from dp_accounting.rdp import RdpAccountant
+from support.cohorts import sample_cohort
 
 import raysim
 from raysim.config.sections.privacy import AdaptiveClipping, ClientPrivacy
@@ -88,7 +89,7 @@ def wave(i: int, t: int) -> np.ndarray:
 
 
 def cohorts(run: Any) -> list[list[int]]:
-    return [list(run.schedule.sample_cohort(t)) for t in range(run.config.rounds)]
+    return [list(sample_cohort(run.schedule, t)) for t in range(run.config.rounds)]
 
 
 def clip(v: np.ndarray, norm: float) -> np.ndarray:

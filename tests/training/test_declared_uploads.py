@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.cohorts import sample_cohort
 
 import raysim
 from raysim.errors import ConfigError
@@ -108,7 +109,7 @@ def assert_heard(state: dict[str, torch.Tensor], ids: list[int]) -> None:
 @pytest.mark.parametrize("batching", [{"mode": "loop", "size": 2}, {"mode": "vmap", "size": 2}])
 def test_declared_uploads_arrive_in_their_shape_and_type(batching, given, engine):
     run, records = engine(given({"name": "Tells"}, batching=batching))
-    assert_heard(run.executor.server.state, list(run.schedule.sample_cohort(1)))
+    assert_heard(run.executor.server.state, list(sample_cohort(run.schedule, 1)))
     P = run.plan.problem.size
     assert records[-1]["bytes_up"] == 2 * 3 * (4 * P + 4 * 30 + 2 * 4 + 4)
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from support.batteries import BAD, poisoned, without
+from support.cohorts import sample_cohort
 from support.fixed_sums import same
 from torch import Tensor, nn
 
@@ -251,7 +252,7 @@ def agree(ours: list[dict[str, float]], theirs: list[dict[str, float]]) -> None:
 
 
 def cohorts(engine: Engine) -> list[list[int]]:
-    return [engine.schedule.sample_cohort(t) for t in range(engine.config.rounds)]
+    return [sample_cohort(engine.schedule, t) for t in range(engine.config.rounds)]
 
 
 FULL = {"steps": 1, "batch_size": "full", "lr": 0.3}

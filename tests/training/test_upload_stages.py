@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.cohorts import sample_cohort
 
 import raysim
 from raysim.errors import ClientError, ConfigError
@@ -237,7 +238,7 @@ def test_top_k_with_error_feedback_is_that_of_the_paper(mode, waves, engine):
     failed = 0
     for t in range(6):
         sent = []
-        for i in run.schedule.sample_cohort(t):
+        for i in sample_cohort(run.schedule, t):
             if t == 2 and SIZES[i] == 9:
                 failed += 1
                 continue

@@ -48,7 +48,6 @@ class RunTraffic:
         results: RoundResults,
         used: Iterable[ClientResult],
         versions: Collection[int],
-        n_evaluated: int = 0,
     ) -> None:
         """Add what the clients of a round received and sent.
 
@@ -60,12 +59,12 @@ class RunTraffic:
             results: the results of its clients.
             used: those of them whose updates are used.
             versions: the versions of the model that a client still needs, the newest included.
-            n_evaluated: clients that have received the model only to evaluate it.
         """
         for outcome in results.workers:
             self._sizes |= outcome.versions
         not_trained = scheduled.dropped_out + scheduled.missed_deadline + scheduled.discarded_stale
         self.down += sum(self.version_bytes(arrival.base) for arrival in scheduled.arrivals)
+        n_evaluated = scheduled.selection.n_only_evaluated
         self.down += self.version_bytes(max(versions)) * (not_trained + n_evaluated)
         self.up += sum(result.bytes for result in used)
         # The newest size also stands for versions of unknown size, see `version_bytes`.

@@ -20,8 +20,7 @@ from raysim.engine.state.checkpoint import Checkpoint
 from raysim.engine.state.client_store import ClientStateStore
 from raysim.engine.state.client_traffic import RunTraffic
 from raysim.rules.contract import State, overridden
-from raysim.schedule import clock_before, make_schedule
-from raysim.schedule.sampling import Sampler
+from raysim.schedule import Select, clock_before, make_schedule
 from raysim.server.selection import ClientHistory
 from raysim.training.messages import ClientTask
 from raysim.version import __version__
@@ -36,7 +35,7 @@ class RunState(Generic[ModelHandle]):
         select: returns the clients of a round, if the server rule selects them.
     """
 
-    def __init__(self, plan: Plan, rows: Path | None, select: Sampler):
+    def __init__(self, plan: Plan, rows: Path | None, select: Select):
         self.plan, self.config = plan, plan.config
         self.done = 0
         """The number of rounds that are done, which is the newest version of the model."""

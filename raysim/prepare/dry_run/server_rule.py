@@ -32,7 +32,7 @@ from raysim.rules.contract import overridden
 from raysim.rules.errors.user_code import breach
 from raysim.rules.methods.registry import is_shipped
 from raysim.rules.sampling import ClientPool
-from raysim.schedule import make_schedule
+from raysim.schedule import Selection, make_schedule
 from raysim.server.central_server import RoundCohort, Server
 from raysim.server.selection import ClientHistory
 from raysim.server.update_checks import described_tensor
@@ -147,12 +147,12 @@ def _select_first_round(plan: Plan) -> None:
     server = make_server(plan, "cpu")
     seed, size = plan.config.seed, plan.config.schedule.size
 
-    def select(available: ClientPool, t: int, rng: Generator) -> list[int]:
+    def select(available: ClientPool, t: int, rng: Generator) -> Selection:
         pool = ClientHistory(len(plan.clients)).pool(available, size, t)
         candidates = server.candidates(pool, generator(seed, "candidates", t)).ids
         losses = generator(seed, "dry run").random(len(pool.ids))
         losses[~np.isin(pool.ids, candidates)] = np.nan
-        return server.select(replace(pool, current_loss=losses), rng)
+        return Selection(server.select(replace(pool, current_loss=losses), rng))
 
     make_schedule(plan.config, plan.clients.sizes, select).next_round(0)
 
