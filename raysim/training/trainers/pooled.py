@@ -71,6 +71,7 @@ class PooledTrainer(LoopTrainer):
         delta = torch.zeros_like(self.x0, dtype=torch.float64)
         losses = {}
         try:
+            # Sorted, so that the order of the sum is fixed.
             for base in sorted({task.base for task in block.tasks}):
                 tasks = [task for task in block.tasks if task.base == base]
                 pool = self.client_batches.pool(
@@ -102,6 +103,7 @@ def gradient(bound: BoundModel, pool: PooledBatch) -> tuple[Tensor, list[float]]
     """
     bounds = np.cumsum([0, *pool.sizes])
     denominators = _denominators(bound.model.learning_task, pool, bounds)
+    # If all examples have weight 0, so have their losses: the 1 only avoids 0 / 0.
     weights = np.repeat(
         np.array(pool.weights) / np.where(denominators, denominators, 1), pool.sizes
     )
@@ -112,9 +114,11 @@ def gradient(bound: BoundModel, pool: PooledBatch) -> tuple[Tensor, list[float]]
         outputs = bound.forward(x, "train", None, drop)
         values = bound.model.learning_task.loss(outputs, Batch(x, y))
         weighted = values @ example_weights[span]
+        # Zeros for parameters that the loss does not reach, so that the parts make a vector [P].
         parts = torch.autograd.grad(weighted, bound.parameters, materialize_grads=True)
         total += torch.cat([part.reshape(-1) for part in parts])
         losses.append(values.detach())
+    # It would keep the graph of the last pass in memory.
     bound.frame.features = None
     all_losses = torch.cat(losses).double().cpu().numpy()
     return total, [

@@ -65,6 +65,7 @@ class VmapTask(ModelTask):
             value = batch.mean(loss(net, batch))
             is_plain = self.model.is_own_loss(loss) or mode != "train"
             plain = value if is_plain else batch.mean(task_loss(net, batch))
+            # torch.func.grad returns tensors only: no statistics are an empty one.
             return value, (moved[0] if moved else value.new_zeros(0), plain.detach())
 
         gradient, (moved, value) = torch.func.grad(mean_loss, has_aux=True)(w)
@@ -120,6 +121,7 @@ class VmapTask(ModelTask):
 class VmapTrainer(Trainer):
     """Trains the clients of a block side by side, as one under vmap."""
 
+    # Stacked images have five dimensions, and this memory format is for four.
     channels_last = False
 
     def __init__(self, group: ClientGroup, parts: WorkerParts):
@@ -209,6 +211,7 @@ class VmapTrainer(Trainer):
         for client_task in sorted(client_tasks, key=lambda client_task: -client_task.steps):
             try:
                 client = self.arrive(rule, broadcasts[client_task.base], client_task)
+                # Until now it is the vector in training, which the next client overwrites.
                 client.state["w"] = client.local_params
                 clients.append(client)
             except BaseException as error:
@@ -220,6 +223,7 @@ class VmapTrainer(Trainer):
         """Return the update of client `k` of a trained block."""
         client = block.clients[k]
         try:
+            # `finish` runs for one client after the other, as in mode loop.
             self.loop.start(
                 client.settings,
                 client.broadcast.global_params,
@@ -301,6 +305,7 @@ class VmapBlock:
             settings = replace(settings, lr=0.0)  # each step gets its own
         self._step = torch.func.vmap(
             _step_of(model, rule, settings),
+            # Without a client axis the broadcast is in memory once, not K times.
             in_dims=(None if self.same_broadcast else 0, 0, 0, 0, 0, None),
         )
         self._kind = repr(rule), self.same_broadcast, *_constants(settings)
@@ -324,6 +329,7 @@ class VmapBlock:
             i: number of the mini-batch, from 0.
             batch: mini-batches of the first clients.
         """
+        # Slices instead of a mask: clients that are done cost nothing.
         live = len(batch.x)
         arguments = (
             self.sent if self.same_broadcast else _to_the_first(self.sent, live),
@@ -342,6 +348,7 @@ class VmapBlock:
             state = {key: torch.cat([state[key], v[live:]]) for key, v in self.state.items()}
         self.state = state
         self.buffers = torch.cat([buffers, self.buffers[live:]])
+        # A running mean, since clients are done after different numbers of mini-batches.
         self.losses[:live] += (losses - self.losses[:live]) / (i + 1)
         self.log.add(logged)
 
@@ -445,6 +452,7 @@ def _accumulated(
     direction = rule.direction(shared, rule_state, batch, task)
     check_direction(rule, rule_state["w"], direction)
     total = state[ACCUMULATED] + direction
+    # Both states are computed: under vmap a step cannot branch on whether it is due.
     stepped = {
         **state,
         "w": task.descend(rule_state["w"], total / count),
