@@ -64,13 +64,7 @@ def load_weights(net: nn.Module, source: str, skip: Sequence[str] = ()) -> None:
     in_base = base_names(net)
     if _contain_adapters(loaded, net_tensors.keys() - in_base.keys()):
         in_base = {}
-    for pattern in skip:
-        known = [*net_tensors, *in_base.values(), *loaded]
-        if not any(_matches(name, [pattern]) for name in known):
-            raise ConfigError(
-                f"model.init_skip: no tensor of the net matches '{pattern}'; its tensors are "
-                f"{listed(list(net_tensors))}"
-            )
+    _check_skipped(skip, [*net_tensors, *in_base.values(), *loaded], net_tensors)
     loaded = {name: tensor for name, tensor in loaded.items() if not _matches(name, skip)}
     if in_base:
         loaded = _with_names_of(in_base, in_part(loaded, in_base.values()))
@@ -80,10 +74,7 @@ def load_weights(net: nn.Module, source: str, skip: Sequence[str] = ()) -> None:
             if name in in_base and not _matches(in_base[name], skip)
         }
     loaded = in_part(loaded, net_tensors)
-    names: dict[int, list[str]] = {}
-    for name, tensor in net_tensors.items():
-        names.setdefault(id(tensor), []).append(name)
-    wanted = [aliases for aliases in names.values() if not any(_matches(n, skip) for n in aliases)]
+    wanted = _wanted_tensors(net_tensors, skip)
     problems = _misfits(net_tensors, loaded, wanted, in_base)
     if problems:
         raise ConfigError(
@@ -95,6 +86,28 @@ def load_weights(net: nn.Module, source: str, skip: Sequence[str] = ()) -> None:
             for name in aliases:
                 if name in loaded:
                     net_tensors[name].copy_(loaded[name])
+
+
+def _check_skipped(skip: Sequence[str], known: Sequence[str], net_names: Iterable[str]) -> None:
+    """Refuse a pattern that matches none of the known names."""
+    for pattern in skip:
+        if not any(_matches(name, [pattern]) for name in known):
+            raise ConfigError(
+                f"model.init_skip: no tensor of the net matches '{pattern}'; its tensors are "
+                f"{listed(list(net_names))}"
+            )
+
+
+def _wanted_tensors(net_tensors: Mapping[str, Tensor], skip: Sequence[str]) -> list[list[str]]:
+    """Return the names of each tensor that the weights have to give: no skipped ones."""
+    aliases_by_id: dict[int, list[str]] = {}
+    for name, tensor in net_tensors.items():
+        aliases_by_id.setdefault(id(tensor), []).append(name)
+    wanted = []
+    for aliases in aliases_by_id.values():
+        if not any(_matches(name, skip) for name in aliases):
+            wanted.append(aliases)
+    return wanted
 
 
 def _contain_adapters(loaded: Iterable[str], adapters: Iterable[str]) -> bool:

@@ -173,30 +173,40 @@ def _solve_one(
     if p_norm == 0.0:
         return (0.0, 0.0, 0.0), 0
     inverse = [1.0 / norm if norm > ZERO_COLUMN_RATIO * largest else 0.0 for norm in norms]
-    b0, b1, b2 = (G[0][i + 1] * inverse[i] / p_norm if inverse[i] else 0.0 for i in range(3))
-    best, least = (0.0, 0.0, 0.0), max(-b0, -b1, -b2)
-    if least <= ROUNDING_TOLERANCE:
-        return best, 0
-    c01, c02, c12 = (
-        G[i + 1][j + 1] * inverse[i] * inverse[j] if inverse[i] and inverse[j] else 0.0
-        for i, j in COLUMN_PAIRS
-    )
+    b = [G[0][i + 1] * inverse[i] / p_norm if inverse[i] else 0.0 for i in range(3)]
+    if max(-b[0], -b[1], -b[2]) <= ROUNDING_TOLERANCE:
+        return (0.0, 0.0, 0.0), 0
+    c = [_cosine(G[i + 1][j + 1], inverse[i], inverse[j]) for i, j in COLUMN_PAIRS]
+    best = _least_violated(*c, *b)
+    active = sum(z > 0.0 for z in best)
+    return [max(z, 0.0) * p_norm * inverse[i] for i, z in enumerate(best)], active
+
+
+def _cosine(product: float, inverse_a: float, inverse_b: float) -> float:
+    """Return the cosine of two columns, 0 if one is ignored: its product may be non-finite."""
+    return product * inverse_a * inverse_b if inverse_a and inverse_b else 0.0
+
+
+def _least_violated(
+    c01: float, c02: float, c12: float, b0: float, b1: float, b2: float
+) -> tuple[float, float, float]:
+    """Return z of the least violated active set, the first on ties; arguments of `_active_sets`."""
+    best = 0.0, 0.0, 0.0
+    least = max(-b0, -b1, -b2)
     for determinant, n0, n1, n2 in _active_sets(c01, c02, c12, b0, b1, b2):
         if determinant < MIN_COSINE_DETERMINANT:
             continue
         z0, z1, z2 = n0 / determinant, n1 / determinant, n2 / determinant
-        w0, w1, w2 = (
-            z0 + c01 * z1 + c02 * z2 + b0,
-            z1 + c01 * z0 + c12 * z2 + b1,
-            z2 + c02 * z0 + c12 * z1 + b2,
-        )
+        w0 = z0 + c01 * z1 + c02 * z2 + b0
+        w1 = z1 + c01 * z0 + c12 * z2 + b1
+        w2 = z2 + c02 * z0 + c12 * z1 + b2
         violation = max(-z0, -z1, -z2, -w0, -w1, -w2)
         if violation < least:
-            best, least = (z0, z1, z2), violation
-            if violation <= ROUNDING_TOLERANCE:
-                break
-    active = sum(z > 0.0 for z in best)
-    return [max(z, 0.0) * p_norm * inverse[i] for i, z in enumerate(best)], active
+            best = z0, z1, z2
+            least = violation
+        if least <= ROUNDING_TOLERANCE:
+            break
+    return best
 
 
 def _solve_many(G: Tensor, small: bool) -> tuple[Tensor, Tensor]:

@@ -68,6 +68,7 @@ class ClientEvaluator:
             uses_own_models(member.config, member.rule, trainer.server)
             for member in trainer.groups or [trainer]
         )
+        # `local.autocast` is for local training; evaluation computes in the type of the parameters.
         self.net = BoundModel(trainer.model.with_autocast(None))
 
     def evaluate_block(
@@ -95,6 +96,8 @@ class ClientEvaluator:
                 result.metrics = self._measure(task.client, w, buffers)
                 if self.tuner is not None and self.has_own_models:
                     own_models[task.client] = {PARAMETERS_KEY: w, STATISTICS_KEY: buffers}
+                    # Tensors that a rule returns may be those of the trainer, which the next client
+                    # overwrites.
                     own_models[task.client] = copy.deepcopy(own_models[task.client])
             except BaseException as error:
                 reraise_stop(error)
@@ -170,6 +173,7 @@ class ClientEvaluator:
                 examples,
                 self.batch_size,
                 self.metrics,
+                # A copy, because lists of examples may be read-only, of which torch warns.
                 positions=torch.from_numpy(np.array(positions)),
             )
             metrics |= {f"{prefix}{name}": value for name, value in values.items()}

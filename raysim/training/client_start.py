@@ -86,6 +86,7 @@ def kept_or_new_state(rule: ClientRule, task: LoopTask, client_task: ClientTask)
     task.logged = {}
     check_tensors(rule, "state", client_state)
     if client_task.client_state is not None:
+        # Kept values come as NumPy arrays; what `state` returns tells their type and device.
         client_state = {
             k: torch.tensor(client_task.client_state[k]).to(v.device, v.dtype).reshape(v.shape)
             for k, v in client_state.items()

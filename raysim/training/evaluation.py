@@ -56,6 +56,7 @@ def measure(
     for part in positions.split(batch_size):
         x, y = examples.batch(part)
         outputs = _outputs(net, buffers, x)
+        # The loss has weights of its own for examples that do not count in the metrics.
         loss.add(outputs, x, y)
         if (counted := net.model.learning_task.counted(y)) is not None:
             outputs, x, y = outputs[counted], x[counted], y[counted]
@@ -71,6 +72,7 @@ def measure(
     for metric, parts in zip(metrics, rows, strict=True):
         with _named(metric):
             values[metric.name] = float(metric.value(_whole(parts)))
+    # A class without examples has no accuracy.
     per_class = {f"accuracy/class_{c}": r / k for c, (r, k) in enumerate(of_class.T.tolist()) if k}
     return {**values, "loss": loss.value(), **per_class}
 

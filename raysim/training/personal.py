@@ -101,6 +101,7 @@ class PersonalParts:
         if self.mask is None:
             return report
         return {
+            # The server adds up whole vectors [P], in which personal parameters must not count.
             key: value.masked_fill(self.mask, 0) if key in keys and self.unsent(value) else value
             for key, value in report.items()
         }

@@ -36,6 +36,7 @@ class StepLog:
                 torch.maximum(total, values, out=total)
             else:
                 total += values
+            # For each name, since a rule may log one on some mini-batches only.
             for k in range(len(values)):
                 self.counts[name][k] += 1
 

@@ -184,32 +184,41 @@ class ArrayReader:
         pads_x = any(isinstance(x, list) for x, _ in halves.values())
         pads_y = any(isinstance(y, list) for _, y in halves.values())
         longest = 0
-        for suffix, (x, y) in halves.items():
-            lengths = {}
-            if pads_x or pads_y:
-                lengths["x"] = self._lengths(x, f"x{suffix}", "x" if pads_x else "y")
-            if pads_y and y is not None:
-                lengths["y"] = self._lengths(y, f"y{suffix}", "y")
-                differ = [
-                    k for k, (a, b) in enumerate(zip(*lengths.values(), strict=False)) if a != b
-                ]
-                if differ:
-                    k = differ[0]
-                    raise self.error(
-                        f"x{suffix}[{k}] has {lengths['x'][k]} tokens, y{suffix}[{k}] has "
-                        f"{lengths['y'][k]}; give one target for each token"
-                    )
-            longest = max([longest, *(n for part in lengths.values() for n in part)])
+        if pads_x or pads_y:
+            ragged = "x" if pads_x else "y"
+            for suffix, (x, y) in halves.items():
+                longest = max(longest, self._longest(x, y if pads_y else None, suffix, ragged))
+        padded: dict[str, tuple[np.ndarray, np.ndarray | None]] = {}
         for suffix, (x, y) in halves.items():
             if isinstance(x, list) and isinstance(y, np.ndarray):
                 self._check_tails(x, y, suffix)
-        return {
-            suffix: (
-                _pad(x, longest, PADDING_X) if pads_x else np.asarray(x),
-                _pad(y, longest, PADDING_Y) if pads_y and y is not None else y,
-            )
-            for suffix, (x, y) in halves.items()
-        }  # pyright: ignore[reportReturnType]  # y is a list only if pads_y
+            if pads_x:
+                x = _pad(x, longest, PADDING_X)
+            if pads_y and y is not None:
+                y = _pad(y, longest, PADDING_Y)
+            # No part is a list any more: one that was has been padded.
+            padded[suffix] = x, y  # pyright: ignore[reportArgumentType]
+        return padded
+
+    def _longest(
+        self,
+        x: np.ndarray | Sequences,
+        y: np.ndarray | Sequences | None,
+        suffix: str,
+        ragged: str,
+    ) -> int:
+        """Return the length of a half's longest sequence; y is None if targets are not padded."""
+        lengths_x = self._lengths(x, f"x{suffix}", ragged)
+        if y is None:
+            return max(lengths_x, default=0)
+        lengths_y = self._lengths(y, f"y{suffix}", "y")
+        for k, (of_x, of_y) in enumerate(zip(lengths_x, lengths_y, strict=False)):
+            if of_x != of_y:
+                raise self.error(
+                    f"x{suffix}[{k}] has {of_x} tokens, y{suffix}[{k}] has {of_y}; give one target "
+                    "for each token"
+                )
+        return max([*lengths_x, *lengths_y], default=0)
 
     def _check_tails(self, x: Sequences, y: np.ndarray, suffix: str) -> None:
         """Refuse targets as long as the longest inputs that have tokens where x has none."""

@@ -268,33 +268,18 @@ def load_covid_ct(data: Data) -> Dataset:
     """
     root = data_root(data.root)
     folder = root / "COVID-CT"
-    try:
-        with open(folder / "index.csv", newline="", encoding="utf-8") as file:
-            rows = list(csv.DictReader(file))
-    except OSError as error:
-        raise missing_files_error("covid_ct", root, f"there is no file {error.filename}") from None
-    if not rows or not rows[0].keys() >= {"file", "label", "split"}:
-        raise ConfigError(
-            f"{folder / 'index.csv'}: expected a row for each image, with columns file, label and "
-            "split"
-        )
-    train, test = (
-        [row for row in rows if (row["split"] == "train") == half] for half in (True, False)
-    )
-    x, x_test = (
-        decode_images((folder / row["file"] for row in half), 128, "L") for half in (train, test)
-    )
+    rows = _covid_index(folder / "index.csv", root)
+    train = [row for row in rows if row["split"] == "train"]
+    test = [row for row in rows if row["split"] != "train"]
+    x = decode_images((folder / row["file"] for row in train), 128, "L")
+    x_test = decode_images((folder / row["file"] for row in test), 128, "L")
     classes = ("NonCOVID", "COVID")
-    y, y_test = (
-        np.array([classes.index(row["label"]) for row in half], dtype=np.int64)
-        for half in (train, test)
-    )
-    paper = [
-        re.sub(r"-p(age)?\d.*", "", Path(row["file"]).stem) if row["label"] == "COVID" else None
-        for row in train
-    ]
-    papers = sorted({name for name in paper if name})
-    groups = np.array([papers.index(name) if name else -1 for name in paper], dtype=np.int32)
+    y = np.array([classes.index(row["label"]) for row in train], dtype=np.int64)
+    y_test = np.array([classes.index(row["label"]) for row in test], dtype=np.int64)
+    paper = [_covid_paper(row) for row in train]
+    papers = sorted(set(paper) - {""})
+    number = {name: k for k, name in enumerate(papers)}
+    groups = np.array([number.get(name, -1) for name in paper], dtype=np.int32)
     return Dataset(
         "covid_ct",
         x,
@@ -308,6 +293,27 @@ def load_covid_ct(data: Data) -> Dataset:
         groups=groups,
         group_names=tuple(papers),
     )
+
+
+def _covid_index(path: Path, root: Path) -> list[dict[str, str]]:
+    """Return the rows of the index of COVID-CT, one for each image."""
+    try:
+        with open(path, newline="", encoding="utf-8") as file:
+            rows = list(csv.DictReader(file))
+    except OSError as error:
+        raise missing_files_error("covid_ct", root, f"there is no file {error.filename}") from None
+    if not rows or not rows[0].keys() >= {"file", "label", "split"}:
+        raise ConfigError(
+            f"{path}: expected a row for each image, with columns file, label and split"
+        )
+    return rows
+
+
+def _covid_paper(row: dict[str, str]) -> str:
+    """Return the paper that a COVID image was taken from; "" for the other images."""
+    if row["label"] != "COVID":
+        return ""
+    return re.sub(r"-p(age)?\d.*", "", Path(row["file"]).stem)
 
 
 LOADERS: dict[str, Callable[[Data], Dataset]] = {

@@ -50,48 +50,68 @@ def load_users(data: Data) -> Dataset:
     if data.path is None:
         raise ConfigError(f"data.path: missing; data.name=users needs {FORMAT}")
     path = Path(data.path).expanduser()
-    train, test = _rows_of_file(path) if path.is_file() else _rows_of_folder(path)
-    folder = path.parent if path.is_file() else path
+    if path.is_file():
+        name = path.stem
+        folder = path.parent
+        train, test = _rows_of_file(path)
+    else:
+        name = path.resolve().name
+        folder = path
+        train, test = _rows_of_folder(path)
     classes = sorted({row.label for row in train})
-    label = {name: k for k, name in enumerate(classes)}
+    numbers = {label: k for k, label in enumerate(classes)}
     for row in test:
-        if row.label not in label:
+        if row.label not in numbers:
             raise ConfigError(f"{row.place}: class '{row.label}' has no training image")
-    test_has_users = any(row.user for row in test)
-    for row in test if test_has_users else ():
-        if not row.user:
-            raise ConfigError(f"{row.place}: no user, but other test images have one")
-
-    def decode() -> list[np.ndarray]:
-        form = common_form([row.path for row in train], data.size, (row.place for row in train))
-        return [
-            decode_images((row.path for row in half), *form, (row.place for row in half))
-            for half in (train, test)
-        ]
-
-    kept = (
-        folder / f"raysim-{data.size or 'median'}-{_version_of_images((*train, *test), folder)}.npz"
-    )
-    x, x_test = cached(kept, [len(train), len(test)], decode)
-    y, y_test = (
-        np.array([label[row.label] for row in half], dtype=np.int64) for half in (train, test)
-    )
+    users_test = _users_of_test(test)
+    x, x_test = _images(train, test, data.size, folder)
+    y = np.array([numbers[row.label] for row in train], dtype=np.int64)
+    y_test = np.array([numbers[row.label] for row in test], dtype=np.int64)
     numbered = number_users(
         np.array([row.user for row in train]),
-        np.array([row.user for row in test]) if test_has_users else None,
+        users_test,
         f"data.path: {data.path}",
         lambda k: f"{test[k].place}: the image",
     )
+    statistics = IMAGENET_GREY_MEAN_STD if x.shape[1] == 1 else IMAGENET_MEAN_STD
     return Dataset(
-        path.stem if path.is_file() else path.resolve().name,
+        name,
         x,
         y,
         x_test,
         y_test,
         tuple(classes),
-        *normalise(IMAGENET_GREY_MEAN_STD if x.shape[1] == 1 else IMAGENET_MEAN_STD),
+        *normalise(statistics),
         **numbered._asdict(),
     )
+
+
+def _users_of_test(test: Sequence[ImageRow]) -> np.ndarray | None:
+    """Return the user of each test image; None if no image has one. All or none must have one."""
+    users = [row.user for row in test]
+    if not any(users):
+        return None
+    for row in test:
+        if not row.user:
+            raise ConfigError(f"{row.place}: no user, but other test images have one")
+    return np.array(users)
+
+
+def _images(
+    train: Sequence[ImageRow], test: Sequence[ImageRow], size: int | None, folder: Path
+) -> list[np.ndarray]:
+    """Return the images of both halves, from the cache in their folder if they are there."""
+
+    def decode() -> list[np.ndarray]:
+        side, mode = common_form([row.path for row in train], size, (row.place for row in train))
+        return [
+            decode_images((row.path for row in half), side, mode, (row.place for row in half))
+            for half in (train, test)
+        ]
+
+    version = _version_of_images((*train, *test), folder)
+    kept = folder / f"raysim-{size or 'median'}-{version}.npz"
+    return cached(kept, [len(train), len(test)], decode)
 
 
 def _version_of_images(rows: Sequence[ImageRow], folder: Path) -> str:

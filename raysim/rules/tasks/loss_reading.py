@@ -289,27 +289,41 @@ def class_labels(loss: UserLoss, data: TaskData) -> tuple[int, tuple[int, ...]] 
     if any(y.ndim != 1 or y.dtype.kind not in "iu" for y in (data.y, data.y_test)):
         return None
     labels = np.union1d(data.y, data.y_test)
-    classes = data.n_classes
-    if not classes:
-        if not len(labels) or labels[0] >= 0 or labels[-1] < 0:
-            return None
-        classes = int(labels[-1]) + 1
+    classes = data.n_classes or _classes_beside_negative(labels)
     inside = labels[(labels >= 0) & (labels < classes)]
     outside = labels[(labels < 0) | (labels >= classes)]
     if classes > MAX_CLASSES or not len(inside):
         return None
-    if len(inside) > 1 and inside[-1] == classes - 1 > inside[-2] + 1:
-        # The number of classes may follow from a label such as 255 that marks what is ignored.
-        fewer = int(inside[-2]) + 1
-        if _ignores(loss, int(inside[-1]), inside[:-1], fewer):
-            outside, inside, classes = np.append(outside, inside[-1]), inside[:-1], fewer
+    if _is_marker(loss, inside, classes):
+        outside = np.append(outside, inside[-1])
+        inside = inside[:-1]
+        classes = int(inside[-1]) + 1
     if not _takes_labels(loss, inside, classes):
         return None
     if len(outside) > MAX_OUTSIDE_LABELS:
         return classes, ()
-    return classes, tuple(
-        int(label) for label in outside if _ignores(loss, int(label), inside, classes)
-    )
+    ignored = [int(label) for label in outside if _ignores(loss, int(label), inside, classes)]
+    return classes, tuple(ignored)
+
+
+def _classes_beside_negative(labels: np.ndarray) -> int:
+    """Return the number of classes of sorted labels; 0 unless some are negative and some not."""
+    if not len(labels) or labels[0] >= 0 or labels[-1] < 0:
+        return 0
+    return int(labels[-1]) + 1
+
+
+def _is_marker(loss: UserLoss, labels: np.ndarray, classes: int) -> bool:
+    """Return whether the last of the sorted labels is no class, but marks what is ignored.
+
+    The number of classes may follow from such a label, for example from 255.
+    """
+    if len(labels) == 1:
+        return False
+    last, classes_below = int(labels[-1]), int(labels[-2]) + 1
+    if last != classes - 1 or last == classes_below:
+        return False
+    return _ignores(loss, last, labels[:-1], classes_below)
 
 
 def ignored_token(loss: UserLoss, data: TaskData) -> int | None:

@@ -84,7 +84,10 @@ def batch_positions(
     shuffled_pass = -1
     for i in range(cursor, cursor + steps):
         number, position = divmod(i, per_pass)
+        # Where one batch has all examples, there is nothing to shuffle.
         if number != shuffled_pass and n > size:
+            # Each pass has its own key, so a stream continues at `cursor` without the earlier
+            # passes.
             shuffled = generator(seed, "order", client, number).permutation(n)
             shuffled_pass = number
         yield shuffled[batch_slice(position, n, size, needs_two)]

@@ -322,6 +322,7 @@ class ClientBatches:
         """
         if draws.private_noise is None:
             return None
+        # Drawn on the CPU, in float32: the numbers are the same on any device and for any dtype.
         noise = draws.private_noise.standard_normal(self.model.size, dtype=np.float32)
         return torch.from_numpy(noise).to(self.model.device, self.model.dtype)
 
@@ -340,6 +341,8 @@ class ClientBatches:
         for key, (shape, distribution) in self.noise_specs.items():
             rng = draws.noise[key]
             draw = rng.standard_normal if distribution == "normal" else rng.random
+            # Padding follows the draw, so the numbers do not depend on the other clients of a
+            # block.
             numbers = draw(tuple(n if size == "B" else size for size in shape), dtype=np.float32)
             numbers = np.asarray(numbers)
             if shape[:1] == ("B",) and width is not None and width > n:
@@ -367,6 +370,7 @@ class ClientBatches:
         for _ in range(self.sets):
             masks = []
             for shape, rate in self.model.dropouts:
+                # The limit avoids 0 / 0 at rate 1.
                 kept = (rng.random((n, *shape), dtype=np.float32) >= rate) / max(1 - rate, 1e-30)
                 if width is not None and width > n:
                     kept = np.pad(kept, ((0, width - n), *[(0, 0)] * len(shape)))
@@ -448,6 +452,7 @@ class PrefetchedBatches:
         """Gather the batches of a group: x [B, C, H, W] and y [B] by index of the batch."""
         sizes = [len(self.indices[i]) for i in group]
         starts = list(accumulate((-(-size // self.unit) * self.unit for size in sizes), initial=0))
+        # The gaps up to the next memory boundary hold some example that nobody reads.
         places = np.repeat(self.indices[group[0]][:1], starts[-1])
         draws = [
             generator
@@ -478,6 +483,7 @@ def _crops(draws: list[RandomStreams], sizes: list[int], width: int | None) -> n
 
     With `width`, those of each client are padded to this number of examples, like its batch.
     """
+    # Empty without augmentation. In `stacked`, clients that are done have a generator but no size.
     generators = [d.augment for d in draws if d.augment is not None]
     of_clients = [
         g.random((n, NUMBERS_PER_AUGMENTATION)) for g, n in zip(generators, sizes, strict=False)

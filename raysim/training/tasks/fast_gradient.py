@@ -117,6 +117,7 @@ class FastGradient:
             x, backward = forward(x)
             backwards.append(backward)
         log_p = torch.log_softmax(x, 1)
+        # Reduction 1 is the mean, and -100 the default `ignore_index` of F.cross_entropy.
         loss, weight = aten.nll_loss_forward.default(log_p, y, None, 1, -100)
         g = torch.ones_like(loss)
         g = aten.nll_loss_backward.default(g, log_p, y, None, 1, -100, weight)
@@ -124,6 +125,7 @@ class FastGradient:
         end = len(out)
         for backward, (_, count) in zip(reversed(backwards), reversed(self.layers), strict=True):
             start = end - count
+            # Without parameters below a layer, nobody needs the gradient of its input.
             g = backward(g, start > 0, out[start:end])
             if g is None:
                 break
@@ -162,6 +164,7 @@ def matches_autograd(model: Model) -> bool:
         if not fast.supports(x):
             continue
         buffers, buffers_of_autograd = model.initial()[1], model.initial()[1]
+        # NaN shows a part that `gradient` does not write.
         gradient = torch.full_like(bound.w, torch.nan)
         try:
             fast.gradient(x, y, mode, buffers, drop, list(model.views(gradient).values()))
@@ -223,11 +226,13 @@ def _kind(module: nn.Module) -> type:
 
 
 def _is_known(module: nn.Module) -> bool:
+    # The backward pass of BatchNorm writes the gradients of weight and bias.
     without_weights = isinstance(module, nn.modules.batchnorm._NormBase) and module.weight is None
     return _kind(module) in LAYERS and not without_weights
 
 
 def _linear(layer: nn.Linear) -> Forward:
+    # `data` is a view of the bound vector [P], and autograd does not record what is done with it.
     weight = layer.weight.data
     bias = None if layer.bias is None else layer.bias.data
 

@@ -78,6 +78,7 @@ def downhill(
             moved = {k: torch.where(idle, optimizer_state[k], v) for k, v in moved.items()}
         optimizer_state = moved
     if idle is not None:
+        # Weight decay, or momentum from earlier steps, would still move them.
         direction = torch.where(idle, torch.zeros_like(direction), direction)
     return direction, optimizer_state
 
@@ -90,6 +91,7 @@ def stepped(w: Tensor, u: Tensor, lr: float | Tensor) -> Tensor:
         u: [P], the direction of the step.
         lr: the step size; a tensor under vmap.
     """
+    # `alpha` takes numbers only.
     return w - lr * u if isinstance(lr, Tensor) else torch.add(w, u, alpha=-lr)
 
 

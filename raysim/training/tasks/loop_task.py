@@ -39,6 +39,7 @@ class LoopTask(ModelTask):
         super().__init__(model, settings)
         self.trained = BoundModel(model)
         self.fast = FastGradient(self.trained) if fast else None
+        # Memory for the gradients of `descend_plainly`, the same in every step.
         self.parts = [torch.empty_like(view) for view in self.trained.views] if fast else []
         self.memo = GradientMemo()
         self.in_steps = False
@@ -101,6 +102,7 @@ class LoopTask(ModelTask):
 
     def rng(self, stream: str) -> Generator:
         """Return a keyed generator. See `Task.rng`."""
+        # Refused in this mode too, so that a rule that runs here also runs under vmap.
         if self.in_steps:
             return super().rng(stream)
         return generator(self.settings.seed, f"client rule {stream}", int(self.t), self.facts[1])
@@ -149,6 +151,7 @@ class LoopTask(ModelTask):
     def _grad_and_buffers(
         self, w: Tensor, batch: Batch, loss: Loss, buffers: Tensor
     ) -> tuple[Tensor, Tensor]:
+        # The pass moves the statistics in place, and these belong to the rule.
         moved = buffers.clone()
         return self._pass(w, batch, loss, "train", moved)[0], moved
 
@@ -163,8 +166,10 @@ class LoopTask(ModelTask):
         if w is not bound.w:
             copy = self.others.at(w)
             bound, fast = copy.bound, copy.fast
+        # The fast gradient is that of class labels; probabilities of classes are floats.
         has_labels = self.model.is_own_loss(loss) and not batch.y.is_floating_point()
         if fast is not None and has_labels and fast.supports(batch.x):
+            # In a chain the loss depends on every parameter.
             self.unreached = []
             return self._without_autograd(fast, batch, mode, statistics)
         return self._by_autograd(bound, batch, loss, mode, statistics)
@@ -241,6 +246,7 @@ class LoopTask(ModelTask):
             x: Tensor, first: int, levels: list[Tensor] | None
         ) -> tuple[Tensor, Tensor | None]:
             out = bound.forward(x, mode, buffers, batch.drop if dropout else (), first, levels)
+            # Taken out of the frame, which would keep the graph of the pass in memory.
             features, bound.frame.features = bound.frame.features, None
             return out, None if features is None else features.flatten(1)
 
@@ -326,6 +332,7 @@ class _Version:
     __slots__ = ("_number", "_reference")
 
     def __init__(self, tensor: Tensor):
+        # PyTorch counts the in-place changes of a tensor in `_version`.
         self._reference, self._number = weakref.ref(tensor), tensor._version
 
     @property

@@ -67,6 +67,7 @@ class SGD(Optimizer):
         """
         if not self.momentum:
             return {}
+        # Without dampening, the first step from an empty buffer gives b = g by itself.
         started = {"started": w.new_zeros(())} if self.dampening else {}
         return {"momentum_buffer": torch.zeros_like(w), **started}
 
@@ -103,6 +104,7 @@ class Adam(Optimizer):
         return {
             "exp_avg": torch.zeros_like(w),
             "exp_avg_sq": torch.zeros_like(w),
+            # torch.optim computes the corrections from Python's floats, which are float64.
             "step": w.new_zeros((), dtype=torch.float64),
         }
 

@@ -42,6 +42,8 @@ class ServerTask(LoopTask):
         local = self.config.local
         settings = LocalSettings(
             t=t,
+            # The server makes no local steps; with 0 of them this is the first step size of the
+            # round.
             lr=local.step_sizes.mean(t, 0),
             weight_decay=local.weight_decay,
             clip=local.max_grad_norm,

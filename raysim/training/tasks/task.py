@@ -156,6 +156,7 @@ class ModelTask(Task):
                 f"model, [{size}], such as task.initial_buffers before its first pass"
             )
         if not size:
+            # The same gradient as in mode "train", without an entry in `losses`.
             return self._grad(w, batch, loss, "frozen", None), buffers
         return self._grad_and_buffers(w, batch, loss, buffers)
 
@@ -189,6 +190,7 @@ class ModelTask(Task):
         assert privacy is not None
         total = torch.zeros_like(w)
         plain = w.new_zeros(())
+        # A loss of the rule's may read noise or prepared batches, which `in_parts` does not cut.
         for part in in_parts(batch, self.model.size) if self.model.is_own_loss(loss) else [batch]:
             rows, values = self._sample_grads(w, part, loss, "train")
             total = total + clipped_sum(rows, privacy.max_grad_norm, part.mask)
@@ -246,6 +248,7 @@ class ModelTask(Task):
             plain = values if is_plain else task_loss(net, batch)
             return values.sum(), plain.detach()
 
+        # Each example has a row of parameters, so one backward pass of the sum gives all gradients.
         return torch.func.grad(total, has_aux=True)(w.expand(len(batch.y), -1))
 
     def fisher(self, w: Tensor, data: LocalData, augment: bool = False) -> Tensor:
@@ -443,6 +446,7 @@ def forward_pass(
         The output, and the input of the classifier [B, F], None if there is none.
     """
     frame, module = model.frame, model.pure_module
+    # Only if it changes: setting the mode visits every module of the net.
     if (mode != "eval") != module.training:
         model.set_training(module, mode != "eval")
     frame.mode = mode
@@ -492,10 +496,12 @@ def one_by_one(
     """
 
     def call(x: Tensor, first: int, levels: list[Tensor] | None) -> tuple[Tensor, Tensor | None]:
+        # vmap passes on tensors only; the list says whether one of them is the features.
         with_features: list[bool] = []
 
         def call_example(w: Tensor, x: Tensor, drop: tuple[Tensor, ...]) -> list[Tensor]:
             outputs: list[Tensor] = []
+            # The net gets a batch of one example.
             masks = tuple(m[None] for m in drop)
             out, features = forward_pass(
                 model,

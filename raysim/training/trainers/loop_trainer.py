@@ -54,6 +54,7 @@ class LoopTrainer(Trainer):
             client = self.arrive(rule, broadcast, client_task)
             state = self._make_local_steps(client, batches)
             losses = self.loop.losses
+            # A client without examples makes no step.
             loss = torch.stack(losses).mean() if losses else self.x0.new_tensor(float("nan"))
             return self.finish.update(client, state, loss, self.loop)
         except BaseException as error:
@@ -77,6 +78,7 @@ class LoopTrainer(Trainer):
                 lr = step_sizes.of_step(client.task.base, passes // local.accumulate)
                 task.settings = replace(client.settings, lr=lr)
             if prepared:
+                # There are batches for one pass; later passes use them again.
                 batch = replace(batch, prepared=prepared[passes % len(prepared)])
             task.logged = {}
             if plain:
@@ -87,6 +89,7 @@ class LoopTrainer(Trainer):
                 if (direction := mean.after(direction)) is not None:
                     task.descend_in_place(local_params, direction)
             else:
+                # `check_update` expects one call of `descend` in this step.
                 task.updates = 0
                 after = rule.step(shared, state, batch, task)
                 check_step(rule, state, after)
@@ -94,6 +97,7 @@ class LoopTrainer(Trainer):
                 state = after
             check_passes(rule, len(task.losses) - passes)
             log.add({name: number[None] for name, number in task.logged.items()})
+        # `finish` sees the mean step size again, not that of the last step.
         task.settings = client.settings
         task.logged = {**client.logged, **log.of(0)}
         return state

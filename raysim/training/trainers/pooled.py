@@ -71,6 +71,7 @@ class PooledTrainer(LoopTrainer):
         delta = torch.zeros_like(self.x0, dtype=torch.float64)
         losses = {}
         try:
+            # Sorted, so that the order of the sum is fixed.
             for base in sorted({task.base for task in block.tasks}):
                 tasks = [task for task in block.tasks if task.base == base]
                 pool = self.client_batches.pool(
@@ -102,6 +103,7 @@ def gradient(bound: BoundModel, pool: PooledBatch) -> tuple[Tensor, list[float]]
     """
     bounds = np.cumsum([0, *pool.sizes])
     denominators = _denominators(bound.model.learning_task, pool, bounds)
+    # If all examples have weight 0, so have their losses: the 1 only avoids 0 / 0.
     weights = np.repeat(
         np.array(pool.weights) / np.where(denominators, denominators, 1), pool.sizes
     )
@@ -112,9 +114,11 @@ def gradient(bound: BoundModel, pool: PooledBatch) -> tuple[Tensor, list[float]]
         outputs = bound.forward(x, "train", None, drop)
         values = bound.model.learning_task.loss(outputs, Batch(x, y))
         weighted = values @ example_weights[span]
+        # Zeros for parameters that the loss does not reach, so that the parts make a vector [P].
         parts = torch.autograd.grad(weighted, bound.parameters, materialize_grads=True)
         total += torch.cat([part.reshape(-1) for part in parts])
         losses.append(values.detach())
+    # It would keep the graph of the last pass in memory.
     bound.frame.features = None
     all_losses = torch.cat(losses).double().cpu().numpy()
     return total, [
@@ -146,21 +150,50 @@ def why_not_pooled(
         model: the net.
         probed: whether a probe measures single clients, which needs their own updates.
     """
+    if why := _why_not_one_plain_step(config, client, model.learning_task):
+        return why
+    if why := _why_not_mean(server):
+        return why
+    if why := _why_clients_differ(config):
+        return why
+    if probed:
+        return "what each client does is looked at"
+    if model.has_unkeyed_statistics:
+        return "the net keeps statistics, which each client has to move by itself"
+    if couples_examples(model):
+        return "examples meet in the net (BatchNorm?), so that clients are not the same together"
+    return None
+
+
+def _why_not_one_plain_step(config: Config, client: ClientRule, task: LearningTask) -> str | None:
+    """Return why clients do not all make one plain step on a mean of losses; None if they do."""
     local = config.local
-    if model.learning_task.loss_reduction == "batch":
-        return f"the loss '{model.learning_task.name}' is one of all examples of a batch together"
+    if task.loss_reduction == "batch":
+        return f"the loss '{task.name}' is one of all examples of a batch together"
     if config.groups:
         return "groups of clients train differently"
     if local.upload:
         return "local.upload changes what each client sends"
     if methods := overridden(client, METHODS_NOT_OVERRIDDEN):
         return f"client rule '{client.name}' has a {methods[0]} of its own"
-    if local.steps != 1 and not (local.epochs == 1 and local.batch_size == "full"):
+    is_one_epoch_step = local.epochs == 1 and local.batch_size == "full"
+    if local.steps != 1 and not is_one_epoch_step:
         return "clients make more than one step"
+    return None
+
+
+def _why_not_mean(server: ServerRule) -> str | None:
+    """Return what a server rule needs besides the mean update; None if that is all."""
     if overridden(server, ["sent_to"]):
         return f"server rule '{server.name}' sends clients different models"
     if dict(server.uploads) != {"delta": "mean"}:
         return f"server rule '{server.name}' takes more than the mean of delta"
+    return None
+
+
+def _why_clients_differ(config: Config) -> str | None:
+    """Return which setting needs each client's own model, gradient or upload; None if none does."""
+    local = config.local
     if local.personal or local.buffers != "averaged":
         return "clients keep parts of the model to themselves"
     if local.optimizer != PLAIN_SGD:
@@ -169,10 +202,4 @@ def why_not_pooled(
         return "each client's gradient is changed before its step, or what it sends after it"
     if config.client_privacy:
         return "privacy.unit 'client' clips what each client sends"
-    if probed:
-        return "what each client does is looked at"
-    if model.has_unkeyed_statistics:
-        return "the net keeps statistics, which each client has to move by itself"
-    if couples_examples(model):
-        return "examples meet in the net (BatchNorm?), so that clients are not the same together"
     return None

@@ -127,6 +127,7 @@ class Trainer(ABC):
         self.average = float(parts.clients.sizes.sum() / parts.clients.n_nonempty)
         self.personal = parts.personal or personal_parts(config, client, model)
         if config.local.buffers == "frozen":
+            # The task and the batches, which are made below, depend on it.
             model.freeze_statistics()
         self.uploads = UploadLayout.of(
             config,
@@ -142,6 +143,7 @@ class Trainer(ABC):
         self.loop = LoopTask(model, self.constants, fast=matches_autograd(model))
         self.finish = ClientFinish(config, parts.server, self.uploads, self._chain(group))
         channels_last = model.channels_last and model.device.type == "cpu" and self.channels_last
+        # `noise` is code of the rule's, and may raise anything.
         with translate_errors(ContractError):
             noise = declared_noise(client, client.noise(self.loop))
         self.client_batches = ClientBatches(
@@ -223,6 +225,7 @@ class Trainer(ABC):
             tasks = [task for task in block.tasks if self.members[task.client] == k]
             if tasks:
                 of_group = trainer.train_block(broadcasts, Block(block.index, tasks))
+                # A probe gets the trainer of the client's own group.
                 trainer._measure(of_group)
                 updates |= {update.task.client: update for update in of_group}
         return [updates[task.client] for task in block.tasks]
@@ -251,6 +254,7 @@ class Trainer(ABC):
                 self.add_block(broadcasts, block, total)
         outcome = total.outcome()
         outcome.evaluations = evaluations
+        # Any client will do: what `sent_to` returns has the same shapes for all of them.
         a_client = next((task.client for block in blocks for task in block.tasks), 0)
         outcome.versions = {
             base: self.personal.received_bytes(self.sent_to(broadcast, a_client))
@@ -319,6 +323,7 @@ class Trainer(ABC):
             )
         state = {"w": self.loop.local_params, **received.carried, **state}
         prepared = (
+            # A pass may have more batches than the client makes steps.
             islice(self.prepare_batches(rule, broadcast, client_task, mine), client_task.steps)
             if rule.prepares
             else ()
@@ -371,6 +376,7 @@ class Trainer(ABC):
         )
         n_updates = local.n_updates(client_task.steps)
         self.loop.start(
+            # Outside of local steps `task.lr` is their mean, if it varies within the round.
             replace(self.constants, t=t, lr=local.step_sizes.mean(t, n_updates)),
             broadcast.global_params,
             broadcast.buffers,

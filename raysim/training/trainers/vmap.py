@@ -65,6 +65,7 @@ class VmapTask(ModelTask):
             value = batch.mean(loss(net, batch))
             is_plain = self.model.is_own_loss(loss) or mode != "train"
             plain = value if is_plain else batch.mean(task_loss(net, batch))
+            # torch.func.grad returns tensors only: no statistics are an empty one.
             return value, (moved[0] if moved else value.new_zeros(0), plain.detach())
 
         gradient, (moved, value) = torch.func.grad(mean_loss, has_aux=True)(w)
@@ -120,6 +121,7 @@ class VmapTask(ModelTask):
 class VmapTrainer(Trainer):
     """Trains the clients of a block side by side, as one under vmap."""
 
+    # Stacked images have five dimensions, and this memory format is for four.
     channels_last = False
 
     def __init__(self, group: ClientGroup, parts: WorkerParts):
@@ -209,6 +211,7 @@ class VmapTrainer(Trainer):
         for client_task in sorted(client_tasks, key=lambda client_task: -client_task.steps):
             try:
                 client = self.arrive(rule, broadcasts[client_task.base], client_task)
+                # Until now it is the vector in training, which the next client overwrites.
                 client.state["w"] = client.local_params
                 clients.append(client)
             except BaseException as error:
@@ -220,6 +223,7 @@ class VmapTrainer(Trainer):
         """Return the update of client `k` of a trained block."""
         client = block.clients[k]
         try:
+            # `finish` runs for one client after the other, as in mode loop.
             self.loop.start(
                 client.settings,
                 client.broadcast.global_params,
@@ -301,6 +305,7 @@ class VmapBlock:
             settings = replace(settings, lr=0.0)  # each step gets its own
         self._step = torch.func.vmap(
             _step_of(model, rule, settings),
+            # Without a client axis the broadcast is in memory once, not K times.
             in_dims=(None if self.same_broadcast else 0, 0, 0, 0, 0, None),
         )
         self._kind = repr(rule), self.same_broadcast, *_constants(settings)
@@ -324,6 +329,7 @@ class VmapBlock:
             i: number of the mini-batch, from 0.
             batch: mini-batches of the first clients.
         """
+        # Slices instead of a mask: clients that are done cost nothing.
         live = len(batch.x)
         arguments = (
             self.sent if self.same_broadcast else _to_the_first(self.sent, live),
@@ -342,6 +348,7 @@ class VmapBlock:
             state = {key: torch.cat([state[key], v[live:]]) for key, v in self.state.items()}
         self.state = state
         self.buffers = torch.cat([buffers, self.buffers[live:]])
+        # A running mean, since clients are done after different numbers of mini-batches.
         self.losses[:live] += (losses - self.losses[:live]) / (i + 1)
         self.log.add(logged)
 
@@ -445,6 +452,7 @@ def _accumulated(
     direction = rule.direction(shared, rule_state, batch, task)
     check_direction(rule, rule_state["w"], direction)
     total = state[ACCUMULATED] + direction
+    # Both states are computed: under vmap a step cannot branch on whether it is due.
     stepped = {
         **state,
         "w": task.descend(rule_state["w"], total / count),
@@ -518,61 +526,84 @@ MAX_PARAMETERS_OF_LARGE_TRIALS = 1_000_000
 """Larger nets make small trials only, since the others would take seconds."""
 
 
-def _why_not_padded(model: Model, larger: int, smaller: int, factor: float) -> str | None:
-    """Return why two clients cannot train side by side; None if they can."""
-    sizes = (larger, smaller)
-    x, y = model.trial(sum(sizes))
-    if x.is_floating_point():
-        x = x * factor
-    w, buffers = model.initial()
-    # Initial zeros would hide a difference.
-    noise = generator(0, "dry run").standard_normal(model.size, dtype="float32")
-    w = w + 0.02 * torch.from_numpy(noise).to(w)
-    padding = larger - smaller
-    padded = [
-        torch.stack([rows[:larger], torch.cat([rows[larger:], *[rows[-1:]] * padding])])
-        for rows in (x, y)
-    ]
-    mask = w.new_ones(2, larger)
-    mask[1, smaller:] = 0
-    drops = tuple(w.new_ones(2, larger, *shape) for shape, _ in model.dropouts)
+class _PaddedTrial:
+    """Two clients with random examples, of which the smaller one is padded.
 
-    def side_by_side(x: Tensor, y: Tensor, mask: Tensor, *drop: Tensor) -> tuple[Tensor, Tensor]:
-        task = VmapTask(model, LocalSettings(), buffers)
-        return task.grad(w, Batch(x, y, mask, (drop,))), task.buffers
+    Args:
+        model: the net.
+        larger: number of examples of the first client.
+        smaller: number of examples of the second client.
+        factor: factor of the inputs, if these are floats.
+    """
 
-    def alone(client: int) -> tuple[Tensor, Tensor]:
-        n, start = sizes[client], sum(sizes[:client])
-        task = LoopTask(model, LocalSettings())
-        task.buffers = buffers.clone()
-        drop = tuple(masks[client, :n] for masks in drops)
-        batch = Batch(x[start : start + n], y[start : start + n], None, (drop,))
-        gradient = task.grad(w, batch)
+    def __init__(self, model: Model, larger: int, smaller: int, factor: float):
+        self.model = model
+        x, y = model.trial(larger + smaller)
+        if x.is_floating_point():
+            x = x * factor
+        self.examples = [(x[:larger], y[:larger]), (x[larger:], y[larger:])]
+        w, self.buffers = model.initial()
+        # Initial zeros would hide a difference.
+        noise = generator(0, "dry run").standard_normal(model.size, dtype="float32")
+        self.w = w + 0.02 * torch.from_numpy(noise).to(w)
+        self.padded = [
+            _stacked_with_last(first, second) for first, second in zip(*self.examples, strict=True)
+        ]
+        self.mask = w.new_ones(2, larger)
+        self.mask[1, smaller:] = 0
+        self.drops = tuple(w.new_ones(2, larger, *shape) for shape, _ in model.dropouts)
+
+    def alone(self, client: int) -> tuple[Tensor, Tensor]:
+        """Return the gradient [P] and the statistics [Q] of a client without padding."""
+        task = LoopTask(self.model, LocalSettings())
+        task.buffers = self.buffers.clone()
+        x, y = self.examples[client]
+        drop = tuple(masks[client, : len(y)] for masks in self.drops)
+        gradient = task.grad(self.w, Batch(x, y, None, (drop,)))
         if task.unreached:
-            name = model.names[task.unreached[0]].removeprefix("0.")
+            name = self.model.names[task.unreached[0]].removeprefix("0.")
             raise ValueError(f"'{name}' has no gradient, which vmap takes for a gradient of 0")
         return gradient, task.buffers
 
+    def side_by_side(self) -> tuple[Tensor, Tensor]:
+        """Return the gradients [2, P] and the statistics [2, Q] of both clients under vmap."""
+
+        def of_client(x: Tensor, y: Tensor, mask: Tensor, *drop: Tensor) -> tuple[Tensor, Tensor]:
+            task = VmapTask(self.model, LocalSettings(), self.buffers)
+            return task.grad(self.w, Batch(x, y, mask, (drop,))), task.buffers
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # torch warns if it would fall back to a slow loop
+            return torch.func.vmap(of_client)(*self.padded, self.mask, *self.drops)
+
+
+def _stacked_with_last(larger: Tensor, smaller: Tensor) -> Tensor:
+    """Return the rows of two clients as one tensor, the smaller one padded with its last row."""
+    padding = [smaller[-1:]] * (len(larger) - len(smaller))
+    return torch.stack([larger, torch.cat([smaller, *padding])])
+
+
+def _why_not_padded(model: Model, larger: int, smaller: int, factor: float) -> str | None:
+    """Return why two clients cannot train side by side; None if they can."""
+    trial = _PaddedTrial(model, larger, smaller, factor)
     # A net need not take so many examples, or such large inputs; then a trial shows nothing.
     is_optional = larger > SMALL_TRIAL or factor != 1
     try:
-        each = [torch.stack(parts) for parts in zip(alone(0), alone(1), strict=True)]
+        each = [torch.stack(parts) for parts in zip(trial.alone(0), trial.alone(1), strict=True)]
     except BaseException as error:
         reraise_stop(error)
         return None if is_optional else in_a_line(error)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")  # torch warns if it would fall back to a slow loop
-            many = torch.func.vmap(side_by_side)(*padded, mask, *drops)
+        many = trial.side_by_side()
     except BaseException as error:
         reraise_stop(error)
         return in_a_line(error)
+    tolerance = 1e-8 if model.dtype is torch.float64 else 1e-3
     for name, under_vmap, expected in zip(("gradients", "statistics"), many, each, strict=True):
         if not (torch.isfinite(under_vmap).all() and torch.isfinite(expected).all()):
             if is_optional:
                 return None
             return f"its {name} on random inputs are not finite, so the two ways cannot be compared"
-        tolerance = 1e-8 if model.dtype is torch.float64 else 1e-3
         if float((under_vmap - expected).norm()) > tolerance * float(expected.norm()):
             return (
                 f"it computes other {name} for a padded batch under vmap than for the batch alone; "

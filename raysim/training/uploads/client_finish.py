@@ -67,6 +67,7 @@ class ClientFinish:
         encoded = self._encoded(report, client)
         report = encoded.report
         if self.config.client_privacy is not None:
+            # Last, since the bound has to hold for what the server adds up.
             report = self._clipped(report, client.rule, client.broadcast)
         update = ClientUpdate(
             client.task,
@@ -119,6 +120,7 @@ class ClientFinish:
 
     def _kept(self, rows: State, report: Report, state: State, task: LoopTask) -> State:
         """Return what the client keeps for its next round, except for the memory of stages."""
+        # "seen" is the engine's, which sets it anew in every round.
         client_state = {k: v for k, v in rows.items() if k != "seen"} | self.uploads.kept(report)
         client_state |= self.padding | self.uploads.personal.kept(state["w"], task.buffers)
         if self.config.local.optimizer.state == "keep":

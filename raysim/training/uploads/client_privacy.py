@@ -91,6 +91,7 @@ def _renyi_divergences(
         event = dp_accounting.PoissonSampledDpEvent(cohort / n_clients, noise)
     else:
         relation = dp_accounting.NeighboringRelation.REPLACE_ONE
+        # Replacing a client changes the sum by up to twice the clip norm.
         noise = dp_accounting.GaussianDpEvent(noise_multiplier / 2)
         event = dp_accounting.SampledWithoutReplacementDpEvent(n_clients, cohort, noise)
     accountant = RdpAccountant(neighboring_relation=relation)

@@ -84,6 +84,7 @@ class UploadChain:
         for i, stage in enumerate(self._stages):
             key = stage.of or first_of_size(self._rule, self._sent, report, self._size, self._key)
             update = encoded[key].reshape(-1)
+            # A sum is cheaper than a test of each entry, and NaN or infinity spreads to it.
             if key not in formats and not torch.isfinite(update.sum()):
                 return EncodedReport(report)
             before = formats.get(key) or WireFormat(update.numel(), 8 * update.element_size())
@@ -93,11 +94,13 @@ class UploadChain:
                 is_sparse = before.values < update.numel()
                 sent = update != 0 if is_sparse else torch.ones_like(update, dtype=torch.bool)
                 update = torch.where(sent, update + kept, 0.0)
+            # Keyed by the place of the stage too: two stages of one kind draw different numbers.
             rng = generator(self._seed, "upload", task.base, task.client, i)
             decoded = stage.encode(update, rng)
             check_encoded(stage, f"{self._key}.{i}", update, decoded)
             if stage.error_feedback:
                 memory[_memory_key(self._key, i)] = torch.where(sent, update - decoded, kept)
+            # The sum of large finite entries may overflow; only then is each entry tested.
             if not torch.isfinite(decoded.sum()) and not torch.isfinite(decoded).all():
                 name = f"{self._key}.{i}: {type(stage).__name__}"
                 return EncodedReport(report, error=f"{name} makes the finite '{key}' non-finite")
@@ -119,6 +122,7 @@ class UploadChain:
             if stage.error_feedback:
                 kind = declared.get(stage.of or "", Kind((self._size,), like.dtype))
                 size = math.prod(kind.shape)
+                # An upload [P] comes without the personal parameters.
                 size = self._size if size == like.numel() else size
                 memory[_memory_key(self._key, i)] = like.new_zeros(size, dtype=kind.dtype)
         return memory

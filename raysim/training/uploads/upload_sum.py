@@ -72,6 +72,7 @@ class UploadLayout:
         if not all_per_client:
             per_client = with_mode(server.uploads, "per_client")
         if server.weights_after_training and averages_statistics:
+            # The weights of their mean are known only after training.
             per_client.append("buffers")
         return cls(
             sums(server.uploads, client.sends)
@@ -173,6 +174,7 @@ class UploadSum:
         Args:
             updates: the updates, those of failed clients too.
         """
+        # Results come after the check, which sets the `error` of refused updates.
         good, sums = self._accepted(updates)
         self._outcome.clients += [self._done(update) for update in updates]
         self._outcome.ids += [update.task.client for update in good]
@@ -238,6 +240,7 @@ class UploadSum:
         if all(update.error is None for update in good):
             return good, sums
         good = [update for update in good if update.error is None]
+        # Summed again: in floating point, a refused update cannot be subtracted exactly.
         return good, self._block_sums(good)
 
     def _block_sums(self, updates: list[ClientUpdate]) -> dict[tuple[str, str], BlockSum]:
