@@ -109,8 +109,8 @@ class _MeanLoss:
         self.total = torch.zeros((), dtype=torch.float64, device=net.w.device)
         """Sum of the examples' losses."""
         self.denominator = 0.0
-        self.parts: list[tuple[Tensor, Tensor]] = []
-        """Outputs and targets of all batches, for a loss that cannot be divided."""
+        self.parts: list[tuple[Tensor, Tensor, Tensor]] = []
+        """Outputs, inputs and targets of all batches, for a loss that cannot be divided."""
 
     def add(self, outputs: Tensor, x: Tensor, y: Tensor) -> None:
         """Add the examples of a batch, without padding."""
@@ -120,7 +120,7 @@ class _MeanLoss:
         if self.net.model.is_classifier:
             self.total += F.cross_entropy(outputs.double(), y, reduction="sum")
         elif task.loss_reduction == "batch":
-            self.parts.append((outputs, y))
+            self.parts.append((outputs, x, y))
         elif isinstance(task, LossTask):
             # A function of the user's may hold tensors of the run's dtype.
             self.total += task.loss(outputs, Batch(x, y)).double().sum()
@@ -132,6 +132,6 @@ class _MeanLoss:
         if self.task.loss_reduction == "sum":
             return self.total.item()
         if self.parts:
-            outputs, y = map(torch.cat, zip(*self.parts, strict=True))
-            return float(self.task.loss(outputs, Batch(outputs, y))[0])
+            outputs, x, y = map(torch.cat, zip(*self.parts, strict=True))
+            return float(self.task.loss(outputs, Batch(x, y))[0])
         return self.total.item() / self.denominator if self.denominator else float("nan")

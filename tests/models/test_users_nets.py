@@ -622,11 +622,13 @@ FAMILIES = [
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_of_timm_trains_as_in_pytorch(name):
     timm = import_declaring_operators(lambda: pytest.importorskip("timm"))
-    sized = {"img_size": 32} if "vit" in name else {}
+    options = {"img_size": 32} if "vit" in name else {}
+    if "ghostnet" in name:
+        options = {"drop_rate": 0.0}  # its F.dropout draws numbers without keys, which is refused
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(20, 3, 32, 32)), np.arange(20) % 3
     data, parts = (x[:16], y[:16], x[16:], y[16:]), [[*range(8)], [*range(8, 13)], [*range(13, 16)]]
     torch.manual_seed(0)
-    net = timm.create_model(name, num_classes=3, **sized)
+    net = timm.create_model(name, num_classes=3, **options)
     local = {"steps": 1, "batch_size": "full", "lr": 0.05}
     check(run(net, data, parts, 1, local=local), fedavg(net, data, parts, 1, 0.05, 1), data, 1e-7)

@@ -699,6 +699,30 @@ def test_a_task_may_give_the_weights_of_its_mean(mode):
     assert result.history[-1]["loss"] == pytest.approx(right, rel=1e-9)
 
 
+@dataclass(frozen=True)
+class Scaled(Classification):
+    """A task whose loss couples a batch and depends on its inputs."""
+
+    @property
+    def loss_reduction(self):
+        return "batch"
+
+    def loss(self, outputs, batch):
+        size = batch.x.square().mean()
+        return (size * F.cross_entropy(outputs, batch.y)).expand(len(outputs))
+
+
+def test_a_tasks_coupled_loss_sees_the_inputs_in_training_and_in_evaluation():
+    def scaled(outputs, y, x):
+        return torch.as_tensor(x).square().mean() * F.cross_entropy(outputs, y)
+
+    result = trained(nn.CrossEntropyLoss(), LABELS, task=Scaled(), mode="loop", steps=1)
+    net = result.net().double()
+    with torch.no_grad():
+        expected = scaled(net(torch.tensor(X[N:])), torch.tensor(LABELS[N:]), X[N:])
+    assert result.history[-1]["loss"] == pytest.approx(float(expected), rel=1e-6)
+
+
 @pytest.mark.parametrize("mode", ["loop", "vmap"])
 def test_terms_of_a_method_are_added_to_the_functions_mean(mode):
     """A method's own loss with a term for each example: here the squared norm of the outputs."""

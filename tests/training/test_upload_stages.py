@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ import torch
 from support.cohorts import sample_cohort
 
 import raysim
+from raysim.algorithms.fedavg import FedAvgClient
 from raysim.errors import ClientError, ConfigError
 from raysim.prepare.resolve import prepare
 from raysim.rules.contract import CLIENT_RULES, SERVER_RULES
@@ -23,6 +26,7 @@ from raysim.rules.methods.registry import discover
 from raysim.rules.upload_stages import QSGD, Cast, Clip, RandK, SignSGD, TopK, WireFormat
 from raysim.training.personal import PersonalParts
 from raysim.training.tasks.loop_task import LoopTask
+from raysim.training.uploads.upload_chain import UploadChain
 from raysim.training.uploads.upload_sum import UploadLayout
 
 discover()
@@ -472,6 +476,14 @@ def test_a_run_without_stages_keeps_its_identity_and_pooled_is_not_chosen_with_t
     ):
         config = {**waves(["clip"]), "client": "fedavg", "batching": {"mode": "pooled"}}
         prepare({**config, "local": {**config["local"], "steps": 2}})
+
+
+@pytest.mark.parametrize(("entry", "encoded"), [(2e38, 1.0), (math.inf, math.inf)])
+def test_large_finite_entries_are_encoded_though_their_sum_overflows(entry, encoded):
+    chain = UploadChain([SignSGD(scaled=False)], FedAvgClient(), ["delta"], [(4,)], seed=0)
+    task: Any = SimpleNamespace(base=0, client=0)
+    result = chain.encode({"delta": torch.full((4,), entry)}, task)
+    assert result.report["delta"].tolist() == [encoded] * 4 and result.error is None
 
 
 @pytest.mark.parametrize(

@@ -84,8 +84,10 @@ class UploadChain:
         for i, stage in enumerate(self._stages):
             key = stage.of or first_of_size(self._rule, self._sent, report, self._size, self._key)
             update = encoded[key].reshape(-1)
-            # A sum is cheaper than a test of each entry, and NaN or infinity spreads to it.
-            if key not in formats and not torch.isfinite(update.sum()):
+            # A sum is cheaper than a test of each entry, and NaN or infinity spreads to it; that of
+            # large finite entries may overflow.
+            is_given = key not in formats
+            if is_given and not torch.isfinite(update.sum()) and not torch.isfinite(update).all():
                 return EncodedReport(report)
             before = formats.get(key) or WireFormat(update.numel(), 8 * update.element_size())
             kept = sent = update
@@ -100,7 +102,6 @@ class UploadChain:
             check_encoded(stage, f"{self._key}.{i}", update, decoded)
             if stage.error_feedback:
                 memory[_memory_key(self._key, i)] = torch.where(sent, update - decoded, kept)
-            # The sum of large finite entries may overflow; only then is each entry tested.
             if not torch.isfinite(decoded.sum()) and not torch.isfinite(decoded).all():
                 name = f"{self._key}.{i}: {type(stage).__name__}"
                 return EncodedReport(report, error=f"{name} makes the finite '{key}' non-finite")
