@@ -21,7 +21,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
@@ -133,27 +133,19 @@ class Row:
         wanted = kept_config(config)
         if wanted["record_updates"] is not None or not self._measures_the_same(wanted):
             return None
-        whole = (self.rounds == config.rounds and not self.stopped) or is_short
-        mine, asked = self.config["evaluate"], config.evaluate
-        if whole and mine["every"] == asked.every:
-            return replace(self, config=wanted, experiment=config.tracking.experiment)
-        due = {t for t in range(config.rounds + 1) if asked.due(t, config.rounds)}
+        renamed = replace(self, config=wanted, experiment=config.tracking.experiment)
+        # The digest holds only for a run that this row has to its end.
+        whole = is_short or (self.rounds == config.rounds and not self.stopped)
+        if whole and self.config["evaluate"]["every"] == config.evaluate.every:
+            return renamed
+        rounds = range(config.rounds + 1)
+        due = {t for t in rounds if config.evaluate.due(t, config.rounds)}
         if not due or not due <= evaluated_rounds(self.history):
             return None
-        history = {
-            name: {
-                t: value
-                for t, value in series.items()
-                if t <= config.rounds and (t in due or not _is_cut(name))
-            }
-            for name, series in _cumulated(self.history).items()
-        }
         return replace(
-            self,
-            config=wanted,
-            experiment=config.tracking.experiment,
+            renamed,
             rounds=config.rounds,
-            history=_uncumulated({name: series for name, series in history.items() if series}),
+            history=_cut_history(self.history, rounds, due),
             digest=self.digest if whole else None,
             stopped="",
             early_stopping=None,
@@ -209,18 +201,25 @@ def kept_history(records: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str
     for t, record in records:
         for name, value in record.items():
             whole.setdefault(name, {})[t] = value
+    kept = {name: series for name, series in whole.items() if _is_kept(name)}
+    rounds = {t for t, _ in records}
     evaluated = evaluated_rounds(whole)
-    last = max((t for t, _ in records), default=0)
-    cut = {
-        name: {
-            t: value
-            for t, value in series.items()
-            if not evaluated or t in evaluated or t == last or not _is_cut(name)
-        }
-        for name, series in _cumulated(whole).items()
-        if _is_kept(name)
-    }
-    return _uncumulated({name: series for name, series in cut.items() if series})
+    # Without an evaluation the metrics of every round are all that the run has.
+    dense_rounds = {*evaluated, max(rounds)} if evaluated else rounds
+    return _cut_history(kept, rounds, dense_rounds)
+
+
+def _cut_history(
+    history: Mapping[str, Series], rounds: Container[int], dense_rounds: Container[int]
+) -> dict[str, Series]:
+    """Return a history of some rounds; metrics of every round keep only the `dense_rounds`."""
+    cut: dict[str, Series] = {}
+    for name, series in _cumulated(history).items():
+        kept_rounds = dense_rounds if _is_cut(name) else rounds
+        kept = {t: value for t, value in series.items() if t in kept_rounds}
+        if kept:
+            cut[name] = kept
+    return _uncumulated(cut)
 
 
 def _is_kept(name: str) -> bool:

@@ -133,7 +133,7 @@ def with_values(params: Sequence[Mapping[str, str]], where: Sequence[str], noun:
     Raises:
         ConfigError: A text is not KEY=VALUE, or no run has the key or all the values.
     """
-    kept = range(len(params))
+    kept = list(range(len(params)))
     for text in where:
         key, _, allowed = text.partition("=")
         if not key or not allowed:
@@ -142,20 +142,37 @@ def with_values(params: Sequence[Mapping[str, str]], where: Sequence[str], noun:
         name = _full_name(key, known)
         if name is None:
             raise ConfigError(f"--where: no {noun} has a key '{key}'{_keys_meant(key, known)}")
-        everywhere = sorted({str(entry[name]) for entry in params if name in entry})
-        is_one = any(_matches(value, allowed) for value in everywhere)
-        asked = [allowed] if is_one else allowed.split(",")
-        for one in asked:
-            if not any(_matches(value, one) for value in everywhere):
-                near = did_you_mean(one, everywhere)
-                raise ConfigError(f"--where: no {noun} has {name}={one}{near}")
-        values = sorted({str(params[i][name]) for i in kept if name in params[i]})
-        chosen = [value for value in values if any(_matches(value, one) for one in asked)]
+        asked = _asked_values(allowed, _distinct_values(params, name), name, noun)
+        values = _distinct_values([params[i] for i in kept], name)
+        chosen = _matching(values, asked)
         if not chosen:
             near = did_you_mean(allowed, values)
             raise ConfigError(f"--where: no {noun} has {name}={allowed}{near}")
         kept = [i for i in kept if params[i].get(name) in chosen]
-    return list(kept)
+    return kept
+
+
+def _asked_values(allowed: str, known: Sequence[str], name: str, noun: str) -> list[str]:
+    """Return the values that a text asks for; raise ConfigError if one of them is not known."""
+    # A value may itself contain a comma.
+    if _matching(known, [allowed]):
+        return [allowed]
+    asked = allowed.split(",")
+    for value in asked:
+        if not _matching(known, [value]):
+            near = did_you_mean(value, known)
+            raise ConfigError(f"--where: no {noun} has {name}={value}{near}")
+    return asked
+
+
+def _distinct_values(params: Sequence[Mapping[str, str]], name: str) -> list[str]:
+    """Return the sorted values of a parameter."""
+    return sorted({str(entry[name]) for entry in params if name in entry})
+
+
+def _matching(values: Sequence[str], asked: Sequence[str]) -> list[str]:
+    """Return the values that match one of the asked ones."""
+    return [value for value in values if any(_matches(value, text) for text in asked)]
 
 
 def _keys_meant(key: str, known: Sequence[str]) -> str:
@@ -283,41 +300,46 @@ def varied(params: Sequence[Mapping[str, str]]) -> list[str]:
         The names of algorithm, rules and other sections first.
     """
     params = [{k: v for k, v in run_params.items() if v != "null"} for run_params in params]
-    everything = dict.fromkeys(key for run_params in params for key in run_params)
-    differ = [
-        key
-        for key in everything
-        if key not in ("seed", *SECTIONS_WITH_NAME)
-        and not key.startswith(KEYS_WITHOUT_EFFECT)
-        and len({run_params.get(key) for run_params in params}) > 1
-    ]
-    differ.sort(key=lambda key: key == "batching.size")
+    differ = _differing(params)
     names = [key for key in differ if key.removesuffix(".name") in SECTIONS_WITH_NAME]
     names.sort(key=lambda key: key.startswith(("client.", "server.")))
-
-    def may_follow(key: str) -> bool:
-        name = f"{key.rpartition('.')[0]}.name"
-        of_other_name = name in differ and any(key not in run_params for run_params in params)
-        return of_other_name or key.startswith(_DERIVED_KEY_PREFIXES)
-
+    independent = [key for key in differ if not _may_follow(key, differ, params)]
     chosen: list[str] = []
-    for key in [
-        *names,
-        *(k for k in differ if k not in names and not may_follow(k)),
-        *differ,
-    ]:
-        if key in chosen:
-            continue
-        parts = [tuple(run_params.get(k) for k in chosen) for run_params in params]
-        tells = len(
-            set(zip(parts, (run_params.get(key) for run_params in params), strict=True))
-        ) > len(set(parts))
-        halves = key in ("client.name", "server.name") and any(
-            "algorithm.name" not in run_params for run_params in params
-        )
-        if tells or halves or not may_follow(key):
+    # A parameter that may follow from others is tried after all those that cannot.
+    for key in dict.fromkeys([*names, *independent, *differ]):
+        if key in independent or _n_distinct(params, [*chosen, key]) > _n_distinct(params, chosen):
             chosen.append(key)
     return chosen
+
+
+def _differing(params: Sequence[Mapping[str, str]]) -> list[str]:
+    """Return the parameters with several values, except those that `varied` ignores."""
+    differ = []
+    for key in dict.fromkeys(key for run_params in params for key in run_params):
+        if key in ("seed", *SECTIONS_WITH_NAME) or key.startswith(KEYS_WITHOUT_EFFECT):
+            continue
+        if len({run_params.get(key) for run_params in params}) > 1:
+            differ.append(key)
+    # The size of a batch of clients is resolved from many other parameters.
+    differ.sort(key=lambda key: key == "batching.size")
+    return differ
+
+
+def _may_follow(key: str, differ: Sequence[str], params: Sequence[Mapping[str, str]]) -> bool:
+    """Return True if the value of a parameter may follow from that of another one."""
+    if key in ("client.name", "server.name"):
+        # Without an algorithm the pair of rules is the method, and both have to be shown.
+        return all("algorithm.name" in run_params for run_params in params)
+    if key.startswith(_DERIVED_KEY_PREFIXES):
+        return True
+    # Keys that only some optimizers have, say, follow from the name of the optimizer.
+    is_everywhere = all(key in run_params for run_params in params)
+    return f"{key.rpartition('.')[0]}.name" in differ and not is_everywhere
+
+
+def _n_distinct(params: Sequence[Mapping[str, str]], keys: Sequence[str]) -> int:
+    """Return the number of distinct combinations of values of some parameters."""
+    return len({tuple(run_params.get(key) for key in keys) for run_params in params})
 
 
 def label(named: Mapping[str, str]) -> str:

@@ -102,57 +102,83 @@ def results_table(
     cost_unit = cost_unit_of(x_axis)
     named = statistic or aggregate.DEFAULT_STATISTICS
     statistics: list[Statistic] = [known_statistic(name) for name in named]
-    value = _target_number(target, bool(paper))
-    if relative_to and value is None:
+    target_value = _target_number(target, bool(paper))
+    if relative_to and target_value is None:
         raise ConfigError(
             "relative_to (--relative-to): needs a target to scale; pass target (--target) too, "
             "as a number"
         )
-    if paper and metric:
-        _check_published(metric[0], statistics)
-    printed = published.read_published(paper) if paper else []
+    printed = _read_paper(paper, metric, statistics)
     say = _once(say)
-    runs, *others = _runs_by_metric(source, say, metric, select_by, cost_unit)
-    first = runs[0].metric
+    runs, *runs_of_others = _runs_by_metric(source, say, metric, select_by, cost_unit)
     if paper:
-        _check_published(first, statistics)
-    goal: Any = value
-    if relative_to and value is not None:
-        goal = targets.share_of(runs, relative_to, value, first, say)
-    elif value is not None:
-        targets.refuse_unreachable(value, first)
-    elif target == "paper":
-        goal = lambda members: published.published_target(printed, members[0].params)  # noqa: E731
+        _check_published(runs[0].metric, statistics)
     rows = aggregate.rows(
         runs,
-        first,
+        runs[0].metric,
         statistics=statistics,
         select_by=select_by or "",
-        target=goal,
+        target=_goal(target, target_value, relative_to, runs, printed, say),
         group=group,
         best_of=best_of,
         say=say,
     )
-    for more in others:
-        rows = _with_metric(rows, more, statistics, select_by or "")
+    for others in runs_of_others:
+        rows = _with_metric(rows, others, statistics, select_by or "")
     if paper:
-        rows = aggregate.add_published(rows, printed, value, relative_to)
-        differences = [row.difference for row in rows if row.difference is not None]
-        if differences:
-            near = sum(abs(difference) <= 2 for difference in differences)
-            say(f"{near} of {len(differences)} rows lie within two of the paper's deviations")
-        if not any(row.printed for row in rows):
-            say(
-                f"paper (--paper): {paper} has no result for these runs; use group (--group) so "
-                "that each row has one algorithm and one scenario"
-            )
+        rows = aggregate.add_published(rows, printed, target_value, relative_to)
+        _report_agreement(rows, paper, say)
     if compare_with:
         rows = comparisons.compared(rows, runs, compare_with, say)
     if ranks:
         rows = aggregate.ranked(rows, say)
-    common_target = None if relative_to else value
+    common_target = None if relative_to else target_value
     names = names_given(label, tables.nameable(rows, common_target, cost_unit))
     return ResultsTable(runs, rows, common_target, cost_unit, names)
+
+
+def _read_paper(
+    paper: str | None, metric: Sequence[str] | None, statistics: Sequence[Statistic]
+) -> list[published.PublishedResult]:
+    """Return the results of a paper; none without a paper."""
+    if not paper:
+        return []
+    # Reading the runs takes long, so a metric that is named is checked before.
+    if metric:
+        _check_published(metric[0], statistics)
+    return published.read_published(paper)
+
+
+def _goal(
+    target: float | str | None,
+    value: float | None,
+    relative_to: str | None,
+    runs: Sequence[TrackedRun],
+    printed: Sequence[published.PublishedResult],
+    say: Say,
+) -> float | aggregate.Goal | None:
+    """Return the target of all rows, or the function from the runs of a row to its target."""
+    if value is None:
+        if target != "paper":
+            return None
+        return lambda members: published.published_target(printed, members[0].params)
+    if relative_to:
+        return targets.share_of(runs, relative_to, value, runs[0].metric, say)
+    targets.refuse_unreachable(value, runs[0].metric)
+    return value
+
+
+def _report_agreement(rows: Sequence[TableRow], paper: str, say: Say) -> None:
+    """Report how many rows agree with their published results."""
+    differences = [row.difference for row in rows if row.difference is not None]
+    if differences:
+        near = sum(abs(difference) <= 2 for difference in differences)
+        say(f"{near} of {len(differences)} rows lie within two of the paper's deviations")
+    if not any(row.printed for row in rows):
+        say(
+            f"paper (--paper): {paper} has no result for these runs; use group (--group) so "
+            "that each row has one algorithm and one scenario"
+        )
 
 
 def known_statistic(name: str) -> Statistic:

@@ -7,6 +7,7 @@ import re
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import pandas as pd
 
@@ -517,19 +518,25 @@ def _costs_of_target(
     targets = {row.target for row in table if row.target is not None}
     if not targets and common_target is not None:
         targets = {common_target}
-    aim = "target"
-    if len(targets) == 1:
-        (common,) = targets
-        aim = f"{100 * common:.4g} %" if percent else f"{common:.4g}"
+    aim = _aim(targets, percent)
     columns: Columns = {}
     if len(targets) > 1:
         columns[f"target{_unit(percent)}"] = [number(row.target, None, percent) for row in table]
     if targets:
         shown_unit = "MB" if cost_unit == "bytes" else cost_unit
         columns[f"{shown_unit} to {aim}"] = [_arrival(row, cost_unit) for row in table]
+    # Papers publish rounds, which no other unit can be compared with.
     if cost_unit == "rounds" and any(row.printed and row.printed.rounds for row in table):
         columns[f"paper: rounds to {aim}"] = [_rounds(row.printed) for row in table]
     return columns
+
+
+def _aim(targets: set[float], percent: bool) -> str:
+    """Return the common target as text, or "target" if rows have none or different ones."""
+    if len(targets) != 1:
+        return "target"
+    (common,) = targets
+    return f"{100 * common:.4g} %" if percent else f"{common:.4g}"
 
 
 def _progress(table: Sequence[TableRow]) -> Columns:
@@ -618,49 +625,53 @@ def frame(
         A frame with parameters as text, numbers that are not rounded, and None for figures that
         were not requested.
     """
-    alone, headers = _alone(table), _headers(table)
-    records = [
-        {
-            names.get(header, header): _named_or_none(header, row.parameters.get(key), names)
-            for key, header in headers.items()
-        }
-        | {"seeds": row.seeds}
-        | {
-            f"{figure.column(alone)}{end}": value and getattr(value, attribute)
-            for figure, value in row.values.items()
-            for end, attribute in (("", "mean"), ("_std", "std"))
-        }
-        | {
-            "chosen_round": row.chosen_round and row.chosen_round.mean,
-            "chosen_round_std": row.chosen_round and row.chosen_round.std,
-            "target": row.target,
-            f"{cost_unit.replace(' ', '_')}_to_target": row.to_target and row.to_target.mean,
-            f"{cost_unit.replace(' ', '_')}_to_target_std": row.to_target and row.to_target.std,
-            "reached": row.to_target.n if row.to_target else 0,
-            "rounds_min": row.rounds[0],
-            "rounds_max": row.rounds[1],
-            "not_finished": row.unfinished,
-            "rank": row.rank and row.rank.place,
-            "mean_rank": row.rank and row.rank.mean,
-            "paper_best": row.printed and row.printed.best,
-            "paper_std": row.printed and row.printed.std,
-            "difference_in_paper_stds": row.difference,
-            "difference_in_own_stds": row.difference_in_own_stds,
-            "versus": row.versus and row.versus.mean,
-            "versus_low": row.versus and row.versus.low,
-            "versus_high": row.versus and row.versus.high,
-            "versus_p": row.versus and row.versus.p_value,
-            "versus_seeds": row.versus and row.versus.n,
-            "paper_rounds_to_target": row.printed and row.printed.rounds,
-        }
-        for row in table
-    ]
+    headers = _headers(table)
+    alone = _alone(table)
+    records = []
+    for row in table:
+        record: dict[str, Any] = {}
+        for key, header in headers.items():
+            value = row.parameters.get(key)
+            named = None if value is None else _value_name(header, value, names)
+            record[names.get(header, header)] = named
+        record["seeds"] = row.seeds
+        for figure, mean_std in row.values.items():
+            record |= _mean_and_std(figure.column(alone), mean_std)
+        records.append(record | _further_figures(row, cost_unit))
     return pd.DataFrame(records)
 
 
-def _named_or_none(header: str, value: str | None, names: Names) -> str | None:
-    """Return the name of a parameter's value; None if the row has no value."""
-    return None if value is None else _value_name(header, value, names)
+def _further_figures(row: TableRow, cost_unit: CostUnit) -> dict[str, Any]:
+    """Return the figures of a row in a data frame beside its results."""
+    return {
+        **_mean_and_std("chosen_round", row.chosen_round),
+        "target": row.target,
+        **_mean_and_std(f"{cost_unit.replace(' ', '_')}_to_target", row.to_target),
+        "reached": row.to_target.n if row.to_target else 0,
+        "rounds_min": row.rounds[0],
+        "rounds_max": row.rounds[1],
+        "not_finished": row.unfinished,
+        **_attributes(row.rank, rank="place", mean_rank="mean"),
+        **_attributes(row.printed, paper_best="best", paper_std="std"),
+        "difference_in_paper_stds": row.difference,
+        "difference_in_own_stds": row.difference_in_own_stds,
+        **_attributes(row.versus, versus="mean", versus_low="low", versus_high="high"),
+        **_attributes(row.versus, versus_p="p_value", versus_seeds="n"),
+        **_attributes(row.printed, paper_rounds_to_target="rounds"),
+    }
+
+
+def _mean_and_std(column: str, figure: MeanStd | None) -> dict[str, float | None]:
+    """Return a mean and its deviation as columns of a data frame."""
+    return _attributes(figure, **{column: "mean", f"{column}_std": "std"})
+
+
+def _attributes(source: object | None, /, **columns: str) -> dict[str, Any]:
+    """Return attributes by the name of their column; all None without a source."""
+    return {
+        column: None if source is None else getattr(source, attribute)
+        for column, attribute in columns.items()
+    }
 
 
 def as_csv(

@@ -197,35 +197,42 @@ def with_histories(
         ConfigError: No run is left, or `metric` is None and the runs select by different ones.
     """
     metric = metric or _best_metric(done)
-
-    def leave_out(count: int, why: str) -> None:
-        if count:
-            say(f"{counted(count, 'left out')}: {why}")
-
-    needed = {metric} if not _is_count(metric) else {metric, CLIENTS_USED}
+    needed = {metric, CLIENTS_USED} if _is_count(metric) else {metric}
     having = [run for run in done if needed & run.metrics]
     if not having:
         raise MetricMissing(f"{title}: {_why_without(done, metric)}")
-    leave_out(len(done) - len(having), f"without '{metric}'")
-    kept = _newest(having)
-    leave_out(len(having) - len(kept), "another one has the same parameters and seed")
-    runs = []
-    for run in kept:
-        history = run.history(metric)
-        if not history and _is_count(metric):
-            history = [(t, 0.0) for t, _ in run.history(CLIENTS_USED)]
-        cost = _costs_by_round(run, cost_unit)
-        runs.append(TrackedRun(run.run_id, run.params, history, cost, metric=metric))
+    _report_left_out(say, done, having, f"without '{metric}'")
+    newest = _newest(having)
+    _report_left_out(say, having, newest, "another one has the same parameters and seed")
+    runs = [_with_history(run, metric, cost_unit) for run in newest]
     numbers = [run for run in runs if run.history]
-    leave_out(len(runs) - len(numbers), f"their '{metric}' is never a number")
+    _report_left_out(say, runs, numbers, f"their '{metric}' is never a number")
     with_cost = [run for run in numbers if run.costs or cost_unit == "rounds"]
-    leave_out(len(numbers) - len(with_cost), f"they do not log their {cost_unit}")
+    _report_left_out(say, numbers, with_cost, f"they do not log their {cost_unit}")
     if not with_cost:
         raise ConfigError(
             f"{title}: no run is left; the warnings above say why. Use another "
             "metric (--metric) or x_axis (--x-axis)"
         )
     return with_cost
+
+
+def _report_left_out(
+    say: Callable[[str], None], before: Sequence, after: Sequence, why: str
+) -> None:
+    """Report how many runs were left out, and why; nothing if none was."""
+    count = len(before) - len(after)
+    if count:
+        say(f"{counted(count, 'left out')}: {why}")
+
+
+def _with_history(run: FinishedRun, metric: str, cost_unit: CostUnit) -> TrackedRun:
+    """Return a run with the history of a metric and its cost."""
+    history = run.history(metric)
+    if not history and _is_count(metric):
+        history = [(t, 0.0) for t, _ in run.history(CLIENTS_USED)]
+    cost = _costs_by_round(run, cost_unit)
+    return TrackedRun(run.run_id, run.params, history, cost, metric=metric)
 
 
 def _best_metric(done: Sequence[FinishedRun]) -> str:

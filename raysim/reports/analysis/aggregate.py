@@ -154,29 +154,49 @@ def _row(
 ) -> TableRow:
     """Return the row of runs that differ only in their seed."""
     runs = [run for run in members if run.history]
-    arrivals = [(run, run.arrival(target, figures[0].lower)) for run in runs if target is not None]
-    ends = [run.history[-1][0] for run in runs] or [0]
-    reasons = Counter(run.unfinished for run in members if run.unfinished)
-    first_params = members[0].params
+    chosen = [run.chosen for run in runs if run.chosen]
+    last_rounds = [run.history[-1][0] for run in runs] or [0]
     return TableRow(
         parameters,
         len(members),
         values_of(runs, figures),
-        MeanStd.of([run.cost(t) for run, t in arrivals if t is not None]),
-        (min(ends), max(ends)),
+        _cost_of_target(runs, target, figures[0].lower),
+        (min(last_rounds), max(last_rounds)),
         tuple(run.run_id for run in members),
-        {
-            key: value
-            for key, value in first_params.items()
-            if all(run.params.get(key) == value for run in members)
-        },
-        choice=MeanStd.of([run.chosen[1] for run in runs if run.chosen]),
+        _shared_params(members),
+        choice=MeanStd.of([value for _, value in chosen]),
         choice_lower=choice_lower,
-        chosen_round=MeanStd.of([run.chosen[0] for run in runs if run.chosen]),
+        chosen_round=MeanStd.of([t for t, _ in chosen]),
         target=target,
-        unfinished=", ".join(f"{count} {reason}" for reason, count in reasons.items()),
+        unfinished=_unfinished(members),
         pooled=any(key != PARTITION_SEED for key in varied([run.params for run in members])),
     )
+
+
+def _cost_of_target(
+    runs: Sequence[TrackedRun], target: float | None, lower: bool
+) -> MeanStd | None:
+    """Return the cost of first reaching a target, over the runs that reach it."""
+    if target is None:
+        return None
+    costs = []
+    for run in runs:
+        t = run.arrival(target, lower)
+        if t is not None:
+            costs.append(run.cost(t))
+    return MeanStd.of(costs)
+
+
+def _shared_params(members: Sequence[TrackedRun]) -> dict[str, str]:
+    """Return the parameters that all runs have in common."""
+    shared = set.intersection(*(set(run.params.items()) for run in members))
+    return {key: value for key, value in members[0].params.items() if (key, value) in shared}
+
+
+def _unfinished(members: Sequence[TrackedRun]) -> str:
+    """Return the number of unfinished runs by reason, as text."""
+    reasons = Counter(run.unfinished for run in members if run.unfinished)
+    return ", ".join(f"{count} {reason}" for reason, count in reasons.items())
 
 
 def ranked(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from raysim.errors import ConfigError, did_you_mean
@@ -25,6 +25,9 @@ OPTION = "compare_with (--compare-with)"
 
 _ROUNDING = 1e-12
 """Differences that are this close, relative to the values, are equal."""
+
+_Results = dict[str, tuple[str, float]]
+"""(seed, result) by the id of the run."""
 
 
 def paired_difference(values: Sequence[float], references: Sequence[float]) -> PairedDifference:
@@ -70,51 +73,74 @@ def compared(
     Raises:
         ConfigError: `reference` is not KEY=VALUE, or no row has this parameter and value.
     """
+    references = _reference_rows(table, runs, reference)
+    figure = table[0].figure
+    results: _Results = {
+        run.run_id: (replicate(run.params), run.value(figure.statistic, figure.lower))
+        for run in runs
+        if run.history
+    }
+    compared_rows = []
+    n_unpaired = 0
+    for row in table:
+        partner = references.get(_scenario(row))
+        if partner is None or row is partner or row.pooled:
+            compared_rows.append(row)
+            continue
+        values = _finite_by_seed(row, results)
+        others = _finite_by_seed(partner, results)
+        n_unpaired += len(values.keys() ^ others.keys())
+        difference = _difference_on_shared_seeds(values, others)
+        compared_rows.append(replace(row, versus=difference, reference=reference))
+    if not any(row.versus for row in compared_rows):
+        say(f"{OPTION}: no other row shares a scenario and a seed with {reference}")
+    if n_unpaired:
+        say(f"differences leave out {n_unpaired} runs whose seed the other method does not have")
+    return compared_rows
+
+
+def _reference_rows(
+    table: Sequence[TableRow], runs: Sequence[TrackedRun], reference: str
+) -> dict[tuple, TableRow]:
+    """Return the best reference row of each scenario."""
     key, equals, value = reference.partition("=")
     if not equals:
         raise ConfigError(
             f"{OPTION}: '{reference}' is not KEY=VALUE; write, for example, algorithm=fedavg"
         )
     chosen = {run.run_id for run in having(runs, {key: [value]}, OPTION)}
-    references: dict[tuple, TableRow] = {}
-    for row in sorted(table, key=sort_key):
-        if row.result and not row.pooled and chosen.issuperset(row.run_ids):
-            references.setdefault(split_scenario(row.parameters)[0], row)
     if not chosen:
         (name,) = resolved(runs, [key], OPTION)
         known = filter(None, {value_of(run.params, name) for run in runs})
         raise ConfigError(f"{OPTION}: no run has {reference}{did_you_mean(value, known)}")
+    references: dict[tuple, TableRow] = {}
+    for row in sorted(table, key=sort_key):
+        if row.result and not row.pooled and chosen.issuperset(row.run_ids):
+            references.setdefault(_scenario(row), row)
     if not references:
         raise ConfigError(
             f"{OPTION}: no row has only runs with {reference}; name a value that runs have, and "
             "use group (--group) so that it has a row of its own"
         )
-    figure = table[0].figure
-    results = {
-        run.run_id: (replicate(run.params), run.value(figure.statistic, figure.lower))
-        for run in runs
-        if run.history
-    }
+    return references
 
-    def by_seed(row: TableRow) -> dict[str, float]:
-        result_by_seed = dict(results[run_id] for run_id in row.run_ids if run_id in results)
-        return {seed: value for seed, value in result_by_seed.items() if math.isfinite(value)}
 
-    compared_rows, unpaired = [], 0
-    for row in table:
-        partner = references.get(split_scenario(row.parameters)[0])
-        if partner is None or row is partner or row.pooled:
-            compared_rows.append(row)
-            continue
-        values, others = by_seed(row), by_seed(partner)
-        seeds = sorted(values.keys() & others.keys())
-        unpaired += len(values.keys() ^ others.keys())
-        difference = None
-        if seeds:
-            difference = paired_difference([values[s] for s in seeds], [others[s] for s in seeds])
-        compared_rows.append(replace(row, versus=difference, reference=reference))
-    if not any(row.versus for row in compared_rows):
-        say(f"{OPTION}: no other row shares a scenario and a seed with {reference}")
-    if unpaired:
-        say(f"differences leave out {unpaired} runs whose seed the other method does not have")
-    return compared_rows
+def _scenario(row: TableRow) -> tuple:
+    """Return the parameters that a row shares with the rows it can be compared with."""
+    return split_scenario(row.parameters)[0]
+
+
+def _finite_by_seed(row: TableRow, results: _Results) -> dict[str, float]:
+    """Return the finite results of a row by seed."""
+    by_seed = dict(results[run_id] for run_id in row.run_ids if run_id in results)
+    return {seed: value for seed, value in by_seed.items() if math.isfinite(value)}
+
+
+def _difference_on_shared_seeds(
+    values: Mapping[str, float], others: Mapping[str, float]
+) -> PairedDifference | None:
+    """Return the difference over the seeds that both have; None without such a seed."""
+    seeds = sorted(values.keys() & others.keys())
+    if not seeds:
+        return None
+    return paired_difference([values[s] for s in seeds], [others[s] for s in seeds])

@@ -53,22 +53,28 @@ def curves(
     keys = (
         resolved(runs, group, "group (--group)") if group else varied([run.params for run in runs])
     )
-    all_keys = [*panel_keys, *(key for key in keys if key not in panel_keys)]
-    result = []
-    groups = grouped(runs, all_keys or None, say)
+    groups = grouped(runs, list(dict.fromkeys([*panel_keys, *keys])), say)
     names = readable([named for named, _ in groups])
+    result = []
     for named, (_, members) in zip(names, groups, strict=True):
-        members = [run for run in members if run.history]
-        if not members:
-            continue
-        histories = [dict(run.history) for run in members]
-        common = sorted(set.intersection(*map(set, histories)))
-        figures = [MeanStd.of([history[t] for history in histories]) for t in common]
-        costs = [statistics.fmean(run.cost(t) for run in members) for t in common]
-        text = label({k: v for k, v in named.items() if k not in panel_keys}) or "all"
-        panel = label({k: v for k, v in named.items() if k in panel_keys})
-        result.append(Curve(text, costs, [figure for figure in figures if figure], panel))
+        with_history = [run for run in members if run.history]
+        if with_history:
+            panel = {key: value for key, value in named.items() if key in panel_keys}
+            rest = {key: value for key, value in named.items() if key not in panel_keys}
+            result.append(_curve(label(rest) or "all", label(panel), with_history))
     return result
+
+
+def _curve(text: str, panel: str, members: Sequence[TrackedRun]) -> Curve:
+    """Return the curve of runs that differ only in their seed."""
+    histories = [dict(run.history) for run in members]
+    costs, figures = [], []
+    for t in sorted(set.intersection(*map(set, histories))):
+        figure = MeanStd.of([history[t] for history in histories])
+        if figure:
+            costs.append(statistics.fmean(run.cost(t) for run in members))
+            figures.append(figure)
+    return Curve(text, costs, figures, panel)
 
 
 def along(

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 MAX_TITLE_LETTERS = 48
 """Maximum number of characters in a line of a panel's title, and in a legend inside of its axes."""
 
+_LINE_STYLES = ("-", "--", ":", "-.")
+"""Line styles of curves, each used for ten colours."""
+
 
 def plot_curves(
     curves: Sequence[Curve],
@@ -47,23 +50,12 @@ def plot_curves(
         logarithmic: True for a logarithmic x-axis.
     """
     panels = list(dict.fromkeys(curve.panel for curve in curves))
-    looks = {label: i for i, label in enumerate(dict.fromkeys(curve.label for curve in curves))}
+    labels = list(dict.fromkeys(curve.label for curve in curves))
     figure, cells = _panels(len(panels), (10, 6) if len(panels) == 1 else (6, 4.5))
     for axes, panel in zip(cells, panels, strict=True):
         shown = [curve for curve in curves if curve.panel == panel]
         for curve in shown:
-            means = np.array([f.mean for f in curve.figures])
-            # Colours repeat after ten curves.
-            i = looks[curve.label]
-            colour, style = f"C{i % 10}", ("-", "--", ":", "-.")[i // 10 % 4]
-            marker = "." if len(means) <= 12 else None
-            axes.plot(curve.costs, means, style, color=colour, marker=marker, label=curve.label)
-            if any(f.std is not None for f in curve.figures):
-                std = np.array([f.std or 0.0 for f in curve.figures])
-                low, high = means - std, means + std
-                if is_share(metric):
-                    low, high = low.clip(0, 1), high.clip(0, 1)
-                axes.fill_between(curve.costs, low, high, color=colour, alpha=0.2, linewidth=0)
+            _draw_curve(axes, curve, labels.index(curve.label), is_share(metric))
         axes.set(xlabel=x_label, ylabel=metric, xscale="log" if logarithmic else "linear")
         axes.set_title(fill(panel, MAX_TITLE_LETTERS), fontsize="small")
         if x_label == "rounds":
@@ -74,6 +66,23 @@ def plot_curves(
     if title:
         figure.suptitle(title)
     figure.savefig(path)
+
+
+def _draw_curve(axes: Axes, curve: Curve, index: int, share: bool) -> None:
+    """Draw a curve and its band; `index` sets the look, and the band of a share is clipped."""
+    # matplotlib has ten colours; the style tells later curves from those of the same colour.
+    colour = f"C{index % 10}"
+    style = _LINE_STYLES[index // 10 % len(_LINE_STYLES)]
+    means = np.array([figure.mean for figure in curve.figures])
+    marker = "." if len(means) <= 12 else None
+    axes.plot(curve.costs, means, style, color=colour, marker=marker, label=curve.label)
+    if all(figure.std is None for figure in curve.figures):
+        return
+    std = np.array([figure.std or 0.0 for figure in curve.figures])
+    low, high = means - std, means + std
+    if share:
+        low, high = low.clip(0, 1), high.clip(0, 1)
+    axes.fill_between(curve.costs, low, high, color=colour, alpha=0.2, linewidth=0)
 
 
 def _add_legend(axes: Axes, labels: Sequence[str]) -> None:

@@ -104,26 +104,26 @@ def effects(
     Raises:
         ConfigError: No run has a parameter, or fewer than three runs have all parameters.
     """
-    groups = grouped(runs, keys or None)
-    values_of_groups = readable([values for values, _ in groups])
-    named = [(values, runs) for values, (_, runs) in zip(values_of_groups, groups, strict=True)]
-    names = list(dict.fromkeys(key for values, _ in named for key in values))
-    whole = [
-        (values, result(run))
-        for values, members in named
-        for run in members
-        if len(values) == len(names)
-    ]
-    if not names or len(whole) < 3:
+    groups = grouped(runs, keys)
+    named = readable([values for values, _ in groups])
+    names = list(dict.fromkeys(key for values in named for key in values))
+    values_of_runs: list[dict[str, str]] = []
+    results: list[float] = []
+    for values, (_, members) in zip(named, groups, strict=True):
+        if len(values) == len(names):
+            values_of_runs += [values] * len(members)
+            results += [result(run) for run in members]
+    if not names or len(results) < 3:
         raise ConfigError(
-            f"keys (--keys): only {len(whole)} runs have all compared parameters "
+            f"keys (--keys): only {len(results)} runs have all compared parameters "
             f"({', '.join(map(short, names)) or 'none differs'}); choose parameters that at least "
             "three runs have"
         )
-    results = [value for _, value in whole]
-    ordered = [_effect(name, [values[name] for values, _ in whole], results) for name in names]
+    ordered = [
+        _effect(name, [values[name] for values in values_of_runs], results) for name in names
+    ]
     ordered.sort(key=lambda effect: -effect.share)
-    together = explained_share(results, [tuple(values.items()) for values, _ in whole])
+    together = explained_share(results, [tuple(values.items()) for values in values_of_runs])
     if math.isnan(together):
         return ordered
     return [*ordered, Effect("all together", together)]

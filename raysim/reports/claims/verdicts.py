@@ -73,12 +73,14 @@ def check_claims(claims: Sequence[Claim], runs_of: RunsOf) -> list[ClaimResult]:
     Raises:
         ConfigError: a claim names a parameter or metric that no run has.
     """
-    return [
-        line for i, claim in enumerate(claims) for line in _lines(claim, runs_of, f"claims.{i}")
-    ]
+    lines = []
+    for i, claim in enumerate(claims):
+        lines += _lines(claim, runs_of, f"claims.{i}")
+    return lines
 
 
 def _lines(claim: Claim, runs_of: RunsOf, place: str) -> list[ClaimResult]:
+    """Return the results of a claim: one for each combination of values of its `each`."""
     runs_of_sides: list[Sequence[TrackedRun]] = []
     pool: list[TrackedRun] = []
     for name, side in _sides(claim).items():
@@ -88,36 +90,41 @@ def _lines(claim: Claim, runs_of: RunsOf, place: str) -> list[ClaimResult]:
             raise ConfigError(f"{place}.{name}.metric: {error}") from None
         pool += runs
         runs_of_sides.append(grouping.having(runs, side.where, f"{place}.{name}.where"))
-    left, right = runs_of_sides[0], [run for runs in runs_of_sides[1:] for run in runs]
+    left = runs_of_sides[0]
+    right = runs_of_sides[1] if claim.right.value is None else []
     keys = grouping.resolved(pool, claim.each, f"{place}.each")
-    # a right side that says itself which value it has, or has no such parameter, is the same in
-    # every line
-    its = {
-        key: values
-        for key, values in claim.right.where.items()
-        if values != claim.left.where.get(key)
-    }
-    fixed = grouping.resolved(pool, its, f"{place}.right.where")
-    free = [
-        key
-        for key in keys
-        if key not in fixed and any(grouping.value_of(run.params, key) for run in right)
-    ]
-    compared = [*left, *right] if free == keys else left
-    lines = _values_of_lines(claim, pool, compared, keys) if keys and compared else []
-    if not lines:
+    right_keys = _keys_of_right_side(claim, pool, right, keys, place)
+    compared = [*left, *right] if right_keys == keys else left
+    if not keys or not compared:
         return [_line(claim, {}, runs_of_sides)]
-    return [
-        _line(
-            claim,
-            named,
-            [
-                _runs_with(runs, named, side_keys)
-                for runs, side_keys in zip(runs_of_sides, (keys, free), strict=False)
-            ],
-        )
-        for named in lines
-    ]
+    lines = []
+    for named in _values_of_lines(claim, pool, compared, keys):
+        runs_of_line = [_runs_with(left, named, keys)]
+        if claim.right.value is None:
+            runs_of_line.append(_runs_with(right, named, right_keys))
+        lines.append(_line(claim, named, runs_of_line))
+    return lines
+
+
+def _keys_of_right_side(
+    claim: Claim,
+    pool: Sequence[TrackedRun],
+    right: Sequence[TrackedRun],
+    keys: Sequence[str],
+    place: str,
+) -> list[str]:
+    """Return the keys of `each` whose value the right side takes from the line.
+
+    A right side that sets a value of its own, or has no such parameter, is the same in every line.
+    """
+    own = [key for key, values in claim.right.where.items() if claim.left.where.get(key) != values]
+    own_keys = grouping.resolved(pool, own, f"{place}.right.where")
+    right_keys = []
+    for key in keys:
+        has_key = any(grouping.value_of(run.params, key) for run in right)
+        if has_key and key not in own_keys:
+            right_keys.append(key)
+    return right_keys
 
 
 def _values_of_lines(
