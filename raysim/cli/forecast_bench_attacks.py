@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,6 +24,7 @@ from raysim.errors import ConfigError, counted
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from raysim.diagnostics.convergence import Condition
     from raysim.engine.plan import Plan
 
 
@@ -95,15 +97,23 @@ def check_convergence(
     from raysim.prepare.resolve import prepare
 
     console = Terminal(as_json)
-    constants = [text.removeprefix("L=") for text in overrides or [] if text.startswith("L=")]
+    constants: list[str] = []
+    changes: list[str] = []
+    for text in overrides or []:
+        if text.startswith("L="):
+            constants.append(text.removeprefix("L="))
+        else:
+            changes.append(text)
     if constants and sample:
         raise ConfigError("--sample: L is given, so it is not estimated; leave out one of the two")
-    plan = prepare(config, [text for text in overrides or [] if not text.startswith("L=")])
+    plan = prepare(config, changes)
     if why := theorems.why_not(plan):
         raise ConfigError(f"Theorem 1 does not apply to this run: {why}")
-    L, source = (
-        (_parse_number(constants[-1]), "given") if constants else _smoothness(plan, sample, console)
-    )
+    if constants:
+        L = _parse_number(constants[-1])
+        source = "given"
+    else:
+        L, source = _smoothness(plan, sample, console)
     s = theorems.theorem_inputs(plan)
     console.print(f"{plan.label} on {plan.config.data.name}: "
                   f"N {s.clients}, S {s.cohort}, I {s.steps}, T {s.rounds}, "
@@ -112,20 +122,8 @@ def check_convergence(
     departures = theorems.departures(plan)
     for departure in departures:
         console.print(f"differs from the theorem: {departure}", soft_wrap=True)
-    table, conditions = (
-        Table("condition of Theorem 1", "is", "at most", "share of the limit", "", box=None),
-        [],
-    )
-    for c in theorems.conditions(s, L):
-        table.add_row(
-            f"{c.name} {c.text}",
-            f"{c.value:.3g}",
-            f"{c.limit:.3g}",
-            f"{c.share:.3g}",
-            "holds" if c.holds else "FAILS",
-        )
-        conditions.append({**vars(c), "share": c.share, "holds": c.holds})
-    print_table(table, console)
+    conditions = theorems.conditions(s, L)
+    _print_conditions(conditions, console)
     lr, server_lr = theorems.largest_lr(s, L), theorems.largest_server_lr(s, L)
     alone = f"{server_lr:.3g}" if server_lr else "none: local.lr is too large by itself"
     console.print(f"largest local.lr with server lr {s.server_lr:g}   {lr:.3g}")
@@ -135,13 +133,31 @@ def check_convergence(
         f"Corollary 1 for T = {s.rounds}   local.lr {steps[0]:.4g}, server lr {steps[1]:.4g}"
     )
     if as_json:
-        facts = {**vars(s), "L": L, "L_source": source, "conditions": conditions, "largest_lr": lr}
-        facts["departures"] = departures
-        facts |= {
+        facts = {
+            **vars(s),
+            "L": L,
+            "L_source": source,
+            "conditions": [{**vars(c), "share": c.share, "holds": c.holds} for c in conditions],
+            "largest_lr": lr,
+            "departures": departures,
             "largest_server_lr": server_lr,
             "corollary": {"lr": steps[0], "server_lr": steps[1]},
         }
-        say(json.dumps({k: _finite(v) for k, v in facts.items()}))
+        say(json.dumps(_finite(facts)))
+
+
+def _print_conditions(conditions: Iterable[Condition], console: Terminal) -> None:
+    """Print a row for each condition of the theorem."""
+    table = Table("condition of Theorem 1", "is", "at most", "share of the limit", "", box=None)
+    for c in conditions:
+        table.add_row(
+            f"{c.name} {c.text}",
+            f"{c.value:.3g}",
+            f"{c.limit:.3g}",
+            f"{c.share:.3g}",
+            "holds" if c.holds else "FAILS",
+        )
+    print_table(table, console)
 
 
 def _smoothness(plan: Plan, sample: int | None, console: Terminal) -> tuple[float, str]:

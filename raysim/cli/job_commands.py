@@ -52,21 +52,12 @@ def checked_command(
         raise ConfigError(f"--working-dir: there is no folder {working_dir}")
     if requirements is not None and not requirements.is_file():
         raise ConfigError(f"--requirements: there is no file {requirements}")
+    source, *options = words
     if name == "resume":
-        _refuse_secrets(str(parse_overrides(words[1:]).get("tracking.uri", "")))
-        if not Path(words[0]).is_absolute() and (working_dir / words[0]).exists():
-            raise ConfigError(
-                f"submit: {words[0]} is not uploaded with the job; resume needs the absolute path "
-                "of a folder on a disk that all nodes see"
-            )
+        _check_resumed(source, options, working_dir)
         return [name, *arguments]
-    source = words[0]
-    overrides = [word for word in words[1:] if "=" in word]
     with _inside(working_dir):
-        for raw in _configurations(name, source, overrides):
-            config = explain.validate(raw)
-            pairs.resolve_rules(config)
-            _check_places(config)
+        _check_configurations(name, source, options)
     relative = _relative_to(working_dir, source)
     if is_excluded(working_dir, relative):
         raise ConfigError(
@@ -74,6 +65,25 @@ def checked_command(
             f"of {working_dir.resolve()} names it; take it out there, or move the file"
         )
     return [name, *(relative if argument == source else argument for argument in arguments)]
+
+
+def _check_resumed(run_dir: str, options: Sequence[str], working_dir: Path) -> None:
+    """Raise ConfigError if a job cannot resume a run."""
+    _refuse_secrets(str(parse_overrides(options).get("tracking.uri", "")))
+    if not Path(run_dir).is_absolute() and (working_dir / run_dir).exists():
+        raise ConfigError(
+            f"submit: {run_dir} is not uploaded with the job; resume needs the absolute path "
+            "of a folder on a disk that all nodes see"
+        )
+
+
+def _check_configurations(name: str, source: str, options: Sequence[str]) -> None:
+    """Raise ConfigError if a run, or a trial of a sweep, is invalid or cannot run in a job."""
+    overrides = [option for option in options if "=" in option]
+    for raw in _configurations(name, source, overrides):
+        config = explain.validate(raw)
+        pairs.resolve_rules(config)
+        _check_places(config)
 
 
 def _configurations(name: str, source: str, overrides: Sequence[str]) -> list[dict[str, Any]]:
@@ -95,12 +105,10 @@ def _check_places(config: Config) -> None:
         )
     for section in ("algorithm", "client", "server", "model"):
         named = getattr(config, section)
-        path = (
-            Path(named.name.rpartition(":")[0] or named.name)
-            if named is not None and ".py:" in f"{named.name}:"
-            else None
-        )
-        if path is not None and (path.is_absolute() or ".." in path.parts):
+        if named is None or ".py:" not in f"{named.name}:":
+            continue
+        path = Path(named.name.rpartition(":")[0] or named.name)
+        if path.is_absolute() or ".." in path.parts:
             raise ConfigError(
                 f"{section}: {path} is not uploaded with the job; put it into --working-dir "
                 "and name it relative to that folder"

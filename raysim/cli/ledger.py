@@ -5,13 +5,16 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from raysim.cli.base import ledger_app
 from raysim.cli.terminal import say
 from raysim.errors import ConfigError
+
+if TYPE_CHECKING:
+    from raysim.ledger.ledger_row import Row
 
 _MISSING = "FILE"
 
@@ -68,7 +71,6 @@ def check(
     from raysim.config.loading import parse_overrides
     from raysim.ledger import ledger_file
     from raysim.runs import recomputed
-    from raysim.system.cpu_kind import cpu_kind, may_be_this_kind
 
     problems: list[str] = []
 
@@ -76,8 +78,10 @@ def check(
         problems.append(line)
         _aside(line)
 
+    keys = keys or []
+    where = where or []
     if not recompute and (keys or where):
-        given = (keys or [f"--where {text}" for text in where or []])[0]
+        given = keys[0] if keys else f"--where {where[0]}"
         raise ConfigError(f"{given}: only for rows that are trained again; add --recompute 1")
     rows = ledger_file.read_rows([file], name, missing=_MISSING)
     if problems:
@@ -85,24 +89,31 @@ def check(
     for row in rows:
         if reason := recomputed.why_other_identity(row):
             name(f"{row.place}: {reason}")
-    found = f"{len(problems)} problem{'s'[: len(problems) != 1]}"
-    say(f"{len(rows)} rows, {len(ledger_file.unique(rows))} runs, {found}")
-    overrides = parse_overrides(keys or [])
-    chosen = recomputed.having(recomputed.comparable(rows), where or [])
+    noun = "problem" if len(problems) == 1 else "problems"
+    say(f"{len(rows)} rows, {len(ledger_file.unique(rows))} runs, {len(problems)} {noun}")
+    overrides = parse_overrides(keys)
+    chosen = recomputed.having(recomputed.comparable(rows), where)
     for row in chosen[:recompute]:
-        if not may_be_this_kind(row.cpu):
-            say(
-                f"{row.place} ({row.title}): not trained again: it was computed on {row.cpu}, "
-                f"whose last bits differ from those of this machine, {cpu_kind()}"
-            )
-            continue
-        _aside(f"{row.place} ({row.title}): training again; it took {row.seconds:.0f} s")
-        result = recomputed.recompute(row, overrides)
-        say(result.text)
-        if not result.same and result.is_comparable:
-            problems.append(result.text)
+        problems += _differences_of_row(row, overrides)
     if problems:
         raise typer.Exit(1)
+
+
+def _differences_of_row(row: Row, overrides: dict[str, Any]) -> list[str]:
+    """Train a row again; return what contradicts it, [] if nothing does."""
+    from raysim.runs import recomputed
+    from raysim.system.cpu_kind import cpu_kind, may_be_this_kind
+
+    if not may_be_this_kind(row.cpu):
+        say(
+            f"{row.place} ({row.title}): not trained again: it was computed on {row.cpu}, "
+            f"whose last bits differ from those of this machine, {cpu_kind()}"
+        )
+        return []
+    _aside(f"{row.place} ({row.title}): training again; it took {row.seconds:.0f} s")
+    result = recomputed.recompute(row, overrides)
+    say(result.text)
+    return [result.text] if result.is_comparable and not result.same else []
 
 
 @ledger_app.command("carry")

@@ -122,20 +122,25 @@ def _refuse_switches(
     """
     for key, value in raw.items():
         fields = [m.model_fields[key] for m in models if key in m.model_fields]
-        inner = [a for field in fields for a in annotation_types(field.annotation)]
-        if isinstance(value, bool) and fields and bool not in inner:
-            sections = [a for a in inner if _is_section(a)]
-            names = dict.fromkeys(name for section in sections for name in section.model_fields)
-            known = ", ".join(f"{above}{key}.{name}" for name in names)
-            without = "null to leave it out" if type(None) in inner else "leave it out"
-            raise ConfigError(
-                f"{above}{key}: {str(value).lower()} is not a section; give some of {known}, or "
-                f"{without}{_SECTION_HINTS.get(above + key, '')}"
-                if sections and not {int, float, str} & {a for a in inner if isinstance(a, type)}
-                else f"{above}{key}: {str(value).lower()} is not an integer, number or word"
-            )
-        if isinstance(value, Mapping) and (sections := [m for m in inner if _is_section(m)]):
+        types = [t for field in fields for t in annotation_types(field.annotation)]
+        if isinstance(value, bool) and fields and bool not in types:
+            raise ConfigError(_wrong_switch(f"{above}{key}", value, types))
+        sections = [t for t in types if _is_section(t)]
+        if isinstance(value, Mapping) and sections:
             _refuse_switches(value, sections, f"{above}{key}.")
+
+
+def _wrong_switch(key: str, value: bool, types: Sequence[Any]) -> str:
+    """Return the message for true or false at a key of other types."""
+    switch = str(value).lower()
+    sections = [t for t in types if _is_section(t)]
+    if not sections or any(t in types for t in (int, float, str)):
+        return f"{key}: {switch} is not an integer, number or word"
+    names = dict.fromkeys(name for section in sections for name in section.model_fields)
+    known = ", ".join(f"{key}.{name}" for name in names)
+    without = "null to leave it out" if type(None) in types else "leave it out"
+    hint = _SECTION_HINTS.get(key, "")
+    return f"{key}: {switch} is not a section; give some of {known}, or {without}{hint}"
 
 
 def _is_section(annotation: Any) -> bool:
@@ -211,11 +216,12 @@ def _path(item: Any, raw: Any) -> list[str]:
 
 def _mistake(item: Any, path: list[str], raw: Any, model: type) -> tuple[list[str], str]:
     """Return the key below `path` that is wrong, [] for the path itself, and the reason."""
-    kind, value = item["type"], item["input"]
+    kind = item["type"]
     *above, last = path or [""]
     if kind in _UNKNOWN:
         hint = None if above else _in_a_section(last, model)
-        return [], _whose(above, raw) + (hint or did_you_mean(last, _keys_at(model, above, raw)))
+        hint = hint or did_you_mean(last, _keys_at(model, above, raw))
+        return [], _whose(above, raw) + hint
     if kind in _MISSING:
         return [], "missing; give it in the file or as {key}=…"
     if kind == "union_tag_invalid":
@@ -226,21 +232,31 @@ def _mistake(item: Any, path: list[str], raw: Any, model: type) -> tuple[list[st
         return ["name"], f"missing; give it a name: {', '.join(choices(last))}"
     if kind == "invalid_key":
         return [], "a key must be a word"
+    text = _wrong_value(item, path)
+    text = text[:1].lower() + text[1:]
+    value = item["input"]
+    if value is None or isinstance(value, str | int | float | list | tuple):
+        text += f" (given: {value!r})"
+    return [], text
+
+
+def _wrong_value(item: Any, path: list[str]) -> str:
+    """Return the reason why a value does not fit its key, and what to write instead."""
+    kind = item["type"]
+    value = item["input"]
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if kind in _NO_SECTION:
-        text = "expected a section, a mapping of keys" + _SECTION_HINTS.get(".".join(path), "")
-    elif kind in _NO_LIST:
-        text = "input should be a list"
-        if isinstance(value, int | float | str) and not isinstance(value, bool):
-            text += f"; write {json.dumps([value], ensure_ascii=False)}"
-    elif kind == "string_type" and isinstance(value, int | float) and not isinstance(value, bool):
+        return "expected a section, a mapping of keys" + _SECTION_HINTS.get(".".join(path), "")
+    if kind in _NO_LIST:
+        is_item = is_number or isinstance(value, str)
+        fix = f"; write {json.dumps([value], ensure_ascii=False)}" if is_item else ""
+        return f"input should be a list{fix}"
+    if kind == "string_type" and is_number:
         quoted = json.dumps(str(value))
-        text = f"{item['msg']}; write {quoted}, on the command line {shlex.quote(quoted)}"
-    elif kind == "value_error":  # of a validator of ours
-        text = str(item["ctx"]["error"])
-    else:
-        text = item["msg"]
-    shown = value is None or isinstance(value, str | int | float | list | tuple)
-    return [], text[:1].lower() + text[1:] + (f" (given: {value!r})" if shown else "")
+        return f"{item['msg']}; write {quoted}, on the command line {shlex.quote(quoted)}"
+    if kind == "value_error":  # of a validator of ours
+        return str(item["ctx"]["error"])
+    return item["msg"]
 
 
 def top_level_hint(word: str, more: Iterable[str] = ()) -> str:
@@ -307,22 +323,28 @@ def _keys_at(model: Any, path: list[str], raw: Any) -> list[str]:
         if is_users_name:  # as that of a group
             is_users_name = False
             continue
-        if (
-            not (isinstance(model, type) and issubclass(model, BaseModel))
-            or part not in model.model_fields
-        ):
+        if not _is_model(model) or part not in model.model_fields:
             return []
         annotation = model.model_fields[part].annotation
         is_users_name = typing.get_origin(annotation) is dict
-        options = [
-            m
-            for m in annotation_types(annotation)
-            if isinstance(m, type) and issubclass(m, BaseModel)
-        ]
-        meant = [m for m in options if isinstance(raw, dict) and raw.get(_tag(m)) in _key_names(m)]
-        unnamed = [m for m in options if not _key_names(m)]
-        model = (meant or unnamed or options or [None])[0]
-    return list(model.model_fields) if model is not None and hasattr(model, "model_fields") else []
+        model = _model_of(annotation, raw)
+    return list(getattr(model, "model_fields", ()))
+
+
+def _model_of(annotation: Any, raw: Any) -> type[BaseModel] | None:
+    """Return the model of a section: the one that its name chooses, else one without names."""
+    models = [t for t in annotation_types(annotation) if _is_model(t)]
+    for model in models:
+        if isinstance(raw, dict) and raw.get(_tag(model)) in _key_names(model):
+            return model
+    for model in models:
+        if not _key_names(model):
+            return model
+    return models[0] if models else None
+
+
+def _is_model(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
 
 def annotation_types(annotation: Any) -> list[Any]:

@@ -46,6 +46,8 @@ UNREADABLE = "-holds-"
 copyreg.pickle(type(dataclasses.MISSING), lambda mark: "MISSING")
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
+COLLECTIONS = (tuple, list, set, frozenset, Mapping)
+CALLABLES = (FunctionType, BuiltinFunctionType, type, MethodType, functools.partial)
 
 
 @dataclass(frozen=True)
@@ -171,35 +173,50 @@ class _Description:
         """Return what identifies a value; for code its name, as its source is among the texts."""
         if isinstance(value, PLAIN):
             return repr(value).encode()
-        is_array = hasattr(value, "__array__") and not isinstance(value, type)
-        # A table of pandas has no bytes of its own; it is described by its parts.
-        if is_array and (hasattr(value, "detach") or hasattr(value, "tobytes")):
-            if str(getattr(value, "dtype", "")) == "object":  # whose bytes are addresses
-                return self.content([value.shape, value.tolist()])
-            return _of_array(value).encode()
+        if _is_array(value):
+            return self.array(value)
         if id(value) in self.names:
             return self.names[id(value)].encode()
         if id(value) in self.seen or inspect.ismodule(value) or isinstance(value, weakref.ref):
             return b""
         self.seen[id(value)] = value
-        if isinstance(value, tuple | list):
-            return b" ".join(map(self.content, value))
-        if isinstance(value, set | frozenset):
-            return b" ".join(sorted(map(self.content, value)))
-        if isinstance(value, Mapping):
-            return b" ".join(self.content(item) for pair in value.items() for item in pair)
-        if isinstance(value, FunctionType | BuiltinFunctionType | type):
-            if _is_users(value) and not isinstance(value, BuiltinFunctionType):
-                return self.definition(value).encode()
-            return f"{value.__module__}.{value.__qualname__}".encode()
+        if isinstance(value, COLLECTIONS):
+            return self.collection(value)
+        if isinstance(value, CALLABLES):
+            return self.code(value)
+        if _is_net(value):
+            return self.net(value)
+        return self.instance(value)
+
+    def array(self, array: Any) -> bytes:
+        """Return the digest of an array or a tensor."""
+        if str(getattr(array, "dtype", "")) == "object":  # whose bytes are addresses
+            return self.content([array.shape, array.tolist()])
+        return _of_array(array).encode()
+
+    def collection(self, items: Any) -> bytes:
+        """Return the contents of the items."""
+        if isinstance(items, Mapping):
+            items = [part for pair in items.items() for part in pair]
+        contents = [self.content(item) for item in items]
+        if isinstance(items, set | frozenset):
+            contents.sort()  # the order of a set differs between processes
+        return b" ".join(contents)
+
+    def code(self, value: Any) -> bytes:
+        """Return the name of a class or a function, or the parts of a method or a partial."""
         if isinstance(value, MethodType):
             return self.content(value.__func__) + b" " + self.content(value.__self__)
         if isinstance(value, functools.partial):
             return self.content((value.func, value.args, value.keywords))
-        if _is_net(value):
-            return self.net(value)
+        if _is_users(value) and not isinstance(value, BuiltinFunctionType):
+            return self.definition(value).encode()
+        return f"{value.__module__}.{value.__qualname__}".encode()
+
+    def instance(self, value: Any) -> bytes:
+        """Return the class and the state of an object, as pickle would store them."""
         try:
-            parts = value.__reduce_ex__(4)  # the class and the state, as pickle would store them
+            parts = value.__reduce_ex__(4)
         except Exception:  # anything may be raised by an object that cannot be pickled
             self.unreadable = type(value).__name__
             return b""
@@ -245,6 +262,13 @@ class _Description:
             for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
                 lines.append(f"{path}.{name} {_of_tensor(tensor)}".encode())
         return b"\n".join(lines)
+
+
+def _is_array(value: Any) -> bool:
+    """Return whether a value is an array or a tensor; a table of pandas has no bytes of its own."""
+    if isinstance(value, type) or not hasattr(value, "__array__"):
+        return False
+    return hasattr(value, "detach") or hasattr(value, "tobytes")
 
 
 def _of_tensor(tensor: Any) -> str:

@@ -53,6 +53,9 @@ DEFAULTS_LEFT_OUT = (
 )
 """Sections and keys that are no part of a run's identity where they have this value."""
 
+NEW_KEYS_OF_LOCAL = ("optimizer", "accumulate", "autocast", "upload")
+"""Keys of local settings that are no part of a run's identity where they change nothing."""
+
 KEYS_OF_FILES = ("data.path", "partition.path", "model.init_from")
 """Keys that are no part of a run's identity where `files` has the digest of what they name."""
 
@@ -215,46 +218,62 @@ class Config(Section):
     def identity(self) -> dict[str, Any]:
         """Return the part of the configuration that determines the parameters after each round."""
         whole = self.model_dump(mode="json", exclude={*self._NOT_THE_RESULT, "stop"})
-        r = self.resources
-        server = r.gpus if r.executor == "inline" else r.server_gpus
-        devices = {
-            "device": "cuda" if r.gpus else "cpu",
-            "server_device": "cuda" if server else "cpu",
-        }
-        whole["resources"] = {"threads": r.threads, **devices}
+        whole["resources"] = self._identity_of_resources()
+        whole["batching"].pop("cuda_graphs")
         for key in self.data.NOT_THE_RESULT:
             whole["data"].pop(key)
         for group in whole["groups"].values():
             group.pop("file")  # its content counts
             _leave_out_new_keys(group["local"])
-        if not whole["groups"]:
-            whole.pop("groups")
-        for section, key, default in DEFAULTS_LEFT_OUT:
-            if whole[section].get(key, ...) == default:
-                whole[section].pop(key)
-        _leave_out_new_keys_of_test(whole["partition"])
+        if whole["schedule"]["client_speeds"]["name"] == "trace":
+            whole["schedule"]["client_speeds"].pop("path")
         if self.example_privacy:
             whole["privacy"].pop("unit")
-        whole["batching"].pop("cuda_graphs")
+        self._leave_out_defaults(whole)
         whole |= self._identity_of_stop()
         if self.held_out:
             whole["held_out_clients"] = self.held_out
-        for key in ("upload", "optimizer", "accumulate", "autocast"):
+        self._replace_paths_by_contents(whole)
+        return whole
+
+    def _identity_of_resources(self) -> dict[str, Any]:
+        """Return the threads, and the kinds of devices of the clients and of the server."""
+        resources = self.resources
+        is_inline = resources.executor == "inline"
+        server_gpus = resources.gpus if is_inline else resources.server_gpus
+        return {
+            "threads": resources.threads,
+            "device": "cuda" if resources.gpus else "cpu",
+            "server_device": "cuda" if server_gpus else "cpu",
+        }
+
+    def _leave_out_defaults(self, whole: dict[str, Any]) -> None:
+        """Remove sections and keys that change nothing, so that older runs keep their identity."""
+        for section, key, default in DEFAULTS_LEFT_OUT:
+            if whole[section].get(key, ...) == default:
+                whole[section].pop(key)
+        for key in NEW_KEYS_OF_LOCAL:
             if getattr(self.local, key) == Local.model_fields[key].default:
                 whole["local"].pop(key)
         _leave_out_new_keys(whole["local"])
+        _leave_out_new_keys_of_test(whole["partition"])
         if whole["task"] == {"name": "classification"}:
             whole.pop("task")
-        if whole["schedule"]["client_speeds"]["name"] == "trace":
-            whole["schedule"]["client_speeds"].pop("path")
-        files = {k: v for k, v in (whole.pop("files") or {}).items() if self.determines_result(k)}
+        if not whole["groups"]:
+            whole.pop("groups")
+
+    def _replace_paths_by_contents(self, whole: dict[str, Any]) -> None:
+        """Replace paths by digests: contents determine the result, and not where files lie."""
+        digests: dict[str, dict[str, str]] = {}
+        for key, contents in (whole.pop("files") or {}).items():
+            if self.determines_result(key):
+                digests[key] = contents
         for key in KEYS_OF_FILES:
             section, name = key.split(".")
-            if whole[section].get(name, ...) in files.get(key, ()):
+            if whole[section].get(name, ...) in digests.get(key, ()):
                 whole[section].pop(name)
-        if files:  # their contents determine the result, and not where they lie
-            whole["files"] = {key: list(contents.values()) for key, contents in files.items()}
-        return whole
+        if digests:
+            whole["files"] = {key: list(contents.values()) for key, contents in digests.items()}
 
     def _identity_of_stop(self) -> dict[str, Any]:
         """Return the section `stop` and how often its metric is evaluated; {} without it."""
@@ -287,7 +306,7 @@ def _leave_out_new_keys_of_test(partition: dict[str, Any]) -> None:
 
 def _leave_out_new_keys(local: dict[str, Any]) -> None:
     """Remove keys of local settings that change nothing, so that older runs keep their identity."""
-    for key in ("optimizer", "accumulate", "autocast", "upload"):
+    for key in NEW_KEYS_OF_LOCAL:
         if local.get(key, ...) is None:
             local.pop(key)
     optimizer = local.get("optimizer", {})

@@ -141,7 +141,8 @@ def check_stop(config: Config, probes: Sequence[str] = ()) -> None:
     """
     if config.stop is None:
         return
-    key, metric = "stop.metric", config.stop.metric or ""
+    key = "stop.metric"
+    metric = config.stop.metric or ""
     if metric.startswith("system/"):
         raise ConfigError(
             f"{key}: {metric} depends on the machine, so the run would end after another round "
@@ -149,10 +150,11 @@ def check_stop(config: Config, probes: Sequence[str] = ()) -> None:
         )
     check_metric(key, metric, [config])
     entry = find_metric(metric)
-    if entry is not None and _is_missing(config, entry.logged):
-        raise ConfigError(f"{key}: {metric} is not measured; set {entry.logged}")
-    if entry is not None and _is_of_other_rules(config, entry.logged):
-        raise ConfigError(f"{key}: {metric} is not logged by this method ({entry.logged})")
+    logged = "" if entry is None else entry.logged
+    if _is_missing(config, logged):
+        raise ConfigError(f"{key}: {metric} is not measured; set {logged}")
+    if _is_of_other_rules(config, logged):
+        raise ConfigError(f"{key}: {metric} is not logged by this method ({logged})")
     source, _, rest = metric.partition("/")
     has_own = any(":" in name for name in config.evaluate.metrics or ())
     if rest and not has_own and source not in {*reserved_prefixes(), *probes}:
@@ -220,19 +222,18 @@ def check_metric(key: str, metric: str, configs: Sequence[Config]) -> None:
     Raises:
         ConfigError: a run does not log it; the message names the key and the fix.
     """
-    measured = {"loss", *(name for c in configs for name in c.evaluate.metrics or ())}
-    best = [c.evaluate.best.metric for c in configs if c.evaluate.best is not None]
-    measured |= {name for name in best if "/" not in name}
-    has_own = any(":" in name for name in measured)  # whose name is not that of their reference
+    measured = _measured_names(configs)
     evaluated = {*measured, *(f"val/{name}" for name in measured)} - {*ROUND_METRICS}
     known = (*sorted(evaluated), *ROUND_METRICS)
+    # A user's metric logs under another name than its reference, so any name may be one of its.
+    has_own = any(":" in name for name in measured)
     if metric not in known and "/" not in metric and not has_own:
         raise ConfigError(f"{key}: no run has a metric '{metric}'{did_you_mean(metric, known)}")
-    if metric in evaluated and any(not c.evaluate.every for c in configs):
+    if metric in evaluated and not all(c.evaluate.every for c in configs):
         raise ConfigError(
             f"{key}: evaluate.every=0 measures no {metric}; use train_loss, or evaluate"
         )
-    if metric.startswith("val/") and any(not c.partition.val_fraction for c in configs):
+    if metric.startswith("val/") and not all(c.partition.val_fraction for c in configs):
         raise ConfigError(
             f"{key}: {metric} needs held-out examples; set partition.val_fraction=0.1"
         )
@@ -242,18 +243,29 @@ def check_metric(key: str, metric: str, configs: Sequence[Config]) -> None:
         _check_metric_of_clients(key, metric, configs)
 
 
+def _measured_names(configs: Iterable[Config]) -> set[str]:
+    """Return the metrics of the runs' evaluations; users' ones by their references."""
+    names = {"loss"}
+    for config in configs:
+        names.update(config.evaluate.metrics or ())
+        best = config.evaluate.best
+        if best is not None and "/" not in best.metric:
+            names.add(best.metric)
+    return names
+
+
 def _check_metric_of_clients(key: str, metric: str, configs: Sequence[Config]) -> None:
     """Check that runs evaluate clients, on the kind of examples that a metric is about."""
     part, _, figure = metric.partition("/")
-    if any(not c.evaluate.clients for c in configs):
+    if not all(c.evaluate.clients for c in configs):
         raise ConfigError(f"{key}: {metric} needs evaluations of clients; set evaluate.clients")
     is_val = figure.startswith(VALIDATION)
-    if is_val and any(not c.partition.val for c in configs):
+    if is_val and not all(c.partition.val for c in configs):
         raise ConfigError(
             f"{key}: {metric} needs validation examples of each client; set "
             "partition.val.fraction=0.1"
         )
-    if not is_val and any(not c.partition.test for c in configs):
+    if not is_val and not all(c.partition.test for c in configs):
         raise ConfigError(
             f"{key}: {metric} needs test examples of each client; set partition.test, or name "
             f"{part}/{VALIDATION}{figure}"

@@ -296,31 +296,28 @@ def _path_parameters(
 
     Only parameters that accept any text count.
     """
-    sections = [
-        (key, section)
-        for key, section in _sections_with_code(config)
-        if key not in ("algorithm", "task")
-    ]
-    sections += [
-        (key, section)
-        for key, section in (("data", config.data), ("partition", config.partition))
-        if isinstance(section, Named)
-    ]
+    sections = list(_sections_with_code(config))
+    for key, section in (("data", config.data), ("partition", config.partition)):
+        if isinstance(section, Named):
+            sections.append((key, section))
     for key, section in sections:
-        of_rule = key.rpartition(".")[2]
-        kinds = {} if key in ("data", "partition") else _kinds(of_rule, section.name)
-        for name, value in section.parameters.items():
-            if key == "model" and name not in kinds and name in build.COMMON_KEYS:
-                continue
-            if not isinstance(value, str):
-                texts = list(_nested_texts(f"{key}.{name}", value))
-            else:
-                texts = [(f"{key}.{name}", value)] if _any_text(kinds.get(name, str)) else []
-            yield from (
-                (at, text)
-                for at, text in texts
-                if text and (files.is_path(text) or text in recorded.get(at, {}))
-            )
+        if key in ("algorithm", "task"):
+            continue
+        for place, text in _parameter_texts(key, section):
+            # What was a path when the run began stays one, so that a missing file is noticed.
+            if text and (files.is_path(text) or text in recorded.get(place, {})):
+                yield place, text
+
+
+def _parameter_texts(key: str, section: Named) -> Iterator[tuple[str, str]]:
+    """Yield the parameters of a section that may be any text, with their dotted keys."""
+    is_data = key in ("data", "partition")
+    kinds = {} if is_data else _kinds(key.rpartition(".")[2], section.name)
+    for name, value in section.parameters.items():
+        if key == "model" and name not in kinds and name in build.COMMON_KEYS:
+            continue
+        if not isinstance(value, str) or _any_text(kinds.get(name, str)):
+            yield from _nested_texts(f"{key}.{name}", value)
 
 
 def _nested_texts(place: str, value: Any) -> Iterator[tuple[str, str]]:

@@ -71,14 +71,8 @@ def named_source(source: str | Path | Mapping[str, Any]) -> str | Path | dict[st
 def _without_objects(key: str, value: Any) -> Any:
     """Return the value of a key, in any depth, without objects."""
     for place, name_of in LISTS.items():
-        if value is None or not fnmatch.fnmatchcase(key, place):
-            continue
-        items = value if isinstance(value, list | tuple) else [value]
-        named = [
-            {"name": item} if isinstance(item, str) else _section(key, item, name_of)
-            for item in items
-        ]
-        return [part["name"] for part in named] if key == METRICS_KEY else named
+        if value is not None and fnmatch.fnmatchcase(key, place):
+            return _list_without_objects(key, value, name_of)
     section = key.removesuffix(".name")
     for place, name_of in SECTIONS.items():
         if fnmatch.fnmatchcase(section, place) and section.count(".") == place.count("."):
@@ -87,6 +81,20 @@ def _without_objects(key: str, value: Any) -> Any:
     if isinstance(value, Mapping) and key.partition(".")[0] in SECTIONS_ABOVE:
         return {inner: _without_objects(f"{key}.{inner}", item) for inner, item in value.items()}
     return _plain(key, value)
+
+
+def _list_without_objects(
+    key: str, value: Any, name_of: Callable[[str, Any], Section]
+) -> list[Any]:
+    """Return the list of a key in `LISTS` without objects; one item may stand for a list."""
+    items = value if isinstance(value, list | tuple) else [value]
+    sections = []
+    for item in items:
+        is_name = isinstance(item, str)
+        sections.append({"name": item} if is_name else _section(key, item, name_of))
+    if key == METRICS_KEY:  # whose items have no parameters
+        return [section["name"] for section in sections]
+    return sections
 
 
 def _section(key: str, value: Any, name_of: Callable[[str, Any], Section]) -> Any:

@@ -12,7 +12,7 @@ import hashlib
 import json
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -29,6 +29,7 @@ from raysim.config.sections.data import AnyData
 from raysim.config.sections.storage import Tracking
 from raysim.config.tracking_uri import redacted_uri, with_environment
 from raysim.engine import early_stop
+from raysim.engine.plan import Plan
 from raysim.errors import ConfigError, did_you_mean
 from raysim.ledger.ledger_row import kept_config
 from raysim.prepare import resolve
@@ -271,37 +272,40 @@ def read_sweep(
     # Errors in claims are reported before any trial runs.
     read_claims(source)
     fixed, axes = search_space.split_overrides(overrides)
-    settings_overrides = {
-        key: fixed.pop(key) for key in list(fixed) if key.partition(".")[0] == "sweep"
-    }
+    keys_of_settings = [key for key in fixed if key.partition(".")[0] == "sweep"]
+    settings_overrides = {key: fixed.pop(key) for key in keys_of_settings}
     raw = loading.read_config(source, (), resolve.keys, registry.algorithm_defaults)
     section = raw.get("sweep")
     grids, settings = _parse_sweep_section(section, settings_overrides)
     grids = [search_space.laid_over(grid, fixed, axes) for grid in grids]
     drawn = {key: axis for grid in grids for key, axis in grid.items() if isinstance(axis, Draw)}
-    if drawn and settings.samples is None:
-        key, draw = next(iter(drawn.items()))
-        raise ConfigError(
-            f"sweep.samples: {key} is drawn from {draw}; set the number of draws, as in "
-            "sweep.samples=20"
-        )
-    if settings.samples is not None and not drawn:
-        raise ConfigError(
-            "sweep.samples: nothing is drawn; leave it out, or draw a key, as in "
-            "local.lr=loguniform(1e-3,1)"
-        )
+    _check_samples(settings.samples, drawn)
     if section is None and not axes:
         raise ConfigError(
             "sweep: nothing varies; pass lists of values, as in seed=0..4 local.lr=0.1,0.01, or "
             "add a section sweep"
         )
-    search_space.check_size(grids, settings.samples or 1)
-    points = [
-        point
-        for grid in grids
-        for point in search_space.points(grid, settings.samples or 1, settings.sample_seed)
-    ]
+    n_samples = settings.samples or 1
+    search_space.check_size(grids, n_samples)
+    points: list[dict[str, Any]] = []
+    for grid in grids:
+        points += search_space.points(grid, n_samples, settings.sample_seed)
     return SweepSpec(points, drawn, fixed, settings, source)
+
+
+def _check_samples(samples: int | None, drawn: Mapping[str, Draw]) -> None:
+    """Raise ConfigError unless the number of draws is set if, and only if, keys are drawn."""
+    if drawn and samples is None:
+        key, draw = next(iter(drawn.items()))
+        raise ConfigError(
+            f"sweep.samples: {key} is drawn from {draw}; set the number of draws, as in "
+            "sweep.samples=20"
+        )
+    if samples is not None and not drawn:
+        raise ConfigError(
+            "sweep.samples: nothing is drawn; leave it out, or draw a key, as in "
+            "local.lr=loguniform(1e-3,1)"
+        )
 
 
 def _parse_sweep_section(
@@ -362,47 +366,66 @@ def prepare_sweep(
             `where`; the message names the values.
     """
     overrides = overrides if isinstance(overrides, Mapping) else list(overrides)
-    described = read_sweep(source, overrides)
-    base = described.raw({})
-    axes = search_space.varied_values(described.points, base)
-    trials: dict[str, Trial] = {}
-    for point in described.points:
-        values = {key: point[key] for key in axes if key in point}
-        try:
-            ready = resolve.resolve_plan(described.raw(point), load_once)
-        except ConfigError as error:
-            title = " ".join(f"{k}={as_text(v)}" for k, v in point.items())
-            advice = _advice(str(error), axes)
-            raise ConfigError(f"trial {title}: {error}{advice}" if title else str(error)) from None
-        c = ready.config
-        root = Path(folder or "runs").absolute() / c.tracking.folder
-        key = _key(c)
-        # Of points that compute the same, the first one becomes the trial.
-        trials.setdefault(
-            key,
-            Trial(
-                values, c, ready.label, root / "trials" / f"{ready.file_label}-{c.seed}-{key[:12]}"
-            ),
-        )
-    everything = list(trials.values())
+    spec = read_sweep(source, overrides)
+    base = spec.raw({})
+    axes = search_space.varied_values(spec.points, base)
+    by_key = _resolved_trials(spec, axes, Path(folder or "runs").absolute())
+    merged = len(spec.points) - len(by_key)
     if not overrides:  # which may leave out the runs of some claims
-        _check_claims(read_claims(source), everything)
-    merged = len(described.points) - len(trials)
+        _check_claims(read_claims(source), list(by_key.values()))
     if where:
-        params = [trial.params for trial in everything]
-        everything = [everything[i] for i in grouping.with_values(params, where, "trial")]
-        kept = {trial.folder for trial in everything}
-        trials = {key: trial for key, trial in trials.items() if trial.folder in kept}
-        axes = search_space.varied_values((trial.values for trial in everything), base)
-    settings = described.settings
-    if settings.early_stopping is not None:
-        stopping = settings.early_stopping.of(everything[0].config)
-        _check_stopping(stopping, stopping.metric or "", [trial.config for trial in everything])
-        settings = settings.model_copy(update={"early_stopping": stopping})
+        by_key = _trials_with_values(by_key, where)
+        axes = search_space.varied_values((trial.values for trial in by_key.values()), base)
+    trials = list(by_key.values())
+    settings = _with_stopping_metric(spec.settings, [trial.config for trial in trials])
     name = "sweep" if isinstance(source, Mapping) else Path(source).stem
-    whole = hashlib.sha256(" ".join(sorted(trials)).encode()).hexdigest()[:12]
-    sweeps = everything[0].folder.parents[1] / "sweeps"
-    return Sweep(name, everything, axes, described.drawn, base, merged, sweeps / whole, settings)
+    digest = hashlib.sha256(" ".join(sorted(by_key)).encode()).hexdigest()
+    sweep_folder = trials[0].folder.parents[1] / "sweeps" / digest[:12]
+    return Sweep(name, trials, axes, spec.drawn, base, merged, sweep_folder, settings)
+
+
+def _resolved_trials(spec: SweepSpec, axes: Collection[str], root: Path) -> dict[str, Trial]:
+    """Return the checked trials of a sweep by their keys, with folders below `root`."""
+    trials: dict[str, Trial] = {}
+    for point in spec.points:
+        plan = _resolved_point(spec, point, axes)
+        config = plan.config
+        key = _key(config)
+        if key in trials:  # of points that compute the same, the first one becomes the trial
+            continue
+        values = {axis: point[axis] for axis in axes if axis in point}
+        run_name = f"{plan.file_label}-{config.seed}-{key[:12]}"
+        folder = root / config.tracking.folder / "trials" / run_name
+        trials[key] = Trial(values, config, plan.label, folder)
+    return trials
+
+
+def _resolved_point(spec: SweepSpec, point: Mapping[str, Any], axes: Collection[str]) -> Plan:
+    """Return the plan of a point; errors name the values of the point."""
+    try:
+        return resolve.resolve_plan(spec.raw(point), load_once)
+    except ConfigError as error:
+        title = " ".join(f"{key}={as_text(value)}" for key, value in point.items())
+        if not title:
+            raise ConfigError(str(error)) from None
+        raise ConfigError(f"trial {title}: {error}{_advice(str(error), axes)}") from None
+
+
+def _trials_with_values(trials: Mapping[str, Trial], where: Sequence[str]) -> dict[str, Trial]:
+    """Return the trials whose parameters have the values of `where`, by their keys."""
+    keys = list(trials)
+    params = [trial.params for trial in trials.values()]
+    kept = grouping.with_values(params, where, "trial")
+    return {keys[i]: trials[keys[i]] for i in kept}
+
+
+def _with_stopping_metric(settings: SweepSettings, trials: list[Config]) -> SweepSettings:
+    """Return the settings with the metric of early stopping written out, checked."""
+    if settings.early_stopping is None:
+        return settings
+    stopping = settings.early_stopping.of(trials[0])
+    _check_stopping(stopping, stopping.metric or "", trials)
+    return settings.model_copy(update={"early_stopping": stopping})
 
 
 def _advice(error: str, axes: Iterable[str]) -> str:

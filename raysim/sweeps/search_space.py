@@ -104,18 +104,10 @@ def split_overrides(
     Raises:
         ConfigError: a value or a range is invalid.
     """
+    if isinstance(overrides, Mapping):
+        return _split_mapping(overrides)
     fixed: dict[str, Any] = {}
     axes: dict[str, Axis] = {}
-    if isinstance(overrides, Mapping):
-        for key, value in overrides.items():
-            several = isinstance(value, list | tuple) or _is_range(value) or _parse_draw(key, value)
-            if several and key.partition(".")[0] != "sweep":
-                axes[key] = parse_axis(
-                    key, list(value) if isinstance(value, list | tuple) else value
-                )
-            else:
-                fixed[key] = value
-        return fixed, axes
     for text in overrides:
         key, equals, value = text.partition("=")
         pieces = _split_at_commas(value) if equals else []
@@ -126,6 +118,21 @@ def split_overrides(
             axes[key] = parse_axis(key, values)
         else:
             fixed |= loading.parse_overrides([text])
+    return fixed, axes
+
+
+def _split_mapping(overrides: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Axis]]:
+    """Return what `split_overrides` does, for a mapping."""
+    fixed: dict[str, Any] = {}
+    axes: dict[str, Axis] = {}
+    for key, value in overrides.items():
+        is_list = isinstance(value, list | tuple)
+        varies = is_list or _is_range(value) or _parse_draw(key, value) is not None
+        # The settings of the sweep itself, such as sweep.samples, do not vary.
+        if varies and key.partition(".")[0] != "sweep":
+            axes[key] = parse_axis(key, list(value) if is_list else value)
+        else:
+            fixed[key] = value
     return fixed, axes
 
 

@@ -168,35 +168,33 @@ def write_summary(outcome: SweepResult) -> str:
 
 def _trials_as_runs(outcome: SweepResult) -> tuple[str, list[TrackedRun]]:
     """Return the metric of the comparison, and all trials as runs; failed ones have no history."""
-    asked = outcome.sweep.settings.early_stopping
-    stopped = {trial.folder for trial, _ in outcome.stopped}
-    failed = {trial.folder for trial, _ in outcome.failed}
-    histories = {
-        trial.folder: trial.history()
-        for trial in outcome.sweep.trials
-        if trial.folder not in failed
-    }
-    known = {key for history in histories.values() for _, record in history for key in record}
-    judged = asked.metric if asked else None
-    wanted = [judged] if asked and judged and asked.lower == lower_is_better(judged) else []
-    configured = [trial.config.evaluate.best for trial in outcome.sweep.trials[:1]]
-    best = next(filter(None, configured), DEFAULT_BEST)
-    metric = next((key for key in (*wanted, best.metric) if key in known), "train_loss")
+    trials = outcome.sweep.trials
+    reasons = {trial.folder: "stopped early" for trial, _ in outcome.stopped}
+    reasons |= {trial.folder: "failed" for trial, _ in outcome.failed}
+    histories = []
+    for trial in trials:
+        has_failed = reasons.get(trial.folder) == "failed"
+        histories.append([] if has_failed else trial.history())
+    logged = {name for history in histories for _, record in history for name in record}
+    metric = _metric_of_comparison(outcome.sweep, logged)
     runs = []
-    for trial in outcome.sweep.trials:
-        history = [
-            (t, record[metric]) for t, record in histories.get(trial.folder, []) if metric in record
-        ]
-        why = (
-            "failed"
-            if trial.folder in failed
-            else "stopped early"
-            if trial.folder in stopped
-            else ""
-        )
+    for trial, history in zip(trials, histories, strict=True):
+        values = [(t, record[metric]) for t, record in history if metric in record]
         params = flatten_parameters(trial.config.model_dump(mode="json"))
-        runs.append(TrackedRun(trial.folder.name, params, history, unfinished=why))
+        unfinished = reasons.get(trial.folder, "")
+        runs.append(TrackedRun(trial.folder.name, params, values, unfinished=unfinished))
     return metric, runs
+
+
+def _metric_of_comparison(sweep: Sweep, logged: set[str]) -> str:
+    """Return the metric that stops trials, or else chooses their models, if it is logged."""
+    stopping = sweep.settings.early_stopping
+    metric = None if stopping is None else stopping.metric
+    # Tables sort in the usual direction of a metric, so early stopping must have the same one.
+    if stopping and metric in logged and stopping.lower == lower_is_better(metric):
+        return metric
+    best = sweep.trials[0].config.evaluate.best or DEFAULT_BEST
+    return best.metric if best.metric in logged else "train_loss"
 
 
 def _best(run: TrackedRun, metric: str) -> float | None:

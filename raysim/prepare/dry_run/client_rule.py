@@ -20,6 +20,7 @@ this would take longer than a round.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -230,9 +231,17 @@ class RuleDryRun:
                 return update.broken
         if any(update.error for update in trained):
             return None
-        if (wrong := self._wrong_delta(trainer, trained[0])) is not None:
-            return wrong
-        for key in trainer.sent:
+        return (
+            self._wrong_delta(trainer, trained[0])
+            or self._wrong_lengths(trainer.sent, trained)
+            or self._wrong_for_stages(trainer, trained[0])
+            or self._wrong_own_model(trainer, broadcast, tasks[0])
+            or self._wrong_own_model(trainer, broadcast, _after(tasks[0], trained[0]))
+        )
+
+    def _wrong_lengths(self, sent: Iterable[str], trained: list[ClientUpdate]) -> str | None:
+        """Return what is wrong with uploads that differ in length between clients, if any does."""
+        for key in sent:
             lengths = {update.report[key].numel() for update in trained}
             if len(lengths) > 1:
                 return (
@@ -240,22 +249,17 @@ class RuleDryRun:
                     f"{' and '.join(map(str, sorted(lengths)))} numbers for two clients; the "
                     "server adds the uploads of a key, so they must have the same length"
                 )
-        if any(stage.of is None for stage in self.plan.stages):
-            try:
-                first_of_size(
-                    trainer.rule,
-                    trainer.sent,
-                    trained[0].report,
-                    trainer.model.size,
-                    self.config.upload_key(""),
-                )
-            except ContractError as error:
-                return str(error)
-        kept = {key: value.cpu().numpy() for key, value in trained[0].client_state.items()}
-        after = replace(tasks[0], client_state=kept or None, seen=True)
-        for task in (tasks[0], after):
-            if (wrong := self._wrong_own_model(trainer, broadcast, task)) is not None:
-                return wrong
+        return None
+
+    def _wrong_for_stages(self, trainer: Trainer, update: ClientUpdate) -> str | None:
+        """Return what is wrong if a stage changes the uploads of the net's size and none has it."""
+        if all(stage.of is not None for stage in self.plan.stages):
+            return None
+        key = self.config.upload_key("")
+        try:
+            first_of_size(trainer.rule, trainer.sent, update.report, trainer.model.size, key)
+        except ContractError as error:
+            return str(error)
         return None
 
     def _wrong_own_model(
@@ -425,6 +429,12 @@ class RuleDryRun:
             kept = {f"a kept '{k}'": v for k, v in update.client_state.items()}
             outputs.append({**uploads, **kept, "a mean local loss": update.loss})
         return outputs, None
+
+
+def _after(task: ClientTask, update: ClientUpdate) -> ClientTask:
+    """Return the next task of a client, with the state that it kept in training."""
+    kept = {key: value.cpu().numpy() for key, value in update.client_state.items()}
+    return replace(task, client_state=kept or None, seen=True)
 
 
 def batch_sizes(

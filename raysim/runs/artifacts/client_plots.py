@@ -29,7 +29,7 @@ def plot_clients(evaluated: pd.DataFrame, path: Path) -> None:
         evaluated: the table of a run's evaluated clients.
         path: the file to write; its folder must exist.
     """
-    last = evaluated[evaluated["round"] == evaluated["round"].max()]
+    last = evaluated.loc[evaluated["round"] == evaluated["round"].max()]
     facts = {"round", "client", "examples", "held_out"}
     metrics = [name for name in last if name not in facts and not name.startswith(FINE_TUNED)]
     figure = Figure(figsize=(5 * len(metrics), 8), dpi=100, layout="constrained")
@@ -37,33 +37,38 @@ def plot_clients(evaluated: pd.DataFrame, path: Path) -> None:
     figure.suptitle(f"Clients on their own test examples, after round {last['round'].max()}")
     above, below = figure.subplots(2, len(metrics), squeeze=False)
     for axes, metric in zip(above, metrics, strict=True):
-        samples = {
-            f"{who}{when}, n = {len(values)}": values
-            for held_out, who in ((False, "training"), (True, "held out"))
-            for column, when in ((metric, ""), (f"{FINE_TUNED}{metric}", ", fine-tuned"))
-            if column in last
-            and len(values := _finite(last.loc[last["held_out"] == held_out, column]))
-        }
-        together = np.concatenate([[], *samples.values()])
-        bins = np.histogram_bin_edges(together, N_BINS) if len(together) else N_BINS
-        for label, values in samples.items():
-            axes.hist(
-                values,
-                bins=bins,
-                histtype="step",
-                label=label,
-                color="tab:orange" if label.startswith("held out") else "tab:blue",
-                linestyle="dashed" if "fine-tuned" in label else "solid",
-            )
-        entry = registry.find_metric(metric)
-        unit = f" [{entry.unit}]" if entry and entry.unit else ""
-        axes.set(xlabel=f"{metric} of a client{unit}", ylabel="clients")
-        if samples:
-            axes.legend(fontsize="small")
+        _plot_last_evaluation(axes, last, metric)
     training = evaluated.query("not held_out")
     for axes, metric in zip(below, metrics, strict=True):
         _plot_each_evaluation(axes, training, metric)
     figure.savefig(path, format="png")
+
+
+def _plot_last_evaluation(axes: Axes, last: pd.DataFrame, metric: str) -> None:
+    """Plot histograms of a metric over the clients, for each kind of clients that has values."""
+    samples = []
+    for held_out, who, color in ((False, "training", "blue"), (True, "held out", "orange")):
+        of_kind = last["held_out"] == held_out
+        for column, when, linestyle in (
+            (metric, "", "solid"),
+            (f"{FINE_TUNED}{metric}", ", fine-tuned", "dashed"),
+        ):
+            if column not in last:
+                continue
+            values = _finite(last.loc[of_kind, column])
+            if len(values):
+                style = {"color": f"tab:{color}", "linestyle": linestyle}
+                samples.append((f"{who}{when}, n = {len(values)}", values, style))
+    # Common edges, so that the heights of the histograms can be compared.
+    together = np.concatenate([[], *(values for _, values, _ in samples)])
+    edges = np.histogram_bin_edges(together, N_BINS).tolist()
+    for label, values, style in samples:
+        axes.hist(values, bins=edges, histtype="step", label=label, **style)
+    entry = registry.find_metric(metric)
+    unit = f" [{entry.unit}]" if entry and entry.unit else ""
+    axes.set(xlabel=f"{metric} of a client{unit}", ylabel="clients")
+    if samples:
+        axes.legend(fontsize="small")
 
 
 def _plot_each_evaluation(axes: Axes, training: pd.DataFrame, metric: str) -> None:
