@@ -33,7 +33,7 @@ SWEPT = {**SMALL, "rounds": 4, "sweep": {"local.lr": [0.05, 0.1], "seed": "0..1"
 def train(planned: Sweep, ledger: str = LEDGER) -> list[str]:
     """Trains the trials that are neither done nor in the ledger, here, and adds their rows; gives
     their titles."""
-    book = SweepLedger(ledger_file, planned, print)
+    book = SweepLedger(ledger, planned, print)
     missing = [t for t in planned.trials if t.folder not in book.taken and not planned.done(t)]
     stopping = planned.settings.early_stopping
     for trial in missing:
@@ -321,14 +321,6 @@ def test_processes_append_at_the_same_time(rows):
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda _: append_rows("many.jsonl", rows), range(20)))
     assert len(read_rows(["many.jsonl"], fail)) == 80
-
-
-def test_a_row_with_former_names_is_read_under_the_present_ones(rows):
-    series = {1: 0.5, 2: 0.25}
-    content = json.loads(as_line(Row(**{**vars(rows[0]), "history": {"round_seconds": series}})))
-    assert from_line(json.dumps(content)).history == {"system/round_seconds": series}
-    both = {"system/round_seconds": series, "seconds": {1: 3.0}}  # a metric of the user's own
-    assert from_line(as_line(Row(**{**vars(rows[0]), "history": both}))).history == both
 
 
 def test_metrics_of_every_round_are_kept_where_the_model_is_evaluated():

@@ -18,7 +18,7 @@ from raysim.errors import ConfigError
 new_app = typer.Typer(no_args_is_help=True, help="Create files to start from.")
 app.add_typer(new_app, name="new")
 
-TEMPLATES = Path(__file__).with_name("templates")
+TEMPLATES = Path(__file__).parents[1] / "templates"
 """Folder of the templates."""
 
 TEMPLATE = "my_method"

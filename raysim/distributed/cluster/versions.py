@@ -69,7 +69,7 @@ class SourceCode:
 @lru_cache(maxsize=1)
 def source_code() -> SourceCode:
     """Return the source code of raysim in this process."""
-    folder = Path(__file__).parents[1]
+    folder = Path(__file__).parents[2]
     whole = hashlib.sha256()
     for here, folders, files in os.walk(folder, followlinks=True):
         # In place: `os.walk` then enters the others only, in an order that no disk decides.

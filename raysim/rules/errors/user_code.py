@@ -21,7 +21,7 @@ from raysim.errors import ContractError, RaysimError, in_a_line
 from raysim.rules.rule import Rule
 from raysim.system.signals import reraise_stop
 
-PACKAGE_FOLDER = f"{Path(__file__).parents[1]}{os.sep}"
+PACKAGE_FOLDER = f"{Path(__file__).parents[2]}{os.sep}"
 """The folder of raysim's own code."""
 SHIPPED_RULES = f"{PACKAGE_FOLDER}algorithms{os.sep}"
 LIBRARIES = tuple(f"{os.path.dirname(str(library.__file__))}{os.sep}" for library in (torch, np))
