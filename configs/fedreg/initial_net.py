@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from raysim.models.zoo import mnist_cnn as build
+from raysim.models.nets.zoo import mnist_cnn as build
 
 SEED = 124
 """Seed of torch with which the authors' code builds every net, whatever the seed of the run."""

@@ -18,7 +18,8 @@ from raysim.config.explain import annotation_types
 from raysim.config.schema import Config
 from raysim.config.sections.groups import GroupLocal
 from raysim.config.sections.local import Local
-from raysim.models import build, zoo
+from raysim.models import build
+from raysim.models.nets import zoo
 from raysim.planning.simulated_costs import Costs
 from raysim.reports.claims.claim_section import Claim
 from raysim.rules.methods import registry

@@ -12,7 +12,7 @@ So every f_i, and f = (1/N) Σ f_i, is L-smooth; the minimizer of f is (Σ H_i)�
 The data set states the problem as least squares. Client i holds P examples (b, r), [P + 1], with
 b = √(P λ_k) q_k and r = bᵀa_i for each column q_k of Q_i. The mean of ½ (bᵀw - r)² over them is
 exactly f_i. A mini-batch contains only some of the directions. The parameters of the model
-`quadratic` (raysim.models.zoo) are w.
+`quadratic` (raysim.models.nets.zoo) are w.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ from raysim.config.sections.local import Local
 from raysim.data import Dataset
 from raysim.data.partition.clients import Clients, VirtualClients
 from raysim.engine import learning
+from raysim.models.checks.reading import check_same_outputs
 from raysim.models.flat import Model
-from raysim.models.reading import check_same_outputs
 from raysim.rules import contract
 from raysim.rules.contract import ClientRule, Problem, ServerRule
 from raysim.rules.tasks.learning_task import LearningTask, TaskMetric

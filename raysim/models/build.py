@@ -19,8 +19,8 @@ from raysim.config.references import load_file, load_object
 from raysim.config.schema import Config
 from raysim.config.sections.base import Named, as_names
 from raysim.errors import ConfigError, did_you_mean, with_cause
-from raysim.models.start import freeze, load_weights
-from raysim.models.zoo import NETS
+from raysim.models.initial.start import freeze, load_weights
+from raysim.models.nets.zoo import NETS
 from raysim.randomness import generator
 from raysim.system.signals import reraise_stop
 

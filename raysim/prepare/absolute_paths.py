@@ -10,7 +10,8 @@ from pydantic import BaseModel
 from raysim.config.schema import Config
 from raysim.config.sections.data import Arrays, Data, FromFile, HuggingFace
 from raysim.config.sections.schedule import Trace
-from raysim.models import build, weights
+from raysim.models import build
+from raysim.models.initial import weights
 
 
 def with_run_folder(config: Config) -> Config:

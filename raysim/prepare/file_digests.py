@@ -48,7 +48,7 @@ from raysim.config.sections.schedule import OwnSampling, Trace
 from raysim.data import Dataset
 from raysim.errors import ConfigError
 from raysim.models import build
-from raysim.models.weights import weight_files
+from raysim.models.initial.weights import weight_files
 from raysim.rules.methods import registry
 from raysim.system import files
 

@@ -30,8 +30,8 @@ from raysim.engine import early_stop, learning, probes
 from raysim.engine.plan import Plan, Probe, measures_clients
 from raysim.errors import ConfigError, RaysimError
 from raysim.models import build
+from raysim.models.checks.reading import check_reading, sample_outputs
 from raysim.models.flat import Model
-from raysim.models.reading import check_reading, sample_outputs
 from raysim.prepare import checks, configured_stages, file_digests
 from raysim.prepare.absolute_paths import with_absolute_paths, with_run_folder
 from raysim.prepare.block_choice import BlockChoice, choose_batching

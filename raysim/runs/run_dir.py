@@ -14,7 +14,7 @@ from raysim.config.tracking_uri import absolute_uri, redacted_uri
 from raysim.engine.plan import Plan
 from raysim.engine.state import checkpoint
 from raysim.errors import ConfigError
-from raysim.models.weights import PARAMETERS_FILE
+from raysim.models.initial.weights import PARAMETERS_FILE
 from raysim.runs.provenance import REQUIREMENTS_FILE, installed_packages
 from raysim.system import files, lock
 from raysim.system.output import REST_FILE

@@ -203,7 +203,7 @@ def test_any_method_sees_the_quadratics(base):
 
 
 def test_the_loss_is_exact_near_0_and_far_away():
-    net = raysim.models.zoo.quadratic((1, 1, 2), 2)
+    net = raysim.models.nets.zoo.quadratic((1, 1, 2), 2)
     for r, expected in ((0.0, LOG2), (1e-3, 5e-7 + LOG2), (2e3, 2e6 + LOG2)):
         loss = torch.nn.functional.cross_entropy(
             net(torch.tensor([[[[1.0, r]]]])), torch.tensor([0])

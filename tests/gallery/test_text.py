@@ -80,7 +80,7 @@ def test_text_is_learned_in_both_modes_and_resumed(net: str, text: dict[str, Any
 
 ADAPTED = """
 from peft import LoraConfig, get_peft_model
-from raysim.models.sequence import transformer
+from raysim.models.nets.sequence import transformer
 
 def adapted(shape, classes):
     net = transformer(shape, classes, width=8, heads=2, layers=1)

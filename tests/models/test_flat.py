@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from raysim.errors import ConfigError
-from raysim.models import zoo
+from raysim.models.checks.reading import check_reading
 from raysim.models.flat import BoundModel, Model
 from raysim.models.keyed_layers import UnfoldedConv2d
-from raysim.models.reading import check_reading
+from raysim.models.nets import zoo
 from raysim.prepare.resolve import prepare
 from raysim.rules import Batch, Net
 from raysim.training.tasks.local_step import LocalSettings

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from raysim.errors import ConfigError, RaysimError
-from raysim.models import zoo
 from raysim.models.flat import Model
+from raysim.models.nets import zoo
 from raysim.prepare.resolve import prepare
 from raysim.rules import Batch, LocalData
 from raysim.training.client_start import fresh_model

@@ -12,9 +12,9 @@ from torch.nn import functional as F
 
 from raysim.config.sections.base import Named
 from raysim.errors import ConfigError
-from raysim.models import zoo
 from raysim.models.build import net_arguments
 from raysim.models.flat import Model
+from raysim.models.nets import zoo
 from raysim.prepare.resolve import prepare
 from raysim.rules import Batch
 from raysim.training.tasks.local_step import LocalSettings

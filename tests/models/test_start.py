@@ -16,9 +16,9 @@ from torch import nn
 import raysim
 from raysim.data import import_torchvision
 from raysim.errors import ConfigError
-from raysim.models.adapters import merged
 from raysim.models.flat import BoundModel
-from raysim.models.start import freeze, load_weights
+from raysim.models.initial.adapters import merged
+from raysim.models.initial.start import freeze, load_weights
 from raysim.prepare.resolve import prepare
 from raysim.runs.artifacts.export import export
 from raysim.runs.python_inputs import named_inputs
@@ -129,7 +129,7 @@ def test_weights_of_hugging_face_may_be_those_of_a_part(monkeypatch: Any):
 
 
 TIED = """
-from raysim.models.sequence import transformer
+from raysim.models.nets.sequence import transformer
 
 def tied(shape, classes):
     net = transformer(shape, classes, width=8, heads=2, layers=1)
@@ -447,7 +447,7 @@ def test_weights_that_do_not_fit_the_base_net_are_named_as_it_names_them():
 
 ADAPTED = """
 from peft import LoraConfig, get_peft_model
-from raysim.models.sequence import transformer
+from raysim.models.nets.sequence import transformer
 
 def adapted(shape, classes):
     net = transformer(shape, classes, width=8, heads=2, layers=1)

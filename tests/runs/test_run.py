@@ -329,7 +329,7 @@ def test_what_a_run_leaves_in_its_folder(finished):
 
 
 def test_parameters_and_digest(finished):
-    from raysim.models import zoo
+    from raysim.models.nets import zoo
 
     done = finished[0]
     saved = load_file(done.run_dir / "parameters.safetensors")

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import raysim
 from raysim.errors import ClientError, ConfigError
 from raysim.models.flat import Model
-from raysim.models.zoo import lenet, mlp
+from raysim.models.nets.zoo import lenet, mlp
 from raysim.prepare.resolve import prepare
 from raysim.rules import Batch, soft_cross_entropy
 from raysim.runs.resume import resume

@@ -183,7 +183,8 @@ def _hyper_parameters(rule: type) -> dict[str, JsonSchema]:
 
 
 def _models() -> dict[str, JsonSchema]:
-    from raysim.models import build, zoo
+    from raysim.models import build
+    from raysim.models.nets import zoo
 
     schemas = {}
     for name, make in zoo.NETS.items():

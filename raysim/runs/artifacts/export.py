@@ -17,7 +17,7 @@ from raysim.engine.loop import Record
 from raysim.engine.plan import Plan
 from raysim.engine.state import checkpoint
 from raysim.errors import ConfigError, RaysimError, in_a_line
-from raysim.models.adapters import merged
+from raysim.models.initial.adapters import merged
 from raysim.prepare.resolve import prepare
 from raysim.runs import result, run_dir
 from raysim.runs.run_dir import HISTORY_FILE

@@ -19,8 +19,8 @@ from pydantic import Field
 from torch import nn
 
 from raysim.errors import ConfigError
-from raysim.models.sequence import lstm, transformer
-from raysim.models.weights import read_state_dict
+from raysim.models.initial.weights import read_state_dict
+from raysim.models.nets.sequence import lstm, transformer
 
 Shape = tuple[int, int, int]
 """Shape (C, H, W) of an image."""

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from raysim.errors import ConfigError
-from raysim.models.adapters import base_names
+from raysim.models.initial.adapters import base_names
+from raysim.models.initial.weights import in_part, read_weights
 from raysim.models.parts import MAX_NAMES, classifier_of, listed, parameters_in_part
-from raysim.models.weights import in_part, read_weights
 
 
 def freeze(net: nn.Module, patterns: Iterable[str], classes: int) -> None:

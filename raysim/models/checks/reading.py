@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from raysim.errors import ConfigError, in_a_line
+from raysim.models.checks.hidden_state import refuse_draws, refuse_hidden_state
 from raysim.models.comparison import close, layer_names, original_copy
 from raysim.models.flat import BoundModel, Model
-from raysim.models.hidden_state import refuse_draws, refuse_hidden_state
 from raysim.models.statistics import BoundStatistics
 from raysim.randomness import generator
 from raysim.system.global_generators import GlobalGenerators

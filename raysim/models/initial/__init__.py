@@ -1,0 +1,1 @@
+"""The parameters from which a net starts."""
