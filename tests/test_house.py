@@ -12,6 +12,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 
 import pytest
+from support import source_counts
 
 import raysim
 from raysim import metrics
@@ -216,3 +217,14 @@ def test_no_test_file_imports_another():
     imported = re.compile(r"^ *(from|import) .*\b(test_\w+|conftest)\b", re.MULTILINE)
     for path in Path(__file__).parent.rglob("*.py"):
         assert not imported.search(path.read_text()), path
+
+
+def test_the_source_stays_readable():
+    """By the counts of `source_counts`: what a change may not make worse."""
+    whole, commented = source_counts.counted(), source_counts.counted(*source_counts.COMMENTED)
+    dense = {name: count for name, count in whole.functions.items() if count > 15}
+    assert not dense, "more than 15 decisions: write them as plain steps"
+    folders = source_counts.modules_by_folder()
+    assert max(folders.values()) <= 13, folders
+    assert 100 * commented.comments >= 3 * commented.code_lines
+    assert len(source_counts.duplicates()) <= 5, source_counts.duplicates()
