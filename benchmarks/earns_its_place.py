@@ -41,7 +41,7 @@ from measure import tree
 from run_raysim import dataset
 from workloads import WORKLOADS, Workload
 
-from raysim.engine.inline import Inline
+from raysim.engine.inline_executor import Inline
 from raysim.engine.loop import Engine
 from raysim.engine.plan import Plan
 from raysim.prepare.resolve import resolve_plan

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from raysim.data import Dataset
-from raysim.engine.inline import Inline
+from raysim.engine.inline_executor import Inline
 from raysim.engine.loop import Engine
 from raysim.engine.plan import Plan
 from raysim.errors import RaysimError

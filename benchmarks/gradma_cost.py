@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from raysim.data import Dataset
-from raysim.engine.inline import Inline
+from raysim.engine.inline_executor import Inline
 from raysim.engine.loop import Engine
 from raysim.numerics import gram, use_threads
 from raysim.numerics.gradient_memory import admit, memory_init, project_on_memory, remember

@@ -25,7 +25,7 @@ MEMORY = """
 import os, sys
 from dataclasses import replace
 from raysim.engine.loop import Engine
-from raysim.engine.inline import Inline
+from raysim.engine.inline_executor import Inline
 from run_raysim import plan
 from workloads import WORKLOADS
 made, executor = plan(replace(WORKLOADS["w4"], clients=10_000, cohort=10), 0), Inline()

@@ -34,10 +34,10 @@ from raysim.distributed.heartbeats import Address, Heartbeat
 from raysim.distributed.ray_executor import RayExecutor
 from raysim.distributed.worker_pool import WorkerPool
 from raysim.engine.cohorts import make_cohort, make_tasks
-from raysim.engine.inline import Inline
+from raysim.engine.inline_executor import Inline
 from raysim.engine.loop import Engine
 from raysim.engine.plan import Plan
-from raysim.engine.trainers import configure_process, make_trainer
+from raysim.engine.worker_setup import configure_process, make_trainer
 from raysim.planning.forecast import means
 from raysim.planning.simulated_costs import Costs
 from raysim.planning.simulated_executor import simulate_rounds

@@ -321,21 +321,21 @@ MUTATIONS = (
     # Differential privacy
     Mutation(
         "dp: short gradients are scaled up to the clip norm",
-        "raysim/training/tasks/privacy.py",
+        "raysim/training/tasks/dp_sgd.py",
         "torch.clamp(clip / norms.clamp(min=1e-30), max=1.0)",
         "clip / norms.clamp(min=1e-30)",
         ("tests/training/test_privacy.py", *FEDREG),
     ),
     Mutation(
         "dp: epsilon of one use fewer",
-        "raysim/training/tasks/privacy.py",
+        "raysim/training/tasks/dp_sgd.py",
         "compose(GaussianDpEvent(sigma), uses)",
         "compose(GaussianDpEvent(sigma), max(uses - 1, 1))",
         ("tests/training/test_privacy.py",),
     ),
     Mutation(
         "dp: replacing a client counts as adding one",
-        "raysim/training/uploads/client_privacy.py",
+        "raysim/training/uploads/client_level_dp.py",
         "GaussianDpEvent(noise_multiplier / 2)",
         "GaussianDpEvent(noise_multiplier)",
         ("tests/training/test_client_privacy.py",),

@@ -19,7 +19,7 @@ from workloads import CLASSES, LR, WORKLOADS, Workload, arguments, pixels
 
 import raysim
 from raysim.data import Dataset
-from raysim.engine.inline import Inline
+from raysim.engine.inline_executor import Inline
 from raysim.engine.loop import Engine
 from raysim.engine.plan import Plan
 from raysim.prepare.resolve import resolve_plan

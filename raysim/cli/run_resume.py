@@ -186,7 +186,7 @@ def _train_one_client(plan: Plan) -> tuple[float, int]:
             rule failed.
     """
     from raysim.engine.cohorts import failed_clients, make_cohort, make_tasks
-    from raysim.engine.inline import Inline
+    from raysim.engine.inline_executor import Inline
     from raysim.engine.loop import Engine
     from raysim.server.central_server import RoundCohort
     from raysim.training.messages import cut_blocks

@@ -27,9 +27,9 @@ from raysim.data.images import load_folder
 from raysim.data.own import reading
 from raysim.data.sources import built_in_datasets
 from raysim.data.sources.built_in_datasets import TORCHVISION_SOURCES
-from raysim.data.sources.client_files import load_leaf, load_pfllib
 from raysim.data.sources.hugging_face import from_hugging_face
 from raysim.data.sources.image_tables import load_users
+from raysim.data.sources.leaf_pfllib import load_leaf, load_pfllib
 from raysim.data.sources.torchvision_data import from_torchvision
 from raysim.errors import ConfigError, did_you_mean
 from raysim.system import startup_stages

@@ -38,8 +38,8 @@ from raysim.distributed.worker_pool import WorkerPool
 from raysim.engine.executor import CompletedResult, PendingServerStep, RoundResults
 from raysim.engine.plan import Plan
 from raysim.errors import RaysimError, round_name
+from raysim.rules.client_sampling import SelectionPool
 from raysim.rules.contract import State
-from raysim.rules.sampling import SelectionPool
 from raysim.server.central_server import RoundCohort
 from raysim.server.selection import Candidates
 from raysim.system.signals import Stopped

@@ -15,8 +15,8 @@ from numpy.random import Generator
 
 from raysim.engine.plan import Plan
 from raysim.errors import RaysimError
+from raysim.rules.client_sampling import SelectionPool
 from raysim.rules.contract import State
-from raysim.rules.sampling import SelectionPool
 from raysim.server.central_server import RoundCohort
 from raysim.server.selection import Candidates
 from raysim.training.messages import Block, Broadcast, EvaluationParts, WorkerResult

@@ -39,8 +39,8 @@ from raysim.engine.state import checkpoint
 from raysim.engine.state.client_store import ClientStateStore, rows_folder
 from raysim.engine.state.run_state import RunState
 from raysim.errors import ClientError, ProbeError, RaysimError, ServerStateLost, round_name
+from raysim.rules.client_sampling import ClientPool
 from raysim.rules.contract import State, overridden
-from raysim.rules.sampling import ClientPool
 from raysim.schedule import (
     RoundSchedule,
     ScheduledRound,

@@ -21,7 +21,7 @@ from raysim.config.sections.local import Local
 from raysim.data import Dataset
 from raysim.data.partition.clients import Clients, VirtualClients
 from raysim.engine import learning
-from raysim.models.checks.reading import check_same_outputs
+from raysim.models.checks.against_pytorch import check_same_outputs
 from raysim.models.flat import Model
 from raysim.rules import contract
 from raysim.rules.contract import ClientRule, Problem, ServerRule

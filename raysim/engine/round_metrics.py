@@ -18,8 +18,8 @@ from raysim.engine.state.client_store import ClientStateStore
 from raysim.schedule import ScheduledRound
 from raysim.training.batches.batch_order import batches_per_pass
 from raysim.training.messages import ClientResult
-from raysim.training.tasks.privacy import epsilon, passes
-from raysim.training.uploads.client_privacy import client_epsilon
+from raysim.training.tasks.dp_sgd import epsilon, passes
+from raysim.training.uploads.client_level_dp import client_epsilon
 
 LOSS_QUANTILES = (0.1, 0.5, 0.9)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from raysim.engine.inline import Inline
+from raysim.engine.inline_executor import Inline
 from raysim.engine.loop import Engine
 from raysim.prepare.resolve import prepare
 

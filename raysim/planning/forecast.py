@@ -18,7 +18,7 @@ from raysim.config.explain import checked_section
 from raysim.config.loading import parse_overrides
 from raysim.distributed.cluster import nodes
 from raysim.engine.cohorts import make_cohort, make_tasks
-from raysim.engine.inline import Inline
+from raysim.engine.inline_executor import Inline
 from raysim.engine.loop import Engine
 from raysim.engine.plan import Plan
 from raysim.errors import ConfigError

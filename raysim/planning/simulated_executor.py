@@ -31,8 +31,8 @@ from raysim.engine.plan import Plan
 from raysim.planning.milestones import Milestone, after, path
 from raysim.planning.simulated_costs import Costs
 from raysim.randomness import generator
+from raysim.rules.client_sampling import SelectionPool
 from raysim.rules.contract import State
-from raysim.rules.sampling import SelectionPool
 from raysim.rules.uploads import sums
 from raysim.server.central_server import RoundCohort
 from raysim.server.selection import Candidates

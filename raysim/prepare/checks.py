@@ -31,7 +31,7 @@ from raysim.data.partition.clients import Clients, VirtualClients
 from raysim.data.partition.groups import local_of_groups
 from raysim.errors import ConfigError, in_a_line
 from raysim.models import build
-from raysim.models.checks.coupling import couples_examples
+from raysim.models.checks.coupled_examples import couples_examples
 from raysim.models.flat import Model
 from raysim.rules.contract import ClientRule, Problem, ServerRule, overridden
 from raysim.rules.errors.user_code import translate_errors

@@ -30,12 +30,12 @@ from raysim.engine import early_stop, learning, probes
 from raysim.engine.plan import Plan, Probe, measures_clients
 from raysim.errors import ConfigError, RaysimError
 from raysim.models import build
-from raysim.models.checks.reading import check_reading, sample_outputs
+from raysim.models.checks.against_pytorch import check_reading, sample_outputs
 from raysim.models.flat import Model
-from raysim.prepare import checks, configured_stages, file_digests
+from raysim.prepare import checks, configured_upload_stages, file_digests
 from raysim.prepare.absolute_paths import with_absolute_paths, with_run_folder
-from raysim.prepare.block_choice import BlockChoice, choose_batching
 from raysim.prepare.dry_run import client_rule, learning_task, server_rule
+from raysim.prepare.mode_and_block_size import BlockChoice, choose_batching
 from raysim.rules.contract import ClientRule, Problem, ServerRule
 from raysim.rules.methods import pairs, registry
 from raysim.rules.tasks.learning_task import LearningTask, TaskMetric
@@ -272,7 +272,8 @@ def build_rules(config: Config) -> Rules:
     client, server = pairs.resolve_rules(config)
     groups = pairs.resolve_group_rules(config, client, server)
     stages = {
-        key: configured_stages.make_stages(key, section) for key, section in config.uploads.items()
+        key: configured_upload_stages.make_stages(key, section)
+        for key, section in config.uploads.items()
     }
     return Rules(client, server, groups, stages)
 
@@ -379,7 +380,7 @@ def _check_rules(config: Config, rules: Rules, workload: Workload) -> None:
                 f"{key}: clients send none of the {personal.size} parameters, since all are "
                 "personal (local.personal, or the client rule); leave the stages out"
             )
-        configured_stages.check_stages(key, section, rule, server, rules.stages[key], model)
+        configured_upload_stages.check_stages(key, section, rule, server, rules.stages[key], model)
 
 
 def record_files(config: Config, dataset: Dataset) -> Config:
@@ -466,7 +467,7 @@ def _written_out(
         }
     )
     written_out = probes.with_probe_parameters(written_out, attached)
-    return configured_stages.with_stage_parameters(written_out, rules.stages)
+    return configured_upload_stages.with_stage_parameters(written_out, rules.stages)
 
 
 def _rule_section(

@@ -5,6 +5,7 @@ A method's file imports from here, from `raysim.numerics` and from other methods
 
 from raysim.config.sections.base import Positive, PositiveScheduled, Scheduled, UnitScheduled
 from raysim.rules.batch import Batch
+from raysim.rules.client_sampling import ClientPool, ClientSampling, SelectionPool
 from raysim.rules.contract import (
     Algorithm,
     ClientRule,
@@ -19,7 +20,6 @@ from raysim.rules.losses import Loss, Net, cross_entropy, soft_cross_entropy, ta
 from raysim.rules.public import PublicData
 from raysim.rules.reports import Cohort, Reports
 from raysim.rules.rule import Logged
-from raysim.rules.sampling import ClientPool, ClientSampling, SelectionPool
 from raysim.rules.task import LocalData, PassMode, Task
 from raysim.rules.tasks.learning_task import LearningTask, TaskData, TaskMetric
 from raysim.rules.tasks.shipped_tasks import Classification, Multilabel, NextToken, Regression

@@ -25,11 +25,11 @@ from raysim import metrics
 from raysim.config.sections.base import PositiveScheduled
 from raysim.errors import ContractError
 from raysim.rules.batch import Batch
+from raysim.rules.client_sampling import SelectionPool
 from raysim.rules.errors.user_code import check_direction, class_defined_at, defined_at
 from raysim.rules.losses import Net, task_loss
 from raysim.rules.reports import Cohort, Reports
 from raysim.rules.rule import Problem, Rule
-from raysim.rules.sampling import SelectionPool
 from raysim.rules.task import LocalData, Task
 from raysim.rules.uploads import Upload, Uploads
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from raysim.data import dataset_summary, partition_digest
 from raysim.engine.executor import Executor
-from raysim.engine.inline import Inline
+from raysim.engine.inline_executor import Inline
 from raysim.engine.loop import Engine, Record
 from raysim.engine.plan import Plan
 from raysim.engine.state import checkpoint, client_store

@@ -15,9 +15,9 @@ from raysim.config.schema import Config
 from raysim.config.sections.schedule import Sync, UniformSampling
 from raysim.data.partition.kept_out import held_out_clients
 from raysim.randomness import generator
-from raysim.rules.sampling import ClientPool
+from raysim.rules.client_sampling import ClientPool
 from raysim.schedule.client_times import ClientTimes
-from raysim.schedule.sampling import make_sampler
+from raysim.schedule.cohort_sampling import make_sampler
 from raysim.schedule.scheduled_round import Arrival, ScheduledRound, ScheduleExhausted, Selection
 from raysim.schedule.stragglers import Fate, Stragglers
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from raysim.config.sections.privacy import ClientPrivacy
 from raysim.randomness import generator
 from raysim.rules.contract import State
-from raysim.training.uploads.client_privacy import CLIP_NORM, UNCLIPPED
+from raysim.training.uploads.client_level_dp import CLIP_NORM, UNCLIPPED
 
 
 class NoisyMean:

@@ -12,9 +12,9 @@ import torch
 from numpy.random import Generator
 from torch import Tensor
 
+from raysim.rules.client_sampling import ClientPool, SelectionPool
 from raysim.rules.contract import ServerRule, State
 from raysim.rules.errors.user_code import breach
-from raysim.rules.sampling import ClientPool, SelectionPool
 
 if TYPE_CHECKING:
     from raysim.schedule import ScheduledRound

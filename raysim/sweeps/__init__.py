@@ -21,8 +21,8 @@ Only the process of the sweep sends the spools to MLflow.
 """
 
 from raysim.sweeps.definition import Sweep, Trial, prepare_sweep
-from raysim.sweeps.ledger import SweepLedger
 from raysim.sweeps.runner import run_sweep
 from raysim.sweeps.summary import SweepResult
+from raysim.sweeps.sweep_ledger import SweepLedger
 
 __all__ = ["Sweep", "SweepLedger", "SweepResult", "Trial", "prepare_sweep", "run_sweep"]

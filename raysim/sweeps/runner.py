@@ -23,9 +23,9 @@ from raysim.runs.python_inputs import named_inputs, named_source
 from raysim.runs.result import best_values
 from raysim.sweeps import summary
 from raysim.sweeps.definition import Sweep, Trial, WatchCallback, prepare_sweep
-from raysim.sweeps.ledger import SweepLedger
 from raysim.sweeps.ray_tune import ray_with_resources, run_on_tune
 from raysim.sweeps.summary import SweepResult
+from raysim.sweeps.sweep_ledger import SweepLedger
 from raysim.sweeps.trial import labels_of
 from raysim.system import files, output, processes
 from raysim.system.signals import stoppable

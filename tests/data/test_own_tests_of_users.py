@@ -16,7 +16,7 @@ from raysim.config import explain
 from raysim.data import Clients, load_dataset, split_dataset
 from raysim.data.dataset import Dataset
 from raysim.data.own.reading import make_dataset
-from raysim.data.sources.client_files import LEAF_LETTERS
+from raysim.data.sources.leaf_pfllib import LEAF_LETTERS
 from raysim.errors import ConfigError
 from raysim.prepare.resolve import prepare
 

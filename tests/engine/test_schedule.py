@@ -36,7 +36,7 @@ from raysim.engine.loop import Engine
 from raysim.engine.plan import Plan
 from raysim.engine.server_setup import make_server
 from raysim.engine.state import checkpoint
-from raysim.engine.trainers import make_trainer
+from raysim.engine.worker_setup import make_trainer
 from raysim.errors import ConfigError, RaysimError
 from raysim.prepare.resolve import prepare
 from raysim.randomness import generator

@@ -19,7 +19,7 @@ from raysim.cli.progress import summary
 from raysim.data import Dataset, load_dataset
 from raysim.data.partition.clients import Clients
 from raysim.distributed.ray_executor import RayExecutor
-from raysim.engine.inline import Inline
+from raysim.engine.inline_executor import Inline
 from raysim.engine.loop import Engine
 from raysim.engine.plan import Plan
 from raysim.engine.state.checkpoint import available_checkpoints

@@ -18,7 +18,7 @@ from support.forked import Forked, call
 from support.processes import SUPPORT, basic, client_of, each_step_once, run_in, timeless, written
 
 import raysim
-from raysim.engine.inline import Inline
+from raysim.engine.inline_executor import Inline
 from raysim.engine.loop import Engine
 from raysim.engine.state import checkpoint
 from raysim.errors import ConfigError, RaysimError

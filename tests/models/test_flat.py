@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from raysim.errors import ConfigError
-from raysim.models.checks.reading import check_reading
+from raysim.models.checks.against_pytorch import check_reading
 from raysim.models.flat import BoundModel, Model
 from raysim.models.keyed_layers import UnfoldedConv2d
 from raysim.models.nets import zoo

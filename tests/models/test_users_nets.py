@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
 from raysim.errors import ConfigError
-from raysim.models.checks.reading import check_same_outputs, sample_outputs
+from raysim.models.checks.against_pytorch import check_same_outputs, sample_outputs
 from raysim.prepare.resolve import prepare
 from raysim.runs.python_inputs import named_source
 from raysim.system.torchvision_operators import import_declaring_operators

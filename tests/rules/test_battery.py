@@ -22,10 +22,10 @@ from support.batteries import BAD, NETS, SIZES, poisoned, small, without
 from support.cohorts import sample_cohort
 
 from raysim.engine.cohorts import make_cohort, make_tasks
-from raysim.engine.inline import Inline
+from raysim.engine.inline_executor import Inline
 from raysim.engine.loop import Engine
 from raysim.engine.plan import Plan
-from raysim.engine.trainers import make_trainer
+from raysim.engine.worker_setup import make_trainer
 from raysim.errors import ClientError, ConfigError, round_name
 from raysim.prepare.resolve import prepare
 from raysim.rules.contract import CLIENT_RULES, SERVER_RULES, ServerRule, overridden

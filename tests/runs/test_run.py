@@ -35,7 +35,7 @@ from support.stopped_runs import same, stop_at
 
 import raysim
 from raysim.distributed.block_scheduler import BlockScheduler
-from raysim.engine.inline import Inline
+from raysim.engine.inline_executor import Inline
 from raysim.engine.state import checkpoint
 from raysim.errors import ClientError, ConfigError, RaysimError, ServerStateLost
 from raysim.models.flat import BoundModel

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from raysim.engine.executor import PendingServerStep, RoundResults
-from raysim.engine.inline import Inline
+from raysim.engine.inline_executor import Inline
 from raysim.engine.plan import Plan
 from raysim.server.central_server import RoundCohort
 

@@ -17,7 +17,7 @@ import raysim
 from raysim.config.sections.privacy import AdaptiveClipping, ClientPrivacy
 from raysim.errors import ConfigError
 from raysim.prepare.resolve import prepare
-from raysim.training.uploads.client_privacy import client_epsilon
+from raysim.training.uploads.client_level_dp import client_epsilon
 
 RULES = """
 from dataclasses import dataclass

@@ -17,10 +17,10 @@ from raysim.models.nets.zoo import lenet, mlp
 from raysim.prepare.resolve import prepare
 from raysim.rules import Batch, soft_cross_entropy
 from raysim.runs.resume import resume
-from raysim.training.tasks import privacy
+from raysim.training.tasks import dp_sgd
+from raysim.training.tasks.dp_sgd import clipped_sum, epsilon, in_parts, passes
 from raysim.training.tasks.local_step import LocalSettings
 from raysim.training.tasks.loop_task import LoopTask
-from raysim.training.tasks.privacy import clipped_sum, epsilon, in_parts, passes
 from raysim.training.trainers.vmap import VmapTask
 
 
@@ -97,7 +97,7 @@ def test_single_gradients_are_those_of_each_example_by_itself(model, kind, which
 
 def test_parts_are_the_whole(model, monkeypatch):
     data = batch(model, 7)
-    monkeypatch.setattr(privacy, "MAX_GRADIENT_BLOCK_NUMBERS", 3 * model.size)
+    monkeypatch.setattr(dp_sgd, "MAX_GRADIENT_BLOCK_NUMBERS", 3 * model.size)
     parts = list(in_parts(data, model.size))
     assert [len(part.y) for part in parts] == [3, 3, 1]
     assert torch.equal(torch.cat([part.x for part in parts]), data.x)

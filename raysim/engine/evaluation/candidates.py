@@ -14,7 +14,7 @@ from raysim.engine.plan import Plan
 from raysim.engine.state.client_store import ClientStateStore
 from raysim.errors import ClientError, RaysimError, round_name
 from raysim.randomness import generator
-from raysim.rules.sampling import SelectionPool
+from raysim.rules.client_sampling import SelectionPool
 from raysim.schedule import synchronous_round
 
 logger = logging.getLogger("raysim")

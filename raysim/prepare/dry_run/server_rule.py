@@ -28,10 +28,10 @@ from raysim.models.comparison import same_values
 from raysim.prepare.dry_run.client_rule import DRY_RUN_TIMEOUT_S, LARGE_NET_PARAMETERS, RuleDryRun
 from raysim.prepare.dry_run.watched import watched
 from raysim.randomness import generator
+from raysim.rules.client_sampling import ClientPool
 from raysim.rules.contract import overridden
 from raysim.rules.errors.user_code import breach
 from raysim.rules.methods.registry import is_shipped
-from raysim.rules.sampling import ClientPool
 from raysim.schedule import Selection, make_schedule
 from raysim.server.central_server import RoundCohort, Server
 from raysim.server.selection import ClientHistory

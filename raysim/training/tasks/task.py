@@ -17,8 +17,8 @@ from raysim.rules.errors.user_code import breach
 from raysim.rules.losses import Loss, Net, task_loss
 from raysim.rules.public import PublicData
 from raysim.rules.task import LocalData, PassMode, Task
+from raysim.training.tasks.dp_sgd import clipped_sum, in_parts
 from raysim.training.tasks.local_step import LocalSettings, downhill, stepped
-from raysim.training.tasks.privacy import clipped_sum, in_parts
 
 
 class ModelTask(Task):

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from raysim.config.schema import Config
 from raysim.config.sections.optimizer import PLAIN_SGD
-from raysim.models.checks.coupling import couples_examples
+from raysim.models.checks.coupled_examples import couples_examples
 from raysim.models.flat import BoundModel, Model
 from raysim.rules.batch import Batch
 from raysim.rules.contract import PLAIN_STEP, ClientRule, ServerRule, overridden

@@ -19,7 +19,7 @@ from raysim.rules.task import LocalData
 from raysim.rules.uploads import Kind
 from raysim.training.messages import Broadcast, ClientTask
 from raysim.training.tasks.local_step import LocalSettings
-from raysim.training.uploads.client_privacy import UNCLIPPED
+from raysim.training.uploads.client_level_dp import UNCLIPPED
 
 
 @dataclass

@@ -15,7 +15,7 @@ from raysim.rules.contract import ClientRule, Report, ServerRule, State
 from raysim.rules.uploads import Kind, declared, sums, with_mode
 from raysim.training.messages import ClientResult, ClientTask, WorkerResult
 from raysim.training.personal import PersonalParts
-from raysim.training.uploads.client_privacy import UNCLIPPED
+from raysim.training.uploads.client_level_dp import UNCLIPPED
 from raysim.training.uploads.client_update import ClientUpdate
 
 

@@ -18,10 +18,10 @@ from raysim.engine.executor import (
 )
 from raysim.engine.plan import Plan
 from raysim.engine.server_setup import make_server
-from raysim.engine.trainers import configure_process, make_trainer
+from raysim.engine.worker_setup import configure_process, make_trainer
 from raysim.errors import RaysimError
+from raysim.rules.client_sampling import SelectionPool
 from raysim.rules.contract import State
-from raysim.rules.sampling import SelectionPool
 from raysim.server.central_server import RoundCohort
 from raysim.server.selection import Candidates
 from raysim.training.messages import Block, Broadcast, EvaluationParts

@@ -10,10 +10,10 @@ from numpy.random import Generator
 from raysim.config.references import load_object
 from raysim.config.sections.schedule import OwnSampling, PoissonSampling, SamplingBySamples, Sync
 from raysim.errors import ConfigError, RaysimError, round_name
+from raysim.rules.client_sampling import ClientPool, ClientSampling
 from raysim.rules.errors.keyed_numbers import RANDOM_NUMBERS_PAGE, RNG_ARGUMENT, keyed_numbers_only
 from raysim.rules.errors.user_code import translate_errors
 from raysim.rules.methods.registry import build_part
-from raysim.rules.sampling import ClientPool, ClientSampling
 
 SECTION = "schedule.sampling"
 """The section of the configuration that names the sampling."""
