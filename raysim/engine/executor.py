@@ -1,7 +1,7 @@
 """Interface between the loop and what computes its rounds, and the results that pass through it.
 
-`engine.inline` computes a run in this process, `raysim.distributed` over Ray. Both compute the same
-bits.
+`engine.inline_executor` computes a run in this process, `raysim.distributed` over Ray. Both compute
+the same bits.
 """
 
 from __future__ import annotations

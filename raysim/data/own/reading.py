@@ -1,6 +1,6 @@
 """Users' own examples: from a function, an .npz file, or objects in Python.
 
-`own_forms` takes them apart, `own_arrays` makes arrays of them, and `make_dataset` checks these.
+`forms` takes them apart, `arrays` makes arrays of them, and `make_dataset` checks these.
 """
 
 from __future__ import annotations
@@ -288,7 +288,7 @@ def make_dataset(name: str, content: Any, place: str) -> Dataset:
 
     Args:
         name: name of the data set.
-        content: the examples, see `own_forms`.
+        content: the examples, see `forms`.
         place: key and source, with which errors begin.
 
     Raises:
@@ -420,7 +420,7 @@ def store_examples(content: Any) -> dict[str, Any]:
     The file lies in the folder of the data sets, where `raysim resume` finds it.
 
     Args:
-        content: the examples, see `own_forms`.
+        content: the examples, see `forms`.
 
     Returns:
         The section `data` that reads them.

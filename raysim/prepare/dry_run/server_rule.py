@@ -1,7 +1,7 @@
 """Dry run of users' server rules: one round with the uploads of two small clients.
 
 A rule that selects clients also selects the first round of the run. The dry run uses the clients of
-`rule_dry_run`. The rule's methods are `watched`, so random numbers without a key and certain
+`client_rule`. The rule's methods are `watched`, so random numbers without a key and certain
 mistakes in the code are found; the server checks the values that they return. In addition, the
 tensors of the broadcast must not change while clients use them.
 
