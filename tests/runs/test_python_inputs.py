@@ -6,6 +6,7 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torch import nn
 
 import raysim
 from raysim.config import python_objects
+from raysim.data.own.stored import stored_arrays
 from raysim.errors import ConfigError
 from raysim.models import build
 from raysim.prepare.resolve import prepare
@@ -80,6 +82,17 @@ def test_arrays_train_resume_in_the_shell_and_are_stored_once(config, cache, tmp
     done = raysim.resume(stopped.run_dir, {"rounds": 2})
     assert done.digest == whole.digest
     assert len(list(cache.rglob("*"))) == 2
+
+
+def test_the_same_arrays_are_stored_by_several_at_once(cache):
+    """As by scripts that start together: none takes away what another one is writing."""
+    arrays = {"x": np.arange(300_000.0)}
+    for repetition in range(5):
+        arrays["y"] = np.array([repetition])
+        with ThreadPoolExecutor(8) as pool:
+            (path,) = set(pool.map(lambda _: stored_arrays("data", arrays), range(8)))
+        assert np.array_equal(np.load(path)["x"], arrays["x"])
+    assert len([path for path in cache.rglob("*") if path.is_file()]) == 5
 
 
 def test_paths_and_numbers_of_numpy_are_plain_values():

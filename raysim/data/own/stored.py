@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -47,8 +48,11 @@ def stored_arrays(section: str, arrays: Mapping[str, np.ndarray], identity: str 
     if not path.exists():
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with files.whole(path) as partial:
+            # Runs that start at the same time may write the same content, each to its own file.
+            own = path.with_name(f"{secrets.token_hex(4)}-{path.name}")
+            with files.whole(own) as partial:
                 np.savez(partial, allow_pickle=False, **arrays)
+            own.replace(path)
         except OSError as error:
             raise ConfigError(
                 f"{section}: {path} cannot be written: {error.strerror}; set $RAYSIM_DATA to a "
