@@ -489,12 +489,16 @@ def declare(name: str, unit: str, meaning: str, rule: str, users_own: bool) -> N
         rule: name of the rule. Several rules may declare one metric.
         users_own: whether the rule is not shipped.
     """
-    logged = f"{EVERY_ROUND}, {rule}"
+    own = [metric for metric in METRICS if not metric.users_own]
+    if any(metric.matches(name) for metric in own):
+        return  # what it is stands in the engine's list
+    rules = {rule}
     if before := _DECLARED.get(name):
-        rules = before.logged.removeprefix(f"{EVERY_ROUND}, ").split(" and ")
+        if users_own and not before.users_own:
+            return  # nor is a shipped method's metric changed by a user's
         # A module that is loaded again declares its rules again.
-        logged = f"{EVERY_ROUND}, {' and '.join(dict.fromkeys([*rules, rule]))}"
-        meaning = before.meaning
+        rules |= {*before.logged.removeprefix(f"{EVERY_ROUND}, ").split(" and ")}
+    logged = f"{EVERY_ROUND}, {' and '.join(sorted(rules))}"
     _DECLARED[name] = Metric(name, unit, meaning, logged, users_own=users_own)
 
 

@@ -32,7 +32,7 @@ COMMON_NAMES = {
     "loss loss_fn loss_function criterion objective": "task",
     "learning_rate client_lr local_lr local_learning_rate": "local.lr",
     "num_clients n_clients num_users num_partitions num_supernodes": "partition.clients",
-    "clients_per_round fraction_fit join_ratio participation frac": "schedule.cohort",
+    "clients_per_round": "schedule.cohort",
     "dirichlet_alpha": "partition.alpha",
     "local_epochs num_epochs client_epochs": "local.epochs",
     "local_steps": "local.steps",
@@ -140,7 +140,7 @@ def _wrong_switch(key: str, value: bool, types: Sequence[Any]) -> str:
     known = ", ".join(f"{key}.{name}" for name in names)
     without = "null to leave it out" if type(None) in types else "leave it out"
     hint = _SECTION_HINTS.get(key, "")
-    return f"{key}: {switch} is not a section; give some of {known}, or {without}{hint}"
+    return f"{key}: {switch} is not a section{hint}; give some of {known}, or {without}"
 
 
 def _is_section(annotation: Any) -> bool:

@@ -404,12 +404,12 @@ class Engine(Generic[ModelHandle]):
         done = self.state.done
         if self.run_dir is None or not self.config.checkpoint.every or not done:
             return
+        written = [path.name for path in checkpoint.available_checkpoints(self.run_dir)]
+        if checkpoint.checkpoint_name(done) in written:
+            return
         if self.server_is_ahead:
             raise RaysimError("the server has already updated the model of the next round")
-        if checkpoint.checkpoint_name(done) not in [
-            path.name for path in checkpoint.available_checkpoints(self.run_dir)
-        ]:
-            self._save(self.executor.snapshot().get())
+        self._save(self.executor.snapshot().get())
 
     def _recover_from_checkpoint(self, failure: ServerStateLost) -> None:
         """Start a new server from the last checkpoint, or from the beginning if there is none."""

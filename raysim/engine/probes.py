@@ -375,7 +375,7 @@ def _mapping(returned: Any, content: str) -> Mapping[Any, Any]:
     """Return the mapping that a probe's method returned; {} for None."""
     if returned is None:
         return {}
-    if not isinstance(returned, Mapping):
+    if not hasattr(returned, "items"):  # a Series of pandas has them too
         raise TypeError(
             f"it returned a {type(returned).__name__}; return a mapping {content}, or None"
         )

@@ -29,7 +29,7 @@ from raysim.rules.client_sampling import SelectionPool
 from raysim.rules.errors.user_code import check_direction, class_defined_at, defined_at
 from raysim.rules.losses import Net, task_loss
 from raysim.rules.reports import Cohort, Reports
-from raysim.rules.rule import Problem, Rule
+from raysim.rules.rule import Logged, Problem, Rule
 from raysim.rules.task import LocalData, Task
 from raysim.rules.uploads import Upload, Uploads
 
@@ -578,7 +578,13 @@ def _register(cls: type[Rule], registry: dict, suffix: str) -> None:
     if shipped and not cls.__name__.startswith("_"):
         registry[cls.name] = cls
     side = suffix.lower()
-    for name, meaning, unit in cls.__dict__.get("logs", ()):
+    logs = cls.__dict__.get("logs", ())
+    if not isinstance(logs, tuple) or not all(isinstance(metric, Logged) for metric in logs):
+        raise TypeError(
+            f'{cls.__name__}.logs is not a tuple of Logged; write logs = (Logged("name", "what it '
+            'measures"),), with the comma'
+        )
+    for name, meaning, unit in logs:
         is_size = side == "server" and name.endswith("_bytes")
         place = f"system/server_{name}" if is_size else f"{side}/{name}"
         metrics.declare(place, unit, meaning, cls.name, users_own=not shipped)

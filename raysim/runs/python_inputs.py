@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from raysim.config import explain, python_objects
-from raysim.config.loading import parse_overrides
+from raysim.config.loading import KEYS_OF_FILES, parse_overrides
 from raysim.config.schema import Config
 from raysim.data.own import reading
 from raysim.data.partition import given_partitions
@@ -122,7 +122,7 @@ def _plain(key: str, value: Any) -> Any:
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, torch.Tensor | np.ndarray | nn.Module) or callable(value):
-        if (name := key.partition(".")[0]) not in Config.model_fields:
+        if (name := key.partition(".")[0]) not in (*Config.model_fields, *KEYS_OF_FILES):
             raise ConfigError(f"{name}: unknown key{explain.top_level_hint(name)}")
         raise ConfigError(
             f"{key}: a {type(value).__name__} is no value of a configuration, which has numbers, "

@@ -1,5 +1,6 @@
 """The hint for an unknown key: which key it may be."""
 
+import numpy as np
 import pytest
 from torch import nn
 
@@ -41,3 +42,9 @@ def test_names_of_other_libraries_lead_to_keys_that_exist():
 def test_an_object_under_an_unknown_key_is_told_its_key(key, loss):
     with pytest.raises(ConfigError, match=f"^{key}: unknown key; did you mean task"):
         raysim.run("quickstart", **{key: loss})
+
+
+def test_an_object_in_a_section_of_the_file_is_no_unknown_key():
+    values = {"extends": "quickstart", "sweep": {"local.lr": np.array([0.1, 0.2])}}
+    with pytest.raises(ConfigError, match=r"^sweep\.local\.lr: a ndarray is no value of a conf"):
+        raysim.sweep(values)

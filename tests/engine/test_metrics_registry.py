@@ -13,6 +13,7 @@ from raysim.config.explain import validate
 from raysim.engine.round_metrics import virtual_time_metric
 from raysim.metrics import METRICS, all_metrics, find_metric, lower_is_better
 from raysim.rules import Logged
+from raysim.rules.methods import registry
 from raysim.schedule import make_schedule
 
 ASYNCHRONOUS = {"name": "kasync", "k": 2, "concurrency": 4}
@@ -120,13 +121,28 @@ def test_each_metric_has_one_line():
 
 def test_a_rule_declares_what_it_logs(monkeypatch):
     """Once a class is made; of one that is not shipped, rows of ledgers keep all rounds."""
+    registry.discover()
     monkeypatch.setattr(metrics, "_DECLARED", dict(metrics._DECLARED))
 
     class DeclaringServer(FedAvgServer):
-        logs = (Logged("kept_parts", "parts that were kept", "parts"), Logged("own_bytes", "size"))
+        logs = (
+            Logged("kept_parts", "parts that were kept", "parts"),
+            Logged("own_bytes", "size"),
+            Logged("tau_eff", "of a shipped method"),
+            Logged("uploads", "of the engine"),
+        )
 
     entry, size = find_metric("server/kept_parts"), find_metric("system/server_own_bytes")
     assert entry is not None and size is not None and size.users_own
     assert (entry.unit, entry.logged, entry.users_own) == ("parts", "every round, declaring", True)
+    for name in ("tau_eff", "uploads"):
+        known = find_metric(f"server/{name}")
+        assert known is not None and not known.users_own and not known.meaning.startswith("of ")
     fresh = find_metric("server/fresh")
     assert fresh is not None and fresh.logged == "every round, fedhist and refl"
+
+
+@pytest.mark.parametrize("logs", [Logged("a", "b"), (("a", "b"),), ("tau",)])
+def test_what_is_no_tuple_of_logged_is_refused(logs):
+    with pytest.raises(TypeError, match=r"^MineServer\.logs is not a tuple of Logged; write"):
+        type("MineServer", (FedAvgServer,), {"logs": logs})

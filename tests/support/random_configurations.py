@@ -32,8 +32,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from raysim.cli.pages.json_schema import configuration_schema
 from raysim.data import loading_once
 from raysim.errors import ConfigError, RaysimError, in_a_line
-from raysim.metrics import METRICS
+from raysim.metrics import all_metrics
 from raysim.prepare.resolve import read_run_config, resolve_plan
+from raysim.rules.methods import registry
 from raysim.runs.run import execute
 from raysim.tracking.recorder import Untracked
 from support.bounds import bounded
@@ -82,8 +83,10 @@ SMALL = {
 }
 """Values of the keys that determine how much work a run is, or how often something happens."""
 
+registry.discover()  # whose methods declare metrics
+
 WORDS = {
-    "metric": [metric.name for metric in METRICS if "{" not in metric.name],
+    "metric": [metric.name for metric in all_metrics() if "{" not in metric.name],
     "metrics": ["accuracy", "loss", "top2", "f1", "macro_f1", "balanced_accuracy", "mae", "r2"],
     "personal": ["classifier", "norm", "*weight*", "*bias"],
     "freeze": ["classifier", "norm", "*bias"],
