@@ -189,6 +189,7 @@ def test_a_deep_folder_for_temporary_files_is_named(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_temporary_folder_that_cannot_be_written_is_refused_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(nodes.ray, "is_initialized", lambda: False)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(nodes.ray, "init", lambda **options: pytest.fail("Ray is started"))
     (tmp_path / "file").write_text("")
