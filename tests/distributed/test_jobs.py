@@ -371,7 +371,7 @@ main()
     ("older", "more", "said"),
     [
         (
-            "from raysim.distributed import versions; versions.__version__ = '0.0.1'",
+            "from raysim.distributed.cluster import versions; versions.__version__ = '0.0.1'",
             {},
             "it has raysim .*, here is 0.0.1; install the same on both",
         ),

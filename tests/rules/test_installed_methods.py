@@ -112,7 +112,8 @@ def test_the_methods_are_found_in_a_plain_checkout(tmp_path):
     script = (
         "import sys; sys.meta_path[:] = [f for f in sys.meta_path if 'Editable' not in repr(f)]\n"
         "import algorithms, raysim\n"
-        "from raysim.rules import contract, registry\n"
+        "from raysim.rules import contract\n"
+        "from raysim.rules.methods import registry\n"
         "registry.discover()\n"
         "print(raysim.__file__, contract.CLIENT_RULES['fedprox'].__module__, len(contract.ALGORITHMS))"
     )
