@@ -613,7 +613,14 @@ FAMILIES = [
     "test_nfnet",
     "mobilenetv3_small_050",
     "regnetx_002",
-    "ghostnet_050",
+    pytest.param(
+        "ghostnet_050",
+        marks=pytest.mark.xfail(
+            raises=ConfigError,
+            strict=True,
+            reason="refused: a layer's statistics change what its backward pass needs",
+        ),
+    ),
     "densenet121",
 ]
 
