@@ -193,7 +193,7 @@ _SECTION_HINTS = {
     "tracking": "; every run of the command line is tracked, for example at "
     "tracking.uri=sqlite:///mlflow.db; from Python, raysim.run(..., tracking=False) is not",
 }
-"""What to write instead of a value that is no section, by key."""
+"""Advice for a value in place of a section, by the key of the section."""
 
 
 def _path(item: Any, raw: Any) -> list[str]:

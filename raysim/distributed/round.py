@@ -362,7 +362,7 @@ class RayRound:
         if not busy or min(pool.supervisor.idle_s([pool.server, *busy]), waited) < pool.timeout:
             return
         names = sorted({call.who for call in self.waiting.values()})
-        # An actor runs its calls in order, so these calls would block those of the repeated rounds.
+        # An actor runs its calls in order: the repeated rounds would wait for these calls.
         for worker in {
             call.worker for call in self.waiting.values() if isinstance(call, BlockCall)
         }:

@@ -106,7 +106,7 @@ class Engine(Generic[ModelHandle]):
         self.records = Records(self.executor, self.state)
         self.stop_rule = StopRule(self.config)
         self.server_is_ahead = False
-        """Whether the server has made an update whose round is not done for the engine."""
+        """True while the server has updated the model and the engine has not counted the round."""
 
     @property
     def store(self) -> ClientStateStore:

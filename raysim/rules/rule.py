@@ -62,7 +62,7 @@ class Logged(NamedTuple):
     name: str
     """Its name there; a part in braces stands for several, as in "utility_q{q}"."""
     meaning: str
-    """What it measures."""
+    """Description for the lists of metrics."""
     unit: str = ""
     """Unit of its values, such as "updates", "bytes" or "share"; "" for none."""
 

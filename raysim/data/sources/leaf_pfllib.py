@@ -28,10 +28,10 @@ from raysim.errors import ConfigError, in_a_line
 logger = logging.getLogger("raysim")
 
 LEAF_LAYOUT = "train/ and test/, each with .json files of users, num_samples and user_data"
-"""What the folder of LEAF's files holds, for messages."""
+"""Contents of a folder of LEAF's files, for error messages."""
 
 PFLLIB_LAYOUT = "train/ and test/, each with a file N.npz for each client N"
-"""What the folder of PFLlib's files holds, for messages."""
+"""Contents of a folder of PFLlib's files, for error messages."""
 
 LEAF_LETTERS = "\n !\"&'(),-.0123456789:;>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcdefghijklmnopqrstuvwxyz}"
 """The characters of LEAF's Shakespeare in the order of their numbers; others share one more."""

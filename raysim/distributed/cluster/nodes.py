@@ -98,7 +98,7 @@ def connect(address: str | None, cpus: float, log: Callable[[str], None]) -> boo
                 loopback.private_token(),
                 _handler_of_a_run_kept(),
             ):
-                # Ray starts no actor without free CPUs, so it is told of all that are asked for.
+                # Ray starts no actor without free CPUs; it counts those that it is given here.
                 ray.init(
                     address="local", num_cpus=max(cores, wanted), include_dashboard=False, **quiet
                 )

@@ -1,1 +1,1 @@
-"""What a run keeps between rounds, in memory and on disk."""
+"""The state of a run between rounds: client states, checkpoints, traffic."""
