@@ -7,7 +7,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
@@ -15,11 +15,12 @@ from raysim.cli.base import check_picture, report_app
 from raysim.cli.completion import complete_configuration, complete_experiment
 from raysim.cli.terminal import say
 from raysim.errors import ConfigError, did_you_mean
-from raysim.metrics import best_label
 
 if TYPE_CHECKING:
     from raysim.reports.runs import RunSource
     from raysim.reports.tracked import TrackedRun
+
+T = TypeVar("T")
 
 _SPENT = "rounds, bytes, virtual-time or seconds"
 
@@ -151,19 +152,21 @@ def report_table(
     log: Log = False,
 ) -> None:
     """Print a table of results, mean ± std over seeds, by the parameters that differ."""
-    from raysim.reports.table_rows import results_table
+    from raysim.reports.table_rows import table_report
 
-    _one_of("--format", form, ("markdown", "csv", "latex"))
+    suffixes = {"markdown": "md", "csv": "csv", "latex": "tex"}
+    if form not in suffixes:
+        raise ConfigError(f"--format: nothing called '{form}'{did_you_mean(form, suffixes)}")
     source = _source(runs, uri, ledger, where, log)
-    table = results_table(
+    table = table_report(
         source,
         _aside,
-        metric=_keys(metric),
-        statistic=_keys(statistic),
+        metric=metric,
+        statistic=statistic,
         select_by=select_by,
         target=target,
-        group=_keys(group),
-        best_of=_keys(best_of),
+        group=group,
+        best_of=best_of,
         relative_to=relative_to,
         x_axis=x_axis,
         ranks=ranks,
@@ -174,13 +177,7 @@ def report_table(
     text = table.text(form)
     _say(text, out)
     if log:
-        _keep_text(
-            f"table.{ ({'markdown': 'md', 'latex': 'tex'}.get(form, form)) }",
-            text,
-            [],
-            table.runs,
-            source,
-        )
+        _keep_text(f"table.{suffixes[form]}", text, [], table.runs, source)
 
 
 @report_app.command("curves")
@@ -201,16 +198,17 @@ def report_curves(
     log: Log = False,
 ) -> None:
     """Plot learning curves: mean and one standard deviation over seeds."""
+    from raysim.reports.report_kinds import curves_report
     from raysim.reports.table_rows import cost_unit_of
 
-    unit = cost_unit_of(x_axis)
+    cost_unit_of(x_axis)  # reading the runs takes long, so this is checked before
     out = out or _picture(context, "curves")
     check_picture(out)
     source = _source(runs, uri, ledger, where, log)
-    tracked = source.finished(metric, _aside, unit)
-    say(_draw_curves(tracked, tracked[0].metric, unit, _keys(group), _keys(panels) or (), out))
+    curves = curves_report(source, _aside, metric=metric, group=group, panels=panels, x_axis=x_axis)
+    say(_written(out, curves.plot))
     if log:
-        _keep_report([out], tracked, source)
+        _keep_report([out], curves.runs, source)
 
 
 @report_app.command("sweep")
@@ -239,17 +237,17 @@ def report_sweep(
 
     Other differing parameters make further lines or panels.
     """
+    from raysim.reports.report_kinds import sweep_report
+
     out = out or _picture(context, "sweep")
     check_picture(out)
     if y and log_x:
         raise ConfigError("--log-x: a heatmap has one column per value; leave out --log-x or --y")
-    if y and target is not None:
-        raise ConfigError("--target: a heatmap shows the best values; leave out --target or --y")
     source = _source(runs, uri, ledger, where, log)
-    tracked = source.finished(metric, _aside)
-    say(_draw_sweep(tracked, tracked[0].metric, x, y, log_x, out, target))
+    swept = sweep_report(source, _aside, x=x, y=y, metric=metric, target=target)
+    say(_written(out, lambda path: swept.plot(path, log_x)))
     if log:
-        _keep_report([out], tracked, source)
+        _keep_report([out], swept.runs, source)
 
 
 @report_app.command("sensitivity")
@@ -274,24 +272,16 @@ def report_sensitivity(
 
     Meant for random search, where the parameters are independent.
     """
-    from raysim.reports.analysis import plots, sensitivity
-    from raysim.reports.table_rows import known_statistic
+    from raysim.reports.report_kinds import sensitivity_report
 
-    result = known_statistic(statistic)
     out = out or _picture(context, "sensitivity")
     check_picture(out)
     source = _source(runs, uri, ledger, where, log)
-    tracked = source.finished(metric, _aside)
-    metric = tracked[0].metric
-    effects = sensitivity.effects(
-        tracked, _keys(keys) or (), sensitivity.result_of_run(result, metric)
-    )
-    _write(
-        out, lambda: plots.plot_scatter(sensitivity.clouds(effects), f"{statistic} {metric}", out)
-    )
-    say(f"{sensitivity.effects_markdown(effects, metric)}\n{len(tracked)} runs; {out}")
+    effects = sensitivity_report(source, _aside, keys=keys, metric=metric, statistic=statistic)
+    _written(out, effects.plot)
+    say(f"{effects.text()}\n{len(effects.runs)} runs; {out}")
     if log:
-        _keep_report([out], tracked, source)
+        _keep_report([out], effects.runs, source)
 
 
 @report_app.command("speedup")
@@ -309,18 +299,15 @@ def report_speedup(
     out: Picture = None,
 ) -> None:
     """Plot the rounds to a target over a parameter on log axes, with the slope."""
-    from raysim.reports.analysis import plots, speedup
+    from raysim.reports.report_kinds import speedup_report
 
     out = out or _picture(context, "speedup")
     check_picture(out)
     source = _source(runs, uri, ledger, where, False)
-    tracked = source.finished(metric, _aside)
-    lines = speedup.speedup(speedup.ends(tracked, over), target, _aside)
-    slope = speedup.slope(lines)
-    _write(out, lambda: plots.plot_speedup(lines, slope, f"{metric} {target:g}", over, out))
-    say(f"| {over} | rounds to {target:g} (each seed) |\n| --- | --- |")
-    for x in sorted({x for line in lines.values() for x in line}):
-        say(f"| {x:g} | {', '.join(f'{line[x]:.4g}' for line in lines.values() if x in line)} |")
+    report = speedup_report(source, _aside, target=target, over=over, metric=metric)
+    _written(out, report.plot)
+    say(report.text())
+    slope = report.slope
     say(
         f"slope {slope.mean:.3f}, 95 % interval [{slope.low:.3f}, {slope.high:.3f}] over "
         f"{slope.n} seeds; {out}"
@@ -354,15 +341,12 @@ def report_claims(
     log: Log = False,
 ) -> None:
     """Check a paper's claims against runs: results of both sides, verdicts and plots."""
-    from functools import cache
+    from raysim.reports.claims import claim_section
+    from raysim.reports.report_kinds import claims_report
 
-    from raysim.reports import grouping
-    from raysim.reports.claims import claim_section, verdicts
-    from raysim.reports.table_rows import cost_unit_of
-
-    asked = claim_section.require_claims(config)
+    claims = claim_section.require_claims(config)
     try:
-        if any(claim.figure for claim in asked):
+        if any(claim.figure for claim in claims):
             figures.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
@@ -370,66 +354,12 @@ def report_claims(
         ) from None
     _refuse_to_keep(ledger, log)
     source = claim_section.runs_of_claims(config, runs, uri, ledger or ())
-
-    @cache
-    def runs_of(metric: str, cost_unit: Any = "rounds") -> list[TrackedRun]:
-        return source.finished(metric, _aside, cost_unit)
-
-    lines = verdicts.check_claims(asked, runs_of)
-    text = verdicts.claims_markdown(lines)
-    shown = {claim.figure.file: (i, claim.figure) for i, claim in enumerate(asked) if claim.figure}
-    for i, figure in shown.values():
-        unit, path = cost_unit_of(figure.x_axis), figures / figure.file
-        tracked = grouping.having(
-            runs_of(figure.metric, unit), figure.where, f"claims.{i}.figure.where"
-        )
-        if figure.kind == "curves":
-            _aside(_draw_curves(tracked, figure.metric, unit, figure.group, figure.panels, path))
-        else:
-            _aside(_draw_sweep(tracked, figure.metric, figure.x, figure.y, figure.log_x, path))
+    report = claims_report(source, _aside, config=config)
+    text = report.text()
+    drawn = _written(figures, report.plot)
     _say(text, out)
     if log:
-        drawn = [figures / name for name in shown]
-        _keep_text("claims.md", text, drawn, runs_of(asked[0].left.metric), source)
-
-
-def _draw_curves(
-    tracked: Sequence[TrackedRun],
-    metric: str,
-    unit: Any,
-    group: Sequence[str] | None,
-    panels: Sequence[str],
-    out: Path,
-) -> str:
-    from raysim.reports.analysis import plots
-    from raysim.reports.analysis.curves import curves
-
-    averaged = curves(tracked, group, _aside, panels)
-    _write(out, lambda: plots.plot_curves(averaged, metric, unit, out))
-    return f"{len(averaged)} curves in {out}"
-
-
-def _draw_sweep(
-    tracked: Sequence[TrackedRun],
-    metric: str,
-    x: str,
-    y: str | None,
-    log_x: bool,
-    out: Path,
-    target: float | None = None,
-) -> str:
-    from raysim.reports.analysis import plots
-    from raysim.reports.analysis.curves import along, grid
-    from raysim.reports.grouping import apart
-
-    if y is None:
-        lines = along(tracked, x, metric, _aside, target)
-        label = best_label(metric) if target is None else f"rounds to {metric} {target:g}"
-        _write(out, lambda: plots.plot_curves(lines, label, x, out, logarithmic=log_x))
-        return f"{len(lines)} line{'s'[: len(lines) != 1]} in {out}"
-    grids = [(name, *grid(some, x, y, metric, _aside)) for name, some in apart(tracked, [x, y])]
-    _write(out, lambda: plots.plot_heatmap(grids, x, y, metric, out))
-    return f"{sum(len(cells) for *_, cells in grids)} values in {out}"
+        _keep_text("claims.md", text, drawn, report.runs_of(claims[0].left.metric), source)
 
 
 def _source(
@@ -454,12 +384,12 @@ def _picture(context: typer.Context, report: str) -> Path:
     """
     values = context.params
     names = values["runs"] or [file.stem for file in values["ledger"] or ()]
-    options = [
-        _in_a_name(option.name, values[option.name])
-        for option in context.command.params
-        if option.name in PLOT_OPTIONS and values[option.name] not in (None, (), option.default)
-    ]
-    return Path(f"{'-'.join([*(Path(name).name for name in names), report, *options])}.png")
+    parts = [*(Path(name).name for name in names), report]
+    for option in context.command.params:
+        value = values.get(option.name)
+        if option.name in PLOT_OPTIONS and value not in (None, (), option.default):
+            parts.append(_in_a_name(option.name, value))
+    return Path(f"{'-'.join(parts)}.png")
 
 
 def _in_a_name(option: str, value: str | float | bool | Sequence[str]) -> str:
@@ -482,26 +412,18 @@ def _aside(line: str) -> None:
     say(line, file=sys.stderr)
 
 
-def _keys(text: str | None) -> list[str] | None:
-    return text.split(",") if text else None
-
-
-def _one_of(option: str, word: str, known: tuple[str, ...]) -> None:
-    if word not in known:
-        raise ConfigError(f"{option}: nothing called '{word}'{did_you_mean(word, known)}")
-
-
 def _say(text: str, out: Path | None) -> None:
     """Print a table, or write it to a file."""
     if out is None:
         say(text)
     else:
-        _write(out, lambda: out.write_text(text + "\n"))
+        _written(out, lambda path: path.write_text(text + "\n"))
 
 
-def _write(path: Path, write: Callable[[], object]) -> None:
+def _written(path: Path, write: Callable[[Path], T]) -> T:
+    """Write a file; return what the function that writes it returns."""
     try:
-        write()
+        return write(path)
     except OSError as error:
         raise ConfigError(f"--out: {path} cannot be written: {error.strerror}") from None
 

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
+import pandas as pd
+
 from raysim.config.schema import SECTIONS_WITH_NAME
 from raysim.errors import ConfigError, did_you_mean
-from raysim.reports import method_sides, published
+from raysim.reports import method_sides
+from raysim.reports.published import same_value
 from raysim.reports.tables import short
 from raysim.reports.tracked import KEYS_WITHOUT_EFFECT, TrackedRun
 from raysim.reports.value_names import readable
@@ -27,6 +30,9 @@ _DERIVED_KEY_PREFIXES += tuple(
 )
 """Prefixes of keys that mostly follow from the name of an algorithm or another section, or that
 only add measurements."""
+
+_NAMES_OF_RULES = ("client.name", "server.name")
+"""Keys that follow from the algorithm, if there is one."""
 
 
 def resolved(runs: Sequence[TrackedRun], keys: Iterable[str], option: str) -> list[str]:
@@ -110,15 +116,15 @@ def having(
     Raises:
         ConfigError: No run has a parameter.
     """
-    allowed = dict(zip(resolved(runs, where, option), where.values(), strict=True))
+    kept = list(runs)
+    for key, allowed in zip(resolved(runs, where, option), where.values(), strict=True):
+        kept = [run for run in kept if _is_any(value_of(run.params, key), allowed)]
+    return kept
 
-    def has(run: TrackedRun, key: str, values: Sequence[str]) -> bool:
-        value = value_of(run.params, key)
-        return value is not None and any(
-            published.same_value(value, candidate) for candidate in values
-        )
 
-    return [run for run in runs if all(has(run, key, values) for key, values in allowed.items())]
+def _is_any(value: str | None, allowed: Sequence[str]) -> bool:
+    """Return whether a value, which may be missing, is one of several."""
+    return value is not None and any(same_value(value, other) for other in allowed)
 
 
 def with_values(params: Sequence[Mapping[str, str]], where: Sequence[str], noun: str) -> list[int]:
@@ -188,7 +194,7 @@ def _matches(value: str, asked: str) -> bool:
     first, _, last = asked.partition("..")
     if value.isdecimal() and first.isdecimal() and last.isdecimal():
         return int(first) <= int(value) <= int(last)
-    return published.same_value(value, asked)
+    return same_value(value, asked)
 
 
 def _full_name(key: str, known: Container[str]) -> str | None:
@@ -219,24 +225,44 @@ def grouped(
     Raises:
         ConfigError: No run has a parameter of `group`.
     """
-    keys = (
-        resolved(runs, group, "group (--group)") if group else varied([run.params for run in runs])
-    )
+    keys = group_keys(runs, group)
+    groups = _divided(runs, keys)
+    mixed: set[str] = set()
+    for _, members in groups:
+        mixed |= set(varied([run.params for run in members]))
+    if mixed:
+        say(f"a row holds runs that differ in {', '.join(map(short, sorted(mixed)))}")
+    return groups
+
+
+def group_keys(runs: Sequence[TrackedRun], group: Sequence[str] | None) -> list[str]:
+    """Return the full names of the parameters that distinguish groups.
+
+    Args:
+        runs: Runs to group.
+        group: Parameters as the user wrote them. Default: all that differ.
+
+    Raises:
+        ConfigError: No run has a parameter of `group`.
+    """
+    if group:
+        return resolved(runs, group, "group (--group)")
+    return varied([run.params for run in runs])
+
+
+def _divided(
+    runs: Sequence[TrackedRun], keys: Sequence[str]
+) -> list[tuple[dict[str, str], list[TrackedRun]]]:
+    """Return the runs by their values of parameters, sorted by these values."""
     groups: dict[tuple, list[TrackedRun]] = {}
     for run in runs:
         groups.setdefault(tuple(value_of(run.params, key) for key in keys), []).append(run)
-    if mixed := sorted(
-        {key for members in groups.values() for key in varied([run.params for run in members])}
-    ):
-        say(f"a row holds runs that differ in {', '.join(map(short, mixed))}")
-    named = [
-        (
-            {key: value for key, value in zip(keys, values, strict=True) if value is not None},
-            members,
-        )
-        for values, members in groups.items()
-    ]
-    return sorted(named, key=lambda entry: [by_size(entry[0].get(key)) for key in keys])
+    divided = []
+    for values in sorted(groups, key=lambda values: list(map(by_size, values))):
+        named = dict(zip(keys, values, strict=True))
+        present = {key: value for key, value in named.items() if value is not None}
+        divided.append((present, groups[values]))
+    return divided
 
 
 def apart(runs: Sequence[TrackedRun], keys: Sequence[str]) -> list[tuple[str, list[TrackedRun]]]:
@@ -252,21 +278,12 @@ def apart(runs: Sequence[TrackedRun], keys: Sequence[str]) -> list[tuple[str, li
     Raises:
         ConfigError: No run has a parameter of `keys`.
     """
-    known = resolved(runs, keys, "x and y (--x and --y)")
-    complete = [run for run in runs if all(key in run.params for key in known)]
-    others = [key for key in varied([run.params for run in complete]) if key not in known]
-    parts: dict[tuple, list[TrackedRun]] = {}
-    for run in complete:
-        parts.setdefault(tuple(run.params.get(key) for key in others), []).append(run)
-    ordered = sorted(parts.items(), key=lambda part: [by_size(value) for value in part[0]])
-    named = [
-        {k: v for k, v in zip(others, values, strict=True) if v is not None}
-        for values, _ in ordered
-    ]
-    return [
-        (label(params), members)
-        for params, (_, members) in zip(readable(named), ordered, strict=True)
-    ]
+    known = set(resolved(runs, keys, "x and y (--x and --y)"))
+    complete = [run for run in runs if known <= run.params.keys()]
+    differing = varied([run.params for run in complete])
+    parts = _divided(complete, [key for key in differing if key not in known])
+    labels = map(label, readable([named for named, _ in parts]))
+    return [(text, members) for text, (_, members) in zip(labels, parts, strict=True)]
 
 
 def split_scenario(params: Mapping[str, str]) -> tuple[tuple, tuple]:
@@ -278,10 +295,14 @@ def split_scenario(params: Mapping[str, str]) -> tuple[tuple, tuple]:
     Returns:
         Two tuples of (parameter, value). `side` is in neither, because it follows from the method.
     """
-    items = sorted((key, value) for key, value in params.items() if key != SIDE_COLUMN)
-    scenario = tuple(item for item in items if item[0].startswith(SCENARIO_KEY_PREFIXES))
-    method = tuple(item for item in items if not item[0].startswith(SCENARIO_KEY_PREFIXES))
-    return scenario, method
+    scenario: list[tuple[str, str]] = []
+    method: list[tuple[str, str]] = []
+    for key, value in sorted(params.items()):
+        if key.startswith(SCENARIO_KEY_PREFIXES):
+            scenario.append((key, value))
+        elif key != SIDE_COLUMN:
+            method.append((key, value))
+    return tuple(scenario), tuple(method)
 
 
 def varied(params: Sequence[Mapping[str, str]]) -> list[str]:
@@ -299,47 +320,50 @@ def varied(params: Sequence[Mapping[str, str]]) -> list[str]:
     Returns:
         The names of algorithm, rules and other sections first.
     """
-    params = [{k: v for k, v in run_params.items() if v != "null"} for run_params in params]
-    differ = _differing(params)
-    names = [key for key in differ if key.removesuffix(".name") in SECTIONS_WITH_NAME]
-    names.sort(key=lambda key: key.startswith(("client.", "server.")))
-    independent = [key for key in differ if not _may_follow(key, differ, params)]
-    chosen: list[str] = []
-    # A parameter that may follow from others is tried after all those that cannot.
-    for key in dict.fromkeys([*names, *independent, *differ]):
-        if key in independent or _n_distinct(params, [*chosen, key]) > _n_distinct(params, chosen):
-            chosen.append(key)
-    return chosen
+    if len(params) < 2:
+        return []
+    runs = pd.DataFrame(list(params), dtype=object).fillna("null")
+    differing = runs.columns[runs.ne(runs.iloc[0]).any()]
+    keys = [key for key in differing if not _is_ignored(key)]
+    dependent = {key for key in keys if _may_follow(key, runs, keys)}
+    columns: list[str] = []
+    for key in sorted(keys, key=lambda key: _order(key, key in dependent)):
+        if key not in dependent or _n_distinct(runs, [*columns, key]) > _n_distinct(runs, columns):
+            columns.append(key)
+    return columns
 
 
-def _differing(params: Sequence[Mapping[str, str]]) -> list[str]:
-    """Return the parameters with several values, except those that `varied` ignores."""
-    differ = []
-    for key in dict.fromkeys(key for run_params in params for key in run_params):
-        if key in ("seed", *SECTIONS_WITH_NAME) or key.startswith(KEYS_WITHOUT_EFFECT):
-            continue
-        if len({run_params.get(key) for run_params in params}) > 1:
-            differ.append(key)
-    # The size of a batch of clients is resolved from many other parameters.
-    differ.sort(key=lambda key: key == "batching.size")
-    return differ
+def _is_ignored(key: str) -> bool:
+    """Return whether tables never distinguish runs by a parameter."""
+    return key in ("seed", *SECTIONS_WITH_NAME) or key.startswith(KEYS_WITHOUT_EFFECT)
 
 
-def _may_follow(key: str, differ: Sequence[str], params: Sequence[Mapping[str, str]]) -> bool:
+def _order(key: str, is_dependent: bool) -> int:
+    """Return the place of a parameter: names of sections, rules, other parameters, dependent ones.
+
+    The size of a batch of clients is last, because it is resolved from many other parameters.
+    """
+    if key.removesuffix(".name") in SECTIONS_WITH_NAME:
+        return 1 if key in _NAMES_OF_RULES else 0
+    if key == "batching.size":
+        return 4
+    return 3 if is_dependent else 2
+
+
+def _may_follow(key: str, runs: pd.DataFrame, keys: Sequence[str]) -> bool:
     """Return True if the value of a parameter may follow from that of another one."""
-    if key in ("client.name", "server.name"):
+    if key in _NAMES_OF_RULES:
         # Without an algorithm the pair of rules is the method, and both have to be shown.
-        return all("algorithm.name" in run_params for run_params in params)
+        return "algorithm.name" in runs and "null" not in runs["algorithm.name"].tolist()
     if key.startswith(_DERIVED_KEY_PREFIXES):
         return True
     # Keys that only some optimizers have, say, follow from the name of the optimizer.
-    is_everywhere = all(key in run_params for run_params in params)
-    return f"{key.rpartition('.')[0]}.name" in differ and not is_everywhere
+    return "null" in runs[key].tolist() and f"{key.rpartition('.')[0]}.name" in keys
 
 
-def _n_distinct(params: Sequence[Mapping[str, str]], keys: Sequence[str]) -> int:
+def _n_distinct(runs: pd.DataFrame, keys: list[str]) -> int:
     """Return the number of distinct combinations of values of some parameters."""
-    return len({tuple(run_params.get(key) for key in keys) for run_params in params})
+    return len(set(map(tuple, runs[keys].to_numpy())))
 
 
 def label(named: Mapping[str, str]) -> str:
@@ -348,10 +372,11 @@ def label(named: Mapping[str, str]) -> str:
     Args:
         named: Values by parameter, in the order of the label.
     """
-    return ", ".join(
-        v if short(k) in (*SECTIONS_WITH_NAME, SIDE_COLUMN) else f"{short(k)} {v}"
-        for k, v in named.items()
-    )
+    parts = []
+    for key, value in named.items():
+        is_clear = short(key) in (*SECTIONS_WITH_NAME, SIDE_COLUMN)
+        parts.append(value if is_clear else f"{short(key)} {value}")
+    return ", ".join(parts)
 
 
 def by_size(text: str | None) -> tuple:

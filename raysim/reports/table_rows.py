@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pandas as pd
 
 from raysim.errors import ConfigError, did_you_mean
-from raysim.reports import published, tables
+from raysim.reports import published, table_text
 from raysim.reports.analysis import aggregate, comparisons, targets
 from raysim.reports.runs import RunSource
 from raysim.reports.tables import TableRow
@@ -24,6 +25,9 @@ from raysim.reports.tracked import (
 from raysim.reports.value_names import Names, names_given
 
 Say = Callable[[str], None]
+
+KeyNames = str | Sequence[str]
+"""Names of parameters or metrics: a list, or one comma-separated string."""
 
 
 @dataclass(frozen=True)
@@ -52,55 +56,80 @@ class ResultsTable:
             form: "markdown", "latex" or "csv".
         """
         if form == "csv":
-            return tables.as_csv(self.rows, self.cost_unit, self.names)
-        write = tables.latex if form == "latex" else tables.markdown_table
+            return table_text.as_csv(self.rows, self.cost_unit, self.names)
+        write = table_text.latex if form == "latex" else table_text.markdown_table
         return write(self.rows, self.target, self.cost_unit, self.names)
 
     def frame(self) -> pd.DataFrame:
-        """Return the table as a data frame; see `tables.frame`."""
-        return tables.frame(self.rows, self.cost_unit, self.names)
+        """Return the table as a data frame; figures that were not requested are NaN.
+
+        Its columns: the parameters that differ; seeds (number of runs); best, best_std, last,
+        last_std, last10, last10_std, as far as `statistic` names them (selected, selected_std in
+        place of best with `select_by`; with several metrics best_accuracy, best_loss, …);
+        chosen_round, chosen_round_std (by `select_by`); target, rounds_to_target (or bytes_,
+        virtual_time_, seconds_to_target) with its _std over the runs that reached the target,
+        reached (their number); rounds_min, rounds_max; not_finished; rank, mean_rank; paper_best,
+        paper_std, difference_in_paper_stds, difference_in_own_stds, paper_rounds_to_target; versus
+        (mean difference to `compare_with` over the seeds of both), versus_low, versus_high (its
+        95 % interval), versus_p (of the paired t-test), versus_seeds.
+        """
+        frame = table_text.frame(self.rows, self.cost_unit, self.names)
+        columns = list(frame)
+        parameters = columns[: columns.index("seeds")]
+        counts = ("seeds", "reached", "rounds_min", "rounds_max", "not_finished")
+        figures = [name for name in columns if name not in (*parameters, *counts)]
+        return with_numbers(frame.astype(dict.fromkeys(figures, float)), parameters)
 
 
-def results_table(
+def table_report(
     source: RunSource,
     say: Say,
     *,
-    metric: Sequence[str] | None = None,
-    statistic: Sequence[str] | None = None,
+    metric: KeyNames | None = None,
+    statistic: KeyNames | None = None,
     select_by: str | None = None,
     target: float | str | None = None,
-    group: Sequence[str] | None = None,
-    best_of: Sequence[str] | None = None,
+    group: KeyNames | None = None,
+    best_of: KeyNames | None = None,
     relative_to: str | None = None,
     x_axis: str = "rounds",
     ranks: bool = False,
     paper: str | None = None,
     compare_with: str | None = None,
-    label: Sequence[str] | Names = (),
+    label: str | Sequence[str] | Names = (),
 ) -> ResultsTable:
-    """Return a table of results; `frames.table_frame` describes the arguments.
+    """Return a table of results, one row for all runs that differ only in their seed.
 
     Args:
         source: Source of the runs.
         say: Called with one line for each group of omitted runs.
-        metric: See `frames.table_frame`.
-        statistic: See `frames.table_frame`.
-        select_by: See `frames.table_frame`.
-        target: See `frames.table_frame`.
-        group: See `frames.table_frame`.
-        best_of: See `frames.table_frame`.
-        relative_to: See `frames.table_frame`.
-        x_axis: See `frames.table_frame`.
-        ranks: See `frames.table_frame`.
-        paper: See `frames.table_frame`.
-        compare_with: See `frames.table_frame`.
-        label: See `frames.table_frame`.
+        metric: Metrics to report. Default: that of `evaluate.best`. Rows are compared by the first
+            one: for `target`, `best_of`, `ranks`, `paper` and `compare_with`.
+        statistic: Values of a metric in a run: best (its best value), last (that of the last
+            round), last10 (the mean of the last ten evaluations). Rows are compared by the first
+            one. Default: best and last.
+        select_by: Metric that chooses a round in each run, such as val/accuracy: the one with its
+            best value, among the rounds with a value of every metric. `best` then means the value
+            at this round, and `best_of` chooses rows by this metric.
+        target: Value of the first metric whose first round is reported. "paper" uses the target
+            that `paper` gives for each row.
+        group: Parameters that distinguish rows; `side` is allowed too. Default: all that differ.
+        best_of: Parameters; only the best row of each combination of their values is kept.
+        relative_to: KEY=VALUE. `target` is then a share of the best value of the runs with this
+            parameter value.
+        x_axis: Unit of the cost of reaching the target: rounds, bytes, virtual-time or seconds.
+        ranks: Rank the methods in each scenario, and by their mean rank.
+        paper: Published results to show beside the runs: gradma, fedreg, fedhist or a FILE.csv.
+        compare_with: KEY=VALUE, the method with which each row is compared in the same scenario,
+            seed by seed.
+        label: Names of values, parameters, metrics and headers: {value: name}, or texts VALUE=NAME.
 
     Raises:
-        ConfigError: See `frames.table_frame`.
+        ConfigError: An option is invalid, or a run, the metric or a parameter does not exist.
     """
     cost_unit = cost_unit_of(x_axis)
-    named = statistic or aggregate.DEFAULT_STATISTICS
+    metrics = split_keys(metric)
+    named = split_keys(statistic) or aggregate.DEFAULT_STATISTICS
     statistics: list[Statistic] = [known_statistic(name) for name in named]
     target_value = _target_number(target, bool(paper))
     if relative_to and target_value is None:
@@ -108,9 +137,9 @@ def results_table(
             "relative_to (--relative-to): needs a target to scale; pass target (--target) too, "
             "as a number"
         )
-    printed = _read_paper(paper, metric, statistics)
+    printed = _read_paper(paper, metrics, statistics)
     say = _once(say)
-    runs, *runs_of_others = _runs_by_metric(source, say, metric, select_by, cost_unit)
+    runs, *runs_of_others = _runs_by_metric(source, say, metrics, select_by, cost_unit)
     if paper:
         _check_published(runs[0].metric, statistics)
     rows = aggregate.rows(
@@ -119,8 +148,8 @@ def results_table(
         statistics=statistics,
         select_by=select_by or "",
         target=_goal(target, target_value, relative_to, runs, printed, say),
-        group=group,
-        best_of=best_of,
+        group=split_keys(group),
+        best_of=split_keys(best_of),
         say=say,
     )
     for others in runs_of_others:
@@ -133,8 +162,20 @@ def results_table(
     if ranks:
         rows = aggregate.ranked(rows, say)
     common_target = None if relative_to else target_value
-    names = names_given(label, tables.nameable(rows, common_target, cost_unit))
+    labels = [label] if isinstance(label, str) else label
+    names = names_given(labels, table_text.nameable(rows, common_target, cost_unit))
     return ResultsTable(runs, rows, common_target, cost_unit, names)
+
+
+def split_keys(keys: KeyNames | None) -> list[str] | None:
+    """Return names of parameters or metrics as a list, or None if there are none.
+
+    Args:
+        keys: The names.
+    """
+    if not keys:
+        return None
+    return keys.split(",") if isinstance(keys, str) else list(keys)
 
 
 def _read_paper(
@@ -190,9 +231,8 @@ def known_statistic(name: str) -> Statistic:
     Raises:
         ConfigError: There is no such statistic.
     """
-    for statistic in STATISTICS:
-        if name == statistic:
-            return statistic
+    if name in STATISTICS:
+        return STATISTICS[STATISTICS.index(name)]
     hint = did_you_mean(name, STATISTICS) or f"; there are {', '.join(STATISTICS)}"
     raise ConfigError(f"statistic (--statistic): unknown statistic '{name}'{hint}")
 
@@ -241,15 +281,16 @@ def chosen_rounds(
     """
     select_by = choosers[0].metric
     best = min if aggregate.direction(choosers, select_by) else max
-    histories = [{run.run_id: dict(run.history) for run in runs} for runs in by_metric]
+    histories: dict[str, list[dict[int, float]]] = {}
+    for run in itertools.chain.from_iterable(by_metric):
+        histories.setdefault(run.run_id, []).append(dict(run.history))
     chosen: dict[str, tuple[int, float]] = {}
     n_restricted = 0
     for run in choosers:
-        values = dict(run.history)
-        needed = [history[run.run_id] for history in histories if run.run_id in history]
-        if not needed:
+        if run.run_id not in histories:
             continue
-        rounds = [t for t in values if all(t in history for history in needed)]
+        values = dict(run.history)
+        rounds = set(values).intersection(*histories[run.run_id])
         if not rounds:
             metrics = ", ".join(f"'{runs[0].metric}'" for runs in by_metric)
             raise ConfigError(
@@ -257,7 +298,7 @@ def chosen_rounds(
                 f"'{select_by}' and of {metrics}; leave out a metric (--metric), or log all of "
                 "them in the same rounds"
             )
-        t = best(rounds, key=values.__getitem__)
+        t = best(sorted(rounds), key=values.__getitem__)
         chosen[run.run_id] = (t, values[t])
         n_restricted += values[t] != best(values.values())
     if n_restricted:
@@ -277,7 +318,7 @@ def _with_metric(
     """Return rows with the columns of a further metric."""
     metric = runs[0].metric
     figures = aggregate.figures_of(metric, statistics, aggregate.direction(runs, metric), select_by)
-    by_id: Mapping[str, TrackedRun] = {run.run_id: run for run in runs}
+    by_id = {run.run_id: run for run in runs}
     more = []
     for row in rows:
         members = [by_id[run_id] for run_id in row.run_ids if run_id in by_id]
@@ -345,3 +386,18 @@ def cost_unit_of(x_axis: str) -> Any:
             f"x_axis (--x-axis): unknown unit '{x_axis}'{did_you_mean(x_axis, known)}"
         )
     return x_axis.replace("-", " ")
+
+
+def with_numbers(frame: pd.DataFrame, names: Sequence[str]) -> pd.DataFrame:
+    """Convert those text columns to numbers whose values are all numbers.
+
+    Args:
+        frame: The frame, which is changed.
+        names: Names of the columns.
+    """
+    for name in names:
+        try:
+            frame[name] = pd.to_numeric(frame[name])
+        except (ValueError, TypeError):
+            continue
+    return frame

@@ -19,7 +19,8 @@ from raysim.config.sections.evaluation import DEFAULT_BEST
 from raysim.metrics import lower_is_better
 from raysim.reports.analysis import aggregate, plots
 from raysim.reports.analysis.curves import curves, grid
-from raysim.reports.tables import as_csv, markdown_table, short, sort_key
+from raysim.reports.table_text import as_csv, markdown_table
+from raysim.reports.tables import short, sort_key
 from raysim.reports.tracked import TrackedRun
 from raysim.runs.artifacts.description import commands, table
 from raysim.runs.provenance import command_line

@@ -25,7 +25,8 @@ from raysim.reports.analysis import aggregate, comparisons
 from raysim.reports.analysis.curves import curves
 from raysim.reports.analysis.targets import fraction_of
 from raysim.reports.runs import finished_runs
-from raysim.reports.tables import Figure, as_csv, latex, markdown_table
+from raysim.reports.table_text import as_csv, latex, markdown_table
+from raysim.reports.tables import Figure
 from raysim.reports.tracked import TrackedRun
 from raysim.tracking import mlflow_client
 from raysim.tracking import tracker as tracking

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from raysim.errors import ConfigError
 from raysim.reports.analysis.aggregate import rows
 from raysim.reports.analysis.targets import refuse_unreachable
-from raysim.reports.grouping import apart, by_size, grouped, label, resolved, varied
+from raysim.reports.grouping import apart, by_size, group_keys, grouped, label, resolved
 from raysim.reports.tables import MeanStd
 from raysim.reports.tracked import TrackedRun
 from raysim.reports.value_names import readable
@@ -50,10 +50,7 @@ def curves(
         ConfigError: No run has a parameter of `group` or `panels`.
     """
     panel_keys = resolved(runs, panels, "panels (--panels)")
-    keys = (
-        resolved(runs, group, "group (--group)") if group else varied([run.params for run in runs])
-    )
-    groups = grouped(runs, list(dict.fromkeys([*panel_keys, *keys])), say)
+    groups = grouped(runs, list(dict.fromkeys([*panel_keys, *group_keys(runs, group)])), say)
     names = readable([named for named, _ in groups])
     result = []
     for named, (_, members) in zip(names, groups, strict=True):

@@ -21,11 +21,14 @@ from itertools import pairwise
 from statistics import fmean
 from typing import TypeVar
 
+import pandas as pd
+
 from raysim.errors import ConfigError
 from raysim.metrics import is_share, lower_is_better
 from raysim.reports.analysis.plots import Cloud
 from raysim.reports.grouping import grouped
-from raysim.reports.tables import as_markdown, short
+from raysim.reports.table_text import as_markdown
+from raysim.reports.tables import short
 from raysim.reports.tracked import Statistic, TrackedRun
 from raysim.reports.value_names import readable
 
@@ -199,8 +202,9 @@ def effects_markdown(effects: Sequence[Effect], metric: str) -> str:
         metric: Metric of the results; accuracies are shown in percent.
     """
     scale, percent = (100, " %") if is_share(metric) else (1, "")
-    cells = [["parameter", "share of the variance", f"mean {metric}{percent}, by its values"]]
+    texts = []
     for effect in effects:
         means = "; ".join(f"{group}: {scale * mean:.4g}" for group, mean in effect.means)
-        cells.append([effect.name, f"{effect.share:.0%}", means])
-    return as_markdown(cells)
+        texts.append((effect.name, f"{effect.share:.0%}", means))
+    head = ["parameter", "share of the variance", f"mean {metric}{percent}, by its values"]
+    return as_markdown(pd.DataFrame(texts, columns=head))

@@ -14,6 +14,8 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import pandas as pd
+
 from raysim.errors import ConfigError
 from raysim.metrics import is_share
 from raysim.reports import grouping
@@ -21,14 +23,14 @@ from raysim.reports.analysis.comparisons import paired_difference
 from raysim.reports.claims.claim_section import Claim, ClaimSide, RoundsTo
 from raysim.reports.grouping import by_size
 from raysim.reports.published import same_value
-from raysim.reports.tables import (
+from raysim.reports.table_text import (
     MISSING_TEXT,
-    MeanStd,
     as_markdown,
     difference_text,
     number,
     rounded,
 )
+from raysim.reports.tables import MeanStd
 from raysim.reports.tracked import MetricMissing, TrackedRun
 
 CONFIRMED, REFUTED, OPEN = "confirmed", "not confirmed", "undecided"
@@ -334,24 +336,19 @@ def claims_markdown(lines: Sequence[ClaimResult]) -> str:
     Args:
         lines: Results, as from `check_claims`.
     """
-    header = [
-        "claim",
-        "left",
-        "should be",
-        "right",
-        "left − right [95 % interval]",
-        "seeds for : against",
-    ]
-    cells = [[*header, "verdict"]]
+    texts: list[dict[str, str]] = []
     for line in lines:
-        says = line.claim.says + (f" ({grouping.label(line.named)})" if line.named else "")
-        votes = "{} : {}".format(*line.seeds)
-        left, right = (
-            f"{_name_of_side(line, side.where)} {text}".strip()
-            for side, text in ((line.claim.left, line.left), (line.claim.right, line.right))
-        )
-        cells.append([says, left, line.claim.relation, right, line.difference, votes, line.verdict])
-    if any(line.claim.figure for line in lines):
-        files = [line.claim.figure.file if line.claim.figure else "" for line in lines]
-        cells = [[*row, last] for row, last in zip(cells, ["figure", *files], strict=True)]
-    return as_markdown(cells)
+        claim = line.claim
+        text = {"claim": claim.says + (f" ({grouping.label(line.named)})" if line.named else "")}
+        text["left"] = f"{_name_of_side(line, claim.left.where)} {line.left}".strip()
+        text["should be"] = claim.relation
+        text["right"] = f"{_name_of_side(line, claim.right.where)} {line.right}".strip()
+        text["left − right [95 % interval]"] = line.difference
+        text["seeds for : against"] = "{} : {}".format(*line.seeds)
+        text["verdict"] = line.verdict
+        text["figure"] = claim.figure.file if claim.figure else ""
+        texts.append(text)
+    table = pd.DataFrame(texts)
+    if not any(line.claim.figure for line in lines):
+        table = table.drop(columns="figure")
+    return as_markdown(table)

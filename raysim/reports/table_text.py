@@ -1,0 +1,443 @@
+"""Tables of results as data frames: of numbers, and of texts that pandas writes for readers."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+import pandas as pd
+
+from raysim.metrics import accumulates
+from raysim.reports.published import PublishedResult
+from raysim.reports.tables import (
+    Figure,
+    MeanStd,
+    PairedDifference,
+    Rank,
+    TableRow,
+    short,
+    value_key,
+)
+from raysim.reports.tracked import CostUnit
+from raysim.reports.value_names import NO_NAMES, Names
+
+MISSING_TEXT = "–"
+"""Text of a cell without a value."""
+
+LATEX_TEXTS = {
+    **{character: f"\\{character}" for character in "&%$#_{}"},
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "\\": r"\textbackslash{}",
+    "±": r"$\pm$",
+    MISSING_TEXT: "--",
+}
+"""LaTeX of the characters that have a meaning there, or that it lacks."""
+
+FIRST_MARK = 0xE000
+"""First of the private-use characters, which stand for names while other texts are escaped."""
+
+Columns = dict[str, list[str]]
+"""Text of every row, by the header of its column as it is without names."""
+
+T = TypeVar("T")
+
+
+def markdown_table(
+    table: Sequence[TableRow],
+    target: float | None = None,
+    cost_unit: CostUnit = "rounds",
+    names: Names = NO_NAMES,
+) -> str:
+    """Return rows as a Markdown table; accuracies are shown in percent.
+
+    Args:
+        table: Rows, as from `aggregate.rows`.
+        target: Common target of the rows, if their runs do not hold it.
+        cost_unit: Unit of the cost of reaching the target.
+        names: Names of values, parameters, metrics and headers.
+    """
+    return as_markdown(text_frame(table, target, cost_unit, names))
+
+
+def latex(
+    table: Sequence[TableRow],
+    target: float | None = None,
+    cost_unit: CostUnit = "rounds",
+    names: Names = NO_NAMES,
+) -> str:
+    r"""Return rows as a LaTeX tabular that uses booktabs; a comment says so.
+
+    The best mean of each column of results is bold; if rows have ranks, that of each scenario is.
+
+    Args:
+        table: Rows, as from `aggregate.rows`.
+        target: Common target of the rows, if their runs do not hold it.
+        cost_unit: Unit of the cost of reaching the target.
+        names: Names of values, parameters, metrics and headers. They are written as they are, so
+            that they may hold LaTeX such as `$\alpha$`.
+    """
+    marks = {key: chr(FIRST_MARK + i) for i, key in enumerate(names)}
+    characters = str.maketrans({**LATEX_TEXTS, **{marks[key]: names[key] for key in names}})
+    shown = text_frame(table, target, cost_unit, marks)
+    places = [*_columns(table, target, cost_unit, marks)]
+    shown = shown.map(lambda cell: cell.translate(characters))
+    for figure in table[0].values:
+        column = places.index(figure.header(NO_NAMES, _alone(table)))
+        for i in _best_rows(table, figure):
+            shown.iat[i, column] = rf"\textbf{{{shown.iat[i, column]}}}"
+    n_parameters = len(_headers(table))
+    alignment = "l" * n_parameters + "r" * (len(places) - n_parameters)
+    shown.columns = [header.translate(characters) for header in shown]
+    tabular = shown.to_latex(index=False, escape=False, column_format=alignment)
+    return f"% needs \\usepackage{{booktabs}}\n{tabular.rstrip()}"
+
+
+def as_csv(
+    table: Sequence[TableRow], cost_unit: CostUnit = "rounds", names: Names = NO_NAMES
+) -> str:
+    """Return rows as CSV, with the columns of `frame`; missing figures are empty.
+
+    Args:
+        table: Rows, as from `aggregate.rows`.
+        cost_unit: Unit of the cost of reaching the target; it names the column.
+        names: Names of values and parameters.
+    """
+    return frame(table, cost_unit, names).to_csv(index=False, lineterminator="\n").rstrip("\n")
+
+
+def as_markdown(texts: pd.DataFrame) -> str:
+    """Return a data frame of texts as a Markdown table.
+
+    Args:
+        texts: Cells and headers; a "|" in them is escaped.
+    """
+    lines = [list(texts), ["---"] * texts.shape[1], *texts.to_numpy().tolist()]
+    return "\n".join(
+        "| " + " | ".join(cell.replace("|", r"\|") for cell in line) + " |" for line in lines
+    )
+
+
+def text_frame(
+    table: Sequence[TableRow],
+    target: float | None = None,
+    cost_unit: CostUnit = "rounds",
+    names: Names = NO_NAMES,
+) -> pd.DataFrame:
+    """Return rows as a data frame of texts for readers, without columns that would be empty.
+
+    Args:
+        table: Rows, as from `aggregate.rows`.
+        target: Common target of the rows, if their runs do not hold it.
+        cost_unit: Unit of the cost of reaching the target.
+        names: Names of values, parameters, metrics and headers.
+    """
+    columns = _columns(table, target, cost_unit, names)
+    alone = _alone(table)
+    headers = {
+        figure.header(NO_NAMES, alone): figure.header(names, alone) for figure in table[0].values
+    }
+    texts = pd.DataFrame(columns)
+    texts.columns = [names.get(header, headers.get(header, header)) for header in columns]
+    return texts
+
+
+def nameable(
+    table: Sequence[TableRow], target: float | None = None, cost_unit: CostUnit = "rounds"
+) -> list[str]:
+    """Return all that may have a name: values, KEY=VALUE, metrics and headers.
+
+    Args:
+        table: Rows, as from `aggregate.rows`.
+        target: Common target of the rows, if their runs do not hold it.
+        cost_unit: Unit of the cost of reaching the target.
+    """
+    things: list[str] = []
+    for key, header in _headers(table).items():
+        for row in table:
+            if key in row.parameters:
+                value = row.parameters[key]
+                things += [value, f"{header}={value}"]
+    for figure in table[0].values:
+        things += [figure.metric, figure.select_by]
+    things += _columns(table, target, cost_unit, NO_NAMES)
+    return list(filter(None, dict.fromkeys(things)))
+
+
+def _columns(
+    table: Sequence[TableRow], target: float | None, cost_unit: CostUnit, names: Names
+) -> Columns:
+    """Return the columns of a table for readers."""
+    first, *others = table[0].values
+    columns: Columns = {}
+    for key, header in _headers(table).items():
+        values = [row.parameters.get(key, MISSING_TEXT) for row in table]
+        columns[header] = [_value_name(header, value, names) for value in values]
+    # Runs of a row are its seeds unless they differ in more.
+    count = "runs" if any(row.pooled for row in table) else "seeds"
+    columns[count] = [str(row.seeds) for row in table]
+    columns |= _values(table, first)
+    columns |= _published_best_values(table, first)
+    columns |= _paired_differences(table, first)
+    for figure in others:
+        columns |= _values(table, figure)
+    rounds = [row.chosen_round for row in table]
+    if any(rounds):
+        columns["chosen round"] = _texts(rounds, _cost_text)
+    columns |= _costs_of_target(table, target, cost_unit, first)
+    columns |= _ranks([row.rank for row in table])
+    columns["rounds done"] = ["–".join(map(str, dict.fromkeys(row.rounds))) for row in table]
+    if any(row.unfinished for row in table):
+        columns["not finished"] = [row.unfinished for row in table]
+    return columns
+
+
+def _texts(things: Iterable[T | None], text: Callable[[T], str]) -> list[str]:
+    """Return the text of each thing, of those that are None that of a missing value."""
+    return [MISSING_TEXT if thing is None else text(thing) for thing in things]
+
+
+def _alone(table: Sequence[TableRow]) -> bool:
+    """Return whether a table has one metric."""
+    return len({figure.metric for figure in table[0].values}) == 1
+
+
+def _headers(table: Sequence[TableRow]) -> dict[str, str]:
+    """Return the header of each parameter of the rows, in order of first appearance."""
+    keys = dict.fromkeys(key for row in table for key in row.parameters)
+    headers = [short(key) for key in keys]
+    return {key: short(key) if headers.count(short(key)) == 1 else key for key in keys}
+
+
+def _value_name(header: str, value: str, names: Names) -> str:
+    """Return the name of a parameter's value, by the value or by KEY=VALUE."""
+    return names.get(f"{header}={value}", names.get(value, value))
+
+
+def _values(table: Sequence[TableRow], figure: Figure) -> Columns:
+    """Return a column of results."""
+
+    def text(value: MeanStd) -> str:
+        return number(value.mean, value.std, figure.percent)
+
+    header = figure.header(NO_NAMES, _alone(table))
+    return {header: _texts([row.values[figure] for row in table], text)}
+
+
+def _published_best_values(table: Sequence[TableRow], figure: Figure) -> Columns:
+    """Return the columns of published values and of the differences; none without any."""
+
+    def best(printed: PublishedResult) -> str:
+        return number(printed.best, printed.std, figure.percent)
+
+    if not any(row.printed for row in table):
+        return {}
+    columns = {
+        f"paper: best{figure.unit}": _texts([row.printed for row in table], best),
+        "difference / paper's std": _texts([row.difference for row in table], "{:+.2f}".format),
+    }
+    ours = [row.difference_in_own_stds for row in table]
+    if any(difference is not None for difference in ours):
+        columns["difference / our std"] = _texts(ours, "{:+.2f}".format)
+    return columns
+
+
+def _paired_differences(table: Sequence[TableRow], figure: Figure) -> Columns:
+    """Return the column of differences to a reference method; none without any."""
+    references = {row.reference for row in table if row.versus}
+    if not references:
+        return {}
+    unit = ", points" if figure.percent else ""
+    header = f"difference to {references.pop()}{unit} [95 % interval]"
+    return {header: [difference_text(row.versus, figure.percent) for row in table]}
+
+
+def _costs_of_target(
+    table: Sequence[TableRow], common_target: float | None, cost_unit: CostUnit, figure: Figure
+) -> Columns:
+    """Return the columns of costs of reaching the target; none without a target.
+
+    Targets have a column of their own if they differ.
+    """
+
+    def target_text(target: float) -> str:
+        return number(target, None, figure.percent)
+
+    targets = {row.target for row in table if row.target is not None}
+    if not targets and common_target is not None:
+        targets = {common_target}
+    aim = "target"
+    columns: Columns = {}
+    if len(targets) == 1:
+        (common,) = targets
+        aim = f"{100 * common:.4g} %" if figure.percent else f"{common:.4g}"
+    elif targets:
+        columns[f"target{figure.unit}"] = _texts([row.target for row in table], target_text)
+    if targets:
+        unit = "MB" if cost_unit == "bytes" else cost_unit
+        columns[f"{unit} to {aim}"] = [_arrival(row, cost_unit) for row in table]
+    # Papers publish rounds, which no other unit can be compared with.
+    published = [row.printed.rounds if row.printed else None for row in table]
+    if cost_unit == "rounds" and any(published):
+        columns[f"paper: rounds to {aim}"] = _texts(published, _published_rounds)
+    return columns
+
+
+def _arrival(row: TableRow, cost_unit: CostUnit) -> str:
+    """Return the mean cost of reaching the target, with its deviation over the runs that do.
+
+    Unless all runs do, their number follows.
+    """
+    cost = row.to_target
+    if cost is None:
+        return MISSING_TEXT
+    if cost_unit == "bytes":
+        cost = MeanStd(cost.mean / 1e6, cost.std and cost.std / 1e6, cost.n)
+    missed = f" ({cost.n}/{row.seeds})" if cost.n < row.seeds else ""
+    return _cost_text(cost) + missed
+
+
+def _published_rounds(rounds: float) -> str:
+    """Return the published rounds to the target as text."""
+    return "never" if rounds == float("inf") else f"{rounds:g}"
+
+
+def _ranks(ranks: Sequence[Rank | None]) -> Columns:
+    """Return the columns of ranks: none without ranks, no mean rank for a single scenario."""
+    scenarios = {rank.scenarios for rank in ranks if rank}
+    if not scenarios:
+        return {}
+    columns = {"rank": _texts(ranks, lambda rank: f"{rank.place:.3g}")}
+    if len(scenarios) > 1:
+        columns["mean rank"] = _texts(ranks, lambda rank: f"{rank.mean:.3g} (of {rank.scenarios})")
+    elif scenarios != {1}:
+        header = f"mean rank of {min(scenarios)}"
+        columns[header] = _texts(ranks, lambda rank: f"{rank.mean:.3g}")
+    return columns
+
+
+def _best_rows(table: Sequence[TableRow], figure: Figure) -> list[int]:
+    """Return the positions of the rows with the best value, of each scenario if rows have ranks.
+
+    A metric that accumulates has none: more bytes are neither better nor worse.
+    """
+    if accumulates(figure.metric):
+        return []
+    best: dict[tuple, list[int]] = {}
+    for i, row in enumerate(table):
+        value = row.values[figure]
+        rivals = best.setdefault(row.rank.scenario if row.rank else (), [])
+        if value is None:
+            continue
+        key = value_key(value, figure.lower)
+        best_key = value_key(table[rivals[0]].values[figure], figure.lower) if rivals else key
+        if key < best_key:
+            rivals.clear()
+        if key <= best_key:
+            rivals.append(i)
+    return list(itertools.chain.from_iterable(best.values()))
+
+
+def number(mean: float | None, std: float | None, percent: bool) -> str:
+    """Return a mean, with its standard deviation if there is one, as text.
+
+    Args:
+        mean: Mean, or None for a missing value.
+        std: Standard deviation; None: it is left out.
+        percent: True to multiply both by 100.
+    """
+    if mean is None:
+        return MISSING_TEXT
+    scale, form = (100, ".2f") if percent else (1, ".4g")
+    text = f"{mean * scale:{form}}"
+    return text if std is None else f"{text} ± {std * scale:{form}}"
+
+
+def rounded(mean: float, std: float | None) -> str:
+    """Return a mean cost, with its deviation if there is one: to one decimal place from 1 on.
+
+    Args:
+        mean: Mean.
+        std: Standard deviation; None: it is left out.
+    """
+    form = ".1f" if mean >= 1 else ".3g"
+    if std is not None:
+        return f"{mean:{form}} ± {std:{form}}"
+    return f"{mean:.0f}" if mean == int(mean) else f"{mean:{form}}"
+
+
+def _cost_text(cost: MeanStd) -> str:
+    """Return a cost as text."""
+    return rounded(cost.mean, cost.std)
+
+
+def difference_text(difference: PairedDifference | None, percent: bool) -> str:
+    """Return a paired difference with its interval and p-value as text.
+
+    Args:
+        difference: Difference, or None for a missing one.
+        percent: True to multiply it by 100.
+    """
+    if difference is None:
+        return MISSING_TEXT
+    scale, form = (100, "+.2f") if percent else (1, "+.4g")
+    text = f"{difference.mean * scale:{form}}"
+    if difference.low is None or difference.high is None:
+        return f"{text} ({'one seed' if difference.n == 1 else 'on each seed'})"
+    ends = f"{difference.low * scale:{form}}, {difference.high * scale:{form}}"
+    return f"{text} [{ends}], p {difference.p_value:.2g}"
+
+
+def frame(
+    table: Sequence[TableRow], cost_unit: CostUnit = "rounds", names: Names = NO_NAMES
+) -> pd.DataFrame:
+    """Return rows as a data frame of numbers.
+
+    Args:
+        table: Rows, as from `aggregate.rows`.
+        cost_unit: Unit of the cost of reaching the target; it names the column.
+        names: Names of values and parameters.
+
+    Returns:
+        A frame with parameters as text, numbers that are not rounded, and None for figures that
+        were not requested.
+    """
+    headers = _headers(table)
+    alone = _alone(table)
+    cost = f"{cost_unit.replace(' ', '_')}_to_target"
+    records = []
+    for row in table:
+        record: dict[str, Any] = {}
+        for key, header in headers.items():
+            value = row.parameters.get(key)
+            named = None if value is None else _value_name(header, value, names)
+            record[names.get(header, header)] = named
+        record["seeds"] = row.seeds
+        for figure, value in row.values.items():
+            record |= _mean_and_std(figure.column(alone), value)
+        record |= _mean_and_std("chosen_round", row.chosen_round)
+        record["target"] = row.target
+        record |= _mean_and_std(cost, row.to_target)
+        record["reached"] = row.to_target.n if row.to_target else 0
+        record["rounds_min"], record["rounds_max"] = row.rounds
+        record["not_finished"] = row.unfinished
+        record |= _attributes(row.rank, rank="place", mean_rank="mean")
+        record |= _attributes(row.printed, paper_best="best", paper_std="std")
+        record["difference_in_paper_stds"] = row.difference
+        record["difference_in_own_stds"] = row.difference_in_own_stds
+        record |= _attributes(row.versus, versus="mean", versus_low="low", versus_high="high")
+        record |= _attributes(row.versus, versus_p="p_value", versus_seeds="n")
+        record |= _attributes(row.printed, paper_rounds_to_target="rounds")
+        records.append(record)
+    return pd.DataFrame(records)
+
+
+def _mean_and_std(column: str, value: MeanStd | None) -> dict[str, float | None]:
+    """Return a mean and its deviation as columns of a data frame."""
+    return _attributes(value, **{column: "mean", f"{column}_std": "std"})
+
+
+def _attributes(source: object | None, /, **columns: str) -> dict[str, Any]:
+    """Return attributes by the name of their column; all None without a source."""
+    return {column: getattr(source, attribute, None) for column, attribute in columns.items()}
