@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 from urllib.parse import urlencode
@@ -36,9 +35,6 @@ PORT = 5000
 START_LIMIT_S = 120.0
 """Time limit in seconds for the server to start."""
 
-STOP_LIMIT_S = 10.0
-"""Time limit in seconds for the server to stop before it is killed."""
-
 SERVER_POLL_INTERVAL_S = 0.2
 """Seconds between two checks whether the server answers."""
 
@@ -61,17 +57,6 @@ def link(address: str, experiment: Experiment | None = None) -> str:
     return f"{page}?{VIEW}&{CHARTS}&{urlencode(order)}"
 
 
-def run_link(address: str, experiment_id: str, run_id: str) -> str:
-    """Return the link to a run.
-
-    Args:
-        address: address of the MLflow server.
-        experiment_id: id of the experiment.
-        run_id: id of the run.
-    """
-    return f"{address}/#/experiments/{experiment_id}/runs/{run_id}?{VIEW}"
-
-
 def hint(tracking: Tracking, run_id: str = "") -> str:
     """Return the way to open a run: the command for a database, or the link for a server.
 
@@ -89,7 +74,7 @@ def hint(tracking: Tracking, run_id: str = "") -> str:
     except Exception:
         # The server is down, or it has not received the run yet.
         return f"{link(address)}   (run {run_id})"
-    return run_link(address, run.info.experiment_id, run_id)
+    return f"{address}/#/experiments/{run.info.experiment_id}/runs/{run_id}?{VIEW}"
 
 
 def find_experiment(uri: str, name: str) -> Experiment | None:
@@ -143,8 +128,7 @@ def served(uri: str, port: int) -> Iterator[subprocess.Popen[bytes]]:
     Raises:
         RaysimError: the server does not start.
     """
-    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1"]
-    command += ["--port", str(port), "--workers", "1"]
+    command = [sys.executable, "-m", "mlflow", "server", "--port", str(port), "--workers", "1"]
     environment = {
         **os.environ,
         # Other users of the machine can see arguments, but not the environment.
@@ -154,42 +138,29 @@ def served(uri: str, port: int) -> Iterator[subprocess.Popen[bytes]]:
     }
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(
-            command,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
+            command, env=environment, stdout=output, stderr=output, start_new_session=True
         )
         try:
             if not _answers(process, port):
                 output.seek(0)
-                lines = output.read().decode(errors="replace").strip().splitlines()
-                why = mask_secrets(lines[-1]) if lines else "it prints no reason"
-                raise RaysimError(f"MLflow's server for {mask_secrets(uri)} does not start: {why}")
+                lines = output.read().decode(errors="replace").split("\n")
+                why = next(filter(None, reversed(lines)), "it prints no reason")
+                raise RaysimError(
+                    f"MLflow's server for {mask_secrets(uri)} does not start: {mask_secrets(why)}"
+                )
             yield process
         finally:
-            _stop(process)
+            # The server has nothing to finish: databases roll back what was not written whole.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def _answers(process: subprocess.Popen[bytes], port: int) -> bool:
     """Wait until the server answers or ends; return whether it answers."""
     deadline = time.monotonic() + START_LIMIT_S
-    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     while process.poll() is None and time.monotonic() < deadline:
-        with (
-            contextlib.suppress(OSError),
-            direct.open(f"http://127.0.0.1:{port}/health", timeout=5) as answer,
-        ):
-            return answer.status == 200
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+            return True
         time.sleep(SERVER_POLL_INTERVAL_S)
     return False
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    """End the server and its child processes."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(STOP_LIMIT_S)
