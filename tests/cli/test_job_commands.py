@@ -10,8 +10,7 @@ import pytest
 import typer
 import yaml
 
-from raysim.cli.job_commands import checked_command
-from raysim.cli.jobs import _follow_job
+from raysim.cli.jobs import _follow_job, checked_command
 from raysim.distributed.cluster.jobs import JobClient, _job
 from raysim.errors import ConfigError
 

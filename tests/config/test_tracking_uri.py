@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import raysim
-from raysim.cli import job_commands
+from raysim.cli import jobs
 from raysim.config.sections.storage import Tracking
 from raysim.config.tracking_uri import (
     SCHEMES,
@@ -150,7 +150,7 @@ def test_a_job_is_refused_with_a_password(tmp_path):
     (tmp_path / "run.yaml").write_text("rounds: 1\ndata: digits\nalgorithm: fedavg\n")
     for command in (["run", "run.yaml"], ["resume", "/runs/x"]):
         with pytest.raises(ConfigError, match="MLFLOW_TRACKING_PASSWORD") as refused:
-            job_commands.checked_command([*command, "tracking.uri=http://u:pass1@h:5000"], tmp_path)
+            jobs.checked_command([*command, "tracking.uri=http://u:pass1@h:5000"], tmp_path)
         assert "pass1" not in str(refused.value)
 
 

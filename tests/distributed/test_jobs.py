@@ -29,7 +29,7 @@ from support.mlflow_server import Server
 from support.processes import client_of, steps_of, until
 
 import raysim
-from raysim.cli.job_commands import checked_command
+from raysim.cli.jobs import checked_command
 from raysim.distributed.cluster import versions
 from raysim.distributed.cluster.jobs import JobClient
 from raysim.errors import ConfigError
