@@ -169,21 +169,28 @@ class _Schema:
         """Return the possible values of a key; its default if they cannot be listed."""
         section, _, last = key.rpartition(".")
         node = self._children(section).get(last, {})
-        candidates: Completions = []
+        names: list[str] = []
+        about: dict[str, str] = {}
         for leaf in self._alternatives(node):
-            names = leaf.get("enum") or [leaf["const"]] if "enum" in leaf or "const" in leaf else []
-            names = ["true", "false"] if leaf.get("type") == "boolean" else names
-            candidates += [(str(name), "") for name in names]
-        about = {
-            variant["properties"]["name"]["const"]: self._about(variant)
-            for variant in self._alternatives(node)
-            if "const" in variant.get("properties", {}).get("name", {})
-        }
+            names += self._listed(leaf)
+            variant = leaf.get("properties", {}).get("name", {})
+            if "const" in variant:
+                about[variant["const"]] = self._about(leaf)
+        if names:
+            return [(name, about.get(name, "")) for name in names]
         default = node.get("default")
-        if not candidates and default is not None and not isinstance(default, dict):
-            text = default if isinstance(default, str) else json.dumps(default)
-            candidates = [(text, "default")]
-        return [(text, about.get(text, description)) for text, description in candidates]
+        if default is None or isinstance(default, dict):
+            return []
+        text = default if isinstance(default, str) else json.dumps(default)
+        return [(text, about.get(text, "default"))]
+
+    def _listed(self, leaf: SchemaNode) -> list[str]:
+        """Return the values that a node without alternatives lists."""
+        if leaf.get("type") == "boolean":
+            return ["true", "false"]
+        if "enum" in leaf:
+            return list(map(str, leaf["enum"]))
+        return [str(leaf["const"])] if "const" in leaf else []
 
     def _children(self, path: str) -> dict[str, SchemaNode]:
         """Return the keys of a section by name, of all its variants if none is chosen."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from raysim.cli.base import ledger_app
-from raysim.cli.terminal import say
+from raysim.cli.terminal import aside, say
 from raysim.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -36,7 +35,7 @@ def merge(
 
     if out.exists() and out.resolve() not in [file.resolve() for file in files]:
         raise ConfigError(f"--out: {out} exists; name it among the ledgers, or another file")
-    kept, copies = ledger_file.merge(files, out, _aside, missing=_MISSING)
+    kept, copies = ledger_file.merge(files, out, aside, missing=_MISSING)
     counts = Counter(row.key for row in kept)
     say(
         f"{len(kept)} rows of {len(counts)} runs in {out}; left out: {copies} with the same digest "
@@ -76,7 +75,7 @@ def check(
 
     def name(line: str) -> None:
         problems.append(line)
-        _aside(line)
+        aside(line)
 
     keys = keys or []
     where = where or []
@@ -85,7 +84,7 @@ def check(
         raise ConfigError(f"{given}: only for rows that are trained again; add --recompute 1")
     rows = ledger_file.read_rows([file], name, missing=_MISSING)
     if problems:
-        _aside(f"`raysim ledger merge {file} -o NEW` leaves such rows out")
+        aside(f"`raysim ledger merge {file} -o NEW` leaves such rows out")
     for row in rows:
         if reason := recomputed.why_other_identity(row):
             name(f"{row.place}: {reason}")
@@ -110,7 +109,7 @@ def _differences_of_row(row: Row, overrides: dict[str, Any]) -> list[str]:
             f"whose last bits differ from those of this machine, {cpu_kind()}"
         )
         return []
-    _aside(f"{row.place} ({row.title}): training again; it took {row.seconds:.0f} s")
+    aside(f"{row.place} ({row.title}): training again; it took {row.seconds:.0f} s")
     result = recomputed.recompute(row, overrides)
     say(result.text)
     return [result.text] if result.is_comparable and not result.same else []
@@ -138,11 +137,7 @@ def carry(
         if not old or not new:
             raise ConfigError(f"--rename: '{text}' is not OLD=NEW")
         renamed[old] = new
-    rows = ledger_file.read_rows([file], _aside, missing=_MISSING)
+    rows = ledger_file.read_rows([file], aside, missing=_MISSING)
     carried = recomputed.carry_rows(rows, renamed, print, parse_overrides(keys or []))
     ledger_file.write_rows(out, carried)
     say(f"{len(carried)} rows in {out}")
-
-
-def _aside(line: str) -> None:
-    say(line, file=sys.stderr)

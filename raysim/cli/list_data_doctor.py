@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -41,18 +41,21 @@ def _algorithms() -> list[CatalogueRow]:
     ]
 
 
+def _described(catalogue: Iterable[tuple[str, Any, str]]) -> list[CatalogueRow]:
+    """Return a row for each class of a catalogue, with its hyper-parameters."""
+    from raysim.rules.methods import registry
+
+    rows = []
+    for name, cls, origin in catalogue:
+        keys = " ".join(registry.hyperparameter_names(cls))
+        rows.append({"name": name, "from": origin, "what": first_paragraph(cls), "keys": keys})
+    return rows
+
+
 def _rules(side: Literal["client", "server"]) -> list[CatalogueRow]:
     from raysim.rules.methods import registry
 
-    return [
-        {
-            "name": name,
-            "from": origin,
-            "what": first_paragraph(rule),
-            "keys": " ".join(registry.hyperparameter_names(rule)),
-        }
-        for name, rule, origin in registry.catalogue(side)
-    ]
+    return _described(registry.catalogue(side))
 
 
 def _models() -> list[CatalogueRow]:
@@ -66,17 +69,8 @@ def _models() -> list[CatalogueRow]:
 
 def _probes() -> list[CatalogueRow]:
     from raysim.engine import probes
-    from raysim.rules.methods import registry
 
-    return [
-        {
-            "name": name,
-            "from": origin,
-            "what": first_paragraph(probe),
-            "keys": " ".join(registry.hyperparameter_names(probe)),
-        }
-        for name, probe, origin in probes.catalogue()
-    ]
+    return _described(probes.catalogue())
 
 
 def _tasks() -> list[CatalogueRow]:
@@ -124,17 +118,10 @@ def _choices(section: str) -> list[CatalogueRow]:
 
 
 def _stages() -> list[CatalogueRow]:
-    from raysim.rules.methods import registry
     from raysim.rules.upload_stages import STAGES
 
-    return [
-        {
-            "name": name,
-            "what": first_paragraph(stage),
-            "keys": " ".join(registry.hyperparameter_names(stage)),
-        }
-        for name, stage in STAGES.items()
-    ]
+    rows = _described((name, stage, "") for name, stage in STAGES.items())
+    return [{key: row[key] for key in ("name", "what", "keys")} for row in rows]
 
 
 def _metrics() -> list[CatalogueRow]:
@@ -226,17 +213,8 @@ def list_(
 ) -> None:
     """List all that a configuration can name: methods, models, data sets, stages, metrics."""
     if name is not None:
-        if listing in PLACES:
-            if as_json:
-                return say(json.dumps(key_page(listing, name)))
-            return print_keys(listing, name)
-        if listing != "algorithms":
-            raise ConfigError(
-                f"list: {listing} have no pages of their own; `raysim list {listing}` prints them "
-                f"all (with pages: {', '.join(WITH_PAGES)})"
-            )
-        page = method_page(name)
-        return say(json.dumps(page)) if as_json else print_method(page, name)
+        _print_page(listing, name, as_json)
+        return
     rows = _catalogue(listing) if listing else [{"raysim list": word} for word in LISTABLE]
     if as_json:
         say(json.dumps(rows))
@@ -247,6 +225,19 @@ def list_(
     for row in rows:
         table.add_row(*map(str, row.values()))
     print_table(table)
+
+
+def _print_page(listing: str | None, name: str, as_json: bool) -> None:
+    """Print the page of one of the things of a list."""
+    if listing not in WITH_PAGES:
+        raise ConfigError(
+            f"list: {listing} have no pages of their own; `raysim list {listing}` prints them "
+            f"all (with pages: {', '.join(WITH_PAGES)})"
+        )
+    if listing == "algorithms":
+        page = method_page(name)
+        return say(json.dumps(page)) if as_json else print_method(page, name)
+    return say(json.dumps(key_page(listing, name))) if as_json else print_keys(listing, name)
 
 
 def _catalogue(listing: str) -> list[CatalogueRow]:
@@ -263,15 +254,16 @@ def _catalogue(listing: str) -> list[CatalogueRow]:
 
 def _print_pairs(rows: list[CatalogueRow]) -> None:
     """Print the matrix of server rules (rows) and client rules (columns)."""
-    widths = {"server": max(len(row["server"]) for row in rows)} | {
-        c: len(c) for c in rows[0] if c != "server"
-    }
+    servers = [row["server"] for row in rows]
+    widths = {client: len(client) for client in rows[0]}
+    widths["server"] = max(map(len, servers))
     say("  ".join(key.ljust(width) for key, width in widths.items()))
-    for row in rows:
-        marks = {c: "*" if name not in ("", "x") else name for c, name in row.items()} | {
-            "server": row["server"]
-        }
-        say("  ".join(marks[key].ljust(width) for key, width in widths.items()).rstrip())
+    for row, server in zip(rows, servers, strict=True):
+        cells = [server.ljust(widths["server"])]
+        for client, name in row.items():
+            if client != "server":
+                cells.append(("*" if name not in ("", "x") else name).ljust(widths[client]))
+        say("  ".join(cells).rstrip())
     say(
         "\n*: a named algorithm (raysim list algorithms)   x: runs as client=... server=...   "
         "empty: refused"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ import typer
 
 from raysim.cli.base import check_picture, report_app
 from raysim.cli.completion import complete_configuration, complete_experiment
-from raysim.cli.terminal import say
+from raysim.cli.terminal import aside, say
 from raysim.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
@@ -160,7 +159,7 @@ def report_table(
     source = _source(runs, uri, ledger, where, log)
     table = table_report(
         source,
-        _aside,
+        aside,
         metric=metric,
         statistic=statistic,
         select_by=select_by,
@@ -205,7 +204,7 @@ def report_curves(
     out = out or _picture(context, "curves")
     check_picture(out)
     source = _source(runs, uri, ledger, where, log)
-    curves = curves_report(source, _aside, metric=metric, group=group, panels=panels, x_axis=x_axis)
+    curves = curves_report(source, aside, metric=metric, group=group, panels=panels, x_axis=x_axis)
     say(_written(out, curves.plot))
     if log:
         _keep_report([out], curves.runs, source)
@@ -244,7 +243,7 @@ def report_sweep(
     if y and log_x:
         raise ConfigError("--log-x: a heatmap has one column per value; leave out --log-x or --y")
     source = _source(runs, uri, ledger, where, log)
-    swept = sweep_report(source, _aside, x=x, y=y, metric=metric, target=target)
+    swept = sweep_report(source, aside, x=x, y=y, metric=metric, target=target)
     say(_written(out, lambda path: swept.plot(path, log_x)))
     if log:
         _keep_report([out], swept.runs, source)
@@ -277,7 +276,7 @@ def report_sensitivity(
     out = out or _picture(context, "sensitivity")
     check_picture(out)
     source = _source(runs, uri, ledger, where, log)
-    effects = sensitivity_report(source, _aside, keys=keys, metric=metric, statistic=statistic)
+    effects = sensitivity_report(source, aside, keys=keys, metric=metric, statistic=statistic)
     _written(out, effects.plot)
     say(f"{effects.text()}\n{len(effects.runs)} runs; {out}")
     if log:
@@ -304,7 +303,7 @@ def report_speedup(
     out = out or _picture(context, "speedup")
     check_picture(out)
     source = _source(runs, uri, ledger, where, False)
-    report = speedup_report(source, _aside, target=target, over=over, metric=metric)
+    report = speedup_report(source, aside, target=target, over=over, metric=metric)
     _written(out, report.plot)
     say(report.text())
     slope = report.slope
@@ -354,7 +353,7 @@ def report_claims(
         ) from None
     _refuse_to_keep(ledger, log)
     source = claim_section.runs_of_claims(config, runs, uri, ledger or ())
-    report = claims_report(source, _aside, config=config)
+    report = claims_report(source, aside, config=config)
     text = report.text()
     drawn = _written(figures, report.plot)
     _say(text, out)
@@ -408,10 +407,6 @@ def _refuse_to_keep(ledger: Sequence[Path] | None, log: bool) -> None:
         )
 
 
-def _aside(line: str) -> None:
-    say(line, file=sys.stderr)
-
-
 def _say(text: str, out: Path | None) -> None:
     """Print a table, or write it to a file."""
     if out is None:
@@ -432,7 +427,7 @@ def _keep_report(files: list[Path], tracked: Sequence[TrackedRun], source: RunSo
     from raysim.reports.runs import keep
 
     names = ", ".join(f"report/{file.name}" for file in files)
-    _aside(f"stored in MLflow: {names} of run {keep(files, tracked, source.names, source.uri)}")
+    aside(f"stored in MLflow: {names} of run {keep(files, tracked, source.names, source.uri)}")
 
 
 def _keep_text(

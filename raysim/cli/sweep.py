@@ -19,7 +19,7 @@ from rich.table import Table
 from raysim.cli.base import app, print_table
 from raysim.cli.completion import complete_configuration, complete_override
 from raysim.cli.progress import preparing
-from raysim.cli.terminal import Terminal, say
+from raysim.cli.terminal import Terminal, aside, say
 from raysim.errors import ConfigError
 from raysim.runs.progress import times
 from raysim.system import startup_stages
@@ -89,9 +89,9 @@ def sweep(
     console = Terminal(as_json)
     with preparing(console, "checking the trials"):
         planned = sweeps.prepare_sweep(config, overrides or [], folder, where or [])
-        book = None if ledger is None else sweeps.SweepLedger(ledger, planned, _aside)
+        book = None if ledger is None else sweeps.SweepLedger(ledger, planned, aside)
     if book and book.note:
-        _aside(book.note)
+        aside(book.note)
     taken = book.taken if book else None
     if dry_run:
         _list_trials(planned, taken, console)
@@ -111,10 +111,6 @@ def sweep(
         say(json.dumps(done.as_object()))
     if done.failed:
         raise typer.Exit(1)
-
-
-def _aside(line: str) -> None:
-    say(line, file=sys.stderr)
 
 
 def _list_trials(planned: Sweep, taken: Mapping[Path, Row] | None, console: Terminal) -> None:

@@ -41,6 +41,15 @@ def say(text: str = "", *, file: IO[str] | None = None, end: str = "\n") -> None
     print(visible(text), file=file or sys.stdout, end=end, flush=True)
 
 
+def aside(line: str) -> None:
+    """Print a line on standard error, beside the results on standard output.
+
+    Args:
+        line: the line.
+    """
+    say(line, file=sys.stderr)
+
+
 class LogFormatter(logging.Formatter):
     """Formatter of log lines, with control characters written out."""
 

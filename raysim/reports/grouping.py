@@ -127,6 +127,30 @@ def _is_any(value: str | None, allowed: Sequence[str]) -> bool:
     return value is not None and any(same_value(value, other) for other in allowed)
 
 
+def reference_runs(runs: Sequence[TrackedRun], reference: str, option: str) -> list[TrackedRun]:
+    """Return the runs with the parameter of a reference.
+
+    Args:
+        runs: Runs to select from.
+        reference: Parameter as KEY=VALUE.
+        option: Option that names the reference, for errors.
+
+    Raises:
+        ConfigError: `reference` is not KEY=VALUE, or no run has this parameter and value.
+    """
+    key, equals, value = reference.partition("=")
+    if not equals:
+        raise ConfigError(
+            f"{option}: '{reference}' is not KEY=VALUE; write, for example, algorithm=fedavg"
+        )
+    chosen = having(runs, {key: [value]}, option)
+    if not chosen:
+        (name,) = resolved(runs, [key], option)
+        known = filter(None, {value_of(run.params, name) for run in runs})
+        raise ConfigError(f"{option}: no run has {reference}{did_you_mean(value, known)}")
+    return chosen
+
+
 def with_values(params: Sequence[Mapping[str, str]], where: Sequence[str], noun: str) -> list[int]:
     """Return the positions of the runs whose parameters have given values.
 
@@ -148,7 +172,13 @@ def with_values(params: Sequence[Mapping[str, str]], where: Sequence[str], noun:
         name = _full_name(key, known)
         if name is None:
             raise ConfigError(f"--where: no {noun} has a key '{key}'{_keys_meant(key, known)}")
-        asked = _asked_values(allowed, _distinct_values(params, name), name, noun)
+        there = _distinct_values(params, name)
+        # A value may itself contain a comma.
+        asked = [allowed] if _matching(there, [allowed]) else allowed.split(",")
+        for value in asked:
+            if not _matching(there, [value]):
+                near = did_you_mean(value, there)
+                raise ConfigError(f"--where: no {noun} has {name}={value}{near}")
         values = _distinct_values([params[i] for i in kept], name)
         chosen = _matching(values, asked)
         if not chosen:
@@ -156,19 +186,6 @@ def with_values(params: Sequence[Mapping[str, str]], where: Sequence[str], noun:
             raise ConfigError(f"--where: no {noun} has {name}={allowed}{near}")
         kept = [i for i in kept if params[i].get(name) in chosen]
     return kept
-
-
-def _asked_values(allowed: str, known: Sequence[str], name: str, noun: str) -> list[str]:
-    """Return the values that a text asks for; raise ConfigError if one of them is not known."""
-    # A value may itself contain a comma.
-    if _matching(known, [allowed]):
-        return [allowed]
-    asked = allowed.split(",")
-    for value in asked:
-        if not _matching(known, [value]):
-            near = did_you_mean(value, known)
-            raise ConfigError(f"--where: no {noun} has {name}={value}{near}")
-    return asked
 
 
 def _distinct_values(params: Sequence[Mapping[str, str]], name: str) -> list[str]:
@@ -192,7 +209,7 @@ def _keys_meant(key: str, known: Sequence[str]) -> str:
 def _matches(value: str, asked: str) -> bool:
     """Return True if a value is the asked one, as a number or text, or in a range such as 0..4."""
     first, _, last = asked.partition("..")
-    if value.isdecimal() and first.isdecimal() and last.isdecimal():
+    if all(map(str.isdecimal, (value, first, last))):
         return int(first) <= int(value) <= int(last)
     return same_value(value, asked)
 
@@ -202,9 +219,11 @@ def _full_name(key: str, known: Container[str]) -> str | None:
 
     `algorithm` is `algorithm.name`, also where pairs of rules have `algorithm: null`.
     """
-    rest = key.removeprefix("algorithm.")
-    halves = [f"{half}.{rest}" for half in ("server", "client") if rest != key]
-    return next((name for name in (f"{key}.name", key, *halves) if name in known), None)
+    candidates = [f"{key}.name", key]
+    if key.startswith("algorithm."):
+        rest = key.removeprefix("algorithm.")
+        candidates += [f"server.{rest}", f"client.{rest}"]
+    return next((name for name in candidates if name in known), None)
 
 
 def grouped(

@@ -38,13 +38,13 @@ def finished_rows(
         ConfigError: A file cannot be read, an experiment has no row, or no run is finished.
     """
     rows = read_rows(ledgers, say, missing="ledger (--ledger)")
-    experiments = {row.experiment for row in rows}
+    experiments = sorted({row.experiment for row in rows})
     for name in wanted:
         if name not in experiments:
             files = ", ".join(map(str, ledgers))
-            known = did_you_mean(name, experiments) or (
-                f"; there are {', '.join(sorted(experiments))}" if experiments else ""
-            )
+            known = did_you_mean(name, experiments)
+            if experiments and not known:
+                known = f"; there are {', '.join(experiments)}"
             raise ConfigError(f"runs: no row of {files} is of an experiment '{name}'{known}")
     selected = [row for row in rows if not wanted or row.experiment in wanted]
     finished = [row for row in selected if not row.stopped]

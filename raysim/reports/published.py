@@ -102,20 +102,27 @@ def read_published(name: str) -> list[PublishedResult]:
 def _published_result(row: Mapping[str, str], where: str) -> PublishedResult:
     """Return the result of a line; `where` names the line in errors."""
     figures: dict[str, float] = {}
-    for key in FIGURE_KEYS:
-        if key != "of" and (text := row.get(key)):
-            try:
-                figures[key] = math.inf if (key, text) == ("rounds", "never") else float(text)
-            except ValueError:
-                raise ConfigError(f"{where}: {key} is '{text}', not a number") from None
+    params: dict[str, str] = {}
+    for key, text in row.items():
+        if not text or key == "of":
+            continue
+        if key in FIGURE_KEYS:
+            figures[key] = _figure(key, text, where)
+        else:
+            params[f"{key}.name" if key in SECTIONS_WITH_NAME else key] = text
     if ("target" in figures) != ("rounds" in figures):
         raise ConfigError(f"{where}: target and rounds need each other; give both or neither")
-    params = {
-        f"{k}.name" if k in SECTIONS_WITH_NAME else k: v
-        for k, v in row.items()
-        if k not in FIGURE_KEYS and v
-    }
     return PublishedResult(params, of=row.get("of") or None, **figures)
+
+
+def _figure(key: str, text: str, where: str) -> float:
+    """Return a figure; `where` names the line in errors."""
+    if (key, text) == ("rounds", "never"):
+        return math.inf
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigError(f"{where}: {key} is '{text}', not a number") from None
 
 
 def published_about(
@@ -147,16 +154,13 @@ def published_values(
     Returns:
         The combined result, or None if the paper gives neither figure.
     """
-    candidates = published_about(printed, params)
-    best = next((result for result in candidates if result.best is not None), PublishedResult({}))
-    to_target = next(
-        (
-            result
-            for result in candidates
-            if target is not None and result.of == of and result.target == target
-        ),
-        PublishedResult({}),
-    )
+    best = to_target = PublishedResult({})
+    # Of several results the first one counts.
+    for result in reversed(published_about(printed, params)):
+        if result.best is not None:
+            best = result
+        if target is not None and (result.target, result.of) == (target, of):
+            to_target = result
     if {best.best, to_target.rounds} == {None}:
         return None
     return PublishedResult(

@@ -116,27 +116,25 @@ def finished_runs(
     with open_store(uri) as client:
         selected = {run.info.run_id: run for name in wanted for run in _selected(client, name)}
         selected |= _ended(client, selected, say)
-        trained = [
-            run
-            for run in selected.values()
-            if not any(run.data.tags.get(tag) == "true" for tag in _TAGS_WITHOUT_TRAINING)
-        ]
+        trained = [run for run in selected.values() if _trains(run)]
         done = [run for run in trained if run.info.status == "FINISHED"]
         if len(done) < len(trained):
             say(f"{counted(len(trained) - len(done), 'left out')}: unfinished or failed")
         if not done:
             raise ConfigError(f"{', '.join(wanted)}: {_why_empty(trained)}")
-        finished = [
-            FinishedRun(
-                run.info.run_id,
-                _parameters(run),
-                frozenset(run.data.metrics),
-                partial(_history, client, run.info.run_id),
-            )
-            for run in sorted(done, key=lambda run: run.info.start_time)
-        ]
+        finished = []
+        for run in sorted(done, key=lambda run: run.info.start_time):
+            run_id = run.info.run_id
+            history = partial(_history, client, run_id)
+            metrics = frozenset(run.data.metrics)
+            finished.append(FinishedRun(run_id, _parameters(run), metrics, history))
         chosen = _with_values(finished, where)
         return with_histories(chosen, ", ".join(wanted), metric, say, cost_unit)
+
+
+def _trains(run: Any) -> bool:
+    """Return whether an MLflow run trains, and does not only hold other runs or reports."""
+    return "true" not in (run.data.tags.get("raysim.sweep"), run.data.tags.get("raysim.report"))
 
 
 def _with_values(runs: Sequence[FinishedRun], where: Sequence[str]) -> list[FinishedRun]:
@@ -178,9 +176,6 @@ def _ended(client: Any, runs: Mapping[str, Any], say: Callable[[str], None]) -> 
     return {folders[folder]: client.get_run(folders[folder]) for folder in ended}
 
 
-_TAGS_WITHOUT_TRAINING = ("raysim.sweep", "raysim.report")
-"""Tags of MLflow runs that hold other runs or reports, and train nothing themselves."""
-
 _SWEEP_TAG_PREFIX = "raysim.sweep."
 """Prefix of a trial's tags that name the sweeps to which it belongs."""
 
@@ -192,9 +187,8 @@ def _why_empty(trained: Sequence[Any]) -> str:
             "no run is there; start runs with raysim run or raysim sweep; "
             "tracking.experiment=NAME sets their experiment"
         )
-    states = ", ".join(
-        f"{n} {state}" for state, n in sorted(Counter(run.info.status for run in trained).items())
-    )
+    counts = Counter(run.info.status for run in trained)
+    states = ", ".join(f"{n} {state}" for state, n in sorted(counts.items()))
     return (
         f"no run is finished ({states}); wait for them, or resume them with "
         "raysim resume RUN_DIR or the same sweep"
@@ -222,24 +216,22 @@ def keep(
         RaysimError: The tracking store cannot be written to.
     """
     with open_store(uri, "written to") as client:
-        tags = [client.get_run(run.run_id).data.tags for run in runs]
-        sweeps = [
-            {
-                key.removeprefix(_SWEEP_TAG_PREFIX)
-                for key in run_tags
-                if key.startswith(_SWEEP_TAG_PREFIX)
-            }
-            for run_tags in tags
-        ]
-        common = sorted(set.intersection(*sweeps), key=lambda sweep: (sweep not in wanted, sweep))
-        target_run = (
-            common[0]
-            if common
-            else _report_run(client, client.get_run(runs[0].run_id).info.experiment_id)
-        )
+        sweeps = [_sweeps(client.get_run(run.run_id)) for run in runs]
+        common = set.intersection(*sweeps)
+        if common:
+            target_run = min(common, key=lambda sweep: (sweep not in wanted, sweep))
+        else:
+            experiment = client.get_run(runs[0].run_id).info.experiment_id
+            target_run = _report_run(client, experiment)
         for file in files:
             client.log_artifact(target_run, str(file), "report")
         return target_run
+
+
+def _sweeps(run: Any) -> set[str]:
+    """Return the ids of the sweeps to which a run belongs."""
+    tags = [tag for tag in run.data.tags if tag.startswith(_SWEEP_TAG_PREFIX)]
+    return {tag.removeprefix(_SWEEP_TAG_PREFIX) for tag in tags}
 
 
 def _report_run(client: Any, experiment: str) -> str:
@@ -259,21 +251,18 @@ def _selected(client: Any, name: str) -> list[Any]:
     if experiment is not None:
         return _search(client, [experiment.experiment_id], "")
     experiments = _pages(lambda token: client.search_experiments(page_token=token))
-    for experiment in experiments if len(name) == 32 else []:
-        for run in _search(client, [experiment.experiment_id], f"attributes.run_id = '{name}'"):
-            conditions = (
-                f"tags.`mlflow.parentRunId` = '{name}'",
-                f"tags.`raysim.sweep.{name}` = 'true'",
-            )
-            children = [
-                child
-                for condition in conditions
-                for child in _search(client, [experiment.experiment_id], condition)
-            ]
-            return children if run.data.tags.get("raysim.sweep") == "true" else [run]
-    names = [experiment.name for experiment in experiments]
-    there = did_you_mean(name, names) or "; raysim ui shows the experiments that there are"
-    raise ConfigError(f"no experiment, and no run, is called '{name}'{there}")
+    ids = [experiment.experiment_id for experiment in experiments]
+    runs = _search(client, ids, f"attributes.run_id = '{name}'") if len(name) == 32 else []
+    if not runs:
+        names = [experiment.name for experiment in experiments]
+        there = did_you_mean(name, names) or "; raysim ui shows the experiments that there are"
+        raise ConfigError(f"no experiment, and no run, is called '{name}'{there}")
+    (run,) = runs
+    if run.data.tags.get("raysim.sweep") != "true":
+        return [run]
+    place = [run.info.experiment_id]
+    below = _search(client, place, f"tags.`mlflow.parentRunId` = '{name}'")
+    return below + _search(client, place, f"tags.`raysim.sweep.{name}` = 'true'")
 
 
 def _search(client: Any, experiments: list[str], condition: str) -> list[Any]:
@@ -296,11 +285,12 @@ def _history(client: Any, run_id: str, metric: str) -> list[tuple[int, float]]:
 
     MLflow stores infinite values as the largest double; they become infinite again.
     """
-    points = sorted(
-        client.get_metric_history(run_id, metric), key=lambda point: (point.step, point.timestamp)
-    )
-    values = {point.step: point.value for point in points if not math.isnan(point.value)}
-    return [
-        (t, v if abs(v) < sys.float_info.max else math.copysign(math.inf, v))
-        for t, v in values.items()
-    ]
+    points = client.get_metric_history(run_id, metric)
+    values: dict[int, float] = {}
+    for point in sorted(points, key=lambda point: (point.step, point.timestamp)):
+        value = point.value
+        if abs(value) >= sys.float_info.max:
+            value = math.copysign(math.inf, value)
+        if not math.isnan(value):
+            values[point.step] = value
+    return list(values.items())

@@ -9,12 +9,15 @@ import json
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
-from typing import Literal, get_args
+from typing import Literal, TypeVar, get_args
+
+import pandas as pd
 
 from raysim.config.sections.evaluation import DEFAULT_BEST
 from raysim.errors import ConfigError, did_you_mean
 from raysim.metrics import accumulates, find_metric
+
+T = TypeVar("T")
 
 CostUnit = Literal["rounds", "bytes", "virtual time", "seconds"]
 """Unit of the cost of a run."""
@@ -118,10 +121,10 @@ class TrackedRun:
             target: Value to reach.
             lower: True if smaller values are better.
         """
-        return next(
-            (t for t, value in self.history if (value <= target if lower else value >= target)),
-            None,
-        )
+        for t, value in self.history:
+            if (value <= target) if lower else (value >= target):
+                return t
+        return None
 
     def cost(self, round: int) -> float:
         """Return the cumulative cost at the end of a round, from the last logged value.
@@ -198,32 +201,28 @@ def with_histories(
     """
     metric = metric or _best_metric(done)
     needed = {metric, CLIENTS_USED} if _is_count(metric) else {metric}
-    having = [run for run in done if needed & run.metrics]
-    if not having:
+
+    def kept(runs: list[T], remaining: list[T], why: str) -> list[T]:
+        """Return the remaining runs, and report how many were left out."""
+        if len(remaining) < len(runs):
+            say(f"{counted(len(runs) - len(remaining), 'left out')}: {why}")
+        return remaining
+
+    measured = [run for run in done if needed & run.metrics]
+    if not measured:
         raise MetricMissing(f"{title}: {_why_without(done, metric)}")
-    _report_left_out(say, done, having, f"without '{metric}'")
-    newest = _newest(having)
-    _report_left_out(say, having, newest, "another one has the same parameters and seed")
+    measured = kept(list(done), measured, f"without '{metric}'")
+    newest = kept(measured, _newest(measured), "another one has the same parameters and seed")
     runs = [_with_history(run, metric, cost_unit) for run in newest]
-    numbers = [run for run in runs if run.history]
-    _report_left_out(say, runs, numbers, f"their '{metric}' is never a number")
-    with_cost = [run for run in numbers if run.costs or cost_unit == "rounds"]
-    _report_left_out(say, numbers, with_cost, f"they do not log their {cost_unit}")
-    if not with_cost:
+    runs = kept(runs, [run for run in runs if run.history], f"their '{metric}' is never a number")
+    if cost_unit != "rounds":
+        runs = kept(runs, [run for run in runs if run.costs], f"they do not log their {cost_unit}")
+    if not runs:
         raise ConfigError(
             f"{title}: no run is left; the warnings above say why. Use another "
             "metric (--metric) or x_axis (--x-axis)"
         )
-    return with_cost
-
-
-def _report_left_out(
-    say: Callable[[str], None], before: Sequence, after: Sequence, why: str
-) -> None:
-    """Report how many runs were left out, and why; nothing if none was."""
-    count = len(before) - len(after)
-    if count:
-        say(f"{counted(count, 'left out')}: {why}")
+    return runs
 
 
 def _with_history(run: FinishedRun, metric: str, cost_unit: CostUnit) -> TrackedRun:
@@ -270,19 +269,22 @@ def _newest(runs: Sequence[FinishedRun]) -> list[FinishedRun]:
     return list(newest.values())
 
 
-def _costs_by_round(run: FinishedRun, kind: CostUnit) -> dict[int, float]:
+def _costs_by_round(run: FinishedRun, kind: CostUnit) -> Mapping[int, float]:
     """Return the cumulative cost by round: bytes in both directions, virtual time, or seconds."""
+
+    def series(metric: str) -> pd.Series:
+        return pd.Series(dict(run.history(metric)), dtype=float)
+
     if kind == "rounds":
         return {}
-    if kind == "seconds":
-        round_seconds = run.history("system/round_seconds")
-        rounds = [0, *(t for t, _ in round_seconds)]
-        seconds = [0.0, *(value for _, value in round_seconds)]
-        return dict(zip(rounds, accumulate(seconds), strict=True)) if round_seconds else {}
     if kind == "virtual time":
         logged = dict(run.history("virtual_time"))
-        if not logged and run.params.get("schedule.name") == "sync":  # it is the number of rounds
-            return {0: 0.0} | {t: float(t) for t, _ in run.history(CLIENTS_USED)}
-        return logged
-    down, up = (dict(run.history(key)) for key in ("bytes_down", "bytes_up"))
-    return {0: 0.0} | {t: down[t] + up[t] for t in down if t in up} if down and up else {}
+        if logged or run.params.get("schedule.name") != "sync":
+            return logged
+        # On a synchronous schedule it is the number of rounds.
+        return {0: 0.0} | {t: float(t) for t, _ in run.history(CLIENTS_USED)}
+    if kind == "seconds":
+        costs = series("system/round_seconds").cumsum()
+    else:
+        costs = (series("bytes_down") + series("bytes_up")).dropna()
+    return {} if costs.empty else {0: 0.0} | costs.to_dict()

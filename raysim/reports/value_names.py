@@ -7,6 +7,7 @@ is a digest. Tables and legends show "MyClient", and "version 1".
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from raysim.errors import ConfigError, did_you_mean
@@ -37,14 +38,17 @@ def readable(rows: Sequence[dict[str, str]]) -> list[dict[str, str]]:
 
 def _readable_values(values: Sequence[str]) -> dict[str, str]:
     """Return the readable name of each value of a parameter."""
-    distinct = list(dict.fromkeys(values))
-    digests = [value for value in distinct if _DIGEST.fullmatch(value)]
-    names = {value: f"version {i}" for i, value in enumerate(digests, 1)}
-    choices = {value: _short_forms(value) for value in distinct if value not in names}
-    for value, forms in choices.items():
-        # The shortest form that no other value may be taken for.
-        others = [form for other, more in choices.items() if other != value for form in more]
-        names[value] = next((form for form in forms if form not in others), value)
+    names: dict[str, str] = {}
+    n_digests = 0
+    forms = {value: _short_forms(value) for value in dict.fromkeys(values)}
+    shared = Counter(form for some in forms.values() for form in set(some))
+    for value in forms:
+        if _DIGEST.fullmatch(value):
+            n_digests += 1
+            names[value] = f"version {n_digests}"
+        else:
+            # The shortest form that no other value may be taken for.
+            names[value] = next((form for form in forms[value] if shared[form] == 1), value)
     return names
 
 

@@ -5,10 +5,12 @@ Reports read only the tracking store and therefore work for runs of other machin
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from statistics import fmean
+
+import pandas as pd
 
 from raysim.errors import ConfigError
 from raysim.metrics import accumulates, lower_is_better
@@ -101,26 +103,25 @@ def rows(
     choice_lower = bool(select_by) and direction(runs, select_by)
     groups = grouped(runs, group, say)
     names = readable([named for named, _ in groups])
-    rows_with_params = []
+    table = []
     for named, (_, members) in zip(names, groups, strict=True):
         goal = target(members) if callable(target) else target
-        row = _row(named, members, figures, goal, choice_lower)
-        rows_with_params.append((row, members[0].params))
+        table.append(_row(named, members, figures, goal, choice_lower))
     if not best_of:
-        return [row for row, _ in rows_with_params]
+        return table
     keys = resolved(runs, best_of, "best_of (--best-of)")
     if group:
-        group_keys = resolved(runs, group, "group (--group)")
-        if outside := [key for key in keys if key not in group_keys]:
+        outside = set(keys) - set(resolved(runs, group, "group (--group)"))
+        if outside:
             raise ConfigError(
-                f"best_of (--best-of): '{outside[0]}' is not a parameter of group (--group); "
+                f"best_of (--best-of): '{min(outside)}' is not a parameter of group (--group); "
                 "add it there"
             )
     best_rows: dict[tuple, TableRow] = {}
-    for row, params in rows_with_params:
-        combination = tuple(value_of(params, key) for key in keys)
-        best_row = best_rows.get(combination)
-        if best_row is None or _choice_key(row) < _choice_key(best_row):
+    for row, (_, members) in zip(table, groups, strict=True):
+        combination = tuple(value_of(members[0].params, key) for key in keys)
+        best_row = best_rows.setdefault(combination, row)
+        if _choice_key(row) < _choice_key(best_row):
             best_rows[combination] = row
     return list(best_rows.values())
 
@@ -211,36 +212,26 @@ def ranked(
         table: Rows, as from `rows`.
         say: Called with one line if the methods do not share all scenarios.
     """
-    sort_keys: dict[tuple, list[float]] = {}
-    for row in table:
+    splits = [split_scenario(row.parameters) for row in table]
+    ranks = pd.DataFrame(splits, columns=["scenario", "method"])
+    ranks["key"] = [sort_key(row) if row.result else math.nan for row in table]
+    ranks["place"] = ranks.groupby("scenario")["key"].rank()
+    places = ranks.groupby("method")["place"]
+    ranks["mean"] = places.transform("mean")
+    ranks["scenarios"] = places.transform("count")
+    counts = set()
+    ranked_rows = []
+    for row, rank in zip(table, ranks.to_dict("records"), strict=True):
         if row.result:
-            sort_keys.setdefault(split_scenario(row.parameters)[0], []).append(sort_key(row))
-    places: dict[tuple, list[float]] = {}
-    ranks: list[float | None] = []
-    for row in table:
-        scenario, method = split_scenario(row.parameters)
-        if row.result is None:
-            ranks.append(None)
-            continue
-        scenario_keys = sort_keys[scenario]
-        row_key = sort_key(row)
-        better = sum(key < row_key for key in scenario_keys)
-        place = better + (scenario_keys.count(row_key) + 1) / 2
-        ranks.append(place)
-        places.setdefault(method, []).append(place)
-    if len({len(method_places) for method_places in places.values()}) > 1:
+            known = Rank(rank["place"], rank["mean"], rank["scenarios"], rank["scenario"])
+            row = replace(row, rank=known)
+            counts.add(known.scenarios)
+        ranked_rows.append(row)
+    if len(counts) > 1:
         say(
             "mean ranks cover different scenarios because not every method is in all of them; use "
             "--group and --best-of"
         )
-    ranked_rows = []
-    for row, place in zip(table, ranks, strict=True):
-        scenario, method = split_scenario(row.parameters)
-        method_places = places.get(method, [])
-        rank = None
-        if place is not None:
-            rank = Rank(place, fmean(method_places), len(method_places), scenario)
-        ranked_rows.append(replace(row, rank=rank))
     return ranked_rows
 
 

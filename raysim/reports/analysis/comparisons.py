@@ -13,8 +13,8 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from raysim.errors import ConfigError, did_you_mean
-from raysim.reports.grouping import having, replicate, resolved, split_scenario, value_of
+from raysim.errors import ConfigError
+from raysim.reports.grouping import reference_runs, replicate, split_scenario
 from raysim.reports.tables import PairedDifference, TableRow, sort_key
 from raysim.reports.tracked import TrackedRun
 
@@ -103,16 +103,7 @@ def _reference_rows(
     table: Sequence[TableRow], runs: Sequence[TrackedRun], reference: str
 ) -> dict[tuple, TableRow]:
     """Return the best reference row of each scenario."""
-    key, equals, value = reference.partition("=")
-    if not equals:
-        raise ConfigError(
-            f"{OPTION}: '{reference}' is not KEY=VALUE; write, for example, algorithm=fedavg"
-        )
-    chosen = {run.run_id for run in having(runs, {key: [value]}, OPTION)}
-    if not chosen:
-        (name,) = resolved(runs, [key], OPTION)
-        known = filter(None, {value_of(run.params, name) for run in runs})
-        raise ConfigError(f"{OPTION}: no run has {reference}{did_you_mean(value, known)}")
+    chosen = {run.run_id for run in reference_runs(runs, reference, OPTION)}
     references: dict[tuple, TableRow] = {}
     for row in sorted(table, key=sort_key):
         if row.result and not row.pooled and chosen.issuperset(row.run_ids):

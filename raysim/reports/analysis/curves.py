@@ -54,11 +54,10 @@ def curves(
     names = readable([named for named, _ in groups])
     result = []
     for named, (_, members) in zip(names, groups, strict=True):
+        panel = {key: named.pop(key) for key in panel_keys if key in named}
         with_history = [run for run in members if run.history]
         if with_history:
-            panel = {key: value for key, value in named.items() if key in panel_keys}
-            rest = {key: value for key, value in named.items() if key not in panel_keys}
-            result.append(_curve(label(rest) or "all", label(panel), with_history))
+            result.append(_curve(label(named) or "all", label(panel), with_history))
     return result
 
 
@@ -101,19 +100,20 @@ def along(
     for text, members in apart(runs, [x]):
         (key,) = resolved(members, [x], "x (--x)")
         table = rows(members, metric, target=target, group=[x], say=say)
-        points = [
-            (row, row.result if target is None else row.to_target)
-            for row in table
-            if row.parameters
-        ]
+        values: list[str] = []
+        figures: list[MeanStd] = []
+        for row in table:
+            figure = row.result if target is None else row.to_target
+            if figure and row.parameters:
+                values.append(row.parameters[key])
+                figures.append(figure)
         try:
-            values = [float(row.parameters[key]) for row, figure in points if figure]
+            result.append(Curve(text or "all", list(map(float, values)), figures))
         except ValueError:
             raise ConfigError(
                 f"x (--x): the values of {x} are not numbers; use raysim report table, or add "
                 "y (--y)"
             ) from None
-        result.append(Curve(text or "all", values, [figure for _, figure in points if figure]))
     return result
 
 
@@ -140,9 +140,12 @@ def grid(
         ConfigError: No run has a parameter, or no run has both.
     """
     table = rows(runs, metric, group=[x, y], say=say)
-    pairs = [(tuple(row.parameters.values()), row.result.mean) for row in table if row.result]
-    cells = {(values[0], values[1]): best for values, best in pairs if len(values) == 2}
+    cells: dict[tuple[str, str], float] = {}
+    for row in table:
+        if row.result and len(row.parameters) == 2:
+            first, second = row.parameters.values()
+            cells[first, second] = row.result.mean
     if not cells:
         raise ConfigError(f"x and y (--x and --y): no run has both {x} and {y}")
-    columns, lines = (sorted({pair[i] for pair in cells}, key=by_size) for i in (0, 1))
+    columns, lines = (sorted(set(values), key=by_size) for values in zip(*cells, strict=True))
     return columns, lines, cells

@@ -11,6 +11,7 @@ from textwrap import fill
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -49,11 +50,12 @@ def plot_curves(
         title: Title of the figure; "" for none.
         logarithmic: True for a logarithmic x-axis.
     """
-    panels = list(dict.fromkeys(curve.panel for curve in curves))
+    panels: dict[str, list[Curve]] = {}
+    for curve in curves:
+        panels.setdefault(curve.panel, []).append(curve)
     labels = list(dict.fromkeys(curve.label for curve in curves))
     figure, cells = _panels(len(panels), (10, 6) if len(panels) == 1 else (6, 4.5))
-    for axes, panel in zip(cells, panels, strict=True):
-        shown = [curve for curve in curves if curve.panel == panel]
+    for axes, (panel, shown) in zip(cells, panels.items(), strict=True):
         for curve in shown:
             _draw_curve(axes, curve, labels.index(curve.label), is_share(metric))
         axes.set(xlabel=x_label, ylabel=metric, xscale="log" if logarithmic else "linear")
@@ -199,17 +201,12 @@ def plot_speedup(lines: SpeedupLines, slope: Slope, target: str, over: str, path
     axes = figure.subplots()
     for seed, line in lines.items():
         axes.loglog(list(line), list(line.values()), "o", alpha=0.6, label=f"seed {seed}")
-    xs = np.array(sorted({x for line in lines.values() for x in line}))
-    mean = np.array(
-        [np.exp(np.mean([np.log(line[x]) for line in lines.values() if x in line])) for x in xs]
-    )
-    axes.plot(
-        xs,
-        mean,
-        color="tab:red",
-        label=f"slope {slope.mean:.3f}, 95 % [{slope.low:.3f}, {slope.high:.3f}]",
-    )
-    axes.plot(xs, mean[0] * xs[0] / xs, "--", color="0.5", label="slope -1")
+    # The geometric mean over the seeds that have a value.
+    mean = np.exp(np.log(pd.DataFrame(lines)).mean(axis="columns")).sort_index()
+    xs, first = mean.index.to_numpy(), mean.index[0]
+    interval = f"slope {slope.mean:.3f}, 95 % [{slope.low:.3f}, {slope.high:.3f}]"
+    axes.plot(xs, mean, color="tab:red", label=interval)
+    axes.plot(xs, mean[first] * first / xs, "--", color="0.5", label="slope -1")
     axes.set(xlabel=over, ylabel=f"rounds to {target}")
     axes.grid(alpha=0.3, which="both")
     axes.legend()

@@ -122,14 +122,12 @@ def effects(
             f"({', '.join(map(short, names)) or 'none differs'}); choose parameters that at least "
             "three runs have"
         )
-    ordered = [
-        _effect(name, [values[name] for values in values_of_runs], results) for name in names
-    ]
+    ordered = []
+    for name in names:
+        ordered.append(_effect(name, [values[name] for values in values_of_runs], results))
     ordered.sort(key=lambda effect: -effect.share)
     together = explained_share(results, [tuple(values.items()) for values in values_of_runs])
-    if math.isnan(together):
-        return ordered
-    return [*ordered, Effect("all together", together)]
+    return ordered if math.isnan(together) else [*ordered, Effect("all together", together)]
 
 
 def _effect(name: str, texts: Sequence[str], results: Sequence[float]) -> Effect:
@@ -160,11 +158,10 @@ def _thirds(numbers: Sequence[float]) -> list[str]:
     """Return for each number the label of its third: "smallest to largest"."""
     order = sorted(set(numbers))
     cuts = [round(i * len(order) / 3) for i in range(4)]
-    spans = {
-        number: f"{order[a]:g} to {order[b - 1]:g}"
-        for a, b in pairwise(cuts)
-        for number in order[a:b]
-    }
+    spans: dict[float, str] = {}
+    for first, end in pairwise(cuts):
+        third = order[first:end]
+        spans |= dict.fromkeys(third, f"{third[0]:g} to {third[-1]:g}")
     return [spans[number] for number in numbers]
 
 
@@ -185,13 +182,12 @@ def clouds(effects: Sequence[Effect]) -> dict[str, Cloud]:
     Returns:
         The points of each effect that has points, by the title of its panel.
     """
-    return {
-        f"{effect.name} ({effect.share:.0%})": Cloud(
-            [(*point, True) for point in effect.points], False
-        )
-        for effect in effects
-        if effect.points
-    }
+    clouds = {}
+    for effect in effects:
+        if effect.points:
+            points = [(*point, True) for point in effect.points]
+            clouds[f"{effect.name} ({effect.share:.0%})"] = Cloud(points, False)
+    return clouds
 
 
 def effects_markdown(effects: Sequence[Effect], metric: str) -> str:

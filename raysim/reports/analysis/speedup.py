@@ -129,22 +129,19 @@ def ends(runs: Sequence[TrackedRun], over: str) -> list[tuple[int, float, int, f
     Raises:
         ConfigError: A run does not have the parameter, or its value is not a number.
     """
-    if missing := [run.run_id for run in runs if over not in run.params]:
+    missing = sum(over not in run.params for run in runs)
+    if missing:
         raise ConfigError(
-            f"over (--over): {len(missing)} runs have no parameter "
+            f"over (--over): {missing} runs have no parameter "
             f"'{over}'{did_you_mean(over, runs[0].params)}"
         )
-    try:
-        return [
-            (
-                int(r.params["seed"]),
-                float(r.params[over]),
-                int(r.params["rounds"]),
-                r.history[-1][1],
-            )
-            for r in runs
-        ]
-    except ValueError:
-        raise ConfigError(
-            f"over (--over): the values of {over} are not numbers; choose a numeric parameter"
-        ) from None
+    ended = []
+    for run in runs:
+        try:
+            x = float(run.params[over])
+        except ValueError:
+            raise ConfigError(
+                f"over (--over): the values of {over} are not numbers; choose a numeric parameter"
+            ) from None
+        ended.append((int(run.params["seed"]), x, int(run.params["rounds"]), run.history[-1][1]))
+    return ended

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from raysim.errors import ConfigError, did_you_mean
+from raysim.errors import ConfigError
 from raysim.metrics import is_share
 from raysim.reports.analysis.aggregate import Goal, direction, rows
-from raysim.reports.grouping import SCENARIO_KEY_PREFIXES, having, resolved, varied
+from raysim.reports.grouping import SCENARIO_KEY_PREFIXES, reference_runs, varied
 from raysim.reports.tracked import TrackedRun
 
 
@@ -99,16 +99,7 @@ def fraction_of(
             them has the metric.
     """
     option = "relative_to (--relative-to)"
-    key, equals, value = reference.partition("=")
-    if not equals:
-        raise ConfigError(
-            f"{option}: '{reference}' is not KEY=VALUE; write, for example, algorithm=fedavg"
-        )
-    chosen = having(runs, {key: [value]}, option)
-    if not chosen:
-        (full,) = resolved(runs, [key], option)
-        known = sorted({run.params[full] for run in runs if full in run.params})
-        raise ConfigError(f"{option}: no run has {key}={value}{did_you_mean(value, known)}")
+    chosen = reference_runs(runs, reference, option)
     best = [row.result.mean for row in rows(chosen, metric) if row.result]
     if not best:
         raise ConfigError(f"{option}: no run with {reference} has a value of {metric}")

@@ -45,12 +45,10 @@ def _statistic(statistic: Any) -> Any:
     names = get_args(Statistic)
     if isinstance(statistic, str) and statistic in names:
         return statistic
-    if (
-        isinstance(statistic, Mapping)
-        and set(statistic) == {"rounds_to"}
-        and type(statistic["rounds_to"]) in (int, float)
-    ):
-        return RoundsTo(**statistic)
+    if isinstance(statistic, Mapping) and set(statistic) == {"rounds_to"}:
+        value = statistic["rounds_to"]
+        if type(value) in (int, float):
+            return RoundsTo(rounds_to=value)
     hint = did_you_mean(statistic, names) if isinstance(statistic, str) else ""
     raise ValueError(f"expected {', '.join(names)} or {{rounds_to: 0.95}}, not {statistic}{hint}")
 
@@ -284,23 +282,16 @@ def _claim(entry: Any, place: str) -> Claim:
     except ValidationError as error:
         raise ConfigError(explain_validation_error(error, entry, Claim, f"{place}.")) from None
     left, right, figure = claim.left, claim.right, claim.figure
-    shared = {
-        key: getattr(left, key)
-        for key in ClaimSide.model_fields
-        if key not in right.model_fields_set
-    }
-    right = right.model_copy(update=shared)
+    unset = ClaimSide.model_fields.keys() - right.model_fields_set
+    right = right.model_copy(update={key: getattr(left, key) for key in unset})
     for key, value, metric in _metric_values(left, right, claim.margin):
         if why := why_unreachable(value, metric):
             raise ConfigError(f"{place}.{key}: {why}")
-    changed: dict[str, Any] = {"right": right}
     if figure is not None:
-        named = {
-            "metric": figure.metric or left.metric,
-            "file": figure.file or place.replace("s.", "-") + ".png",
-        }
-        changed["figure"] = figure.model_copy(update=named)
-    return claim.model_copy(update=changed)
+        metric = figure.metric or left.metric
+        file = figure.file or place.replace("s.", "-") + ".png"
+        figure = figure.model_copy(update={"metric": metric, "file": file})
+    return claim.model_copy(update={"right": right, "figure": figure})
 
 
 def _metric_values(

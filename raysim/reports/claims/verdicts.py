@@ -140,22 +140,21 @@ def _values_of_lines(
     A listed value without a run has a line too, so that the report shows what is missing. This
     needs groups of the same keys.
     """
-    found = [named for named, _ in grouping.grouped(compared, keys)]
+    known = [named for named, _ in grouping.grouped(compared, keys)]
+    if any(len(named) < len(keys) for named in known):
+        return known
     full_names = grouping.resolved(pool, claim.left.where, "where")
-    listed = {
-        key: values
-        for key, values in zip(full_names, claim.left.where.values(), strict=True)
-        if key in keys and len(values) > 1
-    }
-    if any(len(named) < len(keys) for named in found):
-        return found
-    missing = []
-    for named in found:
+    listed: dict[str, Sequence[str]] = {}
+    for key, values in zip(full_names, claim.left.where.values(), strict=True):
+        if key in keys and len(values) > 1:
+            listed[key] = values
+    lines = list(known)
+    for named in known:
         for values in itertools.product(*listed.values()):
             expected = {**named, **dict(zip(listed, values, strict=True))}
-            if not any(_same(expected, known) for known in (*found, *missing)):
-                missing.append(expected)
-    return sorted([*found, *missing], key=lambda named: [by_size(named[key]) for key in keys])
+            if not any(_same(expected, other) for other in lines):
+                lines.append(expected)
+    return sorted(lines, key=lambda named: [by_size(named[key]) for key in keys])
 
 
 def _same(named: Mapping[str, str], other: Mapping[str, str]) -> bool:
@@ -170,27 +169,32 @@ def _sides(claim: Claim) -> dict[str, ClaimSide]:
 def _runs_with(
     runs: Sequence[TrackedRun], named: Mapping[str, str], keys: Sequence[str]
 ) -> list[TrackedRun]:
-    return [
-        run
-        for run in runs
-        if all(grouping.value_of(run.params, key) == named.get(key) for key in keys)
-    ]
+    """Return the runs with the values of a line."""
+    kept = list(runs)
+    for key in keys:
+        kept = [run for run in kept if grouping.value_of(run.params, key) == named.get(key)]
+    return kept
 
 
 def _line(
     claim: Claim, named: Mapping[str, str], runs_of_sides: Sequence[Sequence[TrackedRun]]
 ) -> ClaimResult:
-    sides = list(_sides(claim).values())
-    measured = [_measured(runs, side) for runs, side in zip(runs_of_sides, sides, strict=True)]
-    texts = [_text(spans, side) for spans, side in zip(measured, sides, strict=True)]
-    if (value := claim.right.value) is not None:
-        measured.append(dict.fromkeys(measured[0], (value, value)))
-        texts.append(_text({"": (value, value)}, claim.right))
+    measured: list[dict[str, Span]] = []
+    texts: list[str] = []
+    wheres: list[Mapping[str, Sequence[str]]] = []
+    for side, runs in zip(_sides(claim).values(), runs_of_sides, strict=True):
+        measured.append(_measured(runs, side))
+        texts.append(_text(measured[-1], side))
+        wheres.append(_narrowed(side.where, named))
+    if claim.right.value is not None:
+        span = (claim.right.value, claim.right.value)
+        measured.append(dict.fromkeys(measured[0], span))
+        texts.append(_text({"": span}, claim.right))
     seeds = sorted(measured[0].keys() & measured[1].keys())
     apart = [_minus(measured[0][seed], measured[1][seed]) for seed in seeds]
     votes = [_holds(claim, span) for span in apart]
     count = (votes.count(True), votes.count(False))
-    missing = _missing_runs(runs_of_sides, [_narrowed(side.where, named) for side in sides])
+    missing = _missing_runs(runs_of_sides, wheres)
     verdict = f"{OPEN} ({missing})" if missing else _verdict(claim, apart, votes)
     left, right = texts
     difference = _difference_text(claim, apart)
@@ -199,10 +203,14 @@ def _line(
 
 def _name_of_side(line: ClaimResult, where: Mapping[str, Sequence[str]]) -> str:
     """Return the values by which a side differs from the other one, such as "fedavg"; or ""."""
-    sides = (line.claim.left.where, line.claim.right.where)
-    in_line = _narrowed(where, line.named)
-    named = {key: v for key, v in in_line.items() if any(s.get(key) != where[key] for s in sides)}
-    return grouping.label({key: " or ".join(map(str, values)) for key, values in named.items()})
+    left, right = line.claim.left.where, line.claim.right.where
+    named = _narrowed(where, line.named)
+    return _label({key: named[key] for key in named if left.get(key) != right.get(key)})
+
+
+def _label(where: Mapping[str, Sequence[str]]) -> str:
+    """Return accepted values as a label: "fedavg or fedprox, local.lr 0.1"."""
+    return grouping.label({key: " or ".join(map(str, values)) for key, values in where.items()})
 
 
 def _difference_text(claim: Claim, apart: Sequence[Span]) -> str:
@@ -229,25 +237,27 @@ def _narrowed(
     where: Mapping[str, Sequence[str]], named: Mapping[str, str]
 ) -> dict[str, Sequence[str]]:
     """Return the values of a side in one line: of a key of the line only its value there."""
-    in_line = {key: named.get(key, named.get(f"{key}.name")) for key in where}
-    return {
-        key: [v for v in values if v == in_line[key]] or values for key, values in where.items()
-    }
+    narrowed = {}
+    for key, values in where.items():
+        value = named.get(key, named.get(f"{key}.name"))
+        narrowed[key] = [value] if value in values else values
+    return narrowed
 
 
 def _missing_runs(
     runs_of_sides: Sequence[Sequence[TrackedRun]], wheres: Sequence[Mapping[str, Sequence[str]]]
 ) -> str:
     """Return which runs of these sides are missing: a whole side, or a seed of one."""
-    seeds = {_seed(run) for runs in runs_of_sides for run in runs}
+    seeds = set(map(_seed, itertools.chain.from_iterable(runs_of_sides)))
     for runs, where in zip(runs_of_sides, wheres, strict=True):
-        name = grouping.label({k: " or ".join(map(str, v)) for k, v in where.items()}) or "any kind"
+        name = _label(where) or "any kind"
         if not runs:
             return f"no run of {name}"
         for named, members in _methods(runs):
-            if lacking := sorted(seeds - {_seed(run) for run in members}):
+            lacking = seeds - set(map(_seed, members))
+            if lacking:
                 which = ", ".join(filter(None, [name, grouping.label(named)]))
-                return f"no run of {which} with seed {', '.join(lacking)}"
+                return f"no run of {which} with seed {', '.join(sorted(lacking))}"
     return ""
 
 
@@ -295,14 +305,19 @@ def _holds(claim: Claim, apart: Span) -> bool | None:
 
     Equal values are neither below nor above each other.
     """
-    low, high = apart if claim.relation != "above" else (-apart[1], -apart[0])
+    low, high = apart
+    margin = claim.margin
     if claim.relation == "near":
-        if -claim.margin <= low and high <= claim.margin:
-            return True
-        return False if low > claim.margin or high < -claim.margin else None
-    if high <= -claim.margin and high < 0:
+        holds = -margin <= low and high <= margin
+        fails = low > margin or high < -margin
+    else:
+        if claim.relation == "above":
+            low, high = -high, -low
+        holds = high <= -margin and high < 0
+        fails = low > -margin or low >= 0
+    if holds:
         return True
-    return False if low > -claim.margin or low >= 0 else None
+    return False if fails else None
 
 
 def _seed(run: TrackedRun) -> str:
@@ -316,18 +331,18 @@ def _is_percent(side: ClaimSide) -> bool:
 
 def _text(spans: Mapping[str, Span], side: ClaimSide) -> str:
     """Return mean ± std over seeds, with the unit."""
+    percent = _is_percent(side)
     known = MeanStd.of([low for low, high in spans.values() if low == high])
-    rounds, percent = isinstance(side.statistic, RoundsTo), _is_percent(side)
+    if known is None and spans:
+        earliest, _ = _mean(list(spans.values()))
+        return f"> {rounded(earliest - 1, None)} rounds"
     if known is None:
-        return (
-            f"> {rounded(_mean(list(spans.values()))[0] - 1, None)} rounds"
-            if spans
-            else number(None, None, percent)
-        )
+        return MISSING_TEXT
     some = f" ({known.n}/{len(spans)})" if known.n < len(spans) else ""
-    if rounds:
+    if isinstance(side.statistic, RoundsTo):
         return f"{rounded(known.mean, known.std)} rounds{some}"
-    return number(known.mean, known.std, percent) + (" %" if percent else "") + some
+    unit = " %" if percent else ""
+    return f"{number(known.mean, known.std, percent)}{unit}{some}"
 
 
 def claims_markdown(lines: Sequence[ClaimResult]) -> str:
