@@ -6,7 +6,7 @@ import re
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -38,6 +38,9 @@ PLOT_OPTIONS = (
     "log_x",
 )
 """Options that change what a plot shows."""
+
+OF_COMMANDS = ("runs", "uri", "ledger", "where", "label", "form", "out", "log")
+"""Parameters of commands that are no options of a kind of report."""
 
 Runs = Annotated[
     list[str] | None,
@@ -87,6 +90,7 @@ Log = Annotated[
 
 @report_app.command("table")
 def report_table(
+    context: typer.Context,
     runs: Runs = None,
     uri: Uri = None,
     ledger: LedgerOption = None,
@@ -156,24 +160,9 @@ def report_table(
     suffixes = {"markdown": "md", "csv": "csv", "latex": "tex"}
     if form not in suffixes:
         raise ConfigError(f"--format: nothing called '{form}'{did_you_mean(form, suffixes)}")
-    source = _source(runs, uri, ledger, where, log)
-    table = table_report(
-        source,
-        aside,
-        metric=metric,
-        statistic=statistic,
-        select_by=select_by,
-        target=target,
-        group=group,
-        best_of=best_of,
-        relative_to=relative_to,
-        x_axis=x_axis,
-        ranks=ranks,
-        paper=paper,
-        compare_with=compare_with,
-        label=label or (),
-    )
-    text = table.text(form)
+    source, options = _source_and_options(context)
+    table = table_report(source, aside, **options, label=label or ())
+    text = getattr(table, form)()
     _say(text, out)
     if log:
         _keep_text(f"table.{suffixes[form]}", text, [], table.runs, source)
@@ -197,17 +186,7 @@ def report_curves(
     log: Log = False,
 ) -> None:
     """Plot learning curves: mean and one standard deviation over seeds."""
-    from raysim.reports.report_kinds import curves_report
-    from raysim.reports.table_rows import cost_unit_of
-
-    cost_unit_of(x_axis)  # reading the runs takes long, so this is checked before
-    out = out or _picture(context, "curves")
-    check_picture(out)
-    source = _source(runs, uri, ledger, where, log)
-    curves = curves_report(source, aside, metric=metric, group=group, panels=panels, x_axis=x_axis)
-    say(_written(out, curves.plot))
-    if log:
-        _keep_report([out], curves.runs, source)
+    _print_plot(context, "curves")
 
 
 @report_app.command("sweep")
@@ -236,17 +215,7 @@ def report_sweep(
 
     Other differing parameters make further lines or panels.
     """
-    from raysim.reports.report_kinds import sweep_report
-
-    out = out or _picture(context, "sweep")
-    check_picture(out)
-    if y and log_x:
-        raise ConfigError("--log-x: a heatmap has one column per value; leave out --log-x or --y")
-    source = _source(runs, uri, ledger, where, log)
-    swept = sweep_report(source, aside, x=x, y=y, metric=metric, target=target)
-    say(_written(out, lambda path: swept.plot(path, log_x)))
-    if log:
-        _keep_report([out], swept.runs, source)
+    _print_plot(context, "sweep")
 
 
 @report_app.command("sensitivity")
@@ -271,16 +240,7 @@ def report_sensitivity(
 
     Meant for random search, where the parameters are independent.
     """
-    from raysim.reports.report_kinds import sensitivity_report
-
-    out = out or _picture(context, "sensitivity")
-    check_picture(out)
-    source = _source(runs, uri, ledger, where, log)
-    effects = sensitivity_report(source, aside, keys=keys, metric=metric, statistic=statistic)
-    _written(out, effects.plot)
-    say(f"{effects.text()}\n{len(effects.runs)} runs; {out}")
-    if log:
-        _keep_report([out], effects.runs, source)
+    _print_plot(context, "sensitivity")
 
 
 @report_app.command("speedup")
@@ -298,19 +258,7 @@ def report_speedup(
     out: Picture = None,
 ) -> None:
     """Plot the rounds to a target over a parameter on log axes, with the slope."""
-    from raysim.reports.report_kinds import speedup_report
-
-    out = out or _picture(context, "speedup")
-    check_picture(out)
-    source = _source(runs, uri, ledger, where, False)
-    report = speedup_report(source, aside, target=target, over=over, metric=metric)
-    _written(out, report.plot)
-    say(report.text())
-    slope = report.slope
-    say(
-        f"slope {slope.mean:.3f}, 95 % interval [{slope.low:.3f}, {slope.high:.3f}] over "
-        f"{slope.n} seeds; {out}"
-    )
+    _print_plot(context, "speedup")
 
 
 @report_app.command("claims")
@@ -354,24 +302,39 @@ def report_claims(
     _refuse_to_keep(ledger, log)
     source = claim_section.runs_of_claims(config, runs, uri, ledger or ())
     report = claims_report(source, aside, config=config)
-    text = report.text()
     drawn = _written(figures, report.plot)
-    _say(text, out)
+    _say(report.text, out)
     if log:
-        _keep_text("claims.md", text, drawn, report.runs_of(claims[0].left.metric), source)
+        _keep_text("claims.md", report.text, drawn, report.runs, source)
 
 
-def _source(
-    runs: Sequence[str] | None,
-    uri: str | None,
-    ledger: Sequence[Path] | None,
-    where: Sequence[str] | None,
-    log: bool,
-) -> RunSource:
+def _print_plot(context: typer.Context, kind: str) -> None:
+    """Draw a report, print it in words, and store its file if that is wanted."""
+    from raysim.reports.report_kinds import PLOTTED_KINDS
+    from raysim.reports.table_rows import cost_unit_of
+
+    values = context.params
+    out = values["out"] or _picture(context, kind)
+    check_picture(out)
+    # Reading the runs takes long, so the unit is checked before.
+    cost_unit_of(values.get("x_axis", "rounds"))
+    source, options = _source_and_options(context)
+    report = PLOTTED_KINDS[kind](source, aside, **options)
+    drawn = _written(out, report.plot)
+    say(f"{report.text}; {out}" if report.text else drawn)
+    if values.get("log"):
+        _keep_report([out], report.runs, source)
+
+
+def _source_and_options(context: typer.Context) -> tuple[RunSource, dict[str, Any]]:
+    """Return the source of a report's runs, and the options of its kind."""
     from raysim.reports.runs import RunSource
 
-    _refuse_to_keep(ledger, log)
-    return RunSource(runs or (), uri, ledger or (), where or ())
+    values = context.params
+    _refuse_to_keep(values["ledger"], values.get("log", False))
+    lists = {key: values[key] or () for key in ("runs", "ledger", "where")}
+    source = RunSource(lists["runs"], values["uri"], lists["ledger"], lists["where"])
+    return source, {key: values[key] for key in values if key not in OF_COMMANDS}
 
 
 def _picture(context: typer.Context, report: str) -> Path:

@@ -14,39 +14,23 @@ import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import pandas as pd
 
 from raysim.errors import ConfigError, did_you_mean
 from raysim.reports.claims import claim_section
-from raysim.reports.report_kinds import (
-    claims_report,
-    curves_report,
-    sensitivity_report,
-    speedup_report,
-    sweep_report,
-)
+from raysim.reports.report_kinds import PLOTTED_KINDS, Report, claims_report
 from raysim.reports.runs import RunSource
 from raysim.reports.table_rows import KeyNames, split_keys, table_report
+from raysim.reports.table_text import ResultsTable
 
 logger = logging.getLogger("raysim")
 
 
-class Report(Protocol):
-    """A report of any kind."""
-
-    def frame(self) -> pd.DataFrame:
-        """Return the report as a data frame."""
-        ...
-
-
-REPORT_KINDS: dict[str, Callable[..., Report]] = {
+REPORT_KINDS: dict[str, Callable[..., Report | ResultsTable]] = {
     "table": table_report,
-    "curves": curves_report,
-    "sweep": sweep_report,
-    "sensitivity": sensitivity_report,
-    "speedup": speedup_report,
+    **PLOTTED_KINDS,
     "claims": claims_report,
 }
 """Function of each kind of report."""
@@ -67,9 +51,8 @@ def report(
     runs (unfinished runs, seeds without a value) are logged as warnings.
 
     Args:
-        kind: "table", "curves", "sweep", "sensitivity", "speedup" or "claims". The function of this
-            module with that name (`table_report`, `curves_report`, …) lists its options, and its
-            report's `frame` the columns.
+        kind: "table", "curves", "sweep", "sensitivity", "speedup" or "claims". The function in
+            `REPORT_KINDS` (`table_report`, `curves_report`, …) lists its options and columns.
         runs: Names of experiments, or ids of runs: a list, or one comma-separated string. The id of
             a sweep stands for its trials. Required except for "claims", which defaults to the
             experiment of its configuration, and with a ledger, of which all rows are used.
@@ -105,7 +88,7 @@ def report(
         source = claim_section.runs_of_claims(options["config"], names, uri, ledgers)
     else:
         source = RunSource(names, uri, ledgers, _where_texts(where))
-    return REPORT_KINDS[kind](source, _log_line, **options).frame()
+    return REPORT_KINDS[kind](source, _log_line, **options).frame
 
 
 def _check_options(kind: str, options: Mapping[str, Any]) -> None:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-import pandas as pd
-
 from raysim.errors import ConfigError, did_you_mean
-from raysim.reports import published, table_text
+from raysim.reports import published
 from raysim.reports.analysis import aggregate, comparisons, targets
 from raysim.reports.runs import RunSource
+from raysim.reports.table_text import ResultsTable
 from raysim.reports.tables import TableRow
 from raysim.reports.tracked import (
     STATISTICS,
@@ -28,57 +27,6 @@ Say = Callable[[str], None]
 
 KeyNames = str | Sequence[str]
 """Names of parameters or metrics: a list, or one comma-separated string."""
-
-
-@dataclass(frozen=True)
-class ResultsTable:
-    """A table of results."""
-
-    runs: Sequence[TrackedRun]
-    """Runs of the table, with the history of the first metric."""
-
-    rows: Sequence[TableRow]
-    """The rows."""
-
-    target: float | None
-    """Target, if it is the same number for all rows."""
-
-    cost_unit: CostUnit
-    """Unit of the cost of reaching the target."""
-
-    names: Names
-    """Names of values, parameters, metrics and headers."""
-
-    def text(self, form: str) -> str:
-        """Return the table as text.
-
-        Args:
-            form: "markdown", "latex" or "csv".
-        """
-        if form == "csv":
-            return table_text.as_csv(self.rows, self.cost_unit, self.names)
-        write = table_text.latex if form == "latex" else table_text.markdown_table
-        return write(self.rows, self.target, self.cost_unit, self.names)
-
-    def frame(self) -> pd.DataFrame:
-        """Return the table as a data frame; figures that were not requested are NaN.
-
-        Its columns: the parameters that differ; seeds (number of runs); best, best_std, last,
-        last_std, last10, last10_std, as far as `statistic` names them (selected, selected_std in
-        place of best with `select_by`; with several metrics best_accuracy, best_loss, …);
-        chosen_round, chosen_round_std (by `select_by`); target, rounds_to_target (or bytes_,
-        virtual_time_, seconds_to_target) with its _std over the runs that reached the target,
-        reached (their number); rounds_min, rounds_max; not_finished; rank, mean_rank; paper_best,
-        paper_std, difference_in_paper_stds, difference_in_own_stds, paper_rounds_to_target; versus
-        (mean difference to `compare_with` over the seeds of both), versus_low, versus_high (its
-        95 % interval), versus_p (of the paired t-test), versus_seeds.
-        """
-        frame = table_text.frame(self.rows, self.cost_unit, self.names)
-        columns = list(frame)
-        parameters = columns[: columns.index("seeds")]
-        counts = ("seeds", "reached", "rounds_min", "rounds_max", "not_finished")
-        figures = [name for name in columns if name not in (*parameters, *counts)]
-        return with_numbers(frame.astype(dict.fromkeys(figures, float)), parameters)
 
 
 def table_report(
@@ -163,8 +111,8 @@ def table_report(
         rows = aggregate.ranked(rows, say)
     common_target = None if relative_to else target_value
     labels = [label] if isinstance(label, str) else label
-    names = names_given(labels, table_text.nameable(rows, common_target, cost_unit))
-    return ResultsTable(runs, rows, common_target, cost_unit, names)
+    table = ResultsTable(rows, common_target, cost_unit, runs=runs)
+    return replace(table, names=names_given(labels, table.nameable()))
 
 
 def split_keys(keys: KeyNames | None) -> list[str] | None:
@@ -386,18 +334,3 @@ def cost_unit_of(x_axis: str) -> Any:
             f"x_axis (--x-axis): unknown unit '{x_axis}'{did_you_mean(x_axis, known)}"
         )
     return x_axis.replace("-", " ")
-
-
-def with_numbers(frame: pd.DataFrame, names: Sequence[str]) -> pd.DataFrame:
-    """Convert those text columns to numbers whose values are all numbers.
-
-    Args:
-        frame: The frame, which is changed.
-        names: Names of the columns.
-    """
-    for name in names:
-        try:
-            frame[name] = pd.to_numeric(frame[name])
-        except (ValueError, TypeError):
-            continue
-    return frame

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import pandas as pd
@@ -19,7 +20,7 @@ from raysim.reports.tables import (
     short,
     value_key,
 )
-from raysim.reports.tracked import CostUnit
+from raysim.reports.tracked import CostUnit, TrackedRun
 from raysim.reports.value_names import NO_NAMES, Names
 
 MISSING_TEXT = "–"
@@ -44,67 +45,156 @@ Columns = dict[str, list[str]]
 T = TypeVar("T")
 
 
-def markdown_table(
-    table: Sequence[TableRow],
-    target: float | None = None,
-    cost_unit: CostUnit = "rounds",
-    names: Names = NO_NAMES,
-) -> str:
-    """Return rows as a Markdown table; accuracies are shown in percent.
+@dataclass(frozen=True)
+class ResultsTable:
+    """A table of results, which can be written."""
 
-    Args:
-        table: Rows, as from `aggregate.rows`.
-        target: Common target of the rows, if their runs do not hold it.
-        cost_unit: Unit of the cost of reaching the target.
-        names: Names of values, parameters, metrics and headers.
-    """
-    return as_markdown(text_frame(table, target, cost_unit, names))
+    rows: Sequence[TableRow]
+    """Rows, as from `aggregate.rows`."""
 
+    target: float | None = None
+    """Common target of the rows, if their runs do not hold it."""
 
-def latex(
-    table: Sequence[TableRow],
-    target: float | None = None,
-    cost_unit: CostUnit = "rounds",
-    names: Names = NO_NAMES,
-) -> str:
-    r"""Return rows as a LaTeX tabular that uses booktabs; a comment says so.
+    cost_unit: CostUnit = "rounds"
+    """Unit of the cost of reaching the target."""
 
-    The best mean of each column of results is bold; if rows have ranks, that of each scenario is.
+    names: Names = field(default_factory=dict)
+    """Names of values, parameters, metrics and headers. LaTeX has them as they are, so that they
+    may hold LaTeX such as `$\\alpha$`."""
 
-    Args:
-        table: Rows, as from `aggregate.rows`.
-        target: Common target of the rows, if their runs do not hold it.
-        cost_unit: Unit of the cost of reaching the target.
-        names: Names of values, parameters, metrics and headers. They are written as they are, so
-            that they may hold LaTeX such as `$\alpha$`.
-    """
-    marks = {key: chr(FIRST_MARK + i) for i, key in enumerate(names)}
-    characters = str.maketrans({**LATEX_TEXTS, **{marks[key]: names[key] for key in names}})
-    shown = text_frame(table, target, cost_unit, marks)
-    places = [*_columns(table, target, cost_unit, marks)]
-    shown = shown.map(lambda cell: cell.translate(characters))
-    for figure in table[0].values:
-        column = places.index(figure.header(NO_NAMES, _alone(table)))
-        for i in _best_rows(table, figure):
-            shown.iat[i, column] = rf"\textbf{{{shown.iat[i, column]}}}"
-    n_parameters = len(_headers(table))
-    alignment = "l" * n_parameters + "r" * (len(places) - n_parameters)
-    shown.columns = [header.translate(characters) for header in shown]
-    tabular = shown.to_latex(index=False, escape=False, column_format=alignment)
-    return f"% needs \\usepackage{{booktabs}}\n{tabular.rstrip()}"
+    runs: Sequence[TrackedRun] = ()
+    """Runs of the table, with the history of the first metric."""
 
+    def markdown(self) -> str:
+        """Return the table as Markdown; accuracies are shown in percent."""
+        return as_markdown(self._texts(self.names))
 
-def as_csv(
-    table: Sequence[TableRow], cost_unit: CostUnit = "rounds", names: Names = NO_NAMES
-) -> str:
-    """Return rows as CSV, with the columns of `frame`; missing figures are empty.
+    def latex(self) -> str:
+        """Return the table as a LaTeX tabular that uses booktabs; a comment says so.
 
-    Args:
-        table: Rows, as from `aggregate.rows`.
-        cost_unit: Unit of the cost of reaching the target; it names the column.
-        names: Names of values and parameters.
-    """
-    return frame(table, cost_unit, names).to_csv(index=False, lineterminator="\n").rstrip("\n")
+        The best mean of each column of results is bold; if rows have ranks, that of each scenario
+        is.
+        """
+        marks = {key: chr(FIRST_MARK + i) for i, key in enumerate(self.names)}
+        named = {marks[key]: self.names[key] for key in self.names}
+        characters = str.maketrans({**LATEX_TEXTS, **named})
+        shown = self._texts(marks).map(lambda cell: cell.translate(characters))
+        places = list(self._columns(marks))
+        for figure in self.rows[0].values:
+            column = places.index(figure.header(NO_NAMES, _alone(self.rows)))
+            for i in _best_rows(self.rows, figure):
+                shown.iat[i, column] = rf"\textbf{{{shown.iat[i, column]}}}"
+        n_parameters = len(_headers(self.rows))
+        alignment = "l" * n_parameters + "r" * (len(places) - n_parameters)
+        shown.columns = [header.translate(characters) for header in shown]
+        tabular = shown.to_latex(index=False, escape=False, column_format=alignment)
+        return f"% needs \\usepackage{{booktabs}}\n{tabular.rstrip()}"
+
+    def csv(self) -> str:
+        """Return the table as CSV, with the columns of `frame`; missing figures are empty."""
+        return self._numbers().to_csv(index=False, lineterminator="\n").rstrip("\n")
+
+    @property
+    def frame(self) -> pd.DataFrame:
+        """Return the table as a data frame; figures that were not requested are NaN.
+
+        Its columns: the parameters that differ; seeds (number of runs); best, best_std, last,
+        last_std, last10, last10_std, as far as `statistic` names them (selected, selected_std in
+        place of best with `select_by`; with several metrics best_accuracy, best_loss, …);
+        chosen_round, chosen_round_std (by `select_by`); target, rounds_to_target (or bytes_,
+        virtual_time_, seconds_to_target) with its _std over the runs that reached the target,
+        reached (their number); rounds_min, rounds_max; not_finished; rank, mean_rank; paper_best,
+        paper_std, difference_in_paper_stds, difference_in_own_stds, paper_rounds_to_target; versus
+        (mean difference to `compare_with` over the seeds of both), versus_low, versus_high (its
+        95 % interval), versus_p (of the paired t-test), versus_seeds.
+        """
+        frame = self._numbers()
+        columns = list(frame)
+        parameters = columns[: columns.index("seeds")]
+        counts = ("seeds", "reached", "rounds_min", "rounds_max", "not_finished")
+        figures = [name for name in columns if name not in (*parameters, *counts)]
+        return with_numbers(frame.astype(dict.fromkeys(figures, float)), parameters)
+
+    def nameable(self) -> list[str]:
+        """Return all that may have a name: values, KEY=VALUE, metrics and headers."""
+        things: list[str] = []
+        for key, header in _headers(self.rows).items():
+            for row in self.rows:
+                if key in row.parameters:
+                    value = row.parameters[key]
+                    things += [value, f"{header}={value}"]
+        for figure in self.rows[0].values:
+            things += [figure.metric, figure.select_by]
+        things += self._columns(NO_NAMES)
+        return list(filter(None, dict.fromkeys(things)))
+
+    def _numbers(self) -> pd.DataFrame:
+        """Return a frame with parameters as text, and None for figures that were not requested."""
+        headers = _headers(self.rows)
+        alone = _alone(self.rows)
+        cost = f"{self.cost_unit.replace(' ', '_')}_to_target"
+        records = []
+        for row in self.rows:
+            record: dict[str, Any] = {}
+            for key, header in headers.items():
+                value = row.parameters.get(key)
+                named = None if value is None else _value_name(header, value, self.names)
+                record[self.names.get(header, header)] = named
+            record["seeds"] = row.seeds
+            for figure, value in row.values.items():
+                record |= _mean_and_std(figure.column(alone), value)
+            record |= _mean_and_std("chosen_round", row.chosen_round)
+            record["target"] = row.target
+            record |= _mean_and_std(cost, row.to_target)
+            record["reached"] = row.to_target.n if row.to_target else 0
+            record["rounds_min"], record["rounds_max"] = row.rounds
+            record["not_finished"] = row.unfinished
+            record |= _attributes(row.rank, rank="place", mean_rank="mean")
+            record |= _attributes(row.printed, paper_best="best", paper_std="std")
+            record["difference_in_paper_stds"] = row.difference
+            record["difference_in_own_stds"] = row.difference_in_own_stds
+            record |= _attributes(row.versus, versus="mean", versus_low="low", versus_high="high")
+            record |= _attributes(row.versus, versus_p="p_value", versus_seeds="n")
+            record |= _attributes(row.printed, paper_rounds_to_target="rounds")
+            records.append(record)
+        return pd.DataFrame(records)
+
+    def _texts(self, names: Names) -> pd.DataFrame:
+        """Return the table as a frame of texts for readers."""
+        columns = self._columns(names)
+        alone = _alone(self.rows)
+        headers: dict[str, str] = {}
+        for figure in self.rows[0].values:
+            headers[figure.header(NO_NAMES, alone)] = figure.header(names, alone)
+        texts = pd.DataFrame(columns)
+        texts.columns = [names.get(header, headers.get(header, header)) for header in columns]
+        return texts
+
+    def _columns(self, names: Names) -> Columns:
+        """Return the columns of the table for readers, without those that would be empty."""
+        table = self.rows
+        first, *others = table[0].values
+        columns: Columns = {}
+        for key, header in _headers(table).items():
+            values = [row.parameters.get(key, MISSING_TEXT) for row in table]
+            columns[header] = [_value_name(header, value, names) for value in values]
+        # Runs of a row are its seeds unless they differ in more.
+        count = "runs" if any(row.pooled for row in table) else "seeds"
+        columns[count] = [str(row.seeds) for row in table]
+        columns |= _values(table, first)
+        columns |= _published_best_values(table, first)
+        columns |= _paired_differences(table, first)
+        for figure in others:
+            columns |= _values(table, figure)
+        rounds = [row.chosen_round for row in table]
+        if any(rounds):
+            columns["chosen round"] = _texts(rounds, _cost_text)
+        columns |= _costs_of_target(table, self.target, self.cost_unit, first)
+        columns |= _ranks([row.rank for row in table])
+        columns["rounds done"] = ["–".join(map(str, dict.fromkeys(row.rounds))) for row in table]
+        if any(row.unfinished for row in table):
+            columns["not finished"] = [row.unfinished for row in table]
+        return columns
 
 
 def as_markdown(texts: pd.DataFrame) -> str:
@@ -119,78 +209,19 @@ def as_markdown(texts: pd.DataFrame) -> str:
     )
 
 
-def text_frame(
-    table: Sequence[TableRow],
-    target: float | None = None,
-    cost_unit: CostUnit = "rounds",
-    names: Names = NO_NAMES,
-) -> pd.DataFrame:
-    """Return rows as a data frame of texts for readers, without columns that would be empty.
+def with_numbers(frame: pd.DataFrame, names: Sequence[str]) -> pd.DataFrame:
+    """Convert those text columns to numbers whose values are all numbers.
 
     Args:
-        table: Rows, as from `aggregate.rows`.
-        target: Common target of the rows, if their runs do not hold it.
-        cost_unit: Unit of the cost of reaching the target.
-        names: Names of values, parameters, metrics and headers.
+        frame: The frame, which is changed.
+        names: Names of the columns.
     """
-    columns = _columns(table, target, cost_unit, names)
-    alone = _alone(table)
-    headers = {
-        figure.header(NO_NAMES, alone): figure.header(names, alone) for figure in table[0].values
-    }
-    texts = pd.DataFrame(columns)
-    texts.columns = [names.get(header, headers.get(header, header)) for header in columns]
-    return texts
-
-
-def nameable(
-    table: Sequence[TableRow], target: float | None = None, cost_unit: CostUnit = "rounds"
-) -> list[str]:
-    """Return all that may have a name: values, KEY=VALUE, metrics and headers.
-
-    Args:
-        table: Rows, as from `aggregate.rows`.
-        target: Common target of the rows, if their runs do not hold it.
-        cost_unit: Unit of the cost of reaching the target.
-    """
-    things: list[str] = []
-    for key, header in _headers(table).items():
-        for row in table:
-            if key in row.parameters:
-                value = row.parameters[key]
-                things += [value, f"{header}={value}"]
-    for figure in table[0].values:
-        things += [figure.metric, figure.select_by]
-    things += _columns(table, target, cost_unit, NO_NAMES)
-    return list(filter(None, dict.fromkeys(things)))
-
-
-def _columns(
-    table: Sequence[TableRow], target: float | None, cost_unit: CostUnit, names: Names
-) -> Columns:
-    """Return the columns of a table for readers."""
-    first, *others = table[0].values
-    columns: Columns = {}
-    for key, header in _headers(table).items():
-        values = [row.parameters.get(key, MISSING_TEXT) for row in table]
-        columns[header] = [_value_name(header, value, names) for value in values]
-    # Runs of a row are its seeds unless they differ in more.
-    count = "runs" if any(row.pooled for row in table) else "seeds"
-    columns[count] = [str(row.seeds) for row in table]
-    columns |= _values(table, first)
-    columns |= _published_best_values(table, first)
-    columns |= _paired_differences(table, first)
-    for figure in others:
-        columns |= _values(table, figure)
-    rounds = [row.chosen_round for row in table]
-    if any(rounds):
-        columns["chosen round"] = _texts(rounds, _cost_text)
-    columns |= _costs_of_target(table, target, cost_unit, first)
-    columns |= _ranks([row.rank for row in table])
-    columns["rounds done"] = ["–".join(map(str, dict.fromkeys(row.rounds))) for row in table]
-    if any(row.unfinished for row in table):
-        columns["not finished"] = [row.unfinished for row in table]
-    return columns
+    for name in names:
+        try:
+            frame[name] = pd.to_numeric(frame[name])
+        except (ValueError, TypeError):
+            continue
+    return frame
 
 
 def _texts(things: Iterable[T | None], text: Callable[[T], str]) -> list[str]:
@@ -387,50 +418,6 @@ def difference_text(difference: PairedDifference | None, percent: bool) -> str:
         return f"{text} ({'one seed' if difference.n == 1 else 'on each seed'})"
     ends = f"{difference.low * scale:{form}}, {difference.high * scale:{form}}"
     return f"{text} [{ends}], p {difference.p_value:.2g}"
-
-
-def frame(
-    table: Sequence[TableRow], cost_unit: CostUnit = "rounds", names: Names = NO_NAMES
-) -> pd.DataFrame:
-    """Return rows as a data frame of numbers.
-
-    Args:
-        table: Rows, as from `aggregate.rows`.
-        cost_unit: Unit of the cost of reaching the target; it names the column.
-        names: Names of values and parameters.
-
-    Returns:
-        A frame with parameters as text, numbers that are not rounded, and None for figures that
-        were not requested.
-    """
-    headers = _headers(table)
-    alone = _alone(table)
-    cost = f"{cost_unit.replace(' ', '_')}_to_target"
-    records = []
-    for row in table:
-        record: dict[str, Any] = {}
-        for key, header in headers.items():
-            value = row.parameters.get(key)
-            named = None if value is None else _value_name(header, value, names)
-            record[names.get(header, header)] = named
-        record["seeds"] = row.seeds
-        for figure, value in row.values.items():
-            record |= _mean_and_std(figure.column(alone), value)
-        record |= _mean_and_std("chosen_round", row.chosen_round)
-        record["target"] = row.target
-        record |= _mean_and_std(cost, row.to_target)
-        record["reached"] = row.to_target.n if row.to_target else 0
-        record["rounds_min"], record["rounds_max"] = row.rounds
-        record["not_finished"] = row.unfinished
-        record |= _attributes(row.rank, rank="place", mean_rank="mean")
-        record |= _attributes(row.printed, paper_best="best", paper_std="std")
-        record["difference_in_paper_stds"] = row.difference
-        record["difference_in_own_stds"] = row.difference_in_own_stds
-        record |= _attributes(row.versus, versus="mean", versus_low="low", versus_high="high")
-        record |= _attributes(row.versus, versus_p="p_value", versus_seeds="n")
-        record |= _attributes(row.printed, paper_rounds_to_target="rounds")
-        records.append(record)
-    return pd.DataFrame(records)
 
 
 def _mean_and_std(column: str, value: MeanStd | None) -> dict[str, float | None]:

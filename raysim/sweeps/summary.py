@@ -19,7 +19,7 @@ from raysim.config.sections.evaluation import DEFAULT_BEST
 from raysim.metrics import lower_is_better
 from raysim.reports.analysis import aggregate, plots
 from raysim.reports.analysis.curves import curves, grid
-from raysim.reports.table_text import as_csv, markdown_table
+from raysim.reports.table_text import ResultsTable
 from raysim.reports.tables import short, sort_key
 from raysim.reports.tracked import TrackedRun
 from raysim.runs.artifacts.description import commands, table
@@ -149,9 +149,10 @@ def write_summary(outcome: SweepResult) -> str:
     rows = aggregate.rows(runs, metric)
     if not any(row.result for row in rows):
         return "no trial has finished"
-    text = markdown_table(rows)
+    results = ResultsTable(rows)
+    text = results.markdown()
     (folder / "table.md").write_text(text + "\n")
-    (folder / "table.csv").write_text(as_csv(rows) + "\n")
+    (folder / "table.csv").write_text(results.csv() + "\n")
     best = sorted(rows, key=sort_key)[:MAX_CURVES]
     shown = {run_id for row in best for run_id in row.run_ids}
     title = f"the best {MAX_CURVES} of {len(rows)}" if len(rows) > MAX_CURVES else ""

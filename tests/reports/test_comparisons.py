@@ -13,7 +13,7 @@ from raysim.errors import ConfigError
 from raysim.reports.analysis import aggregate
 from raysim.reports.analysis.comparisons import compared, paired_difference
 from raysim.reports.published import PublishedResult
-from raysim.reports.table_text import markdown_table
+from raysim.reports.table_text import ResultsTable
 from raysim.reports.tracked import TrackedRun
 
 T_975 = {2: 12.7062, 3: 4.30265, 5: 2.77645}
@@ -125,9 +125,9 @@ def test_the_columns_of_a_table():
     ]
     printed = PublishedResult({}, 0.5, 0.1, None, None)
     rows = [replace(row, printed=printed) for row in aggregate.rows(runs)]
-    head, _, fedavg, gradma, mifa = markdown_table(
-        compared(rows, runs, "algorithm=fedavg")
-    ).splitlines()
+    head, _, fedavg, gradma, mifa = (
+        ResultsTable(compared(rows, runs, "algorithm=fedavg")).markdown().splitlines()
+    )
     assert head.startswith(
         "| algorithm | seeds | best accuracy % | paper: best % | difference / paper's std "
         "| difference / our std | difference to algorithm=fedavg, points [95 % interval] |"

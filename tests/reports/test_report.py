@@ -25,7 +25,7 @@ from raysim.reports.analysis import aggregate, comparisons
 from raysim.reports.analysis.curves import curves
 from raysim.reports.analysis.targets import fraction_of
 from raysim.reports.runs import finished_runs
-from raysim.reports.table_text import as_csv, latex, markdown_table
+from raysim.reports.table_text import ResultsTable
 from raysim.reports.tables import Figure
 from raysim.reports.tracked import TrackedRun
 from raysim.tracking import mlflow_client
@@ -139,7 +139,10 @@ def test_what_follows_from_a_name_is_no_column():
     ]
     runs.append(run([0.4], algorithm="fedprox", client__name="fedprox", mu=1.0, **common))
     assert [row.parameters.get("client.mu") for row in rows(runs)] == [None, "0.1", "1.0", None]
-    assert markdown_table(rows(runs)).splitlines()[2] == "| fedavg | – | 1 | 10.00 | 10.00 | 0 |"
+    assert (
+        ResultsTable(rows(runs)).markdown().splitlines()[2]
+        == "| fedavg | – | 1 | 10.00 | 10.00 | 0 |"
+    )
 
 
 def test_what_follows_from_a_schedule_is_no_column():
@@ -188,7 +191,7 @@ def test_keys_that_only_one_kind_has_are_columns_only_where_they_tell_rows_apart
     assert rows([sgd, adam[0]])[0].parameters == {"local.optimizer.name": "adam"}
     columns = [row.parameters.get("local.optimizer.eps") for row in rows([sgd, *adam])]
     assert sorted(columns, key=str) == ["0.1", "0.2", None]
-    (line,) = markdown_table(rows([adam[0]], group=["files.net"])).splitlines()[2:]
+    (line,) = ResultsTable(rows([adam[0]], group=["files.net"])).markdown().splitlines()[2:]
     assert line.startswith("| version 1 | 1 |")
 
 
@@ -199,7 +202,7 @@ def test_a_metric_that_accumulates_is_reported_by_its_last_value():
     ]
     (row,) = rows(runs, "privacy/epsilon")
     assert row.result.mean == 2.0
-    head, _, line = markdown_table([row]).splitlines()
+    head, _, line = ResultsTable([row]).markdown().splitlines()
     assert head == "| seeds | last privacy/epsilon | rounds done |"
     assert line == "| 2 | 2 ± 0.7071 | 2 |"
 
@@ -297,16 +300,18 @@ def test_markdown_and_csv():
         run([0.125], lr="[[0, 1]|]"),
     ]
     found = rows(runs, target=0.7)
-    assert markdown_table(found, target=0.7).splitlines() == [
+    assert ResultsTable(found, target=0.7).markdown().splitlines() == [
         "| local.lr | seeds | best accuracy % | last accuracy % | rounds to 70 % | rounds done |",
         "| --- | --- | --- | --- | --- | --- |",
         "| 0.1 | 2 | 62.50 ± 17.68 | 62.50 ± 17.68 | 1 (1/2) | 1 |",
         r"| [[0, 1]\|] | 1 | 12.50 | 12.50 | – | 0 |",
     ]
-    assert markdown_table(rows(runs[:1], "loss")).splitlines()[-1] == "| 1 | 0.5 | 0.75 | 1 |"
-    pooled = markdown_table(rows(runs, group=["rounds"])).splitlines()
+    assert (
+        ResultsTable(rows(runs[:1], "loss")).markdown().splitlines()[-1] == "| 1 | 0.5 | 0.75 | 1 |"
+    )
+    pooled = ResultsTable(rows(runs, group=["rounds"])).markdown().splitlines()
     assert pooled[0].startswith("| rounds | runs | best") and pooled[2].startswith("| 9 | 3 |")
-    first, second = csv.DictReader(as_csv(found).splitlines())
+    first, second = csv.DictReader(ResultsTable(found).csv().splitlines())
     assert (first["local.lr"], first["seeds"], first["best"], first["rounds_to_target"]) == (
         "0.1",
         "2",
@@ -330,8 +335,11 @@ def test_the_way_to_the_target_in_what_was_spent():
     runs = [dataclasses.replace(each, costs={0: 0.0, 1: 100.0, 2: 250.0}) for each in runs]
     (row,) = rows(runs, target=0.5)
     assert row.to_target and row.to_target.mean == (100 + 250) / 2
-    assert "MB to 50 %" in markdown_table([row], target=0.5, cost_unit="bytes").splitlines()[0]
-    (line,) = csv.DictReader(as_csv([row], "bytes").splitlines())
+    assert (
+        "MB to 50 %"
+        in ResultsTable([row], target=0.5, cost_unit="bytes").markdown().splitlines()[0]
+    )
+    (line,) = csv.DictReader(ResultsTable([row], cost_unit="bytes").csv().splitlines())
     assert line["bytes_to_target"] == "175.0"
 
 
@@ -374,7 +382,7 @@ def test_curves_are_means_over_the_rounds_that_all_seeds_have():
 
 def test_latex():
     runs = [run([0.5], lr="1e-3_%", seed=0), run([0.7], lr="2", seed=0), run([0.8], lr="2", seed=1)]
-    found = latex(rows(runs), target=0.6).splitlines()
+    found = ResultsTable(rows(runs), target=0.6).latex().splitlines()
     assert found[:3] == [
         r"% needs \usepackage{booktabs}",
         r"\begin{tabular}{lrrrrr}",
@@ -835,7 +843,7 @@ def test_readable_names_of_rules_and_files():
     assert [row["key"] for row in named] == list(values.values())
     contents: list[dict[str, Any]] = [{"files__client__/home/me/my.py": c * 64} for c in "ab"]
     changed = [run([0.1], **content) for content in contents]
-    lines = markdown_table(rows(changed)).splitlines()
+    lines = ResultsTable(rows(changed)).markdown().splitlines()
     assert lines[0].startswith("| file my.py |") and lines[3].startswith("| version 2 |")
     assert [curve.label for curve in curves(changed)] == [
         "file my.py version 1",

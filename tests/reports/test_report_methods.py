@@ -23,7 +23,7 @@ from raysim.reports.analysis.aggregate import rows
 from raysim.reports.analysis.curves import along, curves, grid
 from raysim.reports.analysis.targets import share_of
 from raysim.reports.grouping import apart
-from raysim.reports.table_text import as_csv, latex, markdown_table
+from raysim.reports.table_text import ResultsTable
 from raysim.reports.tables import Rank
 from raysim.reports.tracked import TrackedRun
 from raysim.rules import contract
@@ -96,8 +96,10 @@ def test_ranks_are_within_a_scenario_and_their_mean_is_over_the_scenarios():
     ranks = {tuple(row.parameters.values()): row.rank for row in table}
     assert ranks[("a", "0.1")] == Rank(1, 1.5, 2) and ranks[("a", "1")] == Rank(2, 1.5, 2)
     assert ranks[("b", "0.1")] == Rank(2.5, 1.75, 2) and ranks[("c", "1")] == Rank(3, 2.75, 2)
-    assert not said and markdown_table(table).splitlines()[2].endswith("| 1 | 1.5 | 1 |")
-    assert latex(table).count("textbf") == 2 * 2, "the best of each scenario, in each column"
+    assert not said and ResultsTable(table).markdown().splitlines()[2].endswith("| 1 | 1.5 | 1 |")
+    assert ResultsTable(table).latex().count("textbf") == 2 * 2, (
+        "the best of each scenario, in each column"
+    )
     runs = [
         run(0.9, algorithm="a", alpha=1),
         run(0.8, algorithm="b", alpha=1),
@@ -135,7 +137,7 @@ def test_where_a_loss_is_infinite_there_is_no_deviation():
     assert last == [(math.inf, None), (math.inf, None), (2.0, pytest.approx(2**0.5))]
     assert [row.result.mean for row in table if row.result] == [3.0, 5.0, 2.0]
     assert [row.to_target.n if row.to_target else 0 for row in table] == [1, 0, 1]
-    assert "inf" in markdown_table(table) and curves(runs)[0].figures[1].std is None
+    assert "inf" in ResultsTable(table).markdown() and curves(runs)[0].figures[1].std is None
 
 
 def test_runs_without_a_value_count_and_are_named_but_give_no_figures():
@@ -147,8 +149,11 @@ def test_runs_without_a_value_count_and_are_named_but_give_no_figures():
     half, none = aggregate.ranked(rows(runs))
     assert half.seeds == 2 and half.result and half.result.n == 1 and half.unfinished == "1 failed"
     assert none.result is None and none.difference is None
-    assert markdown_table([half, none]).splitlines()[3] == "| 2 | 1 | – | – | – | 0 | 1 failed |"
-    assert len(curves(runs)) == 1 and "textbf" not in latex([none])
+    assert (
+        ResultsTable([half, none]).markdown().splitlines()[3]
+        == "| 2 | 1 | – | – | – | 0 | 1 failed |"
+    )
+    assert len(curves(runs)) == 1 and "textbf" not in ResultsTable([none]).latex()
 
 
 def test_a_share_of_what_others_reached_in_the_same_scenario():
@@ -163,7 +168,7 @@ def test_a_share_of_what_others_reached_in_the_same_scenario():
         "no target where no run has algorithm=sgd: 10"
     ]
     assert [row.to_target and row.to_target.mean for row in avg] == [1, 0, None]
-    head, *lines = markdown_table(table).splitlines()
+    head, *lines = ResultsTable(table).markdown().splitlines()
     assert "| target % | rounds to target |" in head and "| 40.00 | 1 |" in lines[1]
 
 
@@ -202,7 +207,7 @@ def test_a_papers_figures_beside_ours(printed):
     )
     assert second.difference is None and second.printed and second.printed.rounds == math.inf
     assert other.printed is None and other.target is None
-    head, _, *lines = markdown_table([first, second, other]).splitlines()
+    head, _, *lines = ResultsTable([first, second, other]).markdown().splitlines()
     assert (
         "| paper: best % | difference / paper's std |" in head
         and "| paper: rounds to target |" in head
@@ -211,7 +216,7 @@ def test_a_papers_figures_beside_ours(printed):
     assert "| 60.00 | 90.00 | – |" in lines[1] and "| 80.00 | – | never |" in lines[1]
     by_share = aggregate.add_published(rows(runs), figures, 0.9, "algorithm=sgd")
     assert by_share[1].printed and by_share[1].printed.rounds == 9
-    (line, *_) = csv.DictReader(as_csv([first]).splitlines())
+    (line, *_) = csv.DictReader(ResultsTable([first]).csv().splitlines())
     assert (line["paper_best"], line["paper_rounds_to_target"], line["target"]) == (
         "0.7",
         "12.0",

@@ -202,11 +202,11 @@ def plot_speedup(lines: SpeedupLines, slope: Slope, target: str, over: str, path
     for seed, line in lines.items():
         axes.loglog(list(line), list(line.values()), "o", alpha=0.6, label=f"seed {seed}")
     # The geometric mean over the seeds that have a value.
-    mean = np.exp(np.log(pd.DataFrame(lines)).mean(axis="columns")).sort_index()
-    xs, first = mean.index.to_numpy(), mean.index[0]
+    logs = pd.DataFrame(lines).transform(np.log).mean(axis="columns").sort_index()
+    xs, mean = logs.index.to_numpy(), np.exp(logs.to_numpy())
     interval = f"slope {slope.mean:.3f}, 95 % [{slope.low:.3f}, {slope.high:.3f}]"
     axes.plot(xs, mean, color="tab:red", label=interval)
-    axes.plot(xs, mean[first] * first / xs, "--", color="0.5", label="slope -1")
+    axes.plot(xs, mean[0] * xs[0] / xs, "--", color="0.5", label="slope -1")
     axes.set(xlabel=over, ylabel=f"rounds to {target}")
     axes.grid(alpha=0.3, which="both")
     axes.legend()
