@@ -79,9 +79,9 @@ def check(
 
     keys = keys or []
     where = where or []
-    if not recompute and (keys or where):
-        given = keys[0] if keys else f"--where {where[0]}"
-        raise ConfigError(f"{given}: only for rows that are trained again; add --recompute 1")
+    unused = [*keys, *(f"--where {text}" for text in where)]
+    if unused and not recompute:
+        raise ConfigError(f"{unused[0]}: only for rows that are trained again; add --recompute 1")
     rows = ledger_file.read_rows([file], name, missing=_MISSING)
     if problems:
         aside(f"`raysim ledger merge {file} -o NEW` leaves such rows out")

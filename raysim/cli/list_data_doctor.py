@@ -189,9 +189,6 @@ LISTABLE: dict[str, Callable[[], list[CatalogueRow]]] = {
 WITH_PAGES = [listing for listing in LISTABLE if listing in ("algorithms", *PLACES)]
 """Lists of things with keys, each of which has a page."""
 
-FORMER_WORDS = {"datasets": "data"}
-"""Earlier words, which are accepted."""
-
 
 @app.command(name="list")
 def list_(
@@ -242,7 +239,6 @@ def _print_page(listing: str | None, name: str, as_json: bool) -> None:
 
 def _catalogue(listing: str) -> list[CatalogueRow]:
     """Return the rows of a list."""
-    listing = FORMER_WORDS.get(listing, listing)
     if listing not in LISTABLE:
         if listing in (row["name"] for row in _algorithms()):
             raise ConfigError(

@@ -125,27 +125,7 @@ def summary(result: RunResult, done_before: int = 0) -> str:
         result: the result of the run.
         done_before: number of rounds that were done before this call.
     """
-    from raysim.config.sections.evaluation import DEFAULT_BEST
-
-    made = result.rounds - done_before
-    total = result.config.rounds if result.early_stop else result.rounds
-    asked = f" of {total}" if made != total else ""
-    parts = [f"{made}{asked} round{'s'[: total != 1]} in {result.seconds:.1f} s"]
-    training = sum(
-        record.get("system/round_seconds", 0.0)
-        for record in result.history
-        if record["round"] > done_before
-    )
-    if training:
-        parts[0] += f", of which {min(training, result.seconds):.1f} s training"
-    best_by = result.config.evaluate.best or DEFAULT_BEST
-    name = best_by.metric
-    evaluated = [record for record in result.history if name in record]
-    if evaluated:
-        select = min if best_by.mode == "min" else max
-        best = select(evaluated, key=lambda record: record[name])
-        last = evaluated[-1][name]
-        parts.append(f"{name} {last:.4f}, best {name} {best[name]:.4f} in round {best['round']:g}")
+    parts = [_rounds_and_time(result, done_before), *_last_and_best(result)]
     spent = [record[EPSILON] for record in result.history if EPSILON in record]
     if spent and result.config.privacy is not None:
         parts.append(f"ε {spent[-1]:.4g} at δ {result.config.privacy.delta:g}".replace("e-0", "e-"))
@@ -153,3 +133,31 @@ def summary(result: RunResult, done_before: int = 0) -> str:
     if result.early_stop:
         parts.append(f"early stop in {result.early_stop}")
     return " · ".join(parts)
+
+
+def _rounds_and_time(result: RunResult, done_before: int) -> str:
+    """Return the numbers of rounds and seconds of this call as text."""
+    done = result.rounds - done_before
+    total = result.config.rounds if result.early_stop else result.rounds
+    asked = f" of {total}" if done != total else ""
+    text = f"{done}{asked} round{'s'[: total != 1]} in {result.seconds:.1f} s"
+    records = [record for record in result.history if record["round"] > done_before]
+    training = sum(record.get("system/round_seconds", 0.0) for record in records)
+    if training:
+        text += f", of which {min(training, result.seconds):.1f} s training"
+    return text
+
+
+def _last_and_best(result: RunResult) -> list[str]:
+    """Return the last and the best value of the metric that selects the best model, if any."""
+    from raysim.config.sections.evaluation import DEFAULT_BEST
+
+    best_by = result.config.evaluate.best or DEFAULT_BEST
+    name = best_by.metric
+    evaluated = [record for record in result.history if name in record]
+    if not evaluated:
+        return []
+    select = min if best_by.mode == "min" else max
+    best = select(evaluated, key=lambda record: record[name])
+    last = evaluated[-1][name]
+    return [f"{name} {last:.4f}, best {name} {best[name]:.4f} in round {best['round']:g}"]

@@ -176,16 +176,21 @@ def with_values(params: Sequence[Mapping[str, str]], where: Sequence[str], noun:
         # A value may itself contain a comma.
         asked = [allowed] if _matching(there, [allowed]) else allowed.split(",")
         for value in asked:
-            if not _matching(there, [value]):
-                near = did_you_mean(value, there)
-                raise ConfigError(f"--where: no {noun} has {name}={value}{near}")
+            _require_match(there, [value], f"{noun} has {name}={value}", value)
         values = _distinct_values([params[i] for i in kept], name)
-        chosen = _matching(values, asked)
-        if not chosen:
-            near = did_you_mean(allowed, values)
-            raise ConfigError(f"--where: no {noun} has {name}={allowed}{near}")
+        chosen = _require_match(values, asked, f"{noun} has {name}={allowed}", allowed)
         kept = [i for i in kept if params[i].get(name) in chosen]
     return kept
+
+
+def _require_match(
+    values: Sequence[str], asked: Sequence[str], subject: str, text: str
+) -> list[str]:
+    """Return the values that match one of the asked ones; raise ConfigError if none does."""
+    matching = _matching(values, asked)
+    if not matching:
+        raise ConfigError(f"--where: no {subject}{did_you_mean(text, values)}")
+    return matching
 
 
 def _distinct_values(params: Sequence[Mapping[str, str]], name: str) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -291,20 +291,15 @@ def _costs_of_target(
 
     Targets have a column of their own if they differ.
     """
-
-    def target_text(target: float) -> str:
-        return number(target, None, figure.percent)
-
     targets = {row.target for row in table if row.target is not None}
     if not targets and common_target is not None:
         targets = {common_target}
-    aim = "target"
+    aim = _aim(targets, figure.percent)
     columns: Columns = {}
-    if len(targets) == 1:
-        (common,) = targets
-        aim = f"{100 * common:.4g} %" if figure.percent else f"{common:.4g}"
-    elif targets:
-        columns[f"target{figure.unit}"] = _texts([row.target for row in table], target_text)
+    if len(targets) > 1:
+        columns[f"target{figure.unit}"] = [
+            number(row.target, None, figure.percent) for row in table
+        ]
     if targets:
         unit = "MB" if cost_unit == "bytes" else cost_unit
         columns[f"{unit} to {aim}"] = [_arrival(row, cost_unit) for row in table]
@@ -313,6 +308,14 @@ def _costs_of_target(
     if cost_unit == "rounds" and any(published):
         columns[f"paper: rounds to {aim}"] = _texts(published, _published_rounds)
     return columns
+
+
+def _aim(targets: Collection[float], percent: bool) -> str:
+    """Return the common target as text, or "target" if rows have none or different ones."""
+    if len(targets) != 1:
+        return "target"
+    (common,) = targets
+    return f"{100 * common:.4g} %" if percent else f"{common:.4g}"
 
 
 def _arrival(row: TableRow, cost_unit: CostUnit) -> str:

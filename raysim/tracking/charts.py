@@ -31,6 +31,7 @@ MAX_RUNS_DRAWN = 10
 def view() -> str:
     """Return the view as MLflow stores it, in JSON."""
     section = "raysim-metrics"
+    generated = {"isGenerated": True, "deleted": False}
     charts = [
         {
             "uuid": f"raysim-{metric}",
@@ -43,26 +44,15 @@ def view() -> str:
             "xAxisKey": "step",
             "useGlobalXaxisKey": True,
             "useGlobalLineSmoothing": True,
-            "isGenerated": True,
-            "deleted": False,
+            **generated,
         }
         for metric in FIRST_METRICS
     ]
-    sections = [
-        {
-            "uuid": section,
-            "name": "Model metrics",  # MLflow's name of the metrics without a prefix
-            "display": True,
-            "isReordered": True,
-            "isGenerated": True,
-            "deleted": False,
-        }
-    ]
-    return json.dumps(
-        {
-            "compareRunSections": sections,
-            "compareRunCharts": charts,
-            "isAccordionReordered": True,
-            **ORDER,
-        }
-    )
+    # "Model metrics" is MLflow's name of the metrics without a prefix.
+    shown = {"uuid": section, "name": "Model metrics", "display": True, "isReordered": True}
+    state = {
+        "compareRunSections": [shown | generated],
+        "compareRunCharts": charts,
+        "isAccordionReordered": True,
+    }
+    return json.dumps(state | ORDER)
