@@ -72,6 +72,9 @@ def table_report(
             seed by seed.
         label: Names of values, parameters, metrics and headers: {value: name}, or texts VALUE=NAME.
 
+    Returns:
+        The table; its `frame` lists the columns.
+
     Raises:
         ConfigError: An option is invalid, or a run, the metric or a parameter does not exist.
     """
@@ -180,7 +183,7 @@ def known_statistic(name: str) -> Statistic:
         ConfigError: There is no such statistic.
     """
     if name in STATISTICS:
-        return STATISTICS[STATISTICS.index(name)]
+        return name
     hint = did_you_mean(name, STATISTICS) or f"; there are {', '.join(STATISTICS)}"
     raise ConfigError(f"statistic (--statistic): unknown statistic '{name}'{hint}")
 
