@@ -36,40 +36,19 @@ from raysim.tracking import tracker as tracking
 torch.set_num_threads(1)
 
 
-RAY_FOLDERS = ("distributed", "faults")
-"""Folders whose tests all start Ray or kill processes."""
-
-FIRST_FOLDERS = (*RAY_FOLDERS, "sweeps", "runs", "docs", "rules")
+LONG_FOLDERS = ("distributed", "faults", "sweeps", "runs", "docs", "rules")
 """Folders with the longest files. They run first, so that no worker is alone with one at the end."""
-
-WORDS_OF_RAY_TESTS = ("mark.ray", "local_ray", "recycled_actors")
-"""A file outside of those folders with tests of tier `ray` contains one of these words."""
 
 raysim_commit = cache(git._raysim_commit)
 
 
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave out files without a test of tier `ray` where that tier is wanted: half of all."""
-    path = collection_path
-    if not config.option.markexpr.startswith("ray") or not path.name.startswith("test_"):
-        return None
-    if path.suffix != ".py" or path.parent.name in RAY_FOLDERS:
-        return None
-    text = path.read_text()
-    return None if any(word in text for word in WORDS_OF_RAY_TESTS) else True
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests that start Ray or kill processes as tier `ray`, and run long files first."""
-    tests = Path(__file__).parent
+    """Refuse tests that start Ray without the mark `ray`, and run long files first."""
     for item in items:
-        if not item.path.is_relative_to(tests):  # those of raysim.testing, with --pyargs
-            continue
-        folder = item.path.relative_to(tests).parts[0]
-        if folder in RAY_FOLDERS or "local_ray" in getattr(item, "fixturenames", ()):
-            item.add_marker("ray")
-    items.sort(key=lambda item: not {*FIRST_FOLDERS} & {*item.path.parts})
+        if "local_ray" in getattr(item, "fixturenames", ()) and not item.get_closest_marker("ray"):
+            raise pytest.UsageError(f"{item.nodeid} starts Ray: mark it with `@pytest.mark.ray`")
+    items.sort(key=lambda item: not {*LONG_FOLDERS} & {*item.path.parts})
 
 
 @pytest.fixture(scope="session", autouse=True)

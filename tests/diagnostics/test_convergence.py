@@ -402,6 +402,7 @@ def said(history: list[dict[str, float]]) -> list[dict[str, float]]:
     return [{k: v for k, v in record.items() if k.startswith("theory/")} for record in history]
 
 
+@pytest.mark.ray
 def test_actors_and_a_resume_say_the_same(base, recycled_actors):
     config = {**base, **watched({"name": "gradma", "memory": 12}), "checkpoint": {"every": 1}}
     here = raysim.run({**config, "run_dir": base["run_dir"] + "-here"})

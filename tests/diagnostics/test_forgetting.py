@@ -128,6 +128,7 @@ def test_fisher_correlation_is_that_of_pseudo_and_past_data(batch, base):
         assert correlation == pytest.approx(np.corrcoef(a, b)[0, 1], abs=1e-8)
 
 
+@pytest.mark.ray
 def test_actors_and_a_resume_see_the_same(base, recycled_actors):
     config = {**base, **CONFIG, "algorithm": "fedreg", "checkpoint": {"every": 1}}
     config |= {

@@ -16,7 +16,7 @@ from support.processes import SOON, SUPPORT, basic, written
 
 import raysim
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.ray, pytest.mark.long]
 """In less time: a job on three nodes, in test_jobs.py."""
 
 WORDS = 64 * 8 + 8 + 8 * 10 + 10  # of the net: 64 pixels, 8 hidden units, 10 classes

@@ -35,6 +35,8 @@ from raysim.distributed.cluster.jobs import JobClient
 from raysim.errors import ConfigError
 from raysim.runs.resume import resume
 
+pytestmark = pytest.mark.ray
+
 TOKEN = "0123456789" * 4
 
 METHOD = """

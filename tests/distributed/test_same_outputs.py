@@ -7,6 +7,8 @@ from support.plain_fedavg import blobs, cut, run
 
 from raysim.errors import ConfigError
 
+pytestmark = pytest.mark.ray
+
 NETS = """
 import os
 

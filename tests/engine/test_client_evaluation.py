@@ -438,6 +438,7 @@ def test_a_resumed_run_has_the_records_and_the_table_of_an_unbroken_one(setup, r
     assert (whole.run_dir / "clients.png").exists()
 
 
+@pytest.mark.ray
 def test_two_actors_compute_the_bits_of_this_process(setup, rules, recycled_actors):
     setup |= {"client": f"{rules}:Keeps", "server": "fedavg", "rounds": 3}
     del setup["algorithm"]
@@ -451,6 +452,7 @@ def test_two_actors_compute_the_bits_of_this_process(setup, rules, recycled_acto
     assert [actors.history[-1][k] for k in names] == [inline.history[-1][k] for k in names]
 
 
+@pytest.mark.ray
 def test_blocks_of_a_killed_worker_are_evaluated_again(setup, rules, recycled_actors, tmp_path):
     marker = str(tmp_path / "died")
     setup |= {"client": {"name": f"{rules}:Dies", "driver": os.getpid(), "marker": marker}}

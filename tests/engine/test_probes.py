@@ -251,6 +251,7 @@ def test_no_checkpoint_holds_a_server_that_is_a_round_ahead(config, source, tmp_
     assert resume(folder, {"evaluate.probes": []}).digest == plain.digest
 
 
+@pytest.mark.ray
 def test_one_that_raises_on_an_actor_is_named(config, source, recycled_actors):
     path = source("broken", BROKEN.format(method="measure"))
     with pytest.raises(

@@ -26,6 +26,8 @@ from raysim.tracking import abandoned
 from raysim.tracking import tracker as tracking
 from raysim.tracking.recorder import Clock
 
+pytestmark = pytest.mark.ray
+
 HOURS = 5 * 3600
 
 DYING = """

@@ -26,6 +26,8 @@ from raysim.runs import result
 from raysim.runs.artifacts import written_files
 from raysim.runs.resume import resume
 
+pytestmark = pytest.mark.ray
+
 
 def stop_at(number: int) -> Callable[[dict[str, float]], None]:
     def progress(record: dict[str, float]) -> None:

@@ -15,6 +15,8 @@ from support.processes import basic, run_in, until, written
 from raysim.system import processes
 from raysim.system.processes import Process, descendants
 
+pytestmark = pytest.mark.ray
+
 SOON = {
     "RAY_health_check_initial_delay_ms": "500",
     "RAY_health_check_period_ms": "500",

@@ -24,6 +24,8 @@ from raysim.cli.run_resume import _dry_run
 from raysim.errors import ConfigError, RaysimError
 from raysim.prepare.resolve import prepare
 
+pytestmark = pytest.mark.ray
+
 Path_ = tuple[Any, ...]
 
 COMMON = TO_CHANGE | {"rounds": 3}

@@ -32,6 +32,8 @@ from raysim.engine.state import checkpoint
 from raysim.runs.resume import resume
 from raysim.system import lock
 
+pytestmark = pytest.mark.ray
+
 MOMENTS = ("files", "rename", "renamed", "remove")
 """In the writing of a checkpoint, where a process kills itself: see `support/dying.py`."""
 

@@ -19,6 +19,8 @@ from raysim.engine.state import checkpoint
 from raysim.errors import ConfigError
 from raysim.runs.resume import fork, forked, resume
 
+pytestmark = pytest.mark.ray
+
 
 def stopped(config: dict[str, Any], number: int) -> None:
     def progress(record: dict[str, float]) -> None:

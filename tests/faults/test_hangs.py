@@ -19,7 +19,7 @@ from raysim.distributed.worker_pool import WorkerPool
 from raysim.prepare.resolve import prepare
 from raysim.runs import run as experiment
 
-pytestmark = pytest.mark.usefixtures("recycled_actors")
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("recycled_actors")]
 
 TIMEOUT = 4
 """Seconds of silence."""

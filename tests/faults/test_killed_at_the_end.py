@@ -16,6 +16,8 @@ from raysim.runs.result import read_history
 from raysim.runs.resume import resume
 from raysim.tracking import abandoned
 
+pytestmark = pytest.mark.ray
+
 KILLED = """
     import os, signal, sys
     from raysim.runs import run

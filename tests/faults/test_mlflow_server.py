@@ -14,6 +14,8 @@ from support.processes import basic, client_of, each_step_once, run_in, until
 import raysim
 from raysim.tracking import tracker as tracking
 
+pytestmark = pytest.mark.ray
+
 
 @pytest.fixture(scope="module")
 def only(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:

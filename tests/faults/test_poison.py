@@ -12,6 +12,8 @@ import raysim
 from raysim.engine.state import checkpoint
 from raysim.errors import ClientError
 
+pytestmark = pytest.mark.ray
+
 SIZES = [20, 24, 31, 13, 22, 18]
 """Client 3 is known by how many examples it has."""
 

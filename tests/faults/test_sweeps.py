@@ -23,6 +23,8 @@ from support.processes import client_of, steps_of, until
 
 from raysim.system import lock
 
+pytestmark = pytest.mark.ray
+
 GRID = {
     "rounds": 20,
     "data": "digits",

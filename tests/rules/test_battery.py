@@ -580,6 +580,7 @@ def final(executor: Any) -> np.ndarray:
     return executor.snapshot().get()["state/x"].numpy().copy()
 
 
+@pytest.mark.ray
 @every_rule
 def test_several_actors_give_the_same_bits(client, server, config, base, on_ray):
     """This process and three actors: the same x to the bit in float32, with BatchNorm, dropout,
@@ -587,12 +588,14 @@ def test_several_actors_give_the_same_bits(client, server, config, base, on_ray)
     _same_on_actors(client, server, "loop", config, base, on_ray, 4, {"cohort": 5}, (3,))
 
 
+@pytest.mark.ray
 @every_client
 def test_any_number_of_actors_gives_the_same_bits(client, server, config, base, on_ray):
     """Three and one, side by side."""
     _same_on_actors(client, server, "vmap", config, base, on_ray, 4, {"cohort": 5}, (3, 1))
 
 
+@pytest.mark.ray
 @every_rule
 def test_several_actors_give_the_same_bits_under_k_async(client, server, config, base, on_ray):
     """Also where clients who began earlier train while the server is busy with the round before."""
@@ -625,6 +628,7 @@ def _same_on_actors(client, server, mode, config, base, on_ray, rounds, schedule
                 assert "per_second" in key or a[key] == b[key], key
 
 
+@pytest.mark.ray
 @pytest.mark.parametrize("policy", ["stop", "drop"])
 def test_an_exception_on_an_actor_has_its_name_and_round(policy, config, base, on_ray, source):
     """As in one process; dropping gives the same bits as there."""

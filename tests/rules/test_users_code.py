@@ -246,6 +246,7 @@ def test_what_a_file_raises_on_import_is_its_failure(config, source, error):
         prepare(config | {"algorithm": f"{rule}:Mine"})
 
 
+@pytest.mark.ray
 def test_on_actors_it_is_the_same(config, source, recycled_actors):
     ray = {"executor": "ray", "actors": 1, "cpus": 0.5, "timeout": 120}
     for error in ("SystemExit(3)", "KeyboardInterrupt()"):

@@ -903,6 +903,7 @@ def pid(actor: Any) -> int:
     return ray.get(actor.__ray_call__.remote(lambda self: os.getpid()), timeout=30)
 
 
+@pytest.mark.ray
 @pytest.mark.long
 def test_a_killed_actor_does_not_show(on_ray, config, tmp_path):
     """Nor does anything of it stay in a Ray that was there before the run."""
@@ -944,6 +945,7 @@ def test_a_killed_actor_does_not_show(on_ray, config, tmp_path):
     until(lambda: not [p for p in everyone if Path(f"/proc/{p}").exists()], 15, "an actor lives on")
 
 
+@pytest.mark.ray
 @pytest.mark.usefixtures("recycled_actors")
 @pytest.mark.parametrize("killed", [False, True])
 def test_work_that_is_kept_back_does_not_show(on_ray, config, tmp_path, monkeypatch, killed):
@@ -995,6 +997,7 @@ class Slow(FedAvgClient):
 """
 
 
+@pytest.mark.ray
 def test_who_takes_too_long_or_is_lost_is_named(local_ray, config, source, monkeypatch):
     from raysim.distributed.heartbeats import Monitor
     from raysim.distributed.ray_executor import RayExecutor
@@ -1043,6 +1046,7 @@ def ray_kill(actor: Any) -> None:
     ray.kill(actor)
 
 
+@pytest.mark.ray
 def test_a_timeout_at_the_start(local_ray, config, monkeypatch):
     from raysim.distributed.heartbeats import Monitor
 

@@ -238,6 +238,7 @@ def test_resumed_and_inline_digests_are_the_same(waves, base):
     assert [r["privacy/clip_norm"] for r in resumed.history[1:]] == norms and len(set(norms)) == 4
 
 
+@pytest.mark.ray
 def test_two_actors_compute_the_bits_of_one_process(waves, recycled_actors):
     config = waves(ADAPTIVE, rounds=3, client="fedavg", checkpoint={"every": 0})
     inline = raysim.run(config)

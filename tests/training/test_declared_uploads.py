@@ -114,6 +114,7 @@ def test_declared_uploads_arrive_in_their_shape_and_type(batching, given, engine
     assert records[-1]["bytes_up"] == 2 * 3 * (4 * P + 4 * 30 + 2 * 4 + 4)
 
 
+@pytest.mark.ray
 def test_declared_uploads_arrive_over_ray(given, recycled_actors):
     config = given({"name": "Tells"}, checkpoint={"every": 1})
     inline = raysim.run(config)

@@ -456,6 +456,7 @@ def test_resumed_and_inline_digests_are_the_same(waves, base):
     assert raysim.run({**config, "run_dir": base["run_dir"] + "-f"}).digest != whole.digest
 
 
+@pytest.mark.ray
 def test_two_actors_compute_the_bits_of_one_process(waves, recycled_actors):
     """A user's stage is loaded on the actors too."""
     upload = [*CHAIN, "FILE:Half"]
