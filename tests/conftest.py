@@ -20,8 +20,8 @@ import pytest
 import torch
 from support.command_line import raysim_  # noqa: F401  # a fixture
 from support.mlflow_tables import made_once
-from support.pictures import leave_out_pictures
 from support.processes import client_of
+from support.quick_runs import leave_out_pictures, leave_out_syncs, leave_out_tracking
 from support.watched import Watched
 
 from raysim.config.sections.data import Data
@@ -34,10 +34,23 @@ from raysim.tracking import mlflow_client
 from raysim.tracking import tracker as tracking
 
 torch.set_num_threads(1)
-
+leave_out_syncs()
 
 LONG_FOLDERS = ("distributed", "faults", "sweeps", "runs", "docs", "rules")
 """Folders with the longest files. They run first, so that no worker is alone with one at the end."""
+
+UNTRACKED_FOLDERS = (
+    "data",
+    "diagnostics",
+    "engine",
+    "gallery",
+    "models",
+    "numerics",
+    "oracle",
+    "rules",
+    "training",
+)
+"""Folders whose tests' runs are sent to MLflow only where a test asks for it by `tracked`."""
 
 raysim_commit = cache(git._raysim_commit)
 
@@ -77,6 +90,11 @@ def pictures() -> None:
     """Draw the pictures of this test's runs."""
 
 
+@pytest.fixture
+def tracked() -> None:
+    """Send this test's runs to MLflow."""
+
+
 @pytest.fixture(autouse=True)
 def seeded_torch() -> None:
     """Draw the same numbers in a test whichever tests ran before it."""
@@ -85,9 +103,12 @@ def seeded_torch() -> None:
 
 @pytest.fixture(autouse=True)
 def impatient(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Send metrics at once, ask git once for raysim's commit, and draw no pictures."""
+    """Send metrics at once or not at all, ask git once for raysim's commit, draw no pictures."""
     monkeypatch.setattr(tracking, "FLUSH_INTERVAL_S", 0.05)
     monkeypatch.setattr(git, "_raysim_commit", raysim_commit)
+    asked = {"pictures", "tracked"} & {*request.fixturenames}
+    if request.path.parent.name in UNTRACKED_FOLDERS and not asked:
+        leave_out_tracking(monkeypatch.setattr)
     if "pictures" not in request.fixturenames:
         leave_out_pictures(monkeypatch.setattr)
 

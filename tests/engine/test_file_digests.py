@@ -273,7 +273,7 @@ def test_what_is_recorded_is_what_was_loaded(files, small):
     ).hexdigest()
 
 
-def test_the_source_is_kept(stopped, files):
+def test_the_source_is_kept(tracked, stopped, files):
     kept = stopped[0] / "source"
     found = {str(p.relative_to(kept)): p.read_text() for p in kept.rglob("*") if p.is_file()}
     rule = ("m.py", "helper.py", "parts/__init__.py", "parts/late.py", "parts/deep.py")

@@ -167,7 +167,9 @@ def test_it_sees_what_clients_do_and_changes_nothing(where, config, source, tmp_
     assert "Drift/norm" not in done.history[0] and "Drift/norm" not in done.history[2]
 
 
-def test_its_metrics_are_tracked_and_its_file_is_kept_and_no_part_of_the_identity(config, source):
+def test_its_metrics_are_tracked_and_its_file_is_kept_and_no_part_of_the_identity(
+    config, source, tracked
+):
     path = source("mine", DRIFT)
     done = raysim.run(with_probes(config, f"{path}:Drift"))
     history = MlflowClient(config["tracking"]["uri"]).get_metric_history(

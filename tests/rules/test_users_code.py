@@ -360,7 +360,7 @@ FAILING = {"faults.on_client_error": "drop", "local.lr": 1e30}
     ids=["all fail", "all late", "all drop out"],
 )
 def test_a_run_that_trained_nothing_fails_unless_that_is_accepted(
-    config, tmp_path, given, said, caplog
+    config, tmp_path, given, said, caplog, tracked
 ):
     with pytest.raises(RaysimError, match=said + r".*faults.on_empty_run=finish") as caught:
         raysim.run(config, given)
@@ -415,7 +415,7 @@ SCHEDULES = {
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("executor", ["inline", pytest.param("ray", marks=pytest.mark.ray)])
 def test_progress_that_returns_true_ends_the_run_with_its_result(
-    config, tmp_path, schedule, executor, request
+    config, tmp_path, schedule, executor, request, tracked
 ):
     config |= {"rounds": 9, "schedule": SCHEDULES[schedule], "checkpoint": {"every": 50}}
     whole = raysim.run(config, run_dir=str(tmp_path / "whole"))
@@ -449,7 +449,7 @@ def test_progress_may_say_why_and_the_last_round_is_no_early_end(config, tmp_pat
     assert not whole.stopped and (tmp_path / "whole" / PARAMETERS_FILE).exists()
 
 
-def test_progress_that_leaves_is_no_signal(config):
+def test_progress_that_leaves_is_no_signal(config, tracked):
     def leave(record: dict[str, float]) -> None:
         raise SystemExit(7)
 

@@ -25,7 +25,7 @@ import raysim.sweeps.runner  # noqa: F401
 from raysim import cli  # noqa: F401
 from raysim.tracking import mlflow_client
 from support.mlflow_tables import made_once
-from support.pictures import leave_out_pictures
+from support.quick_runs import leave_out_pictures, leave_out_syncs
 
 
 def run(arguments: list[str]) -> None:
@@ -60,6 +60,7 @@ def main() -> None:
     mlflow_client.import_mlflow("sqlite:///:memory:")
     mlflow_client.import_mlflow = made_once(Path(sys.argv[1]))
     leave_out_pictures(setattr)
+    leave_out_syncs()
     gc.freeze()
     for line in sys.stdin:
         request = json.loads(line)
