@@ -12,6 +12,7 @@ import pytest
 from support.batteries import small
 from support.documents import blocks
 from support.oracle_cases import MODES, NETS, distance, feed
+from support.programs import program
 
 import raysim
 from raysim.config import explain
@@ -27,52 +28,7 @@ SHOWN = {block.file: block.text for block in blocks(PAGE) if block.file.endswith
 SIZES = [30, 9, 17, 12, 45, 8, 23, 16, 20, 11]
 BASE = {"data": "digits", "rounds": 2, "algorithm": "fedavg"}
 
-OWN = """
-from dataclasses import dataclass
-
-import torch
-
-from raysim.rules import ClientRule
-
-
-@dataclass(frozen=True)
-class Counting(ClientRule):
-    sends = ("delta", "delta_c")
-
-    def state(self, task):
-        return {"rounds": task.zeros()[:1]}
-
-    def direction(self, shared, state, batch, task):
-        factor = 1.0 if task.group == "half" else float("nan")
-        return factor * task.grad(state["w"], batch)
-
-    def finish(self, shared, state, client_state, data, task):
-        report = {"delta": shared["x"] - state["w"], "delta_c": task.zeros()}
-        return report, {"rounds": client_state["rounds"] + (task.group == "half")}
-
-
-@dataclass(frozen=True)
-class Wrong(ClientRule):
-    def finish(self, shared, state, client_state, data, task):
-        return {"update": shared["x"]}, {}
-
-
-@dataclass(frozen=True)
-class Silent(ClientRule):
-    sends = ("nothing",)
-
-
-@dataclass(frozen=True)
-class OtherShape(ClientRule):
-    def state(self, task):
-        return {"rounds": task.zeros()}
-
-
-@dataclass(frozen=True)
-class Owner(ClientRule):
-    def personal(self, task):
-        return task.part("classifier")
-"""
+OWN = program("groups_own")
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from support.processes import basic, timeless
+from support.programs import program
 
 import raysim
 from raysim.distributed.ray_executor import RayExecutor
@@ -106,24 +107,7 @@ def test_actors_that_hang_are_replaced(uri, tmp_path, monkeypatch, caplog):
     )
 
 
-SLOW = """
-import os
-import time
-from dataclasses import dataclass
-
-from algorithms.fedavg import FedAvgClient
-
-
-@dataclass(frozen=True)
-class Slow(FedAvgClient):
-    seconds: float = 0.0
-    driver: int = 0
-
-    def init(self, shared, client_state, data, task):
-        if os.getpid() != self.driver:  # the dry run is the driver's
-            time.sleep(self.seconds)
-        return {}
-"""
+SLOW = program("hangs_slow")
 
 
 def test_a_block_that_takes_longer_than_the_timeout_is_not_lost(uri, tmp_path, source):

@@ -10,6 +10,7 @@ import pytest
 from support.forked import call
 from support.mlflow_server import Server
 from support.processes import basic, client_of, each_step_once, run_in, until
+from support.programs import program
 
 import raysim
 from raysim.tracking import tracker as tracking
@@ -38,19 +39,7 @@ def server(only: Server, monkeypatch: pytest.MonkeyPatch) -> Server:
     return only
 
 
-SLOW = """
-import time
-from dataclasses import dataclass
-
-from raysim.algorithms.fedavg import FedAvgClient
-
-
-@dataclass(frozen=True)
-class Slow(FedAvgClient):
-    def init(self, shared, client_state, data, task):
-        time.sleep(0.005)
-        return {}
-"""
+SLOW = program("mlflow_server_slow")
 
 
 def test_a_server_that_goes_and_comes_back_loses_and_delays_nothing(

@@ -20,6 +20,7 @@ import pytest
 import torch
 from support.batteries import BAD, NETS, SIZES, poisoned, small, without
 from support.cohorts import sample_cohort
+from support.programs import program
 
 from raysim.engine.cohorts import make_cohort, make_tasks
 from raysim.engine.inline_executor import Inline
@@ -37,27 +38,7 @@ from raysim.training.messages import Block, Broadcast, cut_blocks
 registry.discover()
 
 
-FAILING = """
-from dataclasses import dataclass
-
-import torch
-
-from raysim.algorithms.fedavg import FedAvgClient
-
-
-@dataclass(frozen=True)
-class Failing(FedAvgClient):
-    size: int = 0
-    since: int = 0
-
-    def init(self, shared, client_state, data, task):
-        return {"fails": torch.tensor(data.n == self.size and task.t >= self.since)}
-
-    def step(self, shared, state, batch, task):
-        if state["fails"]:
-            raise ValueError("the dog ate my gradient")
-        return super().step(shared, state, batch, task)
-"""
+FAILING = program("battery_failing")
 
 
 def pairs() -> list[tuple[str, str]]:

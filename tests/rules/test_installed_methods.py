@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from support.programs import program
 
 import raysim
 from raysim import cli
@@ -20,23 +21,7 @@ from raysim.prepare.resolve import prepare
 from raysim.rules import contract
 from raysim.rules.methods import registry
 
-HALF = """
-from dataclasses import dataclass
-
-from raysim.algorithms.fedavg import FedAvgServer
-from raysim.rules import Algorithm, ClientRule
-
-
-@dataclass(frozen=True)
-class HalfClient(ClientRule):
-    share: float = 0.5
-
-    def direction(self, shared, state, batch, task):
-        return self.share * task.grad(state["w"], batch)
-
-
-HALF = Algorithm("half", HalfClient, FedAvgServer, "nobody 2024", settings={"share": 0.25})
-"""
+HALF = program("installed_methods_half")
 
 Install = Callable[..., Path]
 

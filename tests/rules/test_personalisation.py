@@ -16,6 +16,7 @@ from oracle.nets import MLPBatchNorm
 from support.batteries import NETS as STAGED
 from support.documents import blocks
 from support.oracle_cases import BATCH_NORM, MODES, NETS, distance, feed
+from support.programs import program
 
 import raysim
 from raysim.errors import ConfigError, RaysimError
@@ -33,43 +34,7 @@ BODY = 64 * 8 + 8
 SIZES = [30, 9, 17, 12, 45, 8, 23, 16]
 """Examples of the clients. All have two and more in a batch, for BatchNorm."""
 
-BAD = """
-from dataclasses import dataclass
-
-import torch
-
-from raysim.rules import ClientRule
-
-
-@dataclass(frozen=True)
-class Short(ClientRule):
-    def personal(self, task):
-        return torch.ones(3, dtype=torch.bool)
-
-
-@dataclass(frozen=True)
-class Floats(ClientRule):
-    def personal(self, task):
-        return task.part("classifier").float()
-
-
-@dataclass(frozen=True)
-class NoPart(ClientRule):
-    def personal(self, task):
-        return task.part("head")
-
-
-@dataclass(frozen=True)
-class Alone(ClientRule):
-    def begin(self, shared, client_state, data, task):
-        return shared["x"]
-
-
-@dataclass(frozen=True)
-class ShortStart(ClientRule):
-    def begin(self, shared, client_state, data, task):
-        return shared["x"][:-1], None
-"""
+BAD = program("personalisation_bad")
 
 
 @pytest.fixture

@@ -31,6 +31,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 from support.forked import Forked
+from support.programs import program
 from support.stopped_runs import same, stop_at
 
 import raysim
@@ -218,47 +219,7 @@ def test_gradma_sends_one_vector_down_and_one_up(config):
     )
 
 
-BROADCASTS = """
-from dataclasses import dataclass
-
-import torch
-
-from raysim.algorithms.fedavg import FedAvgServer
-
-
-@dataclass(frozen=True)
-class Clip(FedAvgServer):
-    provides = ("x", "clip")
-
-    def broadcast(self, state):
-        return {"x": state["x"], "clip": torch.tensor(0.5)}
-
-
-@dataclass(frozen=True)
-class Gossip(FedAvgServer):
-    provides = ("x", "models")
-
-    def init(self, x0, problem):
-        return {"x": x0, "models": x0.double().repeat(problem.n_clients, 1)}
-
-    def broadcast(self, state):
-        return {"x": state["x"], "models": state["models"]}
-
-    def update(self, state, reports):
-        return {**super().update(state, reports), "models": state["models"]}
-
-
-@dataclass(frozen=True)
-class Growing(FedAvgServer):
-    def init(self, x0, problem):  # one more number is broadcast in every round
-        return {"x": x0, "round": torch.tensor(0)}
-
-    def broadcast(self, state):
-        return {"x": state["x"], "more": torch.zeros(int(state["round"]), dtype=torch.float16)}
-
-    def update(self, state, reports):
-        return {**super().update({"x": state["x"]}, reports), "round": state["round"] + 1}
-"""
+BROADCASTS = program("run_broadcasts")
 
 
 @pytest.mark.parametrize(
@@ -524,28 +485,7 @@ def test_a_mistake_leaves_nothing_behind(config, tmp_path):
 # -- checkpoints -----------------------------------------------------------------------------------
 
 
-REMEMBERING = """
-from dataclasses import dataclass
-
-import torch
-
-from raysim.algorithms.fedavg import FedAvgClient
-
-
-@dataclass(frozen=True)
-class Remembering(FedAvgClient):
-    def state(self, task):
-        return {"last": task.zeros()}
-
-    def init(self, shared, client_state, data, task):
-        return {"pull": torch.where(client_state["seen"], 0.1 * client_state["last"], 0.01 * shared["x"])}
-
-    def direction(self, shared, state, batch, task):
-        return task.grad(state["w"], batch) + state["pull"]
-
-    def finish(self, shared, state, client_state, data, task):
-        return {"delta": shared["x"] - state["w"]}, {"last": state["w"].clone()}
-"""
+REMEMBERING = program("run_remembering")
 """What a client kept, and whether it was there before, shows in every step (GradMA's x' seldom
 does)."""
 
@@ -978,23 +918,7 @@ def test_work_that_is_kept_back_does_not_show(on_ray, config, tmp_path, monkeypa
     assert (done.history[-1]["system/actors_failed"] == 1) == killed
 
 
-SLOW = """
-import os
-import time
-from dataclasses import dataclass
-
-from raysim.algorithms.fedavg import FedAvgClient
-
-
-@dataclass(frozen=True)
-class Slow(FedAvgClient):
-    driver: int = 0
-
-    def init(self, shared, client_state, data, task):
-        if os.getpid() != self.driver:  # the dry run is the driver's
-            time.sleep(20)
-        return {}
-"""
+SLOW = program("run_slow")
 
 
 @pytest.mark.ray
