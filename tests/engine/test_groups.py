@@ -12,6 +12,7 @@ import pytest
 from support.batteries import small
 from support.documents import blocks
 from support.oracle_cases import MODES, NETS, distance, feed
+from support.pairs import fits
 from support.programs import program
 
 import raysim
@@ -21,7 +22,6 @@ from raysim.errors import ConfigError
 from raysim.prepare.resolve import prepare
 from raysim.rules.contract import CLIENT_RULES, SERVER_RULES
 from raysim.rules.methods import registry
-from raysim.rules.methods.pairs import refuse_pair
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "groups.md"
 SHOWN = {block.file: block.text for block in blocks(PAGE) if block.file.endswith(".py")}
@@ -142,14 +142,6 @@ def test_a_rule_knows_its_group_and_keeps_a_state_of_its_own(mode, config, sourc
 
 
 registry.discover()
-
-
-def fits(client: str, server: str) -> bool:
-    try:
-        refuse_pair(CLIENT_RULES[client](), SERVER_RULES[server]())
-    except ConfigError:
-        return False
-    return True
 
 
 @pytest.mark.parametrize("client", sorted(CLIENT_RULES))

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from support.batteries import NETS, SIZES
+from support.pairs import first_server, fits
 from support.programs import program
 
 from raysim.engine.plan import Plan
@@ -20,7 +21,6 @@ from raysim.prepare.dry_run.server_rule import broken_contract
 from raysim.prepare.resolve import prepare
 from raysim.rules import Batch
 from raysim.rules.contract import CLIENT_RULES, SERVER_RULES
-from raysim.rules.methods.pairs import refuse_pair
 from raysim.rules.methods.registry import discover
 
 discover()
@@ -251,16 +251,7 @@ def test_a_rule_that_loops_is_compared_on_request(given):
 
 def clients() -> list[tuple[str, str]]:
     """Every shipped client rule with a server rule that can feed it."""
-    found = []
-    for client in sorted(CLIENT_RULES):
-        for server in sorted(SERVER_RULES, key=lambda name: (name != client, name)):
-            try:
-                refuse_pair(CLIENT_RULES[client](), SERVER_RULES[server]())
-            except ConfigError:
-                continue
-            found.append((client, server))
-            break
-    return found
+    return [(client, first_server(client, sorted(SERVER_RULES))) for client in sorted(CLIENT_RULES)]
 
 
 @pytest.mark.parametrize(("client", "server"), clients())
@@ -366,14 +357,6 @@ def pairs() -> list[tuple[str, str]]:
         next((c, s) for c in sorted(CLIENT_RULES, key=lambda c: (c != s, c)) if fits(c, s))
         for s in sorted(SERVER_RULES)
     ]
-
-
-def fits(client: str, server: str) -> bool:
-    try:
-        refuse_pair(CLIENT_RULES[client](), SERVER_RULES[server]())
-    except ConfigError:
-        return False
-    return True
 
 
 @pytest.mark.parametrize(("client", "server"), pairs())

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from support.forked import Forked, call
 from support.processes import SUPPORT, basic, client_of, each_step_once, run_in, timeless, written
+from support.stopped_runs import checkpoint_rounds, stop_at
 
 import raysim
 from raysim.engine.inline_executor import Inline
@@ -27,20 +28,6 @@ from raysim.runs.artifacts import written_files
 from raysim.runs.resume import resume
 
 pytestmark = pytest.mark.ray
-
-
-def stop_at(number: int) -> Callable[[dict[str, float]], None]:
-    def progress(record: dict[str, float]) -> None:
-        if record["round"] == number:
-            raise KeyboardInterrupt
-
-    return progress
-
-
-def rounds_of(folder: Path) -> list[int]:
-    return [
-        int(path.name.removeprefix("round-")) for path in checkpoint.available_checkpoints(folder)
-    ]
 
 
 @pytest.fixture(scope="module")
@@ -194,17 +181,17 @@ def test_the_best_checkpoint_is_kept(uri, tmp_path):
     at = {t: done.history[t]["accuracy"] for t in range(2, 13, 2)}
     best = max(at, key=lambda t: at[t])
     assert best < 10, f"the later rounds must be worse: {at}"
-    assert rounds_of(tmp_path / "run") == [best, 10, 12]
+    assert checkpoint_rounds(tmp_path / "run") == [best, 10, 12]
     raysim.run(
         config,
         {"checkpoint": {"every": 2, "keep": 2, "best": False}, "run_dir": str(tmp_path / "last")},
     )
-    assert rounds_of(tmp_path / "last") == [10, 12]
+    assert checkpoint_rounds(tmp_path / "last") == [10, 12]
     config["evaluate"] = {"every": 0}
     raysim.run(
         config, {"checkpoint": {"every": 2, "keep": 2}, "run_dir": str(tmp_path / "unmeasured")}
     )
-    assert rounds_of(tmp_path / "unmeasured") == [10, 12]
+    assert checkpoint_rounds(tmp_path / "unmeasured") == [10, 12]
 
 
 # -- a full disk -----------------------------------------------------------------------------------
@@ -230,7 +217,7 @@ def test_the_run_stops_where_a_checkpoint_is_required(uri, tmp_path, what):
     assert said[-1].startswith("error: ") and re.search(r"\(\d+ MB free there\)", said[-1])
     if what != "size":  # that limit may meet the tracker's thread as well
         assert not [line for line in said if "Traceback" in line]
-    there = rounds_of(tmp_path / "run")
+    there = checkpoint_rounds(tmp_path / "run")
     assert there == [2, 4]
     assert sorted(
         path.name for path in checkpoint.checkpoints_folder(tmp_path / "run").iterdir()
@@ -256,7 +243,7 @@ def test_the_run_goes_on_where_a_checkpoint_is_not_required(uri, tmp_path):
     )
     assert code == 0, said
     assert json.loads(said[-1])["digest"] == whole.digest
-    assert rounds_of(tmp_path / "run") == [2, 4]
+    assert checkpoint_rounds(tmp_path / "run") == [2, 4]
     run = run_in(uri, tmp_path.name)
     failed = {
         m.step: m.value

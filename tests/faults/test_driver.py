@@ -20,6 +20,7 @@ from support.processes import (
     basic,
     each_step_once,
     kill,
+    processes_with_mark,
     run_in,
     start,
     timeless,
@@ -27,6 +28,7 @@ from support.processes import (
     written,
 )
 from support.programs import program
+from support.stopped_runs import checkpoint_rounds
 
 import raysim
 from raysim.engine.state import checkpoint
@@ -37,18 +39,6 @@ pytestmark = pytest.mark.ray
 
 MOMENTS = ("files", "rename", "renamed", "remove")
 """In the writing of a checkpoint, where a process kills itself: see `support/dying.py`."""
-
-
-def marked(mark: str) -> list[int]:
-    """Processes that have this mark in their environment."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if mark.encode() in (folder / "environ").read_bytes():
-                found.append(int(folder.name))
-        except OSError:
-            continue
-    return found
 
 
 def raysim_(folder: Path, *arguments: object, die: str = "", **environment: str) -> Forked:
@@ -71,12 +61,6 @@ def sleepy(rule: str, **parameters: Any) -> dict[str, Any]:
     }
 
 
-def rounds_of(folder: Path) -> list[int]:
-    return [
-        int(path.name.removeprefix("round-")) for path in checkpoint.available_checkpoints(folder)
-    ]
-
-
 def killed_until_it_is_done(
     folder: Path, config: dict[str, Any], moments: list[str], seed: int, **environment: str
 ) -> None:
@@ -86,11 +70,15 @@ def killed_until_it_is_done(
         begun = (run / "config.yaml").exists()
         arguments = ("resume", run) if begun else ("run", file)
         driver = raysim_(folder, *arguments, die=moment * (moment in MOMENTS), **environment)
-        before = rounds_of(run)[-1:]
+        before = checkpoint_rounds(run)[-1:]
         if moment == "soon":
             time.sleep(choice.uniform(0, 1.5))
         elif moment == "on its way":
-            until(lambda: rounds_of(run)[-1:] != before or not driver.alive(), 120, driver.said)  # noqa: B023
+            until(
+                lambda: checkpoint_rounds(run)[-1:] != before or not driver.alive(),  # noqa: B023
+                120,
+                driver.said,
+            )
             time.sleep(choice.uniform(0, 0.4))
         if moment in ("soon", "on its way"):
             assert driver.alive(), driver.said
@@ -149,7 +137,7 @@ def test_a_kill_of_a_driver_of_actors_does_not_show(uri, tmp_path, source):
     saved = checkpoint.read_latest(tmp_path / "ray", pytest.fail)
     assert saved is not None and timeless(saved.facts["history"]) == timeless(whole.history)
     each_step_once(uri, run.info.run_id, saved.facts["history"])
-    until(lambda: not marked(mark), 60, f"still alive: {marked(mark)}")
+    until(lambda: not processes_with_mark(mark), 60, f"still alive: {processes_with_mark(mark)}")
 
 
 # -- told to end in a long round -------------------------------------------------------------------
@@ -192,7 +180,7 @@ def test_what_was_done_is_kept_when_a_long_round_is_ended(
     os.kill(driver.pid, signal.SIGTERM)
     assert driver.wait() == 143, driver.said
     assert time.monotonic() - began < 60
-    (done,) = rounds_of(tmp_path / "run")
+    (done,) = checkpoint_rounds(tmp_path / "run")
     assert done > 3 and f"continues after round {done}" in driver.said.splitlines()[-1]
     alarm.unlink()
     book.write_text("")

@@ -20,6 +20,8 @@ import pytest
 import torch
 from support.batteries import BAD, NETS, SIZES, poisoned, small, without
 from support.cohorts import sample_cohort
+from support.oracle_cases import distance
+from support.pairs import all_pairs, with_every_rule
 from support.programs import program
 
 from raysim.engine.cohorts import make_cohort, make_tasks
@@ -31,7 +33,6 @@ from raysim.errors import ClientError, ConfigError, round_name
 from raysim.prepare.resolve import prepare
 from raysim.rules.contract import CLIENT_RULES, SERVER_RULES, ServerRule, overridden
 from raysim.rules.methods import registry
-from raysim.rules.methods.pairs import refuse_pair
 from raysim.schedule import make_schedule, synchronous_round
 from raysim.training.messages import Block, Broadcast, cut_blocks
 
@@ -41,28 +42,9 @@ registry.discover()
 FAILING = program("battery_failing")
 
 
-def pairs() -> list[tuple[str, str]]:
-    """Every client rule with every server rule that can feed it."""
-    found = []
-    for client in sorted(CLIENT_RULES):
-        for server in sorted(SERVER_RULES):
-            try:
-                refuse_pair(CLIENT_RULES[client](), SERVER_RULES[server]())
-            except ConfigError:
-                continue
-            found.append((client, server))
-    return found
-
-
 def a_few() -> list[tuple[str, str]]:
-    """Pairs in which every rule occurs."""
-    chosen: list[tuple[str, str]] = []
-    for client, server in sorted(
-        pairs(), key=lambda pair: pair[0] != pair[1]
-    ):  # what belongs together comes first
-        if client not in dict(chosen) or server not in [s for _, s in chosen]:
-            chosen.append((client, server))
-    return chosen
+    """Pairs in which every rule occurs; what belongs together comes first."""
+    return with_every_rule(sorted(all_pairs(), key=lambda pair: pair[0] != pair[1]))
 
 
 def one_for_each_client() -> list[tuple[str, str]]:
@@ -72,7 +54,7 @@ def one_for_each_client() -> list[tuple[str, str]]:
 
 def a_client_for(server: str) -> str:
     """A client rule that can feed this server rule, plain local SGD if possible."""
-    return min((c for c, s in pairs() if s == server), key=lambda c: (c != "fedavg", c))
+    return min((c for c, s in all_pairs() if s == server), key=lambda c: (c != "fedavg", c))
 
 
 every_rule = pytest.mark.parametrize("client, server", a_few())
@@ -82,7 +64,7 @@ every_client = pytest.mark.parametrize("client, server", one_for_each_client())
 def test_the_registry_is_not_empty():
     assert {"fedavg", "fedprox", "gradma"} <= set(CLIENT_RULES)
     assert {"fedavg", "fedavgm", "gradma"} <= set(SERVER_RULES)
-    assert len(pairs()) >= 9
+    assert len(all_pairs()) >= 9
 
 
 @pytest.fixture
@@ -98,12 +80,6 @@ def config(ragged, source) -> Callable[..., dict[str, Any]]:
         }  # fmt: skip
 
     return make
-
-
-def distance(ours: list[np.ndarray], theirs: list[np.ndarray]) -> float:
-    """The largest difference of any round, relative to the largest entry of that round."""
-    assert len(ours) == len(theirs)
-    return max(np.abs(a - b).max() / np.abs(b).max() for a, b in zip(ours, theirs, strict=True))
 
 
 def cohorts(engine: Engine) -> list[list[int]]:

@@ -16,13 +16,13 @@ from oracle.nets import MLPBatchNorm
 from support.batteries import NETS as STAGED
 from support.documents import blocks
 from support.oracle_cases import BATCH_NORM, MODES, NETS, distance, feed
+from support.pairs import fits
 from support.programs import program
 
 import raysim
-from raysim.errors import ConfigError, RaysimError
+from raysim.errors import RaysimError
 from raysim.prepare.resolve import prepare
 from raysim.rules.methods import registry
-from raysim.rules.methods.pairs import refuse_pair
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "personalisation.md"
 SHOWN = {block.file: block.text for block in blocks(PAGE) if block.file.endswith(".py")}
@@ -264,14 +264,6 @@ def test_personal_parts_under_every_client_rule(client, run, source):
     kept = [looped.store.get(i) for i in range(len(SIZES)) if looped.store.seen[i]]
     parts = np.array([state["personal parameters"] for state in kept])
     assert (parts.std(0) > 0).any() and all(len(s["personal statistics"]) == 12 for s in kept)
-
-
-def fits(client: str, server: str) -> bool:
-    try:
-        refuse_pair(registry.CLIENT_RULES[client](), registry.SERVER_RULES[server]())
-    except ConfigError:
-        return False
-    return True
 
 
 # --- runs

@@ -17,7 +17,6 @@ import shutil
 import signal
 import sys
 import textwrap
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -31,6 +30,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 from support.forked import Forked
+from support.processes import processes_with_mark, until
 from support.programs import program
 from support.stopped_runs import same, stop_at
 
@@ -702,25 +702,6 @@ def test_when_checkpoints_are_written(config, tmp_path, every, expected):
 # -- told to end -----------------------------------------------------------------------------------
 
 
-def until(condition: Callable[[], Any], seconds: float, what: str) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, what
-        time.sleep(0.05)
-
-
-def with_mark(mark: str) -> list[int]:
-    """Processes that inherited this mark in their environment, zombies not counted."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if mark.encode() in (folder / "environ").read_bytes():
-                found.append(int(folder.name))
-        except OSError:
-            continue
-    return found
-
-
 @dataclass
 class Signalled:
     """A run on the command line that got a signal, and what came of it."""
@@ -794,7 +775,7 @@ def test_a_signal_leaves_a_killed_run_that_can_go_on(signalled, uri):
 
 def test_a_signal_leaves_no_process_behind(signalled):
     mark = signalled.mark
-    until(lambda: not with_mark(mark), 10, f"still alive: {with_mark(mark)}")
+    until(lambda: not processes_with_mark(mark), 10, f"still alive: {processes_with_mark(mark)}")
 
 
 # -- lost and slow workers -------------------------------------------------------------------------
