@@ -60,5 +60,5 @@ def meeting(shape, classes, how: str = "norm", zero: bool = False):
         nn.Flatten(), nn.Linear(64, 6), middle[how], nn.ReLU(), nn.Linear(6, classes)
     )
     if zero:
-        nn.init.zeros_(net[-1].weight)
+        nn.init.zeros_(net[-1].weight)  # type: ignore
     return net

@@ -2,7 +2,7 @@ import functools
 from dataclasses import dataclass
 from typing import ClassVar
 
-import scale
+import scale  # type: ignore
 import torch
 
 from raysim.rules import ClientRule
@@ -26,7 +26,7 @@ class Caching(ClientRule):
         return factor(2)
 
     def direction(self, shared, state, batch, task):
-        import late
+        import late  # type: ignore
 
         known = self.seen.setdefault("one", late.ONE)
         return HALF * factor(1) * self.once() * known * same(task.grad(state["w"], batch))

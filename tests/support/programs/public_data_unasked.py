@@ -17,4 +17,4 @@ class Unasked(ServerRule):
 
 @dataclass(frozen=True)
 class Typo(ServerRule):
-    needs_public_data = True
+    needs_public_data = True  # type: ignore

@@ -12,10 +12,10 @@ def cross_entropy(net, batch):
 
 
 class Plain(ClientRule):
-    loss = staticmethod(cross_entropy)
+    loss = staticmethod(cross_entropy)  # type: ignore
 
     def direction(self, shared, state, batch, task):
-        return task.grad(state["w"], batch, self.loss)
+        return task.grad(state["w"], batch, self.loss)  # type: ignore
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ class Updates(ServerRule):
             case "upload":
                 x = x - reports.mean("deltas")
             case "name":
-                x = x - stepp  # noqa: F821  # the mistake
+                x = x - stepp  # noqa: F821  # type: ignore
             case "keyed":
                 x = x - step * float(reports.rng("scale").random())
             case "mismatch":
