@@ -21,7 +21,12 @@ import torch
 from support.command_line import raysim_  # noqa: F401  # a fixture
 from support.mlflow_tables import made_once
 from support.processes import client_of
-from support.quick_runs import leave_out_pictures, leave_out_syncs, leave_out_tracking
+from support.quick_runs import (
+    check_shipped_nets_once,
+    leave_out_pictures,
+    leave_out_syncs,
+    leave_out_tracking,
+)
 from support.watched import Watched
 
 from raysim.config.sections.data import Data
@@ -103,9 +108,10 @@ def seeded_torch() -> None:
 
 @pytest.fixture(autouse=True)
 def impatient(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Send metrics at once or not at all, ask git once for raysim's commit, draw no pictures."""
+    """Leave out of runs what takes longer than a test's run, and was done before or has other tests."""
     monkeypatch.setattr(tracking, "FLUSH_INTERVAL_S", 0.05)
     monkeypatch.setattr(git, "_raysim_commit", raysim_commit)
+    check_shipped_nets_once(monkeypatch.setattr)
     asked = {"pictures", "tracked"} & {*request.fixturenames}
     if request.path.parent.name in UNTRACKED_FOLDERS and not asked:
         leave_out_tracking(monkeypatch.setattr)
