@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.command_line import Said, assert_one_message
+from support.command_line import CommandResult, assert_one_message
 from support.programs import program
 
 from raysim.attacks import gradient_inversion, gradient_simulator, reconstructions
@@ -495,7 +495,7 @@ def test_several_steps_and_other_uploads_are_refused(observe):
 
 
 @pytest.fixture
-def attacked(raysim_, tmp_path, base, monkeypatch) -> Callable[..., Said]:
+def attacked(raysim_, tmp_path, base, monkeypatch) -> Callable[..., CommandResult]:
     """attacked(...): the command on a small run. The run is in tmp_path/run."""
     config = {
         "name": "small",

@@ -77,14 +77,14 @@ def killed_until_it_is_done(
             until(
                 lambda: checkpoint_rounds(run)[-1:] != before or not driver.alive(),  # noqa: B023
                 120,
-                driver.said,
+                driver.output,
             )
             time.sleep(choice.uniform(0, 0.4))
         if moment in ("soon", "on its way"):
-            assert driver.alive(), driver.said
+            assert driver.alive(), driver.output
             driver.signal(signal.SIGKILL)
         code = driver.wait()
-        assert code == (0 if moment == "never" else -signal.SIGKILL), f"{moment}: {driver.said}"
+        assert code == (0 if moment == "never" else -signal.SIGKILL), f"{moment}: {driver.output}"
 
 
 @pytest.mark.parametrize(
@@ -174,18 +174,18 @@ def test_what_was_done_is_kept_when_a_long_round_is_ended(
     alarm.touch()
     book.touch()
     driver = raysim_(tmp_path, "run", written(tmp_path, config))
-    until(lambda: book.stat().st_size > 120 or not driver.alive(), 120, driver.said)
+    until(lambda: book.stat().st_size > 120 or not driver.alive(), 120, driver.output)
     time.sleep(1)
     began = time.monotonic()
     os.kill(driver.pid, signal.SIGTERM)
-    assert driver.wait() == 143, driver.said
+    assert driver.wait() == 143, driver.output
     assert time.monotonic() - began < 60
     (done,) = checkpoint_rounds(tmp_path / "run")
-    assert done > 3 and f"continues after round {done}" in driver.said.splitlines()[-1]
+    assert done > 3 and f"continues after round {done}" in driver.output.splitlines()[-1]
     alarm.unlink()
     book.write_text("")
     again = raysim_(tmp_path, "resume", tmp_path / "run")
-    assert again.wait() == 0, again.said
+    assert again.wait() == 0, again.output
     saved = checkpoint.read_latest(tmp_path / "run", pytest.fail)
     assert saved is not None and timeless(saved.facts["history"]) == timeless(whole.history)
     left = sum(record["clients/used"] for record in whole.history[done + 1 :])
@@ -215,12 +215,12 @@ def test_a_signal_while_it_starts(uri, tmp_path, later, number):
     try:
         time.sleep(later)
         process.send_signal(number)
-        said = process.communicate(timeout=180)[0]
+        output = process.communicate(timeout=180)[0]
     finally:
         kill(process)
         process.communicate()  # closes its pipe
     if process.returncode != 0:  # on a fast machine it may be over
-        assert process.returncode == 128 + number and "Traceback" not in said, said
+        assert process.returncode == 128 + number and "Traceback" not in output, output
     if (tmp_path / "run" / "config.yaml").exists() and process.returncode:
         assert resume(tmp_path / "run", {"resources.executor": "inline"}).rounds == 5
 
@@ -239,7 +239,7 @@ def test_a_folder_at_work_is_refused_and_one_whose_process_died_is_taken_over(
     book.touch()
     file = written(tmp_path, config)
     driver = raysim_(tmp_path, "run", file)
-    until(lambda: book.stat().st_size > 120 or not driver.alive(), 120, driver.said)
+    until(lambda: book.stat().st_size > 120 or not driver.alive(), 120, driver.output)
     before = {
         p: p.stat().st_mtime_ns for p in checkpoint.checkpoints_folder(tmp_path / "run").rglob("*")
     }
@@ -249,11 +249,11 @@ def test_a_folder_at_work_is_refused_and_one_whose_process_died_is_taken_over(
         ("resume", tmp_path / "run", "--fork", "rounds=40"),
     ):
         other = raysim_(tmp_path, *arguments)
-        assert other.wait() == 2, other.said
-        said = other.said.splitlines()[-1]
+        assert other.wait() == 2, other.output
+        output = other.output.splitlines()[-1]
         assert re.search(
-            rf"process {driver.pid} on {re.escape(platform.node())} is at work", said
-        ), said
+            rf"process {driver.pid} on {re.escape(platform.node())} is at work", output
+        ), output
     assert driver.alive() and before == {
         p: p.stat().st_mtime_ns for p in checkpoint.checkpoints_folder(tmp_path / "run").rglob("*")
     }
@@ -262,7 +262,7 @@ def test_a_folder_at_work_is_refused_and_one_whose_process_died_is_taken_over(
     alarm.unlink()
     assert (tmp_path / "run" / lock.LOCK_FILE).exists()
     again = raysim_(tmp_path, "resume", tmp_path / "run")
-    assert again.wait() == 0, again.said
+    assert again.wait() == 0, again.output
     saved = checkpoint.read_latest(tmp_path / "run", pytest.fail)
     assert saved is not None and timeless(saved.facts["history"]) == timeless(whole.history)
     assert not (tmp_path / "run" / lock.LOCK_FILE).exists()

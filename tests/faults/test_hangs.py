@@ -85,17 +85,17 @@ def test_actors_that_hang_are_replaced(uri, tmp_path, monkeypatch, caplog):
     """
     config = basic(tmp_path, uri) | {"rounds": 12, "algorithm": {"name": "gradma", "memory": 9}}
     whole = raysim.run({**config, "run_dir": f"{config['run_dir']}-inline"})
-    said: list[str] = []
+    messages: list[str] = []
     monkeypatch.setattr(Hanging, "victims", {2: "client", 4: "server", 6: "eval"}, raising=False)
     monkeypatch.setattr(experiment, "choose", lambda plan, log: Hanging(log))
     resources = {"executor": "ray", "actors": 2, "cpus": 0.5, "timeout": TIMEOUT}
-    done = experiment.execute(prepare({**config, "resources": resources}), log=said.append)
+    done = experiment.execute(prepare({**config, "resources": resources}), log=messages.append)
     assert done.digest == whole.digest and timeless(done.history) == timeless(whole.history)
     last = done.history[-1]
     assert (last["system/actors_failed"], last["system/server_restarts"]) == (2, 1) and last[
         "system/blocks_retried"
     ] >= 1
-    client, evaluator = said
+    client, evaluator = messages
     assert re.match(rf"ClientActor 0 failed \(in round 3, with \d blocks?: {HUNG}\)", client)
     assert re.match(rf"the EvalActor failed \(.*{HUNG}\)", evaluator)
     (server,) = [

@@ -86,14 +86,14 @@ def test_what_a_run_could_not_send_is_sent_afterwards(server, tmp_path):
             server.stop()
 
     done = raysim.run(config, progress=progress)
-    code, said = call("tracking", "sync", tmp_path / "run", cwd=tmp_path)
-    assert code == 1 and "cannot be sent" in said and "Traceback" not in said, said
+    code, output = call("tracking", "sync", tmp_path / "run", cwd=tmp_path)
+    assert code == 1 and "cannot be sent" in output and "Traceback" not in output, output
     server.start()
     server.wait()
-    code, said = call("tracking", "sync", tmp_path / "run", cwd=tmp_path)
-    assert code == 0 and int(said.split()[0]) > 0, said
-    code, said = call("tracking", "sync", tmp_path / "run", cwd=tmp_path)
-    assert (code, said.strip()) == (0, "0 records sent")
+    code, output = call("tracking", "sync", tmp_path / "run", cwd=tmp_path)
+    assert code == 0 and int(output.split()[0]) > 0, output
+    code, output = call("tracking", "sync", tmp_path / "run", cwd=tmp_path)
+    assert (code, output.strip()) == (0, "0 records sent")
     run = run_in(server.uri, tmp_path.name)
     assert run.info.status == "FINISHED" and run.data.tags["digest"] == done.digest
     each_step_once(server.uri, run.info.run_id, done.history)
@@ -118,5 +118,5 @@ def test_a_password_lands_nowhere_on_the_server(server, only, tmp_path, caplog, 
     files = [path for path in (only.folder / "artifacts").rglob("*") if path.is_file()]
     assert any(path.name == "config.yaml" for path in files)
     assert not [path for path in files if SECRET.encode() in path.read_bytes()]
-    said = "".join(capfd.readouterr()) + caplog.text
-    assert SECRET not in said
+    output = "".join(capfd.readouterr()) + caplog.text
+    assert SECRET not in output

@@ -195,7 +195,7 @@ BROKEN = program("asynchronous_broken")
 
 
 @pytest.mark.parametrize(
-    ("rule", "said"),
+    ("rule", "message"),
     [
         (
             "Boom",
@@ -208,9 +208,9 @@ BROKEN = program("asynchronous_broken")
         ("Unasked", r"reports\.bases, for which its class must say needs_base_params = True"),
     ],
 )
-def test_a_server_rules_own_exception_has_its_name_and_round(rule, said, engine, source):
+def test_a_server_rules_own_exception_has_its_name_and_round(rule, message, engine, source):
     algorithm = source("broken", BROKEN) + f":{rule}"
-    with pytest.raises(RaysimError, match=said):
+    with pytest.raises(RaysimError, match=message):
         engine({"rounds": 2, "model": "logistic", "algorithm": algorithm, "schedule": STALE})
 
 

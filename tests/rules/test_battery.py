@@ -466,8 +466,8 @@ def test_a_clients_own_exception_has_its_name_and_round(policy, engine, config, 
         == sum(BAD in c for c in cohorts(run)[2:])
         > 0
     )
-    said = [message for message in caplog.messages if round_name(first) in message]
-    assert len(said) == 1 and f"client {BAD}" in said[0] and what in said[0]
+    messages = [message for message in caplog.messages if round_name(first) in message]
+    assert len(messages) == 1 and f"client {BAD}" in messages[0] and what in messages[0]
     assert_sound(run)
 
 

@@ -307,7 +307,7 @@ def test_data_nets_and_probes_of_a_package_are_used_by_their_names(small, others
 
 
 @pytest.mark.parametrize(
-    ("key", "said"),
+    ("key", "message"),
     [
         ("data=digits", "data.name: 'digits' is a data set of raysim .* and of half-clash 1.0"),
         ("model=mlp", "model.name: 'mlp' is a net of raysim .* and of half-clash 1.0"),
@@ -317,11 +317,11 @@ def test_data_nets_and_probes_of_a_package_are_used_by_their_names(small, others
         ("data.m=3", r"data\.m: unknown key"),
     ],
 )
-def test_mistakes_in_names_of_packages(small, others, key, said):
-    if "half-clash" in said:
+def test_mistakes_in_names_of_packages(small, others, key, message):
+    if "half-clash" in message:
         group, name = ("data", "digits") if "data" in key else ("models", "mlp")
         others("half-clash", "halfclash", "", group=f"raysim.{group}", **{name: "halfothers:blobs"})
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         prepare(
             {**small, "data": "blobs", "model": "flat", "algorithm": "fedavg"},
             [key, "partition.clients=4", "schedule.cohort=2"],

@@ -210,17 +210,17 @@ def test_what_a_server_rule_raises_is_its_failure(config, engine, source, hook, 
 def test_what_a_property_raises_is_a_mistake_in_the_rule(config, source, kind, hook, error):
     rule = source(f"{kind}_rule", PROPERTIES.format(hook=hook, error=error))
     config |= {"client": "fedavg", "server": "fedavg", "algorithm": None}
-    said = rf"^{kind}\.name: {hook} of {kind} rule '{kind}' failed: {named(error)}"
-    with stoppable(), pytest.raises(ConfigError, match=said):
+    message = rf"^{kind}\.name: {hook} of {kind} rule '{kind}' failed: {named(error)}"
+    with stoppable(), pytest.raises(ConfigError, match=message):
         prepare(config | {kind: f"{rule}:{kind.title()}"})
-    said = said.replace(f"{kind}\\.", "algorithm\\.", 1)
-    with stoppable(), pytest.raises(ConfigError, match=said):
+    message = message.replace(f"{kind}\\.", "algorithm\\.", 1)
+    with stoppable(), pytest.raises(ConfigError, match=message):
         prepare(config | {"algorithm": f"{rule}:{kind.title()}", "client": None, "server": None})
 
 
 @pytest.mark.parametrize("error", ANYTHING)
 @pytest.mark.parametrize(
-    ("hook", "said"),
+    ("hook", "message"),
     [
         ("__init__", "model.name: '.*' cannot be built: "),
         ("dry run", "model: .* fails on two examples of shape .*: "),
@@ -229,10 +229,10 @@ def test_what_a_property_raises_is_a_mistake_in_the_rule(config, source, kind, h
         ("eval", "the evaluation of model '.*' failed: "),
     ],
 )
-def test_what_a_net_raises_is_its_failure(config, engine, source, hook, said, error):
+def test_what_a_net_raises_is_its_failure(config, engine, source, hook, message, error):
     net = source("net", NET.format(hook=hook, error=error))
     config |= {"model": f"{net}:Mine", "evaluate": {"every": 1}, "batching": {"mode": "loop"}}
-    with pytest.raises(RaysimError, match=said + f".*{named(error)}"):
+    with pytest.raises(RaysimError, match=message + f".*{named(error)}"):
         engine(config)
 
 
@@ -241,8 +241,8 @@ def test_what_a_file_raises_on_import_is_its_failure(config, source, error):
     rule = source(
         "leaves", f"from asyncio import CancelledError\nOdd = BaseException\nraise {error}"
     )
-    said = rf"algorithm.name: .* fails on import: (.*{named(error)}|BaseException)"
-    with stoppable(), pytest.raises(ConfigError, match=said):
+    message = rf"algorithm.name: .* fails on import: (.*{named(error)}|BaseException)"
+    with stoppable(), pytest.raises(ConfigError, match=message):
         prepare(config | {"algorithm": f"{rule}:Mine"})
 
 
@@ -342,7 +342,7 @@ FAILING = {"faults.on_client_error": "drop", "local.lr": 1e30}
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         (
             FAILING,
@@ -360,9 +360,9 @@ FAILING = {"faults.on_client_error": "drop", "local.lr": 1e30}
     ids=["all fail", "all late", "all drop out"],
 )
 def test_a_run_that_trained_nothing_fails_unless_that_is_accepted(
-    config, tmp_path, given, said, caplog, tracked
+    config, tmp_path, given, message, caplog, tracked
 ):
-    with pytest.raises(RaysimError, match=said + r".*faults.on_empty_run=finish") as caught:
+    with pytest.raises(RaysimError, match=message + r".*faults.on_empty_run=finish") as caught:
         raysim.run(config, given)
     assert caught.value.exit_code == 1
     assert status(config) == "FAILED" and not (tmp_path / "run" / PARAMETERS_FILE).exists()

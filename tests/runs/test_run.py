@@ -754,8 +754,8 @@ def signalled(
 
 def test_a_signal_ends_a_run_with_its_code_and_one_line(signalled):
     run = signalled
-    assert run.process.wait(60) == run.code, run.process.said
-    said = run.process.said
+    assert run.process.wait(60) == run.code, run.process.output
+    said = run.process.output
     *_, last = said.rstrip().splitlines()
     assert "Traceback" not in said and last.startswith("stopped; what was done is kept"), said
     assert "not saved" not in said, "Ray must live until the progress is saved"

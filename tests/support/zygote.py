@@ -2,7 +2,7 @@
 draws no pictures.
 
 Each line of standard input is a request in JSON, and is answered by one: {"arguments": those of
-`python`, "cwd", "environment", "said": a file} -> {"pid"}; {"wait": pid} -> {"code"}.
+`python`, "cwd", "environment", "output": a file} -> {"pid"}; {"wait": pid} -> {"code"}.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def become(request: dict[str, Any]) -> None:
     os.environ.clear()
     os.environ |= request["environment"]
     nothing = os.open(os.devnull, os.O_RDONLY)
-    said = os.open(request["said"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    for number, file in enumerate((nothing, said, said)):
+    output = os.open(request["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for number, file in enumerate((nothing, output, output)):
         os.dup2(file, number)
 
 
