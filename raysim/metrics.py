@@ -50,6 +50,8 @@ class Metric:
             name: name of a logged metric, such as "accuracy/client_3" for the form
                 "accuracy/client_{i}".
         """
+        if "{" not in self.name:
+            return name == self.name
         pattern = re.sub(r"\\\{\w+\\\}", ".+", re.escape(self.name))
         return re.fullmatch(pattern, name) is not None
 
@@ -518,7 +520,10 @@ def find_metric(name: str) -> Metric | None:
     Args:
         name: name of the metric.
     """
-    return next((metric for metric in all_metrics() if metric.matches(name)), None)
+    shipped = [metric for metric in METRICS if not metric.users_own]
+    users_own = [metric for metric in METRICS if metric.users_own]
+    candidates = [*shipped, *_DECLARED.values(), *users_own]
+    return next((metric for metric in candidates if metric.matches(name)), None)
 
 
 def name_taken(name: str) -> str | None:

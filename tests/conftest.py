@@ -20,8 +20,13 @@ import pytest
 import torch
 from support.command_line import raysim_  # noqa: F401  # a fixture
 from support.mlflow_tables import made_once
-from support.pictures import leave_out_pictures
 from support.processes import client_of
+from support.quick_runs import (
+    check_shipped_nets_once,
+    leave_out_pictures,
+    leave_out_syncs,
+    leave_out_tracking,
+)
 from support.watched import Watched
 
 from raysim.config.sections.data import Data
@@ -34,42 +39,34 @@ from raysim.tracking import mlflow_client
 from raysim.tracking import tracker as tracking
 
 torch.set_num_threads(1)
+leave_out_syncs()
 
-
-RAY_FOLDERS = ("distributed", "faults")
-"""Folders whose tests all start Ray or kill processes."""
-
-FIRST_FOLDERS = (*RAY_FOLDERS, "sweeps", "runs", "docs", "rules")
+LONG_FOLDERS = ("distributed", "faults", "sweeps", "runs", "docs", "rules")
 """Folders with the longest files. They run first, so that no worker is alone with one at the end."""
 
-WORDS_OF_RAY_TESTS = ("mark.ray", "local_ray", "recycled_actors")
-"""A file outside of those folders with tests of tier `ray` contains one of these words."""
+UNTRACKED_FOLDERS = (
+    "data",
+    "diagnostics",
+    "engine",
+    "gallery",
+    "models",
+    "numerics",
+    "oracle",
+    "rules",
+    "training",
+)
+"""Folders whose tests' runs are sent to MLflow only where a test asks for it by `tracked`."""
 
 raysim_commit = cache(git._raysim_commit)
 
 
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave out files without a test of tier `ray` where that tier is wanted: half of all."""
-    path = collection_path
-    if not config.option.markexpr.startswith("ray") or not path.name.startswith("test_"):
-        return None
-    if path.suffix != ".py" or path.parent.name in RAY_FOLDERS:
-        return None
-    text = path.read_text()
-    return None if any(word in text for word in WORDS_OF_RAY_TESTS) else True
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests that start Ray or kill processes as tier `ray`, and run long files first."""
-    tests = Path(__file__).parent
+    """Refuse tests that start Ray without the mark `ray`, and run long files first."""
     for item in items:
-        if not item.path.is_relative_to(tests):  # those of raysim.testing, with --pyargs
-            continue
-        folder = item.path.relative_to(tests).parts[0]
-        if folder in RAY_FOLDERS or "local_ray" in getattr(item, "fixturenames", ()):
-            item.add_marker("ray")
-    items.sort(key=lambda item: not {*FIRST_FOLDERS} & {*item.path.parts})
+        if "local_ray" in getattr(item, "fixturenames", ()) and not item.get_closest_marker("ray"):
+            raise pytest.UsageError(f"{item.nodeid} starts Ray: mark it with `@pytest.mark.ray`")
+    items.sort(key=lambda item: not {*LONG_FOLDERS} & {*item.path.parts})
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -98,6 +95,11 @@ def pictures() -> None:
     """Draw the pictures of this test's runs."""
 
 
+@pytest.fixture
+def tracked() -> None:
+    """Send this test's runs to MLflow."""
+
+
 @pytest.fixture(autouse=True)
 def seeded_torch() -> None:
     """Draw the same numbers in a test whichever tests ran before it."""
@@ -106,9 +108,13 @@ def seeded_torch() -> None:
 
 @pytest.fixture(autouse=True)
 def impatient(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Send metrics at once, ask git once for raysim's commit, and draw no pictures."""
+    """Leave out of runs what takes longer than a test's run, and was done before or has other tests."""
     monkeypatch.setattr(tracking, "FLUSH_INTERVAL_S", 0.05)
     monkeypatch.setattr(git, "_raysim_commit", raysim_commit)
+    check_shipped_nets_once(monkeypatch.setattr)
+    asked = {"pictures", "tracked"} & {*request.fixturenames}
+    if request.path.parent.name in UNTRACKED_FOLDERS and not asked:
+        leave_out_tracking(monkeypatch.setattr)
     if "pictures" not in request.fixturenames:
         leave_out_pictures(monkeypatch.setattr)
 

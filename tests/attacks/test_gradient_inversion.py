@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.command_line import Said, assert_one_message
+from support.command_line import CommandResult, assert_one_message
+from support.programs import program
 
 from raysim.attacks import gradient_inversion, gradient_simulator, reconstructions
 from raysim.attacks.attack_options import AttackOptions
@@ -33,23 +34,7 @@ from raysim.tracking import tracker as tracking
 from raysim.training.messages import Broadcast
 from raysim.training.trainers.vmap import VmapTask
 
-SMOOTH = """
-from torch import nn
-
-
-class Net(nn.Module):
-    def __init__(self, shape, classes):
-        super().__init__()
-        self.body = nn.Sequential(
-            nn.Conv2d(shape[0], 6, 3, padding=1), nn.Sigmoid(), nn.Conv2d(6, 6, 3, padding=1, stride=2), nn.Sigmoid(),
-            nn.Flatten(), nn.Linear(96, classes),
-        )
-        for p in self.parameters():  # Zhu 2019
-            nn.init.uniform_(p, -0.5, 0.5)
-
-    def forward(self, x):
-        return self.body(x)
-"""
+SMOOTH = program("gradient_inversion_smooth")
 
 
 @dataclass
@@ -469,30 +454,7 @@ def test_rules_that_keep_something_are_refused_by_name(observe, rule):
     assert not invert(seen.plan, seen.observations, AttackOptions(iterations=1)).failed
 
 
-OWN = """
-from dataclasses import dataclass
-
-import torch
-
-from raysim.rules import ClientRule
-
-
-@dataclass(frozen=True)
-class Rounded(ClientRule):
-    def direction(self, shared, state, batch, task):
-        return torch.round(task.grad(state["w"], batch).detach(), decimals=6)
-
-
-@dataclass(frozen=True)
-class Whole(ClientRule):
-    def finish(self, shared, state, client_state, data, task):
-        return {"delta": self.share * task.full_grad(shared["x"], data)}, {}
-
-    share: float = 0.1
-
-    def direction(self, shared, state, batch, task):
-        return task.grad(state["w"], batch)
-"""
+OWN = program("gradient_inversion_own")
 
 
 @pytest.mark.parametrize(
@@ -533,7 +495,7 @@ def test_several_steps_and_other_uploads_are_refused(observe):
 
 
 @pytest.fixture
-def attacked(raysim_, tmp_path, base, monkeypatch) -> Callable[..., Said]:
+def attacked(raysim_, tmp_path, base, monkeypatch) -> Callable[..., CommandResult]:
     """attacked(...): the command on a small run. The run is in tmp_path/run."""
     config = {
         "name": "small",

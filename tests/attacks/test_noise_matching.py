@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from support.command_line import Said, assert_one_message
+from support.command_line import CommandResult, assert_one_message
 
 from raysim.attacks import noise_matching
 from raysim.attacks.noise_matching import NoiseTrial, bisect
@@ -137,7 +137,7 @@ def test_the_noise_that_was_put_in_is_found(raysim_, tmp_path):
     assert json.loads((Path(own["run_dir"]) / "match.json").read_text()) == found
 
 
-def assert_refused(said: Said, *words: str) -> None:
+def assert_refused(said: CommandResult, *words: str) -> None:
     assert_one_message(said)
     assert all(word in said.err for word in words), said.err
 

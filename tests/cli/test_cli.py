@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 from support.command_line import assert_one_message
+from support.programs import program
 from support.sweeps import written
 
 import raysim
@@ -120,23 +121,7 @@ def test_dry_run_trains_one_client_here_and_starts_nothing(raysim_, monkeypatch)
     assert raysim_("run", "quickstart", "--dry-run", "local.lr=1e30").code == 1
 
 
-RAISING = """
-from dataclasses import dataclass
-
-from raysim.algorithms.fedavg import FedAvgClient, FedAvgServer
-
-
-@dataclass(frozen=True)
-class Client(FedAvgClient):
-    def finish(self, shared, state, client_state, data, task):
-        raise ValueError("not today")
-
-
-@dataclass(frozen=True)
-class Server(FedAvgServer):
-    def update(self, state, reports):
-        raise ValueError("not today")
-"""
+RAISING = program("cli_raising")
 
 
 def test_dry_run_reports_a_rule_that_always_raises(raysim_, source):
@@ -201,43 +186,7 @@ def _stop_after_one_round(record: dict[str, float]) -> bool:
 
 # -- one's own methods and nets --------------------------------------------------------------------
 
-OWN = """
-from dataclasses import dataclass
-
-import torch
-from torch import nn
-
-from raysim.algorithms.fedavg import FedAvgClient, FedAvgServer
-from raysim.rules import Algorithm, ClientRule, ServerRule
-
-
-@dataclass(frozen=True)
-class Half(ClientRule):
-    share: float = 0.5
-
-    def direction(self, shared, state, batch, task):
-        return self.share * task.grad(state["w"], batch)
-
-
-@dataclass(frozen=True)
-class Still(ServerRule):
-    move: float = 0.0
-
-    def update(self, state, reports):
-        return {**state, "x": state["x"] - self.move * reports.mean("delta")}
-
-
-both = Algorithm("both", Half, Still, "nobody 2024")
-
-
-class Net(nn.Module):
-    def __init__(self, shape, classes, width: int = 4):
-        super().__init__()
-        self.body = nn.Sequential(nn.Flatten(), nn.Linear(64, width), nn.ReLU(), nn.Linear(width, classes))
-
-    def forward(self, x):
-        return self.body(x)
-"""
+OWN = program("cli_own")
 
 
 def test_ones_own_method_by_path(raysim_, small, source):

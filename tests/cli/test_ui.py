@@ -151,8 +151,8 @@ def test_a_real_server_shows_the_experiment_and_leaves_nothing_behind(database):
     uri = database()
     command = ("ui", "mnist", "--uri", uri, "--no-browser")
     process = Forked("-m", "raysim", *command, cwd=Path.cwd())
-    until(lambda: "Ctrl-C" in process.said or not process.alive(), 120, "no link")
-    link = process.said.splitlines()[0]
+    until(lambda: "Ctrl-C" in process.output or not process.alive(), 120, "no link")
+    link = process.output.splitlines()[0]
     address = link.partition("/#/")[0]
     order = "compareRunsMode=CHART&viewStateShareKey=raysim"
     assert link == f"{address}/#/experiments/1/runs?{VIEW}&{order}"

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from support.programs import program
 
 import raysim
 from raysim.attacks.noise_matching import MatchOptions
@@ -31,59 +32,9 @@ from raysim.sweeps.definition import read_sweep
 
 discover()
 
-RULES = """
-from dataclasses import dataclass
+RULES = program("config_rules")
 
-from raysim.algorithms.fedavg import FedAvgClient, FedAvgServer
-from raysim.rules import Algorithm
-
-
-@dataclass(frozen=True)
-class Mine(FedAvgClient):
-    strength: float = 0.5
-    floor: float | None = 0.25
-
-
-@dataclass(frozen=True)
-class Asking(FedAvgClient):
-    needs = ("x", "c")
-
-
-@dataclass(frozen=True)
-class Taking(FedAvgServer):
-    beta: float = 0.5
-
-    @property
-    def uploads(self):
-        return {"delta": "mean", "h": "mean"}
-
-
-class Other:
-    pass
-
-
-both = Algorithm("both", Mine, FedAvgServer, "nobody 2024", defaults={"local": {"steps": 3}})
-"""
-
-NETS = """
-from torch import nn
-
-
-class Net(nn.Module):
-    def __init__(self, shape, classes, hidden: list[int] = [4], scale: float | None = 0.5):
-        super().__init__()
-        self.body = nn.Sequential(nn.Flatten(), nn.Linear(64, hidden[0]), nn.Linear(hidden[0], classes))
-
-    def forward(self, x):
-        return self.body(x)
-
-
-class NotANet:
-    pass
-
-
-number = 3
-"""
+NETS = program("config_nets")
 
 
 @pytest.fixture
@@ -1029,21 +980,7 @@ def test_the_dump_is_plain_yaml(small):
     assert "!!" not in text and yaml.safe_load(text)["data"]["name"] == "digits"
 
 
-LOADED = """
-import torch
-from torch import nn
-
-
-class Net(nn.Module):
-    def __init__(self, shape, classes, weights: str = ""):
-        super().__init__()
-        self.norm, self.out = nn.BatchNorm1d(64), nn.Linear(64, classes)
-        if weights:
-            self.load_state_dict(torch.load(weights))
-
-    def forward(self, x):
-        return self.out(self.norm(x.flatten(1)))
-"""
+LOADED = program("config_loaded")
 
 
 @pytest.mark.parametrize("name", ["norm.running_var", "norm.running_mean", "out.weight"])

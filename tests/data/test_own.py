@@ -13,6 +13,7 @@ import torch
 from PIL import Image
 from pydantic import TypeAdapter
 from support.damage import claiming
+from support.programs import program
 
 import raysim
 from raysim.config.sections.base import named
@@ -703,34 +704,7 @@ def test_a_torchvision_data_set_is_identified_by_its_content(torchvision_classes
 
 # -- partitions ------------------------------------------------------------------------------------
 
-PARTITION = """
-import numpy as np
-
-def by_parity(y, clients, rng, start=0):
-    order = rng.permutation(len(y))
-    return [order[k + start::clients] for k in range(clients)]
-
-def shared(y, clients, rng):
-    return [[3, 1, 2], [2, 4], []]
-
-def twice(y, clients, rng):
-    return [[3, 1, 3]] + [[]] * (clients - 1)
-
-def outside(y, clients, rng):
-    return [[], [999]] + [[]] * (clients - 2)
-
-def few(y, clients, rng):
-    return [[1]]
-
-def none(y, clients, rng):
-    return [[]] * clients
-
-def words(y, clients, rng):
-    return 3
-
-def short(y):
-    return []
-"""
+PARTITION = program("own_partition")
 
 
 def test_a_partition_of_ones_own_gets_the_labels_and_a_keyed_generator(here, config, tmp_path):

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from support.programs import program
 
 import raysim
 from raysim import cli
@@ -402,6 +403,7 @@ def said(history: list[dict[str, float]]) -> list[dict[str, float]]:
     return [{k: v for k, v in record.items() if k.startswith("theory/")} for record in history]
 
 
+@pytest.mark.ray
 def test_actors_and_a_resume_say_the_same(base, recycled_actors):
     config = {**base, **watched({"name": "gradma", "memory": 12}), "checkpoint": {"every": 1}}
     here = raysim.run({**config, "run_dir": base["run_dir"] + "-here"})
@@ -483,16 +485,7 @@ def test_the_bound_holds_for_plain_means_only(base, source, ragged):
     assert "does more" in str(told(algorithm=f"{path}:Signs"))
 
 
-RULE = """
-from dataclasses import dataclass
-from raysim.algorithms.fedavg import FedAvgServer
-
-
-@dataclass(frozen=True)
-class Signs(FedAvgServer):
-    def update(self, state, reports):
-        return {**state, "x": state["x"] - self.lr * reports.mean("delta").sign()}
-"""
+RULE = program("convergence_rule")
 
 
 # --- the estimate of L

@@ -15,6 +15,7 @@ import raysim
 from raysim.diagnostics import forgetting, recorded_updates
 from raysim.engine.plan import Plan
 from raysim.errors import ConfigError
+from raysim.models.flat import Model
 from raysim.prepare.resolve import prepare
 from raysim.runs.resume import resume
 
@@ -28,9 +29,9 @@ CONFIG = {
 }
 
 
-def logits(plan: Plan, w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def logits(model: Model, w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """The two-layer net by hand."""
-    a, b, c, d = (v for v in plan.model().views(w).values())
+    a, b, c, d = model.views(w).values()
     return torch.relu(x.flatten(1) @ a.T + b) @ c.T + d
 
 
@@ -41,7 +42,7 @@ def stored(plan: Plan, client: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def loss(plan: Plan, w: torch.Tensor, client: int) -> float:
     x, y = stored(plan, client)
-    return float(F.cross_entropy(logits(plan, w, x), y))
+    return float(F.cross_entropy(logits(plan.model(), w, x), y))
 
 
 @pytest.mark.usefixtures("pictures")
@@ -80,10 +81,10 @@ def test_losses_before_and_after_are_those_of_the_saved_models(mode, base):
 
 def squares(plan: Plan, w: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> np.ndarray:
     """The mean of squared single gradients of log p, weighted by y [n, classes]."""
-    total = torch.zeros_like(w)
+    total, model = torch.zeros_like(w), plan.model()
     for xs, ys in zip(x, y, strict=True):
         at = w.clone().requires_grad_()
-        (ys * torch.log_softmax(logits(plan, at, xs[None]), -1)[0]).sum().backward()
+        (ys * torch.log_softmax(logits(model, at, xs[None]), -1)[0]).sum().backward()
         total += at.grad**2
     return (total / len(x)).numpy()
 
@@ -105,6 +106,7 @@ def test_fisher_correlation_is_that_of_pseudo_and_past_data(batch, base):
     config |= {"evaluate": {"every": 0, "forgetting": {"fisher": True, "window": 2}}}
     raysim.run(config)
     plan, folder = prepare(config), Path(base["run_dir"])
+    model = plan.model()
     rounds, seen = forgetting.read_forgetting(folder), recorded_updates.read_observations(folder, 2)
     window = sorted({int(i) for t in (1, 2) for i in rounds[t]["clients"]})
     parts = [stored(plan, client) for client in window]
@@ -120,14 +122,15 @@ def test_fisher_correlation_is_that_of_pseudo_and_past_data(batch, base):
         pseudo = x
         for _ in range(3):
             at = pseudo.clone().requires_grad_()
-            F.cross_entropy(logits(plan, x0, at), y, reduction="sum").backward()
+            F.cross_entropy(logits(model, x0, at), y, reduction="sum").backward()
             pseudo = pseudo + 0.2 * at.grad.sign()
-        soft = torch.softmax(logits(plan, x0, pseudo), -1).detach()
+        soft = torch.softmax(logits(model, x0, pseudo), -1).detach()
         after = x0 - one.uploads["delta"]
         a, b = squares(plan, after, pseudo, soft), squares(plan, after, past_x, past_y)
         assert correlation == pytest.approx(np.corrcoef(a, b)[0, 1], abs=1e-8)
 
 
+@pytest.mark.ray
 def test_actors_and_a_resume_see_the_same(base, recycled_actors):
     config = {**base, **CONFIG, "algorithm": "fedreg", "checkpoint": {"every": 1}}
     config |= {
@@ -173,7 +176,7 @@ def test_the_images_seen_are_those_trained_on(base):
     plan = prepare(config)
     for one in recorded_updates.read_observations(Path(base["run_dir"])):
         at = one.broadcast.global_params.clone().requires_grad_()
-        F.cross_entropy(logits(plan, at, one.x), one.y).backward()
+        F.cross_entropy(logits(plan.model(), at, one.x), one.y).backward()
         assert torch.allclose(one.uploads["delta"], 0.5 * at.grad, atol=1e-12)
 
 

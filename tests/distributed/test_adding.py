@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 from support.processes import SOON, SUPPORT, basic, written
+from support.programs import program
 
 import raysim
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.ray, pytest.mark.long]
 """In less time: a job on three nodes, in test_jobs.py."""
 
 WORDS = 64 * 8 + 8 + 8 * 10 + 10  # of the net: 64 pixels, 8 hidden units, 10 classes
@@ -120,25 +121,7 @@ def test_single_rows_travel_alone(found, configs, tmp_path):
         )
 
 
-MIXED = '''
-from dataclasses import dataclass
-
-from raysim.algorithms.fedavg import FedAvgClient
-from raysim.rules import Algorithm, ServerRule
-
-
-@dataclass(frozen=True)
-class Halves(ServerRule):
-    """Half of the mean, and half of the first client's upload."""
-
-    uploads = {"delta": ("mean", "per_client")}
-
-    def update(self, state, reports):
-        return {"x": state["x"] - 0.5 * reports.mean("delta") - 0.5 * reports.per_client("delta")[0]}
-
-
-pair = Algorithm("halves", FedAvgClient, Halves, "nobody 2024")
-'''
+MIXED = program("adding_mixed")
 
 
 def mixed(folder: Path) -> dict[str, Any]:

@@ -9,6 +9,8 @@ import pytest
 from support.autoscaling import autoscaling
 from support.processes import basic, start, written
 
+pytestmark = pytest.mark.ray
+
 NO_TOKEN = {"RAY_AUTH_MODE": "disabled"}
 
 

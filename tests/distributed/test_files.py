@@ -21,6 +21,8 @@ from support.processes import until
 
 from raysim.runs.resume import resume
 
+pytestmark = pytest.mark.ray
+
 FOLDER = Path(__file__).resolve().parents[2] / "cluster"
 
 

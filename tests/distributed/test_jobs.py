@@ -27,6 +27,7 @@ from ray.runtime_env import RuntimeEnv
 from support.forked import Forked, call
 from support.mlflow_server import Server
 from support.processes import client_of, steps_of, until
+from support.programs import program
 
 import raysim
 from raysim.cli.jobs import checked_command
@@ -35,25 +36,11 @@ from raysim.distributed.cluster.jobs import JobClient
 from raysim.errors import ConfigError
 from raysim.runs.resume import resume
 
+pytestmark = pytest.mark.ray
+
 TOKEN = "0123456789" * 4
 
-METHOD = """
-from dataclasses import dataclass
-
-from raysim.algorithms.fedavg import FedAvgServer
-from raysim.rules import Algorithm, ClientRule
-
-
-@dataclass(frozen=True)
-class Lazy(ClientRule):
-    forget: float = 0.1
-
-    def direction(self, shared, state, batch, task):
-        return (1 - self.forget) * task.grad(state["w"], batch)
-
-
-lazy = Algorithm("lazy", Lazy, FedAvgServer, "nobody 2024")
-"""
+METHOD = program("jobs_method")
 
 
 def free_ports(count: int) -> list[int]:

@@ -10,6 +10,8 @@ from raysim.distributed.actors import as_limbs, packed, read_limbs, unpacked
 from raysim.distributed.shared_memory import SharedBuffer
 from raysim.numerics.fixed_point import BlockSum, FixedSum, FixedTotal, combine
 
+pytestmark = pytest.mark.ray
+
 
 def sums(magnitude: float, is_fine: bool) -> dict[str, FixedTotal]:
     total = FixedSum(is_fine)

@@ -17,6 +17,8 @@ from ray._private import ray_constants, services
 from raysim.distributed.cluster import loopback, nodes
 from raysim.errors import ConfigError, RaysimError
 
+pytestmark = pytest.mark.ray
+
 LISTENING = """
     import sys
     from pathlib import Path

@@ -12,6 +12,8 @@ from raysim.distributed.cluster import nodes
 from raysim.distributed.heartbeats import Monitor
 from raysim.system.processes import Process
 
+pytestmark = pytest.mark.ray
+
 
 @pytest.mark.parametrize(("setting", "limit_s"), [(None, 30), ("400", 200)])
 def test_a_head_that_is_gone_breaks_ray_before_ray_ends_the_process(monkeypatch, setting, limit_s):

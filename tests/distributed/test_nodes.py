@@ -15,6 +15,8 @@ from support.processes import SOON, SUPPORT, basic, written
 
 import raysim
 
+pytestmark = pytest.mark.ray
+
 VICTIMS = ["server", pytest.param("client", marks=pytest.mark.long)]
 """Who lives on the node that is lost, beside a ClientActor."""
 

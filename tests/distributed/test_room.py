@@ -15,6 +15,8 @@ from raysim.distributed.ray_executor import RayExecutor
 from raysim.errors import ConfigError
 from raysim.prepare.resolve import prepare
 
+pytestmark = pytest.mark.ray
+
 
 def cluster(*offers: tuple[int, int]) -> list[Node]:
     """Nodes of so many CPUs and GPUs, called node0, node1, … on hosts host0, host1, …"""

@@ -7,10 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from support.processes import basic, written
 
 import raysim
 from raysim.distributed.cluster.versions import source_code
+
+pytestmark = pytest.mark.ray
 
 PACKAGE = Path(raysim.__file__).parent
 

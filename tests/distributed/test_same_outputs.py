@@ -4,23 +4,13 @@ from __future__ import annotations
 
 import pytest
 from support.plain_fedavg import blobs, cut, run
+from support.programs import program
 
 from raysim.errors import ConfigError
 
-NETS = """
-import os
+pytestmark = pytest.mark.ray
 
-from torch import nn
-
-
-class Scaled(nn.Module):
-    def __init__(self, shape, classes):
-        super().__init__()
-        self.head = nn.Linear(6, 3)
-
-    def forward(self, x):
-        return self.head(x) * float(os.environ.get("SCALE_OF_THIS_TEST", "1"))
-"""
+NETS = program("same_outputs_nets")
 
 
 def test_a_variable_that_only_this_process_has(local_ray, tmp_path, monkeypatch):

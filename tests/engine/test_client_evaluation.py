@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from support.programs import program
 from torch.nn import functional as F
 
 import raysim
@@ -25,70 +26,7 @@ N = 12
 LR = 0.3
 KASYNC = {"name": "kasync", "k": 2, "concurrency": 4}
 
-RULES = """
-import os
-import signal
-from dataclasses import dataclass
-from pathlib import Path
-
-import torch
-from raysim.algorithms.fedavg import FedAvgServer
-from raysim.rules import Algorithm, ClientRule
-
-
-@dataclass(frozen=True)
-class Keeps(ClientRule):
-    '''Local SGD whose clients use the parameters with which they ended.'''
-
-    def state(self, task):
-        return {"mine": task.zeros()}
-
-    def finish(self, shared, state, client_state, data, task):
-        report, _ = super().finish(shared, state, client_state, data, task)
-        return report, {"mine": state["w"]}
-
-    def evaluated(self, shared, client_state, data, task):
-        return client_state["mine"] if client_state["seen"] else shared["x"]
-
-
-@dataclass(frozen=True)
-class Reports(ClientRule):
-    '''Reports the loss of the received model on the client's own test examples.'''
-
-    def finish(self, shared, state, client_state, data, task):
-        report, kept = super().finish(shared, state, client_state, data, task)
-        return {**report, "metric/test_loss": task.full_loss(shared["x"], data.test)}, kept
-
-
-@dataclass(frozen=True)
-class Fails(ClientRule):
-    '''The evaluation of clients with an odd number of examples fails.'''
-
-    def evaluated(self, shared, client_state, data, task):
-        if data.n % 2:
-            raise ValueError("an odd client")
-        return shared["x"]
-
-
-@dataclass(frozen=True)
-class Short(ClientRule):
-    def evaluated(self, shared, client_state, data, task):
-        return shared["x"][:-1]
-
-
-@dataclass(frozen=True)
-class Dies(ClientRule):
-    '''The first evaluation outside of the driver kills its process.'''
-
-    driver: int = 0
-    marker: str = ""
-
-    def evaluated(self, shared, client_state, data, task):
-        if os.getpid() != self.driver and not Path(self.marker).exists():
-            Path(self.marker).touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-        return shared["x"]
-"""
+RULES = program("client_evaluation_rules")
 
 
 @pytest.fixture
@@ -438,6 +376,7 @@ def test_a_resumed_run_has_the_records_and_the_table_of_an_unbroken_one(setup, r
     assert (whole.run_dir / "clients.png").exists()
 
 
+@pytest.mark.ray
 def test_two_actors_compute_the_bits_of_this_process(setup, rules, recycled_actors):
     setup |= {"client": f"{rules}:Keeps", "server": "fedavg", "rounds": 3}
     del setup["algorithm"]
@@ -451,6 +390,7 @@ def test_two_actors_compute_the_bits_of_this_process(setup, rules, recycled_acto
     assert [actors.history[-1][k] for k in names] == [inline.history[-1][k] for k in names]
 
 
+@pytest.mark.ray
 def test_blocks_of_a_killed_worker_are_evaluated_again(setup, rules, recycled_actors, tmp_path):
     marker = str(tmp_path / "died")
     setup |= {"client": {"name": f"{rules}:Dies", "driver": os.getpid(), "marker": marker}}

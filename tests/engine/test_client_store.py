@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from safetensors.torch import load_file, save_file
+from support.stopped_runs import stop_at
 
 import raysim
 from raysim.engine.state import checkpoint, client_store
@@ -589,14 +589,6 @@ def config(
 def whole(config: dict[str, Any], tmp_path: Path) -> RunResult:
     """The same run, with all rows in memory and never stopped."""
     return raysim.run(config, run_dir=str(tmp_path / "whole"), **{"client_state.memory": "1GB"})
-
-
-def stop_at(number: int) -> Callable[[dict[str, float]], None]:
-    def progress(record: dict[str, float]) -> None:
-        if record["round"] == number:
-            raise KeyboardInterrupt
-
-    return progress
 
 
 def history(done: RunResult, but: set[str]) -> list[dict[str, float]]:

@@ -16,6 +16,7 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import save_file
+from support.programs import program
 
 import raysim
 from raysim.config import references
@@ -273,7 +274,7 @@ def test_what_is_recorded_is_what_was_loaded(files, small):
     ).hexdigest()
 
 
-def test_the_source_is_kept(stopped, files):
+def test_the_source_is_kept(tracked, stopped, files):
     kept = stopped[0] / "source"
     found = {str(p.relative_to(kept)): p.read_text() for p in kept.rglob("*") if p.is_file()}
     rule = ("m.py", "helper.py", "parts/__init__.py", "parts/late.py", "parts/deep.py")
@@ -334,19 +335,7 @@ def test_weights_that_are_a_folder(files, small):
     assert prepare(small, {"algorithm.table": "w"}).config.fingerprint != first.fingerprint
 
 
-WRITER = """
-from dataclasses import dataclass
-from raysim.rules import ClientRule
-
-@dataclass(frozen=True)
-class Writer(ClientRule):
-    log: str = ""
-
-    def direction(self, shared, state, batch, task):
-        with open(self.log, "a") as log:
-            print(int(task.t), file=log)
-        return task.grad(state["w"], batch)
-"""
+WRITER = program("file_digests_writer")
 
 
 @pytest.mark.parametrize("gone", [False, True])
@@ -544,41 +533,7 @@ def test_a_failed_import_names_the_error_that_it_began_with(tmp_path):
 
 # -- on actors -------------------------------------------------------------------------------------
 
-CACHING = """
-import functools
-import random
-from dataclasses import dataclass
-from typing import ClassVar
-
-import torch
-
-import scale
-from raysim.rules import ClientRule
-
-HALF = torch.tensor(0.5)
-same = lambda x: 1.0 * x
-
-
-@functools.lru_cache(maxsize=None)
-def factor(n):
-    return scale.double(n) / 2
-
-
-@dataclass(frozen=True)
-class Caching(ClientRule):
-    seen: ClassVar[dict] = {}
-
-    @classmethod
-    @functools.cache
-    def once(cls):
-        return factor(2)
-
-    def direction(self, shared, state, batch, task):
-        import late
-
-        known = self.seen.setdefault("one", late.ONE)
-        return HALF * factor(1) * self.once() * known * same(task.grad(state["w"], batch))
-"""
+CACHING = program("file_digests_caching")
 
 
 @pytest.mark.ray

@@ -12,6 +12,8 @@ import pytest
 from support.batteries import small
 from support.documents import blocks
 from support.oracle_cases import MODES, NETS, distance, feed
+from support.pairs import fits
+from support.programs import program
 
 import raysim
 from raysim.config import explain
@@ -20,59 +22,13 @@ from raysim.errors import ConfigError
 from raysim.prepare.resolve import prepare
 from raysim.rules.contract import CLIENT_RULES, SERVER_RULES
 from raysim.rules.methods import registry
-from raysim.rules.methods.pairs import refuse_pair
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "groups.md"
 SHOWN = {block.file: block.text for block in blocks(PAGE) if block.file.endswith(".py")}
 SIZES = [30, 9, 17, 12, 45, 8, 23, 16, 20, 11]
 BASE = {"data": "digits", "rounds": 2, "algorithm": "fedavg"}
 
-OWN = """
-from dataclasses import dataclass
-
-import torch
-
-from raysim.rules import ClientRule
-
-
-@dataclass(frozen=True)
-class Counting(ClientRule):
-    sends = ("delta", "delta_c")
-
-    def state(self, task):
-        return {"rounds": task.zeros()[:1]}
-
-    def direction(self, shared, state, batch, task):
-        factor = 1.0 if task.group == "half" else float("nan")
-        return factor * task.grad(state["w"], batch)
-
-    def finish(self, shared, state, client_state, data, task):
-        report = {"delta": shared["x"] - state["w"], "delta_c": task.zeros()}
-        return report, {"rounds": client_state["rounds"] + (task.group == "half")}
-
-
-@dataclass(frozen=True)
-class Wrong(ClientRule):
-    def finish(self, shared, state, client_state, data, task):
-        return {"update": shared["x"]}, {}
-
-
-@dataclass(frozen=True)
-class Silent(ClientRule):
-    sends = ("nothing",)
-
-
-@dataclass(frozen=True)
-class OtherShape(ClientRule):
-    def state(self, task):
-        return {"rounds": task.zeros()}
-
-
-@dataclass(frozen=True)
-class Owner(ClientRule):
-    def personal(self, task):
-        return task.part("classifier")
-"""
+OWN = program("groups_own")
 
 
 @pytest.fixture
@@ -186,14 +142,6 @@ def test_a_rule_knows_its_group_and_keeps_a_state_of_its_own(mode, config, sourc
 
 
 registry.discover()
-
-
-def fits(client: str, server: str) -> bool:
-    try:
-        refuse_pair(CLIENT_RULES[client](), SERVER_RULES[server]())
-    except ConfigError:
-        return False
-    return True
 
 
 @pytest.mark.parametrize("client", sorted(CLIENT_RULES))

@@ -57,6 +57,7 @@ def test_runs_log_nothing_unlisted(kind, base):
     assert_listed(finished(base, **RUNS[kind]))
 
 
+@pytest.mark.ray
 def test_a_run_on_ray_logs_nothing_unlisted(base, recycled_actors):
     history = finished(base, resources={"executor": "ray", "actors": 2, "cpus": 1})
     assert_listed(history)

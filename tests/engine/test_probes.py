@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from mlflow import MlflowClient
+from support.programs import program
 
 import raysim
 from raysim.diagnostics import recorded_updates
@@ -167,7 +168,9 @@ def test_it_sees_what_clients_do_and_changes_nothing(where, config, source, tmp_
     assert "Drift/norm" not in done.history[0] and "Drift/norm" not in done.history[2]
 
 
-def test_its_metrics_are_tracked_and_its_file_is_kept_and_no_part_of_the_identity(config, source):
+def test_its_metrics_are_tracked_and_its_file_is_kept_and_no_part_of_the_identity(
+    config, source, tracked
+):
     path = source("mine", DRIFT)
     done = raysim.run(with_probes(config, f"{path}:Drift"))
     history = MlflowClient(config["tracking"]["uri"]).get_metric_history(
@@ -223,17 +226,7 @@ def test_one_that_raises_ends_the_run_in_one_message_and_nothing_is_lost(
     assert done.digest == plain.digest and [r["round"] for r in done.history] == [0, 1, 2, 3, 4]
 
 
-SELECTING = """
-from dataclasses import dataclass
-
-from raysim.algorithms.fedavg import FedAvgServer
-
-
-@dataclass(frozen=True)
-class Selecting(FedAvgServer):
-    def select(self, state, pool, rng):
-        return rng.choice(pool.ids, pool.size, replace=False).tolist()
-"""
+SELECTING = program("probes_selecting")
 
 
 def test_no_checkpoint_holds_a_server_that_is_a_round_ahead(config, source, tmp_path):
@@ -251,6 +244,7 @@ def test_no_checkpoint_holds_a_server_that_is_a_round_ahead(config, source, tmp_
     assert resume(folder, {"evaluate.probes": []}).digest == plain.digest
 
 
+@pytest.mark.ray
 def test_one_that_raises_on_an_actor_is_named(config, source, recycled_actors):
     path = source("broken", BROKEN.format(method="measure"))
     with pytest.raises(
@@ -298,61 +292,7 @@ def test_none_is_no_metrics_and_what_is_no_mapping_is_refused(method, config, so
         raysim.run(with_probes({**config, "run_dir": str(tmp_path)}, f"{path}:Returns"))
 
 
-MANY = """
-from dataclasses import dataclass
-
-from raysim import Probe
-
-
-@dataclass
-class Odd(Probe):
-    every: int = 1
-
-    def metrics(self, round, results):
-        return {"loss #1": 1.0}
-
-
-@dataclass
-class Stranger(Probe):
-    def request(self, round):
-        return {10**6: True}
-
-    def measure(self, trainer, client, update, request):
-        return {}
-
-
-class Bare(Probe):
-    every: int = 1
-
-
-@dataclass
-class Blind(Probe):
-    def request(self, round):
-        return {}
-
-
-@dataclass
-class Taken(Probe):
-    name = "server"
-
-
-class WithInit(Probe):
-    def __init__(self):
-        self.seen = 0
-
-    def metrics(self, round, results):
-        self.seen += 1
-        return {"seen": self.seen}
-
-
-class NoProbe:
-    pass
-
-
-class Refuses(Probe):
-    def check(self, plan):
-        raise ValueError("only for two classes")
-"""
+MANY = program("probes_many")
 
 
 @pytest.mark.parametrize(

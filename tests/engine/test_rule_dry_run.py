@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 from support.batteries import NETS, SIZES
+from support.pairs import first_server, fits
+from support.programs import program
 
 from raysim.engine.plan import Plan
 from raysim.errors import ConfigError, RaysimError
@@ -19,277 +21,14 @@ from raysim.prepare.dry_run.server_rule import broken_contract
 from raysim.prepare.resolve import prepare
 from raysim.rules import Batch
 from raysim.rules.contract import CLIENT_RULES, SERVER_RULES
-from raysim.rules.methods.pairs import refuse_pair
 from raysim.rules.methods.registry import discover
 
 discover()
 
-RULES = """
-import time
-from dataclasses import dataclass
+RULES = program("rule_dry_run_rules")
 
-import torch
-from torch.nn import functional as F
 
-from raysim.rules import ClientRule, ServerRule
-
-
-def cross_entropy(net, batch):
-    return F.cross_entropy(net.logits, batch.y, reduction="none")
-
-
-class Plain(ClientRule):
-    loss = staticmethod(cross_entropy)
-
-    def direction(self, shared, state, batch, task):
-        return task.grad(state["w"], batch, self.loss)
-
-
-@dataclass(frozen=True)
-class StartsElsewhere(ClientRule):
-    def init(self, shared, client_state, data, task):
-        return {"w": 0.5 * shared["x"]}
-
-
-@dataclass(frozen=True)
-class Slow(Plain):
-    def init(self, shared, client_state, data, task):
-        time.sleep(3)
-        return {}
-
-
-@dataclass(frozen=True)
-class Length(Plain):
-    @staticmethod
-    def loss(net, batch):
-        return cross_entropy(net, batch) + 0.01 * (net.logits ** 2).sum(-1) * len(batch.y)
-
-
-@dataclass(frozen=True)
-class Shape(Plain):
-    @staticmethod
-    def loss(net, batch):
-        return cross_entropy(net, batch) * batch.x.shape[0]
-
-
-@dataclass(frozen=True)
-class Mean(Plain):
-    @staticmethod
-    def loss(net, batch):
-        return cross_entropy(net, batch) + 0.1 * (net.logits.mean(0) ** 2).sum()
-
-
-@dataclass(frozen=True)
-class Scalar(Plain):
-    @staticmethod
-    def loss(net, batch):
-        return F.cross_entropy(net.logits, batch.y)
-
-
-@dataclass(frozen=True)
-class Counts(ClientRule):
-    def state(self, task):
-        return {"count": torch.zeros(())}
-
-    def init(self, shared, client_state, data, task):
-        return {"count": client_state["count"]}
-
-    def step(self, shared, state, batch, task):
-        return {**super().step(shared, state, batch, task), "count": state["count"] + len(batch.y)}
-
-    def finish(self, shared, state, client_state, data, task):
-        return super().finish(shared, state, client_state, data, task)[0], {"count": state["count"]}
-
-
-@dataclass(frozen=True)
-class Branches(ClientRule):
-    def direction(self, shared, state, batch, task):
-        g = task.grad(state["w"], batch)
-        return g / 2 if g.norm() > 1 else g
-
-
-@dataclass(frozen=True)
-class Right(Plain):
-    @staticmethod
-    def loss(net, batch):
-        spread = (batch.mean(net.logits) ** 2).sum()
-        return cross_entropy(net, batch) + 0.1 * spread + 0.01 * batch.size * (net.logits ** 2).sum(-1)
-
-
-@dataclass(frozen=True)
-class Signs(ClientRule):
-    def direction(self, shared, state, batch, task):
-        return torch.sign(task.grad(state["w"], batch))
-
-
-@dataclass(frozen=True)
-class Single(ClientRule):
-    def state(self, task):
-        return {"v": torch.zeros(task.x0.numel())}
-
-    def init(self, shared, client_state, data, task):
-        return {"v": client_state["v"]}
-
-    def step(self, shared, state, batch, task):
-        v = (0.5 * state["v"] + task.grad(state["w"], batch)).float()
-        return {**state, "v": v, "w": task.descend(state["w"], v)}
-
-    def finish(self, shared, state, client_state, data, task):
-        return super().finish(shared, state, client_state, data, task)[0], {"v": state["v"]}
-
-
-@dataclass(frozen=True)
-class Picky(ClientRule):
-    def step(self, shared, state, batch, task):
-        raise ValueError("not today")
-
-
-@dataclass(frozen=True)
-class Sends(ClientRule):
-    what: str = "int"
-    sends = ("delta", "more")
-
-    def finish(self, shared, state, client_state, data, task):
-        report, client_state = super().finish(shared, state, client_state, data, task)
-        more = {
-            "int": torch.arange(3), "matrix": torch.zeros(2, 5), "scalar": torch.tensor(1.0),
-            "ragged": torch.zeros(data.n), "vector": torch.zeros(5),
-            "bool": torch.zeros(5, dtype=torch.bool), "half": torch.zeros(5).half(),
-            "sparse": torch.zeros(5).to_sparse(),
-        }
-        return {**report, "more": more[self.what]}, client_state
-
-
-@dataclass(frozen=True)
-class Returns(ClientRule):
-    method: str = ""
-    what: str = "none"
-
-    def returned(self, method, right):
-        wrong = {"none": None, "list": [torch.zeros(3)]}
-        return right if self.method != method else wrong[self.what]
-
-    def state(self, task):
-        return self.returned("state", {})
-
-    def init(self, shared, client_state, data, task):
-        return self.returned("init", {})
-
-    def finish(self, shared, state, client_state, data, task):
-        report, kept = super().finish(shared, state, client_state, data, task)
-        if self.method == "report":
-            return self.returned("report", report), kept
-        return self.returned("finish", (report, kept))
-
-
-@dataclass(frozen=True)
-class Measures(ClientRule):
-    what: str = "vector"
-
-    def finish(self, shared, state, client_state, data, task):
-        report, kept = super().finish(shared, state, client_state, data, task)
-        metrics = {
-            "vector": torch.zeros(3), "word": "high", "number": 1, "complex": torch.tensor(1j),
-            "scalar": torch.tensor(1.0), "one": torch.ones(1),
-        }
-        return {**report, "metric/m": metrics[self.what]}, kept
-
-
-@dataclass(frozen=True)
-class Broadcasts(ServerRule):
-    method: str = "broadcast"
-    provides = ("x", "eta")
-
-    def init(self, x0, problem):
-        return {"x": x0, "eta": 0.5 if self.method == "init" else x0.new_tensor(0.5)}
-
-    def before_round(self, state, cohort):
-        return [*state] if self.method == "before_round" else state
-
-    def broadcast(self, state):
-        return {"x": state["x"], "eta": 0.5} if self.method == "broadcast" else state
-
-    def update(self, state, reports):
-        return {**state, "eta": 0.5} if self.method == "update" else state
-
-
-@dataclass(frozen=True)
-class Takes(ServerRule):
-    mode: str = "mean"
-
-    @property
-    def uploads(self):
-        return {"delta": "mean", "more": self.mode}
-
-    def update(self, state, reports):
-        reports.mean("more")
-        return {"x": state["x"] - reports.mean("delta")}
-"""
-
-
-SERVERS = """
-import random
-from dataclasses import dataclass
-
-import numpy as np
-import torch
-
-from raysim.rules import ServerRule
-
-
-@dataclass(frozen=True)
-class Updates(ServerRule):
-    what: str = ""
-
-    def init(self, x0, problem):
-        return {"x": x0, "memory": torch.zeros(problem.n_clients, 3)}
-
-    def before_round(self, state, cohort):
-        if self.what == "before":
-            return {**state, "x": state["x"] + torch.randn(1)}
-        if self.what == "few":
-            raise ValueError("too few clients")
-        return state
-
-    def update(self, state, reports):
-        x, step = state["x"], reports.mean("delta")
-        match self.what:
-            case "shape":
-                x = (x - step)[None]
-            case "type":
-                x = (x - step).half()
-            case "memory":
-                return {**state, "memory": state["memory"][:1]}
-            case "key":
-                return {"x": x - step}
-            case "nothing":
-                return None
-            case "in place":
-                x -= step
-            case "torch":
-                x = x - step * torch.rand(1)
-            case "NumPy":
-                x = x - step * float(np.random.rand())
-            case "Python":
-                x = x - step * random.random()
-            case "upload":
-                x = x - reports.mean("deltas")
-            case "name":
-                x = x - stepp
-            case "keyed":
-                x = x - step * float(reports.rng("scale").random())
-            case "mismatch":
-                x = x - step[:5]
-            case "lost memory":
-                x = x - state["memory"].sum(0)
-            case "raises":
-                raise ValueError("too few clients")
-            case _:
-                x = x - step
-        memory = state["memory"]
-        memory[reports.ids] += 1  # a large buffer may change in place
-        return {"x": x, "memory": memory}
-"""
+SERVERS = program("rule_dry_run_servers")
 
 FORGETS = """
 from dataclasses import dataclass
@@ -512,16 +251,7 @@ def test_a_rule_that_loops_is_compared_on_request(given):
 
 def clients() -> list[tuple[str, str]]:
     """Every shipped client rule with a server rule that can feed it."""
-    found = []
-    for client in sorted(CLIENT_RULES):
-        for server in sorted(SERVER_RULES, key=lambda name: (name != client, name)):
-            try:
-                refuse_pair(CLIENT_RULES[client](), SERVER_RULES[server]())
-            except ConfigError:
-                continue
-            found.append((client, server))
-            break
-    return found
+    return [(client, first_server(client, sorted(SERVER_RULES))) for client in sorted(CLIENT_RULES)]
 
 
 @pytest.mark.parametrize(("client", "server"), clients())
@@ -627,14 +357,6 @@ def pairs() -> list[tuple[str, str]]:
         next((c, s) for c in sorted(CLIENT_RULES, key=lambda c: (c != s, c)) if fits(c, s))
         for s in sorted(SERVER_RULES)
     ]
-
-
-def fits(client: str, server: str) -> bool:
-    try:
-        refuse_pair(CLIENT_RULES[client](), SERVER_RULES[server]())
-    except ConfigError:
-        return False
-    return True
 
 
 @pytest.mark.parametrize(("client", "server"), pairs())

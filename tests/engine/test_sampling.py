@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.programs import program
 
 import raysim
 from raysim.config import explain
@@ -16,36 +17,7 @@ SIZES = np.array([5, 0, 20, 3, 40, 12])
 ROUNDS = 4000
 BASE = {"data": "digits", "rounds": 3, "algorithm": "fedavg", "partition": {"clients": 6}}
 
-OWN = """
-from dataclasses import dataclass
-from raysim.rules import ClientSampling
-import numpy as np
-
-@dataclass(frozen=True)
-class Newest(ClientSampling):
-    skip: int = 0
-
-    def sample(self, pool, size, t, rng):
-        return pool.ids[::-1][self.skip : self.skip + size]
-
-@dataclass(frozen=True)
-class Stranger(ClientSampling):
-    def sample(self, pool, size, t, rng):
-        return [99]
-
-@dataclass(frozen=True)
-class Crowd(ClientSampling):
-    def sample(self, pool, size, t, rng):
-        return pool.ids
-
-@dataclass(frozen=True)
-class Unkeyed(ClientSampling):
-    def sample(self, pool, size, t, rng):
-        return np.random.choice(pool.ids, size, replace=False)
-
-class NoRule:
-    pass
-"""
+OWN = program("sampling_own")
 
 
 def cohorts(schedule: dict, rounds: int = ROUNDS) -> np.ndarray:

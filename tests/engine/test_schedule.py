@@ -1042,6 +1042,7 @@ ALIVE = {
 }
 
 
+@pytest.mark.ray
 @pytest.mark.parametrize("algorithm", ["fedhist", "fedasync"])
 def test_resumed_is_uninterrupted(tracked, tmp_path, recycled_actors, algorithm):
     """Stopped in round 14, after the checkpoint of round 10, with tasks under way on several

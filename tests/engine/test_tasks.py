@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.programs import program
 
 import raysim
 from raysim.attacks import gradient_inversion
@@ -242,16 +243,7 @@ def test_what_a_run_measures_is_written_out(plan_of):
 
 # -- the metric that says which model is best -----------------------------------------------------
 
-LINE = """
-import numpy as np
-
-
-def load():
-    rng = np.random.default_rng(0)
-    x = rng.normal(size=(120, 3))
-    y = x @ np.ones(3)
-    return (x[40:], y[40:]), (x[:40], y[:40])
-"""
+LINE = program("tasks_line")
 
 
 def regression(base: dict[str, Any], path: str, **changes: Any) -> dict[str, Any]:
@@ -297,94 +289,7 @@ def test_early_stopping_judges_by_the_tasks_metric(base, source):
 
 # -- a task and a metric of one's own --------------------------------------------------------------
 
-OWN = '''
-import random
-from dataclasses import dataclass
-from typing import ClassVar
-
-import numpy as np
-import torch
-
-from raysim.rules import LearningTask, Regression, TaskMetric
-
-
-@dataclass(frozen=True)
-class Quantile(Regression):
-    """Pinball loss: the net learns a quantile of the target."""
-
-    q: float = 0.5
-    default_metrics: ClassVar = ("mae",)
-
-    def loss(self, outputs, batch):
-        error = batch.y.to(outputs.dtype).reshape(outputs.shape) - outputs
-        return torch.maximum(self.q * error, (self.q - 1) * error).mean(1)
-
-
-@dataclass(frozen=True)
-class OneNumber(Regression):
-    def loss(self, outputs, batch):
-        return ((outputs - batch.y) ** 2).mean()
-
-
-class Bias(TaskMetric):
-    metric_name = "bias"
-    larger_is_better = False
-
-    def rows(self, outputs, y):
-        return (outputs - y).double().mean(1)
-
-    def value(self, rows):
-        return float(np.abs(rows.mean()))
-
-
-class Shifted(TaskMetric):
-    """Sum of the outputs of the examples with a positive target, for inputs that are 1 larger."""
-
-    def inputs(self, x):
-        return x + 1
-
-    def rows(self, outputs, y):
-        return outputs.sum(1)[y[:, 0] > 0]
-
-
-class Accuracy(Bias):
-    metric_name = "accuracy"
-
-
-class Used(Bias):
-    metric_name = "used"
-
-
-class Broken(Bias):
-    metric_name = "broken"
-
-    def value(self, rows):
-        raise ValueError("not today")
-
-
-class Noisy(Bias):
-    metric_name = "noisy"
-
-    def inputs(self, x):
-        return x + torch.randn_like(x)
-
-
-class Resampled(Bias):
-    metric_name = "resampled"
-
-    def value(self, rows):
-        return float(np.random.choice(rows))
-
-
-@dataclass(frozen=True)
-class Jittered(Quantile):
-    def loss(self, outputs, batch):
-        return super().loss(outputs, batch) * random.random()
-
-
-class NoTask:
-    pass
-'''
+OWN = program("tasks_own")
 
 
 def test_a_task_and_a_metric_of_ones_own(plan_of, source):
@@ -498,15 +403,7 @@ def test_the_net_is_checked_with_real_examples(plan_of, source):
     assert records[-1]["perplexity"] < records[0]["perplexity"]
 
 
-LOSSES = """
-from dataclasses import dataclass
-from raysim.rules import ClientRule, cross_entropy
-
-@dataclass(frozen=True)
-class Labelled(ClientRule):
-    def direction(self, shared, state, batch, task):
-        return task.grad(state["w"], batch, cross_entropy)
-"""
+LOSSES = program("tasks_losses")
 
 
 def test_a_rule_that_uses_the_cross_entropy_of_labels_is_refused_elsewhere(plan_of, source):

@@ -5,23 +5,12 @@ from __future__ import annotations
 import logging
 
 import pytest
+from support.programs import program
 
 from raysim.prepare.resolve import prepare
 from raysim.sweeps import prepare_sweep
 
-PER_CLIENT = """
-from dataclasses import dataclass
-
-from raysim.rules import ServerRule
-
-
-@dataclass(frozen=True)
-class Middle(ServerRule):
-    uploads = {"delta": "per_client"}
-
-    def update(self, state, reports):
-        return {"x": state["x"] - reports.per_client("delta").median(0).values}
-"""
+PER_CLIENT = program("uniform_weights_per_client")
 
 
 @pytest.fixture

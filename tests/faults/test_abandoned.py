@@ -26,6 +26,8 @@ from raysim.tracking import abandoned
 from raysim.tracking import tracker as tracking
 from raysim.tracking.recorder import Clock
 
+pytestmark = pytest.mark.ray
+
 HOURS = 5 * 3600
 
 DYING = """
@@ -53,17 +55,17 @@ def died(uri: str, tmp_path: Path) -> Path:
     """The folder of a run whose process was killed."""
     folder = tmp_path / "runs" / "x" / "run"
     process = Forked("-c", textwrap.dedent(DYING), uri, tmp_path.name, folder, cwd=tmp_path)
-    assert process.wait() == -signal.SIGKILL, process.said
+    assert process.wait() == -signal.SIGKILL, process.output
     assert run_in(uri, tmp_path.name).info.status == "RUNNING"
     return folder
 
 
 def report(uri: str, experiment: str) -> list[str]:
     """What a report says of an experiment in which no run is finished."""
-    said: list[str] = []
+    messages: list[str] = []
     with pytest.raises(ConfigError, match="no run is finished"):
-        finished_runs([experiment], uri, say=said.append)
-    return said
+        finished_runs([experiment], uri, say=messages.append)
+    return messages
 
 
 def test_a_report_marks_a_run_whose_process_died(uri, tmp_path, died):
@@ -81,8 +83,8 @@ def test_a_report_marks_a_run_whose_process_died(uri, tmp_path, died):
 
 def test_doctor_marks_the_runs_of_a_folder(uri, tmp_path, died, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    good, said = doctor._check_runs()
-    assert good and "raysim resume runs/x/run" in said
+    good, output = doctor._check_runs()
+    assert good and "raysim resume runs/x/run" in output
     assert run_in(uri, tmp_path.name).info.status == "FAILED"
     assert "none" in doctor._check_runs()[1]
 

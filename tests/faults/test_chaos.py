@@ -22,7 +22,7 @@ from raysim.distributed.worker_pool import WorkerPool
 from raysim.prepare.resolve import prepare
 from raysim.runs import run as experiment
 
-pytestmark = pytest.mark.usefixtures("recycled_actors")
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("recycled_actors")]
 
 MOMENTS = ("out", "between", "any")
 """Right after blocks were sent off, between training and the server's update, or a little later

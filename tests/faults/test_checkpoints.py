@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from support.forked import Forked, call
 from support.processes import SUPPORT, basic, client_of, each_step_once, run_in, timeless, written
+from support.stopped_runs import checkpoint_rounds, stop_at
 
 import raysim
 from raysim.engine.inline_executor import Inline
@@ -26,19 +27,7 @@ from raysim.runs import result
 from raysim.runs.artifacts import written_files
 from raysim.runs.resume import resume
 
-
-def stop_at(number: int) -> Callable[[dict[str, float]], None]:
-    def progress(record: dict[str, float]) -> None:
-        if record["round"] == number:
-            raise KeyboardInterrupt
-
-    return progress
-
-
-def rounds_of(folder: Path) -> list[int]:
-    return [
-        int(path.name.removeprefix("round-")) for path in checkpoint.available_checkpoints(folder)
-    ]
+pytestmark = pytest.mark.ray
 
 
 @pytest.fixture(scope="module")
@@ -127,12 +116,14 @@ def test_each_checkpoint_that_cannot_be_used_is_named_and_the_one_before_taken(
         with caplog.at_level(logging.WARNING):
             saved = checkpoint.read_latest(copy, logging.getLogger("raysim").warning)
         assert saved is not None and saved.facts["round"] == 4
-        said = [record.getMessage() for record in caplog.records]
-        assert len(said) == 2 and str(newest) in said[0] and str(second) in said[1], said
+        messages = [record.getMessage() for record in caplog.records]
+        assert len(messages) == 2 and str(newest) in messages[0] and str(second) in messages[1], (
+            messages
+        )
         if name == "another format":
             assert all(
                 re.search(r"written by raysim \S+ in format \w+; this one reads \d", line)
-                for line in said
+                for line in messages
             )
 
 
@@ -192,17 +183,17 @@ def test_the_best_checkpoint_is_kept(uri, tmp_path):
     at = {t: done.history[t]["accuracy"] for t in range(2, 13, 2)}
     best = max(at, key=lambda t: at[t])
     assert best < 10, f"the later rounds must be worse: {at}"
-    assert rounds_of(tmp_path / "run") == [best, 10, 12]
+    assert checkpoint_rounds(tmp_path / "run") == [best, 10, 12]
     raysim.run(
         config,
         {"checkpoint": {"every": 2, "keep": 2, "best": False}, "run_dir": str(tmp_path / "last")},
     )
-    assert rounds_of(tmp_path / "last") == [10, 12]
+    assert checkpoint_rounds(tmp_path / "last") == [10, 12]
     config["evaluate"] = {"every": 0}
     raysim.run(
         config, {"checkpoint": {"every": 2, "keep": 2}, "run_dir": str(tmp_path / "unmeasured")}
     )
-    assert rounds_of(tmp_path / "unmeasured") == [10, 12]
+    assert checkpoint_rounds(tmp_path / "unmeasured") == [10, 12]
 
 
 # -- a full disk -----------------------------------------------------------------------------------
@@ -211,10 +202,10 @@ def test_the_best_checkpoint_is_kept(uri, tmp_path):
 def on_a_full_disk(
     folder: Path, what: str, first: int, *arguments: object
 ) -> tuple[int, list[str]]:
-    """The exit code, and the lines of what was said."""
+    """The exit code, and the lines of its output."""
     script = SUPPORT / "full_disk.py"
-    code, said = Forked(script, what, first, *arguments, cwd=folder).ended()
-    return code, said.rstrip().splitlines()
+    code, output = Forked(script, what, first, *arguments, cwd=folder).ended()
+    return code, output.rstrip().splitlines()
 
 
 @pytest.mark.parametrize("what", ["checkpoints", "size"])
@@ -223,12 +214,12 @@ def test_the_run_stops_where_a_checkpoint_is_required(uri, tmp_path, what):
     half-written beside it, and with room again the run goes on to the same end."""
     config = basic(tmp_path, uri) | {"rounds": 10, "checkpoint": {"every": 2}}
     whole = raysim.run(config, run_dir=str(tmp_path / "whole"))
-    code, said = on_a_full_disk(tmp_path, what, 3, "run", written(tmp_path, config))
-    assert code == 1, said
-    assert said[-1].startswith("error: ") and re.search(r"\(\d+ MB free there\)", said[-1])
+    code, lines = on_a_full_disk(tmp_path, what, 3, "run", written(tmp_path, config))
+    assert code == 1, lines
+    assert lines[-1].startswith("error: ") and re.search(r"\(\d+ MB free there\)", lines[-1])
     if what != "size":  # that limit may meet the tracker's thread as well
-        assert not [line for line in said if "Traceback" in line]
-    there = rounds_of(tmp_path / "run")
+        assert not [line for line in lines if "Traceback" in line]
+    there = checkpoint_rounds(tmp_path / "run")
     assert there == [2, 4]
     assert sorted(
         path.name for path in checkpoint.checkpoints_folder(tmp_path / "run").iterdir()
@@ -249,12 +240,12 @@ def test_the_run_goes_on_where_a_checkpoint_is_not_required(uri, tmp_path):
     whole = raysim.run(
         config, run_dir=str(tmp_path / "whole"), tracking={"uri": uri, "experiment": "whole"}
     )
-    code, said = on_a_full_disk(
+    code, lines = on_a_full_disk(
         tmp_path, "checkpoints", 3, "run", written(tmp_path, config), "--json"
     )
-    assert code == 0, said
-    assert json.loads(said[-1])["digest"] == whole.digest
-    assert rounds_of(tmp_path / "run") == [2, 4]
+    assert code == 0, lines
+    assert json.loads(lines[-1])["digest"] == whole.digest
+    assert checkpoint_rounds(tmp_path / "run") == [2, 4]
     run = run_in(uri, tmp_path.name)
     failed = {
         m.step: m.value
@@ -262,7 +253,7 @@ def test_the_run_goes_on_where_a_checkpoint_is_not_required(uri, tmp_path):
         if m.value
     }
     assert failed == {7: 1, 8: 1, 9: 2, 10: 2}
-    each = [line for line in said if "cannot be written" in line]
+    each = [line for line in lines if "cannot be written" in line]
     assert len(each) == 3 and all(
         "MB free" in line and "continues without it" in line for line in each
     )
@@ -271,9 +262,9 @@ def test_the_run_goes_on_where_a_checkpoint_is_not_required(uri, tmp_path):
 def test_a_full_disk_loses_nothing_that_was_to_be_tracked(uri, tmp_path):
     """The spool keeps in memory what it cannot write, and the server gets all of it, once."""
     config = basic(tmp_path, uri) | {"rounds": 10, "checkpoint": {"every": 0}}
-    code, said = on_a_full_disk(tmp_path, "spool", 8, "run", written(tmp_path, config), "--json")
-    assert code == 0, said
-    assert sum("records are kept in memory" in line for line in said) == 1
+    code, lines = on_a_full_disk(tmp_path, "spool", 8, "run", written(tmp_path, config), "--json")
+    assert code == 0, lines
+    assert sum("records are kept in memory" in line for line in lines) == 1
     run = run_in(uri, tmp_path.name)
     assert run.info.status == "FINISHED"
     with (tmp_path / "run" / "history.csv").open() as file:
@@ -299,10 +290,11 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_run_on_a_full_disk_ends_in_one_line_and_is_ended_in_mlflow(uri, tmp_path, small_disk):
     config = basic(tmp_path, uri) | {"rounds": 6, "run_dir": str(small_disk / "run")}
     config["model"] = {"name": "mlp", "hidden": [64]}
-    code, said = call("run", written(tmp_path, config), cwd=tmp_path)
-    assert code == 1 and "Traceback" not in said, said
+    code, output = call("run", written(tmp_path, config), cwd=tmp_path)
+    assert code == 1 and "Traceback" not in output, output
     assert re.fullmatch(
-        r"error: checkpoint .* cannot be written: .* \(\d+ MB free there\).*", said.splitlines()[-1]
+        r"error: checkpoint .* cannot be written: .* \(\d+ MB free there\).*",
+        output.splitlines()[-1],
     )
     (run,) = run_in_state(uri, tmp_path.name, "FAILED")
     assert (

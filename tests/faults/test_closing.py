@@ -15,6 +15,8 @@ from support.processes import basic, run_in, until, written
 from raysim.system import processes
 from raysim.system.processes import Process, descendants
 
+pytestmark = pytest.mark.ray
+
 SOON = {
     "RAY_health_check_initial_delay_ms": "500",
     "RAY_health_check_period_ms": "500",
@@ -49,8 +51,8 @@ def test_a_process_of_ray_that_is_stopped_ends_the_run(uri, tmp_path, stopped, c
         if stopped == "gcs_server":
             time.sleep(1)
             os.kill(driver.pid, signal.SIGTERM)
-        assert driver.wait(200) == code, driver.said
-        said = driver.said
+        assert driver.wait(200) == code, driver.output
+        output = driver.output
         until(
             lambda: not [process for process in started if process.alive], 10, "a process is left"
         )
@@ -61,14 +63,14 @@ def test_a_process_of_ray_that_is_stopped_ends_the_run(uri, tmp_path, stopped, c
         processes.kill(started)
     found = run_in(uri, tmp_path.name)
     if code == 1:
-        (error,) = [line for line in said.splitlines() if line.startswith("error: ")]
+        (error,) = [line for line in output.splitlines() if line.startswith("error: ")]
         assert "Ray on this machine" in error and "its raylet has died or hangs" in error
         assert found.info.status == "FAILED" and found.data.tags["error"] == error.removeprefix(
             "error: "
         )
     else:
-        assert found.info.status == "KILLED" and "Ray has not shut down within" in said
-    assert "Traceback" not in said
+        assert found.info.status == "KILLED" and "Ray has not shut down within" in output
+    assert "Traceback" not in output
 
 
 def test_a_call_without_end_is_limited():

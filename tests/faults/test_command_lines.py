@@ -15,6 +15,8 @@ from support.processes import SUPPORT
 from raysim.errors import ConfigError
 from raysim.planning.forecast import _read_costs
 
+pytestmark = pytest.mark.ray
+
 
 def explored(cases: int, seed: int, folder: Path) -> dict:
     script = SUPPORT / "command_lines.py"

@@ -24,6 +24,8 @@ from raysim.cli.run_resume import _dry_run
 from raysim.errors import ConfigError, RaysimError
 from raysim.prepare.resolve import prepare
 
+pytestmark = pytest.mark.ray
+
 Path_ = tuple[Any, ...]
 
 COMMON = TO_CHANGE | {"rounds": 3}
@@ -265,12 +267,12 @@ def judged(text: str, keys: list[Any], folder: Path) -> str | None:
             ):  # else it takes for long
                 _dry_run(plan, Console(file=io.StringIO()))
     except ConfigError as error:
-        said = str(
+        message = str(
             error
         )  # a change may have consequences elsewhere: any key that it begins with will do
-        by_name = any(str(key) in said or repr(key) in said for key in keys if key != "")
-        if keys and not by_name and not re.match(r"[\w.]+: ", said):
-            return f"names none of its keys {keys}: {said[:300]}"
+        by_name = any(str(key) in message or repr(key) in message for key in keys if key != "")
+        if keys and not by_name and not re.match(r"[\w.]+: ", message):
+            return f"names none of its keys {keys}: {message[:300]}"
     except RaysimError as error:  # what a run itself stops at, and says so: a client that diverges
         return None if "client" in str(error) else f"{type(error).__name__}: {str(error)[:300]}"
     except Exception as error:

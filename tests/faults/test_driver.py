@@ -20,32 +20,25 @@ from support.processes import (
     basic,
     each_step_once,
     kill,
+    processes_with_mark,
     run_in,
     start,
     timeless,
     until,
     written,
 )
+from support.programs import program
+from support.stopped_runs import checkpoint_rounds
 
 import raysim
 from raysim.engine.state import checkpoint
 from raysim.runs.resume import resume
 from raysim.system import lock
 
+pytestmark = pytest.mark.ray
+
 MOMENTS = ("files", "rename", "renamed", "remove")
 """In the writing of a checkpoint, where a process kills itself: see `support/dying.py`."""
-
-
-def marked(mark: str) -> list[int]:
-    """Processes that have this mark in their environment."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if mark.encode() in (folder / "environ").read_bytes():
-                found.append(int(folder.name))
-        except OSError:
-            continue
-    return found
 
 
 def raysim_(folder: Path, *arguments: object, die: str = "", **environment: str) -> Forked:
@@ -55,28 +48,7 @@ def raysim_(folder: Path, *arguments: object, die: str = "", **environment: str)
     return Forked(*program, *arguments, cwd=folder, **environment)
 
 
-SLEEPY = """
-import os
-import time
-from dataclasses import dataclass
-
-from raysim.algorithms.gradma import GradMAClient
-
-
-@dataclass(frozen=True)
-class Sleepy(GradMAClient):
-    seconds: float = 0.0
-    alarm: str = "/nowhere"
-    book: str = "/dev/null"
-
-    def init(self, shared, client_state, data, task):
-        with open(self.book, "a") as book:
-            book.write(f"{int(task.t)}\\n")
-        time.sleep(self.seconds)
-        while task.t > 0 and os.path.exists(self.alarm) and os.path.getsize(self.book) > 120:
-            time.sleep(0.05)
-        return super().init(shared, client_state, data, task)
-"""
+SLEEPY = program("driver_sleepy")
 """Takes its time and notes the version that each task begins with; after 60 tasks, while a file is
 there, it sleeps, but in no dry run."""
 
@@ -89,12 +61,6 @@ def sleepy(rule: str, **parameters: Any) -> dict[str, Any]:
     }
 
 
-def rounds_of(folder: Path) -> list[int]:
-    return [
-        int(path.name.removeprefix("round-")) for path in checkpoint.available_checkpoints(folder)
-    ]
-
-
 def killed_until_it_is_done(
     folder: Path, config: dict[str, Any], moments: list[str], seed: int, **environment: str
 ) -> None:
@@ -104,17 +70,21 @@ def killed_until_it_is_done(
         begun = (run / "config.yaml").exists()
         arguments = ("resume", run) if begun else ("run", file)
         driver = raysim_(folder, *arguments, die=moment * (moment in MOMENTS), **environment)
-        before = rounds_of(run)[-1:]
+        before = checkpoint_rounds(run)[-1:]
         if moment == "soon":
             time.sleep(choice.uniform(0, 1.5))
         elif moment == "on its way":
-            until(lambda: rounds_of(run)[-1:] != before or not driver.alive(), 120, driver.said)  # noqa: B023
+            until(
+                lambda: checkpoint_rounds(run)[-1:] != before or not driver.alive(),  # noqa: B023
+                120,
+                driver.output,
+            )
             time.sleep(choice.uniform(0, 0.4))
         if moment in ("soon", "on its way"):
-            assert driver.alive(), driver.said
+            assert driver.alive(), driver.output
             driver.signal(signal.SIGKILL)
         code = driver.wait()
-        assert code == (0 if moment == "never" else -signal.SIGKILL), f"{moment}: {driver.said}"
+        assert code == (0 if moment == "never" else -signal.SIGKILL), f"{moment}: {driver.output}"
 
 
 @pytest.mark.parametrize(
@@ -167,7 +137,7 @@ def test_a_kill_of_a_driver_of_actors_does_not_show(uri, tmp_path, source):
     saved = checkpoint.read_latest(tmp_path / "ray", pytest.fail)
     assert saved is not None and timeless(saved.facts["history"]) == timeless(whole.history)
     each_step_once(uri, run.info.run_id, saved.facts["history"])
-    until(lambda: not marked(mark), 60, f"still alive: {marked(mark)}")
+    until(lambda: not processes_with_mark(mark), 60, f"still alive: {processes_with_mark(mark)}")
 
 
 # -- told to end in a long round -------------------------------------------------------------------
@@ -204,18 +174,18 @@ def test_what_was_done_is_kept_when_a_long_round_is_ended(
     alarm.touch()
     book.touch()
     driver = raysim_(tmp_path, "run", written(tmp_path, config))
-    until(lambda: book.stat().st_size > 120 or not driver.alive(), 120, driver.said)
+    until(lambda: book.stat().st_size > 120 or not driver.alive(), 120, driver.output)
     time.sleep(1)
     began = time.monotonic()
     os.kill(driver.pid, signal.SIGTERM)
-    assert driver.wait() == 143, driver.said
+    assert driver.wait() == 143, driver.output
     assert time.monotonic() - began < 60
-    (done,) = rounds_of(tmp_path / "run")
-    assert done > 3 and f"continues after round {done}" in driver.said.splitlines()[-1]
+    (done,) = checkpoint_rounds(tmp_path / "run")
+    assert done > 3 and f"continues after round {done}" in driver.output.splitlines()[-1]
     alarm.unlink()
     book.write_text("")
     again = raysim_(tmp_path, "resume", tmp_path / "run")
-    assert again.wait() == 0, again.said
+    assert again.wait() == 0, again.output
     saved = checkpoint.read_latest(tmp_path / "run", pytest.fail)
     assert saved is not None and timeless(saved.facts["history"]) == timeless(whole.history)
     left = sum(record["clients/used"] for record in whole.history[done + 1 :])
@@ -245,12 +215,12 @@ def test_a_signal_while_it_starts(uri, tmp_path, later, number):
     try:
         time.sleep(later)
         process.send_signal(number)
-        said = process.communicate(timeout=180)[0]
+        output = process.communicate(timeout=180)[0]
     finally:
         kill(process)
         process.communicate()  # closes its pipe
     if process.returncode != 0:  # on a fast machine it may be over
-        assert process.returncode == 128 + number and "Traceback" not in said, said
+        assert process.returncode == 128 + number and "Traceback" not in output, output
     if (tmp_path / "run" / "config.yaml").exists() and process.returncode:
         assert resume(tmp_path / "run", {"resources.executor": "inline"}).rounds == 5
 
@@ -269,7 +239,7 @@ def test_a_folder_at_work_is_refused_and_one_whose_process_died_is_taken_over(
     book.touch()
     file = written(tmp_path, config)
     driver = raysim_(tmp_path, "run", file)
-    until(lambda: book.stat().st_size > 120 or not driver.alive(), 120, driver.said)
+    until(lambda: book.stat().st_size > 120 or not driver.alive(), 120, driver.output)
     before = {
         p: p.stat().st_mtime_ns for p in checkpoint.checkpoints_folder(tmp_path / "run").rglob("*")
     }
@@ -279,11 +249,11 @@ def test_a_folder_at_work_is_refused_and_one_whose_process_died_is_taken_over(
         ("resume", tmp_path / "run", "--fork", "rounds=40"),
     ):
         other = raysim_(tmp_path, *arguments)
-        assert other.wait() == 2, other.said
-        said = other.said.splitlines()[-1]
+        assert other.wait() == 2, other.output
+        output = other.output.splitlines()[-1]
         assert re.search(
-            rf"process {driver.pid} on {re.escape(platform.node())} is at work", said
-        ), said
+            rf"process {driver.pid} on {re.escape(platform.node())} is at work", output
+        ), output
     assert driver.alive() and before == {
         p: p.stat().st_mtime_ns for p in checkpoint.checkpoints_folder(tmp_path / "run").rglob("*")
     }
@@ -292,7 +262,7 @@ def test_a_folder_at_work_is_refused_and_one_whose_process_died_is_taken_over(
     alarm.unlink()
     assert (tmp_path / "run" / lock.LOCK_FILE).exists()
     again = raysim_(tmp_path, "resume", tmp_path / "run")
-    assert again.wait() == 0, again.said
+    assert again.wait() == 0, again.output
     saved = checkpoint.read_latest(tmp_path / "run", pytest.fail)
     assert saved is not None and timeless(saved.facts["history"]) == timeless(whole.history)
     assert not (tmp_path / "run" / lock.LOCK_FILE).exists()

@@ -19,6 +19,8 @@ from raysim.engine.state import checkpoint
 from raysim.errors import ConfigError
 from raysim.runs.resume import fork, forked, resume
 
+pytestmark = pytest.mark.ray
+
 
 def stopped(config: dict[str, Any], number: int) -> None:
     def progress(record: dict[str, float]) -> None:
@@ -46,8 +48,8 @@ def test_a_run_goes_on_by_its_mlflow_id(config, uri, tmp_path):
     stopped(config, 7)
     run_id = id_of(tmp_path / "run")
     (tmp_path / "elsewhere").mkdir()
-    code, said = call("resume", run_id, f"tracking.uri={uri}", cwd=tmp_path / "elsewhere")
-    assert code == 0, said
+    code, output = call("resume", run_id, f"tracking.uri={uri}", cwd=tmp_path / "elsewhere")
+    assert code == 0, output
     found = client_of(uri).get_run(run_id)
     assert found.info.status == "FINISHED" and found.data.tags["digest"] == whole.digest
     each_step_once(uri, run_id, whole_history(tmp_path / "run"))
@@ -203,12 +205,12 @@ def test_a_run_stays_in_its_folder(config, tmp_path):
 
 def test_a_fork_on_the_command_line(config, uri, tmp_path):
     stopped(config, 7)
-    code, said = call("resume", tmp_path / "run", "--fork", "local.lr=0.2", cwd=tmp_path)
-    assert code == 0, said
+    code, output = call("resume", tmp_path / "run", "--fork", "local.lr=0.2", cwd=tmp_path)
+    assert code == 0, output
     (made,) = [p.parent for p in (tmp_path / "runs").rglob("config.yaml")]
-    assert str(made.relative_to(tmp_path)) in said
-    code, said = call("resume", tmp_path / "run", "--fork", "partition.alpha=0.9", cwd=tmp_path)
-    assert code == 2 and "error: partition.alpha: " in said and "Traceback" not in said
+    assert str(made.relative_to(tmp_path)) in output
+    code, output = call("resume", tmp_path / "run", "--fork", "partition.alpha=0.9", cwd=tmp_path)
+    assert code == 2 and "error: partition.alpha: " in output and "Traceback" not in output
 
 
 # -- passwords -------------------------------------------------------------------------------------
@@ -253,18 +255,18 @@ def test_a_password_in_an_address_is_not_said(config, tmp_path, refusing, monkey
         "experiment": "secret",
         "required": False,
     }
-    code, said = call("run", written(tmp_path, config | {"rounds": 3}), cwd=tmp_path)
-    assert code == 0 and heard and SECRET not in said, said
-    code, said = call("tracking", "sync", tmp_path / "run", cwd=tmp_path)
-    assert code == 2 and "MLFLOW_TRACKING_PASSWORD" in said and SECRET not in said, said
+    code, output = call("run", written(tmp_path, config | {"rounds": 3}), cwd=tmp_path)
+    assert code == 0 and heard and SECRET not in output, output
+    code, output = call("tracking", "sync", tmp_path / "run", cwd=tmp_path)
+    assert code == 2 and "MLFLOW_TRACKING_PASSWORD" in output and SECRET not in output, output
     monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "user")
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", SECRET)
-    code, said = call("tracking", "sync", tmp_path / "run", cwd=tmp_path)
-    assert code == 1 and SECRET not in said, said
+    code, output = call("tracking", "sync", tmp_path / "run", cwd=tmp_path)
+    assert code == 1 and SECRET not in output, output
     config["tracking"]["required"] = True
-    code, said = call(
+    code, output = call(
         "run", written(tmp_path, config), f"run_dir={tmp_path / 'required'}", cwd=tmp_path
     )
-    assert code == 1 and f"127.0.0.1:{port}" in said and SECRET not in said, said
+    assert code == 1 and f"127.0.0.1:{port}" in output and SECRET not in output, output
     assert not any(SECRET.encode() in body for body in heard)
     assert not any(base64.b64encode(SECRET.encode()) in body for body in heard)

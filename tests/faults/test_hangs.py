@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from support.processes import basic, timeless
+from support.programs import program
 
 import raysim
 from raysim.distributed.ray_executor import RayExecutor
@@ -19,7 +20,7 @@ from raysim.distributed.worker_pool import WorkerPool
 from raysim.prepare.resolve import prepare
 from raysim.runs import run as experiment
 
-pytestmark = pytest.mark.usefixtures("recycled_actors")
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("recycled_actors")]
 
 TIMEOUT = 4
 """Seconds of silence."""
@@ -84,17 +85,17 @@ def test_actors_that_hang_are_replaced(uri, tmp_path, monkeypatch, caplog):
     """
     config = basic(tmp_path, uri) | {"rounds": 12, "algorithm": {"name": "gradma", "memory": 9}}
     whole = raysim.run({**config, "run_dir": f"{config['run_dir']}-inline"})
-    said: list[str] = []
+    messages: list[str] = []
     monkeypatch.setattr(Hanging, "victims", {2: "client", 4: "server", 6: "eval"}, raising=False)
     monkeypatch.setattr(experiment, "choose", lambda plan, log: Hanging(log))
     resources = {"executor": "ray", "actors": 2, "cpus": 0.5, "timeout": TIMEOUT}
-    done = experiment.execute(prepare({**config, "resources": resources}), log=said.append)
+    done = experiment.execute(prepare({**config, "resources": resources}), log=messages.append)
     assert done.digest == whole.digest and timeless(done.history) == timeless(whole.history)
     last = done.history[-1]
     assert (last["system/actors_failed"], last["system/server_restarts"]) == (2, 1) and last[
         "system/blocks_retried"
     ] >= 1
-    client, evaluator = said
+    client, evaluator = messages
     assert re.match(rf"ClientActor 0 failed \(in round 3, with \d blocks?: {HUNG}\)", client)
     assert re.match(rf"the EvalActor failed \(.*{HUNG}\)", evaluator)
     (server,) = [
@@ -106,24 +107,7 @@ def test_actors_that_hang_are_replaced(uri, tmp_path, monkeypatch, caplog):
     )
 
 
-SLOW = """
-import os
-import time
-from dataclasses import dataclass
-
-from algorithms.fedavg import FedAvgClient
-
-
-@dataclass(frozen=True)
-class Slow(FedAvgClient):
-    seconds: float = 0.0
-    driver: int = 0
-
-    def init(self, shared, client_state, data, task):
-        if os.getpid() != self.driver:  # the dry run is the driver's
-            time.sleep(self.seconds)
-        return {}
-"""
+SLOW = program("hangs_slow")
 
 
 def test_a_block_that_takes_longer_than_the_timeout_is_not_lost(uri, tmp_path, source):

@@ -16,6 +16,8 @@ from raysim.runs.result import read_history
 from raysim.runs.resume import resume
 from raysim.tracking import abandoned
 
+pytestmark = pytest.mark.ray
+
 KILLED = """
     import os, signal, sys
     from raysim.runs import run
@@ -42,7 +44,7 @@ def test_resume_closes_a_run_that_was_killed_at_its_end(
         config, run_dir=str(tmp_path / "whole"), tracking={"uri": uri, "experiment": "whole"}
     )
     process = Forked("-c", textwrap.dedent(KILLED), written(tmp_path, config), step, cwd=tmp_path)
-    assert process.wait() == -signal.SIGKILL, process.said
+    assert process.wait() == -signal.SIGKILL, process.output
     folder = tmp_path / "run"
     names = {"parameters.safetensors", "history.csv"}
     assert {name for name in names if (folder / name).exists()} == written_by_then

@@ -10,9 +10,12 @@ import pytest
 from support.forked import call
 from support.mlflow_server import Server
 from support.processes import basic, client_of, each_step_once, run_in, until
+from support.programs import program
 
 import raysim
 from raysim.tracking import tracker as tracking
+
+pytestmark = pytest.mark.ray
 
 
 @pytest.fixture(scope="module")
@@ -36,19 +39,7 @@ def server(only: Server, monkeypatch: pytest.MonkeyPatch) -> Server:
     return only
 
 
-SLOW = """
-import time
-from dataclasses import dataclass
-
-from raysim.algorithms.fedavg import FedAvgClient
-
-
-@dataclass(frozen=True)
-class Slow(FedAvgClient):
-    def init(self, shared, client_state, data, task):
-        time.sleep(0.005)
-        return {}
-"""
+SLOW = program("mlflow_server_slow")
 
 
 def test_a_server_that_goes_and_comes_back_loses_and_delays_nothing(
@@ -95,14 +86,14 @@ def test_what_a_run_could_not_send_is_sent_afterwards(server, tmp_path):
             server.stop()
 
     done = raysim.run(config, progress=progress)
-    code, said = call("tracking", "sync", tmp_path / "run", cwd=tmp_path)
-    assert code == 1 and "cannot be sent" in said and "Traceback" not in said, said
+    code, output = call("tracking", "sync", tmp_path / "run", cwd=tmp_path)
+    assert code == 1 and "cannot be sent" in output and "Traceback" not in output, output
     server.start()
     server.wait()
-    code, said = call("tracking", "sync", tmp_path / "run", cwd=tmp_path)
-    assert code == 0 and int(said.split()[0]) > 0, said
-    code, said = call("tracking", "sync", tmp_path / "run", cwd=tmp_path)
-    assert (code, said.strip()) == (0, "0 records sent")
+    code, output = call("tracking", "sync", tmp_path / "run", cwd=tmp_path)
+    assert code == 0 and int(output.split()[0]) > 0, output
+    code, output = call("tracking", "sync", tmp_path / "run", cwd=tmp_path)
+    assert (code, output.strip()) == (0, "0 records sent")
     run = run_in(server.uri, tmp_path.name)
     assert run.info.status == "FINISHED" and run.data.tags["digest"] == done.digest
     each_step_once(server.uri, run.info.run_id, done.history)
@@ -127,5 +118,5 @@ def test_a_password_lands_nowhere_on_the_server(server, only, tmp_path, caplog, 
     files = [path for path in (only.folder / "artifacts").rglob("*") if path.is_file()]
     assert any(path.name == "config.yaml" for path in files)
     assert not [path for path in files if SECRET.encode() in path.read_bytes()]
-    said = "".join(capfd.readouterr()) + caplog.text
-    assert SECRET not in said
+    output = "".join(capfd.readouterr()) + caplog.text
+    assert SECRET not in output

@@ -9,6 +9,8 @@ import pytest
 from support.forked import Forked
 from support.processes import basic, run_in, written
 
+pytestmark = pytest.mark.ray
+
 DISTURBED = """
 import os, sys
 {disturb}

@@ -12,6 +12,8 @@ import raysim
 from raysim.engine.state import checkpoint
 from raysim.errors import ClientError
 
+pytestmark = pytest.mark.ray
+
 SIZES = [20, 24, 31, 13, 22, 18]
 """Client 3 is known by how many examples it has."""
 
@@ -109,10 +111,10 @@ def test_a_server_rule_that_raises_is_told_in_one_line_and_what_was_done_is_kept
     done = raysim_("run", written(tmp_path, config))
     assert done.code == 1
     line = len(BROKEN[: BROKEN.index("raise")].splitlines())
-    said = "round 3: update of server rule 'broken' failed: ValueError: not today "
-    said += f'({rule}, line {line}: `raise ValueError("not today")`)'
-    said += " (the uploads were: mean of 'delta' [1210] float32)"
-    assert done.err.splitlines()[-1] == f"error: {said}"
+    message = "round 3: update of server rule 'broken' failed: ValueError: not today "
+    message += f'({rule}, line {line}: `raise ValueError("not today")`)'
+    message += " (the uploads were: mean of 'delta' [1210] float32)"
+    assert done.err.splitlines()[-1] == f"error: {message}"
     assert (
         "Traceback" not in done.err and "ray::" not in done.err and len(done.err.splitlines()) < 5
     ), done.err

@@ -15,6 +15,8 @@ from raysim.distributed.ray_executor import RayExecutor
 from raysim.prepare.resolve import prepare
 from raysim.runs import run as experiment
 
+pytestmark = pytest.mark.ray
+
 BOUND = {"driver": 20_000, "actor": 2_000, "shared": 500, "files": 0.01}
 """Bytes of private and of shared memory a round, and open files. The driver keeps the history,
 forty figures of each round."""

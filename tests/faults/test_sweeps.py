@@ -23,6 +23,8 @@ from support.processes import client_of, steps_of, until
 
 from raysim.system import lock
 
+pytestmark = pytest.mark.ray
+
 GRID = {
     "rounds": 20,
     "data": "digits",
@@ -57,17 +59,17 @@ def killed_and_resumed(
     until(
         lambda: len(results(folder)) >= count // 3 or not driver.alive(), 400, "no trial finishes"
     )
-    assert driver.alive(), driver.said
+    assert driver.alive(), driver.output
     os.kill(driver.pid, signal.SIGKILL)
     assert driver.wait() == -signal.SIGKILL
     trials = [path.parent for path in folder.glob("runs/killed/trials/*/config.yaml")]
     until(lambda: not any(map(lock.running, trials)), 60, "a trial outlives its driver")
     before = results(folder)
     assert count // 3 <= len(before) < count
-    code, said = call(*command, "--json", cwd=folder, seconds=580)
-    assert code == 0, said
-    told = json.loads(said.splitlines()[-1])
-    assert (told["finished"], told["reused"]) == (count, len(before)), said
+    code, output = call(*command, "--json", cwd=folder, seconds=580)
+    assert code == 0, output
+    told = json.loads(output.splitlines()[-1])
+    assert (told["finished"], told["reused"]) == (count, len(before)), output
     after = results(folder)
     assert len(after) == count and {path: after[path] for path in before} == before, (
         "finished trials are not run again"

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.programs import program
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -295,17 +296,7 @@ def test_a_net_starts_with_the_statistics_that_it_came_with():
     assert (bound.forward(x, "eval", fresh) - trained(x)).abs().max() > 0.1
 
 
-LOADED = """
-import torch
-from torch import nn
-
-
-def net(shape, classes, path: str = ""):
-    made = nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, classes))
-    if path:
-        made.load_state_dict(torch.load(path))
-    return made
-"""
+LOADED = program("flat_loaded")
 
 
 def test_a_run_from_loaded_weights_starts_at_their_accuracy(one, source, engine, tmp_path):
@@ -829,18 +820,7 @@ def test_a_net_that_ends_in_a_swapped_module():
     assert Model(last, (1, 8, 8), 10).dropouts == [((10,), 0.5)]
 
 
-LSTM = """
-from torch import nn
-
-
-class Reader(nn.Module):
-    def __init__(self, shape, classes):
-        super().__init__()
-        self.lstm, self.last = nn.LSTM(8, 6, batch_first=True), nn.Linear(6, classes)
-
-    def forward(self, x):
-        return self.last(self.lstm(x[:, 0])[0][:, -1])
-"""
+LSTM = program("flat_lstm")
 
 
 def test_an_lstm_is_looped_and_refused_under_vmap(one, source, engine):

@@ -34,7 +34,7 @@ def normed() -> nn.Sequential:
     return nn.Sequential(nn.Flatten(), nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
 
 
-def test_a_run_starts_where_another_one_ended(uri: str):
+def test_a_run_starts_where_another_one_ended(uri: str, tracked: None):
     first = raysim.run(DIGITS_MLP, run_dir="first", **{"tracking.uri": uri})
     contents = set()
     for source in ("first/parameters.safetensors", "first", first.run_id):

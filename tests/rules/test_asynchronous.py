@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from support.programs import program
 
 import raysim
 from raysim.config.sections.data import Data
@@ -20,61 +21,7 @@ from raysim.schedule import preview, synchronous_round
 from raysim.training.messages import Block, Broadcast
 
 STALE = {"name": "kasync", "k": 4}
-RULES = """
-from dataclasses import dataclass
-
-from raysim.algorithms.fedavg import FedAvgServer
-from raysim.rules import ServerRule
-
-
-@dataclass(frozen=True)
-class Youngest(FedAvgServer):
-    \"\"\"Only the least stale count.\"\"\"
-
-    def weigh(self, cohort):
-        least = min(cohort.staleness)
-        young = [float(s == least) for s in cohort.staleness]
-        return [w / sum(young) for w in young]
-
-
-@dataclass(frozen=True)
-class Bad(FedAvgServer):
-    how: str = "short"
-
-    def weigh(self, cohort):
-        K = len(cohort.ids)
-        wrong = {"short": [1.0] * (K - 1), "negative": [-1.0] * K, "nan": [float("nan")] * K, "zero": [0.0] * K}
-        return wrong[self.how]
-
-
-@dataclass(frozen=True)
-class Last(ServerRule):
-    \"\"\"Jumps to the model of whom arrived last.\"\"\"
-
-    needs_base_params = True
-    weights_after_training = True
-
-    @property
-    def uploads(self):
-        return {"delta": "per_client"}
-
-    def update(self, state, reports):
-        K = len(reports.ids)
-        reports.set_weights([0.0] * (K - 1) + [1.0])
-        return {"x": reports.bases[-1] - reports.rows["delta"][-1]}
-
-
-@dataclass(frozen=True)
-class Early(Last):
-    weights_after_training = False
-
-
-@dataclass(frozen=True)
-class Short(Last):
-    def update(self, state, reports):
-        reports.set_weights([1.0])
-        return {"x": state["x"]}
-"""
+RULES = program("asynchronous_rules")
 NET = """
 from torch import nn
 
@@ -244,34 +191,11 @@ def test_the_clock_is_drawn_and_kept(base, tmp_path):
     assert (tmp_path / "one.png").exists()
 
 
-BROKEN = """
-from dataclasses import dataclass
-
-from raysim.algorithms.fedavg import FedAvgServer
-from raysim.rules import ServerRule
-
-
-@dataclass(frozen=True)
-class Boom(FedAvgServer):
-    def weigh(self, cohort):
-        return [1 / s for s in cohort.staleness]
-
-
-@dataclass(frozen=True)
-class Bang(FedAvgServer):
-    def update(self, state, reports):
-        raise ValueError("bang")
-
-
-@dataclass(frozen=True)
-class Unasked(ServerRule):
-    def update(self, state, reports):
-        return {"x": reports.bases[0]}
-"""
+BROKEN = program("asynchronous_broken")
 
 
 @pytest.mark.parametrize(
-    ("rule", "said"),
+    ("rule", "message"),
     [
         (
             "Boom",
@@ -284,9 +208,9 @@ class Unasked(ServerRule):
         ("Unasked", r"reports\.bases, for which its class must say needs_base_params = True"),
     ],
 )
-def test_a_server_rules_own_exception_has_its_name_and_round(rule, said, engine, source):
+def test_a_server_rules_own_exception_has_its_name_and_round(rule, message, engine, source):
     algorithm = source("broken", BROKEN) + f":{rule}"
-    with pytest.raises(RaysimError, match=said):
+    with pytest.raises(RaysimError, match=message):
         engine({"rounds": 2, "model": "logistic", "algorithm": algorithm, "schedule": STALE})
 
 

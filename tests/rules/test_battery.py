@@ -20,6 +20,9 @@ import pytest
 import torch
 from support.batteries import BAD, NETS, SIZES, poisoned, small, without
 from support.cohorts import sample_cohort
+from support.oracle_cases import distance
+from support.pairs import all_pairs, with_every_rule
+from support.programs import program
 
 from raysim.engine.cohorts import make_cohort, make_tasks
 from raysim.engine.inline_executor import Inline
@@ -30,58 +33,18 @@ from raysim.errors import ClientError, ConfigError, round_name
 from raysim.prepare.resolve import prepare
 from raysim.rules.contract import CLIENT_RULES, SERVER_RULES, ServerRule, overridden
 from raysim.rules.methods import registry
-from raysim.rules.methods.pairs import refuse_pair
 from raysim.schedule import make_schedule, synchronous_round
 from raysim.training.messages import Block, Broadcast, cut_blocks
 
 registry.discover()
 
 
-FAILING = """
-from dataclasses import dataclass
-
-import torch
-
-from raysim.algorithms.fedavg import FedAvgClient
-
-
-@dataclass(frozen=True)
-class Failing(FedAvgClient):
-    size: int = 0
-    since: int = 0
-
-    def init(self, shared, client_state, data, task):
-        return {"fails": torch.tensor(data.n == self.size and task.t >= self.since)}
-
-    def step(self, shared, state, batch, task):
-        if state["fails"]:
-            raise ValueError("the dog ate my gradient")
-        return super().step(shared, state, batch, task)
-"""
-
-
-def pairs() -> list[tuple[str, str]]:
-    """Every client rule with every server rule that can feed it."""
-    found = []
-    for client in sorted(CLIENT_RULES):
-        for server in sorted(SERVER_RULES):
-            try:
-                refuse_pair(CLIENT_RULES[client](), SERVER_RULES[server]())
-            except ConfigError:
-                continue
-            found.append((client, server))
-    return found
+FAILING = program("battery_failing")
 
 
 def a_few() -> list[tuple[str, str]]:
-    """Pairs in which every rule occurs."""
-    chosen: list[tuple[str, str]] = []
-    for client, server in sorted(
-        pairs(), key=lambda pair: pair[0] != pair[1]
-    ):  # what belongs together comes first
-        if client not in dict(chosen) or server not in [s for _, s in chosen]:
-            chosen.append((client, server))
-    return chosen
+    """Pairs in which every rule occurs; what belongs together comes first."""
+    return with_every_rule(sorted(all_pairs(), key=lambda pair: pair[0] != pair[1]))
 
 
 def one_for_each_client() -> list[tuple[str, str]]:
@@ -91,7 +54,7 @@ def one_for_each_client() -> list[tuple[str, str]]:
 
 def a_client_for(server: str) -> str:
     """A client rule that can feed this server rule, plain local SGD if possible."""
-    return min((c for c, s in pairs() if s == server), key=lambda c: (c != "fedavg", c))
+    return min((c for c, s in all_pairs() if s == server), key=lambda c: (c != "fedavg", c))
 
 
 every_rule = pytest.mark.parametrize("client, server", a_few())
@@ -101,7 +64,7 @@ every_client = pytest.mark.parametrize("client, server", one_for_each_client())
 def test_the_registry_is_not_empty():
     assert {"fedavg", "fedprox", "gradma"} <= set(CLIENT_RULES)
     assert {"fedavg", "fedavgm", "gradma"} <= set(SERVER_RULES)
-    assert len(pairs()) >= 9
+    assert len(all_pairs()) >= 9
 
 
 @pytest.fixture
@@ -117,12 +80,6 @@ def config(ragged, source) -> Callable[..., dict[str, Any]]:
         }  # fmt: skip
 
     return make
-
-
-def distance(ours: list[np.ndarray], theirs: list[np.ndarray]) -> float:
-    """The largest difference of any round, relative to the largest entry of that round."""
-    assert len(ours) == len(theirs)
-    return max(np.abs(a - b).max() / np.abs(b).max() for a, b in zip(ours, theirs, strict=True))
 
 
 def cohorts(engine: Engine) -> list[list[int]]:
@@ -509,8 +466,8 @@ def test_a_clients_own_exception_has_its_name_and_round(policy, engine, config, 
         == sum(BAD in c for c in cohorts(run)[2:])
         > 0
     )
-    said = [message for message in caplog.messages if round_name(first) in message]
-    assert len(said) == 1 and f"client {BAD}" in said[0] and what in said[0]
+    messages = [message for message in caplog.messages if round_name(first) in message]
+    assert len(messages) == 1 and f"client {BAD}" in messages[0] and what in messages[0]
     assert_sound(run)
 
 
@@ -580,6 +537,7 @@ def final(executor: Any) -> np.ndarray:
     return executor.snapshot().get()["state/x"].numpy().copy()
 
 
+@pytest.mark.ray
 @every_rule
 def test_several_actors_give_the_same_bits(client, server, config, base, on_ray):
     """This process and three actors: the same x to the bit in float32, with BatchNorm, dropout,
@@ -587,12 +545,14 @@ def test_several_actors_give_the_same_bits(client, server, config, base, on_ray)
     _same_on_actors(client, server, "loop", config, base, on_ray, 4, {"cohort": 5}, (3,))
 
 
+@pytest.mark.ray
 @every_client
 def test_any_number_of_actors_gives_the_same_bits(client, server, config, base, on_ray):
     """Three and one, side by side."""
     _same_on_actors(client, server, "vmap", config, base, on_ray, 4, {"cohort": 5}, (3, 1))
 
 
+@pytest.mark.ray
 @every_rule
 def test_several_actors_give_the_same_bits_under_k_async(client, server, config, base, on_ray):
     """Also where clients who began earlier train while the server is busy with the round before."""
@@ -625,6 +585,7 @@ def _same_on_actors(client, server, mode, config, base, on_ray, rounds, schedule
                 assert "per_second" in key or a[key] == b[key], key
 
 
+@pytest.mark.ray
 @pytest.mark.parametrize("policy", ["stop", "drop"])
 def test_an_exception_on_an_actor_has_its_name_and_round(policy, config, base, on_ray, source):
     """As in one process; dropping gives the same bits as there."""

@@ -18,16 +18,15 @@ from itertools import combinations, pairwise
 import numpy as np
 import pytest
 from scipy.optimize import nnls
+from support.pairs import all_pairs, with_every_rule
 from support.quadratics import Federation, Quadratics, far
 
 from raysim.algorithms.fedavg import FedAvgClient, FedAvgServer
 from raysim.algorithms.fedavgm import FedAvgMServer
 from raysim.algorithms.fedprox import FedProxClient
 from raysim.algorithms.gradma import GradMAClient, GradMAServer
-from raysim.errors import ConfigError
 from raysim.rules.contract import CLIENT_RULES, SERVER_RULES
 from raysim.rules.methods import registry
-from raysim.rules.methods.pairs import refuse_pair
 
 registry.discover()
 
@@ -286,29 +285,16 @@ STEADY = {
 round the place."""
 
 
-def pairs() -> list[tuple[str, str]]:
-    """Every client rule with every server rule that can feed it. But FedDyn's halves need each
-    other: its clients rest where ∇f_i = -α λ_i, and only its server makes the mean of the λ_i
-    vanish."""
-    found = []
-    for client in sorted(set(CLIENT_RULES) - set(INSIDE)):
-        for server in sorted(SERVER_RULES):
-            try:
-                refuse_pair(CLIENT_RULES[client](), SERVER_RULES[server]())
-            except ConfigError:
-                continue
-            if (client == "feddyn") == (server == "feddyn"):
-                found.append((client, server))
-    return found
-
-
 def every_rule() -> list[tuple[str, str]]:
-    """Pairs in which every rule occurs, beside plain averaging if possible."""
-    chosen: list[tuple[str, str]] = []
-    for client, server in sorted(pairs(), key=lambda pair: "fedavg" not in pair):
-        if client not in dict(chosen) or server not in [s for _, s in chosen]:
-            chosen.append((client, server))
-    return chosen
+    """Pairs in which every rule occurs, beside plain averaging if possible. But FedDyn's halves need
+    each other: its clients rest where ∇f_i = -α λ_i, and only its server makes the mean of the λ_i
+    vanish."""
+    pairs = [
+        (client, server)
+        for client, server in all_pairs()
+        if client not in INSIDE and (client == "feddyn") == (server == "feddyn")
+    ]
+    return with_every_rule(sorted(pairs, key=lambda pair: "fedavg" not in pair))
 
 
 @pytest.mark.parametrize("client, server", every_rule())

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from support.programs import program
 
 import raysim
 from raysim import cli
@@ -20,23 +21,7 @@ from raysim.prepare.resolve import prepare
 from raysim.rules import contract
 from raysim.rules.methods import registry
 
-HALF = """
-from dataclasses import dataclass
-
-from raysim.algorithms.fedavg import FedAvgServer
-from raysim.rules import Algorithm, ClientRule
-
-
-@dataclass(frozen=True)
-class HalfClient(ClientRule):
-    share: float = 0.5
-
-    def direction(self, shared, state, batch, task):
-        return self.share * task.grad(state["w"], batch)
-
-
-HALF = Algorithm("half", HalfClient, FedAvgServer, "nobody 2024", settings={"share": 0.25})
-"""
+HALF = program("installed_methods_half")
 
 Install = Callable[..., Path]
 
@@ -322,7 +307,7 @@ def test_data_nets_and_probes_of_a_package_are_used_by_their_names(small, others
 
 
 @pytest.mark.parametrize(
-    ("key", "said"),
+    ("key", "message"),
     [
         ("data=digits", "data.name: 'digits' is a data set of raysim .* and of half-clash 1.0"),
         ("model=mlp", "model.name: 'mlp' is a net of raysim .* and of half-clash 1.0"),
@@ -332,11 +317,11 @@ def test_data_nets_and_probes_of_a_package_are_used_by_their_names(small, others
         ("data.m=3", r"data\.m: unknown key"),
     ],
 )
-def test_mistakes_in_names_of_packages(small, others, key, said):
-    if "half-clash" in said:
+def test_mistakes_in_names_of_packages(small, others, key, message):
+    if "half-clash" in message:
         group, name = ("data", "digits") if "data" in key else ("models", "mlp")
         others("half-clash", "halfclash", "", group=f"raysim.{group}", **{name: "halfothers:blobs"})
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         prepare(
             {**small, "data": "blobs", "model": "flat", "algorithm": "fedavg"},
             [key, "partition.clients=4", "schedule.cohort=2"],

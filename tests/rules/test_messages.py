@@ -98,15 +98,15 @@ def given(base, source):
 def test_a_forgotten_decorator_is_told_with_its_line(given):
     with pytest.raises(ConfigError) as refused:
         prepare(given("init", decorator=""))
-    said = (
+    message = (
         r"client.name: put @dataclass\(frozen=True\) above class MineClient \(.*mine\.py, line 10\)"
     )
-    assert re.match(said, str(refused.value))
+    assert re.match(message, str(refused.value))
 
 
 @pytest.mark.parametrize("mode", ["loop", "vmap"])
 @pytest.mark.parametrize(
-    ("case", "said", "line"),
+    ("case", "expected", "line"),
     [
         ("state", "state of client rule 'mine' returns nothing; end it with `return {}`", DEF),
         ("init", "init of client rule 'mine' returns nothing; end it with `return {}`", DEF),
@@ -150,11 +150,11 @@ def test_a_forgotten_decorator_is_told_with_its_line(given):
         ("short", "direction of client rule 'mine' returns a tensor of shape [3]", DEF),
     ],
 )
-def test_what_a_method_returns_is_refused_before_the_run(mode, case, said, line, given):
+def test_what_a_method_returns_is_refused_before_the_run(mode, case, expected, line, given):
     with pytest.raises(ConfigError) as refused:
         prepare(given(case, batching={"mode": mode}))
     message = str(refused.value)
-    assert message.startswith(f"client.name: {said}")
+    assert message.startswith(f"client.name: {expected}")
     assert re.search(rf"mine\.py, line {line}\)", message)
 
 
@@ -232,9 +232,9 @@ def test_what_a_server_rule_raises_is_told_with_its_line(given, engine, source):
 
 
 def test_a_hyperparameter_of_a_replaced_half_says_what_to_write():
-    said = (
+    message = (
         r"algorithm.beta1: belongs to the server rule of 'gradma', which server=fedavg replaces; "
         r"write algorithm=null client=gradma server=fedavg"
     )
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         prepare("quickstart", {"server": "fedavg"})

@@ -40,6 +40,7 @@ from support.oracle_cases import (
     distance,
     feed,
 )
+from support.programs import program
 
 from raysim.training.batches.batch_order import batch_positions, batches_per_pass, local_steps
 
@@ -301,18 +302,7 @@ def test_the_memory_is_the_papers(name, engine, ragged):
     np.testing.assert_allclose(state["m"].numpy(), m, rtol=0, atol=1e-9 * np.abs(m).max())
 
 
-FAINT = """
-from torch import nn
-
-
-class Net(nn.Module):
-    def __init__(self, shape, classes):
-        super().__init__()
-        self.lin = nn.Linear(64, classes)
-
-    def forward(self, x):
-        return 1e-4 * self.lin(x.flatten(1))
-"""
+FAINT = program("oracles_faint")
 
 
 @pytest.mark.parametrize("mode", MODES)

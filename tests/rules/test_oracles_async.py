@@ -32,6 +32,7 @@ from support.oracle_cases import (
     by_round,
     distance,
 )
+from support.programs import program
 
 from raysim import schedule
 
@@ -389,21 +390,7 @@ def test_fedhist_scores(name, engine, ragged):
     assert len(rule.utility) > 5 and len(set(found)) > 2
 
 
-FAILING = """
-from dataclasses import dataclass
-
-from raysim.algorithms.fedavg import FedAvgClient
-
-
-@dataclass(frozen=True)
-class Failing(FedAvgClient):
-    least: int = 0
-
-    def finish(self, shared, state, client_state, data, task):
-        report, kept = super().finish(shared, state, client_state, data, task)
-        fails = float("nan") if data.n >= self.least else 1.0
-        return {**report, "delta": report["delta"] * fails}, kept
-"""
+FAILING = program("oracles_async_failing")
 
 DROPS: dict[str, dict[str, Any]] = {
     "fedavg": {}, "dynsgd": {}, "dynsgd not normalised": {"normalise": False, **SAMPLES},

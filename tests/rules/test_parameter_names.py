@@ -6,26 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from support.programs import program
 
-OWN_NAMES = """
-from dataclasses import dataclass
-
-from raysim.rules import ClientRule
-
-
-@dataclass(frozen=True)
-class Client(ClientRule):
-    free: float = 0.5
-
-    def init(self, shared, row, data, task):
-        return {"scale": shared["x"].new_tensor(self.free)}
-
-    def direction(self, broadcast, local, minibatch, problem):
-        return local["scale"] * problem.grad(local["w"], minibatch)
-
-    def finish(self, shared, state, row, data, task):
-        return super().finish(shared, state, row, data, task)
-"""
+OWN_NAMES = program("parameter_names_own_names")
 
 
 @pytest.fixture

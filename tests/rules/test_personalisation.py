@@ -16,12 +16,13 @@ from oracle.nets import MLPBatchNorm
 from support.batteries import NETS as STAGED
 from support.documents import blocks
 from support.oracle_cases import BATCH_NORM, MODES, NETS, distance, feed
+from support.pairs import fits
+from support.programs import program
 
 import raysim
-from raysim.errors import ConfigError, RaysimError
+from raysim.errors import RaysimError
 from raysim.prepare.resolve import prepare
 from raysim.rules.methods import registry
-from raysim.rules.methods.pairs import refuse_pair
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "personalisation.md"
 SHOWN = {block.file: block.text for block in blocks(PAGE) if block.file.endswith(".py")}
@@ -33,43 +34,7 @@ BODY = 64 * 8 + 8
 SIZES = [30, 9, 17, 12, 45, 8, 23, 16]
 """Examples of the clients. All have two and more in a batch, for BatchNorm."""
 
-BAD = """
-from dataclasses import dataclass
-
-import torch
-
-from raysim.rules import ClientRule
-
-
-@dataclass(frozen=True)
-class Short(ClientRule):
-    def personal(self, task):
-        return torch.ones(3, dtype=torch.bool)
-
-
-@dataclass(frozen=True)
-class Floats(ClientRule):
-    def personal(self, task):
-        return task.part("classifier").float()
-
-
-@dataclass(frozen=True)
-class NoPart(ClientRule):
-    def personal(self, task):
-        return task.part("head")
-
-
-@dataclass(frozen=True)
-class Alone(ClientRule):
-    def begin(self, shared, client_state, data, task):
-        return shared["x"]
-
-
-@dataclass(frozen=True)
-class ShortStart(ClientRule):
-    def begin(self, shared, client_state, data, task):
-        return shared["x"][:-1], None
-"""
+BAD = program("personalisation_bad")
 
 
 @pytest.fixture
@@ -299,14 +264,6 @@ def test_personal_parts_under_every_client_rule(client, run, source):
     kept = [looped.store.get(i) for i in range(len(SIZES)) if looped.store.seen[i]]
     parts = np.array([state["personal parameters"] for state in kept])
     assert (parts.std(0) > 0).any() and all(len(s["personal statistics"]) == 12 for s in kept)
-
-
-def fits(client: str, server: str) -> bool:
-    try:
-        refuse_pair(registry.CLIENT_RULES[client](), registry.SERVER_RULES[server]())
-    except ConfigError:
-        return False
-    return True
 
 
 # --- runs

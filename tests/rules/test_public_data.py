@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from support import softmax_regression
 from support.documents import blocks
+from support.programs import program
 from support.softmax_regression import (
     LR,
     SEED,
@@ -31,28 +32,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "public_data.md
 SHOWN = {block.file: block.text for block in blocks(PAGE) if block.file.endswith(".py")}
 ROUNDS, SIZE = 3, 5
 
-UNASKED = """
-from dataclasses import dataclass
-
-from raysim.rules import ClientRule, ServerRule
-
-
-@dataclass(frozen=True)
-class ClientUnasked(ClientRule):
-    def init(self, shared, client_state, data, task):
-        return {"n": shared["x"][0] * len(task.public)}
-
-
-@dataclass(frozen=True)
-class Unasked(ServerRule):
-    def update(self, state, reports):
-        return {"x": state["x"] - len(reports.public) * reports.mean("delta")}
-
-
-@dataclass(frozen=True)
-class Typo(ServerRule):
-    needs_public_data = True
-"""
+UNASKED = program("public_data_unasked")
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.programs import program
 
 BATCH_NORM = """
 from torch import nn
@@ -325,26 +326,7 @@ def test_and_otherwise_far_apart(pair, apart):
     assert apart(APART[pair], "loop") > 1e-4
 
 
-TWAFL_WITH_INA = """
-from dataclasses import dataclass
-
-from raysim.algorithms.twafl import TWAFLServer
-from raysim.numerics import norm
-
-
-@dataclass(frozen=True)
-class WithINA(TWAFLServer):
-    rho: float = 0.99
-
-    @property
-    def uploads(self):
-        return {"delta": "per_client"}
-
-    def update(self, state, reports):
-        g, mean = reports.rows["delta"], reports.mean("delta")
-        length = sum(norm(v) for v in g) / len(g)
-        return {"x": state["x"] - self.lr * self.rho**reports.round * length / norm(mean) * mean}
-"""
+TWAFL_WITH_INA = program("reductions_twafl_with_ina")
 
 
 @pytest.mark.parametrize("mode", ["loop", "vmap"])

@@ -59,9 +59,9 @@ class Mine(ClientRule):
     [("directon", "direction"), ("Direction", "direction"), ("finsh", "finish"), ("steps", "step")],
 )
 def test_a_misspelled_method_is_refused(method, meant, mine):
-    said = refused(mine(TYPO.format(method=method)))
-    assert said.startswith("algorithm.name: Mine has an unknown method '" + method)
-    assert said.endswith(f"did you mean {meant}?")
+    message = refused(mine(TYPO.format(method=method)))
+    assert message.startswith("algorithm.name: Mine has an unknown method '" + method)
+    assert message.endswith(f"did you mean {meant}?")
 
 
 def test_a_misspelled_method_of_a_server_rule_is_refused(mine):
@@ -82,8 +82,11 @@ mine = Algorithm("mine", Mine, FedAvgServer, "Nobody 2000")
 
 def test_a_declared_state_that_no_method_returns_asks_for_finish(mine):
     code = "from raysim.algorithms.fedavg import FedAvgServer\n" + STATE_ONLY
-    said = refused(mine(code, name=":mine"))
-    assert "state of client rule 'mine' declares {'v': (3,)}" in said and "define `finish(" in said
+    message = refused(mine(code, name=":mine"))
+    assert (
+        "state of client rule 'mine' declares {'v': (3,)}" in message
+        and "define `finish(" in message
+    )
 
 
 @pytest.mark.parametrize(
@@ -125,8 +128,8 @@ def test_a_file_with_one_algorithm_needs_no_name(mine, tmp_path):
 
 def test_a_file_without_or_with_two_algorithms_names_them(mine):
     second = PAIR + 'second = Algorithm("second", Half, Other, "Nobody 2000")\n'
-    said = refused(mine(second, name=""))
-    assert "which object of" in said and said.endswith("it has pair, second, Half, Other")
+    message = refused(mine(second, name=""))
+    assert "which object of" in message and message.endswith("it has pair, second, Half, Other")
     assert refused(mine(TYPO.format(method="step"), name="")).endswith("it has Mine")
     assert refused(mine("", name="")).endswith("it has no Algorithm and no rule")
 
@@ -138,15 +141,15 @@ NEEDY = PAIR.replace("    mu = 0.1\n", '    needs = ("x", "c")\n').replace(
 
 def test_a_half_of_a_pair_says_where_the_other_is(mine, tmp_path):
     file = f"{tmp_path}/mine.py"
-    said = refused(mine(NEEDY, name=":Half"))
-    assert said.endswith(f"; or write algorithm={file}:pair, its own pair")
-    said = refused(mine(NEEDY.partition("pair =")[0], name=":Half"))
-    assert said.endswith(f"; or write client={file}:Half server={file}:Other")
+    message = refused(mine(NEEDY, name=":Half"))
+    assert message.endswith(f"; or write algorithm={file}:pair, its own pair")
+    message = refused(mine(NEEDY.partition("pair =")[0], name=":Half"))
+    assert message.endswith(f"; or write client={file}:Half server={file}:Other")
 
 
 def test_a_wrong_name_lists_algorithms_first(mine):
-    said = refused(mine(PAIR, name=":wrong"))
-    assert said.endswith("mine.py defines no 'wrong' (it has pair, Half, Other)")
+    message = refused(mine(PAIR, name=":wrong"))
+    assert message.endswith("mine.py defines no 'wrong' (it has pair, Half, Other)")
     assert "did you mean 'pair'? (it has" in refused(mine(PAIR, name=":pairs"))
 
 
@@ -164,15 +167,15 @@ def test_a_hyper_parameter_without_a_type_is_named(section, mine):
     config = mine(PAIR, name=":Half")
     if section == "client":
         config |= {"client": config.pop("algorithm"), "server": "fedavg"}
-    said = refused(config, {f"{section}.mu": 0.2})
-    assert said.startswith(f"{section}.mu: unknown key of ")
-    assert said.endswith(": Half has mu without a type; write `mu: float = 0.1`")
+    message = refused(config, {f"{section}.mu": 0.2})
+    assert message.startswith(f"{section}.mu: unknown key of ")
+    assert message.endswith(": Half has mu without a type; write `mu: float = 0.1`")
 
 
 @pytest.mark.parametrize(("half", "key"), [("server", "lr"), ("client", "mu")])
 def test_keys_of_a_half_beside_an_algorithm_are_sent_to_it(half, key, mine):
-    said = refused(mine(PAIR, name=":pair"), {"algorithm": "fedprox", f"{half}.{key}": 0.5})
-    assert said == (
+    message = refused(mine(PAIR, name=":pair"), {"algorithm": "fedprox", f"{half}.{key}": 0.5})
+    assert message == (
         f"{half}.name: missing; with algorithm=fedprox its hyper-parameters are keys of "
         f"`algorithm`: write algorithm.{key}=0.5"
     )
@@ -255,16 +258,16 @@ def test_a_right_rule_is_allowed(right, mode, mine):
 )
 @pytest.mark.parametrize("mode", ["loop", "vmap"])
 def test_a_step_that_changes_its_arguments_is_refused(step, changed, mode, mine):
-    said = refused(mine(code(step), batching={"mode": mode}))
-    assert said.startswith(
+    message = refused(mine(code(step), batching={"mode": mode}))
+    assert message.startswith(
         f"algorithm.name: direction of client rule 'mine' changes {changed}, which"
     )
 
 
 @pytest.mark.parametrize("method", ["init", "finish"])
 def test_no_method_changes_what_all_clients_received(method, mine):
-    said = refused(mine(code(**{method: 'shared["x"].mul_(2)'})))
-    assert f"{method} of client rule 'mine' changes shared[\"x\"] in place" in said
+    message = refused(mine(code(**{method: 'shared["x"].mul_(2)'})))
+    assert f"{method} of client rule 'mine' changes shared[\"x\"] in place" in message
 
 
 @pytest.mark.parametrize("draw", ["torch.rand(3)", "np.random.rand()", "random.random()"])
@@ -273,20 +276,20 @@ def test_numbers_without_a_key_are_refused(method, draw, mine):
     part = f"{draw}; return g" if method == "step" else draw
     text = "import random\n\nimport numpy as np\n" + code(**{method: part})
     before = torch.get_rng_state()
-    said = refused(mine(text))
+    message = refused(mine(text))
     assert torch.equal(before, torch.get_rng_state())
     name = "direction" if method == "step" else method
     library = {"t": "torch", "n": "NumPy", "r": "Python"}[draw[0]]
-    assert said.startswith(
+    assert message.startswith(
         f"algorithm.name: {name} of client rule 'mine' draws from {library}'s global generator"
     )
-    assert ("`noise`" if method == "step" else "task.rng") in said
-    assert "docs/how-to/random_numbers.md" in said
+    assert ("`noise`" if method == "step" else "task.rng") in message
+    assert "docs/how-to/random_numbers.md" in message
 
 
 @pytest.mark.parametrize("executor", ["loop", "vmap"])
 @pytest.mark.parametrize(
-    ("step", "said"),
+    ("step", "message"),
     [
         ('return g + shared["cc"]', r"KeyError: 'cc' \(.*\); shared has: x$"),
         ('return g + state["u"]', r"KeyError: 'u' \(.*\); state has: v, w$"),
@@ -298,9 +301,9 @@ def test_numbers_without_a_key_are_refused(method, draw, mine):
         ("return g.size + 1", r"TypeError: .* \(.*\)$"),
     ],
 )
-def test_a_mistake_in_the_code_is_refused_before_the_run_in_one_line(step, said, executor, mine):
+def test_a_mistake_in_the_code_is_refused_before_the_run_in_one_line(step, message, executor, mine):
     text = refused(mine(code(step), batching={"mode": executor}))
-    assert re.match(f"algorithm.name: {said}", text) and "\n" not in text
+    assert re.match(f"algorithm.name: {message}", text) and "\n" not in text
     place = f"(direction of client rule 'mine', {{}}/mine.py, line {LINE + 2}: `{step}`)"
     assert place.partition("{}")[0] in text and place.partition("{}")[2] in text
     assert "on_client_error" not in text
@@ -310,9 +313,9 @@ def test_a_method_with_too_few_arguments_is_named(mine):
     text = code().replace(
         "direction(self, shared, state, batch, task)", "direction(self, state, batch)"
     )
-    said = refused(mine(text))
-    assert said.startswith("algorithm.name: direction of client rule 'mine' failed: TypeError: ")
-    assert f"mine.py, line {LINE})" in said
+    message = refused(mine(text))
+    assert message.startswith("algorithm.name: direction of client rule 'mine' failed: TypeError: ")
+    assert f"mine.py, line {LINE})" in message
 
 
 def test_a_failed_client_is_told_once(mine, engine):
@@ -329,8 +332,8 @@ def test_a_failed_client_is_told_once(mine, engine):
 @pytest.mark.parametrize("delta", ["(state['w'].mean()).reshape(1)", "state['w'][:-1]"])
 def test_a_delta_that_is_no_parameter_vector_is_refused(delta, mine):
     shape = {"(": 1, "s": 649}[delta[0]]
-    said = refused(mine(code(delta=delta)))
-    assert said.startswith(
+    message = refused(mine(code(delta=delta)))
+    assert message.startswith(
         f"algorithm.name: finish of client rule 'mine' sends 'delta' with the shape [{shape}], but "
         "server rule 'fedavg' takes it as an update of the parameters, [P] = [650] ("
     )
@@ -350,8 +353,8 @@ class Takes(ServerRule):
     uploads = {"delta": "mean", "drift": "mean"}
 """)  # fmt: skip
     client, server = find_rule("client", f"{path}:Sends"), find_rule("server", f"{path}:Takes")
-    said = r"the client sends 'delta', 'drifft'; did you mean 'drift'\? \(.*pair\.py, line 5\)"
-    with pytest.raises(ConfigError, match=said):
+    message = r"the client sends 'delta', 'drifft'; did you mean 'drift'\? \(.*pair\.py, line 5\)"
+    with pytest.raises(ConfigError, match=message):
         refuse_pair(client(), server())
     with pytest.raises(ConfigError, match="does; see `raysim list pairs`"):
         refuse_pair(find_rule("client", "fedavg")(), find_rule("server", "scaffold")())

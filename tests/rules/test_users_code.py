@@ -210,17 +210,17 @@ def test_what_a_server_rule_raises_is_its_failure(config, engine, source, hook, 
 def test_what_a_property_raises_is_a_mistake_in_the_rule(config, source, kind, hook, error):
     rule = source(f"{kind}_rule", PROPERTIES.format(hook=hook, error=error))
     config |= {"client": "fedavg", "server": "fedavg", "algorithm": None}
-    said = rf"^{kind}\.name: {hook} of {kind} rule '{kind}' failed: {named(error)}"
-    with stoppable(), pytest.raises(ConfigError, match=said):
+    message = rf"^{kind}\.name: {hook} of {kind} rule '{kind}' failed: {named(error)}"
+    with stoppable(), pytest.raises(ConfigError, match=message):
         prepare(config | {kind: f"{rule}:{kind.title()}"})
-    said = said.replace(f"{kind}\\.", "algorithm\\.", 1)
-    with stoppable(), pytest.raises(ConfigError, match=said):
+    message = message.replace(f"{kind}\\.", "algorithm\\.", 1)
+    with stoppable(), pytest.raises(ConfigError, match=message):
         prepare(config | {"algorithm": f"{rule}:{kind.title()}", "client": None, "server": None})
 
 
 @pytest.mark.parametrize("error", ANYTHING)
 @pytest.mark.parametrize(
-    ("hook", "said"),
+    ("hook", "message"),
     [
         ("__init__", "model.name: '.*' cannot be built: "),
         ("dry run", "model: .* fails on two examples of shape .*: "),
@@ -229,10 +229,10 @@ def test_what_a_property_raises_is_a_mistake_in_the_rule(config, source, kind, h
         ("eval", "the evaluation of model '.*' failed: "),
     ],
 )
-def test_what_a_net_raises_is_its_failure(config, engine, source, hook, said, error):
+def test_what_a_net_raises_is_its_failure(config, engine, source, hook, message, error):
     net = source("net", NET.format(hook=hook, error=error))
     config |= {"model": f"{net}:Mine", "evaluate": {"every": 1}, "batching": {"mode": "loop"}}
-    with pytest.raises(RaysimError, match=said + f".*{named(error)}"):
+    with pytest.raises(RaysimError, match=message + f".*{named(error)}"):
         engine(config)
 
 
@@ -241,11 +241,12 @@ def test_what_a_file_raises_on_import_is_its_failure(config, source, error):
     rule = source(
         "leaves", f"from asyncio import CancelledError\nOdd = BaseException\nraise {error}"
     )
-    said = rf"algorithm.name: .* fails on import: (.*{named(error)}|BaseException)"
-    with stoppable(), pytest.raises(ConfigError, match=said):
+    message = rf"algorithm.name: .* fails on import: (.*{named(error)}|BaseException)"
+    with stoppable(), pytest.raises(ConfigError, match=message):
         prepare(config | {"algorithm": f"{rule}:Mine"})
 
 
+@pytest.mark.ray
 def test_on_actors_it_is_the_same(config, source, recycled_actors):
     ray = {"executor": "ray", "actors": 1, "cpus": 0.5, "timeout": 120}
     for error in ("SystemExit(3)", "KeyboardInterrupt()"):
@@ -341,7 +342,7 @@ FAILING = {"faults.on_client_error": "drop", "local.lr": 1e30}
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         (
             FAILING,
@@ -359,9 +360,9 @@ FAILING = {"faults.on_client_error": "drop", "local.lr": 1e30}
     ids=["all fail", "all late", "all drop out"],
 )
 def test_a_run_that_trained_nothing_fails_unless_that_is_accepted(
-    config, tmp_path, given, said, caplog
+    config, tmp_path, given, message, caplog, tracked
 ):
-    with pytest.raises(RaysimError, match=said + r".*faults.on_empty_run=finish") as caught:
+    with pytest.raises(RaysimError, match=message + r".*faults.on_empty_run=finish") as caught:
         raysim.run(config, given)
     assert caught.value.exit_code == 1
     assert status(config) == "FAILED" and not (tmp_path / "run" / PARAMETERS_FILE).exists()
@@ -414,7 +415,7 @@ SCHEDULES = {
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("executor", ["inline", pytest.param("ray", marks=pytest.mark.ray)])
 def test_progress_that_returns_true_ends_the_run_with_its_result(
-    config, tmp_path, schedule, executor, request
+    config, tmp_path, schedule, executor, request, tracked
 ):
     config |= {"rounds": 9, "schedule": SCHEDULES[schedule], "checkpoint": {"every": 50}}
     whole = raysim.run(config, run_dir=str(tmp_path / "whole"))
@@ -448,7 +449,7 @@ def test_progress_may_say_why_and_the_last_round_is_no_early_end(config, tmp_pat
     assert not whole.stopped and (tmp_path / "whole" / PARAMETERS_FILE).exists()
 
 
-def test_progress_that_leaves_is_no_signal(config):
+def test_progress_that_leaves_is_no_signal(config, tracked):
     def leave(record: dict[str, float]) -> None:
         raise SystemExit(7)
 

@@ -255,12 +255,14 @@ def test_a_resumed_run_computes_what_is_recorded(folder: Path, tmp_path: Path):
     check("method gradma", resume(stopped.run_dir, {"rounds": BASE["rounds"]}).parameters)
 
 
+@pytest.mark.ray
 def test_two_actors_compute_what_is_recorded(folder: Path, tmp_path: Path, recycled_actors: None):
     config = configuration(CASES["method gradma"], folder, tmp_path / "run")
     resources = {"executor": "ray", "actors": 2, "threads": 1}
     check("method gradma", raysim.run(config | {"resources": resources}).parameters)
 
 
+@pytest.mark.ray
 def test_two_actors_sum_small_updates_like_one_process(
     folder: Path, tmp_path: Path, recycled_actors: None
 ):

@@ -394,6 +394,7 @@ def test_a_net_is_loaded_with_its_object(config, monkeypatch, tmp_path):
     torch.testing.assert_close(loaded.weight.flatten(), done.parameters[:12])
 
 
+@pytest.mark.ray
 def test_a_sweep_trains_objects_as_single_runs_do(config, monkeypatch, tmp_path, local_ray):
     monkeypatch.chdir(tmp_path)
     config |= {"task": lambda outputs, y: F.cross_entropy(outputs, y)}

@@ -17,7 +17,6 @@ import shutil
 import signal
 import sys
 import textwrap
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -31,6 +30,8 @@ import torch
 import yaml
 from safetensors.torch import load_file
 from support.forked import Forked
+from support.processes import processes_with_mark, until
+from support.programs import program
 from support.stopped_runs import same, stop_at
 
 import raysim
@@ -218,47 +219,7 @@ def test_gradma_sends_one_vector_down_and_one_up(config):
     )
 
 
-BROADCASTS = """
-from dataclasses import dataclass
-
-import torch
-
-from raysim.algorithms.fedavg import FedAvgServer
-
-
-@dataclass(frozen=True)
-class Clip(FedAvgServer):
-    provides = ("x", "clip")
-
-    def broadcast(self, state):
-        return {"x": state["x"], "clip": torch.tensor(0.5)}
-
-
-@dataclass(frozen=True)
-class Gossip(FedAvgServer):
-    provides = ("x", "models")
-
-    def init(self, x0, problem):
-        return {"x": x0, "models": x0.double().repeat(problem.n_clients, 1)}
-
-    def broadcast(self, state):
-        return {"x": state["x"], "models": state["models"]}
-
-    def update(self, state, reports):
-        return {**super().update(state, reports), "models": state["models"]}
-
-
-@dataclass(frozen=True)
-class Growing(FedAvgServer):
-    def init(self, x0, problem):  # one more number is broadcast in every round
-        return {"x": x0, "round": torch.tensor(0)}
-
-    def broadcast(self, state):
-        return {"x": state["x"], "more": torch.zeros(int(state["round"]), dtype=torch.float16)}
-
-    def update(self, state, reports):
-        return {**super().update({"x": state["x"]}, reports), "round": state["round"] + 1}
-"""
+BROADCASTS = program("run_broadcasts")
 
 
 @pytest.mark.parametrize(
@@ -524,28 +485,7 @@ def test_a_mistake_leaves_nothing_behind(config, tmp_path):
 # -- checkpoints -----------------------------------------------------------------------------------
 
 
-REMEMBERING = """
-from dataclasses import dataclass
-
-import torch
-
-from raysim.algorithms.fedavg import FedAvgClient
-
-
-@dataclass(frozen=True)
-class Remembering(FedAvgClient):
-    def state(self, task):
-        return {"last": task.zeros()}
-
-    def init(self, shared, client_state, data, task):
-        return {"pull": torch.where(client_state["seen"], 0.1 * client_state["last"], 0.01 * shared["x"])}
-
-    def direction(self, shared, state, batch, task):
-        return task.grad(state["w"], batch) + state["pull"]
-
-    def finish(self, shared, state, client_state, data, task):
-        return {"delta": shared["x"] - state["w"]}, {"last": state["w"].clone()}
-"""
+REMEMBERING = program("run_remembering")
 """What a client kept, and whether it was there before, shows in every step (GradMA's x' seldom
 does)."""
 
@@ -762,25 +702,6 @@ def test_when_checkpoints_are_written(config, tmp_path, every, expected):
 # -- told to end -----------------------------------------------------------------------------------
 
 
-def until(condition: Callable[[], Any], seconds: float, what: str) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, what
-        time.sleep(0.05)
-
-
-def with_mark(mark: str) -> list[int]:
-    """Processes that inherited this mark in their environment, zombies not counted."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if mark.encode() in (folder / "environ").read_bytes():
-                found.append(int(folder.name))
-        except OSError:
-            continue
-    return found
-
-
 @dataclass
 class Signalled:
     """A run on the command line that got a signal, and what came of it."""
@@ -833,8 +754,8 @@ def signalled(
 
 def test_a_signal_ends_a_run_with_its_code_and_one_line(signalled):
     run = signalled
-    assert run.process.wait(60) == run.code, run.process.said
-    said = run.process.said
+    assert run.process.wait(60) == run.code, run.process.output
+    said = run.process.output
     *_, last = said.rstrip().splitlines()
     assert "Traceback" not in said and last.startswith("stopped; what was done is kept"), said
     assert "not saved" not in said, "Ray must live until the progress is saved"
@@ -854,7 +775,7 @@ def test_a_signal_leaves_a_killed_run_that_can_go_on(signalled, uri):
 
 def test_a_signal_leaves_no_process_behind(signalled):
     mark = signalled.mark
-    until(lambda: not with_mark(mark), 10, f"still alive: {with_mark(mark)}")
+    until(lambda: not processes_with_mark(mark), 10, f"still alive: {processes_with_mark(mark)}")
 
 
 # -- lost and slow workers -------------------------------------------------------------------------
@@ -903,6 +824,7 @@ def pid(actor: Any) -> int:
     return ray.get(actor.__ray_call__.remote(lambda self: os.getpid()), timeout=30)
 
 
+@pytest.mark.ray
 @pytest.mark.long
 def test_a_killed_actor_does_not_show(on_ray, config, tmp_path):
     """Nor does anything of it stay in a Ray that was there before the run."""
@@ -944,6 +866,7 @@ def test_a_killed_actor_does_not_show(on_ray, config, tmp_path):
     until(lambda: not [p for p in everyone if Path(f"/proc/{p}").exists()], 15, "an actor lives on")
 
 
+@pytest.mark.ray
 @pytest.mark.usefixtures("recycled_actors")
 @pytest.mark.parametrize("killed", [False, True])
 def test_work_that_is_kept_back_does_not_show(on_ray, config, tmp_path, monkeypatch, killed):
@@ -976,25 +899,10 @@ def test_work_that_is_kept_back_does_not_show(on_ray, config, tmp_path, monkeypa
     assert (done.history[-1]["system/actors_failed"] == 1) == killed
 
 
-SLOW = """
-import os
-import time
-from dataclasses import dataclass
-
-from raysim.algorithms.fedavg import FedAvgClient
+SLOW = program("run_slow")
 
 
-@dataclass(frozen=True)
-class Slow(FedAvgClient):
-    driver: int = 0
-
-    def init(self, shared, client_state, data, task):
-        if os.getpid() != self.driver:  # the dry run is the driver's
-            time.sleep(20)
-        return {}
-"""
-
-
+@pytest.mark.ray
 def test_who_takes_too_long_or_is_lost_is_named(local_ray, config, source, monkeypatch):
     from raysim.distributed.heartbeats import Monitor
     from raysim.distributed.ray_executor import RayExecutor
@@ -1043,6 +951,7 @@ def ray_kill(actor: Any) -> None:
     ray.kill(actor)
 
 
+@pytest.mark.ray
 def test_a_timeout_at_the_start(local_ray, config, monkeypatch):
     from raysim.distributed.heartbeats import Monitor
 

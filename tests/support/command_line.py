@@ -17,7 +17,7 @@ from raysim.tracking import tracker as tracking
 
 
 @dataclass
-class Said:
+class CommandResult:
     code: int
     out: str
     err: str
@@ -31,7 +31,7 @@ class Said:
 @pytest.fixture
 def raysim_(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., Said]:
+) -> Callable[..., CommandResult]:
     """raysim_("run", ...): the console script, in an empty folder."""
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
@@ -39,7 +39,7 @@ def raysim_(
     monkeypatch.setattr(logging, "basicConfig", lambda **options: None)
     monkeypatch.setenv("COLUMNS", "200")
 
-    def call(*arguments: object) -> Said:
+    def call(*arguments: object) -> CommandResult:
         monkeypatch.setattr(sys, "argv", ["raysim", *map(str, arguments)])
         capsys.readouterr()
         code: Any = 0
@@ -48,13 +48,13 @@ def raysim_(
         except SystemExit as end:
             code = end.code or 0
         out, err = capsys.readouterr()
-        return Said(code, out, err)
+        return CommandResult(code, out, err)
 
     return call
 
 
-def assert_one_message(said: Said) -> None:
-    stages = [line for line in said.out.splitlines() if not line.startswith("loading ")]
-    assert said.code == 2 and not stages, said
-    assert said.err.startswith("error: ") and said.err.count("error:") == 1
-    assert "Traceback" not in said.err and 1 <= len(said.err.splitlines()) <= 2
+def assert_one_message(result: CommandResult) -> None:
+    stages = [line for line in result.out.splitlines() if not line.startswith("loading ")]
+    assert result.code == 2 and not stages, result
+    assert result.err.startswith("error: ") and result.err.count("error:") == 1
+    assert "Traceback" not in result.err and 1 <= len(result.err.splitlines()) <= 2

@@ -10,6 +10,7 @@ from typing import Any
 
 from raysim.prepare.resolve import read_run_config
 from support.documents import parse
+from support.programs import program
 
 EXTENSION = Path(__file__).resolve().parents[2] / "docs" / "_ext" / "example_pages.py"
 
@@ -27,16 +28,7 @@ gallery = _extension()
 """The module of the documentation that reads the gallery."""
 
 CLIENTS = 6
-DATA = """
-import numpy as np
-
-
-def load():
-    rng = np.random.default_rng(1)
-    y = rng.integers(0, 4, 140)
-    x = rng.normal(size=(140, 1, 8, 8)) + rng.normal(size=(4, 1, 8, 8))[y]
-    return {"train": (x[:100], y[:100]), "test": (x[100:120], y[100:120]), "public": (x[120:], y[120:])}
-"""
+DATA = program("examples_data")
 """Images of the shape of the digits, in four classes, and public ones."""
 
 

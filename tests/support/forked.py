@@ -64,12 +64,12 @@ class Forked:
             arguments=[str(argument) for argument in arguments],
             cwd=str(cwd),
             environment={**os.environ, "RAY_ADDRESS": "", "OMP_NUM_THREADS": "1", **environment},
-            said=str(self.file),
+            output=str(self.file),
         )["pid"]
         self.code: int | None = None
 
     @property
-    def said(self) -> str:
+    def output(self) -> str:
         """Its output on standard output and standard error."""
         return self.file.read_text()
 
@@ -94,7 +94,7 @@ class Forked:
     def ended(self, seconds: float = 200) -> tuple[int, str]:
         """Return the exit code and the output; kill the process if it does not end in time."""
         try:
-            return self.wait(seconds), self.said
+            return self.wait(seconds), self.output
         finally:
             if self.alive():
                 self.signal(signal.SIGKILL)

@@ -8,11 +8,16 @@ that needs a data set or a setting of the machine where it was written fails the
 from __future__ import annotations
 
 import atexit
+import builtins
+import io
 import os
 import shutil
+import sqlite3
+import sqlite3.dbapi2
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +44,18 @@ FOREIGN_FOLDERS = "TESTS_FOREIGN_FOLDERS"
 DEFAULT_OUTPUTS = ("runs", "mlruns", "mlartifacts", "mlflow.db")
 """Paths in the working folder where a run writes if it is not told otherwise."""
 
-EVENTS = {"open", "os.listdir", "os.scandir", "sqlite3.connect"}
-"""Audit events whose first argument is a path."""
+OPENING = (
+    (builtins, "open"),
+    (io, "open"),
+    (os, "open"),
+    (os, "listdir"),
+    (os, "scandir"),
+    (sqlite3, "connect"),
+    (sqlite3.dbapi2, "connect"),
+)
+"""Functions whose first argument is a path. (An audit hook would be called for every `id` of a
+`deepcopy` as well, which takes a tenth of the tests' time.)
+"""
 
 
 def isolate() -> list[str]:
@@ -73,20 +88,38 @@ def watch(foreign: list[str]) -> list[str]:
     is_foreign = dict.fromkeys(foreign, True)
     is_foreign |= dict.fromkeys(map(os.path.abspath, own), False)
     opened: list[str] = []
+    os_open = os.open
 
-    def on_event(event: str, arguments: tuple[Any, ...]) -> None:
-        if event not in EVENTS or not isinstance(arguments[0], str | bytes | os.PathLike):
-            return
-        if event == "open" and arguments[1] is None and not os.path.isabs(arguments[0]):
-            return  # of os.open, as by shutil.rmtree: the name may be in another folder
-        path = os.path.abspath(os.fsdecode(arguments[0]))
+    def note(path: Any) -> None:
+        path = os.path.abspath(os.fsdecode(path))
         folder = path  # the innermost folder that is known decides
         while folder not in is_foreign and folder != "/":
             folder = os.path.dirname(folder)
         if is_foreign.get(folder):
             opened.append(path)
 
-    sys.addaudithook(on_event)
+    def watched(function: Callable[..., Any], in_folders: bool) -> Callable[..., Any]:
+        """Note the paths with which a function is called.
+
+        Args:
+            function: any of `OPENING`.
+            in_folders: whether a relative path may lie in another folder than the working folder,
+                as those that shutil.rmtree opens.
+        """
+
+        @wraps(function)
+        def call(path: Any = ".", *arguments: Any, **keywords: Any) -> Any:
+            if isinstance(path, str | bytes | os.PathLike) and not (
+                in_folders and not os.path.isabs(path)
+            ):
+                note(path)
+            return function(path, *arguments, **keywords)
+
+        return call
+
+    for module, name in OPENING:
+        function = getattr(module, name)
+        setattr(module, name, watched(function, in_folders=function is os_open))
     return opened
 
 

@@ -25,7 +25,7 @@ class Server:
 
     def start(self, store: str = "") -> None:
         """Start the server; `store` is a database to serve instead of its own."""
-        with (self.folder / "server.txt").open("a") as said:
+        with (self.folder / "server.txt").open("a") as output:
             self.process: Any = subprocess.Popen(
                 [
                     *(
@@ -47,8 +47,8 @@ class Server:
                     *("--artifacts-destination", str(self.folder / "artifacts")),
                 ],
                 cwd=self.folder,
-                stdout=said,
-                stderr=said,
+                stdout=output,
+                stderr=output,
                 start_new_session=True,
                 env={
                     **os.environ,

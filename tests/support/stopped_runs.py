@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
+
+from raysim.engine.state import checkpoint
 
 TIMES = {
     "system/round_seconds",
@@ -28,3 +31,9 @@ def stop_at(number: int) -> Callable[[dict[str, float]], None]:
             raise KeyboardInterrupt
 
     return progress
+
+
+def checkpoint_rounds(folder: Path) -> list[int]:
+    """Return the rounds after which a run has checkpoints."""
+    checkpoints = checkpoint.available_checkpoints(folder)
+    return [int(path.name.removeprefix("round-")) for path in checkpoints]

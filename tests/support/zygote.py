@@ -2,7 +2,7 @@
 draws no pictures.
 
 Each line of standard input is a request in JSON, and is answered by one: {"arguments": those of
-`python`, "cwd", "environment", "said": a file} -> {"pid"}; {"wait": pid} -> {"code"}.
+`python`, "cwd", "environment", "output": a file} -> {"pid"}; {"wait": pid} -> {"code"}.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import raysim.sweeps.runner  # noqa: F401
 from raysim import cli  # noqa: F401
 from raysim.tracking import mlflow_client
 from support.mlflow_tables import made_once
-from support.pictures import leave_out_pictures
+from support.quick_runs import leave_out_pictures, leave_out_syncs
 
 
 def run(arguments: list[str]) -> None:
@@ -50,8 +50,8 @@ def become(request: dict[str, Any]) -> None:
     os.environ.clear()
     os.environ |= request["environment"]
     nothing = os.open(os.devnull, os.O_RDONLY)
-    said = os.open(request["said"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    for number, file in enumerate((nothing, said, said)):
+    output = os.open(request["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for number, file in enumerate((nothing, output, output)):
         os.dup2(file, number)
 
 
@@ -60,6 +60,7 @@ def main() -> None:
     mlflow_client.import_mlflow("sqlite:///:memory:")
     mlflow_client.import_mlflow = made_once(Path(sys.argv[1]))
     leave_out_pictures(setattr)
+    leave_out_syncs()
     gc.freeze()
     for line in sys.stdin:
         request = json.loads(line)

@@ -95,6 +95,7 @@ def halving(place: Path, local_ray: None) -> SweepResult:
     )
 
 
+@pytest.mark.ray
 def test_asha_stops_whom_it_must_and_says_so(halving: SweepResult, tmp_path: Path):
     full = [alone(trial, tmp_path) for trial in halving.sweep.trials]
     ends = halved([{int(r["round"]): r["loss"] for r in run.history} for run in full], [2, 4, 8], 2)
@@ -136,6 +137,7 @@ def test_asha_stops_whom_it_must_and_says_so(halving: SweepResult, tmp_path: Pat
     assert halving.table.count("1 stopped early") == 6 - ends.count(None)
 
 
+@pytest.mark.ray
 def test_a_stopped_trial_counts_as_done_and_a_larger_sweep_knows_what_was_reached(
     halving: SweepResult,
 ):
@@ -150,6 +152,7 @@ def test_a_stopped_trial_counts_as_done_and_a_larger_sweep_knows_what_was_reache
     ] == 1e-4
 
 
+@pytest.mark.ray
 def test_a_stopped_trial_goes_on_to_the_bit(halving: SweepResult, tmp_path: Path):
     """By hand, and in a sweep that stops nobody."""
     (first, _), *others = halving.stopped
@@ -171,6 +174,7 @@ def test_a_stopped_trial_goes_on_to_the_bit(halving: SweepResult, tmp_path: Path
         assert found.info.status == "FINISHED" and found.data.tags["stopped_early"] == ""
 
 
+@pytest.mark.ray
 def test_trials_that_fail_are_tried_again(place: Path, local_ray: None):
     """After an exception and after the process's death, from where they were; not more often than
     asked for."""

@@ -125,6 +125,7 @@ def runs_of(mlflow: Any) -> list[Any]:
     return mlflow.search_runs([mlflow.get_experiment_by_name("swept").experiment_id])
 
 
+@pytest.mark.ray
 def test_each_trial_is_the_run_it_would_be_alone(swept: SweepResult, tmp_path: Path):
     for trial in swept.sweep.trials:
         if trial.result:
@@ -141,6 +142,7 @@ def test_each_trial_is_the_run_it_would_be_alone(swept: SweepResult, tmp_path: P
             assert trial.result["metrics"] == done.metrics and trial.result["rounds"] == done.rounds
 
 
+@pytest.mark.ray
 def test_failures_are_told_and_stop_nobody(swept: SweepResult):
     failed = {trial.title: error.splitlines()[0] for trial, error in swept.failed}
     assert set(failed) == {"local.lr=1e+30", "Deadly"}
@@ -148,6 +150,7 @@ def test_failures_are_told_and_stop_nobody(swept: SweepResult):
     assert swept.as_object()["finished"] == 6 and swept.as_object()["failed"] == 2
 
 
+@pytest.mark.ray
 def test_one_parent_and_its_children(swept: SweepResult, mlflow: Any):
     runs = {run.info.run_id: run for run in runs_of(mlflow)}
     parent = runs.pop(swept.run_id)
@@ -196,6 +199,7 @@ def test_one_parent_and_its_children(swept: SweepResult, mlflow: Any):
             assert len(run.inputs.dataset_inputs) == 2
 
 
+@pytest.mark.ray
 def test_the_table(swept: SweepResult):
     assert swept.table == (swept.sweep.folder / "table.md").read_text().strip()
     head, _, *rows = (
@@ -213,6 +217,7 @@ def test_the_table(swept: SweepResult):
     assert rows[0][4:7] == ["–", "–", "0"], "a trial that failed has no figures"
 
 
+@pytest.mark.ray
 @pytest.mark.usefixtures("pictures")
 def test_each_trial_has_a_line_and_the_pictures_are_kept(swept: SweepResult, mlflow: Any):
     with (swept.sweep.folder / "trials.csv").open(newline="") as file:
@@ -248,6 +253,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Trial]:
     return trained_in_this_process(monkeypatch.setattr)
 
 
+@pytest.mark.ray
 def test_again_only_what_is_missing_is_done(swept: SweepResult, mlflow: Any, started: list[Trial]):
     """The failed ones are tried again, in the same MLflow runs; then, in a larger sweep, nothing of
     the smaller one."""
@@ -288,6 +294,7 @@ def test_one_sweep_at_a_time_in_a_folder(place: Path):
         sweeps.run_sweep(planned)
 
 
+@pytest.mark.ray
 def test_the_command(
     swept: SweepResult,
     place: Path,
@@ -323,6 +330,7 @@ def test_the_command(
     )
 
 
+@pytest.mark.ray
 def test_stopped(
     swept: SweepResult,
     mlflow: Any,
@@ -353,6 +361,7 @@ def test_stopped(
     assert [trial.config.seed for trial in started] == [9, 9]
 
 
+@pytest.mark.ray
 def test_a_signal_that_stops_a_sweep_on_ray_keeps_its_number(swept: SweepResult):
     """Ray's waits turn every signal into a KeyboardInterrupt; the exit code must tell them apart."""
     planned = prepare_sweep({**SMALL, "rounds": 100_000, "sweep": {"seed": "11..12"}})

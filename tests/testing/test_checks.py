@@ -3,36 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from support.programs import program
 
 from raysim import testing
 from raysim.errors import ConfigError
 
-RULES = """
-from dataclasses import dataclass
-
-import torch
-
-from raysim.algorithms.fedavg import FedAvgServer
-from raysim.rules import Algorithm, ClientRule
-
-
-@dataclass(frozen=True)
-class Plain(ClientRule):
-    factor: float = 1.0
-
-    def direction(self, shared, state, batch, task):
-        return self.factor * task.grad(state["w"], batch)
-
-
-@dataclass(frozen=True)
-class Padded(ClientRule):
-    def direction(self, shared, state, batch, task):
-        return len(batch.y) * task.grad(state["w"], batch)
-
-
-plain = Algorithm("plain", Plain, FedAvgServer, "")
-padded = Algorithm("padded", Padded, FedAvgServer, "")
-"""
+RULES = program("checks_rules")
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from dp_accounting.rdp import RdpAccountant
 from support.cohorts import sample_cohort
+from support.programs import program
 
 import raysim
 from raysim.config.sections.privacy import AdaptiveClipping, ClientPrivacy
@@ -19,50 +20,7 @@ from raysim.errors import ConfigError
 from raysim.prepare.resolve import prepare
 from raysim.training.uploads.client_level_dp import client_epsilon
 
-RULES = """
-from dataclasses import dataclass
-
-import torch
-
-from raysim.algorithms.fedavg import FedAvgServer
-from raysim.rules import ClientRule
-
-
-@dataclass(frozen=True)
-class Waves(ClientRule):
-    \"\"\"Sends 0.1 n sin((t + 1) k), k = 1 .. P: known without any training.\"\"\"
-
-    def finish(self, shared, state, client_state, data, task):
-        k = torch.arange(1, len(state["w"]) + 1, dtype=torch.float64)
-        return {"delta": 0.1 * data.n * torch.sin((task.t + 1) * k)}, {}
-
-
-@dataclass(frozen=True)
-class Tiny(ClientRule):
-    def finish(self, shared, state, client_state, data, task):
-        return {"delta": torch.ones(3)}, {}
-
-
-@dataclass(frozen=True)
-class Watches(FedAvgServer):
-    def before_round(self, state, cohort):
-        return state
-
-
-@dataclass(frozen=True)
-class Asks(FedAvgServer):
-    of: str = "ids"
-
-    def update(self, state, reports):
-        len(getattr(reports, self.of))
-        return super().update(state, reports)
-
-
-@dataclass(frozen=True)
-class Weighs(FedAvgServer):
-    def weigh(self, cohort):
-        return [1.0] * len(cohort.ids)
-"""
+RULES = program("client_privacy_rules")
 SIZES = [2, 5, 9, 14, 20, 30]
 P = 310
 
@@ -238,6 +196,7 @@ def test_resumed_and_inline_digests_are_the_same(waves, base):
     assert [r["privacy/clip_norm"] for r in resumed.history[1:]] == norms and len(set(norms)) == 4
 
 
+@pytest.mark.ray
 def test_two_actors_compute_the_bits_of_one_process(waves, recycled_actors):
     config = waves(ADAPTIVE, rounds=3, client="fedavg", checkpoint={"every": 0})
     inline = raysim.run(config)

@@ -62,6 +62,7 @@ def deterministic(history: list[dict[str, float]]) -> list[dict[str, float]]:
     ]
 
 
+@pytest.mark.ray
 @pytest.mark.parametrize("features", [EVERYTHING, PRIVATE], ids=["everything", "private"])
 def test_actors_and_a_resume_do_not_change_a_run(
     features: dict[str, Any], base: dict[str, Any], recycled_actors: None

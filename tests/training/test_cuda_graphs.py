@@ -10,22 +10,14 @@ import pytest
 import torch
 from support.batteries import algorithm_of_each_client_rule, small
 from support.cuda_graphs import again
+from support.programs import program
 
 from raysim.engine.worker_setup import make_trainer
 from raysim.prepare.resolve import prepare
 from raysim.training.trainers.cuda_graphs import CudaGraphCache
 from raysim.training.trainers.vmap import VmapTrainer
 
-NET = """
-from torch import nn
-
-def net(shape, classes, norm: bool = True):
-    return nn.Sequential(
-        nn.Sequential(nn.Flatten(), nn.Linear(64, 12), nn.BatchNorm1d(12) if norm else nn.Tanh(), nn.Dropout(0.2)),
-        nn.Sequential(nn.ReLU(), nn.Linear(12, 8), nn.ReLU()),
-        nn.Linear(8, classes),
-    )
-"""
+NET = program("cuda_graphs_net")
 
 
 class Counting(CudaGraphCache):

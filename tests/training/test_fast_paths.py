@@ -16,6 +16,7 @@ import torch
 from support.batteries import BAD, poisoned, without
 from support.cohorts import sample_cohort
 from support.fixed_sums import same
+from support.programs import program
 from torch import Tensor, nn
 
 from raysim.data import Examples
@@ -41,143 +42,9 @@ from raysim.training.trainers.pooled import PooledTrainer
 SIZES = [20, 1, 9, 0, 14, 2, 7, 17]
 """Beside batches of 6: whole and partial ones; one sample, two, none."""
 
-NETS = """
-import torch
-from torch import nn
+NETS = program("fast_paths_nets")
 
-
-class Bright(nn.Module):
-    def __init__(self, limit, raises):
-        super().__init__()
-        self.limit, self.raises = limit, raises
-
-    def forward(self, x):
-        if self.raises and (x[:, :1, :1, :1] > self.limit).any():
-            raise ValueError("too bright")
-        return x * torch.where(x[:, :1, :1, :1] > self.limit, torch.inf, 1.0).to(x.dtype)
-
-
-def net(shape, classes, dropout: float = 0.3, limit: float = 10.0, raises: bool = False):
-    return nn.Sequential(
-        nn.Sequential(Bright(limit, raises), nn.Flatten(), nn.Linear(64, 6), nn.Tanh(), nn.Dropout(dropout)),
-        nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Dropout(dropout)),
-        nn.Linear(5, classes),
-    )
-
-
-def grouped(shape, classes):
-    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.Dropout2d(0.3), nn.Flatten(), nn.LayerNorm(144),
-                         nn.Linear(144, classes))
-
-
-class Centred(nn.Module):
-    def forward(self, x):
-        return x - x.mean(0)
-
-
-class Few(nn.Module):
-    def forward(self, x):
-        if len(x) > 25:
-            raise ValueError("too many")
-        return x.flatten(1)
-
-
-def narrow(shape, classes):
-    return nn.Sequential(Few(), nn.Linear(64, classes))
-
-
-def meeting(shape, classes, how: str = "norm", zero: bool = False):
-    middle = {"norm": nn.BatchNorm1d(6), "untracked": nn.BatchNorm1d(6, track_running_stats=False), "mean": Centred()}
-    net = nn.Sequential(nn.Flatten(), nn.Linear(64, 6), middle[how], nn.ReLU(), nn.Linear(6, classes))
-    if zero:
-        nn.init.zeros_(net[-1].weight)
-    return net
-"""
-
-RULES = """
-from dataclasses import dataclass
-
-import torch
-
-from raysim.algorithms.fedavg import FedAvgClient, FedAvgServer
-from raysim.rules import ClientRule
-
-
-@dataclass(frozen=True)
-class Same(ClientRule):
-    hyper: float = 1.0
-
-
-@dataclass(frozen=True)
-class Direction(ClientRule):
-    def direction(self, shared, state, batch, task):
-        return 2 * task.grad(state["w"], batch)
-
-
-@dataclass(frozen=True)
-class Inherited(Direction):
-    pass
-
-
-@dataclass(frozen=True)
-class Step(ClientRule):
-    def step(self, shared, state, batch, task):
-        return {**state, "w": task.descend(state["w"], 2 * task.grad(state["w"], batch))}
-
-
-@dataclass(frozen=True)
-class Finish(ClientRule):
-    def finish(self, shared, state, client_state, data, task):
-        return {"delta": 2 * (shared["x"] - state["w"])}, {}
-
-
-@dataclass(frozen=True)
-class Init(ClientRule):
-    def init(self, shared, client_state, data, task):
-        return {"anchor": 2 * shared["x"]}
-
-
-@dataclass(frozen=True)
-class Kept(ClientRule):
-    def state(self, task):
-        return {"kept": task.zeros()}
-
-    def finish(self, shared, state, client_state, data, task):
-        return {"delta": shared["x"] - state["w"]}, {"kept": client_state["kept"]}
-
-
-@dataclass(frozen=True)
-class DropoutMasks(ClientRule):
-    @property
-    def dropout_masks(self):
-        return 2
-
-
-@dataclass(frozen=True)
-class Prepare(ClientRule):
-    def prepare(self, shared, batch, task):
-        return (batch,)
-
-
-@dataclass(frozen=True)
-class NothingServer(FedAvgServer):
-    def weigh(self, cohort):  # client 4 weighs nothing
-        return [float(i != 4) for i in cohort.ids]
-
-
-@dataclass(frozen=True)
-class EachServer(FedAvgServer):
-    @property
-    def uploads(self):
-        return {"delta": "per_client"}
-
-
-@dataclass(frozen=True)
-class TwoServer(FedAvgServer):
-    @property
-    def uploads(self):
-        return {"delta": ("mean", "sum")}
-"""
+RULES = program("fast_paths_rules")
 
 
 @pytest.fixture
@@ -743,47 +610,7 @@ def test_a_sum_changes_nothing_that_it_was_given():
 
 # -- uploads are judged by their sums
 
-SPOILT = """
-from dataclasses import dataclass
-
-import torch
-
-from raysim.rules import ClientRule, ServerRule
-
-
-@dataclass(frozen=True)
-class SpoiltClient(ClientRule):
-    sizes: tuple[int, ...] = ()
-    where: str = "delta"
-    value: str = "nan"
-
-    sends = ("delta", "extra")
-
-    def state(self, task):
-        return {"kept": task.zeros()}
-
-    def finish(self, shared, state, client_state, data, task):
-        found = {"delta": shared["x"] - state["w"], "extra": torch.cos(state["w"]), "kept": client_state["kept"] + 1}
-        if data.n in self.sizes:
-            sign = (-1) ** self.sizes.index(data.n)
-            spoilt = found[self.where].clone()
-            spoilt[-1] = sign * float(self.value)
-            found[self.where] = spoilt
-        return {"delta": found["delta"], "extra": found["extra"]}, {"kept": found["kept"]}
-
-
-@dataclass(frozen=True)
-class TakingServer(ServerRule):
-    takes: str = "mean"
-
-    @property
-    def uploads(self):
-        return {"delta": "mean", "extra": self.takes}
-
-    def update(self, state, reports):
-        extra = reports.per_client("extra").sum(0) if self.takes == "per_client" else getattr(reports, self.takes)("extra")
-        return {**state, "x": state["x"] - reports.mean("delta") - 1e-3 * extra.to(state["x"].dtype)}
-"""
+SPOILT = program("fast_paths_spoilt")
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from math import erf, exp, inf, log, sqrt
 import numpy as np
 import pytest
 import torch
+from support.programs import program
 from torch.nn import functional as F
 
 import raysim
@@ -194,17 +195,7 @@ def test_what_was_spent_is_told_and_survives_a_resume(base):
     assert again.digest == whole.digest
 
 
-SECOND_LOOK = """
-from dataclasses import dataclass
-
-from raysim.rules import ClientRule
-
-
-@dataclass(frozen=True)
-class TwiceClient(ClientRule):
-    def direction(self, shared, state, batch, task):
-        return task.grad(state["w"], batch) + task.grad(shared["x"], batch, mode="frozen")
-"""
+SECOND_LOOK = program("privacy_second_look")
 
 
 @pytest.mark.parametrize(
@@ -245,30 +236,7 @@ def test_a_rule_that_looks_twice_is_stopped_by_name(base, source):
         )
 
 
-LOOK = """
-from dataclasses import dataclass
-
-from raysim.algorithms.fedavg import FedAvgClient
-from raysim.rules import ClientRule
-
-
-@dataclass(frozen=True)
-class Leak(ClientRule):
-    said: bool = False
-
-    @property
-    def unprotected_uploads(self):
-        return ("delta",) if self.said else ()
-
-    def direction(self, shared, state, batch, task):
-        return 0 * task.grad(state["w"], batch) + task.sample_grads(state["w"], batch)[0].mean(0)
-
-
-@dataclass(frozen=True)
-class Whole(FedAvgClient):
-    def init(self, shared, client_state, data, task):
-        return {"g": task.full_grad(shared["x"], data)}
-"""
+LOOK = program("privacy_look")
 
 
 @pytest.mark.parametrize(("rule", "method"), [("Leak", "sample_grads"), ("Whole", "full_grad")])

@@ -3,25 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
+from support.programs import program
 
-ASKING = """
-from dataclasses import dataclass
-
-import torch
-
-from raysim.algorithms.fedavg import FedAvgClient
-
-
-@dataclass(frozen=True)
-class Asking(FedAvgClient):
-    def state(self, task):
-        return {"fresh": task.zeros(), "whole": torch.zeros(64, dtype=torch.float64)}
-
-    def finish(self, shared, state, client_state, data, task):
-        report, _ = super().finish(shared, state, client_state, data, task)
-        images = torch.cat([batch.x for batch in data.batches(augment=True)])
-        return report, {"fresh": task.fresh_model()[0], "whole": images.mean(0).flatten()}
-"""
+ASKING = program("streams_asking")
 
 
 def test_fresh_models_are_a_clients_own_and_augmented_passes_a_rounds_own(engine, ragged, source):

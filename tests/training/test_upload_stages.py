@@ -15,13 +15,14 @@ import numpy as np
 import pytest
 import torch
 from support.cohorts import sample_cohort
+from support.pairs import first_server
+from support.programs import program
 
 import raysim
 from raysim.algorithms.fedavg import FedAvgClient
 from raysim.errors import ClientError, ConfigError
 from raysim.prepare.resolve import prepare
 from raysim.rules.contract import CLIENT_RULES, SERVER_RULES
-from raysim.rules.methods.pairs import refuse_pair
 from raysim.rules.methods.registry import discover
 from raysim.rules.upload_stages import QSGD, Cast, Clip, RandK, SignSGD, TopK, WireFormat
 from raysim.training.personal import PersonalParts
@@ -31,86 +32,7 @@ from raysim.training.uploads.upload_sum import UploadLayout
 
 discover()
 
-RULES = """
-import math
-import random
-from dataclasses import dataclass, replace
-
-import numpy as np
-import torch
-
-from raysim.rules import ClientRule, UploadStage
-
-
-@dataclass(frozen=True)
-class Waves(ClientRule):
-    \"\"\"Sends sin((t + 1) n k), k = 1 .. P: known without any training. Fails in one round if it has 9 examples.\"\"\"
-
-    fails: int = -1
-
-    def finish(self, shared, state, client_state, data, task):
-        k = torch.arange(1, len(state["w"]) + 1, dtype=torch.float64)
-        wave = torch.sin((task.t + 1) * data.n * k)
-        return {"delta": wave * (float("nan") if task.t == self.fails and data.n == 9 else 1.0)}, {}
-
-
-@dataclass(frozen=True)
-class Short(ClientRule):
-    def finish(self, shared, state, client_state, data, task):
-        return {"delta": torch.ones(3)}, {}
-
-
-@dataclass(frozen=True)
-class Half(UploadStage):
-    returns: str = "half"
-
-    def encode(self, update, rng):
-        return {
-            "half": update / 2, "short": update[:3], "double": update.double(), "number": 3, "whole": update,
-        }[self.returns]
-
-
-@dataclass(frozen=True)
-class Shapes(UploadStage):
-    def encode(self, update, rng):
-        parts = update.split([math.prod(shape) for shape in self.shapes])
-        return torch.cat(parts)
-
-
-@dataclass(frozen=True)
-class Fails(UploadStage):
-    def encode(self, update, rng):
-        raise ValueError("the dog ate my update")
-
-
-@dataclass(frozen=True)
-class Draws(UploadStage):
-    draws: str = ""
-
-    def encode(self, update, rng):
-        draw = {"numpy": np.random.rand, "torch": lambda: torch.rand(()).item(), "random": random.random}
-        return update * draw[self.draws]()
-
-
-@dataclass(frozen=True)
-class Sizes(UploadStage):
-    size: str = ""
-
-    def encode(self, update, rng):
-        return update
-
-    def wire_format(self, before, encoded):
-        return 17 if self.size == "17" else replace(before, values=-5)
-
-
-@dataclass(frozen=True)
-class Spoils(UploadStage):
-    '''Makes updates of a smaller norm NaN.'''
-    below: float = 0.0
-
-    def encode(self, update, rng):
-        return update * float("nan") if update.norm() < self.below else update
-"""
+RULES = program("upload_stages_rules")
 SIZES = [5, 20, 9]
 RNG = np.random.default_rng(0)
 
@@ -339,15 +261,7 @@ def test_a_stage_can_be_given_an_upload(waves, engine):
 
 def rules() -> list[tuple[str, str]]:
     """Every client rule with a server rule that it can feed, of its own name if there is one."""
-    found = {}
-    for client in sorted(CLIENT_RULES):
-        for server in sorted(SERVER_RULES, key=lambda name, client=client: name != client):
-            try:
-                refuse_pair(CLIENT_RULES[client](), SERVER_RULES[server]())
-            except ConfigError:
-                continue
-            found.setdefault(client, server)
-    return list(found.items())
+    return [(client, first_server(client, SERVER_RULES)) for client in sorted(CLIENT_RULES)]
 
 
 CHAIN = [
@@ -456,6 +370,7 @@ def test_resumed_and_inline_digests_are_the_same(waves, base):
     assert raysim.run({**config, "run_dir": base["run_dir"] + "-f"}).digest != whole.digest
 
 
+@pytest.mark.ray
 def test_two_actors_compute_the_bits_of_one_process(waves, recycled_actors):
     """A user's stage is loaded on the actors too."""
     upload = [*CHAIN, "FILE:Half"]

@@ -1,0 +1,31 @@
+def by_parity(y, clients, rng, start=0):
+    order = rng.permutation(len(y))
+    return [order[k + start :: clients] for k in range(clients)]
+
+
+def shared(y, clients, rng):
+    return [[3, 1, 2], [2, 4], []]
+
+
+def twice(y, clients, rng):
+    return [[3, 1, 3]] + [[]] * (clients - 1)
+
+
+def outside(y, clients, rng):
+    return [[], [999]] + [[]] * (clients - 2)
+
+
+def few(y, clients, rng):
+    return [[1]]
+
+
+def none(y, clients, rng):
+    return [[]] * clients
+
+
+def words(y, clients, rng):
+    return 3
+
+
+def short(y):
+    return []

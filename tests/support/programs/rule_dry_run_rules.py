@@ -1,0 +1,209 @@
+import time
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional as F
+
+from raysim.rules import ClientRule, ServerRule
+
+
+def cross_entropy(net, batch):
+    return F.cross_entropy(net.logits, batch.y, reduction="none")
+
+
+class Plain(ClientRule):
+    loss = staticmethod(cross_entropy)  # type: ignore
+
+    def direction(self, shared, state, batch, task):
+        return task.grad(state["w"], batch, self.loss)  # type: ignore
+
+
+@dataclass(frozen=True)
+class StartsElsewhere(ClientRule):
+    def init(self, shared, client_state, data, task):
+        return {"w": 0.5 * shared["x"]}
+
+
+@dataclass(frozen=True)
+class Slow(Plain):
+    def init(self, shared, client_state, data, task):
+        time.sleep(3)
+        return {}
+
+
+@dataclass(frozen=True)
+class Length(Plain):
+    @staticmethod
+    def loss(net, batch):
+        return cross_entropy(net, batch) + 0.01 * (net.logits**2).sum(-1) * len(batch.y)
+
+
+@dataclass(frozen=True)
+class Shape(Plain):
+    @staticmethod
+    def loss(net, batch):
+        return cross_entropy(net, batch) * batch.x.shape[0]
+
+
+@dataclass(frozen=True)
+class Mean(Plain):
+    @staticmethod
+    def loss(net, batch):
+        return cross_entropy(net, batch) + 0.1 * (net.logits.mean(0) ** 2).sum()
+
+
+@dataclass(frozen=True)
+class Scalar(Plain):
+    @staticmethod
+    def loss(net, batch):
+        return F.cross_entropy(net.logits, batch.y)
+
+
+@dataclass(frozen=True)
+class Counts(ClientRule):
+    def state(self, task):
+        return {"count": torch.zeros(())}
+
+    def init(self, shared, client_state, data, task):
+        return {"count": client_state["count"]}
+
+    def step(self, shared, state, batch, task):
+        return {**super().step(shared, state, batch, task), "count": state["count"] + len(batch.y)}
+
+    def finish(self, shared, state, client_state, data, task):
+        return super().finish(shared, state, client_state, data, task)[0], {"count": state["count"]}
+
+
+@dataclass(frozen=True)
+class Branches(ClientRule):
+    def direction(self, shared, state, batch, task):
+        g = task.grad(state["w"], batch)
+        return g / 2 if g.norm() > 1 else g
+
+
+@dataclass(frozen=True)
+class Right(Plain):
+    @staticmethod
+    def loss(net, batch):
+        spread = (batch.mean(net.logits) ** 2).sum()
+        return (
+            cross_entropy(net, batch) + 0.1 * spread + 0.01 * batch.size * (net.logits**2).sum(-1)
+        )
+
+
+@dataclass(frozen=True)
+class Signs(ClientRule):
+    def direction(self, shared, state, batch, task):
+        return torch.sign(task.grad(state["w"], batch))
+
+
+@dataclass(frozen=True)
+class Single(ClientRule):
+    def state(self, task):
+        return {"v": torch.zeros(task.x0.numel())}
+
+    def init(self, shared, client_state, data, task):
+        return {"v": client_state["v"]}
+
+    def step(self, shared, state, batch, task):
+        v = (0.5 * state["v"] + task.grad(state["w"], batch)).float()
+        return {**state, "v": v, "w": task.descend(state["w"], v)}
+
+    def finish(self, shared, state, client_state, data, task):
+        return super().finish(shared, state, client_state, data, task)[0], {"v": state["v"]}
+
+
+@dataclass(frozen=True)
+class Picky(ClientRule):
+    def step(self, shared, state, batch, task):
+        raise ValueError("not today")
+
+
+@dataclass(frozen=True)
+class Sends(ClientRule):
+    what: str = "int"
+    sends = ("delta", "more")
+
+    def finish(self, shared, state, client_state, data, task):
+        report, client_state = super().finish(shared, state, client_state, data, task)
+        more = {
+            "int": torch.arange(3),
+            "matrix": torch.zeros(2, 5),
+            "scalar": torch.tensor(1.0),
+            "ragged": torch.zeros(data.n),
+            "vector": torch.zeros(5),
+            "bool": torch.zeros(5, dtype=torch.bool),
+            "half": torch.zeros(5).half(),
+            "sparse": torch.zeros(5).to_sparse(),
+        }
+        return {**report, "more": more[self.what]}, client_state
+
+
+@dataclass(frozen=True)
+class Returns(ClientRule):
+    method: str = ""
+    what: str = "none"
+
+    def returned(self, method, right):
+        wrong = {"none": None, "list": [torch.zeros(3)]}
+        return right if self.method != method else wrong[self.what]
+
+    def state(self, task):
+        return self.returned("state", {})
+
+    def init(self, shared, client_state, data, task):
+        return self.returned("init", {})
+
+    def finish(self, shared, state, client_state, data, task):
+        report, kept = super().finish(shared, state, client_state, data, task)
+        if self.method == "report":
+            return self.returned("report", report), kept
+        return self.returned("finish", (report, kept))
+
+
+@dataclass(frozen=True)
+class Measures(ClientRule):
+    what: str = "vector"
+
+    def finish(self, shared, state, client_state, data, task):
+        report, kept = super().finish(shared, state, client_state, data, task)
+        metrics = {
+            "vector": torch.zeros(3),
+            "word": "high",
+            "number": 1,
+            "complex": torch.tensor(1j),
+            "scalar": torch.tensor(1.0),
+            "one": torch.ones(1),
+        }
+        return {**report, "metric/m": metrics[self.what]}, kept
+
+
+@dataclass(frozen=True)
+class Broadcasts(ServerRule):
+    method: str = "broadcast"
+    provides = ("x", "eta")
+
+    def init(self, x0, problem):
+        return {"x": x0, "eta": 0.5 if self.method == "init" else x0.new_tensor(0.5)}
+
+    def before_round(self, state, cohort):
+        return [*state] if self.method == "before_round" else state
+
+    def broadcast(self, state):
+        return {"x": state["x"], "eta": 0.5} if self.method == "broadcast" else state
+
+    def update(self, state, reports):
+        return {**state, "eta": 0.5} if self.method == "update" else state
+
+
+@dataclass(frozen=True)
+class Takes(ServerRule):
+    mode: str = "mean"
+
+    @property
+    def uploads(self):
+        return {"delta": "mean", "more": self.mode}
+
+    def update(self, state, reports):
+        reports.mean("more")
+        return {"x": state["x"] - reports.mean("delta")}
