@@ -161,7 +161,9 @@ class BoundStatistics:
         for module, statistic in self.unkeyed:
             buffer = module._buffers[statistic.name]
             assert buffer is not None
-            statistic.of(self.vector).copy_(buffer.detach())
+            # By `data`: a BatchNorm's backward pass keeps views of the vector, and autograd takes
+            # any other write to it for a change of them.
+            statistic.of(self.vector.data).copy_(buffer.detach())
 
 
 def _path(layer: str, name: str) -> str:
