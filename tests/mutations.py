@@ -129,7 +129,7 @@ MUTATIONS = (
     # Trainer
     Mutation(
         "trainer: step size of round 0 in every round",
-        "raysim/training/trainers/trainer.py",
+        "raysim/training/client_start.py",
         "lr=local.step_sizes.mean(t, n_updates)",
         "lr=local.step_sizes.mean(0, n_updates)",
         ORACLES,

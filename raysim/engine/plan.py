@@ -39,7 +39,8 @@ from raysim.training.personal import PersonalParts, personal_parts
 from raysim.training.trainers.trainer import TrainingMode
 
 if TYPE_CHECKING:
-    from raysim.training.trainers.trainer import ClientUpdate, PreparedClient, Trainer
+    from raysim.training.client_start import PreparedClient
+    from raysim.training.trainers.trainer import ClientUpdate, Trainer
 
 
 @dataclass(frozen=True)

@@ -643,7 +643,7 @@ def test_a_run_with_unfolded_convolutions(one, source, engine):
     direct, unfolded = (engine({**given, "batching": way})[0] for way in ways)
     assert any(
         isinstance(vars(m).get("forward"), UnfoldedConv2d)
-        for m in unfolded.executor.trainer.model.module.modules()
+        for m in unfolded.executor.trainer.trainers[0].model.module.modules()
     )
     x, other = direct.executor.xs[2], unfolded.executor.xs[2]
     torch.testing.assert_close(x, other, rtol=1e-10, atol=1e-12)

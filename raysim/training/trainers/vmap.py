@@ -25,15 +25,16 @@ from raysim.rules.losses import Loss, Net, task_loss
 from raysim.rules.task import PassMode
 from raysim.system.signals import reraise_stop
 from raysim.training.batches.batch_layouts import PaddedBatch
-from raysim.training.groups import ClientGroup
+from raysim.training.client_start import PreparedClient
+from raysim.training.groups import ClientGroup, WorkerParts
 from raysim.training.messages import Block, Broadcast, ClientTask
 from raysim.training.step_log import StepLog
 from raysim.training.tasks.local_step import LocalSettings
 from raysim.training.tasks.loop_task import LoopTask
 from raysim.training.tasks.task import ForwardPass, ModelTask, forward_pass
 from raysim.training.trainers.cuda_graphs import CudaGraphCache
-from raysim.training.trainers.trainer import Trainer, WorkerParts
-from raysim.training.uploads.client_update import ClientUpdate, PreparedClient, failed_update
+from raysim.training.trainers.trainer import Trainer
+from raysim.training.uploads.client_update import ClientUpdate, failed_update
 
 
 class VmapTask(ModelTask):
@@ -179,7 +180,7 @@ class VmapTrainer(Trainer):
         version = client_tasks[0].base
         rule = self.rule.at(version)
         lr = self.config.local.step_sizes.of_step(version)
-        settings = replace(self.constants, t=version, lr=lr)
+        settings = replace(self.settings, t=version, lr=lr)
         clients, failed = self._arrive_all(rule, broadcasts, client_tasks)
         if not clients:
             return failed
@@ -210,7 +211,9 @@ class VmapTrainer(Trainer):
         failed: list[ClientUpdate] = []
         for client_task in sorted(client_tasks, key=lambda client_task: -client_task.steps):
             try:
-                client = self.arrive(rule, broadcasts[client_task.base], client_task)
+                client = self.start.prepare(
+                    self.task, rule, broadcasts[client_task.base], client_task
+                )
                 # Until now it is the vector in training, which the next client overwrites.
                 client.state["w"] = client.local_params
                 clients.append(client)
@@ -224,7 +227,8 @@ class VmapTrainer(Trainer):
         client = block.clients[k]
         try:
             # `finish` runs for one client after the other, as in mode loop.
-            self.loop.start(
+            task = self.task
+            task.start(
                 client.settings,
                 client.broadcast.global_params,
                 client.broadcast.buffers,
@@ -233,9 +237,9 @@ class VmapTrainer(Trainer):
                 client=client.task.client,
             )
             state = {key: value[k] for key, value in block.state.items()}
-            rule_state, self.loop.optimizer_state = _divided(state)
-            self.loop.logged = {**client.logged, **block.log.of(k)}
-            return self.finish.update(client, rule_state, block.losses[k], self.loop)
+            rule_state, task.optimizer_state = _divided(state)
+            task.logged = {**client.logged, **block.log.of(k)}
+            return self.finish.update(client, rule_state, block.losses[k], task)
         except BaseException as error:
             reraise_stop(error)
             return failed_update(client.task)

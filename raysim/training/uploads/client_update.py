@@ -1,4 +1,4 @@
-"""A client before and after its local training, and the checks of its report."""
+"""A client after its local training, and the checks of its report."""
 
 from __future__ import annotations
 
@@ -7,51 +7,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from raysim.errors import ContractError
-from raysim.rules.batch import Batch
 from raysim.rules.contract import ClientRule, Report, State, overridden
 from raysim.rules.errors.user_code import breach, described, with_traceback
-from raysim.rules.task import LocalData
 from raysim.rules.uploads import Kind
-from raysim.training.messages import Broadcast, ClientTask
-from raysim.training.tasks.local_step import LocalSettings
+from raysim.training.client_start import PreparedClient
+from raysim.training.messages import ClientTask
 from raysim.training.uploads.client_level_dp import UNCLIPPED
-
-
-@dataclass
-class PreparedClient:
-    """A client that is ready to train."""
-
-    task: ClientTask
-    """The task of the client."""
-    rule: ClientRule
-    """The client rule in the round of the version that the client starts from."""
-    broadcast: Broadcast
-    """The version of the model that the client received, with its own personal parts in it."""
-    mine: np.ndarray
-    """[n], positions of its examples in the training set."""
-    data: LocalData
-    """Its examples, as the rule sees them."""
-    client_state: State
-    """State that the client kept from earlier rounds."""
-    state: State
-    """State before the first local step."""
-    local_params: Tensor
-    """[P], parameters before the first local step."""
-    buffers: Tensor
-    """[Q], BatchNorm statistics before the first local step."""
-    settings: LocalSettings
-    """The constants of its local training."""
-    prepared: list[tuple[Batch, ...]]
-    """Batches that the rule prepared, a tuple for each batch of a pass."""
-    optimizer_state: State = field(default_factory=dict)
-    """State of the optimizer before the first local step; {} for plain SGD."""
-    logged: State = field(default_factory=dict)
-    """What the rule has logged before the first local step."""
 
 
 @dataclass
