@@ -20,7 +20,8 @@ from raysim.data.partition.clients import ExampleLists, VirtualClients
 from raysim.metrics import VALIDATION
 from raysim.models.flat import BoundModel
 from raysim.rules.contract import ClientRule, ServerRule, State, overridden
-from raysim.rules.errors.user_code import check_evaluated, check_statistics_named, with_traceback
+from raysim.rules.errors.returned_values import check_evaluated, check_statistics_named
+from raysim.rules.errors.user_code import with_traceback
 from raysim.rules.tasks.learning_task import TaskMetric
 from raysim.system.signals import reraise_stop
 from raysim.training.evaluation import measure

@@ -17,13 +17,13 @@ from raysim.models.flat import Model
 from raysim.randomness import generator
 from raysim.rules.batch import Batch
 from raysim.rules.contract import ClientRule, State, overridden
-from raysim.rules.errors.user_code import (
-    breach,
+from raysim.rules.errors.returned_values import (
     check_begin,
     check_dict,
     check_sent_to,
     check_tensors,
 )
+from raysim.rules.errors.user_code import breach
 from raysim.rules.task import LocalData
 from raysim.training.batches.client_batches import ClientBatches
 from raysim.training.groups import WorkerParts

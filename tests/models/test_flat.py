@@ -25,7 +25,7 @@ from raysim.prepare.resolve import prepare
 from raysim.rules import Batch, Net
 from raysim.training.tasks.local_step import LocalSettings
 from raysim.training.tasks.loop_task import LoopTask
-from raysim.training.trainers.vmap import VmapTask
+from raysim.training.tasks.vmap_task import VmapTask
 
 SHAPE, CLASSES = (3, 8, 8), 5
 

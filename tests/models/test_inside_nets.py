@@ -21,7 +21,7 @@ from raysim.rules import Batch, LocalData
 from raysim.training.client_start import fresh_model
 from raysim.training.tasks.local_step import LocalSettings
 from raysim.training.tasks.loop_task import LoopTask
-from raysim.training.trainers.vmap import VmapTask
+from raysim.training.tasks.vmap_task import VmapTask
 
 SHAPE, CLASSES = (2, 4, 4), 5
 

@@ -47,7 +47,8 @@ from raysim.training.groups import ClientGroup, WorkerParts
 from raysim.training.messages import Block, Broadcast, ClientTask
 from raysim.training.trainers.loop_trainer import LoopTrainer
 from raysim.training.trainers.trainer import Trainer
-from raysim.training.trainers.vmap import VmapTrainer, why_not_vmap
+from raysim.training.trainers.vmap import VmapTrainer
+from raysim.training.trainers.vmap_trial import why_not_vmap
 from raysim.training.uploads.client_update import ClientUpdate
 from raysim.training.uploads.upload_chain import first_of_size
 

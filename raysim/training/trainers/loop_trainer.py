@@ -10,7 +10,7 @@ from torch import Tensor
 
 from raysim.rules.batch import Batch
 from raysim.rules.contract import PLAIN_STEP, ClientRule, State, overridden
-from raysim.rules.errors.user_code import check_direction, check_passes, check_step
+from raysim.rules.errors.returned_values import check_direction, check_passes, check_step
 from raysim.system.signals import reraise_stop
 from raysim.training.batches.client_batches import PrefetchedBatches
 from raysim.training.client_start import PreparedClient

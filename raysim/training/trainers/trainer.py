@@ -14,7 +14,8 @@ from typing import Any, ClassVar, Literal
 
 from raysim.errors import ContractError
 from raysim.rules.contract import State
-from raysim.rules.errors.user_code import declared_noise, translate_errors
+from raysim.rules.errors.returned_values import declared_noise
+from raysim.rules.errors.user_code import translate_errors
 from raysim.training.batches.client_batches import ClientBatches
 from raysim.training.client_start import ClientStart, PreparedClient
 from raysim.training.groups import ClientGroup, WorkerParts
