@@ -154,7 +154,7 @@ MUTATIONS = (
     ),
     Mutation(
         "vmap: a client that has finished goes on",
-        "raysim/training/trainers/vmap.py",
+        "raysim/training/trainers/vmap_block.py",
         "torch.where(due, stepped[key], waiting[key])",
         "torch.where(due, stepped[key], stepped[key])",
         ("tests/training/test_optimizers.py",),

@@ -117,7 +117,7 @@ def forward_pass(
             levels,
         )
         if mode == "train" and buffers is not None:
-            moved.append(model.moved_buffers(frame))
+            moved.append(frame.moved_buffers())
         features = frame.features
         return out, None if features is None else features.flatten(1)
     finally:
