@@ -82,13 +82,7 @@ def check_report(
         ContractError: an upload is missing or cannot be summed, a metric is not a real number, or
             is not as declared, or the client state has other keys or shapes than `state` declares.
     """
-    for key, value in report.items():
-        if key.startswith("metric/") and (value.numel() != 1 or value.is_complex()):
-            raise breach(
-                rule,
-                "finish",
-                f"sends '{key}' as {_tensor_text(value)}; a metric is one real number",
-            )
+    _check_metrics(rule, report)
     for key in sent:
         if key in ("buffers", UNCLIPPED):  # the engine adds them
             continue
@@ -96,9 +90,10 @@ def check_report(
             raise breach(rule, "finish", f"sends no '{key}', which its `sends` promises")
         if (wrong := _why_no_upload(report[key], declared.get(key))) is not None:
             raise breach(rule, "finish", f"sends '{key}' {wrong}")
-    expected = {k: tuple(v.shape) for k, v in client_state.items() if k != "seen"}
-    returned = {k: tuple(v.shape) for k, v in kept.items() if k != "seen"}
-    if expected != returned and not overridden(rule, ["finish"]):
+    expected, returned = _shapes(client_state), _shapes(kept)
+    if expected == returned:
+        return
+    if not overridden(rule, ["finish"]):
         raise breach(
             rule,
             "state",
@@ -106,8 +101,23 @@ def check_report(
             "`finish(self, shared, state, client_state, data, task)`, which returns the upload and "
             "the client's new state",
         )
-    if expected != returned:
-        raise breach(rule, "finish", f"keeps {returned}, but its `state` declares {expected}")
+    raise breach(rule, "finish", f"keeps {returned}, but its `state` declares {expected}")
+
+
+def _check_metrics(rule: ClientRule, report: Report) -> None:
+    """Check that every metric of a report is one real number."""
+    for key, value in report.items():
+        if key.startswith("metric/") and (value.numel() != 1 or value.is_complex()):
+            raise breach(
+                rule,
+                "finish",
+                f"sends '{key}' as {_tensor_text(value)}; a metric is one real number",
+            )
+
+
+def _shapes(client_state: State) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each tensor of a client's state, without the engine's "seen"."""
+    return {key: tuple(value.shape) for key, value in client_state.items() if key != "seen"}
 
 
 def _tensor_text(value: Tensor) -> str:
