@@ -85,12 +85,7 @@ def declared_noise(rule: Rule, value: Any) -> dict[str, tuple[tuple[Any, ...], s
     for key, spec in value.items():
         shape, distribution = spec if isinstance(spec, tuple) and len(spec) == 2 else ("?", None)
         sizes = (shape,) if isinstance(shape, int) else tuple(shape)
-        is_shape = all(
-            (isinstance(size, int) and not isinstance(size, bool) and size >= 0)
-            or (size == "B" and position == 0)
-            for position, size in enumerate(sizes)
-        )
-        if not is_shape or distribution not in ("normal", "uniform"):
+        if not _is_shape(sizes) or distribution not in ("normal", "uniform"):
             raise breach(
                 rule,
                 "noise",
@@ -99,6 +94,13 @@ def declared_noise(rule: Rule, value: Any) -> dict[str, tuple[tuple[Any, ...], s
             )
         declared[key] = sizes, distribution
     return declared
+
+
+def _is_shape(sizes: tuple[Any, ...]) -> bool:
+    """Return whether these are sizes of a tensor, of which the first may be "B"."""
+    if sizes[:1] == ("B",):
+        sizes = sizes[1:]
+    return all(isinstance(size, int) and not isinstance(size, bool) and size >= 0 for size in sizes)
 
 
 def check_begin(rule: Rule, value: Any, x: Tensor, buffers: Tensor) -> None:
@@ -120,22 +122,27 @@ def check_begin(rule: Rule, value: Any, x: Tensor, buffers: Tensor) -> None:
             f"returns {_kind(value)}; return the parameters and the BatchNorm statistics or None, "
             f"for example `{RETURNS['begin']}`",
         )
-    for name, part, like in (("w", value[0], x), ("buffers", value[1], buffers)):
-        if name == "buffers" and part is None:
-            continue
-        if not isinstance(part, Tensor):
-            raise breach(rule, "begin", f"returns {_kind(part)} as {name}; return a tensor")
-        if part.shape != like.shape or part.dtype != like.dtype:
-            raise breach(
-                rule,
-                "begin",
-                f"returns {name} as {part.dtype} {list(part.shape)}; return {like.dtype} "
-                f"{list(like.shape)}",
-            )
+    w, own_buffers = value[:2]
+    _check_like(rule, "w", w, x)
+    if own_buffers is not None:
+        _check_like(rule, "buffers", own_buffers, buffers)
     if len(value) == 3:
         check_tensors(rule, "begin", value[2])
         if "w" in value[2]:
             raise breach(rule, "begin", 'returns "w" in its third part; it is the first one')
+
+
+def _check_like(rule: Rule, name: str, part: Any, like: Tensor) -> None:
+    """Check that a part of what `begin` returned is a tensor like the one received."""
+    if not isinstance(part, Tensor):
+        raise breach(rule, "begin", f"returns {_kind(part)} as {name}; return a tensor")
+    if part.shape != like.shape or part.dtype != like.dtype:
+        raise breach(
+            rule,
+            "begin",
+            f"returns {name} as {part.dtype} {list(part.shape)}; return {like.dtype} "
+            f"{list(like.shape)}",
+        )
 
 
 def check_sent_to(rule: Rule, value: Any, x: Tensor) -> None:

@@ -109,14 +109,10 @@ def described(error: BaseException) -> str:
         places = ", ".join(filter(None, (_method(error), place)))
         return message if place in message else f"{message} ({places})"
     if any(frame.f_globals.get("__name__") == "torch._functorch.vmap" for frame in _frames(error)):
-        message, advice = next(
-            (
-                (f"{meaning} under vmap", f"; {write}")
-                for part, (meaning, write) in UNDER_VMAP.items()
-                if part in message
-            ),
-            (message, ""),
-        )
+        for part, (meaning, write) in UNDER_VMAP.items():
+            if part in message:
+                message, advice = f"{meaning} under vmap", f"; {write}"
+                break
     places = ", ".join(filter(None, (_method(error, ["sends"]), place_of_error(error))))
     advice = advice or _way_out(error)
     return f"{message} ({places}){advice}" if places else message + advice
@@ -124,17 +120,23 @@ def described(error: BaseException) -> str:
 
 def _way_out(error: BaseException) -> str:
     """Return what to write instead of a usual mistake; "" if it is none."""
-    frame = next((f for f in reversed(list(_frames(error))) if _is_users(f.f_code)), None)
+    frames = [frame for frame in _frames(error) if _is_users(frame.f_code)]
+    variables = frames[-1].f_locals if frames else {}
     if isinstance(error, FrozenInstanceError):
-        rule = frame.f_locals.get("self") if frame else None
-        place = "what `init` returns" if hasattr(rule, "provides") else "`state`"
+        is_server = hasattr(variables.get("self"), "provides")
+        place = "what `init` returns" if is_server else "`state`"
         return f"; a rule keeps nothing in itself: declare what it keeps in {place}"
-    if isinstance(error, KeyError) and frame and error.args:
-        line = place_of_error(error)
-        for name in ("shared", "state", "client_state"):
-            tensors = frame.f_locals.get(name)
-            if isinstance(tensors, Mapping) and f"{name}[" in line and error.args[0] not in tensors:
-                return f"; {name} has: {', '.join(sorted(map(str, tensors)))}"
+    if isinstance(error, KeyError) and error.args:
+        return _known_keys(error.args[0], place_of_error(error), variables)
+    return ""
+
+
+def _known_keys(key: Any, line: str, variables: Mapping[str, Any]) -> str:
+    """Return the keys of the dict of a rule's arguments in which a key was looked for; else ""."""
+    for name in ("shared", "state", "client_state"):
+        tensors = variables.get(name)
+        if isinstance(tensors, Mapping) and f"{name}[" in line and key not in tensors:
+            return f"; {name} has: {', '.join(sorted(map(str, tensors)))}"
     return ""
 
 

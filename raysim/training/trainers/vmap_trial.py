@@ -119,15 +119,19 @@ def _why_not_padded(model: Model, larger: int, smaller: int, factor: float) -> s
     except BaseException as error:
         reraise_stop(error)
         return in_a_line(error)
-    tolerance = 1e-8 if model.dtype is torch.float64 else 1e-3
     for name, under_vmap, expected in zip(("gradients", "statistics"), many, each, strict=True):
         if not (torch.isfinite(under_vmap).all() and torch.isfinite(expected).all()):
             if is_optional:
                 return None
             return f"its {name} on random inputs are not finite, so the two ways cannot be compared"
-        if float((under_vmap - expected).norm()) > tolerance * float(expected.norm()):
+        if not _is_close(under_vmap, expected):
             return (
                 f"it computes other {name} for a padded batch under vmap than for the batch alone; "
                 "examples may meet in the net"
             )
     return None
+
+
+def _is_close(values: Tensor, expected: Tensor) -> bool:
+    tolerance = 1e-8 if values.dtype is torch.float64 else 1e-3
+    return float((values - expected).norm()) <= tolerance * float(expected.norm())
