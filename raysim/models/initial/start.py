@@ -154,11 +154,16 @@ def _misfits(
         if any(not torch.equal(loaded[present[0]], loaded[name]) for name in present[1:]):
             misfits.append(f"{' and '.join(aliases)} are one tensor in the net, and differ there")
     unknown = [name for name in loaded if name not in net_tensors]
-    texts = misfits[:MAX_NAMES]
-    if unknown:
-        texts.insert(0, f"the net lacks {listed(unknown)}")
+    return [*_lacking(missing, unknown), *misfits[:MAX_NAMES]]
+
+
+def _lacking(missing: list[str], unknown: list[str]) -> list[str]:
+    """Return which tensors the weights lack and which the net lacks, as texts."""
+    texts = []
     if missing:
-        texts.insert(0, f"it lacks {listed([*dict.fromkeys(missing)])}")
+        texts.append(f"it lacks {listed([*dict.fromkeys(missing)])}")
+    if unknown:
+        texts.append(f"the net lacks {listed(unknown)}")
     return texts
 
 
