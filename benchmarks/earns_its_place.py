@@ -178,11 +178,11 @@ def measure_gradient(name: str, given: argparse.Namespace) -> None:
     (plan,) = plans(name, "gradient")
     ours, theirs = Inline(), Inline()
     ours.open(plan)
-    if ours.trainer.loop.fast is None:
+    if ours.trainer.trainers[0].task.fast is None:
         raise NotMeasured("this net is not a chain of dense layers, so autograd computes it")
     with mock.patch("raysim.training.trainers.trainer.matches_autograd", lambda model: False):
         theirs.open(plan)
-    assert theirs.trainer.loop.fast is None
+    assert theirs.trainer.trainers[0].task.fast is None
     taken = take_turns_inline(given, started(plan, ours), started(plan, theirs))
     report("gradient", name, plan.problem.size, *taken)
 

@@ -129,7 +129,7 @@ MUTATIONS = (
     # Trainer
     Mutation(
         "trainer: step size of round 0 in every round",
-        "raysim/training/trainers/trainer.py",
+        "raysim/training/client_start.py",
         "lr=local.step_sizes.mean(t, n_updates)",
         "lr=local.step_sizes.mean(0, n_updates)",
         ORACLES,
@@ -154,7 +154,7 @@ MUTATIONS = (
     ),
     Mutation(
         "vmap: a client that has finished goes on",
-        "raysim/training/trainers/vmap.py",
+        "raysim/training/trainers/vmap_block.py",
         "torch.where(due, stepped[key], waiting[key])",
         "torch.where(due, stepped[key], stepped[key])",
         ("tests/training/test_optimizers.py",),

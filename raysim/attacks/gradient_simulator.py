@@ -25,7 +25,8 @@ from raysim.rules.contract import overridden
 from raysim.system.signals import reraise_stop
 from raysim.training.messages import Broadcast
 from raysim.training.tasks.local_step import LocalSettings
-from raysim.training.trainers.vmap import VmapTask, why_not_vmap
+from raysim.training.tasks.vmap_task import VmapTask
+from raysim.training.trainers.vmap_trial import why_not_vmap
 
 logger = logging.getLogger("raysim")
 

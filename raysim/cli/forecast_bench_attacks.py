@@ -188,7 +188,8 @@ def _smoothness(plan: Plan, sample: int | None, console: Terminal) -> tuple[floa
         )
     configure_process(plan.config.resources.threads)
     ids = full_gradients.chosen_clients(plan.clients.sizes, sample, plan.config.seed)
-    gradients = full_gradients.FullGradients(make_trainer(plan, device), ids, plan.server.weights)
+    trainer = make_trainer(plan, device).trainers[0]
+    gradients = full_gradients.FullGradients(trainer, ids, plan.server.weights)
     with console.status(f"estimating L from {len(ids)} clients"):
         L = gradients.largest_curvature(plan.initial[0].to(device))
     if not L:

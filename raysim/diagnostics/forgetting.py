@@ -34,7 +34,8 @@ from raysim.system.json_files import read_json
 if TYPE_CHECKING:
     from raysim.engine.plan import Plan
     from raysim.server.central_server import RoundCohort
-    from raysim.training.trainers.trainer import ClientUpdate, PreparedClient, Trainer
+    from raysim.training.client_start import PreparedClient
+    from raysim.training.trainers.trainer import ClientUpdate, Trainer
 
 GRADIENTS_AT_A_TIME = 64
 """Examples of past clients in a batch for per-example gradients."""
@@ -155,7 +156,7 @@ class ForgettingProbe(Probe):
 def _loss(trainer: Trainer, w: Tensor, buffers: Tensor, client: int) -> float:
     """Return the mean loss on a client's data without augmentation, in mode "eval"."""
     batch = Batch(*trainer.client_batches.images(trainer.clients.client(client), None))
-    return float(task_loss(trainer.loop.net(w, batch, "eval", buffers), batch).double().mean())
+    return float(task_loss(trainer.task.net(w, batch, "eval", buffers), batch).double().mean())
 
 
 def _fisher_correlation(trainer: Trainer, client: PreparedClient, window: list[int]) -> float:
@@ -166,24 +167,19 @@ def _fisher_correlation(trainer: Trainer, client: PreparedClient, window: list[i
     """
     rule = client.rule
     task = replace(client.task, steps=1, requests={})
-    again = trainer.arrive(rule, client.broadcast, task)
+    again = trainer.start.prepare(trainer.task, rule, client.broadcast, task)
     batch = replace(
         next(trainer.client_batches.batches(task, client.mine)), prepared=again.prepared[0]
     )
-    w = rule.step(client.broadcast.shared, again.state, batch, trainer.loop)["w"].clone()
+    w = rule.step(client.broadcast.shared, again.state, batch, trainer.task)["w"].clone()
     past = np.concatenate([trainer.clients.client(i) for i in window])
     stored = (
         Batch(*trainer.client_batches.images(past[i : i + GRADIENTS_AT_A_TIME], None))
         for i in range(0, len(past), GRADIENTS_AT_A_TIME)
     )
-    pseudo = trainer.loop.mean_squared_gradients(
-        w,
-        [
-            prepared[0]
-            for prepared in trainer.prepare_batches(rule, client.broadcast, task, client.mine)
-        ],
-    )
-    return correlation(pseudo, trainer.loop.mean_squared_gradients(w, stored))
+    pseudo_data = [batches[0] for batches in trainer.start.prepared_batches(trainer.task, again)]
+    pseudo = trainer.task.mean_squared_gradients(w, pseudo_data)
+    return correlation(pseudo, trainer.task.mean_squared_gradients(w, stored))
 
 
 def correlation(a: Tensor, b: Tensor) -> float:

@@ -25,7 +25,7 @@ from raysim.rules.contract import State
 from raysim.server.central_server import RoundCohort
 from raysim.server.selection import Candidates
 from raysim.training.messages import Block, Broadcast, EvaluationParts
-from raysim.training.trainers.trainer import Trainer
+from raysim.training.trainers.group_trainer import GroupTrainer
 
 
 class Inline:
@@ -113,7 +113,7 @@ class Inline:
 
     def upload_version(self, version: Broadcast) -> Broadcast:
         """Return the version on the training device. See `Executor.upload_version`."""
-        device = self.trainer.x0.device
+        device = self.trainer.trainers[0].x0.device
         shared = {k: v.to(device, copy=True) for k, v in version.shared.items()}
         return Broadcast(shared, version.buffers.to(device, copy=True))
 
@@ -128,7 +128,7 @@ class Inline:
 class InlineRound:
     """Local training of one round in this process; it runs when `get` is called."""
 
-    def __init__(self, trainer: Trainer):
+    def __init__(self, trainer: GroupTrainer):
         self.trainer, self.work = trainer, []
 
     def add(self, broadcasts: Mapping[int, Broadcast], blocks: list[Block]) -> None:

@@ -24,9 +24,9 @@ from raysim.rules.contract import ClientRule, ServerRule
 from raysim.rules.methods.registry import build_part, is_shipped
 from raysim.rules.public import PublicData, PublicNeed
 from raysim.rules.tasks.learning_task import LearningTask, TaskData, TaskMetric
-from raysim.rules.tasks.loss_reading import LossFunction
 from raysim.rules.tasks.loss_task import LossTask, make_loss_task, task_like
 from raysim.rules.tasks.shipped_tasks import TASKS
+from raysim.rules.tasks.user_loss import LossFunction
 from raysim.system.signals import reraise_stop
 
 SAMPLE_EXAMPLES = 6

@@ -24,7 +24,8 @@ from raysim.engine import learning
 from raysim.models.checks.against_pytorch import check_same_outputs
 from raysim.models.flat import Model
 from raysim.rules import contract
-from raysim.rules.contract import ClientRule, Problem, ServerRule
+from raysim.rules.contract import ClientRule, ServerRule
+from raysim.rules.rule import Problem
 from raysim.rules.tasks.learning_task import LearningTask, TaskMetric
 from raysim.rules.upload_stages import UploadStage
 from raysim.rules.uploads import with_mode
@@ -39,7 +40,8 @@ from raysim.training.personal import PersonalParts, personal_parts
 from raysim.training.trainers.trainer import TrainingMode
 
 if TYPE_CHECKING:
-    from raysim.training.trainers.trainer import ClientUpdate, PreparedClient, Trainer
+    from raysim.training.client_start import PreparedClient
+    from raysim.training.trainers.trainer import ClientUpdate, Trainer
 
 
 @dataclass(frozen=True)

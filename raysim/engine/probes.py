@@ -37,7 +37,8 @@ from raysim.system.signals import reraise_stop
 from raysim.training.messages import WorkerResult
 
 if TYPE_CHECKING:
-    from raysim.training.trainers.trainer import ClientUpdate, Measure, PreparedClient, Trainer
+    from raysim.training.client_start import PreparedClient
+    from raysim.training.trainers.trainer import ClientUpdate, Measure, Trainer
 
 BUILT_IN_PROBES = {
     "record_updates": "raysim.diagnostics.recorded_updates:RecordedUpdates",

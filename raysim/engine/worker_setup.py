@@ -21,11 +21,12 @@ from raysim.rules.batch import Batch
 from raysim.rules.contract import ClientRule, ServerRule, overridden
 from raysim.rules.task import LocalData
 from raysim.training.client_evaluator import ClientEvaluator, uses_own_models
-from raysim.training.groups import ClientGroup
+from raysim.training.groups import ClientGroup, WorkerParts
 from raysim.training.personal import PersonalParts
+from raysim.training.trainers.group_trainer import GroupTrainer
 from raysim.training.trainers.loop_trainer import LoopTrainer
 from raysim.training.trainers.pooled import PooledTrainer
-from raysim.training.trainers.trainer import Trainer, TrainingMode, WorkerParts
+from raysim.training.trainers.trainer import Trainer, TrainingMode
 from raysim.training.trainers.vmap import VmapTrainer
 
 TRAINERS: dict[TrainingMode, type[Trainer]] = {
@@ -61,7 +62,7 @@ def configure_process(threads: int) -> None:
         return
 
 
-def make_trainer(plan: Plan, device: str) -> Trainer:
+def make_trainer(plan: Plan, device: str) -> GroupTrainer:
     """Return the trainer of blocks of clients on a device.
 
     Args:
@@ -97,12 +98,11 @@ def make_trainer(plan: Plan, device: str) -> Trainer:
         measures,
         plan.collusion is not None,
     )
-    trainer, *of_groups = [
+    trainers = [
         kind(group, replace(parts, model=model.with_autocast(_autocast(group.config.local))))
         for group in (ClientGroup("", plan.client, plan.config, plan.stages), *plan.groups)
     ]
-    if plan.members is not None:
-        trainer.add_groups(of_groups, plan.members)
+    trainer = GroupTrainer(trainers, plan.members)
     if evaluator := make_client_evaluator(plan, trainer, test_half):
         trainer.evaluate_block["test"] = evaluator.evaluate_block
     if overridden(plan.server, ["candidates"]):
@@ -140,19 +140,19 @@ def _autocast(local: Local) -> torch.dtype | None:
     return getattr(torch, local.autocast or "", None)
 
 
-def make_loss_evaluator(plan: Plan, trainer: Trainer) -> ClientEvaluator:
+def make_loss_evaluator(plan: Plan, trainer: GroupTrainer) -> ClientEvaluator:
     """Return the evaluator of the losses of candidates (`ServerRule.candidates`).
 
     Args:
         plan: the plan of the run.
         trainer: the worker's trainer, with the net and the training set.
     """
-    clients, examples = plan.clients, trainer.client_batches.examples
+    clients, examples = plan.clients, trainer.trainers[0].parts.examples
     return ClientEvaluator(trainer, clients, examples, None, clients, LOSS_BATCH_SIZE, [], None)
 
 
 def make_client_evaluator(
-    plan: Plan, trainer: Trainer, test_half: Callable[[], Examples]
+    plan: Plan, trainer: GroupTrainer, test_half: Callable[[], Examples]
 ) -> ClientEvaluator | None:
     """Return the evaluator of clients of a worker; None if clients are not evaluated.
 
@@ -165,21 +165,21 @@ def make_client_evaluator(
     if asked is None or isinstance(clients, VirtualClients):
         return None
     training = clients.all_examples()
-    examples = trainer.client_batches.examples
+    first = trainer.trainers[0]
+    examples = first.parts.examples
     tuner = None
     if asked.fine_tune is not None:
         tuned = Clients(training.indices, training.offsets)
         config = _fine_tuning(plan.config, asked.fine_tune)
         kind = VmapTrainer if plan.mode == "vmap" else LoopTrainer
-        model = trainer.model.with_autocast(None)
+        model = first.model.with_autocast(None)
         personal = PersonalParts()
-        trainers = trainer.groups or [trainer]
-        if any(uses_own_models(member.config, member.rule, plan.server) for member in trainers):
+        if any(uses_own_models(t.config, t.rule, t.server) for t in trainer.trainers):
             # Each client brings its whole model.
-            mask = torch.ones_like(trainer.x0, dtype=torch.bool)
+            mask = torch.ones_like(first.x0, dtype=torch.bool)
             personal = PersonalParts(mask, "personal")
         group = ClientGroup("", ClientRule(), config)
-        tuner = kind(group, WorkerParts(ServerRule(), model, trainer.x0, examples, tuned, personal))
+        tuner = kind(group, WorkerParts(ServerRule(), model, first.x0, examples, tuned, personal))
     if clients.test_half == "test":
         examples = test_half()
     size = plan.config.evaluate.batch_size

@@ -6,7 +6,7 @@ import copy
 import inspect
 import re
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any
 
 import torch
@@ -189,31 +189,35 @@ def net_arguments(model: Named) -> dict[str, Any]:
     """
     factory = find_factory(model.name)
     known = _parameters(factory)
-    signature = inspect.signature(factory)
-    accepts_any_key = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
-    checked: dict[str, Any] = {
-        k: p.default
-        for k, p in known.items()
-        if isinstance(p.default, bool | int | float | str | tuple | list)
-    }
+    parameters = inspect.signature(factory).parameters.values()
+    accepts_any_key = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    arguments: dict[str, Any] = {}
+    for key, parameter in known.items():
+        if isinstance(parameter.default, bool | int | float | str | tuple | list):
+            arguments[key] = parameter.default
     for key, value in model.parameters.items():
-        is_common = key in COMMON_KEYS and key not in known
-        if key not in known and not is_common and not accepts_any_key:
+        if key in known:
+            arguments[key] = _checked(key, value, known[key].annotation)
+        elif key in COMMON_KEYS:
+            arguments[key] = _checked(key, value, COMMON_KEYS[key][0])
+        elif accepts_any_key:
+            arguments[key] = value
+        else:
             raise ConfigError(
                 f"model.{key}: unknown key of '{model.name}'"
                 f"{did_you_mean(key, [*known, *COMMON_KEYS])}"
             )
-        annotation = known[key].annotation if key in known else inspect.Parameter.empty
-        if is_common:
-            annotation = COMMON_KEYS[key][0]
-        try:
-            has_no_type = annotation is inspect.Parameter.empty
-            checked[key] = value if has_no_type else TypeAdapter(annotation).validate_python(value)
-        except ValidationError as error:
-            raise ConfigError(
-                explain_validation_error(error, value, dict, f"model.{key}")
-            ) from None
-    return checked
+    return arguments
+
+
+def _checked(key: str, value: Any, annotation: Any) -> Any:
+    """Return the value of a net's parameter after validation by its annotation, if it has one."""
+    if annotation is inspect.Parameter.empty:
+        return value
+    try:
+        return TypeAdapter(annotation).validate_python(value)
+    except ValidationError as error:
+        raise ConfigError(explain_validation_error(error, value, dict, f"model.{key}")) from None
 
 
 def make_net(config: Config, shape: tuple[int, ...], classes: int) -> nn.Module:
@@ -237,15 +241,13 @@ def make_net(config: Config, shape: tuple[int, ...], classes: int) -> nn.Module:
     arguments = net_arguments(config.model)
     own_keys = _parameters(factory)
     common = {k: arguments.pop(k) for k in COMMON_KEYS if k in arguments and k not in own_keys}
-    data_arguments = {
-        k: v
-        for k, v in {"shape": shape, "classes": classes}.items()
-        if k in inspect.signature(factory).parameters
-    }
+    taken = inspect.signature(factory).parameters
+    of_data: dict[str, Any] = {"shape": shape, "classes": classes}
+    of_data = {key: value for key, value in of_data.items() if key in taken}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(int(generator(config.seed, "init").integers(2**63)))
         try:
-            net = factory(**data_arguments, **arguments)
+            net = factory(**of_data, **arguments)
             if "projection" in common:
                 _add_projection(net, common["projection"], classes)
         except ConfigError:
@@ -258,17 +260,22 @@ def make_net(config: Config, shape: tuple[int, ...], classes: int) -> nn.Module:
     if not isinstance(net, nn.Module):
         raise ConfigError(f"model.name: '{name}' is not a torch.nn.Module")
     _refuse_odd_nets(net)
+    _set_start(net, common, getattr(torch, config.dtype))
+    if "freeze" in common:
+        freeze(net, common["freeze"], classes)
+    return net
+
+
+def _set_start(net: nn.Module, common: Mapping[str, Any], dtype: torch.dtype) -> None:
+    """Load the weights from which training starts, if the keys `common` of the net name some."""
     if "init_from" in common:
-        net.to(getattr(torch, config.dtype))  # before, so that no weight is rounded
+        net.to(dtype)  # before, so that no weight is rounded
         load_weights(net, common["init_from"], common.get("init_skip", ()))
     elif "init_skip" in common:
         raise ConfigError(
             "model.init_skip: there is no model.init_from that could set tensors; give one, or "
             "leave init_skip out"
         )
-    if "freeze" in common:
-        freeze(net, common["freeze"], classes)
-    return net
 
 
 def _refuse_odd_nets(net: nn.Module) -> None:

@@ -9,7 +9,6 @@ forwards of raysim.models.keyed_layers, every other layer by its own.
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from raysim.errors import ConfigError, in_a_line
+from raysim.models.first_outputs import check_first_loss, check_outputs
 from raysim.models.keyed_layers import (
     ForwardContext,
     NoteFeatures,
@@ -38,8 +38,7 @@ from raysim.rules.batch import Batch
 from raysim.rules.losses import Loss, cross_entropy, task_loss
 from raysim.rules.task import PassMode
 from raysim.rules.tasks.learning_task import LearningTask
-from raysim.rules.tasks.loss_task import LossTask
-from raysim.rules.tasks.shipped_tasks import TASKS, Classification
+from raysim.rules.tasks.shipped_tasks import Classification
 from raysim.system.global_generators import GlobalGenerators
 from raysim.system.signals import reraise_stop
 
@@ -141,7 +140,6 @@ class Model:
     def _dry_run(self) -> list[tuple[tuple[int, ...], float]]:
         """Run two examples, refuse outputs that do not fit the task, return the dropouts."""
         x, _ = self.examples(2)
-        net = self.label
         generators = GlobalGenerators()
         try:
             outputs, dropouts = self._first_pass(x)
@@ -151,29 +149,14 @@ class Model:
             reraise_stop(error)
             hint = "" if x.is_floating_point() else "; x is int64: give floats, or use nn.Embedding"
             raise ConfigError(
-                f"{net} fails on two examples of shape {list(self.shape)}: {in_a_line(error)}{hint}"
+                f"{self.label} fails on two examples of shape {list(self.shape)}: "
+                f"{in_a_line(error)}{hint}"
             ) from None
         finally:
             generators.restore()
-        expected = [2, *self.output_shape]
-        if not isinstance(outputs, Tensor) or list(outputs.shape) != expected:
-            got = list(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
-            if isinstance(getattr(outputs, "logits", None), Tensor):
-                raise ConfigError(
-                    f"{net} returns a {got}; let forward return its logits: return out.logits"
-                )
-            fix = "" if isinstance(outputs, Tensor) else "; return a tensor, such as out.logits"
-            if isinstance(self.learning_task, LossTask) and not fix:
-                fix = (
-                    f" like task '{self.learning_task.like}'; set task.like to the task of these "
-                    f"outputs ({', '.join(TASKS)}), or give a class, a LearningTask with this loss "
-                    "and its own output_shape"
-                )
-            raise ConfigError(
-                f"{net} turns two examples into {got}, "
-                f"but task '{self.learning_task.name}' expects outputs of shape {expected}{fix}"
-            )
-        self._check_loss(outputs)
+        check_outputs(outputs, [2, *self.output_shape], self.learning_task, self.label)
+        if self.sample is not None:
+            check_first_loss(self.learning_task, outputs, Batch(*self._real(2)))
         return dropouts
 
     def _first_pass(self, x: Tensor) -> tuple[Tensor, list[tuple[tuple[int, ...], float]]]:
@@ -196,43 +179,6 @@ class Model:
             replace(s, is_keyed=s.is_keyed and s.layer in layers) for s in self.statistics
         ]
         return outputs, bound.frame.probe
-
-    def _check_loss(self, outputs: Tensor) -> None:
-        """Refuse a user's task whose loss is not one finite number for each of two examples."""
-        if self.sample is None or type(self.learning_task) in TASKS.values():
-            return
-        batch = Batch(*self._real(2))
-        try:
-            loss = self.learning_task.loss(outputs, batch)
-            if isinstance(self.learning_task, LossTask):
-                self.learning_task.confirm(outputs, batch)
-        except BaseException as error:
-            reraise_stop(error)
-            raise self.failed_loss(error, "two") from None
-        if not isinstance(loss, Tensor) or loss.shape != (2,) or not loss.is_floating_point():
-            got = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-            raise ConfigError(
-                f"task: loss of '{self.learning_task.name}' returns {got} for two examples, "
-                "expected one number for each, [2]; the engine takes the mean"
-            )
-
-    def failed_loss(self, error: BaseException, n_examples: str) -> ConfigError:
-        """Return the error for a user's loss that raised one.
-
-        Args:
-            error: what the loss raised.
-            n_examples: number of examples of the batch, as a word.
-        """
-        text, hint = in_a_line(error), ""
-        if re.search("scalar type|same dtype", text):
-            hint = (
-                f"; outputs are {str(self.dtype).removeprefix('torch.')}, as the key dtype says: "
-                "convert tensors that the loss computes with, for example weight.to(outputs)"
-            )
-        return ConfigError(
-            f"task: loss of '{self.learning_task.name}' fails on {n_examples} examples: {text}"
-            f"{hint}"
-        )
 
     def as_trained(self, x: Tensor) -> Tensor:
         """Return inputs in the memory format in which the net trains.
@@ -320,12 +266,8 @@ class Model:
         Args:
             w: the parameters, [P].
         """
-        return {
-            n: v.view(s)
-            for n, s, v in zip(
-                self.names, self.shapes, torch.split(w, list(self.segments)), strict=True
-            )
-        }
+        parts = zip(self.names, self.shapes, w.split(list(self.segments)), strict=True)
+        return {name: part.view(shape) for name, shape, part in parts}
 
     def state_dict(self, x: Tensor, buffers: Tensor) -> dict[str, Tensor]:
         """Return a copy of parameters and statistics for the `load_state_dict` of the net.
@@ -339,17 +281,13 @@ class Model:
             share has two names.
         """
         values = dict(zip(map(id, self._trained()), self.views(x).values(), strict=True))
-        named = {
-            n.removeprefix("0."): values[id(p)].clone(memory_format=torch.contiguous_format)
-            for n, p in self.module.named_parameters(remove_duplicate=False)
-            if id(p) in values
-        }
-        named |= named_statistics(self.module[0], self.statistics, buffers)
-        fixed = {
-            n.removeprefix("0."): v.cpu().clone(memory_format=torch.contiguous_format)
-            for n, v in self.module.state_dict().items()
-        }
-        return {**fixed, **named}
+        state = {name: tensor.cpu() for name, tensor in self.module.state_dict().items()}
+        for name, parameter in self.module.named_parameters(remove_duplicate=False):
+            if id(parameter) in values:
+                state[name] = values[id(parameter)]
+        layout = torch.contiguous_format
+        copies = {n.removeprefix("0."): v.clone(memory_format=layout) for n, v in state.items()}
+        return {**copies, **dict(named_statistics(self.module[0], self.statistics, buffers))}
 
     def decayed(self) -> Tensor:
         """Return [P], 1 where weight decay applies: every tensor whose name lacks "bias"."""
@@ -485,20 +423,6 @@ class Model:
         if levels is not None:
             levels[:] = [level.to(self.dtype) for level in levels]
         return out.to(self.dtype)
-
-    def moved_buffers(self, frame: ForwardContext) -> Tensor:
-        """Return the buffers [Q] after a pass that stored its new statistics in `frame.moved`.
-
-        Args:
-            frame: the context of the pass.
-        """
-        assert frame.buffers is not None
-        parts = []
-        position = 0
-        for start in sorted(frame.moved):
-            parts += [frame.buffers[position:start], frame.moved[start]]
-            position = start + frame.moved[start].shape[0]
-        return torch.cat([*parts, frame.buffers[position:]])
 
 
 class BoundModel:

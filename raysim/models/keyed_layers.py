@@ -47,6 +47,16 @@ class ForwardContext:
     passed: set[int] = field(default_factory=set)
     """Positions in `buffers` of the statistics of each BatchNorm that ran."""
 
+    def moved_buffers(self) -> Tensor:
+        """Return the statistics [Q] after a pass that stored its new ones in `moved`."""
+        assert self.buffers is not None
+        parts = []
+        position = 0
+        for start in sorted(self.moved):
+            parts += [self.buffers[position:start], self.moved[start]]
+            position = start + self.moved[start].shape[0]
+        return torch.cat([*parts, self.buffers[position:]])
+
 
 LayerT = TypeVar("LayerT", bound=nn.Module)
 

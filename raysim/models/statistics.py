@@ -73,13 +73,13 @@ def find_statistics(net: nn.Module, x: Tensor) -> list[Statistic]:
                 f"model: {_described(layer, module)} has momentum=None; "
                 "set it to a number, for example 0.1"
             )
-        is_keyed = type(module) in BATCH_NORMS and not has_own_forward(module)
+        running = ("running_mean", "running_var") if is_norm else ()
+        has_keyed_forward = type(module) in BATCH_NORMS and not has_own_forward(module)
         for name, buffer in module.named_buffers(recurse=False):
-            is_running = is_norm and name in ("running_mean", "running_var")
-            is_moved = buffer.is_floating_point() and _path(layer, name) in moved
-            if is_running or is_moved:
+            if name in running or _path(layer, name) in moved:
                 shape = tuple(buffer.shape)
-                statistics.append(Statistic(layer, name, start, shape, is_keyed and is_running))
+                is_keyed = has_keyed_forward and name in running
+                statistics.append(Statistic(layer, name, start, shape, is_keyed))
                 start += statistics[-1].size
     return statistics
 
@@ -95,7 +95,7 @@ def _has_unknown_buffers(net: nn.Module) -> bool:
 
 
 def _moved_buffers(net: nn.Module, x: Tensor) -> set[str]:
-    """Return the names of the buffers that a pass in training mode changes."""
+    """Return the names of the floating-point buffers that a pass in training mode changes."""
     net = copy.deepcopy(net)
     switch_off_dropout(net)
     before = {name: buffer.clone() for name, buffer in net.named_buffers()}
@@ -105,7 +105,11 @@ def _moved_buffers(net: nn.Module, x: Tensor) -> set[str]:
             net(x)
     except Exception:  # the dry run reports it
         return set()
-    return {name for name, buffer in net.named_buffers() if not same_values(before[name], buffer)}
+    moved = set()
+    for name, buffer in net.named_buffers():
+        if buffer.is_floating_point() and not same_values(before[name], buffer):
+            moved.add(name)
+    return moved
 
 
 def statistics_vector(net: nn.Module, statistics: list[Statistic], dtype: torch.dtype) -> Tensor:
@@ -161,7 +165,9 @@ class BoundStatistics:
         for module, statistic in self.unkeyed:
             buffer = module._buffers[statistic.name]
             assert buffer is not None
-            statistic.of(self.vector).copy_(buffer.detach())
+            # By `data`: a BatchNorm's backward pass keeps views of the vector, and autograd takes
+            # any other write to it for a change of them.
+            statistic.of(self.vector.data).copy_(buffer.detach())
 
 
 def _path(layer: str, name: str) -> str:

@@ -120,7 +120,7 @@ def _train(settings: dict[str, Any], gpus: float, rounds: int) -> tuple[torch.Te
             seconds.append(now - began)
             began = now
         params = executor.server.snapshot()["state/x"].clone()
-        cache = getattr(executor.trainer, "cuda_graphs", None)
+        cache = getattr(executor.trainer.trainers[0], "cuda_graphs", None)
         recorded = cache is not None and bool(cache.recorded)
     finally:
         executor.close()

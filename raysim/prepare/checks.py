@@ -33,9 +33,10 @@ from raysim.errors import ConfigError, in_a_line
 from raysim.models import build
 from raysim.models.checks.coupled_examples import couples_examples
 from raysim.models.flat import Model
-from raysim.rules.contract import ClientRule, Problem, ServerRule, overridden
+from raysim.rules.contract import ClientRule, ServerRule, overridden
 from raysim.rules.errors.user_code import translate_errors
 from raysim.rules.methods import registry
+from raysim.rules.rule import Problem
 from raysim.rules.uploads import declared, with_mode
 from raysim.system import machine, startup_stages
 from raysim.system.files import is_path

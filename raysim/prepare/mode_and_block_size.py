@@ -16,7 +16,7 @@ from raysim.models.keyed_layers import unfoldable
 from raysim.rules.contract import ClientRule, ServerRule
 from raysim.training.trainers.pooled import why_not_pooled
 from raysim.training.trainers.trainer import TrainingMode
-from raysim.training.trainers.vmap import why_not_vmap
+from raysim.training.trainers.vmap_trial import why_not_vmap
 
 VMAP_BELOW_PARAMETERS = 10_000
 """Largest number of parameters at which vmap beats the loop on a CPU, without convolutions."""

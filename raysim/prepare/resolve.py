@@ -36,8 +36,9 @@ from raysim.prepare import checks, configured_upload_stages, file_digests
 from raysim.prepare.absolute_paths import with_absolute_paths, with_run_folder
 from raysim.prepare.dry_run import client_rule, learning_task, server_rule
 from raysim.prepare.mode_and_block_size import BlockChoice, choose_batching
-from raysim.rules.contract import ClientRule, Problem, ServerRule
+from raysim.rules.contract import ClientRule, ServerRule
 from raysim.rules.methods import pairs, registry
+from raysim.rules.rule import Problem
 from raysim.rules.tasks.learning_task import LearningTask, TaskMetric
 from raysim.rules.upload_stages import UploadStage
 from raysim.server.collusion import check_collusion

@@ -10,7 +10,6 @@ from raysim.rules.contract import (
     Algorithm,
     ClientRule,
     NoiseSpec,
-    Problem,
     Report,
     ServerRule,
     State,
@@ -19,7 +18,7 @@ from raysim.rules.contract import (
 from raysim.rules.losses import Loss, Net, cross_entropy, soft_cross_entropy, task_loss
 from raysim.rules.public import PublicData
 from raysim.rules.reports import Cohort, Reports
-from raysim.rules.rule import Logged
+from raysim.rules.rule import Logged, Problem
 from raysim.rules.task import LocalData, PassMode, Task
 from raysim.rules.tasks.learning_task import LearningTask, TaskData, TaskMetric
 from raysim.rules.tasks.shipped_tasks import Classification, Multilabel, NextToken, Regression

@@ -8,10 +8,17 @@ from typing import ClassVar, NamedTuple, Self
 
 from numpy.random import Generator
 from pydantic import ConfigDict
+from torch import Tensor
 
+from raysim import metrics
 from raysim.config.sections.base import at_round
 from raysim.randomness import generator
 from raysim.rules.public import PublicNeed
+
+State = dict[str, Tensor]
+"""Tensors by name, with fixed keys and shapes."""
+Report = dict[str, Tensor]
+"""A client's report: uploads by key, and metrics as "metric/NAME"."""
 
 
 @dataclass(frozen=True)
@@ -110,3 +117,38 @@ class Rule:
             if due
             else self
         )
+
+
+SHIPPED_PACKAGE = "raysim.algorithms"
+"""Package of the shipped methods (the folder algorithms/), and entry-point group of others."""
+
+
+def register(cls: type[Rule], registry: dict, suffix: str) -> None:
+    """Name a rule after its class, and register it if it is shipped.
+
+    The name is that of the class, without the suffix, in lower case: FedProxClient is `fedprox`.
+
+    Args:
+        cls: the class of the rule.
+        registry: the shipped rules of its side.
+        suffix: "Client" or "Server".
+
+    Raises:
+        TypeError: `logs` of the class is no tuple of `Logged`.
+    """
+    if "name" not in cls.__dict__:
+        cls.name = (cls.__name__.removesuffix(suffix) or cls.__name__).lower()
+    shipped = cls.__module__.startswith(f"{SHIPPED_PACKAGE}.")
+    if shipped and not cls.__name__.startswith("_"):
+        registry[cls.name] = cls
+    side = suffix.lower()
+    logs = cls.__dict__.get("logs", ())
+    if not isinstance(logs, tuple) or not all(isinstance(metric, Logged) for metric in logs):
+        raise TypeError(
+            f'{cls.__name__}.logs is not a tuple of Logged; write logs = (Logged("name", "what it '
+            'measures"),), with the comma'
+        )
+    for name, meaning, unit in logs:
+        is_size = side == "server" and name.endswith("_bytes")
+        place = f"system/server_{name}" if is_size else f"{side}/{name}"
+        metrics.declare(place, unit, meaning, cls.name, users_own=not shipped)

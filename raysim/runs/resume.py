@@ -35,7 +35,7 @@ from raysim.tracking.recorder import flatten_parameters
 from raysim.training.groups import ClientGroup
 from raysim.training.tasks.local_step import LocalSettings
 from raysim.training.tasks.optimizers import kept, make_optimizer
-from raysim.training.trainers.vmap import VmapTask
+from raysim.training.tasks.vmap_task import VmapTask
 from raysim.training.uploads.upload_chain import memory_keys
 from raysim.training.uploads.upload_sum import last_upload_key
 

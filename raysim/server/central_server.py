@@ -14,9 +14,10 @@ from torch import Tensor
 from raysim.errors import RaysimError
 from raysim.numerics.fixed_point import combine, is_short, to_float
 from raysim.rules.client_sampling import SelectionPool
-from raysim.rules.contract import Problem, ServerRule, State
-from raysim.rules.errors.user_code import check_tensors
+from raysim.rules.contract import ServerRule, State
+from raysim.rules.errors.returned_values import check_tensors
 from raysim.rules.reports import NOT_REQUESTED, Cohort, Refused, Reports
+from raysim.rules.rule import Problem
 from raysim.server.client_dp_noise import NoisyMean
 from raysim.server.collusion import Collusion
 from raysim.server.selection import Candidates, named_candidates, selected_clients

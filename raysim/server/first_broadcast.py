@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from raysim.rules.contract import Problem, ServerRule
+from raysim.rules.contract import ServerRule
+from raysim.rules.rule import Problem
 from raysim.server.central_server import RoundCohort, Server
 from raysim.training.messages import Broadcast
 

@@ -11,7 +11,8 @@ from torch import Tensor
 from raysim.errors import RaysimError, round_name
 from raysim.numerics.fixed_point import NonFiniteError
 from raysim.rules.contract import ServerRule, State
-from raysim.rules.errors.user_code import breach, check_tensors, translate_errors
+from raysim.rules.errors.returned_values import check_tensors
+from raysim.rules.errors.user_code import breach, translate_errors
 from raysim.rules.reports import Reports
 
 

@@ -20,12 +20,14 @@ from raysim.data.partition.clients import ExampleLists, VirtualClients
 from raysim.metrics import VALIDATION
 from raysim.models.flat import BoundModel
 from raysim.rules.contract import ClientRule, ServerRule, State, overridden
-from raysim.rules.errors.user_code import check_evaluated, check_statistics_named, with_traceback
+from raysim.rules.errors.returned_values import check_evaluated, check_statistics_named
+from raysim.rules.errors.user_code import with_traceback
 from raysim.rules.tasks.learning_task import TaskMetric
 from raysim.system.signals import reraise_stop
 from raysim.training.evaluation import measure
 from raysim.training.messages import Block, Broadcast, ClientEvaluation, ClientTask
 from raysim.training.personal import PARAMETERS_KEY, STATISTICS_KEY
+from raysim.training.trainers.group_trainer import GroupTrainer
 from raysim.training.trainers.trainer import Trainer
 
 
@@ -33,7 +35,7 @@ class ClientEvaluator:
     """Evaluates the clients of a block, one after the other.
 
     Args:
-        trainer: the worker's trainer, with the net and the client rule.
+        trainer: the worker's trainer, with the nets and the client rules.
         tests: positions of the examples on which each client is evaluated, in `examples`; None:
             there are none.
         examples: the half of the data set that `tests` refers to.
@@ -47,7 +49,7 @@ class ClientEvaluator:
 
     def __init__(
         self,
-        trainer: Trainer,
+        trainer: GroupTrainer,
         tests: ExampleLists | VirtualClients | None,
         examples: Examples,
         val: ExampleLists | None,
@@ -65,11 +67,12 @@ class ClientEvaluator:
         self.metrics = metrics
         self.tuner = tuner
         self.has_own_models = any(
-            uses_own_models(member.config, member.rule, trainer.server)
-            for member in trainer.groups or [trainer]
+            uses_own_models(t.config, t.rule, t.server) for t in trainer.trainers
         )
+        first = trainer.trainers[0]
+        self.training_half = first.client_batches.examples
         # `local.autocast` is for local training; evaluation computes in the type of the parameters.
-        self.net = BoundModel(trainer.model.with_autocast(None))
+        self.net = BoundModel(first.model.with_autocast(None))
 
     def evaluate_block(
         self, broadcasts: Mapping[int, Broadcast], block: Block
@@ -158,11 +161,10 @@ class ClientEvaluator:
     def _measure(self, client: int, w: Tensor, buffers: Tensor) -> dict[str, float]:
         """Return the metrics of a model on the test and validation examples of a client."""
         self.net.w.copy_(w)
-        training = self.trainer.client_batches.examples
         metrics: dict[str, float] = {}
         for prefix, lists, examples in (
             ("", self.tests, self.examples),
-            (VALIDATION, self.val, training),
+            (VALIDATION, self.val, self.training_half),
         ):
             positions = () if lists is None else lists.client(client)
             if not len(positions):
@@ -186,27 +188,28 @@ def _n_examples(lists: ExampleLists | VirtualClients | None, client: int) -> int
 
 
 def own_model(
-    trainer: Trainer, broadcast: Broadcast, task: ClientTask, mine: np.ndarray
+    trainer: Trainer, broadcast: Broadcast, client_task: ClientTask, mine: np.ndarray
 ) -> tuple[Tensor, Tensor]:
     """Return the parameters [P] and BatchNorm statistics [Q] that a client's rule evaluates.
 
     Args:
         trainer: the trainer of the client's group.
         broadcast: the version of the model.
-        task: the client, with its state.
+        client_task: the client, with its state.
         mine: [n], positions of the client's training examples.
 
     Raises:
         ContractError: `evaluated` of the rule returns something that its contract forbids, or the
             model is the client's own and has no BatchNorm statistics.
     """
-    rule = trainer.rule.at(task.base)
-    received = trainer.receive(rule, broadcast, task, mine)
+    rule = trainer.rule.at(client_task.base)
+    task = trainer.task
+    received = trainer.start.receive(task, rule, broadcast, client_task, mine)
     w, buffers = received.local_params, received.buffers
     method, names_buffers = "begin", received.names_buffers
     if overridden(rule, ["evaluated"]):
         shared, client_state = received.broadcast.shared, received.client_state
-        evaluated = rule.evaluated(shared, client_state, received.data, trainer.loop)
+        evaluated = rule.evaluated(shared, client_state, received.data, task)
         check_evaluated(rule, broadcast.global_params, broadcast.buffers, evaluated)
         method, names_buffers = "evaluated", isinstance(evaluated, tuple)
         w, buffers = evaluated if isinstance(evaluated, tuple) else (evaluated, buffers)
@@ -224,6 +227,6 @@ def uses_own_models(config: Config, rule: ClientRule, server: ServerRule) -> boo
         server: the server rule.
     """
     local = config.local
-    of_engine = bool(local.personal) or local.buffers == "personal"
-    of_rule = overridden(rule, ["begin", "evaluated", "personal"]) + overridden(server, ["sent_to"])
-    return of_engine or bool(of_rule)
+    if local.personal or local.buffers == "personal" or overridden(server, ["sent_to"]):
+        return True
+    return bool(overridden(rule, ["begin", "evaluated", "personal"]))

@@ -1,9 +1,13 @@
-"""Start of a client: its state, its parameters, and a newly initialised net."""
+"""The start of a client: the model that it receives, its state, and a newly initialised net."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import islice
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -11,19 +15,37 @@ from raysim.config.schema import Config
 from raysim.models.build import make_net
 from raysim.models.flat import Model
 from raysim.randomness import generator
+from raysim.rules.batch import Batch
 from raysim.rules.contract import ClientRule, State, overridden
-from raysim.rules.errors.user_code import check_begin, check_tensors
+from raysim.rules.errors.returned_values import (
+    check_begin,
+    check_dict,
+    check_sent_to,
+    check_tensors,
+)
+from raysim.rules.errors.user_code import breach
 from raysim.rules.task import LocalData
+from raysim.training.batches.client_batches import ClientBatches
+from raysim.training.groups import WorkerParts
 from raysim.training.messages import Broadcast, ClientTask
+from raysim.training.personal import PersonalParts
+from raysim.training.tasks.local_step import LocalSettings
 from raysim.training.tasks.loop_task import LoopTask
+from raysim.training.tasks.optimizers import kept_state
 
 
 @dataclass(frozen=True)
 class ReceivedModel:
     """A client with the model that it received, before its local steps."""
 
+    task: ClientTask
+    """The task of the client."""
+    rule: ClientRule
+    """The client rule in the round of the version that the client starts from."""
     broadcast: Broadcast
-    """The version of the model, with the client's own parts in it."""
+    """The version of the model that the client received, with its own personal parts in it."""
+    mine: np.ndarray
+    """[n], positions of its examples in the training set."""
     data: LocalData
     """Its examples, as the rule sees them."""
     client_state: State
@@ -32,42 +54,213 @@ class ReceivedModel:
     """[P], parameters before the first local step."""
     buffers: Tensor
     """[Q], BatchNorm statistics before the first local step."""
-    names_buffers: bool
-    """True if `begin` returned these statistics; else they are those received."""
-    carried: State
+    names_buffers: bool = False
+    """True if the rule's `begin` returned these statistics; else they are those received."""
+    carried: State = field(default_factory=dict)
     """Tensors that `begin` returned in addition, which the local steps carry."""
 
 
-def begin_client(
-    rule: ClientRule, broadcast: Broadcast, client_state: State, data: LocalData, task: LoopTask
-) -> ReceivedModel:
-    """Return a client at the start of its local steps, and set `task` to that start.
+@dataclass(frozen=True, kw_only=True)
+class PreparedClient(ReceivedModel):
+    """A client that is ready to train."""
 
-    It starts from the broadcast, or from what the rule's `begin` returns.
+    state: State
+    """State before the first local step."""
+    settings: LocalSettings
+    """The constants of its local training."""
+    prepared: list[tuple[Batch, ...]]
+    """Batches that the rule prepared, a tuple for each batch of a pass."""
+    optimizer_state: State = field(default_factory=dict)
+    """State of the optimizer before the first local step; {} for plain SGD."""
+    logged: State = field(default_factory=dict)
+    """What the rule has logged before the first local step."""
+
+
+class ClientStart:
+    """Starts the clients of a group.
 
     Args:
-        rule: the client rule.
-        broadcast: the version of the model, with the client's own parts in it.
-        client_state: the state that the client kept from earlier rounds.
-        data: the client's examples, as the rule sees them.
-        task: the task of the client, which starts from the broadcast so far.
+        config: the configuration of the group.
+        parts: what all groups share.
+        personal: the parts of the model that clients keep to themselves.
+        settings: the constants of the training of all clients, for version 0 of the model.
+        client_batches: the batches of each client.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        parts: WorkerParts,
+        personal: PersonalParts,
+        settings: LocalSettings,
+        client_batches: ClientBatches,
+    ):
+        self.config = config
+        self.parts = parts
+        self.personal = personal
+        self.settings = settings
+        self.client_batches = client_batches
+        self.average = float(parts.clients.sizes.sum() / parts.clients.n_nonempty)
+        """Mean number of examples of the clients that have any."""
+
+    def prepare(
+        self, task: LoopTask, rule: ClientRule, broadcast: Broadcast, client_task: ClientTask
+    ) -> PreparedClient:
+        """Prepare a client for its local steps.
+
+        Args:
+            task: becomes the task of the client.
+            rule: the client rule in the round of the client's version.
+            broadcast: the version that the client starts from.
+            client_task: the task of the client.
+
+        Returns:
+            The client with its state before the first local step.
+
+        Raises:
+            ContractError: the rule returns something that its contract forbids.
+        """
+        mine = self.parts.clients.client(client_task.client)
+        received = self.receive(task, rule, broadcast, client_task, mine)
+        shared = received.broadcast.shared
+        state = rule.init(shared, received.client_state, received.data, task)
+        check_dict(rule, "init", state)
+        if "w" in state:
+            raise breach(
+                rule,
+                "init",
+                'returns "w", which the engine sets: local steps start at what `begin` returns, by '
+                'default shared["x"]; omit it',
+            )
+        prepared = []
+        if rule.prepares:
+            # A pass may have more batches than the client makes steps.
+            prepared = list(islice(self.prepared_batches(task, received), client_task.steps))
+        return PreparedClient(
+            **vars(received),
+            state={"w": task.local_params, **received.carried, **state},
+            settings=task.settings,
+            prepared=prepared,
+            optimizer_state=task.optimizer_state,
+            logged=task.logged or {},
+        )
+
+    def receive(
+        self,
+        task: LoopTask,
+        rule: ClientRule,
+        broadcast: Broadcast,
+        client_task: ClientTask,
+        mine: np.ndarray,
+    ) -> ReceivedModel:
+        """Give a client the broadcast, or what the rule's `begin` makes of it.
+
+        Args:
+            task: becomes the task of the client.
+            rule: the client rule in the round of the client's version.
+            broadcast: the version of the model.
+            client_task: the task of the client.
+            mine: [n], positions of the client's examples.
+
+        Returns:
+            The client with its parameters, statistics, state and examples before its local steps.
+
+        Raises:
+            ContractError: the rules' `sent_to`, `state` or `begin` returns something that is
+                forbidden.
+        """
+        t, client, local = client_task.base, client_task.client, self.config.local
+        tests, vals = self.parts.tests, self.parts.vals
+        data = LocalData(
+            len(mine),
+            self.average,
+            lambda augment=False: self.client_batches.whole(mine, client_task if augment else None),
+            tests and partial(tests, client),
+            vals and partial(vals, client),
+        )
+        broadcast = self.personal.received(
+            self.sent_to(broadcast, client), client_task.client_state
+        )
+        w, buffers = broadcast.global_params, broadcast.buffers
+        n_updates = local.n_updates(client_task.steps)
+        task.start(
+            # Outside of local steps `task.lr` is their mean, if it varies within the round.
+            replace(self.settings, t=t, lr=local.step_sizes.mean(t, n_updates)),
+            w,
+            buffers,
+            n_updates,
+            fresh=lambda: fresh_model(self.config, self.parts.model, client),
+            client=client,
+            optimizer_state=self._kept_optimizer_state(client_task),
+        )
+        client_state = kept_or_new_state(rule, task, client_task)
+        received = ReceivedModel(client_task, rule, broadcast, mine, data, client_state, w, buffers)
+        return begun_by_rule(task, received) if overridden(rule, ["begin"]) else received
+
+    def sent_to(self, broadcast: Broadcast, client: int) -> Broadcast:
+        """Return what the server sends one client of a version of the model.
+
+        What the engine has added to the broadcast goes to every client.
+
+        Args:
+            broadcast: the version.
+            client: number of the client.
+
+        Raises:
+            ContractError: `sent_to` returns something that its contract forbids.
+        """
+        rule = self.parts.server
+        if not overridden(rule, ["sent_to"]):
+            return broadcast
+        shared = rule.sent_to(broadcast.shared, client)
+        check_sent_to(rule, shared, broadcast.global_params)
+        of_engine = {k: v for k, v in broadcast.shared.items() if k not in rule.provides}
+        return Broadcast({**of_engine, **shared}, broadcast.buffers)
+
+    def _kept_optimizer_state(self, client_task: ClientTask) -> State | None:
+        """Return the state of the optimizer that a client kept; None if it starts anew."""
+        optimizer = self.settings.optimizer
+        if optimizer is None or self.config.local.optimizer.state == "reset":
+            return None
+        return kept_state(optimizer, client_task.client_state or {}, self.parts.x0)
+
+    def prepared_batches(
+        self, task: LoopTask, client: ReceivedModel
+    ) -> Iterator[tuple[Batch, ...]]:
+        """Yield the batches that the rule prepares for each batch of one pass.
+
+        Args:
+            task: the task of the client.
+            client: the client.
+        """
+        for batch in self.client_batches.one_pass(client.task, client.mine):
+            yield client.rule.prepare(client.broadcast.shared, batch, task)
+
+
+def begun_by_rule(task: LoopTask, client: ReceivedModel) -> ReceivedModel:
+    """Return a client at the model that its rule's `begin` returns.
+
+    Args:
+        task: the task of the client; set to that model.
+        client: the client at the model that it received.
 
     Raises:
         ContractError: `begin` returns something that its contract forbids.
     """
-    w, buffers = broadcast.global_params, broadcast.buffers
-    carried: State = {}
-    names_buffers = False
-    if overridden(rule, ["begin"]):
-        begun = rule.begin(broadcast.shared, client_state, data, task)
-        check_begin(rule, begun, w, buffers)
-        w, carried = begun[0], begun[2] if len(begun) == 3 else {}
-        task.local_params.copy_(w)
-        if begun[1] is not None:
-            buffers = begun[1]
-            names_buffers = True
-            task.buffers.copy_(buffers)
-    return ReceivedModel(broadcast, data, client_state, w, buffers, names_buffers, carried)
+    rule = client.rule
+    begun = rule.begin(client.broadcast.shared, client.client_state, client.data, task)
+    check_begin(rule, begun, client.local_params, client.buffers)
+    w, buffers, *carried = begun
+    task.local_params.copy_(w)
+    if buffers is not None:
+        task.buffers.copy_(buffers)
+    return replace(
+        client,
+        local_params=w,
+        buffers=client.buffers if buffers is None else buffers,
+        names_buffers=buffers is not None,
+        carried=carried[0] if carried else {},
+    )
 
 
 def kept_or_new_state(rule: ClientRule, task: LoopTask, client_task: ClientTask) -> State:

@@ -72,9 +72,16 @@ def measure(
     for metric, parts in zip(metrics, rows, strict=True):
         with _named(metric):
             values[metric.name] = float(metric.value(_whole(parts)))
-    # A class without examples has no accuracy.
-    per_class = {f"accuracy/class_{c}": r / k for c, (r, k) in enumerate(of_class.T.tolist()) if k}
-    return {**values, "loss": loss.value(), **per_class}
+    return {**values, "loss": loss.value(), **_accuracies(of_class)}
+
+
+def _accuracies(of_class: Tensor) -> dict[str, float]:
+    """Return the accuracy on each class from numbers of hits and examples, [2, classes]."""
+    accuracies = {}
+    for c, (hits, count) in enumerate(of_class.T.tolist()):
+        if count:  # a class without examples has no accuracy
+            accuracies[f"accuracy/class_{c}"] = hits / count
+    return accuracies
 
 
 @contextmanager

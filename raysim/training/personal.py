@@ -98,13 +98,11 @@ class PersonalParts:
             report: the report of a client.
             keys: keys of its uploads.
         """
-        if self.mask is None:
-            return report
-        return {
+        without = dict(report)
+        for key in self._with_personal(report, keys):
             # The server adds up whole vectors [P], in which personal parameters must not count.
-            key: value.masked_fill(self.mask, 0) if key in keys and self.unsent(value) else value
-            for key, value in report.items()
-        }
+            without[key] = report[key].masked_fill(self._mask, 0)
+        return without
 
     def compacted(self, report: Report, keys: list[str]) -> Report:
         """Return a report whose uploads [P] lack the personal parameters.
@@ -113,13 +111,10 @@ class PersonalParts:
             report: the report of a client.
             keys: keys of its uploads.
         """
-        mask = self.mask
-        if mask is None:
-            return report
-        return {
-            key: value[~mask] if key in keys and self.unsent(value) else value
-            for key, value in report.items()
-        }
+        compacted = dict(report)
+        for key in self._with_personal(report, keys):
+            compacted[key] = report[key][~self._mask]
+        return compacted
 
     def expanded(self, compacted: Report, report: Report) -> Report:
         """Return a compacted report with zeros at the personal parameters.
@@ -130,10 +125,19 @@ class PersonalParts:
         """
         expanded = dict(compacted)
         for key, value in report.items():
-            if self.mask is not None and compacted[key].shape != value.shape:
+            if compacted[key].shape != value.shape:
                 expanded[key] = torch.zeros_like(value)
-                expanded[key][~self.mask] = compacted[key]
+                expanded[key][~self._mask] = compacted[key]
         return expanded
+
+    def _with_personal(self, report: Report, keys: list[str]) -> list[str]:
+        """Return which of the uploads in a report have personal parameters."""
+        return [key for key in keys if key in report and self.unsent(report[key])]
+
+    @property
+    def _mask(self) -> Tensor:
+        assert self.mask is not None
+        return self.mask
 
     def compacted_shapes(self, shapes: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
         """Return the shapes of the tensors in a compacted upload [P].
@@ -146,11 +150,14 @@ class PersonalParts:
         if self.mask is None:
             return list(shapes)
         masks = self.mask.split([math.prod(shape) for shape in shapes])
-        sent = [
-            (shape, mask.numel() - int(mask.sum()))
-            for shape, mask in zip(shapes, masks, strict=True)
-        ]
-        return [shape if n == math.prod(shape) else (n,) for shape, n in sent if n]
+        compacted: list[tuple[int, ...]] = []
+        for shape, mask in zip(shapes, masks, strict=True):
+            n_sent = int((~mask).sum())
+            if n_sent == mask.numel():
+                compacted.append(shape)
+            elif n_sent:
+                compacted.append((n_sent,))
+        return compacted
 
     def unsent(self, value: Tensor) -> int:
         """Return how many numbers of a vector that is sent up or down need no traffic.
@@ -191,6 +198,16 @@ def personal_parts(config: Config, rule: ClientRule, model: Model) -> PersonalPa
             f"local.buffers: model '{config.model.name}' has no BatchNorm statistics, so "
             f"'{config.local.buffers}' means nothing; leave it out"
         )
+    mask = _personal_mask(config, rule, model)
+    if config.local.buffers == "averaged" and mask is not None:
+        layers = model.batch_norms
+        if layers and len(personal_batch_norms(model, mask)) == len(layers):
+            return PersonalParts(mask, "personal")
+    return PersonalParts(mask, config.local.buffers)
+
+
+def _personal_mask(config: Config, rule: ClientRule, model: Model) -> Tensor | None:
+    """Return the parameters that configuration or rule declare personal; None for none."""
     masks = []
     for pattern in config.local.personal:
         try:
@@ -198,18 +215,14 @@ def personal_parts(config: Config, rule: ClientRule, model: Model) -> PersonalPa
         except ValueError as error:
             raise ConfigError(f"local.personal: {error}") from None
     if overridden(rule, ["personal"]):
-        section = "algorithm" if config.client is None else "client"
         try:
             mask = _declared_mask(rule, model)
         except ContractError as error:
+            section = "algorithm" if config.client is None else "client"
             raise ConfigError(f"{section}.name: {error}") from None
-        masks += [] if mask is None else [mask]
-    mask = torch.stack(masks).any(0) if masks else None
-    if config.local.buffers == "averaged" and mask is not None:
-        layers = model.batch_norms
-        if layers and len(personal_batch_norms(model, mask)) == len(layers):
-            return PersonalParts(mask, "personal")
-    return PersonalParts(mask, config.local.buffers)
+        if mask is not None:
+            masks.append(mask)
+    return torch.stack(masks).any(0) if masks else None
 
 
 def personal_batch_norms(model: Model, mask: Tensor) -> list[str]:

@@ -32,7 +32,7 @@ from raysim.prepare.resolve import prepare
 from raysim.tracking import mlflow_client
 from raysim.tracking import tracker as tracking
 from raysim.training.messages import Broadcast
-from raysim.training.trainers.vmap import VmapTask
+from raysim.training.tasks.vmap_task import VmapTask
 
 SMOOTH = program("gradient_inversion_smooth")
 

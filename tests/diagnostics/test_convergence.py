@@ -186,7 +186,7 @@ def test_any_method_sees_the_quadratics(base):
     """The cross-entropy of a client's examples is f_i + log 2, its gradient that of f_i: by the
     engine's own task."""
     plan = prepare({**base, **QUADRATICS, "algorithm": "fedavg"})
-    trainer, rng = make_trainer(plan, "cpu"), np.random.default_rng(0)
+    trainer, rng = make_trainer(plan, "cpu").trainers[0], np.random.default_rng(0)
     assert (
         len(plan.clients) == 12
         and plan.problem.size == 6
@@ -310,7 +310,7 @@ def test_weights_by_samples_and_a_sample_of_clients(engine):
         "dtype": "float64",
     }
     plan = prepare({**config, "partition": uneven})
-    x, trainer = plan.initial[0], make_trainer(plan, "cpu")
+    x, trainer = plan.initial[0], make_trainer(plan, "cpu").trainers[0]
     full = FullGradients(trainer, np.arange(9), "samples").measure(x, False)
     bound = torch.zeros_like(x).requires_grad_()
     pixels = torch.from_numpy(plan.dataset.x[plan.clients.indices] / 16.0).flatten(1)
@@ -533,7 +533,7 @@ def test_the_power_method_and_the_curvature_along_gradients(base, source):
             "model": f"{path}:net",
         }
     )
-    gradients = FullGradients(make_trainer(plan, "cpu"), np.arange(4), "uniform")
+    gradients = FullGradients(make_trainer(plan, "cpu").trainers[0], np.arange(4), "uniform")
     H = [hessian(plan, i) for i in range(4)]
     largest = max(float(torch.linalg.eigvalsh(each).abs().max()) for each in H)
     found = gradients.largest_curvature(plan.initial[0])

@@ -26,7 +26,7 @@ from raysim.prepare.resolve import prepare
 from raysim.rules import Batch, Net
 from raysim.training.tasks.local_step import LocalSettings
 from raysim.training.tasks.loop_task import LoopTask
-from raysim.training.trainers.vmap import VmapTask
+from raysim.training.tasks.vmap_task import VmapTask
 
 SHAPE, CLASSES = (3, 8, 8), 5
 
@@ -634,7 +634,7 @@ def test_a_run_with_unfolded_convolutions(one, source, engine):
     direct, unfolded = (engine({**given, "batching": way})[0] for way in ways)
     assert any(
         isinstance(vars(m).get("forward"), UnfoldedConv2d)
-        for m in unfolded.executor.trainer.model.module.modules()
+        for m in unfolded.executor.trainer.trainers[0].model.module.modules()
     )
     x, other = direct.executor.xs[2], unfolded.executor.xs[2]
     torch.testing.assert_close(x, other, rtol=1e-10, atol=1e-12)

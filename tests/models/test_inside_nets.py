@@ -22,7 +22,7 @@ from raysim.rules import Batch, LocalData
 from raysim.training.client_start import fresh_model
 from raysim.training.tasks.local_step import LocalSettings
 from raysim.training.tasks.loop_task import LoopTask
-from raysim.training.trainers.vmap import VmapTask
+from raysim.training.tasks.vmap_task import VmapTask
 
 SHAPE, CLASSES = (2, 4, 4), 5
 
@@ -237,8 +237,8 @@ def test_a_full_gradient_is_the_mean_over_all_examples(base, engine, ragged):
     client's examples."""
     run, _ = engine({"rounds": 1, "dtype": "float64", "model": {"name": "mlp", "hidden": [5]}, "algorithm": "fedavg",
                      "partition": ragged([23, 9]), "schedule": {"cohort": 2}})  # fmt: skip
-    trainer, plan = run.executor.trainer, run.plan
-    task, mine = trainer.loop, plan.clients.client(0)
+    trainer, plan = run.executor.trainer.trainers[0], run.plan
+    task, mine = trainer.task, plan.clients.client(0)
     w = plan.initial[0] + 0.01
     task.start(LocalSettings(), w, torch.zeros(0), 1)
     x, y = trainer.client_batches.examples.batch(mine)
@@ -249,9 +249,11 @@ def test_a_full_gradient_is_the_mean_over_all_examples(base, engine, ragged):
         trainer.client_batches.config = plan.config.model_copy(
             update={"local": plan.config.local.model_copy(update={"batch_size": size})}
         )
-        data = LocalData(len(mine), trainer.average, lambda: trainer.client_batches.whole(mine))
+        data = LocalData(
+            len(mine), trainer.start.average, lambda: trainer.client_batches.whole(mine)
+        )
         sizes = [len(batch.y) for batch in data.batches()]
-        assert sum(sizes) == data.n == 23 and trainer.average == 16
+        assert sum(sizes) == data.n == 23 and trainer.start.average == 16
         assert sizes == {4: [4, 4, 4, 4, 4, 3], 11: [11, 12], "full": [23]}[size]
         torch.testing.assert_close(task.full_grad(w, data), expected, rtol=1e-10, atol=1e-13)
     assert not task.full_grad(w, LocalData(0)).any()
@@ -260,7 +262,7 @@ def test_a_full_gradient_is_the_mean_over_all_examples(base, engine, ragged):
 def test_a_fresh_model_is_keyed_by_the_client(base, engine):
     run, _ = engine({"rounds": 1, "model": "tinynn", "algorithm": "fedavg", "schedule": {"cohort": 2},
                      "partition": {"name": "iid", "clients": 4}})  # fmt: skip
-    trainer = run.executor.trainer
+    trainer = run.executor.trainer.trainers[0]
     (one, statistics), (again, _), (other, _) = (
         fresh_model(trainer.config, trainer.model, client) for client in (0, 0, 1)
     )

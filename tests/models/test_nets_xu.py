@@ -19,7 +19,8 @@ from raysim.prepare.resolve import prepare
 from raysim.rules import Batch
 from raysim.training.tasks.local_step import LocalSettings
 from raysim.training.tasks.loop_task import LoopTask
-from raysim.training.trainers.vmap import VmapTask, why_not_vmap
+from raysim.training.tasks.vmap_task import VmapTask
+from raysim.training.trainers.vmap_trial import why_not_vmap
 
 
 def kinds(net: nn.Module) -> list[str]:

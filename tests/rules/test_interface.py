@@ -13,7 +13,7 @@ import raysim.numerics
 import raysim.rules
 from raysim.rules import Task
 from raysim.training.tasks.loop_task import LoopTask
-from raysim.training.trainers.vmap import VmapTask
+from raysim.training.tasks.vmap_task import VmapTask
 
 FILES = sorted(Path(raysim.algorithms.__path__[0]).glob("*.py"))
 

@@ -19,7 +19,7 @@ from raysim.rules.batch import Batch
 from raysim.rules.losses import task_loss
 from raysim.training.tasks.local_step import LocalSettings
 from raysim.training.tasks.loop_task import LoopTask
-from raysim.training.trainers.vmap import VmapTask
+from raysim.training.tasks.vmap_task import VmapTask
 
 RULES = program("own_statistics_rules")
 

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from raysim.rules import LocalData
-from raysim.rules.contract import Problem
 from raysim.rules.reports import Cohort, Reports
+from raysim.rules.rule import Problem
 
 
 class Quadratics:

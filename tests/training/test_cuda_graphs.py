@@ -170,7 +170,7 @@ def test_steps_are_recorded_on_a_gpu_where_their_kinds_come_again(change, expect
             **change,
         },
     )
-    trainer = make_trainer(plan, "cpu")
+    trainer = make_trainer(plan, "cpu").trainers[0]
     assert isinstance(trainer, VmapTrainer) and not trainer._records()
     trainer.model.device = torch.device("cuda:0")
     assert trainer._records() == expected
@@ -200,7 +200,7 @@ def test_cuda_graphs_give_the_same_bits(algorithm, engine, source):
         for graphs in (False, True)
     ]
     assert digests(runs[0]) == digests(runs[1])
-    cache = runs[1].executor.trainer.cuda_graphs
+    cache = runs[1].executor.trainer.trainers[0].cuda_graphs
     assert cache is not None and cache.recorded
 
 

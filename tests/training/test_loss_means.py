@@ -29,7 +29,7 @@ from raysim.runs.python_inputs import named_inputs
 from raysim.training.batches.batch_order import batch_positions
 from raysim.training.tasks.local_step import LocalSettings
 from raysim.training.tasks.loop_task import LoopTask
-from raysim.training.trainers.vmap import VmapTask
+from raysim.training.tasks.vmap_task import VmapTask
 
 SIZES = [30, 17, 9, 4]
 N, D, C = sum(SIZES), 5, 3

@@ -142,7 +142,7 @@ def tasks_of(counts: list[int], t: int = 0) -> list[ClientTask]:
 
 def assert_like_torch(plan: Plan, make, t: int = 0, clip=None, schedule=None) -> None:
     """After 1, 2, … steps every client is where torch.optim brings it."""
-    trainer, x = make_trainer(plan, "cpu"), plan.initial[0]
+    trainer, x = make_trainer(plan, "cpu").trainers[0], plan.initial[0]
     k = plan.config.local.accumulate
     for longest in range(1, max(BATCHES) + 1):
         tasks = tasks_of([min(longest, count) for count in BATCHES], t)
@@ -167,7 +167,7 @@ def test_accumulated_gradients_make_one_step(name, mode, k, planned):
     section, make = OPTIMIZERS[name]
     plan = planned(mode, {"optimizer": section, "accumulate": k})
     assert_like_torch(plan, make)
-    trainer = make_trainer(plan, "cpu")
+    trainer = make_trainer(plan, "cpu").trainers[0]
     steps = []
     trainer.rule = Noting.of(steps)
     train(trainer, plan.initial[0], tasks_of(BATCHES))
@@ -199,7 +199,7 @@ def test_steps_of_a_round_have_the_step_sizes_of_torch(name, optimizer, k, mode,
 def test_rounds_have_the_step_sizes_of_torch(mode, planned):
     """Clients of one block that began in different rounds have different step sizes."""
     plan = planned(mode, {"lr": {"name": "step", "base_lr": LR, "step_size": 2, "gamma": 0.3}})
-    trainer, x = make_trainer(plan, "cpu"), plan.initial[0]
+    trainer, x = make_trainer(plan, "cpu").trainers[0], plan.initial[0]
     tasks = [
         replace(task, base=base)
         for task, base in zip(tasks_of(BATCHES), [0, 1, 2, 3, 4], strict=True)
@@ -258,7 +258,7 @@ def test_groups_have_optimizers_of_their_own(mode, planned):
             for task, row in zip(tasks_of(BATCHES[t:] + BATCHES[:t], t), rows, strict=True)
         ]
         broadcast = Broadcast({"x": x}, torch.zeros(0, dtype=x.dtype))
-        updates = trainer._train_groups({t: broadcast}, Block(0, tasks))
+        updates = trainer._train_by_group({t: broadcast}, Block(0, tasks))
         for task, update in zip(tasks, updates, strict=True):
             assert update.error is None, update.error
             of_group = trainer.of_client(task.client)
@@ -283,7 +283,7 @@ def test_moments_are_kept_or_begin_anew(name, mode, planned):
     section, make = OPTIMIZERS[name]
     for state in ("keep", "reset"):
         plan = planned(mode, {"optimizer": {**section, "state": state}})
-        trainer, x = make_trainer(plan, "cpu"), plan.initial[0]
+        trainer, x = make_trainer(plan, "cpu").trainers[0], plan.initial[0]
         clients = [Torch(plan, make) for _ in SIZES]
         rows: list[Any] = [None] * len(SIZES)
         for t in range(3):
@@ -384,8 +384,8 @@ def test_a_rule_sees_the_step_size_of_the_step_and_at_the_end_their_mean(mode, p
     plan = planned(mode, {"lr": lr}, **own)
     plain = planned(mode, {"lr": lr})
     x = plan.initial[0]
-    updates = train(make_trainer(plan, "cpu"), x, tasks_of(BATCHES))
-    expected = train(make_trainer(plain, "cpu"), x, tasks_of(BATCHES))
+    updates = train(make_trainer(plan, "cpu").trainers[0], x, tasks_of(BATCHES))
+    expected = train(make_trainer(plain, "cpu").trainers[0], x, tasks_of(BATCHES))
     for ours, theirs, count in zip(updates, expected, BATCHES, strict=True):
         assert close(ours.report["delta"], theirs.report["delta"])
         mean = np.mean([LR * (1 + np.cos(np.pi * i / 6)) / 2 for i in range(count)])
@@ -505,7 +505,7 @@ def test_autocast_computes_passes_as_torch_does(mode, norm, planned, source):
     deltas = {}
     for dtype in (None, "bfloat16"):
         plan = planned(mode, {"autocast": dtype}, dtype="float32", model=model)
-        trainer, x = make_trainer(plan, "cpu"), plan.initial[0]
+        trainer, x = make_trainer(plan, "cpu").trainers[0], plan.initial[0]
         tasks = tasks_of([1] * 5)
         trained = trainer.train_block({0: Broadcast({"x": x}, plan.initial[1])}, Block(0, tasks))
         for task, update in zip(tasks, trained, strict=True):

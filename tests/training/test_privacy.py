@@ -22,7 +22,7 @@ from raysim.training.tasks import dp_sgd
 from raysim.training.tasks.dp_sgd import clipped_sum, epsilon, in_parts, passes
 from raysim.training.tasks.local_step import LocalSettings
 from raysim.training.tasks.loop_task import LoopTask
-from raysim.training.trainers.vmap import VmapTask
+from raysim.training.tasks.vmap_task import VmapTask
 
 
 def batch(model: Model, n: int, seed: int = 0) -> Batch:

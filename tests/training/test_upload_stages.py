@@ -490,7 +490,7 @@ def test_a_stage_knows_the_shapes_of_what_is_sent(waves, engine):
     }
     run, records = engine({**waves([]), "local": {**local, "personal": "classifier"}, "rounds": 1})
     assert records[1]["bytes_up"] == 2 * 8 * (64 * 4 + 4)
-    stage = run.executor.trainer.finish.chain._stages[0]
+    stage = run.executor.trainer.trainers[0].finish.chain._stages[0]
     assert stage.shapes == ((4, 64), (4,))
     mask = torch.tensor([False] * 6 + [True] * 2 + [True, False, False, False])
     assert PersonalParts(mask).compacted_shapes([(2, 3), (2,), (1, 4)]) == [(2, 3), (3,)]

@@ -41,7 +41,7 @@ class Evaluator:
         self.metrics = plan.metrics
         self.classes = plan.problem.classes if plan.config.evaluate.per_class else 0
         self.probes = probes.evaluations(plan)
-        self.trainer = make_trainer(plan, device) if self.probes else None
+        self.trainer = make_trainer(plan, device).trainers[0] if self.probes else None
 
     def evaluate(self, broadcast: Broadcast, parts: EvaluationParts) -> dict[str, float]:
         """Return the metrics of a version of the model.

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from raysim.errors import ConfigError, in_a_line
 from raysim.models.checks.hidden_state import refuse_draws, refuse_hidden_state
 from raysim.models.comparison import close, layer_names, original_copy
+from raysim.models.first_outputs import failed_loss
 from raysim.models.flat import BoundModel, Model
 from raysim.models.statistics import BoundStatistics
 from raysim.randomness import generator
@@ -194,7 +195,7 @@ def _mean_loss(model: Model, outputs: Tensor, x: Tensor, y: Tensor) -> Tensor:
         return model.mean_loss(outputs, x, y)
     except BaseException as error:
         reraise_stop(error)
-        raise model.failed_loss(error, str(len(y))) from None
+        raise failed_loss(model.learning_task, outputs, error, str(len(y))) from None
 
 
 def _layers(net: nn.Module, run: Callable[[], Tensor]) -> tuple[Tensor, dict[str, Tensor]]:

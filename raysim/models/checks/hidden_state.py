@@ -117,39 +117,55 @@ def refuse_hidden_state(net: nn.Module, model: Model, x: Tensor) -> None:
     known = {f"{s.layer}.{s.name}".lstrip(".") for s in model.statistics}
     first = _passes(original, x)
     _refuse_changed_parameters(original, model, start)
-    moved = [
-        name
-        for name, buffer in original.named_buffers()
-        if name not in known and not name.endswith(COUNTER) and not same_values(buffer, start[name])
-    ]
+    moved = []
+    for name, buffer in original.named_buffers():
+        is_known = name in known or name.endswith(COUNTER)
+        if not is_known and not same_values(buffer, start[name]):
+            moved.append(name)
     attributes = _attributes(original)
     _restore(original, start)
     second = _passes(original, x)
     for place, attribute in _attributes(original).items():
-        if attributes.get(place, attribute) == attribute:
-            continue
-        _restore(original, start)
-        if not _steers(original, x, attribute, second):
-            continue
-        raise ConfigError(
-            f"{model.label} changes {place} in each forward pass, so its outputs could depend on "
-            "how many passes a worker has made; make it a buffer, or compute it from the inputs"
-        )
+        if attributes.get(place, attribute) != attribute:
+            _restore(original, start)
+            _refuse_steering_attribute(original, model, x, place, attribute, second)
     _refuse_steering_buffers(original, model, x, moved, start, second)
-    for mode, a, b in zip(MODES, first, second, strict=True):
-        if not close(a, b, 1e-10 if model.dtype is torch.float64 else 1e-5):
-            raise ConfigError(
-                f"{model.label} gives two outputs for the same examples and parameters in "
-                f"{mode} mode: forward depends on something else, such as a clock, a random "
-                "generator of its own, or an attribute that it changes; make it a buffer, or a "
-                "function of the inputs"
-            )
+    _refuse_other_outputs(model, first, second)
     # Larger parameters show a forward that limits their norm.
     larger = start | {name: start[name] * SCALE for name, _ in original.named_parameters()}
     _restore(original, larger)
     _passes(original, x)
     _refuse_changed_parameters(original, model, larger)
     _refuse_moves_in_evaluation(original, model, x)
+
+
+def _refuse_steering_attribute(
+    original: nn.Module,
+    model: Model,
+    x: Tensor,
+    place: str,
+    attribute: Attribute,
+    outputs: list[Tensor],
+) -> None:
+    """Refuse a net whose outputs may depend on an attribute that passes change."""
+    if _steers(original, x, attribute, outputs):
+        raise ConfigError(
+            f"{model.label} changes {place} in each forward pass, so its outputs could depend on "
+            "how many passes a worker has made; make it a buffer, or compute it from the inputs"
+        )
+
+
+def _refuse_other_outputs(model: Model, first: list[Tensor], second: list[Tensor]) -> None:
+    """Refuse a net whose passes give other outputs the second time."""
+    tolerance = 1e-10 if model.dtype is torch.float64 else 1e-5
+    for mode, a, b in zip(MODES, first, second, strict=True):
+        if not close(a, b, tolerance):
+            raise ConfigError(
+                f"{model.label} gives two outputs for the same examples and parameters in "
+                f"{mode} mode: forward depends on something else, such as a clock, a random "
+                "generator of its own, or an attribute that it changes; make it a buffer, or a "
+                "function of the inputs"
+            )
 
 
 def _refuse_steering_buffers(
@@ -269,13 +285,12 @@ def _attributes(net: nn.Module) -> dict[str, Attribute]:
 
 def _fingerprint(value: Any) -> bytes | None:
     """Return the bytes of an attribute; None if it holds tensors, is large or has no bytes."""
-    if isinstance(value, Tensor) or (
-        isinstance(value, np.ndarray) and value.size > MAX_ATTRIBUTE_NUMBERS
-    ):
+    items: Any = value if isinstance(value, list | tuple | set) else [value]
+    if isinstance(value, dict):
+        items = value.values()
+    if any(isinstance(item, Tensor) for item in items):
         return None
-    if isinstance(value, dict) and any(isinstance(item, Tensor) for item in value.values()):
-        return None
-    if isinstance(value, list | tuple | set) and any(isinstance(item, Tensor) for item in value):
+    if isinstance(value, np.ndarray) and value.size > MAX_ATTRIBUTE_NUMBERS:
         return None
     try:
         with warnings.catch_warnings():

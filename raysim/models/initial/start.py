@@ -123,11 +123,9 @@ def _with_names_of(in_base: Mapping[str, str], loaded: Mapping[str, Tensor]) -> 
         in_base: names in the base net by names in the net with adapters.
         loaded: the tensors by names in the base net. Those of other names keep them.
     """
-    others = loaded.keys() - set(in_base.values())
-    return {
-        **{name: loaded[base] for name, base in in_base.items() if base in loaded},
-        **{name: loaded[name] for name in loaded if name in others},
-    }
+    of_base = {name: loaded[base] for name, base in in_base.items() if base in loaded}
+    bases = set(in_base.values())
+    return of_base | {name: tensor for name, tensor in loaded.items() if name not in bases}
 
 
 def _misfits(
@@ -146,23 +144,27 @@ def _misfits(
     """
     missing, misfits = [], []
     for aliases in wanted:
-        values = [loaded[name] for name in aliases if name in loaded]
-        if not values and not aliases[0].endswith("num_batches_tracked"):
+        present = [name for name in aliases if name in loaded]
+        if not present and not aliases[0].endswith("num_batches_tracked"):
             missing.append(shown.get(aliases[0], aliases[0]))
-        misfits += [
-            f"{shown.get(name, name)} is {list(loaded[name].shape)} there, "
-            f"{list(net_tensors[name].shape)} in the net"
-            for name in aliases
-            if name in loaded and loaded[name].shape != net_tensors[name].shape
-        ]
-        if any(not torch.equal(values[0], value) for value in values[1:]):
+        for name in present:
+            size, needed = list(loaded[name].shape), list(net_tensors[name].shape)
+            if size != needed:
+                misfits.append(f"{shown.get(name, name)} is {size} there, {needed} in the net")
+        if any(not torch.equal(loaded[present[0]], loaded[name]) for name in present[1:]):
             misfits.append(f"{' and '.join(aliases)} are one tensor in the net, and differ there")
     unknown = [name for name in loaded if name not in net_tensors]
-    return [
-        *([f"it lacks {listed([*dict.fromkeys(missing)])}"] if missing else []),
-        *([f"the net lacks {listed(unknown)}"] if unknown else []),
-        *misfits[:MAX_NAMES],
-    ]
+    return [*_lacking(missing, unknown), *misfits[:MAX_NAMES]]
+
+
+def _lacking(missing: list[str], unknown: list[str]) -> list[str]:
+    """Return which tensors the weights lack and which the net lacks, as texts."""
+    texts = []
+    if missing:
+        texts.append(f"it lacks {listed([*dict.fromkeys(missing)])}")
+    if unknown:
+        texts.append(f"the net lacks {listed(unknown)}")
+    return texts
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:

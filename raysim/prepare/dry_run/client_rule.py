@@ -43,11 +43,12 @@ from raysim.server.first_broadcast import first_broadcast, shapes_of_first_broad
 from raysim.system.processes import limited
 from raysim.training.batches.batch_order import batch_slice, batches_per_pass
 from raysim.training.client_evaluator import own_model
-from raysim.training.groups import ClientGroup
+from raysim.training.groups import ClientGroup, WorkerParts
 from raysim.training.messages import Block, Broadcast, ClientTask
 from raysim.training.trainers.loop_trainer import LoopTrainer
-from raysim.training.trainers.trainer import Trainer, WorkerParts
-from raysim.training.trainers.vmap import VmapTrainer, why_not_vmap
+from raysim.training.trainers.trainer import Trainer
+from raysim.training.trainers.vmap import VmapTrainer
+from raysim.training.trainers.vmap_trial import why_not_vmap
 from raysim.training.uploads.client_update import ClientUpdate
 from raysim.training.uploads.upload_chain import first_of_size
 

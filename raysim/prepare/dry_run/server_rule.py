@@ -38,6 +38,7 @@ from raysim.server.selection import ClientHistory
 from raysim.server.update_checks import described_tensor
 from raysim.system.processes import limited
 from raysim.training.messages import Block, Broadcast, ClientTask, WorkerResult
+from raysim.training.trainers.group_trainer import GroupTrainer
 
 logger = logging.getLogger("raysim")
 
@@ -111,7 +112,7 @@ def _train_one_round(plan: Plan) -> None:
     first = _round(tasks, trainer.clients.sizes.tolist(), 0)
     with _unequal_sizes_are_breaches(server):
         broadcast = server.broadcast(first)
-    outcome = trainer.train({0: broadcast}, [Block(0, tasks)])
+    outcome = GroupTrainer([trainer]).train({0: broadcast}, [Block(0, tasks)])
     if any(result.error for result in outcome.clients):
         return
     with _unequal_sizes_are_breaches(server):

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from raysim.errors import ContractError, RaysimError, in_a_line
 from raysim.rules.rule import Rule
@@ -110,14 +109,10 @@ def described(error: BaseException) -> str:
         places = ", ".join(filter(None, (_method(error), place)))
         return message if place in message else f"{message} ({places})"
     if any(frame.f_globals.get("__name__") == "torch._functorch.vmap" for frame in _frames(error)):
-        message, advice = next(
-            (
-                (f"{meaning} under vmap", f"; {write}")
-                for part, (meaning, write) in UNDER_VMAP.items()
-                if part in message
-            ),
-            (message, ""),
-        )
+        for part, (meaning, write) in UNDER_VMAP.items():
+            if part in message:
+                message, advice = f"{meaning} under vmap", f"; {write}"
+                break
     places = ", ".join(filter(None, (_method(error, ["sends"]), place_of_error(error))))
     advice = advice or _way_out(error)
     return f"{message} ({places}){advice}" if places else message + advice
@@ -125,17 +120,23 @@ def described(error: BaseException) -> str:
 
 def _way_out(error: BaseException) -> str:
     """Return what to write instead of a usual mistake; "" if it is none."""
-    frame = next((f for f in reversed(list(_frames(error))) if _is_users(f.f_code)), None)
+    frames = [frame for frame in _frames(error) if _is_users(frame.f_code)]
+    variables = frames[-1].f_locals if frames else {}
     if isinstance(error, FrozenInstanceError):
-        rule = frame.f_locals.get("self") if frame else None
-        place = "what `init` returns" if hasattr(rule, "provides") else "`state`"
+        is_server = hasattr(variables.get("self"), "provides")
+        place = "what `init` returns" if is_server else "`state`"
         return f"; a rule keeps nothing in itself: declare what it keeps in {place}"
-    if isinstance(error, KeyError) and frame and error.args:
-        line = place_of_error(error)
-        for name in ("shared", "state", "client_state"):
-            tensors = frame.f_locals.get(name)
-            if isinstance(tensors, Mapping) and f"{name}[" in line and error.args[0] not in tensors:
-                return f"; {name} has: {', '.join(sorted(map(str, tensors)))}"
+    if isinstance(error, KeyError) and error.args:
+        return _known_keys(error.args[0], place_of_error(error), variables)
+    return ""
+
+
+def _known_keys(key: Any, line: str, variables: Mapping[str, Any]) -> str:
+    """Return the keys of the dict of a rule's arguments in which a key was looked for; else ""."""
+    for name in ("shared", "state", "client_state"):
+        tensors = variables.get(name)
+        if isinstance(tensors, Mapping) and f"{name}[" in line and key not in tensors:
+            return f"; {name} has: {', '.join(sorted(map(str, tensors)))}"
     return ""
 
 
@@ -213,285 +214,6 @@ def breach(rule: Rule, method: str, why: str) -> ContractError:
     return ContractError(
         f"{method} of {half} rule '{rule.name}' {why} ({defined_at(rule, method)})"
     )
-
-
-def check_passes(rule: Rule, passes: int) -> None:
-    """Check that a local step made one pass in mode "train", whose loss is logged.
-
-    Args:
-        rule: the client rule.
-        passes: passes in mode "train" that the step made.
-
-    Raises:
-        ContractError: it made none or several; names the rule, the method, its line and what to
-            write.
-    """
-    if passes == 1:
-        return
-    method = next((m for m in ("step", "direction", "loss") if m in vars(type(rule))), "direction")
-    fix = (
-        'compute the other gradients by task.grad(w, batch, mode="frozen")'
-        if passes
-        else 'compute one gradient by task.grad(w, batch), that is without mode="frozen" or "eval"'
-    )
-    raise breach(
-        rule, method, f"makes {passes} passes in mode 'train' in a step, in place of one; {fix}"
-    )
-
-
-def check_dict(rule: Rule, method: str, value: Any) -> None:
-    """Check that a method returned a dict.
-
-    Args:
-        rule: the client or server rule.
-        method: the method that returned the value.
-        value: the value that it returned.
-
-    Raises:
-        ContractError: it did not; names the rule, the method, its line and what to write.
-    """
-    if not isinstance(value, Mapping):
-        raise breach(rule, method, f"returns {_kind(value)}; end it with `{_return(rule, method)}`")
-
-
-def check_tensors(rule: Rule, method: str, value: Any) -> None:
-    """Check that a method returned a dict of tensors.
-
-    Args:
-        rule: the client or server rule.
-        method: the method that returned the value.
-        value: the value that it returned.
-
-    Raises:
-        ContractError: it did not; names the rule, the method, its line, the key and what to write.
-    """
-    check_dict(rule, method, value)
-    for key, tensor in value.items():
-        if not isinstance(tensor, Tensor):
-            kind = type(tensor).__name__
-            raise breach(rule, method, f"returns '{key}' as {kind}; make it a tensor")
-
-
-def declared_noise(rule: Rule, value: Any) -> dict[str, tuple[tuple[Any, ...], str]]:
-    """Return shape and distribution of each entry of a rule's `noise`.
-
-    Args:
-        rule: the client rule.
-        value: the value that its `noise` returned.
-
-    Raises:
-        ContractError: it is no dict of shapes and distributions; names the rule, the method, its
-            line, the key and what to write.
-    """
-    check_dict(rule, "noise", value)
-    declared = {}
-    for key, spec in value.items():
-        shape, distribution = spec if isinstance(spec, tuple) and len(spec) == 2 else ("?", None)
-        sizes = (shape,) if isinstance(shape, int) else tuple(shape)
-        is_shape = all(
-            (isinstance(size, int) and not isinstance(size, bool) and size >= 0)
-            or (size == "B" and position == 0)
-            for position, size in enumerate(sizes)
-        )
-        if not is_shape or distribution not in ("normal", "uniform"):
-            raise breach(
-                rule,
-                "noise",
-                f"returns '{key}' as {spec!r}; give a shape and a distribution, "
-                f"'normal' or 'uniform', for example `{RETURNS['noise']}`",
-            )
-        declared[key] = sizes, distribution
-    return declared
-
-
-def check_begin(rule: Rule, value: Any, x: Tensor, buffers: Tensor) -> None:
-    """Check that `begin` returned parameters [P], statistics [Q] or None, and perhaps a dict.
-
-    Args:
-        rule: the client rule.
-        value: the value that its `begin` returned.
-        x: [P], the parameters received.
-        buffers: [Q], the BatchNorm statistics received.
-
-    Raises:
-        ContractError: it did not; names the rule, the method, its line and what to write.
-    """
-    if not isinstance(value, tuple) or len(value) not in (2, 3):
-        raise breach(
-            rule,
-            "begin",
-            f"returns {_kind(value)}; return the parameters and the BatchNorm statistics or None, "
-            f"for example `{RETURNS['begin']}`",
-        )
-    for name, part, like in (("w", value[0], x), ("buffers", value[1], buffers)):
-        if name == "buffers" and part is None:
-            continue
-        if not isinstance(part, Tensor):
-            raise breach(rule, "begin", f"returns {_kind(part)} as {name}; return a tensor")
-        if part.shape != like.shape or part.dtype != like.dtype:
-            raise breach(
-                rule,
-                "begin",
-                f"returns {name} as {part.dtype} {list(part.shape)}; return {like.dtype} "
-                f"{list(like.shape)}",
-            )
-    if len(value) == 3:
-        check_tensors(rule, "begin", value[2])
-        if "w" in value[2]:
-            raise breach(rule, "begin", 'returns "w" in its third part; it is the first one')
-
-
-def check_sent_to(rule: Rule, value: Any, x: Tensor) -> None:
-    """Check that `sent_to` returned tensors with parameters "x" [P].
-
-    Args:
-        rule: the server rule.
-        value: the value that its `sent_to` returned.
-        x: [P], the parameters of the broadcast.
-
-    Raises:
-        ContractError: it did not; names the rule, the method, its line and what to write.
-    """
-    check_tensors(rule, "sent_to", value)
-    sent = value.get("x")
-    if sent is None or sent.shape != x.shape or sent.dtype != x.dtype:
-        kind = "no 'x'" if sent is None else f"'x' as {sent.dtype} {list(sent.shape)}"
-        raise breach(rule, "sent_to", f"returns {kind}; return 'x' as {x.dtype} {list(x.shape)}")
-
-
-def check_direction(rule: Rule, w: Tensor, direction: Any) -> None:
-    """Check that `direction` returned a vector [P].
-
-    Args:
-        rule: the client rule.
-        w: [P], the local parameters.
-        direction: the value that its `direction` returned.
-
-    Raises:
-        ContractError: it did not; names the rule, the method, its line and what to write.
-    """
-    if not isinstance(direction, Tensor):
-        raise breach(
-            rule, "direction", f"returns {_kind(direction)}; end it with `{RETURNS['direction']}`"
-        )
-    if direction.shape != w.shape:
-        raise breach(
-            rule,
-            "direction",
-            f"returns a tensor of shape {list(direction.shape)}; "
-            'return one of the shape of state["w"], '
-            f"{list(w.shape)}, as task.grad gives it",
-        )
-
-
-def check_step(rule: Rule, before: Mapping[str, Tensor], after: Any) -> None:
-    """Check that `step` returned the whole next state.
-
-    Args:
-        rule: the client rule.
-        before: the state that `step` was given, with `w` [P].
-        after: what it returned; it must have the same keys, and `w` the same shape.
-
-    Raises:
-        ContractError: it did not; names the rule, the method, its line and what to write.
-    """
-    check_dict(rule, "step", after)
-    if odd := sorted(before.keys() ^ after.keys()):
-        raise breach(
-            rule,
-            "step",
-            f"returns another state than it was given, different in {', '.join(odd)}; "
-            "return {**state, ...}",
-        )
-    if after["w"].shape != before["w"].shape:
-        raise breach(
-            rule,
-            "step",
-            f"returns w as {list(after['w'].shape)}; it was given {list(before['w'].shape)}, "
-            "which must stay",
-        )
-
-
-def check_evaluated(rule: Rule, x: Tensor, buffers: Tensor, evaluated: Any) -> None:
-    """Check that `evaluated` returned a model.
-
-    Args:
-        rule: the client rule.
-        x: [P], the global parameters.
-        buffers: [Q], the global BatchNorm statistics.
-        evaluated: the value that `evaluated` returned; expected is w, or (w, buffers).
-
-    Raises:
-        ContractError: it did not; names the rule, the method, its line and what to return.
-    """
-    parts = evaluated if isinstance(evaluated, tuple) and len(evaluated) == 2 else (evaluated,)
-    for part, like, name in zip(parts, (x, buffers), ("parameters", "statistics"), strict=False):
-        if not isinstance(part, Tensor) or part.shape != like.shape or part.dtype != like.dtype:
-            shape = f" {list(part.shape)}, {part.dtype}" if isinstance(part, Tensor) else ""
-            raise breach(
-                rule,
-                "evaluated",
-                f"returns {_kind(part)}{shape}; return {name}, a tensor {list(like.shape)} of "
-                f"{like.dtype}"
-                + ("" if len(parts) == 2 else ", or a pair of parameters and BatchNorm statistics"),
-            )
-
-
-def check_statistics_named(rule: Rule, method: str, w: Tensor, x: Tensor) -> None:
-    """Check that a model without BatchNorm statistics of its own is the one that was received.
-
-    The statistics received are those of x. Another model would be evaluated with statistics that it
-    was not trained with.
-
-    Args:
-        rule: the client rule.
-        method: `begin` or `evaluated`, which returned w without statistics.
-        w: [P], the parameters that it returned.
-        x: [P], the parameters received.
-
-    Raises:
-        ContractError: w differs from x; names the rule, the method, its line and what to return.
-    """
-    if not torch.equal(w, x):
-        raise breach(
-            rule,
-            method,
-            "returns parameters of the client's own without BatchNorm statistics; return a pair "
-            "(w, buffers) with statistics that the client keeps beside w "
-            "(task.grad_and_buffers moves them), or with task.buffers for those received, or set "
-            "local.buffers=personal",
-        )
-
-
-def check_finish(rule: Rule, value: Any) -> None:
-    """Check that `finish` returned a report and a state.
-
-    Args:
-        rule: the client rule.
-        value: what `finish` returned; expected is (report, client state), each a dict of tensors.
-
-    Raises:
-        ContractError: it did not; names the rule, the method, its line and what to write.
-    """
-    if not isinstance(value, tuple | list) or len(value) != 2:
-        raise breach(
-            rule,
-            "finish",
-            f"returns {_kind(value)}; return the uploads and the state to keep, for example "
-            f"`{RETURNS['finish']}`",
-        )
-    for part in value:
-        check_tensors(rule, "finish", part)
-
-
-def _return(rule: Rule, method: str) -> str:
-    return (
-        'return {"x": x0}' if method == "init" and not hasattr(rule, "sends") else RETURNS[method]
-    )
-
-
-def _kind(value: Any) -> str:
-    return "nothing" if value is None else f"a {type(value).__name__}"
 
 
 HALVES = {"sends": "client", "provides": "server"}

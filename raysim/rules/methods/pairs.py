@@ -100,13 +100,7 @@ def refuse_pair(client: ClientRule, server: ServerRule) -> None:
     Raises:
         ConfigError: one needs what the other does not give; names both.
     """
-    for key, modes in server.uploads.items():
-        for mode in (modes,) if isinstance(modes, str) else modes:
-            if mode not in get_args(UploadMode):
-                raise ConfigError(
-                    f"server rule '{server.name}': uploads '{key}' in an unknown mode '{mode}'"
-                    f"{did_you_mean(mode, get_args(UploadMode))}"
-                )
+    _refuse_unknown_modes(server)
     pair = f"client rule '{client.name}' with server rule '{server.name}'"
     if missing := [k for k in client.needs if k not in server.provides]:
         raise ConfigError(
@@ -120,6 +114,18 @@ def refuse_pair(client: ClientRule, server: ServerRule) -> None:
         )
     if (why := why_not_declared(server.uploads, client.sends)) is not None:
         raise ConfigError(f"{pair}: {why}")
+
+
+def _refuse_unknown_modes(server: ServerRule) -> None:
+    """Refuse a server rule that takes an upload in a mode that does not exist."""
+    known = get_args(UploadMode)
+    for key, modes in server.uploads.items():
+        for mode in (modes,) if isinstance(modes, str) else modes:
+            if mode not in known:
+                raise ConfigError(
+                    f"server rule '{server.name}': uploads '{key}' in an unknown mode '{mode}'"
+                    f"{did_you_mean(mode, known)}"
+                )
 
 
 def _fix_of_pair(

@@ -39,6 +39,17 @@ FEDAVG = "fedavg"
 """The name of the client rule that is local SGD, and of the server rule that averages."""
 
 
+REGISTRIES: Mapping[str, Mapping[str, Any]] = {
+    "client": CLIENT_RULES,
+    "server": SERVER_RULES,
+    "algorithm": ALGORITHMS,
+}
+"""What ships with raysim, by section and name."""
+
+RULES = {"client": ClientRule, "server": ServerRule}
+"""The class of the rules that a section names."""
+
+
 def discover() -> None:
     """Import the shipped methods, which enter their rules and algorithms into the registries."""
     for module in pkgutil.iter_modules(importlib.import_module(SHIPPED_PACKAGE).__path__):
@@ -46,7 +57,7 @@ def discover() -> None:
 
 
 def _is_shipped(name: str) -> bool:
-    return any(name in registry for registry in (CLIENT_RULES, SERVER_RULES, ALGORITHMS))
+    return any(name in registry for registry in REGISTRIES.values())
 
 
 def _is_offered(name: str) -> bool:
@@ -118,20 +129,13 @@ def find_rule(section: str, name: str) -> Any:
         ConfigError: nothing has that name, or it is not what the section names.
     """
     discover()
-    registry: Mapping[str, Any] = {
-        "client": CLIENT_RULES,
-        "server": SERVER_RULES,
-        "algorithm": ALGORITHMS,
-    }[section]
-    if ":" in name:
-        return _as_part(section, name, load_object(name, f"{section}.name", offered_names))
-    if name.endswith(".py"):
-        reference = full_reference(section, name)
-        return _as_part(
-            section, reference, load_object(reference, f"{section}.name", offered_names)
-        )
+    reference = name if ":" in name else full_reference(section, name)
+    if ":" in reference:
+        part = load_object(reference, f"{section}.name", offered_names)
+        return _as_part(section, reference, part)
     if (installed := _installed(section, name)) is not None:
         return _as_part(section, name, installed)
+    registry = REGISTRIES[section]
     if name in registry:
         return registry[name]
     known = [*registry, *(p.name for p in entry_points.entry_points(entry_points.ALGORITHMS))]
@@ -173,13 +177,11 @@ def _algorithms(module: ModuleType) -> list[str]:
 
 def offered_names(module: ModuleType) -> list[str]:
     """Return the names of the Algorithms of a user's module, then those of its rules."""
-    return _algorithms(module) + [
-        name
-        for name, value in vars(module).items()
-        if isinstance(value, type)
-        and issubclass(value, ClientRule | ServerRule)
-        and value.__module__ == module.__name__
-    ]
+    rules = []
+    for name, value in vars(module).items():
+        if _is_rule(value) and value.__module__ == module.__name__:
+            rules.append(name)
+    return _algorithms(module) + rules
 
 
 def _as_part(section: str, name: str, part: Any) -> Any:
@@ -189,30 +191,29 @@ def _as_part(section: str, name: str, part: Any) -> Any:
         ConfigError: it is something else.
     """
     for rule in (part.client, part.server) if isinstance(part, Algorithm) else (part,):
-        is_rule = isinstance(rule, type) and issubclass(rule, ClientRule | ServerRule)
-        if is_rule and "__dataclass_params__" not in rule.__dict__:
+        if _is_rule(rule) and "__dataclass_params__" not in rule.__dict__:
             raise ConfigError(
                 f"{section}.name: put @dataclass(frozen=True) above class {rule.__name__} "
                 f"({class_defined_at(rule)}): without it its fields are not hyper-parameters"
             )
-    if section == "algorithm" and isinstance(part, type):
-        if issubclass(part, ClientRule):
+    if section == "algorithm":
+        if isinstance(part, Algorithm):
+            return part
+        if _is_rule(part, ClientRule):
             return Algorithm(name, part, SERVER_RULES[FEDAVG], name)
-        if issubclass(part, ServerRule):
+        if _is_rule(part, ServerRule):
             return Algorithm(name, CLIENT_RULES[FEDAVG], part, name)
-    family = {"client": ClientRule, "server": ServerRule}.get(section)
-    if not (
-        isinstance(part, Algorithm)
-        if family is None
-        else isinstance(part, type) and issubclass(part, family)
-    ):
-        wanted = (
-            "an Algorithm, a ClientRule or a ServerRule"
-            if family is None
-            else f"a {family.__name__}"
+        raise ConfigError(
+            f"{section}.name: '{name}' is not an Algorithm, a ClientRule or a ServerRule"
         )
-        raise ConfigError(f"{section}.name: '{name}' is not {wanted}")
+    if not _is_rule(part, RULES[section]):
+        raise ConfigError(f"{section}.name: '{name}' is not a {RULES[section].__name__}")
     return part
+
+
+def _is_rule(value: Any, family: Any = ClientRule | ServerRule) -> bool:
+    """Return whether a value is the class of a rule."""
+    return isinstance(value, type) and issubclass(value, family)
 
 
 def catalogue(section: Literal["client", "server", "algorithm"]) -> Iterator[tuple[str, Any, str]]:
@@ -225,12 +226,8 @@ def catalogue(section: Literal["client", "server", "algorithm"]) -> Iterator[tup
         section: "client", "server" or "algorithm".
     """
     discover()
-    registry: Mapping[str, Any] = {
-        "client": CLIENT_RULES,
-        "server": SERVER_RULES,
-        "algorithm": ALGORITHMS,
-    }[section]
-    kind = {"client": ClientRule, "server": ServerRule}.get(section, Algorithm)
+    registry = REGISTRIES[section]
+    kind = RULES.get(section, Algorithm)
     for name, part in registry.items():
         yield name, part, "raysim"
     taken = {*CLIENT_RULES, *SERVER_RULES, *ALGORITHMS}
@@ -325,17 +322,15 @@ def build_part(section: str, cls: type, parameters: Mapping[str, Any]) -> Any:
         ConfigError: a parameter is unknown, or has a wrong value; names its key.
     """
     refuse_misspelled_methods(cls, section)
+    known = hyperparameter_names(cls)
     for key in parameters:
-        if key not in hyperparameter_names(cls):
-            raise ConfigError(
-                f"{section}.{key}: unknown key of {cls.__name__}"
-                f"{untyped([cls], key) or did_you_mean(key, hyperparameter_names(cls))}"
-            )
+        if key not in known:
+            hint = untyped([cls], key) or did_you_mean(key, known)
+            raise ConfigError(f"{section}.{key}: unknown key of {cls.__name__}{hint}")
     kinds = get_type_hints(cls)
     for key, value in parameters.items():
-        if isinstance(value, bool) and bool not in annotation_types(
-            kinds[key]
-        ):  # pydantic would take true for 1
+        # pydantic would take true for 1
+        if isinstance(value, bool) and bool not in annotation_types(kinds[key]):
             raise ConfigError(
                 f"{section}.{key}: {str(value).lower()} is neither a number nor a word"
             )

@@ -17,18 +17,10 @@ from torch import Tensor
 
 from raysim.rules.batch import Batch
 from raysim.rules.tasks.learning_task import LearningTask, LossReduction, TaskData
-from raysim.rules.tasks.loss_reading import (
-    LossFunction,
-    LossReading,
-    UserLoss,
-    agrees,
-    class_labels,
-    ignored_token,
-    read_labels,
-    read_numbers,
-    takes_numbers,
-)
+from raysim.rules.tasks.loss_reading import agrees, read_labels, read_numbers
+from raysim.rules.tasks.loss_targets import class_labels, ignored_token, takes_numbers
 from raysim.rules.tasks.shipped_tasks import TASKS
+from raysim.rules.tasks.user_loss import LossFunction, LossReading, UserLoss
 
 
 class LossTask(LearningTask):

@@ -345,8 +345,8 @@ class ClientBatches:
             # block.
             numbers = draw(tuple(n if size == "B" else size for size in shape), dtype=np.float32)
             numbers = np.asarray(numbers)
-            if shape[:1] == ("B",) and width is not None and width > n:
-                numbers = np.pad(numbers, ((0, width - n), *[(0, 0)] * (len(shape) - 1)))
+            if shape[:1] == ("B",):
+                numbers = _padded_rows(numbers, width)
             drawn[key] = torch.from_numpy(numbers).to(self.model.device, self.model.dtype)
         return drawn
 
@@ -372,8 +372,7 @@ class ClientBatches:
             for shape, rate in self.model.dropouts:
                 # The limit avoids 0 / 0 at rate 1.
                 kept = (rng.random((n, *shape), dtype=np.float32) >= rate) / max(1 - rate, 1e-30)
-                if width is not None and width > n:
-                    kept = np.pad(kept, ((0, width - n), *[(0, 0)] * len(shape)))
+                kept = _padded_rows(kept, width)
                 masks.append(torch.from_numpy(kept).to(self.model.device, self.model.dtype))
             sets.append(tuple(masks))
         return tuple(sets)
@@ -454,22 +453,24 @@ class PrefetchedBatches:
         starts = list(accumulate((-(-size // self.unit) * self.unit for size in sizes), initial=0))
         # The gaps up to the next memory boundary hold some example that nobody reads.
         places = np.repeat(self.indices[group[0]][:1], starts[-1])
-        draws = [
-            generator
-            for i in group
-            if (generator := self.draws[self.owners[i]].augment) is not None
-        ]
-        numbers = np.zeros((starts[-1], NUMBERS_PER_AUGMENTATION)) if draws else None
-        for n, (i, start, size) in enumerate(zip(group, starts, sizes, strict=False)):
-            places[start : start + size] = self.indices[i]
-            if numbers is not None:
-                numbers[start : start + size] = draws[n].random((size, NUMBERS_PER_AUGMENTATION))
+        augments = self.draws[0].augment is not None
+        numbers = np.zeros((starts[-1], NUMBERS_PER_AUGMENTATION)) if augments else None
+        spans = {}
+        for i, start, size in zip(group, starts, sizes, strict=False):
+            span = spans[i] = slice(start, start + size)
+            places[span] = self.indices[i]
+            stream = self.draws[self.owners[i]].augment
+            if numbers is not None and stream is not None:
+                numbers[span] = stream.random((size, NUMBERS_PER_AUGMENTATION))
         x, y = self.client_batches.images(places, numbers)
-        spans = (
-            (i, slice(start, start + size))
-            for i, start, size in zip(group, starts, sizes, strict=False)
-        )
-        return {i: (x[span], y[span]) for i, span in spans}
+        return {i: (x[span], y[span]) for i, span in spans.items()}
+
+
+def _padded_rows(numbers: np.ndarray, width: int | None) -> np.ndarray:
+    """Return an array [n, ...] padded with zeros to `width` rows; None: as it is."""
+    if width is None or width == len(numbers):
+        return numbers
+    return np.pad(numbers, ((0, width - len(numbers)), *[(0, 0)] * (numbers.ndim - 1)))
 
 
 def _padded(parts: Sequence[Tensor]) -> Tensor:
@@ -486,8 +487,7 @@ def _crops(draws: list[RandomStreams], sizes: list[int], width: int | None) -> n
     # Empty without augmentation. In `stacked`, clients that are done have a generator but no size.
     generators = [d.augment for d in draws if d.augment is not None]
     of_clients = [
-        g.random((n, NUMBERS_PER_AUGMENTATION)) for g, n in zip(generators, sizes, strict=False)
+        _padded_rows(g.random((n, NUMBERS_PER_AUGMENTATION)), width)
+        for g, n in zip(generators, sizes, strict=False)
     ]
-    if width is not None:
-        of_clients = [np.pad(crops, ((0, width - len(crops)), (0, 0))) for crops in of_clients]
     return np.concatenate(of_clients) if of_clients else None

@@ -17,8 +17,9 @@ from raysim.rules.contract import State
 from raysim.rules.losses import Loss, Net, task_loss
 from raysim.rules.task import PassMode
 from raysim.training.tasks.fast_gradient import FastGradient, by_autograd
+from raysim.training.tasks.forward_pass import ForwardPass
 from raysim.training.tasks.local_step import LocalSettings, step_in_place
-from raysim.training.tasks.task import ForwardPass, ModelTask
+from raysim.training.tasks.task import ModelTask
 
 
 class LoopTask(ModelTask):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import SupportsFloat
 
 import torch
@@ -14,10 +14,11 @@ from raysim.models.flat import Model
 from raysim.rules.batch import Batch
 from raysim.rules.contract import ClientRule, State
 from raysim.rules.errors.user_code import breach
-from raysim.rules.losses import Loss, Net, task_loss
+from raysim.rules.losses import Loss, task_loss
 from raysim.rules.public import PublicData
 from raysim.rules.task import LocalData, PassMode, Task
 from raysim.training.tasks.dp_sgd import clipped_sum, in_parts
+from raysim.training.tasks.forward_pass import ForwardPass, one_by_one
 from raysim.training.tasks.local_step import LocalSettings, downhill, stepped
 
 
@@ -359,169 +360,3 @@ class ModelTask(Task):
                 f"calls task.descend {self.updates} times; local.optimizer needs one call in each "
                 "step: make the step by task.descend, or declare why the rule `needs_plain_sgd`",
             )
-
-
-Call = Callable[[Tensor, int, list[Tensor] | None], tuple[Tensor, Tensor | None]]
-"""`call(x, first, levels)` runs the stages of a net from `first` and appends outputs to `levels`.
-
-It returns the output of the last stage and the input of the classifier, None if there is none.
-"""
-
-
-class ForwardPass(Net):
-    """Lazy forward pass: the function `call` runs when an output is first read.
-
-    Args:
-        model: the net.
-        x: [B, ...], the inputs.
-        call: runs the net; see `Call`.
-    """
-
-    def __init__(self, model: Model, x: Tensor, call: Call):
-        self.learning_task = model.learning_task
-        self._model = model
-        self._x = x
-        self._call = call
-        self._out: tuple[Tensor, Tensor | None] | None = None
-        self._levels: list[Tensor] | None = [] if model.levels else None
-
-    def _forward(self) -> tuple[Tensor, Tensor | None]:
-        if self._out is None:
-            self._out = self._call(self._x, 0, self._levels)
-        return self._out
-
-    @property
-    def logits(self) -> Tensor:
-        """Outputs of the net [B, classes]."""
-        return self._forward()[0]
-
-    @property
-    def features(self) -> Tensor:
-        """Input of the classifier [B, F]. See `Net.features`."""
-        features = self._forward()[1]
-        if features is None:
-            raise ValueError("the net does not end in a linear classifier, so it has no features")
-        return features
-
-    @property
-    def levels(self) -> list[Tensor]:
-        """Output of each stage, the logits last. See `Net.levels`."""
-        self._forward()
-        if self._levels is None:
-            raise ValueError("the net is not made of stages (an nn.Sequential of two or more)")
-        return self._levels
-
-    def tail(self, level: int, h: Tensor) -> Tensor:
-        """Run the stages after `level` on the activations h. See `Net.tail`."""
-        return self._call(h, level, None)[0]
-
-
-def forward_pass(
-    model: Model,
-    w: Tensor,
-    x: Tensor,
-    first: int,
-    levels: list[Tensor] | None,
-    mode: PassMode,
-    buffers: Tensor | None,
-    mask: Tensor | None,
-    drop: tuple[Tensor, ...],
-    moved: list[Tensor],
-) -> tuple[Tensor, Tensor | None]:
-    """Run a forward pass as a pure function.
-
-    Args:
-        model: the net.
-        w: [P], the parameters.
-        x: images [B, C, H, W], or the input of stage `first`.
-        first: first stage that runs.
-        levels: list to which the output of every stage is appended; None stores none.
-        mode: mode of the pass.
-        buffers: [Q], the running BatchNorm statistics; None if the pass uses none.
-        mask: [B], 1 for real examples; None if all are real.
-        drop: dropout masks, in the order of calls.
-        moved: list to which mode "train" appends the new statistics [Q].
-
-    Returns:
-        The output, and the input of the classifier [B, F], None if there is none.
-    """
-    frame, module = model.frame, model.pure_module
-    # Only if it changes: setting the mode visits every module of the net.
-    if (mode != "eval") != module.training:
-        model.set_training(module, mode != "eval")
-    frame.mode = mode
-    frame.in_place = False
-    frame.mask = mask
-    frame.drop = drop
-    frame.buffers = buffers
-    frame.moved = {}
-    frame.calls = model.dropouts_before[first]
-    tensors = model.views(w)
-    if buffers is not None:
-        tensors |= model.unkeyed_statistics(buffers, mode)
-    try:
-        out = model.in_precision(
-            lambda: torch.func.functional_call(module, tensors, (x, first, levels)),
-            frame,
-            levels,
-        )
-        if mode == "train" and buffers is not None:
-            moved.append(model.moved_buffers(frame))
-        features = frame.features
-        return out, None if features is None else features.flatten(1)
-    finally:
-        # Tensors of `torch.func.vmap` must not outlive it.
-        frame.mask = None
-        frame.drop = ()
-        frame.buffers = None
-        frame.moved = {}
-        frame.in_place = True
-        frame.features = None
-
-
-def one_by_one(
-    model: Model, params: Tensor, batch: Batch, mode: PassMode, buffers: Tensor | None
-) -> Call:
-    """Return a forward pass with separate parameters for every example.
-
-    Args:
-        model: the net.
-        params: [B, P], the parameters of each example.
-        batch: the examples, with their dropout masks.
-        mode: mode of the pass.
-        buffers: [Q], the running BatchNorm statistics; None if the pass uses none.
-
-    Returns:
-        The pass as a `Call`: it returns outputs [B, classes] and inputs of the classifier [B, F].
-    """
-
-    def call(x: Tensor, first: int, levels: list[Tensor] | None) -> tuple[Tensor, Tensor | None]:
-        # vmap passes on tensors only; the list says whether one of them is the features.
-        with_features: list[bool] = []
-
-        def call_example(w: Tensor, x: Tensor, drop: tuple[Tensor, ...]) -> list[Tensor]:
-            outputs: list[Tensor] = []
-            # The net gets a batch of one example.
-            masks = tuple(m[None] for m in drop)
-            out, features = forward_pass(
-                model,
-                w,
-                x[None],
-                first,
-                None if levels is None else outputs,
-                mode,
-                buffers,
-                None,
-                masks,
-                [],
-            )
-            with_features.append(features is not None)
-            return [t[0] for t in (out, *([] if features is None else [features]), *outputs)]
-
-        out, *others = torch.func.vmap(call_example)(params, x, batch.drop)
-        features = others.pop(0) if with_features[0] else None
-        if levels is not None:
-            levels += others
-        return out, features
-
-    return call

@@ -10,13 +10,15 @@ from torch import Tensor
 
 from raysim.rules.batch import Batch
 from raysim.rules.contract import PLAIN_STEP, ClientRule, State, overridden
-from raysim.rules.errors.user_code import check_direction, check_passes, check_step
+from raysim.rules.errors.returned_values import check_direction, check_passes, check_step
 from raysim.system.signals import reraise_stop
 from raysim.training.batches.client_batches import PrefetchedBatches
+from raysim.training.client_start import PreparedClient
 from raysim.training.messages import Block, Broadcast, ClientTask
 from raysim.training.step_log import StepLog
+from raysim.training.tasks.loop_task import LoopTask
 from raysim.training.trainers.trainer import Trainer
-from raysim.training.uploads.client_update import ClientUpdate, PreparedClient, failed_update
+from raysim.training.uploads.client_update import ClientUpdate, failed_update
 
 
 class LoopTrainer(Trainer):
@@ -51,19 +53,22 @@ class LoopTrainer(Trainer):
     ) -> ClientUpdate:
         """Train one client; an error becomes part of its update."""
         try:
-            client = self.arrive(rule, broadcast, client_task)
-            state = self._make_local_steps(client, batches)
-            losses = self.loop.losses
+            task = self.task
+            client = self.start.prepare(task, rule, broadcast, client_task)
+            state = self._make_local_steps(task, client, batches)
+            losses = task.losses
             # A client without examples makes no step.
             loss = torch.stack(losses).mean() if losses else self.x0.new_tensor(float("nan"))
-            return self.finish.update(client, state, loss, self.loop)
+            return self.finish.update(client, state, loss, task)
         except BaseException as error:
             reraise_stop(error)
             return failed_update(client_task)
 
-    def _make_local_steps(self, client: PreparedClient, batches: Iterator[Batch]) -> State:
+    def _make_local_steps(
+        self, task: LoopTask, client: PreparedClient, batches: Iterator[Batch]
+    ) -> State:
         """Make the local steps of a client; return its state after them."""
-        task, rule, local = self.loop, client.rule, self.config.local
+        rule, local = client.rule, self.config.local
         shared, state, prepared = client.broadcast.shared, client.state, client.prepared
         local_params = state["w"]
         plain = self.config.takes_bare_gradients and not overridden(rule, PLAIN_STEP)

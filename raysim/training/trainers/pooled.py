@@ -77,8 +77,8 @@ class PooledTrainer(LoopTrainer):
                 pool = self.client_batches.pool(
                     tasks, [self.clients.client(task.client) for task in tasks]
                 )
-                self.loop.local_params.copy_(broadcasts[base].global_params)
-                direction, client_losses = gradient(self.loop.trained, pool)
+                self.task.local_params.copy_(broadcasts[base].global_params)
+                direction, client_losses = gradient(self.task.trained, pool)
                 delta.add_(direction, alpha=self.config.local.step_sizes.of_step(base))
                 for task, loss in zip(tasks, client_losses, strict=True):
                     losses[task.client] = loss

@@ -7,12 +7,13 @@ from torch import Tensor
 from raysim.config.schema import Config
 from raysim.errors import ContractError
 from raysim.rules.contract import ClientRule, Report, ServerRule, State
-from raysim.rules.errors.user_code import check_finish
+from raysim.rules.errors.returned_values import check_finish
+from raysim.training.client_start import PreparedClient
 from raysim.training.messages import Broadcast
 from raysim.training.tasks.loop_task import LoopTask
 from raysim.training.tasks.optimizers import kept
 from raysim.training.uploads.client_level_dp import CLIP_NORM, with_clipped_update
-from raysim.training.uploads.client_update import ClientUpdate, PreparedClient, check_report
+from raysim.training.uploads.client_update import ClientUpdate, check_report
 from raysim.training.uploads.upload_chain import EncodedReport, UploadChain
 from raysim.training.uploads.upload_sum import UploadLayout
 

@@ -1,4 +1,4 @@
-"""A client before and after its local training, and the checks of its report."""
+"""A client after its local training, and the checks of its report."""
 
 from __future__ import annotations
 
@@ -7,51 +7,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from raysim.errors import ContractError
-from raysim.rules.batch import Batch
 from raysim.rules.contract import ClientRule, Report, State, overridden
 from raysim.rules.errors.user_code import breach, described, with_traceback
-from raysim.rules.task import LocalData
 from raysim.rules.uploads import Kind
-from raysim.training.messages import Broadcast, ClientTask
-from raysim.training.tasks.local_step import LocalSettings
+from raysim.training.client_start import PreparedClient
+from raysim.training.messages import ClientTask
 from raysim.training.uploads.client_level_dp import UNCLIPPED
-
-
-@dataclass
-class PreparedClient:
-    """A client that is ready to train."""
-
-    task: ClientTask
-    """The task of the client."""
-    rule: ClientRule
-    """The client rule in the round of the version that the client starts from."""
-    broadcast: Broadcast
-    """The version of the model that the client received, with its own personal parts in it."""
-    mine: np.ndarray
-    """[n], positions of its examples in the training set."""
-    data: LocalData
-    """Its examples, as the rule sees them."""
-    client_state: State
-    """State that the client kept from earlier rounds."""
-    state: State
-    """State before the first local step."""
-    local_params: Tensor
-    """[P], parameters before the first local step."""
-    buffers: Tensor
-    """[Q], BatchNorm statistics before the first local step."""
-    settings: LocalSettings
-    """The constants of its local training."""
-    prepared: list[tuple[Batch, ...]]
-    """Batches that the rule prepared, a tuple for each batch of a pass."""
-    optimizer_state: State = field(default_factory=dict)
-    """State of the optimizer before the first local step; {} for plain SGD."""
-    logged: State = field(default_factory=dict)
-    """What the rule has logged before the first local step."""
 
 
 @dataclass
@@ -117,13 +82,7 @@ def check_report(
         ContractError: an upload is missing or cannot be summed, a metric is not a real number, or
             is not as declared, or the client state has other keys or shapes than `state` declares.
     """
-    for key, value in report.items():
-        if key.startswith("metric/") and (value.numel() != 1 or value.is_complex()):
-            raise breach(
-                rule,
-                "finish",
-                f"sends '{key}' as {_tensor_text(value)}; a metric is one real number",
-            )
+    _check_metrics(rule, report)
     for key in sent:
         if key in ("buffers", UNCLIPPED):  # the engine adds them
             continue
@@ -131,9 +90,10 @@ def check_report(
             raise breach(rule, "finish", f"sends no '{key}', which its `sends` promises")
         if (wrong := _why_no_upload(report[key], declared.get(key))) is not None:
             raise breach(rule, "finish", f"sends '{key}' {wrong}")
-    expected = {k: tuple(v.shape) for k, v in client_state.items() if k != "seen"}
-    returned = {k: tuple(v.shape) for k, v in kept.items() if k != "seen"}
-    if expected != returned and not overridden(rule, ["finish"]):
+    expected, returned = _shapes(client_state), _shapes(kept)
+    if expected == returned:
+        return
+    if not overridden(rule, ["finish"]):
         raise breach(
             rule,
             "state",
@@ -141,8 +101,23 @@ def check_report(
             "`finish(self, shared, state, client_state, data, task)`, which returns the upload and "
             "the client's new state",
         )
-    if expected != returned:
-        raise breach(rule, "finish", f"keeps {returned}, but its `state` declares {expected}")
+    raise breach(rule, "finish", f"keeps {returned}, but its `state` declares {expected}")
+
+
+def _check_metrics(rule: ClientRule, report: Report) -> None:
+    """Check that every metric of a report is one real number."""
+    for key, value in report.items():
+        if key.startswith("metric/") and (value.numel() != 1 or value.is_complex()):
+            raise breach(
+                rule,
+                "finish",
+                f"sends '{key}' as {_tensor_text(value)}; a metric is one real number",
+            )
+
+
+def _shapes(client_state: State) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each tensor of a client's state, without the engine's "seen"."""
+    return {key: tuple(value.shape) for key, value in client_state.items() if key != "seen"}
 
 
 def _tensor_text(value: Tensor) -> str:

@@ -84,10 +84,7 @@ class UploadChain:
         for i, stage in enumerate(self._stages):
             key = stage.of or first_of_size(self._rule, self._sent, report, self._size, self._key)
             update = encoded[key].reshape(-1)
-            # A sum is cheaper than a test of each entry, and NaN or infinity spreads to it; that of
-            # large finite entries may overflow.
-            is_given = key not in formats
-            if is_given and not torch.isfinite(update.sum()) and not torch.isfinite(update).all():
+            if key not in formats and not _is_finite(update):
                 return EncodedReport(report)
             before = formats.get(key) or WireFormat(update.numel(), 8 * update.element_size())
             kept = sent = update
@@ -102,7 +99,7 @@ class UploadChain:
             check_encoded(stage, f"{self._key}.{i}", update, decoded)
             if stage.error_feedback:
                 memory[_memory_key(self._key, i)] = torch.where(sent, update - decoded, kept)
-            if not torch.isfinite(decoded.sum()) and not torch.isfinite(decoded).all():
+            if not _is_finite(decoded):
                 name = f"{self._key}.{i}: {type(stage).__name__}"
                 return EncodedReport(report, error=f"{name} makes the finite '{key}' non-finite")
             formats[key] = stage.wire_format(before, decoded)
@@ -127,6 +124,13 @@ class UploadChain:
                 size = self._size if size == like.numel() else size
                 memory[_memory_key(self._key, i)] = like.new_zeros(size, dtype=kind.dtype)
         return memory
+
+
+def _is_finite(update: Tensor) -> bool:
+    """Return whether all entries of an update are finite."""
+    # A sum is cheaper than a test of each entry, and NaN or infinity spreads to it; that of large
+    # finite entries may overflow.
+    return bool(torch.isfinite(update.sum()) or torch.isfinite(update).all())
 
 
 def first_of_size(

@@ -66,32 +66,34 @@ class UploadLayout:
             personal: the parts of the model that stay with clients.
             all_per_client: whether the server receives every upload client by client too.
         """
-        averages_statistics = model.buffer_size > 0 and personal.statistics == "averaged"
-        private = config.client_privacy
-        per_client = list(server.uploads)
-        if not all_per_client:
-            per_client = with_mode(server.uploads, "per_client")
-        if server.weights_after_training and averages_statistics:
-            # The weights of their mean are known only after training.
-            per_client.append("buffers")
+        privacy = config.client_privacy
+        summed: list[tuple[str, str]] = [*sums(server.uploads, client.sends)]
+        per_client = with_mode(server.uploads, "per_client")
+        if all_per_client:
+            per_client = list(server.uploads)
+        if model.buffer_size > 0 and personal.statistics == "averaged":
+            summed.append(("mean", "buffers"))
+            if server.weights_after_training:
+                # The weights of their mean are known only after training.
+                per_client.append("buffers")
+        free = list(client.not_counted_as_traffic)
+        if privacy is not None:
+            summed.append(("sum", UNCLIPPED))
+        if privacy is None or not privacy.adaptive:
+            free.append(UNCLIPPED)
+        kinds = {}
+        for key, upload in declared(client.sends).items():
+            kinds[key] = upload.resolved(model, model.dtype)
         return cls(
-            sums(server.uploads, client.sends)
-            + ([("mean", "buffers")] if averages_statistics else [])
-            + ([("sum", UNCLIPPED)] if private is not None else []),
+            summed,
             per_client,
             with_mode(server.uploads, "difference"),
-            (
-                *client.not_counted_as_traffic,
-                *(() if private and private.adaptive else (UNCLIPPED,)),
-            ),
+            tuple(free),
             model.size,
             getattr(torch, config.local.upload_dtype or "", None),
             MAX_MAGNITUDE / config.schedule.largest_round(n_clients),
             model.dtype == torch.float64,
-            {
-                key: upload.resolved(model, model.dtype)
-                for key, upload in declared(client.sends).items()
-            },
+            kinds,
             personal,
         )
 
@@ -111,9 +113,11 @@ class UploadLayout:
         Args:
             report: the report of a client.
         """
-        return {
-            k: v.to(self.dtype).to(v.dtype) if self._rounds(k, v) else v for k, v in report.items()
-        }
+        rounded = dict(report)
+        for key, value in report.items():
+            if self._rounds(key, value):
+                rounded[key] = value.to(self.dtype).to(value.dtype)
+        return rounded
 
     def kept(self, report: Report) -> State:
         """Return the uploads that a client keeps, to compute the change at its next upload.
@@ -138,11 +142,9 @@ class UploadLayout:
 
     def _nbytes(self, key: str, value: Tensor) -> int:
         """Return the number of bytes of one upload."""
-        width = (
-            (self.dtype or value.dtype).itemsize
-            if self._rounds(key, value)
-            else value.element_size()
-        )
+        width = value.element_size()
+        if self.dtype is not None and self._rounds(key, value):
+            width = self.dtype.itemsize
         return (value.numel() - self.personal.unsent(value)) * width
 
     def _rounds(self, key: str, value: Tensor) -> bool:
@@ -222,26 +224,27 @@ class UploadSum:
         sums = self._block_sums(good)
         is_valid = all(map(self._fits, sums.values()))
         for update in good:
-            bad = []
-            if not is_valid:
-                of_update = self._block_sums([update])
-                bad = [key for (_, key), upload in of_update.items() if not self._fits(upload)]
-            bad += [
-                f"kept {key}"
-                for key, value in update.client_state.items()
-                if not torch.isfinite(value.sum())
-            ]
+            bad = [] if is_valid else self._bad_uploads(update)
+            for key, value in update.client_state.items():
+                if not torch.isfinite(value.sum()):
+                    bad.append(f"kept {key}")
             if bad:
                 keys = " and ".join(dict.fromkeys(bad))
                 update.error = (
                     f"non-finite {keys} (mean local loss {float(update.loss):.4g}); lower the "
                     "step size, local.lr"
                 )
-        if all(update.error is None for update in good):
+        accepted = [update for update in good if update.error is None]
+        if len(accepted) == len(good):
             return good, sums
-        good = [update for update in good if update.error is None]
         # Summed again: in floating point, a refused update cannot be subtracted exactly.
-        return good, self._block_sums(good)
+        return accepted, self._block_sums(accepted)
+
+    def _bad_uploads(self, update: ClientUpdate) -> list[str]:
+        """Return the keys of a client's uploads that cannot be summed."""
+        return [
+            key for (_, key), upload in self._block_sums([update]).items() if not self._fits(upload)
+        ]
 
     def _block_sums(self, updates: list[ClientUpdate]) -> dict[tuple[str, str], BlockSum]:
         """Return the sums of a block by mode and key; {} for a block without clients."""
@@ -265,19 +268,16 @@ class UploadSum:
         """Return the result of a client, accepted or refused."""
         if update.error is not None:
             return ClientResult(update.task.client, float(update.loss), update.error)
-        metrics = {
-            k.removeprefix("metric/"): float(v)
-            for k, v in update.report.items()
-            if k.startswith("metric/")
-        }
+        metrics = {}
+        for key, value in update.report.items():
+            if key.startswith("metric/"):
+                metrics[key.removeprefix("metric/")] = float(value)
+        kept = {k: v.detach().cpu().numpy().copy() for k, v in update.client_state.items()}
         return ClientResult(
             update.task.client,
             float(update.loss),
             metrics=metrics,
-            client_state={
-                k: v.detach().cpu().numpy().copy() for k, v in update.client_state.items()
-            }
-            or None,
+            client_state=kept or None,
             bytes=self.uploads.nbytes(update.report, update.encoded_bytes),
             measured=update.measured,
         )

@@ -1,0 +1,126 @@
+"""Which targets a user's loss function takes: labels, numbers, and labels that it ignores."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from raysim.rules.tasks.learning_task import TaskData
+from raysim.rules.tasks.loss_reading import (
+    MAX_PROBE_NUMBERS,
+    MIN_PROBES,
+    TYPES,
+    made_up,
+    tolerance_of,
+    value_or_none,
+)
+from raysim.rules.tasks.user_loss import UserLoss
+
+MAX_CLASSES = 1_000_000
+"""Largest number of classes for which labels outside of them are looked for."""
+
+MAX_OUTSIDE_LABELS = 16
+"""Largest number of different labels outside of the classes that a loss may ignore."""
+
+
+def class_labels(loss: UserLoss, data: TaskData) -> tuple[int, tuple[int, ...]] | None:
+    """Return the number of classes of a loss function's labels, and the labels that it ignores.
+
+    Ignored labels are those outside of the classes, such as -100 or 255, on which the loss of a
+    batch does not depend.
+
+    Args:
+        loss: the loss function.
+        data: the examples.
+
+    Returns:
+        The number of classes, and the ignored labels that occur; None if the targets are no labels
+        for this function.
+    """
+    if any(y.ndim != 1 or y.dtype.kind not in "iu" for y in (data.y, data.y_test)):
+        return None
+    labels = np.union1d(data.y, data.y_test)
+    classes = data.n_classes or _classes_beside_negative(labels)
+    inside = labels[(labels >= 0) & (labels < classes)]
+    outside = labels[(labels < 0) | (labels >= classes)]
+    if classes > MAX_CLASSES or not len(inside):
+        return None
+    if _is_marker(loss, inside, classes):
+        outside = np.append(outside, inside[-1])
+        inside = inside[:-1]
+        classes = int(inside[-1]) + 1
+    if not _takes_labels(loss, inside, classes):
+        return None
+    if len(outside) > MAX_OUTSIDE_LABELS:
+        return classes, ()
+    ignored = [int(label) for label in outside if _ignores(loss, int(label), inside, classes)]
+    return classes, tuple(ignored)
+
+
+def _classes_beside_negative(labels: np.ndarray) -> int:
+    """Return the number of classes of sorted labels; 0 unless some are negative and some not."""
+    if not len(labels) or labels[0] >= 0 or labels[-1] < 0:
+        return 0
+    return int(labels[-1]) + 1
+
+
+def _is_marker(loss: UserLoss, labels: np.ndarray, classes: int) -> bool:
+    """Return whether the last of the sorted labels is no class, but marks what is ignored.
+
+    The number of classes may follow from such a label, for example from 255.
+    """
+    if len(labels) == 1:
+        return False
+    last, classes_below = int(labels[-1]), int(labels[-2]) + 1
+    if last != classes - 1 or last == classes_below:
+        return False
+    return _ignores(loss, last, labels[:-1], classes_below)
+
+
+def ignored_token(loss: UserLoss, data: TaskData) -> int | None:
+    """Return the only negative token of y, if the function ignores it; else None.
+
+    Args:
+        loss: the loss function.
+        data: the examples.
+    """
+    tokens = np.union1d(data.y, data.y_test)
+    negative = tokens[tokens < 0]
+    if len(negative) != 1 or len(negative) == len(tokens):
+        return None
+    ignored = _ignores(loss, int(negative[0]), tokens[1:], int(tokens[-1]) + 1)
+    return int(negative[0]) if ignored else None
+
+
+def _takes_labels(loss: UserLoss, labels: np.ndarray, classes: int) -> bool:
+    """Return whether a function takes labels [B] beside outputs [B, classes]."""
+    n = classes + 1  # so that no shape fits by chance
+    if n * classes > MAX_PROBE_NUMBERS:
+        n = max(2, MAX_PROBE_NUMBERS // classes)
+    y = torch.from_numpy(np.resize(labels, n).astype(np.int64))
+    return any(value_or_none(loss, made_up((n, classes), dtype), y) is not None for dtype in TYPES)
+
+
+def _ignores(loss: UserLoss, label: int, others: np.ndarray, classes: int) -> bool:
+    """Return whether the loss of a batch does not depend on an example with this label."""
+    chosen = others[np.linspace(0, len(others) - 1, min(len(others), MIN_PROBES)).astype(int)]
+    y = torch.from_numpy(chosen.astype(np.int64))
+    longer = torch.cat([y, torch.tensor([label])])
+    for dtype in TYPES:
+        outputs = made_up((len(longer), classes), dtype)
+        without, beside = value_or_none(loss, outputs[:-1], y), value_or_none(loss, outputs, longer)
+        if without is not None and beside is not None:
+            return bool(torch.allclose(without, beside, tolerance_of(dtype), 0.0))
+    return False
+
+
+def takes_numbers(loss: UserLoss) -> bool:
+    """Return whether a function takes numbers [B, 1] beside outputs [B, 1].
+
+    Args:
+        loss: the loss function.
+    """
+    return any(
+        value_or_none(loss, made_up((3, 1), dtype), torch.ones(3, 1, dtype=dtype)) is not None
+        for dtype in TYPES
+    )

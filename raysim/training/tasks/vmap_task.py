@@ -1,0 +1,96 @@
+"""The task of one client of many that train side by side under `torch.func.vmap`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from raysim.rules.batch import Batch
+from raysim.rules.losses import Loss, Net, task_loss
+from raysim.rules.task import PassMode
+from raysim.training.tasks.forward_pass import ForwardPass, forward_pass
+from raysim.training.tasks.task import ModelTask
+
+
+class VmapTask(ModelTask):
+    """One client of many, inside `torch.func.vmap`: everything is a pure function."""
+
+    def _grad(
+        self, w: Tensor, batch: Batch, loss: Loss, mode: PassMode, buffers: Tensor | None
+    ) -> Tensor:
+        statistics = self._statistics(mode, buffers)
+        gradient, moved, value = self._pass(w, batch, loss, mode, statistics)
+        if mode == "train":
+            self.buffers = moved
+            self.losses.append(value)
+        return gradient
+
+    def _grad_and_buffers(
+        self, w: Tensor, batch: Batch, loss: Loss, buffers: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        return self._pass(w, batch, loss, "train", buffers)[:2]
+
+    def _pass(
+        self, w: Tensor, batch: Batch, loss: Loss, mode: PassMode, statistics: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return gradient [P], in mode "train" the new statistics [Q], and a loss for the log."""
+
+        def mean_loss(w: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+            moved: list[Tensor] = []
+            net = self._net(w, batch, mode, statistics, True, moved)
+            value = batch.mean(loss(net, batch))
+            is_plain = self.model.is_own_loss(loss) or mode != "train"
+            plain = value if is_plain else batch.mean(task_loss(net, batch))
+            # torch.func.grad returns tensors only: no statistics are an empty one.
+            return value, (moved[0] if moved else value.new_zeros(0), plain.detach())
+
+        gradient, (moved, value) = torch.func.grad(mean_loss, has_aux=True)(w)
+        return gradient, moved, value
+
+    def input_grad(
+        self, w: Tensor, batch: Batch, loss: Loss = task_loss, buffers: Tensor | None = None
+    ) -> Tensor:
+        """Compute the gradient of each example's loss with respect to its input.
+
+        See `Task.input_grad`.
+        """
+        self._guard("input_grad")
+
+        def total(x: Tensor) -> Tensor:
+            return loss(self.net(w, replace(batch, x=x), "eval", buffers), batch).sum()
+
+        return torch.func.grad(total)(batch.x)
+
+    def net(
+        self,
+        w: Tensor,
+        batch: Batch,
+        mode: PassMode = "frozen",
+        buffers: Tensor | None = None,
+        dropout: bool = True,
+    ) -> Net:
+        """Return a forward pass with constant parameters. See `Task.net`."""
+        return self._net(w, batch, mode, self._statistics(mode, buffers), dropout, [])
+
+    def _net(
+        self,
+        w: Tensor,
+        batch: Batch,
+        mode: PassMode,
+        buffers: Tensor | None,
+        dropout: bool,
+        moved: list[Tensor],
+    ) -> ForwardPass:
+        """In mode "train" the new statistics are left in `moved`."""
+
+        def call(
+            x: Tensor, first: int, levels: list[Tensor] | None
+        ) -> tuple[Tensor, Tensor | None]:
+            drop = batch.drop if dropout else ()
+            return forward_pass(
+                self.model, w, x, first, levels, mode, buffers, batch.mask, drop, moved
+            )
+
+        return ForwardPass(self.model, batch.x, call)
