@@ -108,7 +108,7 @@ def make_tasks(
         which: for each client, whether its task is made; None: all of them.
         requests: requests of probes, by client and by probe.
     """
-    # A share is times N, so that it is about 1; `Server._totals` divides the differences by N.
+    # A share is times N, so that it is about 1; the server divides the differences by N.
     by_samples = plan.server.weights == "samples"
     n_clients = plan.problem.n_nonempty
     all_samples = int(plan.clients.sizes.sum()) if by_samples else 0

@@ -15,9 +15,8 @@ from raysim.rules.contract import ClientRule, ServerRule, overridden
 from raysim.rules.errors.user_code import breach, translate_errors
 from raysim.rules.reports import Cohort, Reports
 from raysim.rules.uploads import with_mode
-
-BUFFERS = "buffers"
-"""Key of the BatchNorm statistics among the uploads; these stay as they were sent."""
+from raysim.server.update_steps import UpdateStep
+from raysim.training.messages import Broadcast
 
 
 def colludes(rule: ClientRule) -> bool:
@@ -58,7 +57,7 @@ def check_collusion(config: Config, rules: Mapping[str, ClientRule], server: Ser
 
 
 @dataclass(frozen=True)
-class Collusion:
+class Collusion(UpdateStep):
     """The colluding clients of a run.
 
     Args:
@@ -71,21 +70,25 @@ class Collusion:
     members: np.ndarray | None
     server: ServerRule
 
-    def apply(self, reports: Reports) -> None:
+    def before(self, reports: Reports, model: Broadcast) -> dict[str, float]:
         """Replace the uploads of colluding clients, and the sums with them.
 
         Every group sees the uploads as they arrived. The sums are in the order of the clients, in
-        float64, so they are the same for any number of workers.
+        float64, so they are the same for any number of workers. BatchNorm statistics stay as they
+        were sent.
 
         Args:
             reports: the uploads of a round, those of each client included; changed in place.
+            model: the server's model; not used.
+
+        Returns:
+            No metrics.
 
         Raises:
             ContractError: `collude` returned something that its contract forbids.
             RaysimError: it failed, or returned a value that is not finite.
         """
-        keys = [key for key in reports.rows if key != BUFFERS]
-        rows = {key: torch.stack(reports.rows[key]) for key in keys}
+        rows = {key: torch.stack(uploads) for key, uploads in reports.rows.items()}
         group_of = np.zeros(len(reports.ids), int)
         if self.members is not None:
             group_of = self.members[reports.ids]
@@ -101,9 +104,9 @@ class Collusion:
             reports.rows[key] = list(uploads)
             self._sum_again(reports, key, uploads)
         # Others came client by client for `collude` alone; the rule did not ask for that.
-        for key in keys:
-            if key not in with_mode(self.server.uploads, "per_client"):
-                reports.rows.pop(key)
+        asked_for = with_mode(self.server.uploads, "per_client")
+        reports.rows = {key: rows for key, rows in reports.rows.items() if key in asked_for}
+        return {}
 
     @staticmethod
     def _tampered(
