@@ -206,8 +206,8 @@ MUTATIONS = (
     Mutation(
         "server: weights of dropped clients still count in means",
         "raysim/server/central_server.py",
-        "remaining = weight_in_sums / sum(reports.weights)",
-        "remaining = 1.0",
+        "return weight_in_sums / sum(reports.weights)",
+        "return 1.0",
         ("tests/rules/test_battery.py",),
     ),
     Mutation(

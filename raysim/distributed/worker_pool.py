@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, cast
 
 import ray
@@ -27,7 +28,8 @@ from raysim.distributed.cluster.versions import check_source_code, source_code
 from raysim.distributed.node_traffic import ClusterTopology
 from raysim.distributed.shared_memory import SharedBuffer
 from raysim.distributed.supervision import ActorSupervisor
-from raysim.distributed.waiting import POLL_INTERVAL_S, ActorDied, first_line
+from raysim.distributed.waiting import POLL_INTERVAL_S, first_line
+from raysim.engine.failure_policy import ActorDied, Decision, FailurePolicy, Work
 from raysim.engine.plan import Plan
 from raysim.errors import ConfigError, RaysimError
 from raysim.rules.uploads import sums
@@ -38,9 +40,6 @@ RECOVERIES = ("system/actors_failed", "system/blocks_retried", "system/server_re
 
 MAX_SHARED_BUFFER_BYTES = 64 * 2**20
 """Largest size of an actor's shared buffer. Larger messages go through the object store."""
-
-MAX_SERVER_STARTS = 10
-"""Attempts to start a new server after one failed, three poll intervals apart."""
 
 
 @dataclass
@@ -111,6 +110,7 @@ class WorkerPool:
         """
         resources = plan.config.resources
         self.resources = resources
+        self.failure_policy = FailurePolicy(plan.config.faults.on_client_error)
         self.timeout = resources.timeout
         self.sends_sums = bool(sums(plan.server.uploads) or plan.initial[1].numel())
         startup_stages.begin("joining the Ray cluster" if resources.address else "starting Ray")
@@ -390,10 +390,10 @@ class WorkerPool:
         start is retried.
 
         Raises:
-            ActorDied: no new server started within `MAX_SERVER_STARTS` attempts or in time.
+            ActorDied: no new server started in time, or within the attempts of the policy.
         """
         deadline = time.monotonic() + self.supervisor.start_timeout_s
-        for attempts_left in reversed(range(MAX_SERVER_STARTS)):
+        for attempt in count(1):
             self.recoveries["system/server_restarts"] += 1
             self.supervisor.end(self.server)
             self._server = self._start_server()
@@ -406,7 +406,8 @@ class WorkerPool:
                 self._open_shared_buffers(self.server)
                 return
             except ActorDied as died:
-                if not attempts_left or time.monotonic() > deadline:
+                decision = self.failure_policy.decide(died, Work.SERVER_START, attempt)
+                if decision is Decision.RAISE or time.monotonic() > deadline:
                     raise
                 self.log(f"{died}; trying again")
                 time.sleep(3 * POLL_INTERVAL_S)

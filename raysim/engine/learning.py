@@ -29,6 +29,9 @@ from raysim.rules.tasks.loss_task import LossTask, make_loss_task, task_like
 from raysim.rules.tasks.shipped_tasks import TASKS
 from raysim.system.signals import reraise_stop
 
+METRICS_KEY = "evaluate.metrics"
+"""The key of the configuration that names metrics."""
+
 SAMPLE_EXAMPLES = 6
 """Number of real examples on which the net is checked."""
 
@@ -297,30 +300,42 @@ def make_metrics(config: Config, task: LearningTask, outputs: int) -> tuple[Task
 
 def _make_metric(name: str, task: LearningTask, outputs: int) -> TaskMetric:
     """Return a metric by its name or reference."""
-    key = "evaluate.metrics"
-    known = task.metric_classes
     if ":" in name:
-        cls: Any = load_object(name, key)
-        if not (isinstance(cls, type) and issubclass(cls, TaskMetric)):
-            raise ConfigError(f"{key}: '{name}' is not a subclass of raysim.rules.TaskMetric")
+        cls = _users_metric(name)
         logged = cls.metric_name or cls.__name__.lower()
         if taken := name_taken(logged):
             raise ConfigError(
-                f"{key}: '{name}' has the name of raysim's metric '{taken}'; set metric_name to "
-                "another name"
+                f"{METRICS_KEY}: '{name}' has the name of raysim's metric '{taken}'; set "
+                "metric_name to another name"
             )
     else:
-        form = "top{k}" if name.startswith("top") and name[3:].isdecimal() else name
-        cls, logged = known.get(form), name
-        if cls is None:
-            hint = did_you_mean(name, known) or f"; it has {', '.join(known) or 'none'}"
-            raise ConfigError(f"{key}: task '{task.name}' has no metric '{name}'{hint}")
+        cls, logged = _metric_of_task(name, task), name
     metric = cls(task, outputs, logged)
     try:
         metric.check()
     except ValueError as error:
-        raise ConfigError(f"{key}: '{name}' does not fit the data: {error}") from None
+        raise ConfigError(f"{METRICS_KEY}: '{name}' does not fit the data: {error}") from None
     return metric
+
+
+def _users_metric(reference: str) -> type[TaskMetric]:
+    """Return a user's metric by its reference."""
+    cls: Any = load_object(reference, METRICS_KEY)
+    if not (isinstance(cls, type) and issubclass(cls, TaskMetric)):
+        raise ConfigError(
+            f"{METRICS_KEY}: '{reference}' is not a subclass of raysim.rules.TaskMetric"
+        )
+    return cls
+
+
+def _metric_of_task(name: str, task: LearningTask) -> type[TaskMetric]:
+    """Return a metric of the learning task by its name; of top-k metrics there is one class."""
+    known = task.metric_classes
+    form = "top{k}" if name.startswith("top") and name[3:].isdecimal() else name
+    if form not in known:
+        hint = did_you_mean(name, known) or f"; it has {', '.join(known) or 'none'}"
+        raise ConfigError(f"{METRICS_KEY}: task '{task.name}' has no metric '{name}'{hint}")
+    return known[form]
 
 
 def written_out(config: Config, task: LearningTask, metrics: tuple[TaskMetric, ...]) -> Evaluate:

@@ -287,35 +287,39 @@ class Server:
         outcomes = [outcome for outcome in outcomes if outcome.ids]
         cohort = round.cohort(self.problem, stay)
         reports = Reports(**{**vars(cohort), "metrics": dict(self.cohort.metrics)})
+        reports.versions = [round.bases[i] for i in stay]
+        reports.weights = [round.weights[i] for i in stay]
+        has_uploads = bool(stay and outcomes)
         if self.hides_clients:
             # Their weights are equal, and a divisor that depended on them would tell their number.
             reports.weights = [1.0] * len(stay)
-            if stay and outcomes:
+            if has_uploads:
                 self._receive(reports, outcomes, remaining=1.0)
             return reports
-        if not stay or not outcomes:
+        if not has_uploads:
             return None
-        reports.weights = [round.weights[i] for i in stay]
         remaining = 1.0
-        # Workers weighted their clients as part of the whole cohort. Divided by this share,
-        # the sums are means over the clients that remain.
         if round.dropped:
-            weight_in_sums = sum(reports.weights)
-            with errors_name_rule(rule, "weigh", round.t):
-                reports.weights = rule.weigh(cohort)
-            remaining = weight_in_sums / sum(reports.weights)
+            remaining = self._weigh_again(rule, reports, cohort)
             if remaining < MIN_REMAINING_WEIGHT:
                 return None
         n_short = self._receive(reports, outcomes, remaining)
         if n_short:
             reports.metrics["short_sums"] = float(n_short)
-        reports.versions = [round.bases[i] for i in stay]
         if rule.needs_base_params:
-            reports.bases = [
-                rule.sent_to(bases[base].shared, client)["x"]
-                for base, client in zip(reports.versions, reports.ids, strict=True)
-            ]
+            reports.bases = _base_params(rule, reports, bases)
         return reports
+
+    def _weigh_again(self, rule: ServerRule, reports: Reports, cohort: Cohort) -> float:
+        """Let the rule weigh the clients that remain, and return their share of the weights before.
+
+        Workers weighted their clients as part of the whole cohort. Divided by this share, the sums
+        are means over the clients that remain.
+        """
+        weight_in_sums = sum(reports.weights)
+        with errors_name_rule(rule, "weigh", reports.round):
+            reports.weights = rule.weigh(cohort)
+        return weight_in_sums / sum(reports.weights)
 
     def _receive(self, reports: Reports, outcomes: list[WorkerResult], remaining: float) -> int:
         """Put the sums of the workers into reports, and the uploads that arrive client by client.
@@ -446,6 +450,16 @@ class Server:
     def bytes(self) -> int:
         """Memory of the server's state, in bytes."""
         return sum(t.numel() * t.element_size() for t in self.state.values())
+
+
+def _base_params(
+    rule: ServerRule, reports: Reports, bases: Mapping[int, Broadcast]
+) -> list[Tensor]:
+    """Return the parameters that each client of a round started from, [P]."""
+    started_from = []
+    for client, version in zip(reports.ids, reports.versions, strict=True):
+        started_from.append(rule.sent_to(bases[version].shared, client)["x"])
+    return started_from
 
 
 def _prepared_clients(snapshot: State, name: str) -> Prepared[list[int]]:
