@@ -188,20 +188,25 @@ class RayRound:
     @property
     def phase(self) -> RoundPhase:
         """Current phase of the round."""
-        if (
-            self.retries
-            or self.scheduler.has_held_back
-            or any(isinstance(call, BlockCall) for call in self.waiting.values())
-        ):
+        if self._has_blocks_left or self._block_calls():
             return RoundPhase.TRAINING
         if self.waiting:
             return RoundPhase.AGGREGATING
         return RoundPhase.UPLOADING if self.trained else RoundPhase.DONE
 
+    @property
+    def _has_blocks_left(self) -> bool:
+        """Whether blocks wait for a worker."""
+        return bool(self.retries) or self.scheduler.has_held_back
+
+    def _block_calls(self) -> list[BlockCall]:
+        """Return the calls of workers that are in flight."""
+        return [call for call in self.waiting.values() if isinstance(call, BlockCall)]
+
     def _receive(self) -> None:
         """Wait up to `POLL_INTERVAL_S` for results; check for failures at the same interval."""
         # While blocks wait for a worker, the first result already lets the next block start.
-        n_results = 1 if self.retries or self.scheduler.has_held_back else len(self.waiting)
+        n_results = 1 if self._has_blocks_left else len(self.waiting)
         ready, late = ray.wait(list(self.waiting), num_returns=n_results, timeout=POLL_INTERVAL_S)
         for reference in ready:
             self._take_answer(reference)
@@ -231,17 +236,17 @@ class RayRound:
 
     def _send_more(self) -> None:
         """Dispatch blocks to retry, then held-back blocks, to idle workers."""
-        if self.retries or self.scheduler.has_held_back:
-            busy = {call.worker for call in self.waiting.values() if isinstance(call, BlockCall)}
-            for worker in sorted(set(self.pool.available_workers()) - busy):
-                blocks = (
-                    [self.retries.popleft()]
-                    if self.retries
-                    else self.scheduler.next_batch(self.pool.n_workers)
-                )
-                if blocks:
-                    # The worker's shared buffer may hold its first result, which is not read yet.
-                    self._send(worker, blocks, again=True)
+        if not self._has_blocks_left:
+            return
+        busy = {call.worker for call in self._block_calls()}
+        for worker in sorted(set(self.pool.available_workers()) - busy):
+            if self.retries:
+                blocks = [self.retries.popleft()]
+            else:
+                blocks = self.scheduler.next_batch(self.pool.n_workers)
+            if blocks:
+                # The worker's shared buffer may hold its first result, which is not read yet.
+                self._send(worker, blocks, again=True)
 
     def _take_answer(self, reference: ObjectRef[Any]) -> None:
         """Take in the result of a call, or handle its failure."""
@@ -256,13 +261,12 @@ class RayRound:
             return
         del self.waiting[reference]
         if isinstance(call, NodeSum):
-            sums = [share for share in call.shares if share.outcome.ids]
-            rows = [vector for share in sums for vector in share.vectors[1:]]
-            self._send_up(
-                [call.vector, *rows],
-                call.shares,
-                result + sum(share.outcome.bytes[1] for share in sums),
-            )
+            vectors, size = [call.vector], result
+            for share in call.shares:
+                if share.outcome.ids:
+                    vectors += share.vectors[1:]
+                    size += share.outcome.bytes[1]
+            self._send_up(vectors, call.shares, size)
             return
         call.outcome = result
         self.seconds[call.worker] += result.seconds
@@ -273,23 +277,27 @@ class RayRound:
 
     def _upload(self) -> None:
         """Upload the sums of all trained calls, or send them to their NodeAggregator."""
-        trained = self.trained
+        shares_by_node: dict[str, list[BlockCall]] = {}
+        for share in self.trained:
+            shares_by_node.setdefault(share.node, []).append(share)
         self.trained = []
-        for node in sorted({share.node for share in trained}):
-            shares = [share for share in trained if share.node == node]
+        for node, shares in sorted(shares_by_node.items()):
             # A call whose clients have all failed has no sum.
             sums = [share for share in shares if share.outcome.ids]
-            if node not in self.nodes_without_aggregator and self.pool.aggregates_on_node(
-                node, len(sums)
-            ):
-                bound = sum(share.outcome.bound for share in sums)
-                vectors = [share.vectors[0] for share in sums]
-                returned = self.pool.aggregator(node).add.remote(bound, *vectors)
-                vector, size = cast(list[ObjectRef[Any]], returned)
-                self.waiting[size] = NodeSum(vector, node, self.pool.topology.name(node), shares)
+            aggregates = self.pool.aggregates_on_node(node, len(sums))
+            if aggregates and node not in self.nodes_without_aggregator:
+                self._aggregate(node, shares, sums)
             else:
                 for share in shares:
                     self._send_up(share.vectors, [share], sum(share.outcome.bytes))
+
+    def _aggregate(self, node: str, shares: list[BlockCall], sums: list[BlockCall]) -> None:
+        """Let the NodeAggregator of a node add up the vectors of `sums`."""
+        bound = sum(share.outcome.bound for share in sums)
+        vectors = [share.vectors[0] for share in sums]
+        returned = self.pool.aggregator(node).add.remote(bound, *vectors)
+        vector, size = cast(list[ObjectRef[Any]], returned)
+        self.waiting[size] = NodeSum(vector, node, self.pool.topology.name(node), shares)
 
     def _send_up(self, vectors: list[ObjectRef[Tree]], shares: list[BlockCall], size: int) -> None:
         """Record the vectors of `shares` (`size` bytes) as an upload, and the calls' results."""
@@ -331,11 +339,9 @@ class RayRound:
             # An earlier pass of this loop may have removed other calls of the same actor.
             if reference not in self.waiting:
                 continue
-            why = (
-                "its node died"
-                if call.node in dead_nodes
-                else supervisor.failure(self._actor_of(call))
-            )
+            why = supervisor.failure(self._actor_of(call))
+            if call.node in dead_nodes:
+                why = "its node died"
             if why and isinstance(call, NodeSum):
                 self._retry_sum(reference, why)
             elif why and isinstance(call, BlockCall):
@@ -353,9 +359,7 @@ class RayRound:
             return
         names = sorted({call.who for call in self.waiting.values()})
         # An actor runs its calls in order: the repeated rounds would wait for these calls.
-        for worker in {
-            call.worker for call in self.waiting.values() if isinstance(call, BlockCall)
-        }:
+        for worker in {call.worker for call in self._block_calls()}:
             pool.remove_worker(worker, f"in {round_name(self.t)}: its inputs do not arrive")
         raise ServerStateLost(
             f"{round_name(self.t)}: {', '.join(names)} and the ServerActor have been idle for "

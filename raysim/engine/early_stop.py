@@ -245,16 +245,22 @@ def check_metric(key: str, metric: str, configs: Sequence[Config]) -> None:
     # Every round logs some clients/, such as clients/used; evaluations log those of the metrics.
     is_of_clients = part == "clients" and without_figure(metric) in measured
     for config in configs:
-        if metric in evaluated and not config.evaluate.every:
-            raise ConfigError(
-                f"{key}: evaluate.every=0 measures no {metric}; use train_loss, or evaluate"
-            )
-        if part == "val" and not config.partition.val_fraction:
-            raise ConfigError(
-                f"{key}: {metric} needs held-out examples; set partition.val_fraction=0.1"
-            )
+        if part == "val" or metric in evaluated:
+            _check_metric_of_model(key, metric, config, metric in evaluated)
         if is_of_clients or part in OF_CLIENTS[1:]:
             _check_metric_of_clients(key, metric, config)
+
+
+def _check_metric_of_model(key: str, metric: str, config: Config, is_evaluated: bool) -> None:
+    """Check that a run evaluates the global model, on held-out examples for a metric of those."""
+    if is_evaluated and not config.evaluate.every:
+        raise ConfigError(
+            f"{key}: evaluate.every=0 measures no {metric}; use train_loss, or evaluate"
+        )
+    if metric.startswith("val/") and not config.partition.val_fraction:
+        raise ConfigError(
+            f"{key}: {metric} needs held-out examples; set partition.val_fraction=0.1"
+        )
 
 
 def _has_users_metric(names: Iterable[str]) -> bool:

@@ -69,6 +69,11 @@ class RoundCohort:
     dropped: set[int] = field(default_factory=set)
     """Ids of the clients whose updates are left out."""
 
+    @property
+    def remaining(self) -> list[int]:
+        """Positions of the clients that are not dropped."""
+        return [i for i, client in enumerate(self.ids) if client not in self.dropped]
+
     def cohort(self, problem: Problem, stay: list[int] | None = None) -> Cohort:
         """Return the facts about the clients that a rule may use before they train.
 
@@ -282,7 +287,7 @@ class Server:
         bases: Mapping[int, Broadcast],
     ) -> Reports | None:
         """Return the updates of a round for the rule; None if too little weight remains."""
-        stay = [i for i, client in enumerate(round.ids) if client not in round.dropped]
+        stay = round.remaining
         # A worker whose clients have all failed has no sums.
         outcomes = [outcome for outcome in outcomes if outcome.ids]
         cohort = round.cohort(self.problem, stay)
@@ -303,9 +308,7 @@ class Server:
             remaining = self._weigh_again(rule, reports, cohort)
             if remaining < MIN_REMAINING_WEIGHT:
                 return None
-        n_short = self._receive(reports, outcomes, remaining)
-        if n_short:
-            reports.metrics["short_sums"] = float(n_short)
+        self._receive(reports, outcomes, remaining)
         if rule.needs_base_params:
             reports.bases = _base_params(rule, reports, bases)
         return reports
@@ -321,7 +324,7 @@ class Server:
             reports.weights = rule.weigh(cohort)
         return weight_in_sums / sum(reports.weights)
 
-    def _receive(self, reports: Reports, outcomes: list[WorkerResult], remaining: float) -> int:
+    def _receive(self, reports: Reports, outcomes: list[WorkerResult], remaining: float) -> None:
         """Put the sums of the workers into reports, and the uploads that arrive client by client.
 
         Args:
@@ -329,9 +332,6 @@ class Server:
             outcomes: the results of the workers.
             remaining: the share of the weights that remains after clients were dropped; means are
                 divided by it.
-
-        Returns:
-            The number of sums that are short, see `is_short`.
         """
         x = self.state["x"]
         totals, n_short = total_uploads(
@@ -345,7 +345,9 @@ class Server:
         for (mode, key), total in totals.items():
             reports.totals[mode, key] = total.reshape(self.shapes.get(key, (-1,)))
         reports.rows = uploads_of_clients(outcomes, reports.ids, x.device)
-        return n_short
+        # Not with client-level privacy, whose ε does not cover it.
+        if n_short and not self.hides_clients:
+            reports.metrics["short_sums"] = float(n_short)
 
     def _average_statistics(
         self,
