@@ -74,9 +74,9 @@ def first_line(message: object) -> str:
         message: the error or its text. If an actor failed while starting, the reason is in the
             last line, else in the first.
     """
-    lines = [line.strip() for line in str(message).splitlines() if line.strip()] or [
-        type(message).__name__
-    ]
+    lines = [line.strip() for line in str(message).splitlines() if line.strip()]
+    if not lines:
+        return type(message).__name__
     line = lines[-1] if "creation task" in lines[0] else lines[0]
     if "low on memory" in line:  # of Ray's memory monitor
         line += "; take fewer actors (resources.actors), or smaller blocks (batching.size)"

@@ -10,14 +10,12 @@ from raysim.config.schema import Config
 from raysim.config.sections.evaluation import BestBy, Stop
 from raysim.errors import ConfigError, RaysimError, did_you_mean
 from raysim.metrics import (
-    EVERY_ROUND,
     VALIDATION,
     find_metric,
     lower_is_better,
     reserved_prefixes,
     without_figure,
 )
-from raysim.rules.contract import ALGORITHMS, CLIENT_RULES, SERVER_RULES
 
 ROUND_METRICS = (
     "train_loss",
@@ -155,11 +153,8 @@ def check_stop(config: Config, probes: Sequence[str] = ()) -> None:
         )
     check_metric(key, metric, [config])
     entry = find_metric(metric)
-    if entry is not None:
-        if _is_missing(config, entry.logged):
-            raise ConfigError(f"{key}: {metric} is not measured; set {entry.logged}")
-        if _is_of_other_rules(config, entry.logged):
-            raise ConfigError(f"{key}: {metric} is not logged by this method ({entry.logged})")
+    if entry is not None and _is_missing(config, entry.logged):
+        raise ConfigError(f"{key}: {metric} is not measured; set {entry.logged}")
     source, _, rest = metric.partition("/")
     is_unknown = bool(rest) and source not in {*reserved_prefixes(), *probes}
     if is_unknown and not _has_users_metric(config.evaluate.metrics or ()):
@@ -195,33 +190,6 @@ def _is_missing(config: Config, logged: str) -> bool:
     for key in rest:
         value = getattr(value, key, None)
     return value is None
-
-
-def _is_of_other_rules(config: Config, logged: str) -> bool:
-    """Return whether a metric is logged by some shipped rules only, and the run has none of them.
-
-    Rules that inherit from them count; of a rule that is not shipped nothing is known.
-    """
-    of_rules = set(re.findall(r"\w+", logged.removeprefix(EVERY_ROUND))) - {"and"}
-    if not of_rules or not of_rules <= {*CLIENT_RULES, *SERVER_RULES, *ALGORITHMS}:
-        return False
-    names = set() if config.algorithm is None else {config.algorithm.name}
-    for rule in _rules_of(config):
-        if rule is None:
-            return False
-        names |= {getattr(ancestor, "name", "") for ancestor in rule.__mro__}
-    return not names & of_rules
-
-
-def _rules_of(config: Config) -> list[type | None]:
-    """Return the classes of a run's rules; None for a rule that is not shipped."""
-    rules: list[type | None] = []
-    for section in (config.client, *(group.client for group in config.groups.values())):
-        if section is not None:
-            rules.append(CLIENT_RULES.get(section.name))
-    if config.server is not None:
-        rules.append(SERVER_RULES.get(config.server.name))
-    return rules
 
 
 def check_metric(key: str, metric: str, configs: Sequence[Config]) -> None:

@@ -19,7 +19,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raysim.config.sections.execution import Resources, cluster_address
 from raysim.distributed.cluster import loopback, versions
-from raysim.errors import ConfigError, RaysimError, did_you_mean
+from raysim.errors import ConfigError, RaysimError, counted, did_you_mean
 from raysim.system import machine
 from raysim.system import processes as ending
 from raysim.system.processes import Process
@@ -381,9 +381,7 @@ def check_cluster_resources(resources: Resources, nodes: list[Node]) -> None:
         ConfigError: the cluster has too few CPUs or GPUs in total, or too few on single nodes.
     """
     _check_totals(resources, nodes)
-    share = f"{resources.cpus:g} CPUs"
-    if resources.gpus:
-        share += f" and {resources.gpus:g} GPUs"
+    share = _share(resources.cpus, resources.gpus)
     room = sum(node.room(resources.cpus, resources.gpus) for node in nodes)
     if not room:
         raise ConfigError(
@@ -471,6 +469,12 @@ def idle_gpus(resources: Resources, nodes: list[Node]) -> int:
 def _offers(nodes: Iterable[Node]) -> str:
     """Return the resources of the nodes in words: "2 nodes of 8 CPUs and 4 GPUs, 1 of 2 CPUs"."""
     kinds = Counter((node.offers.get("CPU", 0), node.offers.get("GPU", 0)) for node in nodes)
-    shares = [f"{cpus:g} CPUs" + (f" and {gpus:g} GPUs" if gpus else "") for cpus, gpus in kinds]
-    counts = [f"{n} node{'s'[: n > 1]}" for n in kinds.values()]
-    return ", ".join(f"{count} of {share}" for count, share in zip(counts, shares, strict=True))
+    parts = []
+    for (cpus, gpus), n in kinds.items():
+        parts.append(f"{counted(n, 'node')} of {_share(cpus, gpus)}")
+    return ", ".join(parts)
+
+
+def _share(cpus: float, gpus: float) -> str:
+    """Return resources in words, such as "8 CPUs and 4 GPUs"."""
+    return f"{cpus:g} CPUs and {gpus:g} GPUs" if gpus else f"{cpus:g} CPUs"
