@@ -206,8 +206,8 @@ MUTATIONS = (
     Mutation(
         "server: weights of dropped clients still count in means",
         "raysim/server/central_server.py",
-        "remaining = weight_in_sums / sum(weights)",
-        "remaining = 1.0",
+        "return weight_in_sums / sum(reports.weights)",
+        "return 1.0",
         ("tests/rules/test_battery.py",),
     ),
     Mutation(
@@ -220,15 +220,15 @@ MUTATIONS = (
     Mutation(
         "server: a resumed run admits its cohort twice",
         "raysim/server/central_server.py",
-        "if self.last_prepared_round == following.t:",
-        "if self.last_prepared_round == following.t + 1:",
+        "metrics = self.admitted.of(following.t)",
+        "metrics = self.admitted.of(following.t + 1)",
         ("tests/engine/test_schedule.py", "tests/runs/test_run.py"),
     ),
     Mutation(
         "server: personal parameters are exchanged for shared ones",
-        "raysim/server/central_server.py",
-        'torch.where(self.personal, self.state["x"], state["x"])',
-        'torch.where(self.personal, state["x"], self.state["x"])',
+        "raysim/server/update_steps.py",
+        'torch.where(self._mask, before["x"], updated["x"])',
+        'torch.where(self._mask, updated["x"], before["x"])',
         ("tests/rules/test_personalisation.py",),
     ),
     # Schedule

@@ -126,19 +126,13 @@ class RoundTraffic:
 
 def _node_metrics(counters: Mapping[str, Counter[str]]) -> dict[str, float]:
     """Return metrics of each node or GPU; of many, the smallest and largest values."""
-    kinds = dict.fromkeys(kind for counter in counters.values() for kind in counter)
-    if len(counters) <= MAX_LISTED_NODES:
-        return {
-            f"system/node/{name}/{kind}": float(counter[kind])
-            for name, counter in counters.items()
-            for kind in kinds
-        }
-    extremes = {"least": min, "most": max}
     level = "gpu" if any("/gpu" in name for name in counters) else "node"
-    return {
-        f"system/{level}/{label}/{kind}": float(
-            extreme(counter[kind] for counter in counters.values())
-        )
-        for label, extreme in extremes.items()
-        for kind in kinds
-    }
+    metrics = {}
+    for kind in dict.fromkeys(kind for counter in counters.values() for kind in counter):
+        values = {name: float(counter[kind]) for name, counter in counters.items()}
+        if len(counters) <= MAX_LISTED_NODES:
+            metrics |= {f"system/node/{name}/{kind}": value for name, value in values.items()}
+        else:
+            metrics[f"system/{level}/least/{kind}"] = min(values.values())
+            metrics[f"system/{level}/most/{kind}"] = max(values.values())
+    return metrics

@@ -2,13 +2,7 @@
 
 A round costs one call per ClientActor, which trains its blocks and sends one fixed-point sum. If
 the server runs on another node, a NodeAggregator first sums the uploads of each node. The driver
-only passes references from actor to actor. Failures never change a result:
-
-    a ClientActor      other workers train its blocks again; a new ClientActor replaces it
-    a NodeAggregator   workers train its blocks again and upload them without aggregation
-    the EvalActor      a new EvalActor repeats the evaluation
-    the ServerActor    `ServerStateLost`: the engine resumes from a checkpoint, with a new server
-    a stored vector    `ServerStateLost`, likewise
+only passes references from actor to actor. `engine.failure_policy` says what follows a failure.
 """
 
 from __future__ import annotations
@@ -31,11 +25,12 @@ from raysim.distributed.actors import (
     read_broadcast,
     unpacked,
 )
-from raysim.distributed.round import MAX_ACTOR_DEATHS_PER_BLOCK, ClientEvaluationRound, RayRound
+from raysim.distributed.round import ClientEvaluationRound, RayRound
 from raysim.distributed.shared_memory import SharedBufferRef
-from raysim.distributed.waiting import ActorDied, first_line
+from raysim.distributed.waiting import first_line
 from raysim.distributed.worker_pool import WorkerPool
 from raysim.engine.executor import CompletedResult, PendingServerStep, RoundResults
+from raysim.engine.failure_policy import ActorDied, Decision, Work
 from raysim.engine.plan import Plan
 from raysim.errors import RaysimError, round_name
 from raysim.rules.client_sampling import SelectionPool
@@ -74,7 +69,6 @@ class RayExecutor:
         """
         self.needs_base_params = plan.server.needs_base_params
         self.sends_rows = bool(plan.sent_per_client)
-        self.on_client_error = plan.config.faults.on_client_error
         try:
             self.pool.start(plan)
         except SystemExit:
@@ -94,7 +88,7 @@ class RayExecutor:
         Args:
             t: number of the round, from 0.
         """
-        return RayRound(self.pool, t, self.sends_rows, self.on_client_error)
+        return RayRound(self.pool, t, self.sends_rows)
 
     def advance(
         self,
@@ -198,7 +192,7 @@ class RayExecutor:
             broadcast: reference to it; the server publishes it again, as for `evaluate`.
             blocks: the clients, in blocks of evaluation.
         """
-        evaluation = ClientEvaluationRound(self.pool, version, self.on_client_error)
+        evaluation = ClientEvaluationRound(self.pool, version)
         evaluation.add({version: self.pool.server.publish.remote()}, blocks)
         return evaluation
 
@@ -335,12 +329,17 @@ class _EvaluationFuture(RayFuture[dict[str, float]]):
             ServerStateLost: the server has failed.
             RaysimError: EvalActors fail repeatedly, Ray has failed, or an actor raised an error.
         """
-        for _ in range(MAX_ACTOR_DEATHS_PER_BLOCK):
+        attempts = 0
+        while True:
             try:
                 return super().get()
             except ActorDied as died:
-                self._send(self.pool.restart_evaluator(self.evaluator, first_line(died)))
-        raise RaysimError(
-            f"{MAX_ACTOR_DEATHS_PER_BLOCK} EvalActors failed during one evaluation; "
-            "the log has the reason for each"
-        )
+                attempts += 1
+                evaluator = self.pool.restart_evaluator(self.evaluator, first_line(died))
+                decision = self.pool.failure_policy.decide(died, Work.EVALUATION, attempts)
+                if decision is Decision.RAISE:
+                    raise RaysimError(
+                        f"{attempts} EvalActors failed during one evaluation; "
+                        "the log has the reason for each"
+                    ) from None
+                self._send(evaluator)

@@ -7,7 +7,7 @@ from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import ray
 from ray import ObjectRef
@@ -17,14 +17,12 @@ from ray.exceptions import RayError, RayTaskError
 from raysim.distributed.actors import ClientActor, ModelVersion, Tree
 from raysim.distributed.block_scheduler import BlockScheduler, WorkerSpeeds, count_local_steps
 from raysim.distributed.node_traffic import RoundTraffic
-from raysim.distributed.waiting import POLL_INTERVAL_S, first_line
+from raysim.distributed.waiting import POLL_INTERVAL_S, first_line, translated
 from raysim.distributed.worker_pool import WorkerPool
 from raysim.engine.executor import RoundResults
-from raysim.errors import ClientError, RaysimError, ServerStateLost, counted, round_name
+from raysim.engine.failure_policy import ActorDied, Decision, Work
+from raysim.errors import ClientError, ServerStateLost, counted, round_name
 from raysim.training.messages import Block, ClientResult, WorkerResult
-
-MAX_ACTOR_DEATHS_PER_BLOCK = 3
-"""Actors that may die while training a block before its clients count as the cause."""
 
 
 @dataclass
@@ -44,6 +42,8 @@ class NodeUpload:
 @dataclass
 class BlockCall:
     """One call of a ClientActor, which trains one or more blocks."""
+
+    work: ClassVar = Work.BLOCK
 
     vectors: list[ObjectRef[Tree]]
     """References to the vectors that the call returns."""
@@ -75,6 +75,8 @@ class BlockCall:
 @dataclass
 class NodeSum:
     """One call of a NodeAggregator, which sums the vectors of its node's workers."""
+
+    work: ClassVar = Work.NODE_SUM
 
     vector: ObjectRef[Tree]
     """Reference to the sum."""
@@ -113,14 +115,12 @@ class RayRound:
         pool: the actors.
         t: number of the round, from 0.
         sends_rows: whether the server receives uploads client by client.
-        on_client_error: "stop" or "drop": what to do with clients whose workers die repeatedly.
     """
 
-    def __init__(self, pool: WorkerPool, t: int, sends_rows: bool, on_client_error: str):
+    def __init__(self, pool: WorkerPool, t: int, sends_rows: bool):
         self.pool = pool
         self.t = t
         self.sends_rows = sends_rows
-        self.on_client_error = on_client_error
         self.speeds = pool.speeds
         self.scheduler = BlockScheduler(self.speeds)
         self.traffic = RoundTraffic(pool.topology)
@@ -164,7 +164,8 @@ class RayRound:
         If a NodeAggregator fails, the round returns from the aggregating to the training phase.
 
         Raises:
-            ClientError: workers died repeatedly during a block, and `on_client_error` is "stop".
+            ClientError: workers died repeatedly during a block, and `faults.on_client_error` is
+                "stop".
             ServerStateLost: the server has failed, or a vector that an actor needs is lost.
             RaysimError: Ray itself has failed, or an actor raised an error.
         """
@@ -187,20 +188,25 @@ class RayRound:
     @property
     def phase(self) -> RoundPhase:
         """Current phase of the round."""
-        if (
-            self.retries
-            or self.scheduler.has_held_back
-            or any(isinstance(call, BlockCall) for call in self.waiting.values())
-        ):
+        if self._has_blocks_left or self._block_calls():
             return RoundPhase.TRAINING
         if self.waiting:
             return RoundPhase.AGGREGATING
         return RoundPhase.UPLOADING if self.trained else RoundPhase.DONE
 
+    @property
+    def _has_blocks_left(self) -> bool:
+        """Whether blocks wait for a worker."""
+        return bool(self.retries) or self.scheduler.has_held_back
+
+    def _block_calls(self) -> list[BlockCall]:
+        """Return the calls of workers that are in flight."""
+        return [call for call in self.waiting.values() if isinstance(call, BlockCall)]
+
     def _receive(self) -> None:
         """Wait up to `POLL_INTERVAL_S` for results; check for failures at the same interval."""
         # While blocks wait for a worker, the first result already lets the next block start.
-        n_results = 1 if self.retries or self.scheduler.has_held_back else len(self.waiting)
+        n_results = 1 if self._has_blocks_left else len(self.waiting)
         ready, late = ray.wait(list(self.waiting), num_returns=n_results, timeout=POLL_INTERVAL_S)
         for reference in ready:
             self._take_answer(reference)
@@ -230,17 +236,17 @@ class RayRound:
 
     def _send_more(self) -> None:
         """Dispatch blocks to retry, then held-back blocks, to idle workers."""
-        if self.retries or self.scheduler.has_held_back:
-            busy = {call.worker for call in self.waiting.values() if isinstance(call, BlockCall)}
-            for worker in sorted(set(self.pool.available_workers()) - busy):
-                blocks = (
-                    [self.retries.popleft()]
-                    if self.retries
-                    else self.scheduler.next_batch(self.pool.n_workers)
-                )
-                if blocks:
-                    # The worker's shared buffer may hold its first result, which is not read yet.
-                    self._send(worker, blocks, again=True)
+        if not self._has_blocks_left:
+            return
+        busy = {call.worker for call in self._block_calls()}
+        for worker in sorted(set(self.pool.available_workers()) - busy):
+            if self.retries:
+                blocks = [self.retries.popleft()]
+            else:
+                blocks = self.scheduler.next_batch(self.pool.n_workers)
+            if blocks:
+                # The worker's shared buffer may hold its first result, which is not read yet.
+                self._send(worker, blocks, again=True)
 
     def _take_answer(self, reference: ObjectRef[Any]) -> None:
         """Take in the result of a call, or handle its failure."""
@@ -255,13 +261,12 @@ class RayRound:
             return
         del self.waiting[reference]
         if isinstance(call, NodeSum):
-            sums = [share for share in call.shares if share.outcome.ids]
-            rows = [vector for share in sums for vector in share.vectors[1:]]
-            self._send_up(
-                [call.vector, *rows],
-                call.shares,
-                result + sum(share.outcome.bytes[1] for share in sums),
-            )
+            vectors, size = [call.vector], result
+            for share in call.shares:
+                if share.outcome.ids:
+                    vectors += share.vectors[1:]
+                    size += share.outcome.bytes[1]
+            self._send_up(vectors, call.shares, size)
             return
         call.outcome = result
         self.seconds[call.worker] += result.seconds
@@ -272,23 +277,27 @@ class RayRound:
 
     def _upload(self) -> None:
         """Upload the sums of all trained calls, or send them to their NodeAggregator."""
-        trained = self.trained
+        shares_by_node: dict[str, list[BlockCall]] = {}
+        for share in self.trained:
+            shares_by_node.setdefault(share.node, []).append(share)
         self.trained = []
-        for node in sorted({share.node for share in trained}):
-            shares = [share for share in trained if share.node == node]
+        for node, shares in sorted(shares_by_node.items()):
             # A call whose clients have all failed has no sum.
             sums = [share for share in shares if share.outcome.ids]
-            if node not in self.nodes_without_aggregator and self.pool.aggregates_on_node(
-                node, len(sums)
-            ):
-                bound = sum(share.outcome.bound for share in sums)
-                vectors = [share.vectors[0] for share in sums]
-                returned = self.pool.aggregator(node).add.remote(bound, *vectors)
-                vector, size = cast(list[ObjectRef[Any]], returned)
-                self.waiting[size] = NodeSum(vector, node, self.pool.topology.name(node), shares)
+            aggregates = self.pool.aggregates_on_node(node, len(sums))
+            if aggregates and node not in self.nodes_without_aggregator:
+                self._aggregate(node, shares, sums)
             else:
                 for share in shares:
                     self._send_up(share.vectors, [share], sum(share.outcome.bytes))
+
+    def _aggregate(self, node: str, shares: list[BlockCall], sums: list[BlockCall]) -> None:
+        """Let the NodeAggregator of a node add up the vectors of `sums`."""
+        bound = sum(share.outcome.bound for share in sums)
+        vectors = [share.vectors[0] for share in sums]
+        returned = self.pool.aggregator(node).add.remote(bound, *vectors)
+        vector, size = cast(list[ObjectRef[Any]], returned)
+        self.waiting[size] = NodeSum(vector, node, self.pool.topology.name(node), shares)
 
     def _send_up(self, vectors: list[ObjectRef[Tree]], shares: list[BlockCall], size: int) -> None:
         """Record the vectors of `shares` (`size` bytes) as an upload, and the calls' results."""
@@ -307,25 +316,14 @@ class RayRound:
     def _handle_failure(
         self, reference: ObjectRef[Any], call: BlockCall | NodeSum, error: RayError
     ) -> None:
-        """Retry a failed call if its actor or an input is lost; raise other errors."""
-        # If an argument of a call is lost, Ray reports it as the cause of the call's error.
-        missing = (
-            error.cause
-            if isinstance(error, RayTaskError) and isinstance(error.cause, RayError)
-            else None
-        )
-        if isinstance(call, NodeSum) and (missing or not isinstance(error, RayTaskError)):
-            self._retry_sum(reference, first_line(missing or error))
-        elif isinstance(error, RayTaskError):
-            call_name = f"{round_name(self.t)}: {call.who}"
-            if isinstance(error.cause, RaysimError):
-                raise error.cause from None
-            if missing:
-                raise ServerStateLost(
-                    f"{call_name} cannot read its inputs: {first_line(missing)}"
-                ) from None
-            raise RaysimError(f"{call_name} failed: {error}") from None
-        elif isinstance(call, BlockCall):
+        """Do the work of a failed call again, or raise its error, as the failure policy decides."""
+        failure = translated(error, f"{round_name(self.t)}: {call.who}")
+        if self.pool.failure_policy.decide(failure, call.work) is Decision.RAISE:
+            raise failure from None
+        if isinstance(call, NodeSum):
+            cause = error.cause if isinstance(error, RayTaskError) else error
+            self._retry_sum(reference, first_line(cause))
+        else:
             self._retry_blocks(call, str(error))
 
     def _find_failures(self, waited: float) -> None:
@@ -341,11 +339,9 @@ class RayRound:
             # An earlier pass of this loop may have removed other calls of the same actor.
             if reference not in self.waiting:
                 continue
-            why = (
-                "its node died"
-                if call.node in dead_nodes
-                else supervisor.failure(self._actor_of(call))
-            )
+            why = supervisor.failure(self._actor_of(call))
+            if call.node in dead_nodes:
+                why = "its node died"
             if why and isinstance(call, NodeSum):
                 self._retry_sum(reference, why)
             elif why and isinstance(call, BlockCall):
@@ -363,9 +359,7 @@ class RayRound:
             return
         names = sorted({call.who for call in self.waiting.values()})
         # An actor runs its calls in order: the repeated rounds would wait for these calls.
-        for worker in {
-            call.worker for call in self.waiting.values() if isinstance(call, BlockCall)
-        }:
+        for worker in {call.worker for call in self._block_calls()}:
             pool.remove_worker(worker, f"in {round_name(self.t)}: its inputs do not arrive")
         raise ServerStateLost(
             f"{round_name(self.t)}: {', '.join(names)} and the ServerActor have been idle for "
@@ -393,22 +387,18 @@ class RayRound:
         self.retries.extend(blocks)
 
     def _retry_blocks(self, failed: BlockCall, why: str) -> None:
-        """End a failed worker and train its blocks again.
+        """End a failed worker, and train its blocks again unless they fail again and again.
 
         The worker died during the first of its calls, because an actor runs its calls in order.
         """
-        calls = {
-            reference: call
-            for reference, call in self.waiting.items()
-            if isinstance(call, BlockCall) and call.actor is failed.actor
-        }
-        for reference in calls:
-            del self.waiting[reference]
-        shares = list(calls.values())
-        for block in shares[0].blocks:
-            clients = tuple(task.client for task in block.tasks)
-            self.deaths.setdefault(clients, []).append(why)
-        blocks = [block for share in shares for block in share.blocks]
+        blocks: list[Block] = []
+        for reference, call in list(self.waiting.items()):
+            if isinstance(call, BlockCall) and call.actor is failed.actor:
+                if not blocks:
+                    for block in call.blocks:
+                        self.deaths.setdefault(_clients_of(block), []).append(why)
+                blocks += call.blocks
+                del self.waiting[reference]
         self.pool.remove_worker(
             failed.worker,
             f"in {round_name(self.t)}, with {counted(len(blocks), 'block')}: {first_line(why)}",
@@ -416,26 +406,33 @@ class RayRound:
         )
         self.pool.recoveries["system/blocks_retried"] += len(blocks)
         for block in blocks:
-            clients = tuple(task.client for task in block.tasks)
-            if len(self.deaths.get(clients, ())) < MAX_ACTOR_DEATHS_PER_BLOCK:
+            deaths = self.deaths.get(_clients_of(block), [])
+            decision = self.pool.failure_policy.decide(ActorDied(why), Work.BLOCK, len(deaths))
+            if decision is Decision.RETRY:
                 self.retries.append(block)
             else:
-                self._give_up(clients, self.deaths[clients][0])
+                self._give_up(block, deaths, decision)
 
-    def _give_up(self, clients: tuple[int, ...], why: str) -> None:
+    def _give_up(self, block: Block, deaths: list[str], decision: Decision) -> None:
         """Stop the run, or drop the clients of a block during which too many workers died."""
+        clients = _clients_of(block)
         names = ("client " if len(clients) == 1 else "clients ") + ", ".join(map(str, clients))
         message = (
-            f"the actor that trained {names} died, {MAX_ACTOR_DEATHS_PER_BLOCK} times in turn; "
-            f"the first time: {why.strip()}"
+            f"the actor that trained {names} died, {len(deaths)} times in turn; "
+            f"the first time: {deaths[0].strip()}"
         )
-        if self.on_client_error == "stop":
+        if decision is Decision.RAISE:
             raise ClientError(
                 f"{round_name(self.t)}: {message}\n"
                 "(to continue without such clients, set faults.on_client_error=drop)"
             )
         failed = [ClientResult(client, error=message) for client in clients]
         self.results.append(WorkerResult(failed))
+
+
+def _clients_of(block: Block) -> tuple[int, ...]:
+    """Return the numbers of a block's clients."""
+    return tuple(task.client for task in block.tasks)
 
 
 class ClientEvaluationRound(RayRound):
@@ -447,11 +444,10 @@ class ClientEvaluationRound(RayRound):
     Args:
         pool: the actors.
         version: number of the version of the model.
-        on_client_error: as for `RayRound`.
     """
 
-    def __init__(self, pool: WorkerPool, version: int, on_client_error: str):
-        super().__init__(pool, version, False, on_client_error)
+    def __init__(self, pool: WorkerPool, version: int):
+        super().__init__(pool, version, sends_rows=False)
         self.speeds = WorkerSpeeds()
         self.scheduler = BlockScheduler(self.speeds)
 

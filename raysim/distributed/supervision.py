@@ -16,7 +16,8 @@ from ray import ObjectRef
 from ray.actor import ActorHandle
 
 from raysim.distributed.heartbeats import Address, Monitor
-from raysim.distributed.waiting import POLL_INTERVAL_S, ActorDied, get
+from raysim.distributed.waiting import POLL_INTERVAL_S, get
+from raysim.engine.failure_policy import ActorDied
 from raysim.errors import RaysimError, ServerStateLost
 from raysim.system import processes
 

@@ -7,14 +7,11 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
+from raysim.engine.failure_policy import ActorDied
 from raysim.errors import ConfigError, RaysimError, ServerStateLost
 
 POLL_INTERVAL_S = 1.0
 """Interval at which every wait checks for failed actors and dead nodes, in seconds."""
-
-
-class ActorDied(ServerStateLost):
-    """Error of a wait whose actor has died."""
 
 
 def get(reference: Any, awaited: str, timeout: float) -> Any:
@@ -39,18 +36,35 @@ def get(reference: Any, awaited: str, timeout: float) -> Any:
             f"waited {timeout:g} s for {awaited}; the actor may be overloaded, or its node may "
             "have failed (limit: resources.timeout)"
         ) from None
-    except RayTaskError as error:
-        if isinstance(error.cause, RaysimError):
-            raise error.cause from None
-        kind = ServerStateLost if isinstance(error.cause, RayError) else RaysimError
-        raise kind(f"{awaited} failed: {error}") from None
     except RayError as error:
-        reason = first_line(error)
-        # Ray keeps only the text of an error that an actor raised while it started.
-        kind, _, message = reason.partition(": ")
-        if kind == f"{ConfigError.__module__}.{ConfigError.__name__}":
-            raise ConfigError(message) from None
-        raise ActorDied(f"{awaited} failed: {reason}") from None
+        raise translated(error, awaited) from None
+
+
+def translated(error: RayError, awaited: str) -> RaysimError:
+    """Return an error of Ray as one of raysim.
+
+    Args:
+        error: Ray's error about a call of an actor.
+        awaited: name of the call or of its result, for the message.
+
+    Returns:
+        `ActorDied`; `ServerStateLost` if an input of the call is lost; `ConfigError` if the actor
+        found a mistake in the configuration while it started; the error of raysim that the actor
+        raised; or a `RaysimError` with another error that it raised.
+    """
+    if isinstance(error, RayTaskError):
+        if isinstance(error.cause, RaysimError):
+            return error.cause
+        # If an argument of a call is lost, Ray reports it as the cause of the call's error.
+        if isinstance(error.cause, RayError):
+            return ServerStateLost(f"{awaited} cannot read its inputs: {first_line(error.cause)}")
+        return RaysimError(f"{awaited} failed: {error}")
+    reason = first_line(error)
+    # Ray keeps only the text of an error that an actor raised while it started.
+    kind, _, message = reason.partition(": ")
+    if kind == f"{ConfigError.__module__}.{ConfigError.__name__}":
+        return ConfigError(message)
+    return ActorDied(f"{awaited} failed: {reason}")
 
 
 def first_line(message: object) -> str:
@@ -60,9 +74,9 @@ def first_line(message: object) -> str:
         message: the error or its text. If an actor failed while starting, the reason is in the
             last line, else in the first.
     """
-    lines = [line.strip() for line in str(message).splitlines() if line.strip()] or [
-        type(message).__name__
-    ]
+    lines = [line.strip() for line in str(message).splitlines() if line.strip()]
+    if not lines:
+        return type(message).__name__
     line = lines[-1] if "creation task" in lines[0] else lines[0]
     if "low on memory" in line:  # of Ray's memory monitor
         line += "; take fewer actors (resources.actors), or smaller blocks (batching.size)"

@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, cast
 
 import ray
@@ -27,7 +28,8 @@ from raysim.distributed.cluster.versions import check_source_code, source_code
 from raysim.distributed.node_traffic import ClusterTopology
 from raysim.distributed.shared_memory import SharedBuffer
 from raysim.distributed.supervision import ActorSupervisor
-from raysim.distributed.waiting import POLL_INTERVAL_S, ActorDied, first_line
+from raysim.distributed.waiting import POLL_INTERVAL_S, first_line
+from raysim.engine.failure_policy import ActorDied, Decision, FailurePolicy, Work
 from raysim.engine.plan import Plan
 from raysim.errors import ConfigError, RaysimError
 from raysim.rules.uploads import sums
@@ -38,9 +40,6 @@ RECOVERIES = ("system/actors_failed", "system/blocks_retried", "system/server_re
 
 MAX_SHARED_BUFFER_BYTES = 64 * 2**20
 """Largest size of an actor's shared buffer. Larger messages go through the object store."""
-
-MAX_SERVER_STARTS = 10
-"""Attempts to start a new server after one failed, three poll intervals apart."""
 
 
 @dataclass
@@ -111,6 +110,7 @@ class WorkerPool:
         """
         resources = plan.config.resources
         self.resources = resources
+        self.failure_policy = FailurePolicy(plan.config.faults.on_client_error)
         self.timeout = resources.timeout
         self.sends_sums = bool(sums(plan.server.uploads) or plan.initial[1].numel())
         startup_stages.begin("joining the Ray cluster" if resources.address else "starting Ray")
@@ -120,34 +120,40 @@ class WorkerPool:
         startup_stages.begin(f"starting {n_actors} actor{'s'[: n_actors != 1]}")
         self.plan = ray.put(plan)
         self.wanted = resources.actors
-        evaluates = plan.evaluates
         self._server = self._start_server()
         self._start_workers()
         # Without GPUs the evaluator takes no resources from the ClientActors, so it can start now.
-        if evaluates and not resources.server_gpus:
+        # With GPUs it starts after them, so that they get theirs first.
+        if plan.evaluates and not resources.server_gpus:
             self.eval = self._start_evaluator()
-        awaited = {
-            "the ServerActor": self.server.where.remote(),
-            **{f"ClientActor {number}": place for number, (_, place) in self.joining.items()},
-        }
-        places = self.supervisor.wait_for_start(awaited)
-        for name, place in zip(awaited, places, strict=True):
-            check_source_code(name, place.code, source_code())
-        self._set_server_node(places[0].node)
-        used_nodes = {place.node for place in places}
+        used_nodes = self._await_first_actors()
         # An asynchronous run has several versions and rounds in flight at a time.
         if isinstance(plan.config.schedule, Sync) and used_nodes == {self.home}:
             self._create_shared_buffers(plan)
             self._open_shared_buffers(self.server)
         self._await_workers(self.supervisor.start_timeout_s)
-        # With GPUs it starts after the ClientActors, so that they get theirs first.
-        if evaluates and resources.server_gpus:
+        if plan.evaluates and resources.server_gpus:
             self.eval = self._start_evaluator()
+        self._start_aggregators()
+        # The utilization of the first round does not count the start of the actors.
+        self.topology.mark = time.monotonic()
+
+    def _start_aggregators(self) -> None:
+        """Start the NodeAggregators of the nodes on which several workers run."""
         for node, n_workers in Counter(worker.node for worker in self.workers.values()).items():
             if self.aggregates_on_node(node, n_workers):
                 self.aggregator(node)
-        # The utilization of the first round does not count the start of the actors.
-        self.topology.mark = time.monotonic()
+
+    def _await_first_actors(self) -> set[str]:
+        """Wait for server and ClientActors, check their source code, and return their nodes."""
+        awaited: dict[str, ObjectRef[Any]] = {"the ServerActor": self.server.where.remote()}
+        for number, (_, place) in self.joining.items():
+            awaited[f"ClientActor {number}"] = place
+        places = self.supervisor.wait_for_start(awaited)
+        for name, place in zip(awaited, places, strict=True):
+            check_source_code(name, place.code, source_code())
+        self._set_server_node(places[0].node)
+        return {place.node for place in places}
 
     def _connect(self, plan: Plan) -> None:
         """Connect to the cluster, await its resources and choose the server's node."""
@@ -167,11 +173,9 @@ class WorkerPool:
                 f"leave {idle} GPUs idle"
             )
         self.home = ray.get_runtime_context().get_node_id()
-        self.server_node = (
-            self.home
-            if resources.server_node is None
-            else nodes.find_node(resources.server_node, alive).id
-        )
+        self.server_node = self.home
+        if resources.server_node is not None:
+            self.server_node = nodes.find_node(resources.server_node, alive).id
         self.topology = ClusterTopology({node.id: node.names[0] for node in alive})
 
     # Starting actors.
@@ -199,10 +203,9 @@ class WorkerPool:
         """Start a ServerActor: on its node if that is alive and has the GPUs, else anywhere."""
         gpus = self.resources.server_gpus
         options = {}
-        if any(node.id == self.server_node and node.room(0, gpus) for node in nodes.alive_nodes()):
-            options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(
-                self.server_node, soft=False
-            )
+        for node in nodes.alive_nodes():
+            if node.id == self.server_node and node.room(0, gpus):
+                options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node.id, soft=False)
         return self._start(ServerActor, self.plan, num_gpus=gpus, **options)
 
     def _set_server_node(self, node: str) -> None:
@@ -390,10 +393,10 @@ class WorkerPool:
         start is retried.
 
         Raises:
-            ActorDied: no new server started within `MAX_SERVER_STARTS` attempts or in time.
+            ActorDied: no new server started in time, or within the attempts of the policy.
         """
         deadline = time.monotonic() + self.supervisor.start_timeout_s
-        for attempts_left in reversed(range(MAX_SERVER_STARTS)):
+        for attempt in count(1):
             self.recoveries["system/server_restarts"] += 1
             self.supervisor.end(self.server)
             self._server = self._start_server()
@@ -406,7 +409,8 @@ class WorkerPool:
                 self._open_shared_buffers(self.server)
                 return
             except ActorDied as died:
-                if not attempts_left or time.monotonic() > deadline:
+                decision = self.failure_policy.decide(died, Work.SERVER_START, attempt)
+                if decision is Decision.RAISE or time.monotonic() > deadline:
                     raise
                 self.log(f"{died}; trying again")
                 time.sleep(3 * POLL_INTERVAL_S)
@@ -435,15 +439,13 @@ class WorkerPool:
         # The monitor stops first: its requests would start another Ray after the shutdown.
         broken = self.supervisor.ray_is_broken
         self.supervisor.stop()
-        clients = [
-            *(worker.actor for worker in self.workers.values()),
-            *(actor for actor, _ in self.joining.values()),
-        ]
-        actors = list(filter(None, (*clients, *self.aggregators.values(), self._server, self.eval)))
-        if not broken and not processes.limited(
-            lambda: [ray.kill(actor) for actor in actors], nodes.SHUTDOWN_TIMEOUT_S
-        ):
-            broken = True
+        actors = [*self.aggregators.values(), self._server, self.eval]
+        actors += [worker.actor for worker in self.workers.values()]
+        actors += [actor for actor, _ in self.joining.values()]
+        if not broken:
+            broken = not processes.limited(
+                lambda: [ray.kill(actor) for actor in actors if actor], nodes.SHUTDOWN_TIMEOUT_S
+            )
         self.shared_buffers = {}
         self.aggregators = {}
         if self.ours:

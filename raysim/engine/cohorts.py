@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -76,20 +77,23 @@ def make_cohort(plan: Plan, scheduled: ScheduledRound) -> RoundCohort:
     )
     if plan.config.client_privacy is not None:
         cohort.weights = [1 / plan.config.schedule.size] * len(cohort.ids)
-        return cohort
-    if not cohort.ids:
-        return cohort
-    with errors_name_rule(rule, "weigh", scheduled.t):
-        weights = rule.at(scheduled.t).weigh(cohort.cohort(plan.problem))
-        cohort.weights = [float(weight) for weight in weights]
-    sound = all(w >= 0 and np.isfinite(w) for w in cohort.weights) and any(cohort.weights)
-    if len(cohort.weights) != len(cohort.ids) or not sound:
-        raise RaysimError(
-            f"server rule '{rule.name}': weigh must give a number for each of "
-            f"{len(cohort.ids)} clients, none "
-            f"negative and not all of them 0; it gave {cohort.weights}"
-        )
+    elif cohort.ids:
+        with errors_name_rule(rule, "weigh", scheduled.t):
+            weights = rule.at(scheduled.t).weigh(cohort.cohort(plan.problem))
+            cohort.weights = [float(weight) for weight in weights]
+        _check_weights(rule.name, cohort)
     return cohort
+
+
+def _check_weights(rule: str, cohort: RoundCohort) -> None:
+    """Raise RaysimError unless a rule gave each client a weight, none negative and not all 0."""
+    weights = np.array(cohort.weights)
+    is_sound = bool((np.isfinite(weights) & (weights >= 0)).all() and weights.any())
+    if len(weights) != len(cohort.ids) or not is_sound:
+        raise RaysimError(
+            f"server rule '{rule}': weigh must give a number for each of {len(cohort.ids)} "
+            f"clients, none negative and not all of them 0; it gave {cohort.weights}"
+        )
 
 
 def make_tasks(
@@ -108,29 +112,30 @@ def make_tasks(
         which: for each client, whether its task is made; None: all of them.
         requests: requests of probes, by client and by probe.
     """
-    # A share is times N, so that it is about 1; `Server._totals` divides the differences by N.
+    # A share is times N, so that it is about 1; the server divides the differences by N.
     by_samples = plan.server.weights == "samples"
     n_clients = plan.problem.n_nonempty
     all_samples = int(plan.clients.sizes.sum()) if by_samples else 0
-    chosen = [True] * len(cohort.ids) if which is None else which
-    clients = zip(
-        cohort.ids, cohort.bases, cohort.weights, cohort.samples, cohort.steps, chosen, strict=True
-    )
-    return [
-        ClientTask(
-            client,
-            base,
-            int(store.cursors[client]),
-            weight,
-            steps,
-            n_samples * n_clients / all_samples if by_samples else 1.0,
-            bool(store.seen[client]),
-            store.get(client),
-            requests.get(client, {}),
+    tasks = []
+    for i, is_chosen in enumerate([True] * len(cohort.ids) if which is None else which):
+        if not is_chosen:
+            continue
+        client = cohort.ids[i]
+        share = cohort.samples[i] * n_clients / all_samples if by_samples else 1.0
+        tasks.append(
+            ClientTask(
+                client,
+                cohort.bases[i],
+                int(store.cursors[client]),
+                cohort.weights[i],
+                cohort.steps[i],
+                share,
+                bool(store.seen[client]),
+                store.get(client),
+                requests.get(client, {}),
+            )
         )
-        for client, base, weight, n_samples, steps, is_chosen in clients
-        if is_chosen
-    ]
+    return tasks
 
 
 def failed_clients(
@@ -176,10 +181,9 @@ def require_used_updates(history: Sequence[Record], on_empty_run: str, first_fai
     Raises:
         RaysimError: no update was used, and `on_empty_run` is "fail".
     """
-    counts = {
-        key: sum(record.get(key, 0.0) for record in history)
-        for key in ("clients/used", *UPDATES_NOT_USED)
-    }
+    counts: Counter[str] = Counter()
+    for record in history:
+        counts.update({key: record.get(key, 0.0) for key in ("clients/used", *UPDATES_NOT_USED)})
     if counts["clients/used"]:
         return
     fates = [f"{counts[key]:g} {fate}" for key, fate in UPDATES_NOT_USED.items() if counts[key]]

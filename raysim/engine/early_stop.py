@@ -10,14 +10,12 @@ from raysim.config.schema import Config
 from raysim.config.sections.evaluation import BestBy, Stop
 from raysim.errors import ConfigError, RaysimError, did_you_mean
 from raysim.metrics import (
-    EVERY_ROUND,
     VALIDATION,
     find_metric,
     lower_is_better,
     reserved_prefixes,
     without_figure,
 )
-from raysim.rules.contract import ALGORITHMS, CLIENT_RULES, SERVER_RULES
 
 ROUND_METRICS = (
     "train_loss",
@@ -70,21 +68,24 @@ class StopRule:
         # A run of fewer rounds also evaluates its last one; that must not count when it is resumed.
         if self.stop is None or self.reason or done % self.every:
             return
-        if self.metric not in record:
-            # Rounds without clients have no metrics of clients, and probes have their own rounds.
-            part = self.metric.partition("/")[0]
-            is_due = part in (*OF_CLIENTS, "client", "server", "accuracy", "val", self.metric)
-            if done and is_due and record.get("clients/used") and not self.was_logged:
-                known = [name for name in record if not name.startswith(("system/", "round"))]
-                raise RaysimError(
-                    f"stop.metric: up to round {done} there is no "
-                    f"'{self.metric}'{did_you_mean(self.metric, known)}"
-                )
-            return
-        self.was_logged = True
-        reason = self._judge(self.stop, done, record[self.metric])
-        # The untrained model counts as a value, but ends no run.
-        self.reason = reason if done else ""
+        if self.metric in record:
+            self.was_logged = True
+            reason = self._judge(self.stop, done, record[self.metric])
+            # The untrained model counts as a value, but ends no run.
+            self.reason = reason if done else ""
+        # Rounds without clients have no metrics of clients.
+        elif done and record.get("clients/used") and not self.was_logged:
+            self._refuse_missing(record, done)
+
+    def _refuse_missing(self, record: Mapping[str, float], done: int) -> None:
+        """Raise RaysimError if a record lacks the metric, which no probe logs in its own rounds."""
+        part = self.metric.partition("/")[0]
+        if part in (*OF_CLIENTS, "client", "server", "accuracy", "val", self.metric):
+            known = [name for name in record if not name.startswith(("system/", "round"))]
+            raise RaysimError(
+                f"stop.metric: up to round {done} there is no "
+                f"'{self.metric}'{did_you_mean(self.metric, known)}"
+            )
 
     def _judge(self, stop: Stop, done: int, value: float) -> str:
         """Return the reason to end the run after a value of the metric, or ""."""
@@ -124,7 +125,9 @@ def written_out(stop: Stop | None, best: BestBy | None) -> Stop | None:
     if stop is None or best is None:
         return stop
     metric = stop.metric or best.metric
-    mode = best.mode if metric == best.metric else "min" if lower_is_better(metric) else "max"
+    mode = best.mode
+    if metric != best.metric:
+        mode = "min" if lower_is_better(metric) else "max"
     return stop.model_copy(update={"metric": metric, "mode": stop.mode or mode})
 
 
@@ -150,14 +153,11 @@ def check_stop(config: Config, probes: Sequence[str] = ()) -> None:
         )
     check_metric(key, metric, [config])
     entry = find_metric(metric)
-    logged = "" if entry is None else entry.logged
-    if _is_missing(config, logged):
-        raise ConfigError(f"{key}: {metric} is not measured; set {logged}")
-    if _is_of_other_rules(config, logged):
-        raise ConfigError(f"{key}: {metric} is not logged by this method ({logged})")
+    if entry is not None and _is_missing(config, entry.logged):
+        raise ConfigError(f"{key}: {metric} is not measured; set {entry.logged}")
     source, _, rest = metric.partition("/")
-    has_own = any(":" in name for name in config.evaluate.metrics or ())
-    if rest and not has_own and source not in {*reserved_prefixes(), *probes}:
+    is_unknown = bool(rest) and source not in {*reserved_prefixes(), *probes}
+    if is_unknown and not _has_users_metric(config.evaluate.metrics or ()):
         raise ConfigError(
             f"{key}: '{metric}' is no metric, and no probe of this run is called '{source}'"
             f"{did_you_mean(source, probes)}"
@@ -192,25 +192,6 @@ def _is_missing(config: Config, logged: str) -> bool:
     return value is None
 
 
-def _is_of_other_rules(config: Config, logged: str) -> bool:
-    """Return whether a metric is logged by some shipped rules only, and the run has none of them.
-
-    Rules that inherit from them count; of a rule that is not shipped nothing is known.
-    """
-    of_rules = set(re.findall(r"\w+", logged.removeprefix(EVERY_ROUND))) - {"and"}
-    if not of_rules or not of_rules <= {*CLIENT_RULES, *SERVER_RULES, *ALGORITHMS}:
-        return False
-    names = set() if config.algorithm is None else {config.algorithm.name}
-    clients = [config.client, *(group.client for group in config.groups.values())]
-    rules = [CLIENT_RULES.get(section.name) for section in clients if section is not None]
-    rules += [SERVER_RULES.get(config.server.name)] if config.server is not None else []
-    for rule in rules:
-        if rule is None:
-            return False
-        names |= {getattr(ancestor, "name", "") for ancestor in rule.__mro__}
-    return not names & of_rules
-
-
 def check_metric(key: str, metric: str, configs: Sequence[Config]) -> None:
     """Check that runs log a metric by which they are stopped.
 
@@ -225,22 +206,37 @@ def check_metric(key: str, metric: str, configs: Sequence[Config]) -> None:
     measured = _measured_names(configs)
     evaluated = {*measured, *(f"val/{name}" for name in measured)} - {*ROUND_METRICS}
     known = (*sorted(evaluated), *ROUND_METRICS)
-    # A user's metric logs under another name than its reference, so any name may be one of its.
-    has_own = any(":" in name for name in measured)
-    if metric not in known and "/" not in metric and not has_own:
+    is_unknown = metric not in known and "/" not in metric
+    if is_unknown and not _has_users_metric(measured):
         raise ConfigError(f"{key}: no run has a metric '{metric}'{did_you_mean(metric, known)}")
-    if metric in evaluated and not all(c.evaluate.every for c in configs):
+    part = metric.partition("/")[0]
+    # Every round logs some clients/, such as clients/used; evaluations log those of the metrics.
+    is_of_clients = part == "clients" and without_figure(metric) in measured
+    for config in configs:
+        if part == "val" or metric in evaluated:
+            _check_metric_of_model(key, metric, config, metric in evaluated)
+        if is_of_clients or part in OF_CLIENTS[1:]:
+            _check_metric_of_clients(key, metric, config)
+
+
+def _check_metric_of_model(key: str, metric: str, config: Config, is_evaluated: bool) -> None:
+    """Check that a run evaluates the global model, on held-out examples for a metric of those."""
+    if is_evaluated and not config.evaluate.every:
         raise ConfigError(
             f"{key}: evaluate.every=0 measures no {metric}; use train_loss, or evaluate"
         )
-    if metric.startswith("val/") and not all(c.partition.val_fraction for c in configs):
+    if metric.startswith("val/") and not config.partition.val_fraction:
         raise ConfigError(
             f"{key}: {metric} needs held-out examples; set partition.val_fraction=0.1"
         )
-    part = metric.partition("/")[0]
-    # Every round logs some clients/, such as clients/used; evaluations log those of the metrics.
-    if part in OF_CLIENTS[1:] or (part == "clients" and without_figure(metric) in measured):
-        _check_metric_of_clients(key, metric, configs)
+
+
+def _has_users_metric(names: Iterable[str]) -> bool:
+    """Return whether a metric among some is a user's, given as a reference.
+
+    It logs under another name than its reference, so any name may be its.
+    """
+    return any(":" in name for name in names)
 
 
 def _measured_names(configs: Iterable[Config]) -> set[str]:
@@ -254,18 +250,18 @@ def _measured_names(configs: Iterable[Config]) -> set[str]:
     return names
 
 
-def _check_metric_of_clients(key: str, metric: str, configs: Sequence[Config]) -> None:
-    """Check that runs evaluate clients, on the kind of examples that a metric is about."""
+def _check_metric_of_clients(key: str, metric: str, config: Config) -> None:
+    """Check that a run evaluates clients, on the kind of examples that a metric is about."""
     part, _, figure = metric.partition("/")
-    if not all(c.evaluate.clients for c in configs):
+    if not config.evaluate.clients:
         raise ConfigError(f"{key}: {metric} needs evaluations of clients; set evaluate.clients")
     is_val = figure.startswith(VALIDATION)
-    if is_val and not all(c.partition.val for c in configs):
+    if is_val and not config.partition.val:
         raise ConfigError(
             f"{key}: {metric} needs validation examples of each client; set "
             "partition.val.fraction=0.1"
         )
-    if not is_val and not all(c.partition.test for c in configs):
+    if not is_val and not config.partition.test:
         raise ConfigError(
             f"{key}: {metric} needs test examples of each client; set partition.test, or name "
             f"{part}/{VALIDATION}{figure}"

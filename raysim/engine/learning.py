@@ -29,6 +29,9 @@ from raysim.rules.tasks.shipped_tasks import TASKS
 from raysim.rules.tasks.user_loss import LossFunction
 from raysim.system.signals import reraise_stop
 
+METRICS_KEY = "evaluate.metrics"
+"""The key of the configuration that names metrics."""
+
 SAMPLE_EXAMPLES = 6
 """Number of real examples on which the net is checked."""
 
@@ -148,8 +151,10 @@ def check_data(config: Config, task: LearningTask, dataset: Dataset) -> int:
 def _number_of_classes(config: Config, task: LearningTask, dataset: Dataset) -> str:
     """Return the advice for classes that only the test half has; "" if that is not the mistake."""
     is_counted = task.class_labels and dataset.are_labelled and not dataset.classes_declared
-    largest = int(dataset.y_test.max(initial=0)) if dataset.y_test.dtype.kind in "iu" else 0
-    if not is_counted or largest < dataset.n_classes:
+    if not is_counted or dataset.y_test.dtype.kind not in "iu":
+        return ""
+    largest = int(dataset.y_test.max(initial=0))
+    if largest < dataset.n_classes:
         return ""
     n_classes = largest + 1
     if isinstance(config.data, Arrays):
@@ -170,15 +175,17 @@ def check_rules_of_task(task: LearningTask, *rules: ClientRule | ServerRule) -> 
     Raises:
         ConfigError: a rule needs class labels, or has a loss of its own; the message names it.
     """
+    is_other_loss = isinstance(task, LossTask) and not task.reading.is_cross_entropy
     for rule in rules:
+        if not rule.needs_class_labels:
+            continue
         kind = "client" if isinstance(rule, ClientRule) else "server"
-        if rule.needs_class_labels and not task.class_labels:
+        if not task.class_labels:
             raise ConfigError(
                 f"task: {kind} rule '{rule.name}' needs class labels, which task '{task.name}' has "
                 f"not; use another {kind} rule, or task=classification"
             )
-        is_other_loss = isinstance(task, LossTask) and not task.reading.is_cross_entropy
-        if is_other_loss and rule.needs_class_labels and is_shipped(rule):
+        if is_other_loss and is_shipped(rule):
             raise ConfigError(
                 f"task: {kind} rule '{rule.name}' trains by a cross-entropy of its own and not by "
                 f"the loss '{task.name}'; use another {kind} rule, or task=classification"
@@ -287,40 +294,53 @@ def make_metrics(config: Config, task: LearningTask, outputs: int) -> tuple[Task
         raise ConfigError(
             f"evaluate.per_class: task '{task.name}' has no class labels; leave it out"
         )
-    names = task.default_metrics if config.evaluate.metrics is None else config.evaluate.metrics
-    metrics = tuple(_make_metric(name, task, outputs) for name in names)
-    logged = [metric.name for metric in metrics]
-    if repeated := [name for name in logged if logged.count(name) > 1]:
-        raise ConfigError(f"evaluate.metrics: '{repeated[0]}' occurs twice; remove one")
-    return metrics
+    metrics: dict[str, TaskMetric] = {}
+    for name in _metric_names(config, task):
+        metric = _make_metric(name, task, outputs)
+        if metric.name in metrics:
+            raise ConfigError(f"{METRICS_KEY}: '{metric.name}' occurs twice; remove one")
+        metrics[metric.name] = metric
+    return tuple(metrics.values())
 
 
 def _make_metric(name: str, task: LearningTask, outputs: int) -> TaskMetric:
     """Return a metric by its name or reference."""
-    key = "evaluate.metrics"
-    known = task.metric_classes
     if ":" in name:
-        cls: Any = load_object(name, key)
-        if not (isinstance(cls, type) and issubclass(cls, TaskMetric)):
-            raise ConfigError(f"{key}: '{name}' is not a subclass of raysim.rules.TaskMetric")
+        cls = _users_metric(name)
         logged = cls.metric_name or cls.__name__.lower()
         if taken := name_taken(logged):
             raise ConfigError(
-                f"{key}: '{name}' has the name of raysim's metric '{taken}'; set metric_name to "
-                "another name"
+                f"{METRICS_KEY}: '{name}' has the name of raysim's metric '{taken}'; set "
+                "metric_name to another name"
             )
     else:
-        form = "top{k}" if name.startswith("top") and name[3:].isdecimal() else name
-        cls, logged = known.get(form), name
-        if cls is None:
-            hint = did_you_mean(name, known) or f"; it has {', '.join(known) or 'none'}"
-            raise ConfigError(f"{key}: task '{task.name}' has no metric '{name}'{hint}")
+        cls, logged = _metric_of_task(name, task), name
     metric = cls(task, outputs, logged)
     try:
         metric.check()
     except ValueError as error:
-        raise ConfigError(f"{key}: '{name}' does not fit the data: {error}") from None
+        raise ConfigError(f"{METRICS_KEY}: '{name}' does not fit the data: {error}") from None
     return metric
+
+
+def _users_metric(reference: str) -> type[TaskMetric]:
+    """Return a user's metric by its reference."""
+    cls: Any = load_object(reference, METRICS_KEY)
+    if not (isinstance(cls, type) and issubclass(cls, TaskMetric)):
+        raise ConfigError(
+            f"{METRICS_KEY}: '{reference}' is not a subclass of raysim.rules.TaskMetric"
+        )
+    return cls
+
+
+def _metric_of_task(name: str, task: LearningTask) -> type[TaskMetric]:
+    """Return a metric of the learning task by its name; of top-k metrics there is one class."""
+    known = task.metric_classes
+    form = "top{k}" if name.startswith("top") and name[3:].isdecimal() else name
+    if form not in known:
+        hint = did_you_mean(name, known) or f"; it has {', '.join(known) or 'none'}"
+        raise ConfigError(f"{METRICS_KEY}: task '{task.name}' has no metric '{name}'{hint}")
+    return known[form]
 
 
 def written_out(config: Config, task: LearningTask, metrics: tuple[TaskMetric, ...]) -> Evaluate:
@@ -331,11 +351,14 @@ def written_out(config: Config, task: LearningTask, metrics: tuple[TaskMetric, .
         task: its learning task.
         metrics: the metrics of its evaluations.
     """
-    best = config.evaluate.best
-    if best is None and not metrics:
-        best = BestBy(metric="loss", mode="min")
-    elif best is None:
+    best = config.evaluate.best or BestBy(metric="loss", mode="min")
+    if config.evaluate.best is None and metrics:
         mode = "max" if metrics[0].larger_is_better else "min"
         best = BestBy(metric=metrics[0].name, mode=mode)
-    names = task.default_metrics if config.evaluate.metrics is None else config.evaluate.metrics
-    return config.evaluate.model_copy(update={"metrics": names, "best": best})
+    update = {"metrics": _metric_names(config, task), "best": best}
+    return config.evaluate.model_copy(update=update)
+
+
+def _metric_names(config: Config, task: LearningTask) -> tuple[str, ...]:
+    """Return the names or references of the metrics of a run's evaluations."""
+    return task.default_metrics if config.evaluate.metrics is None else config.evaluate.metrics

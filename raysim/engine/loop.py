@@ -32,6 +32,7 @@ from raysim.engine.executor import (
     Record,
     RoundResults,
 )
+from raysim.engine.failure_policy import Decision, FailurePolicy, Work
 from raysim.engine.plan import Plan, ProbedRun
 from raysim.engine.probes import Probes
 from raysim.engine.records import Records
@@ -39,22 +40,21 @@ from raysim.engine.state import checkpoint
 from raysim.engine.state.client_store import ClientStateStore, rows_folder
 from raysim.engine.state.run_state import RunState
 from raysim.errors import ClientError, ProbeError, RaysimError, ServerStateLost, round_name
-from raysim.rules.client_sampling import ClientPool
+from raysim.randomness import generator
+from raysim.rules.client_sampling import SelectionPool
 from raysim.rules.contract import State, overridden
 from raysim.schedule import (
     RoundSchedule,
     ScheduledRound,
     ScheduleExhausted,
     Selection,
+    Synchronous,
     synchronous_round,
 )
 from raysim.system.signals import Signals, Stopped
 from raysim.training.messages import Broadcast, cut_blocks
 
 logger = logging.getLogger("raysim")
-
-MAX_SERVER_FAILURES = 3
-"""Server failures tolerated between two completed rounds."""
 
 MAX_PENDING_RECORDS = 2
 """Records that may still wait for metrics while the next round trains."""
@@ -83,6 +83,7 @@ class Engine(Generic[ModelHandle]):
         self.plan, self.executor, self.config = plan, executor, plan.config
         self.run_dir, self.run_id = run_dir, run_id
         self.signals = signals or Signals()
+        self.failure_policy = FailurePolicy(plan.config.faults.on_client_error)
         self.final: dict[str, Tensor] = {}
         """The server's state after the last round."""
         self.last_round = self.config.rounds
@@ -102,7 +103,7 @@ class Engine(Generic[ModelHandle]):
 
     def _reset(self) -> None:
         """Reset everything to the state before the first round."""
-        self.state: RunState[ModelHandle] = RunState(self.plan, self.rows, self._select)
+        self.state: RunState[ModelHandle] = RunState(self.plan, self.rows)
         self.records = Records(self.executor, self.state)
         self.stop_rule = StopRule(self.config)
         self.server_is_ahead = False
@@ -151,22 +152,19 @@ class Engine(Generic[ModelHandle]):
             RaysimError: anything else that ends the run, such as a server that is lost again and
                 again.
         """
-        last_reported = int(self.history[-1]["round"]) if self.history else -1
+        self.last_reported = int(self.history[-1]["round"]) if self.history else -1
         failures, failure = 0, None
         while True:
             try:
                 if failure is not None:
                     self._recover_from_checkpoint(failure)
-                for record in self._train():
-                    # Repeated rounds are no progress: a server that fails in the same round again
-                    # and again must reach the limit.
-                    if record["round"] > last_reported:
-                        last_reported, failures = int(record["round"]), 0
-                        yield record
+                for record in self._not_reported(self._train()):
+                    failures = 0
+                    yield record
                 return
             except ServerStateLost as again:
                 failure, failures = again, failures + 1
-                if failures > MAX_SERVER_FAILURES:
+                if self.failure_policy.decide(again, Work.ROUNDS, failures) is Decision.RAISE:
                     raise RaysimError(
                         f"{failure}; that was failure {failures} of the server since the last "
                         "completed round"
@@ -175,11 +173,7 @@ class Engine(Generic[ModelHandle]):
                 # A checkpoint needs the server in the state after `done` rounds. After other errors
                 # it may be ahead, see `CandidateEvaluator.evaluate`.
                 try:
-                    yield from (
-                        record
-                        for record in self._completed(max_pending=0)
-                        if record["round"] > last_reported
-                    )
+                    yield from self._not_reported(self._completed(max_pending=0))
                     self._save_what_is_done()
                 except RaysimError as error:  # why the run ends matters more
                     logger.warning(
@@ -187,6 +181,17 @@ class Engine(Generic[ModelHandle]):
                         error,
                     )
                 raise
+
+    def _not_reported(self, records: Iterator[Record]) -> Iterator[Record]:
+        """Yield the records of rounds that are not repeated.
+
+        Repeated rounds are no progress: a server that fails in the same round again and again must
+        reach the limit.
+        """
+        for record in records:
+            if record["round"] > self.last_reported:
+                self.last_reported = int(record["round"])
+                yield record
 
     def _train(self) -> Iterator[Record]:
         """Train the rounds that are still to be done; yield their records.
@@ -283,21 +288,27 @@ class Engine(Generic[ModelHandle]):
         # The checkpoint after t rounds is written when round t is already scheduled.
         if self._due(t) or self.state.client_history is not None:
             self.state.keep_clock(t)
-        schedule = self.state.schedule
         try:
             # No round follows the last one: an empty one lets the server make the final version.
             is_last = t == self.config.rounds
-            scheduled = synchronous_round(t, []) if is_last else schedule.next_round(t)
+            scheduled = synchronous_round(t, []) if is_last else self._next_round(t)
         except ScheduleExhausted as end:
-            scheduled = ScheduledRound(t, [], schedule.now, exhausted=str(end))
+            scheduled = ScheduledRound(t, [], self.state.schedule.now, exhausted=str(end))
         cohort = make_cohort(self.plan, scheduled)
         requests = self.probes.requests(cohort) if t < self.config.rounds else {}
         return ActiveRound(scheduled, cohort, requests, self.executor.training(t))
 
-    def _select(self, available: ClientPool, t: int, rng: Generator) -> Selection:
-        """Return the clients that the server rule selects for round t, and wait for them."""
-        assert self.state.client_history is not None
-        pool = self.state.client_history.pool(available, self.config.schedule.size, t)
+    def _next_round(self, t: int) -> ScheduledRound:
+        """Return round t, of clients that are sampled or that the server rule selects."""
+        schedule, client_history = self.state.schedule, self.state.client_history
+        if client_history is None:
+            return schedule.next_round(t)
+        assert isinstance(schedule, Synchronous)
+        pool = client_history.pool(schedule.available(), self.config.schedule.size, t)
+        return schedule.next_round(t, self._select(pool, generator(self.config.seed, "cohort", t)))
+
+    def _select(self, pool: SelectionPool, rng: Generator) -> Selection:
+        """Return the clients that the server rule selects, and wait for them."""
         if self.candidates is None:
             return Selection(self.executor.select(pool, rng).get())
         with self.records.stopwatch.evaluating():
@@ -368,11 +379,9 @@ class Engine(Generic[ModelHandle]):
     def _due(self, done: int) -> bool:
         """Return whether a checkpoint is written after so many rounds."""
         every = self.config.checkpoint.every
-        return (
-            bool(every)
-            and self.run_dir is not None
-            and (done % every == 0 or done == self.config.rounds)
-        )
+        if not every or self.run_dir is None:
+            return False
+        return done % every == 0 or done == self.config.rounds
 
     def _begin_checkpoint_if_due(self, rounds_done: int) -> Future[State] | None:
         """Ask for the server's state if a checkpoint is due, before the server continues."""
@@ -415,11 +424,9 @@ class Engine(Generic[ModelHandle]):
         """Start a new server from the last checkpoint, or from the beginning if there is none."""
         logger.warning("%s", failure)
         self.executor.recover()
-        saved = (
-            checkpoint.read_latest(self.run_dir, logger.warning)
-            if self.run_dir is not None
-            else None
-        )
+        saved = None
+        if self.run_dir is not None:
+            saved = checkpoint.read_latest(self.run_dir, logger.warning)
         recoveries = self.state.recoveries
         self._reset()
         if saved is not None:

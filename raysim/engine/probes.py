@@ -88,47 +88,37 @@ def attached(config: Config) -> tuple[Probe, ...]:
     taken = set(RESERVED_PROBE_NAMES)
     for key, named in config.evaluate.named_probes().items():
         probe = _user_probe(key, named)
-        probes.append(probe)
         name = name_of(probe)
-        if name in taken or not PROBE_NAME_PATTERN.fullmatch(name):
-            why = (
-                "is the name of other metrics"
-                if name in taken
-                else "may have letters, digits, '_', '-' and '.' only"
-            )
+        problem = ""
+        if name in taken:
+            problem = "is the name of other metrics"
+        elif not PROBE_NAME_PATTERN.fullmatch(name):
+            problem = "may have letters, digits, '_', '-' and '.' only"
+        if problem:
             raise ConfigError(
-                f"{key}.name: the probe's name '{name}' {why}; set name = \"...\" in the class"
+                f"{key}.name: the probe's name '{name}' {problem}; set name = \"...\" in the class"
             )
         taken.add(name)
+        probes.append(probe)
     return tuple(probes)
 
 
-def _user_probe(key: str, named: Named) -> Probe:
-    """Return a user's probe with its parameters."""
-    reference = named.name
-    if ":" not in reference:
-        offered = entry_points.offered_reference(
-            entry_points.PROBES, f"{key}.name", reference, False
-        )
-        reference = offered or reference
-    if ":" not in reference:
-        known = [point.name for point in entry_points.entry_points(entry_points.PROBES)]
-        hint = (
-            f"which class of {named.name}? Give it as {named.name}:NAME"
-            if named.name.endswith(".py")
-            else None
-        )
-        raise ConfigError(
-            f"{key}.name: "
-            + (
-                hint
-                or f"unknown probe '{named.name}'{did_you_mean(named.name, known)}; give it as "
-                "path.py:Class"
-            )
-        )
-    cls = load_object(reference, f"{key}.name")
-    if not (isinstance(cls, type) and issubclass(cls, Probe)):
-        raise ConfigError(f"{key}.name: '{named.name}' is not a Probe; derive it from raysim.Probe")
+def _probe_reference(key: str, name: str) -> str:
+    """Return the reference to a user's probe that is given by reference or by an offered name."""
+    if ":" in name:
+        return name
+    if offered := entry_points.offered_reference(entry_points.PROBES, f"{key}.name", name, False):
+        return offered
+    if name.endswith(".py"):
+        raise ConfigError(f"{key}.name: which class of {name}? Give it as {name}:NAME")
+    known = [point.name for point in entry_points.entry_points(entry_points.PROBES)]
+    raise ConfigError(
+        f"{key}.name: unknown probe '{name}'{did_you_mean(name, known)}; give it as path.py:Class"
+    )
+
+
+def _check_probe_class(key: str, cls: type[Probe]) -> None:
+    """Check that a user's probe is a dataclass that measures what it requests."""
     fields = [kind for kind in inspect.get_annotations(cls).values() if "ClassVar" not in str(kind)]
     if fields and "__dataclass_params__" not in vars(cls):
         raise ConfigError(f"{key}.name: put @dataclass above class {cls.__name__}")
@@ -137,6 +127,14 @@ def _user_probe(key: str, named: Named) -> Probe:
             f"{key}.name: {cls.__name__} requests measurements of clients; define the "
             "method measure"
         )
+
+
+def _user_probe(key: str, named: Named) -> Probe:
+    """Return a user's probe with its parameters."""
+    cls = load_object(_probe_reference(key, named.name), f"{key}.name")
+    if not (isinstance(cls, type) and issubclass(cls, Probe)):
+        raise ConfigError(f"{key}.name: '{named.name}' is not a Probe; derive it from raysim.Probe")
+    _check_probe_class(key, cls)
     checked = registry.build_part(key, cls, named.parameters)
     try:
         # Build it again: pydantic does not call an `__init__` that the class defines.
@@ -257,15 +255,15 @@ class Probes:
         Raises:
             ProbeError: a probe failed.
         """
-        done = sorted(
-            (d for outcome in outcomes for d in outcome.clients if d.measured),
-            key=lambda d: d.client,
-        )
+        results_by_probe: dict[str, dict[int, dict[str, Any]]] = {}
+        clients = [result for outcome in outcomes for result in outcome.clients]
+        for result in sorted(clients, key=lambda result: result.client):
+            for name, values in result.measured.items():
+                results_by_probe.setdefault(name, {})[result.client] = values
         metrics: dict[str, float] = {}
         for probe in self.probes:
-            name = name_of(probe)
             with _guarded(probe, "metrics", f"{round_name(round.t)}: "):
-                results = {d.client: d.measured[name] for d in done if name in d.measured}
+                results = results_by_probe.get(name_of(probe), {})
                 metrics |= _named(probe, probe.metrics(round, results))
         return metrics
 

@@ -123,10 +123,13 @@ def client_metrics(clients: Sequence[ClientResult]) -> Record:
     for q, loss in zip(LOSS_QUANTILES, quantiles, strict=True):
         metrics[f"client_loss/q{round(100 * q)}"] = float(loss)
     # Clients of other groups, and those without mini-batches, may not have a metric.
-    for key in dict.fromkeys(key for client in clients for key in client.metrics):
-        values = [client.metrics[key] for client in clients if key in client.metrics]
-        pooled = np.max(values) if key.endswith("_max") else np.mean(values)
-        metrics[f"client/{key}"] = float(pooled)
+    values_by_name: dict[str, list[float]] = {}
+    for client in clients:
+        for name, value in client.metrics.items():
+            values_by_name.setdefault(name, []).append(value)
+    for name, values in values_by_name.items():
+        pooled = np.max(values) if name.endswith("_max") else np.mean(values)
+        metrics[f"client/{name}"] = float(pooled)
     return metrics
 
 
@@ -200,9 +203,8 @@ class Stopwatch:
         """
         now = time.perf_counter()
         seconds = now - self._round_started
-        overhead = (
-            seconds - self._evaluation_seconds - results.metrics.get("system/train_seconds", 0.0)
-        )
+        trained_seconds = results.metrics.get("system/train_seconds", 0.0)
+        overhead = seconds - self._evaluation_seconds - trained_seconds
         self._round_started = now
         self._evaluation_seconds = 0.0
         trained = sum(done.error is None for outcome in results.workers for done in outcome.clients)

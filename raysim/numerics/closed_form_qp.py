@@ -5,6 +5,7 @@ sets first, and keeps the least violated one.
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import product
 from math import isfinite, sqrt
 from typing import Any
 
@@ -105,12 +106,18 @@ def _one(
     grams = products.gram().tolist()  # T matrices [4][4]
     finite = [all(isfinite(G[i][i]) for G in grams) for i in range(4)]
     projected = p.clone()
-    solutions = [_solve_one(G, finite, small) for G in grams]
-    for i, column in enumerate((a, b, c)):
-        add_segments(projected, column, [z[i] for z, _ in solutions], parts)
-    total = sum(active for _, active in solutions)
-    moved = sum(z[i] * z[j] * G[i + 1][j + 1] for G, (z, _) in zip(grams, solutions, strict=True)
-                for i in range(3) if z[i] for j in range(3) if z[j])  # fmt: skip
+    solutions = []
+    total = 0
+    moved = 0.0
+    for G in grams:
+        z, active = _solve_one(G, finite, small)
+        solutions.append(z)
+        total += active
+        for i, j in product(range(3), range(3)):
+            if z[i] and z[j]:
+                moved += z[i] * z[j] * G[i + 1][j + 1]
+    for column, multipliers in zip((a, b, c), zip(*solutions, strict=True), strict=True):
+        add_segments(projected, column, multipliers, parts)
     return (
         projected,
         torch.tensor(float(total), dtype=p.dtype),
@@ -166,20 +173,28 @@ def _solve_one(
 
     G is the Gram matrix [4][4] of p, a, b and c.
     """
-    p_norm, *norms = (sqrt(G[i][i]) if finite[i] else 0.0 for i in range(4))
+    p_norm, *norms = _norms(G, finite)
     largest = max(norms)
     if small and largest < SMALL_TENSOR_NORM:
         return [float(norm > 0.0) for norm in norms], 0
     if p_norm == 0.0:
         return (0.0, 0.0, 0.0), 0
     inverse = [1.0 / norm if norm > ZERO_COLUMN_RATIO * largest else 0.0 for norm in norms]
-    b = [G[0][i + 1] * inverse[i] / p_norm if inverse[i] else 0.0 for i in range(3)]
+    b = [0.0, 0.0, 0.0]
+    for i in range(3):
+        if inverse[i]:
+            b[i] = G[0][i + 1] * inverse[i] / p_norm
     if max(-b[0], -b[1], -b[2]) <= ROUNDING_TOLERANCE:
         return (0.0, 0.0, 0.0), 0
     c = [_cosine(G[i + 1][j + 1], inverse[i], inverse[j]) for i, j in COLUMN_PAIRS]
     best = _least_violated(*c, *b)
     active = sum(z > 0.0 for z in best)
     return [max(z, 0.0) * p_norm * inverse[i] for i, z in enumerate(best)], active
+
+
+def _norms(G: list[list[float]], finite: list[bool]) -> list[float]:
+    """Return the norms of p, a, b and c; 0 for a vector that is not finite."""
+    return [sqrt(G[i][i]) if finite[i] else 0.0 for i in range(4)]
 
 
 def _cosine(product: float, inverse_a: float, inverse_b: float) -> float:

@@ -137,34 +137,34 @@ def admit(memory: Memory, cohort: Sequence[int], round: int) -> int:
     memory["evicted"].zero_()
     if m == 0:
         return 0
-    # These arrays are views: writing to them changes the memory.
+    # A view: writing to it changes the memory.
     owner = memory["owner"].numpy()
-    count = memory["count"].numpy()
-    entered = memory["entered"].numpy()
     slot_of = {int(client): slot for slot, client in enumerate(owner) if client >= 0}
-    sampled = set(cohort)
     free = [slot for slot, client in enumerate(owner) if client < 0]
+    sampled = set(cohort)
     for client in cohort:
         if client not in slot_of:
-            if free:
-                slot = free.pop(0)
-            else:
-                slot = min(
-                    (s for k, s in slot_of.items() if k not in sampled),
-                    key=lambda s: (count[s], entered[s]),
-                )
-                del slot_of[int(owner[slot])]
-                count[slot] = 0
-                memory["scale"][slot] = 0.0
-                memory["active"][:, slot] = False
-                memory["evicted"] += 1
+            slot = free.pop(0) if free else _evict(memory, slot_of, sampled)
             slot_of[client] = slot
             owner[slot] = client
-            entered[slot] = int(memory["admitted"])
+            memory["entered"][slot] = memory["admitted"]
             memory["admitted"] += 1
-        count[slot_of[client]] += 1
+        memory["count"][slot_of[client]] += 1
         memory["last_seen"][slot_of[client]] = round
     return int(memory["evicted"])
+
+
+def _evict(memory: Memory, slot_of: dict[int, int], sampled: set[int]) -> int:
+    """Remove a client that is not sampled from memory and `slot_of`, and return its row."""
+    count, entered = memory["count"].numpy(), memory["entered"].numpy()
+    others = [client for client in slot_of if client not in sampled]
+    evicted = min(others, key=lambda client: (count[slot_of[client]], entered[slot_of[client]]))
+    slot = slot_of.pop(evicted)
+    count[slot] = 0
+    memory["scale"][slot] = 0.0
+    memory["active"][:, slot] = False
+    memory["evicted"] += 1
+    return slot
 
 
 def remember(

@@ -31,7 +31,7 @@ from raysim.schedule.scheduled_round import (
     Selection,
     synchronous_round,
 )
-from raysim.schedule.synchronous import Select, Synchronous
+from raysim.schedule.synchronous import Synchronous
 
 RoundSchedule = Synchronous | Asynchronous
 
@@ -41,7 +41,6 @@ __all__ = [
     "RoundSchedule",
     "ScheduleExhausted",
     "ScheduledRound",
-    "Select",
     "Selection",
     "Synchronous",
     "clock_before",
@@ -51,21 +50,19 @@ __all__ = [
 ]
 
 
-def make_schedule(config: Config, sizes: np.ndarray, select: Select | None = None) -> RoundSchedule:
+def make_schedule(config: Config, sizes: np.ndarray) -> RoundSchedule:
     """Return the configured schedule at virtual time 0.
 
     Args:
         config: the configuration of the run.
         sizes: number of examples of each client, [N].
-        select: chooses the cohorts of synchronous rounds in place of `schedule.sampling`; None: it
-            does not.
 
     Raises:
         ConfigError: a trace of client times is unreadable or incomplete.
     """
     if isinstance(config.schedule, InFlight):
         return Asynchronous(config, sizes)
-    return Synchronous(config, sizes, select)
+    return Synchronous(config, sizes)
 
 
 def clock_before(

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 import torch
-from numpy.random import Generator
 from torch import Tensor
 
 from raysim.config.schema import Config
@@ -20,9 +17,6 @@ from raysim.schedule.client_times import ClientTimes
 from raysim.schedule.cohort_sampling import make_sampler
 from raysim.schedule.scheduled_round import Arrival, ScheduledRound, ScheduleExhausted, Selection
 from raysim.schedule.stragglers import Fate, Stragglers
-
-Select = Callable[[ClientPool, int, Generator], Selection]
-"""Function from the available clients, the number of the round and a generator to its clients."""
 
 
 class Synchronous:
@@ -43,21 +37,19 @@ class Synchronous:
     Args:
         config: the run's configuration.
         sizes: number of examples of each client, [N].
-        select: chooses the cohorts in place of `schedule.sampling`; None: it does not.
 
     Attributes:
         now: the virtual time.
     """
 
-    def __init__(self, config: Config, sizes: np.ndarray, select: Select | None = None):
+    def __init__(self, config: Config, sizes: np.ndarray):
         assert isinstance(config.schedule, Sync)
         self.now = 0.0
         self._seed = config.seed
         held_out = held_out_clients(len(sizes), config.held_out, config.seed)
         self._pool = np.delete(np.arange(len(sizes)), held_out)
-        sampler = make_sampler(config.schedule, len(self._pool))
-        self._select = select or (lambda pool, t, rng: Selection([*sampler(pool, t, rng)]))
-        is_uniform = select is None and isinstance(config.schedule.sampling, UniformSampling)
+        self._sampler = make_sampler(config.schedule, len(self._pool))
+        is_uniform = isinstance(config.schedule.sampling, UniformSampling)
         self._samples_again = is_uniform and config.client_privacy is None
         self._sizes = sizes
         self._everybody = ClientPool(self._pool, sizes[self._pool])
@@ -74,16 +66,19 @@ class Synchronous:
     def _some_may_be_away(self) -> bool:
         return self._stragglers.can_drop_out or self._times.have_windows
 
-    def next_round(self, t: int) -> ScheduledRound:
+    def next_round(self, t: int, selection: Selection | None = None) -> ScheduledRound:
         """Return round `t`. Rounds are scheduled in order.
 
         Args:
             t: number of the round, from 0.
+            selection: the clients that the server rule selected among the `available` ones; None:
+                they are sampled.
 
         Raises:
             ScheduleExhausted: all clients have dropped out for good.
         """
-        selection = self.select(t)  # moves the clock if no client is available yet
+        if selection is None:
+            selection = self.select(t)  # moves the clock if no client is available yet
         start = self.now
         end = start
         arrivals = []
@@ -114,7 +109,7 @@ class Synchronous:
         )
 
     def select(self, t: int) -> Selection:
-        """Return the selection for round `t`, of clients with data.
+        """Return clients with data that are sampled for round `t`.
 
         Args:
             t: number of the round, from 0.
@@ -122,17 +117,26 @@ class Synchronous:
         Raises:
             ScheduleExhausted: all clients have dropped out for good.
         """
-        pool = self._everybody
-        if self._some_may_be_away:
-            available = np.array(self._wait_for_available_clients())
-            pool = ClientPool(available, self._sizes[available])
-        selection = self._select(pool, t, generator(self._seed, "cohort", t))
-        if self._samples_again and not self._sizes[selection.clients].any():
+        pool = self.available()
+        sampled = self._sampler(pool, t, generator(self._seed, "cohort", t))
+        if self._samples_again and not self._sizes[sampled].any():
             ids = pool.ids[pool.samples > 0]
             with_data = ClientPool(ids, self._sizes[ids])
-            selection = self._select(with_data, t, generator(self._seed, "cohort", t))
-        with_examples = [client for client in selection.clients if self._sizes[client] > 0]
-        return replace(selection, clients=with_examples)
+            sampled = self._sampler(with_data, t, generator(self._seed, "cohort", t))
+        return Selection([client for client in sampled if self._sizes[client] > 0])
+
+    def available(self) -> ClientPool:
+        """Return the clients from which the next round is sampled or selected.
+
+        The clock moves until one of them has data.
+
+        Raises:
+            ScheduleExhausted: all clients have dropped out for good.
+        """
+        if not self._some_may_be_away:
+            return self._everybody
+        ids = np.array(self._wait_for_available_clients())
+        return ClientPool(ids, self._sizes[ids])
 
     def _wait_for_available_clients(self) -> list[int]:
         """Return the clients that are available; move the clock until one of them has data."""

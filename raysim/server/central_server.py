@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
@@ -12,24 +13,26 @@ from numpy.random import Generator
 from torch import Tensor
 
 from raysim.errors import RaysimError
-from raysim.numerics.fixed_point import combine, is_short, to_float
 from raysim.rules.client_sampling import SelectionPool
 from raysim.rules.contract import ServerRule, State
 from raysim.rules.errors.returned_values import check_tensors
-from raysim.rules.reports import NOT_REQUESTED, Cohort, Refused, Reports
+from raysim.rules.reports import Cohort, Reports
 from raysim.rules.rule import Problem
-from raysim.server.client_dp_noise import NoisyMean
-from raysim.server.collusion import Collusion
+from raysim.server.round_uploads import (
+    BUFFERS,
+    mixed_statistics,
+    total_uploads,
+    uploads_of_clients,
+)
 from raysim.server.selection import Candidates, named_candidates, selected_clients
 from raysim.server.update_checks import check_update, described_uploads, errors_name_rule
+from raysim.server.update_steps import UpdateStep
 from raysim.training.messages import Broadcast, WorkerResult
-from raysim.training.tasks.server_task import ServerTask
 
-FACTS_ABOUT_CLIENTS = ("ids", "samples", "steps", "draws", "staleness", "weights", "versions")
-"""Attributes of `Reports` with an entry for each client of the round."""
+T = TypeVar("T")
 
 NO_ROUND = -1
-"""Value of `Server.last_prepared_round` before the first round."""
+"""Value of `Prepared.round` before the first round."""
 
 MIN_REMAINING_WEIGHT = 2.0**-900
 """Smallest share of a round's weights that must remain after clients were dropped.
@@ -67,6 +70,11 @@ class RoundCohort:
     dropped: set[int] = field(default_factory=set)
     """Ids of the clients whose updates are left out."""
 
+    @property
+    def remaining(self) -> list[int]:
+        """Positions of the clients that are not dropped."""
+        return [i for i, client in enumerate(self.ids) if client not in self.dropped]
+
     def cohort(self, problem: Problem, stay: list[int] | None = None) -> Cohort:
         """Return the facts about the clients that a rule may use before they train.
 
@@ -98,6 +106,24 @@ class ServerStep:
     """Broadcast of the next round."""
 
 
+@dataclass(frozen=True)
+class Prepared(Generic[T]):
+    """What a method of the rule returned for a round.
+
+    It is part of the server's snapshot, so that a restored server does not call the method again.
+    """
+
+    round: int
+    """The last round for which the method has run."""
+
+    value: T
+    """What it returned."""
+
+    def of(self, t: int) -> T | None:
+        """Return the value for a round; None if the method has not run for it."""
+        return self.value if self.round == t else None
+
+
 class Server:
     """State of a server rule, updated once per round.
 
@@ -107,11 +133,7 @@ class Server:
         buffers: [Q], the initial BatchNorm statistics.
         problem: the facts about data, clients and net that the rule may use.
         shapes: the shapes of declared uploads, by key; all others are vectors.
-        personal: mask [P] of the parameters that clients keep to themselves, which the server does
-            not change; None if there are none.
-        noisy_mean: adds the noise of client-level privacy; None without it.
-        task: the training problem of a rule with `needs_public_data`; None for other rules.
-        collusion: the clients that change their uploads together; None if there are none.
+        steps: the steps around each update, in their order.
 
     Raises:
         RaysimError: the rule's `init` fails, or breaks its contract.
@@ -124,30 +146,25 @@ class Server:
         buffers: Tensor,
         problem: Problem,
         shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
-        personal: Tensor | None = None,
-        noisy_mean: NoisyMean | None = None,
-        task: ServerTask | None = None,
-        collusion: Collusion | None = None,
+        steps: Sequence[UpdateStep] = (),
     ):
         self.rule = rule
-        self.task = task
-        self.collusion = collusion
-        self.personal = personal
         self.problem = problem
         self.shapes = shapes
-        self.noisy_mean = noisy_mean
+        self.steps = steps
+        self.hides_clients = any(step.hides_clients for step in steps)
         with errors_name_rule(rule, "init", 0):
             # Copies, because on the CPU these are the tensors of the plan.
             self.state = rule.init(x0.clone(), problem)
             self.buffers = buffers.clone()
             check_tensors(rule, "init", self.state)
         self.cohort = Cohort(0, [], problem.n_nonempty, seed=problem.seed)
-        self.last_prepared_round = NO_ROUND
-        """The last round for which the rule's `before_round` has run."""
-        self.selection: list[int] = []
-        """The last round for which the rule's `select` has run, then the clients that it chose."""
-        self.candidate_ids: list[int] = []
-        """The last round for which the rule's `candidates` has run, then the clients it named."""
+        self.admitted: Prepared[dict[str, float]] = Prepared(NO_ROUND, {})
+        """The metrics that the rule's `before_round` has logged."""
+        self.named: Prepared[list[int]] = Prepared(NO_ROUND, [])
+        """The clients that the rule's `candidates` has named."""
+        self.selected: Prepared[list[int]] = Prepared(NO_ROUND, [])
+        """The clients that the rule's `select` has chosen."""
 
     def candidates(self, pool: SelectionPool, rng: Generator) -> Candidates:
         """Return the clients whose loss the rule asks for before it selects a round.
@@ -161,13 +178,12 @@ class Server:
         Raises:
             RaysimError: the rule fails, or names something else than clients.
         """
-        selected = self.selection[:1] == [pool.round]
-        if not selected:
-            rule = self.rule.at(pool.round)
-            with errors_name_rule(rule, "candidates", pool.round):
-                self.candidate_ids = [pool.round, *named_candidates(rule, self.state, pool, rng)]
-        is_of_round = self.candidate_ids[:1] == [pool.round]
-        return Candidates(self.candidate_ids[1:] if is_of_round else [], selected)
+        if self.selected.of(pool.round) is not None:
+            return Candidates(self.named.of(pool.round) or [], selected=True)
+        rule = self.rule.at(pool.round)
+        with errors_name_rule(rule, "candidates", pool.round):
+            self.named = Prepared(pool.round, named_candidates(rule, self.state, pool, rng))
+        return Candidates(self.named.value, selected=False)
 
     def select(self, pool: SelectionPool, rng: Generator) -> list[int]:
         """Return the clients that the rule selects for a round.
@@ -181,11 +197,13 @@ class Server:
         Raises:
             RaysimError: the rule fails, or returns something that `selected_clients` refuses.
         """
-        if self.selection[:1] != [pool.round]:
+        selected = self.selected.of(pool.round)
+        if selected is None:
             rule = self.rule.at(pool.round)
             with errors_name_rule(rule, "select", pool.round):
-                self.selection = [pool.round, *selected_clients(rule, self.state, pool, rng)]
-        return self.selection[1:]
+                selected = selected_clients(rule, self.state, pool, rng)
+            self.selected = Prepared(pool.round, selected)
+        return selected
 
     def broadcast(self, following: RoundCohort) -> Broadcast:
         """Run `before_round` for the next round, and return the broadcast of that round.
@@ -199,23 +217,22 @@ class Server:
             RaysimError: the rule fails, or breaks its contract.
         """
         rule = self.rule.at(following.t)
-        previous_metrics = self.cohort.metrics
         self.cohort = following.cohort(self.problem)
         with errors_name_rule(rule, "before_round or broadcast", following.t):
-            if self.last_prepared_round == following.t:
-                # After a restore: what `before_round` logged comes from the snapshot.
-                self.cohort.metrics.update(previous_metrics)
+            metrics = self.admitted.of(following.t)
+            if metrics is not None:
+                self.cohort.metrics.update(metrics)
             elif following.ids:
                 # A round without clients only asks for the model: at the end, or for candidates.
                 state = rule.before_round(self.state, self.cohort)
                 check_tensors(rule, "before_round", state)
                 self.state = state
-                self.last_prepared_round = following.t
+                self.admitted = Prepared(following.t, self.cohort.metrics)
             shared = rule.broadcast(self.state)
             check_tensors(rule, "broadcast", shared)
-            if self.noisy_mean is not None:
-                shared = {**shared, **self.noisy_mean.shared(self.state["x"].device)}
-            return Broadcast(shared, self.buffers)
+        for step in self.steps:
+            shared = {**shared, **step.shared(self.state["x"].device)}
+        return Broadcast(shared, self.buffers)
 
     def update(
         self, round: RoundCohort, outcomes: list[WorkerResult], bases: Mapping[int, Broadcast]
@@ -237,38 +254,28 @@ class Server:
             RaysimError: the rule fails, breaks its contract, or its parameters are not finite.
         """
         rule = self.rule.at(round.t)
-        privacy_metrics: dict[str, float] = {}
-        if self.noisy_mean is None:
-            reports = self._reports(rule, round, outcomes, bases)
-        else:
-            reports, privacy_metrics = self._private_reports(rule, round, outcomes, self.noisy_mean)
+        reports = self._reports(rule, round, outcomes, bases)
         if reports is None:
             return {"server/uploads": 0.0, **self._named(self.cohort.metrics)}
-        # First, so that the rule and the text of its errors have the uploads that attackers send.
-        if self.collusion is not None:
-            self.collusion.apply(reports)
-        if (task := self.task) is not None:
-            x = self.state["x"]
-            reports.make_task = lambda: task.at_round(round.t, x, self.buffers)
+        weights, n_uploads = reports.weights, len(reports.ids)
         # The rule does not see the statistics; they are averaged by weights that `update` may set.
-        mean_statistics = reports.totals.pop(("mean", "buffers"), None)
-        client_statistics = reports.rows.pop("buffers", [])
+        mean_statistics = reports.totals.pop(("mean", BUFFERS), None)
+        client_statistics = reports.rows.pop(BUFFERS, [])
+        metrics: dict[str, float] = {}
+        for step in self.steps:
+            metrics |= step.before(reports, Broadcast(self.state, self.buffers))
         with errors_name_rule(rule, "update", round.t, lambda: described_uploads(reports)):
             state = rule.update(self.state, reports)
             check_update(rule, round.t, self.state, state, reports)
-            # Uploads are 0 at personal parameters, so what the rule makes of them means nothing.
-            if self.personal is not None:
-                state = {**state, "x": torch.where(self.personal, self.state["x"], state["x"])}
+        for step in self.steps:
+            state = step.after(self.state, state)
         self.state = state
         self._average_statistics(mean_statistics, client_statistics, reports.given_weights)
-        n_uploads = sum(client not in round.dropped for client in round.ids)
         if n_uploads:
-            # Under client-level privacy reports refuse to give the weights, which are all equal.
-            weights = reports.weights if self.noisy_mean is None else [1.0] * n_uploads
             reports.log(weights_entropy=_entropy(reports.given_weights or weights))
         return {
             **self._named(reports.metrics),
-            **privacy_metrics,
+            **metrics,
             "server/uploads": float(n_uploads),
             "system/server_state_bytes": float(self.bytes),
         }
@@ -281,61 +288,67 @@ class Server:
         bases: Mapping[int, Broadcast],
     ) -> Reports | None:
         """Return the updates of a round for the rule; None if too little weight remains."""
-        stay = [i for i, client in enumerate(round.ids) if client not in round.dropped]
+        stay = round.remaining
         # A worker whose clients have all failed has no sums.
-        outcomes = [o for o in outcomes if o.ids]
-        if not stay or not outcomes:
-            return None
+        outcomes = [outcome for outcome in outcomes if outcome.ids]
         cohort = round.cohort(self.problem, stay)
-        weights = [round.weights[i] for i in stay]
+        reports = Reports(**{**vars(cohort), "metrics": dict(self.cohort.metrics)})
+        reports.versions = [round.bases[i] for i in stay]
+        reports.weights = [round.weights[i] for i in stay]
+        has_uploads = bool(stay and outcomes)
+        if self.hides_clients:
+            # Their weights are equal, and a divisor that depended on them would tell their number.
+            reports.weights = [1.0] * len(stay)
+            if has_uploads:
+                self._receive(reports, outcomes, remaining=1.0)
+            return reports
+        if not has_uploads:
+            return None
         remaining = 1.0
-        # Workers weighted their clients as part of the whole cohort. Divided by this share,
-        # the sums are means over the clients that remain.
         if round.dropped:
-            with errors_name_rule(rule, "weigh", round.t):
-                weight_in_sums = sum(weights)
-                weights = rule.weigh(cohort)
-            remaining = weight_in_sums / sum(weights)
+            remaining = self._weigh_again(rule, reports, cohort)
             if remaining < MIN_REMAINING_WEIGHT:
                 return None
-        totals, n_short = self._totals(outcomes, remaining, sum(weights))
-        metrics = dict(self.cohort.metrics)
-        if n_short:
-            metrics["short_sums"] = float(n_short)
-        return Reports(
-            **{**vars(cohort), "metrics": metrics},
-            weights=weights,
-            versions=[round.bases[i] for i in stay],
-            bases=[rule.sent_to(bases[round.bases[i]].shared, round.ids[i])["x"] for i in stay]
-            if rule.needs_base_params
-            else NOT_REQUESTED,
-            totals=totals,
-            rows=self._rows(outcomes, [round.ids[i] for i in stay]),
-        )
+        self._receive(reports, outcomes, remaining)
+        if rule.needs_base_params:
+            reports.bases = _base_params(rule, reports, bases)
+        return reports
 
-    def _private_reports(
-        self,
-        rule: ServerRule,
-        round: RoundCohort,
-        outcomes: list[WorkerResult],
-        noisy_mean: NoisyMean,
-    ) -> tuple[Reports, dict[str, float]]:
-        """Return a round's noisy mean for the rule, and the metrics of privacy.
+    def _weigh_again(self, rule: ServerRule, reports: Reports, cohort: Cohort) -> float:
+        """Let the rule weigh the clients that remain, and return their share of the weights before.
 
-        The rule gets no facts about the clients, not even their number: ε does not cover them.
+        Workers weighted their clients as part of the whole cohort. Divided by this share, the sums
+        are means over the clients that remain.
         """
-        stay = [i for i, client in enumerate(round.ids) if client not in round.dropped]
-        outcomes = [o for o in outcomes if o.ids] if stay else []
-        # Dropped clients do not change the divisor, which would tell how many took part.
-        totals = self._totals(outcomes, 1.0, 1.0)[0] if outcomes else {}
-        mean, metrics = noisy_mean.release(round.t, totals, len(stay), self.state["x"])
-        cohort = vars(round.cohort(self.problem, stay))
-        secret = {name: _withheld(rule, name) for name in FACTS_ABOUT_CLIENTS}
-        reports = Reports(
-            **{**cohort, **secret, "metrics": dict(self.cohort.metrics)},
-            totals={("mean", noisy_mean.key): mean},
+        weight_in_sums = sum(reports.weights)
+        with errors_name_rule(rule, "weigh", reports.round):
+            reports.weights = rule.weigh(cohort)
+        return weight_in_sums / sum(reports.weights)
+
+    def _receive(self, reports: Reports, outcomes: list[WorkerResult], remaining: float) -> None:
+        """Put the sums of the workers into reports, and the uploads that arrive client by client.
+
+        Args:
+            reports: the reports, with clients and weights.
+            outcomes: the results of the workers.
+            remaining: the share of the weights that remains after clients were dropped; means are
+                divided by it.
+        """
+        x = self.state["x"]
+        totals, n_short = total_uploads(
+            outcomes,
+            {"mean": remaining, "sum": 1.0, "difference": float(self.problem.n_nonempty)},
+            # A proper mean even if the weights do not add up to 1.
+            buffers_divisor=sum(reports.weights),
+            like=x,
+            always_exact=self.hides_clients,
         )
-        return reports, metrics
+        for (mode, key), total in totals.items():
+            reports.totals[mode, key] = total.reshape(self.shapes.get(key, (-1,)))
+        reports.rows = uploads_of_clients(outcomes, reports.ids, x.device)
+        # Not with client-level privacy, whose ε does not cover it.
+        if n_short and not self.hides_clients:
+            reports.metrics["short_sums"] = float(n_short)
 
     def _average_statistics(
         self,
@@ -352,57 +365,16 @@ class Server:
         if given_weights is None:
             self.buffers = mean
         else:
-            self.buffers = _mixed(self.buffers, client_statistics, given_weights)
-
-    def _totals(
-        self, outcomes: list[WorkerResult], remaining: float, weight: float
-    ) -> tuple[dict[tuple[str, str], Tensor], int]:
-        """Return the sums over all workers by upload mode and key, and how many are short.
-
-        Args:
-            outcomes: the results of the workers.
-            remaining: the share of the weights that remains after clients were dropped; means are
-                divided by it.
-            weight: the sum of the weights. The mean of BatchNorm statistics is divided by it,
-                because it must be a proper mean even if the weights do not add up to 1.
-        """
-        x = self.state["x"]
-        bound = sum(o.bound for o in outcomes)
-        totals = {}
-        n_short = 0
-        for name in outcomes[0].sums:
-            mode, _, key = name.partition(" ")
-            total = combine([o.sums[name] for o in outcomes], bound)
-            divisor = {"mean": remaining, "sum": 1.0, "difference": float(self.problem.n_nonempty)}[
-                mode
-            ]
-            divisor *= weight if key == "buffers" else 1.0
-            # Rules add differences up over all rounds; noise is added before a mean is rounded.
-            is_exact = mode == "difference" or self.noisy_mean is not None
-            dtype = torch.float64 if is_exact else x.dtype
-            summed = to_float(total, dtype, divisor).to(x.device)
-            n_short += is_short(total, summed, divisor, x.dtype == torch.float64)
-            totals[mode, key] = summed.reshape(self.shapes.get(key, (-1,)))
-        return totals, n_short
-
-    def _rows(self, outcomes: list[WorkerResult], ids: list[int]) -> dict[str, list[Tensor]]:
-        """Return the uploads that are kept per client, by key, in the order of `ids`."""
-        arrived = [client for o in outcomes for client in o.ids]
-        position = {client: i for i, client in enumerate(arrived)}
-        device = self.state["x"].device
-        uploads_by_key = {}
-        for key in outcomes[0].rows:
-            uploads = [row for o in outcomes for row in o.rows[key]]
-            uploads_by_key[key] = [uploads[position[client]].to(device) for client in ids]
-        return uploads_by_key
+            self.buffers = mixed_statistics(self.buffers, client_statistics, given_weights)
 
     @staticmethod
     def _named(metrics: dict[str, float]) -> dict[str, float]:
         """Return a rule's metrics with the prefix `server/`, sizes in bytes `system/server_`."""
-        return {
-            f"system/server_{name}" if name.endswith("_bytes") else f"server/{name}": value
-            for name, value in metrics.items()
-        }
+        named = {}
+        for name, value in metrics.items():
+            prefix = "system/server_" if name.endswith("_bytes") else "server/"
+            named[prefix + name] = value
+        return named
 
     def advance(
         self,
@@ -431,22 +403,20 @@ class Server:
     def snapshot(self) -> State:
         """Return a copy of the complete state on the CPU.
 
-        It includes the last rounds for which `before_round`, `candidates` and `select` ran, and
-        their results.
+        It includes what `before_round`, `candidates` and `select` returned for their last rounds.
         """
-        return {
-            # Copies: a rule may change large buffers in place before the checkpoint is written.
-            **{f"state/{k}": v.detach().cpu().clone() for k, v in self.state.items()},
-            **{
-                f"admitted/{k}": torch.tensor(v, dtype=torch.float64)
-                for k, v in self.cohort.metrics.items()
-            },
-            "admitted": torch.tensor(self.last_prepared_round),
-            **({"selection": torch.tensor(self.selection)} if self.selection else {}),
-            **({"candidates": torch.tensor(self.candidate_ids)} if self.candidate_ids else {}),
-            "buffers": self.buffers.cpu().clone(),
-            **(self.noisy_mean.snapshot() if self.noisy_mean is not None else {}),
-        }
+        # Copies: a rule may change large buffers in place before the checkpoint is written.
+        packed = {f"state/{k}": v.detach().cpu().clone() for k, v in self.state.items()}
+        packed["buffers"] = self.buffers.cpu().clone()
+        packed["admitted"] = torch.tensor(self.admitted.round)
+        for name, value in self.admitted.value.items():
+            packed[f"admitted/{name}"] = torch.tensor(value, dtype=torch.float64)
+        for name, clients in (("selection", self.selected), ("candidates", self.named)):
+            if clients.round != NO_ROUND:
+                packed[name] = torch.tensor([clients.round, *clients.value])
+        for step in self.steps:
+            packed |= step.snapshot()
+        return packed
 
     def restore(self, snapshot: State) -> None:
         """Restore the state that `snapshot` returned.
@@ -468,18 +438,16 @@ class Server:
                 )
         self.state = {k: snapshot[f"state/{k}"].to(v.device) for k, v in self.state.items()}
         self.buffers = snapshot["buffers"].to(self.buffers)
-        self.last_prepared_round = int(snapshot["admitted"])
-        self.selection = snapshot["selection"].tolist() if "selection" in snapshot else []
-        self.candidate_ids = snapshot["candidates"].tolist() if "candidates" in snapshot else []
-        if self.noisy_mean is not None:
-            self.noisy_mean.restore(snapshot)
         metrics = {
-            k.removeprefix("admitted/"): float(v)
-            for k, v in snapshot.items()
-            if k.startswith("admitted/")
+            key.removeprefix("admitted/"): float(value)
+            for key, value in snapshot.items()
+            if key.startswith("admitted/")
         }
-        self.cohort.metrics.clear()
-        self.cohort.metrics.update(metrics)
+        self.admitted = Prepared(int(snapshot["admitted"]), metrics)
+        self.selected = _prepared_clients(snapshot, "selection")
+        self.named = _prepared_clients(snapshot, "candidates")
+        for step in self.steps:
+            step.restore(snapshot)
 
     @property
     def bytes(self) -> int:
@@ -487,24 +455,23 @@ class Server:
         return sum(t.numel() * t.element_size() for t in self.state.values())
 
 
-def _mixed(present: Tensor, client_statistics: list[Tensor], weights: list[float]) -> Tensor:
-    """Return the weighted sum of statistics [Q]; `present` gets 1 minus the sum of the weights."""
-    mixed = present.double() * (1 - sum(weights))
-    for statistics, p in zip(client_statistics, weights, strict=True):
-        mixed += p * statistics.double()
-    return mixed.to(present.dtype)
+def _base_params(
+    rule: ServerRule, reports: Reports, bases: Mapping[int, Broadcast]
+) -> list[Tensor]:
+    """Return the parameters that each client of a round started from, [P]."""
+    started_from = []
+    for client, version in zip(reports.ids, reports.versions, strict=True):
+        started_from.append(rule.sent_to(bases[version].shared, client)["x"])
+    return started_from
+
+
+def _prepared_clients(snapshot: State, name: str) -> Prepared[list[int]]:
+    """Return the clients that a snapshot has for a round; a fork of another rule may have none."""
+    round, *clients = snapshot[name].tolist() if name in snapshot else [NO_ROUND]
+    return Prepared(round, clients)
 
 
 def _entropy(weights: list[float]) -> float:
     """Return the entropy of the weights in nats: log K if all K weights are equal."""
     p = np.array(weights) / sum(weights)
     return float(-(p[p > 0] * np.log(p[p > 0])).sum())
-
-
-def _withheld(rule: ServerRule, name: str) -> Refused:
-    """Return the placeholder of a fact about clients that are private, by its name in `Reports`."""
-    return Refused(
-        f"server rule '{rule.name}' reads reports.{name}, and with privacy.unit 'client' the "
-        "guarantee covers a server that sees the noisy mean alone; use a server rule that does "
-        "without, such as fedavg, or leave privacy out"
-    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -10,17 +11,27 @@ from torch import Tensor
 from raysim.config.sections.privacy import ClientPrivacy
 from raysim.randomness import generator
 from raysim.rules.contract import State
+from raysim.rules.reports import Refused, Reports
+from raysim.server.update_steps import UpdateStep
+from raysim.training.messages import Broadcast
 from raysim.training.uploads.client_level_dp import CLIP_NORM, UNCLIPPED
 
+FACTS_ABOUT_CLIENTS = ("ids", "samples", "steps", "draws", "staleness", "weights", "versions")
+"""Attributes of `Reports` with an entry for each client of the round."""
 
-class NoisyMean:
+
+class NoisyMean(UpdateStep):
     """DP-FedAvg (McMahan 2018), with an adaptive clip norm if configured (Andrew 2021).
+
+    The rule gets the noisy mean alone. It gets no facts about the clients, not even their number:
+    ε does not cover them.
 
     Args:
         privacy: the section `privacy`.
         key: key of the upload [P] that gets noise.
         cohort: the (expected) number of clients in a round, by which sums are divided.
         seed: the run's seed.
+        rule: name of the server rule, for messages.
 
     Attributes:
         key: key of the upload [P] that gets noise.
@@ -28,7 +39,9 @@ class NoisyMean:
         clip_norm: the largest norm of an update in the present round.
     """
 
-    def __init__(self, privacy: ClientPrivacy, key: str, cohort: int, seed: int):
+    hides_clients = True
+
+    def __init__(self, privacy: ClientPrivacy, key: str, cohort: int, seed: int, rule: str):
         self.key = key
         self.weight = 1 / cohort
         self.clip_norm = privacy.clip_norm
@@ -36,13 +49,31 @@ class NoisyMean:
         self._update_noise = privacy.update_noise(cohort)
         self._count_noise = privacy.count_noise(cohort)
         self._seed = seed
+        self._rule = rule
+
+    def before(self, reports: Reports, model: Broadcast) -> dict[str, float]:
+        """Replace the uploads by their noisy mean, and return the metrics of privacy.
+
+        See `UpdateStep.before`.
+        """
+        n_clients = len(reports.ids)
+        mean, metrics = self.release(reports.round, reports.totals, n_clients, model.global_params)
+        reports.totals = {("mean", self.key): mean}
+        reports.rows = {}
+        for name in FACTS_ABOUT_CLIENTS:
+            setattr(reports, name, self._refused(name))
+        return metrics
+
+    def _refused(self, name: str) -> Refused:
+        """Return the placeholder of a fact about the clients, by its name in `Reports`."""
+        return Refused(
+            f"server rule '{self._rule}' reads reports.{name}, and with privacy.unit 'client' the "
+            "guarantee covers a server that sees the noisy mean alone; use a server rule that does "
+            "without, such as fedavg, or leave privacy out"
+        )
 
     def shared(self, device: torch.device) -> State:
-        """Return what clients receive in addition to the rule's broadcast: an adaptive clip norm.
-
-        Args:
-            device: the device of the broadcast.
-        """
+        """Return an adaptive clip norm, for the clients; see `UpdateStep.shared`."""
         if self._adaptive is None:
             return {}
         return {CLIP_NORM: torch.tensor(self.clip_norm, dtype=torch.float64, device=device)}
@@ -81,14 +112,10 @@ class NoisyMean:
         return mean.to(like), metrics
 
     def snapshot(self) -> State:
-        """Return what a checkpoint keeps."""
+        """Return the clip norm; see `UpdateStep.snapshot`."""
         return {CLIP_NORM: torch.tensor(self.clip_norm, dtype=torch.float64)}
 
-    def restore(self, snapshot: State) -> None:
-        """Restore the clip norm that `snapshot` returned, if there is one.
-
-        Args:
-            snapshot: the snapshot of the server, which contains what `snapshot` returned.
-        """
+    def restore(self, snapshot: Mapping[str, Tensor]) -> None:
+        """Restore the clip norm, if there is one; see `UpdateStep.restore`."""
         if CLIP_NORM in snapshot:
             self.clip_norm = float(snapshot[CLIP_NORM])

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,9 +16,8 @@ from raysim.rules.contract import ClientRule, ServerRule, overridden
 from raysim.rules.errors.user_code import breach, translate_errors
 from raysim.rules.reports import Cohort, Reports
 from raysim.rules.uploads import with_mode
-
-BUFFERS = "buffers"
-"""Key of the BatchNorm statistics among the uploads; these stay as they were sent."""
+from raysim.server.update_steps import UpdateStep
+from raysim.training.messages import Broadcast
 
 
 def colludes(rule: ClientRule) -> bool:
@@ -58,7 +58,7 @@ def check_collusion(config: Config, rules: Mapping[str, ClientRule], server: Ser
 
 
 @dataclass(frozen=True)
-class Collusion:
+class Collusion(UpdateStep):
     """The colluding clients of a run.
 
     Args:
@@ -71,94 +71,107 @@ class Collusion:
     members: np.ndarray | None
     server: ServerRule
 
-    def apply(self, reports: Reports) -> None:
+    def before(self, reports: Reports, model: Broadcast) -> dict[str, float]:
         """Replace the uploads of colluding clients, and the sums with them.
 
         Every group sees the uploads as they arrived. The sums are in the order of the clients, in
-        float64, so they are the same for any number of workers.
+        float64, so they are the same for any number of workers. BatchNorm statistics stay as they
+        were sent.
 
         Args:
             reports: the uploads of a round, those of each client included; changed in place.
+            model: the server's model; not used.
+
+        Returns:
+            No metrics.
 
         Raises:
             ContractError: `collude` returned something that its contract forbids.
             RaysimError: it failed, or returned a value that is not finite.
         """
-        keys = [key for key in reports.rows if key != BUFFERS]
-        rows = {key: torch.stack(reports.rows[key]) for key in keys}
-        group_of = np.zeros(len(reports.ids), int)
-        if self.members is not None:
-            group_of = self.members[reports.ids]
+        arrived = {key: torch.stack(uploads) for key, uploads in reports.rows.items()}
         changed = {}
-        for k, rule in enumerate(self.rules):
-            mine = np.flatnonzero(group_of == k)
-            if not colludes(rule) or not len(mine):
-                continue
-            for key, uploads in self._tampered(rule, rows, mine, reports).items():
+        for rule, positions in self._colluding(reports.ids):
+            for key, uploads in _tampered(rule, arrived, positions, reports).items():
                 # A copy, because the next group must see the uploads as they arrived.
-                changed.setdefault(key, rows[key].clone())[mine] = uploads
+                changed.setdefault(key, arrived[key].clone())[positions] = uploads
         for key, uploads in changed.items():
             reports.rows[key] = list(uploads)
-            self._sum_again(reports, key, uploads)
+            _sum_again(reports, key, uploads)
         # Others came client by client for `collude` alone; the rule did not ask for that.
-        for key in keys:
-            if key not in with_mode(self.server.uploads, "per_client"):
-                reports.rows.pop(key)
+        asked_for = with_mode(self.server.uploads, "per_client")
+        reports.rows = {key: rows for key, rows in reports.rows.items() if key in asked_for}
+        return {}
 
-    @staticmethod
-    def _tampered(
-        rule: ClientRule, rows: Mapping[str, Tensor], mine: np.ndarray, reports: Reports
-    ) -> dict[str, Tensor]:
-        """Return the uploads that `collude` returns for the clients at positions `mine`."""
-        rule = rule.at(reports.round)
-        others = np.setdiff1d(np.arange(len(reports.ids)), mine)
-        group_uploads = {key: uploads[mine] for key, uploads in rows.items()}
-        failed = f"{round_name(reports.round)}: collude of client rule '{rule.name}' failed: "
-        with translate_errors(lambda text: RaysimError(failed + text)):
-            returned = rule.collude(
-                {key: uploads.clone() for key, uploads in group_uploads.items()},
-                {key: uploads[others] for key, uploads in rows.items()},
-                _cohort_of(reports, mine),
-            )
-        if not isinstance(returned, Mapping) or not returned.keys() <= group_uploads.keys():
-            names = ", ".join(group_uploads)
-            raise breach(rule, "collude", f"must return a dict with keys among {names}")
-        for key, uploads in returned.items():
-            expected = group_uploads[key]
-            if not isinstance(uploads, Tensor) or uploads.shape != expected.shape:
-                got = list(uploads.shape) if isinstance(uploads, Tensor) else type(uploads)
-                raise breach(
-                    rule,
-                    "collude",
-                    f"returns '{key}' as {got}; return {list(expected.shape)}, one upload for "
-                    "each client of the group",
-                )
-            if not torch.isfinite(uploads).all():
-                raise RaysimError(f"{failed}'{key}' is not finite")
-        return {key: uploads.to(group_uploads[key]) for key, uploads in returned.items()}
+    def _colluding(self, ids: list[int]) -> Iterator[tuple[ClientRule, np.ndarray]]:
+        """Yield the colluding rules of a round, each with the positions of its clients."""
+        group_of = np.zeros(len(ids), int) if self.members is None else self.members[ids]
+        for group, rule in enumerate(self.rules):
+            positions = np.flatnonzero(group_of == group)
+            if colludes(rule) and len(positions):
+                yield rule, positions
 
-    @staticmethod
-    def _sum_again(reports: Reports, key: str, uploads: Tensor) -> None:
-        """Compute the sums of an upload from the clients' uploads, [K, ...]."""
-        for mode, weights in (("mean", reports.weights), ("sum", [1.0] * len(uploads))):
-            if (mode, key) in reports.totals:
-                total = torch.zeros_like(uploads[0], dtype=torch.float64)
-                for weight, upload in zip(weights, uploads, strict=True):
-                    total += weight * upload.double()
-                before = reports.totals[mode, key]
-                reports.totals[mode, key] = total.to(before).reshape(before.shape)
+
+def _tampered(
+    rule: ClientRule, arrived: Mapping[str, Tensor], positions: np.ndarray, reports: Reports
+) -> dict[str, Tensor]:
+    """Return the uploads that `collude` returns for the clients at some positions."""
+    rule = rule.at(reports.round)
+    others = np.setdiff1d(np.arange(len(reports.ids)), positions)
+    group_uploads = {key: uploads[positions] for key, uploads in arrived.items()}
+    failed = f"{round_name(reports.round)}: collude of client rule '{rule.name}' failed: "
+    with translate_errors(lambda text: RaysimError(failed + text)):
+        returned = rule.collude(
+            {key: uploads.clone() for key, uploads in group_uploads.items()},
+            {key: uploads[others] for key, uploads in arrived.items()},
+            _cohort_of(reports, positions),
+        )
+    if not isinstance(returned, Mapping) or not returned.keys() <= group_uploads.keys():
+        names = ", ".join(group_uploads)
+        raise breach(rule, "collude", f"must return a dict with keys among {names}")
+    tampered = {}
+    for key, uploads in returned.items():
+        _check_uploads(rule, key, uploads, group_uploads[key])
+        if not torch.isfinite(uploads).all():
+            raise RaysimError(f"{failed}'{key}' is not finite")
+        tampered[key] = uploads.to(group_uploads[key])
+    return tampered
+
+
+def _check_uploads(rule: ClientRule, key: str, returned: Any, arrived: Tensor) -> None:
+    """Raise ContractError unless `collude` returned an upload for each client of the group."""
+    if isinstance(returned, Tensor) and returned.shape == arrived.shape:
+        return
+    got = list(returned.shape) if isinstance(returned, Tensor) else type(returned)
+    raise breach(
+        rule,
+        "collude",
+        f"returns '{key}' as {got}; return {list(arrived.shape)}, one upload for each client of "
+        "the group",
+    )
+
+
+def _sum_again(reports: Reports, key: str, uploads: Tensor) -> None:
+    """Compute the sums of an upload from the clients' uploads, [K, ...]."""
+    for mode, weights in (("mean", reports.weights), ("sum", [1.0] * len(uploads))):
+        if (mode, key) in reports.totals:
+            total = torch.zeros_like(uploads[0], dtype=torch.float64)
+            for weight, upload in zip(weights, uploads, strict=True):
+                total += weight * upload.double()
+            before = reports.totals[mode, key]
+            reports.totals[mode, key] = total.to(before).reshape(before.shape)
 
 
 def _cohort_of(reports: Reports, positions: np.ndarray) -> Cohort:
     """Return the facts about some clients of a round."""
+    facts = {}
+    for name in ("ids", "samples", "steps", "staleness", "draws"):
+        of_all = getattr(reports, name)
+        facts[name] = [of_all[i] for i in positions]
     return Cohort(
         reports.round,
-        [reports.ids[i] for i in positions],
-        reports.n_clients,
-        reports.metrics,
-        [reports.samples[i] for i in positions],
-        [reports.steps[i] for i in positions],
-        [reports.staleness[i] for i in positions],
-        [reports.draws[i] for i in positions],
-        reports.seed,
+        n_clients=reports.n_clients,
+        metrics=reports.metrics,
+        seed=reports.seed,
+        **facts,
     )

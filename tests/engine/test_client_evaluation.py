@@ -478,5 +478,6 @@ def test_clients_have_the_metrics_of_the_learning_task(tmp_path, monkeypatch):
 
 
 def test_a_client_whose_metric_is_undefined_does_not_count():
-    assert figures([0.5, float("nan"), 0.7], [1, 5, 3], True)["_weighted"] == pytest.approx(0.65)
-    assert figures([float("nan")], [1], True) == {}
+    weighted = [(0.5, 1), (float("nan"), 5), (0.7, 3)]
+    assert figures(weighted, True)["_weighted"] == pytest.approx(0.65)
+    assert figures([(float("nan"), 1)], True) == {}

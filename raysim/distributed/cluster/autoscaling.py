@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import ray
 from ray.exceptions import RayError
-from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from raysim.distributed.waiting import POLL_INTERVAL_S
 from raysim.errors import ConfigError
@@ -54,32 +54,36 @@ def await_resources(
     except ConfigError:
         if not has_autoscaler():
             return enough()  # nodes may have joined meanwhile
-    bundles = [dict(bundle) for bundle in bundles if any(bundle.values())]
-    began, last_line = time.monotonic(), -PROGRESS_INTERVAL_S
-    group = placement_group(cast(Any, bundles))
+    group = placement_group(cast(Any, [dict(bundle) for bundle in bundles if any(bundle.values())]))
     try:
-        while True:
-            try:
-                return enough()
-            except ConfigError as error:
-                waited = time.monotonic() - began
-                if waited > timeout_s:
-                    raise ConfigError(
-                        f"{error}. The cluster's autoscaler has not added them in {timeout_s:g} s; "
-                        "see its largest number of nodes, or raise resources.timeout"
-                    ) from None
-            if waited - last_line >= PROGRESS_INTERVAL_S:
-                nodes = sum(node["Alive"] for node in ray.nodes())
-                startup_stages.begin(
-                    f"waiting for the autoscaler to add nodes: {nodes} there, {waited:.0f} of at "
-                    f"most {timeout_s:g} s"
-                )
-                last_line = waited
-            group.wait(POLL_INTERVAL_S)
+        _await_nodes(group, enough, timeout_s)
     finally:
         # If Ray is lost, the group is too.
         with suppress(RayError):
             remove_placement_group(group)
+
+
+def _await_nodes(group: PlacementGroup, enough: Callable[[], None], timeout_s: float) -> None:
+    """Wait until `enough` passes, and report at intervals; see `await_resources`."""
+    began, last_line = time.monotonic(), -PROGRESS_INTERVAL_S
+    while True:
+        try:
+            return enough()
+        except ConfigError as error:
+            waited = time.monotonic() - began
+            if waited > timeout_s:
+                raise ConfigError(
+                    f"{error}. The cluster's autoscaler has not added them in {timeout_s:g} s; "
+                    "see its largest number of nodes, or raise resources.timeout"
+                ) from None
+        if waited - last_line >= PROGRESS_INTERVAL_S:
+            nodes = sum(node["Alive"] for node in ray.nodes())
+            startup_stages.begin(
+                f"waiting for the autoscaler to add nodes: {nodes} there, {waited:.0f} of at "
+                f"most {timeout_s:g} s"
+            )
+            last_line = waited
+        group.wait(POLL_INTERVAL_S)
 
 
 def has_autoscaler() -> bool:

@@ -19,7 +19,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raysim.config.sections.execution import Resources, cluster_address
 from raysim.distributed.cluster import loopback, versions
-from raysim.errors import ConfigError, RaysimError, did_you_mean
+from raysim.errors import ConfigError, RaysimError, counted, did_you_mean
 from raysim.system import machine
 from raysim.system import processes as ending
 from raysim.system.processes import Process
@@ -44,6 +44,13 @@ DEATH_MESSAGES = ("Raylet is terminated", "has been marked dead")
 
 SHUTDOWN_TIMEOUT_S = 30.0
 """Time limit for Ray to shut down, in seconds; it usually needs one or two."""
+
+QUIET: dict[str, Any] = {
+    "log_to_driver": False,
+    "logging_level": "ERROR",
+    "configure_logging": True,
+}
+"""Arguments of `ray.init` that keep Ray from printing."""
 
 
 def connect(address: str | None, cpus: float, log: Callable[[str], None]) -> bool:
@@ -74,46 +81,31 @@ def connect(address: str | None, cpus: float, log: Callable[[str], None]) -> boo
     address = cluster_address(address)
     if address:
         _check_address(key, address)
-    quiet: dict[str, Any] = {
-        "log_to_driver": False,
-        "logging_level": "ERROR",
-        "configure_logging": True,
-    }
+        _join(key, address)
+    else:
+        _start_here(cpus, log)
+    # A submitted job has compared its versions already.
+    if address and not versions.has_expected_versions():
+        _compare(address)
+    return True
+
+
+def _join(key: str, address: str) -> None:
+    """Connect to the cluster at an address.
+
+    Args:
+        key: the configuration key or environment variable that has the address.
+        address: the address.
+
+    Raises:
+        ConfigError: no cluster answers there, it requires another token, or its versions differ.
+    """
     try:
-        if address:
-            knock(address, KNOCK_TIMEOUT_S)
-            with loopback.private_token(), _handler_of_a_run_kept():
-                ray.init(address=address, **quiet)
-        else:
-            cores = machine.cores()
-            wanted = ceil(cpus)
-            if wanted > cores:
-                log(f"resources: {cpus:g} CPUs are asked for, they share {cores} cores")
-            loopback.check_temporary_folder()
-            with (
-                loopback.only(),
-                loopback.any_agent_port(),
-                loopback.patient_start(),
-                loopback.own_process_group(),
-                loopback.private_token(),
-                _handler_of_a_run_kept(),
-            ):
-                # Ray starts no actor without free CPUs; it counts those that it is given here.
-                ray.init(
-                    address="local", num_cpus=max(cores, wanted), include_dashboard=False, **quiet
-                )
-    except ConfigError:
-        raise
+        knock(address, KNOCK_TIMEOUT_S)
+        with loopback.private_token(), _handler_of_a_run_kept():
+            ray.init(address=address, **QUIET)
     except Exception as error:
         lines = str(error).splitlines() or [type(error).__name__]
-        if not address:
-            remedy = ""
-            if "AF_UNIX path length" in str(error):
-                remedy = (
-                    ". The folder for temporary files (TMPDIR) is too deep for the paths of Ray's "
-                    "sockets; set RAY_TMPDIR=/tmp"
-                )
-            raise RaysimError(f"cannot start Ray on this machine: {lines[0]}{remedy}") from None
         if lines[0].startswith("Version mismatch"):
             reason = " ".join(" ".join(lines).split())
             raise ConfigError(
@@ -124,10 +116,39 @@ def connect(address: str | None, cpus: float, log: Callable[[str], None]) -> boo
             "for tokens wants RAY_AUTH_MODE=token and its ~/.ray/auth_token here; "
             "RAY_ADDRESS=local, or none, starts Ray on this machine)"
         ) from None
-    # A submitted job has compared its versions already.
-    if address and not versions.has_expected_versions():
-        _compare(address)
-    return True
+
+
+def _start_here(cpus: float, log: Callable[[str], None]) -> None:
+    """Start Ray on this machine.
+
+    Raises:
+        ConfigError: Ray's temporary folder cannot be written.
+        RaysimError: Ray cannot be started.
+    """
+    cores = machine.cores()
+    wanted = ceil(cpus)
+    if wanted > cores:
+        log(f"resources: {cpus:g} CPUs are asked for, they share {cores} cores")
+    loopback.check_temporary_folder()
+    try:
+        with (
+            loopback.only(),
+            loopback.any_agent_port(),
+            loopback.patient_start(),
+            loopback.own_process_group(),
+            loopback.private_token(),
+            _handler_of_a_run_kept(),
+        ):
+            # Ray starts no actor without free CPUs; it counts those that it is given here.
+            ray.init(address="local", num_cpus=max(cores, wanted), include_dashboard=False, **QUIET)
+    except Exception as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        if "AF_UNIX path length" in str(error):
+            reason += (
+                ". The folder for temporary files (TMPDIR) is too deep for the paths of Ray's "
+                "sockets; set RAY_TMPDIR=/tmp"
+            )
+        raise RaysimError(f"cannot start Ray on this machine: {reason}") from None
 
 
 def _check_address(key: str, address: str) -> None:
@@ -266,19 +287,15 @@ def _print_no_deaths() -> None:
 
 def _compare(address: str) -> None:
     """Disconnect and raise ConfigError if the versions on the cluster's head node differ."""
-    heads = [
-        node["NodeID"] for node in ray.nodes() if "node:__internal_head__" in node["Resources"]
-    ]
-    head_versions: Any = {}
+    head = _head_node()
+    if head is None:
+        return
+    on_head = NodeAffinitySchedulingStrategy(head, soft=True)
+    ask = ray.remote(versions.installed_versions).options(
+        num_cpus=0, max_retries=0, scheduling_strategy=on_head
+    )
     try:
-        for head in heads:
-            on_head = NodeAffinitySchedulingStrategy(head, soft=True)
-            reference = (
-                ray.remote(versions.installed_versions)
-                .options(num_cpus=0, max_retries=0, scheduling_strategy=on_head)
-                .remote()
-            )
-            head_versions = ray.get(reference, timeout=VERSION_TIMEOUT_S)
+        head_versions: Any = ray.get(ask.remote(), timeout=VERSION_TIMEOUT_S)
     except GetTimeoutError:
         leave_cluster()
         raise RaysimError(
@@ -290,13 +307,21 @@ def _compare(address: str) -> None:
         raise ConfigError(
             f"cannot use Ray at {address}: its head cannot run raysim: {reason}; install it there"
         ) from None
-    for name, version in versions.installed_versions().items() if heads else ():
+    for name, version in versions.installed_versions().items():
         if head_versions.get(name) != version:
             leave_cluster()
             raise ConfigError(
                 f"cannot use Ray at {address}: it has {name} {head_versions.get(name)}, "
                 f"here is {version}; install the same on both"
             )
+
+
+def _head_node() -> str | None:
+    """Return the id of the cluster's head node; None if Ray does not mark one."""
+    for node in ray.nodes():
+        if "node:__internal_head__" in node["Resources"]:
+            return node["NodeID"]
+    return None
 
 
 @dataclass(frozen=True)
@@ -321,34 +346,27 @@ class Node:
             cpus: CPUs of an actor, also a fraction.
             gpus: GPUs of an actor, also a fraction; 0: none.
         """
-        whole = floor(self.offers.get("GPU", 0) + SHARE_TOLERANCE)
-        by_cpus = (
-            floor(self.offers.get("CPU", 0) / cpus + SHARE_TOLERANCE) if cpus else float("inf")
-        )
+        by_cpus = float("inf")
+        if cpus:
+            by_cpus = floor(self.offers.get("CPU", 0) / cpus + SHARE_TOLERANCE)
         if not gpus:
             return by_cpus
-        return min(
-            by_cpus, whole * floor(1 / gpus + SHARE_TOLERANCE) if gpus < 1 else floor(whole / gpus)
-        )
+        whole_gpus = floor(self.offers.get("GPU", 0) + SHARE_TOLERANCE)
+        if gpus < 1:
+            return min(by_cpus, whole_gpus * floor(1 / gpus + SHARE_TOLERANCE))
+        return min(by_cpus, floor(whole_gpus / gpus))
 
 
 def alive_nodes() -> list[Node]:
     """Return the living nodes of the cluster, each with a unique first name."""
     alive = sorted((node for node in ray.nodes() if node["Alive"]), key=lambda node: node["NodeID"])
-    identities = [
-        (
-            node["NodeID"],
-            (node["NodeName"], node["NodeManagerHostname"], node["NodeManagerAddress"]),
-        )
-        for node in alive
-    ]
-    name_counts = Counter(names[0] for _, names in identities)
+    name_counts = Counter(node["NodeName"] for node in alive)
     nodes = []
-    for node, (identity, names) in zip(alive, identities, strict=True):
-        shown = names[0] if name_counts[names[0]] == 1 else f"{names[0]}-{identity[:6]}"
-        nodes.append(
-            Node(identity, tuple(dict.fromkeys((shown, *names, identity))), node["Resources"])
-        )
+    for node in alive:
+        identity, name = node["NodeID"], node["NodeName"]
+        unique = name if name_counts[name] == 1 else f"{name}-{identity[:6]}"
+        names = (unique, name, node["NodeManagerHostname"], node["NodeManagerAddress"], identity)
+        nodes.append(Node(identity, tuple(dict.fromkeys(names)), node["Resources"]))
     return nodes
 
 
@@ -362,20 +380,8 @@ def check_cluster_resources(resources: Resources, nodes: list[Node]) -> None:
     Raises:
         ConfigError: the cluster has too few CPUs or GPUs in total, or too few on single nodes.
     """
-    for kind, wanted in (
-        ("CPU", resources.actors * resources.cpus),
-        # Twice, for the server and the evaluator.
-        ("GPU", resources.actors * resources.gpus + 2 * resources.server_gpus),
-    ):
-        available = sum(node.offers.get(kind, 0) for node in nodes)
-        if wanted > available + SHARE_TOLERANCE:
-            raise ConfigError(
-                f"resources: {resources.actors} actors want {wanted:g} {kind}s, the cluster has "
-                f"{available:g}; lower resources.actors or the share of each"
-            )
-    share = f"{resources.cpus:g} CPUs"
-    if resources.gpus:
-        share += f" and {resources.gpus:g} GPUs"
+    _check_totals(resources, nodes)
+    share = _share(resources.cpus, resources.gpus)
     room = sum(node.room(resources.cpus, resources.gpus) for node in nodes)
     if not room:
         raise ConfigError(
@@ -387,12 +393,31 @@ def check_cluster_resources(resources: Resources, nodes: list[Node]) -> None:
             f"resources.actors: {resources.actors} actors with {share} each, the nodes have room "
             f"for {room:g} ({_offers(nodes)}); lower it, or the share of each"
         )
-    server_node = resources.server_node
-    candidates = nodes if server_node is None else [find_node(server_node, nodes)]
+    _check_server_gpus(resources, nodes)
+
+
+def _check_totals(resources: Resources, nodes: list[Node]) -> None:
+    """Raise ConfigError if the cluster has too few CPUs or GPUs in total."""
+    for kind, wanted in (
+        ("CPU", resources.actors * resources.cpus),
+        # Twice, for the server and the evaluator.
+        ("GPU", resources.actors * resources.gpus + 2 * resources.server_gpus),
+    ):
+        available = sum(node.offers.get(kind, 0) for node in nodes)
+        if wanted > available + SHARE_TOLERANCE:
+            raise ConfigError(
+                f"resources: {resources.actors} actors want {wanted:g} {kind}s, the cluster has "
+                f"{available:g}; lower resources.actors or the share of each"
+            )
+
+
+def _check_server_gpus(resources: Resources, nodes: list[Node]) -> None:
+    """Raise ConfigError if no node, or not the chosen one, has room for the server."""
+    candidates, no_offer = nodes, "no node offers"
+    if resources.server_node is not None:
+        candidates = [find_node(resources.server_node, nodes)]
+        no_offer = f"node '{resources.server_node}' does not offer"
     if not any(node.room(0, resources.server_gpus) for node in candidates):
-        no_offer = (
-            "no node offers" if server_node is None else f"node '{server_node}' does not offer"
-        )
         raise ConfigError(
             f"resources.server_gpus: {no_offer} {resources.server_gpus:g} GPUs; lower it"
         )
@@ -431,18 +456,25 @@ def idle_gpus(resources: Resources, nodes: list[Node]) -> int:
         resources: the resources that the configuration asks for.
         nodes: the nodes of the cluster.
     """
+    if not resources.gpus:
+        return 0
     whole = sum(floor(node.offers.get("GPU", 0)) for node in nodes)
-    used = (
-        ceil(resources.actors / floor(1 / resources.gpus + SHARE_TOLERANCE))
-        if 0 < resources.gpus < 1
-        else ceil(resources.actors * resources.gpus)
-    )
-    return whole - used - ceil(2 * resources.server_gpus) if resources.gpus else 0
+    if resources.gpus < 1:
+        used = ceil(resources.actors / floor(1 / resources.gpus + SHARE_TOLERANCE))
+    else:
+        used = ceil(resources.actors * resources.gpus)
+    return whole - used - ceil(2 * resources.server_gpus)
 
 
 def _offers(nodes: Iterable[Node]) -> str:
     """Return the resources of the nodes in words: "2 nodes of 8 CPUs and 4 GPUs, 1 of 2 CPUs"."""
     kinds = Counter((node.offers.get("CPU", 0), node.offers.get("GPU", 0)) for node in nodes)
-    shares = [f"{cpus:g} CPUs" + (f" and {gpus:g} GPUs" if gpus else "") for cpus, gpus in kinds]
-    counts = [f"{n} node{'s'[: n > 1]}" for n in kinds.values()]
-    return ", ".join(f"{count} of {share}" for count, share in zip(counts, shares, strict=True))
+    parts = []
+    for (cpus, gpus), n in kinds.items():
+        parts.append(f"{counted(n, 'node')} of {_share(cpus, gpus)}")
+    return ", ".join(parts)
+
+
+def _share(cpus: float, gpus: float) -> str:
+    """Return resources in words, such as "8 CPUs and 4 GPUs"."""
+    return f"{cpus:g} CPUs and {gpus:g} GPUs" if gpus else f"{cpus:g} CPUs"

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from raysim.engine.cohorts import make_cohort
-from raysim.engine.evaluation.client_evaluation import evaluation_blocks, have_own_models
-from raysim.engine.executor import Executor, ModelHandle, Record, RoundResults
+from raysim.engine.evaluation.client_evaluation import (
+    count_failed,
+    evaluation_blocks,
+    have_own_models,
+)
+from raysim.engine.executor import Executor, ModelHandle, Record
 from raysim.engine.plan import Plan
 from raysim.engine.state.client_store import ClientStateStore
 from raysim.errors import ClientError, RaysimError, round_name
 from raysim.randomness import generator
 from raysim.rules.client_sampling import SelectionPool
 from raysim.schedule import synchronous_round
-
-logger = logging.getLogger("raysim")
 
 
 @dataclass
@@ -81,31 +82,18 @@ class CandidateEvaluator:
         blocks = evaluation_blocks(asked.ids, t, store, self.sends_states, "training")
         try:
             results = executor.evaluate_clients(t, model, blocks).get()
+            evaluation = f"{round_name(t)}: the evaluation of candidate {{}}"
+            on_error = self.plan.config.faults.on_client_error
+            count_failed(results, evaluation, on_error, "leaves its loss unknown")
         except ClientError as error:
             # The server is one round ahead of the engine, so no checkpoint may be written now, as
             # the engine does for a ClientError.
             raise RaysimError(str(error)) from None
         metrics["system/candidate_evaluation_seconds"] = sum(w.seconds for w in results.workers)
         loss = np.full(len(pool.ids), np.nan)
-        for client, value in self._losses(t, results).items():
-            # The ids of a pool ascend.
-            loss[np.searchsorted(pool.ids, client)] = value
+        for worker in results.workers:
+            for done in worker.evaluations:
+                if not done.error:
+                    # The ids of a pool ascend.
+                    loss[np.searchsorted(pool.ids, done.client)] = done.metrics["loss"]
         return CandidateEvaluation(replace(pool, current_loss=loss), asked.ids, metrics)
-
-    def _losses(self, t: int, results: RoundResults) -> dict[int, float]:
-        """Return the losses of the candidates whose evaluation did not fail.
-
-        Raises:
-            RaysimError: an evaluation failed, and `faults.on_client_error` is "stop".
-        """
-        evaluations = [done for worker in results.workers for done in worker.evaluations]
-        died = [done for worker in results.workers for done in worker.clients]
-        errors = {done.client: done.error for done in [*evaluations, *died] if done.error}
-        for client, error in sorted(errors.items()):
-            failure = f"{round_name(t)}: the evaluation of candidate {client} failed: "
-            if self.plan.config.faults.on_client_error == "stop":
-                raise RaysimError(
-                    f"{failure}{error}\n(faults.on_client_error=drop leaves its loss unknown)"
-                )
-            logger.warning("%s%s", failure, error.strip().splitlines()[0])
-        return {done.client: done.metrics["loss"] for done in evaluations if not done.error}

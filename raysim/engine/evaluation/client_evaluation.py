@@ -62,24 +62,32 @@ class ClientEvaluations:
         self.has_val = plan.config.partition.val is not None
         if self.asked is None or not isinstance(plan.clients, Clients):
             return
-        trains = plan.clients.all_examples().sizes > 0
         self.held_out = set(plan.clients.held_out.tolist())
         self.n_without: dict[str, int] = {}
         """How many clients with training examples have none for a test or for validation."""
-        has_examples = np.zeros(len(plan.clients), dtype=bool)
-        for kind, lists in (("test", plan.clients.test), ("val", plan.clients.val)):
-            if lists is not None:
-                self.n_without[f"clients/without_{kind}"] = int((trains & (lists.sizes == 0)).sum())
-                has_examples |= lists.sizes > 0
-        tested = np.flatnonzero(has_examples)
-        groups = [tested[np.isin(tested, plan.clients.held_out) == held] for held in (False, True)]
-        rng = generator(plan.config.seed, "evaluated clients")
-        chosen = [rng.permutation(group)[: self.asked.sample] for group in groups]
-        self.ids: list[int] = np.sort(np.concatenate(chosen)).tolist()
+        self.ids = self._choose(plan.clients, self.asked.sample)
         """The clients that are evaluated, in ascending order."""
         for path in tables(run_dir):
             if _round_of(path) > rounds_done:
                 path.unlink()
+
+    def _choose(self, clients: Clients, n: int | None) -> list[int]:
+        """Return the clients that are evaluated, at most `n` that train and `n` held out.
+
+        Count those with training examples that cannot be evaluated.
+        """
+        trains = clients.all_examples().sizes > 0
+        has_examples = np.zeros(len(clients), dtype=bool)
+        for kind, lists in (("test", clients.test), ("val", clients.val)):
+            if lists is not None:
+                self.n_without[f"clients/without_{kind}"] = int((trains & (lists.sizes == 0)).sum())
+                has_examples |= lists.sizes > 0
+        with_examples = np.flatnonzero(has_examples)
+        is_held_out = np.isin(with_examples, clients.held_out)
+        rng = generator(self.config.seed, "evaluated clients")
+        train = rng.permutation(with_examples[~is_held_out])[:n]
+        held_out = rng.permutation(with_examples[is_held_out])[:n]
+        return np.sort(np.concatenate([train, held_out])).tolist()
 
     def due(self, rounds_done: int) -> bool:
         """Return whether clients are evaluated after `rounds_done` rounds.
@@ -130,7 +138,9 @@ class ClientEvaluations:
             (done for worker in results.workers for done in worker.evaluations),
             key=lambda done: done.client,
         )
-        n_failed = self._count_failed(version, results)
+        evaluation = f"the evaluation of client {{}} after round {version}"
+        on_error = self.config.faults.on_client_error
+        n_failed = count_failed(results, evaluation, on_error, "leaves such clients out")
         evaluations = [done for done in evaluations if done.error is None]
         if self.folder is not None and evaluations:
             self._write_table(version, evaluations)
@@ -145,46 +155,35 @@ class ClientEvaluations:
             "system/client_evaluation_seconds": sum(worker.seconds for worker in results.workers),
         }
 
-    def _count_failed(self, version: int, results: RoundResults) -> int:
-        """Return how many evaluations failed, after a warning for each; raise if they may not."""
-        errors = {
-            done.client: done.error
-            for worker in results.workers
-            for done in [*worker.evaluations, *worker.clients]
-            if done.error is not None
-        }
-        for client, error in sorted(errors.items()):
-            failure = f"the evaluation of client {client} after round {version} failed: "
-            if self.config.faults.on_client_error == "stop":
-                raise ClientError(
-                    f"{failure}{error}\n(faults.on_client_error=drop leaves such clients out)"
-                )
-            logger.warning("%s%s", failure, error.strip().splitlines()[0])
-        return len(errors)
-
     def _metrics(self, evaluations: list[ClientEvaluation]) -> dict[str, float]:
         """Return the figures of each metric over the clients that train and those held out."""
         metrics: dict[str, float] = {}
-        for metric, larger_is_better in self.metrics.items():
-            for held_out, prefix in ((False, "clients"), (True, "held_out")):
-                group = [done for done in evaluations if (done.client in self.held_out) == held_out]
-                after = [done for done in group if done.fine_tuned]
-                # Without examples, a metric is not defined.
-                for name, done, values in (
-                    (prefix, group, [done.metrics.get(metric, np.nan) for done in group]),
-                    (
-                        "fine_tuned" if prefix == "clients" else f"{prefix}_fine_tuned",
-                        after,
-                        [done.fine_tuned.get(metric, np.nan) for done in after],
-                    ),
-                ):
-                    is_val = metric.startswith(VALIDATION)
-                    weights = [one.val_examples if is_val else one.examples for one in done]
-                    for figure, value in figures(values, weights, larger_is_better).items():
-                        metrics[f"{name}/{metric}{figure}"] = value
-            if {f"held_out/{metric}", f"clients/{metric}"} <= set(metrics):
+        train = [done for done in evaluations if done.client not in self.held_out]
+        held_out = [done for done in evaluations if done.client in self.held_out]
+        for metric in self.metrics:
+            metrics |= self._figures_of_group("clients", "fine_tuned", metric, train)
+            metrics |= self._figures_of_group("held_out", "held_out_fine_tuned", metric, held_out)
+            if f"held_out/{metric}" in metrics and f"clients/{metric}" in metrics:
                 gap = metrics[f"clients/{metric}"] - metrics[f"held_out/{metric}"]
                 metrics[f"participation_gap/{metric}"] = gap
+        return metrics
+
+    def _figures_of_group(
+        self, name: str, name_fine_tuned: str, metric: str, group: list[ClientEvaluation]
+    ) -> dict[str, float]:
+        """Return the figures of a metric over some clients, before and after fine-tuning."""
+        values: list[tuple[float, int]] = []
+        values_fine_tuned: list[tuple[float, int]] = []
+        for done in group:
+            weight = done.val_examples if metric.startswith(VALIDATION) else done.examples
+            # Without examples, a metric is not defined.
+            values.append((done.metrics.get(metric, np.nan), weight))
+            if done.fine_tuned:
+                values_fine_tuned.append((done.fine_tuned.get(metric, np.nan), weight))
+        metrics = {}
+        for prefix, weighted in ((name, values), (name_fine_tuned, values_fine_tuned)):
+            for figure, value in figures(weighted, self.metrics[metric]).items():
+                metrics[f"{prefix}/{metric}{figure}"] = value
         return metrics
 
     def _write_table(self, version: int, evaluations: list[ClientEvaluation]) -> None:
@@ -217,6 +216,31 @@ def have_own_models(plan: Plan) -> bool:
     """
     rules = (plan.client, *(group.rule for group in plan.groups))
     return any(uses_own_models(plan.config, rule, plan.server) for rule in rules)
+
+
+def count_failed(results: RoundResults, evaluation: str, on_client_error: str, effect: str) -> int:
+    """Return how many evaluations of clients failed, after a warning for each.
+
+    Args:
+        results: the results of the workers.
+        evaluation: the name of an evaluation, with {} for the client.
+        on_client_error: `faults.on_client_error`, "stop" or "drop".
+        effect: what "drop" does with the clients, for the message.
+
+    Raises:
+        ClientError: an evaluation failed, and `on_client_error` is "stop".
+    """
+    errors: dict[int, str] = {}
+    for worker in results.workers:
+        for done in (*worker.evaluations, *worker.clients):
+            if done.error is not None:
+                errors[done.client] = done.error
+    for client, error in sorted(errors.items()):
+        failure = f"{evaluation.format(client)} failed: "
+        if on_client_error == "stop":
+            raise ClientError(f"{failure}{error}\n(faults.on_client_error=drop {effect})")
+        logger.warning("%s%s", failure, error.strip().splitlines()[0])
+    return len(errors)
 
 
 def evaluation_blocks(
@@ -274,23 +298,23 @@ class ClientMetrics:
         return self.record(self.results.get())
 
 
-def figures(values: list[float], weights: list[int], larger_is_better: bool) -> dict[str, float]:
+def figures(weighted: list[tuple[float, int]], larger_is_better: bool) -> dict[str, float]:
     """Return the figures of a metric over clients, by the ends of their names; {} without clients.
 
     Clients for which the metric is not defined (NaN: the AUC of one class, say) do not count.
 
     Args:
-        values: the metric of each client.
-        weights: number of the examples of each client on which it was measured.
+        weighted: the metric of each client, and the number of its examples on which it was
+            measured.
         larger_is_better: whether the worst clients are those with the lowest values.
 
     Returns:
         The figures of `metrics.CLIENT_FIGURES`. The worst 10 % of the clients are rounded up.
     """
-    defined = [(v, weight) for v, weight in zip(values, weights, strict=True) if not np.isnan(v)]
+    defined = [(value, weight) for value, weight in weighted if not np.isnan(value)]
     if not defined:
         return {}
-    values, weights = [v for v, _ in defined], [weight for _, weight in defined]
+    values, weights = zip(*defined, strict=True)
     from_worst = np.sort(values) if larger_is_better else np.sort(values)[::-1]
     n_worst = int(np.ceil(WORST_SHARE * len(values)))
     return {

@@ -20,7 +20,7 @@ from raysim.engine.state.checkpoint import Checkpoint
 from raysim.engine.state.client_store import ClientStateStore
 from raysim.engine.state.client_traffic import RunTraffic
 from raysim.rules.contract import State, overridden
-from raysim.schedule import Select, clock_before, make_schedule
+from raysim.schedule import clock_before, make_schedule
 from raysim.server.selection import ClientHistory
 from raysim.training.messages import ClientTask
 from raysim.version import __version__
@@ -32,10 +32,9 @@ class RunState(Generic[ModelHandle]):
     Args:
         plan: the plan of the run.
         rows: folder for client states that do not fit into memory; None for a run without a folder.
-        select: returns the clients of a round, if the server rule selects them.
     """
 
-    def __init__(self, plan: Plan, rows: Path | None, select: Select):
+    def __init__(self, plan: Plan, rows: Path | None):
         self.plan, self.config = plan, plan.config
         self.done = 0
         """The number of rounds that are done, which is the newest version of the model."""
@@ -44,9 +43,7 @@ class RunState(Generic[ModelHandle]):
         """Known facts of clients, for a server rule that selects them; None for any other rule."""
         if overridden(plan.server, ["select"]):
             self.client_history = ClientHistory(len(plan.clients))
-        self.schedule = make_schedule(
-            self.config, plan.clients.sizes, None if self.client_history is None else select
-        )
+        self.schedule = make_schedule(self.config, plan.clients.sizes)
         self.clocks = deque([(0, self.schedule.pack())], maxlen=2)
         """The virtual clock before the last rounds for which a checkpoint is due, by round. The
         newest of them may be scheduled already and not done. If the server rule selects clients,

@@ -19,7 +19,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
-from numpy.random import Generator
 
 from raysim.engine.plan import Plan
 from raysim.engine.server_setup import make_server
@@ -28,11 +27,10 @@ from raysim.models.comparison import same_values
 from raysim.prepare.dry_run.client_rule import DRY_RUN_TIMEOUT_S, LARGE_NET_PARAMETERS, RuleDryRun
 from raysim.prepare.dry_run.watched import watched
 from raysim.randomness import generator
-from raysim.rules.client_sampling import ClientPool
 from raysim.rules.contract import overridden
 from raysim.rules.errors.user_code import breach
 from raysim.rules.methods.registry import is_shipped
-from raysim.schedule import Selection, make_schedule
+from raysim.schedule import Synchronous, make_schedule
 from raysim.server.central_server import RoundCohort, Server
 from raysim.server.selection import ClientHistory
 from raysim.server.update_checks import described_tensor
@@ -147,15 +145,13 @@ def _select_first_round(plan: Plan) -> None:
     """
     server = make_server(plan, "cpu")
     seed, size = plan.config.seed, plan.config.schedule.size
-
-    def select(available: ClientPool, t: int, rng: Generator) -> Selection:
-        pool = ClientHistory(len(plan.clients)).pool(available, size, t)
-        candidates = server.candidates(pool, generator(seed, "candidates", t)).ids
-        losses = generator(seed, "dry run").random(len(pool.ids))
-        losses[~np.isin(pool.ids, candidates)] = np.nan
-        return Selection(server.select(replace(pool, current_loss=losses), rng))
-
-    make_schedule(plan.config, plan.clients.sizes, select).next_round(0)
+    schedule = make_schedule(plan.config, plan.clients.sizes)
+    assert isinstance(schedule, Synchronous)
+    pool = ClientHistory(len(plan.clients)).pool(schedule.available(), size, 0)
+    candidates = server.candidates(pool, generator(seed, "candidates", 0)).ids
+    losses = generator(seed, "dry run").random(len(pool.ids))
+    losses[~np.isin(pool.ids, candidates)] = np.nan
+    server.select(replace(pool, current_loss=losses), generator(seed, "cohort", 0))
 
 
 def _round(tasks: list[ClientTask], samples: list[int], t: int) -> RoundCohort:
