@@ -13,6 +13,7 @@ from typing import Any
 
 from pydantic import Field, TypeAdapter, create_model
 
+from raysim.cli.pages.keys import keys_of
 from raysim.config import entry_points
 
 JsonSchema = dict[str, Any]
@@ -173,13 +174,11 @@ def _described(rule: type) -> JsonSchema:
 
 def _hyper_parameters(rule: type) -> dict[str, JsonSchema]:
     """Return the schema of each field of a rule."""
-    from raysim.rules.methods.field_docs import field_docs
-
-    docs = field_docs(rule)
-    return {
-        key: {"description": docs[key], **schema} if key in docs else schema
-        for key, schema in TypeAdapter(rule).json_schema().get("properties", {}).items()
-    }
+    schemas = TypeAdapter(rule).json_schema().get("properties", {})
+    for key in keys_of(rule):
+        if key.meaning:
+            schemas[key.name] = {"description": key.meaning, **schemas[key.name]}
+    return schemas
 
 
 def _models() -> dict[str, JsonSchema]:
