@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from functools import partial
 
 import torch
@@ -138,9 +138,7 @@ def with_stage_parameters(config: Config, stages: Mapping[str, Sequence[UploadSt
         if not named:
             return local
         sections = tuple(
-            Named.model_validate(
-                {"name": section.name, **{f.name: asdict(stage)[f.name] for f in fields(stage)}}
-            )
+            Named.model_validate({"name": section.name, **asdict(stage)})
             for section, stage in zip(named, stages[key], strict=True)
         )
         return local.model_copy(update={"upload": sections})
