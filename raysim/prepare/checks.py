@@ -240,12 +240,11 @@ def check_net_is_finite(config: Config, net: nn.Module) -> None:
     tensors = dict(net.named_parameters())
     for prefix, module in net.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            buffers = module.named_buffers(prefix)
-            tensors |= {name: value for name, value in buffers if value.is_floating_point()}
+            tensors |= dict(module.named_buffers(prefix))
     for name, value in tensors.items():
-        if not torch.isfinite(value.detach().sum()) and not torch.isfinite(value.detach()).all():
-            texts = [text for text in config.model.parameters.values() if isinstance(text, str)]
-            files = [text for text in texts if is_path(text)]
+        if not torch.isfinite(value.detach()).all():
+            parameters = config.model.parameters.values()
+            files = [text for text in parameters if isinstance(text, str) and is_path(text)]
             hint = f"; check {' and '.join(files)}" if files else ""
             raise ConfigError(
                 f"model.name: the initial '{name}' of model '{config.model.name}' is not "

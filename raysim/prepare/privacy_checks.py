@@ -55,7 +55,8 @@ def check_privacy(config: Config, client: ClientRule, server: ServerRule, model:
             "privacy.noise_multiplier: 0 adds no noise, so the run is not private (epsilon is "
             "infinite)"
         )
-    has_norm = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.module.modules())
+    kinds = map(type, model.module.modules())
+    has_norm = any(issubclass(kind, nn.modules.batchnorm._BatchNorm) for kind in kinds)
     if has_norm or model.buffer_size or couples_examples(model):
         raise ConfigError(
             f"privacy: model '{config.model.name}' has BatchNorm or the like, which makes the "
@@ -94,6 +95,10 @@ def _check_client_privacy(config: Config, privacy: ClientPrivacy, server: Server
 
 def _why_no_client_privacy(schedule: Sync | InFlight, server: ServerRule) -> str | None:
     """Return why clients cannot be protected, and the fix; None if they can."""
+    return _why_no_private_schedule(schedule) or _why_no_private_server(server)
+
+
+def _why_no_private_schedule(schedule: Sync | InFlight) -> str | None:
     if not isinstance(schedule, Sync):
         return (
             "ε is not known for clients of an asynchronous schedule; use schedule=sync with "
@@ -109,6 +114,10 @@ def _why_no_client_privacy(schedule: Sync | InFlight, server: ServerRule) -> str
             "ε counts on all clients in every draw; leave out schedule.client_dropout, "
             "availability and deadline"
         )
+    return None
+
+
+def _why_no_private_server(server: ServerRule) -> str | None:
     name = f"server rule '{server.name}'"
     if server.weights != "uniform":
         return f"{name} weighs clients by their samples, which would show; set weights to uniform"

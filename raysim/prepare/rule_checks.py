@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+import torch
 
 from raysim.config.schema import Config
+from raysim.config.sections.local import Local
 from raysim.config.sections.optimizer import PLAIN_SGD
 from raysim.config.sections.schedule import Sync, UniformSampling
 from raysim.data.partition.groups import local_of_groups
@@ -91,20 +93,12 @@ def check_groups(
             check_local_steps(config.model_copy(update={"local": local}), rule)
         except ConfigError as error:
             raise ConfigError(f"groups.{name}: {error}") from None
-    own_rules = {name: rule for name, rule in rules.items() if config.groups[name].client}
-    if not own_rules:
-        return
-    task = LoopTask(model, LocalSettings(x0=model.initial()[0]))
-
-    def state(place: str, rule: ClientRule) -> dict[str, Tensor]:
-        with translate_errors(lambda text: ConfigError(f"{place}: {text}")):
-            return rule.state(task)
-
-    shapes = {
-        key: value.shape for key, value in state(config.section_of_rule("client"), client).items()
+    by_place = {
+        f"groups.{name}.client": rule
+        for name, rule in rules.items()
+        if config.groups[name].client is not None
     }
-    for name, rule in own_rules.items():
-        place = f"groups.{name}.client"
+    for place, rule in by_place.items():
         check_rule(place, "client", rule, problem)
         check_privacy(config, rule, server, model)
         if overridden(rule, ["personal"]) and type(rule).personal is not type(client).personal:
@@ -113,12 +107,27 @@ def check_groups(
                 f"same for all clients; declare them in client rule '{client.name}', or in "
                 "local.personal"
             )
-        for key, value in state(place, rule).items():
+    if by_place:
+        _check_states({config.section_of_rule("client"): client, **by_place}, model)
+
+
+def _check_states(rules: Mapping[str, ClientRule], model: Model) -> None:
+    """Check that no two rules keep client states of one name in different shapes."""
+    task = LoopTask(model, LocalSettings(x0=model.initial()[0]))
+    shapes: dict[str, torch.Size] = {}
+    for place, rule in rules.items():
+        with translate_errors(partial(_error_at, place)):
+            state = rule.state(task)
+        for key, value in state.items():
             if shapes.setdefault(key, value.shape) != value.shape:
                 raise ConfigError(
                     f"{place}: client rule '{rule.name}' keeps '{key}' as {list(value.shape)}, and "
                     f"another rule as {list(shapes[key])}; give it another name"
                 )
+
+
+def _error_at(place: str, text: str) -> ConfigError:
+    return ConfigError(f"{place}: {text}")
 
 
 def check_selection(config: Config, server: ServerRule) -> None:
@@ -196,20 +205,10 @@ def note_uniform_weights(raw: Mapping[str, Any], plan: Plan) -> None:
         raw: the configuration of the run, before its defaults were written out.
         plan: the plan of the run.
     """
-    server, config = plan.server, plan.config
-    sections = [raw.get(key) for key in ("algorithm", "server")]
-    is_chosen = any(isinstance(section, Mapping) and "weights" in section for section in sections)
-    own_weights = overridden(server, ["weigh"]) or config.client_privacy is not None
-    if is_chosen or own_weights or server.weights != "uniform":
+    if not _may_weigh_by_samples(raw, plan):
         return
-    # A user's rule that gets the uploads one by one may well count them equally on purpose.
-    takes_means = with_mode(server.uploads, "mean") or registry.is_shipped(server)
     sizes = plan.clients.sizes[plan.clients.sizes > 0]
-    if not takes_means or sizes.max() <= ALIKE * sizes.min():
-        return
-    try:
-        replace(server, weights="samples").check(plan.problem)
-    except ValueError:  # the rule has no weights
+    if sizes.max() <= ALIKE * sizes.min():
         return
     key = "server" if raw.get("server") is not None else "algorithm"
     startup_stages.notes.info(
@@ -219,6 +218,24 @@ def note_uniform_weights(raw: Mapping[str, Any], plan: Plan) -> None:
         sizes.max(),
         key,
     )
+
+
+def _may_weigh_by_samples(raw: Mapping[str, Any], plan: Plan) -> bool:
+    """Return whether clients count equally only because that is the default of the server rule."""
+    server = plan.server
+    for section in (raw.get("algorithm"), raw.get("server")):
+        if isinstance(section, Mapping) and "weights" in section:
+            return False
+    if overridden(server, ["weigh"]) or plan.config.client_privacy or server.weights != "uniform":
+        return False
+    # A user's rule that gets the uploads one by one may well count them equally on purpose.
+    if not with_mode(server.uploads, "mean") and not registry.is_shipped(server):
+        return False
+    try:
+        replace(server, weights="samples").check(plan.problem)
+    except ValueError:  # the rule has no weights
+        return False
+    return True
 
 
 def check_local_steps(config: Config, client: ClientRule) -> None:
@@ -235,20 +252,8 @@ def check_local_steps(config: Config, client: ClientRule) -> None:
     local = config.local
     if local.conflict is not None:
         raise ConfigError(f"local: {local.conflict}")
-    if reason := client.needs_plain_sgd:
-        if local.optimizer != PLAIN_SGD:
-            kind = local.optimizer.name
-            kind = f"'{kind}'" if kind != PLAIN_SGD.name else f"'{kind}' with further keys"
-            raise ConfigError(
-                f"local.optimizer: client rule '{client.name}' needs plain SGD, not "
-                f"{kind}: {reason}; leave local.optimizer out"
-                + ("; local.weight_decay fits" if local.optimizer.weight_decay else "")
-            )
-        if local.step_sizes.varies_in_a_round:
-            raise ConfigError(
-                f"local.lr.over: client rule '{client.name}' needs one step size in a round: "
-                f"{reason}; use local.lr.over=rounds"
-            )
+    if client.needs_plain_sgd:
+        _check_plain_sgd(local, client)
     if local.accumulate > 1 and overridden(client, ["step"]):
         raise ConfigError(
             f"local.accumulate: client rule '{client.name}' has a step of its own, in which each "
@@ -264,4 +269,23 @@ def check_local_steps(config: Config, client: ClientRule) -> None:
     if local.autocast and config.dtype == "float64":
         raise ConfigError(
             "local.autocast: has no effect on float64; leave it out, or use dtype=float32"
+        )
+
+
+def _check_plain_sgd(local: Local, client: ClientRule) -> None:
+    """Check that steps are plain SGD with one step size in a round, which a rule needs."""
+    reason = client.needs_plain_sgd
+    if local.optimizer != PLAIN_SGD:
+        kind = f"'{local.optimizer.name}'"
+        if local.optimizer.name == PLAIN_SGD.name:
+            kind += " with further keys"
+        advice = "; local.weight_decay fits" if local.optimizer.weight_decay else ""
+        raise ConfigError(
+            f"local.optimizer: client rule '{client.name}' needs plain SGD, not {kind}: {reason}; "
+            f"leave local.optimizer out{advice}"
+        )
+    if local.step_sizes.varies_in_a_round:
+        raise ConfigError(
+            f"local.lr.over: client rule '{client.name}' needs one step size in a round: "
+            f"{reason}; use local.lr.over=rounds"
         )
