@@ -74,16 +74,11 @@ def _part(listing: str, name: str) -> Any:
         if not (isinstance(part, type) and dataclasses.is_dataclass(part)):
             raise ConfigError(f"list {listing}: '{name}' is not a class with keys, a dataclass")
         return part
-    parts: Mapping[str, Any]
-    match listing:
-        case "probes":
-            parts = {probe_name: probe for probe_name, probe, _ in probes.catalogue()}
-        case "tasks":
-            parts = TASKS
-        case "stages":
-            parts = STAGES
-        case _:
-            parts = explain.choices(PLACES[listing].rpartition(".")[2])
+    known: dict[str, Mapping[str, Any]] = {"tasks": TASKS, "stages": STAGES}
+    if listing == "probes":
+        parts = {probe_name: probe for probe_name, probe, _ in probes.catalogue()}
+    else:
+        parts = known.get(listing) or explain.choices(PLACES[listing].rpartition(".")[2])
     if name not in parts:
         raise ConfigError(f"list {listing}: nothing called '{name}'{did_you_mean(name, parts)}")
     return parts[name]
