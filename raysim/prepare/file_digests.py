@@ -147,7 +147,7 @@ def of_data(config: Config, dataset: Dataset) -> FileDigests:
     Raises:
         ConfigError: a file cannot be read.
     """
-    digests = _examples_digest(config, dataset)
+    digests: FileDigests = {}
     recorded = config.files or {}
     for key, path in _paths(config, recorded):
         was_empty = recorded.get(key, {}).get(path) == EMPTY_FILE_SHA256
@@ -157,7 +157,8 @@ def of_data(config: Config, dataset: Dataset) -> FileDigests:
         contents = [_of_path(file, "model.init_from") for file in weight_files(source)]
         whole = contents[0] if len(contents) == 1 else _sha256("\n".join(contents).encode())
         digests["model.init_from"] = {source: whole}
-    return digests
+    # Examples come last: a change of a file that they are read from is the cause.
+    return digests | _examples_digest(config, dataset)
 
 
 def _paths(config: Config, recorded: Mapping[str, Mapping[str, str]]) -> Iterator[tuple[str, str]]:
