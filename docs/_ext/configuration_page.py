@@ -5,15 +5,14 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping
 
-from fields import Field, attribute_text, default_text, definition_list, values_text
+from fields import entry, values_text
 from pydantic import BaseModel
-from pydantic_core import PydanticUndefined
 
 from raysim.attacks.attack_options import AttackOptions
 from raysim.attacks.noise_matching import MatchOptions
+from raysim.cli.pages.keys import first_paragraph, keys_of
 from raysim.config.explain import annotation_types
 from raysim.config.schema import Config
 from raysim.config.sections.groups import GroupLocal
@@ -49,7 +48,7 @@ def pages() -> dict[str, str]:
 
 def _config() -> Iterator[str]:
     yield "## Top level\n"
-    yield definition_list(_field(Config, key, "") for key in Config.model_fields)
+    yield _definition_list(Config)
     for key in Config.model_fields:
         if models := _models(Config, key):
             yield from _section(key, models, level=2)
@@ -61,7 +60,7 @@ def _keys(path: str, model: type[BaseModel], level: int) -> Iterator[str]:
         yield from _section(path, [model], level)
         return
     yield f"{inspect.cleandoc(model.__doc__ or '')}\n"
-    yield definition_list(_field(model, key, "") for key in model.model_fields)
+    yield _definition_list(model)
     for key in model.model_fields:
         if models := _models(model, key):
             yield from _section(key, models, level)
@@ -79,8 +78,7 @@ def _section(path: str, models: list[type[BaseModel]], level: int) -> Iterator[s
             yield _same_keys(model, like)
             continue
         hidden = TAGS if len(models) > 1 else ()
-        shown = [key for key in model.model_fields if key not in hidden]
-        yield definition_list(_field(model, key, f"{path}.") for key in shown)
+        yield _definition_list(model, f"{path}.", hidden)
         for key in model.model_fields:
             if found := _models(model, key):
                 inner.setdefault(key, found)
@@ -106,7 +104,7 @@ def _nets() -> Iterator[str]:
             f"`{key}: {json.dumps(parameter.default)}`"
             for key, parameter in build.net_parameters(name).items()
         )
-        text = _summary(net).removeprefix("Build ")
+        text = first_paragraph(net).removeprefix("Build ")
         yield f"| `{name}` | {keys} | {text[0].upper()}{text[1:]} |"
     yield "\nEvery net also has these keys:\n"
     for key, (_, meaning) in build.COMMON_KEYS.items():
@@ -119,17 +117,12 @@ def _tasks() -> Iterator[str]:
     for name, task in TASKS.items():
         keys = ", ".join(f"`{key}`" for key in registry.hyperparameter_names(task))
         metrics = ", ".join(f"`{metric}`" for metric in task.metric_classes)
-        yield f"| `{name}` | {keys} | {metrics} | {_summary(task)} |"
+        yield f"| `{name}` | {keys} | {metrics} | {first_paragraph(task)} |"
     yield ""
 
 
 NAMED_BY_TABLE = {"model": _nets, "task": _tasks}
 """Sections whose names have keys that only a registry knows."""
-
-
-def _summary(documented: Any) -> str:
-    """Return the first paragraph of a docstring in one line."""
-    return " ".join((documented.__doc__ or "").split("\n\n")[0].split())
 
 
 def _models(owner: type[BaseModel], key: str) -> list[type[BaseModel]]:
@@ -150,33 +143,20 @@ def _name(model: type[BaseModel]) -> str:
     [name] = annotation_types(model.model_fields[tags[0]].annotation) if tags else [""]
     if name is not str:
         return str(name)
-    path = re.match(r"path\.py:\w+", attribute_text(model, tags[0]))
+    meanings = {key.name: key.meaning for key in keys_of(model)}
+    path = re.match(r"path\.py:\w+", meanings[tags[0]])
     return path[0] if path else "NAME"
 
 
-def _field(model: type[BaseModel], key: str, prefix: str) -> Field:
-    schema = _schema(model)
-    field = model.model_fields[key]
-    name = field.alias or key
-    value = field.get_default(call_default_factory=True)
-    default = "" if value is PydanticUndefined else _default(value)
-    values = values_text(schema["properties"][name], schema.get("$defs", {}))
-    if model is Config:
-        values = values.replace("a section", f"a [section](#{name})")
-    return Field(
-        prefix + name,
-        values,
-        default,
-        attribute_text(model, key),
-    )
-
-
-def _schema(model: type[BaseModel]) -> Mapping[str, Any]:
-    return model.model_json_schema()
-
-
-def _default(value: Any) -> str:
-    """Return a default as it is written; of a section its name, and "" if it has none."""
-    if isinstance(value, BaseModel):
-        value = getattr(value, "name", "")
-    return default_text(list(value) if isinstance(value, tuple) else value)
+def _definition_list(model: type[BaseModel], prefix: str = "", hidden: Collection[str] = ()) -> str:
+    """Return the keys of a section as a definition list, except hidden ones."""
+    schema = model.model_json_schema()
+    entries = []
+    for key in keys_of(model):
+        if key.name in hidden:
+            continue
+        values = values_text(schema["properties"][key.name], schema.get("$defs", {}))
+        if model is Config:
+            values = values.replace("a section", f"a [section](#{key.name})")
+        entries.append(entry(key, values, prefix))
+    return "\n".join(entries)

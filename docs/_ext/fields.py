@@ -2,51 +2,32 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import MISSING
 from typing import Any
 
-from sphinx.pycode import ModuleAnalyzer
+from pydantic import BaseModel
+
+from raysim.cli.pages.keys import Key
 
 BOOLEAN = "`true` or `false`"
 
 
-@dataclass(frozen=True)
-class Field:
-    """One key of a section: name, accepted values, default, and one sentence about it."""
+def entry(key: Key, values: str, prefix: str = "") -> str:
+    """Return the entry of a key in a Markdown definition list.
 
-    key: str
-    values: str
-    default: str
-    text: str
-
-    def markdown(self) -> str:
-        """Return the entry of a definition list."""
-        about = f": {self.values}" + (f"; default {self.default}" if self.default else "")
-        text = f"\n\n  {self.text}" if self.text else ""
-        return f"`{self.key}`\n{about}{text}\n"
-
-
-def definition_list(fields: Iterable[Field]) -> str:
-    """Return fields as one Markdown definition list."""
-    return "\n".join(field.markdown() for field in fields)
-
-
-def attribute_text(owner: type, name: str) -> str:
-    """Return the docstring below a field, from the class that defines it; "" if it has none."""
-    for cls in owner.__mro__:
-        if name in inspect.get_annotations(cls):
-            lines = _attribute_texts(cls.__module__).get((cls.__qualname__, name), [])
-            return " ".join(" ".join(lines).split())
-    return ""
-
-
-@cache
-def _attribute_texts(module: str) -> Mapping[tuple[str, str], list[str]]:
-    return ModuleAnalyzer.for_module(module).find_attr_docs()
+    Args:
+        key: the key.
+        values: what values it accepts.
+        prefix: path before its name.
+    """
+    default = key.default
+    if isinstance(default, BaseModel):  # of a section its name, and nothing if it has none
+        default = getattr(default, "name", "")
+    about = values if default in (MISSING, "") else f"{values}; default `{_plain(default)}`"
+    text = f"\n\n  {key.meaning}" if key.meaning else ""
+    return f"`{prefix}{key.name}`\n: {about}{text}\n"
 
 
 def values_text(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> str:
@@ -89,11 +70,6 @@ def values_text(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> st
 
 def _number(value: float) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:g}"
-
-
-def default_text(value: Any) -> str:
-    """Return a default as it is written in a configuration."""
-    return "" if value == "" else f"`{_plain(value)}`"
 
 
 def _plain(value: Any) -> str:

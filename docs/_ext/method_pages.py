@@ -5,17 +5,16 @@ from __future__ import annotations
 import csv
 import re
 from collections.abc import Iterator
-from dataclasses import MISSING, fields
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 import yaml
-from fields import Field, attribute_text, default_text, definition_list, values_text
+from fields import entry, values_text
 from pydantic import TypeAdapter
 from result_pages import CONFIGS, REPOSITORY, about
 
 from raysim.algorithms.fedavg import AUTHORS_CODE, FedAvgClient, FedAvgServer
+from raysim.cli.pages.keys import first_paragraph, keys_of, plain
 from raysim.config.loading import shipped
 from raysim.rules import contract
 from raysim.rules.contract import Algorithm
@@ -38,7 +37,7 @@ def table() -> dict[str, str]:
             for rule, plain in ((method.client, FedAvgClient), (method.server, FedAvgServer))
             if rule is not plain
         ]
-        text = " ".join(map(_summary, changed)) or _other_defaults(method)
+        text = " ".join(map(first_paragraph, changed)) or _other_defaults(method)
         sides = [rule is method.client for rule in changed]
         side = {(): "", (True,): "client", (False,): "server", (True, False): "both"}[tuple(sides)]
         schedule = method.defaults.get("schedule", {}).get("name", "")
@@ -55,11 +54,6 @@ def _other_defaults(method: Algorithm) -> str:
         for key, value in keys.items()
     ]
     return f"FedAvg with {', '.join(keys)}." if keys else "Local SGD, and an average of the models."
-
-
-def _summary(rule: type[Any]) -> str:
-    """Return the first paragraph of a rule's docstring in one line."""
-    return " ".join((rule.__doc__ or "").split("\n\n")[0].split())
 
 
 def _page(method: Algorithm) -> Iterator[str]:
@@ -116,32 +110,17 @@ def _hyperparameters(method: Algorithm) -> Iterator[str]:
     yield "## Hyper-parameters\n"
     yield "Each is a key of the section `algorithm`.\n"
     for half, rule in (("Client", method.client), ("Server", method.server)):
-        yield f"**{half} rule `{rule.name}`.** {_summary(rule)}\n"
-        if listed := definition_list(_fields(rule, method)):
-            yield listed
-
-
-def _fields(rule: type[Any], method: Algorithm) -> list[Field]:
-    schema = TypeAdapter(rule).json_schema()
-    found = []
-    for field in fields(rule):
-        default = method.settings.get(field.name, field.default)
-        found.append(
-            Field(
-                field.name,
-                values_text(schema["properties"][field.name], schema.get("$defs", {})),
-                "" if default is MISSING else default_text(default),
-                attribute_text(rule, field.name),
-            )
-        )
-    return found
+        yield f"**{half} rule `{rule.name}`.** {first_paragraph(rule)}\n"
+        schema = TypeAdapter(rule).json_schema()
+        for key in keys_of(rule, method.settings):
+            yield entry(key, values_text(schema["properties"][key.name], schema.get("$defs", {})))
 
 
 def _settings(method: Algorithm) -> Iterator[str]:
     if method.defaults:
         yield "## Defaults in other sections\n"
         yield "The method sets these keys, unless you set them.\n"
-        yield f"```yaml\n{yaml.safe_dump(_plain(method.defaults), sort_keys=False)}```\n"
+        yield f"```yaml\n{yaml.safe_dump(plain(method.defaults), sort_keys=False)}```\n"
     for name, values in method.presets.items():
         yield f"## Preset `{name}`\n"
         author = "Luo 2023" if AUTHORS_CODE[name].items() <= values.items() else method.paper
@@ -150,11 +129,7 @@ def _settings(method: Algorithm) -> Iterator[str]:
             f"`algorithm.preset={name}` follows the code that {author} published{other} where it "
             f"differs from the text of {author}. It sets:\n"
         )
-        yield f"```yaml\n{yaml.safe_dump({'algorithm': _plain(values)}, sort_keys=False)}```\n"
-
-
-def _plain(value: Any) -> Any:
-    return {k: _plain(v) for k, v in value.items()} if hasattr(value, "items") else value
+        yield f"```yaml\n{yaml.safe_dump({'algorithm': plain(values)}, sort_keys=False)}```\n"
 
 
 def _configurations(method: Algorithm) -> Iterator[str]:

@@ -15,7 +15,8 @@ from rich.table import Table
 from raysim.cli.base import app, check_picture, data_app, print_table, tracking_app
 from raysim.cli.completion import PLACES, complete_listed
 from raysim.cli.pages.key_page import key_page, print_keys
-from raysim.cli.pages.method_page import first_paragraph, method_page, print_method
+from raysim.cli.pages.keys import first_paragraph
+from raysim.cli.pages.method_page import method_page, print_method
 from raysim.cli.terminal import Terminal, say
 from raysim.errors import ConfigError, did_you_mean
 

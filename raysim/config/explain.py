@@ -68,11 +68,7 @@ def section_keys(section: str, name: str) -> set[str] | None:
 def _section_models(section: str) -> list[type[Section]]:
     """Return the models of a section."""
     where = SECTIONS_IN.get(section, Config)
-    return [
-        m
-        for m in annotation_types(where.model_fields[section].annotation)
-        if isinstance(m, type) and issubclass(m, Section)
-    ]
+    return list(filter(_is_section, annotation_types(where.model_fields[section].annotation)))
 
 
 def choices(section: str) -> dict[str, type[Section]]:
@@ -121,19 +117,20 @@ def _refuse_switches(
     Sections whose keys are checked elsewhere are left out.
     """
     for key, value in raw.items():
-        fields = [m.model_fields[key] for m in models if key in m.model_fields]
-        types = [t for field in fields for t in annotation_types(field.annotation)]
-        if isinstance(value, bool) and fields and bool not in types:
+        types = []
+        for model in models:
+            if key in model.model_fields:
+                types += annotation_types(model.model_fields[key].annotation)
+        if isinstance(value, bool) and types and bool not in types:
             raise ConfigError(_wrong_switch(f"{above}{key}", value, types))
-        sections = [t for t in types if _is_section(t)]
-        if isinstance(value, Mapping) and sections:
-            _refuse_switches(value, sections, f"{above}{key}.")
+        if isinstance(value, Mapping):
+            _refuse_switches(value, list(filter(_is_section, types)), f"{above}{key}.")
 
 
 def _wrong_switch(key: str, value: bool, types: Sequence[Any]) -> str:
     """Return the message for true or false at a key of other types."""
     switch = str(value).lower()
-    sections = [t for t in types if _is_section(t)]
+    sections = list(filter(_is_section, types))
     if not sections or any(t in types for t in (int, float, str)):
         return f"{key}: {switch} is not an integer, number or word"
     names = dict.fromkeys(name for section in sections for name in section.model_fields)
@@ -232,15 +229,20 @@ def _mistake(item: Any, path: list[str], raw: Any, model: type) -> tuple[list[st
         return ["name"], f"missing; give it a name: {', '.join(choices(last))}"
     if kind == "invalid_key":
         return [], "a key must be a word"
-    text = _wrong_value(item, path)
+    return [], _wrong_value(item, path)
+
+
+def _wrong_value(item: Any, path: list[str]) -> str:
+    """Return the reason why a value does not fit its key, what to write instead, and the value."""
+    text = _reason(item, path)
     text = text[:1].lower() + text[1:]
     value = item["input"]
     if value is None or isinstance(value, str | int | float | list | tuple):
         text += f" (given: {value!r})"
-    return [], text
+    return text
 
 
-def _wrong_value(item: Any, path: list[str]) -> str:
+def _reason(item: Any, path: list[str]) -> str:
     """Return the reason why a value does not fit its key, and what to write instead."""
     kind = item["type"]
     value = item["input"]

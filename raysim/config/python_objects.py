@@ -124,23 +124,24 @@ def reference(value: Any) -> str:
     description = _Description()
     texts = description.of(value)
     label = (place or type(value).__qualname__).rpartition(".")[2]
-    if description.unreadable is not None:
-        kind = description.unreadable
+    if kind := description.unreadable:
         logger.warning(
             "%s holds a %s, whose content cannot be read: its run cannot be resumed by another "
             "process",
             label,
             kind,
         )
-        number = uuid.uuid4().hex[:DIGEST_CHARACTERS]
-        known = [kept.name for kept in _OBJECTS.values() if kept.value is value]
-        name = known[0] if known else f"{PREFIX}{label}{UNREADABLE}{kind}-{number}"
-        return _keep(name, value, texts).name
-    whole = hashlib.sha256()
-    for name, text in sorted(texts.items()):
-        whole.update(f"{name}\n{hashlib.sha256(text).hexdigest()}\n".encode())
-    name = f"{PREFIX}{label}-{whole.hexdigest()[:DIGEST_CHARACTERS]}"
-    return _keep(name, value, texts).name
+        for kept in _OBJECTS.values():
+            if kept.value is value:
+                return kept.name
+        label += f"{UNREADABLE}{kind}"
+        digest = uuid.uuid4().hex
+    else:
+        whole = hashlib.sha256()
+        for name, text in sorted(texts.items()):
+            whole.update(f"{name}\n{hashlib.sha256(text).hexdigest()}\n".encode())
+        digest = whole.hexdigest()
+    return _keep(f"{PREFIX}{label}-{digest[:DIGEST_CHARACTERS]}", value, texts).name
 
 
 def _resolves(module: str | None, place: str, value: Any) -> bool:
@@ -229,16 +230,12 @@ class _Description:
             name += "_"
         self.names[id(value)] = name
         self.texts[f"{name}.py"] = _source(value)
-        values: dict[str, Any] = {}
         if isinstance(value, type):
             for base in value.__mro__[1:]:
                 self.content(base)
-            for member in vars(value).values():
-                function = getattr(member, "__func__", getattr(member, "fget", member))
-                if isinstance(function, FunctionType) and function.__module__ == value.__module__:
-                    values |= _references(function)
-        else:
-            values = _references(value)
+        values: dict[str, Any] = {}
+        for function in _functions_of(value):
+            values |= _references(function)
         for key, used in sorted(values.items()):
             named = getattr(used, "__name__", None) == key  # then the source says which it is
             if named and not _is_users(used):
@@ -280,6 +277,15 @@ def _of_tensor(tensor: Any) -> str:
 
 def _is_net(value: Any) -> bool:
     return hasattr(value, "state_dict") and hasattr(value, "named_modules")
+
+
+def _functions_of(value: Any) -> list[FunctionType]:
+    """Return a function, or the methods of a class that its own module defines."""
+    if isinstance(value, FunctionType):
+        return [value]
+    members = [getattr(m, "__func__", getattr(m, "fget", m)) for m in vars(value).values()]
+    functions = [member for member in members if isinstance(member, FunctionType)]
+    return [f for f in functions if f.__module__ == value.__module__]
 
 
 def _references(function: FunctionType) -> dict[str, Any]:

@@ -60,15 +60,7 @@ def load_object(
     if reference.startswith(python_objects.PREFIX):
         return python_objects.find(reference, key).value
     where, _, name = reference.rpartition(":")
-    try:
-        module = load_file(where, key) if where.endswith(".py") else importlib.import_module(where)
-    except ConfigError:
-        raise
-    except BaseException as error:
-        reraise_stop(error)
-        if isinstance(error, ImportError) and not where.endswith(".py"):
-            raise ConfigError(f"{key}: cannot import '{where}': {with_cause(error)}") from None
-        raise _failed_import(where, key, error) from None
+    module = load_file(where, key) if where.endswith(".py") else _load_module(where, key)
     try:
         return operator.attrgetter(name)(module)
     except AttributeError:
@@ -77,6 +69,17 @@ def load_object(
         hint = f"; did you mean '{near[0]}'?" if near else ""
         known = f" (it has {', '.join(names)})" if names else ""
         raise ConfigError(f"{key}: {where} defines no '{name}'{hint}{known}") from None
+
+
+def _load_module(where: str, key: str) -> ModuleType:
+    """Return the module that Python finds under a name."""
+    try:
+        return importlib.import_module(where)
+    except ImportError as error:
+        raise ConfigError(f"{key}: cannot import '{where}': {with_cause(error)}") from None
+    except BaseException as error:
+        reraise_stop(error)
+        raise _failed_import(where, key, error) from None
 
 
 def _classes(module: ModuleType) -> list[str]:
@@ -166,14 +169,7 @@ class Code:
     @property
     def files(self) -> dict[str, bytes]:
         """The text of each file by its path relative to the main one, which comes first."""
-        home = os.path.dirname(self.modules[self.main].path)
-        sources = [
-            self.modules[self.main],
-            *(s for n, s in sorted(self.modules.items()) if n != self.main),
-        ]
-        return {
-            os.path.relpath(source.path, home): source.text for source in sources if source.path
-        }
+        return _texts(self.main, self.modules, os.path.dirname(self.modules[self.main].path))
 
     def __reduce__(self) -> tuple:
         return _install, (self.main, dict(self.modules))
@@ -251,7 +247,13 @@ def module_files(module: str) -> dict[str, bytes]:
     home = path.parents[depth]
     local = (lambda folder, name: name == top) if distribution_of(module) else _is_local
     _, modules = _collect_modules(path, module, {home: local})
-    sources = [modules[module], *(s for n, s in sorted(modules.items()) if n != module)]
+    return _texts(module, modules, home)
+
+
+def _texts(main: str, modules: Mapping[str, ModuleSource], home: str | Path) -> dict[str, bytes]:
+    """Return the text of each file by its path relative to a folder; that of `main` is first."""
+    others = sorted(name for name in modules if name != main)
+    sources = [modules[name] for name in (main, *others)]
     return {os.path.relpath(source.path, home): source.text for source in sources if source.path}
 
 
@@ -277,42 +279,48 @@ def _collect_modules(
     """
     modules = {main: ModuleSource(path.read_bytes(), str(path), path.name == "__init__.py")}
     waiting = [main]
-    for name, source in _found(main, roots):  # the packages around it
-        if name not in modules:
-            modules[name] = source
-            waiting.append(name)
+
+    def add(name: str) -> None:
+        """Add a module and the packages around it."""
+        for imported, source in _found(name, roots):
+            if imported not in modules:
+                modules[imported] = source
+                waiting.append(imported)
+
+    add(main)
     while waiting:
         name = waiting.pop()
         source = modules[name]
         package = name if source.is_package else name.rpartition(".")[0]
         for wanted in _imports(source.text):
-            names = _siblings(roots) if wanted is None else _absolute(wanted, package)
-            for candidate in names:
-                for imported, new in _found(candidate, roots):
-                    if imported not in modules:
-                        modules[imported] = new
-                        waiting.append(imported)
+            for candidate in _siblings(roots) if wanted is None else _absolute(wanted, package):
+                add(candidate)
     return main, modules
 
 
 def _found(name: str, roots: Mapping[Path, LocalModuleTest]) -> Iterator[tuple[str, ModuleSource]]:
     """Yield a module and the packages around it, as far as they are there."""
     parts = name.split(".")
-    for folder, is_local in roots.items():
-        place = folder / parts[0]
-        if not parts[0] or not (place.is_dir() or place.with_name(f"{parts[0]}.py").is_file()):
-            continue
-        if not is_local(folder, parts[0]):
-            continue
-        for depth in range(1, len(parts) + 1):
-            place = folder.joinpath(*parts[:depth])
-            inside, beside = place / "__init__.py", place.with_name(f"{place.name}.py")
-            file = inside if inside.is_file() else beside if beside.is_file() else None
-            if file is None and not (place.is_dir() and depth < len(parts)):
-                break
-            text = file.read_bytes() if file else b""
-            yield ".".join(parts[:depth]), ModuleSource(text, str(file or ""), file is not beside)
+    folder = _root_of(parts[0], roots)
+    if folder is None:
         return
+    for depth in range(1, len(parts) + 1):
+        place = folder.joinpath(*parts[:depth])
+        files = [place / "__init__.py", place.with_name(f"{place.name}.py")]
+        file = next(filter(Path.is_file, files), None)
+        if file is None and (depth == len(parts) or not place.is_dir()):
+            return
+        text = file.read_bytes() if file else b""
+        yield ".".join(parts[:depth]), ModuleSource(text, str(file or ""), file is not files[1])
+
+
+def _root_of(top: str, roots: Mapping[Path, LocalModuleTest]) -> Path | None:
+    """Return the folder that has a package or a module of this name; None if none has it."""
+    for folder, is_local in roots.items():
+        is_there = (folder / top).is_dir() or (folder / f"{top}.py").is_file()
+        if top and is_there and is_local(folder, top):
+            return folder
+    return None
 
 
 def _siblings(roots: Mapping[Path, LocalModuleTest]) -> Iterator[str]:
@@ -344,27 +352,27 @@ def _imports(text: bytes) -> tuple[str | None, ...]:
         return ()
     names: dict[str | None, None] = {}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names.update(dict.fromkeys(alias.name for alias in node.names))
-        elif isinstance(node, ast.ImportFrom):
-            base = "." * node.level + (node.module or "")
-            dot = "" if base.endswith(".") else "."
-            names.update(
-                dict.fromkeys([base, *(f"{base}{dot}{alias.name}" for alias in node.names)])
-            )
-        elif (
-            isinstance(node, ast.Call)
-            and _called_name(node.func) in ("import_module", "__import__")
-            and node.args
-        ):
-            first = node.args[0]
-            module = first.value if isinstance(first, ast.Constant) else None
-            names[module if isinstance(module, str) else None] = None
+        names.update(dict.fromkeys(_names_in(node)))
     return tuple(names)
 
 
-def _called_name(function: ast.expr) -> str:
-    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+def _names_in(node: ast.AST) -> list[str | None]:
+    """Return the modules that a statement, or a call, may import."""
+    match node:
+        case ast.Import():
+            return [alias.name for alias in node.names]
+        case ast.ImportFrom():
+            base = "." * node.level + (node.module or "")
+            dot = "" if base.endswith(".") else "."
+            return [base, *(f"{base}{dot}{alias.name}" for alias in node.names)]
+        case ast.Call(
+            func=ast.Attribute(attr="import_module" | "__import__")
+            | ast.Name(id="import_module" | "__import__"),
+            args=[first, *_],
+        ):
+            module = first.value if isinstance(first, ast.Constant) else None
+            return [module if isinstance(module, str) else None]
+    return []
 
 
 # -- loading ---------------------------------------------------------------------------------------

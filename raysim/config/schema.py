@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BeforeValidator, Field
 
+from raysim.config.identity import Identity, identity_of, is_part
 from raysim.config.sections.base import Named, Section, default_name, named
 from raysim.config.sections.data import IID, AnyData, Partition
 from raysim.config.sections.evaluation import Evaluate, RecordUpdates, Stop
@@ -41,21 +42,6 @@ SECTIONS_WITH_NAME = (
 )
 
 
-DEFAULTS_LEFT_OUT = (
-    ("data", "problem", None),
-    ("local", "personal", []),
-    ("local", "buffers", "averaged"),
-    ("batching", "convolutions", "direct"),
-    ("partition", "seed", None),
-    ("partition", "test", None),
-    ("partition", "val", None),
-    ("schedule", "sampling", {"name": "uniform"}),
-)
-"""Sections and keys that are no part of a run's identity where they have this value."""
-
-NEW_KEYS_OF_LOCAL = ("optimizer", "accumulate", "autocast", "upload")
-"""Keys of local settings that are no part of a run's identity where they change nothing."""
-
 KEYS_OF_FILES = ("data.path", "partition.path", "model.init_from")
 """Keys that are no part of a run's identity where `files` has the digest of what they name."""
 
@@ -66,11 +52,11 @@ class Config(Section):
     Only data, rounds and algorithm (or client and server) are required.
     """
 
-    name: str | None = None
+    name: Annotated[str | None, Identity.NEVER] = None
     """Label of the run in reports; null: the method."""
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Seed of every random number of the run."""
-    rounds: int = Field(ge=1, le=10**9)
+    rounds: Annotated[int, Identity.NEVER] = Field(ge=1, le=10**9)
     """Number of rounds."""
     dtype: Literal["float32", "float64"] = "float32"
     """Type of parameters and data."""
@@ -78,7 +64,9 @@ class Config(Section):
     """Data set."""
     partition: Annotated[Partition, default_name("iid")] = IID()
     """How examples are divided among clients."""
-    task: Annotated[Named, default_name("classification")] = Named(name="classification")
+    task: Annotated[Named, default_name("classification"), Identity.UNLESS_DEFAULT] = Named(
+        name="classification"
+    )
     """Learning task: its loss, and the metrics of evaluations. classification, multilabel,
     regression, next_token, or path.py:Class."""
     model: Annotated[Named, default_name("mlp")] = Named(name="mlp")
@@ -92,47 +80,37 @@ class Config(Section):
     """Server rule, and its hyper-parameters."""
     local: Local = Local(steps=5)
     """Local training."""
-    groups: dict[Annotated[str, Field(pattern=r"^[A-Za-z]\w*$")], Group] = Field(default={})
+    groups: Annotated[
+        dict[Annotated[str, Field(pattern=r"^[A-Za-z]\w*$")], Group], Identity.UNLESS_DEFAULT
+    ] = Field(default={})
     """Clients with a client rule or local settings of their own, by the name of the group."""
     privacy: Privacy | None = None
     """Differential privacy; null: none."""
     schedule: Annotated[Schedule, default_name("sync")] = Sync()
     """Which clients take part in a round, and when."""
-    faults: Faults = Faults()
+    faults: Annotated[Faults, Identity.NEVER] = Faults()
     """Effects of clients' failures."""
     resources: Resources = Resources()
     """Processes and devices."""
     batching: Batching = Batching()
     """How clients share a worker's pass."""
-    evaluate: Evaluate = Evaluate()
+    evaluate: Annotated[Evaluate, Identity.NEVER] = Evaluate()
     """Evaluation and probes."""
-    stop: Stop | None = None
+    stop: Annotated[Stop | None, Identity.UNLESS_DEFAULT] = None
     """Early stopping by a metric; null: all rounds are trained."""
-    record_updates: RecordUpdates | None = None
+    record_updates: Annotated[RecordUpdates | None, Identity.NEVER] = None
     """Updates that are kept for `raysim attack`; null: none."""
-    checkpoint: Checkpointing = Checkpointing()
+    checkpoint: Annotated[Checkpointing, Identity.NEVER] = Checkpointing()
     """Checkpoints."""
-    client_state: ClientState = ClientState()
+    client_state: Annotated[ClientState, Identity.NEVER] = ClientState()
     """Storage of the client state."""
-    run_dir: str | None = None
+    run_dir: Annotated[str | None, Identity.NEVER] = None
     """Folder of the run; null: runs/EXPERIMENT/METHOD-SEED-HASH."""
-    tracking: Tracking = Tracking()
+    tracking: Annotated[Tracking, Identity.NEVER] = Tracking()
     """MLflow."""
     files: dict[str, dict[str, str]] | None = None
     """Digests of the files that other keys name, found when a run is prepared: the sha256 by key
     and file, the version by key and distribution."""
-
-    _NOT_THE_RESULT: ClassVar = (
-        "name",
-        "rounds",
-        "faults",
-        "evaluate",
-        "record_updates",
-        "checkpoint",
-        "client_state",
-        "run_dir",
-        "tracking",
-    )
 
     def section_of_rule(self, half: str) -> str:
         """Return the section that names a rule: "algorithm", unless another replaces it.
@@ -207,7 +185,7 @@ class Config(Section):
         Args:
             key: a dotted key of a configuration.
         """
-        return key.partition(".")[0] not in cls._NOT_THE_RESULT
+        return is_part(cls, key.partition(".")[0])
 
     def own_step_sizes(self) -> dict[str, OwnStepSizes]:
         """Return the users' functions of step sizes, by the keys that name them."""
@@ -217,20 +195,12 @@ class Config(Section):
 
     def identity(self) -> dict[str, Any]:
         """Return the part of the configuration that determines the parameters after each round."""
-        whole = self.model_dump(mode="json", exclude={*self._NOT_THE_RESULT, "stop"})
+        whole = identity_of(self)
         whole["resources"] = self._identity_of_resources()
-        whole["batching"].pop("cuda_graphs")
-        for key in self.data.NOT_THE_RESULT:
-            whole["data"].pop(key)
-        for group in whole["groups"].values():
-            group.pop("file")  # its content counts
-            _leave_out_new_keys(group["local"])
-        if whole["schedule"]["client_speeds"]["name"] == "trace":
-            whole["schedule"]["client_speeds"].pop("path")
-        if self.example_privacy:
-            whole["privacy"].pop("unit")
-        self._leave_out_defaults(whole)
-        whole |= self._identity_of_stop()
+        if self.stop:
+            clients = self.evaluate.clients
+            whole["stop"]["evaluate"] = self.evaluate.every
+            whole["stop"]["clients"] = clients and clients.every
         if self.held_out:
             whole["held_out_clients"] = self.held_out
         self._replace_paths_by_contents(whole)
@@ -247,41 +217,16 @@ class Config(Section):
             "server_device": "cuda" if server_gpus else "cpu",
         }
 
-    def _leave_out_defaults(self, whole: dict[str, Any]) -> None:
-        """Remove sections and keys that change nothing, so that older runs keep their identity."""
-        for section, key, default in DEFAULTS_LEFT_OUT:
-            if whole[section].get(key, ...) == default:
-                whole[section].pop(key)
-        for key in NEW_KEYS_OF_LOCAL:
-            if getattr(self.local, key) == Local.model_fields[key].default:
-                whole["local"].pop(key)
-        _leave_out_new_keys(whole["local"])
-        _leave_out_new_keys_of_test(whole["partition"])
-        if whole["task"] == {"name": "classification"}:
-            whole.pop("task")
-        if not whole["groups"]:
-            whole.pop("groups")
-
     def _replace_paths_by_contents(self, whole: dict[str, Any]) -> None:
         """Replace paths by digests: contents determine the result, and not where files lie."""
-        digests: dict[str, dict[str, str]] = {}
-        for key, contents in (whole.pop("files") or {}).items():
-            if self.determines_result(key):
-                digests[key] = contents
+        digests = {k: v for k, v in (self.files or {}).items() if self.determines_result(k)}
         for key in KEYS_OF_FILES:
             section, name = key.split(".")
             if whole[section].get(name, ...) in digests.get(key, ()):
                 whole[section].pop(name)
+        whole.pop("files", None)
         if digests:
             whole["files"] = {key: list(contents.values()) for key, contents in digests.items()}
-
-    def _identity_of_stop(self) -> dict[str, Any]:
-        """Return the section `stop` and how often its metric is evaluated; {} without it."""
-        if self.stop is None:
-            return {}
-        clients = self.evaluate.clients
-        often = {"evaluate": self.evaluate.every, "clients": clients and clients.every}
-        return {"stop": {**self.stop.model_dump(mode="json"), **often}}
 
     @property
     def fingerprint(self) -> str:
@@ -295,20 +240,3 @@ class Config(Section):
     def dump(self) -> str:
         """Return YAML that reads back to this configuration."""
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
-
-
-def _leave_out_new_keys_of_test(partition: dict[str, Any]) -> None:
-    """Remove `test.natural` where it changes nothing, so that older runs keep their identity."""
-    test = partition.get("test")
-    if test and not test["natural"]:
-        test.pop("natural")
-
-
-def _leave_out_new_keys(local: dict[str, Any]) -> None:
-    """Remove keys of local settings that change nothing, so that older runs keep their identity."""
-    for key in NEW_KEYS_OF_LOCAL:
-        if local.get(key, ...) is None:
-            local.pop(key)
-    optimizer = local.get("optimizer", {})
-    if optimizer.get("name") == "sgd" and not optimizer["weight_decay"]:
-        optimizer.pop("weight_decay")

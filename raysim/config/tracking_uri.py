@@ -242,26 +242,21 @@ def restored_uri(uri: str) -> str:
     if REDACTED not in uri:
         return uri
     environment_uri = os.environ.get("MLFLOW_TRACKING_URI", "")
-    if (
-        environment_uri
-        and REDACTED not in environment_uri
-        and redacted_uri(environment_uri.rstrip("/")) == uri
-    ):
+    if REDACTED not in environment_uri and redacted_uri(environment_uri.rstrip("/")) == uri:
         return environment_uri
     parts = urlsplit(uri)
-    bare = _joined(parts, parts.netloc.rpartition("@")[2])
-    if parts.scheme.startswith("databricks") and (_set("DATABRICKS_TOKEN") or _profiles()):
-        return parts.scheme
-    if parts.scheme in ("http", "https") and REDACTED not in bare and _server_credentials():
-        return bare
+    advice = "set MLFLOW_TRACKING_URI to the whole address"
     if parts.scheme.startswith("databricks"):
+        if _set("DATABRICKS_TOKEN") or _profiles():
+            return parts.scheme
         advice = "set DATABRICKS_TOKEN, or have a profile in ~/.databrickscfg"
-    elif parts.scheme in ("http", "https"):
+    if parts.scheme in ("http", "https"):
+        bare = _joined(parts, parts.netloc.rpartition("@")[2])
+        if REDACTED not in bare and _server_credentials():
+            return bare
         advice = (
             "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
         )
-    else:
-        advice = "set MLFLOW_TRACKING_URI to the whole address"
     raise ConfigError(
         f"tracking.uri: {mask_secrets(uri)} needs credentials, which no run keeps in its folder; "
         f"{advice}, or resume with "

@@ -65,20 +65,20 @@ def _check_arguments(
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):  # of a function without a signature
         return
-    kinds = inspect.Parameter
-    various = (kinds.VAR_KEYWORD, kinds.VAR_POSITIONAL)
-    arguments = [k for k, p in parameters.items() if p.kind not in various]
-    if len(arguments) < n_given and not any(p.kind in various for p in parameters.values()):
+    variable = {inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL}
+    variable &= {parameter.kind for parameter in parameters.values()}
+    named = {key: p for key, p in parameters.items() if p.kind not in variable}
+    if len(named) < n_given and not variable:
         raise ConfigError(
-            f"{section}.name: {name} takes {len(arguments)} arguments; it is called with {n_given}"
+            f"{section}.name: {name} takes {len(named)} arguments; it is called with {n_given}"
         )
-    known = arguments[n_given:]
-    takes_any = any(p.kind is kinds.VAR_KEYWORD for p in parameters.values())
-    for key in keys:
-        if key not in known and not takes_any:
-            raise ConfigError(f"{section}.{key}: unknown key of '{name}'{did_you_mean(key, known)}")
+    known = list(named)[n_given:]
+    unknown = [key for key in keys if key not in known]
+    if unknown and inspect.Parameter.VAR_KEYWORD not in variable:
+        key = unknown[0]
+        raise ConfigError(f"{section}.{key}: unknown key of '{name}'{did_you_mean(key, known)}")
     for key in known:
-        if parameters[key].default is kinds.empty and key not in keys:
+        if named[key].default is inspect.Parameter.empty and key not in keys:
             raise ConfigError(f"{section}.{key}: missing; '{name}' needs it")
 
 

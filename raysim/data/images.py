@@ -317,33 +317,37 @@ def load_folder(data: Data) -> Dataset:
             "data.path: missing; data.name=folder needs the folder that holds train/ and test/"
         )
     path = Path(data.path).expanduser()
-    halves = (
-        path / "train",
-        next((path / half for half in ("test", "val") if (path / half).is_dir()), path / "test"),
-    )
-    listings = []
-    for half in halves:
-        try:
-            listings.append(import_torchvision().datasets.ImageFolder(str(half), allow_empty=True))
-        except OSError as error:
-            raise ConfigError(
-                f"data.path: {half} must hold one folder of images for each class: {error}"
-            ) from None
-        if not listings[-1].samples:
-            raise ConfigError(f"data.path: no images in {half}/<class>/")
-    train, test = listings
+    folder, folder_test = path / "train", path / "test"
+    if not folder_test.is_dir() and (path / "val").is_dir():
+        folder_test = path / "val"
+    train = _listing(folder)
+    test = _listing(folder_test)
     if unknown := set(test.classes) - set(train.classes):
         raise ConfigError(
-            f"data.path: {halves[1]} has classes that {halves[0]} lacks: "
+            f"data.path: {folder_test} has classes that {folder} lacks: "
             f"{', '.join(sorted(unknown))}"
         )
-    paths = [[Path(file) for file, _ in half.samples] for half in listings]
-    side, mode = common_form(paths[0], data.size)
-    x, x_test = (decode_images(half, side, mode) for half in paths)
+    paths = [Path(file) for file, _ in train.samples]
+    side, mode = common_form(paths, data.size)
+    x = decode_images(paths, side, mode)
+    x_test = decode_images((Path(file) for file, _ in test.samples), side, mode)
     y = np.array(train.targets, dtype=np.int64)
     y_test = np.array([train.class_to_idx[test.classes[k]] for k in test.targets], dtype=np.int64)
     norm = normalise(IMAGENET_GREY_MEAN_STD if mode == "L" else IMAGENET_MEAN_STD)
     return Dataset(path.resolve().name, x, y, x_test, y_test, tuple(train.classes), *norm)
+
+
+def _listing(folder: Path) -> Any:
+    """Return the images of a half as torchvision lists them, with their classes."""
+    try:
+        listing = import_torchvision().datasets.ImageFolder(str(folder), allow_empty=True)
+    except OSError as error:
+        raise ConfigError(
+            f"data.path: {folder} must hold one folder of images for each class: {error}"
+        ) from None
+    if not listing.samples:
+        raise ConfigError(f"data.path: no images in {folder}/<class>/")
+    return listing
 
 
 def common_form(

@@ -137,19 +137,29 @@ def load_dataset(data: AnyData) -> Dataset:
             dataset = from_hugging_face(data)
         case _:
             dataset = _load_known(data)
-    if data.scaling != "standard" and not dataset.are_images:
+    return _augmented(data, _scaled(data, dataset))
+
+
+def _scaled(data: AnyData, dataset: Dataset) -> Dataset:
+    """Return a data set whose pixels become inputs as `data.scaling` has it."""
+    if data.scaling == "standard":
+        return dataset
+    if not dataset.are_images:
         raise ConfigError(
             f"data.scaling: {data.scaling} is for images, x as uint8 with one or three channels, "
             f"but {dataset.name} has {dataset.x.dtype} {list(dataset.x.shape)}; leave it out"
         )
-    if data.scaling == "unit":
-        top = MAX_PIXEL_VALUES.get(data.name, 255)
-        channels = dataset.shape[0]
-        scale, shift = normalise(([0.0] * channels, [1.0] * channels), top)
-        dataset = replace(dataset, scale=scale, shift=shift)
     if data.scaling == "per_pixel":
         scale, shift = normalise_each_pixel(dataset.x)
-        dataset = replace(dataset, scale=scale, shift=shift)
+    else:
+        channels = dataset.shape[0]
+        top = MAX_PIXEL_VALUES.get(data.name, 255)
+        scale, shift = normalise(([0.0] * channels, [1.0] * channels), top)
+    return replace(dataset, scale=scale, shift=shift)
+
+
+def _augmented(data: AnyData, dataset: Dataset) -> Dataset:
+    """Return a data set with the augmentation of `data.augment`."""
     if data.augment is None:
         return dataset
     if not data.augment:

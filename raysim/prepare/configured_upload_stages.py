@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields
-from functools import partial
+from dataclasses import asdict
 
 import torch
 
@@ -97,32 +96,34 @@ def check_stages(
                 "stage can change; name an upload of floats"
             )
         if ":" in named.name:
-            rng = generator(0, "dry run")
-            update = torch.from_numpy(rng.standard_normal(model.size)).to(model.dtype)
-            failed = f"{key}.name: {type(stage).__name__} failed on a random update: "
-            try:
-                with (
-                    translate_errors(lambda text, failed=failed: ConfigError(failed + text)),
-                    keyed_numbers_only(partial(_unkeyed, stage, key)),
-                ):
-                    decoded = stage.encode(update, rng)
-                    check_encoded(stage, key, update, decoded)
-                    before = WireFormat(model.size, 8 * update.element_size())
-                    if not torch.isfinite(decoded).all():
-                        raise ConfigError(
-                            f"{key}: encode of {type(stage).__name__} returns numbers that are not "
-                            "finite for a finite update"
-                        )
-                    check_wire_format(stage, key, stage.wire_format(before, decoded))
-            except ContractError as error:
-                raise ConfigError(str(error)) from None
+            _try_stage(key, stage, model)
 
 
-def _unkeyed(stage: UploadStage, key: str, drawn: str) -> ConfigError:
-    """Return the error for a stage that draws from a global generator."""
-    return ConfigError(
-        f"{key}: {type(stage).__name__} {drawn}, {RNG_ARGUMENT} {RANDOM_NUMBERS_PAGE}"
-    )
+def _try_stage(key: str, stage: UploadStage, model: Model) -> None:
+    """Run a user's stage on a random update."""
+    rng = generator(0, "dry run")
+    update = torch.from_numpy(rng.standard_normal(model.size)).to(model.dtype)
+    name = type(stage).__name__
+
+    def failed(text: str) -> ConfigError:
+        return ConfigError(f"{key}.name: {name} failed on a random update: {text}")
+
+    def unkeyed(drawn: str) -> ConfigError:
+        return ConfigError(f"{key}: {name} {drawn}, {RNG_ARGUMENT} {RANDOM_NUMBERS_PAGE}")
+
+    try:
+        with translate_errors(failed), keyed_numbers_only(unkeyed):
+            decoded = stage.encode(update, rng)
+            check_encoded(stage, key, update, decoded)
+            if not torch.isfinite(decoded).all():
+                raise ConfigError(
+                    f"{key}: encode of {name} returns numbers that are not finite for a finite "
+                    "update"
+                )
+            before = WireFormat(model.size, 8 * update.element_size())
+            check_wire_format(stage, key, stage.wire_format(before, decoded))
+    except ContractError as error:
+        raise ConfigError(str(error)) from None
 
 
 def with_stage_parameters(config: Config, stages: Mapping[str, Sequence[UploadStage]]) -> Config:
@@ -138,9 +139,7 @@ def with_stage_parameters(config: Config, stages: Mapping[str, Sequence[UploadSt
         if not named:
             return local
         sections = tuple(
-            Named.model_validate(
-                {"name": section.name, **{f.name: asdict(stage)[f.name] for f in fields(stage)}}
-            )
+            Named.model_validate({"name": section.name, **asdict(stage)})
             for section, stage in zip(named, stages[key], strict=True)
         )
         return local.model_copy(update={"upload": sections})

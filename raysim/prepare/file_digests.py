@@ -41,10 +41,9 @@ from raysim.config.sections.data import (
     FromFile,
     HuggingFace,
     OwnData,
-    OwnPartition,
     TorchvisionData,
 )
-from raysim.config.sections.schedule import OwnSampling, Trace
+from raysim.config.sections.schedule import Sync, Trace
 from raysim.data import Dataset
 from raysim.errors import ConfigError
 from raysim.models import build
@@ -55,13 +54,20 @@ from raysim.system import files
 FileDigests = dict[str, dict[str, str]]
 """By configuration key: the sha256 of each file by path, and the version of each distribution."""
 
+SHA256_CHARACTERS = 64
+
 EMPTY_FILE_SHA256 = hashlib.sha256().hexdigest()
 """The sha256 of an empty file."""
 
 RULES = ("algorithm", "client", "server")
 """Sections of the configuration that name rules."""
 
-GROUPS = {**dict.fromkeys(RULES, entry_points.ALGORITHMS), "model": entry_points.MODELS}
+GROUPS = {
+    **dict.fromkeys(RULES, entry_points.ALGORITHMS),
+    "model": entry_points.MODELS,
+    "data": entry_points.DATA,
+    "probes": entry_points.PROBES,
+}
 """The group of entry points whose names a section may have."""
 
 SECTIONS_WITH_CODE = (*RULES, "task", "model")
@@ -143,15 +149,7 @@ def of_data(config: Config, dataset: Dataset) -> FileDigests:
     """
     digests: FileDigests = {}
     recorded = config.files or {}
-    named = dict(_path_parameters(config, recorded))
-    if isinstance(config.schedule.client_speeds, Trace):
-        named["schedule.client_speeds.path"] = config.schedule.client_speeds.path
-    if isinstance(config.partition, FromFile):
-        named["partition.path"] = config.partition.path
-    for name, group in config.groups.items():
-        if group.file is not None:
-            named[f"groups.{name}.file"] = group.file
-    for key, path in named.items():
+    for key, path in _paths(config, recorded):
         was_empty = recorded.get(key, {}).get(path) == EMPTY_FILE_SHA256
         digest = EMPTY_FILE_SHA256 if was_empty else _of_path(Path(path).expanduser(), key)
         digests[key] = {path: digest}
@@ -159,16 +157,34 @@ def of_data(config: Config, dataset: Dataset) -> FileDigests:
         contents = [_of_path(file, "model.init_from") for file in weight_files(source)]
         whole = contents[0] if len(contents) == 1 else _sha256("\n".join(contents).encode())
         digests["model.init_from"] = {source: whole}
+    # Examples come last: a change of a file that they are read from is the cause.
+    return digests | _examples_digest(config, dataset)
+
+
+def _paths(config: Config, recorded: Mapping[str, Mapping[str, str]]) -> Iterator[tuple[str, str]]:
+    """Yield each key that names a file, except those of examples and initial weights."""
+    yield from _path_parameters(config, recorded)
+    if isinstance(config.schedule.client_speeds, Trace):
+        yield "schedule.client_speeds.path", config.schedule.client_speeds.path
+    if isinstance(config.partition, FromFile):
+        yield "partition.path", config.partition.path
+    for name, group in config.groups.items():
+        if group.file is not None:
+            yield f"groups.{name}.file", group.file
+
+
+def _examples_digest(config: Config, dataset: Dataset) -> FileDigests:
+    """Return the digest of examples that are the user's own; {} for other data sets."""
     match config.data:
-        case OwnData():
-            digests["data.examples"] = {f"what {config.data.name} returns": _of_examples(dataset)}
-        case Arrays() | HuggingFace():
-            digests["data.path"] = {config.data.path: _of_examples(dataset)}
-        case TorchvisionData():
-            digests["data.dataset"] = {config.data.dataset: _of_examples(dataset)}
+        case OwnData(name=name):
+            return {"data.examples": {f"what {name} returns": _of_examples(dataset)}}
+        case Arrays(path=path) | HuggingFace(path=path):
+            return {"data.path": {path: _of_examples(dataset)}}
+        case TorchvisionData(dataset=name):
+            return {"data.dataset": {name: _of_examples(dataset)}}
         case Data(path=str(path)):
-            digests["data.path"] = {path: dataset.digest}
-    return digests
+            return {"data.path": {path: dataset.digest}}
+    return {}
 
 
 def _of_examples(dataset: Dataset) -> str:
@@ -211,71 +227,63 @@ def check_file_digests(
         ConfigError: a file or a distribution has changed; the message names it.
     """
     for key, now in current.items():
-        if not Config.determines_result(key):
-            continue
         before = (recorded or {}).get(key, {})
-        if next(iter(before), None) != next(iter(now), None):
+        names_other_file = next(iter(before), None) != next(iter(now), None)
+        if names_other_file or not Config.determines_result(key):
             continue
         changed = [name for name in {**before, **now} if before.get(name) != now.get(name)]
         # Files that exist on both sides come first: added or missing imports are a consequence.
-        changed.sort(key=lambda name: not (name in before and name in now))
+        changed.sort(key=lambda name: name not in before or name not in now)
         if changed:
-            sections = (*SECTIONS_WITH_CODE, "data", "partition")
-            is_code = key in sections or key.startswith(PARTS_WITH_CODE)
-            is_code = is_code or (key.startswith("groups.") and not key.endswith(".file"))
-            place = f"{key}.name" if is_code else key
-            version = before.get(changed[0], "")
-            is_distribution = changed[0] in _distribution_names(before, now)
-            fix = f"install {version} of it" if is_distribution else "put the old one back"
-            # A fork keeps data, partition and net, so it can only change the rules.
-            is_rule = key.partition(".")[0] in ("algorithm", "client", "server")
-            fork = " (`raysim resume --fork` starts from the last checkpoint)" if is_rule else ""
-            raise ConfigError(
-                f"{place}: {changed[0]} has changed since this run began; {fix} (the old code is "
-                f"in the folder source/ of the run directory), or start a new run{fork}"
-            )
+            raise _changed_file(key, changed[0], before.get(changed[0]), now.get(changed[0]))
 
 
-def _distribution_names(*digests: Mapping[str, str]) -> set[str]:
-    """Return the names that have a version as value; a sha256 has 64 characters."""
-    return {name for mapping in digests for name, value in mapping.items() if len(value) < 64}
+def _changed_file(key: str, name: str, before: str | None, now: str | None) -> ConfigError:
+    """Return the error for a file or a distribution that has changed."""
+    sections = (*SECTIONS_WITH_CODE, "data", "partition")
+    is_groups_rule = key.startswith("groups.") and not key.endswith(".file")
+    is_code = is_groups_rule or key in sections or key.startswith(PARTS_WITH_CODE)
+    place = f"{key}.name" if is_code else key
+    # A distribution has a version as value; a sha256 has 64 characters.
+    is_distribution = len(before or now or "") < SHA256_CHARACTERS
+    fix = f"install {before or ''} of it" if is_distribution else "put the old one back"
+    # A fork keeps data, partition and net, so it can only change the rules.
+    is_rule = key.partition(".")[0] in RULES
+    fork = " (`raysim resume --fork` starts from the last checkpoint)" if is_rule else ""
+    return ConfigError(
+        f"{place}: {name} has changed since this run began; {fix} (the old code is in the folder "
+        f"source/ of the run directory), or start a new run{fork}"
+    )
 
 
 def _references(config: Config) -> Iterator[tuple[str, str]]:
     """Yield each key that names code outside raysim, with the reference to that code."""
+    for key, name in _names(config):
+        section = key.rstrip(".0123456789").rpartition(".")[2]
+        if ":" in name:
+            yield key, name
+        elif section in GROUPS and (found := entry_points.find_reference(GROUPS[section], name)):
+            yield key, found
+
+
+def _names(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield each key whose section can name code, with that name."""
     for key, section in _sections_with_code(config):
-        kind = key.rpartition(".")[2]
-        group = GROUPS.get(kind)
-        if (reference := _reference(section.name, group)) is not None:
-            yield key, reference
+        yield key, section.name
     for i, metric in enumerate(config.evaluate.metrics or ()):
-        if ":" in metric:
-            yield f"evaluate.metrics.{i}", metric
+        yield f"evaluate.metrics.{i}", metric
     for key, probe in config.evaluate.named_probes().items():
-        if (reference := _reference(probe.name, entry_points.PROBES)) is not None:
-            yield key, reference
+        yield key, probe.name
     if isinstance(config.data, OwnData):
-        reference = _reference(config.data.name, entry_points.DATA)
-        if reference is not None:
-            yield "data", reference
-    if isinstance(config.partition, OwnPartition):
-        yield "partition", config.partition.name
+        yield "data", config.data.name
+    yield "partition", config.partition.name
     for key, step_sizes in config.own_step_sizes().items():
         yield key, step_sizes.name
-    sampling = getattr(config.schedule, "sampling", None)
-    if isinstance(sampling, OwnSampling):
-        yield "schedule.sampling", sampling.name
+    if isinstance(config.schedule, Sync):
+        yield "schedule.sampling", config.schedule.sampling.name
     for key, stages in config.uploads.items():
         for i, stage in enumerate(stages):
-            if ":" in stage.name:
-                yield f"{key}.{i}", stage.name
-
-
-def _reference(name: str, group: entry_points.EntryPointGroup | None) -> str | None:
-    """Return the reference to code that a name means; None for what raysim has."""
-    if ":" in name or group is None:
-        return name if ":" in name else None
-    return entry_points.find_reference(group, name)
+            yield f"{key}.{i}", stage.name
 
 
 def _sections_with_code(config: Config) -> Iterator[tuple[str, Named]]:
@@ -296,12 +304,13 @@ def _path_parameters(
 
     Only parameters that accept any text count.
     """
-    sections = list(_sections_with_code(config))
-    for key, section in (("data", config.data), ("partition", config.partition)):
-        if isinstance(section, Named):
-            sections.append((key, section))
+    sections = [
+        *_sections_with_code(config),
+        ("data", config.data),
+        ("partition", config.partition),
+    ]
     for key, section in sections:
-        if key in ("algorithm", "task"):
+        if key in ("algorithm", "task") or not isinstance(section, Named):
             continue
         for place, text in _parameter_texts(key, section):
             # What was a path when the run began stays one, so that a missing file is noticed.
@@ -335,18 +344,14 @@ def _nested_texts(place: str, value: Any) -> Iterator[tuple[str, str]]:
 def _kinds(key: str, name: str) -> Mapping[str, Any]:
     """Return the annotations of the parameters of a rule or a net."""
     if key == "model":
-        return {
-            k: str if (a := p.annotation) is p.empty else a
-            for k, p in build.net_parameters(name).items()
-        }
+        parameters = build.net_parameters(name).items()
+        return {k: str if p.annotation is p.empty else p.annotation for k, p in parameters}
     return get_type_hints(registry.find_rule(key, name))
 
 
 def _any_text(kind: Any) -> bool:
     """Return whether an annotation accepts any text or path."""
-    return kind is Any or bool(
-        {str, Path, os.PathLike} & {k for k in annotation_types(kind) if isinstance(k, type)}
-    )
+    return kind is Any or any(k in (str, Path, os.PathLike) for k in annotation_types(kind))
 
 
 def _module_files(module: str) -> dict[str, bytes]:

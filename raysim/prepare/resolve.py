@@ -5,45 +5,30 @@ Everything is resolved once, and every mistake is reported before Ray starts.
 
 from __future__ import annotations
 
-import copy
 import shlex
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-from torch import nn
-
-from raysim import schedule
 from raysim.config import explain, loading, tracking_uri
 from raysim.config.references import reading_once
 from raysim.config.schema import Config
-from raysim.config.sections.base import Named, named
+from raysim.config.sections.base import named
 from raysim.config.sections.data import AnyData
-from raysim.config.sections.schedule import InFlight, OwnSampling, Sync
-from raysim.data import Dataset, load_dataset, split_dataset
-from raysim.data.partition.clients import Clients, VirtualClients
-from raysim.data.partition.groups import group_members, local_of_groups
-from raysim.engine import early_stop, learning, probes
-from raysim.engine.plan import Plan, Probe, measures_clients
-from raysim.errors import ConfigError, RaysimError
-from raysim.models import build
-from raysim.models.checks.against_pytorch import check_reading, sample_outputs
-from raysim.models.flat import Model
-from raysim.prepare import checks, configured_upload_stages, file_digests
+from raysim.data import Dataset, load_dataset
+from raysim.data.partition.groups import local_of_groups
+from raysim.engine import early_stop, probes
+from raysim.engine.plan import Plan, measures_clients
+from raysim.errors import ConfigError
+from raysim.models.checks.against_pytorch import sample_outputs
+from raysim.prepare import checks, file_digests, rule_checks
 from raysim.prepare.absolute_paths import with_absolute_paths, with_run_folder
 from raysim.prepare.dry_run import client_rule, learning_task, server_rule
-from raysim.prepare.mode_and_block_size import BlockChoice, choose_batching
-from raysim.rules.contract import ClientRule, ServerRule
-from raysim.rules.methods import pairs, registry
-from raysim.rules.rule import Problem
-from raysim.rules.tasks.learning_task import LearningTask, TaskMetric
-from raysim.rules.upload_stages import UploadStage
-from raysim.server.collusion import check_collusion
+from raysim.prepare.mode_and_block_size import choose_batching
+from raysim.prepare.workload import Rules, build_problem, build_rules
+from raysim.prepare.written_out import write_out
+from raysim.rules.methods import registry
 from raysim.training.groups import ClientGroup
-from raysim.training.personal import personal_parts
 
 
 def prepare(
@@ -63,7 +48,7 @@ def prepare(
     """
     raw = read_run_config(source, overrides)
     plan = resolve_plan(raw)
-    checks.note_uniform_weights(raw, plan)
+    rule_checks.note_uniform_weights(raw, plan)
     return plan
 
 
@@ -107,52 +92,6 @@ def read_run_config(
     return raw
 
 
-@dataclass(frozen=True)
-class Rules:
-    """The rules of a run, with the stages of its uploads."""
-
-    client: ClientRule
-    """The client rule, with its hyper-parameters."""
-
-    server: ServerRule
-    """The server rule, with its hyper-parameters."""
-
-    groups: Mapping[str, ClientRule]
-    """The client rule of each group, by the name of the group."""
-
-    stages: Mapping[str, tuple[UploadStage, ...]]
-    """The stages of uploads with their parameters, by key: `local.upload`, and those of groups."""
-
-
-@dataclass(frozen=True)
-class Workload:
-    """Data, partition and net of a run: the problem that the rules solve."""
-
-    dataset: Dataset
-    """The data set, with its training and test examples."""
-
-    clients: Clients | VirtualClients
-    """The partition of the training examples over the clients."""
-
-    members: np.ndarray | None
-    """[N], the group of each client from 1, 0 for none; None without groups."""
-
-    net: nn.Module
-    """The net with its initial parameters."""
-
-    model: Model
-    """A copy of the net, with its parameters as one flat vector."""
-
-    problem: Problem
-    """The facts about data, clients and net that the rules may use."""
-
-    learning_task: LearningTask
-    """Learning task of the net."""
-
-    metrics: tuple[TaskMetric, ...]
-    """The metrics of the evaluations."""
-
-
 @reading_once()
 def resolve_plan(raw: Mapping[str, Any], load: Callable[[AnyData], Dataset] = load_dataset) -> Plan:
     """Resolve a configuration into a plan.
@@ -179,7 +118,7 @@ def resolve_plan(raw: Mapping[str, Any], load: Callable[[AnyData], Dataset] = lo
         config, rules.client, rules.server, workload.model, any(map(measures_clients, attached))
     )
 
-    written_out = _written_out(config, rules, workload, batching, attached)
+    written_out = write_out(config, rules, workload, batching, attached)
     early_stop.check_stop(written_out, [probes.name_of(probe) for probe in attached])
     early_stop.check_best(written_out)
     resolved = record_files(written_out, workload.dataset)
@@ -261,129 +200,6 @@ def _with_full_reference(config: Config) -> Config:
     )
 
 
-def build_rules(config: Config) -> Rules:
-    """Return the rules and the upload stages that a configuration names.
-
-    Args:
-        config: the configuration of the run.
-
-    Raises:
-        ConfigError: a name or a hyper-parameter is wrong, or the rules do not fit together.
-    """
-    client, server = pairs.resolve_rules(config)
-    groups = pairs.resolve_group_rules(config, client, server)
-    stages = {
-        key: configured_upload_stages.make_stages(key, section)
-        for key, section in config.uploads.items()
-    }
-    return Rules(client, server, groups, stages)
-
-
-def build_problem(
-    config: Config, rules: Rules, load: Callable[[AnyData], Dataset] = load_dataset
-) -> Workload:
-    """Load the data, split it over the clients, build the net, and check schedule and rules.
-
-    Args:
-        config: the validated configuration.
-        rules: the rules to check against the problem.
-        load: function that returns the data set of a section `data`.
-
-    Returns:
-        Data, partition, net and the facts that the rules may use.
-
-    Raises:
-        ConfigError: schedule, model or rules do not fit the data and its partition.
-    """
-    task_class = learning.find_learning_task(config)
-    dataset = load(config.data)
-    task = learning.make_learning_task(config, task_class, dataset)
-    outputs = learning.check_data(config, task, dataset)
-    metrics = learning.make_metrics(config, task, outputs)
-    clients = split_dataset(config.partition, dataset, config.seed, config.held_out)
-    _check_schedule(config, clients)
-    checks.warn_of_empty_clients(config, clients)
-    checks.check_model_fits_data(config)
-    net = build.make_net(config, dataset.shape, outputs)
-    dtype = getattr(torch, config.dtype)
-    model = Model(
-        copy.deepcopy(net),
-        dataset.shape,
-        outputs,
-        dtype,
-        learning_task=task,
-        sample=learning.sample_batch(dataset, dtype),
-        name=config.model.name,
-    )
-    checks.check_net_is_finite(config, net)
-    check_reading(net, model)
-    problem = Problem(
-        n_clients=len(clients),
-        cohort=config.schedule.size,
-        size=model.size,
-        segments=model.segments,
-        n_nonempty=clients.n_nonempty,
-        model=config.model.name,
-        levels=model.levels,
-        has_features=model.has_features,
-        classes=outputs,
-        features=model.features,
-        seed=config.seed,
-        n_held_out=len(clients) - clients.n_training,
-        n_public=0 if dataset.public_x is None else len(dataset.public_x),
-        lr=max(local.step_sizes.largest for local in local_of_groups(config)),
-    )
-    members = group_members(config, len(clients))
-    workload = Workload(dataset, clients, members, net, model, problem, task, metrics)
-    _check_rules(config, rules, workload)
-    return workload
-
-
-def _check_schedule(config: Config, clients: Clients | VirtualClients) -> None:
-    """Check that the schedule fits the partition."""
-    checks.check_cohort(config.schedule, len(clients))
-    checks.check_cohort(config.schedule, clients.n_training, "evaluate.clients.held_out leaves")
-    if isinstance(config.schedule, InFlight):
-        checks.check_cohort(config.schedule, clients.n_nonempty, "there is data for")
-    # Building the schedule validates it, including the trace file that it may name.
-    rounds = schedule.make_schedule(config, clients.sizes)
-    if isinstance(config.schedule, Sync) and isinstance(config.schedule.sampling, OwnSampling):
-        assert isinstance(rounds, schedule.Synchronous)
-        try:
-            rounds.select(0)
-        except schedule.ScheduleExhausted:
-            pass  # the run reports it
-        except RaysimError as error:
-            raise ConfigError(str(error)) from None
-
-
-def _check_rules(config: Config, rules: Rules, workload: Workload) -> None:
-    """Check that the rules of all clients, and the stages of uploads, fit the problem."""
-    client, server, model = rules.client, rules.server, workload.model
-    all_rules = (client, server, *rules.groups.values())
-    learning.check_rules_of_task(workload.learning_task, *all_rules)
-    learning.check_public_data(workload.dataset, *all_rules)
-    learning.check_privacy_of_task(config, workload.learning_task)
-    checks.check_rules(config, client, server, workload.problem)
-    checks.check_selection(config, server)
-    checks.check_privacy(config, client, server, model)
-    personal = personal_parts(config, client, model)
-    checks.warn_of_averaged_statistics(server, model, personal)
-    checks.check_local_steps(config, client)
-    checks.check_groups(config, (client, server), rules.groups, workload.problem, model)
-    by_key = {f"groups.{name}.client": rule for name, rule in rules.groups.items()}
-    check_collusion(config, {config.section_of_rule("client"): client, **by_key}, server)
-    for name, rule in {"": client, **rules.groups}.items():
-        key = config.upload_key(name)
-        section = config.uploads[key]
-        if section and personal.size == workload.problem.size:
-            raise ConfigError(
-                f"{key}: clients send none of the {personal.size} parameters, since all are "
-                "personal (local.personal, or the client rule); leave the stages out"
-            )
-        configured_upload_stages.check_stages(key, section, rule, server, rules.stages[key], model)
-
-
 def record_files(config: Config, dataset: Dataset) -> Config:
     """Return the configuration with the digests of all files that it names.
 
@@ -428,60 +244,6 @@ def _groups(config: Config, rules: Rules) -> tuple[ClientGroup, ...]:
             rules.stages[config.upload_key(name)],
         )
         for name, local in zip(config.groups, local_of_groups(config)[1:], strict=True)
-    )
-
-
-def _written_out(
-    config: Config,
-    rules: Rules,
-    workload: Workload,
-    batching: BlockChoice,
-    attached: Sequence[Probe],
-) -> Config:
-    """Return the configuration with every default and automatic choice written out.
-
-    A configuration that is written out means the same in later versions.
-    """
-    evaluate = learning.written_out(config, workload.learning_task, workload.metrics)
-    written_out = config.model_copy(
-        update={
-            "client": _rule_section(config.client, rules.client, config.algorithm),
-            "server": _rule_section(config.server, rules.server, config.algorithm),
-            "groups": {
-                name: group.model_copy(
-                    update={
-                        "client": group.client and _rule_section(group.client, rules.groups[name])
-                    }
-                )
-                for name, group in config.groups.items()
-            },
-            "algorithm": None if config.algorithm is None else Named(name=config.algorithm.name),
-            "model": Named.model_validate(
-                {"name": config.model.name, **build.net_arguments(config.model)}
-            ),
-            "batching": config.batching.model_copy(
-                update={"size": batching.size, "mode": batching.mode}
-            ),
-            "task": learning.task_section(config, workload.learning_task),
-            "evaluate": evaluate,
-            "stop": early_stop.written_out(config.stop, evaluate.best),
-        }
-    )
-    written_out = probes.with_probe_parameters(written_out, attached)
-    return configured_upload_stages.with_stage_parameters(written_out, rules.stages)
-
-
-def _rule_section(
-    section: Named | None, rule: ClientRule | ServerRule, algorithm: Named | None = None
-) -> Named:
-    """Return the section of a rule: the name that loads it, and every hyper-parameter."""
-    name = (
-        section.name
-        if section
-        else registry.rule_reference(type(rule), algorithm.name if algorithm else "")
-    )
-    return Named.model_validate(
-        {"name": name, **{f.name: asdict(rule)[f.name] for f in fields(rule)}}
     )
 
 

@@ -1,5 +1,4 @@
-"""Text that is too large, too deep or no value is refused in one short message, by both of PyYAML's
-parsers."""
+"""Text that is too large, too deep or no value is refused in one short message."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ REFUSED = {
         "- &a {key: a value}\n" + "- &b {<<: [" + "*a, " * 60_000 + "*a]}\n",
         "written out",
     ),
-    "recursion": ("&a [*a]", "stands for something that it is a part of"),
+    "recursion": ("&a [*a]", "written out"),
     "no integer": ("!!int 1.5", "'1.5' is no int"),
     "no number": ("!!float abc", "'abc' is no float"),
     "no switch": ("!!bool abc", "'abc' is no bool"),
@@ -44,47 +43,35 @@ REFUSED = {
     "no timestamp": ("!!timestamp x", "'x' is no timestamp"),
     "object": ("!!python/object/apply:os.getcwd []", "could not determine a constructor"),
     "repeated key": ("a: 1\nb: 2\na: 3", "'a' is given twice at line 3"),
-    "mapping as a key": ("{{a: 1}: 2}", "a key must be a word"),
+    "mapping as a key": ("{{a: 1}: 2}", "unhashable key"),
     "surrogate": ("a\udcff", "UTF-8"),
     "control character": ("a\x07", "not allowed"),
 }
 
 
-@pytest.fixture(params=limited_yaml.YAML_LOADERS, ids=lambda loader: loader.__name__)
-def loader(request):
-    return request.param
-
-
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_text_beyond_the_limits_is_refused_at_once(loader, name):
+def test_a_text_beyond_the_limits_is_refused_at_once(name):
     text, said = REFUSED[name]
     began = time.monotonic()
     with pytest.raises(yaml.YAMLError) as caught:
-        limited_yaml.load_yaml(text, loader)
+        limited_yaml.load_yaml(text)
     assert said in limited_yaml.explain_yaml_error(caught.value)
     assert len(limited_yaml.explain_yaml_error(caught.value)) < 2000
     assert time.monotonic() - began < 20
 
 
-def test_what_is_within_the_limits_is_read(loader):
+def test_what_is_within_the_limits_is_read():
     merged = "base: &base {lr: 1e-3, steps: 2}\nmine: {<<: *base, steps: 3}\nlist: [*base, 2024-01-02, 0x10]"
-    found = limited_yaml.load_yaml(merged, loader)
+    found = limited_yaml.load_yaml(merged)
     assert found["mine"] == {"lr": 0.001, "steps": 3} and found["list"][2] == 16
-    inside = limited_yaml.load_yaml(
-        "- &x {a: 1}\n- - &y {<<: *x, a: 2}\n  - {<<: [*y, *x]}\n", loader
-    )
+    inside = limited_yaml.load_yaml("- &x {a: 1}\n- - &y {<<: *x, a: 2}\n  - {<<: [*y, *x]}\n")
     assert inside == [{"a": 1}, [{"a": 2}, {"a": 2}]]
     assert (
-        limited_yaml.load_yaml("[" * 32 + "]" * 32, loader)
-        and limited_yaml.load_yaml("9" * 500, loader) == 10**500 - 1
+        limited_yaml.load_yaml("[" * 32 + "]" * 32)
+        and limited_yaml.load_yaml("9" * 500) == 10**500 - 1
     )
     wide = "".join(f"k{i}: {i}\n" for i in range(20_000))
-    assert len(limited_yaml.load_yaml(wide, loader)) == 20_000
-
-
-def test_both_parsers_are_tried_where_libyaml_is_there():
-    assert len(limited_yaml.YAML_LOADERS) == 1 + bool(yaml.__with_libyaml__)
-    assert issubclass(limited_yaml.YAML_LOADERS[-1], yaml.SafeLoader)
+    assert len(limited_yaml.load_yaml(wide)) == 20_000
 
 
 @pytest.mark.parametrize("name", REFUSED)

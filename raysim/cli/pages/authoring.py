@@ -46,17 +46,7 @@ def new_method(
     ] = False,
 ) -> None:
     """Write NAME.py, a working method to edit, and test_NAME.py, which compares it with NumPy."""
-    if not name.isidentifier() or keyword.iskeyword(name) or name != name.lower():
-        raise ConfigError(
-            f"'{name}' cannot name a method: begin with a letter, use lower-case letters, digits "
-            "and underscores, and no word of Python"
-        )
-    if _is_a_module(name):
-        raise ConfigError(
-            f"'{name}' is a module of this Python, which {name}.py would hide; choose another name"
-        )
-    if name in _taken_names():
-        raise ConfigError(f"'{name}' is a method already (raysim list algorithms); choose another")
+    _check_name(name)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -76,6 +66,21 @@ def new_method(
     if importlib.util.find_spec("pytest") is None:
         say("then      pip install pytest")
     say(f"test it   python -m pytest {test}")
+
+
+def _check_name(name: str) -> None:
+    """Refuse a name that no method and file can have, or that is taken."""
+    if not name.isidentifier() or keyword.iskeyword(name) or name != name.lower():
+        raise ConfigError(
+            f"'{name}' cannot name a method: begin with a letter, use lower-case letters, digits "
+            "and underscores, and no word of Python"
+        )
+    if _is_a_module(name):
+        raise ConfigError(
+            f"'{name}' is a module of this Python, which {name}.py would hide; choose another name"
+        )
+    if name in _taken_names():
+        raise ConfigError(f"'{name}' is a method already (raysim list algorithms); choose another")
 
 
 def _is_a_module(name: str) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 
 from pydantic import Field, TypeAdapter, create_model
 
+from raysim.cli.pages.keys import keys_of
 from raysim.config import entry_points
 
 JsonSchema = dict[str, Any]
@@ -57,6 +58,7 @@ def configuration_schema(distribution: str | None = None) -> JsonSchema:
     from raysim.config.schema import Config
     from raysim.config.sections.data import Arrays, Data, HuggingFace, OwnData, TorchvisionData
     from raysim.config.sections.schedule import Clocked
+    from raysim.rules.tasks.shipped_tasks import TASKS
     from raysim.rules.upload_stages import STAGES
     from raysim.sweeps.definition import SweepSettings
 
@@ -68,7 +70,7 @@ def configuration_schema(distribution: str | None = None) -> JsonSchema:
     sections["client"] = _by_name(_rules("client", distribution))
     sections["server"] = _by_name(_rules("server", distribution))
     sections["model"] = _by_name(_models())
-    sections["task"] = _by_name(_tasks())
+    sections["task"] = _by_name({name: _described(task) for name, task in TASKS.items()})
     definitions["OwnPartition"]["properties"]["name"] = OWN_CODE
     partitions = sections["partition"]
     names = [{"enum": list(choices("partition"))}, OWN_CODE]
@@ -145,15 +147,15 @@ def _algorithms(distribution: str | None) -> dict[str, JsonSchema]:
 
     schemas = {}
     for name, algorithm, origin in registry.catalogue("algorithm"):
-        if distribution in (None, origin):
-            # An installed rule, which is paired with half of FedAvg.
-            if isinstance(algorithm, type):
-                schemas[name] = _described(algorithm)
-                continue
-            keys = {**_hyper_parameters(algorithm.client), **_hyper_parameters(algorithm.server)}
-            if algorithm.presets:
-                keys["preset"] = {"enum": list(algorithm.presets)}
-            schemas[name] = {"description": algorithm.paper, "properties": keys}
+        if distribution not in (None, origin):
+            continue
+        if isinstance(algorithm, type):  # an installed rule, which is paired with half of FedAvg
+            schemas[name] = _described(algorithm)
+            continue
+        keys = {**_hyper_parameters(algorithm.client), **_hyper_parameters(algorithm.server)}
+        if algorithm.presets:
+            keys["preset"] = {"enum": list(algorithm.presets)}
+        schemas[name] = {"description": algorithm.paper, "properties": keys}
     return schemas
 
 
@@ -173,13 +175,11 @@ def _described(rule: type) -> JsonSchema:
 
 def _hyper_parameters(rule: type) -> dict[str, JsonSchema]:
     """Return the schema of each field of a rule."""
-    from raysim.rules.methods.field_docs import field_docs
-
-    docs = field_docs(rule)
-    return {
-        key: {"description": docs[key], **schema} if key in docs else schema
-        for key, schema in TypeAdapter(rule).json_schema().get("properties", {}).items()
-    }
+    schemas = TypeAdapter(rule).json_schema().get("properties", {})
+    for key in keys_of(rule):
+        if key.meaning:
+            schemas[key.name] = {"description": key.meaning, **schemas[key.name]}
+    return schemas
 
 
 def _models() -> dict[str, JsonSchema]:
@@ -197,12 +197,6 @@ def _models() -> dict[str, JsonSchema]:
         fields = create_model(name, **arguments).model_json_schema()["properties"]
         schemas[name] = {"description": make.__doc__ or "", "properties": fields}
     return schemas
-
-
-def _tasks() -> dict[str, JsonSchema]:
-    from raysim.rules.tasks.shipped_tasks import TASKS
-
-    return {name: _described(task) for name, task in TASKS.items()}
 
 
 def _by_name(variants: Mapping[str, JsonSchema]) -> JsonSchema:
@@ -231,22 +225,23 @@ def _union(section: JsonSchema) -> JsonSchema:
     }
 
 
-def _without_noise(node: Any, is_mapping_of_keys: bool = False) -> Any:
+def _without_noise(node: Any) -> Any:
     """Remove pydantic's titles, its required keys, and the line breaks of docstrings."""
     if isinstance(node, list):
         return [_without_noise(item) for item in node]
     if not isinstance(node, dict):
         return node
-    if is_mapping_of_keys:
-        return {key: _without_noise(value) for key, value in node.items()}
+    dropped = ("title", "required") if node.get("title") else ("title",)
     kept = {}
     for key, value in node.items():
-        if key == "title" or (key == "required" and node.get("title")):
+        if key in dropped:
             continue
         if key == "description":
             value = _paragraphs(value)
+        elif key in ("properties", "$defs"):
+            value = {name: _without_noise(inner) for name, inner in value.items()}
         elif key != "default":
-            value = _without_noise(value, key in ("properties", "$defs"))
+            value = _without_noise(value)
         kept[key] = value
     return kept
 

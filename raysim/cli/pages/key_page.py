@@ -3,19 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping
-from inspect import Parameter
 from typing import Any
 
-from pydantic import BaseModel
-from pydantic_core import PydanticUndefined, to_jsonable_python
-from rich.table import Table
-
-from raysim.cli.base import print_table
 from raysim.cli.completion import PLACES
-from raysim.cli.pages.method_page import first_paragraph
-from raysim.cli.terminal import say
+from raysim.cli.pages.keys import NO_DEFAULT, first_paragraph, keys_of, net_keys, print_page
 from raysim.errors import ConfigError, did_you_mean
 
 KeyRow = dict[str, str]
@@ -26,9 +18,6 @@ LISTS = ("evaluate.probes", "local.upload")
 
 TAGS = ("name", "unit")
 """Keys that choose the kind of a section."""
-
-NO_DEFAULT = "(required)"
-"""The default of a key that must be set."""
 
 
 def key_page(listing: str, name: str) -> list[KeyRow]:
@@ -41,17 +30,12 @@ def key_page(listing: str, name: str) -> list[KeyRow]:
     Raises:
         ConfigError: there is no such entry.
     """
-    if listing == "models":
-        return _keys_of_net(name)
-    part = _part(listing, name)
-    from raysim.rules.methods.field_docs import field_docs
-
-    docs = field_docs(part)
     prefix = _prefix(listing, name)
+    keys = net_keys(name) if listing == "models" else keys_of(_part(listing, name))
     return [
-        {"key": prefix + key, "default": default, "what": docs.get(key, "")}
-        for key, default in _defaults(part).items()
-        if key not in TAGS
+        {"key": prefix + key.name, "default": key.default_text, "what": key.meaning}
+        for key in keys
+        if listing == "models" or key.name not in TAGS
     ]
 
 
@@ -63,19 +47,11 @@ def print_keys(listing: str, name: str) -> None:
         name: name of the entry, or path.py:NAME.
     """
     rows = key_page(listing, name)
-    facts = Table(show_header=False, box=None)
-    facts.add_row("name", name)
+    facts = {"name": name}
     if text := first_paragraph(_part(listing, name)):
-        facts.add_row("what", text)
-    facts.add_row("set", _setting(listing, name, rows))
-    print_table(facts)
-    if not rows:
-        return
-    say()
-    table = Table("key", "default", "what", box=None)
-    for row in rows:
-        table.add_row(*row.values())
-    print_table(table)
+        facts["what"] = text
+    facts["set"] = _setting(listing, name, rows)
+    print_page(facts, rows)
 
 
 def _part(listing: str, name: str) -> Any:
@@ -98,59 +74,14 @@ def _part(listing: str, name: str) -> Any:
         if not (isinstance(part, type) and dataclasses.is_dataclass(part)):
             raise ConfigError(f"list {listing}: '{name}' is not a class with keys, a dataclass")
         return part
-    parts: Mapping[str, Any]
-    match listing:
-        case "probes":
-            parts = {probe_name: probe for probe_name, probe, _ in probes.catalogue()}
-        case "tasks":
-            parts = TASKS
-        case "stages":
-            parts = STAGES
-        case _:
-            parts = explain.choices(PLACES[listing].rpartition(".")[2])
+    known: dict[str, Mapping[str, Any]] = {"tasks": TASKS, "stages": STAGES}
+    if listing == "probes":
+        parts = {probe_name: probe for probe_name, probe, _ in probes.catalogue()}
+    else:
+        parts = known.get(listing) or explain.choices(PLACES[listing].rpartition(".")[2])
     if name not in parts:
         raise ConfigError(f"list {listing}: nothing called '{name}'{did_you_mean(name, parts)}")
     return parts[name]
-
-
-def _defaults(part: Any) -> dict[str, str]:
-    """Return the defaults of a part's keys, as they are written in a configuration."""
-    if issubclass(part, BaseModel):
-        defaults = {
-            field.alias or key: field.get_default(call_default_factory=True)
-            for key, field in part.model_fields.items()
-        }
-    else:
-        defaults = {
-            field.name: field.default_factory()
-            if field.default_factory is not dataclasses.MISSING
-            else field.default
-            for field in dataclasses.fields(part)
-        }
-    return {key: _default(value) for key, value in defaults.items()}
-
-
-def _default(value: Any) -> str:
-    """Return a default as it is written in a configuration."""
-    if any(value is none for none in (PydanticUndefined, dataclasses.MISSING, Parameter.empty)):
-        return NO_DEFAULT
-    return value if isinstance(value, str) else json.dumps(to_jsonable_python(value, fallback=str))
-
-
-def _keys_of_net(name: str) -> list[KeyRow]:
-    """Return the keys of a net, with those that every net has."""
-    from raysim.models import build
-
-    keys = build.net_parameters(name)
-    docs = build.net_parameter_docs(name)
-    own = [(key, _default(parameter.default), docs.get(key, "")) for key, parameter in keys.items()]
-    common = [
-        (key, "null", what) for key, (_, what) in build.COMMON_KEYS.items() if key not in keys
-    ]
-    return [
-        {"key": f"model.{key}", "default": default, "what": what}
-        for key, default, what in (*own, *common)
-    ]
 
 
 def _prefix(listing: str, name: str) -> str:

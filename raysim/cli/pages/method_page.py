@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from rich.table import Table
-
-from raysim.cli.base import print_table
-from raysim.cli.terminal import say
+from raysim.cli.pages.keys import first_paragraph, keys_of, plain, print_page
 
 if TYPE_CHECKING:
     from raysim.rules.contract import Algorithm
@@ -46,8 +42,8 @@ def method_page(name: str) -> dict[str, Any]:
         "state": method.state,
         "traffic": method.traffic,
         "hyper-parameters": _hyper_parameters(method),
-        "presets": _plain(method.presets),
-        "defaults": _plain(method.defaults),
+        "presets": plain(method.presets),
+        "defaults": plain(method.defaults),
         "configurations": [key for key, path in files.items() if word.search(path.read_text())],
     }
 
@@ -59,34 +55,18 @@ def print_method(page: Mapping[str, Any], name: str) -> None:
         page: what `method_page` returned.
         name: name of the method as the user gave it.
     """
-    facts = Table(show_header=False, box=None)
-    for key in ("name", "paper", "client rule", "server rule", "state", "traffic"):
-        facts.add_row(key, page[key])
+    facts = {
+        key: page[key]
+        for key in ("name", "paper", "client rule", "server rule", "state", "traffic")
+    }
     for preset, values in page["presets"].items():
-        facts.add_row(f"preset {preset}", json.dumps(values))
+        facts[f"preset {preset}"] = json.dumps(values)
     if page["defaults"]:
-        facts.add_row("sets, unless you do", json.dumps(page["defaults"]))
-    facts.add_row("run it", f"raysim run quickstart algorithm={name}")
+        facts["sets, unless you do"] = json.dumps(page["defaults"])
+    facts["run it"] = f"raysim run quickstart algorithm={name}"
     if page["configurations"]:
-        facts.add_row("configurations", ", ".join(page["configurations"]))
-    print_table(facts)
-    say()
-    keys = Table("key", "of", "default", "what", box=None)
-    for row in page["hyper-parameters"]:
-        keys.add_row(*row.values())
-    print_table(keys)
-
-
-def first_paragraph(documented: Any) -> str:
-    """Return the first paragraph of a docstring in one line; "" if there is none.
-
-    Args:
-        documented: a class or a function.
-    """
-    text = documented.__doc__ or ""
-    if text.startswith(f"{documented.__name__}("):  # the one that dataclass makes
-        return ""
-    return " ".join(text.split("\n\n")[0].split())
+        facts["configurations"] = ", ".join(page["configurations"])
+    print_page(facts, page["hyper-parameters"])
 
 
 def _headline(rule: type[Rule]) -> str:
@@ -96,25 +76,13 @@ def _headline(rule: type[Rule]) -> str:
 
 def _hyper_parameters(method: Algorithm) -> list[dict[str, str]]:
     """Return a row for each hyper-parameter of a method."""
-    from raysim.rules.methods.field_docs import field_docs
-
     rows: dict[str, dict[str, str]] = {}
     for half, rule in (("client", method.client), ("server", method.server)):
-        docs = field_docs(rule)
-        for field in dataclasses.fields(rule):
-            default = method.settings.get(field.name, field.default)
-            if default is dataclasses.MISSING:
-                default = ""
-            text = default if isinstance(default, str) else json.dumps(default)
-            rows[field.name] = {
-                "key": f"algorithm.{field.name}",
-                "of": "both" if field.name in rows else half,
-                "default": text,
-                "what": docs.get(field.name, ""),
+        for key in keys_of(rule, method.settings):
+            rows[key.name] = {
+                "key": f"algorithm.{key.name}",
+                "of": "both" if key.name in rows else half,
+                "default": key.default_text,
+                "what": key.meaning,
             }
     return list(rows.values())
-
-
-def _plain(value: Any) -> Any:
-    """Return mappings, also nested ones, as dicts."""
-    return {k: _plain(v) for k, v in value.items()} if isinstance(value, Mapping) else value

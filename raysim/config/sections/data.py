@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator, model_validator
 
 from raysim.config import entry_points
+from raysim.config.identity import Identity
 from raysim.config.sections.base import Named, Positive, Section, kind_or_own
 
 
@@ -53,16 +54,13 @@ class Inputs(Section):
     `per_pixel`: each pixel has mean 0 and deviation 1 over the training images, and is 0 everywhere
     if it is alike in all of them. `unit`: pixels in [0, 1] only. Both are for images only."""
 
-    NOT_THE_RESULT: ClassVar[tuple[str, ...]] = ()
-    """Keys that do not determine the examples, or whose file's content does."""
-
 
 class Data(Inputs):
     """A data set that raysim knows by name, or a folder of your own images."""
 
     name: str
     """A data set that `raysim list data` names: mnist, cifar10, digits, users, folder, ..."""
-    root: str | None = None
+    root: Annotated[str | None, Identity.NEVER] = None
     """Folder of the data sets; null: $RAYSIM_DATA, or ~/.cache/raysim."""
     path: str | None = None
     """Folder of your own files: images in train/ and test/ (`folder`), images that train.csv and
@@ -71,25 +69,21 @@ class Data(Inputs):
     size: int | None = Field(default=None, ge=1)
     """Side of your own images in pixels; null: their median. For `leaf` it turns rows of size²
     numbers into images; null: they stay rows."""
-    problem: Quadratics | None = None
+    problem: Annotated[Quadratics | None, Identity.UNLESS_DEFAULT] = None
     """The problem of `data.name=quadratics`."""
-    download: bool = False
+    download: Annotated[bool, Identity.NEVER] = False
     """Whether to download a data set that is missing."""
-
-    NOT_THE_RESULT = ("root", "download")
 
 
 class Arrays(Inputs):
     """Your own arrays, in a file."""
 
     name: Literal["arrays"]  # pyright: ignore[reportIncompatibleVariableOverride]  # frozen
-    path: str
+    path: Annotated[str, Identity.NEVER]
     """An .npz file with the arrays x, y, x_test and y_test; user, user_test, public_x and public_y
     if there are any."""
     classes: int | None = Field(default=None, ge=1)
     """Number of classes; null: one more than the largest label."""
-
-    NOT_THE_RESULT = ("path",)
 
 
 class TorchvisionData(Inputs):
@@ -100,26 +94,24 @@ class TorchvisionData(Inputs):
     """Class in torchvision.datasets, such as SVHN."""
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of the class, such as `split: letters` of EMNIST."""
-    train_arguments: dict[str, Any] = Field(default_factory=dict)
+    train_arguments: Annotated[dict[str, Any], Identity.NEVER] = Field(default_factory=dict)
     """Further arguments of the training half alone, for a class without `train` and `split`."""
-    test_arguments: dict[str, Any] = Field(default_factory=dict)
+    test_arguments: Annotated[dict[str, Any], Identity.NEVER] = Field(default_factory=dict)
     """Further arguments of the test half alone, such as `random_offset: 1` of FakeData."""
-    root: str | None = None
+    root: Annotated[str | None, Identity.NEVER] = None
     """Folder of the data sets; null: $RAYSIM_DATA, or ~/.cache/raysim."""
-    download: bool = False
+    download: Annotated[bool, Identity.NEVER] = False
     """Whether to download the data set if it is missing."""
     size: int | None = Field(default=None, ge=1)
     """Side to which images are resized and cropped; null: as they are, or the median of images of
     different sizes."""
-
-    NOT_THE_RESULT = ("root", "download", "train_arguments", "test_arguments")
 
 
 class HuggingFace(Inputs):
     """A data set of Hugging Face: of the hub, or of a folder."""
 
     name: Literal["hf"]  # pyright: ignore[reportIncompatibleVariableOverride]  # frozen
-    path: str
+    path: Annotated[str, Identity.NEVER]
     """A folder made by `save_to_disk` or that `load_dataset` reads, or a name on the hub."""
     config: str | None = None
     """Configuration of a data set that has several, such as a language; null: its only one."""
@@ -138,8 +130,6 @@ class HuggingFace(Inputs):
     """Side to which images are resized and cropped; null: as they are, or the median of images of
     different sizes."""
 
-    NOT_THE_RESULT = ("path",)
-
 
 class OwnData(Named):
     """Your own function that returns the examples; all keys but these are its arguments."""
@@ -150,8 +140,6 @@ class OwnData(Named):
     """Random crop and flip of images; null: none."""
     scaling: Literal["standard", "per_pixel", "unit"] = "standard"
     """As for other data sets."""
-
-    NOT_THE_RESULT: ClassVar[tuple[str, ...]] = ()
 
 
 def _data_kind(value: Any) -> str:
@@ -200,7 +188,7 @@ class LocalTest(Section):
     matched: bool = False
     """Whether the test set is dealt out to the clients: of each class, a client gets the share that
     it has of the training examples of that class."""
-    natural: bool = False
+    natural: Annotated[bool, Identity.UNLESS_DEFAULT] = False
     """With `partition: natural`: true gives each client the test examples of its users."""
 
     @model_validator(mode="after")
@@ -236,18 +224,23 @@ class LocalValidation(Section):
     training."""
 
 
+PartitionSeed = Annotated[int | None, Field(ge=0, lt=2**63), Identity.UNLESS_DEFAULT]
+TestOfClients = Annotated[LocalTestOrWord | None, Identity.UNLESS_DEFAULT]
+ValidationOfClients = Annotated[LocalValidation | None, Identity.UNLESS_DEFAULT]
+
+
 class Split(Section):
     """Keys that all partitions have."""
 
-    seed: int | None = Field(default=None, ge=0, lt=2**63)
+    seed: PartitionSeed = None
     """Seed of the partition, of its validation set and of the clients' test examples, so that all
     seeds of a study have the same clients; null: that of the run."""
     val_fraction: float = Field(default=0.0, ge=0, lt=1)
     """Probability with which each example moves to the validation set, which no client has. The
     evaluator reports on it (Xu 2022). A client may be left without examples."""
-    test: LocalTestOrWord | None = None
+    test: TestOfClients = None
     """Test examples of each client, for `evaluate.clients`; null: none."""
-    val: LocalValidation | None = None
+    val: ValidationOfClients = None
     """Validation examples of each client, for `evaluate.clients`; null: none."""
 
 
@@ -340,13 +333,13 @@ class OwnPartition(Named):
     """Number of clients."""
     overlap: bool = False
     """Whether clients may share examples."""
-    seed: int | None = Field(default=None, ge=0, lt=2**63)
+    seed: PartitionSeed = None
     """Seed of the generator that the function gets and of what is held out; null: the run's."""
     val_fraction: float = Field(default=0.0, ge=0, lt=1)
     """Probability with which each example moves to the validation set, which no client has."""
-    test: LocalTestOrWord | None = None
+    test: TestOfClients = None
     """Test examples of each client, for `evaluate.clients`; null: none."""
-    val: LocalValidation | None = None
+    val: ValidationOfClients = None
     """Validation examples of each client, for `evaluate.clients`; null: none."""
 
     @model_validator(mode="after")

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
+from raysim.config.identity import Identity
 from raysim.config.sections.base import Positive, Section
 
 
@@ -80,9 +81,9 @@ class Batching(Section):
     """`loop`: one client after the other. `vmap`: side by side. `pooled`: one gradient for all,
     where clients make one plain step and the server needs the mean only. `auto`: the fastest by
     the configuration."""
-    convolutions: Literal["direct", "im2col"] = "direct"
+    convolutions: Annotated[Literal["direct", "im2col"], Identity.UNLESS_DEFAULT] = "direct"
     """Under vmap: `direct` uses torch's grouped convolutions, `im2col` matrix products of unfolded
     images."""
-    cuda_graphs: bool = False
+    cuda_graphs: Annotated[bool, Identity.NEVER] = False
     """Under vmap on a GPU: record steps as CUDA graphs, if clients make equally many
     (`local.steps`) on batches of one size. Unproven: `raysim doctor` compares them on your GPU."""

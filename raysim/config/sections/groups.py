@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from raysim.config.identity import Identity
 from raysim.config.sections.base import Named, Positive, Section, default_name, named
 from raysim.config.sections.learning_rate import LearningRate
 from raysim.config.sections.local import Local, UploadStages
@@ -24,17 +25,19 @@ class GroupLocal(Section):
     lr: LearningRate | None = None
     """Step size, a list [[first round, value], ...], a schedule `cosine`, `step` or `warmup`, or
     path.py:function."""
-    optimizer: Annotated[AnyOptimizer, default_name("sgd")] | None = None
+    optimizer: Annotated[
+        Annotated[AnyOptimizer, default_name("sgd")] | None, Identity.UNLESS_DEFAULT
+    ] = None
     """Optimizer of the local steps: `sgd`, `adam` or `adamw`."""
-    accumulate: int | None = Field(default=None, ge=1)
+    accumulate: Annotated[int | None, Identity.UNLESS_DEFAULT] = Field(default=None, ge=1)
     """Mini-batches for one step."""
-    autocast: Literal["bfloat16"] | None = None
+    autocast: Annotated[Literal["bfloat16"] | None, Identity.UNLESS_DEFAULT] = None
     """Type in which the net's passes in local training compute."""
     weight_decay: float | None = Field(default=None, ge=0)
     """Factor of each parameter in the direction of a step."""
     max_grad_norm: Positive | None = None
     """Largest norm of a step's direction."""
-    upload: UploadStages | None = None
+    upload: Annotated[UploadStages | None, Identity.UNLESS_DEFAULT] = None
     """Stages that change a client's update before it is sent, in place of those of `local`; [] for
     none."""
 
@@ -63,7 +66,7 @@ class Group(Section):
     """Share of all clients. They are drawn by the seed; their number is rounded."""
     ids: tuple[Annotated[int, Field(ge=0)], ...] | None = None
     """Numbers of the clients, from 0."""
-    file: str | None = None
+    file: Annotated[str | None, Identity.NEVER] = None
     """Text file with the numbers of the clients, separated by white space."""
     client: Annotated[Named, BeforeValidator(named)] | None = None
     """Client rule, and its hyper-parameters; null: that of the other clients."""

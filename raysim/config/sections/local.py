@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from raysim.config.identity import Identity
 from raysim.config.sections.base import (
     Named,
     Positive,
@@ -45,13 +46,13 @@ class Local(Section):
     lr: LearningRate = 0.01
     """Step size: a number > 0, a list [[first round, value], ...], a schedule (`cosine`, `step`,
     `warmup`), or path.py:function of the round."""
-    optimizer: Annotated[AnyOptimizer, default_name("sgd")] = PLAIN_SGD
+    optimizer: Annotated[AnyOptimizer, default_name("sgd"), Identity.UNLESS_DEFAULT] = PLAIN_SGD
     """Optimizer of the local steps: `sgd`, `adam` or `adamw`. Clipping and `weight_decay` come
     before it."""
-    accumulate: int = Field(default=1, ge=1)
+    accumulate: Annotated[int, Identity.UNLESS_DEFAULT] = Field(default=1, ge=1)
     """Mini-batches for one step, which follows the mean of their directions. The last step of a
     round takes those that are left."""
-    autocast: Literal["bfloat16"] | None = None
+    autocast: Annotated[Literal["bfloat16"] | None, Identity.UNLESS_DEFAULT] = None
     """Type in which the net's passes in local training compute, by torch.autocast; null: that of
     the parameters."""
     weight_decay: float = Field(default=0.0, ge=0)
@@ -62,13 +63,15 @@ class Local(Section):
     upload_dtype: Literal["bfloat16", "float16"] | None = None
     """Type to which uploads of the model's size are rounded; they count with its bytes. null: not
     rounded."""
-    upload: UploadStages = ()
+    upload: Annotated[UploadStages, Identity.UNLESS_DEFAULT] = ()
     """Stages that change a client's update before it is sent, in order: `clip`, `topk`, `randk`,
     `qsgd`, `signsgd`, `cast`, or path.py:Class, each with its parameters."""
-    personal: Annotated[tuple[str, ...], BeforeValidator(as_names)] = ()
+    personal: Annotated[tuple[str, ...], BeforeValidator(as_names), Identity.UNLESS_DEFAULT] = ()
     """Parameters that each client keeps to itself: `classifier`, `norm`, or patterns of names such
     as `fc*`."""
-    buffers: Literal["averaged", "personal", "frozen"] = "averaged"
+    buffers: Annotated[Literal["averaged", "personal", "frozen"], Identity.UNLESS_DEFAULT] = (
+        "averaged"
+    )
     """BatchNorm statistics: `averaged` by the server, `personal` to each client, or `frozen`, which
     normalises with those of the initial model. If the parameters of all BatchNorm layers are
     personal, so are their statistics."""

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Discriminator, Field, model_validator
 
+from raysim.config.identity import Identity
 from raysim.config.sections.base import Positive, Section
 
 UnitFactor = Annotated[float, Field(ge=0, lt=1)]
@@ -29,7 +30,7 @@ class SGDSection(OptimizerSection):
     """The direction enters the buffer times 1 - dampening, except at the first step."""
     nesterov: bool = False
     """Use Nesterov's momentum."""
-    weight_decay: float = Field(default=0.0, ge=0)
+    weight_decay: Annotated[float, Identity.UNLESS_DEFAULT] = Field(default=0.0, ge=0)
     """Factor of each parameter, with biases, in the direction. `local.weight_decay` leaves biases
     out."""
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from raysim.config.identity import Identity
 from raysim.config.sections.base import Positive, Section
 
 
@@ -17,7 +18,7 @@ class ExamplePrivacy(Section):
     to their sum.
     """
 
-    unit: Literal["example"] = "example"
+    unit: Annotated[Literal["example"], Identity.NEVER] = "example"
     """Unit of the guarantee: single examples."""
     max_grad_norm: Positive | None = 1.0
     """Largest norm of an example's gradient; null: no clipping."""

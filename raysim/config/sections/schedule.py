@@ -6,6 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
+from raysim.config.identity import Identity
 from raysim.config.sections.base import Named, Positive, Section, kind_or_own, named
 
 
@@ -62,7 +63,7 @@ class Trace(Jittered):
     """
 
     name: Literal["trace"]
-    path: str
+    path: Annotated[str, Identity.NEVER]
     """CSV file with the columns client, seconds_per_sample, down, up."""
     jitter: float = Field(default=0.0, ge=0, le=5)
     """Spread of each task's random factor."""
@@ -192,7 +193,9 @@ class Sync(Clocked):
     name: Literal["sync"] = "sync"
     cohort: int = Field(default=10, ge=1)
     """Number of clients in a round; the expected number under Poisson sampling."""
-    sampling: Annotated[Sampling, BeforeValidator(named)] = UniformSampling()
+    sampling: Annotated[Sampling, BeforeValidator(named), Identity.UNLESS_DEFAULT] = (
+        UniformSampling()
+    )
     """Which clients take part: `uniform`, `samples`, `poisson`, or path.py:Class."""
     deadline: Positive | None = None
     """Virtual time after which stragglers are dropped; null: all are awaited."""

@@ -64,11 +64,7 @@ class ArrayReader:
             return self.pictures([values], name)[0]
         if isinstance(values, list | tuple) and values and all(map(is_picture, values)):
             return self.pictures(values, name)
-        try:
-            array = _to_numpy(values) if isinstance(values, torch.Tensor) else _from_rows(values)
-        except BaseException as error:
-            reraise_stop(error)
-            raise self.error(f"{name} cannot be read as an array: {in_a_line(error)}") from None
+        array = self._read(values, name)
         if isinstance(array, list):
             return self.stacked(array, name)
         self._check_numbers(array, values, name)
@@ -78,6 +74,14 @@ class ArrayReader:
         if kind == "f" and size > 8:
             array = self._converted(array, np.float64, name)
         return np.asarray(array, dtype=array.dtype.newbyteorder("="), order="C")
+
+    def _read(self, values: Any, name: str) -> np.ndarray | list[np.ndarray]:
+        """Return values of any type as an array, or as rows of different shapes."""
+        try:
+            return _to_numpy(values) if isinstance(values, torch.Tensor) else _from_rows(values)
+        except BaseException as error:
+            reraise_stop(error)
+            raise self.error(f"{name} cannot be read as an array: {in_a_line(error)}") from None
 
     def pictures(self, pictures: Sequence[Any], name: str) -> np.ndarray:
         """Return images of Pillow as uint8 [n, H, W] if all are grey, else [n, H, W, 3].
@@ -183,11 +187,12 @@ class ArrayReader:
         """
         pads_x = any(isinstance(x, list) for x, _ in halves.values())
         pads_y = any(isinstance(y, list) for _, y in halves.values())
+        if not pads_x and not pads_y:
+            return dict(halves)  # pyright: ignore[reportReturnType]
         longest = 0
-        if pads_x or pads_y:
-            ragged = "x" if pads_x else "y"
-            for suffix, (x, y) in halves.items():
-                longest = max(longest, self._longest(x, y if pads_y else None, suffix, ragged))
+        for suffix, (x, y) in halves.items():
+            of_half = self._longest(x, y if pads_y else None, suffix, "x" if pads_x else "y")
+            longest = max(longest, of_half)
         padded: dict[str, tuple[np.ndarray, np.ndarray | None]] = {}
         for suffix, (x, y) in halves.items():
             if isinstance(x, list) and isinstance(y, np.ndarray):

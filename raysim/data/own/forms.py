@@ -78,21 +78,22 @@ class FormReader(ArrayReader):
 
     def _of_mapping(self, content: Mapping[Any, Any]) -> tuple[Any, Any, dict[str, Any]]:
         """Return both halves and the other entries of a mapping."""
-        surplus = [key for key in content if key not in MAPPING_KEYS]
-        for key in surplus:
-            if not _is_table(content[key]):
+        known = {key: content[key] for key in MAPPING_KEYS if key in content}
+        for key, value in content.items():
+            if key not in known and not _is_table(value):
                 raise self.error(f"unknown key {key!r}{did_you_mean(str(key), MAPPING_KEYS)}")
-            logger.warning("%s: the split %r is not used", self.place, key)
-        others = {key: content[key] for key in OTHER_KEYS if key in content}
-        wanted = ("train", "test") if "train" in content else REQUIRED_ARRAYS
-        if missing := [key for key in wanted if key not in content]:
+            if key not in known:
+                logger.warning("%s: the split %r is not used", self.place, key)
+        others = {key: known.pop(key) for key in OTHER_KEYS if key in known}
+        wanted = ("train", "test") if "train" in known else REQUIRED_ARRAYS
+        if missing := [key for key in wanted if key not in known]:
             raise self.error(f"the mapping has no {' and no '.join(missing)}")
-        if doubled := [key for key in content if key not in (*wanted, *others, *surplus)]:
-            raise self.error(f"give either {doubled[0]} or {wanted[0]}")
+        if doubled := known.keys() - set(wanted):
+            raise self.error(f"give either {min(doubled)} or {wanted[0]}")
         if wanted == REQUIRED_ARRAYS:
-            x, y, x_test, y_test = (content[key] for key in wanted)
+            x, y, x_test, y_test = (known[key] for key in wanted)
             return (x, y), (x_test, y_test), others
-        return content["train"], content["test"], others
+        return known["train"], known["test"], others
 
     def half(self, half: Any, split: str) -> Half:
         """Return x, y and users (None if there are none) of one half.
@@ -149,17 +150,9 @@ class FormReader(ArrayReader):
 
     def _examples(self, half: Any, split: str) -> Half:
         """Return the stacked examples of a map-style data set."""
-        if isinstance(half, torch.utils.data.IterableDataset):
-            raise self._no_length(split)
         if type(half) is torch.utils.data.TensorDataset and len(half.tensors) == 2:
             return *half.tensors, None
-        try:
-            n = len(half)
-        except BaseException as error:
-            reraise_stop(error)
-            raise self.error(
-                f"the {split} examples have no length ({in_a_line(error)}); define __len__"
-            ) from None
+        n = self._length(half, split)
 
         def read(k: int) -> Half:
             return self._example(half, k, f"{split} example {k}")
@@ -171,15 +164,32 @@ class FormReader(ArrayReader):
                 "but each example is read once, for all rounds; leave the transform out, and set "
                 "data.augment=true to crop and mirror uint8 images anew for each use"
             )
-        x, y = (
-            self._stacked([example[i] for example in examples], name, split)
-            for i, name in enumerate("xy")
-        )
-        users = [user for _, _, user in examples if user is not None]
-        if users and len(users) < n:
-            raise self.error(f"only {len(users)} of the {n} {split} examples have a user")
-        users = [u.tolist() if isinstance(u, torch.Tensor | np.generic) else u for u in users]
-        return x, y, users or None
+        x = self._stacked([example[0] for example in examples], "x", split)
+        y = self._stacked([example[1] for example in examples], "y", split)
+        return x, y, self._users([example[2] for example in examples], split)
+
+    def _length(self, half: Any, split: str) -> int:
+        """Return the number of examples of a map-style data set."""
+        if isinstance(half, torch.utils.data.IterableDataset):
+            raise self._no_length(split)
+        try:
+            return len(half)
+        except BaseException as error:
+            reraise_stop(error)
+            raise self.error(
+                f"the {split} examples have no length ({in_a_line(error)}); define __len__"
+            ) from None
+
+    def _users(self, users: list[Any], split: str) -> list[Any] | None:
+        """Return the user of each example; None if no example has one."""
+        present = [user for user in users if user is not None]
+        if not present:
+            return None
+        if len(present) < len(users):
+            raise self.error(
+                f"only {len(present)} of the {len(users)} {split} examples have a user"
+            )
+        return [u.tolist() if isinstance(u, torch.Tensor | np.generic) else u for u in users]
 
     def _example(self, half: Any, k: int, place: str) -> Half:
         """Return x, y and user of one example of a torch data set."""

@@ -29,18 +29,8 @@ def read_arrays(
     try:
         _check_kind(path, key, advice)
         with np.load(path, allow_pickle=False) as file:
-            names = list(file)
-            if missing := [name for name in needed if name not in names]:
-                raise ConfigError(
-                    f"{key}: {path} has no array {' and no '.join(missing)}; it has "
-                    f"{', '.join(names) or 'none'}"
-                )
-            known = (*needed, *optional)
-            if unknown := [name for name in names if name not in known]:
-                raise ConfigError(
-                    f"{key}: {path}: unknown array {unknown[0]}{did_you_mean(unknown[0], known)}"
-                )
-            return {name: file[name] for name in names}
+            _check_names(list(file), f"{key}: {path}", needed, optional)
+            return dict(file)
     except OSError as error:
         reason = error.strerror or in_a_line(error)
         raise ConfigError(f"{key}: {path} cannot be read: {reason}") from None
@@ -56,6 +46,19 @@ def read_arrays(
                 f"{key}: {path} holds an array of Python objects; save arrays of numbers"
             ) from None
         raise ConfigError(f"{key}: {path} is not an .npz file: {in_a_line(error)}") from None
+
+
+def _check_names(
+    names: Sequence[str], place: str, needed: Sequence[str], optional: Sequence[str]
+) -> None:
+    """Refuse a file that lacks an array, or has an unknown one."""
+    if missing := [name for name in needed if name not in names]:
+        raise ConfigError(
+            f"{place} has no array {' and no '.join(missing)}; it has {', '.join(names) or 'none'}"
+        )
+    known = (*needed, *optional)
+    if unknown := [name for name in names if name not in known]:
+        raise ConfigError(f"{place}: unknown array {unknown[0]}{did_you_mean(unknown[0], known)}")
 
 
 def _check_kind(path: Path, key: str, advice: str) -> None:

@@ -88,9 +88,8 @@ def split_dataset(
             if isinstance(partition, Natural) and dataset.groups is not None:
                 users = np.full(len(dataset.group_names), -1, dtype=np.int64)
                 users[dataset.groups[dataset.groups >= 0]] = owner[dataset.groups >= 0]
-    clients = hold_out_validation(
-        clients, partition.val_fraction, generator(own_seed, "validation")
-    )
+    rng = generator(own_seed, "validation")
+    clients = hold_out_validation(clients, partition.val_fraction, rng)
     if partition.test is not None:
         rng = generator(own_seed, "local test")
         clients = add_tests(clients, partition.test, dataset, users, rng)

@@ -114,9 +114,8 @@ def load_torchvision(name: str, root: Path) -> Dataset:
         raise ConfigError(
             f"data.name: the files of {name} in {root} are damaged: {error}"
         ) from None
-    classes = [
-        c for c in train.classes if c != "N/A"
-    ]  # EMNIST letters: labels from 1, and a name for 0
+    # EMNIST letters: labels from 1, and a name for 0
+    classes = [name for name in train.classes if name != "N/A"]
     first = len(train.classes) - len(classes)
     x, x_test = (
         channels_first(np.asarray(half.data), upright=source.cls == "EMNIST")
@@ -204,25 +203,28 @@ def load_tiny_imagenet(data: Data) -> Dataset:
     folder = root / "tiny-imagenet-200"
     try:
         classes = sorted((folder / "wnids.txt").read_text().split())
-        rows = [
-            line.split("\t")[:2]
-            for line in (folder / "val" / "val_annotations.txt").read_text().splitlines()
-        ]
+        lines = (folder / "val" / "val_annotations.txt").read_text().splitlines()
         files = {wnid: sorted((folder / "train" / wnid / "images").iterdir()) for wnid in classes}
     except OSError as error:
         raise missing_files_error(
             "tiny_imagenet", root, f"there is no file {error.filename}"
         ) from None
     label = {wnid: k for k, wnid in enumerate(classes)}
-    train = [(path, label[wnid]) for wnid in classes for path in files[wnid]]
-    test = [(folder / "val" / "images" / file, label[wnid]) for file, wnid in rows]
-    paths = [[path for path, _ in half] for half in (train, test)]
+    paths: tuple[list[Path], list[Path]] = [], []
+    labels: tuple[list[int], list[int]] = [], []
+    for wnid in classes:
+        paths[0].extend(files[wnid])
+        labels[0].extend([label[wnid]] * len(files[wnid]))
+    for line in lines:
+        file, wnid = line.split("\t")[:2]
+        paths[1].append(folder / "val" / "images" / file)
+        labels[1].append(label[wnid])
     x, x_test = cached(
         folder / "raysim-64.npz",
         [len(half) for half in paths],
         lambda: [decode_images(half, 64, "RGB") for half in paths],
     )
-    y, y_test = (np.array([k for _, k in half], dtype=np.int64) for half in (train, test))
+    y, y_test = (np.array(half, dtype=np.int64) for half in labels)
     return Dataset(
         "tiny_imagenet",
         x,

@@ -39,16 +39,18 @@ def from_hugging_face(data: HuggingFace) -> Dataset:
             column, or the examples cannot be used.
     """
     splits = _load_splits(data)
-    train, test = (_pick(splits, data, key) for key in ("train", "test"))
+    train = _pick(splits, data, "train")
+    test = _pick(splits, data, "test")
     columns = {"x": data.x, "y": data.y} | ({"user": data.user} if data.user else {})
     for key, column in columns.items():
         _check_column(train, data, key, column, data.train)
         if key != "user":
             _check_column(test, data, key, column, data.test)
     place = f"data.path: {data.path}"
-    y, y_test = (read_column(half, data.y) for half in (train, test))
-    names, names_test = (column_names(half, data.y) for half in (train, test))
-    y_test = in_names_order(y_test, names, names_test, place)
+    y = read_column(train, data.y)
+    names = column_names(train, data.y)
+    names_test = column_names(test, data.y)
+    y_test = in_names_order(read_column(test, data.y), names, names_test, place)
     x, x_test = _inputs(train, test, data)
     content: dict[str, Any] = {"train": (x, y), "test": (x_test, y_test)}
     if data.user:
@@ -98,16 +100,20 @@ def _load_splits(data: HuggingFace) -> dict[str, Any]:
             splits = datasets.load_dataset(path, data.config)
     except BaseException as error:
         reraise_stop(error)
-        reason = in_a_line(error)
-        if isinstance(error, ValueError) and re.search(r"\bconfig|BuilderConfig", reason):
-            raise ConfigError(f"data.config: {data.path}: {reason}") from None
-        raise ConfigError(f"{place} cannot be read: {reason}") from None
+        raise _unreadable(error, data) from None
     if not isinstance(splits, dict):
         raise ConfigError(
             f"{place} holds one data set without splits; save a DatasetDict with the splits "
             f"{data.train} and {data.test} (train_test_split makes one)"
         )
     return splits
+
+
+def _unreadable(error: BaseException, data: HuggingFace) -> ConfigError:
+    reason = in_a_line(error)
+    if isinstance(error, ValueError) and re.search(r"\bconfig|BuilderConfig", reason):
+        return ConfigError(f"data.config: {data.path}: {reason}")
+    return ConfigError(f"data.path: {data.path} cannot be read: {reason}")
 
 
 def _pick(splits: dict[str, Any], data: HuggingFace, key: str) -> Any:

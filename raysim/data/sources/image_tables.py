@@ -158,6 +158,19 @@ def _rows_of_file(file: Path) -> Halves:
     return halves["train"], halves["test"]
 
 
+def _image_row(
+    row: dict[str, str | None], file: Path, line: int, columns: Sequence[str]
+) -> ImageRow:
+    """Return a row of a CSV file; refuse one with empty cells in the needed columns."""
+    place = f"{file}:{line}"
+    values = {key: (row.get(key) or "").strip() for key in COLUMNS}
+    for column in columns:
+        if not values[column]:
+            raise ConfigError(f"{place}: no {column}")
+    image = file.parent / values["image"]
+    return ImageRow(image, values["class"], values["user"], values["split"], place)
+
+
 def _read_rows(file: Path, columns: Sequence[str]) -> list[ImageRow]:
     """Return the rows of a CSV file; refuse missing columns and empty cells."""
     rows = []
@@ -167,14 +180,7 @@ def _read_rows(file: Path, columns: Sequence[str]) -> list[ImageRow]:
             if missing := [c for c in columns if c not in (reader.fieldnames or ())]:
                 raise ConfigError(f"{file}:1: no column {', '.join(missing)}; expected {FORMAT}")
             for row in reader:
-                place = f"{file}:{reader.line_num}"
-                values = {key: (row.get(key) or "").strip() for key in COLUMNS}
-                if empty := [c for c in columns if not values[c]]:
-                    raise ConfigError(f"{place}: no {empty[0]}")
-                image = file.parent / values["image"]
-                rows.append(
-                    ImageRow(image, values["class"], values["user"], values["split"], place)
-                )
+                rows.append(_image_row(row, file, reader.line_num, columns))
     except OSError as error:
         raise ConfigError(
             f"data.path: {file} cannot be read: {error.strerror}; expected {FORMAT}"

@@ -111,26 +111,19 @@ def _folder(data: Data, layout: str) -> Path:
 
 def _load(data: Data, folder: Path, pattern: str, read: Read) -> Dataset:
     """Load the files of both halves; each client is a natural user with its own test examples."""
-    content: dict[str, Any] = {}
-    users: dict[str, list[str | int]] = {}
-    for half in ("train", "test"):
-        clients = _clients(folder / half, pattern, read)
-        _warn_of_numbers(clients, folder / half)
-        users[half] = [client.user for client in clients]
-        content[half] = {
-            "x": _sized(_joined([client.x for client in clients], "x", folder / half), data.size),
-            "y": _joined([client.y for client in clients], "y", folder / half),
-            "user": np.repeat(
-                [client.user for client in clients], [len(client.y) for client in clients]
-            ),
-        }
-    with_test = set(users["test"])
-    if without := [user for user in users["train"] if user not in with_test]:
+    train = _clients(folder / "train", pattern, read)
+    test = _clients(folder / "test", pattern, read)
+    content: dict[str, Any] = {
+        "train": _half(train, folder / "train", data.size),
+        "test": _half(test, folder / "test", data.size),
+    }
+    with_test = {client.user for client in test}
+    if without := [client.user for client in train if client.user not in with_test]:
         logger.warning(
             "data.path: in %s, %d of %d clients have no test examples, such as client %s",
             folder / "test",
             len(without),
-            len(users["train"]),
+            len(train),
             without[0],
         )
     if is_text(content["train"]["y"]):
@@ -138,6 +131,17 @@ def _load(data: Data, folder: Path, pattern: str, read: Read) -> Dataset:
     elif (n_classes := _declared_classes(folder / "config.json")) is not None:
         content["classes"] = n_classes
     return make_dataset(folder.resolve().name, content, f"data.path: {folder}")
+
+
+def _half(clients: list[Client], folder: Path, size: int | None) -> dict[str, np.ndarray]:
+    """Return the examples of the clients of one half, with the user of each."""
+    _warn_of_numbers(clients, folder)
+    users = [client.user for client in clients]
+    return {
+        "x": _sized(_joined([client.x for client in clients], "x", folder), size),
+        "y": _joined([client.y for client in clients], "y", folder),
+        "user": np.repeat(users, [len(client.y) for client in clients]),
+    }
 
 
 def _clients(folder: Path, pattern: str, read: Read) -> list[Client]:
@@ -152,11 +156,7 @@ def _clients(folder: Path, pattern: str, read: Read) -> list[Client]:
                 place = f"data.path: {file}: client '{client.user}'"
                 if client.user in clients:
                     raise ConfigError(f"{place} occurs twice in {folder.name}/")
-                if client.x.shape[:1] != client.y.shape[:1] or client.y.ndim < 1:
-                    raise ConfigError(
-                        f"{place} has x of shape {list(client.x.shape)} and y of shape "
-                        f"{list(client.y.shape)}; give as many targets as inputs"
-                    )
+                _check_shapes(client, place)
                 clients[client.user] = client
         except OSError as error:
             raise ConfigError(
@@ -166,6 +166,15 @@ def _clients(folder: Path, pattern: str, read: Read) -> list[Client]:
     if not with_examples:
         raise ConfigError(f"data.path: the files in {folder} have no examples")
     return with_examples
+
+
+def _check_shapes(client: Client, place: str) -> None:
+    """Refuse a client with another number of targets than of inputs."""
+    if client.x.shape[:1] != client.y.shape[:1] or client.y.ndim < 1:
+        raise ConfigError(
+            f"{place} has x of shape {list(client.x.shape)} and y of shape "
+            f"{list(client.y.shape)}; give as many targets as inputs"
+        )
 
 
 def _warn_of_numbers(clients: list[Client], folder: Path) -> None:
@@ -248,22 +257,28 @@ def _leaf_clients(file: Path) -> Iterator[Client]:
                 "correct the one that is wrong"
             )
     for user, examples in users.items():
-        if not isinstance(examples, Mapping) or not {"x", "y"} <= set(examples):
-            raise ConfigError(f"data.path: {file}: client '{user}' has no x and y")
-        try:
-            x, y = (_compact(np.asarray(examples[key])) for key in ("x", "y"))
-        except ValueError:
-            raise ConfigError(
-                f"data.path: {file}: client '{user}' has rows of different lengths; give a "
-                "function that pads them, as data=path.py:FUNCTION"
-            ) from None
-        if is_text(x) and not (x.ndim == y.ndim == 1 and is_text(y) and _are_letters(y)):
-            raise ConfigError(
-                f"data.path: {file}: client '{user}' has texts as x; those of Shakespeare, with "
-                "the next character as y, are read; for others give a function that turns them "
-                "into numbers, as data=path.py:FUNCTION"
-            )
+        x, y = _leaf_examples(examples, f"data.path: {file}: client '{user}'")
         yield Client(user, x, y, declared.get(user))
+
+
+def _leaf_examples(examples: Any, place: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return the inputs and the targets of one user."""
+    if not isinstance(examples, Mapping) or not {"x", "y"} <= set(examples):
+        raise ConfigError(f"{place} has no x and y")
+    try:
+        x, y = (_compact(np.asarray(examples[key])) for key in ("x", "y"))
+    except ValueError:
+        raise ConfigError(
+            f"{place} has rows of different lengths; give a function that pads them, as "
+            "data=path.py:FUNCTION"
+        ) from None
+    if is_text(x) and not (x.ndim == y.ndim == 1 and is_text(y) and _are_letters(y)):
+        raise ConfigError(
+            f"{place} has texts as x; those of Shakespeare, with the next character as y, are "
+            "read; for others give a function that turns them into numbers, as "
+            "data=path.py:FUNCTION"
+        )
+    return x, y
 
 
 def _declared_numbers(content: Mapping[str, Any], file: Path) -> dict[str, Any]:

@@ -101,25 +101,25 @@ def _half(cls: Any, data: TorchvisionData, root: Path, is_train: bool) -> Any:
     if "train" in known:
         options = [{"train": is_train}]
     elif "split" in known and "split" not in of_half:
-        options = [{"split": split} for split in (("train",) if is_train else TEST_SPLITS)]
-    error: BaseException | None = None
+        splits = ("train",) if is_train else TEST_SPLITS
+        options = [{"split": split} for split in splits]
+    errors: list[BaseException] = []
     for option in options:
         try:
             return cls(**arguments, **option)
-        except BaseException as caught:
-            reraise_stop(caught)
-            error = error or caught
-            if not isinstance(caught, ValueError):  # ValueError: there is no such split
+        except BaseException as error:
+            reraise_stop(error)
+            errors.append(error)
+            if not isinstance(error, ValueError):  # ValueError: there is no such split
                 break
-    assert error is not None
-    reason = torchvision_reason(error)
+    reason = torchvision_reason(errors[0])
     if "root" not in known:
-        raise ConfigError(f"data.dataset: {data.dataset} cannot be read: {reason}") from None
+        raise ConfigError(f"data.dataset: {data.dataset} cannot be read: {reason}")
     download = "data.download=true, or " if "download" in known else ""
     raise ConfigError(
         f"data.dataset: {data.dataset} cannot be read from {root}: {reason}; set {download}"
         "data.root (or $RAYSIM_DATA) to the folder that holds it"
-    ) from None
+    )
 
 
 def _examples(half: Any, place: str) -> tuple[list[Any], list[int]]:

@@ -308,46 +308,52 @@ class RuleDryRun:
             RaysimError: the server rule fails, or breaks its contract.
         """
         failure = None
-        precisions = (DOUBLE_PRECISION,)
-        if self.plan.dtype == torch.float32:
-            precisions = (DOUBLE_PRECISION, SINGLE_PRECISION)
-            if self.large:
-                precisions = (SINGLE_PRECISION,)
-        for precision in precisions:
+        for precision in self._precisions():
             stage = trainer, broadcast, tasks = self.stage(precision.dtype, MAX_LOCAL_STEPS)
             looped, error = self._train(trainer, broadcast, tasks)
             if error is not None:
                 continue
             vmapped, failure = self._train(self._under_vmap(trainer), broadcast, tasks)
-            if failure is not None:
-                continue
-            floor = (
-                10
-                * torch.finfo(precision.dtype).eps
-                / precision.tolerance
-                * (1 + float(broadcast.global_params.norm()))
-            )
-            relative = differences(vmapped, looped, floor)
-            self.agreement = f"within {max(relative.values()):.1e} of each vector's norm"
-            wrong = {key: size for key, size in relative.items() if size > precision.tolerance}
-            if not wrong:
-                return None
-            rounding = differences(self._nudged(precision, *stage) or looped, looped, floor)
-            wrong = {
-                key: size for key, size in wrong.items() if size > ROUNDING_MARGIN * rounding[key]
-            }
-            if not wrong:
-                return None
-            worst = max(wrong, key=wrong.__getitem__)
-            return (
-                f"client rule '{self.plan.client.name}' on model '{self.config.model.name}' gives "
-                f"{worst} under vmap that differs from the same in mode loop by "
-                f"{wrong[worst]:.2g} of its norm (rounding explains {rounding[worst]:.1g}); "
-                f"{self._advice}"
-            )
+            if failure is None:
+                return self._difference(precision, stage, looped, vmapped)
         if failure is None:
             return None
         return f"client rule '{self.plan.client.name}' cannot run under vmap: {failure}"
+
+    def _precisions(self) -> tuple[Precision, ...]:
+        """Return the precisions in which the modes are compared, until both modes run in one."""
+        if self.plan.dtype != torch.float32:
+            return (DOUBLE_PRECISION,)
+        return (SINGLE_PRECISION,) if self.large else (DOUBLE_PRECISION, SINGLE_PRECISION)
+
+    def _difference(
+        self,
+        precision: Precision,
+        stage: tuple[LoopTrainer, Broadcast, list[ClientTask]],
+        looped: list[ReportedTensors],
+        vmapped: list[ReportedTensors],
+    ) -> str | None:
+        """Return how the modes differ, for a message; None if rounding explains all differences."""
+        norm = float(stage[1].global_params.norm())
+        floor = 10 * torch.finfo(precision.dtype).eps / precision.tolerance * (1 + norm)
+        relative = differences(vmapped, looped, floor)
+        self.agreement = f"within {max(relative.values()):.1e} of each vector's norm"
+        if max(relative.values()) <= precision.tolerance:
+            return None
+        rounding = differences(self._nudged(precision, *stage) or looped, looped, floor)
+        wrong = {
+            key: size
+            for key, size in relative.items()
+            if size > max(precision.tolerance, ROUNDING_MARGIN * rounding[key])
+        }
+        if not wrong:
+            return None
+        worst = max(wrong, key=wrong.__getitem__)
+        return (
+            f"client rule '{self.plan.client.name}' on model '{self.config.model.name}' gives "
+            f"{worst} under vmap that differs from the same in mode loop by {wrong[worst]:.2g} of "
+            f"its norm (rounding explains {rounding[worst]:.1g}); {self._advice}"
+        )
 
     def _nudged(
         self, precision: Precision, trainer: Trainer, broadcast: Broadcast, tasks: list[ClientTask]

@@ -1,0 +1,291 @@
+"""Check the rules of a run against its problem, its schedule and its local steps."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from raysim.config.schema import Config
+from raysim.config.sections.local import Local
+from raysim.config.sections.optimizer import PLAIN_SGD
+from raysim.config.sections.schedule import Sync, UniformSampling
+from raysim.data.partition.groups import local_of_groups
+from raysim.errors import ConfigError, in_a_line
+from raysim.models.flat import Model
+from raysim.prepare.privacy_checks import check_privacy
+from raysim.rules.contract import ClientRule, Problem, ServerRule, overridden
+from raysim.rules.errors.user_code import translate_errors
+from raysim.rules.methods import registry
+from raysim.rules.uploads import declared, with_mode
+from raysim.system import startup_stages
+from raysim.system.signals import reraise_stop
+from raysim.training.personal import PersonalParts, personal_batch_norms
+from raysim.training.tasks.local_step import LocalSettings
+from raysim.training.tasks.loop_task import LoopTask
+
+if TYPE_CHECKING:
+    from raysim.engine.plan import Plan
+
+logger = logging.getLogger("raysim")
+
+ALIKE = 1.1
+"""Largest ratio of the sizes of clients that an even partition makes, and that no line mentions."""
+
+
+def check_rule(section: str, half: str, rule: ClientRule | ServerRule, problem: Problem) -> None:
+    """Let a rule check its hyper-parameters against the problem.
+
+    Args:
+        section: the section of the configuration that the rule comes from.
+        half: "client" or "server".
+        rule: the client or server rule.
+        problem: the facts about data, clients and net.
+
+    Raises:
+        ConfigError: the rule refuses the problem, or its `check` fails.
+    """
+    uploads = declared(rule.sends) if isinstance(rule, ClientRule) else {}
+    for key, upload in uploads.items():
+        if not problem.features and "F" in getattr(upload, "sizes", ()):
+            raise ConfigError(
+                f"model: client rule '{rule.name}' sends '{key}' with a size of F features, but "
+                f"'{problem.model}' does not end in a linear classifier on features"
+            )
+    try:
+        rule.check(problem)
+    except ValueError as error:
+        raise ConfigError(f"{section}.{error}") from None
+    except BaseException as error:
+        reraise_stop(error)
+        raise ConfigError(
+            f"{section}: check() of {half} rule '{rule.name}' failed: {in_a_line(error)}"
+        ) from None
+
+
+def check_groups(
+    config: Config,
+    of_run: tuple[ClientRule, ServerRule],
+    rules: Mapping[str, ClientRule],
+    problem: Problem,
+    model: Model,
+) -> None:
+    """Check that the client rules of groups fit the problem, privacy and each other.
+
+    Args:
+        config: the configuration of the run.
+        of_run: the client rule of the other clients, and the server rule.
+        rules: the client rule of each group.
+        problem: the facts about data, clients and net.
+        model: the net.
+
+    Raises:
+        ConfigError: a rule refuses the problem or privacy, declares personal parameters of its own,
+            or keeps a state that another rule keeps in another shape.
+    """
+    client, server = of_run
+    for (name, rule), local in zip(rules.items(), local_of_groups(config)[1:], strict=True):
+        try:
+            check_local_steps(config.model_copy(update={"local": local}), rule)
+        except ConfigError as error:
+            raise ConfigError(f"groups.{name}: {error}") from None
+    by_place = {
+        f"groups.{name}.client": rule
+        for name, rule in rules.items()
+        if config.groups[name].client is not None
+    }
+    for place, rule in by_place.items():
+        check_rule(place, "client", rule, problem)
+        check_privacy(config, rule, server, model)
+        if overridden(rule, ["personal"]) and type(rule).personal is not type(client).personal:
+            raise ConfigError(
+                f"{place}: client rule '{rule.name}' declares personal parameters, which are the "
+                f"same for all clients; declare them in client rule '{client.name}', or in "
+                "local.personal"
+            )
+    if by_place:
+        _check_states({config.section_of_rule("client"): client, **by_place}, model)
+
+
+def _check_states(rules: Mapping[str, ClientRule], model: Model) -> None:
+    """Check that no two rules keep client states of one name in different shapes."""
+    task = LoopTask(model, LocalSettings(x0=model.initial()[0]))
+    shapes: dict[str, torch.Size] = {}
+    for place, rule in rules.items():
+        with translate_errors(partial(_error_at, place)):
+            state = rule.state(task)
+        for key, value in state.items():
+            if shapes.setdefault(key, value.shape) != value.shape:
+                raise ConfigError(
+                    f"{place}: client rule '{rule.name}' keeps '{key}' as {list(value.shape)}, and "
+                    f"another rule as {list(shapes[key])}; give it another name"
+                )
+
+
+def _error_at(place: str, text: str) -> ConfigError:
+    return ConfigError(f"{place}: {text}")
+
+
+def check_selection(config: Config, server: ServerRule) -> None:
+    """Check that a server rule that selects clients is not in conflict with the configuration.
+
+    Args:
+        config: the configuration of the run.
+        server: the server rule.
+
+    Raises:
+        ConfigError: rounds are asynchronous, clients are also sampled otherwise, or they are
+            private.
+    """
+    if not overridden(server, ["select"]):
+        if overridden(server, ["candidates"]):
+            raise ConfigError(
+                f"{config.section_of_rule('server')}.name: server rule '{server.name}' defines "
+                "`candidates`, whose losses only `select` gets; define `select(self, state, pool, "
+                "rng)` too"
+            )
+        return
+    selects = f"server rule '{server.name}' selects the clients of each synchronous round itself"
+    schedule = config.schedule
+    if not isinstance(schedule, Sync):
+        raise ConfigError(
+            f"schedule.name: {selects}, but the rounds of '{schedule.name}' are asynchronous; use "
+            "schedule=sync"
+        )
+    if not isinstance(schedule.sampling, UniformSampling):
+        raise ConfigError(
+            f"schedule.sampling: {selects}, so '{schedule.sampling.name}' would have no effect; "
+            "leave it out"
+        )
+    if config.client_privacy is not None:
+        raise ConfigError(
+            f"privacy.unit: {selects}, by facts about them that get no noise; use a server rule "
+            "that leaves this to schedule.sampling, such as fedavg"
+        )
+    if config.privacy is not None:
+        logger.warning("privacy: %s; the training losses that it sees get no noise", selects)
+
+
+def warn_of_averaged_statistics(server: ServerRule, model: Model, personal: PersonalParts) -> None:
+    """Warn if the server averages BatchNorm statistics of models that differ between clients.
+
+    Args:
+        server: the server rule.
+        model: the net.
+        personal: the parts of the net that stay with clients.
+    """
+    if personal.statistics != "averaged" or not model.buffer_size:
+        return
+    fix = "set local.buffers=personal if clients are to keep them"
+    if overridden(server, ["sent_to"]):
+        logger.warning(
+            "server rule '%s' sends clients different models, but the net's BatchNorm statistics "
+            "are averaged over all clients; %s",
+            server.name,
+            fix,
+        )
+    layers = [] if personal.mask is None else personal_batch_norms(model, personal.mask)
+    if layers:
+        logger.warning(
+            "the parameters of BatchNorm layer %s are personal, but its statistics are averaged "
+            "like those of the other layers; %s",
+            " and ".join(f"'{layer}'" for layer in layers),
+            fix,
+        )
+
+
+def note_uniform_weights(raw: Mapping[str, Any], plan: Plan) -> None:
+    """Log that clients of different sizes count equally, if nobody has chosen it.
+
+    Args:
+        raw: the configuration of the run, before its defaults were written out.
+        plan: the plan of the run.
+    """
+    if not _may_weigh_by_samples(raw, plan):
+        return
+    sizes = plan.clients.sizes[plan.clients.sizes > 0]
+    if sizes.max() <= ALIKE * sizes.min():
+        return
+    key = "server" if raw.get("server") is not None else "algorithm"
+    startup_stages.notes.info(
+        "clients have %d to %d examples and count equally in means; McMahan 2017, Flower and "
+        "PFLlib weigh them by their examples: %s.weights=samples",
+        sizes.min(),
+        sizes.max(),
+        key,
+    )
+
+
+def _may_weigh_by_samples(raw: Mapping[str, Any], plan: Plan) -> bool:
+    """Return whether clients count equally only because that is the default of the server rule."""
+    server = plan.server
+    for section in (raw.get("algorithm"), raw.get("server")):
+        if isinstance(section, Mapping) and "weights" in section:
+            return False
+    if overridden(server, ["weigh"]) or plan.config.client_privacy or server.weights != "uniform":
+        return False
+    # A user's rule that gets the uploads one by one may well count them equally on purpose.
+    if not with_mode(server.uploads, "mean") and not registry.is_shipped(server):
+        return False
+    try:
+        replace(server, weights="samples").check(plan.problem)
+    except ValueError:  # the rule has no weights
+        return False
+    return True
+
+
+def check_local_steps(config: Config, client: ClientRule) -> None:
+    """Check that the client rule supports the configured steps, and that they have a size.
+
+    Args:
+        config: the configuration of the run.
+        client: the client rule.
+
+    Raises:
+        ConfigError: two settings exclude each other, the rule needs plain SGD or makes its own
+            steps, a step size becomes 0, or autocast has no effect.
+    """
+    local = config.local
+    if local.conflict is not None:
+        raise ConfigError(f"local: {local.conflict}")
+    if client.needs_plain_sgd:
+        _check_plain_sgd(local, client)
+    if local.accumulate > 1 and overridden(client, ["step"]):
+        raise ConfigError(
+            f"local.accumulate: client rule '{client.name}' has a step of its own, in which each "
+            "mini-batch moves the parameters; leave local.accumulate at 1, and raise "
+            "local.batch_size instead"
+        )
+    last = local.step_sizes.of_step(config.rounds - 1)
+    if not local.step_sizes.varies_in_a_round and last <= 0:
+        raise ConfigError(
+            "local.lr: is 0 in the last round; raise local.lr.eta_min, give local.lr.T_max at "
+            f"least the number of rounds ({config.rounds}), or return a number > 0"
+        )
+    if local.autocast and config.dtype == "float64":
+        raise ConfigError(
+            "local.autocast: has no effect on float64; leave it out, or use dtype=float32"
+        )
+
+
+def _check_plain_sgd(local: Local, client: ClientRule) -> None:
+    """Check that steps are plain SGD with one step size in a round, which a rule needs."""
+    reason = client.needs_plain_sgd
+    if local.optimizer != PLAIN_SGD:
+        kind = f"'{local.optimizer.name}'"
+        if local.optimizer.name == PLAIN_SGD.name:
+            kind += " with further keys"
+        advice = "; local.weight_decay fits" if local.optimizer.weight_decay else ""
+        raise ConfigError(
+            f"local.optimizer: client rule '{client.name}' needs plain SGD, not {kind}: {reason}; "
+            f"leave local.optimizer out{advice}"
+        )
+    if local.step_sizes.varies_in_a_round:
+        raise ConfigError(
+            f"local.lr.over: client rule '{client.name}' needs one step size in a round: "
+            f"{reason}; use local.lr.over=rounds"
+        )

@@ -1,0 +1,203 @@
+"""Build what a run trains on, from its configuration: rules, data, partition, net and problem."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+
+from raysim import schedule
+from raysim.config.schema import Config
+from raysim.config.sections.data import AnyData
+from raysim.config.sections.schedule import InFlight, OwnSampling, Sync
+from raysim.data import Dataset, load_dataset, split_dataset
+from raysim.data.partition.clients import Clients, VirtualClients
+from raysim.data.partition.groups import group_members, local_of_groups
+from raysim.engine import learning
+from raysim.errors import ConfigError, RaysimError
+from raysim.models import build
+from raysim.models.checks.against_pytorch import check_reading
+from raysim.models.flat import Model
+from raysim.prepare import checks, configured_upload_stages, privacy_checks, rule_checks
+from raysim.rules.contract import ClientRule, Problem, ServerRule
+from raysim.rules.methods import pairs
+from raysim.rules.tasks.learning_task import LearningTask, TaskMetric
+from raysim.rules.upload_stages import UploadStage
+from raysim.server.collusion import check_collusion
+from raysim.training.personal import personal_parts
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The rules of a run, with the stages of its uploads."""
+
+    client: ClientRule
+    """The client rule, with its hyper-parameters."""
+
+    server: ServerRule
+    """The server rule, with its hyper-parameters."""
+
+    groups: Mapping[str, ClientRule]
+    """The client rule of each group, by the name of the group."""
+
+    stages: Mapping[str, tuple[UploadStage, ...]]
+    """The stages of uploads with their parameters, by key: `local.upload`, and those of groups."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Data, partition and net of a run: the problem that the rules solve."""
+
+    dataset: Dataset
+    """The data set, with its training and test examples."""
+
+    clients: Clients | VirtualClients
+    """The partition of the training examples over the clients."""
+
+    members: np.ndarray | None
+    """[N], the group of each client from 1, 0 for none; None without groups."""
+
+    net: nn.Module
+    """The net with its initial parameters."""
+
+    model: Model
+    """A copy of the net, with its parameters as one flat vector."""
+
+    problem: Problem
+    """The facts about data, clients and net that the rules may use."""
+
+    learning_task: LearningTask
+    """Learning task of the net."""
+
+    metrics: tuple[TaskMetric, ...]
+    """The metrics of the evaluations."""
+
+
+def build_rules(config: Config) -> Rules:
+    """Return the rules and the upload stages that a configuration names.
+
+    Args:
+        config: the configuration of the run.
+
+    Raises:
+        ConfigError: a name or a hyper-parameter is wrong, or the rules do not fit together.
+    """
+    client, server = pairs.resolve_rules(config)
+    groups = pairs.resolve_group_rules(config, client, server)
+    stages = {
+        key: configured_upload_stages.make_stages(key, section)
+        for key, section in config.uploads.items()
+    }
+    return Rules(client, server, groups, stages)
+
+
+def build_problem(
+    config: Config, rules: Rules, load: Callable[[AnyData], Dataset] = load_dataset
+) -> Workload:
+    """Load the data, split it over the clients, build the net, and check schedule and rules.
+
+    Args:
+        config: the validated configuration.
+        rules: the rules to check against the problem.
+        load: function that returns the data set of a section `data`.
+
+    Returns:
+        Data, partition, net and the facts that the rules may use.
+
+    Raises:
+        ConfigError: schedule, model or rules do not fit the data and its partition.
+    """
+    task_class = learning.find_learning_task(config)
+    dataset = load(config.data)
+    task = learning.make_learning_task(config, task_class, dataset)
+    outputs = learning.check_data(config, task, dataset)
+    metrics = learning.make_metrics(config, task, outputs)
+    clients = split_dataset(config.partition, dataset, config.seed, config.held_out)
+    _check_schedule(config, clients)
+    checks.warn_of_empty_clients(config, clients)
+    checks.check_model_fits_data(config)
+    net = build.make_net(config, dataset.shape, outputs)
+    dtype = getattr(torch, config.dtype)
+    model = Model(
+        copy.deepcopy(net),
+        dataset.shape,
+        outputs,
+        dtype,
+        learning_task=task,
+        sample=learning.sample_batch(dataset, dtype),
+        name=config.model.name,
+    )
+    checks.check_net_is_finite(config, net)
+    check_reading(net, model)
+    problem = Problem(
+        n_clients=len(clients),
+        cohort=config.schedule.size,
+        size=model.size,
+        segments=model.segments,
+        n_nonempty=clients.n_nonempty,
+        model=config.model.name,
+        levels=model.levels,
+        has_features=model.has_features,
+        classes=outputs,
+        features=model.features,
+        seed=config.seed,
+        n_held_out=len(clients) - clients.n_training,
+        n_public=0 if dataset.public_x is None else len(dataset.public_x),
+        lr=max(local.step_sizes.largest for local in local_of_groups(config)),
+    )
+    members = group_members(config, len(clients))
+    workload = Workload(dataset, clients, members, net, model, problem, task, metrics)
+    _check_rules(config, rules, workload)
+    return workload
+
+
+def _check_schedule(config: Config, clients: Clients | VirtualClients) -> None:
+    """Check that the schedule fits the partition."""
+    checks.check_cohort(config.schedule, len(clients))
+    checks.check_cohort(config.schedule, clients.n_training, "evaluate.clients.held_out leaves")
+    if isinstance(config.schedule, InFlight):
+        checks.check_cohort(config.schedule, clients.n_nonempty, "there is data for")
+    # Building the schedule validates it, including the trace file that it may name.
+    rounds = schedule.make_schedule(config, clients.sizes)
+    if isinstance(config.schedule, Sync) and isinstance(config.schedule.sampling, OwnSampling):
+        assert isinstance(rounds, schedule.Synchronous)
+        try:
+            rounds.select(0)
+        except schedule.ScheduleExhausted:
+            pass  # the run reports it
+        except RaysimError as error:
+            raise ConfigError(str(error)) from None
+
+
+def _check_rules(config: Config, rules: Rules, workload: Workload) -> None:
+    """Check that the rules of all clients, and the stages of uploads, fit the problem."""
+    client, server, model = rules.client, rules.server, workload.model
+    all_rules = (client, server, *rules.groups.values())
+    learning.check_rules_of_task(workload.learning_task, *all_rules)
+    learning.check_public_data(workload.dataset, *all_rules)
+    learning.check_privacy_of_task(config, workload.learning_task)
+    client_section = config.section_of_rule("client")
+    server_section = config.section_of_rule("server")
+    rule_checks.check_rule(client_section, "client", client, workload.problem)
+    rule_checks.check_rule(server_section, "server", server, workload.problem)
+    rule_checks.check_selection(config, server)
+    privacy_checks.check_privacy(config, client, server, model)
+    personal = personal_parts(config, client, model)
+    rule_checks.warn_of_averaged_statistics(server, model, personal)
+    rule_checks.check_local_steps(config, client)
+    rule_checks.check_groups(config, (client, server), rules.groups, workload.problem, model)
+    by_key = {f"groups.{name}.client": rule for name, rule in rules.groups.items()}
+    check_collusion(config, {client_section: client, **by_key}, server)
+    for name, rule in {"": client, **rules.groups}.items():
+        key = config.upload_key(name)
+        section = config.uploads[key]
+        if section and personal.size == workload.problem.size:
+            raise ConfigError(
+                f"{key}: clients send none of the {personal.size} parameters, since all are "
+                "personal (local.personal, or the client rule); leave the stages out"
+            )
+        configured_upload_stages.check_stages(key, section, rule, server, rules.stages[key], model)
