@@ -18,9 +18,10 @@ from raysim.data.partition.groups import local_of_groups
 from raysim.errors import ConfigError, in_a_line
 from raysim.models.flat import Model
 from raysim.prepare.privacy_checks import check_privacy
-from raysim.rules.contract import ClientRule, Problem, ServerRule, overridden
+from raysim.rules.contract import ClientRule, ServerRule, overridden
 from raysim.rules.errors.user_code import translate_errors
 from raysim.rules.methods import registry
+from raysim.rules.rule import Problem
 from raysim.rules.uploads import declared, with_mode
 from raysim.system import startup_stages
 from raysim.system.signals import reraise_stop

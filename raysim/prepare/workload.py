@@ -23,8 +23,9 @@ from raysim.models import build
 from raysim.models.checks.against_pytorch import check_reading
 from raysim.models.flat import Model
 from raysim.prepare import checks, configured_upload_stages, privacy_checks, rule_checks
-from raysim.rules.contract import ClientRule, Problem, ServerRule
+from raysim.rules.contract import ClientRule, ServerRule
 from raysim.rules.methods import pairs
+from raysim.rules.rule import Problem
 from raysim.rules.tasks.learning_task import LearningTask, TaskMetric
 from raysim.rules.upload_stages import UploadStage
 from raysim.server.collusion import check_collusion
