@@ -23,7 +23,7 @@ from raysim.data.own import reading
 from raysim.data.partition import given_partitions
 from raysim.engine.plan import Probe
 from raysim.errors import ConfigError
-from raysim.metrics import METRICS_KEY
+from raysim.metrics.table import METRICS_KEY
 from raysim.rules import Algorithm, ClientRule, ClientSampling, LearningTask, ServerRule, TaskMetric
 from raysim.rules.contract import ALGORITHMS, CLIENT_RULES, SERVER_RULES
 from raysim.rules.tasks.shipped_tasks import TASKS

@@ -26,8 +26,9 @@ from raysim.rules.uploads import with_mode
 from raysim.runs.progress import ProgressCallback, shown
 from raysim.runs.python_inputs import named_inputs
 from raysim.runs.result import RunResult
-from raysim.runs.run import ForkOrigin, execute
+from raysim.runs.run import execute
 from raysim.runs.run_dir import find_run_dir, is_closed, make_run_dir
+from raysim.runs.tracked_start import ForkOrigin
 from raysim.server.central_server import Server
 from raysim.tracking.abandoned import finish_abandoned
 from raysim.tracking.mlflow_client import check_database
