@@ -31,7 +31,7 @@ from raysim.config.tracking_uri import redacted_uri, with_environment
 from raysim.engine import early_stop
 from raysim.engine.plan import Plan
 from raysim.errors import ConfigError, did_you_mean
-from raysim.ledger.ledger_row import kept_config
+from raysim.ledger.kept import kept_config
 from raysim.prepare import resolve
 from raysim.reports import grouping
 from raysim.reports.claims.claim_section import Claim, check_sides, read_claims
