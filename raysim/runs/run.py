@@ -158,10 +158,7 @@ def execute(
             # The start of Ray has replaced the handlers.
             signals.install()
             engine = run.start(executor, saved, signals)
-            if origin is not None:
-                # The history of a fork begins with that of the forked run.
-                for record in engine.history:
-                    run.log(engine, record, progress)
+            run.log_forked(engine, progress)
             first = round_name(saved.facts["round"]) if saved else "round 0 (before training)"
             startup_stages.begin(first)
             with signals.held():
@@ -319,6 +316,12 @@ class _OpenRun:
             if not isinstance(reason, str):
                 reason = f"round {record['round']:g}: progress returned True"
             engine.end_early(reason)
+
+    def log_forked(self, engine: Engine, progress: ProgressCallback) -> None:
+        """Log the rounds before a fork: its history begins with that of the forked run."""
+        if self.origin is not None:
+            for record in engine.history:
+                self.log(engine, record, progress)
 
     def result(self, engine: Engine, seconds: float) -> RunResult:
         """Return the run's result; write the parameters if all rounds are completed."""
