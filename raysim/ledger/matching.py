@@ -49,14 +49,11 @@ def cut_to(row: Row, config: Config) -> Row | None:
         row: a row of a ledger.
         config: resolved configuration of the run.
     """
-    is_short = row.rounds < config.rounds
-    if row.fingerprint != config.fingerprint or (is_short and not row.ended):
-        return None
     wanted = kept_config(config)
-    if wanted["record_updates"] is not None or not _measures_the_same(row, wanted):
+    if row.fingerprint != config.fingerprint or not _has_results(row, wanted):
         return None
     # The digest holds only for a run that this row has to its end.
-    whole = is_short or (row.rounds == config.rounds and not row.stopped)
+    whole = row.rounds < config.rounds or (row.rounds == config.rounds and not row.stopped)
     renamed = replace(row, config=wanted, experiment=config.tracking.experiment)
     if whole and row.config["evaluate"]["every"] == config.evaluate.every:
         return renamed
@@ -72,6 +69,13 @@ def cut_to(row: Row, config: Config) -> Row | None:
         stopped="",
         early_stopping=None,
     )
+
+
+def _has_results(row: Row, wanted: Mapping[str, Any]) -> bool:
+    """Return whether a row has the rounds and the measurements of a run of its identity."""
+    if row.rounds < wanted["rounds"] and not row.ended:
+        return False
+    return wanted["record_updates"] is None and _measures_the_same(row, wanted)
 
 
 def _measures_the_same(row: Row, wanted: Mapping[str, Any]) -> bool:
