@@ -97,13 +97,8 @@ def check_convergence(
     from raysim.prepare.resolve import prepare
 
     console = Terminal(as_json)
-    constants: list[str] = []
-    changes: list[str] = []
-    for text in overrides or []:
-        if text.startswith("L="):
-            constants.append(text.removeprefix("L="))
-        else:
-            changes.append(text)
+    constants = [text.removeprefix("L=") for text in overrides or [] if text.startswith("L=")]
+    changes = [text for text in overrides or [] if not text.startswith("L=")]
     if constants and sample:
         raise ConfigError("--sample: L is given, so it is not estimated; leave out one of the two")
     plan = prepare(config, changes)
@@ -169,10 +164,8 @@ def _smoothness(plan: Plan, sample: int | None, console: Terminal) -> tuple[floa
     if theory and theory.L:
         return theory.L, "evaluate.theory.L"
     sample = sample or (theory.sample if theory else None)
-    passes, device = (
-        full_gradients.MAX_POWER_ITERATIONS * full_gradients.CURVATURE_FORWARD_PASSES,
-        "cuda:0" if plan.config.resources.gpus else "cpu",
-    )
+    passes = full_gradients.MAX_POWER_ITERATIONS * full_gradients.CURVATURE_FORWARD_PASSES
+    device = "cuda:0" if plan.config.resources.gpus else "cpu"
     model = plan.model()
     cost = full_gradients.compute_cost(plan.config, plan.clients, model, sample, passes)
     if cost.too_much(full_gradients.MAX_OPERATIONS_PER_RUN, vectors=2):
@@ -243,10 +236,8 @@ def attack(
         result, folder = attacks.attack(run_dir, overrides or [], progress)
     table = Table("client", "label", "cost", "PSNR (dB)", box=None)
     for client in result.clients:
-        labels, quality = (
-            " ".join(texts)
-            for texts in (map(str, client.labels), (f"{p:.2f}" for p in client.psnr))
-        )
+        labels = " ".join(map(str, client.labels))
+        quality = " ".join(f"{p:.2f}" for p in client.psnr)
         table.add_row(str(client.client), labels, f"{client.cost:.4g}", quality)
     print_table(table, console)
     exact = f", {result.exact} recovered exactly (not counted)" if result.exact else ""
