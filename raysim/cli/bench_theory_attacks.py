@@ -97,8 +97,7 @@ def check_convergence(
     from raysim.prepare.resolve import prepare
 
     console = Terminal(as_json)
-    constants = [text.removeprefix("L=") for text in overrides or [] if text.startswith("L=")]
-    changes = [text for text in overrides or [] if not text.startswith("L=")]
+    constants, changes = _split_overrides(overrides or [])
     if constants and sample:
         raise ConfigError("--sample: L is given, so it is not estimated; leave out one of the two")
     plan = prepare(config, changes)
@@ -139,6 +138,18 @@ def check_convergence(
             "corollary": {"lr": steps[0], "server_lr": steps[1]},
         }
         say(json.dumps(_finite(facts)))
+
+
+def _split_overrides(overrides: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Return the values of L, and the overrides of the configuration."""
+    constants: list[str] = []
+    changes: list[str] = []
+    for text in overrides:
+        if text.startswith("L="):
+            constants.append(text.removeprefix("L="))
+        else:
+            changes.append(text)
+    return constants, changes
 
 
 def _print_conditions(conditions: Iterable[Condition], console: Terminal) -> None:
